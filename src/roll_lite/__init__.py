@@ -1,0 +1,1 @@
+"""roll_lite: reinforcement learning for language models in one torchrun program."""

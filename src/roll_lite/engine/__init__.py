@@ -1,0 +1,1 @@
+"""Generation: continuous batching over a paged key/value cache."""

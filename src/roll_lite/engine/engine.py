@@ -1,0 +1,178 @@
+"""The generation engine: submit requests, call step() until they are done.
+
+    engine = Engine(load_model(folder))
+    turns = engine.generate([Request(prompt_ids=ids, params=SamplingParams(max_tokens=64))])
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from roll_lite.engine.pages import PagePool
+from roll_lite.engine.runner import Runner, cache_shape
+from roll_lite.engine.sampler import noise_key
+from roll_lite.engine.scheduler import Scheduler
+from roll_lite.engine.sequence import Request, Sequence
+from roll_lite.models.transformer import Transformer
+from roll_lite.progress import ProgressBar
+from roll_lite.types import Turn
+
+OnTurn = Callable[[int, Turn], None]
+"""Called with a sample's index and its turn the moment the sample ends."""
+
+
+@dataclass(slots=True, eq=False)
+class Handle:
+    """A submitted request. `turns[i]` is None until sample i has ended."""
+
+    id: int
+    turns: list[Turn | None]
+    on_turn: OnTurn | None = None
+    sequences: list[Sequence] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        return all(turn is not None for turn in self.turns)
+
+
+class Engine:
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        kv_cache_gib: float = 1.0,
+        page_size: int = 16,
+        max_num_seqs: int = 1024,
+        max_prefill_tokens: int = 16384,
+    ):
+        """`kv_cache_gib` is taken at once; when it runs short the newest samples wait."""
+        self.model = model.requires_grad_(False)
+        self.policy_version = 0
+        num_pages = self._num_pages(kv_cache_gib, page_size)
+        self.pool = PagePool(num_pages, page_size)
+        self.scheduler = Scheduler(
+            self.pool, max_num_seqs=max_num_seqs, max_prefill_tokens=max_prefill_tokens
+        )
+        self.runner = Runner(model, num_pages, page_size)
+        self._handles: dict[int, Handle] = {}
+        self._next_id = 0
+
+    def submit(self, request: Request, on_turn: OnTurn | None = None) -> Handle:
+        self._check(request)
+        handle = Handle(self._next_id, [None] * request.num_samples, on_turn)
+        self._next_id += 1
+        handle.sequences = [
+            Sequence(
+                request_id=handle.id,
+                index=index,
+                params=request.params,
+                noise_key=noise_key(request.seed, index),
+                token_ids=list(request.prompt_ids),
+                num_prompt_tokens=len(request.prompt_ids),
+            )
+            for index in range(request.num_samples)
+        ]
+        leader, *leader.followers = handle.sequences
+        self._handles[handle.id] = handle
+        self.scheduler.waiting.append(leader)
+        return handle
+
+    def abort(self, request_id: int) -> None:
+        """End a request's unfinished samples with what they have; an unknown id is harmless."""
+        handle = self._handles.get(request_id)
+        for sequence in handle.sequences if handle else ():
+            if sequence.finish_reason is None:
+                sequence.finish_reason = "abort"
+                self._finish(sequence)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._handles)
+
+    def step(self) -> None:
+        """Prefill whoever fits, then decode one token for everyone who runs."""
+        if admitted := self.scheduler.admit():
+            self._prefill(admitted)
+        if running := self.scheduler.make_room():
+            self._advance(self.runner.decode(running), running)
+
+    def generate(self, requests: list[Request], progress: bool = False) -> list[list[Turn]]:
+        """Answer all requests; the turns of each, in order."""
+        num_samples = sum(request.num_samples for request in requests)
+        with ProgressBar(num_samples, "generate", enabled=progress) as bar:
+            handles = [self.submit(r, lambda index, turn: bar.advance()) for r in requests]
+            while not all(handle.is_done for handle in handles):
+                self.step()
+        return [handle.turns for handle in handles]
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Copy weights in place. Running samples go on under them, prefilled again."""
+        parameters = dict(self.model.named_parameters())
+        for name, tensor in weights:
+            parameters.pop(name).copy_(tensor)
+        if parameters:
+            raise ValueError(f"no new weights came for {', '.join(parameters)}")
+        self.policy_version = policy_version
+        self.scheduler.preempt_all()
+
+    def _prefill(self, admitted: list[Sequence]) -> None:
+        hidden_SH = self.runner.prefill(admitted)
+        rows, sequences, copies = [], [], []
+        for row, leader in enumerate(admitted):
+            followers = list(leader.followers)
+            copies += self.scheduler.fork(leader)
+            members = [leader, *(f for f in followers if f.pages)]
+            rows += [row] * len(members)
+            sequences += members
+        if copies:
+            self.runner.copy_pages(copies)
+        self._advance(hidden_SH[torch.tensor(rows, device=hidden_SH.device)], sequences)
+
+    def _advance(self, hidden_RH: Tensor, sequences: list[Sequence]) -> None:
+        token_ids, logprobs = self.runner.sample(hidden_RH, sequences)
+        for sequence, token_id, logprob in zip(sequences, token_ids, logprobs, strict=True):
+            sequence.append(token_id, logprob, self.policy_version)
+            if sequence.finish_reason:
+                self._finish(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        self.scheduler.remove(sequence)
+        handle = self._handles[sequence.request_id]
+        turn = handle.turns[sequence.index] = sequence.turn()
+        if handle.is_done:
+            del self._handles[handle.id]
+        if handle.on_turn:
+            handle.on_turn(sequence.index, turn)
+
+    def _check(self, request: Request) -> None:
+        config, ids = self.model.config, request.prompt_ids
+        if not ids:
+            raise ValueError("prompt_ids is empty; a request needs at least one token")
+        if not 0 <= min(ids) <= max(ids) < config.vocab_size:
+            raise ValueError(
+                f"prompt_ids holds {min(ids)}..{max(ids)}; the vocabulary has ids "
+                f"0..{config.vocab_size - 1}"
+            )
+        if request.num_samples < 1:
+            raise ValueError(f"num_samples={request.num_samples} must be at least 1")
+        longest = len(ids) + request.params.max_tokens
+        in_cache = self.pool.num_pages * self.pool.page_size
+        if longest > min(config.max_positions, in_cache):
+            raise ValueError(
+                f"{len(ids)} prompt tokens + max_tokens={request.params.max_tokens} exceed the "
+                f"model's {config.max_positions} positions or the cache's {in_cache} tokens; "
+                "shorten the request or raise kv_cache_gib"
+            )
+
+    def _num_pages(self, kv_cache_gib: float, page_size: int) -> int:
+        shape = cache_shape(self.model, 1, page_size)
+        page_bytes = torch.Size(shape).numel() * self.model.embedding.element_size()
+        num_pages = int(kv_cache_gib * 2**30) // page_bytes
+        if num_pages < 1:
+            raise ValueError(
+                f"kv_cache_gib={kv_cache_gib} holds no page of {page_bytes} bytes; raise it"
+            )
+        return num_pages

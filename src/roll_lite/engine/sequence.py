@@ -1,0 +1,57 @@
+"""A request, and the sequences that answer it."""
+
+from dataclasses import dataclass, field
+
+from roll_lite.types import FinishReason, SamplingParams, Turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    prompt_ids: list[int]
+    params: SamplingParams
+    num_samples: int = 1
+    """The prompt is computed once and forked into this many samples."""
+    seed: int = 0
+    """Names the request's random numbers: the same seed and prompt give the same samples."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One sample being generated. Its cache holds every token but the last, once it runs."""
+
+    request_id: int
+    index: int
+    params: SamplingParams
+    noise_key: tuple[int, int]
+    token_ids: list[int]
+    """The prompt, then what was sampled."""
+    num_prompt_tokens: int
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    followers: list["Sequence"] = field(default_factory=list)
+    """Samples of the same prompt that wait to be forked from this one's prefill."""
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def append(self, token_id: int, logprob: float, policy_version: int) -> None:
+        if not self.versions or self.versions[-1][1] != policy_version:
+            self.versions.append((self.num_sampled, policy_version))
+        self.token_ids.append(token_id)
+        self.logprobs.append(logprob)
+        if token_id in self.params.stop_ids:
+            self.finish_reason = "stop"
+        elif self.num_sampled == self.params.max_tokens:
+            self.finish_reason = "length"
+
+    def turn(self) -> Turn:
+        return Turn(
+            prompt_ids=self.token_ids[: self.num_prompt_tokens],
+            token_ids=self.token_ids[self.num_prompt_tokens :],
+            logprobs=self.logprobs,
+            finish_reason=self.finish_reason,
+            versions=self.versions,
+        )

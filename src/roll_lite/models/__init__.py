@@ -1,0 +1,1 @@
+"""One transformer for training and generation, and its Hugging Face checkpoints."""

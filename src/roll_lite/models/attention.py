@@ -1,0 +1,67 @@
+"""Attention over packed sequences, for training. The engine's paged attention has the same call.
+
+A block knows neither: it calls `attend(layer, q_THD, k_TKD, v_TKD)` and gets (T, heads, D) back.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAttention:
+    """Causal attention within each of several sequences laid end to end, without padding them."""
+
+    cu_seqlens: Tensor
+    """int32, (sequences + 1,): where each sequence starts, then the total."""
+    max_seqlen: int
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
+            return self._varlen(q_THD, k_TKD, v_TKD)
+        return self._padded_sdpa(q_THD, k_TKD, v_TKD)
+
+    def _varlen(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _varlen_kernel()(
+            q, k.contiguous(), v.contiguous(), self.cu_seqlens, self.cu_seqlens,
+            self.max_seqlen, self.max_seqlen,
+        )  # fmt: skip
+
+    def _padded_sdpa(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Rows are padded on the right, where causal attention never looks."""
+        lengths = self.cu_seqlens.diff()
+        column = torch.arange(self.max_seqlen, device=q.device)
+        is_token_BL = column < lengths[:, None]
+
+        def pad(x: Tensor) -> Tensor:
+            padded = x.new_zeros(*is_token_BL.shape, *x.shape[1:])
+            padded[is_token_BL] = x
+            return padded.transpose(1, 2)
+
+        enable_gqa = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(
+            pad(q), pad(k), pad(v), is_causal=True, enable_gqa=enable_gqa
+        )
+        return out.transpose(1, 2)[is_token_BL]
+
+
+@functools.cache
+def _varlen_kernel() -> Callable[..., Tensor]:
+    """flash-attn where it is installed (extra `[flash]`), else the kernel that torch carries."""
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        from torch.nn.attention.varlen import varlen_attn
+
+        # torch 2.11 takes grouped heads as they come; later versions want to be told.
+        known = inspect.signature(varlen_attn).parameters
+        grouped = {"enable_gqa": True} if "enable_gqa" in known else {}
+        return functools.partial(varlen_attn, window_size=(-1, 0), **grouped)
+    return functools.partial(flash_attn_varlen_func, causal=True)

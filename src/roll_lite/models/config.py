@@ -1,0 +1,147 @@
+"""The shape of a decoder, read from a Hugging Face config.json."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
+SUPPORTED_ROPE = ("default", "linear", "llama3")
+
+
+class UnsupportedModelError(ValueError):
+    """A config.json asks for something this transformer does not compute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    theta: float
+    kind: str = "default"
+    """One of SUPPORTED_ROPE."""
+    factor: float = 1.0
+    """How much longer than the original context the scaled one is (linear, llama3)."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_positions: int = 8192
+    """llama3: the context length of pre-training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope: RopeConfig
+    max_positions: int
+    """The longest sequence the model is exact for."""
+    tied_head: bool
+    qkv_bias: bool
+    qk_norm: bool
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise UnsupportedModelError(
+                f"num_attention_heads={self.num_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_kv_heads}"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+
+def read_config(folder: str | Path) -> ModelConfig:
+    return parse_config(read_hf_config(folder))
+
+
+def read_hf_config(folder: str | Path) -> dict:
+    """The config.json of a model folder as it stands."""
+    path = Path(folder) / "config.json"
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{folder} is not a model folder: it has no config.json. Give a Hugging Face folder, "
+            "or make one: `python -m roll_lite.models.tiny` or `python scripts/get_smollm2.py`."
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+
+
+def parse_config(hf: dict) -> ModelConfig:
+    """Translate a Hugging Face config, refusing by name whatever the transformer cannot do."""
+    model_type = hf.get("model_type")
+    if model_type not in SUPPORTED_MODELS:
+        raise UnsupportedModelError(
+            f"model_type={model_type!r} is not supported; supported: {', '.join(SUPPORTED_MODELS)}"
+        )
+    _refuse_unsupported(hf)
+    try:
+        return ModelConfig(
+            vocab_size=hf["vocab_size"],
+            hidden_size=hf["hidden_size"],
+            intermediate_size=hf["intermediate_size"],
+            num_layers=hf["num_hidden_layers"],
+            num_heads=hf["num_attention_heads"],
+            num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+            norm_eps=hf["rms_norm_eps"],
+            rope=_parse_rope(hf),
+            max_positions=_exact_positions(hf),
+            tied_head=hf.get("tie_word_embeddings", False),
+            qkv_bias=model_type == "qwen2",
+            qk_norm=model_type == "qwen3",
+        )
+    except KeyError as missing:
+        raise UnsupportedModelError(f"config.json has no field {missing}") from None
+
+
+def _refuse_unsupported(hf: dict) -> None:
+    wanted = {
+        "hidden_act": ("silu", "SwiGLU with silu"),
+        "attention_bias": (False, "no bias on Llama, Mistral and Qwen3 attention"),
+        "mlp_bias": (False, "no bias in the MLP"),
+        "attention_dropout": (0.0, "no dropout"),
+        "partial_rotary_factor": (1.0, "rotation of the whole head"),
+        "quantization_config": (None, "bf16, fp16 or fp32 weights"),
+    }
+    for field, (supported, meaning) in wanted.items():
+        value = hf.get(field)
+        if value is not None and value != supported:
+            raise UnsupportedModelError(f"{field}={value!r} is not supported; supported: {meaning}")
+
+
+def _exact_positions(hf: dict) -> int:
+    """Attention here is full, which equals a sliding window for sequences no longer than it."""
+    window = hf.get("sliding_window")
+    slides = hf.get("use_sliding_window", hf["model_type"] == "mistral")
+    limit = hf["max_position_embeddings"]
+    return min(limit, window) if window and slides else limit
+
+
+def _parse_rope(hf: dict) -> RopeConfig:
+    """transformers 5 writes rope_parameters; older folders have rope_theta and rope_scaling."""
+    scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in SUPPORTED_ROPE:
+        raise UnsupportedModelError(
+            f"rope_type={kind!r} is not supported; supported: {', '.join(SUPPORTED_ROPE)}"
+        )
+    theta = scaling.get("rope_theta") or hf.get("rope_theta") or 10000.0
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(theta=theta, kind=kind, factor=scaling["factor"])
+    return RopeConfig(
+        theta=theta,
+        kind=kind,
+        factor=scaling["factor"],
+        low_freq_factor=scaling["low_freq_factor"],
+        high_freq_factor=scaling["high_freq_factor"],
+        original_positions=scaling["original_max_position_embeddings"],
+    )

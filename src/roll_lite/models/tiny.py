@@ -1,0 +1,87 @@
+"""A tiny model that learns on a laptop: about one million parameters and one token per character.
+
+    python -m roll_lite.models.tiny models/tiny
+
+It is an ordinary Hugging Face folder (Qwen3 shape): nothing else in the system knows it is tiny.
+"""
+
+import argparse
+import json
+import string
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from roll_lite.models.config import parse_config
+from roll_lite.models.hf import pieces, write_folder
+from roll_lite.models.transformer import Transformer
+
+SPECIAL_TOKENS = ("<|unk|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'][0] + message['content'] + '<|im_end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>a' }}{% endif %}"
+)
+
+
+def build_tiny(folder: str | Path, seed: int = 0) -> Path:
+    """Write the tiny model with fresh weights and its tokenizer."""
+    tokenizer = character_tokenizer()
+    hf_config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    model = Transformer(parse_config(hf_config))
+    model.init_weights(seed)
+    state = dict(model.named_parameters())
+    tensors = {
+        piece.hf_name: state[piece.parameter].detach()[piece.index].reshape(piece.hf_shape)
+        for piece in pieces(model.config)
+    }
+
+    def add_tokenizer(target: Path) -> None:
+        tokenizer.save_pretrained(target)
+        generation = {"eos_token_id": tokenizer.eos_token_id}
+        (target / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+    return write_folder(folder, hf_config, tensors, add_tokenizer)
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    characters = [*string.printable[:95], "\n"]
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<|unk|>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", default="models/tiny")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    print(f"wrote {build_tiny(arguments.folder, arguments.seed)} (torch {torch.__version__})")

@@ -1,0 +1,43 @@
+"""A progress bar on the terminal's last line; silent where standard error is not a terminal."""
+
+import sys
+import time
+
+
+class ProgressBar:
+    def __init__(self, total: int, label: str, *, enabled: bool = True, width: int = 24):
+        self.total, self.label, self.width = total, label, width
+        self.count = 0
+        self._start = self._drawn = time.monotonic()
+        self._enabled = enabled and sys.stderr.isatty()
+
+    def __enter__(self) -> "ProgressBar":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.clear()
+
+    def advance(self, count: int = 1) -> None:
+        self.count += count
+        if time.monotonic() - self._drawn > 0.1 or self.count == self.total:
+            self.draw()
+
+    def draw(self) -> None:
+        if not self._enabled:
+            return
+        self._drawn = time.monotonic()
+        seconds = self._drawn - self._start
+        filled = self.width * self.count // max(1, self.total)
+        left = seconds / self.count * (self.total - self.count) if self.count else 0.0
+        bar = "#" * filled + "." * (self.width - filled)
+        sys.stderr.write(
+            f"\r\x1b[K{self.label} [{bar}] {self.count}/{self.total}, {seconds:.0f} s, "
+            f"{left:.0f} s left"
+        )
+        sys.stderr.flush()
+
+    def clear(self) -> None:
+        """Free the line for other output; the next draw brings the bar back."""
+        if self._enabled:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

@@ -1,0 +1,111 @@
+"""The vocabulary of the system. No torch here: worker processes import it and start fast.
+
+prompt -> turns (one model call each) -> sample (one trajectory) -> group (samples of one prompt).
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+Message = dict[str, str]
+"""{"role": "system" | "user" | "assistant", "content": text}"""
+
+State = Literal["queued", "generating", "stepping", "done", "failed"]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    id: str
+    messages: tuple[Message, ...]
+    domain: str
+    """Names the reward function that scores replies to this prompt."""
+    ground_truth: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    max_tokens: int
+    temperature: float = 1.0
+    """0 takes the likeliest token."""
+    stop_ids: tuple[int, ...] = ()
+    """Sampling one of these ends the turn; it stays the turn's last token."""
+
+    def __post_init__(self):
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or above")
+
+
+@dataclass(slots=True, kw_only=True)
+class Turn:
+    """One model call: what the model read and what it sampled."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    """Of the sampled tokens, under the distribution they were sampled from."""
+    finish_reason: FinishReason
+    versions: list[tuple[int, int]]
+    """(position of the first token, policy version) of each run of sampled tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    value: float
+    parts: dict[str, float] = field(default_factory=dict)
+    """Named contributions, logged on their own."""
+
+
+Reward = Callable[[Prompt, str], Score | float]
+"""Scores the text of a reply to a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    state: State
+    time: float
+    policy_version: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Sample:
+    """One trajectory: its tokens exactly as they were read and sampled, and its life so far."""
+
+    prompt: Prompt
+    index: int
+    """Place in the group."""
+    token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    """True where the model sampled the token."""
+    logprobs: list[float] = field(default_factory=list)
+    """Behaviour logprobs; 0 where loss_mask is False."""
+    turns: list[Turn] = field(default_factory=list)
+    reply: str = ""
+    score: Score | None = None
+    error: str | None = None
+    """Why the sample failed: the traceback of its reward or environment."""
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def state(self) -> State:
+        return self.events[-1].state
+
+    def enter(self, state: State, policy_version: int) -> None:
+        self.events.append(Event(state, time.time(), policy_version))
+
+    def add_turn(self, turn: Turn) -> None:
+        """Append what the model read since the last turn, then what it sampled."""
+        read = turn.prompt_ids[len(self.token_ids) :]
+        self.token_ids += read + turn.token_ids
+        self.loss_mask += [False] * len(read) + [True] * len(turn.token_ids)
+        self.logprobs += [0.0] * len(read) + turn.logprobs
+        self.turns.append(turn)
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    prompt: Prompt
+    samples: list[Sample]
