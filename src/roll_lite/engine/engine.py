@@ -87,6 +87,10 @@ class Engine:
                 sequence.finish_reason = "abort"
                 self._finish(sequence)
 
+    def abort_all(self) -> None:
+        for request_id in list(self._handles):
+            self.abort(request_id)
+
     @property
     def has_work(self) -> bool:
         return bool(self._handles)

@@ -109,6 +109,12 @@ def load_model(
     return model
 
 
+def stored_dtype(folder: str | Path) -> torch.dtype:
+    """The dtype that a folder's config.json names for its weights."""
+    hf_config = read_hf_config(folder)
+    return getattr(torch, hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32")
+
+
 def save_model(folder: str | Path, model: Transformer, *, like: str | Path) -> Path:
     """Write the model with the config and tokenizer of the folder it came from (`like`)."""
     return save_state(folder, dict(model.named_parameters()), model.config, like=like)

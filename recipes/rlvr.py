@@ -1,0 +1,182 @@
+"""Reinforcement learning with verifiable rewards: GRPO on questions whose answers can be checked.
+
+    python recipes/rlvr.py --model models/tiny --task reverse:5
+    python recipes/rlvr.py --model models/SmolLM2-135M-Instruct --task addition:2 --max-tokens 48
+    python -m pdb recipes/rlvr.py ...      # one process: break anywhere, also in a reward
+"""
+
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from statistics import fmean
+
+import tyro
+
+from roll_lite.chat import Chat
+from roll_lite.cluster.world import start_world
+from roll_lite.engine.engine import Engine
+from roll_lite.envs.question import question_maker
+from roll_lite.models.hf import load_model
+from roll_lite.report.run import Run, default_folder
+from roll_lite.rewards.math import last_number
+from roll_lite.rollout.coordinator import Rollout
+from roll_lite.rollout.filters import drop_failed
+from roll_lite.sync import sync_weights
+from roll_lite.tasks import parse_task, prompts
+from roll_lite.train.advantages import with_advantages
+from roll_lite.train.losses import ppo_loss
+from roll_lite.train.packing import pack
+from roll_lite.train.trainer import Trainer
+from roll_lite.types import Group, Prompt, SamplingParams
+
+
+@dataclass(kw_only=True)
+class Config:
+    model: str = "models/tiny"
+    """Hugging Face folder to start from."""
+    task: str = "reverse:5"
+    """What to learn: addition:N (digits), reverse:N or counting:N (letters)."""
+    steps: int = 40
+    """Rounds of generate, score, train."""
+    prompts_per_step: int = 32
+    """Prompts of one round."""
+    samples_per_prompt: int = 8
+    """Group size: replies that are compared with each other."""
+    max_tokens: int = 16
+    """Longest reply, in tokens."""
+    temperature: float = 1.0
+    """Sampling temperature; logprobs in the loss use the same."""
+    updates_per_step: int = 1
+    """Optimizer steps per round, each on an equal part of its samples."""
+    lr: float = 1e-3
+    """Learning rate after warm-up."""
+    warmup_steps: int = 0
+    """Updates over which the learning rate rises to lr."""
+    clip_low: float = 0.2
+    """A token's probability ratio is clipped below 1 - clip_low."""
+    clip_high: float = 0.2
+    """A token's probability ratio is clipped above 1 + clip_high."""
+    divide_by_std: bool = True
+    """Divide advantages by the group's standard deviation (GRPO); off is Dr. GRPO."""
+    max_grad_norm: float = 1.0
+    """Gradients longer than this are scaled down to it."""
+    tokens_per_microbatch: int = 16384
+    """Memory budget of one forward and backward pass."""
+    kv_cache_gib: float = 1.0
+    """Memory of the generation engine's cache."""
+    eval_prompts: int = 256
+    """Held-out prompts, answered greedily before and after training."""
+    eval_every: int = 10
+    """Evaluate after every so many steps."""
+    seed: int = 0
+    """Of the prompts and of all sampling."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    run_dir: str = field(default_factory=partial(default_folder, "rlvr"))
+    """Gets config.json, metrics.jsonl, rollouts/ and the trained model."""
+
+    def __post_init__(self):
+        parse_task(self.task)
+        if self.samples_per_prompt < 2:
+            raise ValueError(
+                f"samples_per_prompt={self.samples_per_prompt}: a group needs at least 2 samples"
+            )
+        if self.temperature == 0:
+            raise ValueError("temperature=0 gives equal samples, which teach nothing; use 1.0")
+
+
+def reversed_word(prompt: Prompt, reply: str) -> float:
+    """Your own reward looks like this: text in, number out. `breakpoint()` works here."""
+    return float(reply.strip() == prompt.ground_truth)
+
+
+REWARDS = {"addition": last_number, "counting": last_number, "reverse": reversed_word}
+SHOWN = {
+    "reward/mean": "reward", "eval/accuracy": "eval", "rollout/reply_tokens": "tokens",
+    "loss/entropy": "entropy", "loss/grad_norm": "grad", "mismatch/logprob_mean": "mismatch",
+    "time/rollout": "rollout s", "time/train": "train s", "time/step": "step s",
+}  # fmt: skip
+
+
+def main(cfg: Config) -> list[float]:
+    """Train; returns the held-out accuracies, the first from before training."""
+    with start_world(cfg.device) as world:
+        chat = Chat(cfg.model)
+        trainer = Trainer(
+            cfg.model,
+            mesh=world.mesh,
+            device=world.device,
+            compute_dtype=world.dtype,
+            loss=partial(ppo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high),
+            lr=cfg.lr,
+            warmup_steps=cfg.warmup_steps,
+            max_grad_norm=cfg.max_grad_norm,
+            temperature=cfg.temperature,
+        )
+        policy = load_model(cfg.model, device=world.device, dtype=world.dtype)
+        engine = Engine(policy, kv_cache_gib=cfg.kv_cache_gib)
+        rollout = Rollout(
+            engine=engine, chat=chat, make_env=question_maker(REWARDS), seed=cfg.seed
+        )
+        run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN)
+        params = SamplingParams(
+            max_tokens=cfg.max_tokens, temperature=cfg.temperature, stop_ids=chat.stop_ids
+        )
+        train_prompts = prompts(cfg.task, seed=cfg.seed)
+        accuracies = [evaluate(rollout, cfg, params)]
+        run.log(0, {"eval/accuracy": accuracies[-1]})
+
+        for step in range(1, cfg.steps + 1):
+            start = time.perf_counter()
+            groups = rollout.collect(
+                islice(train_prompts, cfg.prompts_per_step),
+                num_samples=cfg.samples_per_prompt,
+                params=params,
+            )
+            metrics = describe(groups) | {"time/rollout": time.perf_counter() - start}
+            sequences = with_advantages(drop_failed(groups), divide_by_std=cfg.divide_by_std)
+            for part in range(cfg.updates_per_step):
+                batch = pack(sequences[part :: cfg.updates_per_step], cfg.tokens_per_microbatch)
+                metrics |= trainer.step(batch)
+            metrics |= sync_weights(trainer, engine)
+            metrics["time/step"] = time.perf_counter() - start
+            if step % cfg.eval_every == 0 or step == cfg.steps:
+                accuracies.append(evaluate(rollout, cfg, params))
+                metrics["eval/accuracy"] = accuracies[-1]
+            run.log(step, metrics, groups)
+
+        run.close()
+        print(f"held-out accuracy {accuracies[0]:.3f} -> {accuracies[-1]:.3f}")
+        print(f"model: {trainer.save(f'{cfg.run_dir}/model')}")
+    return accuracies
+
+
+def evaluate(rollout: Rollout, cfg: Config, params: SamplingParams) -> float:
+    """Mean reward of greedy replies to held-out prompts, the same ones for every seed."""
+    held_out = islice(prompts(cfg.task, seed=0, split="held_out"), cfg.eval_prompts)
+    greedy = SamplingParams(
+        max_tokens=params.max_tokens, temperature=0.0, stop_ids=params.stop_ids
+    )
+    groups = rollout.collect(held_out, num_samples=1, params=greedy)
+    return fmean(sample.score.value for group in groups for sample in group.samples)
+
+
+def describe(groups: list[Group]) -> dict[str, float]:
+    samples = [sample for group in groups for sample in group.samples]
+    done = [sample for sample in samples if sample.state == "done"]
+    rewards = [[s.score.value for s in g.samples if s.score] for g in groups]
+    return {
+        "reward/mean": fmean(s.score.value for s in done) if done else 0.0,
+        "reward/solved_groups": fmean(any(r > 0 for r in group) for group in rewards),
+        "reward/equal_groups": fmean(len(set(group)) < 2 for group in rewards),
+        "rollout/failed": len(samples) - len(done),
+        "rollout/reply_tokens": fmean(sum(s.loss_mask) for s in samples),
+        "rollout/truncated": fmean(
+            any(turn.finish_reason == "length" for turn in s.turns) for s in samples
+        ),
+    }
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

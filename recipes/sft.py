@@ -1,0 +1,109 @@
+"""Supervised fine-tuning: cross-entropy on the assistant's turns of packed dialogues.
+
+    python recipes/sft.py --model models/tiny --task reverse:5 --steps 200
+"""
+
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+
+import tyro
+
+from roll_lite.chat import Chat
+from roll_lite.cluster.world import start_world
+from roll_lite.report.run import Run, default_folder
+from roll_lite.tasks import parse_task, prompts
+from roll_lite.train.losses import sft_loss
+from roll_lite.train.packing import TrainingSequence, pack
+from roll_lite.train.trainer import Trainer
+from roll_lite.types import Prompt
+
+
+@dataclass(kw_only=True)
+class Config:
+    model: str = "models/tiny"
+    """Hugging Face folder to start from."""
+    task: str = "reverse:5"
+    """Where the dialogues come from: addition:N (digits), reverse:N or counting:N (letters)."""
+    steps: int = 200
+    """Updates."""
+    dialogues_per_step: int = 128
+    """Batch size."""
+    lr: float = 3e-3
+    """Learning rate after warm-up."""
+    warmup_steps: int = 20
+    """Updates over which the learning rate rises to lr."""
+    weight_decay: float = 0.0
+    """AdamW's decay."""
+    max_grad_norm: float = 1.0
+    """Gradients longer than this are scaled down to it."""
+    tokens_per_microbatch: int = 16384
+    """Memory budget of one forward and backward pass."""
+    validation_dialogues: int = 256
+    """Held-out dialogues for the validation loss."""
+    validate_every: int = 50
+    """Compute the validation loss after every so many updates."""
+    seed: int = 0
+    """Of the dialogues."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    run_dir: str = field(default_factory=partial(default_folder, "sft"))
+    """Gets config.json, metrics.jsonl and the trained model."""
+
+    def __post_init__(self):
+        parse_task(self.task)
+
+
+SHOWN = {
+    "loss/loss": "loss", "eval/loss": "validation", "loss/grad_norm": "grad", "time/step": "step s",
+}  # fmt: skip
+
+
+def main(cfg: Config) -> None:
+    with start_world(cfg.device) as world:
+        chat = Chat(cfg.model)
+        trainer = Trainer(
+            cfg.model,
+            mesh=world.mesh,
+            device=world.device,
+            compute_dtype=world.dtype,
+            loss=sft_loss,
+            lr=cfg.lr,
+            warmup_steps=cfg.warmup_steps,
+            weight_decay=cfg.weight_decay,
+            max_grad_norm=cfg.max_grad_norm,
+        )
+        run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN)
+        train_prompts = prompts(cfg.task, seed=cfg.seed)
+        held_out = prompts(cfg.task, seed=0, split="held_out")
+        validation = [dialogue(chat, p) for p in islice(held_out, cfg.validation_dialogues)]
+        for step in range(1, cfg.steps + 1):
+            start = time.perf_counter()
+            batch = [dialogue(chat, p) for p in islice(train_prompts, cfg.dialogues_per_step)]
+            metrics = trainer.step(pack(batch, cfg.tokens_per_microbatch))
+            metrics["time/step"] = time.perf_counter() - start
+            if step % cfg.validate_every == 0 or step == cfg.steps:
+                metrics["eval/loss"] = mean_loss(trainer, validation, cfg.tokens_per_microbatch)
+            run.log(step, metrics)
+        run.close()
+        print(f"model: {trainer.save(f'{cfg.run_dir}/model')}")
+
+
+def dialogue(chat: Chat, prompt: Prompt) -> TrainingSequence:
+    reply = {"role": "assistant", "content": prompt.ground_truth}
+    token_ids, loss_mask = chat.encode_dialogue([*prompt.messages, reply])
+    return TrainingSequence(token_ids=token_ids, loss_mask=loss_mask)
+
+
+def mean_loss(trainer: Trainer, sequences: list[TrainingSequence], token_budget: int) -> float:
+    batch = pack(sequences, token_budget)
+    logprobs = trainer.logprobs(batch)
+    return sum(
+        -(logprobs_R.cpu() * micro.weights_R).sum().item()
+        for logprobs_R, micro in zip(logprobs, batch, strict=True)
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

@@ -1,0 +1,1 @@
+"""Processes and devices. Only this package reads RANK, WORLD_SIZE and the like."""

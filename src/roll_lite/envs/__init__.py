@@ -1,0 +1,1 @@
+"""Environments: what a sample talks to. No torch here."""

@@ -1,0 +1,19 @@
+"""What an environment is to a rollout: text in, text out, everything random from the seed."""
+
+from typing import Protocol
+
+from roll_lite.types import Message
+
+Observation = tuple[Message, ...]
+"""Messages for the model to read; empty when the episode has ended."""
+
+
+class Env(Protocol):
+    def reset(self, seed: int) -> tuple[Observation, dict]:
+        """Start an episode: the opening messages and an info dictionary."""
+
+    def step(self, action: str) -> tuple[Observation, float, bool, bool, dict]:
+        """Take the model's reply: observation, reward, terminated, truncated, info.
+
+        `info["parts"]`, where present, names the contributions to the reward.
+        """

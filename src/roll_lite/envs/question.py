@@ -1,0 +1,34 @@
+"""A question as a one-turn environment: the reply ends the episode and is scored."""
+
+from collections.abc import Callable, Mapping
+
+from roll_lite.envs.env import Observation
+from roll_lite.types import Prompt, Reward, Score
+
+
+class Question:
+    def __init__(self, prompt: Prompt, reward: Reward):
+        self.prompt, self.reward = prompt, reward
+
+    def reset(self, seed: int) -> tuple[Observation, dict]:
+        return self.prompt.messages, {}
+
+    def step(self, action: str) -> tuple[Observation, float, bool, bool, dict]:
+        score = self.reward(self.prompt, action)
+        if not isinstance(score, Score):
+            score = Score(value=float(score))
+        return (), score.value, True, False, {"parts": score.parts}
+
+
+def question_maker(rewards: Mapping[str, Reward]) -> Callable[[Prompt], Question]:
+    """Makes the environment of a prompt, with the reward of the prompt's domain."""
+
+    def make(prompt: Prompt) -> Question:
+        if prompt.domain not in rewards:
+            raise ValueError(
+                f"prompt {prompt.id} has domain={prompt.domain!r}, for which there is no reward; "
+                f"known domains: {', '.join(sorted(rewards))}"
+            )
+        return Question(prompt, rewards[prompt.domain])
+
+    return make

@@ -1,0 +1,77 @@
+"""A run's folder: config.json, metrics.jsonl (one line a step), rollouts/step_*.jsonl."""
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from roll_lite.progress import ProgressBar
+from roll_lite.types import Group, Sample
+
+
+class Run:
+    """Keeps a record of every step; prints one line for it."""
+
+    def __init__(
+        self, folder: str | Path, config: Any, *, num_steps: int, shown: dict[str, str]
+    ):
+        """`shown` names the metrics of the console line and how each is called there."""
+        self.folder, self._shown = Path(folder), shown
+        if (self.folder / "metrics.jsonl").exists():
+            raise ValueError(
+                f"run_dir={self.folder} holds the records of an earlier run; name another folder "
+                "or remove it"
+            )
+        (self.folder / "rollouts").mkdir(parents=True, exist_ok=True)
+        text = json.dumps(dataclasses.asdict(config), indent=2, default=str)
+        (self.folder / "config.json").write_text(text + "\n")
+        self._bar = ProgressBar(num_steps, "steps")
+        self._width = len(str(num_steps))
+
+    def log(self, step: int, metrics: dict[str, float], groups: list[Group] | None = None) -> None:
+        """Record a step and print the metrics a person watches."""
+        with (self.folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
+        if groups is not None:
+            self._write_rollouts(step, groups)
+        self._bar.clear()
+        parts = [
+            f"{label} {metrics[name]:.4g}" for name, label in self._shown.items() if name in metrics
+        ]
+        print(f"step {step:>{self._width}}  " + "  ".join(parts), flush=True)
+        self._bar.count = step
+        self._bar.draw()
+
+    def close(self) -> None:
+        self._bar.clear()
+
+    def _write_rollouts(self, step: int, groups: list[Group]) -> None:
+        with (self.folder / "rollouts" / f"step_{step:05d}.jsonl").open("w") as file:
+            for group in groups:
+                for sample in group.samples:
+                    file.write(json.dumps(_row(sample)) + "\n")
+
+
+def default_folder(recipe: str) -> str:
+    return time.strftime(f"runs/{recipe}-%Y%m%d-%H%M%S")
+
+
+def _row(sample: Sample) -> dict[str, Any]:
+    """Everything about a sample that a person would want to look up later."""
+    return {
+        "prompt_id": sample.prompt.id,
+        "index": sample.index,
+        "state": sample.state,
+        "messages": sample.prompt.messages,
+        "reply": sample.reply,
+        "ground_truth": sample.prompt.ground_truth,
+        "reward": sample.score.value if sample.score else None,
+        "parts": sample.score.parts if sample.score else {},
+        "error": sample.error,
+        "token_ids": sample.token_ids,
+        "loss_mask": [int(m) for m in sample.loss_mask],
+        "logprobs": [round(p, 5) for p in sample.logprobs],
+        "turns": [{"finish": t.finish_reason, "versions": t.versions} for t in sample.turns],
+        "events": [dataclasses.astuple(event) for event in sample.events],
+    }

@@ -1,0 +1,1 @@
+"""Reward functions: (prompt, reply) -> score. No torch here."""

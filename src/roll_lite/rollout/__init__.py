@@ -1,0 +1,1 @@
+"""Rollouts: every sample is a coroutine with a recorded life."""

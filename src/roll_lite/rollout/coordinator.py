@@ -1,0 +1,108 @@
+"""Runs groups of samples to their end: one coroutine per sample, one engine under all of them.
+
+In one process the coordinator itself pumps `engine.step()`; between two steps the coroutines
+whose turns have ended go on, so rewards are computed while other samples still generate.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Iterable
+
+from roll_lite.chat import Chat
+from roll_lite.engine.engine import Engine
+from roll_lite.engine.sequence import Request
+from roll_lite.envs.env import Env
+from roll_lite.progress import ProgressBar
+from roll_lite.rollout.sample import run_sample
+from roll_lite.types import Group, Prompt, Sample, SamplingParams, Turn
+
+
+class Rollout:
+    def __init__(
+        self, *, engine: Engine, chat: Chat, make_env: Callable[[Prompt], Env], seed: int
+    ):
+        self.engine, self.chat, self.make_env, self.seed = engine, chat, make_env, seed
+        self._num_visits = 0
+
+    def collect(
+        self, prompts: Iterable[Prompt], *, num_samples: int, params: SamplingParams
+    ) -> list[Group]:
+        """One group of samples for each prompt, in the order of the prompts."""
+        return asyncio.run(self._collect(list(prompts), num_samples, params))
+
+    async def _collect(
+        self, prompts: list[Prompt], num_samples: int, params: SamplingParams
+    ) -> list[Group]:
+        with ProgressBar(len(prompts) * num_samples, "rollout") as bar:
+            groups = [
+                asyncio.create_task(self._run_group(prompt, num_samples, params, bar))
+                for prompt in prompts
+            ]
+            try:
+                while not all(group.done() for group in groups):
+                    await asyncio.sleep(0)  # samples go on: submit, step their environments
+                    if self.engine.has_work:
+                        self.engine.step()
+                return [group.result() for group in groups]
+            finally:
+                self.engine.abort_all()
+
+    async def _run_group(
+        self, prompt: Prompt, num_samples: int, params: SamplingParams, bar: ProgressBar
+    ) -> Group:
+        seed = derive_seed(self.seed, self._num_visits)
+        self._num_visits += 1
+        turns = GroupTurns(self.engine, num_samples, params, seed)
+
+        async def run(index: int) -> Sample:
+            sample = Sample(prompt=prompt, index=index)
+            sample.enter("queued", self.engine.policy_version)
+            await run_sample(
+                sample,
+                self.make_env(prompt),
+                seed,
+                self.chat,
+                generate=lambda token_ids: turns.generate(sample, token_ids),
+                version=lambda: self.engine.policy_version,
+            )
+            bar.advance()
+            return sample
+
+        samples = await asyncio.gather(*(run(index) for index in range(num_samples)))
+        return Group(prompt=prompt, samples=samples)
+
+
+class GroupTurns:
+    """The turns of a group's samples. All begin alike, so the opening is read once and forked."""
+
+    def __init__(self, engine: Engine, num_samples: int, params: SamplingParams, seed: int):
+        self.engine, self.params, self.seed = engine, params, seed
+        self._first = [asyncio.get_running_loop().create_future() for _ in range(num_samples)]
+        self._is_submitted = False
+
+    async def generate(self, sample: Sample, token_ids: list[int]) -> Turn:
+        if not sample.turns:
+            if not self._is_submitted:
+                self._is_submitted = True
+                self._submit(token_ids, self._first, self.seed)
+            return await self._first[sample.index]
+        future = asyncio.get_running_loop().create_future()
+        self._submit(token_ids, [future], derive_seed(self.seed, sample.index, len(sample.turns)))
+        return await future
+
+    def _submit(self, token_ids: list[int], futures: list[asyncio.Future], seed: int) -> None:
+        request = Request(
+            prompt_ids=token_ids, params=self.params, num_samples=len(futures), seed=seed
+        )
+
+        def resolve(index: int, turn: Turn) -> None:
+            if not futures[index].done():
+                futures[index].set_result(turn)
+
+        self.engine.submit(request, resolve)
+
+
+def derive_seed(*parts: int) -> int:
+    """63 bits that depend on all parts and their order."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1

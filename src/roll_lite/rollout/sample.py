@@ -1,0 +1,48 @@
+"""The life of one sample: read, generate, step the environment, until the episode ends."""
+
+import bdb
+import traceback
+from collections.abc import Awaitable, Callable
+
+from roll_lite.chat import Chat
+from roll_lite.envs.env import Env
+from roll_lite.types import Sample, Score, Turn
+
+Generate = Callable[[list[int]], Awaitable[Turn]]
+"""From the ids of a conversation to the model's next turn."""
+
+
+async def run_sample(
+    sample: Sample,
+    env: Env,
+    seed: int,
+    chat: Chat,
+    generate: Generate,
+    version: Callable[[], int],
+) -> Sample:
+    """Drive one episode. An environment or reward that raises fails the sample, visibly."""
+    total, parts = 0.0, {}
+    try:
+        messages, _ = env.reset(seed)
+        token_ids = chat.encode(messages)
+        while True:
+            sample.enter("generating", version())
+            turn = await generate(token_ids)
+            sample.add_turn(turn)
+            sample.reply = chat.decode(turn.token_ids)
+            sample.enter("stepping", version())
+            messages, reward, terminated, truncated, info = env.step(sample.reply)
+            total += reward
+            parts |= info.get("parts", {})
+            if terminated or truncated:
+                break
+            token_ids = chat.continue_with(sample.token_ids, messages)
+    except bdb.BdbQuit:  # the person at the debugger wants to leave
+        raise
+    except Exception:
+        sample.error = traceback.format_exc()
+        sample.enter("failed", version())
+        return sample
+    sample.score = Score(value=total, parts=parts)
+    sample.enter("done", version())
+    return sample

@@ -1,0 +1,1 @@
+"""Advantages, losses, packing and the trainer."""
