@@ -1,8 +1,8 @@
 """Reinforcement learning with verifiable rewards: GRPO on questions whose answers can be checked.
 
-    python recipes/rlvr.py --model models/tiny --task reverse:5
-    python recipes/rlvr.py --model models/SmolLM2-135M-Instruct --task addition:2 --max-tokens 48
-    python -m pdb recipes/rlvr.py ...      # one process: break anywhere, also in a reward
+python recipes/rlvr.py --model models/tiny --task reverse:5
+python recipes/rlvr.py --model models/SmolLM2-135M-Instruct --task addition:2 --max-tokens 48
+python -m pdb recipes/rlvr.py ...      # one process: break anywhere, also in a reward
 """
 
 import time
@@ -116,9 +116,7 @@ def main(cfg: Config) -> list[float]:
         )
         policy = load_model(cfg.model, device=world.device, dtype=world.dtype)
         engine = Engine(policy, kv_cache_gib=cfg.kv_cache_gib)
-        rollout = Rollout(
-            engine=engine, chat=chat, make_env=question_maker(REWARDS), seed=cfg.seed
-        )
+        rollout = Rollout(engine=engine, chat=chat, make_env=question_maker(REWARDS), seed=cfg.seed)
         run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN)
         params = SamplingParams(
             max_tokens=cfg.max_tokens, temperature=cfg.temperature, stop_ids=chat.stop_ids
@@ -155,9 +153,7 @@ def main(cfg: Config) -> list[float]:
 def evaluate(rollout: Rollout, cfg: Config, params: SamplingParams) -> float:
     """Mean reward of greedy replies to held-out prompts, the same ones for every seed."""
     held_out = islice(prompts(cfg.task, seed=0, split="held_out"), cfg.eval_prompts)
-    greedy = SamplingParams(
-        max_tokens=params.max_tokens, temperature=0.0, stop_ids=params.stop_ids
-    )
+    greedy = SamplingParams(max_tokens=params.max_tokens, temperature=0.0, stop_ids=params.stop_ids)
     groups = rollout.collect(held_out, num_samples=1, params=greedy)
     return fmean(sample.score.value for group in groups for sample in group.samples)
 

@@ -1,6 +1,6 @@
 """Supervised fine-tuning: cross-entropy on the assistant's turns of packed dialogues.
 
-    python recipes/sft.py --model models/tiny --task reverse:5 --steps 200
+python recipes/sft.py --model models/tiny --task reverse:5 --steps 200
 """
 
 import time

@@ -1,7 +1,7 @@
 """The generation engine: submit requests, call step() until they are done.
 
-    engine = Engine(load_model(folder))
-    turns = engine.generate([Request(prompt_ids=ids, params=SamplingParams(max_tokens=64))])
+engine = Engine(load_model(folder))
+turns = engine.generate([Request(prompt_ids=ids, params=SamplingParams(max_tokens=64))])
 """
 
 from collections.abc import Callable, Iterable

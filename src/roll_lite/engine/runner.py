@@ -71,9 +71,7 @@ class Runner:
         return self.model.hidden_states(token_ids_B, positions_B, attend)
 
     @torch.inference_mode()
-    def sample(
-        self, hidden_RH: Tensor, sequences: list[Sequence]
-    ) -> tuple[list[int], list[float]]:
+    def sample(self, hidden_RH: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
         """The next token of each sequence, from its row, and that token's logprob."""
         temperatures_R = self._tensor([s.params.temperature for s in sequences], torch.float32)
         is_greedy_R = temperatures_R == 0

@@ -70,9 +70,7 @@ def pieces(config: ModelConfig, head: Head = "language") -> list[Piece]:
                 )
             if config.qk_norm and name != "v":
                 norm = f"{name}_norm.weight"
-                result.append(
-                    Piece(f"{theirs}self_attn.{norm}", (D,), f"{ours}attention.{norm}")
-                )
+                result.append(Piece(f"{theirs}self_attn.{norm}", (D,), f"{ours}attention.{norm}"))
     result.append(Piece("model.norm.weight", (H,), "norm.weight"))
     if head == "value":
         result.append(Piece("score.weight", (1, H), "value_head"))

@@ -13,9 +13,7 @@ from roll_lite.types import Group, Sample
 class Run:
     """Keeps a record of every step; prints one line for it."""
 
-    def __init__(
-        self, folder: str | Path, config: Any, *, num_steps: int, shown: dict[str, str]
-    ):
+    def __init__(self, folder: str | Path, config: Any, *, num_steps: int, shown: dict[str, str]):
         """`shown` names the metrics of the console line and how each is called there."""
         self.folder, self._shown = Path(folder), shown
         if (self.folder / "metrics.jsonl").exists():

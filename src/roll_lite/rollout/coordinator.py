@@ -18,9 +18,7 @@ from roll_lite.types import Group, Prompt, Sample, SamplingParams, Turn
 
 
 class Rollout:
-    def __init__(
-        self, *, engine: Engine, chat: Chat, make_env: Callable[[Prompt], Env], seed: int
-    ):
+    def __init__(self, *, engine: Engine, chat: Chat, make_env: Callable[[Prompt], Env], seed: int):
         self.engine, self.chat, self.make_env, self.seed = engine, chat, make_env, seed
         self._num_visits = 0
 

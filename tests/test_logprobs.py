@@ -1,0 +1,65 @@
+"""Logprobs and entropies against float64."""
+
+import pytest
+import torch
+
+from roll_lite.models import logprobs as module
+from roll_lite.models.logprobs import pick_logprobs, scaled_logits, token_logprobs
+
+
+def reference(hidden, head, token_ids, temperature):
+    logp = torch.log_softmax(hidden @ head.T / temperature, -1)
+    return logp.gather(1, token_ids[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("rows", [1, 37, 96])
+def test_value_and_gradient_equal_float64(monkeypatch, rows, temperature):
+    monkeypatch.setattr(module, "CHUNK_ROWS", 32)
+    torch.manual_seed(rows)
+    hidden = torch.randn(rows, 24)
+    head = torch.randn(301, 24) * 24**-0.5  # logits of the size that models have
+    token_ids = torch.randint(0, 301, (rows,))
+    weights = torch.randn(2, rows)  # gradients that differ by row
+    results = []
+    for function, dtype in ((token_logprobs, torch.float32), (reference, torch.float64)):
+        inputs = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, head)]
+        logprobs, entropy = function(*inputs, token_ids, temperature)
+        (logprobs * weights[0] + entropy * weights[1]).sum().backward()
+        results.append([logprobs.detach(), entropy.detach(), *(x.grad for x in inputs)])
+    for ours, exact in zip(*results, strict=True):
+        assert ours.dtype == torch.float32
+        error = (ours.double() - exact).abs().max() / exact.abs().max()
+        assert error < 1e-6
+
+
+def test_sampled_logprobs_are_the_trained_ones():
+    torch.manual_seed(0)
+    hidden, head = torch.randn(50, 24), torch.randn(301, 24)
+    token_ids = torch.randint(0, 301, (50,))
+    in_training, _ = token_logprobs(hidden, head, token_ids, 0.7)
+    logits = scaled_logits(hidden, head, torch.full((50,), 0.7))
+    assert torch.equal(pick_logprobs(logits, token_ids), in_training)
+
+
+def test_no_rows_give_no_gradient():
+    hidden, head = torch.randn(0, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True)
+    logprobs, _ = token_logprobs(hidden, head, torch.zeros(0, dtype=torch.int64))
+    logprobs.sum().backward()
+    assert head.grad.abs().sum() == 0
+
+
+@pytest.mark.gpu
+def test_memory_of_16k_tokens_with_a_152k_vocabulary():
+    torch.manual_seed(0)
+    hidden = torch.randn(16384, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    head = torch.randn(151936, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    token_ids = torch.randint(0, 151936, (16384,), device="cuda")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    logprobs, entropy = token_logprobs(hidden, head, token_ids)
+    (logprobs.mean() + 0.01 * entropy.mean()).backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    print(f"peak {peak / 1e9:.2f} GB over the inputs")
+    assert peak < 3e9
