@@ -6,7 +6,7 @@ python recipes/sft.py --model models/tiny --task reverse:5 --steps 200
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import cycle, islice
 
 import tyro
 
@@ -28,7 +28,9 @@ class Config:
     """Where the dialogues come from: addition:N (digits), reverse:N or counting:N (letters)."""
     steps: int = 200
     """Updates."""
-    dialogues_per_step: int = 128
+    num_dialogues: int = 1024
+    """Different dialogues to learn from; once all are seen, they come again."""
+    dialogues_per_step: int = 64
     """Batch size."""
     lr: float = 3e-3
     """Learning rate after warm-up."""
@@ -75,13 +77,14 @@ def main(cfg: Config) -> None:
             max_grad_norm=cfg.max_grad_norm,
         )
         run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN)
-        train_prompts = prompts(cfg.task, seed=cfg.seed)
+        some = list(islice(prompts(cfg.task, seed=cfg.seed), cfg.num_dialogues))
+        dialogues = cycle([dialogue(chat, prompt) for prompt in some])
         held_out = prompts(cfg.task, seed=0, split="held_out")
         validation = [dialogue(chat, p) for p in islice(held_out, cfg.validation_dialogues)]
         for step in range(1, cfg.steps + 1):
             start = time.perf_counter()
-            batch = [dialogue(chat, p) for p in islice(train_prompts, cfg.dialogues_per_step)]
-            metrics = trainer.step(pack(batch, cfg.tokens_per_microbatch))
+            batch = pack(list(islice(dialogues, cfg.dialogues_per_step)), cfg.tokens_per_microbatch)
+            metrics = trainer.step(batch)
             metrics["time/step"] = time.perf_counter() - start
             if step % cfg.validate_every == 0 or step == cfg.steps:
                 metrics["eval/loss"] = mean_loss(trainer, validation, cfg.tokens_per_microbatch)

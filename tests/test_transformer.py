@@ -108,3 +108,25 @@ def test_a_sliding_window_limits_the_positions():
     assert parse_config(LLAMA | {"model_type": "mistral", "sliding_window": 16}).max_positions == 16
     unused = {"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": False}
     assert parse_config(LLAMA | unused).max_positions == 64
+
+
+@pytest.mark.gpu
+def test_bf16_on_cuda_is_close_to_fp32(family_folder):
+    """The varlen kernel, forward and backward, against fp32 on the CPU."""
+    _, folder = family_folder
+    sequences = random_sequences()
+    results = []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        model = load_model(folder, device=device, dtype=dtype)
+        ids, positions, attend = pack_ids(sequences)
+        attend = PackedAttention(attend.cu_seqlens.to(device), attend.max_seqlen)
+        rows, targets = torch.arange(len(ids), device=device), ids.roll(-1).to(device)
+        logprobs, _ = model(ids.to(device), positions.to(device), attend, rows, targets)
+        logprobs.mean().backward()
+        grads = {n: p.grad.float().cpu() for n, p in model.named_parameters()}
+        results.append((logprobs.detach().cpu(), grads))
+    (exact, exact_grads), (ours, grads) = results
+    assert (ours - exact).abs().mean() < 0.02
+    for name in grads:
+        similarity = torch.cosine_similarity(grads[name].flatten(), exact_grads[name].flatten(), 0)
+        assert similarity > 0.995, name

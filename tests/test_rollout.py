@@ -1,0 +1,170 @@
+"""Samples through a real engine: lives, groups, failures, several turns."""
+
+import pytest
+
+from roll_lite.chat import Chat
+from roll_lite.engine.engine import Engine
+from roll_lite.envs.question import question_maker
+from roll_lite.models.hf import load_model
+from roll_lite.rollout.coordinator import Rollout, derive_seed
+from roll_lite.rollout.filters import drop_failed
+from roll_lite.tasks import prompts
+from roll_lite.types import SamplingParams, Score
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_folder):
+    return Chat(tiny_folder)
+
+
+@pytest.fixture
+def engine(tiny_folder):
+    return Engine(load_model(tiny_folder), kv_cache_gib=0.05)
+
+
+def some_prompts(count):
+    generated = prompts("reverse:3", seed=0)
+    return [next(generated) for _ in range(count)]
+
+
+def params(chat, max_tokens=6):
+    return SamplingParams(max_tokens=max_tokens, stop_ids=chat.stop_ids)
+
+
+def rollout_with(engine, chat, reward, seed=0):
+    return Rollout(
+        engine=engine, chat=chat, make_env=question_maker({"reverse": reward}), seed=seed
+    )
+
+
+def test_every_sample_is_scored_once_with_its_own_text(engine, chat):
+    seen = []
+
+    def reward(prompt, reply):
+        seen.append((prompt.id, reply))
+        return Score(value=len(reply), parts={"length": float(len(reply))})
+
+    asked = some_prompts(5)
+    groups = rollout_with(engine, chat, reward).collect(asked, num_samples=4, params=params(chat))
+    assert [group.prompt for group in groups] == asked
+    assert sorted(seen) == sorted((s.prompt.id, s.reply) for g in groups for s in g.samples)
+    for group in groups:
+        opening = chat.encode(group.prompt.messages)
+        assert [s.index for s in group.samples] == [0, 1, 2, 3]
+        for sample in group.samples:
+            sampled = [t for t, m in zip(sample.token_ids, sample.loss_mask, strict=True) if m]
+            assert sample.token_ids == opening + sampled
+            assert chat.decode(sampled) == sample.reply
+            assert sample.score.value == len(sample.reply)
+            assert len(sample.logprobs) == len(sample.token_ids)
+    assert engine.pool.num_free == engine.pool.num_pages
+
+
+def test_a_life_is_recorded_in_order(engine, chat):
+    rollout = rollout_with(engine, chat, lambda p, r: 0.0)
+    (group,) = rollout.collect(some_prompts(1), num_samples=2, params=params(chat))
+    for sample in group.samples:
+        assert [e.state for e in sample.events] == ["queued", "generating", "stepping", "done"]
+        times = [e.time for e in sample.events]
+        assert times == sorted(times)
+        assert {e.policy_version for e in sample.events} == {0}
+
+
+def test_scoring_starts_while_others_generate(engine, chat):
+    """Samples that stop early are scored before the longest one ends."""
+    left = []
+
+    def reward(prompt, reply):
+        left.append(engine.has_work)
+        return 0.0
+
+    rollout_with(engine, chat, reward).collect(
+        some_prompts(8), num_samples=8, params=params(chat, max_tokens=64)
+    )
+    assert any(left)
+
+
+def test_the_same_seed_gives_the_same_samples(tiny_folder, chat):
+    def replies(seed):
+        engine = Engine(load_model(tiny_folder), kv_cache_gib=0.05)
+        groups = rollout_with(engine, chat, lambda p, r: 0.0, seed).collect(
+            some_prompts(3), num_samples=3, params=params(chat)
+        )
+        return [s.token_ids for g in groups for s in g.samples]
+
+    assert replies(1) == replies(1) != replies(2)
+
+
+def test_a_prompt_seen_again_is_sampled_anew(engine, chat):
+    rollout = rollout_with(engine, chat, lambda p, r: 0.0)
+    prompt = some_prompts(1) * 2
+    first, second = rollout.collect(prompt, num_samples=3, params=params(chat))
+    assert [s.token_ids for s in first.samples] != [s.token_ids for s in second.samples]
+
+
+def test_a_reward_that_raises_is_an_error_not_a_zero(engine, chat):
+    def reward(prompt, reply):
+        if calls.append(reply) or len(calls) in (2, 5):
+            raise ZeroDivisionError("reward broke")
+        return 1.0
+
+    calls = []
+    groups = rollout_with(engine, chat, reward).collect(
+        some_prompts(2), num_samples=3, params=params(chat)
+    )
+    failed = [s for g in groups for s in g.samples if s.state == "failed"]
+    assert len(failed) == 2 and all(s.score is None for s in failed)
+    assert all("ZeroDivisionError: reward broke" in s.error for s in failed)
+    kept = drop_failed(groups)
+    assert sum(len(g.samples) for g in kept) <= 4
+    assert all(len(g.samples) >= 2 for g in kept)
+
+
+def test_when_everything_fails_the_run_stops_with_the_cause(engine, chat):
+    def reward(prompt, reply):
+        raise KeyError("no such key")
+
+    rollout = rollout_with(engine, chat, reward)
+    groups = rollout.collect(some_prompts(2), num_samples=2, params=params(chat))
+    with pytest.raises(RuntimeError, match=r"4 samples failed(.|\n)*KeyError: 'no such key'"):
+        drop_failed(groups)
+
+
+def test_an_unknown_domain_stops_the_run_and_frees_the_engine(engine, chat):
+    rollout = Rollout(engine=engine, chat=chat, make_env=question_maker({"math": None}), seed=0)
+    with pytest.raises(ValueError, match=r"domain=.reverse..*known domains: math"):
+        rollout.collect(some_prompts(2), num_samples=2, params=params(chat))
+    assert not engine.has_work
+
+
+class Echo:
+    """Two turns: repeats what the model said, then ends."""
+
+    def reset(self, seed):
+        self.said = []
+        return ({"role": "user", "content": f"seed {seed}"},), {}
+
+    def step(self, action):
+        self.said.append(action)
+        observation = ({"role": "user", "content": f"you said {len(action)}"},)
+        return observation, 0.5, len(self.said) == 2, False, {}
+
+
+def test_several_turns_never_retokenise(engine, chat):
+    rollout = Rollout(engine=engine, chat=chat, make_env=lambda prompt: Echo(), seed=0)
+    (group,) = rollout.collect(some_prompts(1), num_samples=3, params=params(chat))
+    for sample in group.samples:
+        first, second = sample.turns
+        # The second turn read exactly the first one's ids, then what the template adds.
+        assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
+        start = len(first.prompt_ids)
+        assert second.prompt_ids[start : start + len(first.token_ids)] == first.token_ids
+        assert sample.token_ids == second.prompt_ids + second.token_ids
+        assert sum(sample.loss_mask) == len(first.token_ids) + len(second.token_ids)
+        assert sample.score.value == 1.0
+
+
+def test_seeds_depend_on_every_part():
+    seeds = {derive_seed(a, b) for a in range(50) for b in range(50)}
+    assert len(seeds) == 2500
+    assert derive_seed(1, 23) != derive_seed(12, 3)
