@@ -1,7 +1,8 @@
 """Reinforcement learning with verifiable rewards: GRPO on questions whose answers can be checked.
 
-python recipes/rlvr.py --model models/tiny --task reverse:5
-python recipes/rlvr.py --model models/SmolLM2-135M-Instruct --task addition:2 --max-tokens 48
+python recipes/rlvr.py --model models/tiny --task reverse:6
+python recipes/rlvr.py --model models/SmolLM2-135M-Instruct --task addition:2 --max-tokens 48 \
+        --samples-per-prompt 16 --lr 1e-5 --kv-cache-gib 8
 python -m pdb recipes/rlvr.py ...      # one process: break anywhere, also in a reward
 """
 
@@ -14,9 +15,11 @@ from statistics import fmean
 import tyro
 
 from roll_lite.chat import Chat
+from roll_lite.checks import above, at_least
 from roll_lite.cluster.world import start_world
 from roll_lite.engine.engine import Engine
 from roll_lite.envs.question import question_maker
+from roll_lite.models.config import read_config
 from roll_lite.models.hf import load_model
 from roll_lite.report.run import Run, default_folder
 from roll_lite.rewards.math import last_number
@@ -35,7 +38,7 @@ from roll_lite.types import Group, Prompt, SamplingParams
 class Config:
     model: str = "models/tiny"
     """Hugging Face folder to start from."""
-    task: str = "reverse:5"
+    task: str = "reverse:6"
     """What to learn: addition:N (digits), reverse:N or counting:N (letters)."""
     steps: int = 40
     """Rounds of generate, score, train."""
@@ -49,7 +52,7 @@ class Config:
     """Sampling temperature; logprobs in the loss use the same."""
     updates_per_step: int = 1
     """Optimizer steps per round, each on an equal part of its samples."""
-    lr: float = 1e-3
+    lr: float = 3e-4
     """Learning rate after warm-up."""
     warmup_steps: int = 0
     """Updates over which the learning rate rises to lr."""
@@ -77,13 +80,13 @@ class Config:
     """Gets config.json, metrics.jsonl, rollouts/ and the trained model."""
 
     def __post_init__(self):
+        read_config(self.model)
         parse_task(self.task)
-        if self.samples_per_prompt < 2:
-            raise ValueError(
-                f"samples_per_prompt={self.samples_per_prompt}: a group needs at least 2 samples"
-            )
-        if self.temperature == 0:
-            raise ValueError("temperature=0 gives equal samples, which teach nothing; use 1.0")
+        at_least(2, self, "samples_per_prompt")  # a group of one has nothing to compare with
+        at_least(1, self, "prompts_per_step", "updates_per_step", "max_tokens")
+        at_least(1, self, "tokens_per_microbatch", "eval_prompts", "eval_every")
+        at_least(0, self, "steps", "warmup_steps", "lr", "clip_low", "clip_high")
+        above(0, self, "temperature", "max_grad_norm", "kv_cache_gib")
 
 
 def reversed_word(prompt: Prompt, reply: str) -> float:
@@ -121,7 +124,7 @@ def main(cfg: Config) -> list[float]:
         params = SamplingParams(
             max_tokens=cfg.max_tokens, temperature=cfg.temperature, stop_ids=chat.stop_ids
         )
-        train_prompts = prompts(cfg.task, seed=cfg.seed)
+        train_prompts = prompts(cfg.task, seed=f"rlvr-{cfg.seed}")
         accuracies = [evaluate(rollout, cfg, params)]
         run.log(0, {"eval/accuracy": accuracies[-1]})
 
@@ -175,4 +178,4 @@ def describe(groups: list[Group]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(tyro.cli(Config, description=__doc__.split("\n\n")[0]))

@@ -1,6 +1,6 @@
 """Supervised fine-tuning: cross-entropy on the assistant's turns of packed dialogues.
 
-python recipes/sft.py --model models/tiny --task reverse:5 --steps 200
+python recipes/sft.py --model models/tiny --task reverse:6
 """
 
 import time
@@ -11,7 +11,9 @@ from itertools import cycle, islice
 import tyro
 
 from roll_lite.chat import Chat
+from roll_lite.checks import above, at_least
 from roll_lite.cluster.world import start_world
+from roll_lite.models.config import read_config
 from roll_lite.report.run import Run, default_folder
 from roll_lite.tasks import parse_task, prompts
 from roll_lite.train.losses import sft_loss
@@ -24,15 +26,15 @@ from roll_lite.types import Prompt
 class Config:
     model: str = "models/tiny"
     """Hugging Face folder to start from."""
-    task: str = "reverse:5"
+    task: str = "reverse:6"
     """Where the dialogues come from: addition:N (digits), reverse:N or counting:N (letters)."""
-    steps: int = 200
+    steps: int = 100
     """Updates."""
-    num_dialogues: int = 1024
+    num_dialogues: int = 128
     """Different dialogues to learn from; once all are seen, they come again."""
     dialogues_per_step: int = 64
     """Batch size."""
-    lr: float = 3e-3
+    lr: float = 1e-3
     """Learning rate after warm-up."""
     warmup_steps: int = 20
     """Updates over which the learning rate rises to lr."""
@@ -54,7 +56,12 @@ class Config:
     """Gets config.json, metrics.jsonl and the trained model."""
 
     def __post_init__(self):
+        read_config(self.model)
         parse_task(self.task)
+        at_least(1, self, "steps", "num_dialogues", "dialogues_per_step", "tokens_per_microbatch")
+        at_least(1, self, "validation_dialogues", "validate_every")
+        at_least(0, self, "warmup_steps", "weight_decay", "lr")
+        above(0, self, "max_grad_norm")
 
 
 SHOWN = {
@@ -77,7 +84,7 @@ def main(cfg: Config) -> None:
             max_grad_norm=cfg.max_grad_norm,
         )
         run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN)
-        some = list(islice(prompts(cfg.task, seed=cfg.seed), cfg.num_dialogues))
+        some = list(islice(prompts(cfg.task, seed=f"sft-{cfg.seed}"), cfg.num_dialogues))
         dialogues = cycle([dialogue(chat, prompt) for prompt in some])
         held_out = prompts(cfg.task, seed=0, split="held_out")
         validation = [dialogue(chat, p) for p in islice(held_out, cfg.validation_dialogues)]
@@ -109,4 +116,4 @@ def mean_loss(trainer: Trainer, sequences: list[TrainingSequence], token_budget:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(tyro.cli(Config, description=__doc__.split("\n\n")[0]))

@@ -62,14 +62,14 @@ class GgufFile:
             raise ValueError(f"{path}: truncated or corrupt header at byte {self.pos}") from error
 
     def _read_header(self):
-        version, n_tensors, n_values = self._unpack("IQQ")
+        version, num_tensors, num_values = self._unpack("IQQ")
         if version not in (2, 3):  # version 1 has other widths; big-endian reads as a huge number
             raise ValueError(f"{self.path}: unsupported GGUF version {version}")
-        self.meta = {self._string(): self._value(*self._unpack("I")) for _ in range(n_values)}
+        self.meta = {self._string(): self._value(*self._unpack("I")) for _ in range(num_values)}
         self.infos = {}
-        for _ in range(n_tensors):
-            name, (n_dims,) = self._string(), self._unpack("I")
-            shape = self._unpack(f"{n_dims}Q")[::-1]  # GGUF lists the fastest dimension first
+        for _ in range(num_tensors):
+            name, (num_dims,) = self._string(), self._unpack("I")
+            shape = self._unpack(f"{num_dims}Q")[::-1]  # GGUF lists the fastest dimension first
             self.infos[name] = (shape, *self._unpack("IQ"))
         alignment = self.meta.get("general.alignment", 32)
         self.data_start = math.ceil(self.pos / alignment) * alignment
@@ -137,9 +137,9 @@ def hf_names(gguf: GgufFile) -> dict[str, str]:
     return names
 
 
-def unpermute(weight: torch.Tensor, n_heads: int) -> torch.Tensor:
+def unpermute(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Undo llama.cpp's row order: its rope rotates neighbours, that of transformers halves."""
-    return weight.view(n_heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+    return weight.view(num_heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 def convert_tensors(gguf: GgufFile, config: dict) -> dict[str, torch.Tensor]:
@@ -234,8 +234,8 @@ def convert(gguf: GgufFile, target: Path):
     config = llama_config(gguf)
     tensors = convert_tensors(gguf, config)
     write_folder(target, config, tensors, lambda folder: write_tokenizer(gguf, folder))
-    n_parameters = sum(tensor.numel() for tensor in tensors.values())
-    print(f"wrote {len(tensors)} tensors, {n_parameters:,} parameters, {target}")
+    num_parameters = sum(tensor.numel() for tensor in tensors.values())
+    print(f"wrote {len(tensors)} tensors, {num_parameters:,} parameters, {target}")
 
 
 def main():

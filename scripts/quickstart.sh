@@ -5,10 +5,11 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/venv.sh
+enter_venv
 
 seed=${1:-0}
 out=runs/quickstart-$seed-$(date +%Y%m%d-%H%M%S)
-task=reverse:5
+task=reverse:6
 
 echo; echo "1. a tiny model: one million parameters, one token per character"
 python -m roll_lite.models.tiny "$out/tiny" --seed "$seed"

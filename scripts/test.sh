@@ -5,7 +5,8 @@
 #   scripts/test.sh tests/test_x.py  only these (any pytest arguments)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source scripts/venv.sh dev
+source scripts/venv.sh
+enter_venv dev
 
 selection=(-m "not slow")
 if [ "${1:-}" = --all ]; then

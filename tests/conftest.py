@@ -1,11 +1,17 @@
 """Small models of every family, made by transformers, which is the reference throughout."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
 
 from roll_lite.cluster.world import start_world
 from roll_lite.models.tiny import build_tiny
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+sys.path.insert(0, str(RECIPES))
 
 SMALL = {
     "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,

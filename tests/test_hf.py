@@ -119,7 +119,7 @@ def test_a_shard_that_is_not_there_is_named(folder, tmp_path, monkeypatch):
 
 def test_a_folder_without_config_says_how_to_get_one(folder):
     (folder / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"get_smollm2\.py"):
+    with pytest.raises(ValueError, match=r"get_smollm2\.py"):
         load_model(folder)
 
 

@@ -13,11 +13,11 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
     {"cluster", "engine"},
     {"models", "envs", "data", "chat", "tasks"},
     {"rewards"},
-    {"types", "progress"},
+    {"types", "progress", "checks"},
 ]
 # Siblings that may meet: sync is where trainer and engine do.
 ALLOWED = {("sync", "train")}
-TORCH_FREE = ("types", "progress", "tasks", "rewards", "envs")
+TORCH_FREE = ("types", "progress", "checks", "tasks", "rewards", "envs")
 
 
 def part_of(module: str) -> str:

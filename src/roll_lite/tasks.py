@@ -50,7 +50,7 @@ def parse_task(task: str) -> tuple[str, int]:
     return kind, int(size)
 
 
-def prompts(task: str, *, seed: int, split: Split = "train") -> Iterator[Prompt]:
+def prompts(task: str, *, seed: int | str, split: Split = "train") -> Iterator[Prompt]:
     """Prompt after prompt of one split, the same for the same seed."""
     kind, size = parse_task(task)
     random = Random(f"{task}/{split}/{seed}")

@@ -30,6 +30,8 @@ def start_world(device: str = "auto") -> Iterator[World]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r} is not known; use auto, cpu or cuda")
+    if device == "cuda":
+        torch.cuda.set_device(0)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -65,7 +65,7 @@ def read_hf_config(folder: str | Path) -> dict:
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
-        raise FileNotFoundError(
+        raise ValueError(
             f"{folder} is not a model folder: it has no config.json. Give a Hugging Face folder, "
             "or make one: `python -m roll_lite.models.tiny` or `python scripts/get_smollm2.py`."
         ) from None

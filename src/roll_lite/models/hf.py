@@ -153,8 +153,9 @@ def write_folder(
     (partial / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
     _write_tensors(partial, tensors)
     add_files(partial)
-    for file in partial.iterdir():  # on disk before the name says so
-        with file.open("rb") as handle:
+    for file in partial.iterdir():
+        file.chmod(0o644)  # safetensors would keep it from other users
+        with file.open("rb") as handle:  # on disk before the name says so
             os.fsync(handle.fileno())
     _replace_folder(partial, folder)
     return folder
