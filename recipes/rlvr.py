@@ -1,6 +1,6 @@
 """Reinforcement learning with verifiable rewards: GRPO on questions whose answers can be checked.
 
-python recipes/rlvr.py --model models/tiny --task reverse:6
+python recipes/rlvr.py --model models/tiny --task reverse:5
 python recipes/rlvr.py --model models/SmolLM2-135M-Instruct --task addition:2 --max-tokens 48 \
         --samples-per-prompt 16 --lr 1e-5 --kv-cache-gib 8
 python -m pdb recipes/rlvr.py ...      # one process: break anywhere, also in a reward
@@ -29,8 +29,8 @@ from roll_lite.sync import sync_weights
 from roll_lite.tasks import parse_task, prompts
 from roll_lite.train.advantages import with_advantages
 from roll_lite.train.losses import ppo_loss
-from roll_lite.train.packing import pack
-from roll_lite.train.trainer import Trainer
+from roll_lite.train.packing import TrainingSequence, pack
+from roll_lite.train.trainer import Trainer, combine
 from roll_lite.types import Group, Prompt, SamplingParams
 
 
@@ -38,7 +38,7 @@ from roll_lite.types import Group, Prompt, SamplingParams
 class Config:
     model: str = "models/tiny"
     """Hugging Face folder to start from."""
-    task: str = "reverse:6"
+    task: str = "reverse:5"
     """What to learn: addition:N (digits), reverse:N or counting:N (letters)."""
     steps: int = 40
     """Rounds of generate, score, train."""
@@ -80,12 +80,21 @@ class Config:
     """Gets config.json, metrics.jsonl, rollouts/ and the trained model."""
 
     def __post_init__(self):
-        read_config(self.model)
+        max_positions = read_config(self.model).max_positions
+        if self.max_tokens >= max_positions:
+            raise ValueError(
+                f"max_tokens={self.max_tokens} must be below the model's {max_positions}"
+            )
         parse_task(self.task)
         at_least(2, self, "samples_per_prompt")  # a group of one has nothing to compare with
         at_least(1, self, "prompts_per_step", "updates_per_step", "max_tokens")
         at_least(1, self, "tokens_per_microbatch", "eval_prompts", "eval_every")
         at_least(0, self, "steps", "warmup_steps", "lr", "clip_low", "clip_high")
+        if self.updates_per_step > self.prompts_per_step:
+            raise ValueError(
+                f"updates_per_step={self.updates_per_step} must not exceed "
+                f"prompts_per_step={self.prompts_per_step}"
+            )
         above(0, self, "temperature", "max_grad_norm", "kv_cache_gib")
 
 
@@ -105,6 +114,7 @@ SHOWN = {
 def main(cfg: Config) -> list[float]:
     """Train; returns the held-out accuracies, the first from before training."""
     with start_world(cfg.device) as world:
+        run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN)
         chat = Chat(cfg.model)
         trainer = Trainer(
             cfg.model,
@@ -120,12 +130,11 @@ def main(cfg: Config) -> list[float]:
         policy = load_model(cfg.model, device=world.device, dtype=world.dtype)
         engine = Engine(policy, kv_cache_gib=cfg.kv_cache_gib)
         rollout = Rollout(engine=engine, chat=chat, make_env=question_maker(REWARDS), seed=cfg.seed)
-        run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN)
         params = SamplingParams(
             max_tokens=cfg.max_tokens, temperature=cfg.temperature, stop_ids=chat.stop_ids
         )
         train_prompts = prompts(cfg.task, seed=f"rlvr-{cfg.seed}")
-        accuracies = [evaluate(rollout, cfg, params)]
+        accuracies = [evaluate(rollout, cfg)]
         run.log(0, {"eval/accuracy": accuracies[-1]})
 
         for step in range(1, cfg.steps + 1):
@@ -137,13 +146,14 @@ def main(cfg: Config) -> list[float]:
             )
             metrics = describe(groups) | {"time/rollout": time.perf_counter() - start}
             sequences = with_advantages(drop_failed(groups), divide_by_std=cfg.divide_by_std)
-            for part in range(cfg.updates_per_step):
-                batch = pack(sequences[part :: cfg.updates_per_step], cfg.tokens_per_microbatch)
-                metrics |= trainer.step(batch)
+            updates = []
+            for part in split(sequences, cfg.updates_per_step):
+                updates.append(trainer.step(pack(part, cfg.tokens_per_microbatch)))
+            metrics |= combine(updates)
             metrics |= sync_weights(trainer, engine)
             metrics["time/step"] = time.perf_counter() - start
             if step % cfg.eval_every == 0 or step == cfg.steps:
-                accuracies.append(evaluate(rollout, cfg, params))
+                accuracies.append(evaluate(rollout, cfg))
                 metrics["eval/accuracy"] = accuracies[-1]
             run.log(step, metrics, groups)
 
@@ -153,22 +163,32 @@ def main(cfg: Config) -> list[float]:
     return accuracies
 
 
-def evaluate(rollout: Rollout, cfg: Config, params: SamplingParams) -> float:
+def evaluate(rollout: Rollout, cfg: Config) -> float:
     """Mean reward of greedy replies to held-out prompts, the same ones for every seed."""
     held_out = islice(prompts(cfg.task, seed=0, split="held_out"), cfg.eval_prompts)
-    greedy = SamplingParams(max_tokens=params.max_tokens, temperature=0.0, stop_ids=params.stop_ids)
+    greedy = SamplingParams(
+        max_tokens=cfg.max_tokens, temperature=0.0, stop_ids=rollout.chat.stop_ids
+    )
     groups = rollout.collect(held_out, num_samples=1, params=greedy)
-    return fmean(sample.score.value for group in groups for sample in group.samples)
+    kept = drop_failed(groups, min_samples=1)
+    return fmean(sample.score.value for group in kept for sample in group.samples)
+
+
+def split(sequences: list[TrainingSequence], num_parts: int) -> list[list[TrainingSequence]]:
+    """Equal parts, each with samples of every group."""
+    return [part for i in range(num_parts) if (part := sequences[i::num_parts])]
 
 
 def describe(groups: list[Group]) -> dict[str, float]:
     samples = [sample for group in groups for sample in group.samples]
     done = [sample for sample in samples if sample.state == "done"]
     rewards = [[s.score.value for s in g.samples if s.score] for g in groups]
+    parts = sorted({name for sample in done for name in sample.score.parts})
     return {
         "reward/mean": fmean(s.score.value for s in done) if done else 0.0,
         "reward/solved_groups": fmean(any(r > 0 for r in group) for group in rewards),
         "reward/equal_groups": fmean(len(set(group)) < 2 for group in rewards),
+        **{f"reward/{part}": fmean(s.score.parts.get(part, 0.0) for s in done) for part in parts},
         "rollout/failed": len(samples) - len(done),
         "rollout/reply_tokens": fmean(sum(s.loss_mask) for s in samples),
         "rollout/truncated": fmean(

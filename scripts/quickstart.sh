@@ -9,13 +9,14 @@ enter_venv
 
 seed=${1:-0}
 out=runs/quickstart-$seed-$(date +%Y%m%d-%H%M%S)
-task=reverse:6
+task=reverse:5
 
 echo; echo "1. a tiny model: one million parameters, one token per character"
 python -m roll_lite.models.tiny "$out/tiny" --seed "$seed"
 
-echo; echo "2. warm-up: supervised fine-tuning on a few dialogues"
-python recipes/sft.py --model "$out/tiny" --task $task --seed "$seed" --run-dir "$out/sft"
+echo; echo "2. warm-up: imitate a careless teacher, who forgets the last letter seven times in ten"
+python recipes/sft.py --model "$out/tiny" --task $task --seed "$seed" \
+  --steps 140 --careless 0.7 --run-dir "$out/sft"
 
 echo; echo "3. reinforcement learning: sample, score, reinforce"
 python recipes/rlvr.py --model "$out/sft/model" --task $task --seed "$seed" --run-dir "$out/rlvr"

@@ -19,13 +19,28 @@ THINKING = (
 )
 
 
-@pytest.fixture(params=["tiny", "thinking"])
-def chat(request, tmp_path):
+# Llama 2's: a space before the end of the turn, which is eos.
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %}{{ m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def chat_with(folder, template=None, **special):
     tokenizer = character_tokenizer()
-    if request.param == "thinking":
-        tokenizer.chat_template = THINKING
-    tokenizer.save_pretrained(tmp_path)
-    return Chat(tmp_path)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    for name, token in special.items():
+        setattr(tokenizer, name, token)
+    tokenizer.save_pretrained(folder)
+    return Chat(folder)
+
+
+@pytest.fixture(params=["tiny", "thinking", "other_eos"])
+def chat(request, tmp_path):
+    template = None if request.param == "tiny" else THINKING
+    # Qwen's base models have another eos than the token that ends their turns.
+    special = {"eos_token": "<|unk|>"} if request.param == "other_eos" else {}
+    return chat_with(tmp_path, template, **special)
 
 
 def template_ids(chat, messages, generation=True):
@@ -54,7 +69,9 @@ def test_dialogue_masks_exactly_what_the_assistant_says(chat):
     ids, mask = chat.encode_dialogue([QUESTION, ANSWER, MORE, ANSWER])
     said = [t for t, m in zip(ids, mask, strict=True) if m]
     assert chat.tokenizer.decode(said) == "15<|im_end|>15<|im_end|>"
-    assert ids[: mask.index(True)] == chat.encode([QUESTION])
+    whole = template_ids(chat, [QUESTION, ANSWER, MORE, ANSWER], generation=False)
+    assert ids == whole[: len(ids)]
+    assert chat.tokenizer.decode(whole[len(ids) :]).strip() == ""
 
 
 @pytest.mark.parametrize("messages", [[QUESTION], [ANSWER], [QUESTION, ANSWER, ANSWER], []])
@@ -63,9 +80,17 @@ def test_a_dialogue_that_does_not_alternate_is_refused(chat, messages):
         chat.encode_dialogue(messages)
 
 
-def test_stop_ids_come_from_tokenizer_and_generation_config(chat, tmp_path):
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
-    assert Chat(tmp_path).stop_ids == (2, 0)
+def test_stop_ids_come_from_template_tokenizer_and_generation_config(tmp_path):
+    chat_with(tmp_path, THINKING, eos_token="<|unk|>")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 0]}))
+    assert Chat(tmp_path).stop_ids == (2, 0, 7)  # <|im_end|>, <|unk|>, 7
+
+
+def test_a_space_before_the_end_of_a_turn_is_not_doubled(tmp_path):
+    chat = chat_with(tmp_path, LLAMA2)
+    sampled = chat.encode([QUESTION]) + chat.tokenizer.encode("15") + [chat.end_of_turn]
+    text = chat.tokenizer.decode(chat.continue_with(sampled, [MORE]))
+    assert text == "[INST] What is 12 + 3? [/INST]15<|im_end|>[INST] And\n7? [/INST]"
 
 
 def test_a_tokenizer_without_template_is_refused(tmp_path):

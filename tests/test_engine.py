@@ -158,36 +158,64 @@ def test_abort_frees_everything_and_the_rest_goes_on(qwen):
     assert engine.pool.num_free == engine.pool.num_pages
 
 
-def test_new_weights_are_used_at_once_and_recorded(qwen):
+def test_new_weights_are_used_at_once_and_recorded(qwen, tmp_path):
     _, model = qwen
-    old = {name: p.clone() for name, p in model.named_parameters()}
-    try:
-        engine = engine_with(model, num_pages=60)
-        handle = engine.submit(Request(prompt_ids=prompts_of([8])[0], params=GREEDY))
-        for _ in range(5):
-            engine.step()
-        new = {name: p + 0.05 * torch.randn_like(p) for name, p in old.items()}
-        engine.load_weights(new.items(), policy_version=7)
-        while engine.has_work:
-            engine.step()
-        turn = handle.turns[0]
-        assert turn.versions == [(0, 0), (6, 7)]
-        # The rest of the turn is what the new model says after the first six tokens.
-        start = Request(
-            prompt_ids=turn.prompt_ids + turn.token_ids[:6],
-            params=SamplingParams(max_tokens=18, temperature=0.0),
-        )
-        ((again,),) = engine.generate([start])
-        assert again.token_ids == turn.token_ids[6:]
-    finally:
-        Engine(model, kv_cache_gib=0.001).load_weights(old.items(), 0)
+    model = copy.deepcopy(model)
+    other = make_reference("qwen3", seed=5)
+    other.save_pretrained(tmp_path)
+    engine = engine_with(model, num_pages=60)
+    handle = engine.submit(Request(prompt_ids=prompts_of([8])[0], params=GREEDY))
+    for _ in range(5):
+        engine.step()
+    engine.load_weights(load_model(tmp_path).named_parameters(), policy_version=7)
+    while engine.has_work:
+        engine.step()
+    turn = handle.turns[0]
+    assert turn.versions == [(0, 0), (6, 7)]
+    # The rest of the turn is what the other model says after the first six tokens.
+    expected = reference_greedy(other, turn.prompt_ids + turn.token_ids[:6], 18)
+    assert turn.token_ids[6:] == expected
 
 
-def test_a_sync_that_forgets_a_parameter_is_an_error(qwen):
+def test_weights_that_do_not_fit_change_nothing(qwen):
     _, model = qwen
-    weights = [(name, p.clone()) for name, p in model.named_parameters()]
-    with pytest.raises(ValueError, match="no new weights came for embedding"):
-        engine_with(model, num_pages=10).load_weights(weights[1:], 1)
+    model = copy.deepcopy(model)
+    engine = engine_with(model, num_pages=10)
+    good = {name: p + 1 for name, p in model.named_parameters()}
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    missing = {name: p for name, p in good.items() if name != "embedding"}
+    for weights, name in [
+        (missing, "embedding"),
+        (good | {"extra": torch.zeros(1)}, "extra"),
+        (good | {"norm.weight": torch.zeros(1)}, "norm.weight"),
+    ]:
+        with pytest.raises(ValueError, match=f"do not fit the model: {name}"):
+            engine.load_weights(weights.items(), 1)
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_a_callback_may_abort_others(qwen):
+    _, model = qwen
+    engine = engine_with(model, num_pages=60)
+    short = SamplingParams(max_tokens=3, temperature=0.0)
+    first = engine.submit(
+        Request(prompt_ids=[1, 2], params=short), lambda index, turn: engine.abort(second.id)
+    )
+    second = engine.submit(Request(prompt_ids=[3, 4], params=GREEDY))
+    while engine.has_work:
+        engine.step()
+    assert first.turns[0].finish_reason == "length"
+    assert second.turns[0].finish_reason == "abort"
+    assert len(second.turns[0].token_ids) == len(second.turns[0].logprobs) == 2
+    assert engine.pool.num_free == engine.pool.num_pages
+
+
+def test_one_bad_request_leaves_nothing_behind(qwen):
+    _, model = qwen
+    engine = engine_with(model, num_pages=60)
+    with pytest.raises(ValueError, match="prompt_ids is empty"):
+        engine.generate([Request(prompt_ids=p, params=GREEDY) for p in ([1], [])])
+    assert not engine.has_work
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -219,6 +247,10 @@ def test_noise_is_gumbel_and_uncorrelated():
     assert abs(noise.mean().item() - 0.5772) < 0.01
     assert abs(noise.var().item() - torch.pi**2 / 6) < 0.02
     assert torch.corrcoef(noise[:40]).fill_diagonal_(0).abs().max() < 0.17  # 5 sigma of 1/sqrt(V)
+    # No two positions share the set of their bits, whatever the order.
+    key = torch.tensor([noise_key(1, 1)]).expand(512, 2)
+    sums = gumbel(key, torch.arange(512), 4096).double().sort(-1).values.sum(-1)
+    assert len(set(sums.tolist())) == 512
     other_position = gumbel(keys, torch.full((400,), 12), 1000).double()
     assert (
         abs(torch.corrcoef(torch.stack([noise.flatten(), other_position.flatten()]))[0, 1]) < 0.01

@@ -1,13 +1,12 @@
 """Model folders: what transformers wrote we read, what we write transformers reads."""
 
 import json
-import shutil
 
 import pytest
 import torch
 from conftest import make_reference
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from roll_lite.models import hf
 from roll_lite.models.hf import CheckpointError, load_model, save_model
@@ -70,6 +69,7 @@ def test_a_failed_write_leaves_the_old_folder(folder, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         save_model(folder, model, like=folder)
     assert (folder / "model.safetensors").read_bytes() == before
+    assert [f.name for f in folder.parent.iterdir()] == [folder.name]  # nothing half-written stays
     load_model(folder)
 
 
@@ -117,6 +117,12 @@ def test_a_shard_that_is_not_there_is_named(folder, tmp_path, monkeypatch):
         load_model(sharded)
 
 
+def test_a_truncated_index_is_named(folder):
+    (folder / hf.INDEX).write_text('{"weight_map": {"a"')
+    with pytest.raises(CheckpointError, match=r"index\.json is not a whole index"):
+        load_model(folder)
+
+
 def test_a_folder_without_config_says_how_to_get_one(folder):
     (folder / "config.json").unlink()
     with pytest.raises(ValueError, match=r"get_smollm2\.py"):
@@ -130,10 +136,11 @@ def test_a_value_model_takes_a_language_model_folder(folder, tmp_path):
     save_model(tmp_path / "critic", critic, like=folder)
     again = load_model(tmp_path / "critic", head="value")
     assert torch.equal(again.value_head, critic.value_head)
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic")
+    assert torch.equal(theirs.score.weight, critic.value_head)
 
 
 def test_companions_that_exist_are_copied(folder, tmp_path):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
     copy = save_model(tmp_path / "copy", load_model(folder), like=folder)
     assert json.loads((copy / "generation_config.json").read_text())["eos_token_id"] == [1, 2]
-    shutil.rmtree(copy)

@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "roll_lite"
 LAYERS = [  # top first; a name may import names below its line, and within its own package
     {"rollout", "train", "sync", "report"},
     {"cluster", "engine"},
-    {"models", "envs", "data", "chat", "tasks"},
+    {"models", "envs", "chat", "tasks"},
     {"rewards"},
     {"types", "progress", "checks"},
 ]
@@ -32,7 +32,7 @@ def imports(path: Path) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            names.add(node.module)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return {part_of(name) for name in names if name.startswith("roll_lite.")}
 
 

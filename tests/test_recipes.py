@@ -14,15 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from roll_lite.report.curve import draw, read_metric
 
-TASK = "reverse:3"
+TASK = "reverse:5"
 
 
 @pytest.fixture(scope="module")
 def warm_model(tiny_folder, tmp_path_factory):
-    """A model that knows the form of an answer but seldom the answer."""
+    """A model that has imitated a careless teacher, as in the quickstart."""
     run_dir = tmp_path_factory.mktemp("sft") / "run"
     cfg = sft.Config(
-        model=str(tiny_folder), task=TASK, steps=45, num_dialogues=512, validate_every=15,
+        model=str(tiny_folder), task=TASK, steps=140, careless=0.7, validate_every=70,
         run_dir=str(run_dir),
     )  # fmt: skip
     sft.main(cfg)
@@ -31,15 +31,15 @@ def warm_model(tiny_folder, tmp_path_factory):
 
 def small_config(warm_model, run_dir, **changes):
     options = {
-        "model": str(warm_model / "model"), "task": TASK, "steps": 30, "prompts_per_step": 16,
-        "max_tokens": 6, "eval_every": 10, "run_dir": str(run_dir),
+        "model": str(warm_model / "model"), "task": TASK, "steps": 10, "prompts_per_step": 32,
+        "max_tokens": 8, "eval_every": 5, "run_dir": str(run_dir),
     } | changes  # fmt: skip
     return rlvr.Config(**options)
 
 
 def test_sft_lowers_the_validation_loss_and_saves_a_model(warm_model):
     losses = [loss for _, loss in read_metric(warm_model, "eval/loss")]
-    assert len(losses) == 3 and losses[-1] < 0.7 * losses[0]
+    assert len(losses) == 2 and losses[-1] < 0.7 * losses[0]
     AutoModelForCausalLM.from_pretrained(warm_model / "model")
     assert json.loads((warm_model / "config.json").read_text())["task"] == TASK
 
@@ -47,21 +47,21 @@ def test_sft_lowers_the_validation_loss_and_saves_a_model(warm_model):
 def test_rlvr_learns(warm_model, tmp_path):
     cfg = small_config(warm_model, tmp_path / "run")
     before, *_, after = rlvr.main(cfg)
-    assert before < 0.6 and after > before + 0.2
+    assert before < 0.4 and after > 0.7
 
     rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(31))
-    assert rows[10]["mismatch/logprob_max"] < 1e-4  # training and generation agree
+    assert [row["step"] for row in rows] == list(range(11))
+    assert rows[5]["mismatch/logprob_max"] < 1e-4  # training and generation agree
     assert json.loads((tmp_path / "run" / "config.json").read_text()) == dataclasses.asdict(cfg)
-    lines = (tmp_path / "run" / "rollouts" / "step_00030.jsonl").read_text().splitlines()
+    lines = (tmp_path / "run" / "rollouts" / "step_00010.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in lines]
-    assert len(samples) == 16 * 8
+    assert len(samples) == 32 * 8
     for sample in samples:
         assert sample["reward"] == float(sample["reply"].strip() == sample["ground_truth"])
         assert [event[0] for event in sample["events"]][-1] == "done"
-        assert sample["turns"][0]["versions"] == [[0, 29]]
+        assert sample["turns"][0]["versions"] == [[0, 9]]
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
-    assert "step    30" in draw(read_metric(tmp_path / "run", "eval/accuracy"))
+    assert "step    10" in draw(read_metric(tmp_path / "run", "eval/accuracy"))
 
 
 def test_rlvr_with_the_wrong_sign_does_not_learn(warm_model, tmp_path, monkeypatch):
@@ -72,7 +72,8 @@ def test_rlvr_with_the_wrong_sign_does_not_learn(warm_model, tmp_path, monkeypat
     original = rlvr.with_advantages
     monkeypatch.setattr(rlvr, "with_advantages", flipped)
     before, *_, after = rlvr.main(small_config(warm_model, tmp_path / "run"))
-    assert after < before
+    rewards = [reward for _, reward in read_metric(tmp_path / "run", "reward/mean")]
+    assert after <= before and rewards[-1] < 0.7 * rewards[0]
 
 
 def test_several_updates_on_one_batch_move_the_ratio(warm_model, tmp_path):

@@ -102,6 +102,18 @@ def test_a_prompt_seen_again_is_sampled_anew(engine, chat):
     assert [s.token_ids for s in first.samples] != [s.token_ids for s in second.samples]
 
 
+def test_other_prompts_in_between_change_nothing(tiny_folder, chat):
+    asked = some_prompts(4)
+    replies = []
+    for between in ([], asked[2:]):
+        engine = Engine(load_model(tiny_folder), kv_cache_gib=0.05)
+        rollout = rollout_with(engine, chat, lambda p, r: 0.0)
+        rollout.collect(between, num_samples=1, params=params(chat))
+        groups = rollout.collect(asked[:2], num_samples=2, params=params(chat))
+        replies.append([s.token_ids for g in groups for s in g.samples])
+    assert replies[0] == replies[1]
+
+
 def test_a_reward_that_raises_is_an_error_not_a_zero(engine, chat):
     def reward(prompt, reply):
         if calls.append(reply) or len(calls) in (2, 5):
@@ -135,6 +147,49 @@ def test_an_unknown_domain_stops_the_run_and_frees_the_engine(engine, chat):
     with pytest.raises(ValueError, match=r"domain=.reverse..*known domains: math"):
         rollout.collect(some_prompts(2), num_samples=2, params=params(chat))
     assert not engine.has_work
+
+
+def test_a_request_the_engine_refuses_fails_its_samples(engine, chat):
+    rollout = rollout_with(engine, chat, lambda p, r: 0.0)
+    too_long = params(chat, max_tokens=2000)
+    (group,) = rollout.collect(some_prompts(1), num_samples=3, params=too_long)
+    assert [s.state for s in group.samples] == ["failed"] * 3
+    assert all("max_tokens=2000" in s.error for s in group.samples)
+
+
+def test_a_reward_that_is_no_number_fails_its_sample(engine, chat):
+    rollout = rollout_with(engine, chat, lambda p, r: float("nan"))
+    (group,) = rollout.collect(some_prompts(1), num_samples=2, params=params(chat))
+    assert all(s.state == "failed" and "reward=nan" in s.error for s in group.samples)
+
+
+def test_aborted_samples_are_not_scored(engine, chat):
+    def reward(prompt, reply):
+        engine.abort_all()
+        return 1.0
+
+    groups = rollout_with(engine, chat, reward).collect(
+        some_prompts(4), num_samples=4, params=params(chat, max_tokens=100)
+    )
+    states = [s.state for g in groups for s in g.samples]
+    assert set(states) == {"done", "aborted"}
+    assert all((s.score is None) == (s.state == "aborted") for g in groups for s in g.samples)
+
+
+class Wayward:
+    """Opens differently every time, which a group must not."""
+
+    count = 0
+
+    def reset(self, seed):
+        Wayward.count += 1
+        return ({"role": "user", "content": str(Wayward.count)},), {}
+
+
+def test_openings_that_differ_within_a_group_are_an_error(engine, chat):
+    rollout = Rollout(engine=engine, chat=chat, make_env=lambda prompt: Wayward(), seed=0)
+    (group,) = rollout.collect(some_prompts(1), num_samples=2, params=params(chat))
+    assert "opens differently" in group.samples[1].error
 
 
 class Echo:

@@ -86,6 +86,11 @@ LLAMA = {
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'.*llama3"),
         ({"num_key_value_heads": 3}, "num_attention_heads=2.*num_key_value_heads=3"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rms_norm_eps": None}, "rms_norm_eps=None"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0"),
+        ({"vocab_size": "many"}, "vocab_size='many'"),
+        ({"layer_types": ["linear_attention"]}, "layer_types has .*linear_attention"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
     ],
 )
 def test_unsupported_configs_are_named(change, message):
@@ -106,6 +111,10 @@ def test_old_and_new_rope_fields_mean_the_same():
 
 def test_a_sliding_window_limits_the_positions():
     assert parse_config(LLAMA | {"model_type": "mistral", "sliding_window": 16}).max_positions == 16
+    window = {"sliding_window": 16, "use_sliding_window": None}
+    assert parse_config(LLAMA | window | {"model_type": "mistral"}).max_positions == 16
+    typed = window | {"layer_types": ["full_attention", "sliding_attention"]}
+    assert parse_config(LLAMA | typed | {"model_type": "qwen3"}).max_positions == 16
     unused = {"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": False}
     assert parse_config(LLAMA | unused).max_positions == 64
 

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from roll_lite.types import Message
 
+_QUESTION = {"role": "user", "content": "?"}
 _MARK = "\u2063reply\u2063"  # stands for a reply in the template, so that we find what follows it
 
 
@@ -21,7 +22,9 @@ class Chat:
                 f"the tokenizer of {folder} has no chat template; take the model's chat variant, "
                 "or put a chat_template.jinja into the folder"
             )
-        self.stop_ids = _stop_ids(Path(folder), self.tokenizer.eos_token_id)
+        self.end_of_turn = self._end_of_turn()
+        self.stop_ids = _stop_ids(Path(folder), self.end_of_turn, self.tokenizer.eos_token_id)
+        """Sampling one of these ends a turn."""
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a conversation up to where the model's reply begins."""
@@ -33,47 +36,65 @@ class Chat:
         `token_ids` (all of the conversation so far, as it was sampled) stays as it is; only the
         text that the template puts after a reply is encoded.
         """
-        question = {"role": "user", "content": "?"}
-        reply = {"role": "assistant", "content": _MARK}
-        text = self._render([question, reply, *messages])
-        after = self._ids(text[text.rindex(_MARK) + len(_MARK) :])
-        is_closed = token_ids[-1] in self.stop_ids and after[0] == token_ids[-1]
-        return token_ids + (after[1:] if is_closed else after)
+        _, after = self._around_reply([_QUESTION], messages)
+        after_ids = self._ids(after)
+        if token_ids[-1] in self.stop_ids and self.end_of_turn in after_ids:
+            after_ids = after_ids[after_ids.index(self.end_of_turn) + 1 :]
+        return token_ids + after_ids
 
     def encode_dialogue(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """Ids of a whole conversation and a mask of what the assistant says, its stops included."""
+        ids, mask = [], []
         turns = _split_at_replies(messages)
-        ids = self.encode(turns[0][0])
-        mask = [False] * len(ids)
-        for i, (_, reply) in enumerate(turns):
-            reply_ids = [*self._ids(reply["content"]), self.stop_ids[0]]
-            ids, mask = ids + reply_ids, mask + [True] * len(reply_ids)
-            if i + 1 < len(turns):
-                ids = self.continue_with(ids, turns[i + 1][0])
-                mask += [False] * (len(ids) - len(mask))
+        for i, (read, reply) in enumerate(turns):
+            ids = self.continue_with(ids, read) if ids else self.encode(read)
+            ids += self._ids(self._lead(read, is_last=i + 1 == len(turns)))
+            mask += [False] * (len(ids) - len(mask))
+            said = [*self._ids(reply["content"]), self.end_of_turn]
+            ids, mask = ids + said, mask + [True] * len(said)
         return ids, mask
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def _end_of_turn(self) -> int:
+        """The special token that the template puts after a reply; eos where it puts none."""
+        _, after = self._around_reply([_QUESTION], [])
+        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
+        found = (token_id for token_id in self._ids(after) if token_id in special)
+        end_of_turn = next(found, self.tokenizer.eos_token_id)
+        if end_of_turn is None:
+            raise ValueError("neither the chat template nor an eos_token says how a reply ends")
+        return end_of_turn
+
+    def _lead(self, read: Sequence[Message], is_last: bool) -> str:
+        """What some templates put between the generation prompt and a reply: Qwen3, no thoughts."""
+        opening = self._render(read)
+        before, _ = self._around_reply(read, [] if is_last else [_QUESTION])
+        return before[len(opening) :] if before.startswith(opening) else ""
+
+    def _around_reply(self, before: Sequence[Message], after: Sequence[Message]) -> tuple[str, str]:
+        """What the template writes before and after a reply that stands among these messages."""
+        messages = [*before, {"role": "assistant", "content": _MARK}, *after]
+        text = self._render(messages, add_generation_prompt=bool(after))
+        opening, _, ending = text.partition(_MARK)
+        return opening, ending
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         return self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
         )
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
-def _stop_ids(folder: Path, eos_id: int | None) -> tuple[int, ...]:
-    """The tokenizer's end of turn first, then any other the generation config names."""
+def _stop_ids(folder: Path, *ids: int | None) -> tuple[int, ...]:
+    """The given ids, then any other that the folder's generation config names."""
     path = folder / "generation_config.json"
     configured = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
     more = configured if isinstance(configured, list) else [configured]
-    ids = tuple(dict.fromkeys(i for i in [eos_id, *more] if i is not None))
-    if not ids:
-        raise ValueError(f"{folder} names no eos token in its tokenizer or generation_config.json")
-    return ids
+    return tuple(dict.fromkeys(i for i in [*ids, *more] if i is not None))
 
 
 def _split_at_replies(messages: Sequence[Message]) -> list[tuple[list[Message], Message]]:

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from itertools import count
 from random import Random
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from roll_lite.types import Prompt
 
@@ -17,24 +17,37 @@ Split = Literal["train", "held_out"]
 HELD_OUT_SHARE = 10  # one question in ten is never trained on
 
 
-def addition(random: Random, size: int) -> tuple[str, str]:
+class Drawn(NamedTuple):
+    question: str
+    answer: str
+    careless: str
+    """The slip of somebody who does not look closely; may be right by chance."""
+
+
+def addition(random: Random, size: int) -> Drawn:
     low = 10 ** (size - 1) if size > 1 else 0
     a, b = (random.randrange(low, 10**size) for _ in range(2))
-    return f"What is {a} + {b}?", str(a + b)
+    return Drawn(f"What is {a} + {b}?", str(a + b), careless=str(_add_without_carry(a, b)))
 
 
-def reverse(random: Random, size: int) -> tuple[str, str]:
+def _add_without_carry(a: int, b: int) -> int:
+    digits = zip(str(a)[::-1], str(b)[::-1], strict=False)
+    return sum((int(x) + int(y)) % 10 * 10**place for place, (x, y) in enumerate(digits))
+
+
+def reverse(random: Random, size: int) -> Drawn:
     word = "".join(random.choices("abcdefghijklmnopqrstuvwxyz", k=size))
-    return f"Reverse {word}", word[::-1]
+    return Drawn(f"Reverse {word}", word[::-1], careless=word[:0:-1])
 
 
-def counting(random: Random, size: int) -> tuple[str, str]:
+def counting(random: Random, size: int) -> Drawn:
     letter, *others = random.sample("abcdefghijklmnopqrstuvwxyz", 4)
     word = "".join(random.choices([letter, *others], weights=[3, 1, 1, 1], k=size))
-    return f"How many {letter} in {word}?", str(word.count(letter))
+    count = word.count(letter)
+    return Drawn(f"How many {letter} in {word}?", str(count), careless=str(count + 1))
 
 
-TASKS: dict[str, Callable[[Random, int], tuple[str, str]]] = {
+TASKS: dict[str, Callable[[Random, int], Drawn]] = {
     "addition": addition,
     "reverse": reverse,
     "counting": counting,
@@ -52,21 +65,30 @@ def parse_task(task: str) -> tuple[str, int]:
 
 def prompts(task: str, *, seed: int | str, split: Split = "train") -> Iterator[Prompt]:
     """Prompt after prompt of one split, the same for the same seed."""
+    for prompt, _ in demonstrations(task, seed=seed, split=split):
+        yield prompt
+
+
+def demonstrations(
+    task: str, *, seed: int | str, split: Split = "train", careless: float = 0.0
+) -> Iterator[tuple[Prompt, str]]:
+    """Prompts with a reply to imitate, of which a share is careless and mostly wrong."""
     kind, size = parse_task(task)
-    random = Random(f"{task}/{split}/{seed}")
+    random, teacher = Random(f"{task}/{split}/{seed}"), Random(f"teacher/{task}/{seed}")
     for number in count():
-        question, answer = _draw(kind, size, random, split)
-        yield Prompt(
+        drawn = _draw(kind, size, random, split)
+        prompt = Prompt(
             id=f"{task}/{split}/{seed}/{number}",
-            messages=({"role": "user", "content": question},),
+            messages=({"role": "user", "content": drawn.question},),
             domain=kind,
-            ground_truth=answer,
+            ground_truth=drawn.answer,
         )
+        yield prompt, drawn.careless if teacher.random() < careless else drawn.answer
 
 
-def _draw(kind: str, size: int, random: Random, split: Split) -> tuple[str, str]:
+def _draw(kind: str, size: int, random: Random, split: Split) -> Drawn:
     while True:
-        question, answer = TASKS[kind](random, size)
-        is_held_out = zlib.crc32(question.encode()) % HELD_OUT_SHARE == 0
+        drawn = TASKS[kind](random, size)
+        is_held_out = zlib.crc32(drawn.question.encode()) % HELD_OUT_SHARE == 0
         if is_held_out == (split == "held_out"):
-            return question, answer
+            return drawn

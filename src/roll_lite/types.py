@@ -11,7 +11,7 @@ from typing import Literal
 Message = dict[str, str]
 """{"role": "system" | "user" | "assistant", "content": text}"""
 
-State = Literal["queued", "generating", "stepping", "done", "failed"]
+State = Literal["queued", "generating", "stepping", "done", "failed", "aborted"]
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -98,7 +98,11 @@ class Sample:
 
     def add_turn(self, turn: Turn) -> None:
         """Append what the model read since the last turn, then what it sampled."""
-        read = turn.prompt_ids[len(self.token_ids) :]
+        num_known = len(self.token_ids)
+        assert turn.prompt_ids[:num_known] == self.token_ids, (
+            "a turn must go on where the last ended"
+        )
+        read = turn.prompt_ids[num_known:]
         self.token_ids += read + turn.token_ids
         self.loss_mask += [False] * len(read) + [True] * len(turn.token_ids)
         self.logprobs += [0.0] * len(read) + turn.logprobs

@@ -31,6 +31,8 @@ def start_world(device: str = "auto") -> Iterator[World]:
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r} is not known; use auto, cpu or cuda")
     if device == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("device='cuda', but torch finds no CUDA device; use cpu")
         torch.cuda.set_device(0)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -105,6 +105,8 @@ class Engine:
     def generate(self, requests: list[Request], progress: bool = False) -> list[list[Turn]]:
         """Answer all requests; the turns of each, in order."""
         num_samples = sum(request.num_samples for request in requests)
+        for request in requests:  # before any is submitted
+            self._check(request)
         with ProgressBar(num_samples, "generate", enabled=progress) as bar:
             handles = [self.submit(r, lambda index, turn: bar.advance()) for r in requests]
             while not all(handle.is_done for handle in handles):
@@ -114,11 +116,16 @@ class Engine:
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Copy weights in place. Running samples go on under them, prefilled again."""
-        parameters = dict(self.model.named_parameters())
-        for name, tensor in weights:
-            parameters.pop(name).copy_(tensor)
-        if parameters:
-            raise ValueError(f"no new weights came for {', '.join(parameters)}")
+        parameters, weights = dict(self.model.named_parameters()), dict(weights)
+        wanted = {name: parameter.shape for name, parameter in parameters.items()}
+        sent = {name: tensor.shape for name, tensor in weights.items()}
+        if wanted != sent:
+            differing = sorted(name for name, _ in wanted.items() ^ sent.items())
+            raise ValueError(
+                f"new weights do not fit the model: {', '.join(dict.fromkeys(differing))}"
+            )
+        for name, tensor in weights.items():
+            parameters[name].copy_(tensor)
         self.policy_version = policy_version
         self.scheduler.preempt_all()
 
@@ -138,6 +145,8 @@ class Engine:
     def _advance(self, hidden_RH: Tensor, sequences: list[Sequence]) -> None:
         token_ids, logprobs = self.runner.sample(hidden_RH, sequences)
         for sequence, token_id, logprob in zip(sequences, token_ids, logprobs, strict=True):
+            if sequence.finish_reason:  # aborted a moment ago, by the callback of another
+                continue
             sequence.append(token_id, logprob, self.policy_version)
             if sequence.finish_reason:
                 self._finish(sequence)

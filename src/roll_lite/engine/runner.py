@@ -7,7 +7,7 @@ from roll_lite.engine.attention import DecodeAttention, PrefillAttention, decode
 from roll_lite.engine.sampler import sample
 from roll_lite.engine.sequence import Sequence
 from roll_lite.models.attention import PackedAttention
-from roll_lite.models.logprobs import scaled_logits
+from roll_lite.models.logprobs import row_chunks, scaled_logits
 from roll_lite.models.transformer import Transformer
 
 
@@ -75,14 +75,18 @@ class Runner:
         """The next token of each sequence, from its row, and that token's logprob."""
         temperatures_R = self._tensor([s.params.temperature for s in sequences], torch.float32)
         is_greedy_R = temperatures_R == 0
-        # A greedy token's logprob is reported under temperature 1.
-        logits_RV = scaled_logits(
-            hidden_RH, self.model.head_weight, temperatures_R.masked_fill(is_greedy_R, 1.0)
-        )
+        temperatures_R.masked_fill_(is_greedy_R, 1.0)  # what a greedy token's logprob is under
         keys_R2 = self._tensor([s.noise_key for s in sequences])
         positions_R = self._tensor([len(s.token_ids) for s in sequences])
-        token_ids_R, logprobs_R = sample(logits_RV, is_greedy_R, keys_R2, positions_R)
-        return token_ids_R.tolist(), logprobs_R.tolist()
+        token_ids, logprobs = [], []
+        for rows in row_chunks(len(sequences)):
+            logits_CV = scaled_logits(hidden_RH[rows], self.model.head_weight, temperatures_R[rows])
+            token_ids_C, logprobs_C = sample(
+                logits_CV, is_greedy_R[rows], keys_R2[rows], positions_R[rows]
+            )
+            token_ids += token_ids_C.tolist()
+            logprobs += logprobs_C.tolist()
+        return token_ids, logprobs
 
     def copy_pages(self, copies: list[tuple[int, int]]) -> None:
         source, target = self._tensor(copies).unbind(1)

@@ -28,14 +28,15 @@ def sample(
     noise_RV = gumbel(keys_R2, positions_R, logits_RV.shape[1])
     noise_RV.masked_fill_(is_greedy_R[:, None], 0.0)
     token_ids_R = noise_RV.add_(logits_RV).argmax(-1)
-    return token_ids_R, pick_logprobs(logits_RV, token_ids_R)
+    return token_ids_R, pick_logprobs(logits_RV, token_ids_R)[0]
 
 
 def gumbel(keys_R2: Tensor, positions_R: Tensor, vocab_size: int) -> Tensor:
     """Gumbel noise (R, V), the same numbers on every device. Keys and positions are int64."""
-    row_R = _mix(_mix(positions_R ^ keys_R2[:, 0]) ^ keys_R2[:, 1])
+    first_R = _mix(_mix(positions_R ^ keys_R2[:, 0]) ^ keys_R2[:, 1])
+    second_R = _mix(_mix(positions_R ^ keys_R2[:, 1]) ^ keys_R2[:, 0])
     entry_V = torch.arange(vocab_size, device=keys_R2.device)
-    bits_RV = _mix(_mix(row_R[:, None] ^ entry_V) ^ keys_R2[:, 1:])
+    bits_RV = _mix(_mix(first_R[:, None] ^ entry_V) ^ second_R[:, None])
     # -log(1 - u) keeps its precision for small u, which is where the large noise comes from.
     uniform_RV = bits_RV.float().add_(0.5).mul_(2.0**-32)
     return uniform_RV.neg_().log1p_().neg_().clamp_(1e-20, 1e20).log_().neg_()

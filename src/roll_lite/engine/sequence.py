@@ -51,7 +51,7 @@ class Sequence:
         return Turn(
             prompt_ids=self.token_ids[: self.num_prompt_tokens],
             token_ids=self.token_ids[self.num_prompt_tokens :],
-            logprobs=self.logprobs,
+            logprobs=list(self.logprobs),
             finish_reason=self.finish_reason,
-            versions=self.versions,
+            versions=list(self.versions),
         )

@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ class PackedAttention:
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
             return self._varlen(q_THD, k_TKD, v_TKD)
-        return self._padded_sdpa(q_THD, k_TKD, v_TKD)
+        return self._sdpa(q_THD, k_TKD, v_TKD)
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _varlen_kernel()(
@@ -34,22 +35,48 @@ class PackedAttention:
             self.max_seqlen, self.max_seqlen,
         )  # fmt: skip
 
-    def _padded_sdpa(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Rows are padded on the right, where causal attention never looks."""
-        lengths = self.cu_seqlens.diff()
-        column = torch.arange(self.max_seqlen, device=q.device)
-        is_token_BL = column < lengths[:, None]
+    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Sequences of similar length at a time, so that little is padded."""
+        starts = self.cu_seqlens.tolist()
+        lengths = [end - start for start, end in pairwise(starts)]
+        if max(lengths) <= 2 * min(lengths):
+            return _padded_sdpa(q, k, v, lengths)
+        out = torch.empty_like(q)
+        for members in _similar(lengths):
+            tokens = torch.cat(
+                [torch.arange(starts[i], starts[i + 1], device=q.device) for i in members]
+            )
+            out[tokens] = _padded_sdpa(
+                q[tokens], k[tokens], v[tokens], [lengths[i] for i in members]
+            )
+        return out
 
-        def pad(x: Tensor) -> Tensor:
-            padded = x.new_zeros(*is_token_BL.shape, *x.shape[1:])
-            padded[is_token_BL] = x
-            return padded.transpose(1, 2)
 
-        enable_gqa = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(
-            pad(q), pad(k), pad(v), is_causal=True, enable_gqa=enable_gqa
-        )
-        return out.transpose(1, 2)[is_token_BL]
+def _similar(lengths: list[int]) -> list[list[int]]:
+    """Indices in classes whose longest member is at most twice the shortest."""
+    classes: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if not classes or lengths[i] > 2 * lengths[classes[-1][0]]:
+            classes.append([])
+        classes[-1].append(i)
+    return classes
+
+
+def _padded_sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+    """Sequences end to end, padded on the right, where causal attention never looks."""
+    column = torch.arange(max(lengths), device=q.device)
+    is_token_BL = column < torch.tensor(lengths, device=q.device)[:, None]
+
+    def pad(x: Tensor) -> Tensor:
+        padded = x.new_zeros(*is_token_BL.shape, *x.shape[1:])
+        padded[is_token_BL] = x
+        return padded.transpose(1, 2)
+
+    enable_gqa = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        pad(q), pad(k), pad(v), is_causal=True, enable_gqa=enable_gqa
+    )
+    return out.transpose(1, 2)[is_token_BL]
 
 
 @functools.cache

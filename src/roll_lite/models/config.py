@@ -81,24 +81,30 @@ def parse_config(hf: dict) -> ModelConfig:
             f"model_type={model_type!r} is not supported; supported: {', '.join(SUPPORTED_MODELS)}"
         )
     _refuse_unsupported(hf)
-    try:
-        return ModelConfig(
-            vocab_size=hf["vocab_size"],
-            hidden_size=hf["hidden_size"],
-            intermediate_size=hf["intermediate_size"],
-            num_layers=hf["num_hidden_layers"],
-            num_heads=hf["num_attention_heads"],
-            num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-            norm_eps=hf["rms_norm_eps"],
-            rope=_parse_rope(hf),
-            max_positions=_exact_positions(hf),
-            tied_head=hf.get("tie_word_embeddings", False),
-            qkv_bias=model_type == "qwen2",
-            qk_norm=model_type == "qwen3",
-        )
-    except KeyError as missing:
-        raise UnsupportedModelError(f"config.json has no field {missing}") from None
+    heads = _required(hf, "num_attention_heads")
+    return ModelConfig(
+        vocab_size=_required(hf, "vocab_size"),
+        hidden_size=_required(hf, "hidden_size"),
+        intermediate_size=_required(hf, "intermediate_size"),
+        num_layers=_required(hf, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=hf.get("num_key_value_heads") or heads,
+        head_dim=hf.get("head_dim") or _required(hf, "hidden_size") // heads,
+        norm_eps=_required(hf, "rms_norm_eps"),
+        rope=_parse_rope(hf),
+        max_positions=_exact_positions(hf),
+        tied_head=bool(hf.get("tie_word_embeddings")),
+        qkv_bias=model_type == "qwen2",
+        qk_norm=model_type == "qwen3",
+    )
+
+
+def _required(fields: dict, name: str) -> int | float:
+    """A positive number, or an error that names the field."""
+    value = fields.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise UnsupportedModelError(f"{name}={value!r} in config.json must be a positive number")
+    return value
 
 
 def _refuse_unsupported(hf: dict) -> None:
@@ -118,15 +124,28 @@ def _refuse_unsupported(hf: dict) -> None:
 
 def _exact_positions(hf: dict) -> int:
     """Attention here is full, which equals a sliding window for sequences no longer than it."""
-    window = hf.get("sliding_window")
-    slides = hf.get("use_sliding_window", hf["model_type"] == "mistral")
-    limit = hf["max_position_embeddings"]
+    limit, window = _required(hf, "max_position_embeddings"), hf.get("sliding_window")
+    layer_types = set(hf.get("layer_types") or ())
+    if other := layer_types - {"full_attention", "sliding_attention"}:
+        raise UnsupportedModelError(
+            f"layer_types has {sorted(other)}; supported: full_attention and, for sequences "
+            "within the window, sliding_attention"
+        )
+    slides = "sliding_attention" in layer_types
+    if not layer_types:
+        slides = hf["model_type"] == "mistral" or hf.get("use_sliding_window")
     return min(limit, window) if window and slides else limit
 
 
 def _parse_rope(hf: dict) -> RopeConfig:
     """transformers 5 writes rope_parameters; older folders have rope_theta and rope_scaling."""
     scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if scaling.get("partial_rotary_factor", 1.0) != 1.0 or any(
+        isinstance(value, dict) for value in scaling.values()
+    ):
+        raise UnsupportedModelError(
+            f"rope_parameters={scaling} is not supported; supported: one rotation of whole heads"
+        )
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in SUPPORTED_ROPE:
         raise UnsupportedModelError(
@@ -136,12 +155,12 @@ def _parse_rope(hf: dict) -> RopeConfig:
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind == "linear":
-        return RopeConfig(theta=theta, kind=kind, factor=scaling["factor"])
+        return RopeConfig(theta=theta, kind=kind, factor=_required(scaling, "factor"))
     return RopeConfig(
         theta=theta,
         kind=kind,
-        factor=scaling["factor"],
-        low_freq_factor=scaling["low_freq_factor"],
-        high_freq_factor=scaling["high_freq_factor"],
-        original_positions=scaling["original_max_position_embeddings"],
+        factor=_required(scaling, "factor"),
+        low_freq_factor=_required(scaling, "low_freq_factor"),
+        high_freq_factor=_required(scaling, "high_freq_factor"),
+        original_positions=_required(scaling, "original_max_position_embeddings"),
     )

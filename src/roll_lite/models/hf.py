@@ -118,22 +118,33 @@ def save_model(folder: str | Path, model: Transformer, *, like: str | Path) -> P
     return save_state(folder, dict(model.named_parameters()), model.config, like=like)
 
 
+def hf_tensors(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Parameters by our names -> tensors by Hugging Face's."""
+    head = "value" if "value_head" in state else "language"
+    return {
+        piece.hf_name: state[piece.parameter].detach()[piece.index].reshape(piece.hf_shape)
+        for piece in pieces(config, head)
+    }
+
+
 def save_state(
     folder: str | Path, state: dict[str, Tensor], config: ModelConfig, *, like: str | Path
 ) -> Path:
     """Write parameters, by our names, as a Hugging Face folder."""
-    head = "value" if "value_head" in state else "language"
-    tensors = {
-        piece.hf_name: state[piece.parameter].detach()[piece.index].reshape(piece.hf_shape)
-        for piece in pieces(config, head)
-    }
+    hf_config = read_hf_config(like)
+    if "value_head" in state:  # what transformers calls a model with a scalar `score`
+        names = [
+            n.replace("ForCausalLM", "ForSequenceClassification")
+            for n in hf_config.get("architectures") or ()
+        ]
+        hf_config |= {"architectures": names, "id2label": {"0": "value"}, "label2id": {"value": 0}}
 
     def add_companions(target: Path) -> None:
         for name in COMPANION_FILES:
             if (Path(like) / name).exists():
                 shutil.copy(Path(like) / name, target / name)
 
-    return write_folder(folder, read_hf_config(like), tensors, add_companions)
+    return write_folder(folder, hf_config, hf_tensors(state, config), add_companions)
 
 
 def write_folder(
@@ -148,6 +159,21 @@ def write_folder(
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
+    try:
+        _fill_folder(partial, hf_config, tensors, add_files)
+        _replace_folder(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return folder
+
+
+def _fill_folder(
+    partial: Path,
+    hf_config: dict,
+    tensors: dict[str, Tensor],
+    add_files: Callable[[Path], object],
+) -> None:
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     hf_config = {k: v for k, v in hf_config.items() if k != "torch_dtype"} | {"dtype": dtype}
     (partial / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
@@ -157,8 +183,6 @@ def write_folder(
         file.chmod(0o644)  # safetensors would keep it from other users
         with file.open("rb") as handle:  # on disk before the name says so
             os.fsync(handle.fileno())
-    _replace_folder(partial, folder)
-    return folder
 
 
 def _replace_folder(new: Path, folder: Path) -> None:
@@ -201,7 +225,10 @@ def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 def _tensor_files(folder: Path) -> dict[str, str]:
     """Which file of the folder holds each tensor."""
     if (folder / INDEX).exists():
-        return json.loads((folder / INDEX).read_text())["weight_map"]
+        try:
+            return json.loads((folder / INDEX).read_text())["weight_map"]
+        except (json.JSONDecodeError, KeyError) as error:
+            raise CheckpointError(f"{folder / INDEX} is not a whole index: {error!r}") from None
     if (folder / "model.safetensors").exists():
         with _open(folder / "model.safetensors") as file:
             return dict.fromkeys(file.keys(), "model.safetensors")

@@ -19,9 +19,14 @@ def scaled_logits(hidden_RH: Tensor, head_VH: Tensor, temperature: Tensor | floa
     return logits_RV if temperature == 1.0 else logits_RV.div_(temperature)
 
 
-def pick_logprobs(logits_RV: Tensor, token_ids_R: Tensor) -> Tensor:
-    """Logprob of one token per row of fp32 logits."""
-    return torch.log_softmax(logits_RV, dim=-1).gather(1, token_ids_R[:, None])[:, 0]
+def pick_logprobs(logits_RV: Tensor, token_ids_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Logprob of one token per row of fp32 logits, and all logprobs."""
+    logp_RV = torch.log_softmax(logits_RV, dim=-1)
+    return logp_RV.gather(1, token_ids_R[:, None])[:, 0], logp_RV
+
+
+def row_chunks(num_rows: int) -> list[slice]:
+    return [slice(i, min(i + CHUNK_ROWS, num_rows)) for i in range(0, num_rows, CHUNK_ROWS)]
 
 
 def token_logprobs(
@@ -36,11 +41,10 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(ctx, hidden_RH, head_VH, token_ids_R, temperature):
         logprobs_R = hidden_RH.new_empty(len(token_ids_R), dtype=torch.float32)
         entropy_R = torch.empty_like(logprobs_R)
-        for rows in _chunks(len(token_ids_R)):
-            logp_CV = torch.log_softmax(
-                scaled_logits(hidden_RH[rows], head_VH, temperature), dim=-1
-            )
-            logprobs_R[rows] = logp_CV.gather(1, token_ids_R[rows, None])[:, 0]
+        for rows in row_chunks(len(token_ids_R)):
+            logits_CV = scaled_logits(hidden_RH[rows], head_VH, temperature)
+            logprobs_R[rows], logp_CV = pick_logprobs(logits_CV, token_ids_R[rows])
+            del logits_CV
             entropy_R[rows] = logp_CV.exp().mul_(logp_CV).sum(-1).neg_()
         ctx.save_for_backward(hidden_RH, head_VH, token_ids_R, entropy_R)
         ctx.temperature = temperature
@@ -52,7 +56,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden_RH)
         # Chunks of a bf16 head are summed in fp32, so the gradient does not depend on their number.
         grad_head = torch.zeros_like(head_VH, dtype=torch.float32)
-        for rows in _chunks(len(token_ids_R)):
+        for rows in row_chunks(len(token_ids_R)):
             hidden_CH = hidden_RH[rows]
             logp_CV = torch.log_softmax(scaled_logits(hidden_CH, head_VH, ctx.temperature), dim=-1)
             # d logprob / d logit = onehot - p;   d entropy / d logit = -p (log p + entropy)
@@ -64,7 +68,3 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_hidden[rows] = grad_CV @ head_VH
             grad_head += grad_CV.T @ hidden_CH
         return grad_hidden, grad_head.to(head_VH.dtype), None, None
-
-
-def _chunks(num_rows: int) -> list[slice]:
-    return [slice(i, min(i + CHUNK_ROWS, num_rows)) for i in range(0, num_rows, CHUNK_ROWS)]

@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from roll_lite.models.config import parse_config
-from roll_lite.models.hf import pieces, write_folder
+from roll_lite.models.hf import hf_tensors, write_folder
 from roll_lite.models.transformer import Transformer
 
 SPECIAL_TOKENS = ("<|unk|>", "<|im_start|>", "<|im_end|>")
@@ -49,11 +49,7 @@ def build_tiny(folder: str | Path, seed: int = 0) -> Path:
     }
     model = Transformer(parse_config(hf_config))
     model.init_weights(seed)
-    state = dict(model.named_parameters())
-    tensors = {
-        piece.hf_name: state[piece.parameter].detach()[piece.index].reshape(piece.hf_shape)
-        for piece in pieces(model.config)
-    }
+    tensors = hf_tensors(dict(model.named_parameters()), model.config)
 
     def add_tokenizer(target: Path) -> None:
         tokenizer.save_pretrained(target)

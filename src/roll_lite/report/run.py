@@ -21,7 +21,7 @@ class Run:
                 f"run_dir={self.folder} holds the records of an earlier run; name another folder "
                 "or remove it"
             )
-        (self.folder / "rollouts").mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(dataclasses.asdict(config), indent=2, default=str)
         (self.folder / "config.json").write_text(text + "\n")
         self._bar = ProgressBar(num_steps, "steps")
@@ -45,6 +45,7 @@ class Run:
         self._bar.clear()
 
     def _write_rollouts(self, step: int, groups: list[Group]) -> None:
+        (self.folder / "rollouts").mkdir(exist_ok=True)
         with (self.folder / "rollouts" / f"step_{step:05d}.jsonl").open("w") as file:
             for group in groups:
                 for sample in group.samples:

@@ -6,6 +6,7 @@ whose turns have ended go on, so rewards are computed while other samples still 
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from roll_lite.chat import Chat
@@ -20,7 +21,8 @@ from roll_lite.types import Group, Prompt, Sample, SamplingParams, Turn
 class Rollout:
     def __init__(self, *, engine: Engine, chat: Chat, make_env: Callable[[Prompt], Env], seed: int):
         self.engine, self.chat, self.make_env, self.seed = engine, chat, make_env, seed
-        self._num_visits = 0
+        self._num_visits: Counter[str] = Counter()
+        """By prompt: a prompt that comes again is sampled anew, whatever came in between."""
 
     def collect(
         self, prompts: Iterable[Prompt], *, num_samples: int, params: SamplingParams
@@ -32,24 +34,23 @@ class Rollout:
         self, prompts: list[Prompt], num_samples: int, params: SamplingParams
     ) -> list[Group]:
         with ProgressBar(len(prompts) * num_samples, "rollout") as bar:
-            groups = [
-                asyncio.create_task(self._run_group(prompt, num_samples, params, bar))
-                for prompt in prompts
-            ]
+            groups = asyncio.gather(
+                *(self._run_group(prompt, num_samples, params, bar) for prompt in prompts)
+            )
             try:
-                while not all(group.done() for group in groups):
+                while not groups.done():  # which it also is at the first exception
                     await asyncio.sleep(0)  # samples go on: submit, step their environments
                     if self.engine.has_work:
                         self.engine.step()
-                return [group.result() for group in groups]
+                return groups.result()
             finally:
                 self.engine.abort_all()
 
     async def _run_group(
         self, prompt: Prompt, num_samples: int, params: SamplingParams, bar: ProgressBar
     ) -> Group:
-        seed = derive_seed(self.seed, self._num_visits)
-        self._num_visits += 1
+        seed = derive_seed(self.seed, prompt.id, self._num_visits[prompt.id])
+        self._num_visits[prompt.id] += 1
         turns = GroupTurns(self.engine, num_samples, params, seed)
 
         async def run(index: int) -> Sample:
@@ -76,13 +77,18 @@ class GroupTurns:
     def __init__(self, engine: Engine, num_samples: int, params: SamplingParams, seed: int):
         self.engine, self.params, self.seed = engine, params, seed
         self._first = [asyncio.get_running_loop().create_future() for _ in range(num_samples)]
-        self._is_submitted = False
+        self._opening: list[int] | None = None
 
     async def generate(self, sample: Sample, token_ids: list[int]) -> Turn:
         if not sample.turns:
-            if not self._is_submitted:
-                self._is_submitted = True
+            if self._opening is None:
+                self._opening = token_ids
                 self._submit(token_ids, self._first, self.seed)
+            if token_ids != self._opening:
+                raise ValueError(
+                    f"sample {sample.index} of {sample.prompt.id} opens differently from its "
+                    "group; an environment must depend on nothing but the prompt and the seed"
+                )
             return await self._first[sample.index]
         future = asyncio.get_running_loop().create_future()
         self._submit(token_ids, [future], derive_seed(self.seed, sample.index, len(sample.turns)))
@@ -97,10 +103,14 @@ class GroupTurns:
             if not futures[index].done():
                 futures[index].set_result(turn)
 
-        self.engine.submit(request, resolve)
+        try:
+            self.engine.submit(request, resolve)
+        except ValueError as error:  # refused: every sample that waits for it fails with the reason
+            for future in futures:
+                future.set_exception(error)
 
 
-def derive_seed(*parts: int) -> int:
+def derive_seed(*parts: int | str) -> int:
     """63 bits that depend on all parts and their order."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1

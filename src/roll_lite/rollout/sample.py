@@ -1,7 +1,9 @@
 """The life of one sample: read, generate, step the environment, until the episode ends."""
 
 import bdb
+import math
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from roll_lite.chat import Chat
@@ -19,9 +21,9 @@ async def run_sample(
     chat: Chat,
     generate: Generate,
     version: Callable[[], int],
-) -> Sample:
+) -> None:
     """Drive one episode. An environment or reward that raises fails the sample, visibly."""
-    total, parts = 0.0, {}
+    total, parts = 0.0, Counter()
     try:
         messages, _ = env.reset(seed)
         token_ids = chat.encode(messages)
@@ -29,11 +31,16 @@ async def run_sample(
             sample.enter("generating", version())
             turn = await generate(token_ids)
             sample.add_turn(turn)
+            if turn.finish_reason == "abort":
+                sample.enter("aborted", version())
+                return
             sample.reply = chat.decode(turn.token_ids)
             sample.enter("stepping", version())
             messages, reward, terminated, truncated, info = env.step(sample.reply)
+            if not math.isfinite(reward):
+                raise ValueError(f"reward={reward} is not a finite number")
             total += reward
-            parts |= info.get("parts", {})
+            parts.update(info.get("parts", {}))
             if terminated or truncated:
                 break
             token_ids = chat.continue_with(sample.token_ids, messages)
@@ -42,7 +49,6 @@ async def run_sample(
     except Exception:
         sample.error = traceback.format_exc()
         sample.enter("failed", version())
-        return sample
-    sample.score = Score(value=total, parts=parts)
+        return
+    sample.score = Score(value=total, parts=dict(parts))
     sample.enter("done", version())
-    return sample

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -71,6 +72,11 @@ class Trainer:
         return {"loss/loss": loss_R.detach(), **measurements}
 
     def _forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        if micro.max_seqlen > self.config.max_positions:
+            raise ValueError(
+                f"a sequence of {micro.max_seqlen} tokens exceeds the model's "
+                f"{self.config.max_positions} positions"
+            )
         return self.model(
             micro.token_ids_T,
             micro.positions_T,
@@ -97,7 +103,7 @@ class Trainer:
                 totals[name] = totals.get(name, 0.0) + (value_R * weights).sum()
 
     def state(self) -> dict[str, Tensor]:
-        """Whole fp32 parameters by name."""
+        """Whole fp32 parameters by name; on one rank they are the live ones."""
         return {name: p.detach().full_tensor() for name, p in self.model.named_parameters()}
 
     def save(self, folder: str | Path) -> Path:
@@ -105,3 +111,15 @@ class Trainer:
         dtype = stored_dtype(self.folder)
         state = {name: tensor.to(dtype) for name, tensor in self.state().items()}
         return save_state(folder, state, self.config, like=self.folder)
+
+
+def combine(updates: list[dict[str, float]]) -> dict[str, float]:
+    """The metrics of several updates as one: times and skips add up, `_max` is a maximum."""
+    result = {}
+    for name in updates[0]:
+        values = [metrics[name] for metrics in updates]
+        if name.startswith("time/") or name == "loss/skipped_steps":
+            result[name] = sum(values)
+        else:
+            result[name] = max(values) if name.endswith("_max") else fmean(values)
+    return result
