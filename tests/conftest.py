@@ -1,10 +1,15 @@
 """Small models of every family, made by transformers, which is the reference throughout."""
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+
 import transformers
 
 from roll_lite.cluster.world import start_world

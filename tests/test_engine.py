@@ -48,10 +48,11 @@ def qwen(tmp_path_factory):
     return reference, load_model(folder)
 
 
-def test_greedy_tokens_equal_transformers_for_every_family(family_folder):
+@pytest.mark.parametrize("burst", [1, 7])
+def test_greedy_tokens_equal_transformers_for_every_family(family_folder, burst):
     reference, folder = family_folder
     model = load_model(folder)
-    engine = engine_with(model, num_pages=200)
+    engine = engine_with(model, num_pages=200, burst=burst)
     prompts = prompts_of([1, 3, 4, 5, 17, 40])
     turns = engine.generate([Request(prompt_ids=p, params=GREEDY, num_samples=2) for p in prompts])
     for prompt, group in zip(prompts, turns, strict=True):
@@ -80,9 +81,12 @@ def test_logprobs_equal_the_trainers_forward(family_folder):
         torch.testing.assert_close(torch.tensor(turn.logprobs), expected, rtol=0, atol=1e-4)
 
 
-def test_preemption_changes_no_token(qwen):
+@pytest.mark.parametrize("burst", [1, 5])
+def test_preemption_changes_no_token(qwen, burst):
     reference, model = qwen
-    engine = engine_with(model, num_pages=18)  # one sequence of 64 tokens and little more
+    engine = engine_with(
+        model, num_pages=18, burst=burst
+    )  # one sequence of 64 tokens and little more
     prompts = prompts_of([30, 12, 21, 40, 3])
     turns = engine.generate([Request(prompt_ids=p, params=GREEDY, num_samples=2) for p in prompts])
     assert engine.scheduler.num_preempted > 0
@@ -102,13 +106,14 @@ def test_limits_on_sequences_and_prefill_change_no_token(qwen):
         assert all(turn.token_ids == expected for turn in group)
 
 
-def test_stop_ids_end_the_turn_and_stay_in_it(qwen):
+@pytest.mark.parametrize("burst", [1, 4, 16])
+def test_stop_ids_end_the_turn_and_stay_in_it(qwen, burst):
     reference, model = qwen
     prompt = prompts_of([9])[0]
     free = reference_greedy(reference, prompt, 24)
     stop = free[10]
     params = SamplingParams(max_tokens=24, temperature=0.0, stop_ids=(stop,))
-    ((turn,),) = engine_with(model, num_pages=50).generate(
+    ((turn,),) = engine_with(model, num_pages=50, burst=burst).generate(
         [Request(prompt_ids=prompt, params=params)]
     )
     assert turn.token_ids == reference_greedy(reference, prompt, 24, [stop])
@@ -124,7 +129,7 @@ def test_samples_do_not_depend_on_who_else_runs(qwen):
         for i, p in enumerate(prompts_of([5, 11, 24]))
     ]
     together = engine_with(model, num_pages=200).generate(requests)
-    crowded = engine_with(model, num_pages=12).generate(requests)
+    crowded = engine_with(model, num_pages=12, burst=3).generate(requests)
     alone = [engine_with(model, num_pages=200).generate([request])[0] for request in requests]
     tokens = [
         [[turn.token_ids for turn in group] for group in x] for x in (together, crowded, alone)
@@ -227,7 +232,11 @@ def test_sampling_follows_the_softmax(temperature):
     keys = torch.tensor([noise_key(3, i) for i in range(draws)])
     positions = torch.arange(draws) % 7
     ids, logprobs = sample(
-        logits.expand(draws, -1).clone(), torch.zeros(draws, dtype=torch.bool), keys, positions
+        (logits * temperature).expand(draws, -1),
+        torch.full((draws,), temperature),
+        torch.zeros(draws, dtype=torch.bool),
+        keys,
+        positions,
     )
     exact = torch.softmax(logits.double(), -1)
     torch.testing.assert_close(logprobs.double(), exact.log()[ids], rtol=0, atol=1e-5)

@@ -12,7 +12,7 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
     {"rollout", "train", "sync", "report"},
     {"cluster", "engine"},
     {"models", "envs", "chat", "tasks"},
-    {"rewards"},
+    {"rewards", "kernels"},
     {"types", "progress", "checks"},
 ]
 # Siblings that may meet: sync is where trainer and engine do.

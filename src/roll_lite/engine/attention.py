@@ -1,4 +1,8 @@
-"""Attention through the paged cache. The cache is one tensor (layer, k or v, page, slot, K, D)."""
+"""Attention through the paged cache. The cache is one tensor (layer, k or v, page, slot, K, D).
+
+Backends of decoding: `sdpa` gathers the pages of all sequences and calls SDPA once (the CPU, and
+the reference); `triton` reads the pages where they are.
+"""
 
 from dataclasses import dataclass
 
@@ -7,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from roll_lite.models.attention import PackedAttention
+from roll_lite.models.rotary import Projected
 
 
 def write_cache(layer_cache: Tensor, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
@@ -24,33 +29,66 @@ class PrefillAttention:
     slots_T: Tensor
     packed: PackedAttention
 
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def __call__(self, layer: int, projected: Projected) -> Tensor:
+        q_THD, k_TKD, v_TKD = projected.rotated()
         write_cache(self.cache[layer], self.slots_T, k_TKD, v_TKD)
-        return self.packed(layer, q_THD, k_TKD, v_TKD)
+        return self.packed.attend(q_THD, k_TKD, v_TKD)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeAttention:
-    """One new token per sequence against its pages, by SDPA over the gathered pages."""
+    """One new token per sequence: what both backends need to know."""
 
     cache: Tensor
     slots_B: Tensor
     page_table_BP: Tensor
     """Page ids of each sequence; rows are filled up with any page."""
-    is_key_BL: Tensor
-    """Which of the P * page_size gathered slots hold tokens of the sequence."""
+    lengths_B: Tensor
+    """Keys of each sequence, the new one included."""
+    max_length: int
+    """No sequence is longer."""
 
-    def __call__(self, layer: int, q_BHD: Tensor, k_BKD: Tensor, v_BKD: Tensor) -> Tensor:
+
+class SdpaDecode(DecodeAttention):
+    __slots__ = ()
+
+    def __call__(self, layer: int, projected: Projected) -> Tensor:
+        q_BHD, k_BKD, v_BKD = projected.rotated()
         write_cache(self.cache[layer], self.slots_B, k_BKD, v_BKD)
-        K = k_BKD.shape[1]
-        k_BKLD, v_BKLD = (
-            pages[self.page_table_BP].flatten(1, 2).transpose(1, 2) for pages in self.cache[layer]
-        )
+        num_pages = -(-self.max_length // self.cache.shape[3])
+        table = self.page_table_BP[:, :num_pages]
+        k_BKLD, v_BKLD = (pages[table].flatten(1, 2).transpose(1, 2) for pages in self.cache[layer])
         # The G query heads of a kv head stand where queries stand, so keys are not repeated.
-        q_BKGD = q_BHD.unflatten(1, (K, -1))
-        mask = self.is_key_BL[:, None, None, :]
+        q_BKGD = q_BHD.unflatten(1, (k_BKD.shape[1], -1))
+        slot = torch.arange(k_BKLD.shape[2], device=table.device)
+        mask = (slot < self.lengths_B[:, None])[:, None, None]
         return F.scaled_dot_product_attention(q_BKGD, k_BKLD, v_BKLD, attn_mask=mask).flatten(1, 2)
 
 
-def decode_mask(lengths_B: Tensor, num_slots: int) -> Tensor:
-    return torch.arange(num_slots, device=lengths_B.device) < lengths_B[:, None]
+class TritonDecode(DecodeAttention):
+    __slots__ = ()
+
+    def __call__(self, layer: int, projected: Projected) -> Tensor:
+        from roll_lite.kernels.decode import paged_decode
+        from roll_lite.kernels.qkv import rotate_into_cache
+
+        k_pages, v_pages = self.cache[layer]
+        norms = [None, None]
+        eps = 0.0
+        if projected.q_norm is not None:
+            norms = [projected.q_norm.weight, projected.k_norm.weight]
+            eps = projected.q_norm.eps
+        q_BHD = rotate_into_cache(
+            projected.qkv_TKGD, projected.cos_TD, projected.sin_TD, *norms, eps,
+            self.slots_B, k_pages, v_pages,
+        )  # fmt: skip
+        return paged_decode(
+            q_BHD, k_pages, v_pages, self.page_table_BP, self.lengths_B, self.max_length
+        )
+
+
+BACKENDS: dict[str, type[DecodeAttention]] = {"sdpa": SdpaDecode, "triton": TritonDecode}
+
+
+def choose_backend(device: torch.device, dtype: torch.dtype) -> str:
+    return "triton" if device.type == "cuda" and dtype != torch.float32 else "sdpa"

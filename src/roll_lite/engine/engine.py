@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from roll_lite.engine.batch import MAX_STOP_IDS
 from roll_lite.engine.pages import PagePool
 from roll_lite.engine.runner import Runner, cache_shape
 from roll_lite.engine.sampler import noise_key
@@ -46,8 +47,13 @@ class Engine:
         page_size: int = 16,
         max_num_seqs: int = 1024,
         max_prefill_tokens: int = 16384,
+        burst: int | None = None,
     ):
-        """`kv_cache_gib` is taken at once; when it runs short the newest samples wait."""
+        """`kv_cache_gib` is taken at once; when it runs short the newest samples wait.
+
+        `burst` is the number of tokens that everyone decodes before the host looks at them: 16
+        under CUDA graphs, 1 where nothing is gained by more.
+        """
         self.model = model.requires_grad_(False)
         self.policy_version = 0
         num_pages = self._num_pages(kv_cache_gib, page_size)
@@ -55,7 +61,14 @@ class Engine:
         self.scheduler = Scheduler(
             self.pool, max_num_seqs=max_num_seqs, max_prefill_tokens=max_prefill_tokens
         )
-        self.runner = Runner(model, num_pages, page_size)
+        self.burst = burst or (16 if model.embedding.is_cuda else 1)
+        self.runner = Runner(
+            model,
+            num_pages=num_pages + 1,
+            page_size=page_size,
+            max_num_seqs=max_num_seqs,
+            max_burst=self.burst,
+        )
         self._handles: dict[int, Handle] = {}
         self._next_id = 0
 
@@ -96,11 +109,16 @@ class Engine:
         return bool(self._handles)
 
     def step(self) -> None:
-        """Prefill whoever fits, then decode one token for everyone who runs."""
+        """Prefill whoever fits, then decode a burst of tokens for everyone who runs."""
         if admitted := self.scheduler.admit():
             self._prefill(admitted)
-        if running := self.scheduler.make_room():
-            self._advance(self.runner.decode(running), running)
+        if not self.scheduler.running:
+            return
+        longest = max(s.max_length - len(s.token_ids) for s in self.scheduler.running)
+        num_steps = min(self.burst, longest)
+        running = self.scheduler.make_room(num_steps)
+        for sequence, token_ids, logprobs in self.runner.decode(running, num_steps):
+            self._extend(sequence, token_ids, logprobs)
 
     def generate(self, requests: list[Request], progress: bool = False) -> list[list[Turn]]:
         """Answer all requests; the turns of each, in order."""
@@ -140,16 +158,17 @@ class Engine:
             sequences += members
         if copies:
             self.runner.copy_pages(copies)
-        self._advance(hidden_SH[torch.tensor(rows, device=hidden_SH.device)], sequences)
-
-    def _advance(self, hidden_RH: Tensor, sequences: list[Sequence]) -> None:
+        hidden_RH = hidden_SH[torch.tensor(rows, device=hidden_SH.device)]
         token_ids, logprobs = self.runner.sample(hidden_RH, sequences)
         for sequence, token_id, logprob in zip(sequences, token_ids, logprobs, strict=True):
-            if sequence.finish_reason:  # aborted a moment ago, by the callback of another
-                continue
-            sequence.append(token_id, logprob, self.policy_version)
-            if sequence.finish_reason:
-                self._finish(sequence)
+            self._extend(sequence, [token_id], [logprob])
+
+    def _extend(self, sequence: Sequence, token_ids: list[int], logprobs: list[float]) -> None:
+        if sequence.finish_reason:  # aborted a moment ago, by the callback of another
+            return
+        sequence.extend(token_ids, logprobs, self.policy_version)
+        if sequence.finish_reason:
+            self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence)
@@ -168,6 +187,10 @@ class Engine:
             raise ValueError(
                 f"prompt_ids holds {min(ids)}..{max(ids)}; the vocabulary has ids "
                 f"0..{config.vocab_size - 1}"
+            )
+        if len(request.params.stop_ids) > MAX_STOP_IDS:
+            raise ValueError(
+                f"stop_ids has {len(request.params.stop_ids)} ids; at most {MAX_STOP_IDS} are held"
             )
         if request.num_samples < 1:
             raise ValueError(f"num_samples={request.num_samples} must be at least 1")

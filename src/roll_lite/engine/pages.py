@@ -4,11 +4,13 @@ from collections import deque
 
 
 class PagePool:
+    """Pages 1 to num_pages; page 0 is scratch paper that nobody owns."""
+
     def __init__(self, num_pages: int, page_size: int):
         self.num_pages = num_pages
         self.page_size = page_size
-        self._free = deque(range(num_pages))
-        self._holders = [0] * num_pages
+        self._free = deque(range(1, num_pages + 1))
+        self._holders = [0] * (num_pages + 1)
 
     @property
     def num_free(self) -> int:

@@ -1,74 +1,73 @@
-"""Runs the model for the engine: builds the tensors of a step from sequences, fills the cache."""
+"""Runs the model for the engine: prefills prompts, and decodes in bursts.
+
+A burst is a number of decoding steps with one read-back at its end. A step (embedding, layers,
+head, sampling, stop and length tests) advances the rows on the device; on CUDA it is captured once
+per batch size and replayed.
+"""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from roll_lite.engine.attention import DecodeAttention, PrefillAttention, decode_mask
+from roll_lite.engine.attention import BACKENDS, PrefillAttention, choose_backend
+from roll_lite.engine.batch import Batch, Rows
 from roll_lite.engine.sampler import sample
 from roll_lite.engine.sequence import Sequence
 from roll_lite.models.attention import PackedAttention
-from roll_lite.models.logprobs import row_chunks, scaled_logits
+from roll_lite.models.logprobs import row_chunks
 from roll_lite.models.transformer import Transformer
+
+ROW_BUCKETS = (
+    1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 576, 640, 704,
+    768, 832, 896, 960, 1024,
+)  # fmt: skip
+LENGTH_BUCKET = 512
 
 
 class Runner:
-    def __init__(self, model: Transformer, num_pages: int, page_size: int):
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_num_seqs: int,
+        max_burst: int,
+    ):
         self.model = model
         self.device = model.embedding.device
         self.page_size = page_size
+        self.backend = choose_backend(self.device, model.embedding.dtype)
         self.cache = torch.zeros(
-            *cache_shape(model, num_pages, page_size),
+            cache_shape(model, num_pages, page_size),
             dtype=model.embedding.dtype,
             device=self.device,
         )
+        longest = min(model.config.max_positions, num_pages * page_size)
+        self.batch = Batch(max_num_seqs, -(-longest // page_size), self.device)
+        self._step_index = torch.zeros(1, dtype=torch.int64, device=self.device)
+        shape = (max_burst, max_num_seqs)
+        self._out_ids = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        self._out_logprobs = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._use_graphs = self.backend == "triton"
 
     @torch.inference_mode()
     def prefill(self, sequences: list[Sequence]) -> Tensor:
         """Compute whole sequences into the cache; the hidden state of each one's last token."""
         lengths = [len(sequence.token_ids) for sequence in sequences]
         token_ids_T = self._tensor([t for sequence in sequences for t in sequence.token_ids])
-        positions_T = self._tensor([p for length in lengths for p in range(length)])
-        slots_T = self._tensor(
-            [
-                page * self.page_size + slot
-                for sequence in sequences
-                for page in sequence.pages
-                for slot in range(self.page_size)
-            ]
-        )
-        # A sequence's pages may end beyond its tokens: keep the slots of the tokens only.
-        is_token = [
-            slot < length
-            for length, sequence in zip(lengths, sequences, strict=True)
-            for slot in range(len(sequence.pages) * self.page_size)
-        ]
+        positions_T = torch.cat([torch.arange(n) for n in lengths]).to(self.device)
+        slots_T = torch.cat([self._slots(s, n) for s, n in zip(sequences, lengths, strict=True)])
         ends = self._tensor(lengths).cumsum(0)
-        cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).int()
-        attend = PrefillAttention(
-            self.cache,
-            slots_T[torch.tensor(is_token, device=self.device)],
-            PackedAttention(cu_seqlens, max(lengths)),
-        )
+        packed = PackedAttention(F.pad(ends, (1, 0)).int(), max(lengths))
+        attend = PrefillAttention(self.cache, slots_T.to(self.device), packed)
         return self.model.hidden_states(token_ids_T, positions_T, attend)[ends - 1]
 
-    @torch.inference_mode()
-    def decode(self, sequences: list[Sequence]) -> Tensor:
-        """Feed each sequence's last token; the hidden state that predicts the next one."""
-        lengths_B = self._tensor([len(sequence.token_ids) for sequence in sequences])
-        num_pages = max(len(sequence.pages) for sequence in sequences)
-        page_table_BP = self._tensor(
-            [s.pages + [s.pages[0]] * (num_pages - len(s.pages)) for s in sequences]
-        )
-        positions_B = lengths_B - 1
-        page_B = page_table_BP.gather(1, (positions_B // self.page_size)[:, None])[:, 0]
-        attend = DecodeAttention(
-            self.cache,
-            page_B * self.page_size + positions_B % self.page_size,
-            page_table_BP,
-            decode_mask(lengths_B, num_pages * self.page_size),
-        )
-        token_ids_B = self._tensor([sequence.token_ids[-1] for sequence in sequences])
-        return self.model.hidden_states(token_ids_B, positions_B, attend)
+    def _slots(self, sequence: Sequence, length: int) -> Tensor:
+        """Where the sequence's tokens lie, counted over all pages."""
+        starts = torch.tensor(sequence.pages) * self.page_size
+        return (starts[:, None] + torch.arange(self.page_size)).flatten()[:length]
 
     @torch.inference_mode()
     def sample(self, hidden_RH: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
@@ -80,14 +79,110 @@ class Runner:
         positions_R = self._tensor([len(s.token_ids) for s in sequences])
         token_ids, logprobs = [], []
         for rows in row_chunks(len(sequences)):
-            logits_CV = scaled_logits(hidden_RH[rows], self.model.head_weight, temperatures_R[rows])
+            logits_CV = F.linear(hidden_RH[rows], self.model.head_weight)
             token_ids_C, logprobs_C = sample(
-                logits_CV, is_greedy_R[rows], keys_R2[rows], positions_R[rows]
+                logits_CV, temperatures_R[rows], is_greedy_R[rows], keys_R2[rows], positions_R[rows]
             )
             token_ids += token_ids_C.tolist()
             logprobs += logprobs_C.tolist()
         return token_ids, logprobs
 
+    @torch.inference_mode()
+    def decode(
+        self, sequences: list[Sequence], num_steps: int
+    ) -> list[tuple[Sequence, list[int], list[float]]]:
+        """A burst: what each sequence samples in up to so many steps, until it ends."""
+        self.batch.place(sequences)
+        num_rows, max_length = self._buckets(len(sequences), num_steps)
+        run = self._step_runner(num_rows, max_length)
+        before = self.batch.lengths(len(sequences))
+        self.batch.upload(num_rows)
+        self._step_index.zero_()
+        for _ in range(num_steps):
+            run()
+        return self._read_back(before, num_steps)
+
+    def _read_back(self, before: Tensor, num_steps: int):
+        n = len(before)
+        rows = self.batch.on_device.first(n)
+        ids_BS = self._out_ids[:num_steps, :n].T.cpu()
+        logprobs_BS = self._out_logprobs[:num_steps, :n].T.cpu()
+        lengths = rows.lengths.cpu()
+        self.batch.advanced(rows.token_ids.cpu(), lengths)
+        counts = (lengths - before).tolist()
+        return [
+            (sequence, ids[:count], logprobs[:count])
+            for sequence, ids, logprobs, count in zip(
+                self.batch.sequences, ids_BS.tolist(), logprobs_BS.tolist(), counts, strict=True
+            )
+        ]
+
+    def _buckets(self, num_sequences: int, num_steps: int) -> tuple[int, int]:
+        """Rows and key slots to compute with: a few sizes where graphs are captured for them."""
+        max_length = int(self.batch.lengths(num_sequences).max()) + num_steps - 1
+        if not self._use_graphs:
+            return num_sequences, max_length
+        num_rows = next((b for b in ROW_BUCKETS if b >= num_sequences), num_sequences)
+        num_splits = -(-max_length // LENGTH_BUCKET)
+        return num_rows, LENGTH_BUCKET * (1 << (num_splits - 1).bit_length())
+
+    def _step_runner(self, num_rows: int, max_length: int):
+        """A callable that runs one step: the step itself, or its captured graph."""
+
+        def step() -> None:
+            self._step(self.batch.on_device.first(num_rows), max_length)
+
+        if not self._use_graphs:
+            return step
+        if (num_rows, max_length) not in self._graphs:
+            self._graphs[num_rows, max_length] = self._capture(step)
+        return self._graphs[num_rows, max_length].replay
+
+    def _capture(self, step) -> torch.cuda.CUDAGraph:
+        """Rows at rest stay at rest, so the runs before a capture change nothing that matters."""
+        self.batch.rest()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._step_index.zero_()
+            step()  # compiles kernels, sets up cuBLAS
+        torch.cuda.current_stream().wait_stream(stream)
+        self._step_index.zero_()
+        graph = torch.cuda.CUDAGraph()
+        pool = next(iter(self._graphs.values())).pool() if self._graphs else None
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            step()
+        return graph
+
+    def _step(self, rows: Rows, max_length: int) -> None:
+        """One token for every row that is not at rest."""
+        is_active_B = rows.lengths < rows.limits
+        positions_B = rows.lengths - 1
+        page_B = rows.page_table.gather(1, (positions_B // self.page_size)[:, None])[:, 0]
+        attend = BACKENDS[self.backend](
+            self.cache,
+            page_B * self.page_size + positions_B % self.page_size,
+            rows.page_table,
+            rows.lengths,
+            max_length,
+        )
+        hidden_BH = self.model.hidden_states(rows.token_ids, positions_B, attend)
+        logits_BV = F.linear(hidden_BH, self.model.head_weight)
+        ids_B, logprobs_B = sample(
+            logits_BV, rows.temperatures, rows.is_greedy, rows.keys, rows.lengths
+        )
+        num_rows = len(ids_B)
+        self._out_ids[:, :num_rows].index_copy_(0, self._step_index, ids_B[None])
+        self._out_logprobs[:, :num_rows].index_copy_(0, self._step_index, logprobs_B[None])
+        self._step_index += 1
+
+        ids_B = torch.where(is_active_B, ids_B, rows.token_ids)
+        rows.token_ids.copy_(ids_B)
+        rows.lengths.add_(is_active_B)
+        is_stop_B = (ids_B[:, None] == rows.stop_ids).any(1) & is_active_B
+        rows.limits.copy_(torch.where(is_stop_B, rows.lengths, rows.limits))
+
+    @torch.inference_mode()
     def copy_pages(self, copies: list[tuple[int, int]]) -> None:
         source, target = self._tensor(copies).unbind(1)
         self.cache[:, :, target] = self.cache[:, :, source]

@@ -7,7 +7,7 @@ vocabulary entry is a hash of the sequence's key, the position and the entry.
 import torch
 from torch import Tensor
 
-from roll_lite.models.logprobs import pick_logprobs
+from roll_lite.models.logprobs import pick_logprobs, scale
 
 _MASK = 0xFFFFFFFF
 
@@ -22,9 +22,18 @@ def noise_key(seed: int, index: int) -> tuple[int, int]:
 
 
 def sample(
-    logits_RV: Tensor, is_greedy_R: Tensor, keys_R2: Tensor, positions_R: Tensor
+    logits_RV: Tensor,
+    temperatures_R: Tensor,
+    is_greedy_R: Tensor,
+    keys_R2: Tensor,
+    positions_R: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Token ids and their logprobs from fp32 logits that temperature has scaled already."""
+    """Token ids, and fp32 logprobs of them under the scaled logits that they were drawn from."""
+    if logits_RV.is_cuda:
+        from roll_lite.kernels.sample import sample as fused
+
+        return fused(logits_RV, temperatures_R, is_greedy_R, keys_R2, positions_R)
+    logits_RV = scale(logits_RV, temperatures_R)
     noise_RV = gumbel(keys_R2, positions_R, logits_RV.shape[1])
     noise_RV.masked_fill_(is_greedy_R[:, None], 0.0)
     token_ids_R = noise_RV.add_(logits_RV).argmax(-1)

@@ -59,13 +59,14 @@ class Scheduler:
             self.running.append(follower)
         return copies
 
-    def make_room(self) -> list[Sequence]:
-        """Give every running sequence room for its last token, taken from the newest if need be."""
+    def make_room(self, num_steps: int) -> list[Sequence]:
+        """Give everyone who runs pages for so many steps, taken from the newest if need be."""
         survivors: list[Sequence] = []
         queue = deque(self.running)
         while queue:
             sequence = queue.popleft()
-            missing = self.pool.pages_for(len(sequence.token_ids)) - len(sequence.pages)
+            num_keys = min(len(sequence.token_ids) + num_steps, sequence.max_length) - 1
+            missing = max(0, self.pool.pages_for(num_keys) - len(sequence.pages))
             while missing > self.pool.num_free and queue:
                 self._preempt(queue.pop())
             if missing > self.pool.num_free:

@@ -37,14 +37,19 @@ class Sequence:
     def num_sampled(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
-    def append(self, token_id: int, logprob: float, policy_version: int) -> None:
+    @property
+    def max_length(self) -> int:
+        return self.num_prompt_tokens + self.params.max_tokens
+
+    def extend(self, token_ids: list[int], logprobs: list[float], policy_version: int) -> None:
+        """Append what was sampled; only its last token can end the turn."""
         if not self.versions or self.versions[-1][1] != policy_version:
             self.versions.append((self.num_sampled, policy_version))
-        self.token_ids.append(token_id)
-        self.logprobs.append(logprob)
-        if token_id in self.params.stop_ids:
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        if self.token_ids[-1] in self.params.stop_ids:
             self.finish_reason = "stop"
-        elif self.num_sampled == self.params.max_tokens:
+        elif len(self.token_ids) == self.max_length:
             self.finish_reason = "length"
 
     def turn(self) -> Turn:

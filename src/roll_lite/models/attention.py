@@ -1,6 +1,6 @@
 """Attention over packed sequences, for training. The engine's paged attention has the same call.
 
-A block knows neither: it calls `attend(layer, q_THD, k_TKD, v_TKD)` and gets (T, heads, D) back.
+A block knows neither: it calls `attend(layer, projected)` and gets (T, heads, D) back.
 """
 
 import functools
@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+from roll_lite.models.rotary import Projected
+
+Attend = Callable[[int, Projected], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,10 @@ class PackedAttention:
     """int32, (sequences + 1,): where each sequence starts, then the total."""
     max_seqlen: int
 
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def __call__(self, layer: int, projected: Projected) -> Tensor:
+        return self.attend(*projected.rotated())
+
+    def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
             return self._varlen(q_THD, k_TKD, v_TKD)
         return self._sdpa(q_THD, k_TKD, v_TKD)

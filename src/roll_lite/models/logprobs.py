@@ -13,10 +13,14 @@ CHUNK_ROWS = 512
 
 def scaled_logits(hidden_RH: Tensor, head_VH: Tensor, temperature: Tensor | float) -> Tensor:
     """fp32 logits over temperature. A tensor of temperatures has one entry per row."""
-    logits_RV = F.linear(hidden_RH, head_VH).float()
+    return scale(F.linear(hidden_RH, head_VH), temperature)
+
+
+def scale(logits_RV: Tensor, temperature: Tensor | float) -> Tensor:
+    logits_RV = logits_RV.float()
     if isinstance(temperature, Tensor):
-        return logits_RV.div_(temperature[:, None])
-    return logits_RV if temperature == 1.0 else logits_RV.div_(temperature)
+        return logits_RV / temperature[:, None]
+    return logits_RV if temperature == 1.0 else logits_RV / temperature
 
 
 def pick_logprobs(logits_RV: Tensor, token_ids_R: Tensor) -> tuple[Tensor, Tensor]:

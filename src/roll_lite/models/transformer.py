@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from roll_lite.models.attention import Attend
 from roll_lite.models.config import ModelConfig
-from roll_lite.models.layers import Block, RMSNorm, Rotary, SwiGLU
+from roll_lite.models.layers import Block, RMSNorm, SwiGLU
 from roll_lite.models.logprobs import token_logprobs
+from roll_lite.models.rotary import Rotary
 
 Head = Literal["language", "value"]
 

@@ -1,0 +1,129 @@
+"""The running sequences as rows of tensors that stay at their addresses, so that graphs may point
+at them. Edited on the host between bursts, advanced on the device within one."""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from roll_lite.engine.sequence import Sequence
+
+MAX_STOP_IDS = 8
+SCRATCH_PAGE = 0
+"""Rows without a sequence write here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One row per sequence."""
+
+    token_ids: Tensor
+    """The last token, whose key and value are not in the cache yet."""
+    lengths: Tensor
+    """Tokens so far, prompt included."""
+    limits: Tensor
+    """The length at which the sequence ends; a row with lengths == limits is at rest."""
+    temperatures: Tensor
+    is_greedy: Tensor
+    keys: Tensor
+    """Noise keys, (rows, 2)."""
+    stop_ids: Tensor
+    """(rows, MAX_STOP_IDS), filled up with -1."""
+    page_table: Tensor
+    """(rows, pages), filled up with the scratch page."""
+
+    @staticmethod
+    def empty(num_rows: int, num_pages: int, **options) -> "Rows":
+        def full(*shape: int, fill: float = 0, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.full((num_rows, *shape), fill, dtype=dtype, **options)
+
+        return Rows(
+            token_ids=full(),
+            lengths=full(fill=1),
+            limits=full(fill=1),
+            temperatures=full(fill=1.0, dtype=torch.float32),
+            is_greedy=full(dtype=torch.bool),
+            keys=full(2),
+            stop_ids=full(MAX_STOP_IDS, fill=-1),
+            page_table=full(num_pages, fill=SCRATCH_PAGE, dtype=torch.int32),
+        )
+
+    def first(self, num_rows: int) -> "Rows":
+        return Rows(*(getattr(self, field.name)[:num_rows] for field in fields(self)))
+
+
+class Batch:
+    def __init__(self, max_num_seqs: int, max_pages: int, device: torch.device):
+        pinned = {"pin_memory": True} if device.type == "cuda" else {}
+        self._host = Rows.empty(max_num_seqs, max_pages, **pinned)
+        self.on_device = Rows.empty(max_num_seqs, max_pages, device=device)
+        self._edit = {f.name: getattr(self._host, f.name).numpy() for f in fields(Rows)}
+        self._blank = Rows.empty(1, max_pages, device="cpu")
+        self.sequences: list[Sequence] = []
+        """By row."""
+        self._placed: list[tuple[list[int], int]] = []
+        """By row: the page list that the row was filled from, and how much of it."""
+
+    def place(self, sequences: list[Sequence]) -> None:
+        """Give each of these a row, and the rows of all others away."""
+        wanted = set(sequences)
+        for row in reversed(range(len(self.sequences))):
+            if self.sequences[row] not in wanted:
+                self._remove(row)
+        known = {sequence: row for row, sequence in enumerate(self.sequences)}
+        for sequence in sequences:
+            row = known.get(sequence)
+            if row is None:
+                row = len(self.sequences)
+                self.sequences.append(sequence)
+                self._placed.append(([], 0))
+            self._refresh(row, sequence)
+
+    def lengths(self, num_rows: int) -> Tensor:
+        """Of the first rows, as the host knows them."""
+        return self._host.lengths[:num_rows].clone()
+
+    def rest(self) -> None:
+        """Put all rows on the device to rest, on the scratch page, until the next upload."""
+        for field in fields(Rows):
+            getattr(self.on_device, field.name).copy_(getattr(self._blank, field.name))
+
+    def upload(self, num_rows: int) -> None:
+        for field in fields(Rows):
+            source = getattr(self._host, field.name)[:num_rows]
+            getattr(self.on_device, field.name)[:num_rows].copy_(source, non_blocking=True)
+
+    def advanced(self, token_ids: Tensor, lengths: Tensor) -> None:
+        """Note on the host how far the rows have come on the device."""
+        self._host.token_ids[: len(token_ids)] = token_ids
+        self._host.lengths[: len(lengths)] = lengths
+
+    def _refresh(self, row: int, sequence: Sequence) -> None:
+        pages, edit = sequence.pages, self._edit
+        placed, count = self._placed[row]
+        if placed is not pages:  # new here, or prefilled again
+            params = sequence.params
+            edit["token_ids"][row] = sequence.token_ids[-1]
+            edit["lengths"][row] = len(sequence.token_ids)
+            edit["limits"][row] = sequence.max_length
+            edit["temperatures"][row] = params.temperature or 1.0
+            edit["is_greedy"][row] = params.temperature == 0
+            edit["keys"][row] = sequence.noise_key
+            edit["stop_ids"][row] = -1
+            edit["stop_ids"][row, : len(params.stop_ids)] = params.stop_ids
+            count = 0
+        if count != len(pages):
+            edit["page_table"][row, count : len(pages)] = pages[count:]
+            self._placed[row] = (pages, len(pages))
+
+    def _remove(self, row: int) -> None:
+        """The last row moves into the gap."""
+        last = len(self.sequences) - 1
+        for field in fields(Rows):
+            values = self._edit[field.name]
+            values[row] = values[last]
+            values[last] = getattr(self._blank, field.name)[0].numpy()
+        self.sequences[row] = self.sequences[last]
+        self._placed[row] = self._placed[last]
+        self.sequences.pop()
+        self._placed.pop()

@@ -1,0 +1,107 @@
+"""Attention of one new token per sequence to its pages.
+
+A sequence is cut into splits of a fixed *size*, so the result does not depend on what else runs;
+programs past a sequence's end return at once, so one grid serves every length under a CUDA graph.
+A second kernel merges the splits by their log-sum-exp. It moves each key and value once, at the
+speed of the memory.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SPLIT = 512
+BLOCK = 128
+LOG2E = 1.4426950408889634
+
+
+def paged_decode(
+    q_BHD: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table_BP: Tensor,
+    lengths_B: Tensor,
+    max_length: int,
+) -> Tensor:
+    """(B, H, D) queries against pages (page, slot, K, D); every length is at least 1."""
+    B, H, D = q_BHD.shape
+    page_size, K = k_pages.shape[1:3]
+    num_splits = triton.cdiv(max_length, SPLIT)
+    group = H // K
+    out = torch.empty_like(q_BHD)
+    partial = torch.empty(B, H, num_splits, D, device=q_BHD.device, dtype=torch.float32)
+    lse = torch.empty(B, H, num_splits, device=q_BHD.device, dtype=torch.float32)
+    _attend_split[(num_splits, K, B)](
+        q_BHD, k_pages, v_pages, page_table_BP, lengths_B, partial, lse,
+        D**-0.5 * LOG2E, num_splits, H, page_table_BP.stride(0),
+        k_pages.stride(0), k_pages.stride(1), k_pages.stride(2),
+        GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), D=D,
+        PAGE=page_size, BLOCK=BLOCK, SPLIT=SPLIT, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    _merge_splits[(B * H,)](partial, lse, lengths_B, out, num_splits, H, D, SPLIT, num_warps=1)
+    return out
+
+
+@triton.jit
+def _attend_split(
+    q_ptr, k_ptr, v_ptr, page_table_ptr, length_ptr, partial_ptr, lse_ptr,
+    scale, num_splits, num_heads, table_stride, page_stride, slot_stride, head_stride,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    split, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(length_ptr + seq).to(tl.int32)
+    start = split * SPLIT
+    if start < length:
+        g = tl.arange(0, GROUP_PAD)
+        d = tl.arange(0, D)
+        head = kv_head * GROUP + g
+        in_group = g < GROUP
+        q_offset = (seq * num_heads + head)[:, None] * D + d[None, :]
+        q = tl.load(q_ptr + q_offset, mask=in_group[:, None], other=0.0)
+        m = tl.full([GROUP_PAD], -1e30, tl.float32)
+        l = tl.zeros([GROUP_PAD], tl.float32)  # noqa: E741
+        acc = tl.zeros([GROUP_PAD, D], tl.float32)
+        end = tl.minimum(start + SPLIT, length)
+        for n in range(start, end, BLOCK):
+            position = n + tl.arange(0, BLOCK)
+            ok = position < end
+            page = tl.load(page_table_ptr + seq * table_stride + position // PAGE, mask=ok, other=0)
+            slot = page.to(tl.int64) * page_stride + (position % PAGE) * slot_stride
+            slot += kv_head * head_stride
+            k = tl.load(k_ptr + slot[None, :] + d[:, None], mask=ok[None, :], other=0.0)
+            s = tl.where(ok[None, :], tl.dot(q, k) * scale, -1e30)  # base 2
+            m_new = tl.maximum(m, tl.max(s, 1))
+            p = tl.exp2(s - m_new[:, None])
+            rescale = tl.exp2(m - m_new)
+            v = tl.load(v_ptr + slot[:, None] + d[None, :], mask=ok[:, None], other=0.0)
+            l = l * rescale + tl.sum(p, 1)  # noqa: E741
+            acc = acc * rescale[:, None] + tl.dot(p.to(v.dtype), v)
+            m = m_new
+        row = (seq * num_heads + head) * num_splits + split
+        tl.store(
+            partial_ptr + row[:, None] * D + d[None, :], acc / l[:, None], mask=in_group[:, None]
+        )
+        tl.store(lse_ptr + row, m + tl.log2(l), mask=in_group)
+
+
+@triton.jit
+def _merge_splits(
+    partial_ptr, lse_ptr, length_ptr, out_ptr, num_splits, num_heads,
+    D: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    d = tl.arange(0, D)
+    used = (tl.load(length_ptr + row // num_heads).to(tl.int32) + SPLIT - 1) // SPLIT
+    m = -1e30
+    l = 0.0  # noqa: E741
+    acc = tl.zeros([D], tl.float32)
+    for split in range(used):
+        lse = tl.load(lse_ptr + row * num_splits + split)
+        m_new = tl.maximum(m, lse)
+        rescale, weight = tl.exp2(m - m_new), tl.exp2(lse - m_new)
+        acc = acc * rescale + weight * tl.load(partial_ptr + (row * num_splits + split) * D + d)
+        l = l * rescale + weight  # noqa: E741
+        m = m_new
+    tl.store(out_ptr + row * D + d, (acc / l).to(out_ptr.dtype.element_ty))

@@ -1,0 +1,121 @@
+"""Triton kernels against float64 and plain torch: on a GPU where there is one, else interpreted."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from roll_lite.engine.sampler import gumbel, noise_key
+from roll_lite.kernels.decode import paged_decode
+from roll_lite.kernels.pointwise import silu_mul
+from roll_lite.kernels.qkv import rotate_into_cache
+from roll_lite.kernels.sample import sample
+from roll_lite.models.layers import RMSNorm
+from roll_lite.models.rotary import rotate
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+TOLERANCE = 2e-2 if torch.cuda.is_available() else 1e-5
+
+
+def reference_decode(q, k_pages, v_pages, page_table, lengths):
+    """Softmax attention in float64, one sequence at a time."""
+    out = torch.empty(q.shape, dtype=torch.float64)
+    group = q.shape[1] // k_pages.shape[2]
+    for b, n in enumerate(lengths.tolist()):
+        k, v = (
+            x[page_table[b].long()].flatten(0, 1)[:n].double().cpu().repeat_interleave(group, 1)
+            for x in (k_pages, v_pages)
+        )
+        scores = torch.einsum("hd,nhd->hn", q[b].double().cpu(), k) * q.shape[-1] ** -0.5
+        out[b] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v)
+    return out
+
+
+def check_decode(lengths, K, group, D, page_size):
+    torch.manual_seed(sum(lengths) + K + group)
+    B, P = len(lengths), max(-(-n // page_size) for n in lengths)
+    cache = torch.randn(2, B * P + 3, page_size, K, D, device=DEVICE, dtype=DTYPE)
+    table = torch.randperm(B * P + 3, device=DEVICE)[: B * P].view(B, P).int()
+    q = torch.randn(B, K * group, D, device=DEVICE, dtype=DTYPE)
+    lengths = torch.tensor(lengths, device=DEVICE)
+    got = paged_decode(q, cache[0], cache[1], table, lengths, int(lengths.max()))
+    expected = reference_decode(q, cache[0], cache[1], table, lengths)
+    assert (got.double().cpu() - expected).abs().max() < TOLERANCE
+    # A sequence's result does not depend on the others or on the largest length.
+    alone = paged_decode(q[:1], cache[0], cache[1], table[:1], lengths[:1], 4 * int(lengths.max()))
+    assert torch.equal(alone, got[:1])
+
+
+@pytest.mark.parametrize(
+    ("K", "group", "D", "page_size"),
+    [(2, 2, 32, 16), (3, 3, 64, 16), (1, 8, 128, 64), (4, 1, 64, 32)],
+)
+def test_paged_decode(K, group, D, page_size):
+    check_decode([1, 50, 513, 130], K, group, D, page_size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+def test_paged_decode_over_many_shapes(D, group, page_size):
+    check_decode([1, 2, 15, 16, 17, 511, 512, 513, 1999, 3000, 5000], 2, group, D, page_size)
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(("K", "group", "D"), [(2, 2, 32), (3, 3, 64), (1, 1, 128)])
+def test_rotate_into_cache(K, group, D, has_norm):
+    torch.manual_seed(0)
+    T, page_size, pages = 5, 4, 6
+    qkv = torch.randn(T, K, group + 2, D, device=DEVICE, dtype=DTYPE)
+    angles = torch.rand(T, D // 2, device=DEVICE) * 9
+    cos, sin = angles.cos().to(DTYPE), angles.sin().to(DTYPE)
+    cache = torch.zeros(2, pages, page_size, K, D, device=DEVICE, dtype=DTYPE)
+    slots = torch.tensor([3, 22, 0, 17, 9], device=DEVICE)
+    norms = [RMSNorm(D, 1e-6).to(DEVICE, DTYPE) for _ in range(2)] if has_norm else [None, None]
+    for norm in norms if has_norm else []:
+        torch.nn.init.normal_(norm.weight, 1.0, 0.2)
+    weights = [norm.weight.detach() for norm in norms] if has_norm else [None, None]
+    q = rotate_into_cache(qkv, cos, sin, *weights, 1e-6, slots, cache[0], cache[1])
+
+    def apply(norm, x):
+        return rotate(norm(x) if norm else x, cos, sin)
+
+    with torch.no_grad():
+        expected_q = apply(norms[0], qkv[:, :, :group]).flatten(1, 2)
+        expected_k = apply(norms[1], qkv[:, :, group : group + 1])[:, :, 0]
+    torch.testing.assert_close(q, expected_q, rtol=TOLERANCE, atol=TOLERANCE)
+    keys, values = cache.flatten(1, 2)
+    torch.testing.assert_close(keys[slots], expected_k, rtol=TOLERANCE, atol=TOLERANCE)
+    assert torch.equal(values[slots], qkv[:, :, group + 1])
+    untouched = torch.ones(pages * page_size, dtype=torch.bool, device=DEVICE)
+    untouched[slots] = False
+    assert cache.flatten(1, 2)[:, untouched].abs().sum() == 0
+
+
+@pytest.mark.parametrize("vocab_size", [98, 5000, 40_001])
+def test_sample_equals_torch(vocab_size):
+    torch.manual_seed(vocab_size)
+    rows = 6
+    logits = (torch.randn(rows, vocab_size, device=DEVICE) * 3).to(DTYPE)
+    temperatures = torch.tensor([1.0, 0.7, 1.0, 2.0, 1.0, 0.3], device=DEVICE)
+    greedy = torch.tensor([False, False, True, False, False, False], device=DEVICE)
+    keys = torch.tensor([noise_key(5, i) for i in range(rows)], device=DEVICE)
+    positions = torch.arange(rows, device=DEVICE) * 13
+    ids, logprobs = sample(logits, temperatures, greedy, keys, positions)
+
+    scaled = logits.double() / temperatures[:, None]
+    noise = gumbel(keys, positions, vocab_size).double().masked_fill(greedy[:, None], 0.0)
+    assert ids.tolist() == (scaled + noise).argmax(-1).tolist()
+    exact = scaled.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    assert (logprobs.double() - exact).abs().max() < 1e-4
+
+
+def test_silu_mul():
+    torch.manual_seed(0)
+    x = torch.randn(7, 2 * 1536, device=DEVICE, dtype=DTYPE)
+    gate, up = x.chunk(2, -1)
+    torch.testing.assert_close(
+        silu_mul(x), torch.nn.functional.silu(gate) * up, rtol=TOLERANCE, atol=TOLERANCE
+    )
