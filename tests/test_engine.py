@@ -1,6 +1,7 @@
 """The engine against transformers' generate, the trainer's forward, and exact distributions."""
 
 import copy
+import math
 import random
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from conftest import make_reference
 
 from roll_lite.engine.engine import Engine
-from roll_lite.engine.sampler import gumbel, noise_key, sample
+from roll_lite.engine.sampler import gumbel, noise_key, sample, truncate
 from roll_lite.engine.sequence import Request
 from roll_lite.models.attention import PackedAttention
 from roll_lite.models.hf import load_model
@@ -104,6 +105,103 @@ def test_limits_on_sequences_and_prefill_change_no_token(qwen):
     for prompt, group in zip(prompts, turns, strict=True):
         expected = reference_greedy(reference, prompt, 24)
         assert all(turn.token_ids == expected for turn in group)
+
+
+def test_a_conversation_that_goes_on_is_not_computed_again(qwen):
+    reference, model = qwen
+    engine = engine_with(model, num_pages=200)
+    (prompt,) = prompts_of([37])
+    ((turn,),) = engine.generate([Request(prompt_ids=prompt, params=GREEDY)])
+    longer = prompt + turn.token_ids + prompts_of([10], seed=3)[0]
+    engine.scheduler.num_reused_tokens = 0
+    ((again,),) = engine.generate([Request(prompt_ids=longer, params=GREEDY)])
+    assert engine.scheduler.num_reused_tokens == (37 + 23) // 4 * 4  # whole pages of 4
+    assert again.token_ids == reference_greedy(reference, longer, 24)
+    assert engine.pool.num_free == engine.pool.num_pages
+
+
+def test_equal_prompts_of_one_step_share_pages(qwen):
+    reference, model = qwen
+    engine = engine_with(model, num_pages=200)
+    (prompt,) = prompts_of([41])
+    other = prompt[:20] + prompts_of([9], seed=2)[0]
+    turns = engine.generate(
+        [Request(prompt_ids=p, params=GREEDY) for p in (prompt, prompt, other, prompt)]
+    )
+    assert engine.scheduler.num_reused_tokens == 40 + 20 + 40
+    for p, (turn,) in zip((prompt, prompt, other, prompt), turns, strict=True):
+        assert turn.token_ids == reference_greedy(reference, p, 24)
+
+
+def test_pages_of_old_weights_are_not_used_again(qwen, tmp_path):
+    _, model = qwen
+    other = make_reference("qwen3", seed=5)
+    other.save_pretrained(tmp_path)
+    engine = engine_with(copy.deepcopy(model), num_pages=200)
+    request = Request(prompt_ids=prompts_of([37])[0], params=GREEDY)
+    engine.generate([request])
+    engine.load_weights(load_model(tmp_path).named_parameters(), policy_version=1)
+    ((turn,),) = engine.generate([request])
+    assert engine.scheduler.num_reused_tokens == 0
+    assert turn.token_ids == reference_greedy(other, request.prompt_ids, 24)
+
+
+@pytest.mark.parametrize("budget", [3, 8, 50])
+def test_chunked_prefill_changes_no_token(qwen, budget):
+    reference, model = qwen
+    engine = engine_with(model, num_pages=300, max_prefill_tokens=budget, burst=3)
+    prompts = prompts_of([7, 40, 30, 2, 61])
+    turns = engine.generate([Request(prompt_ids=p, params=GREEDY, num_samples=2) for p in prompts])
+    for prompt, group in zip(prompts, turns, strict=True):
+        expected = reference_greedy(reference, prompt, 24)
+        assert all(turn.token_ids == expected for turn in group)
+    assert engine.pool.num_free == engine.pool.num_pages
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_workloads_lose_nothing(qwen, seed):
+    """Hundreds of submits, aborts, preemptions and weight loads in a cache that is too small."""
+    _, model = qwen
+    r = random.Random(seed)
+    weights = list(model.named_parameters())
+    engine = engine_with(
+        model, num_pages=24, burst=r.choice([1, 3, 8]), max_num_seqs=9, max_prefill_tokens=19
+    )
+    ended, handles = [], []
+    stems = prompts_of([30, 30, 30], seed)
+
+    def submit():
+        number = len(handles)
+        prompt = r.choice(stems)[: r.randint(1, 30)] + prompts_of([r.randint(1, 8)], number)[0]
+        params = SamplingParams(
+            max_tokens=r.randint(1, 30), temperature=r.choice([0.0, 1.0]), stop_ids=(5, 6, 7)
+        )
+        request = Request(
+            prompt_ids=prompt, params=params, num_samples=r.randint(1, 4), seed=number
+        )
+        handles.append((request, engine.submit(request, lambda i, turn: ended.append((number, i)))))
+
+    for _ in range(150):
+        for _ in range(r.choice([0, 0, 1, 3])):
+            submit()
+        if r.random() < 0.1 and handles:
+            engine.abort(r.choice(handles)[1].id)
+        if r.random() < 0.03:
+            engine.load_weights(weights, engine.policy_version + 1)
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    assert engine.scheduler.num_preempted > 20
+    assert engine.pool.num_free == engine.pool.num_pages
+    assert sorted(ended) == [
+        (n, i) for n, (q, _) in enumerate(handles) for i in range(q.num_samples)
+    ]
+    roomy = engine_with(model, num_pages=2000)
+    whole = roomy.generate([request for request, _ in handles])
+    for (_, handle), turns in zip(handles, whole, strict=True):
+        for turn, expected in zip(handle.turns, turns, strict=True):
+            assert turn.token_ids == expected.token_ids[: len(turn.token_ids)]
+            assert turn.finish_reason in ("abort", expected.finish_reason)
 
 
 @pytest.mark.parametrize("burst", [1, 4, 16])
@@ -250,6 +348,101 @@ def test_sampling_follows_the_softmax(temperature):
     assert abs(chi2 - freedom) < 5 * (2 * freedom) ** 0.5
 
 
+def exact_distribution(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
+    """By the definitions, token by token, in float64."""
+    order = sorted(range(len(logits)), key=lambda v: -logits[v])
+    weights = {v: math.exp(logits[v] / temperature) for v in order}
+    kept = order[: top_k or None]
+    total, mass, nucleus = sum(weights[v] for v in kept), 0.0, []
+    for v in kept:
+        if mass >= top_p * total:
+            break
+        nucleus.append(v)
+        mass += weights[v]
+    final = [v for v in nucleus if weights[v] >= min_p * weights[order[0]]]
+    total = sum(weights[v] for v in final)
+    return torch.tensor(
+        [weights[v] / total if v in final else 0.0 for v in range(len(logits))], dtype=torch.float64
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"top_k": 12, "top_p": 0.9, "min_p": 0.05, "temperature": 1.5},
+        {"top_k": 1},
+        {"top_p": 1e-6},
+    ],
+)
+def test_truncated_sampling_follows_its_distribution(options):
+    torch.manual_seed(1)
+    logits, draws = torch.randn(30) * 2, 20_000
+    temperature = options.get("temperature", 1.0)
+    params = SamplingParams(max_tokens=1, **options)
+    exact = exact_distribution(logits.tolist(), **{"temperature": 1.0} | options)
+    rows = logits.expand(draws, -1)
+    temperatures = torch.full((draws,), temperature)
+    left = truncate(
+        rows,
+        temperatures,
+        torch.full((draws,), params.top_k),
+        torch.full((draws,), params.top_p),
+        torch.full((draws,), params.min_p),
+    )
+    keys = torch.tensor([noise_key(9, i) for i in range(draws)])
+    ids, logprobs = sample(
+        left, temperatures, torch.zeros(draws, dtype=torch.bool), keys, torch.zeros(draws).long()
+    )
+    torch.testing.assert_close(logprobs.double(), exact.log()[ids], rtol=0, atol=1e-5)
+    counts, wanted = torch.bincount(ids, minlength=30).double(), exact * draws
+    assert counts[wanted == 0].sum() == 0
+    cells = wanted > 0
+    chi2 = ((counts[cells] - wanted[cells]) ** 2 / wanted[cells]).sum().item()
+    freedom = int(cells.sum()) - 1
+    assert abs(chi2 - freedom) <= 5 * (2 * max(1, freedom)) ** 0.5
+
+
+def test_truncation_reaches_the_samples_of_an_engine(qwen):
+    reference, model = qwen
+    (prompt,) = prompts_of([9])
+    turns = [
+        engine_with(model, num_pages=80, burst=burst).generate(
+            [
+                Request(
+                    prompt_ids=prompt,
+                    params=SamplingParams(max_tokens=12, top_k=1),
+                    num_samples=2,
+                ),
+                Request(prompt_ids=prompt, params=SamplingParams(max_tokens=12)),
+            ]
+        )
+        for burst in (1, 4)
+    ]
+    expected = reference_greedy(reference, prompt, 12)
+    for (first, second), (free,) in turns:
+        assert first.token_ids == second.token_ids == expected
+        assert first.logprobs == [0.0] * 12  # the only token left
+        assert free.token_ids != expected
+
+
+def test_a_model_that_breaks_fails_its_requests_and_no_others(qwen):
+    _, model = qwen
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        model.embedding[150] = float("nan")  # a token that breaks whoever reads it
+        model.lm_head = torch.nn.Parameter(model.embedding.nan_to_num())
+    engine = engine_with(model, num_pages=80, burst=4)
+    (good,), (bad,) = engine.generate(
+        [Request(prompt_ids=p, params=GREEDY) for p in ([1, 2, 3], [1, 150, 3])]
+    )
+    assert bad.finish_reason == "error" and bad.token_ids == []
+    assert good.finish_reason == "length" and len(good.token_ids) == 24
+    assert engine.pool.num_free == engine.pool.num_pages
+
+
 def test_noise_is_gumbel_and_uncorrelated():
     keys = torch.tensor([noise_key(seed, index) for seed in range(20) for index in range(20)])
     noise = gumbel(keys, torch.full((400,), 11), 1000).double()
@@ -287,7 +480,17 @@ def test_a_request_larger_than_the_cache_is_refused(qwen):
         engine_with(model, num_pages=10).submit(Request(prompt_ids=[1] * 20, params=GREEDY))
 
 
-@pytest.mark.parametrize("field", [{"max_tokens": 0}, {"max_tokens": 1, "temperature": -1.0}])
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": 1, "temperature": -1.0},
+        {"max_tokens": 1, "top_k": -1},
+        {"max_tokens": 1, "top_p": 0.0},
+        {"max_tokens": 1, "top_p": 1.1},
+        {"max_tokens": 1, "min_p": -0.1},
+    ],
+)
 def test_bad_sampling_params_are_named(field):
     with pytest.raises(ValueError, match=list(field)[-1]):
         SamplingParams(**field)

@@ -5,9 +5,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from roll_lite.engine.attention import sdpa_prefill
 from roll_lite.engine.sampler import gumbel, noise_key
 from roll_lite.kernels.decode import paged_decode
 from roll_lite.kernels.pointwise import silu_mul
+from roll_lite.kernels.prefill import paged_prefill
 from roll_lite.kernels.qkv import rotate_into_cache
 from roll_lite.kernels.sample import sample
 from roll_lite.models.layers import RMSNorm
@@ -61,6 +63,38 @@ def test_paged_decode(K, group, D, page_size):
 @pytest.mark.parametrize("page_size", [16, 64, 256])
 def test_paged_decode_over_many_shapes(D, group, page_size):
     check_decode([1, 2, 15, 16, 17, 511, 512, 513, 1999, 3000, 5000], 2, group, D, page_size)
+
+
+def check_prefill(chunks, K, group, D, page_size):
+    """chunks: (start, end) of each sequence."""
+    torch.manual_seed(len(chunks))
+    B, P = len(chunks), max(-(-end // page_size) for _, end in chunks)
+    cache = torch.randn(2, B * P + 3, page_size, K, D, device=DEVICE, dtype=DTYPE)
+    table = torch.randperm(B * P + 3, device=DEVICE)[: B * P].view(B, P).int()
+    lengths = [end - start for start, end in chunks]
+    q = torch.randn(sum(lengths), K * group, D, device=DEVICE, dtype=DTYPE)
+    cu_seqlens = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+    starts = torch.tensor([start for start, _ in chunks], device=DEVICE)
+    arguments = (q, cache[0], cache[1], table, cu_seqlens, starts, max(lengths))
+    # Each query is a decoding step of its own.
+    rows = [(b, p + 1) for b, (start, end) in enumerate(chunks) for p in range(start, end)]
+    expected = reference_decode(
+        q, cache[0], cache[1], table[[b for b, _ in rows]], torch.tensor([n for _, n in rows])
+    )
+    for attend in (paged_prefill, sdpa_prefill):
+        assert (attend(*arguments).double().cpu() - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(("K", "group", "D", "page_size"), [(2, 2, 32, 16), (1, 3, 64, 4)])
+def test_paged_prefill(K, group, D, page_size):
+    check_prefill([(0, 5), (17, 90), (64, 65), (3, 40)], K, group, D, page_size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("K", "group", "D"), [(2, 1, 64), (3, 3, 64), (2, 4, 128), (1, 8, 128)])
+@pytest.mark.parametrize("page_size", [16, 256])
+def test_paged_prefill_over_many_shapes(K, group, D, page_size):
+    check_prefill([(0, 1), (0, 200), (511, 700), (1999, 2000), (16, 129)], K, group, D, page_size)
 
 
 @pytest.mark.parametrize("has_norm", [False, True])

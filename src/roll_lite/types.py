@@ -12,7 +12,7 @@ Message = dict[str, str]
 """{"role": "system" | "user" | "assistant", "content": text}"""
 
 State = Literal["queued", "generating", "stepping", "done", "failed", "aborted"]
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +31,28 @@ class SamplingParams:
     """0 takes the likeliest token."""
     stop_ids: tuple[int, ...] = ()
     """Sampling one of these ends the turn; it stays the turn's last token."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens; 0 is all. Not for training: it trains on all tokens."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens that together have this probability."""
+    min_p: float = 0.0
+    """Sample among tokens at least this likely, relative to the likeliest."""
+
+    @property
+    def is_truncated(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def __post_init__(self):
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or above")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} must be 0 (off) or above")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1 (off)")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} must be from 0 (off) to 1")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -23,16 +23,62 @@ def write_cache(layer_cache: Tensor, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tens
 
 @dataclass(frozen=True, slots=True)
 class PrefillAttention:
-    """Whole prompts, packed: each attends to itself, as in training, and is kept in the cache."""
+    """Chunks of several sequences, packed, each after what its pages hold already."""
 
     cache: Tensor
     slots_T: Tensor
     packed: PackedAttention
+    page_table_BP: Tensor
+    starts_B: Tensor
+    """Position of each chunk's first token."""
+    has_context: bool
+    """Whether any chunk has something before it; if not, attention is that of training."""
+    backend: str
 
     def __call__(self, layer: int, projected: Projected) -> Tensor:
         q_THD, k_TKD, v_TKD = projected.rotated()
         write_cache(self.cache[layer], self.slots_T, k_TKD, v_TKD)
-        return self.packed.attend(q_THD, k_TKD, v_TKD)
+        if not self.has_context:
+            return self.packed.attend(q_THD, k_TKD, v_TKD)
+        k_pages, v_pages = self.cache[layer]
+        arguments = (
+            q_THD, k_pages, v_pages, self.page_table_BP, self.packed.cu_seqlens, self.starts_B,
+            self.packed.max_seqlen,
+        )  # fmt: skip
+        if self.backend == "triton":
+            from roll_lite.kernels.prefill import paged_prefill
+
+            return paged_prefill(*arguments)
+        return sdpa_prefill(*arguments)
+
+
+def sdpa_prefill(
+    q_THD: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table_BP: Tensor,
+    cu_seqlens: Tensor,
+    starts_B: Tensor,
+    max_seqlen: int,
+) -> Tensor:
+    """Queries padded to the longest chunk, against the gathered pages of all sequences."""
+    K = k_pages.shape[2]
+    column = torch.arange(max_seqlen, device=q_THD.device)
+    is_query_BQ = column < cu_seqlens.diff()[:, None]
+    q_BQHD = q_THD.new_zeros(*is_query_BQ.shape, *q_THD.shape[1:])
+    q_BQHD[is_query_BQ] = q_THD
+    # (B, Q, K, G, D) -> (B, K, G * Q, D): the heads of a group share keys as further queries.
+    q = q_BQHD.unflatten(2, (K, -1)).permute(0, 2, 3, 1, 4)
+    group_size = q.shape[2]
+    k_BKLD, v_BKLD = (
+        pages[page_table_BP].flatten(1, 2).transpose(1, 2) for pages in (k_pages, v_pages)
+    )
+    slot = torch.arange(k_BKLD.shape[2], device=q_THD.device)
+    seen_BQL = slot <= (starts_B[:, None] + column)[:, :, None]
+    mask = seen_BQL[:, None].repeat(1, 1, group_size, 1)
+    out = F.scaled_dot_product_attention(q.flatten(2, 3), k_BKLD, v_BKLD, attn_mask=mask)
+    out_BQHD = out.unflatten(2, (group_size, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return out_BQHD[is_query_BQ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,9 @@ class Rows:
     """The length at which the sequence ends; a row with lengths == limits is at rest."""
     temperatures: Tensor
     is_greedy: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
     keys: Tensor
     """Noise keys, (rows, 2)."""
     stop_ids: Tensor
@@ -43,6 +46,9 @@ class Rows:
             limits=full(fill=1),
             temperatures=full(fill=1.0, dtype=torch.float32),
             is_greedy=full(dtype=torch.bool),
+            top_k=full(),
+            top_p=full(fill=1.0, dtype=torch.float32),
+            min_p=full(dtype=torch.float32),
             keys=full(2),
             stop_ids=full(MAX_STOP_IDS, fill=-1),
             page_table=full(num_pages, fill=SCRATCH_PAGE, dtype=torch.int32),
@@ -108,9 +114,13 @@ class Batch:
             edit["limits"][row] = sequence.max_length
             edit["temperatures"][row] = params.temperature or 1.0
             edit["is_greedy"][row] = params.temperature == 0
+            edit["top_k"][row] = params.top_k
+            edit["top_p"][row] = params.top_p
+            edit["min_p"][row] = params.min_p
             edit["keys"][row] = sequence.noise_key
             edit["stop_ids"][row] = -1
             edit["stop_ids"][row, : len(params.stop_ids)] = params.stop_ids
+            edit["page_table"][row] = SCRATCH_PAGE  # no page of an earlier sequence stays
             count = 0
         if count != len(pages):
             edit["page_table"][row, count : len(pages)] = pages[count:]

@@ -4,6 +4,7 @@ engine = Engine(load_model(folder))
 turns = engine.generate([Request(prompt_ids=ids, params=SamplingParams(max_tokens=64))])
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ from roll_lite.engine.batch import MAX_STOP_IDS
 from roll_lite.engine.pages import PagePool
 from roll_lite.engine.runner import Runner, cache_shape
 from roll_lite.engine.sampler import noise_key
-from roll_lite.engine.scheduler import Scheduler
+from roll_lite.engine.scheduler import Chunk, Scheduler
 from roll_lite.engine.sequence import Request, Sequence
 from roll_lite.models.transformer import Transformer
 from roll_lite.progress import ProgressBar
@@ -109,9 +110,9 @@ class Engine:
         return bool(self._handles)
 
     def step(self) -> None:
-        """Prefill whoever fits, then decode a burst of tokens for everyone who runs."""
-        if admitted := self.scheduler.admit():
-            self._prefill(admitted)
+        """Prefill under the token budget, then decode a burst for everyone who runs."""
+        if chunks := self.scheduler.schedule_prefill():
+            self._prefill(chunks)
         if not self.scheduler.running:
             return
         longest = max(s.max_length - len(s.token_ids) for s in self.scheduler.running)
@@ -146,16 +147,22 @@ class Engine:
             parameters[name].copy_(tensor)
         self.policy_version = policy_version
         self.scheduler.preempt_all()
+        self.pool.forget_all()
 
-    def _prefill(self, admitted: list[Sequence]) -> None:
-        hidden_SH = self.runner.prefill(admitted)
+    def _prefill(self, chunks: list[Chunk]) -> None:
+        hidden_SH = self.runner.prefill(chunks)
         rows, sequences, copies = [], [], []
-        for row, leader in enumerate(admitted):
+        for row, chunk in enumerate(chunks):
+            if not chunk.is_last:
+                continue
+            leader = chunk.sequence
             followers = list(leader.followers)
             copies += self.scheduler.fork(leader)
             members = [leader, *(f for f in followers if f.pages)]
             rows += [row] * len(members)
             sequences += members
+        if not sequences:
+            return
         if copies:
             self.runner.copy_pages(copies)
         hidden_RH = hidden_SH[torch.tensor(rows, device=hidden_SH.device)]
@@ -166,7 +173,12 @@ class Engine:
     def _extend(self, sequence: Sequence, token_ids: list[int], logprobs: list[float]) -> None:
         if sequence.finish_reason:  # aborted a moment ago, by the callback of another
             return
-        sequence.extend(token_ids, logprobs, self.policy_version)
+        if not math.isfinite(sum(logprobs)):  # a broken model: this sample ends, others go on
+            num_good = [math.isfinite(logprob) for logprob in logprobs].index(False)
+            sequence.extend(token_ids[:num_good], logprobs[:num_good], self.policy_version)
+            sequence.finish_reason = "error"
+        else:
+            sequence.extend(token_ids, logprobs, self.policy_version)
         if sequence.finish_reason:
             self._finish(sequence)
 

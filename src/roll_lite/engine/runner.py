@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from roll_lite.engine.attention import BACKENDS, PrefillAttention, choose_backend
-from roll_lite.engine.batch import Batch, Rows
-from roll_lite.engine.sampler import sample
+from roll_lite.engine.batch import SCRATCH_PAGE, Batch, Rows
+from roll_lite.engine.sampler import sample, truncate
+from roll_lite.engine.scheduler import Chunk
 from roll_lite.engine.sequence import Sequence
 from roll_lite.models.attention import PackedAttention
 from roll_lite.models.logprobs import row_chunks
@@ -22,6 +23,7 @@ ROW_BUCKETS = (
     768, 832, 896, 960, 1024,
 )  # fmt: skip
 LENGTH_BUCKET = 512
+TRUNCATION = {"top_k": torch.int64, "top_p": torch.float32, "min_p": torch.float32}
 
 
 class Runner:
@@ -49,25 +51,43 @@ class Runner:
         shape = (max_burst, max_num_seqs)
         self._out_ids = torch.zeros(shape, dtype=torch.int64, device=self.device)
         self._out_logprobs = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._use_graphs = self.backend == "triton"
 
     @torch.inference_mode()
-    def prefill(self, sequences: list[Sequence]) -> Tensor:
-        """Compute whole sequences into the cache; the hidden state of each one's last token."""
-        lengths = [len(sequence.token_ids) for sequence in sequences]
-        token_ids_T = self._tensor([t for sequence in sequences for t in sequence.token_ids])
-        positions_T = torch.cat([torch.arange(n) for n in lengths]).to(self.device)
-        slots_T = torch.cat([self._slots(s, n) for s, n in zip(sequences, lengths, strict=True)])
+    def prefill(self, chunks: list[Chunk]) -> Tensor:
+        """Compute chunks into the cache; the hidden state of each one's last token."""
+        token_ids_T = self._tensor(
+            [t for c in chunks for t in c.sequence.token_ids[c.start : c.end]]
+        )
+        positions_T = torch.cat([torch.arange(c.start, c.end) for c in chunks]).to(self.device)
+        slots_T = torch.cat([self._slots(chunk) for chunk in chunks]).to(self.device)
+        lengths = [chunk.end - chunk.start for chunk in chunks]
         ends = self._tensor(lengths).cumsum(0)
-        packed = PackedAttention(F.pad(ends, (1, 0)).int(), max(lengths))
-        attend = PrefillAttention(self.cache, slots_T.to(self.device), packed)
+        width = max(self._num_pages(chunk) for chunk in chunks)
+        page_table = [
+            c.sequence.pages[: self._num_pages(c)] + [SCRATCH_PAGE] * (width - self._num_pages(c))
+            for c in chunks
+        ]
+        attend = PrefillAttention(
+            self.cache,
+            slots_T,
+            PackedAttention(F.pad(ends, (1, 0)).int(), max(lengths)),
+            self._tensor(page_table, torch.int32),
+            self._tensor([chunk.start for chunk in chunks]),
+            has_context=any(chunk.start for chunk in chunks),
+            backend=self.backend,
+        )
         return self.model.hidden_states(token_ids_T, positions_T, attend)[ends - 1]
 
-    def _slots(self, sequence: Sequence, length: int) -> Tensor:
-        """Where the sequence's tokens lie, counted over all pages."""
-        starts = torch.tensor(sequence.pages) * self.page_size
-        return (starts[:, None] + torch.arange(self.page_size)).flatten()[:length]
+    def _num_pages(self, chunk: Chunk) -> int:
+        return -(-chunk.end // self.page_size)
+
+    def _slots(self, chunk: Chunk) -> Tensor:
+        """Where the chunk's tokens lie, counted over all pages."""
+        pages = torch.tensor(chunk.sequence.pages[: self._num_pages(chunk)])
+        slots = (pages[:, None] * self.page_size + torch.arange(self.page_size)).flatten()
+        return slots[chunk.start : chunk.end]
 
     @torch.inference_mode()
     def sample(self, hidden_RH: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
@@ -80,6 +100,12 @@ class Runner:
         token_ids, logprobs = [], []
         for rows in row_chunks(len(sequences)):
             logits_CV = F.linear(hidden_RH[rows], self.model.head_weight)
+            if any(s.params.is_truncated for s in sequences[rows]):
+                options = (
+                    self._tensor([getattr(s.params, name) for s in sequences[rows]], dtype)
+                    for name, dtype in TRUNCATION.items()
+                )
+                logits_CV = truncate(logits_CV, temperatures_R[rows], *options)
             token_ids_C, logprobs_C = sample(
                 logits_CV, temperatures_R[rows], is_greedy_R[rows], keys_R2[rows], positions_R[rows]
             )
@@ -94,7 +120,8 @@ class Runner:
         """A burst: what each sequence samples in up to so many steps, until it ends."""
         self.batch.place(sequences)
         num_rows, max_length = self._buckets(len(sequences), num_steps)
-        run = self._step_runner(num_rows, max_length)
+        is_truncated = any(sequence.params.is_truncated for sequence in sequences)
+        run = self._step_runner(num_rows, max_length, is_truncated)
         before = self.batch.lengths(len(sequences))
         self.batch.upload(num_rows)
         self._step_index.zero_()
@@ -126,17 +153,18 @@ class Runner:
         num_splits = -(-max_length // LENGTH_BUCKET)
         return num_rows, LENGTH_BUCKET * (1 << (num_splits - 1).bit_length())
 
-    def _step_runner(self, num_rows: int, max_length: int):
+    def _step_runner(self, num_rows: int, max_length: int, is_truncated: bool):
         """A callable that runs one step: the step itself, or its captured graph."""
 
         def step() -> None:
-            self._step(self.batch.on_device.first(num_rows), max_length)
+            self._step(self.batch.on_device.first(num_rows), max_length, is_truncated)
 
         if not self._use_graphs:
             return step
-        if (num_rows, max_length) not in self._graphs:
-            self._graphs[num_rows, max_length] = self._capture(step)
-        return self._graphs[num_rows, max_length].replay
+        key = (num_rows, max_length, is_truncated)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(step)
+        return self._graphs[key].replay
 
     def _capture(self, step) -> torch.cuda.CUDAGraph:
         """Rows at rest stay at rest, so the runs before a capture change nothing that matters."""
@@ -154,7 +182,7 @@ class Runner:
             step()
         return graph
 
-    def _step(self, rows: Rows, max_length: int) -> None:
+    def _step(self, rows: Rows, max_length: int, is_truncated: bool) -> None:
         """One token for every row that is not at rest."""
         is_active_B = rows.lengths < rows.limits
         positions_B = rows.lengths - 1
@@ -168,6 +196,8 @@ class Runner:
         )
         hidden_BH = self.model.hidden_states(rows.token_ids, positions_B, attend)
         logits_BV = F.linear(hidden_BH, self.model.head_weight)
+        if is_truncated:
+            logits_BV = truncate(logits_BV, rows.temperatures, rows.top_k, rows.top_p, rows.min_p)
         ids_B, logprobs_B = sample(
             logits_BV, rows.temperatures, rows.is_greedy, rows.keys, rows.lengths
         )

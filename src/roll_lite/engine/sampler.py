@@ -40,6 +40,25 @@ def sample(
     return token_ids_R, pick_logprobs(logits_RV, token_ids_R)[0]
 
 
+def truncate(
+    logits_RV: Tensor, temperatures_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor
+) -> Tensor:
+    """Logits with -inf for the tokens that top-k, then top-p, then min-p leave out.
+
+    The rest keeps its logits, so that sampling and logprobs are of the distribution that is left.
+    """
+    sorted_RV, order_RV = logits_RV.float().sort(dim=-1, descending=True)
+    rank_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
+    is_left = (rank_V < top_k_R[:, None]) | (top_k_R[:, None] == 0)
+    scaled_RV = (sorted_RV / temperatures_R[:, None]).masked_fill(~is_left, -torch.inf)
+    probs_RV = scaled_RV.softmax(-1)
+    is_left &= probs_RV.cumsum(-1) - probs_RV < top_p_R[:, None]
+    is_left &= probs_RV >= min_p_R[:, None] * probs_RV[:, :1]
+    is_left |= rank_V == 0
+    left_out_RV = torch.empty_like(is_left).scatter_(1, order_RV, ~is_left)
+    return logits_RV.masked_fill(left_out_RV, -torch.inf)
+
+
 def gumbel(keys_R2: Tensor, positions_R: Tensor, vocab_size: int) -> Tensor:
     """Gumbel noise (R, V), the same numbers on every device. Keys and positions are int64."""
     first_R = _mix(_mix(positions_R ^ keys_R2[:, 0]) ^ keys_R2[:, 1])

@@ -5,9 +5,22 @@ sequences younger than it are preempted in its favour.
 """
 
 from collections import deque
+from typing import NamedTuple
 
 from roll_lite.engine.pages import PagePool
 from roll_lite.engine.sequence import Sequence
+
+
+class Chunk(NamedTuple):
+    """Tokens start..end of a sequence, to be computed in this step."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == len(self.sequence.token_ids)
 
 
 class Scheduler:
@@ -16,28 +29,55 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Sequence] = deque()
+        self.prefilling: list[Sequence] = []
+        """Have pages for all of their tokens, and some of these computed."""
         self.running: list[Sequence] = []
         """Oldest first."""
         self.num_preempted = 0
+        self.num_reused_tokens = 0
 
-    def admit(self) -> list[Sequence]:
-        """Move waiting sequences to running, with pages for their tokens; prefill these."""
-        admitted, num_tokens = [], 0
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            sequence = self.waiting[0]
-            num_tokens += len(sequence.token_ids)
-            # One page more for everyone who runs, so that the newcomer is not preempted at once.
-            spare = len(self.running) + 1 if self.running else 0
-            needed = self.pool.pages_for(len(sequence.token_ids))
-            if self.pool.num_free < needed + spare:
-                break
-            if admitted and num_tokens > self.max_prefill_tokens:
-                break
-            self.waiting.popleft()
-            sequence.pages = self.pool.allocate(needed)
-            self.running.append(sequence)
-            admitted.append(sequence)
-        return admitted
+    def schedule_prefill(self) -> list[Chunk]:
+        """What to compute under the token budget: sequences begun before, then waiting ones."""
+        chunks: list[Chunk] = []
+        budget = self.max_prefill_tokens
+        while budget > 0 and (self.prefilling or self._admit()):
+            sequence = self.prefilling[0]
+            start = sequence.num_computed
+            end = sequence.num_computed = min(len(sequence.token_ids), start + budget)
+            # All keys of a step are written before any is read, so even sequences of this very
+            # step may share these pages.
+            self.pool.remember(sequence.token_ids, sequence.pages, end)
+            chunks.append(Chunk(sequence, start, end))
+            budget -= end - start
+            if chunks[-1].is_last:
+                self.prefilling.pop(0)
+                self.running.append(sequence)
+        return chunks
+
+    def _admit(self) -> bool:
+        """Give the first who waits its pages, some of them found with the right content."""
+        if not self.waiting or self._is_full():
+            return False
+        sequence = self.waiting[0]
+        num_tokens = len(sequence.token_ids)
+        # The last token is always computed: its hidden state predicts the next.
+        found = self.pool.find(sequence.token_ids, (num_tokens - 1) // self.pool.page_size)
+        shared = self.pool.share(found)
+        needed = self.pool.pages_for(num_tokens) - len(shared)
+        # One page more for everyone who runs, so that the newcomer is not preempted at once.
+        spare = len(self.running) + 1 if self.running else 0
+        if self.pool.num_free < needed + spare:
+            self.pool.release(shared)
+            return False
+        self.waiting.popleft()
+        sequence.pages = shared + self.pool.allocate(needed)
+        sequence.num_computed = len(found) * self.pool.page_size
+        self.num_reused_tokens += sequence.num_computed
+        self.prefilling.append(sequence)
+        return True
+
+    def _is_full(self) -> bool:
+        return len(self.running) + len(self.prefilling) >= self.max_num_seqs
 
     def fork(self, leader: Sequence) -> list[tuple[int, int]]:
         """Let the leader's followers share its prefilled prompt; page copies (from, to) to make.
@@ -50,7 +90,7 @@ class Scheduler:
         num_own = len(leader.pages) - num_full  # 1 where the prompt ends within a page
         for i, follower in enumerate(followers):
             no_room = self.pool.num_free < num_own + len(self.running) + 1
-            if no_room or len(self.running) == self.max_num_seqs:
+            if no_room or self._is_full():
                 self.waiting.extendleft(reversed(followers[i:]))
                 break
             own = self.pool.allocate(num_own)
@@ -63,34 +103,43 @@ class Scheduler:
         """Give everyone who runs pages for so many steps, taken from the newest if need be."""
         survivors: list[Sequence] = []
         queue = deque(self.running)
+        page_size = self.pool.page_size
         while queue:
             sequence = queue.popleft()
             num_keys = min(len(sequence.token_ids) + num_steps, sequence.max_length) - 1
-            missing = max(0, self.pool.pages_for(num_keys) - len(sequence.pages))
-            while missing > self.pool.num_free and queue:
-                self._preempt(queue.pop())
-            if missing > self.pool.num_free:
-                self._preempt(sequence)
-            else:
+            if num_keys > len(sequence.pages) * page_size:
+                missing = self.pool.pages_for(num_keys) - len(sequence.pages)
+                while missing > self.pool.num_free and (self.prefilling or queue):
+                    self._preempt(self.prefilling.pop() if self.prefilling else queue.pop())
+                if missing > self.pool.num_free:
+                    self._preempt(sequence)
+                    continue
                 sequence.pages += self.pool.allocate(missing)
-                survivors.append(sequence)
+            survivors.append(sequence)
         self.running = survivors
         return list(survivors)
 
     def preempt_all(self) -> None:
         """Send everyone back to be prefilled again, oldest first."""
-        while self.running:
-            self._preempt(self.running.pop())
+        for sequences in (self.prefilling, self.running):
+            while sequences:
+                self._preempt(sequences.pop())
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a finished or aborted sequence out."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
-        self.pool.release(sequence.pages)
+        """Take a finished or aborted sequence out; what it computed may serve others."""
+        for place in (self.running, self.prefilling, self.waiting):
+            if sequence in place:
+                place.remove(sequence)
+        self._give_back_pages(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.pages)
+        self._give_back_pages(sequence)
         self.waiting.appendleft(sequence)
         self.num_preempted += 1
+
+    def _give_back_pages(self, sequence: Sequence) -> None:
+        # A running sequence's last token has been sampled, but not computed.
+        num_computed = min(sequence.num_computed, len(sequence.token_ids) - 1)
+        self.pool.remember(sequence.token_ids, sequence.pages, num_computed)
+        self.pool.release(sequence.pages)
+        sequence.num_computed = 0

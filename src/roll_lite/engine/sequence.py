@@ -29,6 +29,8 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    """Tokens whose keys and values are in the pages."""
     followers: list["Sequence"] = field(default_factory=list)
     """Samples of the same prompt that wait to be forked from this one's prefill."""
     finish_reason: FinishReason | None = None
@@ -43,10 +45,11 @@ class Sequence:
 
     def extend(self, token_ids: list[int], logprobs: list[float], policy_version: int) -> None:
         """Append what was sampled; only its last token can end the turn."""
-        if not self.versions or self.versions[-1][1] != policy_version:
+        if token_ids and (not self.versions or self.versions[-1][1] != policy_version):
             self.versions.append((self.num_sampled, policy_version))
         self.token_ids += token_ids
         self.logprobs += logprobs
+        self.num_computed = len(self.token_ids) - 1
         if self.token_ids[-1] in self.params.stop_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) == self.max_length:

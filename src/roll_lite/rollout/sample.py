@@ -34,6 +34,8 @@ async def run_sample(
             if turn.finish_reason == "abort":
                 sample.enter("aborted", version())
                 return
+            if turn.finish_reason == "error":
+                raise ArithmeticError("the model gave logits that are not finite")
             sample.reply = chat.decode(turn.token_ids)
             sample.enter("stepping", version())
             messages, reward, terminated, truncated, info = env.step(sample.reply)
