@@ -130,6 +130,7 @@ def main(cfg: Config) -> None:
     num_out = sum(length for _, length in work)
     seconds = []
     for repeat in range(cfg.repeats + 1):
+        engine.pool.forget_all()  # prompts of the last run must not be found in the cache
         begin = time.perf_counter()
         turns = engine.generate(requests, progress=True)
         seconds.append(time.perf_counter() - begin)

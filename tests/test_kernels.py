@@ -104,7 +104,7 @@ def test_rotate_into_cache(K, group, D, has_norm):
     T, page_size, pages = 5, 4, 6
     qkv = torch.randn(T, K, group + 2, D, device=DEVICE, dtype=DTYPE)
     angles = torch.rand(T, D // 2, device=DEVICE) * 9
-    cos, sin = angles.cos().to(DTYPE), angles.sin().to(DTYPE)
+    cos, sin = angles.cos(), angles.sin()
     cache = torch.zeros(2, pages, page_size, K, D, device=DEVICE, dtype=DTYPE)
     slots = torch.tensor([3, 22, 0, 17, 9], device=DEVICE)
     norms = [RMSNorm(D, 1e-6).to(DEVICE, DTYPE) for _ in range(2)] if has_norm else [None, None]

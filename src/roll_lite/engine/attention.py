@@ -32,24 +32,40 @@ class PrefillAttention:
     starts_B: Tensor
     """Position of each chunk's first token."""
     has_context: bool
-    """Whether any chunk has something before it; if not, attention is that of training."""
+    """Whether any chunk has something before it; if not, `sdpa` attends as in training."""
     backend: str
 
     def __call__(self, layer: int, projected: Projected) -> Tensor:
-        q_THD, k_TKD, v_TKD = projected.rotated()
-        write_cache(self.cache[layer], self.slots_T, k_TKD, v_TKD)
-        if not self.has_context:
-            return self.packed.attend(q_THD, k_TKD, v_TKD)
         k_pages, v_pages = self.cache[layer]
-        arguments = (
-            q_THD, k_pages, v_pages, self.page_table_BP, self.packed.cu_seqlens, self.starts_B,
+        rest = (
+            k_pages, v_pages, self.page_table_BP, self.packed.cu_seqlens, self.starts_B,
             self.packed.max_seqlen,
         )  # fmt: skip
         if self.backend == "triton":
             from roll_lite.kernels.prefill import paged_prefill
 
-            return paged_prefill(*arguments)
-        return sdpa_prefill(*arguments)
+            return paged_prefill(fused_rotation(projected, self.slots_T, k_pages, v_pages), *rest)
+        q_THD, k_TKD, v_TKD = projected.rotated()
+        write_cache(self.cache[layer], self.slots_T, k_TKD, v_TKD)
+        if self.has_context:
+            return sdpa_prefill(q_THD, *rest)
+        return self.packed.attend(q_THD, k_TKD, v_TKD)
+
+
+def fused_rotation(
+    projected: Projected, slots_T: Tensor, k_pages: Tensor, v_pages: Tensor
+) -> Tensor:
+    """Rotated queries; keys and values go to their slots. One kernel."""
+    from roll_lite.kernels.qkv import rotate_into_cache
+
+    q_norm, k_norm, eps = None, None, 0.0
+    if projected.q_norm is not None:
+        q_norm, k_norm = projected.q_norm.weight, projected.k_norm.weight
+        eps = projected.q_norm.eps
+    return rotate_into_cache(
+        projected.qkv_TKGD, projected.cos_TD, projected.sin_TD, q_norm, k_norm, eps,
+        slots_T, k_pages, v_pages,
+    )  # fmt: skip
 
 
 def sdpa_prefill(
@@ -116,18 +132,9 @@ class TritonDecode(DecodeAttention):
 
     def __call__(self, layer: int, projected: Projected) -> Tensor:
         from roll_lite.kernels.decode import paged_decode
-        from roll_lite.kernels.qkv import rotate_into_cache
 
         k_pages, v_pages = self.cache[layer]
-        norms = [None, None]
-        eps = 0.0
-        if projected.q_norm is not None:
-            norms = [projected.q_norm.weight, projected.k_norm.weight]
-            eps = projected.q_norm.eps
-        q_BHD = rotate_into_cache(
-            projected.qkv_TKGD, projected.cos_TD, projected.sin_TD, *norms, eps,
-            self.slots_B, k_pages, v_pages,
-        )  # fmt: skip
+        q_BHD = fused_rotation(projected, self.slots_B, k_pages, v_pages)
         return paged_decode(
             q_BHD, k_pages, v_pages, self.page_table_BP, self.lengths_B, self.max_length
         )

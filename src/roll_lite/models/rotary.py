@@ -29,20 +29,24 @@ class Rotary:
         self._frequencies = inverse_frequencies(rope, head_dim)
         self._on_device: dict[torch.device, Tensor] = {}
 
-    def __call__(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (T, D/2), computed in fp32."""
+    def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin in fp32, each (T, D/2)."""
         device = positions_T.device
         if device not in self._on_device:
             self._on_device[device] = self._frequencies.to(device)
         angles = positions_T.float()[:, None] * self._on_device[device]
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return angles.cos(), angles.sin()
 
 
 def rotate(x_TKGD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + D/2) of every head."""
+    """Rotate the pairs (i, i + D/2) of every head, in fp32, rounding once.
+
+    That is what the fused kernel of the engine does, so training and generation agree better.
+    """
     cos, sin = cos_TD[:, None, None], sin_TD[:, None, None]
-    first, second = x_TKGD.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    first, second = x_TKGD.float().chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x_TKGD.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class Transformer(nn.Module):
 
     def hidden_states(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         x_TH = F.embedding(token_ids_T, self.embedding)
-        rotary = self.rotary(positions_T, x_TH.dtype)
+        rotary = self.rotary(positions_T)
         for block in self.blocks:
             x_TH = block(x_TH, rotary, attend)
         return self.norm(x_TH)
