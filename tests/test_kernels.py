@@ -18,6 +18,11 @@ from roll_lite.models.rotary import rotate
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 TOLERANCE = 2e-2 if torch.cuda.is_available() else 1e-5
+RELATIVE = 4e-3 if torch.cuda.is_available() else 1e-5  # SDPA in bf16 is off by 1.9e-3
+
+
+def assert_close_to_exact(got, expected):
+    assert ((got.double().cpu() - expected).norm() / expected.norm()).item() < RELATIVE
 
 
 def reference_decode(q, k_pages, v_pages, page_table, lengths):
@@ -43,7 +48,7 @@ def check_decode(lengths, K, group, D, page_size):
     lengths = torch.tensor(lengths, device=DEVICE)
     got = paged_decode(q, cache[0], cache[1], table, lengths, int(lengths.max()))
     expected = reference_decode(q, cache[0], cache[1], table, lengths)
-    assert (got.double().cpu() - expected).abs().max() < TOLERANCE
+    assert_close_to_exact(got, expected)
     # A sequence's result does not depend on the others or on the largest length.
     alone = paged_decode(q[:1], cache[0], cache[1], table[:1], lengths[:1], 4 * int(lengths.max()))
     assert torch.equal(alone, got[:1])
@@ -82,7 +87,7 @@ def check_prefill(chunks, K, group, D, page_size):
         q, cache[0], cache[1], table[[b for b, _ in rows]], torch.tensor([n for _, n in rows])
     )
     for attend in (paged_prefill, sdpa_prefill):
-        assert (attend(*arguments).double().cpu() - expected).abs().max() < TOLERANCE
+        assert_close_to_exact(attend(*arguments), expected)
 
 
 @pytest.mark.parametrize(("K", "group", "D", "page_size"), [(2, 2, 32, 16), (1, 3, 64, 4)])
