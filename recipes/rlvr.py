@@ -105,7 +105,8 @@ def reversed_word(prompt: Prompt, reply: str) -> float:
 
 REWARDS = {"addition": last_number, "counting": last_number, "reverse": reversed_word}
 SHOWN = {
-    "reward/mean": "reward", "eval/accuracy": "eval", "rollout/reply_tokens": "tokens",
+    "reward/mean": "reward", "eval/accuracy": "eval", "rollout/failed": "failed",
+    "rollout/reply_tokens": "tokens",
     "loss/entropy": "entropy", "loss/grad_norm": "grad", "mismatch/logprob_mean": "mismatch",
     "time/rollout": "rollout s", "time/train": "train s", "time/step": "step s",
 }  # fmt: skip

@@ -309,7 +309,42 @@ def test_a_callback_may_abort_others(qwen):
         engine.step()
     assert first.turns[0].finish_reason == "length"
     assert second.turns[0].finish_reason == "abort"
-    assert len(second.turns[0].token_ids) == len(second.turns[0].logprobs) == 2
+    assert len(second.turns[0].token_ids) == len(second.turns[0].logprobs) == 3
+    assert engine.pool.num_free == engine.pool.num_pages
+
+
+def test_a_callback_that_raises_loses_no_token(qwen):
+    reference, model = qwen
+    engine = engine_with(model, num_pages=60, burst=4)
+
+    def fail(index, turn):
+        raise KeyError("callback broke")
+
+    first = engine.submit(
+        Request(prompt_ids=[1, 2], params=SamplingParams(max_tokens=3, temperature=0.0)), fail
+    )
+    second = engine.submit(Request(prompt_ids=[3, 4], params=GREEDY))
+    with pytest.raises(KeyError, match="callback broke"):
+        while engine.has_work:
+            engine.step()
+    while engine.has_work:
+        engine.step()
+    assert first.turns[0].finish_reason == "length"
+    assert second.turns[0].token_ids == reference_greedy(reference, [3, 4], 24)
+
+
+def test_a_step_that_fails_leaves_no_wrong_pages(qwen, monkeypatch):
+    reference, model = qwen
+    engine = engine_with(model, num_pages=60)
+    request = Request(prompt_ids=prompts_of([21])[0], params=GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "prefill", lambda chunks: (_ for _ in ()).throw(MemoryError()))
+        engine.submit(request)
+        with pytest.raises(MemoryError):
+            engine.step()
+    engine.abort_all()
+    ((turn,),) = engine.generate([request])
+    assert turn.token_ids == reference_greedy(reference, request.prompt_ids, 24)
     assert engine.pool.num_free == engine.pool.num_pages
 
 
@@ -405,6 +440,15 @@ def test_truncated_sampling_follows_its_distribution(options):
     assert abs(chi2 - freedom) <= 5 * (2 * max(1, freedom)) ** 0.5
 
 
+def test_truncation_leaves_rows_alone_that_did_not_ask():
+    torch.manual_seed(0)
+    logits = torch.randn(2, 50_000) * 5
+    ones = torch.ones(2)
+    left = truncate(logits, ones, torch.tensor([0, 3]), ones, torch.zeros(2))
+    assert torch.equal(left[0], logits[0])
+    assert left[1].isfinite().sum() == 3
+
+
 def test_truncation_reaches_the_samples_of_an_engine(qwen):
     reference, model = qwen
     (prompt,) = prompts_of([9])
@@ -441,6 +485,11 @@ def test_a_model_that_breaks_fails_its_requests_and_no_others(qwen):
     assert bad.finish_reason == "error" and bad.token_ids == []
     assert good.finish_reason == "length" and len(good.token_ids) == 24
     assert engine.pool.num_free == engine.pool.num_pages
+    # Neither its prefix nor its pages harm those who come later, in a cache as small as can be.
+    engine = engine_with(model, num_pages=9)
+    for prompt, reason in (([1, 2, 3, 4, 5, 150], "error"), ([1, 2, 3, 4, 5], "length")):
+        ((turn,),) = engine.generate([Request(prompt_ids=prompt, params=GREEDY)])
+        assert turn.finish_reason == reason
 
 
 def test_noise_is_gumbel_and_uncorrelated():
@@ -512,3 +561,42 @@ def test_noise_is_the_same_on_every_device():
     positions = torch.arange(50)
     on_cuda = gumbel(keys.cuda(), positions.cuda(), 1000).cpu()
     torch.testing.assert_close(on_cuda, gumbel(keys, positions, 1000), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3", "smollm2"])
+def test_triton_under_graphs_agrees_with_the_trainer(family, tmp_path):
+    """bf16 on CUDA: preemption, chunks, shared pages, new weights in a small cache."""
+    make_reference(family).save_pretrained(tmp_path)
+    model = load_model(tmp_path, device="cuda", dtype=torch.bfloat16)
+    engine = Engine(
+        model,
+        kv_cache_gib=70 * page_bytes(model, 16) / 2 / 2**30,
+        max_prefill_tokens=50,
+        max_num_seqs=24,
+        burst=6,
+    )
+    assert engine.runner.backend == "triton"
+    weights = {name: p.clone() for name, p in model.named_parameters()}
+    params = SamplingParams(max_tokens=60, temperature=0.9)
+    for version in range(3):
+        requests = [
+            Request(prompt_ids=p, params=params, num_samples=4, seed=i)
+            for i, p in enumerate(prompts_of([5, 33, 33, 90, 17, 64, 16], seed=1))
+        ]
+        errors = []
+        for turn in (turn for group in engine.generate(requests) for turn in group):
+            ids = torch.tensor(turn.prompt_ids + turn.token_ids, device="cuda")
+            n = len(ids) - 1
+            attend = PackedAttention(torch.tensor([0, n], dtype=torch.int32, device="cuda"), n)
+            rows = torch.arange(len(turn.prompt_ids) - 1, n, device="cuda")
+            positions = torch.arange(n, device="cuda")
+            exact, _ = model(ids[:-1], positions, attend, rows, ids[rows + 1], 0.9)
+            errors.append((torch.tensor(turn.logprobs, device="cuda") - exact).abs())
+        assert torch.cat(errors).mean() < 0.02
+        assert engine.pool.num_free == engine.pool.num_pages
+        torch.manual_seed(version)
+        noisy = {n: w + 0.02 * torch.randn_like(w) for n, w in weights.items()}
+        engine.load_weights(noisy.items(), version + 1)
+    assert engine.scheduler.num_preempted > 0 and engine.scheduler.num_reused_tokens > 0
+    assert len(engine.runner._graphs) > 1

@@ -143,5 +143,7 @@ class TritonDecode(DecodeAttention):
 BACKENDS: dict[str, type[DecodeAttention]] = {"sdpa": SdpaDecode, "triton": TritonDecode}
 
 
-def choose_backend(device: torch.device, dtype: torch.dtype) -> str:
-    return "triton" if device.type == "cuda" and dtype != torch.float32 else "sdpa"
+def choose_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """The kernels are for 16-bit heads whose size is a power of two."""
+    fits = head_dim >= 16 and head_dim & (head_dim - 1) == 0
+    return "triton" if device.type == "cuda" and dtype != torch.float32 and fits else "sdpa"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from roll_lite.engine.batch import MAX_STOP_IDS
 from roll_lite.engine.pages import PagePool
-from roll_lite.engine.runner import Runner, cache_shape
+from roll_lite.engine.runner import Runner, Sampled, cache_shape
 from roll_lite.engine.sampler import noise_key
 from roll_lite.engine.scheduler import Chunk, Scheduler
 from roll_lite.engine.sequence import Request, Sequence
@@ -59,10 +59,13 @@ class Engine:
         self.policy_version = 0
         num_pages = self._num_pages(kv_cache_gib, page_size)
         self.pool = PagePool(num_pages, page_size)
-        self.scheduler = Scheduler(
-            self.pool, max_num_seqs=max_num_seqs, max_prefill_tokens=max_prefill_tokens
-        )
         self.burst = burst or (16 if model.embedding.is_cuda else 1)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_num_seqs=max_num_seqs,
+            max_prefill_tokens=max_prefill_tokens,
+            burst=self.burst,
+        )
         self.runner = Runner(
             model,
             num_pages=num_pages + 1,
@@ -96,10 +99,11 @@ class Engine:
     def abort(self, request_id: int) -> None:
         """End a request's unfinished samples with what they have; an unknown id is harmless."""
         handle = self._handles.get(request_id)
-        for sequence in handle.sequences if handle else ():
-            if sequence.finish_reason is None:
-                sequence.finish_reason = "abort"
-                self._finish(sequence)
+        unfinished = [s for s in handle.sequences if s.finish_reason is None] if handle else []
+        for sequence in unfinished:
+            sequence.finish_reason = "abort"
+            self.scheduler.remove(sequence)
+        self._report(unfinished)
 
     def abort_all(self) -> None:
         for request_id in list(self._handles):
@@ -110,16 +114,22 @@ class Engine:
         return bool(self._handles)
 
     def step(self) -> None:
-        """Prefill under the token budget, then decode a burst for everyone who runs."""
-        if chunks := self.scheduler.schedule_prefill():
-            self._prefill(chunks)
-        if not self.scheduler.running:
-            return
-        longest = max(s.max_length - len(s.token_ids) for s in self.scheduler.running)
-        num_steps = min(self.burst, longest)
-        running = self.scheduler.make_room(num_steps)
-        for sequence, token_ids, logprobs in self.runner.decode(running, num_steps):
-            self._extend(sequence, token_ids, logprobs)
+        """Prefill under the token budget, then decode a burst for everyone who runs.
+
+        Callbacks come last of all, when everything is in order: they may submit, abort and load.
+        """
+        ended: list[Sequence] = []
+        try:
+            if chunks := self.scheduler.schedule_prefill():
+                ended += self._extend(self._prefill(chunks))
+            if self.scheduler.running:
+                ended += self._extend(self._decode())
+        except BaseException:  # nobody knows what the pages hold now
+            self.scheduler.preempt_all()
+            self.pool.forget_all()
+            raise
+        finally:
+            self._report(ended)
 
     def generate(self, requests: list[Request], progress: bool = False) -> list[list[Turn]]:
         """Answer all requests; the turns of each, in order."""
@@ -149,7 +159,13 @@ class Engine:
         self.scheduler.preempt_all()
         self.pool.forget_all()
 
-    def _prefill(self, chunks: list[Chunk]) -> None:
+    def _decode(self) -> list[Sampled]:
+        longest = max(s.max_length - len(s.token_ids) for s in self.scheduler.running)
+        num_steps = min(self.burst, longest)
+        return self.runner.decode(self.scheduler.make_room(num_steps), num_steps)
+
+    def _prefill(self, chunks: list[Chunk]) -> list[Sampled]:
+        """Compute chunks; the first token of every sequence whose prompt is complete."""
         hidden_SH = self.runner.prefill(chunks)
         rows, sequences, copies = [], [], []
         for row, chunk in enumerate(chunks):
@@ -162,34 +178,52 @@ class Engine:
             rows += [row] * len(members)
             sequences += members
         if not sequences:
-            return
+            return []
         if copies:
             self.runner.copy_pages(copies)
         hidden_RH = hidden_SH[torch.tensor(rows, device=hidden_SH.device)]
         token_ids, logprobs = self.runner.sample(hidden_RH, sequences)
-        for sequence, token_id, logprob in zip(sequences, token_ids, logprobs, strict=True):
-            self._extend(sequence, [token_id], [logprob])
+        return [
+            (sequence, [token_id], [logprob])
+            for sequence, token_id, logprob in zip(sequences, token_ids, logprobs, strict=True)
+        ]
 
-    def _extend(self, sequence: Sequence, token_ids: list[int], logprobs: list[float]) -> None:
-        if sequence.finish_reason:  # aborted a moment ago, by the callback of another
-            return
-        if not math.isfinite(sum(logprobs)):  # a broken model: this sample ends, others go on
-            num_good = [math.isfinite(logprob) for logprob in logprobs].index(False)
-            sequence.extend(token_ids[:num_good], logprobs[:num_good], self.policy_version)
-            sequence.finish_reason = "error"
-        else:
+    def _extend(self, sampled: list[Sampled]) -> list[Sequence]:
+        """Append what was sampled; the sequences that ended with it, already taken out."""
+        ended = []
+        for sequence, token_ids, logprobs in sampled:
+            is_broken = not math.isfinite(sum(logprobs))
+            if is_broken:  # this sample ends with what was good; others go on
+                num_good = [math.isfinite(logprob) for logprob in logprobs].index(False)
+                token_ids, logprobs = token_ids[:num_good], logprobs[:num_good]
             sequence.extend(token_ids, logprobs, self.policy_version)
-        if sequence.finish_reason:
-            self._finish(sequence)
+            if is_broken:
+                self._discard(sequence)
+            elif sequence.finish_reason:
+                self.scheduler.remove(sequence)
+            if sequence.finish_reason:
+                ended.append(sequence)
+        return ended
 
-    def _finish(self, sequence: Sequence) -> None:
+    def _discard(self, sequence: Sequence) -> None:
+        """End a sequence whose logits are not finite, and leave nothing of it in the cache."""
+        sequence.finish_reason = "error"
+        sequence.num_computed = 0
+        pages = list(sequence.pages)
+        self.pool.forget(pages)
         self.scheduler.remove(sequence)
-        handle = self._handles[sequence.request_id]
-        turn = handle.turns[sequence.index] = sequence.turn()
-        if handle.is_done:
-            del self._handles[handle.id]
-        if handle.on_turn:
-            handle.on_turn(sequence.index, turn)
+        self.runner.clear_pages([page for page in pages if self.pool.is_free(page)])
+
+    def _report(self, ended: list[Sequence]) -> None:
+        """Give the turns of ended sequences to those who wait for them."""
+        handles = [self._handles[sequence.request_id] for sequence in ended]
+        for handle, sequence in zip(handles, ended, strict=True):
+            handle.turns[sequence.index] = sequence.turn()
+            if handle.is_done:
+                del self._handles[handle.id]
+        for handle, sequence in zip(handles, ended, strict=True):
+            if handle.on_turn:
+                handle.on_turn(sequence.index, handle.turns[sequence.index])
 
     def _check(self, request: Request) -> None:
         config, ids = self.model.config, request.prompt_ids

@@ -83,6 +83,14 @@ class PagePool:
                 self._name_of[known] = next(self._new_name)
             before = self._name_of[known]
 
+    def is_free(self, page: int) -> bool:
+        return self._holders[page] == 0
+
+    def forget(self, pages: list[int]) -> None:
+        """Let nobody find these by their content again."""
+        for page in pages:
+            self._forget(page)
+
     def forget_all(self) -> None:
         """No page's content may be used again: the weights have changed."""
         self._page_of.clear()

@@ -22,8 +22,13 @@ ROW_BUCKETS = (
     1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 576, 640, 704,
     768, 832, 896, 960, 1024,
 )  # fmt: skip
+LARGE_BUCKET = 128
 LENGTH_BUCKET = 512
 TRUNCATION = {"top_k": torch.int64, "top_p": torch.float32, "min_p": torch.float32}
+
+
+Sampled = tuple[Sequence, list[int], list[float]]
+"""A sequence, the tokens it sampled, and their logprobs."""
 
 
 class Runner:
@@ -38,8 +43,8 @@ class Runner:
     ):
         self.model = model
         self.device = model.embedding.device
-        self.page_size = page_size
-        self.backend = choose_backend(self.device, model.embedding.dtype)
+        self.page_size, self.max_num_seqs = page_size, max_num_seqs
+        self.backend = choose_backend(self.device, model.embedding.dtype, model.config.head_dim)
         self.cache = torch.zeros(
             cache_shape(model, num_pages, page_size),
             dtype=model.embedding.dtype,
@@ -114,9 +119,7 @@ class Runner:
         return token_ids, logprobs
 
     @torch.inference_mode()
-    def decode(
-        self, sequences: list[Sequence], num_steps: int
-    ) -> list[tuple[Sequence, list[int], list[float]]]:
+    def decode(self, sequences: list[Sequence], num_steps: int) -> list[Sampled]:
         """A burst: what each sequence samples in up to so many steps, until it ends."""
         self.batch.place(sequences)
         num_rows, max_length = self._buckets(len(sequences), num_steps)
@@ -129,7 +132,7 @@ class Runner:
             run()
         return self._read_back(before, num_steps)
 
-    def _read_back(self, before: Tensor, num_steps: int):
+    def _read_back(self, before: Tensor, num_steps: int) -> list[Sampled]:
         n = len(before)
         rows = self.batch.on_device.first(n)
         ids_BS = self._out_ids[:num_steps, :n].T.cpu()
@@ -149,7 +152,9 @@ class Runner:
         max_length = int(self.batch.lengths(num_sequences).max()) + num_steps - 1
         if not self._use_graphs:
             return num_sequences, max_length
-        num_rows = next((b for b in ROW_BUCKETS if b >= num_sequences), num_sequences)
+        rounded = -(-num_sequences // LARGE_BUCKET) * LARGE_BUCKET
+        num_rows = next((b for b in ROW_BUCKETS if b >= num_sequences), rounded)
+        num_rows = min(num_rows, self.max_num_seqs)
         num_splits = -(-max_length // LENGTH_BUCKET)
         return num_rows, LENGTH_BUCKET * (1 << (num_splits - 1).bit_length())
 
@@ -216,6 +221,11 @@ class Runner:
     def copy_pages(self, copies: list[tuple[int, int]]) -> None:
         source, target = self._tensor(copies).unbind(1)
         self.cache[:, :, target] = self.cache[:, :, source]
+
+    @torch.inference_mode()
+    def clear_pages(self, pages: list[int]) -> None:
+        """Zero these and the scratch page: 0 times nan would be nan wherever they are gathered."""
+        self.cache[:, :, self._tensor([SCRATCH_PAGE, *pages])] = 0
 
     def _tensor(self, values: list, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)

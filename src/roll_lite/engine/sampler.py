@@ -52,7 +52,8 @@ def truncate(
     is_left = (rank_V < top_k_R[:, None]) | (top_k_R[:, None] == 0)
     scaled_RV = (sorted_RV / temperatures_R[:, None]).masked_fill(~is_left, -torch.inf)
     probs_RV = scaled_RV.softmax(-1)
-    is_left &= probs_RV.cumsum(-1) - probs_RV < top_p_R[:, None]
+    # A sum in fp32 reaches 1 before its tail: rows without top-p must not lose that.
+    is_left &= (probs_RV.cumsum(-1) - probs_RV < top_p_R[:, None]) | (top_p_R[:, None] >= 1)
     is_left &= probs_RV >= min_p_R[:, None] * probs_RV[:, :1]
     is_left |= rank_V == 0
     left_out_RV = torch.empty_like(is_left).scatter_(1, order_RV, ~is_left)

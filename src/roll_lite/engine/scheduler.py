@@ -24,8 +24,9 @@ class Chunk(NamedTuple):
 
 
 class Scheduler:
-    def __init__(self, pool: PagePool, *, max_num_seqs: int, max_prefill_tokens: int):
+    def __init__(self, pool: PagePool, *, max_num_seqs: int, max_prefill_tokens: int, burst: int):
         self.pool = pool
+        self._pages_per_burst = pool.pages_for(burst)
         self.max_num_seqs = max_num_seqs
         self.max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Sequence] = deque()
@@ -64,9 +65,8 @@ class Scheduler:
         found = self.pool.find(sequence.token_ids, (num_tokens - 1) // self.pool.page_size)
         shared = self.pool.share(found)
         needed = self.pool.pages_for(num_tokens) - len(shared)
-        # One page more for everyone who runs, so that the newcomer is not preempted at once.
-        spare = len(self.running) + 1 if self.running else 0
-        if self.pool.num_free < needed + spare:
+        has_room = self._has_room(needed) if self.running else needed <= self.pool.num_free
+        if not has_room:
             self.pool.release(shared)
             return False
         self.waiting.popleft()
@@ -75,6 +75,11 @@ class Scheduler:
         self.num_reused_tokens += sequence.num_computed
         self.prefilling.append(sequence)
         return True
+
+    def _has_room(self, num_pages: int) -> bool:
+        """With a burst for everyone to spare, so that the newcomer is not preempted at once."""
+        spare = (len(self.running) + 1) * self._pages_per_burst
+        return self.pool.num_free >= num_pages + spare
 
     def _is_full(self) -> bool:
         return len(self.running) + len(self.prefilling) >= self.max_num_seqs
@@ -89,8 +94,7 @@ class Scheduler:
         num_full = len(leader.token_ids) // self.pool.page_size
         num_own = len(leader.pages) - num_full  # 1 where the prompt ends within a page
         for i, follower in enumerate(followers):
-            no_room = self.pool.num_free < num_own + len(self.running) + 1
-            if no_room or self._is_full():
+            if not self._has_room(num_own) or self._is_full():
                 self.waiting.extendleft(reversed(followers[i:]))
                 break
             own = self.pool.allocate(num_own)
@@ -130,6 +134,7 @@ class Scheduler:
         for place in (self.running, self.prefilling, self.waiting):
             if sequence in place:
                 place.remove(sequence)
+                break
         self._give_back_pages(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:

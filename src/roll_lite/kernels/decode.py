@@ -79,7 +79,7 @@ def _attend_split(
             l = l * rescale + tl.sum(p, 1)  # noqa: E741
             acc = acc * rescale[:, None] + tl.dot(p.to(v.dtype), v)
             m = m_new
-        row = (seq * num_heads + head) * num_splits + split
+        row = (seq * num_heads + head).to(tl.int64) * num_splits + split
         tl.store(
             partial_ptr + row[:, None] * D + d[None, :], acc / l[:, None], mask=in_group[:, None]
         )
@@ -91,7 +91,7 @@ def _merge_splits(
     partial_ptr, lse_ptr, length_ptr, out_ptr, num_splits, num_heads,
     D: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, D)
     used = (tl.load(length_ptr + row // num_heads).to(tl.int32) + SPLIT - 1) // SPLIT
     m = -1e30
