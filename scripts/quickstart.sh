@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh clone to a model that has learnt: builds a tiny model, warms it up with supervised
 # dialogues, then trains it by reinforcement and shows its accuracy on questions it never saw.
-#   scripts/quickstart.sh [seed]      about 3 minutes on two CPU cores after installation
+#   scripts/quickstart.sh [seed]      a good 2 minutes on two CPU cores after installation
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/venv.sh
