@@ -158,14 +158,27 @@ def test_chunked_prefill_changes_no_token(qwen, budget):
     assert engine.pool.num_free == engine.pool.num_pages
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_random_workloads_lose_nothing(qwen, seed):
-    """Hundreds of submits, aborts, preemptions and weight loads in a cache that is too small."""
+@pytest.mark.parametrize(
+    ("seed", "num_rounds", "ahead"),
+    [
+        (0, 100, False),
+        (1, 100, True),
+        pytest.param(2, 1500, True, marks=pytest.mark.slow),
+        pytest.param(3, 1500, False, marks=pytest.mark.slow),
+    ],
+)
+def test_random_workloads_lose_nothing(qwen, seed, num_rounds, ahead):
+    """Submits, aborts, preemptions and weight loads in a cache that is too small."""
     _, model = qwen
     r = random.Random(seed)
-    weights = list(model.named_parameters())
+    weights = [(name, p.clone()) for name, p in model.named_parameters()]
     engine = engine_with(
-        model, num_pages=24, burst=r.choice([1, 3, 8]), max_num_seqs=9, max_prefill_tokens=19
+        model,
+        num_pages=r.choice([24, 60]),
+        burst=r.choice([1, 3, 8]),
+        max_num_seqs=9,
+        max_prefill_tokens=19,
+        launch_ahead=ahead,
     )
     ended, handles = [], []
     stems = prompts_of([30, 30, 30], seed)
@@ -181,8 +194,9 @@ def test_random_workloads_lose_nothing(qwen, seed):
         )
         handles.append((request, engine.submit(request, lambda i, turn: ended.append((number, i)))))
 
-    for _ in range(150):
-        for _ in range(r.choice([0, 0, 1, 3])):
+    for i in range(num_rounds):
+        # Busy times and quiet ones, when nobody waits.
+        for _ in range(r.choice([0, 0, 1, 3]) if i % 50 < 30 else 0):
             submit()
         if r.random() < 0.1 and handles:
             engine.abort(r.choice(handles)[1].id)
@@ -191,7 +205,7 @@ def test_random_workloads_lose_nothing(qwen, seed):
         engine.step()
     while engine.has_work:
         engine.step()
-    assert engine.scheduler.num_preempted > 20
+    assert engine.scheduler.num_preempted > num_rounds // 10
     assert engine.pool.num_free == engine.pool.num_pages
     assert sorted(ended) == [
         (n, i) for n, (q, _) in enumerate(handles) for i in range(q.num_samples)
@@ -200,7 +214,9 @@ def test_random_workloads_lose_nothing(qwen, seed):
     whole = roomy.generate([request for request, _ in handles])
     for (_, handle), turns in zip(handles, whole, strict=True):
         for turn, expected in zip(handle.turns, turns, strict=True):
-            assert turn.token_ids == expected.token_ids[: len(turn.token_ids)]
+            num_tokens = len(turn.token_ids)
+            assert turn.token_ids == expected.token_ids[:num_tokens]
+            assert turn.logprobs == expected.logprobs[:num_tokens]  # to the last bit
             assert turn.finish_reason in ("abort", expected.finish_reason)
 
 
@@ -256,7 +272,8 @@ def test_abort_frees_everything_and_the_rest_goes_on(qwen):
         engine.step()
     assert sorted(ended) == [0, 1, 2]
     assert {turn.finish_reason for turn in dropped.turns + waiting.turns} == {"abort"}
-    assert dropped.turns[0].token_ids == reference_greedy(reference, drop, 24)[:6]
+    had = dropped.turns[0].token_ids
+    assert len(had) > 2 and had == reference_greedy(reference, drop, 24)[: len(had)]
     assert kept.turns[0].token_ids == reference_greedy(reference, keep, 24)
     assert engine.pool.num_free == engine.pool.num_pages
 
@@ -274,10 +291,10 @@ def test_new_weights_are_used_at_once_and_recorded(qwen, tmp_path):
     while engine.has_work:
         engine.step()
     turn = handle.turns[0]
-    assert turn.versions == [(0, 0), (6, 7)]
-    # The rest of the turn is what the other model says after the first six tokens.
-    expected = reference_greedy(other, turn.prompt_ids + turn.token_ids[:6], 18)
-    assert turn.token_ids[6:] == expected
+    assert turn.versions == [(0, 0), (5, 7)]
+    # The rest of the turn is what the other model says after the first five tokens.
+    expected = reference_greedy(other, turn.prompt_ids + turn.token_ids[:5], 19)
+    assert turn.token_ids[5:] == expected
 
 
 def test_weights_that_do_not_fit_change_nothing(qwen):
@@ -338,7 +355,7 @@ def test_a_step_that_fails_leaves_no_wrong_pages(qwen, monkeypatch):
     engine = engine_with(model, num_pages=60)
     request = Request(prompt_ids=prompts_of([21])[0], params=GREEDY)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "prefill", lambda chunks: (_ for _ in ()).throw(MemoryError()))
+        patch.setattr(engine.runner, "prefill", lambda *_: (_ for _ in ()).throw(MemoryError()))
         engine.submit(request)
         with pytest.raises(MemoryError):
             engine.step()
@@ -494,15 +511,15 @@ def test_a_model_that_breaks_fails_its_requests_and_no_others(qwen):
 
 def test_noise_is_gumbel_and_uncorrelated():
     keys = torch.tensor([noise_key(seed, index) for seed in range(20) for index in range(20)])
-    noise = gumbel(keys, torch.full((400,), 11), 1000).double()
+    noise = gumbel(keys, torch.full((400,), 11), 0, 1000).double()
     assert abs(noise.mean().item() - 0.5772) < 0.01
     assert abs(noise.var().item() - torch.pi**2 / 6) < 0.02
     assert torch.corrcoef(noise[:40]).fill_diagonal_(0).abs().max() < 0.17  # 5 sigma of 1/sqrt(V)
     # No two positions share the set of their bits, whatever the order.
     key = torch.tensor([noise_key(1, 1)]).expand(512, 2)
-    sums = gumbel(key, torch.arange(512), 4096).double().sort(-1).values.sum(-1)
+    sums = gumbel(key, torch.arange(512), 0, 4096).double().sort(-1).values.sum(-1)
     assert len(set(sums.tolist())) == 512
-    other_position = gumbel(keys, torch.full((400,), 12), 1000).double()
+    other_position = gumbel(keys, torch.full((400,), 12), 0, 1000).double()
     assert (
         abs(torch.corrcoef(torch.stack([noise.flatten(), other_position.flatten()]))[0, 1]) < 0.01
     )
@@ -559,8 +576,8 @@ def test_cuda_fp32_greedy_equals_transformers(qwen):
 def test_noise_is_the_same_on_every_device():
     keys = torch.tensor([noise_key(seed, 1) for seed in range(50)])
     positions = torch.arange(50)
-    on_cuda = gumbel(keys.cuda(), positions.cuda(), 1000).cpu()
-    torch.testing.assert_close(on_cuda, gumbel(keys, positions, 1000), rtol=1e-5, atol=1e-5)
+    on_cuda = gumbel(keys.cuda(), positions.cuda(), 0, 1000).cpu()
+    torch.testing.assert_close(on_cuda, gumbel(keys, positions, 0, 1000), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu

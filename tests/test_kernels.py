@@ -5,10 +5,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from roll_lite.engine.attention import sdpa_prefill
 from roll_lite.engine.sampler import gumbel, noise_key
+from roll_lite.engine.tiles import Tiles, tiled_attention
 from roll_lite.kernels.decode import paged_decode
-from roll_lite.kernels.pointwise import silu_mul
+from roll_lite.kernels.pointwise import add_norm, silu_mul
 from roll_lite.kernels.prefill import paged_prefill
 from roll_lite.kernels.qkv import rotate_into_cache
 from roll_lite.kernels.sample import sample
@@ -46,12 +46,21 @@ def check_decode(lengths, K, group, D, page_size):
     table = torch.randperm(B * P + 3, device=DEVICE)[: B * P].view(B, P).int()
     q = torch.randn(B, K * group, D, device=DEVICE, dtype=DTYPE)
     lengths = torch.tensor(lengths, device=DEVICE)
-    got = paged_decode(q, cache[0], cache[1], table, lengths, int(lengths.max()))
+    counters = torch.zeros(B, K, dtype=torch.int32, device=DEVICE)
+    got = paged_decode(q, cache[0], cache[1], table, lengths, int(lengths.max()), counters)
     expected = reference_decode(q, cache[0], cache[1], table, lengths)
     assert_close_to_exact(got, expected)
     # A sequence's result does not depend on the others or on the largest length.
-    alone = paged_decode(q[:1], cache[0], cache[1], table[:1], lengths[:1], 4 * int(lengths.max()))
-    assert torch.equal(alone, got[:1])
+    longest = 4 * int(lengths.max())
+    for b in range(B):
+        row = slice(b, b + 1)
+        alone = paged_decode(
+            q[row], cache[0], cache[1], table[row], lengths[row], longest, counters
+        )
+        assert torch.equal(alone, got[row])
+    assert counters.sum() == 0
+    tiles = Tiles.of_chunks(lengths - 1, torch.ones_like(lengths), table, page_size)
+    assert_close_to_exact(tiled_attention(q, cache[0], cache[1], tiles), expected)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +95,9 @@ def check_prefill(chunks, K, group, D, page_size):
     expected = reference_decode(
         q, cache[0], cache[1], table[[b for b, _ in rows]], torch.tensor([n for _, n in rows])
     )
-    for attend in (paged_prefill, sdpa_prefill):
-        assert_close_to_exact(attend(*arguments), expected)
+    assert_close_to_exact(paged_prefill(*arguments), expected)
+    tiles = Tiles.of_chunks(starts, cu_seqlens.diff(), table, page_size)
+    assert_close_to_exact(tiled_attention(q, cache[0], cache[1], tiles), expected)
 
 
 @pytest.mark.parametrize(("K", "group", "D", "page_size"), [(2, 2, 32, 16), (1, 3, 64, 4)])
@@ -145,7 +155,7 @@ def test_sample_equals_torch(vocab_size):
     ids, logprobs = sample(logits, temperatures, greedy, keys, positions)
 
     scaled = logits.double() / temperatures[:, None]
-    noise = gumbel(keys, positions, vocab_size).double().masked_fill(greedy[:, None], 0.0)
+    noise = gumbel(keys, positions, 0, vocab_size).double().masked_fill(greedy[:, None], 0.0)
     assert ids.tolist() == (scaled + noise).argmax(-1).tolist()
     exact = scaled.log_softmax(-1).gather(1, ids[:, None])[:, 0]
     assert (logprobs.double() - exact).abs().max() < 1e-4
@@ -158,3 +168,38 @@ def test_silu_mul():
     torch.testing.assert_close(
         silu_mul(x), torch.nn.functional.silu(gate) * up, rtol=TOLERANCE, atol=TOLERANCE
     )
+
+
+@pytest.mark.parametrize("H", [48, 576, 4096])
+def test_add_norm(H):
+    torch.manual_seed(H)
+    x, delta = (torch.randn(5, H, device=DEVICE, dtype=DTYPE) for _ in range(2))
+    norm = RMSNorm(H, 1e-6).to(DEVICE, DTYPE)
+    torch.nn.init.normal_(norm.weight, 1.0, 0.2)
+    total = (x + delta).clone()
+    got = add_norm(x, delta, norm.weight.detach(), 1e-6)
+    assert torch.equal(x, total)  # in place
+    exact = total.double() * (total.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    assert_close_to_exact(got, (exact * norm.weight.double()).cpu().detach())
+
+
+def test_sample_over_parts_of_the_vocabulary_equals_the_whole():
+    torch.manual_seed(1)
+    rows, vocab_size, size = 4, 3000, 3
+    logits = (torch.randn(rows, vocab_size, device=DEVICE) * 3).to(DTYPE)
+    arguments = (
+        torch.tensor([1.0, 0.7, 1.0, 2.0], device=DEVICE),
+        torch.tensor([False, False, True, False], device=DEVICE),
+        torch.tensor([noise_key(5, i) for i in range(rows)], device=DEVICE),
+        torch.arange(rows, device=DEVICE),
+    )
+    ids, logprobs = sample(logits, *arguments)
+    # What each part would send, in order; then a part that receives the others' columns.
+    sent = []
+    parts = logits.chunk(size, 1)
+    for rank, part in enumerate(parts):
+        sample(part, *arguments, rank * 1000, lambda x: sent.append(x) or x)
+    columns = iter([torch.cat(sent[i :: len(sent) // size], 1) for i in range(len(sent) // size)])
+    got_ids, got_logprobs = sample(parts[1], *arguments, 1000, lambda x: next(columns))
+    assert torch.equal(got_ids, ids)
+    torch.testing.assert_close(got_logprobs, logprobs, rtol=0, atol=1e-5)

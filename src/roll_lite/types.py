@@ -31,6 +31,8 @@ class SamplingParams:
     """0 takes the likeliest token."""
     stop_ids: tuple[int, ...] = ()
     """Sampling one of these ends the turn; it stays the turn's last token."""
+    stop: tuple[str, ...] = ()
+    """A reply that contains one of these texts ends with the token that completes it."""
     top_k: int = 0
     """Sample among the k likeliest tokens; 0 is all. Not for training: it trains on all tokens."""
     top_p: float = 1.0
@@ -47,6 +49,8 @@ class SamplingParams:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or above")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ValueError(f"stop={self.stop!r} must be a tuple of texts that are not empty")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must be 0 (off) or above")
         if not 0 < self.top_p <= 1:

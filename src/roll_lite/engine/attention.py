@@ -1,24 +1,17 @@
 """Attention through the paged cache. The cache is one tensor (layer, k or v, page, slot, K, D).
 
-Backends of decoding: `sdpa` gathers the pages of all sequences and calls SDPA once (the CPU, and
-the reference); `triton` reads the pages where they are.
+Backends: `triton` (CUDA, 16 bits) reads the pages where they are; `flash_attn` calls that package;
+`torch` gathers pages (CPU, fp32, and the reference of the others).
 """
 
+import importlib.util
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from roll_lite.models.attention import PackedAttention
+from roll_lite.engine.tiles import Tiles, tiled_attention
 from roll_lite.models.rotary import Projected
-
-
-def write_cache(layer_cache: Tensor, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
-    """Put keys and values of one layer at their slots, counted over all pages."""
-    keys, values = layer_cache.flatten(1, 2)
-    keys[slots_T] = k_TKD
-    values[slots_T] = v_TKD
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,35 +20,144 @@ class PrefillAttention:
 
     cache: Tensor
     slots_T: Tensor
-    packed: PackedAttention
+    """Where the tokens' keys and values go, counted over all pages."""
     page_table_BP: Tensor
+    """Page ids of each sequence; rows are filled up with any page."""
     starts_B: Tensor
     """Position of each chunk's first token."""
-    has_context: bool
-    """Whether any chunk has something before it; if not, `sdpa` attends as in training."""
-    backend: str
+    cu_seqlens: Tensor
+    """int32, (chunks + 1,): where each chunk starts in the packed tokens, then the total."""
+    max_seqlen: int
+    """Tokens of the longest chunk."""
+    max_length: int
+    """Position after the last token of any chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeAttention:
+    """One new token per sequence."""
+
+    cache: Tensor
+    slots_B: Tensor
+    page_table_BP: Tensor
+    lengths_B: Tensor
+    """Keys of each sequence, the new one included."""
+    max_length: int
+    """No sequence is longer."""
+    finished_BK: Tensor
+    """Zeros for the triton kernel to count with."""
+
+
+class TorchPrefill:
+    def __init__(self, where: PrefillAttention):
+        self.where = where
+        lengths_B = where.cu_seqlens.diff()
+        self.tiles = Tiles.of_chunks(
+            where.starts_B, lengths_B, where.page_table_BP, where.cache.shape[3]
+        )
 
     def __call__(self, layer: int, projected: Projected) -> Tensor:
-        k_pages, v_pages = self.cache[layer]
-        rest = (
-            k_pages, v_pages, self.page_table_BP, self.packed.cu_seqlens, self.starts_B,
-            self.packed.max_seqlen,
+        return _attend_tiles(self.where.cache[layer], self.where.slots_T, self.tiles, projected)
+
+
+class TorchDecode:
+    def __init__(self, where: DecodeAttention):
+        self.where = where
+        self.tiles = Tiles.of_chunks(
+            where.lengths_B - 1,
+            torch.ones_like(where.lengths_B),
+            where.page_table_BP,
+            where.cache.shape[3],
+        )
+
+    def __call__(self, layer: int, projected: Projected) -> Tensor:
+        return _attend_tiles(self.where.cache[layer], self.where.slots_B, self.tiles, projected)
+
+
+def _attend_tiles(
+    layer_cache: Tensor, slots_T: Tensor, tiles: Tiles, projected: Projected
+) -> Tensor:
+    return tiled_attention(_write(projected, slots_T, *layer_cache), *layer_cache, tiles)
+
+
+def _write(projected: Projected, slots_T: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+    """Rotated queries; keys and values go to their slots."""
+    q_THD, k_TKD, v_TKD = projected.rotated()
+    k_pages.flatten(0, 1)[slots_T] = k_TKD
+    v_pages.flatten(0, 1)[slots_T] = v_TKD
+    return q_THD
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPrefill:
+    where: PrefillAttention
+
+    def __call__(self, layer: int, projected: Projected) -> Tensor:
+        from roll_lite.kernels.prefill import paged_prefill
+
+        w = self.where
+        k_pages, v_pages = w.cache[layer]
+        return paged_prefill(
+            _rotate_into_cache(projected, w.slots_T, k_pages, v_pages), k_pages, v_pages,
+            w.page_table_BP, w.cu_seqlens, w.starts_B, w.max_seqlen,
         )  # fmt: skip
-        if self.backend == "triton":
-            from roll_lite.kernels.prefill import paged_prefill
-
-            return paged_prefill(fused_rotation(projected, self.slots_T, k_pages, v_pages), *rest)
-        q_THD, k_TKD, v_TKD = projected.rotated()
-        write_cache(self.cache[layer], self.slots_T, k_TKD, v_TKD)
-        if self.has_context:
-            return sdpa_prefill(q_THD, *rest)
-        return self.packed.attend(q_THD, k_TKD, v_TKD)
 
 
-def fused_rotation(
+@dataclass(frozen=True, slots=True)
+class TritonDecode:
+    where: DecodeAttention
+
+    def __call__(self, layer: int, projected: Projected) -> Tensor:
+        from roll_lite.kernels.decode import paged_decode
+
+        w = self.where
+        k_pages, v_pages = w.cache[layer]
+        return paged_decode(
+            _rotate_into_cache(projected, w.slots_B, k_pages, v_pages), k_pages, v_pages,
+            w.page_table_BP, w.lengths_B, w.max_length, w.finished_BK,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class FlashPrefill:
+    where: PrefillAttention
+
+    def __call__(self, layer: int, projected: Projected) -> Tensor:
+        from flash_attn import flash_attn_varlen_func
+
+        w = self.where
+        k_pages, v_pages = w.cache[layer]
+        keys = w.starts_B + w.cu_seqlens.diff()
+        return flash_attn_varlen_func(
+            _rotate_into_cache(projected, w.slots_T, k_pages, v_pages), k_pages, v_pages,
+            w.cu_seqlens, torch.nn.functional.pad(keys.cumsum(0), (1, 0)).int(),
+            w.max_seqlen, w.max_length, causal=True, block_table=w.page_table_BP,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class FlashDecode:
+    where: DecodeAttention
+
+    def __call__(self, layer: int, projected: Projected) -> Tensor:
+        from flash_attn import flash_attn_with_kvcache
+
+        w = self.where
+        k_pages, v_pages = w.cache[layer]
+        q_BHD = _rotate_into_cache(projected, w.slots_B, k_pages, v_pages)
+        out = flash_attn_with_kvcache(
+            q_BHD[:, None], k_pages, v_pages, cache_seqlens=w.lengths_B.int(),
+            block_table=w.page_table_BP, causal=True,
+        )  # fmt: skip
+        return out[:, 0]
+
+
+def _rotate_into_cache(
     projected: Projected, slots_T: Tensor, k_pages: Tensor, v_pages: Tensor
 ) -> Tensor:
-    """Rotated queries; keys and values go to their slots. One kernel."""
+    """The same in one kernel, for heads whose size is a power of two."""
+    if not _is_power_of_two(k_pages.shape[-1]):
+        return _write(projected, slots_T, k_pages, v_pages)
     from roll_lite.kernels.qkv import rotate_into_cache
 
     q_norm, k_norm, eps = None, None, 0.0
@@ -68,82 +170,32 @@ def fused_rotation(
     )  # fmt: skip
 
 
-def sdpa_prefill(
-    q_THD: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table_BP: Tensor,
-    cu_seqlens: Tensor,
-    starts_B: Tensor,
-    max_seqlen: int,
-) -> Tensor:
-    """Queries padded to the longest chunk, against the gathered pages of all sequences."""
-    K = k_pages.shape[2]
-    column = torch.arange(max_seqlen, device=q_THD.device)
-    is_query_BQ = column < cu_seqlens.diff()[:, None]
-    q_BQHD = q_THD.new_zeros(*is_query_BQ.shape, *q_THD.shape[1:])
-    q_BQHD[is_query_BQ] = q_THD
-    # (B, Q, K, G, D) -> (B, K, G * Q, D): the heads of a group share keys as further queries.
-    q = q_BQHD.unflatten(2, (K, -1)).permute(0, 2, 3, 1, 4)
-    group_size = q.shape[2]
-    k_BKLD, v_BKLD = (
-        pages[page_table_BP].flatten(1, 2).transpose(1, 2) for pages in (k_pages, v_pages)
-    )
-    slot = torch.arange(k_BKLD.shape[2], device=q_THD.device)
-    seen_BQL = slot <= (starts_B[:, None] + column)[:, :, None]
-    mask = seen_BQL[:, None].repeat(1, 1, group_size, 1)
-    out = F.scaled_dot_product_attention(q.flatten(2, 3), k_BKLD, v_BKLD, attn_mask=mask)
-    out_BQHD = out.unflatten(2, (group_size, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-    return out_BQHD[is_query_BQ]
+BACKENDS = {
+    "triton": (TritonPrefill, TritonDecode),
+    "flash_attn": (FlashPrefill, FlashDecode),
+    "torch": (TorchPrefill, TorchDecode),
+}
+PAGE_SIZE = {"triton": 16, "flash_attn": 256, "torch": 16}
+"""flash-attn wants pages of a multiple of 256; to the others the size makes no difference."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeAttention:
-    """One new token per sequence: what both backends need to know."""
-
-    cache: Tensor
-    slots_B: Tensor
-    page_table_BP: Tensor
-    """Page ids of each sequence; rows are filled up with any page."""
-    lengths_B: Tensor
-    """Keys of each sequence, the new one included."""
-    max_length: int
-    """No sequence is longer."""
+def _is_power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0
 
 
-class SdpaDecode(DecodeAttention):
-    __slots__ = ()
-
-    def __call__(self, layer: int, projected: Projected) -> Tensor:
-        q_BHD, k_BKD, v_BKD = projected.rotated()
-        write_cache(self.cache[layer], self.slots_B, k_BKD, v_BKD)
-        num_pages = -(-self.max_length // self.cache.shape[3])
-        table = self.page_table_BP[:, :num_pages]
-        k_BKLD, v_BKLD = (pages[table].flatten(1, 2).transpose(1, 2) for pages in self.cache[layer])
-        # The G query heads of a kv head stand where queries stand, so keys are not repeated.
-        q_BKGD = q_BHD.unflatten(1, (k_BKD.shape[1], -1))
-        slot = torch.arange(k_BKLD.shape[2], device=table.device)
-        mask = (slot < self.lengths_B[:, None])[:, None, None]
-        return F.scaled_dot_product_attention(q_BKGD, k_BKLD, v_BKLD, attn_mask=mask).flatten(1, 2)
-
-
-class TritonDecode(DecodeAttention):
-    __slots__ = ()
-
-    def __call__(self, layer: int, projected: Projected) -> Tensor:
-        from roll_lite.kernels.decode import paged_decode
-
-        k_pages, v_pages = self.cache[layer]
-        q_BHD = fused_rotation(projected, self.slots_B, k_pages, v_pages)
-        return paged_decode(
-            q_BHD, k_pages, v_pages, self.page_table_BP, self.lengths_B, self.max_length
+def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """The kernels are for 16-bit heads, ours for sizes that are powers of two."""
+    is_16_bit = device.type == "cuda" and dtype != torch.float32
+    usable = {
+        "triton": is_16_bit and head_dim >= 16 and _is_power_of_two(head_dim),
+        "flash_attn": is_16_bit and importlib.util.find_spec("flash_attn") is not None,
+        "torch": True,
+    }
+    if wanted == "auto":
+        return next(name for name in usable if usable[name])
+    if not usable.get(wanted):
+        raise ValueError(
+            f"backend={wanted!r} is not usable here (device {device.type}, {dtype}, heads of "
+            f"{head_dim}); usable: auto, {', '.join(name for name in usable if usable[name])}"
         )
-
-
-BACKENDS: dict[str, type[DecodeAttention]] = {"sdpa": SdpaDecode, "triton": TritonDecode}
-
-
-def choose_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """The kernels are for 16-bit heads whose size is a power of two."""
-    fits = head_dim >= 16 and head_dim & (head_dim - 1) == 0
-    return "triton" if device.type == "cuda" and dtype != torch.float32 and fits else "sdpa"
+    return wanted

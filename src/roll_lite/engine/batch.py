@@ -3,6 +3,7 @@ at them. Edited on the host between bursts, advanced on the device within one.""
 
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,24 +86,45 @@ class Batch:
                 self._placed.append(([], 0))
             self._refresh(row, sequence)
 
-    def lengths(self, num_rows: int) -> Tensor:
-        """Of the first rows, as the host knows them."""
-        return self._host.lengths[:num_rows].clone()
+    def add_pages(self) -> None:
+        """Note the pages that sequences have got since, while their rows go on."""
+        for row, sequence in enumerate(self.sequences):
+            if sequence.finish_reason is None:
+                self._refresh(row, sequence)
 
-    def rest(self) -> None:
-        """Put all rows on the device to rest, on the scratch page, until the next upload."""
+    def lengths(self) -> np.ndarray:
+        """By row, as the host knows them."""
+        return self._edit["lengths"][: len(self.sequences)].copy()
+
+    def put_to_rest(self) -> Rows:
+        """Put all rows on the device to rest, on the scratch page; what they were."""
+        held = Rows(*(getattr(self.on_device, field.name).clone() for field in fields(Rows)))
+        self._write(self._blank)
+        return held
+
+    def bring_back(self, held: Rows) -> None:
+        self._write(held)
+
+    def _write(self, rows: Rows) -> None:
         for field in fields(Rows):
-            getattr(self.on_device, field.name).copy_(getattr(self._blank, field.name))
+            getattr(self.on_device, field.name).copy_(getattr(rows, field.name))
 
     def upload(self, num_rows: int) -> None:
+        """All that the host knows of the rows; nothing may be under way that moves them on."""
         for field in fields(Rows):
-            source = getattr(self._host, field.name)[:num_rows]
-            getattr(self.on_device, field.name)[:num_rows].copy_(source, non_blocking=True)
+            self._upload(field.name, num_rows)
 
-    def advanced(self, token_ids: Tensor, lengths: Tensor) -> None:
+    def upload_pages(self, num_rows: int) -> None:
+        self._upload("page_table", num_rows)
+
+    def _upload(self, name: str, num_rows: int) -> None:
+        source = getattr(self._host, name)[:num_rows]
+        getattr(self.on_device, name)[:num_rows].copy_(source, non_blocking=True)
+
+    def advanced(self, token_ids: np.ndarray, lengths: np.ndarray) -> None:
         """Note on the host how far the rows have come on the device."""
-        self._host.token_ids[: len(token_ids)] = token_ids
-        self._host.lengths[: len(lengths)] = lengths
+        self._edit["token_ids"][: len(token_ids)] = token_ids
+        self._edit["lengths"][: len(lengths)] = lengths
 
     def _refresh(self, row: int, sequence: Sequence) -> None:
         pages, edit = sequence.pages, self._edit
@@ -110,7 +132,7 @@ class Batch:
         if placed is not pages:  # new here, or prefilled again
             params = sequence.params
             edit["token_ids"][row] = sequence.token_ids[-1]
-            edit["lengths"][row] = len(sequence.token_ids)
+            edit["lengths"][row] = sequence.length
             edit["limits"][row] = sequence.max_length
             edit["temperatures"][row] = params.temperature or 1.0
             edit["is_greedy"][row] = params.temperature == 0

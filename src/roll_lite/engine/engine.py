@@ -4,16 +4,19 @@ engine = Engine(load_model(folder))
 turns = engine.generate([Request(prompt_ids=ids, params=SamplingParams(max_tokens=64))])
 """
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from roll_lite.engine.attention import PAGE_SIZE, choose_backend
 from roll_lite.engine.batch import MAX_STOP_IDS
+from roll_lite.engine.memory import Memory
 from roll_lite.engine.pages import PagePool
-from roll_lite.engine.runner import Runner, Sampled, cache_shape
+from roll_lite.engine.runner import Flight, Runner, Sampled, cache_shape
 from roll_lite.engine.sampler import noise_key
 from roll_lite.engine.scheduler import Chunk, Scheduler
 from roll_lite.engine.sequence import Request, Sequence
@@ -23,6 +26,8 @@ from roll_lite.types import Turn
 
 OnTurn = Callable[[int, Turn], None]
 """Called with a sample's index and its turn the moment the sample ends."""
+Running = Literal["go_on", "finish", "abort"]
+"""What happens to running samples when new weights come."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,21 +50,29 @@ class Engine:
         model: Transformer,
         *,
         kv_cache_gib: float = 1.0,
-        page_size: int = 16,
+        page_size: int | None = None,
         max_num_seqs: int = 1024,
-        max_prefill_tokens: int = 16384,
+        max_prefill_tokens: int = 32768,
         burst: int | None = None,
+        backend: str = "auto",
+        launch_ahead: bool | None = None,
+        decode: Callable[[list[int]], str] | None = None,
     ):
         """`kv_cache_gib` is taken at once; when it runs short the newest samples wait.
 
         `burst` is the number of tokens that everyone decodes before the host looks at them: 16
-        under CUDA graphs, 1 where nothing is gained by more.
+        under CUDA graphs, 1 where nothing is gained by more. `backend` is triton, flash_attn or
+        torch. `launch_ahead` keeps the device busy while the host looks at the last burst; not on
+        a CPU, which does both. `decode` turns ids into text, for requests with stop texts.
         """
         self.model = model.requires_grad_(False)
         self.policy_version = 0
+        weight, config = model.embedding, model.config
+        backend = choose_backend(backend, weight.device, weight.dtype, config.head_dim)
+        page_size = page_size or PAGE_SIZE[backend]
         num_pages = self._num_pages(kv_cache_gib, page_size)
         self.pool = PagePool(num_pages, page_size)
-        self.burst = burst or (16 if model.embedding.is_cuda else 1)
+        self.burst = burst or (16 if weight.is_cuda else 1)
         self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=max_num_seqs,
@@ -68,13 +81,29 @@ class Engine:
         )
         self.runner = Runner(
             model,
+            backend=backend,
             num_pages=num_pages + 1,
             page_size=page_size,
             max_num_seqs=max_num_seqs,
             max_burst=self.burst,
         )
+        self.launch_ahead = weight.is_cuda if launch_ahead is None else launch_ahead
+        self._weights = _into_one_memory(model)
+        self._needs_weights = False
+        self._decode_text = decode
+        self._flight: Flight | None = None
+        self._rows_are_stale = False
+        """Whether a sequence ended that the device goes on with."""
         self._handles: dict[int, Handle] = {}
         self._next_id = 0
+
+    def __str__(self) -> str:
+        gib = self.runner.memory.bytes.numel() / 2**30
+        ranks = f" on {self.model.shard.size} ranks" if self.model.shard else ""
+        return (
+            f"engine{ranks}: {self.runner.backend} attention, cache of {self.pool.num_pages:,} "
+            f"pages of {self.pool.page_size} tokens ({gib:.2f} GiB), bursts of {self.burst}"
+        )
 
     def submit(self, request: Request, on_turn: OnTurn | None = None) -> Handle:
         self._check(request)
@@ -86,8 +115,7 @@ class Engine:
                 index=index,
                 params=request.params,
                 noise_key=noise_key(request.seed, index),
-                token_ids=list(request.prompt_ids),
-                num_prompt_tokens=len(request.prompt_ids),
+                prompt_ids=list(request.prompt_ids),
             )
             for index in range(request.num_samples)
         ]
@@ -103,6 +131,7 @@ class Engine:
         for sequence in unfinished:
             sequence.finish_reason = "abort"
             self.scheduler.remove(sequence)
+        self._rows_are_stale = True
         self._report(unfinished)
 
     def abort_all(self) -> None:
@@ -114,17 +143,30 @@ class Engine:
         return bool(self._handles)
 
     def step(self) -> None:
-        """Prefill under the token budget, then decode a burst for everyone who runs.
+        """Take in what the device has finished, and give it more to do.
 
-        Callbacks come last of all, when everything is in order: they may submit, abort and load.
+        Prompts come first: the more sequences decode together, the better. Callbacks come last of
+        all, when everything is in order and the device is busy: they may submit, abort and load.
         """
+        if self._needs_weights:
+            raise RuntimeError("the engine's weights are gone since sleep(); call load_weights()")
         ended: list[Sequence] = []
         try:
+            if flight := self._decode_on():
+                earlier, self._flight = self._flight, flight
+                ended += self._land(earlier)
+                return
+            if self._flight and self._flight.rows:
+                ended += self._land()
             if chunks := self.scheduler.schedule_prefill():
-                ended += self._extend(self._prefill(chunks))
-            if self.scheduler.running:
-                ended += self._extend(self._decode())
+                earlier, self._flight = self._flight, self._prefill(chunks)
+                ended += self._land(earlier)
+            else:
+                ended += self._land()
+                if self.scheduler.running:
+                    self._flight = self._decode()
         except BaseException:  # nobody knows what the pages hold now
+            self._flight = None
             self.scheduler.preempt_all()
             self.pool.forget_all()
             raise
@@ -143,8 +185,17 @@ class Engine:
         return [handle.turns for handle in handles]
 
     @torch.no_grad()
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Copy weights in place. Running samples go on under them, prefilled again."""
+    def load_weights(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        policy_version: int,
+        running: Running = "go_on",
+    ) -> None:
+        """Copy weights in place.
+
+        Running samples go on under them, prefilled again; or finish first under the old ones; or
+        are aborted. Requests that wait are answered under the new weights in any case.
+        """
         parameters, weights = dict(self.model.named_parameters()), dict(weights)
         wanted = {name: parameter.shape for name, parameter in parameters.items()}
         sent = {name: tensor.shape for name, tensor in weights.items()}
@@ -153,61 +204,142 @@ class Engine:
             raise ValueError(
                 f"new weights do not fit the model: {', '.join(dict.fromkeys(differing))}"
             )
+        if not self._weights.is_held:
+            raise RuntimeError("the engine sleeps; call wake() before load_weights()")
+        ended = self._make_way(running)
         for name, tensor in weights.items():
             parameters[name].copy_(tensor)
         self.policy_version = policy_version
+        self._needs_weights = False
+        self._report(ended)
+
+    def sleep(self) -> None:
+        """Give the memory of cache and weights back to the device; addresses stay reserved.
+
+        Running samples wait, and are prefilled again after wake() and load_weights().
+        """
+        if self._weights.is_held:
+            ended = self._make_way("go_on")
+            self._weights.give_back()
+            self.runner.memory.give_back()
+            self._needs_weights = True
+            self._report(ended)
+
+    def wake(self) -> None:
+        """Take the memory again. The weights that were in it are gone: load_weights() is next."""
+        if not self._weights.is_held:
+            self._weights.take_again()
+            self.runner.memory.take_again()
+
+    def _make_way(self, running: Running) -> list[Sequence]:
+        """Leave nothing in the cache or on the device; the sequences that ended on the way."""
+        if running not in ("go_on", "finish", "abort"):
+            raise ValueError(f"running={running!r} is not known; use go_on, finish or abort")
+        if running == "finish":
+            self._finish_running()
+        ended = self._land()
+        if running == "abort":
+            for sequence in [*self.scheduler.prefilling, *self.scheduler.running]:
+                sequence.finish_reason = "abort"
+                self.scheduler.remove(sequence)
+                ended += [sequence, *sequence.followers]
+                for follower in sequence.followers:
+                    follower.finish_reason = "abort"
         self.scheduler.preempt_all()
         self.pool.forget_all()
-
-    def _decode(self) -> list[Sampled]:
-        longest = max(s.max_length - len(s.token_ids) for s in self.scheduler.running)
-        num_steps = min(self.burst, longest)
-        return self.runner.decode(self.scheduler.make_room(num_steps), num_steps)
-
-    def _prefill(self, chunks: list[Chunk]) -> list[Sampled]:
-        """Compute chunks; the first token of every sequence whose prompt is complete."""
-        hidden_SH = self.runner.prefill(chunks)
-        rows, sequences, copies = [], [], []
-        for row, chunk in enumerate(chunks):
-            if not chunk.is_last:
-                continue
-            leader = chunk.sequence
-            followers = list(leader.followers)
-            copies += self.scheduler.fork(leader)
-            members = [leader, *(f for f in followers if f.pages)]
-            rows += [row] * len(members)
-            sequences += members
-        if not sequences:
-            return []
-        if copies:
-            self.runner.copy_pages(copies)
-        hidden_RH = hidden_SH[torch.tensor(rows, device=hidden_SH.device)]
-        token_ids, logprobs = self.runner.sample(hidden_RH, sequences)
-        return [
-            (sequence, [token_id], [logprob])
-            for sequence, token_id, logprob in zip(sequences, token_ids, logprobs, strict=True)
-        ]
-
-    def _extend(self, sampled: list[Sampled]) -> list[Sequence]:
-        """Append what was sampled; the sequences that ended with it, already taken out."""
-        ended = []
-        for sequence, token_ids, logprobs in sampled:
-            is_broken = not math.isfinite(sum(logprobs))
-            if is_broken:  # this sample ends with what was good; others go on
-                num_good = [math.isfinite(logprob) for logprob in logprobs].index(False)
-                token_ids, logprobs = token_ids[:num_good], logprobs[:num_good]
-            sequence.extend(token_ids, logprobs, self.policy_version)
-            if is_broken:
-                self._discard(sequence)
-            elif sequence.finish_reason:
-                self.scheduler.remove(sequence)
-            if sequence.finish_reason:
-                ended.append(sequence)
         return ended
+
+    def _finish_running(self) -> None:
+        self.scheduler.is_closed = True
+        try:
+            while self.scheduler.has_begun or self._flight:
+                self.step()
+        finally:
+            self.scheduler.is_closed = False
+
+    def _decode(self) -> Flight | None:
+        """A burst of everyone who runs."""
+        self._rows_are_stale = False
+        num_steps = self._num_steps(0)
+        self.scheduler.make_room(num_steps)
+        return self.runner.decode(self.scheduler.running, num_steps)
+
+    def _decode_on(self) -> Flight | None:
+        """Launch the next burst before the last one has landed, if it is of the same rows."""
+        flight, running = self._flight, self.scheduler.running
+        if not self.launch_ahead or not flight or not flight.rows or not running:
+            return None
+        num_rows = self.runner.num_rows
+        if (
+            self._rows_are_stale
+            or self.scheduler.has_newcomers
+            or num_rows(len(running)) != num_rows(len(flight.sequences))
+        ):
+            return None
+        before = len(flight.token_ids_SN)
+        num_steps = self._num_steps(before)
+        if num_steps < 1 or not self.scheduler.make_room_for_all(before + num_steps):
+            return None
+        return self.runner.decode_on(num_steps, before)
+
+    def _num_steps(self, num_under_way: int) -> int:
+        longest = max(s.max_length - s.length for s in self.scheduler.running)
+        return min(self.burst, longest - num_under_way)
+
+    def _prefill(self, chunks: list[Chunk]) -> Flight:
+        """Compute chunks; the first token of every sequence whose prompt is complete."""
+        readers, copies = [], []
+        for i, chunk in enumerate(chunks):
+            if chunk.is_last:
+                leader = chunk.sequence
+                followers = list(leader.followers)
+                copies += self.scheduler.fork(leader)
+                readers += [(i, s) for s in (leader, *followers) if s.pages]
+        return self.runner.prefill(chunks, readers, copies)
+
+    def _land(self, flight: Flight | None = None) -> list[Sequence]:
+        """Wait for a flight (the last one launched, unless given): who ended with it."""
+        if flight is None:
+            flight, self._flight = self._flight, None
+        if flight is None:
+            return []
+        landed = [s for s in self.runner.land(flight) if s.sequence.finish_reason is None]
+        for sampled in landed:
+            self._extend(sampled)
+        return [s.sequence for s in landed if s.sequence.finish_reason]
+
+    def _extend(self, sampled: Sampled) -> None:
+        """Append what was sampled; a sequence that ends with it is taken out."""
+        sequence, token_ids, logprobs = sampled.sequence, sampled.token_ids, sampled.logprobs
+        if not sampled.is_finite:  # this sample ends with what was good; others go on
+            num_good = int(np.isfinite(logprobs).argmin())
+            token_ids, logprobs = token_ids[:num_good], logprobs[:num_good]
+        sequence.extend(token_ids, logprobs, self.policy_version)
+        if sequence.params.stop and self._decode_text:
+            self._cut_at_stop(sequence, len(token_ids))
+        if not sampled.is_finite and sequence.finish_reason is None:
+            self._discard(sequence)
+        elif sequence.finish_reason:
+            self.scheduler.remove(sequence)
+
+    def _cut_at_stop(self, sequence: Sequence, num_new: int) -> None:
+        """End a sequence with the token that completes one of its stop texts."""
+        sampled = sequence.token_ids[len(sequence.prompt_ids) :]
+
+        def is_stopped(num_tokens: int) -> bool:
+            text = self._decode_text(sampled[:num_tokens])
+            return any(stop in text for stop in sequence.params.stop)
+
+        if is_stopped(len(sampled)):
+            old = len(sampled) - num_new
+            sequence.cut(next(n for n in range(old + 1, len(sampled) + 1) if is_stopped(n)))
+            sequence.finish_reason = "stop"
+            self._rows_are_stale = True
 
     def _discard(self, sequence: Sequence) -> None:
         """End a sequence whose logits are not finite, and leave nothing of it in the cache."""
         sequence.finish_reason = "error"
+        self._rows_are_stale = True
         sequence.num_computed = 0
         pages = list(sequence.pages)
         self.pool.forget(pages)
@@ -238,6 +370,10 @@ class Engine:
             raise ValueError(
                 f"stop_ids has {len(request.params.stop_ids)} ids; at most {MAX_STOP_IDS} are held"
             )
+        if request.params.stop and self._decode_text is None:
+            raise ValueError(
+                f"stop={request.params.stop!r} needs text; give the engine Engine(decode=...)"
+            )
         if request.num_samples < 1:
             raise ValueError(f"num_samples={request.num_samples} must be at least 1")
         longest = len(ids) + request.params.max_tokens
@@ -258,3 +394,18 @@ class Engine:
                 f"kv_cache_gib={kv_cache_gib} holds no page of {page_bytes} bytes; raise it"
             )
         return num_pages
+
+
+@torch.no_grad()
+def _into_one_memory(model: Transformer) -> Memory:
+    """Move the parameters to memory that sleep() can give back."""
+    parameters = list(model.parameters())
+    starts = np.cumsum([0] + [-(-p.nbytes // 256) * 256 for p in parameters])
+    memory = Memory(int(starts[-1]), model.embedding.device)
+    for parameter, start in zip(parameters, starts[:-1].tolist(), strict=True):
+        place = memory.tensor(tuple(parameter.shape), parameter.dtype, start)
+        place.copy_(parameter)
+        parameter.data = place
+    if model.embedding.is_cuda:
+        torch.cuda.empty_cache()
+    return memory

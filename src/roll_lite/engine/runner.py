@@ -2,19 +2,24 @@
 
 A burst is a number of decoding steps with one read-back at its end. A step (embedding, layers,
 head, sampling, stop and length tests) advances the rows on the device; on CUDA it is captured once
-per batch size and replayed.
+per batch size and replayed. Nothing here waits for the device but `land`.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from roll_lite.engine.attention import BACKENDS, PrefillAttention, choose_backend
+from roll_lite.engine.attention import BACKENDS, DecodeAttention, PrefillAttention
 from roll_lite.engine.batch import SCRATCH_PAGE, Batch, Rows
+from roll_lite.engine.memory import Memory
 from roll_lite.engine.sampler import sample, truncate
 from roll_lite.engine.scheduler import Chunk
 from roll_lite.engine.sequence import Sequence
-from roll_lite.models.attention import PackedAttention
+from roll_lite.models.linear import linear
 from roll_lite.models.logprobs import row_chunks
 from roll_lite.models.transformer import Transformer
 
@@ -27,8 +32,26 @@ LENGTH_BUCKET = 512
 TRUNCATION = {"top_k": torch.int64, "top_p": torch.float32, "min_p": torch.float32}
 
 
-Sampled = tuple[Sequence, list[int], list[float]]
-"""A sequence, the tokens it sampled, and their logprobs."""
+@dataclass(slots=True)
+class Flight:
+    """Work that was given to the device, and where its results will be."""
+
+    sequences: list[Sequence]
+    token_ids_SN: Tensor
+    logprobs_SN: Tensor
+    rows: tuple[Tensor, Tensor] | None
+    """Of a burst: the last token of each row, and its length."""
+    ready: torch.cuda.Event | None
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What a flight brought for one sequence."""
+
+    sequence: Sequence
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    is_finite: bool
 
 
 class Runner:
@@ -36,144 +59,198 @@ class Runner:
         self,
         model: Transformer,
         *,
+        backend: str,
         num_pages: int,
         page_size: int,
         max_num_seqs: int,
         max_burst: int,
     ):
-        self.model = model
+        self.model, self.backend = model, backend
         self.device = model.embedding.device
         self.page_size, self.max_num_seqs = page_size, max_num_seqs
-        self.backend = choose_backend(self.device, model.embedding.dtype, model.config.head_dim)
-        self.cache = torch.zeros(
-            cache_shape(model, num_pages, page_size),
-            dtype=model.embedding.dtype,
-            device=self.device,
-        )
+        shape, dtype = cache_shape(model, num_pages, page_size), model.embedding.dtype
+        self.memory = Memory(torch.Size(shape).numel() * dtype.itemsize, self.device)
+        self.cache = self.memory.tensor(shape, dtype)
         longest = min(model.config.max_positions, num_pages * page_size)
         self.batch = Batch(max_num_seqs, -(-longest // page_size), self.device)
-        self._step_index = torch.zeros(1, dtype=torch.int64, device=self.device)
-        shape = (max_burst, max_num_seqs)
-        self._out_ids = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        self._out_logprobs = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        zeros = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._step_index = zeros
+        self._out_ids = zeros.new_zeros(max_burst, max_num_seqs)
+        self._out_logprobs = self._out_ids.float()
+        num_counters = max_num_seqs, model.local_config.num_kv_heads
+        self._finished_BK = zeros.new_zeros(num_counters, dtype=torch.int32)
         self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
-        self._use_graphs = self.backend == "triton"
+        self._use_graphs = self.device.type == "cuda" and backend != "torch"
 
     @torch.inference_mode()
-    def prefill(self, chunks: list[Chunk]) -> Tensor:
-        """Compute chunks into the cache; the hidden state of each one's last token."""
-        token_ids_T = self._tensor(
-            [t for c in chunks for t in c.sequence.token_ids[c.start : c.end]]
+    def prefill(
+        self, chunks: list[Chunk], readers: list[tuple[int, Sequence]], copies: list
+    ) -> Flight:
+        """Compute chunks into the cache, copy pages, sample the first token of each reader.
+
+        A reader is a chunk's index and a sequence that goes on after it.
+        """
+        hidden_CH = self._hidden(chunks)
+        if copies:
+            self._copy_pages(copies)
+        sequences = [sequence for _, sequence in readers]
+        rows = self._tensor([chunk for chunk, _ in readers])
+        ids, logprobs = self._sample(hidden_CH[rows], sequences)
+        return self._launched(sequences, ids[None], logprobs[None])
+
+    def _hidden(self, chunks: list[Chunk]) -> Tensor:
+        """The hidden state of each chunk's last token."""
+        token_ids = [t for c in chunks for t in c.sequence.token_ids[c.start : c.end]]
+        starts = np.array([chunk.start for chunk in chunks])
+        lengths = np.array([chunk.end for chunk in chunks]) - starts
+        ends = lengths.cumsum()
+        positions = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
+        max_length = int((starts + lengths).max())
+        page_table = np.full((len(chunks), -(-max_length // self.page_size)), SCRATCH_PAGE)
+        for row, chunk in zip(page_table, chunks, strict=True):
+            pages = chunk.sequence.pages[: len(row)]
+            row[: len(pages)] = pages
+        page, slot = np.divmod(positions, self.page_size)
+        slots = page_table[np.repeat(np.arange(len(chunks)), lengths), page]
+        ends_C = self._tensor(ends)
+        attend = BACKENDS[self.backend][0](
+            PrefillAttention(
+                cache=self.cache,
+                slots_T=self._tensor(slots * self.page_size + slot),
+                page_table_BP=self._tensor(page_table, torch.int32),
+                starts_B=self._tensor(starts),
+                cu_seqlens=F.pad(ends_C, (1, 0)).int(),
+                max_seqlen=int(lengths.max()),
+                max_length=max_length,
+            )
         )
-        positions_T = torch.cat([torch.arange(c.start, c.end) for c in chunks]).to(self.device)
-        slots_T = torch.cat([self._slots(chunk) for chunk in chunks]).to(self.device)
-        lengths = [chunk.end - chunk.start for chunk in chunks]
-        ends = self._tensor(lengths).cumsum(0)
-        width = max(self._num_pages(chunk) for chunk in chunks)
-        page_table = [
-            c.sequence.pages[: self._num_pages(c)] + [SCRATCH_PAGE] * (width - self._num_pages(c))
-            for c in chunks
-        ]
-        attend = PrefillAttention(
-            self.cache,
-            slots_T,
-            PackedAttention(F.pad(ends, (1, 0)).int(), max(lengths)),
-            self._tensor(page_table, torch.int32),
-            self._tensor([chunk.start for chunk in chunks]),
-            has_context=any(chunk.start for chunk in chunks),
-            backend=self.backend,
+        hidden_TH = self.model.hidden_states(
+            self._tensor(token_ids), self._tensor(positions), attend
         )
-        return self.model.hidden_states(token_ids_T, positions_T, attend)[ends - 1]
+        return hidden_TH[ends_C - 1]
 
-    def _num_pages(self, chunk: Chunk) -> int:
-        return -(-chunk.end // self.page_size)
-
-    def _slots(self, chunk: Chunk) -> Tensor:
-        """Where the chunk's tokens lie, counted over all pages."""
-        pages = torch.tensor(chunk.sequence.pages[: self._num_pages(chunk)])
-        slots = (pages[:, None] * self.page_size + torch.arange(self.page_size)).flatten()
-        return slots[chunk.start : chunk.end]
-
-    @torch.inference_mode()
-    def sample(self, hidden_RH: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
+    def _sample(self, hidden_RH: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
         """The next token of each sequence, from its row, and that token's logprob."""
-        temperatures_R = self._tensor([s.params.temperature for s in sequences], torch.float32)
-        is_greedy_R = temperatures_R == 0
-        temperatures_R.masked_fill_(is_greedy_R, 1.0)  # what a greedy token's logprob is under
-        keys_R2 = self._tensor([s.noise_key for s in sequences])
-        positions_R = self._tensor([len(s.token_ids) for s in sequences])
-        token_ids, logprobs = [], []
+        temperatures_R = self._tensor([s.params.temperature or 1.0 for s in sequences], float)
+        is_greedy_R = self._tensor([s.params.temperature == 0 for s in sequences], bool)
+        keys_R2 = self._tensor([s.noise_key for s in sequences]).view(-1, 2)
+        positions_R = self._tensor([s.length for s in sequences])
+        found = [(positions_R[:0], temperatures_R[:0])]
         for rows in row_chunks(len(sequences)):
-            logits_CV = F.linear(hidden_RH[rows], self.model.head_weight)
+            logits_CV = linear(hidden_RH[rows], self.model.head_weight)
             if any(s.params.is_truncated for s in sequences[rows]):
                 options = (
                     self._tensor([getattr(s.params, name) for s in sequences[rows]], dtype)
                     for name, dtype in TRUNCATION.items()
                 )
-                logits_CV = truncate(logits_CV, temperatures_R[rows], *options)
-            token_ids_C, logprobs_C = sample(
-                logits_CV, temperatures_R[rows], is_greedy_R[rows], keys_R2[rows], positions_R[rows]
-            )
-            token_ids += token_ids_C.tolist()
-            logprobs += logprobs_C.tolist()
-        return token_ids, logprobs
+                logits_CV = truncate(logits_CV, temperatures_R[rows], *options, self.model.shard)
+            of_rows = (x[rows] for x in (temperatures_R, is_greedy_R, keys_R2, positions_R))
+            found.append(sample(logits_CV, *of_rows, self.model.shard))
+        ids, logprobs = zip(*found, strict=True)
+        return torch.cat(ids), torch.cat(logprobs)
 
     @torch.inference_mode()
-    def decode(self, sequences: list[Sequence], num_steps: int) -> list[Sampled]:
+    def decode(self, sequences: list[Sequence], num_steps: int) -> Flight:
         """A burst: what each sequence samples in up to so many steps, until it ends."""
         self.batch.place(sequences)
-        num_rows, max_length = self._buckets(len(sequences), num_steps)
-        is_truncated = any(sequence.params.is_truncated for sequence in sequences)
-        run = self._step_runner(num_rows, max_length, is_truncated)
-        before = self.batch.lengths(len(sequences))
+        num_rows = self.num_rows(len(sequences))
+        run = self._step_runner(num_rows, int(self.batch.lengths().max()) + num_steps - 1)
         self.batch.upload(num_rows)
+        return self._burst(run, num_steps)
+
+    @torch.inference_mode()
+    def decode_on(self, num_steps: int, num_steps_before: int) -> Flight:
+        """A burst of the same rows, given to the device while it is still busy with the last.
+
+        Rows that end in the last burst are at rest in this one.
+        """
+        self.batch.add_pages()
+        longest = int(self.batch.lengths().max()) + num_steps_before + num_steps - 1
+        num_rows = self.num_rows(len(self.batch.sequences))
+        run = self._step_runner(num_rows, longest)
+        self.batch.upload_pages(num_rows)
+        return self._burst(run, num_steps)
+
+    def _burst(self, run: Callable[[], object], num_steps: int) -> Flight:
         self._step_index.zero_()
         for _ in range(num_steps):
             run()
-        return self._read_back(before, num_steps)
-
-    def _read_back(self, before: Tensor, num_steps: int) -> list[Sampled]:
-        n = len(before)
+        n = len(self.batch.sequences)
         rows = self.batch.on_device.first(n)
-        ids_BS = self._out_ids[:num_steps, :n].T.cpu()
-        logprobs_BS = self._out_logprobs[:num_steps, :n].T.cpu()
-        lengths = rows.lengths.cpu()
-        self.batch.advanced(rows.token_ids.cpu(), lengths)
-        counts = (lengths - before).tolist()
+        return self._launched(
+            list(self.batch.sequences),
+            self._out_ids[:num_steps, :n],
+            self._out_logprobs[:num_steps, :n],
+            (rows.token_ids, rows.lengths),
+        )
+
+    def _launched(
+        self,
+        sequences: list[Sequence],
+        ids_SN: Tensor,
+        logprobs_SN: Tensor,
+        rows: tuple[Tensor, Tensor] | None = None,
+    ) -> Flight:
+        """Send results on their way to the host."""
+        results, ready = (ids_SN, logprobs_SN, *(rows or ())), None
+        if self.device.type == "cuda":
+            results = [x.to("cpu", non_blocking=True) for x in results]
+            ready = torch.cuda.Event()
+            ready.record()
+        else:
+            results = [x.clone() for x in results]
+        ids_SN, logprobs_SN, *rows = results
+        return Flight(sequences, ids_SN, logprobs_SN, tuple(rows) or None, ready)
+
+    def land(self, flight: Flight) -> list[Sampled]:
+        """Wait for a flight; what it brought."""
+        if flight.ready:
+            flight.ready.synchronize()
+        ids_NS = flight.token_ids_SN.numpy().T.copy()
+        logprobs_NS = flight.logprobs_SN.numpy().T.copy()
+        counts = np.ones(len(ids_NS), dtype=np.int64)
+        if flight.rows:
+            last_ids, lengths = (x.numpy() for x in flight.rows)
+            counts = lengths - self.batch.lengths()
+            self.batch.advanced(last_ids, lengths)
+        is_sampled = np.arange(ids_NS.shape[1]) < counts[:, None]
+        is_finite = (np.isfinite(logprobs_NS) | ~is_sampled).all(1).tolist()
         return [
-            (sequence, ids[:count], logprobs[:count])
-            for sequence, ids, logprobs, count in zip(
-                self.batch.sequences, ids_BS.tolist(), logprobs_BS.tolist(), counts, strict=True
+            Sampled(sequence, ids[:count], logprobs[:count], finite)
+            for sequence, ids, logprobs, count, finite in zip(
+                flight.sequences, ids_NS, logprobs_NS, counts.tolist(), is_finite, strict=True
             )
         ]
 
-    def _buckets(self, num_sequences: int, num_steps: int) -> tuple[int, int]:
-        """Rows and key slots to compute with: a few sizes where graphs are captured for them."""
-        max_length = int(self.batch.lengths(num_sequences).max()) + num_steps - 1
+    def num_rows(self, num_sequences: int) -> int:
+        """Rows to compute with: one of a few sizes where graphs are captured for them."""
         if not self._use_graphs:
-            return num_sequences, max_length
+            return num_sequences
         rounded = -(-num_sequences // LARGE_BUCKET) * LARGE_BUCKET
         num_rows = next((b for b in ROW_BUCKETS if b >= num_sequences), rounded)
-        num_rows = min(num_rows, self.max_num_seqs)
-        num_splits = -(-max_length // LENGTH_BUCKET)
-        return num_rows, LENGTH_BUCKET * (1 << (num_splits - 1).bit_length())
+        return min(num_rows, self.max_num_seqs)
 
-    def _step_runner(self, num_rows: int, max_length: int, is_truncated: bool):
+    def _step_runner(self, num_rows: int, max_length: int) -> Callable[[], object]:
         """A callable that runs one step: the step itself, or its captured graph."""
+        is_truncated = any(sequence.params.is_truncated for sequence in self.batch.sequences)
+        if self._use_graphs:
+            num_splits = -(-max_length // LENGTH_BUCKET)
+            max_length = LENGTH_BUCKET * (1 << (num_splits - 1).bit_length())
 
         def step() -> None:
             self._step(self.batch.on_device.first(num_rows), max_length, is_truncated)
 
-        if not self._use_graphs:
+        # Truncation over ranks looks at numbers on the host, which a graph cannot.
+        if not self._use_graphs or (is_truncated and self.model.shard):
             return step
         key = (num_rows, max_length, is_truncated)
         if key not in self._graphs:
             self._graphs[key] = self._capture(step)
         return self._graphs[key].replay
 
-    def _capture(self, step) -> torch.cuda.CUDAGraph:
+    def _capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Rows at rest stay at rest, so the runs before a capture change nothing that matters."""
-        self.batch.rest()
+        held = self.batch.put_to_rest()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -185,6 +262,7 @@ class Runner:
         pool = next(iter(self._graphs.values())).pool() if self._graphs else None
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             step()
+        self.batch.bring_back(held)
         return graph
 
     def _step(self, rows: Rows, max_length: int, is_truncated: bool) -> None:
@@ -192,19 +270,25 @@ class Runner:
         is_active_B = rows.lengths < rows.limits
         positions_B = rows.lengths - 1
         page_B = rows.page_table.gather(1, (positions_B // self.page_size)[:, None])[:, 0]
-        attend = BACKENDS[self.backend](
-            self.cache,
-            page_B * self.page_size + positions_B % self.page_size,
-            rows.page_table,
-            rows.lengths,
-            max_length,
+        page_B = torch.where(is_active_B, page_B, SCRATCH_PAGE)  # others may own the pages by now
+        attend = BACKENDS[self.backend][1](
+            DecodeAttention(
+                cache=self.cache,
+                slots_B=page_B * self.page_size + positions_B % self.page_size,
+                page_table_BP=rows.page_table,
+                lengths_B=torch.where(is_active_B, rows.lengths, 1),  # rest costs next to nothing
+                max_length=max_length,
+                finished_BK=self._finished_BK,
+            )
         )
         hidden_BH = self.model.hidden_states(rows.token_ids, positions_B, attend)
-        logits_BV = F.linear(hidden_BH, self.model.head_weight)
+        logits_BV = linear(hidden_BH, self.model.head_weight)
+        shard = self.model.shard
         if is_truncated:
-            logits_BV = truncate(logits_BV, rows.temperatures, rows.top_k, rows.top_p, rows.min_p)
+            options = (rows.temperatures, rows.top_k, rows.top_p, rows.min_p)
+            logits_BV = truncate(logits_BV, *options, shard)
         ids_B, logprobs_B = sample(
-            logits_BV, rows.temperatures, rows.is_greedy, rows.keys, rows.lengths
+            logits_BV, rows.temperatures, rows.is_greedy, rows.keys, rows.lengths, shard
         )
         num_rows = len(ids_B)
         self._out_ids[:, :num_rows].index_copy_(0, self._step_index, ids_B[None])
@@ -217,8 +301,7 @@ class Runner:
         is_stop_B = (ids_B[:, None] == rows.stop_ids).any(1) & is_active_B
         rows.limits.copy_(torch.where(is_stop_B, rows.lengths, rows.limits))
 
-    @torch.inference_mode()
-    def copy_pages(self, copies: list[tuple[int, int]]) -> None:
+    def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
         source, target = self._tensor(copies).unbind(1)
         self.cache[:, :, target] = self.cache[:, :, source]
 
@@ -227,10 +310,15 @@ class Runner:
         """Zero these and the scratch page: 0 times nan would be nan wherever they are gathered."""
         self.cache[:, :, self._tensor([SCRATCH_PAGE, *pages])] = 0
 
-    def _tensor(self, values: list, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
+    def _tensor(self, values, dtype: torch.dtype | type = torch.int64) -> Tensor:
+        """On the device; from pinned memory, so that the host does not wait for its turn."""
+        dtype = {float: torch.float32, bool: torch.bool}.get(dtype, dtype)
+        tensor = torch.as_tensor(values).to(dtype)
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
 
 
 def cache_shape(model: Transformer, num_pages: int, page_size: int) -> tuple[int, ...]:
-    config = model.config
+    config = model.local_config
     return config.num_layers, 2, num_pages, page_size, config.num_kv_heads, config.head_dim

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from roll_lite.models.logprobs import pick_logprobs, scale
+from roll_lite.models.tensor import TensorShard
 
+CANDIDATES = 1024
+"""Entries that each rank sends for top-k, top-p and min-p."""
 _MASK = 0xFFFFFFFF
 
 
@@ -27,44 +30,109 @@ def sample(
     is_greedy_R: Tensor,
     keys_R2: Tensor,
     positions_R: Tensor,
+    shard: TensorShard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Token ids, and fp32 logprobs of them under the scaled logits that they were drawn from."""
+    """Token ids, and fp32 logprobs of them under the scaled logits that they were drawn from.
+
+    With a shard the logits are its part of the vocabulary, and ranks exchange their best entry.
+    """
+    num_entries = logits_RV.shape[1]
+    first = shard.rank * num_entries if shard else 0
     if logits_RV.is_cuda:
         from roll_lite.kernels.sample import sample as fused
 
-        return fused(logits_RV, temperatures_R, is_greedy_R, keys_R2, positions_R)
+        exchange = shard.side_by_side if shard else None
+        return fused(logits_RV, temperatures_R, is_greedy_R, keys_R2, positions_R, first, exchange)
     logits_RV = scale(logits_RV, temperatures_R)
-    noise_RV = gumbel(keys_R2, positions_R, logits_RV.shape[1])
+    noise_RV = gumbel(keys_R2, positions_R, first, first + num_entries)
     noise_RV.masked_fill_(is_greedy_R[:, None], 0.0)
-    token_ids_R = noise_RV.add_(logits_RV).argmax(-1)
-    return token_ids_R, pick_logprobs(logits_RV, token_ids_R)[0]
+    best_R, token_ids_R = noise_RV.add_(logits_RV).max(-1)
+    if shard is None:
+        return token_ids_R, pick_logprobs(logits_RV, token_ids_R)[0]
+    logit_R = logits_RV.gather(1, token_ids_R[:, None])[:, 0]
+    lse_R = logits_RV.logsumexp(-1)
+    best_RS, logit_RS, lse_RS = (shard.side_by_side(x[:, None]) for x in (best_R, logit_R, lse_R))
+    ids_RS = shard.side_by_side(token_ids_R[:, None] + first)
+    winner_R1 = best_RS.argmax(-1, keepdim=True)
+    logprobs_R = logit_RS.gather(1, winner_R1)[:, 0] - lse_RS.logsumexp(-1)
+    return ids_RS.gather(1, winner_R1)[:, 0], logprobs_R
 
 
 def truncate(
-    logits_RV: Tensor, temperatures_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor
+    logits_RV: Tensor,
+    temperatures_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor,
+    shard: TensorShard | None = None,
 ) -> Tensor:
     """Logits with -inf for the tokens that top-k, then top-p, then min-p leave out.
 
     The rest keeps its logits, so that sampling and logprobs are of the distribution that is left.
+    Tokens as likely as the last one that is left are left too.
     """
-    sorted_RV, order_RV = logits_RV.float().sort(dim=-1, descending=True)
-    rank_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
-    is_left = (rank_V < top_k_R[:, None]) | (top_k_R[:, None] == 0)
-    scaled_RV = (sorted_RV / temperatures_R[:, None]).masked_fill(~is_left, -torch.inf)
-    probs_RV = scaled_RV.softmax(-1)
+    options = (temperatures_R, top_k_R, top_p_R, min_p_R)
+    logits_RV = logits_RV.float()
+    if shard is None:
+        sorted_RV = logits_RV.sort(dim=-1, descending=True).values
+        last_R1 = _last_left(sorted_RV, sorted_RV, *options)
+    else:
+        last_R1 = _last_left_over_ranks(logits_RV, shard, *options)
+    return logits_RV.masked_fill(logits_RV < last_R1, -torch.inf)
+
+
+def _last_left(
+    sorted_RN: Tensor,
+    whole_RV: Tensor,
+    temperatures_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor,
+) -> Tensor:
+    """The smallest logit that is left, of the largest ones in order; `whole_RV` has them all."""
+    rank_N = torch.arange(sorted_RN.shape[1], device=sorted_RN.device)
+    scaled_RN = sorted_RN / temperatures_R[:, None]
+    has_top_k_R1 = top_k_R[:, None] > 0
+    is_left_RN = (rank_N < top_k_R[:, None]) | ~has_top_k_R1
+    total_R1 = (whole_RV / temperatures_R[:, None]).logsumexp(-1, keepdim=True)
+    in_top_k_R1 = scaled_RN.masked_fill(~is_left_RN, -torch.inf).logsumexp(-1, keepdim=True)
+    probs_RN = (scaled_RN - torch.where(has_top_k_R1, in_top_k_R1, total_R1)).exp()
+    probs_RN.masked_fill_(~is_left_RN, 0.0)
     # A sum in fp32 reaches 1 before its tail: rows without top-p must not lose that.
-    is_left &= (probs_RV.cumsum(-1) - probs_RV < top_p_R[:, None]) | (top_p_R[:, None] >= 1)
-    is_left &= probs_RV >= min_p_R[:, None] * probs_RV[:, :1]
-    is_left |= rank_V == 0
-    left_out_RV = torch.empty_like(is_left).scatter_(1, order_RV, ~is_left)
-    return logits_RV.masked_fill(left_out_RV, -torch.inf)
+    is_left_RN &= (probs_RN.cumsum(-1) - probs_RN < top_p_R[:, None]) | (top_p_R[:, None] >= 1)
+    is_left_RN &= probs_RN >= min_p_R[:, None] * probs_RN[:, :1]
+    num_left_R1 = is_left_RN.sum(-1, keepdim=True).clamp(min=1)
+    return sorted_RN.gather(1, num_left_R1 - 1)
 
 
-def gumbel(keys_R2: Tensor, positions_R: Tensor, vocab_size: int) -> Tensor:
-    """Gumbel noise (R, V), the same numbers on every device. Keys and positions are int64."""
+def _last_left_over_ranks(logits_RV: Tensor, shard: TensorShard, *options: Tensor) -> Tensor:
+    """The same when each rank has a part of the vocabulary: from the largest entries of each.
+
+    Where these turn out too few (a flat distribution, a large top-p), from all entries.
+    """
+    for num_candidates in (min(CANDIDATES, logits_RV.shape[1]), logits_RV.shape[1]):
+        largest_RC, order_RC = logits_RV.topk(num_candidates)
+        sorted_RN = shard.side_by_side(largest_RC).sort(dim=-1, descending=True).values
+        temperature_R1 = options[0][:, None]
+        others_RV = logits_RV.scatter(1, order_RC, -torch.inf) / temperature_R1
+        others_R1 = others_RV.logsumexp(-1, keepdim=True) * temperature_R1  # as one logit
+        whole_RV = torch.cat([sorted_RN, shard.side_by_side(others_R1)], -1)
+        last_R1 = _last_left(sorted_RN, whole_RV, *options)
+        # Above every rank's smallest candidate the list has no gaps.
+        floor_R1 = shard.side_by_side(largest_RC[:, -1:]).amax(-1, keepdim=True)
+        if num_candidates == logits_RV.shape[1] or bool((last_R1 > floor_R1).all()):
+            return last_R1
+    raise AssertionError("all entries are always enough")
+
+
+def gumbel(keys_R2: Tensor, positions_R: Tensor, first: int, end: int) -> Tensor:
+    """Gumbel noise (R, V) of entries first..end, the same numbers on every device.
+
+    Keys and positions are int64.
+    """
     first_R = _mix(_mix(positions_R ^ keys_R2[:, 0]) ^ keys_R2[:, 1])
     second_R = _mix(_mix(positions_R ^ keys_R2[:, 1]) ^ keys_R2[:, 0])
-    entry_V = torch.arange(vocab_size, device=keys_R2.device)
+    entry_V = torch.arange(first, end, device=keys_R2.device)
     bits_RV = _mix(_mix(first_R[:, None] ^ entry_V) ^ second_R[:, None])
     # -log(1 - u) keeps its precision for small u, which is where the large noise comes from.
     uniform_RV = bits_RV.float().add_(0.5).mul_(2.0**-32)

@@ -20,7 +20,7 @@ class Chunk(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        return self.end == len(self.sequence.token_ids)
+        return self.end == self.sequence.length
 
 
 class Scheduler:
@@ -32,6 +32,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
         """Have pages for all of their tokens, and some of these computed."""
+        self.is_closed = False
+        """Nobody new is admitted: those who have begun finish first."""
         self.running: list[Sequence] = []
         """Oldest first."""
         self.num_preempted = 0
@@ -44,7 +46,7 @@ class Scheduler:
         while budget > 0 and (self.prefilling or self._admit()):
             sequence = self.prefilling[0]
             start = sequence.num_computed
-            end = sequence.num_computed = min(len(sequence.token_ids), start + budget)
+            end = sequence.num_computed = min(sequence.length, start + budget)
             # All keys of a step are written before any is read, so even sequences of this very
             # step may share these pages.
             self.pool.remember(sequence.token_ids, sequence.pages, end)
@@ -60,7 +62,9 @@ class Scheduler:
         if not self.waiting or self._is_full():
             return False
         sequence = self.waiting[0]
-        num_tokens = len(sequence.token_ids)
+        if self.is_closed and sequence.num_sampled == 0:
+            return False
+        num_tokens = sequence.length
         # The last token is always computed: its hidden state predicts the next.
         found = self.pool.find(sequence.token_ids, (num_tokens - 1) // self.pool.page_size)
         shared = self.pool.share(found)
@@ -81,6 +85,12 @@ class Scheduler:
         spare = (len(self.running) + 1) * self._pages_per_burst
         return self.pool.num_free >= num_pages + spare
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether anyone has been admitted and has not ended; the preempted wait in front."""
+        was_preempted = bool(self.waiting) and self.waiting[0].num_sampled > 0
+        return bool(self.running or self.prefilling) or was_preempted
+
     def _is_full(self) -> bool:
         return len(self.running) + len(self.prefilling) >= self.max_num_seqs
 
@@ -91,7 +101,7 @@ class Scheduler:
         """
         copies = []
         followers, leader.followers = leader.followers, []
-        num_full = len(leader.token_ids) // self.pool.page_size
+        num_full = leader.length // self.pool.page_size
         num_own = len(leader.pages) - num_full  # 1 where the prompt ends within a page
         for i, follower in enumerate(followers):
             if not self._has_room(num_own) or self._is_full():
@@ -103,16 +113,17 @@ class Scheduler:
             self.running.append(follower)
         return copies
 
-    def make_room(self, num_steps: int) -> list[Sequence]:
+    @property
+    def has_newcomers(self) -> bool:
+        return bool(self.prefilling or (self.waiting and not self._is_full()))
+
+    def make_room(self, num_steps: int) -> None:
         """Give everyone who runs pages for so many steps, taken from the newest if need be."""
         survivors: list[Sequence] = []
         queue = deque(self.running)
-        page_size = self.pool.page_size
         while queue:
             sequence = queue.popleft()
-            num_keys = min(len(sequence.token_ids) + num_steps, sequence.max_length) - 1
-            if num_keys > len(sequence.pages) * page_size:
-                missing = self.pool.pages_for(num_keys) - len(sequence.pages)
+            if missing := self._missing(sequence, num_steps):
                 while missing > self.pool.num_free and (self.prefilling or queue):
                     self._preempt(self.prefilling.pop() if self.prefilling else queue.pop())
                 if missing > self.pool.num_free:
@@ -121,7 +132,20 @@ class Scheduler:
                 sequence.pages += self.pool.allocate(missing)
             survivors.append(sequence)
         self.running = survivors
-        return list(survivors)
+
+    def make_room_for_all(self, num_steps: int) -> bool:
+        """The same if nobody has to be preempted for it, else nothing."""
+        missing = [self._missing(sequence, num_steps) for sequence in self.running]
+        if sum(missing) > self.pool.num_free:
+            return False
+        for sequence, num_pages in zip(self.running, missing, strict=True):
+            if num_pages:
+                sequence.pages += self.pool.allocate(num_pages)
+        return True
+
+    def _missing(self, sequence: Sequence, num_steps: int) -> int:
+        num_keys = min(sequence.length + num_steps, sequence.max_length) - 1
+        return max(0, self.pool.pages_for(num_keys) - len(sequence.pages))
 
     def preempt_all(self) -> None:
         """Send everyone back to be prefilled again, oldest first."""
@@ -144,7 +168,7 @@ class Scheduler:
 
     def _give_back_pages(self, sequence: Sequence) -> None:
         # A running sequence's last token has been sampled, but not computed.
-        num_computed = min(sequence.num_computed, len(sequence.token_ids) - 1)
+        num_computed = min(sequence.num_computed, sequence.length - 1)
         self.pool.remember(sequence.token_ids, sequence.pages, num_computed)
         self.pool.release(sequence.pages)
         sequence.num_computed = 0

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from roll_lite.types import FinishReason, SamplingParams, Turn
 
 
@@ -23,10 +25,9 @@ class Sequence:
     index: int
     params: SamplingParams
     noise_key: tuple[int, int]
-    token_ids: list[int]
-    """The prompt, then what was sampled."""
-    num_prompt_tokens: int
-    logprobs: list[float] = field(default_factory=list)
+    prompt_ids: list[int]
+    length: int = 0
+    """Tokens so far, prompt included."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -34,32 +35,64 @@ class Sequence:
     followers: list["Sequence"] = field(default_factory=list)
     """Samples of the same prompt that wait to be forked from this one's prefill."""
     finish_reason: FinishReason | None = None
+    _token_ids: list[int] = field(default_factory=list)
+    _logprobs: list[float] = field(default_factory=list)
+    _new: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    """Ids and logprobs as they came from the device, not yet in the lists above."""
+
+    def __post_init__(self):
+        self._token_ids = list(self.prompt_ids)
+        self.length = len(self.prompt_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt, then what was sampled."""
+        self._settle()
+        return self._token_ids
 
     @property
     def num_sampled(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return self.length - len(self.prompt_ids)
 
     @property
     def max_length(self) -> int:
-        return self.num_prompt_tokens + self.params.max_tokens
+        return len(self.prompt_ids) + self.params.max_tokens
 
-    def extend(self, token_ids: list[int], logprobs: list[float], policy_version: int) -> None:
+    def extend(self, token_ids: np.ndarray, logprobs: np.ndarray, policy_version: int) -> None:
         """Append what was sampled; only its last token can end the turn."""
-        if token_ids and (not self.versions or self.versions[-1][1] != policy_version):
+        if len(token_ids) == 0:
+            return
+        if not self.versions or self.versions[-1][1] != policy_version:
             self.versions.append((self.num_sampled, policy_version))
-        self.token_ids += token_ids
-        self.logprobs += logprobs
-        self.num_computed = len(self.token_ids) - 1
-        if self.token_ids[-1] in self.params.stop_ids:
+        self._new.append((token_ids, logprobs))
+        self.length += len(token_ids)
+        self.num_computed = self.length - 1
+        if token_ids[-1] in self.params.stop_ids:
             self.finish_reason = "stop"
-        elif len(self.token_ids) == self.max_length:
+        elif self.length == self.max_length:
             self.finish_reason = "length"
 
+    def cut(self, num_sampled: int) -> None:
+        """Drop what was sampled after the first so many tokens."""
+        self._settle()
+        del self._token_ids[len(self.prompt_ids) + num_sampled :]
+        del self._logprobs[num_sampled:]
+        self.length = len(self._token_ids)
+        self.num_computed = min(self.num_computed, self.length)
+
     def turn(self) -> Turn:
+        self._settle()
         return Turn(
-            prompt_ids=self.token_ids[: self.num_prompt_tokens],
-            token_ids=self.token_ids[self.num_prompt_tokens :],
-            logprobs=list(self.logprobs),
+            prompt_ids=list(self.prompt_ids),
+            token_ids=self._token_ids[len(self.prompt_ids) :],
+            logprobs=self._logprobs,
             finish_reason=self.finish_reason,
-            versions=list(self.versions),
+            versions=[run for run in self.versions if run[0] < self.num_sampled],
         )
+
+    def _settle(self) -> None:
+        """Most bursts of a sequence are looked at once, when it ends."""
+        for token_ids, logprobs in self._new:
+            self._token_ids += token_ids.tolist()
+            self._logprobs += logprobs.tolist()
+        self._new.clear()

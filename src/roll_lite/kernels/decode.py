@@ -2,8 +2,8 @@
 
 A sequence is cut into splits of a fixed *size*, so the result does not depend on what else runs;
 programs past a sequence's end return at once, so one grid serves every length under a CUDA graph.
-A second kernel merges the splits by their log-sum-exp. It moves each key and value once, at the
-speed of the memory.
+The split that finishes last merges them all, always in the same order. Each key and value moves
+once, at the speed of the memory.
 """
 
 import torch
@@ -23,8 +23,12 @@ def paged_decode(
     page_table_BP: Tensor,
     lengths_B: Tensor,
     max_length: int,
+    finished_BK: Tensor,
 ) -> Tensor:
-    """(B, H, D) queries against pages (page, slot, K, D); every length is at least 1."""
+    """(B, H, D) queries against pages (page, slot, K, D); every length is at least 1.
+
+    `finished_BK` counts finished splits: int32 zeros before, and again after.
+    """
     B, H, D = q_BHD.shape
     page_size, K = k_pages.shape[1:3]
     num_splits = triton.cdiv(max_length, SPLIT)
@@ -32,20 +36,19 @@ def paged_decode(
     out = torch.empty_like(q_BHD)
     partial = torch.empty(B, H, num_splits, D, device=q_BHD.device, dtype=torch.float32)
     lse = torch.empty(B, H, num_splits, device=q_BHD.device, dtype=torch.float32)
-    _attend_split[(num_splits, K, B)](
-        q_BHD, k_pages, v_pages, page_table_BP, lengths_B, partial, lse,
+    _attend[(num_splits, K, B)](
+        q_BHD, k_pages, v_pages, page_table_BP, lengths_B, out, partial, lse, finished_BK,
         D**-0.5 * LOG2E, num_splits, H, page_table_BP.stride(0),
         k_pages.stride(0), k_pages.stride(1), k_pages.stride(2),
         GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), D=D,
         PAGE=page_size, BLOCK=BLOCK, SPLIT=SPLIT, num_warps=4, num_stages=3,
     )  # fmt: skip
-    _merge_splits[(B * H,)](partial, lse, lengths_B, out, num_splits, H, D, SPLIT, num_warps=1)
     return out
 
 
 @triton.jit
-def _attend_split(
-    q_ptr, k_ptr, v_ptr, page_table_ptr, length_ptr, partial_ptr, lse_ptr,
+def _attend(
+    q_ptr, k_ptr, v_ptr, page_table_ptr, length_ptr, out_ptr, partial_ptr, lse_ptr, finished_ptr,
     scale, num_splits, num_heads, table_stride, page_stride, slot_stride, head_stride,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
@@ -79,29 +82,35 @@ def _attend_split(
             l = l * rescale + tl.sum(p, 1)  # noqa: E741
             acc = acc * rescale[:, None] + tl.dot(p.to(v.dtype), v)
             m = m_new
-        row = (seq * num_heads + head).to(tl.int64) * num_splits + split
-        tl.store(
-            partial_ptr + row[:, None] * D + d[None, :], acc / l[:, None], mask=in_group[:, None]
-        )
-        tl.store(lse_ptr + row, m + tl.log2(l), mask=in_group)
-
-
-@triton.jit
-def _merge_splits(
-    partial_ptr, lse_ptr, length_ptr, out_ptr, num_splits, num_heads,
-    D: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, D)
-    used = (tl.load(length_ptr + row // num_heads).to(tl.int32) + SPLIT - 1) // SPLIT
-    m = -1e30
-    l = 0.0  # noqa: E741
-    acc = tl.zeros([D], tl.float32)
-    for split in range(used):
-        lse = tl.load(lse_ptr + row * num_splits + split)
-        m_new = tl.maximum(m, lse)
-        rescale, weight = tl.exp2(m - m_new), tl.exp2(lse - m_new)
-        acc = acc * rescale + weight * tl.load(partial_ptr + (row * num_splits + split) * D + d)
-        l = l * rescale + weight  # noqa: E741
-        m = m_new
-    tl.store(out_ptr + row * D + d, (acc / l).to(out_ptr.dtype.element_ty))
+        acc = acc / l[:, None]
+        used = (length + SPLIT - 1) // SPLIT
+        if used == 1:
+            tl.store(out_ptr + q_offset, acc.to(out_ptr.dtype.element_ty), mask=in_group[:, None])
+        else:
+            row = (seq * num_heads + head).to(tl.int64) * num_splits
+            offset = (row + split)[:, None] * D + d[None, :]
+            tl.store(partial_ptr + offset, acc, mask=in_group[:, None])
+            tl.store(lse_ptr + row + split, m + tl.log2(l), mask=in_group)
+            tl.debug_barrier()  # every thread's part is written before this program counts
+            counter = finished_ptr + seq * tl.num_programs(1) + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+                tl.atomic_xchg(counter, 0)
+                m = tl.full([GROUP_PAD], -1e30, tl.float32)
+                l = tl.zeros([GROUP_PAD], tl.float32)  # noqa: E741
+                acc = tl.zeros([GROUP_PAD, D], tl.float32)
+                for i in range(used):
+                    # Written by other programs: past this one's L1 cache.
+                    lse = tl.load(lse_ptr + row + i, mask=in_group, other=0.0, cache_modifier=".cg")
+                    part = tl.load(
+                        partial_ptr + (row + i)[:, None] * D + d[None, :],
+                        mask=in_group[:, None], other=0.0, cache_modifier=".cg",
+                    )  # fmt: skip
+                    m_new = tl.maximum(m, lse)
+                    rescale, weight = tl.exp2(m - m_new), tl.exp2(lse - m_new)
+                    acc = acc * rescale[:, None] + weight[:, None] * part
+                    l = l * rescale + weight  # noqa: E741
+                    m = m_new
+                acc = acc / l[:, None]
+                tl.store(
+                    out_ptr + q_offset, acc.to(out_ptr.dtype.element_ty), mask=in_group[:, None]
+                )

@@ -25,3 +25,28 @@ def _silu_mul(gate_up_ptr, out_ptr, F, BLOCK: tl.constexpr):
     # silu is rounded before the product, as the same two steps in torch would.
     silu = (gate / (1 + tl.exp(-gate))).to(out_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + token * F + f, (silu * up).to(out_ptr.dtype.element_ty), mask=ok)
+
+
+def add_norm(x_TH: Tensor, delta_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    """x += delta, in place; the RMS norm of the sum, times the weight."""
+    T, H = x_TH.shape
+    out = torch.empty_like(x_TH)
+    block = triton.next_power_of_2(H)
+    num_warps = min(16, max(1, block // 256))
+    _add_norm[(T,)](x_TH, delta_TH, weight_H, out, H, eps, BLOCK=block, num_warps=num_warps)
+    return out
+
+
+@triton.jit
+def _add_norm(x_ptr, delta_ptr, weight_ptr, out_ptr, H, eps, BLOCK: tl.constexpr):
+    offset = tl.program_id(0).to(tl.int64) * H + tl.arange(0, BLOCK)
+    ok = tl.arange(0, BLOCK) < H
+    dtype = x_ptr.dtype.element_ty
+    x = tl.load(x_ptr + offset, mask=ok, other=0.0).to(tl.float32)
+    x += tl.load(delta_ptr + offset, mask=ok, other=0.0).to(tl.float32)
+    x = x.to(dtype)  # the sum is rounded, as the same two steps in torch would
+    tl.store(x_ptr + offset, x, mask=ok)
+    x = x.to(tl.float32)
+    weight = tl.load(weight_ptr + tl.arange(0, BLOCK), mask=ok, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
+    tl.store(out_ptr + offset, (x * scale * weight).to(dtype), mask=ok)

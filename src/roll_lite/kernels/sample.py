@@ -1,5 +1,7 @@
 """Sampling in one pass over the logits: the token, and its logprob, without a copy in fp32."""
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -15,8 +17,14 @@ def sample(
     is_greedy_R: Tensor,
     keys_R2: Tensor,
     positions_R: Tensor,
+    first: int = 0,
+    exchange: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Token ids and fp32 logprobs, by Gumbel-max with counted noise."""
+    """Token ids and fp32 logprobs, by Gumbel-max with counted noise.
+
+    Where the logits are only the part of the vocabulary that begins at entry `first`, `exchange`
+    puts the columns of all parts side by side: a few numbers a row.
+    """
     R, V = logits_RV.shape
     device = logits_RV.device
     best = torch.empty(R, NUM_SPLITS, device=device, dtype=torch.float32)
@@ -27,12 +35,17 @@ def sample(
     per_split = triton.cdiv(V, NUM_SPLITS * BLOCK) * BLOCK
     _scan[(R, NUM_SPLITS)](
         logits_RV, temperatures_R, is_greedy_R, keys_R2, positions_R,
-        best, best_id, best_logit, m, l, V, logits_RV.stride(0), per_split,
+        best, best_id, best_logit, m, l, V, logits_RV.stride(0), per_split, first,
         NUM_SPLITS=NUM_SPLITS, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
+    found = (best, best_id, best_logit, m, l)
+    if exchange:
+        found = [exchange(x) for x in found]
+    num_found = found[0].shape[1]
     _choose[(R,)](
-        best, best_id, best_logit, m, l, token_ids, logprobs, NUM_SPLITS=NUM_SPLITS, num_warps=1
-    )
+        *found, token_ids, logprobs, num_found,
+        FOUND_PAD=triton.next_power_of_2(num_found), num_warps=1,
+    )  # fmt: skip
     return token_ids, logprobs
 
 
@@ -47,7 +60,8 @@ def _mix(x):
 @triton.jit
 def _scan(
     logits_ptr, temperature_ptr, is_greedy_ptr, key_ptr, position_ptr,
-    best_ptr, best_id_ptr, best_logit_ptr, m_ptr, l_ptr, vocab_size, row_stride, per_split,
+    best_ptr, best_id_ptr, best_logit_ptr, m_ptr, l_ptr,
+    vocab_size, row_stride, per_split, first_entry,
     NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -71,7 +85,7 @@ def _scan(
         m_new = tl.maximum(m, tl.max(logit, 0))
         l = l * tl.exp(m - m_new) + tl.sum(tl.exp(logit - m_new), 0)  # noqa: E741
         m = m_new
-        bits = _mix(_mix(first ^ v.to(tl.uint32)) ^ second)
+        bits = _mix(_mix(first ^ (first_entry + v).to(tl.uint32)) ^ second)
         u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
         # -log(1 - u), with its series where 1 - u would lose the digits of a small u
         e = tl.where(u < 1e-3, u * (1 + u * (0.5 + u * 0.33333334)), -tl.log(1.0 - u))
@@ -85,7 +99,7 @@ def _scan(
             best_logit = tl.sum(tl.where(tl.arange(0, BLOCK) == where, logit, 0.0), 0)
     out = row * NUM_SPLITS + split
     tl.store(best_ptr + out, best)
-    tl.store(best_id_ptr + out, best_id)
+    tl.store(best_id_ptr + out, first_entry + best_id)
     tl.store(best_logit_ptr + out, best_logit)
     tl.store(m_ptr + out, m)
     tl.store(l_ptr + out, l)
@@ -93,15 +107,17 @@ def _scan(
 
 @triton.jit
 def _choose(
-    best_ptr, best_id_ptr, best_logit_ptr, m_ptr, l_ptr, token_ptr, logprob_ptr,
-    NUM_SPLITS: tl.constexpr,
+    best_ptr, best_id_ptr, best_logit_ptr, m_ptr, l_ptr, token_ptr, logprob_ptr, num_found,
+    FOUND_PAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    s = row * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
-    where = tl.argmax(tl.load(best_ptr + s), 0)
-    m = tl.load(m_ptr + s)
+    i = tl.arange(0, FOUND_PAD)
+    s = row * num_found + i
+    ok = i < num_found
+    where = tl.argmax(tl.load(best_ptr + s, mask=ok, other=-float("inf")), 0)
+    m = tl.load(m_ptr + s, mask=ok, other=-1e30)
     top = tl.max(m, 0)
-    lse = top + tl.log(tl.sum(tl.load(l_ptr + s) * tl.exp(m - top), 0))
-    chosen = row * NUM_SPLITS + where
+    lse = top + tl.log(tl.sum(tl.load(l_ptr + s, mask=ok, other=0.0) * tl.exp(m - top), 0))
+    chosen = row * num_found + where
     tl.store(token_ptr + row, tl.load(best_id_ptr + chosen).to(tl.int64))
     tl.store(logprob_ptr + row, tl.load(best_logit_ptr + chosen) - lse)

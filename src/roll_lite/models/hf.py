@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from roll_lite.models.config import ModelConfig, read_config, read_hf_config
+from roll_lite.models.tensor import TensorShard, cut_dimension
 from roll_lite.models.transformer import Head, Transformer
 
 INDEX = "model.safetensors.index.json"
@@ -85,12 +86,14 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     head: Head = "language",
+    shard: TensorShard | None = None,
 ) -> Transformer:
     """A model with the folder's weights. A folder without a value head gets one of zeros."""
     folder = Path(folder)
     config = read_config(folder)
     with torch.device("meta"):
-        model = Transformer(config, head)
+        model = Transformer(config, head, shard)
+        whole = dict(Transformer(config, head).named_parameters())
     wanted = pieces(config, head)
     files = _tensor_files(folder)
     if head == "value" and "score.weight" not in files:
@@ -101,10 +104,21 @@ def load_model(
         for name, parameter in model.named_parameters()
     }
     for piece, tensor in _read(folder, wanted, files):
-        part = state[piece.parameter][piece.index]
-        part.copy_(tensor.reshape(part.shape))
+        tensor = tensor.reshape(whole[piece.parameter][piece.index].shape)
+        if shard:
+            tensor = _cut_piece(piece, tensor, shard)
+        state[piece.parameter][piece.index].copy_(tensor)
     model.load_state_dict(state, assign=True)
     return model
+
+
+def _cut_piece(piece: Piece, tensor: Tensor, shard: TensorShard) -> Tensor:
+    """A rank's part of a piece, whose index may have taken dimensions of the parameter away."""
+    dimension = cut_dimension(piece.parameter)
+    if dimension is None:
+        return tensor
+    dimension -= sum(isinstance(index, int) for index in piece.index[:dimension])
+    return tensor.chunk(shard.size, dimension)[shard.rank]
 
 
 def stored_dtype(folder: str | Path) -> torch.dtype:

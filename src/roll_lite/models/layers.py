@@ -6,7 +6,9 @@ from torch import Tensor, nn
 
 from roll_lite.models.attention import Attend
 from roll_lite.models.config import ModelConfig
+from roll_lite.models.linear import linear
 from roll_lite.models.rotary import Projected
+from roll_lite.models.tensor import TensorShard
 
 
 class RMSNorm(nn.Module):
@@ -37,9 +39,9 @@ class Attention(nn.Module):
 
     def forward(self, x_TH: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend, layer: int):
         bias = None if self.qkv_bias is None else self.qkv_bias.flatten()
-        qkv = F.linear(x_TH, self.qkv.flatten(0, 2), bias).unflatten(-1, self.qkv.shape[:3])
+        qkv = linear(x_TH, self.qkv.flatten(0, 2), bias).unflatten(-1, self.qkv.shape[:3])
         out_THD = attend(layer, Projected(qkv, *rotary, self.q_norm, self.k_norm))
-        return F.linear(out_THD.flatten(1), self.out)
+        return linear(out_THD.flatten(1), self.out)
 
 
 class SwiGLU(nn.Module):
@@ -51,7 +53,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Parameter(torch.empty(config.hidden_size, config.intermediate_size))
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        return F.linear(silu_mul(F.linear(x_TH, self.gate_up.flatten(0, 1))), self.down)
+        return linear(silu_mul(linear(x_TH, self.gate_up.flatten(0, 1))), self.down)
 
 
 def silu_mul(gate_up_TF: Tensor) -> Tensor:
@@ -64,17 +66,48 @@ def silu_mul(gate_up_TF: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-class Block(nn.Module):
-    """Pre-norm residual block. `mlp` is any module from (T, H) to (T, H), dense or sparse."""
+def add_norm(x_TH: Tensor, delta_TH: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    """x + delta, and the norm of it; x may be overwritten where no gradient needs it."""
+    if x_TH.is_cuda and not torch.is_grad_enabled():
+        from roll_lite.kernels.pointwise import add_norm as fused
 
-    def __init__(self, config: ModelConfig, layer: int, mlp: nn.Module):
+        return x_TH, fused(x_TH, delta_TH, norm.weight, norm.eps)
+    x_TH = x_TH + delta_TH
+    return x_TH, norm(x_TH)
+
+
+class Block(nn.Module):
+    """Pre-norm residual block. `mlp` is any module from (T, H) to (T, H), dense or sparse.
+
+    What a block adds to the residual stream is returned beside it, and added by the next one
+    together with its norm. A `shard` adds up what tensor-parallel ranks computed.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layer: int, mlp: nn.Module, shard: TensorShard | None = None
+    ):
         super().__init__()
         self.layer = layer
+        self.shard = shard
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(config)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = mlp
 
-    def forward(self, x_TH: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        x_TH = x_TH + self.attention(self.attention_norm(x_TH), rotary, attend, self.layer)
-        return x_TH + self.mlp(self.mlp_norm(x_TH))
+    def forward(
+        self,
+        x_TH: Tensor,
+        delta_TH: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        attend: Attend,
+    ) -> tuple[Tensor, Tensor]:
+        if delta_TH is None:
+            normed_TH = self.attention_norm(x_TH)
+        else:
+            x_TH, normed_TH = add_norm(x_TH, delta_TH, self.attention_norm)
+        delta_TH = self._whole(self.attention(normed_TH, rotary, attend, self.layer))
+        x_TH, normed_TH = add_norm(x_TH, delta_TH, self.mlp_norm)
+        return x_TH, self._whole(self.mlp(normed_TH))
+
+    def _whole(self, partial_TH: Tensor) -> Tensor:
+        return partial_TH if self.shard is None else self.shard.add_up(partial_TH)

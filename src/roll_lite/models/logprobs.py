@@ -5,15 +5,16 @@ the head in chunks, and the backward pass computes each chunk's logits again.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from roll_lite.models.linear import linear
 
 CHUNK_ROWS = 512
 
 
 def scaled_logits(hidden_RH: Tensor, head_VH: Tensor, temperature: Tensor | float) -> Tensor:
     """fp32 logits over temperature. A tensor of temperatures has one entry per row."""
-    return scale(F.linear(hidden_RH, head_VH), temperature)
+    return scale(linear(hidden_RH, head_VH), temperature)
 
 
 def scale(logits_RV: Tensor, temperature: Tensor | float) -> Tensor:

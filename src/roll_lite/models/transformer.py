@@ -8,23 +8,31 @@ from torch import Tensor, nn
 
 from roll_lite.models.attention import Attend
 from roll_lite.models.config import ModelConfig
-from roll_lite.models.layers import Block, RMSNorm, SwiGLU
+from roll_lite.models.layers import Block, RMSNorm, SwiGLU, add_norm
+from roll_lite.models.linear import linear
 from roll_lite.models.logprobs import token_logprobs
 from roll_lite.models.rotary import Rotary
+from roll_lite.models.tensor import TensorShard
 
 Head = Literal["language", "value"]
 
 
 class Transformer(nn.Module):
-    """Tokens of several sequences lie end to end in (T,); only `attend` knows where they part."""
+    """Tokens of several sequences lie end to end in (T,); only `attend` knows where they part.
 
-    def __init__(self, config: ModelConfig, head: Head = "language"):
+    With a `shard` the modules have the size of this rank's part, and ranks run them together.
+    """
+
+    def __init__(
+        self, config: ModelConfig, head: Head = "language", shard: TensorShard | None = None
+    ):
         super().__init__()
-        self.config = config
+        self.config, self.shard = config, shard
+        self.local_config = config = shard.local(config) if shard else config
         self.rotary = Rotary(config.rope, config.head_dim)
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.blocks = nn.ModuleList(
-            Block(config, layer, SwiGLU(config)) for layer in range(config.num_layers)
+            Block(config, layer, SwiGLU(config), shard) for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = self.value_head = None
@@ -39,11 +47,14 @@ class Transformer(nn.Module):
         return self.embedding if self.lm_head is None else self.lm_head
 
     def hidden_states(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        x_TH = F.embedding(token_ids_T, self.embedding)
-        rotary = self.rotary(positions_T)
+        if self.shard is None:
+            x_TH = F.embedding(token_ids_T, self.embedding)
+        else:
+            x_TH = self.shard.look_up(token_ids_T, self.embedding)
+        rotary, delta_TH = self.rotary(positions_T), None
         for block in self.blocks:
-            x_TH = block(x_TH, rotary, attend)
-        return self.norm(x_TH)
+            x_TH, delta_TH = block(x_TH, delta_TH, rotary, attend)
+        return add_norm(x_TH, delta_TH, self.norm)[1]
 
     def forward(
         self,
@@ -60,7 +71,7 @@ class Transformer(nn.Module):
         """
         hidden_RH = self.hidden_states(token_ids_T, positions_T, attend)[rows_R]
         if self.value_head is not None:
-            return F.linear(hidden_RH, self.value_head)[:, 0].float()
+            return linear(hidden_RH, self.value_head)[:, 0].float()
         return token_logprobs(hidden_RH, self.head_weight, targets_R, temperature)
 
     @torch.no_grad()

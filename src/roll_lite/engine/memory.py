@@ -1,0 +1,143 @@
+"""Device memory that can be given back and taken again at the same address.
+
+On CUDA the address range is reserved once and physical memory is mapped into it by the driver, so
+captured graphs stay valid while others use the memory in between.
+"""
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+_DEVICE, _PINNED, _READ_WRITE = 1, 1, 3  # of the driver's enumerations
+
+
+class Memory:
+    """Zeroed bytes on a device."""
+
+    def __init__(self, num_bytes: int, device: torch.device):
+        self.is_held = True
+        if device.type == "cuda":
+            self._mapping = _Mapping(num_bytes, device)
+            self.bytes = torch.as_tensor(self._mapping, device=device)
+            self.bytes.zero_()
+        else:
+            self._mapping = None
+            self.bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
+        """A tensor of this memory, from a byte offset on."""
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        return self.bytes[offset : offset + num_bytes].view(dtype).view(shape)
+
+    def give_back(self) -> None:
+        """Tensors of this memory must not be touched until it is taken again."""
+        self.is_held = False
+        if self._mapping:
+            torch.cuda.synchronize(self.bytes.device)
+            self._mapping.unmap()
+        else:
+            self._num_bytes = self.bytes.untyped_storage().nbytes()
+            self.bytes.untyped_storage().resize_(0)
+
+    def take_again(self) -> None:
+        if self._mapping:
+            self._mapping.map()
+        else:
+            self.bytes.untyped_storage().resize_(self._num_bytes)
+        self.bytes.zero_()
+        self.is_held = True
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp"""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc"""
+
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+class _Mapping:
+    """A reserved range of addresses with physical memory behind it, or none."""
+
+    def __init__(self, num_bytes: int, device: torch.device):
+        torch.cuda.current_stream(device)  # makes sure of a context
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._location = _Location(_DEVICE, index)
+        self._properties = _Properties(type=_PINNED, location=self._location)
+        granularity = ctypes.c_size_t()
+        _driver("cuMemGetAllocationGranularity", ctypes.byref(granularity), self._property_ref, 0)
+        self._size = -(-num_bytes // granularity.value) * granularity.value
+        self._address = ctypes.c_uint64()
+        _driver(
+            "cuMemAddressReserve", ctypes.byref(self._address), ctypes.c_size_t(self._size),
+            ctypes.c_size_t(0), ctypes.c_uint64(0), ctypes.c_uint64(0),
+        )  # fmt: skip
+        self._is_mapped = False
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (self._address.value, False),
+            "version": 2,
+        }
+        self.map()
+
+    @property
+    def _property_ref(self):
+        return ctypes.byref(self._properties)
+
+    def map(self) -> None:
+        size, handle = ctypes.c_size_t(self._size), ctypes.c_uint64()
+        torch.cuda.empty_cache()  # what torch keeps for later is not free for the driver
+        _driver("cuMemCreate", ctypes.byref(handle), size, self._property_ref, ctypes.c_uint64(0))
+        try:
+            _driver("cuMemMap", self._address, size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+        finally:
+            _driver("cuMemRelease", handle)  # the mapping alone keeps it alive now
+        self._is_mapped = True
+        access = _Access(self._location, _READ_WRITE)
+        _driver("cuMemSetAccess", self._address, size, ctypes.byref(access), ctypes.c_size_t(1))
+
+    def unmap(self) -> None:
+        self._is_mapped = False
+        _driver("cuMemUnmap", self._address, ctypes.c_size_t(self._size))
+
+    def __del__(self):
+        if getattr(self, "_is_mapped", False):
+            try:
+                torch.cuda.synchronize()
+                self.unmap()
+                _driver("cuMemAddressFree", self._address, ctypes.c_size_t(self._size))
+            except Exception:  # the driver is already gone at the end of a process
+                pass
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _driver(name: str, *arguments) -> None:
+    if error := getattr(_library(), name)(*arguments):
+        text = ctypes.c_char_p()
+        _library().cuGetErrorString(error, ctypes.byref(text))
+        free, total = torch.cuda.mem_get_info()
+        raise RuntimeError(
+            f"{name} failed with {error} ({(text.value or b'?').decode()}); "
+            f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free on the device"
+        )
