@@ -58,10 +58,10 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def make_reference(family: str, seed: int = 0):
+def make_reference(family: str, seed: int = 0, **more):
     """A transformers model of the family with random weights, biases and norms included."""
     kind, changes = FAMILIES[family]
-    config = getattr(transformers, f"{kind}Config")(**(SMALL | changes))
+    config = getattr(transformers, f"{kind}Config")(**(SMALL | changes | more))
     torch.manual_seed(seed)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():

@@ -7,7 +7,9 @@ import random
 import pytest
 import torch
 from conftest import make_reference
+from transformers import AutoModelForCausalLM
 
+from roll_lite.chat import Chat
 from roll_lite.engine.engine import Engine
 from roll_lite.engine.sampler import gumbel, noise_key, sample, truncate
 from roll_lite.engine.sequence import Request
@@ -233,6 +235,120 @@ def test_stop_ids_end_the_turn_and_stay_in_it(qwen, burst):
     assert turn.token_ids == reference_greedy(reference, prompt, 24, [stop])
     assert turn.token_ids[-1] == stop and turn.finish_reason == "stop"
     assert len(turn.logprobs) == len(turn.token_ids)
+
+
+@pytest.mark.parametrize(("burst", "ahead"), [(1, False), (5, False), (5, True)])
+def test_stop_texts_end_the_turn_like_transformers(tiny_folder, tmp_path, burst, ahead):
+    chat = Chat(tiny_folder)
+    reference = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    torch.manual_seed(0)
+    for parameter in reference.parameters():  # a fresh model says the same letter all the time
+        torch.nn.init.normal_(parameter, 0.0, 0.3)
+    reference.save_pretrained(tmp_path)
+    engine = Engine(
+        load_model(tmp_path), kv_cache_gib=0.01, burst=burst, launch_ahead=ahead,
+        decode=chat.decode,
+    )  # fmt: skip
+    prompts = [chat.encode([{"role": "user", "content": c}]) for c in ("abc", "xyzzy", "q")]
+    free = engine.generate([Request(prompt_ids=p, params=GREEDY) for p in prompts])
+    num_stopped = 0
+    for prompt, (turn,) in zip(prompts, free, strict=True):
+        text = chat.decode(turn.token_ids)
+        stop = (text[5:8], "@@@")  # three letters that the reply contains, and some it does not
+        params = SamplingParams(max_tokens=24, temperature=0.0, stop=stop)
+        ((got,),) = engine.generate([Request(prompt_ids=prompt, params=params)])
+        out = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None,
+            pad_token_id=0, stop_strings=list(stop), tokenizer=chat.tokenizer,
+        )  # fmt: skip
+        assert got.token_ids == out[0, len(prompt) :].tolist()
+        assert got.token_ids == turn.token_ids[: len(got.token_ids)]
+        assert got.logprobs == turn.logprobs[: len(got.token_ids)]
+        assert got.finish_reason == "stop" and stop[0] in chat.decode(got.token_ids)
+        num_stopped += len(got.token_ids) < 24
+    assert num_stopped == 3
+    assert engine.pool.num_free == engine.pool.num_pages
+
+
+def test_stop_texts_need_a_decoder(qwen):
+    engine = engine_with(qwen[1], num_pages=20)
+    params = SamplingParams(max_tokens=4, stop=("x",))
+    with pytest.raises(ValueError, match="decode="):
+        engine.submit(Request(prompt_ids=[1], params=params))
+
+
+@pytest.mark.parametrize("running", ["go_on", "finish", "abort"])
+def test_running_samples_go_on_finish_or_end_when_weights_come(qwen, running, tmp_path):
+    reference, model = qwen
+    model = copy.deepcopy(model)
+    other = make_reference("qwen3", seed=5)
+    other.save_pretrained(tmp_path)
+    # Room for two at a time: the third waits, and the second is preempted on the way.
+    engine = engine_with(model, num_pages=14, burst=3, max_num_seqs=2)
+    prompts = prompts_of([9, 14, 5])
+    handles = [engine.submit(Request(prompt_ids=p, params=GREEDY)) for p in prompts]
+    for _ in range(3):
+        engine.step()
+    assert engine.scheduler.waiting
+    engine.load_weights(load_model(tmp_path).named_parameters(), 3, running)
+    ended = [handle.is_done for handle in handles]
+    assert ended == ([False] * 3 if running == "go_on" else [True, True, False])
+    while engine.has_work:
+        engine.step()
+    turns = [handle.turns[0] for handle in handles]
+    assert turns[2].versions == [(0, 3)]
+    assert turns[2].token_ids == reference_greedy(other, prompts[2], 24)
+    for turn in turns[:2]:
+        old = reference_greedy(reference, turn.prompt_ids, 24)
+        num_old = turn.versions[1][0] if len(turn.versions) > 1 else len(turn.token_ids)
+        assert turn.token_ids[:num_old] == old[:num_old]
+        assert (num_old == 24) == (running == "finish")
+        assert turn.finish_reason == ("abort" if running == "abort" else "length")
+    assert engine.pool.num_free == engine.pool.num_pages
+    with pytest.raises(ValueError, match="running='later'"):
+        engine.load_weights(load_model(tmp_path).named_parameters(), 4, "later")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_sleep_gives_memory_back_and_samples_go_on_after_it(qwen, device):
+    _, model = qwen
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model = copy.deepcopy(model).to(device, dtype)
+    weights = {name: p.clone() for name, p in model.named_parameters()}
+    engine = Engine(model, kv_cache_gib=1.0 if device == "cuda" else 0.01, burst=3)
+    requests = [
+        Request(prompt_ids=p, params=SamplingParams(max_tokens=24), num_samples=3, seed=i)
+        for i, p in enumerate(prompts_of([9, 14, 40]))
+    ]
+    expected = engine.generate(requests)
+    handles = [engine.submit(request) for request in requests]
+    for _ in range(4):
+        engine.step()
+    for _ in range(2):
+        free = torch.cuda.mem_get_info()[0] if device == "cuda" else 0
+        engine.sleep()
+        engine.sleep()  # nothing more happens
+        if device == "cuda":
+            assert torch.cuda.mem_get_info()[0] - free > 2**30
+        with pytest.raises(RuntimeError, match="call load_weights"):
+            engine.step()
+        with pytest.raises(RuntimeError, match="call wake"):
+            engine.load_weights(weights.items(), 1)
+        engine.wake()
+        with pytest.raises(RuntimeError, match="call load_weights"):
+            engine.step()
+        engine.load_weights(weights.items(), 1)
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    got = [turn for handle in handles for turn in handle.turns]
+    for turn, whole in zip(got, (t for group in expected for t in group), strict=True):
+        if device == "cpu":  # bf16 prefill and decode round differently
+            assert (turn.token_ids, turn.logprobs) == (whole.token_ids, whole.logprobs)
+        assert turn.finish_reason == "length" and all(map(math.isfinite, turn.logprobs))
+    again = engine.generate(requests)
+    assert [t.token_ids for g in again for t in g] == [t.token_ids for g in expected for t in g]
+    assert engine.pool.num_free == engine.pool.num_pages
 
 
 def test_samples_do_not_depend_on_who_else_runs(qwen):

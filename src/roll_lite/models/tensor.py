@@ -73,6 +73,7 @@ class TensorShard:
 
     def side_by_side(self, x_RN: Tensor) -> Tensor:
         """All ranks' columns: (R, size * N)."""
-        gathered = x_RN.new_empty(self.size, *x_RN.shape)
-        dist.all_gather_into_tensor(gathered, x_RN.contiguous(), group=self.group)
-        return gathered.transpose(0, 1).flatten(1)
+        x_RN = x_RN.contiguous()
+        parts = [torch.empty_like(x_RN) for _ in range(self.size)]
+        dist.all_gather(parts, x_RN, group=self.group)
+        return torch.cat(parts, 1)
