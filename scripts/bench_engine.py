@@ -1,20 +1,25 @@
-"""Generation speed of the engine on two workloads; the last line is JSON.
+"""Generation speed of the engine on three workloads; the last line is JSON.
 
     python scripts/bench_engine.py --shape qwen3-0.6b --workload R
     python scripts/bench_engine.py --model models/SmolLM2-135M-Instruct --workload N --repeats 3
+    python scripts/bench_engine.py --workload C --device cpu --against transformers
+    TRITON_CACHE_DIR=$(mktemp -d) python scripts/bench_engine.py        # start-up, nothing compiled
 
 Workload N: 256 requests, prompt and output lengths uniform in [100, 1024]. Workload R (one step of
-RL): 64 prompts of 200 tokens x 16 samples, output lengths uniform in [64, 512]. Temperature 1, no
-stop, logprobs always on. The roofline counts, step by step, the larger of two times: reading all
-weights and each sample's keys and values once, and the matrix products; at the rates of one H200.
-Start-up is from the start of the process to the first token.
+RL): 64 prompts of 200 tokens x 16 samples, output lengths uniform in [64, 512]. Workload C (for a
+CPU): 64 requests, prompts of 50 to 149 and outputs of 32 to 95 tokens. Temperature 1, no stop,
+logprobs always on. The roofline counts, step by step, the larger of two times: reading all weights
+and each sample's keys and values once, and the matrix products; at the rates of one H200. Start-up
+is from the start of the process to the first token.
 """
 
 import json
+import os
 import random
 import statistics
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 STARTED = time.time()  # before the slow imports
@@ -24,27 +29,25 @@ import tyro  # noqa: E402
 
 from roll_lite.engine.engine import Engine  # noqa: E402
 from roll_lite.engine.sequence import Request  # noqa: E402
-from roll_lite.models.config import ModelConfig, parse_config  # noqa: E402
-from roll_lite.models.hf import load_model  # noqa: E402
+from roll_lite.models.config import ModelConfig, read_hf_config  # noqa: E402
+from roll_lite.models.hf import hf_tensors, load_model  # noqa: E402
+from roll_lite.models.shapes import SHAPES, shape_config  # noqa: E402
 from roll_lite.models.transformer import Transformer  # noqa: E402
 from roll_lite.types import SamplingParams  # noqa: E402
 
 BYTES_PER_SECOND = 4.27e12  # copy, measured on an H200
 FLOPS_PER_SECOND = 777e12  # bf16 matrix product, measured on an H200
-SHAPES = {  # vocabulary, hidden, intermediate, layers, heads, kv heads, head dim, model type, tied
-    "smollm2-135m": (49152, 576, 1536, 30, 9, 3, 64, "llama", True),
-    "qwen3-0.6b": (151936, 1024, 3072, 28, 16, 8, 128, "qwen3", True),
-    "qwen3-8b": (151936, 4096, 12288, 36, 32, 8, 128, "qwen3", False),
-}
+Work = list[tuple[list[int], int]]
+"""Prompt and number of tokens to sample, by request."""
 
 
 @dataclass(kw_only=True)
 class Config:
     shape: str = "smollm2-135m"
-    """Random weights of this shape: smollm2-135m, qwen3-0.6b or qwen3-8b."""
+    """Random weights of this shape: smollm2-135m, qwen3-0.6b, qwen3-8b, ..."""
     model: str | None = None
     """A Hugging Face folder instead of a shape."""
-    workload: Literal["N", "R"] = "R"
+    workload: Literal["N", "R", "C"] = "R"
     """Which requests."""
     repeats: int = 3
     """Timed runs after one that warms up; the median counts."""
@@ -52,36 +55,38 @@ class Config:
     """Size of the cache; 80% of what is free on the device unless given."""
     requests: int | None = None
     """Only the first so many requests."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """bfloat16 on CUDA and float32 on a CPU unless given."""
+    against: Literal["none", "transformers"] = "none"
+    """Also run transformers' generate on the same requests, all in one padded batch."""
 
     def __post_init__(self):
         if self.shape not in SHAPES:
             raise ValueError(f"shape={self.shape!r} is not known; use one of {', '.join(SHAPES)}")
 
 
-def workload_n() -> list[tuple[list[int], int]]:
+def workload_n() -> Work:
     r = random.Random(0)
     prompts = [[r.randrange(10000) for _ in range(r.randint(100, 1024))] for _ in range(256)]
     return [(prompt, r.randint(100, 1024)) for prompt in prompts]
 
 
-def workload_r() -> list[tuple[list[int], int]]:
+def workload_r() -> Work:
     r = random.Random(1)
     prompts = [[r.randrange(10000) for _ in range(200)] for _ in range(64)]
     r = random.Random(2)
     return [(prompt, r.randint(64, 512)) for prompt in prompts for _ in range(16)]
 
 
-def shape_config(name: str) -> ModelConfig:
-    vocab, hidden, intermediate, layers, heads, kv_heads, head_dim, kind, tied = SHAPES[name]
-    return parse_config(
-        {
-            "model_type": kind, "vocab_size": vocab, "hidden_size": hidden,
-            "intermediate_size": intermediate, "num_hidden_layers": layers,
-            "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
-            "rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "tie_word_embeddings": tied,
-            "rope_theta": 1e6,
-        }
-    )  # fmt: skip
+def workload_c() -> Work:
+    r = random.Random(0)
+    prompts = [[r.randrange(10000) for _ in range(r.randint(50, 149))] for _ in range(64)]
+    return [(prompt, r.randint(32, 95)) for prompt in prompts]
+
+
+WORKLOADS = {"N": workload_n, "R": workload_r, "C": workload_c}
 
 
 def random_model(config: ModelConfig, device: str, dtype: torch.dtype) -> Transformer:
@@ -94,7 +99,7 @@ def random_model(config: ModelConfig, device: str, dtype: torch.dtype) -> Transf
     return model
 
 
-def roofline_seconds(model: Transformer, work: list[tuple[list[int], int]]) -> float:
+def roofline_seconds(model: Transformer, work: Work) -> float:
     """The least time for the workload with all requests running at once, each prompt read once."""
     config = model.config
     width = model.embedding.element_size()
@@ -112,9 +117,49 @@ def roofline_seconds(model: Transformer, work: list[tuple[list[int], int]]) -> f
     return seconds
 
 
+def is_compile_cache_cold() -> bool:
+    folder = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
+    return not folder.exists() or not any(folder.iterdir())
+
+
+def transformers_seconds(cfg: Config, model: Transformer, work: Work) -> float:
+    """One padded batch until the longest reply is done, which is how generate works."""
+    import transformers
+
+    hf_config = read_hf_config(cfg.model) if cfg.model else dict(SHAPES[cfg.shape])
+    config = transformers.AutoConfig.for_model(**hf_config)
+    device, dtype = model.embedding.device, model.embedding.dtype
+    reference = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
+    tensors = hf_tensors(dict(model.named_parameters()), model.config)
+    missing, unexpected = reference.load_state_dict(tensors, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    reference.tie_weights()
+    longest = max(len(prompt) for prompt, _ in work)
+    ids = [[0] * (longest - len(prompt)) + prompt for prompt, _ in work]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in work]
+    ids, mask = (torch.tensor(x, device=device) for x in (ids, mask))
+
+    def generate(num_tokens: int) -> None:
+        reference.generate(
+            ids, attention_mask=mask, max_new_tokens=num_tokens, min_new_tokens=num_tokens,
+            do_sample=True, temperature=1.0, top_k=0, pad_token_id=0, eos_token_id=None,
+        )  # fmt: skip
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    generate(2)  # warm-up
+    begin = time.perf_counter()
+    generate(max(length for _, length in work))
+    return time.perf_counter() - begin
+
+
 def main(cfg: Config) -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    is_cold = is_compile_cache_cold()
+    device = cfg.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    default = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = default if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
     if cfg.model:
         model = load_model(cfg.model, device=device, dtype=dtype)
     else:
@@ -123,10 +168,11 @@ def main(cfg: Config) -> None:
     if gib is None:
         gib = 0.8 * torch.cuda.mem_get_info()[0] / 2**30 if device == "cuda" else 2.0
     engine = Engine(model, kv_cache_gib=gib)
+    print(engine)
     engine.generate([Request(prompt_ids=[1, 2, 3], params=SamplingParams(max_tokens=2))])
     startup = time.time() - STARTED
 
-    work = (workload_n() if cfg.workload == "N" else workload_r())[: cfg.requests]
+    work = WORKLOADS[cfg.workload]()[: cfg.requests]
     requests = [
         Request(prompt_ids=prompt, params=SamplingParams(max_tokens=length), seed=i)
         for i, (prompt, length) in enumerate(work)
@@ -144,24 +190,52 @@ def main(cfg: Config) -> None:
         )
 
     median = statistics.median(seconds[1:])
-    roof = roofline_seconds(model, work)
     result = {
         "shape": cfg.model or cfg.shape,
         "workload": cfg.workload,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads() if device == "cpu" else None,
         "backend": engine.runner.backend,
         "output_tokens": num_out,
-        "tokens_per_second": round(num_out / median),
-        "roofline_tokens_per_second": round(num_out / roof) if device == "cuda" else None,
-        "share_of_roofline": round(roof / median, 3) if device == "cuda" else None,
+        "tokens_per_second": round(num_out / median, None if device == "cuda" else 1),
         "warm_up_seconds": round(seconds[0], 2),
         "startup_seconds": round(startup, 2),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1)
-        if device == "cuda"
-        else None,
+        "compile_cache": "cold" if is_cold else "warm",
         "preemptions": engine.scheduler.num_preempted,
     }
+    if device == "cuda":
+        result |= cuda_results(engine, work, num_out, median)
+    if cfg.against == "transformers":
+        theirs = transformers_seconds(cfg, model, work)
+        result |= {
+            "transformers_tokens_per_second": round(num_out / theirs, 1),
+            "times_transformers": round(theirs / median, 2),
+        }
     print(json.dumps(result))
+
+
+def cuda_results(engine: Engine, work: Work, num_out: int, median: float) -> dict[str, float]:
+    """Share of the roofline, memory, and what it costs to give the memory back and take it."""
+    roof = roofline_seconds(engine.model, work)
+    weights = {name: p.to("cpu") for name, p in engine.model.named_parameters()}
+    free, total = torch.cuda.mem_get_info()
+    begin = time.perf_counter()
+    engine.sleep()
+    asleep = time.perf_counter()
+    free_asleep = torch.cuda.mem_get_info()[0]
+    engine.wake()
+    torch.cuda.synchronize()
+    awake = time.perf_counter()
+    engine.load_weights(weights.items(), 1)
+    return {
+        "roofline_tokens_per_second": round(num_out / roof),
+        "share_of_roofline": round(roof / median, 3),
+        "held_gib": round((total - free) / 2**30, 1),
+        "held_asleep_gib": round((total - free_asleep) / 2**30, 1),
+        "sleep_seconds": round(asleep - begin, 3),
+        "wake_seconds": round(awake - asleep, 3),
+    }
 
 
 if __name__ == "__main__":

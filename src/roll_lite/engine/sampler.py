@@ -44,9 +44,12 @@ def sample(
         exchange = shard.side_by_side if shard else None
         return fused(logits_RV, temperatures_R, is_greedy_R, keys_R2, positions_R, first, exchange)
     logits_RV = scale(logits_RV, temperatures_R)
-    noise_RV = gumbel(keys_R2, positions_R, first, first + num_entries)
-    noise_RV.masked_fill_(is_greedy_R[:, None], 0.0)
-    best_R, token_ids_R = noise_RV.add_(logits_RV).max(-1)
+    noisy = []
+    for rows in _small_chunks(logits_RV):
+        noise_CV = gumbel(keys_R2[rows], positions_R[rows], first, first + num_entries)
+        noise_CV.masked_fill_(is_greedy_R[rows, None], 0.0)
+        noisy.append(noise_CV.add_(logits_RV[rows]).max(-1))
+    best_R, token_ids_R = (torch.cat(parts) for parts in zip(*noisy, strict=True))
     if shard is None:
         return token_ids_R, pick_logprobs(logits_RV, token_ids_R)[0]
     logit_R = logits_RV.gather(1, token_ids_R[:, None])[:, 0]
@@ -56,6 +59,12 @@ def sample(
     winner_R1 = best_RS.argmax(-1, keepdim=True)
     logprobs_R = logit_RS.gather(1, winner_R1)[:, 0] - lse_RS.logsumexp(-1)
     return ids_RS.gather(1, winner_R1)[:, 0], logprobs_R
+
+
+def _small_chunks(logits_RV: Tensor) -> list[slice]:
+    """A few rows at a time, so that what is computed of them stays in the CPU's cache."""
+    num_rows = max(1, 2**17 // logits_RV.shape[1])
+    return [slice(i, i + num_rows) for i in range(0, len(logits_RV), num_rows)]
 
 
 def truncate(
