@@ -1,0 +1,292 @@
+"""Who runs where: a table from roles to ranks, written by hand or chosen by `auto_device_map`.
+
+    parse_device_map("train=0-3,tp=2 generate=4-7 reference=0-3", world_size=8)
+
+Roles may be disjoint, share ranks or overlap in part, and their replicas need not line up: every
+rank runs the calls of all its roles one by one, in the same order as every other rank. What still
+cannot work is refused with the remedy.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+from roll_lite.cluster.memory import engine_bytes, format_bytes, least_bytes, usable_bytes
+from roll_lite.models.config import ModelConfig
+
+SYNTAX = "write role=RANKS or role=RANKS,tp=N, with RANKS like 0-3, 5, 0-1+4-5 or all"
+USEFUL_CACHE_TOKENS = 32768  # `auto` wants room for so many in each engine: 8 samples of 4,096
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    name: str
+    ranks: tuple[int, ...]
+    """Ascending."""
+    tp: int = 1
+    """Tensor-parallel size: so many consecutive ranks hold one model together."""
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.ranks) // self.tp
+
+    @property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each replica. Those of train are FSDP's data-parallel ranks."""
+        starts = range(0, len(self.ranks), self.tp)
+        return tuple(self.ranks[start : start + self.tp] for start in starts)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMap:
+    roles: tuple[Role, ...]
+    world_size: int
+
+    def __post_init__(self):
+        if not self.roles:
+            raise ValueError("the device map has no roles; name one, as in train=all")
+        for name, count in Counter(self.names).items():
+            if count > 1:
+                raise ValueError(f"role {name} is there {count} times; name all its ranks at once")
+        for role in self.roles:
+            _check_ranks(role, self.world_size)
+
+    def __getitem__(self, name: str) -> Role:
+        for role in self.roles:
+            if role.name == name:
+                return role
+        raise ValueError(f"no role {name} in the device map; it has {listing(self.names, 'and')}")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(role.name for role in self.roles)
+
+    @property
+    def idle_ranks(self) -> tuple[int, ...]:
+        """Ranks without any role."""
+        ranks = set(range(self.world_size)).difference(*(role.ranks for role in self.roles))
+        return tuple(sorted(ranks))
+
+    def roles_of(self, rank: int) -> tuple[Role, ...]:
+        return tuple(role for role in self.roles if rank in role.ranks)
+
+    def overlapping(self, a: str, b: str) -> tuple[int, ...]:
+        """Ranks that both roles run on, where they take turns; empty for disjoint roles."""
+        shared = set(self[b].ranks)
+        return tuple(rank for rank in self[a].ranks if rank in shared)
+
+    def __str__(self) -> str:
+        rows = [("role", "ranks", "tp", "replicas", "note")]
+        for role in self.roles:
+            sizes = str(role.tp), str(role.num_replicas)
+            rows.append((role.name, format_ranks(role.ranks), *sizes, self._note(role)))
+        return format_table(rows)
+
+    def _note(self, role: Role) -> str:
+        sharers: dict[str, list[str]] = {}
+        for other in self.roles:
+            shared = () if other is role else self.overlapping(role.name, other.name)
+            if shared:
+                which = "ranks" if other.ranks == role.ranks else format_ranks(shared)
+                sharers.setdefault(which, []).append(other.name)
+        notes = [f"shares {which} with {listing(names, 'and')}" for which, names in sharers.items()]
+        return "; ".join(notes)
+
+    def check(
+        self,
+        config: ModelConfig,
+        *,
+        required: Sequence[str] = ("train", "generate"),
+        optional: Sequence[str] = ("reference",),
+        allow_idle: bool = False,
+    ) -> None:
+        """Refuse a map that a recipe with these roles cannot run with this model.
+
+        One kind of overlap cannot work: the first rank of a tensor-parallel engine leads it, so it
+        has to be in every role that another rank of the engine is in (`_check_leaders`).
+        """
+        known = tuple(dict.fromkeys((*required, *optional)))
+        for role in self.roles:
+            if role.name not in known:
+                raise ValueError(f"role {role.name} is not known; use {listing(known, 'or')}")
+        for name in required:
+            if name not in self:
+                raise ValueError(f"role {name} is missing; add it, as in {name}=all")
+        for role in self.roles:
+            _check_sizes(role, config)
+            if "generate" in self:
+                _check_leaders(self["generate"], role)
+        if self.idle_ranks and not allow_idle:
+            raise ValueError(
+                f"ranks {format_ranks(self.idle_ranks)} have no role and would idle; give them to "
+                f"a role, start {self.world_size - len(self.idle_ranks)} ranks, or set allow_idle"
+            )
+
+
+def _check_ranks(role: Role, world_size: int) -> None:
+    """Refuse what cannot run in a world of this size, whatever the model."""
+    if not role.ranks:
+        raise ValueError(f"role {role.name} has no ranks; give it some, as in {role.name}=all")
+    for rank in role.ranks:
+        if not 0 <= rank < world_size:
+            raise _unknown_rank(role.name, rank, world_size)
+    if repeated := [rank for rank, count in Counter(role.ranks).items() if count > 1]:
+        raise ValueError(f"role {role.name} has ranks {format_ranks(repeated)} more than once")
+    if list(role.ranks) != sorted(role.ranks):
+        ranks = format_ranks(sorted(role.ranks)).replace(",", "+")
+        raise ValueError(f"role {role.name}: ranks must ascend; use {role.name}={ranks}")
+    if role.tp < 1:
+        raise ValueError(f"role {role.name}: tp={role.tp} must be at least 1")
+    if len(role.ranks) % role.tp:
+        raise ValueError(
+            f"role {role.name}: tp={role.tp} does not divide its {len(role.ranks)} ranks; "
+            f"use {listing(divisors(len(role.ranks)), 'or')}"
+        )
+
+
+def _unknown_rank(name: str, rank: int, world_size: int) -> ValueError:
+    known = format_ranks(range(world_size))
+    return ValueError(f"role {name}: there is no rank {rank}; world size {world_size} has {known}")
+
+
+def _sharded_sizes(config: ModelConfig) -> dict[str, int]:
+    """What tensor parallelism divides. A multiple of the kv heads, all heads need no check."""
+    return {
+        "key/value heads": config.num_kv_heads,
+        "intermediate rows": config.intermediate_size,
+        "vocabulary rows": config.vocab_size,
+    }
+
+
+def _check_sizes(role: Role, config: ModelConfig) -> None:
+    sizes = _sharded_sizes(config)
+    for what, size in sizes.items():
+        if size % role.tp:
+            working = divisors(gcd(len(role.ranks), *sizes.values()))
+            raise ValueError(
+                f"role {role.name}: tp={role.tp} does not divide {size} {what}; "
+                f"use {listing(working, 'or')}"
+            )
+
+
+def _check_leaders(generate: Role, other: Role) -> None:
+    """The first rank of an engine tells the rest when to decode and when to make way for a call.
+
+    Of calls to a role that it is not in it never hears: it would decode on, and wait for them.
+    """
+    ranks = set(other.ranks)
+    for replica in generate.replicas:
+        followers = [rank for rank in replica[1:] if rank in ranks]
+        if followers and replica[0] not in ranks:
+            raise ValueError(
+                f"rank {replica[0]} leads the engine on ranks {format_ranks(replica)} but is not "
+                f"in {other.name}, as ranks {format_ranks(followers)} are: the engine could not "
+                f"make way for {other.name}; add rank {replica[0]} to {other.name}, or choose "
+                f"generate's ranks and tp so that an engine starts at rank {followers[0]}"
+            )
+
+
+def parse_device_map(text: str, world_size: int) -> DeviceMap:
+    """Read a map such as `train=0-3,tp=2 generate=4-7 reference=0-3`."""
+    return DeviceMap(tuple(_parse_role(entry, world_size) for entry in text.split()), world_size)
+
+
+def _parse_role(entry: str, world_size: int) -> Role:
+    match = re.fullmatch(r"([a-z][a-z0-9_]*)=([^,=]+)(?:,tp=(\d+))?", entry)
+    if not match or match[1] == "tp":
+        raise ValueError(f"{entry!r} in the device map is not understood; {SYNTAX}")
+    name, ranks, tp = match.groups()
+    return Role(name, _parse_ranks(name, ranks, world_size), int(tp or 1))
+
+
+def _parse_ranks(name: str, text: str, world_size: int) -> tuple[int, ...]:
+    if text == "all":
+        return tuple(range(world_size))
+    ranks: list[int] = []
+    for span in text.split("+"):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", span)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
+            raise ValueError(f"{span!r} in {name}={text} is not a range of ranks; {SYNTAX}")
+        if last >= world_size:  # before a typing error makes a range of billions
+            raise _unknown_rank(name, last, world_size)
+        ranks += range(first, last + 1)
+    return tuple(ranks)
+
+
+def auto_device_map(
+    world_size: int,
+    config: ModelConfig,
+    device_bytes: int | None,
+    roles: Sequence[str],
+    ranks_per_node: int = 8,
+) -> tuple[DeviceMap, list[str]]:
+    """All roles on all ranks, with the smallest tp of generate that fits; and the reasons.
+
+    `device_bytes` is the memory of each rank's device, None on a CPU.
+    """
+    tp, why = 1, "tp=1: on a CPU there is no device memory to save"
+    if device_bytes is not None:
+        tp, why = _smallest_tp(world_size, config, device_bytes, roles, ranks_per_node)
+    ranks = tuple(range(world_size))
+    chosen = tuple(Role(name, ranks, tp if name == "generate" else 1) for name in roles)
+    device_map = DeviceMap(chosen, world_size)
+    device_map.check(config, required=roles)
+    where = "rank 0" if world_size == 1 else f"all {world_size} ranks: they take turns, none idles"
+    return device_map, [f"{listing(roles, 'and')} on {where}", why]
+
+
+def _smallest_tp(
+    world_size: int, config: ModelConfig, device_bytes: int, roles: Sequence[str], node: int
+) -> tuple[int, str]:
+    """The smallest power of two at which an engine fits beside the other roles, and why."""
+    others, usable = least_bytes(config, roles, world_size), usable_bytes(device_bytes)
+    largest = gcd(world_size, *_sharded_sizes(config).values()) if "generate" in roles else 1
+    if world_size > node:
+        largest = gcd(largest, node)  # no engine lies across two nodes
+    tried = ""
+    for tp in [2**i for i in range(largest.bit_length()) if largest % 2**i == 0]:
+        engine = engine_bytes(config, tp, USEFUL_CACHE_TOKENS) if "generate" in roles else 0
+        needed = f"{format_bytes(others)} to train before any micro-batch"
+        if engine:
+            needed += f" and {format_bytes(engine)} to generate with {USEFUL_CACHE_TOKENS} tokens"
+        needed += f" take {format_bytes(others + engine)} of {format_bytes(usable)} per rank"
+        if others + engine <= usable:
+            return tp, f"tp={tp}: {needed}{tried}"
+        tried = f"; tp={tp} would take {format_bytes(others + engine)}"
+    raise ValueError(
+        f"{listing(roles, 'and')} do not fit on {world_size} ranks: with tp={tp}, the largest "
+        f"possible, {needed}; use more ranks, larger devices or a smaller model"
+    )
+
+
+def divisors(number: int) -> list[int]:
+    return [i for i in range(1, number + 1) if number % i == 0]
+
+
+def listing(items: Sequence[object], word: str) -> str:
+    """a, b and c"""
+    *first, last = map(str, items)
+    return f"{', '.join(first)} {word} {last}" if first else last
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Ascending ranks as 0-3,6."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join(lines)

@@ -1,0 +1,225 @@
+"""Device maps: what is read, what is refused and how it is said, what `auto` decides."""
+
+import pytest
+
+from roll_lite.cluster.device_map import (
+    DeviceMap,
+    Role,
+    auto_device_map,
+    format_ranks,
+    parse_device_map,
+)
+from roll_lite.models.config import parse_config
+from roll_lite.models.shapes import SHAPES, shape_config
+
+QWEN = shape_config("qwen3-8b")  # 8 kv heads, 12288 intermediate, 151936 = 2^7 x 1187 vocabulary
+TINY = parse_config(SHAPES["qwen3-0.6b"] | {"vocab_size": 71, "hidden_size": 128})
+ALL_ROLES = ["train", "generate", "reference"]
+GIB = 2**30
+
+
+def test_a_map_is_read_as_it_is_written():
+    device_map = parse_device_map("train=0-3,tp=2  generate=4-5+7 reference=6 critic=all", 8)
+    assert device_map.names == ("train", "generate", "reference", "critic")
+    assert device_map["train"] == Role("train", (0, 1, 2, 3), 2)
+    assert device_map["train"].replicas == ((0, 1), (2, 3))
+    assert device_map["train"].num_replicas == 2
+    assert device_map["generate"].replicas == ((4,), (5,), (7,))
+    assert device_map["reference"].ranks == (6,)
+    assert device_map["critic"].ranks == tuple(range(8))
+    assert "reference" in device_map and "judge" not in device_map
+
+
+def test_who_shares_a_rank_with_whom():
+    device_map = parse_device_map("train=0-3 generate=2-5 reference=0-3", 7)
+    assert [role.name for role in device_map.roles_of(2)] == ["train", "generate", "reference"]
+    assert [role.name for role in device_map.roles_of(5)] == ["generate"]
+    assert device_map.roles_of(6) == () and device_map.idle_ranks == (6,)
+    assert device_map.overlapping("train", "generate") == (2, 3)
+    assert parse_device_map("train=0-1 generate=2-3", 4).overlapping("train", "generate") == ()
+
+
+def test_the_table_is_readable():
+    table = str(parse_device_map("train=0-3,tp=2 generate=0-3+6 reference=0-3", 8))
+    assert table.splitlines() == [
+        "role       ranks  tp  replicas  note",
+        "train      0-3    2   2         shares 0-3 with generate; shares ranks with reference",
+        "generate   0-3,6  1   5         shares 0-3 with train and reference",
+        "reference  0-3    1   4         shares ranks with train; shares 0-3 with generate",
+    ]
+
+
+def test_ranks_are_written_compactly():
+    assert format_ranks((0, 1, 2, 3, 6)) == "0-3,6"
+    assert format_ranks((5,)) == "5"
+    assert format_ranks(range(4096)) == "0-4095"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no roles.*train=all"),
+        ("train", "'train' in the device map is not understood; write role=RANKS"),
+        ("train=", "'train=' .*not understood"),
+        ("train=0-3,dp=2", "'train=0-3,dp=2'.*role=RANKS,tp=N"),
+        ("train=0-3,6", "'train=0-3,6'.*0-1[+]4-5"),
+        ("train=0-3, tp=2", "'train=0-3,'"),
+        ("tp=2", "'tp=2'"),
+        ("train=0-3,tp=2,tp=4", "not understood"),
+        ("train=0..3", r"'0\.\.3' in train=0\.\.3 is not a range"),
+        ("train=3-0", "'3-0' in train=3-0 is not a range"),
+        ("train=0-", "'0-' in train=0-"),
+        ("train=0-9999999999999", "role train: there is no rank 9999999999999; world size 8"),
+        ("train=4-8", "role train: there is no rank 8; world size 8 has 0-7"),
+        ("train=0-3+2-4", "role train has ranks 2-3 more than once"),
+        ("train=4-5+0-1", "role train: ranks must ascend; use train=0-1[+]4-5"),
+        ("train=0-3 generate=4 train=5", "role train is there 2 times"),
+        ("train=0-3,tp=0", "role train: tp=0 must be at least 1"),
+        ("train=0-3,tp=3", "role train: tp=3 does not divide its 4 ranks; use 1, 2 or 4"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_named_with_the_remedy(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_device_map(text, 8)
+
+
+def test_a_map_made_in_code_is_checked_as_well():
+    with pytest.raises(ValueError, match="role train has no ranks; give it some, as in train=all"):
+        DeviceMap((Role("train", ()),), 4)
+    with pytest.raises(ValueError, match="no rank -1"):
+        DeviceMap((Role("train", (-1,)),), 4)
+    with pytest.raises(ValueError, match="no role judge in the device map; it has train"):
+        DeviceMap((Role("train", (0,)),), 4)["judge"]
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "message"),
+    [
+        (
+            "train=all,tp=3 generate=all",
+            {},
+            "role train: tp=3 does not divide 8 key/value heads; use 1, 2, 4 or 8",
+        ),
+        (
+            "train=all generate=0-5,tp=3",  # 6 ranks allow fewer sizes
+            {},
+            "role generate: tp=3 does not divide 8 key/value heads; use 1 or 2",
+        ),
+        (
+            "train=all,tp=4 generate=all",
+            {"intermediate_size": 12290},
+            "role train: tp=4 does not divide 12290 intermediate rows; use 1 or 2",
+        ),
+        (
+            "train=all generate=all,tp=2",
+            {"vocab_size": 151937},
+            "role generate: tp=2 does not divide 151937 vocabulary rows; use 1",
+        ),
+        ("train=all", {}, "role generate is missing; add it, as in generate=all"),
+        (
+            "train=all genrate=all",
+            {},
+            "role genrate is not known; use train, generate or reference",
+        ),
+        (
+            "train=0-9 generate=12-20",
+            {},
+            "ranks 10-11,21-23 have no role and would idle; .*start 19 ranks",
+        ),
+        (
+            "train=4-23 generate=all,tp=8",
+            {},
+            "rank 0 leads the engine on ranks 0-7 but is not in train, as ranks 4-7 are: .*"
+            "add rank 0 to train, or .* an engine starts at rank 4",
+        ),
+    ],
+)
+def test_what_the_model_or_the_recipe_cannot_run_is_refused(text, changes, message):
+    config = parse_config(SHAPES["qwen3-8b"] | changes)
+    with pytest.raises(ValueError, match=message):
+        parse_device_map(text, 24).check(config)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "train=0-11 generate=12-23",
+        "train=all generate=all reference=all",
+        "train=0-3 generate=all",
+        "train=0-5 generate=all,tp=4",  # the engine on 4-7 rests while 4 and 5 train
+        "train=all,tp=4 generate=0-5,tp=2 reference=4-9",
+        "train=1-23 generate=0-1,tp=1",
+    ],
+)
+def test_overlaps_that_work_are_accepted(text):
+    parse_device_map(text, 24).check(QWEN)
+
+
+def test_roles_and_idle_ranks_are_up_to_the_recipe():
+    parse_device_map("train=0-1", 4).check(QWEN, required=["train"], allow_idle=True)
+    with pytest.raises(ValueError, match="role train is not known; use generate"):
+        parse_device_map("train=all", 4).check(QWEN, required=["generate"], optional=[])
+
+
+# On 80 GiB, of which 72 are planned with. A rank of n holds 18/n bytes a parameter for train and
+# reference, plus gathered weights and the head's gradient (8B: 10 GiB, 70B: 19); an engine 2/tp
+# bytes a parameter, plus 32,768 tokens (8B: 4.5 GiB, 70B: 10) / tp. None: nothing fits.
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("tiny", {1: 1, 2: 1, 8: 1, 16: 1, 4096: 1}),
+        ("qwen3-0.6b", {1: 1, 2: 1, 8: 1, 16: 1, 4096: 1}),
+        # 137 + 10 GiB on one rank, 69 + 10 on each of two; 17 + 10 + 20 on each of eight
+        ("qwen3-8b", {1: None, 2: None, 8: 1, 16: 1, 4096: 1}),
+        # 74 + 19 GiB on each of 16; of 64: 18 + 19 + 141/4 = 73, so 8; of 4096: 19 + 141/4
+        ("llama-3.1-70b", {1: None, 2: None, 8: None, 16: None, 64: 8, 4096: 4}),
+    ],
+)
+def test_auto_shares_all_ranks_and_splits_only_what_does_not_fit(name, expected):
+    config = TINY if name == "tiny" else shape_config(name)
+    for world_size, tp in expected.items():
+        if tp is None:
+            with pytest.raises(ValueError, match=rf"do not fit on {world_size} ranks.*GiB of 72.0"):
+                auto_device_map(world_size, config, 80 * GIB, ALL_ROLES)
+            continue
+        device_map, reasons = auto_device_map(world_size, config, 80 * GIB, ALL_ROLES)
+        everywhere = tuple(range(world_size))
+        assert device_map.roles == (
+            Role("train", everywhere), Role("generate", everywhere, tp),
+            Role("reference", everywhere),
+        )  # fmt: skip
+        assert f"tp={tp}: " in reasons[1] and "of 72.0 GiB" in reasons[1]
+        assert (
+            "rank 0" in reasons[0] if world_size == 1 else f"all {world_size} ranks" in reasons[0]
+        )
+
+
+def test_auto_raises_tp_on_smaller_devices_and_says_what_less_would_take():
+    # 27.2 GiB to train and compare, 19.8 / tp to generate: 36 GiB are enough from tp=4
+    device_map, reasons = auto_device_map(8, QWEN, 40 * GIB, ALL_ROLES)
+    assert device_map["generate"].tp == 4
+    assert "tp=4: 27.2 GiB to train" in reasons[1]
+    assert "tp=2 would take 37.0 GiB" in reasons[1]
+
+
+def test_auto_lays_no_engine_across_nodes():
+    llama = shape_config("llama-3.1-70b")
+    assert auto_device_map(64, llama, 80 * GIB, ALL_ROLES)[0]["generate"].tp == 8
+    for ranks_per_node in (4, 12):  # 12 holds one engine of 8, and a part of the next
+        with pytest.raises(ValueError, match="with tp=4, the largest possible"):
+            auto_device_map(64, llama, 80 * GIB, ALL_ROLES, ranks_per_node=ranks_per_node)
+
+
+def test_auto_keeps_to_sizes_that_divide_the_heads():
+    smollm = shape_config("smollm2-135m")  # 3 kv heads: no power of two but 1
+    with pytest.raises(ValueError, match="with tp=1, the largest possible"):
+        auto_device_map(8, smollm, GIB, ALL_ROLES)
+
+
+def test_auto_on_a_cpu_and_without_an_engine():
+    device_map, reasons = auto_device_map(4, shape_config("llama-3.1-70b"), None, ALL_ROLES)
+    assert [role.tp for role in device_map.roles] == [1, 1, 1] and "CPU" in reasons[1]
+    device_map, reasons = auto_device_map(2, shape_config("qwen3-0.6b"), 80 * GIB, ["train"])
+    assert device_map.names == ("train",) and "generate" not in reasons[1]
+    with pytest.raises(ValueError, match="memory of role judge is not known"):
+        auto_device_map(2, QWEN, 80 * GIB, ["train", "judge"])
