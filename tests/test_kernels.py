@@ -59,7 +59,7 @@ def check_decode(lengths, K, group, D, page_size):
         )
         assert torch.equal(alone, got[row])
     assert counters.sum() == 0
-    tiles = Tiles.of_chunks(lengths - 1, torch.ones_like(lengths), table, page_size)
+    tiles = Tiles.of_chunks(lengths - 1, torch.ones_like(lengths), table, cache, K * group)
     assert_close_to_exact(tiled_attention(q, cache[0], cache[1], tiles), expected)
 
 
@@ -96,7 +96,7 @@ def check_prefill(chunks, K, group, D, page_size):
         q, cache[0], cache[1], table[[b for b, _ in rows]], torch.tensor([n for _, n in rows])
     )
     assert_close_to_exact(paged_prefill(*arguments), expected)
-    tiles = Tiles.of_chunks(starts, cu_seqlens.diff(), table, page_size)
+    tiles = Tiles.of_chunks(starts, cu_seqlens.diff(), table, cache, K * group)
     assert_close_to_exact(tiled_attention(q, cache[0], cache[1], tiles), expected)
 
 

@@ -25,6 +25,7 @@ from roll_lite.cluster.memory import (
     train_memory,
 )
 from roll_lite.cluster.planner import BatchPlan, plan, render
+from roll_lite.engine.attention import PAGE_SIZE
 from roll_lite.engine.engine import Engine
 from roll_lite.engine.runner import cache_shape
 from roll_lite.models.config import parse_config
@@ -167,7 +168,7 @@ def test_a_cached_token_has_the_size_of_the_engines_cache(name):
 
 def test_the_planner_knows_the_sizes_that_the_code_works_in():
     options = inspect.signature(Engine).parameters
-    assert options["page_size"].default == memory.PAGE_TOKENS
+    assert PAGE_SIZE["triton"] == memory.PAGE_TOKENS
     assert options["max_num_seqs"].default == memory.MAX_RUNNING
     assert options["max_prefill_tokens"].default == memory.MAX_PREFILL_TOKENS
     assert memory.LOGPROB_ROWS == CHUNK_ROWS

@@ -15,7 +15,7 @@ USABLE = 0.9
 """Share of a device to plan with; the rest is for CUDA, communication buffers and fragments."""
 LOGPROB_ROWS = 512  # models/logprobs.py: rows that go through the head at once
 PAGE_TOKENS = 16  # the engine's cache is handed out in pages of so many tokens
-MAX_PREFILL_TOKENS = 16384  # of one engine step
+MAX_PREFILL_TOKENS = 32768  # of one engine step
 MAX_RUNNING = 1024  # samples that one engine decodes at once
 
 

@@ -31,6 +31,7 @@ class PrefillAttention:
     """Tokens of the longest chunk."""
     max_length: int
     """Position after the last token of any chunk."""
+    num_heads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class DecodeAttention:
     """No sequence is longer."""
     finished_BK: Tensor
     """Zeros for the triton kernel to count with."""
+    num_heads: int
 
 
 class TorchPrefill:
@@ -53,7 +55,7 @@ class TorchPrefill:
         self.where = where
         lengths_B = where.cu_seqlens.diff()
         self.tiles = Tiles.of_chunks(
-            where.starts_B, lengths_B, where.page_table_BP, where.cache.shape[3]
+            where.starts_B, lengths_B, where.page_table_BP, where.cache, where.num_heads
         )
 
     def __call__(self, layer: int, projected: Projected) -> Tensor:
@@ -67,7 +69,8 @@ class TorchDecode:
             where.lengths_B - 1,
             torch.ones_like(where.lengths_B),
             where.page_table_BP,
-            where.cache.shape[3],
+            where.cache,
+            where.num_heads,
         )
 
     def __call__(self, layer: int, projected: Projected) -> Tensor:

@@ -135,21 +135,20 @@ def _last_left_over_ranks(logits_RV: Tensor, shard: TensorShard, *options: Tenso
 
 
 def gumbel(keys_R2: Tensor, positions_R: Tensor, first: int, end: int) -> Tensor:
-    """Gumbel noise (R, V) of entries first..end, the same numbers on every device.
-
-    Keys and positions are int64.
-    """
-    first_R = _mix(_mix(positions_R ^ keys_R2[:, 0]) ^ keys_R2[:, 1])
-    second_R = _mix(_mix(positions_R ^ keys_R2[:, 1]) ^ keys_R2[:, 0])
-    entry_V = torch.arange(first, end, device=keys_R2.device)
-    bits_RV = _mix(_mix(first_R[:, None] ^ entry_V) ^ second_R[:, None])
+    """Gumbel noise (R, V) of entries first..end, the same numbers on every device."""
+    key0_R, key1_R = keys_R2.to(torch.int32).unbind(1)
+    positions_R = positions_R.to(torch.int32)
+    first_R = _mix(_mix(positions_R ^ key0_R) ^ key1_R)
+    second_R = _mix(_mix(positions_R ^ key1_R) ^ key0_R)
+    entry_V = torch.arange(first, end, device=keys_R2.device, dtype=torch.int32)
+    bits_RV = _mix(_mix(first_R[:, None] ^ entry_V) ^ second_R[:, None]).view(torch.uint32)
     # -log(1 - u) keeps its precision for small u, which is where the large noise comes from.
     uniform_RV = bits_RV.float().add_(0.5).mul_(2.0**-32)
     return uniform_RV.neg_().log1p_().neg_().clamp_(1e-20, 1e20).log_().neg_()
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A 32-bit integer hash (two rounds of xor-shift and multiply) held in int64."""
-    x = ((x >> 16) ^ x) * 0x21F0AAAD & _MASK
-    x = ((x >> 15) ^ x) * 0x735A2D97 & _MASK
-    return (x >> 15) ^ x
+    """A 32-bit integer hash: two rounds of xor-shift (logical) and multiply (modulo 2**32)."""
+    x = ((x >> 16 & 0xFFFF) ^ x) * 0x21F0AAAD
+    x = ((x >> 15 & 0x1FFFF) ^ x) * 0x735A2D97
+    return (x >> 15 & 0x1FFFF) ^ x

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROWS = 32
+ROWS = 64
 
 
 def linear(x_TH: Tensor, weight_NH: Tensor, bias_N: Tensor | None = None) -> Tensor:
