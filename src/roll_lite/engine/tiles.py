@@ -11,18 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TILE = 4
+TILE = 2
 KEYS = 128
+LONG = 8  # tiles of a sequence from which on it is worth a gathering of its keys for itself
 
 
 @dataclass(frozen=True, slots=True)
 class KeyBlock:
-    """Keys at the same positions of several sequences, and the tiles of queries that see them."""
+    """Keys at the same positions of one or more sequences, and the tiles that see them."""
 
     tiles: Tensor | slice
+    is_first: bool
     page_ids: Tensor
     num_pages: int
-    """Of each tile."""
+    """Of each sequence."""
     mask: Tensor
     """(tiles, 1, queries of a kv head, keys), 0 or -inf."""
     is_blind: Tensor
@@ -56,32 +58,65 @@ class Tiles:
         place_NQ *= is_query_NQ  # places left over are the first query once more
         first_B = lengths_B.cumsum(0) - lengths_B
         positions_NQ = starts_B[owner_N, None] + place_NQ
-        page_size, num_kv_heads = cache.shape[-3:-1]
+        num_kv_heads = cache.shape[-2]
         positions_NM = positions_NQ.repeat_interleave(num_heads // num_kv_heads, 1)
-        return Tiles(
-            rows_NQ=first_B[owner_N, None] + place_NQ,
-            is_query_NQ=is_query_NQ,
-            blocks=_key_blocks(positions_NM, page_table_BP[owner_N], page_size, cache.dtype),
-        )
+        blocks = []
+        for tiles, pages in _alike(num_tiles_B, owner_N, page_table_BP):
+            blocks += _key_blocks(positions_NM, tiles, pages, cache)
+        return Tiles(first_B[owner_N, None] + place_NQ, is_query_NQ, blocks)
+
+
+def _alike(
+    num_tiles_B: Tensor, owner_N: Tensor, page_table_BP: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """Tiles to go together: those of each long sequence, with its pages, and all others."""
+    parts = []
+    is_short_N = torch.ones_like(owner_N, dtype=torch.bool)
+    end = 0
+    for b, num_tiles in enumerate(num_tiles_B.tolist()):
+        begin, end = end, end + num_tiles
+        if num_tiles >= LONG:
+            is_short_N[begin:end] = False
+            parts.append((torch.arange(begin, end, device=owner_N.device), page_table_BP[b][None]))
+    if len(short := is_short_N.nonzero()[:, 0]):
+        parts.append((short, page_table_BP[owner_N[short]]))
+    return parts
 
 
 def _key_blocks(
-    positions_NM: Tensor, page_table_NP: Tensor, page_size: int, dtype: torch.dtype
+    positions_NM: Tensor, tiles: Tensor, page_table: Tensor, cache: Tensor
 ) -> list[KeyBlock]:
+    """The blocks of keys that some tiles see; `page_table` has a row for each tile or for all."""
+    page_size = cache.shape[-3]
     size = _block_size(page_size)
-    last_N = positions_NM.amax(1)
-    shortest, longest = int(last_N.min()), int(last_N.max())
+    last = positions_NM[tiles].amax(1)
     blocks = []
-    for first in range(0, longest + 1, size):
-        tiles = slice(None) if first <= shortest else (last_N >= first).nonzero()[:, 0]
-        pages = page_table_NP[tiles, first // page_size : (first + size) // page_size]
-        key = torch.arange(first, first + size, device=pages.device)
-        is_hidden = (key > positions_NM[tiles, :, None])[:, None]
-        mask = torch.zeros(is_hidden.shape, dtype=dtype, device=pages.device)
+    for first in range(0, int(last.max()) + 1, size):
+        reach = last >= first
+        members = tiles[reach]
+        rows = page_table if len(page_table) == 1 else page_table[reach]
+        pages = rows[:, first // page_size : (first + size) // page_size]
+        key = torch.arange(first, first + size, device=tiles.device)
+        is_hidden = (key > positions_NM[members, :, None])[:, None]
+        mask = torch.zeros(is_hidden.shape, dtype=cache.dtype, device=tiles.device)
         mask.masked_fill_(is_hidden, -torch.inf)
-        is_blind = is_hidden.all(-1)
-        blocks.append(KeyBlock(tiles, pages.flatten(), pages.shape[1], mask, is_blind))
+        blocks.append(
+            KeyBlock(
+                tiles=_as_slice(members),
+                is_first=first == 0,
+                page_ids=pages.flatten(),
+                num_pages=pages.shape[1],
+                mask=mask,
+                is_blind=is_hidden.all(-1),
+            )
+        )
     return blocks
+
+
+def _as_slice(indices: Tensor) -> Tensor | slice:
+    """A slice, which copies nothing, where the ascending indices have no gaps."""
+    first, last = int(indices[0]), int(indices[-1])
+    return slice(first, last + 1) if last - first + 1 == len(indices) else indices
 
 
 def _block_size(page_size: int) -> int:
@@ -91,22 +126,23 @@ def _block_size(page_size: int) -> int:
 
 def tiled_attention(q_THD: Tensor, k_pages: Tensor, v_pages: Tensor, tiles: Tiles) -> Tensor:
     """(T, H, D) queries against pages (page, slot, K, D)."""
-    page_size, K = k_pages.shape[1:3]
+    K = k_pages.shape[2]
     # (N, Q, K, G, D) -> (N, K, Q * G, D): heads of a group share keys as further queries.
     q = q_THD[tiles.rows_NQ].unflatten(2, (K, -1)).transpose(1, 2)
     G = q.shape[3]
     q = q.flatten(2, 3)
-    out = lse = None
+    out = torch.empty_like(q, dtype=torch.float32)
+    lse = out.new_empty(q.shape[:3])
     for block in tiles.blocks:
-        k, v = (_gather(x, block, _block_size(page_size)) for x in (k_pages, v_pages))
+        k, v = (_gather(x, block) for x in (k_pages, v_pages))
         seen_out, seen_lse = _attend(q[block.tiles], k, v, block)
-        if out is None:  # everyone sees the first key
-            out, lse = seen_out.float(), seen_lse
-            continue
-        total = torch.logaddexp(lse[block.tiles], seen_lse)
-        old, new = (lse[block.tiles] - total).exp(), (seen_lse - total).exp()
-        out[block.tiles] = out[block.tiles] * old[..., None] + seen_out * new[..., None]
-        lse[block.tiles] = total
+        if not block.is_first:  # everyone sees the first key
+            lse_before = lse[block.tiles]
+            total = torch.logaddexp(lse_before, seen_lse)
+            old, new = (lse_before - total).exp(), (seen_lse - total).exp()
+            seen_out = out[block.tiles] * old[..., None] + seen_out * new[..., None]
+            seen_lse = total
+        out[block.tiles], lse[block.tiles] = seen_out, seen_lse
     out = out.unflatten(2, (TILE, G)).transpose(1, 2).flatten(2, 3)
     return out[tiles.is_query_NQ].to(q_THD.dtype)
 
@@ -121,9 +157,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, block: KeyBlock) -> tuple[Tensor, T
     return scores.softmax(-1).nan_to_num() @ v, scores.logsumexp(-1)
 
 
-def _gather(pages: Tensor, block: KeyBlock, size: int) -> Tensor:
-    """(tiles, K, size, D); a table that ends within the block is filled up with zeros."""
+def _gather(pages: Tensor, block: KeyBlock) -> Tensor:
+    """(tiles, K, keys, D); a table that ends within the block is filled up with zeros."""
     found = pages.index_select(0, block.page_ids).unflatten(0, (-1, block.num_pages)).flatten(1, 2)
+    num_tiles, _, _, size = block.mask.shape
     if found.shape[1] < size:
         found = F.pad(found, (0, 0, 0, 0, 0, size - found.shape[1]))
-    return found.transpose(1, 2)
+    return found.transpose(1, 2).expand(num_tiles, -1, -1, -1)
