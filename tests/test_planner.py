@@ -26,7 +26,7 @@ from roll_lite.cluster.memory import (
 )
 from roll_lite.cluster.planner import BatchPlan, plan, render
 from roll_lite.engine.attention import PAGE_SIZE
-from roll_lite.engine.engine import Engine
+from roll_lite.engine.engine import MAX_PREFILL_TOKENS, Engine
 from roll_lite.engine.runner import cache_shape
 from roll_lite.models.config import parse_config
 from roll_lite.models.logprobs import CHUNK_ROWS
@@ -170,7 +170,7 @@ def test_the_planner_knows_the_sizes_that_the_code_works_in():
     options = inspect.signature(Engine).parameters
     assert PAGE_SIZE["triton"] == memory.PAGE_TOKENS
     assert options["max_num_seqs"].default == memory.MAX_RUNNING
-    assert options["max_prefill_tokens"].default == memory.MAX_PREFILL_TOKENS
+    assert MAX_PREFILL_TOKENS["cuda"] == memory.MAX_PREFILL_TOKENS
     assert memory.LOGPROB_ROWS == CHUNK_ROWS
 
 

@@ -26,6 +26,7 @@ from roll_lite.types import Turn
 
 OnTurn = Callable[[int, Turn], None]
 """Called with a sample's index and its turn the moment the sample ends."""
+MAX_PREFILL_TOKENS = {"cuda": 32768, "cpu": 1024}
 Running = Literal["go_on", "finish", "abort"]
 """What happens to running samples when new weights come."""
 
@@ -52,7 +53,7 @@ class Engine:
         kv_cache_gib: float = 1.0,
         page_size: int | None = None,
         max_num_seqs: int = 1024,
-        max_prefill_tokens: int = 32768,
+        max_prefill_tokens: int | None = None,
         burst: int | None = None,
         backend: str = "auto",
         launch_ahead: bool | None = None,
@@ -60,10 +61,12 @@ class Engine:
     ):
         """`kv_cache_gib` is taken at once; when it runs short the newest samples wait.
 
-        `burst` is the number of tokens that everyone decodes before the host looks at them: 16
-        under CUDA graphs, 1 where nothing is gained by more. `backend` is triton, flash_attn or
-        torch. `launch_ahead` keeps the device busy while the host looks at the last burst; not on
-        a CPU, which does both. `decode` turns ids into text, for requests with stop texts.
+        `max_prefill_tokens` are computed in one go: 32,768 on CUDA, 1,024 on a CPU, whose caches
+        hold no more. `burst` is the number of tokens that everyone decodes before the host looks
+        at them: 16 under CUDA graphs, 1 where nothing is gained by more. `backend` is triton,
+        flash_attn or torch. `launch_ahead` keeps the device busy while the host looks at the last
+        burst; not on a CPU, which does both. `decode` turns ids into text, for requests with stop
+        texts.
         """
         self.model = model.requires_grad_(False)
         self.policy_version = 0
@@ -76,7 +79,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=max_num_seqs,
-            max_prefill_tokens=max_prefill_tokens,
+            max_prefill_tokens=max_prefill_tokens or MAX_PREFILL_TOKENS[weight.device.type],
             burst=self.burst,
         )
         self.runner = Runner(

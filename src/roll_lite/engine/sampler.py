@@ -13,6 +13,7 @@ from roll_lite.models.tensor import TensorShard
 CANDIDATES = 1024
 """Entries that each rank sends for top-k, top-p and min-p."""
 _MASK = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B9 - 2**32  # spreads entries over all 32 bits; as a signed number
 
 
 def noise_key(seed: int, index: int) -> tuple[int, int]:
@@ -140,15 +141,17 @@ def gumbel(keys_R2: Tensor, positions_R: Tensor, first: int, end: int) -> Tensor
     positions_R = positions_R.to(torch.int32)
     first_R = _mix(_mix(positions_R ^ key0_R) ^ key1_R)
     second_R = _mix(_mix(positions_R ^ key1_R) ^ key0_R)
-    entry_V = torch.arange(first, end, device=keys_R2.device, dtype=torch.int32)
-    bits_RV = _mix(_mix(first_R[:, None] ^ entry_V) ^ second_R[:, None]).view(torch.uint32)
+    entry_V = torch.arange(first, end, device=keys_R2.device, dtype=torch.int32) * _GOLDEN
+    bits_RV = _mix(first_R[:, None] + entry_V, second_R[:, None]).view(torch.uint32)
     # -log(1 - u) keeps its precision for small u, which is where the large noise comes from.
     uniform_RV = bits_RV.float().add_(0.5).mul_(2.0**-32)
     return uniform_RV.neg_().log1p_().neg_().clamp_(1e-20, 1e20).log_().neg_()
 
 
-def _mix(x: Tensor) -> Tensor:
+def _mix(x: Tensor, also: Tensor | None = None) -> Tensor:
     """A 32-bit integer hash: two rounds of xor-shift (logical) and multiply (modulo 2**32)."""
-    x = ((x >> 16 & 0xFFFF) ^ x) * 0x21F0AAAD
-    x = ((x >> 15 & 0x1FFFF) ^ x) * 0x735A2D97
-    return (x >> 15 & 0x1FFFF) ^ x
+    x = (x >> 16 & 0xFFFF).bitwise_xor_(x).mul_(0x21F0AAAD)
+    if also is not None:
+        x ^= also
+    x = (x >> 15 & 0x1FFFF).bitwise_xor_(x).mul_(0x735A2D97)
+    return (x >> 15 & 0x1FFFF).bitwise_xor_(x)

@@ -50,9 +50,10 @@ def sample(
 
 
 @triton.jit
-def _mix(x):
+def _mix(x, also):
     """The hash of engine/sampler.py, in 32-bit arithmetic."""
     x = ((x >> 16) ^ x) * 0x21F0AAAD
+    x = x ^ also
     x = ((x >> 15) ^ x) * 0x735A2D97
     return (x >> 15) ^ x
 
@@ -70,8 +71,9 @@ def _scan(
     key0 = tl.load(key_ptr + 2 * row).to(tl.uint32)
     key1 = tl.load(key_ptr + 2 * row + 1).to(tl.uint32)
     position = tl.load(position_ptr + row).to(tl.uint32)
-    first = _mix(_mix(position ^ key0) ^ key1)
-    second = _mix(_mix(position ^ key1) ^ key0)
+    zero = key0 * 0
+    first = _mix(_mix(position ^ key0, zero) ^ key1, zero)
+    second = _mix(_mix(position ^ key1, zero) ^ key0, zero)
 
     best = -float("inf")
     best_id = split * per_split
@@ -85,7 +87,7 @@ def _scan(
         m_new = tl.maximum(m, tl.max(logit, 0))
         l = l * tl.exp(m - m_new) + tl.sum(tl.exp(logit - m_new), 0)  # noqa: E741
         m = m_new
-        bits = _mix(_mix(first ^ (first_entry + v).to(tl.uint32)) ^ second)
+        bits = _mix(first + (first_entry + v).to(tl.uint32) * 0x9E3779B9, second)
         u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
         # -log(1 - u), with its series where 1 - u would lose the digits of a small u
         e = tl.where(u < 1e-3, u * (1 + u * (0.5 + u * 0.33333334)), -tl.log(1.0 - u))
