@@ -105,6 +105,23 @@ def test_paged_prefill(K, group, D, page_size):
     check_prefill([(0, 5), (17, 90), (64, 65), (3, 40)], K, group, D, page_size)
 
 
+def test_tiled_attention_in_bf16():
+    """Long and short chunks, so that tiles go together in slices and by index."""
+    torch.manual_seed(0)
+    chunks, page_size, K, group, D = [(0, 30), (90, 91), (0, 40), (5, 9), (140, 150)], 16, 2, 2, 32
+    cache = torch.randn(2, 60, page_size, K, D, dtype=torch.bfloat16)
+    table = torch.randperm(60)[:50].view(5, 10).int()
+    starts, ends = torch.tensor(chunks).unbind(1)
+    q = torch.randn(int((ends - starts).sum()), K * group, D, dtype=torch.bfloat16)
+    tiles = Tiles.of_chunks(starts, ends - starts, table, cache, K * group)
+    got = tiled_attention(q, cache[0], cache[1], tiles)
+    rows = [(b, p + 1) for b, (start, end) in enumerate(chunks) for p in range(start, end)]
+    expected = reference_decode(
+        q, cache[0], cache[1], table[[b for b, _ in rows]], torch.tensor([n for _, n in rows])
+    )
+    assert ((got.double() - expected).norm() / expected.norm()).item() < 4e-3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("K", "group", "D"), [(2, 1, 64), (3, 3, 64), (2, 4, 128), (1, 8, 128)])
 @pytest.mark.parametrize("page_size", [16, 256])

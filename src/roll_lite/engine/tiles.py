@@ -152,7 +152,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, block: KeyBlock) -> tuple[Tensor, T
     if q.device.type == "cpu":
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = attend(q, k, v, attn_mask=block.mask)  # 0 and 0 if none is seen
-        return out, lse.masked_fill(block.is_blind, -torch.inf)
+        return out.float(), lse.masked_fill(block.is_blind, -torch.inf)
+    q, k, v = q.float(), k.float(), v.float()
     scores = (q @ k.transpose(2, 3)) * q.shape[-1] ** -0.5 + block.mask
     return scores.softmax(-1).nan_to_num() @ v, scores.logsumexp(-1)
 
