@@ -129,7 +129,8 @@ def main(cfg: Config) -> list[float]:
             temperature=cfg.temperature,
         )
         policy = load_model(cfg.model, device=world.device, dtype=world.dtype)
-        engine = Engine(policy, kv_cache_gib=cfg.kv_cache_gib)
+        engine = Engine(policy, kv_cache_gib=cfg.kv_cache_gib, decode=chat.decode)
+        print(engine)
         rollout = Rollout(engine=engine, chat=chat, make_env=question_maker(REWARDS), seed=cfg.seed)
         params = SamplingParams(
             max_tokens=cfg.max_tokens, temperature=cfg.temperature, stop_ids=chat.stop_ids
