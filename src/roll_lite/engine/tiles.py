@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TILE = 2
-KEYS = 128
+KEYS = 64
 LONG = 8  # tiles of a sequence from which on it is worth a gathering of its keys for itself
 
 
