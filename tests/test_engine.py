@@ -481,6 +481,99 @@ def test_a_step_that_fails_leaves_no_wrong_pages(qwen, monkeypatch):
     assert engine.pool.num_free == engine.pool.num_pages
 
 
+@pytest.mark.parametrize("where", ["step", "load_weights"])
+def test_a_decoder_that_raises_loses_no_sample(qwen, where):
+    reference, model = qwen
+    weights = [(name, p.clone()) for name, p in model.named_parameters()]
+    is_broken = False
+
+    def decode(ids):
+        if is_broken:
+            raise KeyError("decoder broke")
+        return "".join(chr(300 + i) for i in ids)
+
+    engine = engine_with(model, num_pages=80, burst=4, decode=decode)
+    with_stop = SamplingParams(max_tokens=24, temperature=0.0, stop=("@",))
+    short = SamplingParams(max_tokens=5, temperature=0.0)
+    prompts = prompts_of([7, 9, 11])
+    handles = [
+        engine.submit(Request(prompt_ids=p, params=params))
+        for p, params in zip(prompts, (short, with_stop, GREEDY), strict=True)
+    ]
+    for _ in range(2):
+        engine.step()
+    is_broken = True
+    with pytest.raises(KeyError, match="decoder broke"):
+        engine.step() if where == "step" else engine.load_weights(weights, 1)
+    is_broken = False
+    while engine.has_work:
+        engine.step()
+    for prompt, handle, num_tokens in zip(prompts, handles, (5, 24, 24), strict=True):
+        assert handle.turns[0].token_ids == reference_greedy(reference, prompt, num_tokens)
+    assert engine.pool.num_free == engine.pool.num_pages
+
+
+def test_every_callback_is_called_though_one_raises(qwen):
+    _, model = qwen
+    engine = engine_with(model, num_pages=60)
+    called = []
+
+    def fail_first(index, turn):
+        called.append(index)
+        if index == 0:
+            raise KeyError("the first broke")
+
+    params = SamplingParams(max_tokens=2, temperature=0.0)
+    engine.submit(Request(prompt_ids=[1, 2], params=params, num_samples=3), fail_first)
+    with pytest.raises(KeyError, match="the first broke"):
+        while engine.has_work:
+            engine.step()
+    assert called == [0, 1, 2]
+
+
+def test_a_wake_that_fails_can_be_repeated(qwen, monkeypatch):
+    _, model = qwen
+    engine = engine_with(copy.deepcopy(model), num_pages=20)
+    engine.sleep()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner.memory, "take_again", lambda: (_ for _ in ()).throw(OSError()))
+        with pytest.raises(OSError):
+            engine.wake()
+    with pytest.raises(RuntimeError, match="call wake"):
+        engine.load_weights(model.named_parameters(), 1)
+    engine.wake()
+    engine.load_weights(model.named_parameters(), 1)
+    ((turn,),) = engine.generate([Request(prompt_ids=[1, 2], params=GREEDY)])
+    assert len(turn.token_ids) == 24
+
+
+def test_preempted_samples_are_aborted_with_the_running_ones(qwen):
+    _, model = qwen
+    engine = engine_with(model, num_pages=14, burst=3)
+    handles = [engine.submit(Request(prompt_ids=p, params=GREEDY)) for p in prompts_of([9, 14, 5])]
+    while not engine.scheduler.num_preempted:
+        engine.step()
+    assert any(sequence.num_sampled for sequence in engine.scheduler.waiting)
+    weights = [(name, p.clone()) for name, p in model.named_parameters()]
+    engine.load_weights(weights, 1, "abort")
+    assert [handle.turns[0].finish_reason for handle in handles] == ["abort"] * 3
+
+
+@pytest.mark.parametrize("family", ["smollm2", "qwen3"])
+def test_long_prompts_give_the_same_bits_alone_and_together(family, tmp_path):
+    make_reference(family).save_pretrained(tmp_path)
+    params = SamplingParams(max_tokens=12)
+    requests = [
+        Request(prompt_ids=p, params=params, seed=i)
+        for i, p in enumerate(prompts_of([200, 70, 129, 64, 190], seed=2))
+    ]
+    together = Engine(load_model(tmp_path), kv_cache_gib=0.01).generate(requests)
+    small = Engine(load_model(tmp_path), kv_cache_gib=0.01, max_prefill_tokens=33, burst=5)
+    for request, (expected,) in zip(requests, together, strict=True):
+        ((alone,),) = small.generate([request])
+        assert (alone.token_ids, alone.logprobs) == (expected.token_ids, expected.logprobs)
+
+
 def test_one_bad_request_leaves_nothing_behind(qwen):
     _, model = qwen
     engine = engine_with(model, num_pages=60)
@@ -623,6 +716,25 @@ def test_a_model_that_breaks_fails_its_requests_and_no_others(qwen):
     for prompt, reason in (([1, 2, 3, 4, 5, 150], "error"), ([1, 2, 3, 4, 5], "length")):
         ((turn,),) = engine.generate([Request(prompt_ids=prompt, params=GREEDY)])
         assert turn.finish_reason == reason
+
+
+@pytest.mark.parametrize("burst", [1, 4])
+def test_who_shares_pages_with_a_broken_sample_goes_on(qwen, burst):
+    reference, model = qwen
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        whole = model.embedding.clone()
+        model.embedding[150] = torch.nan
+        model.lm_head = torch.nn.Parameter(whole)
+    engine = engine_with(model, num_pages=60, burst=burst)
+    prompts = [[1, 2, 3, 4, 5, 150], [1, 2, 3, 4, 5], [9, 8, 7]]
+    (bad,), *good = engine.generate([Request(prompt_ids=p, params=GREEDY) for p in prompts])
+    assert bad.finish_reason == "error" and bad.token_ids == []
+    for prompt, (turn,) in zip(prompts[1:], good, strict=True):
+        expected = reference_greedy(reference, prompt, 24)
+        assert 150 not in expected
+        assert turn.token_ids == expected
+    assert engine.pool.num_free == engine.pool.num_pages
 
 
 def test_noise_is_gumbel_and_uncorrelated():

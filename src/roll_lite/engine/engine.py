@@ -4,13 +4,15 @@ engine = Engine(load_model(folder))
 turns = engine.generate([Request(prompt_ids=ids, params=SamplingParams(max_tokens=64))])
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from roll_lite.engine.attention import PAGE_SIZE, choose_backend
 from roll_lite.engine.batch import MAX_STOP_IDS
@@ -27,6 +29,7 @@ from roll_lite.types import Turn
 OnTurn = Callable[[int, Turn], None]
 """Called with a sample's index and its turn the moment the sample ends."""
 MAX_PREFILL_TOKENS = {"cuda": 32768, "cpu": 1024}
+_HOMES: WeakKeyDictionary[Transformer, list[Memory]] = WeakKeyDictionary()
 Running = Literal["go_on", "finish", "abort"]
 """What happens to running samples when new weights come."""
 
@@ -59,7 +62,9 @@ class Engine:
         launch_ahead: bool | None = None,
         decode: Callable[[list[int]], str] | None = None,
     ):
-        """`kv_cache_gib` is taken at once; when it runs short the newest samples wait.
+        """The model's parameters move to memory of the engine.
+
+        `kv_cache_gib` is taken at once; when it runs short the newest samples wait.
 
         `max_prefill_tokens` are computed in one go: 32,768 on CUDA, 1,024 on a CPU, whose caches
         hold no more. `burst` is the number of tokens that everyone decodes before the host looks
@@ -69,6 +74,7 @@ class Engine:
         texts.
         """
         self.model = model.requires_grad_(False)
+        self._weights = _take_over(model)
         self.policy_version = 0
         weight, config = model.embedding, model.config
         backend = choose_backend(backend, weight.device, weight.dtype, config.head_dim)
@@ -91,12 +97,13 @@ class Engine:
             max_burst=self.burst,
         )
         self.launch_ahead = weight.is_cuda if launch_ahead is None else launch_ahead
-        self._weights = _into_one_memory(model)
         self._needs_weights = False
         self._decode_text = decode
         self._flight: Flight | None = None
         self._rows_are_stale = False
         """Whether a sequence ended that the device goes on with."""
+        self._ended: list[Sequence] = []
+        """Not yet reported."""
         self._handles: dict[int, Handle] = {}
         self._next_id = 0
 
@@ -132,10 +139,13 @@ class Engine:
         handle = self._handles.get(request_id)
         unfinished = [s for s in handle.sequences if s.finish_reason is None] if handle else []
         for sequence in unfinished:
-            sequence.finish_reason = "abort"
-            self.scheduler.remove(sequence)
+            self._abort(sequence)
+        self._report()
+
+    def _abort(self, sequence: Sequence) -> None:
+        sequence.finish_reason = "abort"
         self._rows_are_stale = True
-        self._report(unfinished)
+        self._take_out(sequence)
 
     def abort_all(self) -> None:
         for request_id in list(self._handles):
@@ -153,28 +163,39 @@ class Engine:
         """
         if self._needs_weights:
             raise RuntimeError("the engine's weights are gone since sleep(); call load_weights()")
-        ended: list[Sequence] = []
-        try:
+        with self._working():
             if flight := self._decode_on():
                 earlier, self._flight = self._flight, flight
-                ended += self._land(earlier)
+                self._land(earlier)
                 return
             if self._flight and self._flight.rows:
-                ended += self._land()
+                self._land_last()
             if chunks := self.scheduler.schedule_prefill():
                 earlier, self._flight = self._flight, self._prefill(chunks)
-                ended += self._land(earlier)
+                self._land(earlier)  # another prefill, while the device works on this one
             else:
-                ended += self._land()
+                self._land_last()
                 if self.scheduler.running:
                     self._flight = self._decode()
-        except BaseException:  # nobody knows what the pages hold now
-            self._flight = None
-            self.scheduler.preempt_all()
-            self.pool.forget_all()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Whatever fails inside, the pages are not trusted and nobody who ended is forgotten."""
+        try:
+            yield
+        except BaseException:
+            self._start_over()
             raise
         finally:
-            self._report(ended)
+            self._report()
+
+    def _start_over(self) -> None:
+        """Everyone is computed again: nobody knows what the pages hold, or what the device does."""
+        self._flight = None
+        for sequence in [s for s in self.scheduler.running if s.finish_reason]:
+            self._take_out(sequence)
+        self.scheduler.preempt_all()
+        self.pool.forget_all()
 
     def generate(self, requests: list[Request], progress: bool = False) -> list[list[Turn]]:
         """Answer all requests; the turns of each, in order."""
@@ -207,55 +228,61 @@ class Engine:
             raise ValueError(
                 f"new weights do not fit the model: {', '.join(dict.fromkeys(differing))}"
             )
-        if not self._weights.is_held:
+        if not self._is_awake:
             raise RuntimeError("the engine sleeps; call wake() before load_weights()")
-        ended = self._make_way(running)
-        for name, tensor in weights.items():
-            parameters[name].copy_(tensor)
-        self.policy_version = policy_version
-        self._needs_weights = False
-        self._report(ended)
+        if running not in ("go_on", "finish", "abort"):
+            raise ValueError(f"running={running!r} is not known; use go_on, finish or abort")
+        if running == "finish" and self._needs_weights:
+            raise ValueError("running='finish' needs the weights that sleep() gave away; use go_on")
+        with self._working():
+            self._make_way(running)
+            for name, tensor in weights.items():
+                parameters[name].copy_(tensor)
+            self.policy_version = policy_version
+            self._needs_weights = False
 
     def sleep(self) -> None:
         """Give the memory of cache and weights back to the device; addresses stay reserved.
 
         Running samples wait, and are prefilled again after wake() and load_weights().
         """
-        if self._weights.is_held:
-            ended = self._make_way("go_on")
-            self._weights.give_back()
-            self.runner.memory.give_back()
+        with self._working():
+            self._make_way("go_on")
             self._needs_weights = True
-            self._report(ended)
+            for memory in self._memories:
+                if memory.is_held:
+                    memory.give_back()
 
     def wake(self) -> None:
         """Take the memory again. The weights that were in it are gone: load_weights() is next."""
-        if not self._weights.is_held:
-            self._weights.take_again()
-            self.runner.memory.take_again()
+        for memory in self._memories:
+            if not memory.is_held:
+                memory.take_again()
 
-    def _make_way(self, running: Running) -> list[Sequence]:
-        """Leave nothing in the cache or on the device; the sequences that ended on the way."""
-        if running not in ("go_on", "finish", "abort"):
-            raise ValueError(f"running={running!r} is not known; use go_on, finish or abort")
+    @property
+    def _memories(self) -> list[Memory]:
+        return [*self._weights, self.runner.memory]
+
+    @property
+    def _is_awake(self) -> bool:
+        return all(memory.is_held for memory in self._memories)
+
+    def _make_way(self, running: Running) -> None:
+        """Leave nothing in the cache or on the device."""
         if running == "finish":
             self._finish_running()
-        ended = self._land()
+        self._land_last()
         if running == "abort":
-            for sequence in [*self.scheduler.prefilling, *self.scheduler.running]:
-                sequence.finish_reason = "abort"
-                self.scheduler.remove(sequence)
-                ended += [sequence, *sequence.followers]
-                for follower in sequence.followers:
-                    follower.finish_reason = "abort"
+            for sequence in self.scheduler.begun():
+                for sample in (sequence, *sequence.followers):
+                    self._abort(sample)
         self.scheduler.preempt_all()
         self.pool.forget_all()
-        return ended
 
     def _finish_running(self) -> None:
         self.scheduler.is_closed = True
         try:
-            while self.scheduler.has_begun or self._flight:
+            while self.scheduler.begun() or self._flight:
                 self.step()
         finally:
             self.scheduler.is_closed = False
@@ -300,30 +327,33 @@ class Engine:
                 readers += [(i, s) for s in (leader, *followers) if s.pages]
         return self.runner.prefill(chunks, readers, copies)
 
-    def _land(self, flight: Flight | None = None) -> list[Sequence]:
-        """Wait for a flight (the last one launched, unless given): who ended with it."""
-        if flight is None:
-            flight, self._flight = self._flight, None
-        if flight is None:
-            return []
-        landed = [s for s in self.runner.land(flight) if s.sequence.finish_reason is None]
-        for sampled in landed:
-            self._extend(sampled)
-        return [s.sequence for s in landed if s.sequence.finish_reason]
+    def _land_last(self) -> None:
+        flight, self._flight = self._flight, None
+        self._land(flight)
+
+    def _land(self, flight: Flight | None) -> None:
+        """Wait for a flight, and hand out what it brought."""
+        for sampled in self.runner.land(flight) if flight else ():
+            if sampled.sequence.finish_reason is None:  # not aborted meanwhile
+                self._extend(sampled)
 
     def _extend(self, sampled: Sampled) -> None:
         """Append what was sampled; a sequence that ends with it is taken out."""
         sequence, token_ids, logprobs = sampled.sequence, sampled.token_ids, sampled.logprobs
-        if not sampled.is_finite:  # this sample ends with what was good; others go on
+        if not sampled.is_finite:
             num_good = int(np.isfinite(logprobs).argmin())
             token_ids, logprobs = token_ids[:num_good], logprobs[:num_good]
         sequence.extend(token_ids, logprobs, self.policy_version)
-        if sequence.params.stop and self._decode_text:
+        if sequence.params.stop:
             self._cut_at_stop(sequence, len(token_ids))
-        if not sampled.is_finite and sequence.finish_reason is None:
-            self._discard(sequence)
-        elif sequence.finish_reason:
-            self.scheduler.remove(sequence)
+        if sequence.finish_reason:
+            self._take_out(sequence)
+        elif not sampled.is_finite:
+            self._suspect(sequence)
+
+    def _take_out(self, sequence: Sequence) -> None:
+        self.scheduler.remove(sequence)
+        self._ended.append(sequence)
 
     def _cut_at_stop(self, sequence: Sequence, num_new: int) -> None:
         """End a sequence with the token that completes one of its stop texts."""
@@ -339,26 +369,37 @@ class Engine:
             sequence.finish_reason = "stop"
             self._rows_are_stale = True
 
-    def _discard(self, sequence: Sequence) -> None:
-        """End a sequence whose logits are not finite, and leave nothing of it in the cache."""
-        sequence.finish_reason = "error"
-        self._rows_are_stale = True
-        sequence.num_computed = 0
-        pages = list(sequence.pages)
-        self.pool.forget(pages)
-        self.scheduler.remove(sequence)
-        self.runner.clear_pages([page for page in pages if self.pool.is_free(page)])
+    def _suspect(self, sequence: Sequence) -> None:
+        """Its logits are not finite: compute it once more, sharing nothing; then give it up.
 
-    def _report(self, ended: list[Sequence]) -> None:
+        It may have got the trouble from pages that it shares with the one who has it.
+        """
+        self._rows_are_stale = True
+        self.pool.forget(sequence.pages)
+        if sequence.is_suspect:
+            sequence.finish_reason = "error"
+            self._take_out(sequence)
+        else:
+            sequence.is_suspect = True
+            self.scheduler.preempt(sequence)
+
+    def _report(self) -> None:
         """Give the turns of ended sequences to those who wait for them."""
+        ended, self._ended = self._ended, []
         handles = [self._handles[sequence.request_id] for sequence in ended]
         for handle, sequence in zip(handles, ended, strict=True):
             handle.turns[sequence.index] = sequence.turn()
             if handle.is_done:
                 del self._handles[handle.id]
+        errors = []
         for handle, sequence in zip(handles, ended, strict=True):
             if handle.on_turn:
-                handle.on_turn(sequence.index, handle.turns[sequence.index])
+                try:
+                    handle.on_turn(sequence.index, handle.turns[sequence.index])
+                except BaseException as error:  # the others wait for theirs
+                    errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _check(self, request: Request) -> None:
         config, ids = self.model.config, request.prompt_ids
@@ -400,15 +441,29 @@ class Engine:
 
 
 @torch.no_grad()
-def _into_one_memory(model: Transformer) -> Memory:
-    """Move the parameters to memory that sleep() can give back."""
-    parameters = list(model.parameters())
-    starts = np.cumsum([0] + [-(-p.nbytes // 256) * 256 for p in parameters])
-    memory = Memory(int(starts[-1]), model.embedding.device)
-    for parameter, start in zip(parameters, starts[:-1].tolist(), strict=True):
+def _take_over(model: Transformer) -> list[Memory]:
+    """Move the parameters, block by block, to memory that sleep() can give back.
+
+    Engines of one model share that memory.
+    """
+    if _is_at_home(model):
+        return _HOMES[model]
+    rest = [model.get_parameter(n) for n, _ in model.named_parameters() if "blocks." not in n]
+    parts = [*(list(block.parameters()) for block in model.blocks), rest]
+    _HOMES[model] = [_move(part, model.embedding.device) for part in parts]
+    return _HOMES[model]
+
+
+def _move(parameters: list[nn.Parameter], device: torch.device) -> Memory:
+    starts = np.cumsum([0] + [-(-p.nbytes // 256) * 256 for p in parameters]).tolist()
+    memory = Memory(starts[-1], device)
+    for parameter, start in zip(parameters, starts[:-1], strict=True):
         place = memory.tensor(tuple(parameter.shape), parameter.dtype, start)
         place.copy_(parameter)
         parameter.data = place
-    if model.embedding.is_cuda:
-        torch.cuda.empty_cache()
     return memory
+
+
+def _is_at_home(model: Transformer) -> bool:
+    addresses = {memory.address for memory in _HOMES.get(model, ())}
+    return all(p.untyped_storage().data_ptr() in addresses for p in model.parameters())

@@ -26,6 +26,10 @@ class Memory:
             self._mapping = None
             self.bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
+    @property
+    def address(self) -> int:
+        return self.bytes.untyped_storage().data_ptr()
+
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """A tensor of this memory, from a byte offset on."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
@@ -33,13 +37,13 @@ class Memory:
 
     def give_back(self) -> None:
         """Tensors of this memory must not be touched until it is taken again."""
-        self.is_held = False
         if self._mapping:
             torch.cuda.synchronize(self.bytes.device)
             self._mapping.unmap()
         else:
             self._num_bytes = self.bytes.untyped_storage().nbytes()
             self.bytes.untyped_storage().resize_(0)
+        self.is_held = False
 
     def take_again(self) -> None:
         if self._mapping:
@@ -111,20 +115,24 @@ class _Mapping:
             _driver("cuMemRelease", handle)  # the mapping alone keeps it alive now
         self._is_mapped = True
         access = _Access(self._location, _READ_WRITE)
-        _driver("cuMemSetAccess", self._address, size, ctypes.byref(access), ctypes.c_size_t(1))
+        try:
+            _driver("cuMemSetAccess", self._address, size, ctypes.byref(access), ctypes.c_size_t(1))
+        except RuntimeError:
+            self.unmap()
+            raise
 
     def unmap(self) -> None:
-        self._is_mapped = False
         _driver("cuMemUnmap", self._address, ctypes.c_size_t(self._size))
+        self._is_mapped = False
 
     def __del__(self):
-        if getattr(self, "_is_mapped", False):
-            try:
+        try:
+            if self._is_mapped:
                 torch.cuda.synchronize()
                 self.unmap()
-                _driver("cuMemAddressFree", self._address, ctypes.c_size_t(self._size))
-            except Exception:  # the driver is already gone at the end of a process
-                pass
+            _driver("cuMemAddressFree", self._address, ctypes.c_size_t(self._size))
+        except Exception:  # half made, or the driver is already gone at the end of a process
+            pass
 
 
 @functools.cache

@@ -31,6 +31,11 @@ class RanksEngine(Engine):
         self.is_first = model.shard.rank == 0
         self._control = control
         self._commands: list[Command] = []
+        self._has_failed = False
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(model.shard.size)]
+        dist.all_gather(sizes, torch.tensor([self.pool.num_pages]), group=control)
+        if len(set(map(int, sizes))) > 1:
+            raise ValueError(f"kv_cache_gib differs between ranks: pages {[*map(int, sizes)]}")
 
     def submit(self, request: Request, on_turn: OnTurn | None = None) -> Handle:
         handle = super().submit(request, on_turn)
@@ -39,18 +44,24 @@ class RanksEngine(Engine):
         return handle
 
     def abort(self, request_id: int) -> None:
+        self._commands.append(("abort", request_id))  # first: a callback may command more
         super().abort(request_id)
-        self._commands.append(("abort", request_id))
 
     def step(self) -> None:
-        if self.is_first:
-            self._send()
-        elif not self._receive():
-            raise RuntimeError("the first rank paused while this one was in the middle of a step")
+        self._exchange()
         super().step()
 
+    def load_weights(self, *args, **options) -> None:
+        """This rank's part; every rank calls it, the others between two `follow()`."""
+        self._exchange()
+        super().load_weights(*args, **options)
+
+    def sleep(self) -> None:
+        self._exchange()
+        super().sleep()
+
     def pause(self) -> None:
-        """Send the other ranks back from `follow()`, with the same requests as this one."""
+        """Send the other ranks back from `follow()`."""
         self._commands.append(("pause", None))
         self._send()
 
@@ -59,7 +70,19 @@ class RanksEngine(Engine):
         while self._receive():
             super().step()
 
+    def _start_over(self) -> None:
+        super()._start_over()
+        self._has_failed = True  # the other ranks have not
+
+    def _exchange(self) -> None:
+        """Bring all ranks to the same requests."""
+        if self.is_first:
+            self._send()
+        elif not self._receive():
+            raise RuntimeError("the first rank paused where this one expected a step")
+
     def _send(self) -> None:
+        self._check_health()
         data = torch.frombuffer(bytearray(pickle.dumps(self._commands)), dtype=torch.uint8)
         self._commands = []
         self._broadcast(torch.tensor([len(data)]))
@@ -67,6 +90,7 @@ class RanksEngine(Engine):
 
     def _receive(self) -> bool:
         """Do what was asked of the first rank; False when it paused."""
+        self._check_health()
         size = torch.zeros(1, dtype=torch.int64)
         self._broadcast(size)
         data = torch.empty(int(size), dtype=torch.uint8)
@@ -79,6 +103,12 @@ class RanksEngine(Engine):
             elif kind == "abort":
                 super().abort(argument)
         return not commands or commands[-1][0] != "pause"
+
+    def _check_health(self) -> None:
+        if self._has_failed:
+            raise RuntimeError(
+                "a step failed on this rank, so the ranks are no longer alike; start them again"
+            )
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, group_src=0, group=self._control)

@@ -2,7 +2,7 @@
 
 A burst is a number of decoding steps with one read-back at its end. A step (embedding, layers,
 head, sampling, stop and length tests) advances the rows on the device; on CUDA it is captured once
-per batch size and replayed. Nothing here waits for the device but `land`.
+per batch size and replayed. Launching does not wait for the device (capturing does); `land` does.
 """
 
 from collections.abc import Callable
@@ -306,11 +306,6 @@ class Runner:
     def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
         source, target = self._tensor(copies).unbind(1)
         self.cache[:, :, target] = self.cache[:, :, source]
-
-    @torch.inference_mode()
-    def clear_pages(self, pages: list[int]) -> None:
-        """Zero these and the scratch page: 0 times nan would be nan wherever they are gathered."""
-        self.cache[:, :, self._tensor([SCRATCH_PAGE, *pages])] = 0
 
     def _tensor(self, values, dtype: torch.dtype | type = torch.int64) -> Tensor:
         """On the device; from pinned memory, so that the host does not wait for its turn."""

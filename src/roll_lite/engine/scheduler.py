@@ -36,6 +36,8 @@ class Scheduler:
         """Nobody new is admitted: those who have begun finish first."""
         self.running: list[Sequence] = []
         """Oldest first."""
+        self._refused_with: int | None = None
+        """Free pages when the first who waits was last refused."""
         self.num_preempted = 0
         self.num_reused_tokens = 0
 
@@ -49,7 +51,8 @@ class Scheduler:
             end = sequence.num_computed = min(sequence.length, start + budget)
             # All keys of a step are written before any is read, so even sequences of this very
             # step may share these pages.
-            self.pool.remember(sequence.token_ids, sequence.pages, end)
+            if not sequence.is_suspect:
+                self.pool.remember(sequence.token_ids, sequence.pages, end)
             chunks.append(Chunk(sequence, start, end))
             budget -= end - start
             if chunks[-1].is_last:
@@ -66,12 +69,14 @@ class Scheduler:
             return False
         num_tokens = sequence.length
         # The last token is always computed: its hidden state predicts the next.
-        found = self.pool.find(sequence.token_ids, (num_tokens - 1) // self.pool.page_size)
+        max_pages = 0 if sequence.is_suspect else (num_tokens - 1) // self.pool.page_size
+        found = self.pool.find(sequence.token_ids, max_pages)
         shared = self.pool.share(found)
         needed = self.pool.pages_for(num_tokens) - len(shared)
         has_room = self._has_room(needed) if self.running else needed <= self.pool.num_free
         if not has_room:
             self.pool.release(shared)
+            self._refused_with = self.pool.num_free
             return False
         self.waiting.popleft()
         sequence.pages = shared + self.pool.allocate(needed)
@@ -85,11 +90,10 @@ class Scheduler:
         spare = (len(self.running) + 1) * self._pages_per_burst
         return self.pool.num_free >= num_pages + spare
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether anyone has been admitted and has not ended; the preempted wait in front."""
-        was_preempted = bool(self.waiting) and self.waiting[0].num_sampled > 0
-        return bool(self.running or self.prefilling) or was_preempted
+    def begun(self) -> list[Sequence]:
+        """Those who have been admitted and have not ended, also if they were preempted."""
+        preempted = [sequence for sequence in self.waiting if sequence.num_sampled > 0]
+        return [*self.running, *self.prefilling, *preempted]
 
     def _is_full(self) -> bool:
         return len(self.running) + len(self.prefilling) >= self.max_num_seqs
@@ -115,7 +119,10 @@ class Scheduler:
 
     @property
     def has_newcomers(self) -> bool:
-        return bool(self.prefilling or (self.waiting and not self._is_full()))
+        """Whether a prefill may be due."""
+        if self.prefilling or not self.waiting or self._is_full():
+            return bool(self.prefilling)
+        return self._refused_with is None or self.pool.num_free > self._refused_with
 
     def make_room(self, num_steps: int) -> None:
         """Give everyone who runs pages for so many steps, taken from the newest if need be."""
@@ -125,9 +132,9 @@ class Scheduler:
             sequence = queue.popleft()
             if missing := self._missing(sequence, num_steps):
                 while missing > self.pool.num_free and (self.prefilling or queue):
-                    self._preempt(self.prefilling.pop() if self.prefilling else queue.pop())
+                    self._send_back(self.prefilling.pop() if self.prefilling else queue.pop())
                 if missing > self.pool.num_free:
-                    self._preempt(sequence)
+                    self._send_back(sequence)
                     continue
                 sequence.pages += self.pool.allocate(missing)
             survivors.append(sequence)
@@ -151,7 +158,7 @@ class Scheduler:
         """Send everyone back to be prefilled again, oldest first."""
         for sequences in (self.prefilling, self.running):
             while sequences:
-                self._preempt(sequences.pop())
+                self._send_back(sequences.pop())
 
     def remove(self, sequence: Sequence) -> None:
         """Take a finished or aborted sequence out; what it computed may serve others."""
@@ -159,9 +166,14 @@ class Scheduler:
             if sequence in place:
                 place.remove(sequence)
                 break
+        self._refused_with = None
         self._give_back_pages(sequence)
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._send_back(sequence)
+
+    def _send_back(self, sequence: Sequence) -> None:
         self._give_back_pages(sequence)
         self.waiting.appendleft(sequence)
         self.num_preempted += 1
@@ -169,6 +181,7 @@ class Scheduler:
     def _give_back_pages(self, sequence: Sequence) -> None:
         # A running sequence's last token has been sampled, but not computed.
         num_computed = min(sequence.num_computed, sequence.length - 1)
-        self.pool.remember(sequence.token_ids, sequence.pages, num_computed)
+        if not sequence.is_suspect:
+            self.pool.remember(sequence.token_ids, sequence.pages, num_computed)
         self.pool.release(sequence.pages)
         sequence.num_computed = 0

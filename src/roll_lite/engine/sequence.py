@@ -35,6 +35,8 @@ class Sequence:
     followers: list["Sequence"] = field(default_factory=list)
     """Samples of the same prompt that wait to be forked from this one's prefill."""
     finish_reason: FinishReason | None = None
+    is_suspect: bool = False
+    """Its logits were not finite once: it shares no pages any more."""
     _token_ids: list[int] = field(default_factory=list)
     _logprobs: list[float] = field(default_factory=list)
     _new: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)

@@ -29,6 +29,8 @@ class KeyBlock:
     """(tiles, 1, queries of a kv head, keys), 0 or -inf."""
     is_blind: Tensor
     """(tiles, 1, queries of a kv head): queries that see none of these keys."""
+    is_unused: Tensor | None
+    """(sequences, keys, 1, 1): places past a sequence's end, where anything may lie."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ def _key_blocks(
         is_hidden = (key > positions_NM[members, :, None])[:, None]
         mask = torch.zeros(is_hidden.shape, dtype=cache.dtype, device=tiles.device)
         mask.masked_fill_(is_hidden, -torch.inf)
+        ends = last.max()[None] if len(page_table) == 1 else last[reach]
+        is_unused = (key > ends[:, None])[:, :, None, None]
         blocks.append(
             KeyBlock(
                 tiles=_as_slice(members),
@@ -108,6 +112,7 @@ def _key_blocks(
                 num_pages=pages.shape[1],
                 mask=mask,
                 is_blind=is_hidden.all(-1),
+                is_unused=is_unused if is_unused.any() else None,
             )
         )
     return blocks
@@ -138,7 +143,9 @@ def tiled_attention(q_THD: Tensor, k_pages: Tensor, v_pages: Tensor, tiles: Tile
         seen_out, seen_lse = _attend(q[block.tiles], k, v, block)
         if not block.is_first:  # everyone sees the first key
             lse_before = lse[block.tiles]
-            total = torch.logaddexp(lse_before, seen_lse)
+            # Not logaddexp: how it rounds depends on where in a tensor a number stands.
+            total = torch.maximum(lse_before, seen_lse)
+            total = total + (lse_before - seen_lse).abs_().neg_().exp_().log1p_()
             old, new = (lse_before - total).exp(), (seen_lse - total).exp()
             seen_out = out[block.tiles] * old[..., None] + seen_out * new[..., None]
             seen_lse = total
@@ -164,4 +171,6 @@ def _gather(pages: Tensor, block: KeyBlock) -> Tensor:
     num_tiles, _, _, size = block.mask.shape
     if found.shape[1] < size:
         found = F.pad(found, (0, 0, 0, 0, 0, size - found.shape[1]))
+    if block.is_unused is not None:  # 0 times nan is nan
+        found.masked_fill_(block.is_unused, 0.0)
     return found.transpose(1, 2).expand(num_tiles, -1, -1, -1)

@@ -39,7 +39,7 @@ def _rotate_into_cache(
     eps, num_kv_heads, token_stride, slot_stride, head_stride,
     GROUP: tl.constexpr, ROWS_PAD: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    token, kv_head = tl.program_id(0), tl.program_id(1)
+    token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.arange(0, ROWS_PAD)
     d = tl.arange(0, HALF)
     D: tl.constexpr = 2 * HALF

@@ -54,17 +54,12 @@ class TensorShard:
                 )
         return replace(config, **{name: size // self.size for name, size in sizes.items()})
 
-    def cut(self, name: str, tensor: Tensor) -> Tensor:
-        """This rank's part of a whole parameter."""
-        dimension = cut_dimension(name)
-        return tensor if dimension is None else tensor.chunk(self.size, dimension)[self.rank]
-
     def look_up(self, token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor:
         """Embed tokens, each on the rank that holds its row."""
         local_T = token_ids_T - self.rank * len(embedding_VH)
         is_here_T = (local_T >= 0) & (local_T < len(embedding_VH))
         x_TH = torch.nn.functional.embedding(local_T * is_here_T, embedding_VH)
-        return self.add_up(x_TH * is_here_T[:, None])
+        return self.add_up(torch.where(is_here_T[:, None], x_TH, 0.0))
 
     def add_up(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in place."""
