@@ -8,8 +8,7 @@ the skeleton says where each begins. They come back as the lists (or tuples) the
 import io
 import pickle
 from array import array
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,8 +17,7 @@ KINDS = {"i": torch.int32, "q": torch.int64, "d": torch.float64, "b": torch.bool
 CODES = {int: "iq", float: "d", bool: "b"}  # the first that holds every number
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     skeleton: bytes
     tensors: list[torch.Tensor]
     """Tensors that were among the values, uncopied."""

@@ -15,7 +15,7 @@ from torch.futures import Future
 
 Handler = Callable[..., Any]
 
-NUM_THREADS = 8
+NUM_THREADS = 4
 STOP_SECONDS = 5.0
 _lifelines: list[Future] = []
 _handlers: dict[str, Handler] = {}
@@ -29,8 +29,9 @@ def start(store: dist.Store, rank: int, world_size: int, handlers: dict[str, Han
         dist.register_rendezvous_handler("rolllite", _rendezvous)
     _meeting.update(store=store, rank=rank, world_size=world_size)
     # init_rpc takes no store. The environment's would hold the addresses of an earlier attempt.
+    # Sockets only: the shared-memory transport polls, which takes a core from every rank.
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method="rolllite://", num_worker_threads=NUM_THREADS
+        init_method="rolllite://", num_worker_threads=NUM_THREADS, _transports=["uv"]
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "deprecated", with nothing in its place

@@ -6,8 +6,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,11 +15,11 @@ from roll_lite.cluster.errors import Failure, describe_exception
 from roll_lite.cluster.groups import Place
 
 BUILD = "__init__"  # the method of the call that makes the worker objects
-OWN_FRAMES = 3  # of this file, between a role's code and the top of a traceback
+THREAD_FRAMES = 2  # of the threading module, above those of this file in a stack
+OWN_FRAMES = 3  # _run, _answer and perform, above a role's own code
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
+class Order(NamedTuple):
     """A call as one rank gets it. Orders arrive in any order and run by ticket."""
 
     ticket: int
@@ -34,15 +33,13 @@ class Order:
     """The controller wants this rank's result."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     value: Any = None
     """The result: a Message, or the object itself on the controller's own rank."""
     failure: Failure | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
+class Status(NamedTuple):
     """What the worker thread does at this moment."""
 
     ticket: int
@@ -95,7 +92,8 @@ class Worker:
     def stack(self) -> str:
         """Where the worker thread is, innermost call last."""
         frame = sys._current_frames().get(self._thread.ident)
-        return "".join(traceback.format_stack(frame)[OWN_FRAMES + 2 :]) if frame else "(ended)\n"
+        lines = traceback.format_stack(frame) if frame else []
+        return "".join(lines[THREAD_FRAMES + OWN_FRAMES :]) or "(between calls)"
 
     def _build(self, role: str, cls: type, /, **kwargs: Any) -> None:
         if "place" in inspect.signature(cls).parameters:
@@ -133,4 +131,4 @@ class Worker:
                 return Reply()
             return Reply(value if is_local else encode(value))
         except BaseException as error:  # whatever it is, the controller has to hear of it
-            return Reply(failure=describe_exception(self.rank, error, own_frames=2))
+            return Reply(failure=describe_exception(self.rank, error, own_frames=OWN_FRAMES - 1))
