@@ -44,7 +44,7 @@ class Worker:
         EVENTS.append(event)
 
     def events(self):
-        return EVENTS
+        return list(EVENTS)
 
     def sleep(self, seconds):
         time.sleep(seconds)
@@ -116,7 +116,7 @@ def calls():
 
 def check_splits(roles):
     train, wide = roles["train"], roles["wide"]
-    plain = wide.echo(split(torch.arange(6).view(3, 2)), k=split("abcde".split() + list("xyzuv")))
+    plain = wide.echo(split(torch.arange(6).view(3, 2)), k=split(list("abcdef")))
     return {
         "tp": train.echo.options(collect="all")(split(list(range(100, 201))), "same"),
         "uneven": [[a[0].tolist(), kw["k"]] for a, kw in plain],

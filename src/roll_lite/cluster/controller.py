@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from pickle import PicklingError
 from typing import Any
 
 from roll_lite.cluster import rpc
@@ -173,7 +174,7 @@ class Controller:
                     contents[rank] = content
                     continue
                 if id(content) not in encoded:
-                    encoded[id(content)] = encode(content)
+                    encoded[id(content)] = _pack(request, content)
                 contents[rank] = encoded[id(content)]
         return contents
 
@@ -195,6 +196,16 @@ class Controller:
             self.lose(rank, f"died ({summarise(error)})")
         else:
             call.deliver(rank, reply)
+
+
+def _pack(request: Request, content: tuple) -> Message:
+    try:
+        return encode(content)
+    except (AttributeError, TypeError, PicklingError) as error:
+        raise TypeError(
+            f"an argument of {request.label} cannot be sent: {error}; functions and classes must "
+            "be defined at the top of a module"
+        ) from error
 
 
 def _unpack(value: Any) -> Any:
