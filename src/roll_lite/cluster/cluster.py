@@ -143,9 +143,13 @@ class Cluster:
         self._watch = Watch(self._issuer, self._worker, members)
         handlers = {"beat": self._watch.on_beat, "lifeline": rpc.hold_lifeline}
         rpc.start(store, 0, self.world_size, handlers)
-        self._watch.start()
+        try:
+            self._watch.start()
+            self._form_groups(store)
+        except BaseException:  # Ctrl-C too: the others would wait
+            self._stop_controller(failed=True)
+            raise
         self._set_signals({signal.SIGTERM: self._on_sigterm})
-        self._form_groups(store)
 
     def _serve(self) -> None:
         """What every other rank does, until the controller is done."""

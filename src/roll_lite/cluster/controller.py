@@ -17,6 +17,7 @@ from roll_lite.cluster.members import Member
 from roll_lite.cluster.worker import Order, Reply, Worker
 
 COLLECTS = ("first", "replicas", "all")
+DIED = "died (its connection closed)"
 STRAGGLER_SECONDS = 1.0  # after a failure: for others to fail too, or to finish
 
 
@@ -184,16 +185,16 @@ class Controller:
             return
         try:
             answer = rpc.send(rank, "call", order)
-        except RuntimeError as error:
-            self.lose(rank, f"died ({summarise(error)})")
+        except RuntimeError:
+            self.lose(rank, DIED)
         else:
             answer.add_done_callback(partial(self._on_answer, call, rank))
 
     def _on_answer(self, call: Call, rank: int, answer: Any) -> None:
         try:
             reply = answer.value()
-        except RuntimeError as error:  # handlers do not raise: the connection broke
-            self.lose(rank, f"died ({summarise(error)})")
+        except RuntimeError:  # handlers do not raise: it is the connection
+            self.lose(rank, DIED)
         else:
             call.deliver(rank, reply)
 

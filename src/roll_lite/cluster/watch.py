@@ -9,16 +9,18 @@ call past the deadline, is stuck: the error says where.
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from torch.futures import Future
 
 from roll_lite.cluster import rpc
-from roll_lite.cluster.controller import Call, Controller
+from roll_lite.cluster.controller import DIED, Call, Controller
 from roll_lite.cluster.errors import RoleError, name_ranks, summarise
 from roll_lite.cluster.members import Member
 from roll_lite.cluster.worker import Status, Worker
@@ -27,6 +29,7 @@ BEAT_SECONDS = 1.0
 SILENT_SECONDS = 4.0  # without a beat, the process is looked up
 LOST_SECONDS = 60.0  # a running process may be silent for so long: some code keeps the GIL
 ASK_SECONDS = 3.0  # for a look at a process, or a stack
+END_SECONDS = 8.0  # for the recipe to leave its `with` after a rank was lost
 
 
 class Watch:
@@ -39,6 +42,7 @@ class Watch:
         self._beats = {rank: (time.monotonic(), None) for rank in range(1, len(members))}
         self._stopping = threading.Event()
         self._parent = os.getppid()
+        self._failed_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
@@ -56,7 +60,7 @@ class Watch:
 
     def _on_lifeline(self, rank: int, lifeline: Future) -> None:
         if not self._stopping.is_set():
-            self._controller.lose(rank, "died")
+            self._controller.lose(rank, DIED)
 
     def _run(self) -> None:
         before = time.monotonic()
@@ -67,20 +71,30 @@ class Watch:
             before = now
             if os.getppid() != self._parent:  # torchrun died: nobody would clean up after us
                 os.kill(os.getpid(), signal.SIGTERM)
-            self._check_beats(now)
-            self._check_deadlines()
+            if self._controller.failure:
+                self._end_for_sure(now)
+            else:
+                self._check_beats(now)
+                self._check_deadlines()
+
+    def _end_for_sure(self, now: float) -> None:
+        """The recipe may sit in foreign code, where neither the failure nor a signal reaches it."""
+        self._failed_at = self._failed_at or now
+        if now - self._failed_at > END_SECONDS:
+            print(f"RoleError: {self._controller.failure}", file=sys.stderr, flush=True)
+            os._exit(1)
 
     def _check_beats(self, now: float) -> None:
         for rank, (beat, _) in self._beats.items():
             silence = now - beat
-            if silence < SILENT_SECONDS or self._controller.failure:
+            if silence < SILENT_SECONDS:
                 continue
             state = self._look_up(rank)
             if state == "stopped":
                 self._controller.lose(rank, f"was stopped for {silence:.0f} s and is now killed")
                 self._kill(rank)
             elif state == "gone":
-                self._controller.lose(rank, "died")
+                self._controller.lose(rank, DIED)
             elif silence > LOST_SECONDS:
                 self._controller.lose(rank, f"has not answered for {silence:.0f} s")
 
@@ -104,7 +118,9 @@ class Watch:
             if neighbour == self._worker.rank:
                 self._members[rank].kill()
                 return
-            rpc.send(neighbour, "kill", rank, timeout=ASK_SECONDS)
+            with suppress(RuntimeError):  # a dead neighbour; another will do
+                rpc.ask(neighbour, "kill", rank, timeout=ASK_SECONDS)
+                return
 
     def _neighbours(self, rank: int) -> list[int]:
         realm = self._members[rank].realm
@@ -148,7 +164,7 @@ class Watch:
         for rank, answer in asked.items():
             try:
                 stacks[rank] = answer.wait()
-            except RuntimeError as error:
+            except RuntimeError as error:  # its text says that there is none, and why
                 stacks[rank] = f"(no stack: {summarise(error)})"
         return stacks
 

@@ -70,7 +70,8 @@ class Worker:
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
-        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def put(self, order: Order, reply: Callable[[Reply], None]) -> None:
