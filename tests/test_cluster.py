@@ -241,7 +241,9 @@ def test_a_stopped_rank_is_killed_and_named(tmp_path):
 def test_a_stuck_rank_is_named_with_its_stack(tmp_path, num_ranks):
     output = run_failing("stuck", num_ranks, tmp_path)
     rank = num_ranks - 1
-    message = rf"RoleError: train.hang is not done on rank {rank} after [2-4]\.\d s; its deadline is 2"
+    message = (
+        rf"RoleError: train.hang is not done on rank {rank} after [2-4]\.\d s; its deadline is 2"
+    )
     assert re.search(message, output)
     assert "waits in a collective" in output or "wait in a collective" in output
     stack = re.search(rf"--- rank {rank} .* is at ---(.*?)--- rank 0", output, re.DOTALL)[1]

@@ -27,12 +27,12 @@ from roll_lite.cluster import rpc
 from roll_lite.cluster.controller import Controller, Direct, Request
 from roll_lite.cluster.device_map import DeviceMap, auto_device_map, parse_device_map
 from roll_lite.cluster.groups import make_places
-from roll_lite.cluster.members import exchange_members
+from roll_lite.cluster.meeting import meet
 from roll_lite.cluster.network import choose_interface
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.cluster.watch import Pulse, Watch
 from roll_lite.cluster.worker import BUILD, Order, Worker
-from roll_lite.cluster.world import choose_device, open_store, read_launch, start_group
+from roll_lite.cluster.world import choose_device, read_launch, start_group
 from roll_lite.models.config import ModelConfig
 
 DEADLINE = 1800.0
@@ -138,7 +138,8 @@ class Cluster:
         self._issuer = Direct(self._worker)
 
     def _start_controller(self) -> None:
-        store, members = self._meet()
+        choose_interface(self._launch)
+        store, members = meet(self._launch)
         self._issuer = Controller(self._worker, self.device_map, members)
         self._watch = Watch(self._issuer, self._worker, members)
         handlers = {"beat": self._watch.on_beat, "lifeline": rpc.hold_lifeline}
@@ -154,7 +155,8 @@ class Cluster:
     def _serve(self) -> None:
         """What every other rank does, until the controller is done."""
         self._set_signals({signal.SIGINT: signal.SIG_IGN})  # the controller hears it, and decides
-        store, members = self._meet()
+        choose_interface(self._launch)
+        store, members = meet(self._launch)
         pulse = Pulse(self._worker, members, self._leave)
         handlers = {"call": self._take, "leave": self._leave, "lifeline": rpc.hold_lifeline}
         rpc.start(store, self._launch.rank, self.world_size, handlers | pulse.handlers())
@@ -171,11 +173,6 @@ class Cluster:
             _exit_now(self._exit_code or 1)
         self._disconnect()
         raise SystemExit(0)
-
-    def _meet(self):
-        choose_interface(self._launch)
-        store = open_store(self._launch)
-        return store, exchange_members(store, self._launch.rank, self.world_size)
 
     def _form_groups(self, store: dist.Store) -> None:
         start_group(self.device, self._launch, store, seconds=self.deadline)

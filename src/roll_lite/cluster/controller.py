@@ -214,7 +214,7 @@ def _unpack(value: Any) -> Any:
 
 
 class Direct:
-    """The controller of a world of one: calls run here and now, so a debugger can step into them."""
+    """The controller of a world of one: calls run here and now, and a debugger steps into them."""
 
     def __init__(self, worker: Worker):
         self._worker = worker

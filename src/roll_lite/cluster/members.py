@@ -1,13 +1,11 @@
 """The processes of the ranks: where they run, whether they still do, and how to end one."""
 
-import json
 import os
 import signal
 import socket
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-
-import torch.distributed as dist
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +29,10 @@ class Member:
         return {"T": "stopped", "Z": "gone", "X": "gone"}.get(letter, "running")
 
     def kill(self) -> None:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def this_member() -> Member:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return Member(socket.gethostname(), os.getpid(), f"{boot} {os.readlink('/proc/self/ns/pid')}")
-
-
-def exchange_members(store: dist.Store, rank: int, world_size: int) -> list[Member]:
-    """The processes of all ranks."""
-    store.set(f"member/{rank}", json.dumps(asdict(this_member())))
-    answers = store.multi_get([f"member/{i}" for i in range(world_size)])
-    return [Member(**json.loads(answer)) for answer in answers]

@@ -1,10 +1,10 @@
 """Handles on roles: the controller calls a method, and the role's ranks run it.
 
-    trainer = cluster.role("train", Trainer, lr=1e-4)
-    metrics = trainer.step(batch)                    # runs on all ranks; the first one's result
-    parts   = trainer.logprobs(split(samples))       # each replica gets its share; a list of results
-    future  = trainer.step.start(batch)              # does not wait; future.result() does
-    norms   = trainer.norm.options(collect="all", deadline=60)()
+trainer = cluster.role("train", Trainer, lr=1e-4)
+metrics = trainer.step(batch)                    # runs on all ranks; the first one's result
+parts   = trainer.logprobs(split(samples))       # each replica gets its share; a list of results
+future  = trainer.step.start(batch)              # does not wait; future.result() does
+norms   = trainer.norm.options(collect="all", deadline=60)()
 """
 
 from collections.abc import Sequence

@@ -35,9 +35,7 @@ def start(store: dist.Store, rank: int, world_size: int, handlers: dict[str, Han
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "deprecated", with nothing in its place
-        rpc.init_rpc(
-            _name(rank), rank=rank, world_size=world_size, rpc_backend_options=options
-        )
+        rpc.init_rpc(_name(rank), rank=rank, world_size=world_size, rpc_backend_options=options)
 
 
 def send(rank: int, name: str, *args: Any, timeout: float = 0) -> Future:
@@ -53,7 +51,7 @@ def ask(rank: int, name: str, *args: Any, timeout: float) -> Any:
 
 
 def stop(*, clean: bool) -> None:
-    """Disconnect. A clean stop waits for all ranks to do the same; with a dead one it would hang."""
+    """Disconnect. A clean stop waits for all ranks to stop, which a dead one never does."""
     if not clean:
         rpc.shutdown(graceful=False)
         return

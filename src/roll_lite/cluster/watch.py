@@ -1,10 +1,10 @@
 """Who is still alive: beats, lifelines and deadlines.
 
 Each rank sends the controller a beat a second, from a thread of its own, with what its worker does.
-A *lifeline* is a call in each direction that is never answered: when a process dies, the other end
-hears of it within milliseconds. A process that is stopped keeps its connections, but its beats cease;
-somebody on its host looks it up and kills it. A rank whose beats go on, but which has been in one
-call past the deadline, is stuck: the error says where.
+A *lifeline* is a call in each direction that is answered only at the end: when a process dies, the
+other end hears of it within milliseconds. A process that is stopped keeps its connections, but its
+beats cease; somebody on its host looks it up and kills it. A rank whose beats go on, but which has
+been in one call past the deadline, is stuck: the error says where.
 """
 
 import os

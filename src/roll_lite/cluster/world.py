@@ -1,4 +1,4 @@
-"""This process among the others: its rank, its device and the store through which ranks meet."""
+"""This process among the others: its rank, its device, and the default process group."""
 
 import os
 from collections.abc import Iterator
@@ -23,8 +23,6 @@ class Launch:
     local_world_size: int = 1
     """Ranks on this node."""
     num_nodes: int = 1
-    attempt: int = 0
-    """How often torchrun has started the ranks again."""
     master: str = "localhost"
     """Address of the store, at a node's name or number."""
     port: int = 0
@@ -43,7 +41,6 @@ def read_launch() -> Launch:
             local_rank=int(env["LOCAL_RANK"]),
             local_world_size=int(env["LOCAL_WORLD_SIZE"]),
             num_nodes=int(env.get("GROUP_WORLD_SIZE", "1")),
-            attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
             master=env["MASTER_ADDR"],
             port=int(env["MASTER_PORT"]),
             store_is_agents=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -53,19 +50,6 @@ def read_launch() -> Launch:
             f"WORLD_SIZE={env['WORLD_SIZE']}, but {missing} is not set; start several ranks with "
             "torchrun, or one with WORLD_SIZE unset"
         ) from None
-
-
-def open_store(launch: Launch) -> dist.Store:
-    """The ranks' common store. Each attempt has its own keys: old ones name ranks that are dead."""
-    store = dist.TCPStore(
-        launch.master,
-        launch.port,
-        launch.world_size,
-        is_master=launch.rank == 0 and not launch.store_is_agents,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=MEETING_SECONDS),
-    )
-    return dist.PrefixStore(f"roll_lite/attempt_{launch.attempt}", store)
 
 
 def choose_device(name: str, launch: Launch) -> torch.device:
@@ -122,9 +106,7 @@ def start_world(device: str = "auto") -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def start_group(
-    device: torch.device, launch: Launch, store: dist.Store, *, seconds: float
-) -> None:
+def start_group(device: torch.device, launch: Launch, store: dist.Store, *, seconds: float) -> None:
     """The default process group; a collective in it, or in a part of it, may take so long."""
     dist.init_process_group(
         choose_backend(device, launch),
