@@ -144,9 +144,8 @@ def check_interleaved(roles):
     futures = []
     for i in range(1000):
         role = roles[order[i % len(order)]]
-        futures.append((i, order[i % len(order)], role.total.start([i])))
-    sizes = {"wide": 4, "narrow": 2, "left": 2, "train": 2}  # replicas
-    wrong = [i for i, name, f in futures if f.result() != 2 * i * sizes[name]]
+        futures.append((2 * i * role.role.num_replicas, role.total.start([i])))
+    wrong = [expected for expected, future in futures if future.result() != expected]
     return {"calls": len(futures), "wrong": wrong}
 
 
@@ -183,6 +182,15 @@ def check_errors(cluster, roles):
         "handle": caught(lambda: wide.echo(right)),
         "dict": caught(lambda: wide.echo(split({"a": 1}))),
     }
+
+
+def eight():
+    with Cluster("train=all,tp=2 wide=all narrow=1-5 left=0-3,tp=4") as cluster:
+        names = cluster.device_map.names
+        roles = {name: cluster.role(name, Worker, factor=2) for name in names}
+        totals = cluster.role("train", Worker).total(split(list(range(10))))
+        roles["train"] = cluster.role("train", Worker, factor=2)
+        return {"interleaved": check_interleaved(roles), "totals": totals}
 
 
 def same_everywhere():
@@ -231,6 +239,15 @@ def raise_in_body(cluster, train):
     raise ZeroDivisionError("the recipe's own error")
 
 
+def ignore_everything(cluster, train):
+    train.kill.start(1, signal.SIGKILL)
+    while True:
+        try:
+            time.sleep(60)
+        except BaseException:
+            print("still here", flush=True)
+
+
 FAILURES = {
     "killed_in_call": lambda c, t: t.kill(c.world_size - 1, signal.SIGKILL),
     "killed_idle": lambda c, t: (t.echo(), Path(sys.argv[2]).touch(), time.sleep(60)),
@@ -241,6 +258,7 @@ FAILURES = {
     "exit": lambda c, t: (t.hang.start(1), time.sleep(1), os._exit(7)),
     "controller_stopped": lambda c, t: os.kill(os.getpid(), signal.SIGSTOP),
     "body": raise_in_body,
+    "stubborn": ignore_everything,
     "body_while_busy": lambda c, t: (t.hang.start(1), time.sleep(0.5), 1 / 0),
     "interrupted": lambda c, t: (Path(sys.argv[2]).touch(), t.hang(1)),
 }  # fmt: skip

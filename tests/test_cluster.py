@@ -10,15 +10,26 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
+from concurrent.futures import Future
 from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+from roll_lite.cluster.cluster import Cluster
+from roll_lite.cluster.device_map import parse_device_map
+from roll_lite.cluster.errors import RoleError
+from roll_lite.cluster.network import _interface_of, choose_interface
+from roll_lite.cluster.role import split
+from roll_lite.cluster.world import Launch
+from roll_lite.models.shapes import shape_config
 
 PROGRAMS = Path(__file__).parent / "cluster_programs.py"
-SOURCE = Path(__file__).parent.parent / "src"
+ROOT = Path(__file__).parent.parent
 GONE_SECONDS = 15  # from the fault to the end of the last process
 
 
@@ -34,7 +45,7 @@ class Program:
         key, value = self.mark.split("=")
         self.process = subprocess.Popen(
             [*command, str(PROGRAMS), name, str(self.result_file)],
-            env=os.environ | {key: value, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {key: value, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
             stdout=self.log.open("w"),
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -294,3 +305,100 @@ def test_ranks_leave_when_torchrun_is_killed(tmp_path):
 def test_a_restarted_program_serves_calls_again(tmp_path):
     result = Program("restarted", 2, tmp_path, "--max-restarts=1").result()
     assert result == {"attempt": 1, "total": [6, 6], "again": 8}
+
+
+@pytest.mark.slow
+def test_a_recipe_that_does_not_react_is_ended(tmp_path):
+    output = run_failing("stubborn", 2, tmp_path)
+    assert re.search(r"RoleError: rank 1 \(train; pid \d+ on .*\) died", output)
+
+
+@pytest.mark.slow
+def test_eight_ranks(tmp_path, alone):
+    result = Program("eight", 8, tmp_path).result()
+    assert result == {"interleaved": {"calls": 1000, "wrong": []}, "totals": [45, 45, 45, 45]}
+
+
+@pytest.mark.slow
+def test_two_nodes_with_their_own_addresses(tmp_path, alone):
+    script = ROOT / "scripts" / "two_nodes.sh"
+    result_file = tmp_path / "result.json"
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    command = [script, PROGRAMS, "same_everywhere", result_file]
+    run = subprocess.run(command, env=env, timeout=120, capture_output=True, text=True)
+    if run.returncode == 77:
+        pytest.skip("network namespaces are not allowed here")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert json.loads(result_file.read_text()) == alone
+
+
+class Counter:
+    def __init__(self, start, place):
+        self.count, self.place = start, place
+
+    def add(self, numbers):
+        self.count += sum(numbers)
+        return self.count
+
+    def who(self):
+        return threading.current_thread(), sys._getframe()
+
+    def divide(self):
+        return 1 / 0
+
+
+def test_alone_calls_are_plain_calls(capsys):
+    threads = threading.active_count()
+    with Cluster("train=all generate=0", "cpu") as cluster:
+        counter = cluster.role("train", Counter, start=5)
+        future = counter.add.start([1, 2])
+        assert isinstance(future, Future) and future.done() and future.result() == 8
+        assert counter.add(split([1])) == [9] and counter.add.options(collect="all")([1]) == [10]
+        thread, frame = counter.who()
+        while frame.f_code.co_name != "test_alone_calls_are_plain_calls":
+            frame = frame.f_back  # a debugger can go up to here
+        assert thread is threading.current_thread() and threading.active_count() == threads
+        assert dist.get_backend() == "gloo"
+        with pytest.raises(RoleError, match="train.divide failed on rank 0: ZeroDiv") as caught:
+            counter.divide()
+        error = caught.value
+        assert (error.role, error.method, error.rank) == ("train", "divide", 0)
+        assert error.__cause__.__traceback__.tb_next.tb_frame.f_code.co_name == "divide"
+    assert not dist.is_initialized()
+    assert capsys.readouterr().out.startswith("role      ranks  tp  replicas  note\ntrain")
+
+
+def test_the_map_can_be_chosen(capsys):
+    with Cluster("auto", "cpu", config=shape_config("qwen3-0.6b")) as cluster:
+        assert cluster.device_map == parse_device_map("train=all generate=all", 1)
+    assert "tp=1: on a CPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device_map": "auto"}, "device_map='auto' needs config="),
+        ({"device_map": "train=1"}, "role train: there is no rank 1; world size 1"),
+        ({"device_map": parse_device_map("train=all", 2)}, "for 2 ranks.*has 1; .*-per-node 2"),
+        ({"device_map": "train=all", "deadline": 0}, "deadline=0 must be above 0"),
+        ({"device_map": "train=all", "device": "tpu"}, "device='tpu' is not known"),
+        ({"device_map": "train=all", "config": shape_config("qwen3-8b")}, "generate is missing"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        Cluster(**options)
+
+
+def test_the_interface_towards_the_store(monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    loopback = _interface_of("127.0.0.1")
+    choose_interface(Launch(world_size=2, master="127.0.0.1", port=1))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["TP_SOCKET_IFNAME"] == loopback
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    choose_interface(Launch(world_size=2, master="127.0.0.1", port=1))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+    assert _interface_of("192.0.2.1") is None

@@ -66,7 +66,10 @@ class _Pickler(pickle.Pickler):
             )
         tensor = tensor.detach()
         if tensor.untyped_storage().nbytes() > tensor.nbytes:
-            tensor = tensor.clone()  # of a view, RPC would send everything it is a view of
+            # Of a view, RPC would send everything it is a view of. Through numpy it becomes a
+            # tensor of its own, at the same address.
+            flat = tensor.contiguous().view(-1).view(torch.uint8)
+            tensor = torch.from_numpy(flat.numpy()).view(tensor.dtype).view(tensor.shape)
         self.tensors.append(tensor)
         return "tensor", len(self.tensors) - 1
 
