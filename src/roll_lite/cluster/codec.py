@@ -66,10 +66,7 @@ class _Pickler(pickle.Pickler):
             )
         tensor = tensor.detach()
         if tensor.untyped_storage().nbytes() > tensor.nbytes:
-            # Of a view, RPC would send everything it is a view of. Through numpy it becomes a
-            # tensor of its own, at the same address.
-            flat = tensor.contiguous().view(-1).view(torch.uint8)
-            tensor = torch.from_numpy(flat.numpy()).view(tensor.dtype).view(tensor.shape)
+            tensor = _alone(tensor)
         self.tensors.append(tensor)
         return "tensor", len(self.tensors) - 1
 
@@ -84,6 +81,14 @@ class _Pickler(pickle.Pickler):
             numbers.extend(data)
             return type(values).__name__, code, len(numbers) - len(data), len(numbers)
         return None
+
+
+def _alone(view: torch.Tensor) -> torch.Tensor:
+    """The view as a tensor of its own: RPC would send everything that it is a view of."""
+    if not view.numel():
+        return view.clone()
+    bytes_at_same_address = view.contiguous().view(-1).view(torch.uint8).numpy()
+    return torch.from_numpy(bytes_at_same_address).view(view.dtype).view(view.shape)
 
 
 class _Unpickler(pickle.Unpickler):
