@@ -36,9 +36,12 @@ from roll_lite.cluster.world import choose_device, read_launch, start_group
 from roll_lite.models.config import ModelConfig
 
 DEADLINE = 1800.0
+GROUP_MARGIN = 60.0
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+IDLE_SECONDS = 0.5  # for a worker thread without a call to end
 LEAVE_SECONDS = 3.0  # for ranks to hear that the program ends, and for a last call to end
-CULPRIT_SECONDS = 1.0  # for news of a lost rank, when torchrun asks the controller to end
+CULPRIT_SECONDS = 0.5  # for news of a lost rank, when torchrun asks the controller to end
+BLAME_SECONDS = 1.0  # others stay so much longer: torchrun blames whoever ends first
 
 
 class Cluster:
@@ -54,7 +57,7 @@ class Cluster:
         """`device_map` is a map, its text, or auto, which needs the model's `config`.
 
         With a `config`, the map is checked for the `roles` that the recipe uses. `deadline` is the
-        number of seconds that a rank may spend in one role call.
+        number of seconds that a rank may spend in one role call, or in one collective.
         """
         if not deadline > 0:
             raise ValueError(f"deadline={deadline} must be above 0 seconds")
@@ -104,7 +107,7 @@ class Cluster:
             return
         failed = True
         try:
-            if error is None:
+            if error is None or (isinstance(error, SystemExit) and not error.code):
                 self._issuer.wait_for_all()
                 failed = False
         finally:
@@ -162,6 +165,7 @@ class Cluster:
         rpc.start(store, self._launch.rank, self.world_size, handlers | pulse.handlers())
         pulse.start()
         self._form_groups(store)
+        self._set_signals({signal.SIGTERM: lambda *_: self._leave(128 + signal.SIGTERM)})
         self._leaving.wait()
         pulse.stop()
         is_idle = self._worker.stop(LEAVE_SECONDS if self._exit_code == 0 else 0)
@@ -169,13 +173,14 @@ class Cluster:
             print(f"rank {self._launch.rank} leaves: {self._last_words}", file=sys.stderr)
         if self._exit_code or not is_idle:
             if members[0].realm == members[self._launch.rank].realm:
-                time.sleep(1.0)  # torchrun blames who ends first: that should be the controller
+                time.sleep(BLAME_SECONDS)
             _exit_now(self._exit_code or 1)
         self._disconnect()
         raise SystemExit(0)
 
     def _form_groups(self, store: dist.Store) -> None:
-        start_group(self.device, self._launch, store, seconds=self.deadline)
+        # The groups' own timeout comes later than the watch, whose error says more.
+        start_group(self.device, self._launch, store, seconds=self.deadline + GROUP_MARGIN)
         self._worker.places = make_places(self.device_map, self._launch.rank, self.device)
         self._worker.start()
 
@@ -192,17 +197,20 @@ class Cluster:
 
     def _on_sigterm(self, *_: Any) -> None:
         """torchrun ends all ranks when one fails; say which before going."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._set_signals(dict.fromkeys(ENDING_SIGNALS, signal.SIG_IGN))
         end = time.monotonic() + CULPRIT_SECONDS
         while not self._issuer.failure and time.monotonic() < end:
             time.sleep(0.01)
-        raise self._issuer.failure or SystemExit(128 + signal.SIGTERM)
+        if self._issuer.failure:
+            raise self._issuer.failure
+        print("rank 0 leaves: SIGTERM, and no rank was lost", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGTERM)
 
     def _stop_controller(self, failed: bool) -> None:
         """Takes seconds at most, so signals that would cut it short are not heard."""
         handlers = self._set_signals(dict.fromkeys(ENDING_SIGNALS, signal.SIG_IGN))
         self._watch.stop()
-        is_idle = self._worker.stop(0 if failed else LEAVE_SECONDS)
+        is_idle = self._worker.stop(IDLE_SECONDS if failed else LEAVE_SECONDS)
         failed = failed or not is_idle
         self._send_away(exit_code=int(failed))
         if failed:

@@ -27,7 +27,7 @@ from roll_lite.cluster.worker import Status, Worker
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 4.0  # without a beat, the process is looked up
-LOST_SECONDS = 60.0  # a running process may be silent for so long: some code keeps the GIL
+LOST_SECONDS = 120.0  # a running process may be silent for so long: some code keeps the GIL
 ASK_SECONDS = 3.0  # for a look at a process, or a stack
 END_SECONDS = 8.0  # for the recipe to leave its `with` after a rank was lost
 
