@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -90,10 +90,13 @@ class Cluster:
             print("\n".join([str(self.device_map), *self._reasons]), flush=True)
         if self.world_size == 1:
             self._start_alone()
-        elif self._launch.rank == 0:
-            self._start_controller()
-        else:
+            return self
+        # Python's own handler of Ctrl-C would not run while C++ code waits for other ranks.
+        handlers = self._set_signals({signal.SIGINT: signal.SIG_DFL})
+        if self._launch.rank > 0:
             self._serve()
+        self._start_controller()
+        self._set_signals(handlers | {signal.SIGTERM: self._on_sigterm})
         return self
 
     def __exit__(
@@ -150,14 +153,12 @@ class Cluster:
         try:
             self._watch.start()
             self._form_groups(store)
-        except BaseException:  # Ctrl-C too: the others would wait
-            self._stop_controller(failed=True)
+        except Exception:
+            self._stop_controller(failed=True)  # or the others would wait
             raise
-        self._set_signals({signal.SIGTERM: self._on_sigterm})
 
-    def _serve(self) -> None:
+    def _serve(self) -> NoReturn:
         """What every other rank does, until the controller is done."""
-        self._set_signals({signal.SIGINT: signal.SIG_IGN})  # the controller hears it, and decides
         choose_interface(self._launch)
         store, members = meet(self._launch)
         pulse = Pulse(self._worker, members, self._leave)
@@ -165,7 +166,13 @@ class Cluster:
         rpc.start(store, self._launch.rank, self.world_size, handlers | pulse.handlers())
         pulse.start()
         self._form_groups(store)
-        self._set_signals({signal.SIGTERM: lambda *_: self._leave(128 + signal.SIGTERM)})
+        # Ctrl-C is for the controller, which then tells the others.
+        self._set_signals(
+            {
+                signal.SIGINT: signal.SIG_IGN,
+                signal.SIGTERM: lambda *_: self._leave(128 + signal.SIGTERM),
+            }
+        )
         self._leaving.wait()
         pulse.stop()
         is_idle = self._worker.stop(LEAVE_SECONDS if self._exit_code == 0 else 0)
