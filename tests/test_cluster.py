@@ -270,7 +270,8 @@ def test_one_rank_fails_while_others_wait_for_it(tmp_path):
     assert "still running on ranks 0, 1 and 2" in output
 
 
-@pytest.mark.parametrize("name", ["crash", pytest.param("exit", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["crash", "exit"])
 def test_serving_ranks_leave_when_the_controller_crashes(tmp_path, name):
     output = run_failing(name, 2, tmp_path)
     assert re.search(r"Root Cause.*rank +: 0 \(local_rank: 0\)", output, re.DOTALL)
@@ -315,6 +316,7 @@ def test_ranks_leave_when_torchrun_is_killed(tmp_path):
     assert program.end(within=GONE_SECONDS) != 0
 
 
+@pytest.mark.slow
 def test_a_restarted_program_serves_calls_again(tmp_path):
     result = Program("restarted", 2, tmp_path, "--max-restarts=1").result()
     assert result == {"attempt": 1, "total": [6, 6], "again": 8}

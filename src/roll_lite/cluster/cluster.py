@@ -175,11 +175,15 @@ class Cluster:
         )
         self._leaving.wait()
         pulse.stop()
+        self._depart(is_neighbour=members[0].realm == members[self._launch.rank].realm)
+
+    def _depart(self, is_neighbour: bool) -> NoReturn:
+        """Leave the process, from a serving rank on the controller's host or on another."""
         is_idle = self._worker.stop(LEAVE_SECONDS if self._exit_code == 0 else 0)
         if self._last_words:
             print(f"rank {self._launch.rank} leaves: {self._last_words}", file=sys.stderr)
         if self._exit_code or not is_idle:
-            if members[0].realm == members[self._launch.rank].realm:
+            if is_neighbour:
                 time.sleep(BLAME_SECONDS)
             _exit_now(self._exit_code or 1)
         self._disconnect()

@@ -127,8 +127,8 @@ class Controller:
             }
             self._last.update(dict.fromkeys(orders, call.ticket))
         call.future.add_done_callback(lambda _: self._pending.pop(call.ticket))
-        for rank, order in orders.items():
-            self._send(call, rank, order)
+        for rank in sorted(orders, reverse=True):  # rank 0, this process, last: it takes the GIL
+            self._send(call, rank, orders[rank])
         return call.future
 
     def pending(self) -> list[Call]:
