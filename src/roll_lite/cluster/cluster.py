@@ -153,6 +153,7 @@ class Cluster:
         try:
             self._watch.start()
             self._form_groups(store)
+            self._watch.groups_have_formed()
         except Exception:
             self._stop_controller(failed=True)  # or the others would wait
             raise

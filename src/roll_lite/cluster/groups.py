@@ -58,11 +58,13 @@ def _form_groups(
 ) -> tuple[DeviceMesh, dist.ProcessGroup, dist.ProcessGroup | None]:
     mesh = DeviceMesh(device.type, torch.tensor(role.replicas), mesh_dim_names=("dp", "tp"))
     group = dist.new_group(role.ranks)
-    if rank not in role.ranks:
-        return mesh, group, None
-    replica = role.replicas[role.ranks.index(rank) // role.tp]
-    # Only the replica's own ranks need to come: in a large world there are many replicas.
-    control = dist.new_group(replica, backend="gloo", use_local_synchronization=True)
+    control = None
+    if role.tp == 1 and rank in role.ranks:
+        control = mesh["tp"].get_group()  # of one rank, like the many that need not be formed
+    for replica in role.replicas if role.tp > 1 else ():
+        formed = dist.new_group(replica, backend="gloo")
+        if rank in replica:
+            control = formed
     return mesh, group, control
 
 

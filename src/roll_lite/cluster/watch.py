@@ -24,6 +24,7 @@ from roll_lite.cluster.controller import DIED, Call, Controller
 from roll_lite.cluster.errors import RoleError, name_ranks, summarise
 from roll_lite.cluster.members import Member
 from roll_lite.cluster.worker import Status, Worker
+from roll_lite.cluster.world import MEETING_SECONDS
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 4.0  # without a beat, the process is looked up
@@ -43,6 +44,7 @@ class Watch:
         self._stopping = threading.Event()
         self._parent = os.getppid()
         self._failed_at: float | None = None
+        self._forming_since: float | None = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
@@ -50,6 +52,9 @@ class Watch:
             lifeline = rpc.send(rank, "lifeline")
             lifeline.add_done_callback(partial(self._on_lifeline, rank))
         self._thread.start()
+
+    def groups_have_formed(self) -> None:
+        self._forming_since = None
 
     def stop(self) -> None:
         """From here on ranks may leave."""
@@ -74,8 +79,14 @@ class Watch:
             if self._controller.failure:
                 self._end_for_sure(now)
             else:
+                self._check_start(now)
                 self._check_beats(now)
                 self._check_deadlines()
+
+    def _check_start(self, now: float) -> None:
+        if self._forming_since and now - self._forming_since > MEETING_SECONDS:
+            text = f"the process groups did not form within {MEETING_SECONDS:.0f} s"
+            self._controller.fail(RoleError(text, role="", method="", rank=0))
 
     def _end_for_sure(self, now: float) -> None:
         """The recipe may sit in foreign code, where neither the failure nor a signal reaches it."""
