@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Two nodes of eight GPUs under SLURM: sbatch scripts/slurm_example.sh
+# Two nodes of eight GPUs under SLURM: sbatch scripts/slurm_example.sh PROGRAM [ARGUMENTS]
 #SBATCH --job-name=roll_lite
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -14,4 +14,4 @@ first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun --kill-on-bad-exit=1 torchrun \
   --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node 8 --max-restarts 2 \
   --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$first_node:29400" \
-  recipes/rlvr.py "$@"
+  "$@"
