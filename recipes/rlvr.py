@@ -16,7 +16,9 @@ import tyro
 
 from roll_lite.chat import Chat
 from roll_lite.checks import above, at_least
-from roll_lite.cluster.world import start_world
+from roll_lite.cluster.device_map import auto_device_map
+from roll_lite.cluster.planner import BatchPlan, plan, render
+from roll_lite.cluster.world import choose_device, device_bytes, read_launch, start_world
 from roll_lite.engine.engine import Engine
 from roll_lite.envs.question import question_maker
 from roll_lite.models.config import read_config
@@ -76,6 +78,8 @@ class Config:
     """Of the prompts and of all sampling."""
     device: str = "auto"
     """auto, cpu or cuda."""
+    plan: bool = False
+    """Only print what the run would hold in memory and do in a step."""
     run_dir: str = field(default_factory=partial(default_folder, "rlvr"))
     """Gets config.json, metrics.jsonl, rollouts/ and the trained model."""
 
@@ -165,6 +169,24 @@ def main(cfg: Config) -> list[float]:
     return accuracies
 
 
+def describe_plan(cfg: Config) -> str:
+    """Without starting anything: bytes, batch arithmetic, warnings."""
+    config, chat = read_config(cfg.model), Chat(cfg.model)
+    longest = max(len(chat.encode(p.messages)) for p in islice(prompts(cfg.task, seed=0), 64))
+    batch = BatchPlan(
+        prompts_per_step=cfg.prompts_per_step,
+        samples_per_prompt=cfg.samples_per_prompt,
+        prompt_tokens=longest,
+        reply_tokens=cfg.max_tokens,
+        tokens_per_microbatch=cfg.tokens_per_microbatch,
+        updates_per_step=cfg.updates_per_step,
+        kv_cache_gib=cfg.kv_cache_gib,
+    )
+    memory = device_bytes(choose_device(cfg.device, read_launch()))
+    device_map, _ = auto_device_map(1, config, memory, ["train", "generate"])
+    return render(plan(config, device_map, batch, memory))
+
+
 def evaluate(rollout: Rollout, cfg: Config) -> float:
     """Mean reward of greedy replies to held-out prompts, the same ones for every seed."""
     held_out = islice(prompts(cfg.task, seed=0, split="held_out"), cfg.eval_prompts)
@@ -200,4 +222,5 @@ def describe(groups: list[Group]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__.split("\n\n")[0]))
+    cfg = tyro.cli(Config, description=__doc__.split("\n\n")[0])
+    print(describe_plan(cfg)) if cfg.plan else main(cfg)

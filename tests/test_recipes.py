@@ -129,6 +129,15 @@ def run_recipe(*arguments, **options):
     )
 
 
+def test_a_plan_starts_nothing(warm_model, tmp_path):
+    arguments = ["--model", f"{warm_model}/model", "--plan", "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, RECIPES / "rlvr.py", *arguments], capture_output=True, text=True
+    )
+    assert "step: 32 prompts x 8 samples" in done.stdout, done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_unknown_option_is_an_error():
     result = run_recipe(RECIPES / "rlvr.py", "--learning-rate", "1")
     assert result.returncode == 2

@@ -19,7 +19,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch.futures import Future
 
@@ -32,7 +31,7 @@ from roll_lite.cluster.network import choose_interface
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.cluster.watch import Pulse, Watch
 from roll_lite.cluster.worker import BUILD, Order, Worker
-from roll_lite.cluster.world import choose_device, read_launch, start_group
+from roll_lite.cluster.world import choose_device, device_bytes, read_launch, start_group
 from roll_lite.models.config import ModelConfig
 
 DEADLINE = 1800.0
@@ -123,9 +122,7 @@ class Cluster:
         if device_map == "auto":
             if config is None:
                 raise ValueError("device_map='auto' needs config=, the model's configuration")
-            is_cuda = self.device.type == "cuda"
-            size = torch.cuda.get_device_properties(self.device).total_memory if is_cuda else None
-            node = self._launch.local_world_size
+            size, node = device_bytes(self.device), self._launch.local_world_size
             return auto_device_map(world_size, config, size, roles, ranks_per_node=node)
         if isinstance(device_map, str):
             device_map = parse_device_map(device_map, world_size)

@@ -67,6 +67,12 @@ def choose_device(name: str, launch: Launch) -> torch.device:
     return device
 
 
+def device_bytes(device: torch.device) -> int | None:
+    """All memory of a device; None for a CPU."""
+    is_cuda = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).total_memory if is_cuda else None
+
+
 def choose_backend(device: torch.device, launch: Launch) -> str:
     """nccl where each rank has a GPU of its own; it refuses to share one, gloo does not."""
     if device.type == "cpu":
