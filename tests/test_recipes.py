@@ -145,7 +145,11 @@ def test_an_unknown_option_is_an_error():
 
 
 def test_several_ranks_are_refused_with_the_remedy(warm_model, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    launch = {"WORLD_SIZE": 2, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}
+    for name, value in launch.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(ValueError, match=r"WORLD_SIZE=2.*one process"):
         rlvr.main(small_config(warm_model, tmp_path / "run"))
 
