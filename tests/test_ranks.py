@@ -1,7 +1,6 @@
 """The engine on two tensor-parallel ranks against the engine on one."""
 
 import json
-import os
 import random
 from datetime import timedelta
 
@@ -92,11 +91,11 @@ def run_rank(rank, folders, store, out):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2.5"])
-def test_two_ranks_answer_like_one(family, tmp_path):
+def test_two_ranks_answer_like_one(family, tmp_path, monkeypatch):
     folders = [str(tmp_path / name) for name in ("first", "second")]
     for seed, folder in enumerate(folders):
         make_reference(family, seed=seed, vocab_size=200).save_pretrained(folder)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     mp.spawn(run_rank, (folders, tmp_path / "store", tmp_path / "out.json"), nprocs=2)
     results, num_preempted = json.loads((tmp_path / "out.json").read_text())
     assert num_preempted > 0

@@ -7,9 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll_lite.engine.sequence import Sequence
+from roll_lite.engine.sequence import MAX_STOP_IDS, Sequence
 
-MAX_STOP_IDS = 8
 SCRATCH_PAGE = 0
 """Rows without a sequence write here."""
 

@@ -8,20 +8,19 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from roll_lite.engine.attention import PAGE_SIZE, choose_backend
-from roll_lite.engine.batch import MAX_STOP_IDS
 from roll_lite.engine.memory import Memory
 from roll_lite.engine.pages import PagePool
 from roll_lite.engine.runner import Flight, Runner, Sampled, cache_shape
 from roll_lite.engine.sampler import noise_key
 from roll_lite.engine.scheduler import Chunk, Scheduler
-from roll_lite.engine.sequence import Request, Sequence
+from roll_lite.engine.sequence import Request, Sequence, check_request
+from roll_lite.engine.weights import matched, take_over
 from roll_lite.models.transformer import Transformer
 from roll_lite.progress import ProgressBar
 from roll_lite.types import Turn
@@ -29,7 +28,6 @@ from roll_lite.types import Turn
 OnTurn = Callable[[int, Turn], None]
 """Called with a sample's index and its turn the moment the sample ends."""
 MAX_PREFILL_TOKENS = {"cuda": 32768, "cpu": 1024}
-_HOMES: WeakKeyDictionary[Transformer, list[Memory]] = WeakKeyDictionary()
 Running = Literal["go_on", "finish", "abort"]
 """What happens to running samples when new weights come."""
 
@@ -74,7 +72,7 @@ class Engine:
         texts.
         """
         self.model = model.requires_grad_(False)
-        self._weights = _take_over(model)
+        self._weights = take_over(model)
         self.policy_version = 0
         weight, config = model.embedding, model.config
         backend = choose_backend(backend, weight.device, weight.dtype, config.head_dim)
@@ -161,8 +159,8 @@ class Engine:
         Prompts come first: the more sequences decode together, the better. Callbacks come last of
         all, when everything is in order and the device is busy: they may submit, abort and load.
         """
-        if self._needs_weights:
-            raise RuntimeError("the engine's weights are gone since sleep(); call load_weights()")
+        if self._needs_weights or not self._is_awake:
+            raise RuntimeError("the engine has no weights since sleep(); call load_weights()")
         with self._working():
             if flight := self._decode_on():
                 earlier, self._flight = self._flight, flight
@@ -220,14 +218,7 @@ class Engine:
         Running samples go on under them, prefilled again; or finish first under the old ones; or
         are aborted. Requests that wait are answered under the new weights in any case.
         """
-        parameters, weights = dict(self.model.named_parameters()), dict(weights)
-        wanted = {name: parameter.shape for name, parameter in parameters.items()}
-        sent = {name: tensor.shape for name, tensor in weights.items()}
-        if wanted != sent:
-            differing = sorted(name for name, _ in wanted.items() ^ sent.items())
-            raise ValueError(
-                f"new weights do not fit the model: {', '.join(dict.fromkeys(differing))}"
-            )
+        pairs = matched(self.model, weights)
         if not self._is_awake:
             raise RuntimeError("the engine sleeps; call wake() before load_weights()")
         if running not in ("go_on", "finish", "abort"):
@@ -236,8 +227,9 @@ class Engine:
             raise ValueError("running='finish' needs the weights that sleep() gave away; use go_on")
         with self._working():
             self._make_way(running)
-            for name, tensor in weights.items():
-                parameters[name].copy_(tensor)
+            self._needs_weights = True  # until all of them are there
+            for parameter, tensor in pairs:
+                parameter.copy_(tensor)
             self.policy_version = policy_version
             self._needs_weights = False
 
@@ -287,7 +279,7 @@ class Engine:
         finally:
             self.scheduler.is_closed = False
 
-    def _decode(self) -> Flight | None:
+    def _decode(self) -> Flight:
         """A burst of everyone who runs."""
         self._rows_are_stale = False
         num_steps = self._num_steps(0)
@@ -402,31 +394,11 @@ class Engine:
             raise errors[0]
 
     def _check(self, request: Request) -> None:
-        config, ids = self.model.config, request.prompt_ids
-        if not ids:
-            raise ValueError("prompt_ids is empty; a request needs at least one token")
-        if not 0 <= min(ids) <= max(ids) < config.vocab_size:
-            raise ValueError(
-                f"prompt_ids holds {min(ids)}..{max(ids)}; the vocabulary has ids "
-                f"0..{config.vocab_size - 1}"
-            )
-        if len(request.params.stop_ids) > MAX_STOP_IDS:
-            raise ValueError(
-                f"stop_ids has {len(request.params.stop_ids)} ids; at most {MAX_STOP_IDS} are held"
-            )
+        in_cache = self.pool.num_pages * self.pool.page_size
+        check_request(request, self.model.config, in_cache)
         if request.params.stop and self._decode_text is None:
             raise ValueError(
                 f"stop={request.params.stop!r} needs text; give the engine Engine(decode=...)"
-            )
-        if request.num_samples < 1:
-            raise ValueError(f"num_samples={request.num_samples} must be at least 1")
-        longest = len(ids) + request.params.max_tokens
-        in_cache = self.pool.num_pages * self.pool.page_size
-        if longest > min(config.max_positions, in_cache):
-            raise ValueError(
-                f"{len(ids)} prompt tokens + max_tokens={request.params.max_tokens} exceed the "
-                f"model's {config.max_positions} positions or the cache's {in_cache} tokens; "
-                "shorten the request or raise kv_cache_gib"
             )
 
     def _num_pages(self, kv_cache_gib: float, page_size: int) -> int:
@@ -438,32 +410,3 @@ class Engine:
                 f"kv_cache_gib={kv_cache_gib} holds no page of {page_bytes} bytes; raise it"
             )
         return num_pages
-
-
-@torch.no_grad()
-def _take_over(model: Transformer) -> list[Memory]:
-    """Move the parameters, block by block, to memory that sleep() can give back.
-
-    Engines of one model share that memory.
-    """
-    if _is_at_home(model):
-        return _HOMES[model]
-    rest = [model.get_parameter(n) for n, _ in model.named_parameters() if "blocks." not in n]
-    parts = [*(list(block.parameters()) for block in model.blocks), rest]
-    _HOMES[model] = [_move(part, model.embedding.device) for part in parts]
-    return _HOMES[model]
-
-
-def _move(parameters: list[nn.Parameter], device: torch.device) -> Memory:
-    starts = np.cumsum([0] + [-(-p.nbytes // 256) * 256 for p in parameters]).tolist()
-    memory = Memory(starts[-1], device)
-    for parameter, start in zip(parameters, starts[:-1], strict=True):
-        place = memory.tensor(tuple(parameter.shape), parameter.dtype, start)
-        place.copy_(parameter)
-        parameter.data = place
-    return memory
-
-
-def _is_at_home(model: Transformer) -> bool:
-    addresses = {memory.address for memory in _HOMES.get(model, ())}
-    return all(p.untyped_storage().data_ptr() in addresses for p in model.parameters())

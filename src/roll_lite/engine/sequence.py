@@ -4,7 +4,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from roll_lite.models.config import ModelConfig
 from roll_lite.types import FinishReason, SamplingParams, Turn
+
+MAX_STOP_IDS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +18,30 @@ class Request:
     """The prompt is computed once and forked into this many samples."""
     seed: int = 0
     """Names the request's random numbers: the same seed and prompt give the same samples."""
+
+
+def check_request(request: Request, config: ModelConfig, in_cache: int) -> None:
+    """Refuse what the model or a cache of so many tokens cannot answer."""
+    ids, params = request.prompt_ids, request.params
+    if not ids:
+        raise ValueError("prompt_ids is empty; a request needs at least one token")
+    if not 0 <= min(ids) <= max(ids) < config.vocab_size:
+        raise ValueError(
+            f"prompt_ids holds {min(ids)}..{max(ids)}; the vocabulary has ids "
+            f"0..{config.vocab_size - 1}"
+        )
+    if len(params.stop_ids) > MAX_STOP_IDS:
+        raise ValueError(
+            f"stop_ids has {len(params.stop_ids)} ids; at most {MAX_STOP_IDS} are held"
+        )
+    if request.num_samples < 1:
+        raise ValueError(f"num_samples={request.num_samples} must be at least 1")
+    if len(ids) + params.max_tokens > min(config.max_positions, in_cache):
+        raise ValueError(
+            f"{len(ids)} prompt tokens + max_tokens={params.max_tokens} exceed the "
+            f"model's {config.max_positions} positions or the cache's {in_cache} tokens; "
+            "shorten the request or raise kv_cache_gib"
+        )
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
