@@ -15,7 +15,7 @@ from roll_lite.models.rotary import Projected
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillAttention:
+class PrefillPlaces:
     """Chunks of several sequences, packed, each after what its pages hold already."""
 
     cache: Tensor
@@ -35,7 +35,7 @@ class PrefillAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeAttention:
+class DecodePlaces:
     """One new token per sequence."""
 
     cache: Tensor
@@ -51,7 +51,7 @@ class DecodeAttention:
 
 
 class TorchPrefill:
-    def __init__(self, where: PrefillAttention):
+    def __init__(self, where: PrefillPlaces):
         self.where = where
         lengths_B = where.cu_seqlens.diff()
         self.tiles = Tiles.of_chunks(
@@ -63,7 +63,7 @@ class TorchPrefill:
 
 
 class TorchDecode:
-    def __init__(self, where: DecodeAttention):
+    def __init__(self, where: DecodePlaces):
         self.where = where
         self.tiles = Tiles.of_chunks(
             where.lengths_B - 1,
@@ -93,7 +93,7 @@ def _write(projected: Projected, slots_T: Tensor, k_pages: Tensor, v_pages: Tens
 
 @dataclass(frozen=True, slots=True)
 class TritonPrefill:
-    where: PrefillAttention
+    where: PrefillPlaces
 
     def __call__(self, layer: int, projected: Projected) -> Tensor:
         from roll_lite.kernels.prefill import paged_prefill
@@ -108,7 +108,7 @@ class TritonPrefill:
 
 @dataclass(frozen=True, slots=True)
 class TritonDecode:
-    where: DecodeAttention
+    where: DecodePlaces
 
     def __call__(self, layer: int, projected: Projected) -> Tensor:
         from roll_lite.kernels.decode import paged_decode
@@ -123,7 +123,7 @@ class TritonDecode:
 
 @dataclass(frozen=True, slots=True)
 class FlashPrefill:
-    where: PrefillAttention
+    where: PrefillPlaces
 
     def __call__(self, layer: int, projected: Projected) -> Tensor:
         from flash_attn import flash_attn_varlen_func
@@ -140,7 +140,7 @@ class FlashPrefill:
 
 @dataclass(frozen=True, slots=True)
 class FlashDecode:
-    where: DecodeAttention
+    where: DecodePlaces
 
     def __call__(self, layer: int, projected: Projected) -> Tensor:
         from flash_attn import flash_attn_with_kvcache

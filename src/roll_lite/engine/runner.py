@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from roll_lite.engine.attention import BACKENDS, DecodeAttention, PrefillAttention
+from roll_lite.engine.attention import BACKENDS, DecodePlaces, PrefillPlaces
 from roll_lite.engine.batch import SCRATCH_PAGE, Batch, Rows
 from roll_lite.engine.memory import Memory
 from roll_lite.engine.sampler import sample, truncate
@@ -114,7 +114,7 @@ class Runner:
         slots = page_table[np.repeat(np.arange(len(chunks)), lengths), page]
         ends_C = self._tensor(ends)
         attend = BACKENDS[self.backend][0](
-            PrefillAttention(
+            PrefillPlaces(
                 cache=self.cache,
                 slots_T=self._tensor(slots * self.page_size + slot),
                 page_table_BP=self._tensor(page_table, torch.int32),
@@ -273,7 +273,7 @@ class Runner:
         page_B = rows.page_table.gather(1, (positions_B // self.page_size)[:, None])[:, 0]
         page_B = torch.where(is_active_B, page_B, SCRATCH_PAGE)  # others may own the pages by now
         attend = BACKENDS[self.backend][1](
-            DecodeAttention(
+            DecodePlaces(
                 cache=self.cache,
                 slots_B=page_B * self.page_size + positions_B % self.page_size,
                 page_table_BP=rows.page_table,
