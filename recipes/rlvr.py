@@ -17,8 +17,9 @@ import tyro
 from roll_lite.chat import Chat
 from roll_lite.checks import above, at_least
 from roll_lite.cluster.device_map import auto_device_map
+from roll_lite.cluster.groups import start_alone
 from roll_lite.cluster.planner import BatchPlan, plan, render
-from roll_lite.cluster.world import choose_device, device_bytes, read_launch, start_world
+from roll_lite.cluster.world import choose_device, device_bytes, read_launch
 from roll_lite.engine.engine import Engine
 from roll_lite.envs.question import question_maker
 from roll_lite.models.config import read_config
@@ -31,6 +32,7 @@ from roll_lite.sync import sync_weights
 from roll_lite.tasks import parse_task, prompts
 from roll_lite.train.advantages import with_advantages
 from roll_lite.train.losses import ppo_loss
+from roll_lite.train.optimizer import Schedule
 from roll_lite.train.packing import TrainingSequence, pack
 from roll_lite.train.trainer import Trainer, combine
 from roll_lite.types import Group, Prompt, SamplingParams
@@ -118,21 +120,18 @@ SHOWN = {
 
 def main(cfg: Config) -> list[float]:
     """Train; returns the held-out accuracies, the first from before training."""
-    with start_world(cfg.device) as world:
+    with start_alone(cfg.device) as place:
         run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN)
         chat = Chat(cfg.model)
         trainer = Trainer(
             cfg.model,
-            mesh=world.mesh,
-            device=world.device,
-            compute_dtype=world.dtype,
+            place=place,
             loss=partial(ppo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high),
-            lr=cfg.lr,
-            warmup_steps=cfg.warmup_steps,
+            schedule=Schedule(lr=cfg.lr, warmup_steps=cfg.warmup_steps),
             max_grad_norm=cfg.max_grad_norm,
             temperature=cfg.temperature,
         )
-        policy = load_model(cfg.model, device=world.device, dtype=world.dtype)
+        policy = load_model(cfg.model, device=place.device, dtype=place.dtype)
         engine = Engine(policy, kv_cache_gib=cfg.kv_cache_gib, decode=chat.decode)
         print(engine)
         rollout = Rollout(engine=engine, chat=chat, make_env=question_maker(REWARDS), seed=cfg.seed)
@@ -165,7 +164,7 @@ def main(cfg: Config) -> list[float]:
 
         run.close()
         print(f"held-out accuracy {accuracies[0]:.3f} -> {accuracies[-1]:.3f}")
-        print(f"model: {trainer.save(f'{cfg.run_dir}/model')}")
+        print(f"model: {trainer.export(f'{cfg.run_dir}/model')}")
     return accuracies
 
 

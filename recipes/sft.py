@@ -13,11 +13,12 @@ import tyro
 
 from roll_lite.chat import Chat
 from roll_lite.checks import above, at_least
-from roll_lite.cluster.world import start_world
+from roll_lite.cluster.groups import start_alone
 from roll_lite.models.config import read_config
 from roll_lite.report.run import Run, default_folder
 from roll_lite.tasks import demonstrations, parse_task
 from roll_lite.train.losses import sft_loss
+from roll_lite.train.optimizer import Schedule
 from roll_lite.train.packing import TrainingSequence, pack
 from roll_lite.train.trainer import Trainer
 from roll_lite.types import Prompt
@@ -71,17 +72,14 @@ SHOWN = {
 
 
 def main(cfg: Config) -> None:
-    with start_world(cfg.device) as world:
+    with start_alone(cfg.device) as place:
         run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN)
         chat = Chat(cfg.model)
         trainer = Trainer(
             cfg.model,
-            mesh=world.mesh,
-            device=world.device,
-            compute_dtype=world.dtype,
+            place=place,
             loss=sft_loss,
-            lr=cfg.lr,
-            warmup_steps=cfg.warmup_steps,
+            schedule=Schedule(lr=cfg.lr, warmup_steps=cfg.warmup_steps),
             weight_decay=cfg.weight_decay,
             max_grad_norm=cfg.max_grad_norm,
         )
@@ -99,7 +97,7 @@ def main(cfg: Config) -> None:
                 metrics["eval/loss"] = mean_loss(trainer, validation, cfg.tokens_per_microbatch)
             run.log(step, metrics)
         run.close()
-        print(f"model: {trainer.save(f'{cfg.run_dir}/model')}")
+        print(f"model: {trainer.export(f'{cfg.run_dir}/model')}")
 
 
 def encode(chat: Chat, dialogues: Iterable[tuple[Prompt, str]]) -> Iterator[TrainingSequence]:

@@ -29,10 +29,10 @@ import tyro  # noqa: E402
 
 from roll_lite.engine.engine import Engine  # noqa: E402
 from roll_lite.engine.sequence import Request  # noqa: E402
-from roll_lite.models.config import ModelConfig, read_hf_config  # noqa: E402
+from roll_lite.models.config import read_hf_config  # noqa: E402
 from roll_lite.models.hf import hf_tensors, load_model  # noqa: E402
 from roll_lite.models.shapes import SHAPES, shape_config  # noqa: E402
-from roll_lite.models.transformer import Transformer  # noqa: E402
+from roll_lite.models.transformer import Transformer, random_model  # noqa: E402
 from roll_lite.types import SamplingParams  # noqa: E402
 
 BYTES_PER_SECOND = 4.27e12  # copy, measured on an H200
@@ -87,16 +87,6 @@ def workload_c() -> Work:
 
 
 WORKLOADS = {"N": workload_n, "R": workload_r, "C": workload_c}
-
-
-def random_model(config: ModelConfig, device: str, dtype: torch.dtype) -> Transformer:
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    with torch.device(device):
-        model = Transformer(config)
-    torch.set_default_dtype(default)
-    model.init_weights(0)
-    return model
 
 
 def roofline_seconds(model: Transformer, work: Work) -> float:
@@ -163,7 +153,7 @@ def main(cfg: Config) -> None:
     if cfg.model:
         model = load_model(cfg.model, device=device, dtype=dtype)
     else:
-        model = random_model(shape_config(cfg.shape), device, dtype)
+        model = random_model(shape_config(cfg.shape), device=device, dtype=dtype)
     gib = cfg.kv_cache_gib
     if gib is None:
         gib = 0.8 * torch.cuda.mem_get_info()[0] / 2**30 if device == "cuda" else 2.0

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
 import transformers
 
-from roll_lite.cluster.world import start_world
+from roll_lite.cluster.groups import start_alone
 from roll_lite.models.tiny import build_tiny
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -85,6 +85,6 @@ def tiny_folder(tmp_path_factory):
 
 
 @pytest.fixture
-def world():
-    with start_world("cpu") as world:
-        yield world
+def place():
+    with start_alone("cpu") as place:
+        yield place

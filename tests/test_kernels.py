@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 from roll_lite.engine.sampler import gumbel, noise_key
 from roll_lite.engine.tiles import Tiles, tiled_attention
 from roll_lite.kernels.decode import paged_decode
+from roll_lite.kernels.logprobs import backward_in_place, summarize
 from roll_lite.kernels.pointwise import add_norm, silu_mul
 from roll_lite.kernels.prefill import paged_prefill
 from roll_lite.kernels.qkv import rotate_into_cache
@@ -220,3 +221,28 @@ def test_sample_over_parts_of_the_vocabulary_equals_the_whole():
     got_ids, got_logprobs = sample(parts[1], *arguments, 1000, lambda x: next(columns))
     assert torch.equal(got_ids, ids)
     torch.testing.assert_close(got_logprobs, logprobs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_targets", [1, 3])
+@pytest.mark.parametrize("V", [98, 5000])
+def test_head_summary_and_gradient(V, num_targets):
+    """What the head's kernels compute of a row against autograd in float64."""
+    C, temperature = 7, 0.8
+    torch.manual_seed(V)
+    logits = (3 * torch.randn(C, V)).to(DEVICE, DTYPE)
+    ids = torch.stack([torch.randperm(V)[:num_targets] for _ in range(C)]).to(DEVICE)
+    grad_logprobs, grad_entropy = torch.randn(C, num_targets), torch.randn(C)
+    exact = logits.double().cpu().requires_grad_()
+    logp = torch.log_softmax(exact / temperature, -1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    picked = logp.gather(1, ids.cpu())
+    ((picked * grad_logprobs).sum() + (entropy * grad_entropy).sum()).backward()
+
+    lse, mean = summarize(logits, temperature)
+    got = logits.gather(1, ids).float() / temperature - lse[:, None]
+    torch.testing.assert_close(got.double().cpu(), picked.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close((lse - mean).double().cpu(), entropy.detach(), rtol=1e-5, atol=1e-4)
+    grad = backward_in_place(
+        logits, lse, lse - mean, ids, grad_logprobs.to(DEVICE), grad_entropy.to(DEVICE), temperature
+    )
+    torch.testing.assert_close(grad.double().cpu(), exact.grad, rtol=TOLERANCE, atol=TOLERANCE)

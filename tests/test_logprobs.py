@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from roll_lite.models import logprobs as module
-from roll_lite.models.logprobs import pick_logprobs, scaled_logits, token_logprobs
+from roll_lite.models.logprobs import (
+    pick_logprobs,
+    scaled_logits,
+    token_logprobs,
+    top_logprobs,
+)
 
 
 def reference(hidden, head, token_ids, temperature):
@@ -63,3 +68,30 @@ def test_memory_of_16k_tokens_with_a_152k_vocabulary():
     peak = torch.cuda.max_memory_allocated() - before
     print(f"peak {peak / 1e9:.2f} GB over the inputs")
     assert peak < 3e9
+
+
+def test_several_tokens_of_a_row_equal_float64():
+    torch.manual_seed(3)
+    hidden, head = torch.randn(40, 24), torch.randn(301, 24) * 24**-0.5
+    token_ids = torch.stack([torch.randperm(301)[:5] for _ in range(40)])
+    weights = torch.randn(40, 5)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        inputs = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, head)]
+        if dtype == torch.float32:
+            logprobs, _ = token_logprobs(*inputs, token_ids, 0.7)
+        else:
+            logprobs = torch.log_softmax(inputs[0] @ inputs[1].T / 0.7, -1).gather(1, token_ids)
+        (logprobs * weights).sum().backward()
+        results.append([logprobs.detach(), *(x.grad for x in inputs)])
+    for ours, exact in zip(*results, strict=True):
+        assert (ours.double() - exact).abs().max() < 1e-6 * exact.abs().max()
+
+
+def test_the_likeliest_tokens():
+    torch.manual_seed(4)
+    hidden, head = torch.randn(600, 24), torch.randn(301, 24)
+    ids, logprobs = top_logprobs(hidden, head, 4, 0.7)
+    exact = torch.log_softmax(hidden.double() @ head.double().T / 0.7, -1).topk(4)
+    assert torch.equal(ids, exact.indices)
+    torch.testing.assert_close(logprobs.double(), exact.values, rtol=1e-5, atol=1e-5)

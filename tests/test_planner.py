@@ -143,11 +143,11 @@ def nbytes(tensors):
     return sum(tensor.untyped_storage().nbytes() for tensor in parts)
 
 
-def test_a_real_trainer_holds_what_is_planned(world):
+def test_a_real_trainer_holds_what_is_planned(place):
     small = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16}
     model = Transformer(parse_config(SHAPES["qwen3-0.6b"] | small))
     model.init_weights(0)
-    shard(model, world.mesh, torch.float32)
+    shard(model, place.mesh["dp"], torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

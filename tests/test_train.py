@@ -13,6 +13,7 @@ from roll_lite.models.hf import load_model
 from roll_lite.sync import same_bits, sync_weights
 from roll_lite.train.advantages import grpo, with_advantages
 from roll_lite.train.losses import ppo_loss, sft_loss
+from roll_lite.train.optimizer import Schedule
 from roll_lite.train.packing import TrainingSequence, pack
 from roll_lite.train.trainer import Trainer
 from roll_lite.types import Group, Prompt, Sample, Score, Turn
@@ -156,29 +157,24 @@ def qwen_folder(tmp_path):
     return tmp_path / "qwen3"
 
 
-def make_trainer(world, folder, loss=ppo_loss, **options):
-    options = {"lr": 1e-3, "max_grad_norm": 1e9} | options
-    return Trainer(
-        folder,
-        mesh=world.mesh,
-        device=world.device,
-        compute_dtype=world.dtype,
-        loss=loss,
-        **options,
-    )
+def make_trainer(place, folder, loss=ppo_loss, **options):
+    options = {"schedule": Schedule(lr=1e-3), "max_grad_norm": 1e9} | options
+    return Trainer(folder, place=place, loss=loss, **options)
 
 
 def gradient_of(trainer, sequences, tokens_per_microbatch):
     """The gradient that step() would use, caught before the optimizer takes it."""
     grads = {}
+    update = trainer.optimizer.step
 
-    def catch(*_):
+    def catch(lr):
         for name, parameter in trainer.model.named_parameters():
             grads[name] = parameter.grad.full_tensor().clone()
+        update(lr)
 
-    hook = trainer.optimizer.register_step_pre_hook(catch)
+    trainer.optimizer.step = catch
     metrics = trainer.step(pack(sequences, tokens_per_microbatch))
-    hook.remove()
+    trainer.optimizer.step = update
     return grads, metrics
 
 
@@ -188,10 +184,10 @@ def same(a, b, tolerance=1e-5):
         assert (a[name] - b[name]).abs().max() <= tolerance * scale + 1e-9, name
 
 
-def test_sft_gradient_equals_transformers(world, qwen_folder):
+def test_sft_gradient_equals_transformers(place, qwen_folder):
     """Token mean over sequences of different lengths, as one backward pass of the reference."""
     sequences = random_sequences()
-    grads, metrics = gradient_of(make_trainer(world, qwen_folder, sft_loss), sequences, 64)
+    grads, metrics = gradient_of(make_trainer(place, qwen_folder, sft_loss), sequences, 64)
     reference = make_reference("qwen3")
     total, count = 0.0, 0
     for sequence in sequences:
@@ -209,16 +205,16 @@ def test_sft_gradient_equals_transformers(world, qwen_folder):
 
 
 @pytest.mark.parametrize("budget", [40, 100, 10**6])
-def test_gradient_does_not_depend_on_the_cut(world, qwen_folder, budget):
+def test_gradient_does_not_depend_on_the_cut(place, qwen_folder, budget):
     sequences = random_sequences()
-    whole, whole_metrics = gradient_of(make_trainer(world, qwen_folder), sequences, 10**6)
-    cut, cut_metrics = gradient_of(make_trainer(world, qwen_folder), sequences[::-1], budget)
+    whole, whole_metrics = gradient_of(make_trainer(place, qwen_folder), sequences, 10**6)
+    cut, cut_metrics = gradient_of(make_trainer(place, qwen_folder), sequences[::-1], budget)
     same(cut, whole)
     for name in ("loss/loss", "loss/grad_norm", "mismatch/logprob_max", "loss/entropy"):
         assert cut_metrics[name] == pytest.approx(whole_metrics[name], rel=1e-4)
 
 
-def test_what_is_masked_changes_nothing(world, qwen_folder):
+def test_what_is_masked_changes_nothing(place, qwen_folder):
     sequences = random_sequences()
     changed = copy.deepcopy(sequences)
     for sequence in changed:
@@ -229,15 +225,21 @@ def test_what_is_masked_changes_nothing(world, qwen_folder):
     changed[0].token_ids += [3, 4, 5]
     changed[0].loss_mask += [False] * 3
     changed[0].logprobs += [100.0] * 3
-    grads, _ = gradient_of(make_trainer(world, qwen_folder), sequences, 10**6)
-    again, _ = gradient_of(make_trainer(world, qwen_folder), changed, 10**6)
+    grads, _ = gradient_of(make_trainer(place, qwen_folder), sequences, 10**6)
+    again, _ = gradient_of(make_trainer(place, qwen_folder), changed, 10**6)
     same(again, grads)
 
 
-def test_step_is_plain_adamw(world, qwen_folder):
+def test_step_is_plain_adamw(place, qwen_folder):
     """Three steps against the same model in plain torch, without sharding."""
     sequences = random_sequences()
-    trainer = make_trainer(world, qwen_folder, max_grad_norm=0.5, weight_decay=0.1, warmup_steps=1)
+    trainer = make_trainer(
+        place,
+        qwen_folder,
+        max_grad_norm=0.5,
+        weight_decay=0.1,
+        schedule=Schedule(lr=1e-3, warmup_steps=1),
+    )
     model = load_model(qwen_folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     for step in range(3):
@@ -262,8 +264,8 @@ def same_state(a, b):
     return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
 
 
-def test_nonfinite_gradients_skip_the_step(world, qwen_folder):
-    trainer = make_trainer(world, qwen_folder)
+def test_nonfinite_gradients_skip_the_step(place, qwen_folder):
+    trainer = make_trainer(place, qwen_folder)
     before = copy.deepcopy(trainer.state())
     broken = random_sequences()
     broken[0].advantage = float("nan")
@@ -273,14 +275,14 @@ def test_nonfinite_gradients_skip_the_step(world, qwen_folder):
     assert not same_state(trainer.state(), before)
 
 
-def test_sequences_beyond_the_models_positions_are_refused(world, qwen_folder):
+def test_sequences_beyond_the_models_positions_are_refused(place, qwen_folder):
     long = TrainingSequence(token_ids=[1] * 600, loss_mask=[True] * 600)
     with pytest.raises(ValueError, match=r"599 tokens.*512 positions"):
-        make_trainer(world, qwen_folder, sft_loss).step(pack([long], 1000))
+        make_trainer(place, qwen_folder, sft_loss).step(pack([long], 1000))
 
 
-def test_logprobs_leave_the_trainer_ready_to_train(world, qwen_folder):
-    trainer = make_trainer(world, qwen_folder, partial(ppo_loss, clip_low=0.1))
+def test_logprobs_leave_the_trainer_ready_to_train(place, qwen_folder):
+    trainer = make_trainer(place, qwen_folder, partial(ppo_loss, clip_low=0.1))
     batch = pack(random_sequences(), 64)
     logprobs = trainer.logprobs(batch)
     assert [len(x) for x in logprobs] == [len(micro.rows_R) for micro in batch]
@@ -288,10 +290,10 @@ def test_logprobs_leave_the_trainer_ready_to_train(world, qwen_folder):
     assert not torch.equal(trainer.logprobs(batch)[0], logprobs[0])
 
 
-def test_saved_models_start_where_training_ended(world, qwen_folder, tmp_path):
-    trainer = make_trainer(world, qwen_folder)
+def test_saved_models_start_where_training_ended(place, qwen_folder, tmp_path):
+    trainer = make_trainer(place, qwen_folder)
     trainer.step(pack(random_sequences(), 10**6))
-    saved = load_model(trainer.save(tmp_path / "saved"))
+    saved = load_model(trainer.export(tmp_path / "saved"))
     assert same_state(dict(saved.named_parameters()), trainer.state())
 
 
@@ -311,7 +313,7 @@ class BrokenEngine:
             self.model.norm.weight.view(torch.int32)[3] += 1
 
 
-def test_a_sync_that_corrupts_a_bit_is_an_error(world, qwen_folder):
-    trainer = make_trainer(world, qwen_folder)
+def test_a_sync_that_corrupts_a_bit_is_an_error(place, qwen_folder):
+    trainer = make_trainer(place, qwen_folder)
     with pytest.raises(RuntimeError, match=r"does not hold what was sent for norm\.weight"):
         sync_weights(trainer, BrokenEngine(load_model(qwen_folder)))

@@ -13,7 +13,7 @@ from roll_lite.models.config import ModelConfig
 
 USABLE = 0.9
 """Share of a device to plan with; the rest is for CUDA, communication buffers and fragments."""
-LOGPROB_ROWS = 512  # models/logprobs.py: rows that go through the head at once
+LOGPROB_ROWS = 2048  # models/logprobs.py: rows that go through the head at once on a GPU
 PAGE_TOKENS = 16  # the engine's cache is handed out in pages of so many tokens
 MAX_PREFILL_TOKENS = 32768  # of one engine step
 MAX_RUNNING = 1024  # samples that one engine decodes at once
@@ -59,18 +59,27 @@ def count_parameters(config: ModelConfig) -> ParameterCounts:
     return ParameterCounts(block=block, root=root, total=config.num_layers * block + root)
 
 
-def train_memory(config: ModelConfig, num_ranks: int, tp: int, tokens: int, width: int) -> Memory:
-    """FSDP2 over the role's ranks: fp32 masters, gradients and moments; compute in `width`."""
+def train_memory(
+    config: ModelConfig,
+    num_ranks: int,
+    tp: int,
+    tokens: int,
+    width: int,
+    *,
+    checkpointing: str = "none",
+    moment_bytes: int = 4,
+) -> Memory:
+    """FSDP2 over the role's ranks: fp32 masters and gradients; compute in `width`."""
     counts = count_parameters(config)
     shard = ceil(counts.total / num_ranks)
-    saved = tokens * saved_bytes_per_token(config, tp, width)
-    saved += _backward_bytes(config, tp, tokens, width)
+    saved = tokens * saved_bytes_per_token(config, tp, width, checkpointing)
+    saved += _backward_bytes(config, tp, tokens, width, checkpointing)
     # The root's gradients are reduced last (in `width` and fp32), when nothing saved is left.
     root_gradients = (width + 4) * counts.root // tp
     return Memory(
         weights=4 * shard,
         gradients=4 * shard,
-        optimizer=8 * shard,
+        optimizer=2 * moment_bytes * shard,
         gathered=gathered_bytes(config, tp, width),
         activations=max(saved, root_gradients),
     )
@@ -124,12 +133,29 @@ def gathered_bytes(config: ModelConfig, tp: int, width: int) -> int:
     return width * (counts.root + min(2, config.num_layers) * counts.block) // tp
 
 
-def saved_bytes_per_token(config: ModelConfig, tp: int, width: int) -> int:
-    """What autograd keeps of a packed token from forward to backward, without checkpointing."""
+def saved_bytes_per_token(
+    config: ModelConfig, tp: int, width: int, checkpointing: str = "none"
+) -> int:
+    """What is kept of a packed token from forward to backward."""
+    H, D = config.hidden_size, config.head_dim
+    block = width * 2 * H  # full checkpointing: the residual stream, and what is added to it next
+    if checkpointing == "none":
+        block = block_bytes_per_token(config, tp, width)
+    elif checkpointing == "selective":
+        F, heads = config.intermediate_size // tp, config.num_heads // tp
+        qkv = (config.num_heads + 2 * config.num_kv_heads) // tp * D
+        # And the products: qkv, attention and its log-sum-exp, `out`, gate and up; `down` is there.
+        block += width * (qkv + heads * D + H + 2 * F) + 4 * heads
+    # Once: the last norm in and out, its rows that carry loss, its 1/rms, cos and sin.
+    return config.num_layers * block + width * 3 * H + 4 * (1 + D)
+
+
+def block_bytes_per_token(config: ModelConfig, tp: int, width: int) -> int:
+    """What autograd keeps in one block, whose pointwise parts are compiled."""
     H, F, D = config.hidden_size, config.intermediate_size // tp, config.head_dim
     heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
     elements = (
-        H  # the block's input, for its attention norm
+        H  # the residual stream, for the attention norm
         + H  # that norm's output, for qkv
         + heads * D  # rotated queries, for attention
         + kv_heads * D  # rotated keys, for attention
@@ -138,31 +164,29 @@ def saved_bytes_per_token(config: ModelConfig, tp: int, width: int) -> int:
         + H  # the residual stream, for the MLP norm
         + H  # that norm's output, for gate_up
         + 2 * F  # gate and up, for silu and the product
-        + F  # silu(gate), for the product
         + F  # the product, for down
     )
     fp32 = 2 + heads  # 1/rms of both norms, and attention's log-sum-exp
     if config.qk_norm:
         elements += (heads + 2 * kv_heads) * D  # qkv before its norms
         fp32 += heads + kv_heads  # 1/rms of every normed head
-    block = width * elements + 4 * fp32
-    # Once: the last norm's input and output, its 1/rms, cos and sin.
-    return config.num_layers * block + width * 2 * H + 4 * (1 + D)
+    return width * elements + 4 * fp32
 
 
-def _backward_bytes(config: ModelConfig, tp: int, num_tokens: int, width: int) -> int:
+def _backward_bytes(
+    config: ModelConfig, tp: int, num_tokens: int, width: int, checkpointing: str
+) -> int:
     """Beside what forward saved, at the fuller of two moments of the backward pass."""
     H, F, V = config.hidden_size, config.intermediate_size // tp, config.vocab_size // tp
-    # The head, in chunks of rows. Entering the second chunk: its logits and logprobs (fp32) beside
-    # the logprobs, weights (fp32) and gradient (width) of the first, and the head's gradient in
-    # fp32. Leaving it: one chunk's, and the head's gradient also in `width`.
-    entering = (16 + width) * LOGPROB_ROWS * V + 4 * V * H
-    leaving = (8 + width) * LOGPROB_ROWS * V + (4 + width) * V * H
-    head = max(entering, leaving) + num_tokens * width * H  # the gradient of the hidden states
+    # The head, in chunks of rows: a chunk's logits, which become their gradient; the head's
+    # gradient in fp32, and what a chunk adds to it; the gradient of the hidden states.
+    head = width * LOGPROB_ROWS * V + (4 + width) * V * H + num_tokens * width * H
     # A block. Its own gradients whole, in `width` and in fp32 to be reduced; the head's gradient;
-    # gradients of the residual stream, of gate and up, and of both joined.
+    # gradients of the residual stream, of gate and up, and of the product.
     block = (width + 4) * count_parameters(config).block // tp + width * V * H
-    block += num_tokens * width * (2 * H + 4 * F)
+    block += num_tokens * width * (2 * H + 3 * F)
+    if checkpointing != "none":  # and what the block computes again
+        block += num_tokens * block_bytes_per_token(config, tp, width)
     return max(head, block)
 
 

@@ -1,14 +1,11 @@
 """This process among the others: its rank, its device, and the default process group."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 MEETING_SECONDS = 300.0  # how long ranks wait for each other at start
 
@@ -84,32 +81,6 @@ def choose_backend(device: torch.device, launch: Launch) -> str:
 def compute_dtype(device: torch.device) -> torch.dtype:
     """What models compute in."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-@dataclass(frozen=True, slots=True)
-class World:
-    device: torch.device
-    dtype: torch.dtype
-    """What models compute in: bf16 on CUDA, fp32 on a CPU."""
-    mesh: DeviceMesh
-
-
-@contextmanager
-def start_world(device: str = "auto") -> Iterator[World]:
-    """A one-rank group in memory, for recipes that run in one process only."""
-    launch = read_launch()
-    if launch.world_size > 1:
-        raise ValueError(
-            f"WORLD_SIZE={launch.world_size}: this recipe runs in one process; start it with "
-            "`python`, or with `torchrun --nproc-per-node 1`"
-        )
-    chosen = choose_device(device, launch)
-    start_group(chosen, launch, dist.HashStore(), seconds=MEETING_SECONDS)
-    try:
-        mesh = init_device_mesh(chosen.type, (1,))
-        yield World(device=torch.device(chosen.type), dtype=compute_dtype(chosen), mesh=mesh)
-    finally:
-        dist.destroy_process_group()
 
 
 def start_group(device: torch.device, launch: Launch, store: dist.Store, *, seconds: float) -> None:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from roll_lite.models.linear import linear
+from roll_lite.models.tensor import TensorShard
 
 CHUNK_ROWS = 512
+CUDA_CHUNK_ROWS = 2048  # fewer additions to the head's gradient, whose logits stay in 16 bits
 
 
 def scaled_logits(hidden_RH: Tensor, head_VH: Tensor, temperature: Tensor | float) -> Tensor:
@@ -30,46 +32,145 @@ def pick_logprobs(logits_RV: Tensor, token_ids_R: Tensor) -> tuple[Tensor, Tenso
     return logp_RV.gather(1, token_ids_R[:, None])[:, 0], logp_RV
 
 
-def row_chunks(num_rows: int) -> list[slice]:
-    return [slice(i, min(i + CHUNK_ROWS, num_rows)) for i in range(0, num_rows, CHUNK_ROWS)]
+def row_chunks(num_rows: int, size: int = CHUNK_ROWS) -> list[slice]:
+    return [slice(i, min(i + size, num_rows)) for i in range(0, num_rows, size)]
 
 
 def token_logprobs(
-    hidden_RH: Tensor, head_VH: Tensor, token_ids_R: Tensor, temperature: float = 1.0
+    hidden_RH: Tensor,
+    head_VH: Tensor,
+    token_ids: Tensor,
+    temperature: float = 1.0,
+    shard: TensorShard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """fp32 logprobs of the given tokens, and the entropy of each row's distribution."""
-    return _TokenLogprobs.apply(hidden_RH, head_VH, token_ids_R, temperature)
+    """fp32 logprobs of the given tokens, and the entropy of each row's distribution.
+
+    `token_ids` has one token for each row, (R,), or several, (R, K). With a shard the head is this
+    rank's part of the vocabulary, and ranks exchange a few numbers for each row.
+    """
+    return _TokenLogprobs.apply(hidden_RH, head_VH, token_ids, temperature, shard)
+
+
+def top_logprobs(
+    hidden_RH: Tensor,
+    head_VH: Tensor,
+    k: int,
+    temperature: float = 1.0,
+    shard: TensorShard | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Ids and fp32 logprobs, each (R, k), of the likeliest tokens, the likeliest first."""
+    first = shard.rank * len(head_VH) if shard else 0
+    found = [hidden_RH.new_empty(0, k, dtype=dtype) for dtype in (torch.int64, torch.float32)]
+    parts = [found]
+    for rows in _chunks(hidden_RH):
+        scaled_CV = scaled_logits(hidden_RH[rows], head_VH, temperature)
+        lse_C1 = scaled_CV.logsumexp(-1, keepdim=True)
+        best_CK, ids_CK = scaled_CV.topk(min(k, len(head_VH)), dim=-1)
+        if shard:
+            lse_C1 = shard.side_by_side(lse_C1).logsumexp(-1, keepdim=True)
+            best_CK, ids_CK = (shard.side_by_side(x) for x in (best_CK, ids_CK + first))
+            best_CK, places_CK = best_CK.topk(k, dim=-1)
+            ids_CK = ids_CK.gather(1, places_CK)
+        parts.append([ids_CK, best_CK - lse_C1])
+    ids_RK, logprobs_RK = (torch.cat(column) for column in zip(*parts, strict=True))
+    return ids_RK, logprobs_RK
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_RH, head_VH, token_ids_R, temperature):
-        logprobs_R = hidden_RH.new_empty(len(token_ids_R), dtype=torch.float32)
-        entropy_R = torch.empty_like(logprobs_R)
-        for rows in row_chunks(len(token_ids_R)):
-            logits_CV = scaled_logits(hidden_RH[rows], head_VH, temperature)
-            logprobs_R[rows], logp_CV = pick_logprobs(logits_CV, token_ids_R[rows])
-            del logits_CV
-            entropy_R[rows] = logp_CV.exp().mul_(logp_CV).sum(-1).neg_()
-        ctx.save_for_backward(hidden_RH, head_VH, token_ids_R, entropy_R)
-        ctx.temperature = temperature
-        return logprobs_R, entropy_R
+    def forward(ctx, hidden_RH, head_VH, token_ids, temperature, shard):
+        logprobs = hidden_RH.new_empty(token_ids.shape, dtype=torch.float32)
+        token_ids_RK, logprobs_RK = (
+            x[:, None] if x.ndim == 1 else x for x in (token_ids, logprobs)
+        )
+        entropy_R = hidden_RH.new_empty(len(token_ids_RK), dtype=torch.float32)
+        lse_R = torch.empty_like(entropy_R)
+        ctx.first = first = shard.rank * len(head_VH) if shard else 0
+        for rows in _chunks(hidden_RH):
+            logits_CV = linear(hidden_RH[rows], head_VH)
+            found = _look_at(logits_CV, token_ids_RK[rows] - first, temperature, shard)
+            logprobs_RK[rows], entropy_R[rows], lse_R[rows] = found
+        ctx.save_for_backward(hidden_RH, head_VH, token_ids_RK, entropy_R, lse_R)
+        ctx.temperature, ctx.shard = temperature, shard
+        return logprobs, entropy_R
 
     @staticmethod
-    def backward(ctx, grad_logprobs_R, grad_entropy_R):
-        hidden_RH, head_VH, token_ids_R, entropy_R = ctx.saved_tensors
+    def backward(ctx, grad_logprobs, grad_entropy_R):
+        hidden_RH, head_VH, token_ids_RK, entropy_R, lse_R = ctx.saved_tensors
+        grad_logprobs_RK = grad_logprobs.view(token_ids_RK.shape)
         grad_hidden = torch.zeros_like(hidden_RH)
         # Chunks of a bf16 head are summed in fp32, so the gradient does not depend on their number.
         grad_head = torch.zeros_like(head_VH, dtype=torch.float32)
-        for rows in row_chunks(len(token_ids_R)):
+        for rows in _chunks(hidden_RH):
             hidden_CH = hidden_RH[rows]
-            logp_CV = torch.log_softmax(scaled_logits(hidden_CH, head_VH, ctx.temperature), dim=-1)
-            # d logprob / d logit = onehot - p;   d entropy / d logit = -p (log p + entropy)
-            weight_CV = logp_CV + entropy_R[rows, None]
-            weight_CV.mul_(grad_entropy_R[rows, None]).add_(grad_logprobs_R[rows, None])
-            grad_CV = logp_CV.exp_().mul_(weight_CV).neg_()
-            grad_CV.scatter_add_(1, token_ids_R[rows, None], grad_logprobs_R[rows, None])
-            grad_CV = grad_CV.div_(ctx.temperature).to(head_VH.dtype)
+            grad_CV = _grad_logits(
+                linear(hidden_CH, head_VH), lse_R[rows], entropy_R[rows],
+                token_ids_RK[rows] - ctx.first, grad_logprobs_RK[rows], grad_entropy_R[rows],
+                ctx.temperature,
+            )  # fmt: skip
             grad_hidden[rows] = grad_CV @ head_VH
             grad_head += grad_CV.T @ hidden_CH
-        return grad_hidden, grad_head.to(head_VH.dtype), None, None
+        if ctx.shard:
+            grad_hidden = ctx.shard.sum_in_place(grad_hidden)
+        return grad_hidden, grad_head.to(head_VH.dtype), None, None, None
+
+
+def _chunks(hidden_RH: Tensor) -> list[slice]:
+    return row_chunks(len(hidden_RH), CUDA_CHUNK_ROWS if hidden_RH.is_cuda else CHUNK_ROWS)
+
+
+def _look_at(
+    logits_CV: Tensor, token_ids_CK: Tensor, temperature: float, shard: TensorShard | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs of tokens, entropies, and the log of the sum of exponentials over all ranks."""
+    if shard is None and not logits_CV.is_cuda:  # the same bits as the engine's
+        scaled_CV = scale(logits_CV, temperature)
+        logp_CV = torch.log_softmax(scaled_CV, dim=-1)
+        entropy_C = -(logp_CV.exp() * logp_CV).sum(-1)
+        return logp_CV.gather(1, token_ids_CK), entropy_C, scaled_CV.logsumexp(-1)
+    lse_C, mean_C = _summarize(logits_CV, temperature)
+    is_here_CK = (token_ids_CK >= 0) & (token_ids_CK < logits_CV.shape[1])
+    chosen_CK = scale(logits_CV.gather(1, token_ids_CK * is_here_CK), temperature)
+    if shard:
+        lse_CS = shard.side_by_side(lse_C[:, None])
+        share_C = (lse_C - lse_CS.logsumexp(-1)).exp()
+        lse_C = lse_CS.logsumexp(-1)
+        mean_C = shard.sum_in_place(share_C * mean_C)
+        chosen_CK = shard.sum_in_place(torch.where(is_here_CK, chosen_CK, 0.0))
+    return chosen_CK - lse_C[:, None], lse_C - mean_C, lse_C
+
+
+def _summarize(logits_CV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log of the sum of exponentials of the scaled logits, and their mean under the softmax."""
+    if logits_CV.is_cuda:
+        from roll_lite.kernels.logprobs import summarize
+
+        return summarize(logits_CV, temperature)
+    scaled_CV = scale(logits_CV, temperature)
+    return scaled_CV.logsumexp(-1), (scaled_CV.softmax(-1) * scaled_CV).sum(-1)
+
+
+def _grad_logits(
+    logits_CV: Tensor,
+    lse_C: Tensor,
+    entropy_C: Tensor,
+    token_ids_CK: Tensor,
+    grad_logprobs_CK: Tensor,
+    grad_entropy_C: Tensor,
+    temperature: float,
+) -> Tensor:
+    """Of the logits before they were scaled; they may be overwritten."""
+    if logits_CV.is_cuda:
+        from roll_lite.kernels.logprobs import backward_in_place
+
+        return backward_in_place(
+            logits_CV, lse_C, entropy_C, token_ids_CK, grad_logprobs_CK, grad_entropy_C, temperature
+        )
+    logp_CV = scale(logits_CV, temperature) - lse_C[:, None]
+    # d logprob / d logit = onehot - p;   d entropy / d logit = -p (log p + entropy)
+    weight_CV = (logp_CV + entropy_C[:, None]).mul_(grad_entropy_C[:, None])
+    weight_CV.add_(grad_logprobs_CK.sum(1, keepdim=True))
+    grad_CV = logp_CV.exp_().mul_(weight_CV).neg_()
+    is_here_CK = (token_ids_CK >= 0) & (token_ids_CK < logits_CV.shape[1])
+    grad_CV.scatter_add_(1, token_ids_CK * is_here_CK, grad_logprobs_CK * is_here_CK)
+    return grad_CV.div_(temperature).to(logits_CV.dtype)

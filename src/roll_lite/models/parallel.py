@@ -1,18 +1,102 @@
-"""How a model is spread over ranks."""
+"""How a model in training is spread over ranks: tensor parallel within a replica, FSDP2 over them.
+
+Tensor-parallel modules already have the size of a rank's part (`models/tensor.py`); FSDP2 cuts
+these parts again over the data-parallel ranks. So a rank holds a rectangle of every parameter.
+"""
+
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
+from roll_lite.models.layers import Checkpointing
+from roll_lite.models.tensor import TensorShard, cut_dimension
 from roll_lite.models.transformer import Transformer
 
 
-def shard(model: Transformer, mesh: DeviceMesh, compute_dtype: torch.dtype) -> Transformer:
-    """FSDP2 over the mesh: fp32 masters in shards, gathered block by block in `compute_dtype`."""
+def shard(
+    model: Transformer,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    checkpointing: Checkpointing = "none",
+) -> Transformer:
+    """FSDP2 over the (data-parallel) mesh: shards, gathered block by block in `compute_dtype`.
+
+    Gradients of ranks are added up, not averaged: the rows' weights are of the whole batch.
+    """
     # What a block gets stays as it is: its rotation is in fp32, as in the engine.
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        return Shard(shard_dimension(parameter.shape, mesh.size()))
+
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+        block.checkpointing = checkpointing
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
+        if mesh.size() > 1:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply on the way
+    return model
+
+
+def shard_dimension(shape: torch.Size, num_ranks: int) -> int:
+    """The first dimension that divides evenly; the first one (unevenly) if there is none."""
+    return next((d for d, size in enumerate(shape) if size % num_ranks == 0), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """Which part of a whole parameter a rank holds."""
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+    offsets: tuple[int, ...]
+    is_copy: bool
+    """A tensor-parallel rank before this one holds the same."""
+
+
+def rectangle(name: str, parameter: DTensor, tensor_shard: TensorShard | None) -> Rectangle:
+    """Of a parameter that was spread by `shard`."""
+    shape, offsets = list(parameter.shape), [0] * parameter.ndim
+    (placement,) = parameter.placements
+    chunk = -(-shape[placement.dim] // parameter.device_mesh.size())
+    rank = parameter.device_mesh.get_local_rank()
+    offsets[placement.dim] = min(rank * chunk, shape[placement.dim])
+    cut = cut_dimension(name)
+    if tensor_shard and cut is not None:
+        offsets[cut] += tensor_shard.rank * shape[cut]
+        shape[cut] *= tensor_shard.size
+    is_copy = tensor_shard is not None and cut is None and tensor_shard.rank > 0
+    return Rectangle(tuple(shape), tuple(offsets), is_copy)
+
+
+def whole(name: str, parameter: DTensor, tensor_shard: TensorShard | None) -> Tensor:
+    """The whole parameter, on every rank. All ranks have to call this together."""
+    tensor = parameter.detach().full_tensor()
+    cut = cut_dimension(name)
+    if tensor_shard is None or cut is None:
+        return tensor
+    return tensor_shard.gather(tensor, cut)
+
+
+def gradient_norm(
+    parameters: dict[str, nn.Parameter],
+    tensor_shard: TensorShard | None,
+    group: torch.distributed.ProcessGroup,
+) -> Tensor:
+    """Of the whole gradient: squares of all ranks' parts, each part counted once."""
+    norms, counts = [], []
+    for name, parameter in parameters.items():
+        is_shared = tensor_shard is not None and cut_dimension(name) is None
+        norms.append(parameter.grad.to_local())
+        counts.append(1 / tensor_shard.size if is_shared else 1.0)
+    norms = torch.stack(torch._foreach_norm(norms))
+    total = (norms.square() * norms.new_tensor(counts)).sum()
+    torch.distributed.all_reduce(total, group=group)
+    return total.sqrt()

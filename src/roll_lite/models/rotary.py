@@ -4,9 +4,11 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roll_lite.models.config import RopeConfig
+from roll_lite.models.pointwise import compiled
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -63,14 +65,31 @@ class Projected:
     q_norm: nn.Module | None
     k_norm: nn.Module | None
 
-    def rotated(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q (T, heads, D), k and v (T, K, D)."""
-        G = self.qkv_TKGD.shape[2] - 2
-        if self.q_norm is None:
-            qk = rotate(self.qkv_TKGD[:, :, : G + 1], self.cos_TD, self.sin_TD)
-            q, k = qk[:, :, :G], qk[:, :, G]
-        else:
-            q = rotate(self.q_norm(self.qkv_TKGD[:, :, :G]), self.cos_TD, self.sin_TD)
-            k = self.k_norm(self.qkv_TKGD[:, :, G : G + 1])
-            k = rotate(k, self.cos_TD, self.sin_TD)[:, :, 0]
-        return q.flatten(1, 2), k, self.qkv_TKGD[:, :, G + 1]
+    def rotated(self, *, fused: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """q (T, heads, D), k and v (T, K, D); `fused` compiles the steps into one kernel."""
+        norms, eps = (None, None), 0.0
+        if self.q_norm is not None:
+            norms = self.q_norm.spread_weight, self.k_norm.spread_weight
+            eps = self.q_norm.eps
+        run = compiled(rotate_heads) if fused else rotate_heads
+        return run(self.qkv_TKGD, self.cos_TD, self.sin_TD, *norms, eps)
+
+
+def rotate_heads(
+    qkv_TKGD: Tensor,
+    cos_TD: Tensor,
+    sin_TD: Tensor,
+    q_weight_D: Tensor | None,
+    k_weight_D: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norms of single heads where the model has them, then the rotation."""
+    G = qkv_TKGD.shape[2] - 2
+    if q_weight_D is None:
+        qk = rotate(qkv_TKGD[:, :, : G + 1], cos_TD, sin_TD)
+        q, k = qk[:, :, :G], qk[:, :, G]
+    else:
+        q = F.rms_norm(qkv_TKGD[:, :, :G], q_weight_D.shape, q_weight_D, eps)
+        k = F.rms_norm(qkv_TKGD[:, :, G : G + 1], k_weight_D.shape, k_weight_D, eps)
+        q, k = rotate(q, cos_TD, sin_TD), rotate(k, cos_TD, sin_TD)[:, :, 0]
+    return q.flatten(1, 2), k, qkv_TKGD[:, :, G + 1]

@@ -15,6 +15,12 @@ SHAPES: dict[str, dict] = {
         "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
         "max_position_embeddings": 40960, "tie_word_embeddings": True, "rope_theta": 1e6,
     },
+    "qwen3-1.7b": {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2048,
+        "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40960, "tie_word_embeddings": True, "rope_theta": 1e6,
+    },
     "qwen2.5-7b": {
         "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584,
         "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,

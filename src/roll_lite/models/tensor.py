@@ -1,7 +1,8 @@
 """Tensor parallelism: which part of each parameter a rank holds, and how ranks add up.
 
-The engine runs modules of local size with the explicit reductions below. The dimension along which
-a parameter is cut is a whole set of heads, of MLP columns or of vocabulary entries.
+Engine and trainer run the same modules of local size, with the explicit reductions below; the
+trainer's have gradients. The dimension along which a parameter is cut is a whole set of heads, of
+MLP columns or of vocabulary entries.
 """
 
 from dataclasses import dataclass, replace
@@ -20,8 +21,12 @@ CUT_DIMENSION = {
     "attention.out": 1,
     "mlp.gate_up": 1,
     "mlp.down": 1,
+    "qkv_adapter.up": 0,
+    "out_adapter.down": 1,
+    "gate_up_adapter.up": 1,
+    "down_adapter.down": 1,
 }
-"""By the end of a parameter's name; all others (norms) are held whole by every rank."""
+"""By the end of a parameter's name; all others are held whole by every rank."""
 
 
 def cut_dimension(name: str) -> int | None:
@@ -62,13 +67,48 @@ class TensorShard:
         return self.add_up(torch.where(is_here_T[:, None], x_TH, 0.0))
 
     def add_up(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
+        """The sum over all ranks, in place where no gradient is wanted.
+
+        What follows is computed alike on all ranks, so the gradient comes back whole to each.
+        """
+        return _AddUp.apply(x, self) if torch.is_grad_enabled() else self.sum_in_place(x)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """What all ranks have alike, on its way into parts: gradients of the parts add up."""
+        return _Spread.apply(x, self) if torch.is_grad_enabled() else x
+
+    def sum_in_place(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, group=self.group)
         return x
 
     def side_by_side(self, x_RN: Tensor) -> Tensor:
         """All ranks' columns: (R, size * N)."""
-        x_RN = x_RN.contiguous()
-        parts = [torch.empty_like(x_RN) for _ in range(self.size)]
-        dist.all_gather(parts, x_RN, group=self.group)
-        return torch.cat(parts, 1)
+        return self.gather(x_RN, 1)
+
+    def gather(self, x: Tensor, dimension: int) -> Tensor:
+        """All ranks' parts, in the order of ranks along a dimension."""
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x, group=self.group)
+        return torch.cat(parts, dimension)
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, shard):
+        return shard.sum_in_place(x.clone())
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, shard):
+        ctx.shard = shard
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.shard.sum_in_place(grad.contiguous().clone()), None

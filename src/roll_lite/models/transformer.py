@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from roll_lite.models.attention import Attend
 from roll_lite.models.config import ModelConfig
-from roll_lite.models.layers import Block, RMSNorm, SwiGLU, add_norm
+from roll_lite.models.layers import Block, RMSNorm, SwiGLU
 from roll_lite.models.linear import linear
-from roll_lite.models.logprobs import token_logprobs
+from roll_lite.models.logprobs import token_logprobs, top_logprobs
+from roll_lite.models.pointwise import add_norm
 from roll_lite.models.rotary import Rotary
 from roll_lite.models.tensor import TensorShard
 
@@ -54,7 +55,7 @@ class Transformer(nn.Module):
         rotary, delta_TH = self.rotary(positions_T), None
         for block in self.blocks:
             x_TH, delta_TH = block(x_TH, delta_TH, rotary, attend)
-        return add_norm(x_TH, delta_TH, self.norm)[1]
+        return add_norm(x_TH, delta_TH, self.norm.weight, self.norm.eps)[1]
 
     def forward(
         self,
@@ -64,15 +65,21 @@ class Transformer(nn.Module):
         rows_R: Tensor,
         targets_R: Tensor | None = None,
         temperature: float = 1.0,
+        num_top: int = 0,
     ) -> tuple[Tensor, Tensor] | Tensor:
         """At the positions `rows_R`: logprobs of `targets_R` and entropies, or values (fp32).
+
+        A row may have one target, (R,), or several, (R, K). With `num_top`: ids and logprobs of so
+        many likeliest tokens instead.
 
         The head runs inside forward so that sharding hooks see it, and only on the rows asked for.
         """
         hidden_RH = self.hidden_states(token_ids_T, positions_T, attend)[rows_R]
         if self.value_head is not None:
             return linear(hidden_RH, self.value_head)[:, 0].float()
-        return token_logprobs(hidden_RH, self.head_weight, targets_R, temperature)
+        if num_top:
+            return top_logprobs(hidden_RH, self.head_weight, num_top, temperature, self.shard)
+        return token_logprobs(hidden_RH, self.head_weight, targets_R, temperature, self.shard)
 
     @torch.no_grad()
     def init_weights(self, seed: int, std: float = 0.02) -> None:
@@ -87,3 +94,19 @@ class Transformer(nn.Module):
             else:
                 is_residual = name.endswith(("attention.out", "mlp.down"))
                 parameter.normal_(0, residual_std if is_residual else std, generator=generator)
+
+
+def random_model(
+    config: ModelConfig,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head: Head = "language",
+    shard: TensorShard | None = None,
+) -> Transformer:
+    """A model to measure with; tensor-parallel ranks draw the same numbers for their parts."""
+    with torch.device("meta"):
+        model = Transformer(config, head, shard)
+    model.to_empty(device=device).to(dtype)
+    model.init_weights(0)
+    return model

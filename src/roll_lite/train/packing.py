@@ -36,6 +36,7 @@ class MicroBatch:
     logprobs_R: Tensor
     """Behaviour logprobs of the targets."""
     advantages_R: Tensor
+    teacher_ids_RK: Tensor | None = None
     weights_R: Tensor
     """Share of each row in the batch's loss; all rows of a batch sum to 1 (token mean)."""
 

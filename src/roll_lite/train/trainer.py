@@ -1,116 +1,197 @@
 """The train role: owns the fp32 masters and the optimizer; one call of `step` is one update."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from roll_lite.models.hf import load_model, save_state, stored_dtype
-from roll_lite.models.parallel import shard
+from roll_lite.cluster.groups import Place
+from roll_lite.models.flops import device_flops, training_flops
+from roll_lite.models.hf import save_state, stored_dtype
+from roll_lite.models.layers import Checkpointing
+from roll_lite.models.lora import LoraOptions, adapters
+from roll_lite.models.parallel import gradient_norm, whole
+from roll_lite.models.transformer import Head
 from roll_lite.train.losses import Loss
+from roll_lite.train.offload import Offload
+from roll_lite.train.optimizer import AdamW, Schedule, local
 from roll_lite.train.packing import MicroBatch
+from roll_lite.train.scorer import Scorer
 
 
-class Trainer:
+class Trainer(Scorer):
     def __init__(
         self,
         folder: str | Path,
         *,
-        mesh: DeviceMesh,
-        device: torch.device,
-        compute_dtype: torch.dtype,
+        place: Place,
         loss: Loss,
-        lr: float,
-        warmup_steps: int = 0,
+        schedule: Schedule,
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
         temperature: float = 1.0,
+        head: Head = "language",
+        checkpointing: Checkpointing = "none",
+        moments: Literal["float32", "bfloat16"] = "float32",
+        lora: LoraOptions | None = None,
     ):
-        """`temperature` is the one that samples are drawn with, so logprobs mean the same."""
-        self.folder, self.device, self.loss = folder, device, loss
-        self.lr, self.warmup_steps = lr, warmup_steps
-        self.max_grad_norm, self.temperature = max_grad_norm, temperature
-        self.num_steps = 0
-        model = load_model(folder, device=device, dtype=torch.float32)
-        self.config = model.config
-        self.model = shard(model, mesh, compute_dtype)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=lr, weight_decay=weight_decay, fused=True
+        """A critic is a trainer with head="value". With `lora` only adapters are trained."""
+        # Frozen weights need no fp32 master.
+        dtype = place.dtype if lora else torch.float32
+        self._build(folder, place, temperature, head, dtype, checkpointing, lora)
+        self.loss, self.schedule, self.max_grad_norm = loss, schedule, max_grad_norm
+        self.num_steps = self.num_skipped = 0
+        self.lora = lora
+        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = AdamW(
+            trained, weight_decay=weight_decay, moments_dtype=getattr(torch, moments)
         )
+        self._offload: Offload | None = None
 
     def step(self, batch: list[MicroBatch]) -> dict[str, float]:
-        """Add up the gradient of all micro-batches and update once."""
+        """Add up the gradient of all micro-batches of all ranks and update once."""
         start = time.perf_counter()
-        totals: dict[str, Tensor] = {}
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        totals = Totals()
         for micro in batch:
             micro = micro.to(self.device)
-            self._accumulate(totals, self._backward(micro), micro.weights_R)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
-        grad_norm = grad_norm.full_tensor().item()
-        lr = self.lr * min(1.0, (self.num_steps + 1) / (self.warmup_steps + 1))
-        for param_group in self.optimizer.param_groups:
-            param_group["lr"] = lr
+            totals.add(self._backward(micro), micro.weights_R)
+        grad_norm = self._clip()
+        lr = self.schedule.at(self.num_steps)
         is_finite = grad_norm < float("inf")
         if is_finite:  # an update by inf or nan would destroy the policy: skip it and say so
-            self.optimizer.step()
+            self.optimizer.step(lr)
         self.optimizer.zero_grad()
         self.num_steps += 1
-        return {name: total.item() for name, total in totals.items()} | {
+        self.num_skipped += not is_finite
+        metrics = totals.over_ranks(self.replicas)
+        metrics |= {
             "loss/grad_norm": grad_norm,
             "loss/lr": lr,
             "loss/skipped_steps": float(not is_finite),
-            "time/train": time.perf_counter() - start,
         }
+        return metrics | self._speed(batch, time.perf_counter() - start)
 
     def _backward(self, micro: MicroBatch) -> dict[str, Tensor]:
-        logprobs_R, entropy_R = self._forward(micro)
-        loss_R, measurements = self.loss(logprobs_R, entropy_R, micro)
+        targets = micro.targets_R if micro.teacher_ids_RK is None else micro.teacher_ids_RK
+        loss_R, measurements = self.loss(*self._forward(micro, targets), micro)
         (loss_R * micro.weights_R).sum().backward()
         return {"loss/loss": loss_R.detach(), **measurements}
 
-    def _forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        if micro.max_seqlen > self.config.max_positions:
-            raise ValueError(
-                f"a sequence of {micro.max_seqlen} tokens exceeds the model's "
-                f"{self.config.max_positions} positions"
-            )
-        return self.model(
-            micro.token_ids_T,
-            micro.positions_T,
-            micro.attention,
-            micro.rows_R,
-            micro.targets_R,
-            self.temperature,
-        )
+    def _clip(self) -> float:
+        """Scale the gradient down to `max_grad_norm`; returns what its norm was."""
+        trained = self.optimizer.parameters
+        norm = gradient_norm(trained, self.tensor_shard, self.place.group)
+        scale = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([local(p.grad) for p in trained.values()], scale)
+        return norm.item()
 
-    @torch.no_grad()
-    def logprobs(self, batch: list[MicroBatch]) -> list[Tensor]:
-        """Logprobs of each micro-batch's targets under the present policy."""
-        logprobs = [self._forward(micro.to(self.device))[0] for micro in batch]
-        self.model.reshard()  # no backward pass comes to free the gathered root parameters
-        return logprobs
+    def _speed(self, batch: list[MicroBatch], seconds: float) -> dict[str, float]:
+        lengths = [micro.cu_seqlens.diff().double() for micro in batch]
+        tokens = sum(length.sum().item() for length in lengths)
+        pairs = sum((length * (length + 1) / 2).sum().item() for length in lengths)
+        counts = torch.tensor([tokens, pairs], dtype=torch.float64)
+        counts = counts.to(self.device) if self.device.type == "cuda" else counts
+        dist.all_reduce(counts, group=self.replicas)
+        tokens, pairs = counts.tolist()
+        speed = {"time/train": seconds, "train/tokens_per_second": tokens / seconds}
+        if self.device.type == "cuda":
+            speed["train/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            if flops := device_flops(torch.cuda.get_device_name()):
+                available = flops * seconds * self.place.group.size()
+                speed["train/mfu"] = training_flops(self.config, tokens, pairs) / available
+        return speed
 
-    @staticmethod
-    def _accumulate(totals: dict[str, Tensor], rows: dict[str, Tensor], weights: Tensor) -> None:
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """The model as it was before LoRA: its own reference."""
+        if not self.lora:
+            raise ValueError("only a model with lora has itself as a reference: give lora options")
+        for adapter in adapters(self.model):
+            adapter.is_on = False
+        try:
+            yield
+        finally:
+            for adapter in adapters(self.model):
+                adapter.is_on = True
+
+    def reference_logprobs(self, batch: list[MicroBatch]) -> list[Tensor]:
+        """Logprobs under the frozen base, with LoRA off."""
+        with self.without_adapters():
+            return self.logprobs(batch)
+
+    def offload(self) -> None:
+        """Give the device memory of masters and moments to others, until `reload`."""
+        if self._offload is None:
+            held = [local(p.detach()) for p in self.model.parameters()]
+            held += [t for moment in self.optimizer.moments.values() for t in moment.values()]
+            self._offload = Offload(held)
+        self._offload.out()
+
+    def reload(self) -> None:
+        if self._offload is not None:
+            self._offload.back()
+
+    def state(self) -> dict[str, Tensor]:
+        """Whole parameters by name, adapters merged. All ranks of the role call this together."""
+        return dict(self.whole_parameters())
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """One at a time, so that nobody has to hold the whole model."""
+        parameters = dict(self.model.named_parameters())
+        for name, parameter in parameters.items():
+            if "_adapter." in name:
+                continue
+            tensor = whole(name, parameter, self.tensor_shard)
+            if (down := f"{name}_adapter.down") in parameters:
+                up = f"{name}_adapter.up"
+                down, up = (whole(n, parameters[n], self.tensor_shard) for n in (down, up))
+                scale = self.lora.alpha / self.lora.rank
+                tensor = (tensor.float() + scale * (up @ down)).to(tensor.dtype)
+            yield name, tensor
+
+    def export(self, folder: str | Path) -> Path:
+        """Write a Hugging Face folder in the dtype of the one that training started from."""
+        dtype = stored_dtype(self.folder)
+        is_first = self.place.group.rank() == 0
+        state = {}
+        for name, tensor in self.whole_parameters():
+            if is_first:
+                state[name] = tensor.to("cpu", dtype)
+        return save_state(folder, state, self.config, like=self.folder) if is_first else folder
+
+
+class Totals:
+    """Measurements of rows, summed by the rows' weights, or their maximum."""
+
+    def __init__(self):
+        self._values: dict[str, Tensor] = {}
+
+    def add(self, rows: dict[str, Tensor], weights_R: Tensor) -> None:
         for name, value_R in rows.items():
             if name.endswith("_max"):
                 largest = torch.cat([value_R, value_R.new_zeros(1)]).max()
-                totals[name] = torch.maximum(totals.get(name, largest), largest)
+                self._values[name] = torch.maximum(self._values.get(name, largest), largest)
             else:
-                totals[name] = totals.get(name, 0.0) + (value_R * weights).sum()
+                self._values[name] = self._values.get(name, 0.0) + (value_R * weights_R).sum()
 
-    def state(self) -> dict[str, Tensor]:
-        """Whole fp32 parameters by name; on one rank they are the live ones."""
-        return {name: p.detach().full_tensor() for name, p in self.model.named_parameters()}
-
-    def save(self, folder: str | Path) -> Path:
-        """Write a Hugging Face folder in the dtype of the one that training started from."""
-        dtype = stored_dtype(self.folder)
-        state = {name: tensor.to(dtype) for name, tensor in self.state().items()}
-        return save_state(folder, state, self.config, like=self.folder)
+    def over_ranks(self, group: dist.ProcessGroup) -> dict[str, float]:
+        metrics = {}
+        for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+            is_max = operation == dist.ReduceOp.MAX
+            names = [name for name in self._values if name.endswith("_max") == is_max]
+            if names:
+                values = torch.stack([self._values[name].float() for name in names])
+                dist.all_reduce(values, operation, group=group)
+                metrics |= dict(zip(names, values.tolist(), strict=True))
+        return {name: metrics[name] for name in self._values}
 
 
 def combine(updates: list[dict[str, float]]) -> dict[str, float]:

@@ -1,0 +1,167 @@
+"""Training speed of a shape with random weights on packed random data.
+
+    python scripts/bench_train.py --shape qwen3-0.6b --tokens 32768
+    torchrun --nproc-per-node 8 scripts/bench_train.py --shape qwen3-8b --tp 2
+
+Prints the phases of a step, the logprob pass, and peak memory beside the planner's; the last line
+is JSON.
+"""
+
+import json
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import tyro
+
+from roll_lite.checks import at_least
+from roll_lite.cluster.cluster import Cluster
+from roll_lite.cluster.memory import train_memory
+from roll_lite.cluster.role import split
+from roll_lite.models.shapes import shape_config
+from roll_lite.train.losses import sft_loss
+from roll_lite.train.optimizer import Schedule
+from roll_lite.train.packing import TrainingSequence, pack
+from roll_lite.train.trainer import Trainer
+
+
+@dataclass(kw_only=True)
+class Config:
+    shape: str = "smollm2-135m"
+    """smollm2-135m, qwen3-0.6b, qwen3-1.7b, qwen3-8b, ..."""
+    tokens: int = 32768
+    """Of each data-parallel rank in one update."""
+    tokens_per_microbatch: int = 32768
+    """Of one forward and backward pass."""
+    length: int = 2048
+    """Tokens of each sequence."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """The optimizer's."""
+    tp: int = 1
+    """Ranks that hold one model together."""
+    offload: bool = False
+    """Also measure giving the memory to others and taking it back."""
+    repeats: int = 3
+    """Measured updates after two to warm up; the median counts."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+
+    def __post_init__(self):
+        shape_config(self.shape)
+        at_least(1, self, "tokens", "tokens_per_microbatch", "length", "tp", "repeats")
+
+
+class TimedTrainer(Trainer):
+    """Says how long the parts of a step take on its device."""
+
+    def step(self, batch):
+        self.seconds = {}
+        return super().step(batch) | {f"seconds/{k}": v for k, v in self.seconds.items()}
+
+    def _forward(self, *args, **kwargs):
+        return self._timed("forward", super()._forward, *args, **kwargs)
+
+    def _backward(self, micro):
+        before = self.seconds.get("forward", 0.0)
+        rows = self._timed("backward", super()._backward, micro)
+        self.seconds["backward"] -= self.seconds["forward"] - before
+        return rows
+
+    def _clip(self):
+        norm = self._timed("clip", super()._clip)
+        update = self.optimizer.step
+        self.optimizer.step = lambda lr: self._timed("optimizer", update, lr)
+        return norm
+
+    def _timed(self, name, function, *args, **kwargs):
+        self._wait()
+        begin = time.perf_counter()
+        result = function(*args, **kwargs)
+        self._wait()
+        seconds = vars(self).setdefault("seconds", {})
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begin
+        return result
+
+    def _wait(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def timed_offload(self) -> dict[str, float]:
+        self.seconds = {}
+        for _ in range(2):  # the first also locks the pages
+            held = torch.cuda.memory_allocated()
+            self._timed("offload", self.offload)
+            freed = held - torch.cuda.memory_allocated()
+            self._timed("reload", self.reload)
+            result, self.seconds = self.seconds, {}
+        return {"freed_gib": freed / 2**30, **{f"{k}_seconds": v for k, v in result.items()}}
+
+
+def main(cfg: Config) -> None:
+    with Cluster(f"train=all,tp={cfg.tp}", cfg.device) as cluster:
+        role = cluster.device_map["train"]
+        config = shape_config(cfg.shape)
+        draw = random.Random(0)
+        sequences = [
+            TrainingSequence(
+                token_ids=[draw.randrange(config.vocab_size) for _ in range(cfg.length + 1)],
+                loss_mask=[True] * (cfg.length + 1),
+            )
+            for _ in range(role.num_replicas * max(1, cfg.tokens // cfg.length))
+        ]
+        batch = pack(sequences, cfg.tokens_per_microbatch, num_shards=role.num_replicas)
+        result = {"shape": cfg.shape, "ranks": cluster.world_size, "tp": cfg.tp}
+        result |= {"checkpointing": cfg.checkpointing, "moments": cfg.moments}
+        options = {"loss": sft_loss, "schedule": Schedule(lr=1e-6), "moments": cfg.moments}
+        options |= {"checkpointing": cfg.checkpointing}
+        begin = time.perf_counter()
+        plain = cluster.role("train", Trainer, folder=f"shape:{cfg.shape}", **options)
+        updates = [plain.step(split(batch))[0] for _ in range(2)]
+        result["startup_seconds"] = round(time.perf_counter() - begin, 1)
+        updates = [plain.step(split(batch))[0] for _ in range(cfg.repeats)]
+        tokens = sum(len(micro.token_ids_T) for micro in batch)
+        seconds = statistics.median(update["time/train"] for update in updates)
+        passes = [timed(lambda: plain.logprobs(split(batch))) for _ in range(cfg.repeats + 1)]
+        result |= {
+            "tokens": tokens,
+            "tokens_per_second": round(tokens / seconds),
+            "logprob_tokens_per_second": round(tokens / statistics.median(passes[1:])),
+        }
+        if "train/mfu" in updates[0]:
+            result["mfu"] = round(statistics.median(u["train/mfu"] for u in updates), 3)
+        if "train/peak_gib" in updates[0]:
+            moment = 2 if cfg.moments == "bfloat16" else 4
+            planned = train_memory(
+                config, len(role.ranks), cfg.tp, cfg.tokens_per_microbatch, 2,
+                checkpointing=cfg.checkpointing, moment_bytes=moment,
+            )  # fmt: skip
+            result["peak_gib"] = round(max(u["train/peak_gib"] for u in updates), 1)
+            result["planned_gib"] = round(planned.total / 2**30, 1)
+        timed_role = cluster.role("train", TimedTrainer, folder=f"shape:{cfg.shape}", **options)
+        for _ in range(2):
+            phases = timed_role.step(split(batch))[0]
+        result |= {
+            f"{name.removeprefix('seconds/')}_ms": round(1000 * value, 1)
+            for name, value in phases.items()
+            if name.startswith("seconds/")
+        }
+        if cfg.offload:
+            result |= {k: round(v, 2) for k, v in timed_role.timed_offload().items()}
+        for name, value in result.items():
+            print(f"{name:>28}  {value}")
+        print(json.dumps(result))
+
+
+def timed(function) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__.split("\n\n")[0]))

@@ -1,0 +1,117 @@
+"""Low-rank adapters (LoRA): W x + scale * up (down x), with W frozen.
+
+The projections are fused, so q, k and v share one `down`, and so do gate and up.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from roll_lite.models.tensor import TensorShard
+
+if TYPE_CHECKING:
+    from roll_lite.models.transformer import Transformer
+
+TARGETS = {
+    "qkv": "attention.qkv",
+    "out": "attention.out",
+    "gate_up": "mlp.gate_up",
+    "down": "mlp.down",
+}
+"""Target names, and the weights of a block that they stand for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraOptions:
+    rank: int = 16
+    alpha: float = 32.0
+    """Adapters count alpha / rank times."""
+    targets: tuple[str, ...] = tuple(TARGETS)
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.rank < 1:
+            raise ValueError(f"lora rank={self.rank} must be at least 1")
+        if unknown := [name for name in self.targets if name not in TARGETS]:
+            raise ValueError(
+                f"lora targets={','.join(unknown)} are not known; known are {', '.join(TARGETS)}"
+            )
+        if not self.targets:
+            raise ValueError(f"lora targets are empty; give some of {', '.join(TARGETS)}")
+
+
+class Adapter(nn.Module):
+    """With a `shard`, one of the two matrices is cut like the weight, and the other is whole."""
+
+    def __init__(self, weight: Tensor, rank: int, scale: float, shard: TensorShard | None):
+        super().__init__()
+        self.down = nn.Parameter(torch.empty(rank, weight.shape[-1]))
+        self.up = nn.Parameter(torch.empty(*weight.shape[:-1], rank))
+        self.scale, self.shard = scale, shard
+        self.is_on = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        down, up = self.down, self.up.flatten(0, -2)
+        if self.shard is not None:  # of the cut one this changes nothing but its gradient
+            down, up = self._whole_ones(down, up)
+        return F.linear(F.linear(x, down), up) * self.scale
+
+    def _whole_ones(self, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        if self.cuts_up:
+            return self.shard.spread(down), up
+        return down, self.shard.spread(up)
+
+    cuts_up = True
+    """The cut matrix is `up` (the outputs are split over ranks), else `down` (the inputs are)."""
+
+
+def add_adapters(model: "Transformer", options: LoraOptions) -> None:
+    """Freeze the model and give its blocks adapters, in fp32, that change nothing yet."""
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(options.seed)
+    scale = options.alpha / options.rank
+    for block in model.blocks:
+        for target in options.targets:
+            module = block.get_submodule(TARGETS[target].split(".")[0])
+            weight = getattr(module, target)
+            adapter = Adapter(weight, options.rank, scale, model.shard)
+            adapter.cuts_up = target in ("qkv", "gate_up")
+            adapter.to(weight.device)
+            _initialize(adapter, generator)
+            setattr(module, f"{target}_adapter", adapter)
+
+
+@torch.no_grad()
+def _initialize(adapter: Adapter, generator: torch.Generator) -> None:
+    """Ranks draw the whole matrix and keep their part, so the layout does not matter."""
+    adapter.up.zero_()
+    rank, local = adapter.down.shape
+    is_cut = adapter.shard is not None and not adapter.cuts_up
+    size = local * adapter.shard.size if is_cut else local
+    bound = 1 / math.sqrt(size)
+    whole = (2 * torch.rand(rank, size, generator=generator) - 1) * bound
+    if is_cut:
+        whole = whole.chunk(adapter.shard.size, 1)[adapter.shard.rank]
+    adapter.down.copy_(whole)
+
+
+def adapters(model: "Transformer") -> Iterator[Adapter]:
+    return (module for module in model.modules() if isinstance(module, Adapter))
+
+
+def merge(state: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """Whole parameters by name -> the same without adapters, whose products the weights take in."""
+    merged = {name: tensor for name, tensor in state.items() if "_adapter." not in name}
+    for name, down in state.items():
+        if not name.endswith("_adapter.down"):
+            continue
+        weight = name.removesuffix("_adapter.down")
+        up = state[name.removesuffix("down") + "up"]
+        update = (up.float() @ down.float()) * scale
+        merged[weight] = (merged[weight].float() + update).to(merged[weight].dtype)
+    return merged

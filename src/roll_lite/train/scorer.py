@@ -1,0 +1,102 @@
+"""A model over the ranks of a role, reading packed batches: logprobs, values, a teacher's top k."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from roll_lite.cluster.groups import Place
+from roll_lite.models.hf import load_model
+from roll_lite.models.layers import Checkpointing
+from roll_lite.models.lora import LoraOptions, add_adapters
+from roll_lite.models.parallel import shard
+from roll_lite.models.shapes import shape_config
+from roll_lite.models.tensor import TensorShard
+from roll_lite.models.transformer import Head, random_model
+from roll_lite.train.packing import MicroBatch
+
+SHAPE = "shape:"
+
+
+class Scorer:
+    """A frozen model, in shards of the compute dtype: a reference, a teacher, a reward model."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        place: Place,
+        temperature: float = 1.0,
+        head: Head = "language",
+    ):
+        """`temperature` is the one that samples are drawn with, so logprobs mean the same.
+
+        A folder like shape:qwen3-0.6b stands for random weights of that shape, to measure with.
+        """
+        self._build(folder, place, temperature, head, place.dtype)
+        self.model.requires_grad_(False)
+
+    def _build(
+        self,
+        folder: str | Path,
+        place: Place,
+        temperature: float,
+        head: Head,
+        dtype: torch.dtype,
+        checkpointing: Checkpointing = "none",
+        lora: LoraOptions | None = None,
+    ) -> None:
+        self.folder, self.place, self.device = folder, place, place.device
+        self.temperature = temperature
+        self.replicas = place.mesh["dp"].get_group()
+        tensor_shard = TensorShard.of(place.mesh["tp"].get_group()) if place.tp > 1 else None
+        load, source = load_model, folder
+        if str(folder).startswith(SHAPE):
+            load, source = random_model, shape_config(str(folder).removeprefix(SHAPE))
+        model = load(source, device=place.device, dtype=dtype, head=head, shard=tensor_shard)
+        if lora:
+            add_adapters(model, lora)
+        self.config, self.tensor_shard = model.config, tensor_shard
+        self.model = shard(model, place.mesh["dp"], place.dtype, checkpointing)
+
+    @torch.no_grad()
+    def logprobs(self, batch: list[MicroBatch]) -> list[Tensor]:
+        """Logprobs of each micro-batch's targets."""
+        return self._read(batch, lambda micro: self._forward(micro, micro.targets_R)[0].cpu())
+
+    @torch.no_grad()
+    def values(self, batch: list[MicroBatch]) -> list[Tensor]:
+        """What a model with a value head expects at each row of each micro-batch."""
+        if self.model.value_head is None:
+            raise ValueError("values need a model with a value head: make the role head='value'")
+        return self._read(batch, lambda micro: self._forward(micro, None)[0].cpu())
+
+    @torch.no_grad()
+    def top_logprobs(self, batch: list[MicroBatch], k: int) -> list[tuple[Tensor, Tensor]]:
+        """Ids and logprobs, each (R, k), of the k likeliest tokens at each row."""
+        return self._read(
+            batch,
+            lambda micro: tuple(x.cpu() for x in self._forward(micro, None, num_top=k)),
+        )
+
+    def _read(self, batch: list[MicroBatch], function) -> list:
+        results = [function(micro.to(self.device)) for micro in batch]
+        self.model.reshard()  # no backward pass comes to free the gathered root parameters
+        return results
+
+    def _forward(self, micro: MicroBatch, targets: Tensor | None, num_top: int = 0) -> tuple:
+        if micro.max_seqlen > self.config.max_positions:
+            raise ValueError(
+                f"a sequence of {micro.max_seqlen} tokens exceeds the model's "
+                f"{self.config.max_positions} positions"
+            )
+        out = self.model(
+            micro.token_ids_T,
+            micro.positions_T,
+            micro.attention,
+            micro.rows_R,
+            targets,
+            self.temperature,
+            num_top,
+        )
+        return out if isinstance(out, tuple) else (out,)

@@ -1,0 +1,74 @@
+"""The same training on one rank and on many: FSDP, tensor parallel, and both."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import train_programs
+from conftest import make_reference
+
+from roll_lite.cluster.cluster import Cluster
+
+ROOT = Path(__file__).parent.parent
+
+
+def torchrun(num_ranks, *arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
+    program = Path(train_programs.__file__)
+    done = subprocess.run(
+        [*command, str(program), *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layouts") / "qwen3"
+    make_reference("qwen3", vocab_size=200).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def over_ranks(folder):
+    result_file = folder.parent / "layouts.pt"
+    torchrun(4, "layouts", folder, result_file)
+    return torch.load(result_file, weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    results = {}
+    with Cluster("train=0", "cpu") as cluster:
+        for lora in (None, train_programs.LORA):
+            options = train_programs.options(lora)
+            trainer = cluster.role("train", train_programs.Probe, folder=folder, **options)
+            if lora:
+                trainer.shake_adapters()
+            results[bool(lora)] = train_programs.measure(trainer, 1)
+    return results
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("layout", train_programs.LAYOUTS)
+def test_training_does_not_depend_on_the_layout(over_ranks, alone, layout, lora):
+    got, expected = over_ranks[layout, lora], alone[lora]
+    whole = expected["grads"][10_000]
+    for grads in (*got["grads"].values(), *expected["grads"].values()):
+        assert grads.keys() == whole.keys()
+        for name, grad in grads.items():
+            error = (grad - whole[name]).norm() / whole[name].norm()
+            assert error < 1e-5, (layout, name, error)
+    assert got["losses"] == pytest.approx(expected["losses"], rel=2e-5)
+    assert got["losses"][-1] < got["losses"][0]
+    for name in ("logprobs", "top"):
+        for mine, theirs in zip(got[name], expected[name], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    for name, tensor in expected["state"].items():
+        torch.testing.assert_close(got["state"][name], tensor, rtol=1e-4, atol=2e-5)

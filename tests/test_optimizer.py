@@ -1,0 +1,89 @@
+"""AdamW, its 16-bit moments and the schedules against torch and plain formulas."""
+
+import math
+
+import pytest
+import torch
+
+from roll_lite.train.optimizer import AdamW, Schedule, round_at_random
+
+
+def run(optimizer_of, steps=20):
+    generator = torch.Generator().manual_seed(0)
+    parameters = {
+        name: torch.nn.Parameter(torch.randn(shape, generator=generator))
+        for name, shape in (("a", (4, 5)), ("b", (7,)), ("empty", (0, 3)))
+    }
+    step = optimizer_of(parameters)
+    for i in range(steps):
+        for parameter in parameters.values():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        step(1e-2 / (i + 1))
+    return parameters
+
+
+def ours(parameters, **options):
+    return AdamW(parameters, weight_decay=0.1, **options).step
+
+
+def of_torch(parameters):
+    optimizer = torch.optim.AdamW(parameters.values(), weight_decay=0.1)
+
+    def step(lr):
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+
+    return step
+
+
+def test_updates_equal_torch():
+    for mine, theirs in zip(run(ours).values(), run(of_torch).values(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_sixteen_bit_moments_come_close_and_repeat():
+    exact, rounded, again = (
+        run(lambda p, dtype=dtype: ours(p, moments_dtype=dtype))
+        for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)
+    )
+    for name in exact:
+        assert torch.equal(rounded[name], again[name])
+        torch.testing.assert_close(rounded[name], exact[name], rtol=0, atol=2e-3)
+    assert not torch.equal(rounded["a"], exact["a"])
+
+
+def test_a_moment_that_changes_by_less_than_bf16_resolves_still_moves():
+    """1.0 grows by a thousandth a step: rounding to the nearest would never leave 1."""
+    stored = torch.ones(10_000, dtype=torch.bfloat16)
+    for step in range(50):
+        stored = round_at_random(stored.float() * 1.001, step)
+    assert stored.float().mean().item() == pytest.approx(1.001**50, rel=2e-3)
+
+
+def test_rounding_is_to_a_neighbour_and_keeps_what_bf16_can_hold():
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    rounded = round_at_random(x, 3).float()
+    assert ((rounded - x).abs() <= x.abs() * 2**-7).all()
+    kept = x.to(torch.bfloat16).float()
+    assert torch.equal(round_at_random(kept, 4).float(), kept)
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+def test_schedules(kind):
+    schedule = Schedule(lr=2.0, warmup_steps=3, kind=kind, num_steps=13, floor=0.1)
+    assert [schedule.at(i) for i in range(3)] == pytest.approx([0.5, 1.0, 1.5])
+    for i in range(3, 20):
+        share = min(1.0, (i - 3) / 10)
+        expected = {
+            "constant": 2.0,
+            "linear": 2.0 * (0.1 + 0.9 * (1 - share)),
+            "cosine": 2.0 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share))),
+        }[kind]
+        assert schedule.at(i) == pytest.approx(expected)
+
+
+def test_bad_schedules_are_refused():
+    with pytest.raises(ValueError, match=r"schedule='step' is not known; known are constant"):
+        Schedule(lr=1.0, kind="step")
+    with pytest.raises(ValueError, match=r"'cosine' needs the number of steps"):
+        Schedule(lr=1.0, kind="cosine")

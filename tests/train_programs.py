@@ -1,0 +1,110 @@
+"""Programs that test_layouts.py runs under torchrun: train_programs.py NAME MODEL RESULT_FILE."""
+
+import sys
+from functools import partial
+
+import torch
+
+from roll_lite.cluster.cluster import Cluster
+from roll_lite.cluster.role import split
+from roll_lite.models.lora import LoraOptions
+from roll_lite.models.parallel import whole
+from roll_lite.train.losses import sft_loss
+from roll_lite.train.optimizer import Schedule
+from roll_lite.train.packing import TrainingSequence, pack
+from roll_lite.train.trainer import Trainer
+
+LAYOUTS = {
+    "fsdp2": "fsdp2=0-1",
+    "fsdp4": "fsdp4=0-3",
+    "tp2": "tp2=0-1,tp=2",
+    "fsdp2tp2": "fsdp2tp2=0-3,tp=2",
+}
+LORA = LoraOptions(rank=4, alpha=8.0)
+
+
+class Probe(Trainer):
+    """Shows the gradient that an update would use."""
+
+    def gradient(self, batch):
+        for micro in batch:
+            self._backward(micro)
+        norm = self._clip()
+        grads = {
+            name: whole(name, parameter.grad, self.tensor_shard)
+            for name, parameter in self.optimizer.parameters.items()
+        }
+        self.optimizer.zero_grad()
+        return grads, norm
+
+    def shake_adapters(self):
+        """Adapters start with no effect, and half of their gradients at 0."""
+        for name, parameter in self.optimizer.parameters.items():
+            if name.endswith("adapter.up"):
+                torch.nn.init.constant_(parameter.to_local(), 0.01)
+
+
+def make_sequences(num=11, vocab=200):
+    generator = torch.Generator().manual_seed(5)
+    sequences = []
+    for i in range(num):
+        length = int(torch.randint(3, 60, (), generator=generator))
+        sequences.append(
+            TrainingSequence(
+                id=str(i),
+                token_ids=torch.randint(0, vocab, (length,), generator=generator).tolist(),
+                loss_mask=[j > length // 3 for j in range(length)],
+            )
+        )
+    return sequences
+
+
+def options(lora=None):
+    schedule = Schedule(lr=1e-3, warmup_steps=2)
+    return {"loss": sft_loss, "schedule": schedule, "max_grad_norm": 1.0, "lora": lora}
+
+
+def measure(trainer, num_shards):
+    """Gradients of three cuts of one batch, then the losses of ten updates, then the weights."""
+    sequences = make_sequences()
+    # Budgets that give 1, 2 and 5 micro-batches to a single rank.
+    grads = {
+        budget: trainer.gradient(split(pack(sequences, budget, num_shards=num_shards)))[0][0]
+        for budget in (10_000, 200, 80)
+    }
+    batch = pack(sequences, 200, num_shards=num_shards)
+    logprobs = trainer.logprobs(split(batch))
+    top = trainer.top_logprobs(split(batch), 5)
+    losses = [trainer.step(split(batch))[0]["loss/loss"] for _ in range(10)]
+    return {
+        "grads": grads, "losses": losses, "state": trainer.state(),
+        "logprobs": by_sequence(batch, [x for part in logprobs for x in part]),
+        "top": by_sequence(batch, [x[0] for part in top for x in part]),
+    }  # fmt: skip
+
+
+def by_sequence(batch, rows):
+    """Rows of micro-batches -> a tensor for each sequence."""
+    found = {}
+    for micro, values in zip(batch, rows, strict=True):
+        for s, index in enumerate(micro.indices_S.tolist()):
+            found[index] = values[micro.sequence_R == s]
+    return [found[i] for i in sorted(found)]
+
+
+def layouts(model, result_file):
+    with Cluster(" ".join(LAYOUTS.values()), "cpu") as cluster:
+        results = {}
+        for name in LAYOUTS:
+            for lora in (None, LORA):
+                make = partial(cluster.role, name, Probe, folder=model)
+                trainer = make(**options(lora))
+                if lora:
+                    trainer.shake_adapters()
+                results[name, bool(lora)] = measure(trainer, cluster.device_map[name].num_replicas)
+        torch.save(results, result_file)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    globals()[sys.argv[1]](*sys.argv[2:])
