@@ -37,6 +37,10 @@ def make_trainer(world, folder, loss=PPO, **options):
 
 
 def gradient_of(trainer, sequences, tokens_per_microbatch):
+    return step_gradient(trainer, pack(sequences, tokens_per_microbatch))
+
+
+def step_gradient(trainer, batch):
     """The gradient that step() would use, caught before the optimizer takes it."""
     grads = {}
 
@@ -45,7 +49,7 @@ def gradient_of(trainer, sequences, tokens_per_microbatch):
             grads[name] = parameter.grad.full_tensor().clone()
 
     hook = trainer.optimizer.register_step_pre_hook(catch)
-    metrics = trainer.step(pack(sequences, tokens_per_microbatch))
+    metrics = trainer.step(batch)
     hook.remove()
     return grads, metrics
 
@@ -84,6 +88,18 @@ def test_gradient_does_not_depend_on_the_cut(world, qwen_folder, budget):
     same(cut, whole)
     for name in ("loss/loss", "loss/grad_norm", "mismatch/logprob_max", "loss/entropy"):
         assert cut_metrics[name] == pytest.approx(whole_metrics[name], rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", [PPO, PolicyLoss(kind="gspo"), PolicyLoss(kind="kimi")])
+def test_idle_microbatches_add_nothing(world, qwen_folder, loss):
+    """The micro-batches of all ranks, as one rank would add them up; three of twelve are idle."""
+    sequences = random_sequences()
+    batch = pack(sequences, 10**6, num_shards=12)
+    assert [micro.num_sequences for micro in batch].count(0) == 3
+    grads, metrics = step_gradient(make_trainer(world, qwen_folder, loss), batch)
+    whole, whole_metrics = gradient_of(make_trainer(world, qwen_folder, loss), sequences, 10**6)
+    same(grads, whole)
+    assert metrics["loss/loss"] == pytest.approx(whole_metrics["loss/loss"], rel=1e-5)
 
 
 def test_what_is_masked_changes_nothing(world, qwen_folder):
