@@ -30,10 +30,11 @@ from roll_lite.rollout.coordinator import Rollout
 from roll_lite.rollout.filters import drop_failed
 from roll_lite.sync import sync_weights
 from roll_lite.tasks import parse_task, prompts
+from roll_lite.train.advantage_options import AdvantageOptions
 from roll_lite.train.advantages import with_advantages
-from roll_lite.train.losses import ppo_loss
 from roll_lite.train.optimizer import Schedule
 from roll_lite.train.packing import TrainingSequence, pack
+from roll_lite.train.policy_loss import PolicyLoss
 from roll_lite.train.trainer import Trainer, combine
 from roll_lite.types import Group, Prompt, SamplingParams
 
@@ -126,7 +127,7 @@ def main(cfg: Config) -> list[float]:
         trainer = Trainer(
             cfg.model,
             place=place,
-            loss=partial(ppo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high),
+            loss=PolicyLoss(clip_low=cfg.clip_low, clip_high=cfg.clip_high),
             schedule=Schedule(lr=cfg.lr, warmup_steps=cfg.warmup_steps),
             max_grad_norm=cfg.max_grad_norm,
             temperature=cfg.temperature,
@@ -138,6 +139,7 @@ def main(cfg: Config) -> list[float]:
         params = SamplingParams(
             max_tokens=cfg.max_tokens, temperature=cfg.temperature, stop_ids=chat.stop_ids
         )
+        options = AdvantageOptions(divide_by_std=cfg.divide_by_std)
         train_prompts = prompts(cfg.task, seed=f"rlvr-{cfg.seed}")
         accuracies = [evaluate(rollout, cfg)]
         run.log(0, {"eval/accuracy": accuracies[-1]})
@@ -150,7 +152,7 @@ def main(cfg: Config) -> list[float]:
                 params=params,
             )
             metrics = describe(groups) | {"time/rollout": time.perf_counter() - start}
-            sequences = with_advantages(drop_failed(groups), divide_by_std=cfg.divide_by_std)
+            sequences = with_advantages(drop_failed(groups), options)
             updates = []
             for part in split(sequences, cfg.updates_per_step):
                 updates.append(trainer.step(pack(part, cfg.tokens_per_microbatch)))

@@ -1,5 +1,7 @@
-"""Checks of option values, for the `__post_init__` of a recipe's Config."""
+"""Checks of option values, for the `__post_init__` of a dataclass of options."""
 
+from collections.abc import Iterable, Mapping
+from dataclasses import fields as dataclass_fields
 from typing import Any
 
 
@@ -14,3 +16,22 @@ def above(bound: float, config: Any, *fields: str) -> None:
     for field in fields:
         if not getattr(config, field) > bound:
             raise ValueError(f"{field}={getattr(config, field)} must be above {bound}")
+
+
+def one_of(known: Iterable[str], config: Any, *fields: str) -> None:
+    for field in fields:
+        if getattr(config, field) not in known:
+            raise ValueError(
+                f"{field}={getattr(config, field)!r} is not known; use one of {', '.join(known)}"
+            )
+
+
+def only_read_by(readers: Mapping[str, tuple[str, ...]], config: Any) -> None:
+    """Refuse an option that was changed though `config.kind` is not among its readers."""
+    for field in dataclass_fields(config):
+        value, kinds = getattr(config, field.name), readers.get(field.name)
+        if kinds is not None and config.kind not in kinds and value != field.default:
+            raise ValueError(
+                f"{field.name}={value!r} is not read by kind={config.kind!r}, only by "
+                f"{', '.join(kinds)}; leave it at {field.default!r}"
+            )

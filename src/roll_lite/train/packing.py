@@ -2,30 +2,65 @@
 
 Only rows that carry loss go through the head, so a token outside the mask cannot change anything
 but the context of others. Each row has its weight in the loss from the start, over the whole
-batch: how a batch is cut into micro-batches does not change the gradient.
+batch: how a batch is cut into micro-batches and dealt to ranks does not change the gradient.
 """
 
-from dataclasses import dataclass, field, fields
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from roll_lite.models.attention import PackedAttention
+from roll_lite.train.balance import BY_LENGTH, Cost, spread
+
+AGGREGATIONS = (
+    "token_mean",
+    "seq_mean_token_mean",
+    "seq_mean_token_sum",
+    "seq_mean_token_sum_const",
+)
+NUMBERS = ("logprobs", "old_logprobs", "reference_logprobs", "advantages", "values", "returns")
+TENSORS = ("teacher_ids", "teacher_logprobs")
+OPTIONAL = (*NUMBERS, *TENSORS, "segments")
+CODES = {"b": torch.int8, "q": torch.int64, "d": torch.float64}  # of arrays
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainingSequence:
+    """Entry i of every list is about token i; an empty list, or None, means not known."""
+
+    id: str = ""
+    """Named in errors."""
     token_ids: list[int]
     loss_mask: list[bool]
     """True for the tokens to learn from."""
     logprobs: list[float] = field(default_factory=list)
-    """Behaviour logprobs of the tokens; may be empty where the loss does not use them."""
-    advantage: float = 1.0
+    """Under the behaviour policy, which sampled the tokens."""
+    old_logprobs: list[float] = field(default_factory=list)
+    """Computed again by the trainer before the first update."""
+    reference_logprobs: list[float] = field(default_factory=list)
+    advantages: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    """Of the critic, for the tokens before token i."""
+    returns: list[float] = field(default_factory=list)
+    segments: list[int] = field(default_factory=list)
+    """The turn that each token belongs to."""
+    weight: float = 1.0
+    """Multiplies the sequence's share in the loss; 0 masks it out."""
+    teacher_ids: Tensor | None = None
+    """(tokens, k): the teacher's likeliest tokens in the place of token i."""
+    teacher_logprobs: Tensor | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class MicroBatch:
-    """Sequences end to end. Row r predicts `targets_R[r]` at packed position `rows_R[r]`."""
+    """Sequences end to end. Row r predicts `targets_R[r]` at packed position `rows_R[r]`.
+
+    Fields about rows that the sequences do not have are None.
+    """
 
     token_ids_T: Tensor
     positions_T: Tensor
@@ -33,12 +68,25 @@ class MicroBatch:
     max_seqlen: int
     rows_R: Tensor
     targets_R: Tensor
-    logprobs_R: Tensor
-    """Behaviour logprobs of the targets."""
-    advantages_R: Tensor
-    teacher_ids_RK: Tensor | None = None
     weights_R: Tensor
-    """Share of each row in the batch's loss; all rows of a batch sum to 1 (token mean)."""
+    """Share of each row in the loss of the whole batch."""
+    sequence_R: Tensor
+    """Which sequence of the micro-batch a row belongs to."""
+    segment_R: Tensor
+    """Which segment (turn) of the micro-batch; a sequence without segments is one."""
+    num_sequences: int
+    num_segments: int
+    indices_S: Tensor
+    """Place of each sequence in the list that was packed."""
+    logprobs_R: Tensor | None = None
+    """Behaviour logprobs of the targets."""
+    old_logprobs_R: Tensor | None = None
+    reference_logprobs_R: Tensor | None = None
+    advantages_R: Tensor | None = None
+    values_R: Tensor | None = None
+    returns_R: Tensor | None = None
+    teacher_ids_RK: Tensor | None = None
+    teacher_logprobs_RK: Tensor | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -51,60 +99,204 @@ class MicroBatch:
         return PackedAttention(self.cu_seqlens, self.max_seqlen)
 
 
-def pack(sequences: list[TrainingSequence], tokens_per_microbatch: int) -> list[MicroBatch]:
-    """Cut a batch into micro-batches of at most so many tokens."""
-    num_rows = sum(sum(sequence.loss_mask[1:]) for sequence in sequences)
-    if num_rows == 0:
-        raise ValueError("no token of the batch carries loss: every loss_mask is empty")
-    bins = _fill_bins([len(s.token_ids) - 1 for s in sequences], tokens_per_microbatch)
-    return [_pack([sequences[i] for i in indices], 1.0 / num_rows) for indices in bins]
+def pack(
+    sequences: Sequence[TrainingSequence],
+    tokens_per_microbatch: int,
+    *,
+    num_shards: int = 1,
+    aggregation: str = "token_mean",
+    constant: float | None = None,
+    together: int = 1,
+    cost: Cost = BY_LENGTH,
+) -> list[MicroBatch]:
+    """Cut a batch into micro-batches of at most so many tokens, the same number for every shard.
 
-
-def _fill_bins(lengths: list[int], capacity: int) -> list[list[int]]:
-    """First fit, longest first: few bins, each of similar lengths."""
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if lengths[i] > capacity:
+    Data-parallel rank i of `num_shards` trains on the i-th contiguous part of the list. Each run
+    of `together` sequences stays in one micro-batch, in order. `constant` divides the sums of
+    aggregation seq_mean_token_sum_const.
+    """
+    known = _known_fields(sequences)
+    weights_S = _row_weights(sequences, aggregation, constant)
+    if len(sequences) % together:
+        raise ValueError(f"together={together} does not divide {len(sequences)} sequences")
+    runs = [range(i, i + together) for i in range(0, len(sequences), together)]
+    tokens = [len(sequence.token_ids) - 1 for sequence in sequences]
+    lengths = [sum(tokens[i] for i in run) for run in runs]
+    for run, length in zip(runs, lengths, strict=True):
+        if length > tokens_per_microbatch:
             raise ValueError(
-                f"a sequence of {lengths[i]} tokens is longer than "
-                f"tokens_per_microbatch={capacity}; raise it or shorten the sequence"
+                f"sequence {', '.join(repr(sequences[i].id) for i in run)} has {length} tokens, "
+                f"over tokens_per_microbatch={tokens_per_microbatch}; raise it, or shorten the "
+                "sequences with truncate()"
             )
-        chosen = next((b for b, left in enumerate(room) if left >= lengths[i]), None)
-        if chosen is None:
-            chosen = len(bins)
-            bins.append([])
-            room.append(capacity)
-        bins[chosen].append(i)
-        room[chosen] -= lengths[i]
-    return bins
+    costs = [sum(cost(tokens[i]) for i in run) for run in runs]
+    bins = spread(lengths, costs, tokens_per_microbatch, num_shards)
+    idle = _idle_microbatch(sequences[0], known) if [] in bins else None
+    return [
+        _pack(sequences, [i for run in chosen for i in runs[run]], weights_S, known)
+        if chosen
+        else idle
+        for chosen in bins
+    ]
 
 
-def _pack(sequences: list[TrainingSequence], row_weight: float) -> MicroBatch:
-    """A sequence's last token predicts nothing, so it is a target only."""
-    token_ids, positions, starts = [], [], [0]
-    rows, targets, logprobs, advantages = [], [], [], []
+def truncate(
+    sequences: Sequence[TrainingSequence], tokens_per_microbatch: int
+) -> tuple[list[TrainingSequence], int]:
+    """Sequences cut so that each fits in a micro-batch, and how many had to be cut."""
+    longest = tokens_per_microbatch + 1  # the last token is only a target
+    per_token = ("token_ids", "loss_mask", *OPTIONAL)
+    result, num_cut = [], 0
     for sequence in sequences:
-        start, length = len(token_ids), len(sequence.token_ids) - 1
-        token_ids += sequence.token_ids[:-1]
-        positions += range(length)
-        starts.append(start + length)
-        learned = [i for i in range(length) if sequence.loss_mask[i + 1]]
-        rows += [start + i for i in learned]
-        targets += [sequence.token_ids[i + 1] for i in learned]
-        if sequence.logprobs:
-            logprobs += [sequence.logprobs[i + 1] for i in learned]
-        else:
-            logprobs += [0.0] * len(learned)
-        advantages += [sequence.advantage] * len(learned)
+        if len(sequence.token_ids) > longest:
+            values = {name: getattr(sequence, name) for name in per_token}
+            cut = {name: v[:longest] for name, v in values.items() if v is not None}
+            sequence, num_cut = replace(sequence, **cut), num_cut + 1
+        result.append(sequence)
+    return result, num_cut
+
+
+def unpack(
+    batch: list[MicroBatch], rows: list[Tensor], sequences: Sequence[TrainingSequence]
+) -> list[list[float]]:
+    """Numbers of rows, one tensor per micro-batch, as lists by token; 0 where there is no loss."""
+    lengths = torch.tensor([len(sequence.token_ids) for sequence in sequences])
+    starts_S = lengths.cumsum(0) - lengths
+    flat_N = torch.zeros(int(lengths.sum()))
+    for micro, values_R in zip(batch, rows, strict=True):
+        place_R = micro.positions_T[micro.rows_R] + 1  # a row predicts the next token
+        start_R = starts_S[micro.indices_S][micro.sequence_R.cpu()]
+        flat_N[start_R + place_R.cpu()] = values_R.detach().float().cpu()
+    return [part.tolist() for part in flat_N.split(lengths.tolist())]
+
+
+def _known_fields(sequences: Sequence[TrainingSequence]) -> list[str]:
+    """The optional fields that the sequences have: each of them all sequences, or none."""
+    known = [name for name in OPTIONAL if _has(sequences[0], name)] if sequences else []
+    for sequence in sequences:
+        length = len(sequence.token_ids)
+        if length < 2:
+            raise ValueError(f"sequence {sequence.id!r} has {length} tokens; it needs at least 2")
+        for name in ("loss_mask", *OPTIONAL):
+            is_known = _has(sequence, name)
+            if name != "loss_mask" and is_known != (name in known):
+                raise ValueError(
+                    f"sequence {sequence.id!r} has {name if is_known else f'no {name}'}, unlike "
+                    f"sequence {sequences[0].id!r}; give {name} to all of a batch or to none"
+                )
+            if (is_known or name == "loss_mask") and len(getattr(sequence, name)) != length:
+                raise ValueError(
+                    f"sequence {sequence.id!r} has {length} tokens but "
+                    f"{len(getattr(sequence, name))} entries in {name}; give one per token"
+                )
+    return known
+
+
+def _has(sequence: TrainingSequence, name: str) -> bool:
+    value = getattr(sequence, name)
+    return value is not None and len(value) > 0
+
+
+def _row_weights(
+    sequences: Sequence[TrainingSequence], aggregation: str, constant: float | None
+) -> list[float]:
+    """The weight of each row of each sequence. Sequences without rows count nowhere."""
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(
+            f"aggregation={aggregation!r} is not known; use one of {', '.join(AGGREGATIONS)}"
+        )
+    if (constant is not None) != (aggregation == "seq_mean_token_sum_const"):
+        raise ValueError(
+            f"constant={constant} with aggregation={aggregation!r}; seq_mean_token_sum_const "
+            "needs one (the longest reply, say), the others read none"
+        )
+    if constant is not None and not constant > 0:
+        raise ValueError(f"constant={constant} must be above 0")
+    rows = [sum(sequence.loss_mask[1:]) for sequence in sequences]
+    shares = [s.weight if n else 0.0 for s, n in zip(sequences, rows, strict=True)]
+    if not any(shares):
+        raise ValueError("no token of the batch carries loss: every loss_mask or weight is empty")
+    if aggregation == "token_mean":
+        total = sum(share * n for share, n in zip(shares, rows, strict=True))
+        return [share / total for share in shares]
+    total = sum(shares)
+    if aggregation == "seq_mean_token_mean":
+        return [share / (total * max(1, n)) for share, n in zip(shares, rows, strict=True)]
+    return [share / (total * (constant or 1.0)) for share in shares]
+
+
+def _idle_microbatch(like: TrainingSequence, known: list[str]) -> MicroBatch:
+    """One token without loss: keeps a rank in step with the others and adds exactly zero."""
+    contents = {name: getattr(like, name)[:2] for name in known}
+    sequence = replace(like, token_ids=[0, 0], loss_mask=[False, False], **contents)
+    micro = _pack([sequence], [0], [0.0], known)
+    return replace(micro, num_sequences=0, indices_S=micro.indices_S[:0])
+
+
+def _pack(
+    sequences: Sequence[TrainingSequence],
+    indices: list[int],
+    weights_S: Sequence[float],
+    known: list[str],
+) -> MicroBatch:
+    """A sequence's last token predicts nothing, so it is a target only.
+
+    N counts all tokens, T all but the last of each sequence: token n of sequence s is predicted
+    at packed position n - 1 - s.
+    """
+    members = [sequences[i] for i in indices]
+
+    def joined(name: str, code: str) -> Tensor:
+        return join_numbers((getattr(sequence, name) for sequence in members), code)
+
+    lengths_S = torch.tensor([len(sequence.token_ids) for sequence in members])
+    ends_S = lengths_S.cumsum(0)
+    starts_S = ends_S - lengths_S
+    token_ids_N, mask_N = joined("token_ids", "q"), joined("loss_mask", "b")
+    place_N = torch.arange(len(mask_N)) - starts_S.repeat_interleave(lengths_S)
+    is_input_N = torch.ones(len(mask_N), dtype=torch.bool)
+    is_input_N[ends_S - 1] = False
+    mask_N[starts_S] = 0
+    learned_R = mask_N.nonzero()[:, 0]
+    sequence_R = torch.arange(len(members)).repeat_interleave(lengths_S)[learned_R]
+    segment_R, num_segments = sequence_R, len(members)
+    if "segments" in known:
+        segment_R, num_segments = _count_segments(sequence_R, joined("segments", "q")[learned_R])
+    numbers = {
+        f"{name}_R": joined(name, "d")[learned_R].float() for name in NUMBERS if name in known
+    }
+    tensors = {
+        f"{name}_RK": torch.cat([getattr(s, name) for s in members])[learned_R]
+        for name in TENSORS
+        if name in known
+    }
     return MicroBatch(
-        token_ids_T=torch.tensor(token_ids),
-        positions_T=torch.tensor(positions),
-        cu_seqlens=torch.tensor(starts, dtype=torch.int32),
-        max_seqlen=max(len(sequence.token_ids) - 1 for sequence in sequences),
-        rows_R=torch.tensor(rows, dtype=torch.int64),
-        targets_R=torch.tensor(targets, dtype=torch.int64),
-        logprobs_R=torch.tensor(logprobs),
-        advantages_R=torch.tensor(advantages),
-        weights_R=torch.full((len(rows),), row_weight),
+        token_ids_T=token_ids_N[is_input_N],
+        positions_T=place_N[is_input_N],
+        cu_seqlens=F.pad((lengths_S - 1).cumsum(0), (1, 0)).int(),
+        max_seqlen=int(lengths_S.max()) - 1,
+        rows_R=learned_R - 1 - sequence_R,
+        targets_R=token_ids_N[learned_R],
+        weights_R=torch.tensor([weights_S[i] for i in indices])[sequence_R],
+        sequence_R=sequence_R,
+        segment_R=segment_R,
+        num_sequences=len(members),
+        num_segments=num_segments,
+        indices_S=torch.tensor(indices),
+        **numbers,
+        **tensors,
     )
+
+
+def join_numbers(lists: Iterable[Sequence[float]], code: str) -> Tensor:
+    """Lists end to end as a tensor, which is made from an array ten times faster."""
+    numbers = array(code)
+    for values in lists:
+        numbers += array(code, values)
+    return torch.frombuffer(numbers, dtype=CODES[code])
+
+
+def _count_segments(sequence_R: Tensor, segment_R: Tensor) -> tuple[Tensor, int]:
+    """Segments numbered from 0 over all sequences, only those that have rows."""
+    distinct, number_R = (sequence_R * 2**32 + segment_R).unique(return_inverse=True)
+    return number_R, len(distinct)

@@ -1,0 +1,77 @@
+"""Learning from a teacher's likeliest tokens."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from roll_lite.checks import one_of, only_read_by
+from roll_lite.train.losses import Measurements, required
+from roll_lite.train.packing import MicroBatch
+
+KINDS = ("forward", "reverse", "skewed", "js")
+LARGEST_MASS = -(2.0**-20)  # log of the mass of the k tokens: fp32 cannot tell more from all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillLoss:
+    """With teacher p and student q over the teacher's k tokens and one entry for all others:
+
+    forward: KL(p, q)            reverse: KL(q, p)
+    skewed: KL(p, skew p + (1 - skew) q)   (DistiLLM)
+    js: KL(p, m) / 2 + KL(q, m) / 2, m = (p + q) / 2
+    """
+
+    kind: str = "forward"
+    """forward, reverse, skewed or js."""
+    skew: float = 0.1
+    """Share of the teacher in what skewed compares it with."""
+
+    def __post_init__(self):
+        one_of(KINDS, self, "kind")
+        only_read_by({"skew": ("skewed",)}, self)
+        if not 0 < self.skew < 1:
+            raise ValueError(f"skew={self.skew} must lie between 0 and 1")
+
+    def __call__(
+        self, logprobs_RK: Tensor, entropy_R: Tensor, batch: MicroBatch
+    ) -> tuple[Tensor, Measurements]:
+        """`logprobs_RK`: the student's, of `batch.teacher_ids_RK`."""
+        student = complete(logprobs_RK)
+        teacher = complete(required(batch, "teacher_logprobs_RK").to(student.dtype))
+        measurements = {
+            "loss/entropy": entropy_R.detach(),
+            "loss/teacher_tail": teacher[:, -1].exp(),
+            "loss/student_tail": student[:, -1].detach().exp(),
+        }
+        return self._divergence(teacher, student), measurements
+
+    def _divergence(self, teacher: Tensor, student: Tensor) -> Tensor:
+        if self.kind == "forward":
+            return kl(teacher, student)
+        if self.kind == "reverse":
+            return kl(student, teacher)
+        if self.kind == "skewed":
+            return kl(teacher, mix(teacher, student, self.skew))
+        middle = mix(teacher, student, 0.5)
+        return (kl(teacher, middle) + kl(student, middle)) / 2
+
+
+def complete(logprobs_RK: Tensor) -> Tensor:
+    """(R, K + 1): with the log of what is left of the mass, so that rows are distributions."""
+    mass_R1 = logprobs_RK.logsumexp(-1, keepdim=True).clamp(max=LARGEST_MASS)
+    # log(1 - exp(x)), by whichever of the two keeps its digits.
+    is_near_R1 = mass_R1 > -math.log(2)
+    near_R1 = (-torch.where(is_near_R1, mass_R1, -1.0).expm1()).log()
+    far_R1 = (-torch.where(is_near_R1, -1.0, mass_R1).exp()).log1p()
+    return torch.cat([logprobs_RK, torch.where(is_near_R1, near_R1, far_R1)], dim=-1)
+
+
+def kl(logp: Tensor, logq: Tensor) -> Tensor:
+    return (logp.exp() * (logp - logq)).sum(-1)
+
+
+def mix(logp: Tensor, logq: Tensor, share: float) -> Tensor:
+    """log(share p + (1 - share) q)."""
+    return torch.logaddexp(logp + math.log(share), logq + math.log1p(-share))

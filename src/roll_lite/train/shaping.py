@@ -1,0 +1,67 @@
+"""Changes of rewards, weights and groups around the advantages, each a call of its own."""
+
+from dataclasses import replace
+from statistics import fmean
+
+from roll_lite.train.packing import TrainingSequence
+from roll_lite.types import Group, Sample, Score
+
+
+def overlong_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:
+    """DAPO's soft punishment: 0 up to max_tokens - buffer, then linear to -1 at max_tokens."""
+    if not 0 < buffer <= max_tokens:
+        raise ValueError(f"buffer={buffer} must be above 0 and at most max_tokens={max_tokens}")
+    return -min(1.0, max(0.0, (num_tokens - (max_tokens - buffer)) / buffer))
+
+
+def penalise_overlong(groups: list[Group], max_tokens: int, buffer: int) -> list[Group]:
+    """Groups whose scores include the penalty for sampled tokens, as the part `overlong`."""
+
+    def penalised(sample: Sample) -> Sample:
+        penalty = overlong_penalty(sum(sample.loss_mask), max_tokens, buffer)
+        parts = {**sample.score.parts, "overlong": penalty}
+        return replace(sample, score=Score(value=sample.score.value + penalty, parts=parts))
+
+    return [
+        Group(prompt=group.prompt, samples=[penalised(sample) for sample in group.samples])
+        for group in groups
+    ]
+
+
+def mask_overlong(sequences: list[TrainingSequence], groups: list[Group]) -> list[TrainingSequence]:
+    """Weight 0 for the samples of `groups`, in order, whose last turn was cut by its length."""
+    samples = [sample for group in groups for sample in group.samples]
+    return [
+        replace(sequence, weight=0.0)
+        if sample.turns and sample.turns[-1].finish_reason == "length"
+        else sequence
+        for sequence, sample in zip(sequences, samples, strict=True)
+    ]
+
+
+def keep_difficulty(groups: list[Group], low: float, high: float) -> list[Group]:
+    """Groups whose mean reward is neither below `low` (too hard) nor above `high` (too easy)."""
+    if not low <= high:
+        raise ValueError(f"low={low} must not be above high={high}")
+    return [
+        group
+        for group in groups
+        if low <= fmean(sample.score.value for sample in group.samples) <= high
+    ]
+
+
+def weigh_by_length(
+    sequences: list[TrainingSequence], *, power: float = 1.0, low: float = 0.5, high: float = 2.0
+) -> list[TrainingSequence]:
+    """Weights times (mean length / length)^power, within [low, high]; length in tokens with loss.
+
+    A positive power favours short sequences, a negative one long ones.
+    """
+    if not 0 <= low <= high:
+        raise ValueError(f"low={low} must be at least 0 and not above high={high}")
+    lengths = [max(1, sum(sequence.loss_mask)) for sequence in sequences]
+    mean = fmean(lengths)
+    return [
+        replace(sequence, weight=sequence.weight * min(high, max(low, (mean / length) ** power)))
+        for sequence, length in zip(sequences, lengths, strict=True)
+    ]
