@@ -1,4 +1,4 @@
-"""Advantages against the papers' formulas in plain Python loops, and the options around them."""
+"""From groups to sequences, against plain Python loops, and the options around advantages."""
 
 import json
 import math
@@ -7,179 +7,20 @@ import statistics
 
 import pytest
 import torch
-from training_data import make_groups, make_sample
+from training_data import flat, make_groups, make_sample, standardised
 
-from roll_lite.train import estimators
 from roll_lite.train.advantage_options import KINDS, AdvantageOptions, AdvantageState
 from roll_lite.train.advantages import Evidence, with_advantages
 from roll_lite.train.kl import KLController, estimate_kl
 from roll_lite.train.normalise import RunningMoments, normalise
-from roll_lite.train.shaping import (
-    keep_difficulty,
-    mask_overlong,
-    overlong_penalty,
-    penalise_overlong,
-    weigh_by_length,
-)
 from roll_lite.types import Group
 
 REWARDS = [[0.0, 1.0, 0.0, 0.5, 1.0], [2.0, -1.0], [0.3, 0.3, 0.3], [7.0]]
 
 
-def flat(lists):
-    return [number for values in lists for number in values]
-
-
-def tensors(rewards):
-    """rewards_S and groups_S of a list per group."""
-    groups = [g for g, group in enumerate(rewards) for _ in group]
-    return torch.tensor(flat(rewards), dtype=torch.float64), torch.tensor(groups)
-
-
 def learned(sequence, values):
     """Those of a sequence's numbers that stand on tokens with loss."""
     return [v for v, m in zip(values, sequence.loss_mask, strict=True) if m]
-
-
-def standardised(values):
-    if len(values) < 2 or statistics.stdev(values) < 1e-6:
-        return [0.0] * len(values)
-    mean, std = statistics.fmean(values), statistics.stdev(values)
-    return [(v - mean) / (std + 1e-6) for v in values]
-
-
-# ---- by sample
-
-
-def test_grpo_is_the_papers_formula():
-    expected = flat(standardised(group) for group in REWARDS)
-    assert estimators.grpo(*tensors(REWARDS)).tolist() == pytest.approx(expected, abs=1e-12)
-    centred = flat([r - statistics.fmean(group) for r in group] for group in REWARDS)
-    found = estimators.grpo(*tensors(REWARDS), divide_by_std=False)
-    assert found.tolist() == pytest.approx(centred, abs=1e-12)
-
-
-def test_rloo_leaves_one_out():
-    expected = []
-    for group in REWARDS:
-        for i, reward in enumerate(group):
-            others = group[:i] + group[i + 1 :]
-            expected.append(reward - statistics.fmean(others) if others else 0.0)
-    assert estimators.rloo(*tensors(REWARDS)).tolist() == pytest.approx(expected, abs=1e-12)
-
-
-def test_lite_ppo_divides_by_the_batch():
-    std = statistics.stdev(flat(REWARDS)) + 1e-6
-    expected = flat([(r - statistics.fmean(group)) / std for r in group] for group in REWARDS)
-    assert estimators.lite_ppo(*tensors(REWARDS)).tolist() == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize("kind", ["grpo", "rloo", "lite_ppo"])
-@pytest.mark.parametrize("rewards", [[1.0], [0.0, 0.0, 0.0], [0.3] * 7])
-def test_groups_without_a_difference_teach_nothing(kind, rewards):
-    advantages = getattr(estimators, kind)(*tensors([rewards]))
-    assert advantages.shape == (len(rewards),)
-    assert advantages.tolist() == pytest.approx([0.0] * len(rewards), abs=1e-12)
-
-
-@pytest.mark.parametrize("kind", ["grpo", "rloo", "lite_ppo"])
-def test_the_order_of_samples_does_not_matter(kind):
-    rewards_S, groups_S = tensors(REWARDS)
-    order = torch.tensor(random.Random(0).sample(range(len(rewards_S)), len(rewards_S)))
-    straight = getattr(estimators, kind)(rewards_S, groups_S)
-    shuffled = getattr(estimators, kind)(rewards_S[order], groups_S[order])
-    assert shuffled.tolist() == pytest.approx(straight[order].tolist(), abs=1e-12)
-
-
-# ---- by token
-
-
-def by_token_case():
-    """Five sequences of 1 to 6 rows; sequence 2 has none."""
-    counts = [3, 1, 0, 6, 4]
-    generator = random.Random(1)
-    rewards = [[generator.gauss(0, 1) for _ in range(n)] for n in counts]
-    values = [[generator.gauss(0, 1) for _ in range(n)] for n in counts]
-    sequence_R = torch.tensor([s for s, n in enumerate(counts) for _ in range(n)])
-    return rewards, values, sequence_R
-
-
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (0.99, 1.0), (1.0, 0.0)])
-def test_gae_is_the_sum_of_discounted_errors(gamma, lam):
-    rewards, values, sequence_R = by_token_case()
-    expected = []
-    for reward, value in zip(rewards, values, strict=True):
-        following = [*value[1:], 0.0]
-        delta = [
-            r + gamma * n - v
-            for r, v, n in zip(reward, value, following[: len(reward)], strict=True)
-        ]
-        expected += [
-            sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, len(delta)))
-            for t in range(len(delta))
-        ]
-    advantages, returns = estimators.gae(
-        torch.tensor(flat(rewards)).double(),
-        torch.tensor(flat(values)).double(),
-        sequence_R,
-        gamma=gamma,
-        lam=lam,
-    )
-    assert advantages.tolist() == pytest.approx(expected, abs=1e-6)
-    both = [a + v for a, v in zip(expected, flat(values), strict=True)]
-    assert returns.tolist() == pytest.approx(both, abs=1e-6)
-
-
-def test_returns_are_discounted_within_the_sequence():
-    rewards, _, sequence_R = by_token_case()
-    expected = [
-        sum(0.7 ** (k - t) * values[k] for k in range(t, len(values)))
-        for values in rewards
-        for t in range(len(values))
-    ]
-    found = estimators.discounted_returns(torch.tensor(flat(rewards)).double(), sequence_R, 0.7)
-    assert found.tolist() == pytest.approx(expected, abs=1e-6)
-    empty = torch.zeros(0)
-    assert len(estimators.discounted_returns(empty, empty.long(), 0.7)) == 0
-    assert len(estimators.gae(empty, empty, empty.long())[0]) == 0
-
-
-def test_gigpo_compares_steps_that_saw_the_same():
-    """Two groups of three and two episodes; observation "a" recurs in both, apart."""
-    rewards = [[0.0, 1.0], [0.0, 0.0, 2.0], [1.0], [0.5, 0.0], [0.0, 3.0]]
-    observations = [["a", "b"], ["a", "b", "a"], ["a"], ["a", "c"], ["a", "d"]]
-    groups = [0, 0, 0, 1, 1]
-    gamma, weight = 0.95, 0.5
-    returns = [
-        [sum(gamma ** (k - t) * r[k] for k in range(t, len(r))) for t in range(len(r))]
-        for r in rewards
-    ]
-    expected = []
-    for i, episode in enumerate(rewards):
-        totals = [sum(rewards[j]) for j in range(5) if groups[j] == groups[i]]
-        episode_advantage = (sum(episode) - statistics.fmean(totals)) / (
-            statistics.stdev(totals) + 1e-6
-        )
-        for t, key in enumerate(observations[i]):
-            peers = [
-                returns[j][k]
-                for j in range(5)
-                for k in range(len(rewards[j]))
-                if groups[j] == groups[i] and observations[j][k] == key
-            ]
-            step = 0.0
-            if len(peers) > 1 and statistics.stdev(peers) > 1e-6:
-                step = returns[i][t] - statistics.fmean(peers)
-                step /= statistics.stdev(peers) + 1e-6
-            expected.append(episode_advantage + weight * step)
-    found = estimators.gigpo(
-        rewards, observations, torch.tensor(groups), gamma=gamma, step_weight=weight
-    )
-    assert [len(steps) for steps in found] == [2, 3, 1, 2, 2]
-    assert flat(found) == pytest.approx(expected, abs=1e-9)
-
-
-# ---- the whole way
 
 
 def test_samples_keep_their_tokens_and_get_their_groups_advantage():
@@ -330,7 +171,8 @@ def test_rewards_are_normalised_then_clipped_and_advantages_last():
 
 
 def test_normalisation_by_group_keeps_its_shape():
-    rewards_S, groups_S = tensors(REWARDS)
+    rewards_S = torch.tensor(flat(REWARDS), dtype=torch.float64)
+    groups_S = torch.tensor([g for g, group in enumerate(REWARDS) for _ in group])
     expected = flat(standardised(group) for group in REWARDS)
     assert normalise(rewards_S, groups_S, "group").tolist() == pytest.approx(expected, abs=1e-9)
     assert normalise(rewards_S, groups_S, "none") is rewards_S
@@ -407,6 +249,10 @@ def test_samples_without_any_token_to_learn_from():
         assert high.advantages[-1] == pytest.approx(2 - mean, abs=1e-5)
 
 
+def test_no_groups_are_no_sequences():
+    assert with_advantages([]) == []
+
+
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), None])
 def test_rewards_that_are_no_numbers_are_refused(reward):
     groups = make_groups([[0.0, 1.0], [1.0, reward]])
@@ -455,36 +301,3 @@ def test_missing_and_unread_evidence_is_refused(kind):
             with_advantages(groups, options, Evidence(**(given | {name: wrong})))
     with pytest.raises(ValueError, match="does not read reference_logprobs"):
         with_advantages(groups, options, Evidence(**given, reference_logprobs=per_token))
-
-
-# ---- shaping
-
-
-def test_the_overlong_penalty_is_dapos():
-    found = [overlong_penalty(n, 100, 20) for n in (1, 80, 85, 90, 100, 130)]
-    assert found == pytest.approx([0, 0, -0.25, -0.5, -1, -1])
-    with pytest.raises(ValueError, match="buffer=101"):
-        overlong_penalty(5, 100, 101)
-    (group,) = penalise_overlong(make_groups([[1.0, 1.0, 1.0]]), max_tokens=4, buffer=2)
-    assert [s.score.value for s in group.samples] == [1.0, 0.5, 0.0]  # 2, 3 and 4 tokens
-    assert [s.score.parts["overlong"] for s in group.samples] == [0.0, -0.5, -1.0]
-
-
-def test_samples_cut_by_length_get_no_weight():
-    groups = make_groups([[0.0, 1.0]], finish_reason="length") + make_groups([[0.0, 1.0]])
-    sequences = mask_overlong(with_advantages(groups), groups)
-    assert [s.weight for s in sequences] == [0.0, 0.0, 1.0, 1.0]
-
-
-def test_only_groups_within_the_band_are_kept():
-    groups = make_groups([[0.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.5, 0.7]])
-    kept = keep_difficulty(groups, 0.5, 0.6)
-    assert [group.prompt.id for group in kept] == ["p1", "p3"]
-
-
-def test_weights_by_length_are_relative_to_the_mean():
-    sequences = with_advantages(make_groups([[0.0] * 5]))  # 2, 3, 4, 5 and 6 tokens
-    found = weigh_by_length(sequences, low=0.7, high=1.5)
-    assert [s.weight for s in found] == pytest.approx([1.5, 4 / 3, 1.0, 0.8, 0.7])
-    longer = weigh_by_length(sequences, power=-0.5, low=0.0, high=9.0)
-    assert [s.weight for s in longer] == pytest.approx([(n / 4) ** 0.5 for n in (2, 3, 4, 5, 6)])

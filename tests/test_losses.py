@@ -4,19 +4,17 @@ import math
 import pickle
 import random
 from collections import defaultdict
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from training_data import random_sequences
+from training_data import double, random_sequences, rows_with_loss, slope, total_and_gradient
 
-from roll_lite.train.distillation import DistillLoss, complete
+from roll_lite.train.distillation import DistillLoss
 from roll_lite.train.losses import ValueLoss, sft_loss
-from roll_lite.train.packing import MicroBatch, TrainingSequence, pack
+from roll_lite.train.packing import TrainingSequence, pack
 from roll_lite.train.policy_loss import KINDS, PolicyLoss
 from roll_lite.train.preference import DPOLoss
-
-STEP = 1e-5
 
 
 def policy_sequences(num=12, seed=0):
@@ -27,38 +25,6 @@ def policy_sequences(num=12, seed=0):
         sequence.segments = [i // 4 for i in range(len(sequence.token_ids))]
     sequences[-1].loss_mask = [False] * len(sequences[-1].token_ids)
     return sequences
-
-
-def double(micro):
-    values = {f.name: getattr(micro, f.name) for f in fields(MicroBatch)}
-    return MicroBatch(
-        **{
-            name: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-            for name, v in values.items()
-        }
-    )
-
-
-def total_and_gradient(loss, sequences, budget=10**6, **options):
-    """The batch's loss, and its derivative by the policy's logprob of (sequence, token)."""
-    total, gradient = 0.0, {}
-    for micro in map(double, pack(sequences, budget, **options)):
-        logprobs_R = micro.values_R.clone().requires_grad_()
-        loss_R, measurements = loss(logprobs_R, torch.full_like(logprobs_R, 2.0), micro)
-        weighted = (loss_R * micro.weights_R).sum()
-        weighted.backward()
-        assert all(value.shape == loss_R.shape for value in measurements.values())
-        assert not any(value.requires_grad for value in measurements.values())
-        total += weighted.item()
-        names = [sequences[i].id for i in micro.indices_S.tolist()]
-        for r, slope in enumerate(logprobs_R.grad.tolist()):
-            token = micro.positions_T[micro.rows_R[r]].item() + 1
-            gradient[names[micro.sequence_R[r]], token] = slope
-    return total, gradient
-
-
-def rows_with_loss(sequence):
-    return [i for i in range(1, len(sequence.token_ids)) if sequence.loss_mask[i]]
 
 
 def clip(x, low, high):
@@ -160,14 +126,13 @@ def test_policy_losses_are_the_papers_formulas(options):
     assert total == pytest.approx(expected_total(loss, sequences, frozen, frozen), rel=1e-5)
     slopes = set()
     for name, token in random.Random(0).sample(sorted(gradient), 25):
-        around = []
-        for step in (STEP, -STEP):
-            moved = {key: list(values) for key, values in frozen.items()}
-            moved[name][token] += step
-            around.append(expected_total(loss, sequences, moved, frozen))
-        slope = (around[0] - around[1]) / (2 * STEP)
-        assert gradient[name, token] == pytest.approx(slope, rel=1e-4, abs=1e-7), (name, token)
-        slopes.add(round(slope, 6))
+
+        def total_at(values, name=name):
+            return expected_total(loss, sequences, frozen | {name: values}, frozen)
+
+        expected = slope(total_at, frozen[name], token)
+        assert gradient[name, token] == pytest.approx(expected, rel=1e-4, abs=1e-7), (name, token)
+        slopes.add(round(expected, 6))
     assert len(slopes) > 3
 
 
@@ -352,184 +317,14 @@ def test_the_value_loss_is_pessimistic(limit):
     for r, (v, old, target) in enumerate(
         zip(values.tolist(), micro.values_R.tolist(), micro.returns_R.tolist(), strict=True)
     ):
-        plain, expected, slope = (v - target) ** 2, (v - target) ** 2, v - target
+        plain, expected, derivative = (v - target) ** 2, (v - target) ** 2, v - target
         if limit is not None:
             bounded = (old + clip(v - old, -limit, limit) - target) ** 2
             expected = max(plain, bounded)
             if bounded > plain:
-                slope, num_clipped = 0.0, num_clipped + 1
+                derivative, num_clipped = 0.0, num_clipped + 1
             assert found["loss/value_clip_fraction"][r].item() == float(bounded > plain)
         assert loss_R[r].item() == pytest.approx(expected / 2)
-        assert values.grad[r].item() == pytest.approx(slope)
+        assert values.grad[r].item() == pytest.approx(derivative)
         assert found["loss/value_error"][r].item() == pytest.approx(plain)
     assert limit is None or 0 < num_clipped < len(values)
-
-
-# ---- preferences
-
-
-def pair_sequences():
-    sequences = random_sequences(8, longest=12, more=("values", "reference_logprobs"))
-    return [replace(s, advantages=[], logprobs=[]) for s in sequences]
-
-
-def expected_preference(loss, sequences, policy):
-    def log_ratio(sequence):
-        return sum(
-            policy[sequence.id][i] - sequence.reference_logprobs[i]
-            for i in rows_with_loss(sequence)
-        )
-
-    total = 0.0
-    for chosen, rejected in zip(sequences[::2], sequences[1::2], strict=True):
-        h = log_ratio(chosen) - log_ratio(rejected)
-        if loss.kind == "ipo":
-            total += (h - 1 / (2 * loss.beta)) ** 2
-        else:
-            agree = -math.log(1 / (1 + math.exp(-loss.beta * h)))
-            disagree = -math.log(1 / (1 + math.exp(loss.beta * h)))
-            total += (1 - loss.label_smoothing) * agree + loss.label_smoothing * disagree
-    return total / (len(sequences) / 2)
-
-
-@pytest.mark.parametrize(
-    "loss", [DPOLoss(), DPOLoss(beta=0.5, label_smoothing=0.2), DPOLoss(kind="ipo", beta=0.3)]
-)
-def test_dpo_is_the_mean_over_pairs(loss):
-    sequences = pair_sequences()
-    options = {"aggregation": "seq_mean_token_mean", "together": 2}
-    policy = {s.id: s.values for s in sequences}
-    for budget, num_shards in ((10**6, 1), (24, 1), (24, 3)):
-        total, gradient = total_and_gradient(
-            loss, sequences, budget, num_shards=num_shards, **options
-        )
-        assert total == pytest.approx(expected_preference(loss, sequences, policy), rel=1e-6)
-        for name, token in random.Random(0).sample(sorted(gradient), 10):
-            around = []
-            for step in (STEP, -STEP):
-                moved = {key: list(values) for key, values in policy.items()}
-                moved[name][token] += step
-                around.append(expected_preference(loss, sequences, moved))
-            slope = (around[0] - around[1]) / (2 * STEP)
-            assert gradient[name, token] == pytest.approx(slope, rel=1e-4, abs=1e-8)
-
-
-def test_measurements_of_dpo_are_means_over_pairs():
-    sequences = pair_sequences()
-    rewards = [
-        0.1 * sum(s.values[i] - s.reference_logprobs[i] for i in rows_with_loss(s))
-        for s in sequences
-    ]
-    margins = [c - r for c, r in zip(rewards[::2], rewards[1::2], strict=True)]
-    (micro,) = map(double, pack(sequences, 10**6, aggregation="seq_mean_token_mean", together=2))
-    _, found = DPOLoss()(micro.values_R, torch.zeros_like(micro.values_R), micro)
-    means = {name: (value * micro.weights_R).sum().item() for name, value in found.items()}
-    assert means["reward/margin"] == pytest.approx(sum(margins) / 4, rel=1e-5)
-    assert means["reward/accuracy"] == pytest.approx(sum(m > 0 for m in margins) / 4, rel=1e-5)
-    assert means["reward/chosen"] == pytest.approx(sum(rewards[::2]) / 4, rel=1e-5)
-    assert means["reward/rejected"] == pytest.approx(sum(rewards[1::2]) / 4, rel=1e-5)
-    assert 0 < means["reward/accuracy"] < 1
-
-
-def test_what_is_no_pair_is_refused():
-    sequences = pair_sequences()
-    sequences[2].loss_mask = [False] * len(sequences[2].token_ids)
-    for wrong in (sequences[:4], sequences[4:7]):
-        (micro,) = pack(wrong, 1000)
-        with pytest.raises(ValueError, match="not made of pairs"):
-            DPOLoss()(micro.values_R, micro.values_R, micro)
-    with pytest.raises(ValueError, match=r"label_smoothing=0.1 is not read by kind='ipo'"):
-        DPOLoss(kind="ipo", label_smoothing=0.1)
-
-
-# ---- distillation
-
-
-def distill_case(num_rows=12, k=4, vocabulary=20):
-    """Logits of student and teacher, and a micro-batch with the teacher's k likeliest tokens."""
-    torch.manual_seed(0)
-    student, teacher = 2 * torch.randn(2, num_rows, vocabulary, dtype=torch.float64)
-    values, ids = teacher.log_softmax(-1).topk(k, -1)
-    unknown = torch.zeros(1, k)
-    sequence = TrainingSequence(
-        token_ids=[1] * (num_rows + 1),
-        loss_mask=[True] * (num_rows + 1),
-        teacher_ids=torch.cat([unknown.long(), ids]),
-        teacher_logprobs=torch.cat([unknown, values]),
-    )
-    (micro,) = pack([sequence], 100)
-    return student, double(micro)
-
-
-def expected_divergence(loss, student, teacher):
-    """`student` and `teacher`: k logprobs each."""
-    p = [math.exp(x) for x in teacher]
-    q = [math.exp(x) for x in student]
-    p.append(1 - sum(p))
-    q.append(1 - sum(q))
-
-    def kl(a, b):
-        return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True))
-
-    def mixed(share):
-        return [share * x + (1 - share) * y for x, y in zip(p, q, strict=True)]
-
-    return {
-        "forward": lambda: kl(p, q),
-        "reverse": lambda: kl(q, p),
-        "skewed": lambda: kl(p, mixed(loss.skew)),
-        "js": lambda: (kl(p, mixed(0.5)) + kl(q, mixed(0.5))) / 2,
-    }[loss.kind]()
-
-
-@pytest.mark.parametrize("kind", ["forward", "reverse", "skewed", "js"])
-def test_distillation_compares_completed_distributions(kind):
-    loss = DistillLoss(kind=kind, skew=0.3) if kind == "skewed" else DistillLoss(kind=kind)
-    student, micro = distill_case()
-    picked = student.log_softmax(-1).gather(1, micro.teacher_ids_RK).requires_grad_()
-    loss_R, found = loss(picked, torch.zeros(len(picked)), micro)
-    loss_R.sum().backward()
-    for r, (q, p) in enumerate(
-        zip(picked.tolist(), micro.teacher_logprobs_RK.tolist(), strict=True)
-    ):
-        assert loss_R[r].item() == pytest.approx(expected_divergence(loss, q, p), rel=1e-6)
-        for column in range(len(q)):
-            around = []
-            for step in (STEP, -STEP):
-                moved = list(q)
-                moved[column] += step
-                around.append(expected_divergence(loss, moved, p))
-            slope = (around[0] - around[1]) / (2 * STEP)
-            assert picked.grad[r, column].item() == pytest.approx(slope, rel=1e-4, abs=1e-8)
-        tail = 1 - sum(map(math.exp, p))
-        assert found["loss/teacher_tail"][r].item() == pytest.approx(tail)
-
-
-def test_with_all_tokens_distillation_is_the_whole_divergence():
-    """The teacher lists the whole vocabulary: nothing is left for the tail, and nothing breaks."""
-    student, micro = distill_case(k=20)
-    picked = student.log_softmax(-1).gather(1, micro.teacher_ids_RK).float().requires_grad_()
-    for kind in ("forward", "reverse", "skewed", "js"):
-        loss_R, _ = DistillLoss(kind=kind)(picked, torch.zeros(len(picked)), micro)
-        (gradient,) = torch.autograd.grad(loss_R.sum(), picked)
-        assert gradient.isfinite().all()
-        if kind == "forward":
-            p = micro.teacher_logprobs_RK
-            exact = (p.exp() * (p - picked.double())).sum(-1)
-            assert loss_R.tolist() == pytest.approx(exact.tolist(), abs=1e-4)
-
-
-@pytest.mark.parametrize("mass", [1e-6, 0.3, 0.5, 0.9, 1 - 1e-4])
-def test_the_tail_keeps_its_digits(mass):
-    logprobs = torch.tensor([[math.log(mass * 0.75), math.log(mass * 0.25)]], dtype=torch.float64)
-    completed = complete(logprobs)
-    assert completed.exp().sum().item() == pytest.approx(1.0, abs=1e-12)
-    assert completed[0, -1].item() == pytest.approx(math.log1p(-mass), rel=1e-9)
-    assert complete(logprobs.float())[0, -1].item() == pytest.approx(math.log1p(-mass), rel=1e-3)
-
-
-def test_distillation_refuses_what_it_does_not_read():
-    with pytest.raises(ValueError, match=r"skew=0\.3 is not read by kind='js', only by skewed"):
-        DistillLoss(kind="js", skew=0.3)
-    with pytest.raises(ValueError, match="kind='kl' is not known; use one of forward, reverse"):
-        DistillLoss(kind="kl")

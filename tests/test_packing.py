@@ -216,7 +216,7 @@ def test_pairs_stay_together_in_order():
         indices = micro.indices_S.tolist()
         assert indices[::2] == [i - 1 for i in indices[1::2]]
         assert all(i % 2 == 0 for i in indices[::2])
-    with pytest.raises(ValueError, match="together=2 does not divide 39"):
+    with pytest.raises(ValueError, match="together=2 must divide 39 sequences"):
         pack(sequences[1:], 80, together=2)
 
 

@@ -1,9 +1,14 @@
-"""Random sequences and groups that the tests of training share."""
+"""Random sequences and groups, gradients by rows, and small formulas for tests of training."""
+
+import statistics
+from dataclasses import fields
 
 import torch
 
-from roll_lite.train.packing import TrainingSequence
+from roll_lite.train.packing import MicroBatch, TrainingSequence, pack
 from roll_lite.types import Group, Prompt, Sample, Score, Turn
+
+STEP = 1e-5  # of finite differences
 
 
 def random_sequences(num=9, seed=0, longest=40, more=()):
@@ -61,3 +66,55 @@ def make_groups(rewards, **options):
         )
         for g, group in enumerate(rewards)
     ]
+
+
+def rows_with_loss(sequence):
+    return [i for i in range(1, len(sequence.token_ids)) if sequence.loss_mask[i]]
+
+
+def double(micro):
+    values = {f.name: getattr(micro, f.name) for f in fields(MicroBatch)}
+    return MicroBatch(
+        **{
+            name: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+            for name, v in values.items()
+        }
+    )
+
+
+def total_and_gradient(loss, sequences, budget=10**6, **options):
+    """The batch's loss, and its derivative by the policy's logprob of (sequence, token)."""
+    total, gradient = 0.0, {}
+    for micro in map(double, pack(sequences, budget, **options)):
+        logprobs_R = micro.values_R.clone().requires_grad_()
+        loss_R, measurements = loss(logprobs_R, torch.full_like(logprobs_R, 2.0), micro)
+        weighted = (loss_R * micro.weights_R).sum()
+        weighted.backward()
+        assert all(value.shape == loss_R.shape for value in measurements.values())
+        assert not any(value.requires_grad for value in measurements.values())
+        total += weighted.item()
+        names = [sequences[i].id for i in micro.indices_S.tolist()]
+        for r, slope in enumerate(logprobs_R.grad.tolist()):
+            token = micro.positions_T[micro.rows_R[r]].item() + 1
+            gradient[names[micro.sequence_R[r]], token] = slope
+    return total, gradient
+
+
+def slope(function, numbers, i):
+    """The derivative of a function of a list of floats by entry i, by central differences."""
+    around = [
+        function([x + step * (j == i) for j, x in enumerate(numbers)]) for step in (STEP, -STEP)
+    ]
+    return (around[0] - around[1]) / (2 * STEP)
+
+
+def flat(lists):
+    return [number for values in lists for number in values]
+
+
+def standardised(values):
+    """Minus mean, over sample standard deviation; 0 where that is 0."""
+    if len(values) < 2 or statistics.stdev(values) < 1e-6:
+        return [0.0] * len(values)
+    mean, std = statistics.fmean(values), statistics.stdev(values)
+    return [(v - mean) / (std + 1e-6) for v in values]

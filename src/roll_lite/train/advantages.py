@@ -59,6 +59,8 @@ def with_advantages(
     state: AdvantageState | None = None,
 ) -> list[TrainingSequence]:
     """Every sample of every group as a sequence with the advantage of each token."""
+    if not groups:
+        return []
     rows = _Rows([sample for group in groups for sample in group.samples])
     groups_S = torch.tensor([i for i, group in enumerate(groups) for _ in group.samples])
     _check(options, evidence, state, rows.samples)

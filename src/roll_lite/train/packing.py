@@ -14,14 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from roll_lite.models.attention import PackedAttention
+from roll_lite.train.aggregation import row_weights
 from roll_lite.train.balance import BY_LENGTH, Cost, spread
 
-AGGREGATIONS = (
-    "token_mean",
-    "seq_mean_token_mean",
-    "seq_mean_token_sum",
-    "seq_mean_token_sum_const",
-)
 NUMBERS = ("logprobs", "old_logprobs", "reference_logprobs", "advantages", "values", "returns")
 TENSORS = ("teacher_ids", "teacher_logprobs")
 OPTIONAL = (*NUMBERS, *TENSORS, "segments")
@@ -116,19 +111,19 @@ def pack(
     aggregation seq_mean_token_sum_const.
     """
     known = _known_fields(sequences)
-    weights_S = _row_weights(sequences, aggregation, constant)
-    if len(sequences) % together:
-        raise ValueError(f"together={together} does not divide {len(sequences)} sequences")
+    rows = [sum(sequence.loss_mask[1:]) for sequence in sequences]
+    weights_S = row_weights(rows, [s.weight for s in sequences], aggregation, constant)
+    if num_shards < 1 or together < 1 or len(sequences) % together:
+        raise ValueError(
+            f"num_shards={num_shards} must be at least 1, and together={together} must divide "
+            f"{len(sequences)} sequences"
+        )
     runs = [range(i, i + together) for i in range(0, len(sequences), together)]
     tokens = [len(sequence.token_ids) - 1 for sequence in sequences]
     lengths = [sum(tokens[i] for i in run) for run in runs]
     for run, length in zip(runs, lengths, strict=True):
         if length > tokens_per_microbatch:
-            raise ValueError(
-                f"sequence {', '.join(repr(sequences[i].id) for i in run)} has {length} tokens, "
-                f"over tokens_per_microbatch={tokens_per_microbatch}; raise it, or shorten the "
-                "sequences with truncate()"
-            )
+            _refuse_length([sequences[i].id for i in run], length, tokens_per_microbatch)
     costs = [sum(cost(tokens[i]) for i in run) for run in runs]
     bins = spread(lengths, costs, tokens_per_microbatch, num_shards)
     idle = _idle_microbatch(sequences[0], known) if [] in bins else None
@@ -192,37 +187,16 @@ def _known_fields(sequences: Sequence[TrainingSequence]) -> list[str]:
     return known
 
 
+def _refuse_length(ids: list[str], length: int, budget: int) -> None:
+    raise ValueError(
+        f"sequence {', '.join(map(repr, ids))} has {length} tokens, over "
+        f"tokens_per_microbatch={budget}; raise it, or shorten the sequences with truncate()"
+    )
+
+
 def _has(sequence: TrainingSequence, name: str) -> bool:
     value = getattr(sequence, name)
     return value is not None and len(value) > 0
-
-
-def _row_weights(
-    sequences: Sequence[TrainingSequence], aggregation: str, constant: float | None
-) -> list[float]:
-    """The weight of each row of each sequence. Sequences without rows count nowhere."""
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(
-            f"aggregation={aggregation!r} is not known; use one of {', '.join(AGGREGATIONS)}"
-        )
-    if (constant is not None) != (aggregation == "seq_mean_token_sum_const"):
-        raise ValueError(
-            f"constant={constant} with aggregation={aggregation!r}; seq_mean_token_sum_const "
-            "needs one (the longest reply, say), the others read none"
-        )
-    if constant is not None and not constant > 0:
-        raise ValueError(f"constant={constant} must be above 0")
-    rows = [sum(sequence.loss_mask[1:]) for sequence in sequences]
-    shares = [s.weight if n else 0.0 for s, n in zip(sequences, rows, strict=True)]
-    if not any(shares):
-        raise ValueError("no token of the batch carries loss: every loss_mask or weight is empty")
-    if aggregation == "token_mean":
-        total = sum(share * n for share, n in zip(shares, rows, strict=True))
-        return [share / total for share in shares]
-    total = sum(shares)
-    if aggregation == "seq_mean_token_mean":
-        return [share / (total * max(1, n)) for share, n in zip(shares, rows, strict=True)]
-    return [share / (total * (constant or 1.0)) for share in shares]
 
 
 def _idle_microbatch(like: TrainingSequence, known: list[str]) -> MicroBatch:
@@ -230,7 +204,7 @@ def _idle_microbatch(like: TrainingSequence, known: list[str]) -> MicroBatch:
     contents = {name: getattr(like, name)[:2] for name in known}
     sequence = replace(like, token_ids=[0, 0], loss_mask=[False, False], **contents)
     micro = _pack([sequence], [0], [0.0], known)
-    return replace(micro, num_sequences=0, indices_S=micro.indices_S[:0])
+    return replace(micro, num_sequences=0, num_segments=0, indices_S=micro.indices_S[:0])
 
 
 def _pack(
@@ -262,14 +236,6 @@ def _pack(
     segment_R, num_segments = sequence_R, len(members)
     if "segments" in known:
         segment_R, num_segments = _count_segments(sequence_R, joined("segments", "q")[learned_R])
-    numbers = {
-        f"{name}_R": joined(name, "d")[learned_R].float() for name in NUMBERS if name in known
-    }
-    tensors = {
-        f"{name}_RK": torch.cat([getattr(s, name) for s in members])[learned_R]
-        for name in TENSORS
-        if name in known
-    }
     return MicroBatch(
         token_ids_T=token_ids_N[is_input_N],
         positions_T=place_N[is_input_N],
@@ -283,8 +249,12 @@ def _pack(
         num_sequences=len(members),
         num_segments=num_segments,
         indices_S=torch.tensor(indices),
-        **numbers,
-        **tensors,
+        **{f"{name}_R": joined(name, "d")[learned_R].float() for name in NUMBERS if name in known},
+        **{
+            f"{name}_RK": torch.cat([getattr(s, name) for s in members])[learned_R]
+            for name in TENSORS
+            if name in known
+        },
     )
 
 

@@ -1,0 +1,43 @@
+"""Penalties, masks, bands and weights around the advantages."""
+
+import pytest
+from training_data import make_groups
+
+from roll_lite.train.advantages import with_advantages
+from roll_lite.train.shaping import (
+    keep_difficulty,
+    mask_overlong,
+    overlong_penalty,
+    penalise_overlong,
+    weigh_by_length,
+)
+
+
+def test_the_overlong_penalty_is_dapos():
+    found = [overlong_penalty(n, 100, 20) for n in (1, 80, 85, 90, 100, 130)]
+    assert found == pytest.approx([0, 0, -0.25, -0.5, -1, -1])
+    with pytest.raises(ValueError, match="buffer=101"):
+        overlong_penalty(5, 100, 101)
+    (group,) = penalise_overlong(make_groups([[1.0, 1.0, 1.0]]), max_tokens=4, buffer=2)
+    assert [s.score.value for s in group.samples] == [1.0, 0.5, 0.0]  # 2, 3 and 4 tokens
+    assert [s.score.parts["overlong"] for s in group.samples] == [0.0, -0.5, -1.0]
+
+
+def test_samples_cut_by_length_get_no_weight():
+    groups = make_groups([[0.0, 1.0]], finish_reason="length") + make_groups([[0.0, 1.0]])
+    sequences = mask_overlong(with_advantages(groups), groups)
+    assert [s.weight for s in sequences] == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_only_groups_within_the_band_are_kept():
+    groups = make_groups([[0.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.5, 0.7]])
+    kept = keep_difficulty(groups, 0.5, 0.6)
+    assert [group.prompt.id for group in kept] == ["p1", "p3"]
+
+
+def test_weights_by_length_are_relative_to_the_mean():
+    sequences = with_advantages(make_groups([[0.0] * 5]))  # 2, 3, 4, 5 and 6 tokens
+    found = weigh_by_length(sequences, low=0.7, high=1.5)
+    assert [s.weight for s in found] == pytest.approx([1.5, 4 / 3, 1.0, 0.8, 0.7])
+    longer = weigh_by_length(sequences, power=-0.5, low=0.0, high=9.0)
+    assert [s.weight for s in longer] == pytest.approx([(n / 4) ** 0.5 for n in (2, 3, 4, 5, 6)])
