@@ -139,13 +139,16 @@ def write_for_ever(folder, ready):
 def test_killed_at_any_moment_the_newest_checkpoint_is_whole(tmp_path):
     context, rng = multiprocessing.get_context("forkserver"), random.Random(0)
     context.set_forkserver_preload(["roll_lite.train.checkpoint"])
-    steps, num_half_written = [0], 0
+    start = time.perf_counter()
+    save(Checkpoints(tmp_path), 1, width=5000)
+    one_save = time.perf_counter() - start
+    steps, num_half_written = [1], 0
     for _ in range(30):
         receiver, sender = context.Pipe(duplex=False)
         writer = context.Process(target=write_for_ever, args=(tmp_path, sender), daemon=True)
         writer.start()
         receiver.recv_bytes()
-        time.sleep(rng.uniform(0.01, 0.1))
+        time.sleep(rng.uniform(0, 5 * one_save))
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
         num_half_written += any(tmp_path.glob(".step-*.partial"))
@@ -153,9 +156,9 @@ def test_killed_at_any_moment_the_newest_checkpoint_is_whole(tmp_path):
         for folder in present:
             step = read_manifest(folder).step
             assert verify(folder) == [] and load(folder, width=5000) == {step}, folder
-        steps.append(read_manifest(present[0]).step if present else 0)
-        assert steps[-1] >= steps[-2] and (steps[-1] < 2 or len(present) >= 2)
-    assert steps[-1] >= 10 and num_half_written >= 5  # it was killed while it wrote
+        steps.append(read_manifest(present[0]).step)
+        assert steps[-1] >= steps[-2] and len(present) >= min(steps[-1], 2)
+    assert steps[-1] > 3 and num_half_written  # it did write, and was killed while it did
     save(Checkpoints(tmp_path), steps[-1] + 1)
     assert not list(tmp_path.glob(".*"))
 

@@ -22,13 +22,14 @@ from typing import Any, Literal
 from roll_lite.models.config import ModelConfig
 from roll_lite.train.manifest import Kind, Manifest, read_manifest, write_manifest
 from roll_lite.train.shards import (
-    CHUNK_BYTES,
     DamagedError,
     Piece,
     ShardRecord,
     check_cover,
     read_shards,
 )
+
+CHUNK_BYTES = 4 * 2**20
 
 
 def read_pieces(folder: str | Path, wanted: dict[str, Piece], *, kind: Kind = "full") -> None:

@@ -9,6 +9,7 @@ import shutil
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -19,7 +20,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-CHUNK_BYTES = 4 * 2**20
 FORMAT_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -97,14 +97,13 @@ def write_shard(folder: str | Path, rank: int, pieces: dict[str, Piece]) -> Shar
 def write_durably(path: Path, parts: Iterable[memoryview], size: int) -> int:
     """Write a file of `size` bytes, wait until it is on disk, and return its crc32."""
     crc32 = 0
-    with path.open("wb", buffering=0) as file:
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
         try:
             for part in parts:
-                for start in range(0, len(part), CHUNK_BYTES):
-                    chunk = part[start : start + CHUNK_BYTES]
-                    crc32 = zlib.crc32(chunk, crc32)
-                    while chunk:  # a disk that fills up takes a part before it refuses
-                        chunk = chunk[file.write(chunk) :]
+                checksum = beside.submit(zlib.crc32, part, crc32)
+                while part:  # a disk that fills up takes some before it refuses
+                    part = part[file.write(part) :]
+                crc32 = checksum.result()
             os.fsync(file.fileno())
         except OSError as error:
             path.unlink(missing_ok=True)
