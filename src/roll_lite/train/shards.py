@@ -1,0 +1,257 @@
+"""Rectangles of tensors in safetensors files: each rank writes one, ranks of any layout read them.
+
+A file holds tensors only; where each lies in the whole is in the record that its writer returns.
+"""
+
+import json
+import os
+import shutil
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+FORMAT_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+class DamagedError(ValueError):
+    """A file of a checkpoint is not what was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A rank's rectangle of a tensor: to be written, or to be filled."""
+
+    tensor: Tensor
+    offsets: tuple[int, ...]
+    """Where the rectangle begins in the whole tensor."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+    def __post_init__(self):
+        local = tuple(self.tensor.shape)
+        if not len(local) == len(self.offsets) == len(self.shape) or any(
+            offset < 0 or offset + size > whole
+            for offset, size, whole in zip(self.offsets, local, self.shape, strict=True)
+        ):
+            raise ValueError(
+                f"a piece of shape {local} at offsets={tuple(self.offsets)} does not lie within "
+                f"shape={tuple(self.shape)}; give offsets and shape of the whole tensor"
+            )
+
+    @staticmethod
+    def whole(tensor: Tensor) -> "Piece":
+        """A tensor that one rank holds alone."""
+        return Piece(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+
+
+class StoredPiece(NamedTuple):
+    """What a file holds of a tensor."""
+
+    offsets: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    whole_shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    """A file of a checkpoint as its writer knows it."""
+
+    file: str
+    size: int
+    crc32: int
+    pieces: dict[str, StoredPiece]
+
+
+def write_shard(folder: str | Path, rank: int, pieces: dict[str, Piece]) -> ShardRecord:
+    """Write a rank's file to disk. Pieces on a device come to the CPU one at a time."""
+    # Wide dtypes first, as safetensors orders them, so that every tensor is aligned.
+    ordered = sorted(pieces.items(), key=lambda item: (-item[1].tensor.itemsize, item[0]))
+    held = {name: piece for name, piece in ordered if piece.tensor.numel()}
+    path = Path(folder) / f"shard-{rank:05d}.safetensors"
+    header = _header({name: piece.tensor for name, piece in held.items()})
+    size = len(header) + sum(piece.tensor.nbytes for piece in held.values())
+    parts = chain([memoryview(header)], (_content(piece.tensor) for piece in held.values()))
+    return ShardRecord(
+        file=path.name,
+        size=size,
+        crc32=write_durably(path, parts, size),
+        pieces={name: _stored(piece) for name, piece in held.items()},
+    )
+
+
+def write_durably(path: Path, parts: Iterable[memoryview], size: int) -> int:
+    """Write a file of `size` bytes, wait until it is on disk, and return its crc32."""
+    crc32 = 0
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
+        try:
+            for part in parts:
+                checksum = beside.submit(zlib.crc32, part, crc32)
+                while part:  # a disk that fills up takes some before it refuses
+                    part = part[file.write(part) :]
+                crc32 = checksum.result()
+            os.fsync(file.fileno())
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            free = shutil.disk_usage(path.parent).free
+            raise OSError(
+                error.errno,
+                f"{path} needs {size} bytes and could not be written: {error.strerror} "
+                f"({free} bytes are free without it)",
+            ) from error
+    return crc32
+
+
+def read_shards(
+    folder: str | Path, records: Sequence[ShardRecord], wanted: dict[str, Piece]
+) -> None:
+    """Fill the wanted pieces from whatever overlaps them, reading nothing else."""
+    _check_wanted(folder, records, wanted)
+    num_unfilled = {name: piece.tensor.numel() for name, piece in wanted.items()}
+    for record in records:
+        overlaps = [
+            (name, overlap)
+            for name, stored in record.pieces.items()
+            if name in wanted and (overlap := _overlap(stored, wanted[name]))
+        ]
+        if not overlaps:
+            continue
+        with _open(Path(folder) / record.file) as file:
+            for name, (source, target) in overlaps:
+                part = file.get_slice(name)[source]
+                wanted[name].tensor.detach()[target].copy_(part)
+                num_unfilled[name] -= part.numel()
+    if incomplete := [name for name, count in num_unfilled.items() if count]:
+        raise DamagedError(f"{folder} does not cover the whole of {_some(incomplete)}")
+
+
+def whole_tensors(records: Sequence[ShardRecord]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every tensor that the files hold together."""
+    return {
+        name: (stored.whole_shape, stored.dtype)
+        for record in records
+        for name, stored in record.pieces.items()
+    }
+
+
+def check_cover(records: Sequence[ShardRecord]) -> None:
+    """Refuse pieces that do not make up whole tensors: a rank was left out, or wrote too much."""
+    wholes = whole_tensors(records)
+    seen: dict[str, set] = {name: set() for name in wholes}
+    num_covered = dict.fromkeys(wholes, 0)
+    counts = Counter(record.file for record in records)
+    wrong = [f"{file} was written {n} times" for file, n in counts.items() if n > 1]
+    for record in records:
+        for name, stored in record.pieces.items():
+            if (stored.whole_shape, stored.dtype) != wholes[name]:
+                wrong.append(
+                    f"{name} is {stored[2:]} in {record.file} and {wholes[name]} elsewhere"
+                )
+            if stored.offsets in seen[name]:
+                wrong.append(f"{name} at {stored.offsets} is written by more than one rank")
+            seen[name].add(stored.offsets)
+            num_covered[name] += prod(stored.local_shape)
+    wrong += [
+        f"{name} has {count} of {prod(wholes[name][0])} elements"
+        for name, count in num_covered.items()
+        if count != prod(wholes[name][0])
+    ]
+    if wrong:
+        raise ValueError(
+            f"the pieces of all ranks are not whole tensors, each part once: {_some(wrong)}"
+        )
+
+
+def _header(tensors: dict[str, Tensor]) -> bytes:
+    """The start of a safetensors file: length of the JSON, then the JSON."""
+    entries, end = {}, 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in FORMAT_NAMES:
+            known = ", ".join(map(_dtype_name, FORMAT_NAMES))
+            raise ValueError(f"{name} has dtype={tensor.dtype}; a checkpoint holds {known}")
+        start, end = end, end + tensor.nbytes
+        entries[name] = {
+            "dtype": FORMAT_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _content(tensor: Tensor) -> memoryview:
+    on_cpu = tensor.detach().cpu().contiguous()
+    return memoryview(on_cpu.view(-1).view(torch.uint8).numpy())
+
+
+def _stored(piece: Piece) -> StoredPiece:
+    return StoredPiece(
+        tuple(piece.offsets),
+        tuple(piece.tensor.shape),
+        tuple(piece.shape),
+        _dtype_name(piece.tensor.dtype),
+    )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _overlap(stored: StoredPiece, wanted: Piece) -> tuple[tuple, tuple] | None:
+    """The slices of both that are the same part of the whole."""
+    source, target = [], []
+    for stored_at, stored_size, wanted_at, wanted_size in zip(
+        stored.offsets, stored.local_shape, wanted.offsets, wanted.tensor.shape, strict=True
+    ):
+        start = max(stored_at, wanted_at)
+        stop = min(stored_at + stored_size, wanted_at + wanted_size)
+        if start >= stop:
+            return None
+        source.append(slice(start - stored_at, stop - stored_at))
+        target.append(slice(start - wanted_at, stop - wanted_at))
+    return tuple(source), tuple(target)
+
+
+def _check_wanted(
+    folder: str | Path, records: Sequence[ShardRecord], wanted: dict[str, Piece]
+) -> None:
+    wholes = whole_tensors(records)
+    wrong = []
+    for name, piece in wanted.items():
+        expected = tuple(piece.shape), _dtype_name(piece.tensor.dtype)
+        if name in wholes and wholes[name] != expected:
+            (shape, dtype), (our_shape, our_dtype) = wholes[name], expected
+            wrong.append(f"{name} is {shape} {dtype}, expected {our_shape} {our_dtype}")
+        elif name not in wholes and prod(piece.shape):  # tensors without elements are not stored
+            wrong.append(f"{name} is missing")
+    if wrong:
+        raise ValueError(f"{folder} holds other tensors than this model: {_some(wrong)}")
+
+
+def _open(path: Path):
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise DamagedError(f"{path} is missing") from None
+    except SafetensorError as error:
+        raise DamagedError(f"{path} is not a whole safetensors file: {error}") from None
+
+
+def _some(problems: list[str], limit: int = 8) -> str:
+    rest = f" and {len(problems) - limit} more" if len(problems) > limit else ""
+    return "; ".join(problems[:limit]) + rest
