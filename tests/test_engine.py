@@ -716,6 +716,7 @@ def test_a_model_that_breaks_fails_its_requests_and_no_others(qwen):
     for prompt, reason in (([1, 2, 3, 4, 5, 150], "error"), ([1, 2, 3, 4, 5], "length")):
         ((turn,),) = engine.generate([Request(prompt_ids=prompt, params=GREEDY)])
         assert turn.finish_reason == reason
+        assert engine.scheduler.num_preempted == 1  # the broken one alone is computed again
 
 
 @pytest.mark.parametrize("burst", [1, 4])

@@ -107,12 +107,14 @@ def test_paged_prefill(K, group, D, page_size):
 
 
 def test_tiled_attention_in_bf16():
-    """Long and short chunks, so that tiles go together in slices and by index."""
+    """Long and short chunks; pages past a sequence's end hold nan."""
     torch.manual_seed(0)
     chunks, page_size, K, group, D = [(0, 30), (90, 91), (0, 40), (5, 9), (140, 150)], 16, 2, 2, 32
     cache = torch.randn(2, 60, page_size, K, D, dtype=torch.bfloat16)
     table = torch.randperm(60)[:50].view(5, 10).int()
     starts, ends = torch.tensor(chunks).unbind(1)
+    for row, (_, end) in zip(table, chunks, strict=True):
+        cache[:, row[-(-end // page_size) :].long()] = torch.nan
     q = torch.randn(int((ends - starts).sum()), K * group, D, dtype=torch.bfloat16)
     tiles = Tiles.of_chunks(starts, ends - starts, table, cache, K * group)
     got = tiled_attention(q, cache[0], cache[1], tiles)

@@ -53,6 +53,7 @@ class DecodePlaces:
 class TorchPrefill:
     def __init__(self, where: PrefillPlaces):
         self.where = where
+        _clear_begun_pages(where.cache, where.slots_T)
         lengths_B = where.cu_seqlens.diff()
         self.tiles = Tiles.of_chunks(
             where.starts_B, lengths_B, where.page_table_BP, where.cache, where.num_heads
@@ -65,6 +66,7 @@ class TorchPrefill:
 class TorchDecode:
     def __init__(self, where: DecodePlaces):
         self.where = where
+        _clear_begun_pages(where.cache, where.slots_B)
         self.tiles = Tiles.of_chunks(
             where.lengths_B - 1,
             torch.ones_like(where.lengths_B),
@@ -75,6 +77,16 @@ class TorchDecode:
 
     def __call__(self, layer: int, projected: Projected) -> Tensor:
         return _attend_tiles(self.where.cache[layer], self.where.slots_B, self.tiles, projected)
+
+
+def _clear_begun_pages(cache: Tensor, slots_T: Tensor) -> None:
+    """Zero the pages whose first slot is written now, in all layers.
+
+    A block of keys is read to its end, past the end of a sequence, where an earlier owner of the
+    page may have left nan; and 0 times nan is nan.
+    """
+    page_size = cache.shape[3]
+    cache[:, :, slots_T[slots_T % page_size == 0] // page_size] = 0
 
 
 def _attend_tiles(

@@ -45,10 +45,12 @@ def sample(
         exchange = shard.side_by_side if shard else None
         return fused(logits_RV, temperatures_R, is_greedy_R, keys_R2, positions_R, first, exchange)
     logits_RV = scale(logits_RV, temperatures_R)
-    noisy = []
+    noisy, words, has_greedy = [], _words(keys_R2, positions_R), bool(is_greedy_R.any())
+    entry_V = _entries(first, first + num_entries, logits_RV.device)
     for rows in _small_chunks(logits_RV):
-        noise_CV = gumbel(keys_R2[rows], positions_R[rows], first, first + num_entries)
-        noise_CV.masked_fill_(is_greedy_R[rows, None], 0.0)
+        noise_CV = _noise(*(word_R[rows] for word_R in words), entry_V)
+        if has_greedy:
+            noise_CV.masked_fill_(is_greedy_R[rows, None], 0.0)
         noisy.append(noise_CV.add_(logits_RV[rows]).max(-1))
     best_R, token_ids_R = (torch.cat(parts) for parts in zip(*noisy, strict=True))
     if shard is None:
@@ -137,21 +139,40 @@ def _last_left_over_ranks(logits_RV: Tensor, shard: TensorShard, *options: Tenso
 
 def gumbel(keys_R2: Tensor, positions_R: Tensor, first: int, end: int) -> Tensor:
     """Gumbel noise (R, V) of entries first..end, the same numbers on every device."""
+    return _noise(*_words(keys_R2, positions_R), _entries(first, end, keys_R2.device))
+
+
+def _words(keys_R2: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Two 32-bit words that name the noise of a row."""
     key0_R, key1_R = keys_R2.to(torch.int32).unbind(1)
     positions_R = positions_R.to(torch.int32)
     first_R = _mix(_mix(positions_R ^ key0_R) ^ key1_R)
     second_R = _mix(_mix(positions_R ^ key1_R) ^ key0_R)
-    entry_V = torch.arange(first, end, device=keys_R2.device, dtype=torch.int32) * _GOLDEN
+    return first_R, second_R
+
+
+def _entries(first: int, end: int, device: torch.device) -> Tensor:
+    return torch.arange(first, end, device=device, dtype=torch.int32) * _GOLDEN
+
+
+def _noise(first_R: Tensor, second_R: Tensor, entry_V: Tensor) -> Tensor:
     bits_RV = _mix(first_R[:, None] + entry_V, second_R[:, None]).view(torch.uint32)
     # -log(1 - u) keeps its precision for small u, which is where the large noise comes from.
-    uniform_RV = bits_RV.float().add_(0.5).mul_(2.0**-32)
-    return uniform_RV.neg_().log1p_().neg_().clamp_(1e-20, 1e20).log_().neg_()
+    minus_uniform_RV = bits_RV.float().add_(0.5).mul_(-(2.0**-32))
+    return minus_uniform_RV.log1p_().neg_().clamp_(1e-20, 1e20).log_().neg_()
 
 
 def _mix(x: Tensor, also: Tensor | None = None) -> Tensor:
     """A 32-bit integer hash: two rounds of xor-shift (logical) and multiply (modulo 2**32)."""
-    x = (x >> 16 & 0xFFFF).bitwise_xor_(x).mul_(0x21F0AAAD)
+    x = _shift(x, 16).bitwise_xor_(x).mul_(0x21F0AAAD)
     if also is not None:
         x ^= also
-    x = (x >> 15 & 0x1FFFF).bitwise_xor_(x).mul_(0x735A2D97)
-    return (x >> 15 & 0x1FFFF).bitwise_xor_(x)
+    x ^= _shift(x, 15)
+    x *= 0x735A2D97
+    x ^= _shift(x, 15)
+    return x
+
+
+def _shift(x: Tensor, num_bits: int) -> Tensor:
+    """To the right, filled up with zeros."""
+    return (x >> num_bits).bitwise_and_((1 << 32 - num_bits) - 1)
