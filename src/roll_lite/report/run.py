@@ -13,13 +13,26 @@ from roll_lite.types import Group, Sample
 class Run:
     """Keeps a record of every step; prints one line for it."""
 
-    def __init__(self, folder: str | Path, config: Any, *, num_steps: int, shown: dict[str, str]):
-        """`shown` names the metrics of the console line and how each is called there."""
+    def __init__(
+        self,
+        folder: str | Path,
+        config: Any,
+        *,
+        num_steps: int,
+        shown: dict[str, str],
+        resumed_at: int | None = None,
+    ):
+        """`shown` names the metrics of the console line and how each is called there.
+
+        A run that was `resumed_at` a step keeps the records up to it; others begin anew.
+        """
         self.folder, self._shown = Path(folder), shown
-        if (self.folder / "metrics.jsonl").exists():
+        if resumed_at is not None:
+            self._forget_after(resumed_at)
+        elif (self.folder / "metrics.jsonl").exists():
             raise ValueError(
-                f"run_dir={self.folder} holds the records of an earlier run; name another folder "
-                "or remove it"
+                f"run_dir={self.folder} holds the records of an earlier run; resume it, name "
+                "another folder or remove it"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(dataclasses.asdict(config), indent=2, default=str)
@@ -40,6 +53,16 @@ class Run:
         print(f"step {step:>{self._width}}  " + "  ".join(parts), flush=True)
         self._bar.count = step
         self._bar.draw()
+
+    def _forget_after(self, step: int) -> None:
+        """Records of steps that will be done again."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        # A line that the end of the last run cut short is of a step after its checkpoint.
+        kept = [line for line in lines if line.endswith("}\n") and json.loads(line)["step"] <= step]
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(kept))
+        partial.rename(path)
 
     def close(self) -> None:
         self._bar.clear()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,18 @@ from roll_lite.models.flops import device_flops, training_flops
 from roll_lite.models.hf import save_state, stored_dtype
 from roll_lite.models.layers import Checkpointing
 from roll_lite.models.lora import LoraOptions, adapters
-from roll_lite.models.parallel import gradient_norm, whole
+from roll_lite.models.parallel import gradient_norm, rectangle, whole
 from roll_lite.models.transformer import Head
+from roll_lite.train.checkpoint import read_pieces, verify
 from roll_lite.train.losses import Loss
+from roll_lite.train.manifest import check_architecture, read_manifest
 from roll_lite.train.offload import Offload
 from roll_lite.train.optimizer import AdamW, Schedule, local
 from roll_lite.train.packing import MicroBatch
 from roll_lite.train.scorer import Scorer
+from roll_lite.train.shards import Piece, ShardRecord, write_shard
+
+LOSS, WEIGHT = "loss/loss", "weight"
 
 
 class Trainer(Scorer):
@@ -83,7 +88,7 @@ class Trainer(Scorer):
         targets = micro.targets_R if micro.teacher_ids_RK is None else micro.teacher_ids_RK
         loss_R, measurements = self.loss(*self._forward(micro, targets), micro)
         (loss_R * micro.weights_R).sum().backward()
-        return {"loss/loss": loss_R.detach(), **measurements}
+        return {LOSS: loss_R.detach(), **measurements}
 
     def _clip(self) -> float:
         """Scale the gradient down to `max_grad_norm`; returns what its norm was."""
@@ -167,14 +172,55 @@ class Trainer(Scorer):
                 state[name] = tensor.to("cpu", dtype)
         return save_state(folder, state, self.config, like=self.folder) if is_first else folder
 
+    def write_checkpoint(self, folder: str | Path) -> ShardRecord:
+        """This rank's file of a checkpoint: masters (adapters alone with LoRA) and moments."""
+        pieces = {name: piece for name, piece, is_copy in self._pieces() if not is_copy}
+        return write_shard(folder, self.place.group.rank(), pieces)
+
+    def describe_checkpoint(self) -> dict[str, Any]:
+        return {
+            "architecture": self.config,
+            "layout": {"ranks": self.place.group.size(), "tp": self.place.tp},
+            "kind": "adapter" if self.lora else "full",
+            "progress": {
+                "num_steps": self.num_steps,
+                "num_skipped": self.num_skipped,
+                "num_updates": self.optimizer.num_updates,
+            },
+        }
+
+    def verify_checkpoint(self, folder: str | Path) -> list[str]:
+        """What is wrong with this rank's share of the files."""
+        return verify(folder, self.place.group.rank(), self.place.group.size())
+
+    def read_checkpoint(self, folder: str | Path) -> None:
+        """Go on as the ranks that wrote it would have, whatever their layout was."""
+        manifest = read_manifest(folder)
+        check_architecture(manifest, self.config)
+        wanted = {name: piece for name, piece, _ in self._pieces()}
+        read_pieces(folder, wanted, kind="adapter" if self.lora else "full")
+        progress = manifest.state["trainer"]
+        self.num_steps, self.num_skipped = progress["num_steps"], progress["num_skipped"]
+        self.optimizer.num_updates = progress["num_updates"]
+
+    def _pieces(self) -> Iterator[tuple[str, Piece, bool]]:
+        """All that an update changes: name, this rank's rectangle, and if another rank has it."""
+        for name, parameter in self.optimizer.parameters.items():
+            where = rectangle(name, parameter, self.tensor_shard)
+            tensors = {"model": local(parameter.detach())}
+            tensors |= {moment: of[name] for moment, of in self.optimizer.moments.items()}
+            for kind, tensor in tensors.items():
+                yield f"{kind}.{name}", Piece(tensor, where.offsets, where.shape), where.is_copy
+
 
 class Totals:
-    """Measurements of rows, summed by the rows' weights, or their maximum."""
+    """Measurements of rows, averaged by the rows' weights, or their maximum; the loss is a sum."""
 
     def __init__(self):
         self._values: dict[str, Tensor] = {}
 
     def add(self, rows: dict[str, Tensor], weights_R: Tensor) -> None:
+        rows = rows | {WEIGHT: torch.ones_like(weights_R)}
         for name, value_R in rows.items():
             if name.endswith("_max"):
                 largest = torch.cat([value_R, value_R.new_zeros(1)]).max()
@@ -191,7 +237,11 @@ class Totals:
                 values = torch.stack([self._values[name].float() for name in names])
                 dist.all_reduce(values, operation, group=group)
                 metrics |= dict(zip(names, values.tolist(), strict=True))
-        return {name: metrics[name] for name in self._values}
+        total = metrics.pop(WEIGHT)
+        return {
+            name: value if name == LOSS or name.endswith("_max") else value / total
+            for name, value in metrics.items()
+        }
 
 
 def combine(updates: list[dict[str, float]]) -> dict[str, float]:
