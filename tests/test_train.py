@@ -1,12 +1,15 @@
 """The trainer against transformers and plain torch."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
 from conftest import make_reference
+from torch.utils.flop_counter import FlopCounterMode
 from training_data import random_sequences
 
+from roll_lite.cluster.groups import start_alone
 from roll_lite.models.hf import load_model
 from roll_lite.sync import same_bits, sync_weights
 from roll_lite.train.losses import sft_loss
@@ -203,3 +206,72 @@ def test_a_sync_that_corrupts_a_bit_is_an_error(place, qwen_folder):
     trainer = make_trainer(place, qwen_folder)
     with pytest.raises(RuntimeError, match=r"does not hold what was sent for norm\.weight"):
         sync_weights(trainer, BrokenEngine(load_model(qwen_folder)))
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_checkpointing_computes_again_and_changes_nothing(place, qwen_folder, monkeypatch, mode):
+    calls = Counter()
+    for operator in ("linear", "rms_norm"):
+        function = getattr(torch.nn.functional, operator)
+
+        def counted(*args, function=function, operator=operator):
+            calls[operator] += 1
+            return function(*args)
+
+        monkeypatch.setattr(torch.nn.functional, operator, counted)
+    sequences = random_sequences()
+    kept, _ = gradient_of(make_trainer(place, qwen_folder), sequences, 10**6)
+    without = calls.copy()
+    calls.clear()
+    again, _ = gradient_of(make_trainer(place, qwen_folder, checkpointing=mode), sequences, 10**6)
+    same(again, kept)
+    assert calls["rms_norm"] > without["rms_norm"]
+    assert calls["linear"] > without["linear"]  # selective ones are called, but do not compute
+
+
+def test_selective_checkpointing_keeps_products(place, qwen_folder):
+    (micro,) = pack(random_sequences(), 10**6)
+    flops = {}
+    for mode in ("none", "selective", "full"):
+        trainer = make_trainer(place, qwen_folder, checkpointing=mode)
+        loss = trainer._forward(micro, micro.targets_R)[0].sum()
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        flops[mode] = counter.get_total_flops()
+    assert flops["none"] == flops["selective"] < flops["full"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_cuda_gradient_is_near_the_exact_one(qwen_folder, mode):
+    sequences = random_sequences(num=40, longest=200)
+    grads = {}
+    for device in ("cpu", "cuda"):
+        with start_alone(device) as place:
+            trainer = make_trainer(place, qwen_folder, sft_loss, checkpointing=mode)
+            found, _ = gradient_of(trainer, sequences, 4096)
+            grads[device] = {name: grad.cpu() for name, grad in found.items()}
+    for name, exact in grads["cpu"].items():
+        assert (grads["cuda"][name] - exact).norm() < 0.03 * exact.norm(), name
+
+
+@pytest.mark.gpu
+def test_offloaded_training_goes_on_bit_for_bit(qwen_folder):
+    batch = pack(random_sequences(), 64)
+    states = []
+    with start_alone("cuda") as place:
+        for offloads in (False, True):
+            trainer = make_trainer(place, qwen_folder)
+            for _ in range(4):
+                trainer.step(batch)
+                if offloads:
+                    held = torch.cuda.memory_allocated()
+                    trainer.offload()
+                    freed = held - torch.cuda.memory_allocated()
+                    assert freed >= 12 * sum(p.numel() for p in trainer.model.parameters())
+                    trainer.reload()
+            states.append({name: tensor.cpu() for name, tensor in trainer.state().items()})
+    assert same_state(*states)
