@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from roll_lite.engine.blocks import KeyBlocks, block_attention
 from roll_lite.engine.sampler import gumbel, noise_key
-from roll_lite.engine.tiles import Tiles, tiled_attention
 from roll_lite.kernels.decode import paged_decode
 from roll_lite.kernels.logprobs import backward_in_place, summarize
 from roll_lite.kernels.pointwise import add_norm, silu_mul
@@ -60,8 +60,8 @@ def check_decode(lengths, K, group, D, page_size):
         )
         assert torch.equal(alone, got[row])
     assert counters.sum() == 0
-    tiles = Tiles.of_chunks(lengths - 1, torch.ones_like(lengths), table, cache, K * group)
-    assert_close_to_exact(tiled_attention(q, cache[0], cache[1], tiles), expected)
+    keys = KeyBlocks.of_chunks(lengths - 1, torch.ones_like(lengths), table, cache)
+    assert_close_to_exact(block_attention(q, cache[0], cache[1], keys), expected)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def check_prefill(chunks, K, group, D, page_size):
         q, cache[0], cache[1], table[[b for b, _ in rows]], torch.tensor([n for _, n in rows])
     )
     assert_close_to_exact(paged_prefill(*arguments), expected)
-    tiles = Tiles.of_chunks(starts, cu_seqlens.diff(), table, cache, K * group)
-    assert_close_to_exact(tiled_attention(q, cache[0], cache[1], tiles), expected)
+    keys = KeyBlocks.of_chunks(starts, cu_seqlens.diff(), table, cache)
+    assert_close_to_exact(block_attention(q, cache[0], cache[1], keys), expected)
 
 
 @pytest.mark.parametrize(("K", "group", "D", "page_size"), [(2, 2, 32, 16), (1, 3, 64, 4)])
@@ -106,7 +106,7 @@ def test_paged_prefill(K, group, D, page_size):
     check_prefill([(0, 5), (17, 90), (64, 65), (3, 40)], K, group, D, page_size)
 
 
-def test_tiled_attention_in_bf16():
+def test_block_attention_in_bf16():
     """Long and short chunks; pages past a sequence's end hold nan."""
     torch.manual_seed(0)
     chunks, page_size, K, group, D = [(0, 30), (90, 91), (0, 40), (5, 9), (140, 150)], 16, 2, 2, 32
@@ -116,8 +116,8 @@ def test_tiled_attention_in_bf16():
     for row, (_, end) in zip(table, chunks, strict=True):
         cache[:, row[-(-end // page_size) :].long()] = torch.nan
     q = torch.randn(int((ends - starts).sum()), K * group, D, dtype=torch.bfloat16)
-    tiles = Tiles.of_chunks(starts, ends - starts, table, cache, K * group)
-    got = tiled_attention(q, cache[0], cache[1], tiles)
+    keys = KeyBlocks.of_chunks(starts, ends - starts, table, cache)
+    got = block_attention(q, cache[0], cache[1], keys)
     rows = [(b, p + 1) for b, (start, end) in enumerate(chunks) for p in range(start, end)]
     expected = reference_decode(
         q, cache[0], cache[1], table[[b for b, _ in rows]], torch.tensor([n for _, n in rows])

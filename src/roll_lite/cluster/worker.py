@@ -1,5 +1,6 @@
 """One rank's side of role calls: the worker objects, and the thread that runs calls by ticket."""
 
+import gc
 import inspect
 import sys
 import threading
@@ -99,7 +100,8 @@ class Worker:
     def _build(self, role: str, cls: type, /, **kwargs: Any) -> None:
         if "place" in inspect.signature(cls).parameters:
             kwargs.setdefault("place", self.places[role])
-        self._objects.pop(role, None)  # frees its memory before the new one takes some
+        if self._objects.pop(role, None) is not None:
+            gc.collect()  # sharded modules are in cycles; the new object needs their memory
         self._objects[role] = cls(**kwargs)
 
     def _run(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from roll_lite.engine.tiles import Tiles, tiled_attention
+from roll_lite.engine.blocks import KeyBlocks, block_attention
 from roll_lite.models.rotary import Projected
 
 
@@ -31,7 +31,6 @@ class PrefillPlaces:
     """Tokens of the longest chunk."""
     max_length: int
     """Position after the last token of any chunk."""
-    num_heads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,6 @@ class DecodePlaces:
     """No sequence is longer."""
     finished_BK: Tensor
     """Zeros for the triton kernel to count with."""
-    num_heads: int
 
 
 class TorchPrefill:
@@ -55,28 +53,25 @@ class TorchPrefill:
         self.where = where
         _clear_begun_pages(where.cache, where.slots_T)
         lengths_B = where.cu_seqlens.diff()
-        self.tiles = Tiles.of_chunks(
-            where.starts_B, lengths_B, where.page_table_BP, where.cache, where.num_heads
-        )
+        self.keys = KeyBlocks.of_chunks(where.starts_B, lengths_B, where.page_table_BP, where.cache)
 
     def __call__(self, layer: int, projected: Projected) -> Tensor:
-        return _attend_tiles(self.where.cache[layer], self.where.slots_T, self.tiles, projected)
+        return _attend_blocks(self.where.cache[layer], self.where.slots_T, self.keys, projected)
 
 
 class TorchDecode:
     def __init__(self, where: DecodePlaces):
         self.where = where
         _clear_begun_pages(where.cache, where.slots_B)
-        self.tiles = Tiles.of_chunks(
+        self.keys = KeyBlocks.of_chunks(
             where.lengths_B - 1,
             torch.ones_like(where.lengths_B),
             where.page_table_BP,
             where.cache,
-            where.num_heads,
         )
 
     def __call__(self, layer: int, projected: Projected) -> Tensor:
-        return _attend_tiles(self.where.cache[layer], self.where.slots_B, self.tiles, projected)
+        return _attend_blocks(self.where.cache[layer], self.where.slots_B, self.keys, projected)
 
 
 def _clear_begun_pages(cache: Tensor, slots_T: Tensor) -> None:
@@ -89,10 +84,10 @@ def _clear_begun_pages(cache: Tensor, slots_T: Tensor) -> None:
     cache[:, :, slots_T[slots_T % page_size == 0] // page_size] = 0
 
 
-def _attend_tiles(
-    layer_cache: Tensor, slots_T: Tensor, tiles: Tiles, projected: Projected
+def _attend_blocks(
+    layer_cache: Tensor, slots_T: Tensor, keys: KeyBlocks, projected: Projected
 ) -> Tensor:
-    return tiled_attention(_write(projected, slots_T, *layer_cache), *layer_cache, tiles)
+    return block_attention(_write(projected, slots_T, *layer_cache), *layer_cache, keys)
 
 
 def _write(projected: Projected, slots_T: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:

@@ -122,7 +122,6 @@ class Runner:
                 cu_seqlens=F.pad(ends_C, (1, 0)).int(),
                 max_seqlen=int(lengths.max()),
                 max_length=max_length,
-                num_heads=self.model.local_config.num_heads,
             )
         )
         hidden_TH = self.model.hidden_states(
@@ -280,7 +279,6 @@ class Runner:
                 lengths_B=torch.where(is_active_B, rows.lengths, 1),  # rest costs next to nothing
                 max_length=max_length,
                 finished_BK=self._finished_BK,
-                num_heads=self.model.local_config.num_heads,
             )
         )
         hidden_BH = self.model.hidden_states(rows.token_ids, positions_B, attend)
