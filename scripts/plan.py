@@ -9,6 +9,7 @@ No GPU, no torch, no download: a shape by name or a folder's config.json is enou
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -47,6 +48,10 @@ class Config:
     """Optimizer steps per round, each on an equal part of its samples."""
     tokens_per_microbatch: int = 16384
     """Memory budget of one forward and backward pass."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again, to save memory."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """The optimizer's."""
     kv_cache_gib: float | None = None
     """Cache of the engine on each rank; None is what its samples need, as far as there is room."""
 
@@ -89,6 +94,8 @@ def batch_plan(cfg: Config) -> BatchPlan:
         tokens_per_microbatch=cfg.tokens_per_microbatch,
         updates_per_step=cfg.updates_per_step,
         kv_cache_gib=cfg.kv_cache_gib,
+        checkpointing=cfg.checkpointing,
+        moments=cfg.moments,
     )
 
 

@@ -72,3 +72,11 @@ def test_training_does_not_depend_on_the_layout(over_ranks, alone, layout, lora)
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
     for name, tensor in expected["state"].items():
         torch.testing.assert_close(got["state"][name], tensor, rtol=1e-4, atol=2e-5)
+
+
+def test_every_layout_reads_what_another_wrote(over_ranks):
+    expected, losses = over_ranks["resumed"]["fsdp2tp2"]
+    for layout, (state, found) in over_ranks["resumed"].items():
+        for name, tensor in expected.items():
+            assert torch.equal(state[name], tensor), (layout, name)
+        assert found == pytest.approx(losses, rel=1e-6), layout

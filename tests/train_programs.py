@@ -2,6 +2,7 @@
 
 import sys
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -9,9 +10,11 @@ from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import split
 from roll_lite.models.lora import LoraOptions
 from roll_lite.models.parallel import whole
+from roll_lite.train.checkpoint import Checkpoints
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule
 from roll_lite.train.packing import TrainingSequence, pack
+from roll_lite.train.resume import load_checkpoint, save_checkpoint
 from roll_lite.train.trainer import Trainer
 
 LAYOUTS = {
@@ -102,7 +105,29 @@ def layouts(model, result_file):
                 if lora:
                     trainer.shake_adapters()
                 results[name, bool(lora)] = measure(trainer, cluster.device_map[name].num_replicas)
+        results["resumed"] = resume_elsewhere(cluster, model, Path(result_file).parent)
         torch.save(results, result_file)
+
+
+def resume_elsewhere(cluster, model, folder):
+    """Written by FSDP x TP ranks, read by other layouts: weights, and losses of three updates."""
+    batches = {
+        name: pack(make_sequences(), 200, num_shards=cluster.device_map[name].num_replicas)
+        for name in LAYOUTS
+    }
+    writer = cluster.role("fsdp2tp2", Trainer, folder=model, **options())
+    for _ in range(3):
+        writer.step(split(batches["fsdp2tp2"]))
+    checkpoints = Checkpoints(folder / "checkpoints")
+    save_checkpoint(checkpoints, writer, 3, {"position": 3})
+    results = {}
+    for name in LAYOUTS:
+        reader = cluster.role(name, Trainer, folder=model, **options())
+        assert load_checkpoint(checkpoints, reader) == {"position": 3}
+        state = {name: tensor.clone() for name, tensor in reader.state().items()}
+        losses = [reader.step(split(batches[name]))[0]["loss/loss"] for _ in range(3)]
+        results[name] = state, losses
+    return results
 
 
 if __name__ == "__main__":

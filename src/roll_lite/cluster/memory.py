@@ -89,7 +89,7 @@ def reference_memory(
     config: ModelConfig, num_ranks: int, tp: int, tokens: int, width: int
 ) -> Memory:
     """A frozen model in shards of the compute dtype, gathered block by block to run forward."""
-    chunk = 12 * LOGPROB_ROWS * config.vocab_size // tp
+    chunk = (width + 4) * LOGPROB_ROWS * config.vocab_size // tp  # a teacher's are also in fp32
     return Memory(
         weights=width * ceil(count_parameters(config).total / num_ranks),
         gathered=gathered_bytes(config, tp, width),

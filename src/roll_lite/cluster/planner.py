@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from roll_lite.checks import above, at_least
+from roll_lite.checks import above, at_least, one_of
 from roll_lite.cluster.device_map import DeviceMap, Role, format_ranks, format_table, listing
 from roll_lite.cluster.memory import (
     MAX_RUNNING,
@@ -19,6 +19,7 @@ from roll_lite.cluster.memory import (
     kv_bytes_per_token,
     role_memory,
     together,
+    train_memory,
     usable_bytes,
 )
 from roll_lite.models.config import ModelConfig
@@ -38,9 +39,15 @@ class BatchPlan:
     updates_per_step: int = 1
     kv_cache_gib: float | None = None
     """Per rank; None is what all samples of a replica need, or as much of that as is free."""
+    checkpointing: str = "none"
+    """What the backward pass computes again: none, selective or full."""
+    moments: str = "float32"
+    """The optimizer's: float32 or bfloat16."""
 
     def __post_init__(self):
-        at_least(1, self, *(f.name for f in fields(self) if f.name != "kv_cache_gib"))
+        at_least(1, self, *(f.name for f in fields(self) if f.type is int))
+        one_of(("none", "selective", "full"), self, "checkpointing")
+        one_of(("float32", "bfloat16"), self, "moments")
         if self.kv_cache_gib is not None:
             above(0, self, "kv_cache_gib")
 
@@ -140,7 +147,12 @@ def _role_memory(draft: Plan, role: Role, microbatch: int | None = None) -> Memo
         samples = _share(_share(batch.num_samples, batch.updates_per_step), role.num_replicas)
         limit = batch.tokens_per_microbatch if microbatch is None else microbatch
         tokens = min(limit, samples * batch.packed_tokens)
-    return role_memory(role.name, draft.config, len(role.ranks), role.tp, tokens, draft.width)
+    sizes = len(role.ranks), role.tp, tokens, draft.width
+    if role.name == "train":
+        moment_bytes = 4 if batch.moments == "float32" else 2
+        options = {"checkpointing": batch.checkpointing, "moment_bytes": moment_bytes}
+        return train_memory(draft.config, *sizes, **options)
+    return role_memory(role.name, draft.config, *sizes)
 
 
 def _plan_ranks(draft: Plan) -> tuple[RankPlan, ...]:
@@ -212,6 +224,8 @@ def _remedy(draft: Plan, part: RankPlan) -> str:
     remedies, batch, tokens = [], draft.batch, _fitting_tokens(draft, part)
     if batch.packed_tokens <= tokens < batch.tokens_per_microbatch:
         remedies.append(f"lower tokens_per_microbatch to {tokens}")
+    if "train" in part.roles and batch.checkpointing != "full":
+        remedies.append("set checkpointing=full")
     if batch.kv_cache_gib is not None and "generate" in part.roles:
         remedies.append(f"lower kv_cache_gib={batch.kv_cache_gib}")
     if parallel := [name for name in part.roles if name != "reference"]:

@@ -102,16 +102,3 @@ def _initialize(adapter: Adapter, generator: torch.Generator) -> None:
 
 def adapters(model: "Transformer") -> Iterator[Adapter]:
     return (module for module in model.modules() if isinstance(module, Adapter))
-
-
-def merge(state: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """Whole parameters by name -> the same without adapters, whose products the weights take in."""
-    merged = {name: tensor for name, tensor in state.items() if "_adapter." not in name}
-    for name, down in state.items():
-        if not name.endswith("_adapter.down"):
-            continue
-        weight = name.removesuffix("_adapter.down")
-        up = state[name.removesuffix("down") + "up"]
-        update = (up.float() @ down.float()) * scale
-        merged[weight] = (merged[weight].float() + update).to(merged[weight].dtype)
-    return merged

@@ -145,7 +145,10 @@ class Trainer(Scorer):
             self._offload.back()
 
     def state(self) -> dict[str, Tensor]:
-        """Whole parameters by name, adapters merged. All ranks of the role call this together."""
+        """Whole parameters by name, adapters merged. All ranks of the role call this together.
+
+        Where nobody else holds a part of them they are the live ones.
+        """
         return dict(self.whole_parameters())
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
