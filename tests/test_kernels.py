@@ -7,6 +7,8 @@ pytest.importorskip("triton")
 
 from roll_lite.engine.blocks import KeyBlocks, block_attention
 from roll_lite.engine.sampler import gumbel, noise_key
+from roll_lite.kernels import backward
+from roll_lite.kernels.backward import add_norm_backward, rotate_backward, silu_mul_backward
 from roll_lite.kernels.decode import paged_decode
 from roll_lite.kernels.logprobs import backward_in_place, summarize
 from roll_lite.kernels.pointwise import add_norm, silu_mul
@@ -197,8 +199,11 @@ def test_add_norm(H):
     norm = RMSNorm(H, 1e-6).to(DEVICE, DTYPE)
     torch.nn.init.normal_(norm.weight, 1.0, 0.2)
     total = (x + delta).clone()
-    got = add_norm(x, delta, norm.weight.detach(), 1e-6)
-    assert torch.equal(x, total)  # in place
+    before = x.clone()
+    kept, _ = add_norm(x, delta, norm.weight.detach(), 1e-6, in_place=False)
+    assert torch.equal(x, before) and torch.equal(kept, total)
+    _, got = add_norm(x, delta, norm.weight.detach(), 1e-6)
+    assert torch.equal(x, total)
     exact = total.double() * (total.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     assert_close_to_exact(got, (exact * norm.weight.double()).cpu().detach())
 
@@ -248,3 +253,73 @@ def test_head_summary_and_gradient(V, num_targets):
         logits, lse, lse - mean, ids, grad_logprobs.to(DEVICE), grad_entropy.to(DEVICE), temperature
     )
     torch.testing.assert_close(grad.double().cpu(), exact.grad, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def check_gradient(got, function, inputs, grads):
+    """Gradients against those of a torch function in float64."""
+    exact = [x.detach().double().cpu().requires_grad_() for x in inputs]
+    outputs = function(*exact)
+    torch.autograd.backward(outputs, [grad.double().cpu() for grad in grads])
+    for ours, x in zip(got, exact, strict=True):
+        assert_close_to_exact(ours, x.grad)
+
+
+def test_silu_mul_gradient():
+    torch.manual_seed(1)
+    x = torch.randn(7, 2 * 1536, device=DEVICE, dtype=DTYPE)
+    grad = torch.randn(7, 1536, device=DEVICE, dtype=DTYPE)
+
+    def function(x):
+        gate, up = x.chunk(2, -1)
+        return [torch.nn.functional.silu(gate) * up]
+
+    check_gradient([silu_mul_backward(x, grad)], function, [x], [grad])
+
+
+@pytest.mark.parametrize(("T", "H"), [(5, 48), (20, 576), (1, 4096)])
+def test_add_norm_gradient(monkeypatch, T, H):
+    monkeypatch.setattr(backward, "PROGRAMS", 8)  # some have several tokens
+    torch.manual_seed(H)
+    x, grad_x, grad_normed = (torch.randn(T, H, device=DEVICE, dtype=DTYPE) for _ in range(3))
+    weight = (1 + 0.2 * torch.randn(H)).to(DEVICE, DTYPE)
+
+    def function(x, weight):
+        return [x * 1.0, x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight]
+
+    got = add_norm_backward(x, weight, 1e-6, grad_x, grad_normed)
+    check_gradient(got, function, [x, weight], [grad_x, grad_normed])
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(("T", "K", "group", "D"), [(5, 2, 2, 32), (9, 3, 3, 64), (4, 1, 1, 128)])
+def test_rotation_gradient(monkeypatch, T, K, group, D, has_norm):
+    monkeypatch.setattr(backward, "PROGRAMS", 8)
+    torch.manual_seed(0)
+    qkv = torch.randn(T, K, group + 2, D, device=DEVICE, dtype=DTYPE)
+    angles = torch.rand(T, D // 2, device=DEVICE) * 9
+    cos, sin = angles.cos(), angles.sin()
+    weights = [(1 + 0.2 * torch.randn(D)).to(DEVICE, DTYPE) for _ in range(2)] if has_norm else []
+    grads = [torch.randn(T, heads, D, device=DEVICE, dtype=DTYPE) for heads in (K * group, K, K)]
+
+    def normed(x, weight):
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight if has_norm else x
+
+    def function(qkv, q_weight=None, k_weight=None):
+        angle = angles.double().cpu()[:, None, None]
+        parts = normed(qkv[:, :, :group], q_weight), normed(qkv[:, :, group : group + 1], k_weight)
+        turned = []
+        for part in parts:
+            first, second = part.chunk(2, -1)
+            turned.append(
+                torch.cat(
+                    [first * angle.cos() - second * angle.sin(),
+                     second * angle.cos() + first * angle.sin()], -1,
+                )
+            )  # fmt: skip
+        return [turned[0].flatten(1, 2), turned[1][:, :, 0], qkv[:, :, group + 1]]
+
+    given = weights if has_norm else [None, None]
+    got = rotate_backward(
+        qkv if has_norm else None, cos, sin, *given, 1e-6, *grads, shape=qkv.shape
+    )
+    check_gradient([x for x in got if x is not None], function, [qkv, *weights], grads)

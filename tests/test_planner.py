@@ -123,10 +123,12 @@ def test_bytes_by_hand():
 @pytest.mark.parametrize(
     ("shape", "tokens", "checkpointing", "moment_bytes", "gib"),
     [
-        ("qwen3-0.6b", 32768, "none", 4, 51.6),
+        ("qwen3-0.6b", 32768, "none", 4, 51.5),
         ("qwen3-0.6b", 32768, "selective", 4, 37.5),
         ("qwen3-0.6b", 32768, "full", 4, 14.9),
         ("qwen3-1.7b", 16384, "none", 4, 60.4),
+        ("qwen3-8b", 16384, "full", 2, 107.9),
+        ("smollm2-135m", 32768, "none", 4, 18.3),
     ],
 )
 def test_training_takes_what_a_gpu_allocated(shape, tokens, checkpointing, moment_bytes, gib):

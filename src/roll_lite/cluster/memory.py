@@ -151,7 +151,7 @@ def saved_bytes_per_token(
 
 
 def block_bytes_per_token(config: ModelConfig, tp: int, width: int) -> int:
-    """What autograd keeps in one block, whose pointwise parts are compiled."""
+    """What autograd keeps in one block, whose pointwise parts are fused."""
     H, F, D = config.hidden_size, config.intermediate_size // tp, config.head_dim
     heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
     elements = (

@@ -27,7 +27,7 @@ class PackedAttention:
     max_seqlen: int
 
     def __call__(self, layer: int, projected: Projected) -> Tensor:
-        return self.attend(*projected.rotated(fused=projected.qkv_TKGD.is_cuda))
+        return self.attend(*projected.rotated())
 
     def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roll_lite.models.config import RopeConfig
-from roll_lite.models.pointwise import compiled
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -65,14 +64,44 @@ class Projected:
     q_norm: nn.Module | None
     k_norm: nn.Module | None
 
-    def rotated(self, *, fused: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """q (T, heads, D), k and v (T, K, D); `fused` compiles the steps into one kernel."""
+    def rotated(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q (T, heads, D), k and v (T, K, D)."""
         norms, eps = (None, None), 0.0
         if self.q_norm is not None:
             norms = self.q_norm.spread_weight, self.k_norm.spread_weight
             eps = self.q_norm.eps
-        run = compiled(rotate_heads) if fused else rotate_heads
+        head_dim = self.qkv_TKGD.shape[-1]
+        is_fused = self.qkv_TKGD.is_cuda and head_dim & (head_dim - 1) == 0
+        run = _RotateHeads.apply if is_fused else rotate_heads
         return run(self.qkv_TKGD, self.cos_TD, self.sin_TD, *norms, eps)
+
+
+class _RotateHeads(torch.autograd.Function):
+    """`rotate_heads` by the kernel that the engine uses: its cache is a page of all tokens here."""
+
+    @staticmethod
+    def forward(ctx, qkv_TKGD, cos_TD, sin_TD, q_norm, k_norm, eps):
+        from roll_lite.kernels.qkv import rotate_into_cache
+
+        T, K, _, D = qkv_TKGD.shape
+        k_TKD, v_TKD = (qkv_TKGD.new_empty(T, K, D) for _ in range(2))
+        slots_T = torch.arange(T, device=qkv_TKGD.device)
+        q_THD = rotate_into_cache(
+            qkv_TKGD, cos_TD, sin_TD, q_norm, k_norm, eps, slots_T, k_TKD[None], v_TKD[None]
+        )
+        ctx.save_for_backward(qkv_TKGD if q_norm is not None else None, cos_TD, sin_TD)
+        ctx.norms, ctx.eps, ctx.shape = (q_norm, k_norm), eps, qkv_TKGD.shape
+        return q_THD, k_TKD, v_TKD
+
+    @staticmethod
+    def backward(ctx, grad_q_THD, grad_k_TKD, grad_v_TKD):
+        from roll_lite.kernels.backward import rotate_backward
+
+        grads = (grad.contiguous() for grad in (grad_q_THD, grad_k_TKD, grad_v_TKD))
+        grad_qkv, grad_q_norm, grad_k_norm = rotate_backward(
+            *ctx.saved_tensors, *ctx.norms, ctx.eps, *grads, shape=ctx.shape
+        )
+        return grad_qkv, None, None, grad_q_norm, grad_k_norm, None
 
 
 def rotate_heads(
