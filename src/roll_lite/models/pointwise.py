@@ -7,8 +7,12 @@ from torch import Tensor
 
 def silu_mul(gate_up_TF: Tensor) -> Tensor:
     """silu(gate) * up, of the two halves of the last dimension."""
-    if gate_up_TF.is_cuda:
+    if gate_up_TF.is_cuda and torch.is_grad_enabled():
         return _SiluMul.apply(gate_up_TF)
+    if gate_up_TF.is_cuda:
+        from roll_lite.kernels.pointwise import silu_mul as kernel
+
+        return kernel(gate_up_TF)
     gate, up = gate_up_TF.chunk(2, dim=-1)
     return F.silu(gate) * up
 
