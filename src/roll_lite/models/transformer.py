@@ -76,7 +76,8 @@ class Transformer(nn.Module):
         """
         hidden_RH = self.hidden_states(token_ids_T, positions_T, attend)[rows_R]
         if self.value_head is not None:
-            return linear(hidden_RH, self.value_head)[:, 0].float()
+            # A sum of one number, since FSDP loses the gradient of a view that is written to.
+            return linear(hidden_RH, self.value_head).float().sum(-1)
         if num_top:
             return top_logprobs(hidden_RH, self.head_weight, num_top, temperature, self.shard)
         return token_logprobs(hidden_RH, self.head_weight, targets_R, temperature, self.shard)
