@@ -1,4 +1,13 @@
-"""Policy-gradient losses of all kinds, with their corrections and penalties."""
+"""Policy-gradient losses of all kinds, with their corrections and penalties.
+
+ppo      Schulman et al. 2017 (1707.06347); dual clip: Ye et al. 2019 (1912.09729)
+gspo     Zheng et al. 2025 (2507.18071); segment is the same for each turn
+cispo    MiniMax-M1 2025 (2506.13585)
+tis      the policy gradient of IMPALA, Espeholt et al. 2018 (1802.01561), token by token
+topr     Le Roux et al. 2025 (2503.14286), equation 8
+raft++   Xiong et al. 2025 (2504.11343)
+kimi     Kimi k1.5 2025 (2501.12599), equation 3
+"""
 
 import math
 from dataclasses import dataclass
@@ -135,7 +144,11 @@ class PolicyLoss:
         return loss_R, _ratio(ratio_R) | {"loss/clip_fraction": is_clipped_R.float()}
 
     def _clipped(self, ratio_R: Tensor, advantages_R: Tensor) -> tuple[Tensor, Tensor]:
-        """max(-ratio * A, -clip(ratio) * A). raft++ learns from positives only, all alike."""
+        """max(-ratio * A, -clip(ratio) * A). raft++ learns from positives only, all alike.
+
+        The paper's positives are the right answers: advantage reinforce without whitening. Others
+        leave out groups that are all right, as their advantages are 0.
+        """
         if self.kind == "raft++":
             advantages_R = (advantages_R > 0).to(ratio_R.dtype)
         unclipped_R = -ratio_R * advantages_R
@@ -152,7 +165,7 @@ class PolicyLoss:
         """The detached weight of A log p, and where a bound decided it."""
         if self.kind == "reinforce":
             return torch.ones_like(delta_R), torch.zeros_like(delta_R)
-        if self.kind == "topr":  # trajectories: the ratio is that of the whole sequence
+        if self.kind == "topr":  # of trajectories, so seq_mean_token_sum is the paper's sum
             log_ratio_R = _sum_over_sequence(delta_R, batch)
             is_negative_R = advantages_R < 0
             weight_R = torch.where(is_negative_R, log_ratio_R.clamp(max=0).exp(), 1.0)
@@ -164,7 +177,10 @@ class PolicyLoss:
         return ratio_R.clamp(low, high), (ratio_R < low) | (ratio_R > high)
 
     def _kimi(self, delta_R: Tensor, advantages_R: Tensor, batch: MicroBatch) -> Tensor:
-        """(A - tau log ratio)^2 / (2 tau) of the sequence: Kimi k1.5's gradient at any tau."""
+        """(A - tau log ratio)^2 / (2 tau) of the sequence, whose gradient is the paper's:
+
+        -(A grad log p - tau / 2 grad (log ratio)^2), with A the reward minus the group's mean.
+        """
         error_R = advantages_R - self.tau * _sum_over_sequence(delta_R, batch)
         return error_R.square() / (2 * self.tau)
 
