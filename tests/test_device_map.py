@@ -119,7 +119,7 @@ def test_a_map_made_in_code_is_checked_as_well():
         (
             "train=all genrate=all",
             {},
-            "role genrate is not known; use train, generate or reference",
+            "role genrate is not known; use train, generate, reference or critic",
         ),
         (
             "train=0-9 generate=12-20",

@@ -102,7 +102,7 @@ class DeviceMap:
         config: ModelConfig,
         *,
         required: Sequence[str] = ("train", "generate"),
-        optional: Sequence[str] = ("reference",),
+        optional: Sequence[str] = ("reference", "critic"),
         allow_idle: bool = False,
     ) -> None:
         """Refuse a map that a recipe with these roles cannot run with this model.

@@ -110,7 +110,12 @@ def role_memory(
     name: str, config: ModelConfig, num_ranks: int, tp: int, tokens: int, width: int
 ) -> Memory:
     """Of a role on each of its ranks, when a pass has so many tokens; without an engine's cache."""
-    known = {"train": train_memory, "generate": engine_memory, "reference": reference_memory}
+    known = {
+        "train": train_memory,
+        "critic": train_memory,  # its head is a little smaller
+        "generate": engine_memory,
+        "reference": reference_memory,
+    }
     if name not in known:
         raise ValueError(f"the memory of role {name} is not known; known are {', '.join(known)}")
     return known[name](config, num_ranks, tp, tokens, width)
