@@ -3,6 +3,7 @@
 import math
 import pickle
 import random
+import statistics
 from collections import defaultdict
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import torch
 from training_data import double, random_sequences, rows_with_loss, slope, total_and_gradient
 
 from roll_lite.train.distillation import DistillLoss
-from roll_lite.train.losses import ValueLoss, sft_loss
+from roll_lite.train.losses import ValueLoss, critic_metrics, sft_loss
 from roll_lite.train.packing import TrainingSequence, pack
 from roll_lite.train.policy_loss import KINDS, PolicyLoss
 from roll_lite.train.preference import DPOLoss
@@ -328,3 +329,25 @@ def test_the_value_loss_is_pessimistic(limit):
         assert values.grad[r].item() == pytest.approx(derivative)
         assert found["loss/value_error"][r].item() == pytest.approx(plain)
     assert limit is None or 0 < num_clipped < len(values)
+
+
+def test_the_critic_has_its_own_metrics():
+    returns, values = [1.0, 3.0, 2.0, 6.0], [1.5, 2.0, 2.0, 5.0]
+    error = sum((v - r) ** 2 for v, r in zip(values, returns, strict=True)) / 4
+    found = critic_metrics(
+        {
+            "loss/loss": error / 2,
+            "loss/value_error": error,
+            "loss/return": statistics.fmean(returns),
+            "loss/return_square": statistics.fmean(r * r for r in returns),
+            "time/train": 2.0,
+            "train/tokens_per_second": 9.0,
+        }
+    )
+    assert found["critic/loss"] == error / 2 and found["critic/tokens_per_second"] == 9.0
+    assert found["time/critic"] == 2.0
+    explained = 1 - error / statistics.pvariance(returns)
+    assert found["critic/explained_variance"] == pytest.approx(explained)
+    assert not any(name.startswith(("loss/", "train/")) for name in found)
+    flat = dict.fromkeys(("loss/value_error", "loss/return", "loss/return_square"), 1.0)
+    assert "critic/explained_variance" not in critic_metrics(flat | {"time/train": 1.0})

@@ -12,7 +12,15 @@ from training_data import random_sequences
 from roll_lite.cluster.codec import decode, encode
 from roll_lite.models.shapes import shape_config
 from roll_lite.train.balance import Cost, spread
-from roll_lite.train.packing import NUMBERS, MicroBatch, TrainingSequence, pack, truncate, unpack
+from roll_lite.train.packing import (
+    NUMBERS,
+    MicroBatch,
+    TrainingSequence,
+    pack,
+    split,
+    truncate,
+    unpack,
+)
 
 MORE = [name for name in NUMBERS if name not in ("logprobs", "advantages")]
 
@@ -230,6 +238,15 @@ def test_rows_come_back_to_their_tokens():
             for i, (v, m) in enumerate(zip(sequence.values, sequence.loss_mask, strict=True))
         ]
         assert values == pytest.approx(masked, rel=1e-6)
+
+
+def test_a_batch_is_split_over_updates():
+    sequences = random_sequences(7)
+    parts = split(sequences, 3)
+    assert [[s.id for s in part] for part in parts] == [
+        ["s0", "s3", "s6"], ["s1", "s4"], ["s2", "s5"],
+    ]  # fmt: skip
+    assert len(split(sequences, 9)) == 7 and split([], 3) == []
 
 
 def test_microbatches_travel_and_move():

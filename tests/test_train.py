@@ -16,7 +16,7 @@ from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule
 from roll_lite.train.packing import TrainingSequence, pack
 from roll_lite.train.policy_loss import PolicyLoss
-from roll_lite.train.trainer import Trainer
+from roll_lite.train.trainer import Trainer, combine
 
 
 @pytest.fixture
@@ -275,3 +275,14 @@ def test_offloaded_training_goes_on_bit_for_bit(qwen_folder):
                     trainer.reload()
             states.append({name: tensor.cpu() for name, tensor in trainer.state().items()})
     assert same_state(*states)
+
+
+def test_metrics_of_several_updates_are_one():
+    updates = [
+        {"loss/loss": 1.0, "loss/ratio_max": 4.0, "time/train": 2.0, "loss/skipped_steps": 1.0},
+        {"loss/loss": 2.0, "loss/ratio_max": 3.0, "time/train": 5.0, "loss/skipped_steps": 1.0},
+    ]
+    assert combine(updates) == {
+        "loss/loss": 1.5, "loss/ratio_max": 4.0, "time/train": 7.0, "loss/skipped_steps": 2.0,
+    }  # fmt: skip
+    assert combine([]) == {}

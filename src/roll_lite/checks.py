@@ -26,6 +26,24 @@ def one_of(known: Iterable[str], config: Any, *fields: str) -> None:
             )
 
 
+def read_only_if(is_read: bool, condition: str, config: Any, *fields: str) -> None:
+    """Refuse fields that were changed though nothing reads them; `condition` says when it would."""
+    defaults = {field.name: field.default for field in dataclass_fields(config)}
+    for field in fields:
+        value = getattr(config, field)
+        if not is_read and value != defaults[field]:
+            raise ValueError(
+                f"{field}={value!r} is only read with {condition}; leave it at {defaults[field]!r}"
+            )
+
+
+def filled_from(options: type, config: Any, **more: Any) -> Any:
+    """A dataclass of options with the values of the config's fields of the same names."""
+    names = {field.name for field in dataclass_fields(config)}
+    shared = [f.name for f in dataclass_fields(options) if f.name in names and f.name not in more]
+    return options(**{name: getattr(config, name) for name in shared}, **more)
+
+
 def only_read_by(readers: Mapping[str, tuple[str, ...]], config: Any) -> None:
     """Refuse an option that was changed though `config.kind` is not among its readers."""
     for field in dataclass_fields(config):

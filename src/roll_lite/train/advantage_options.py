@@ -99,6 +99,11 @@ class AdvantageOptions:
         return self.kind in ("reinforce", "reinforce++") if self.whiten is None else self.whiten
 
     @property
+    def compares_samples(self) -> bool:
+        """Whether a sample alone in its group has nothing to learn from."""
+        return self.kind in BY_SAMPLE or "group" in (self.baseline, self.reward_norm)
+
+    @property
     def needs_state(self) -> bool:
         return self.reward_norm == "running" or self.kl_target is not None
 
@@ -111,6 +116,8 @@ class AdvantageState:
         self.kl = KLController(
             options.kl_coef, target=options.kl_target, horizon=options.kl_horizon
         )
+        self.metrics: dict[str, float] = {}
+        """Of the last batch: the KL of a token and its coefficient, where rewards include it."""
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         return {"rewards": self.rewards.state_dict(), "kl": self.kl.state_dict()}

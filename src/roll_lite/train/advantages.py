@@ -187,6 +187,7 @@ def _penalty(
     if state is None:
         return options.kl_coef * kl_R
     penalty_R = state.kl.coef * kl_R
+    state.metrics = {"loss/kl": kl_R.mean().item(), "loss/kl_coef": state.kl.coef}
     state.kl.update(rows.sum(kl_R).mean().item(), len(rows.samples))
     return penalty_R
 

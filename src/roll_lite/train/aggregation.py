@@ -20,7 +20,7 @@ def row_weights(
 
     Sequences without rows count nowhere. `constant` divides the sums of seq_mean_token_sum_const.
     """
-    _check(aggregation, constant)
+    check_aggregation(aggregation, constant)
     shares = [weight if rows else 0.0 for weight, rows in zip(weights_S, rows_S, strict=True)]
     if not any(shares):
         raise ValueError("no token of the batch carries loss: every loss_mask or weight is empty")
@@ -33,7 +33,8 @@ def row_weights(
     return [share / (total * (constant or 1.0)) for share in shares]
 
 
-def _check(aggregation: str, constant: float | None) -> None:
+def check_aggregation(aggregation: str, constant: float | None) -> None:
+    """Refuse an unknown name, and a constant that is missing or not read."""
     if aggregation not in AGGREGATIONS:
         raise ValueError(
             f"aggregation={aggregation!r} is not known; use one of {', '.join(AGGREGATIONS)}"

@@ -17,6 +17,7 @@ from torch import Tensor
 from roll_lite.checks import above
 from roll_lite.train.packing import MicroBatch
 
+EQUAL = 1e-12  # returns of a smaller variance are the same number, but for rounding
 Measurements = dict[str, Tensor]
 Loss = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Measurements]]
 
@@ -56,6 +57,16 @@ class ValueLoss:
         with torch.no_grad():
             measurements["loss/value_clip_fraction"] = (clipped_error_R > error_R).float()
         return torch.maximum(error_R, clipped_error_R) / 2, measurements
+
+
+def critic_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """A critic's metrics under names of its own, with the share of variance that it explains."""
+    renamed = {f"critic/{name.partition('/')[2]}": value for name, value in metrics.items()}
+    renamed["time/critic"] = renamed.pop("critic/train")
+    variance = renamed["critic/return_square"] - renamed["critic/return"] ** 2
+    if variance > EQUAL:
+        renamed["critic/explained_variance"] = 1 - renamed["critic/value_error"] / variance
+    return renamed
 
 
 def required(batch: MicroBatch, field: str) -> Tensor:

@@ -1,5 +1,6 @@
 """Changes of rewards, weights and groups around the advantages, each a call of its own."""
 
+import math
 from dataclasses import replace
 from statistics import fmean
 
@@ -10,7 +11,9 @@ from roll_lite.types import Group, Sample, Score
 def overlong_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:
     """DAPO's soft punishment: 0 up to max_tokens - buffer, then linear to -1 at max_tokens."""
     if not 0 < buffer <= max_tokens:
-        raise ValueError(f"buffer={buffer} must be above 0 and at most max_tokens={max_tokens}")
+        raise ValueError(
+            f"overlong_buffer={buffer} must be above 0 and at most max_tokens={max_tokens}"
+        )
     return -min(1.0, max(0.0, (num_tokens - (max_tokens - buffer)) / buffer))
 
 
@@ -39,8 +42,11 @@ def mask_overlong(sequences: list[TrainingSequence], groups: list[Group]) -> lis
     ]
 
 
-def keep_difficulty(groups: list[Group], low: float, high: float) -> list[Group]:
+def keep_difficulty(
+    groups: list[Group], low: float | None = None, high: float | None = None
+) -> list[Group]:
     """Groups whose mean reward is neither below `low` (too hard) nor above `high` (too easy)."""
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
     if not low <= high:
         raise ValueError(f"low={low} must not be above high={high}")
     return [

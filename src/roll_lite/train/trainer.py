@@ -248,9 +248,12 @@ class Totals:
 
 
 def combine(updates: list[dict[str, float]]) -> dict[str, float]:
-    """The metrics of several updates as one: times and skips add up, `_max` is a maximum."""
+    """The metrics of several updates as one: times and skips add up, `_max` is a maximum.
+
+    No updates have no metrics.
+    """
     result = {}
-    for name in updates[0]:
+    for name in updates[0] if updates else ():
         values = [metrics[name] for metrics in updates]
         if name.startswith("time/") or name == "loss/skipped_steps":
             result[name] = sum(values)
