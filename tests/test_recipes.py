@@ -65,8 +65,8 @@ def test_rlvr_learns(warm_model, tmp_path):
 
 
 def test_rlvr_with_the_wrong_sign_does_not_learn(warm_model, tmp_path, monkeypatch):
-    def flipped(groups, options):
-        sequences = original(groups, options)
+    def flipped(*arguments):
+        sequences = original(*arguments)
         return [dataclasses.replace(s, advantages=[-a for a in s.advantages]) for s in sequences]
 
     original = rlvr.with_advantages
