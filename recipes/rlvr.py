@@ -154,6 +154,7 @@ SHOWN = {
     "reward/mean": "reward", "eval/accuracy": "eval", "rollout/failed": "failed",
     "rollout/reply_tokens": "tokens",
     "loss/entropy": "entropy", "loss/grad_norm": "grad", "mismatch/logprob_mean": "mismatch",
+    "loss/kl": "kl", "critic/explained_variance": "critic explains",
     "time/rollout": "rollout s", "time/train": "train s", "time/step": "step s",
 }  # fmt: skip
 
@@ -257,8 +258,8 @@ def update(
         if not only_critic:
             batch = pack(part, budget, aggregation=cfg.aggregation, constant=cfg.constant)
             policy_updates.append(models.policy.step(batch))
-    metrics = combine(policy_updates)
-    return metrics | critic_metrics(combine(critic_updates)) if critic_updates else metrics
+    of_critic = critic_metrics(combine(critic_updates)) if critic_updates else {}
+    return combine(policy_updates) | of_critic
 
 
 def describe_plan(cfg: Config) -> str:

@@ -87,7 +87,7 @@ def test_with_the_wrong_sign_it_does_not_learn(train, options, monkeypatch):
     with_advantages = rlvr.with_advantages
     monkeypatch.setattr(rlvr, "with_advantages", flipped)
     steps = train(steps=12, epochs=2, **options)
-    assert gain(steps) < -0.1
+    assert gain(steps) < -0.05
 
 
 FURTHER = [
