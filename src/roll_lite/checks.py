@@ -26,6 +26,16 @@ def one_of(known: Iterable[str], config: Any, *fields: str) -> None:
             )
 
 
+def unread_with(reason: str, config: Any, *fields: str) -> None:
+    """Refuse options that were changed though, for the reason given, nothing reads them."""
+    for field in dataclass_fields(config):
+        value = getattr(config, field.name)
+        if field.name in fields and value != field.default:
+            raise ValueError(
+                f"{field.name}={value!r} is not read with {reason}; leave it at {field.default!r}"
+            )
+
+
 def only_read_by(readers: Mapping[str, tuple[str, ...]], config: Any) -> None:
     """Refuse an option that was changed though `config.kind` is not among its readers."""
     for field in dataclass_fields(config):
