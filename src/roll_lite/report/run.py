@@ -38,7 +38,11 @@ class Run:
         text = json.dumps(dataclasses.asdict(config), indent=2, default=str)
         (self.folder / "config.json").write_text(text + "\n")
         self._bar = ProgressBar(num_steps, "steps")
-        self._width = len(str(num_steps))
+        self._num_steps, self._width = num_steps, len(str(num_steps))
+
+    def is_due(self, step: int, every: int) -> bool:
+        """What is done after every so many steps, and after the last; 0 is after the last only."""
+        return step == self._num_steps or (every > 0 and step % every == 0)
 
     def log(self, step: int, metrics: dict[str, float], groups: list[Group] | None = None) -> None:
         """Record a step and print the metrics a person watches."""
