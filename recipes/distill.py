@@ -3,10 +3,9 @@
 python recipes/sft.py --model models/tiny --steps 200 --run-dir runs/teacher     # a teacher first
 python recipes/distill.py --model models/tiny --teacher runs/teacher/model
 torchrun --nproc-per-node 4 recipes/distill.py --teacher BIG --device-map "train=0-1 teacher=2-3"
-
-Replies are those of the data, or with --on-policy what the student itself samples (one process):
-
 python recipes/distill.py --model runs/sft/model --teacher runs/teacher/model --on-policy --lr 3e-4
+
+Replies are those of the data, or with --on-policy the student's own samples (in one process).
 """
 
 import time
@@ -25,7 +24,7 @@ from roll_lite.cluster.world import compute_dtype
 from roll_lite.engine.engine import Engine
 from roll_lite.models.hf import load_model
 from roll_lite.on_policy import JudgedSamples
-from roll_lite.report.run import Run, default_folder
+from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.train.checkpoint import Checkpoints
 from roll_lite.train.distillation import DistillLoss, pack_taught
 from roll_lite.train.encoding import check_vocabulary, encode_dialogues
@@ -109,12 +108,13 @@ class Config:
             unread_with("on_policy", self, "kind", "skew", "top_k")
         else:
             unread_with("on_policy off", self, "samples_per_prompt", "max_tokens", "kv_cache_gib")
+        if not self.resume:
+            refuse_old_run(self.run_dir)
 
 
 SHOWN = {
     "loss/loss": "loss", "loss/kl": "KL", "rollout/kl": "KL", "eval/kl": "validation KL",
-    "rollout/reply_tokens": "tokens", "loss/grad_norm": "grad",
-    "train/tokens_per_second": "tokens/s", "time/step": "step s",
+    "rollout/reply_tokens": "tokens", "train/tokens_per_second": "tokens/s", "time/step": "step s",
 }  # fmt: skip
 
 

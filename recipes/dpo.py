@@ -17,12 +17,12 @@ import tyro
 
 from roll_lite import data
 from roll_lite.chat import Chat
-from roll_lite.checks import above, at_least, unread_with
+from roll_lite.checks import at_least, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle, split
 from roll_lite.models.config import read_config
 from roll_lite.models.lora import lora_options
-from roll_lite.report.run import Run, default_folder
+from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.train.checkpoint import Checkpoints
 from roll_lite.train.encoding import check_vocabulary, encode_preferences
 from roll_lite.train.optimizer import Schedule
@@ -62,8 +62,6 @@ class Config:
     """What the learning rate does after warm-up; linear and cosine end at 0."""
     warmup_steps: int = 5
     """Updates over which the learning rate rises to lr."""
-    max_grad_norm: float = 1.0
-    """Gradients longer than this are scaled down to it."""
     tokens_per_microbatch: int = 16384
     """Memory budget of one forward and backward pass; a pair has to fit in it."""
     checkpointing: Literal["none", "selective", "full"] = "none"
@@ -101,13 +99,14 @@ class Config:
         at_least(1, self, "steps", "pairs_per_step", "task_pairs", "tokens_per_microbatch", "tp")
         at_least(1, self, "validation_pairs", "validate_every", "keep_last")
         at_least(0, self, "warmup_steps", "lr", "lora_rank", "checkpoint_every")
-        above(0, self, "max_grad_norm")
         if self.lora_rank == 0:
             unread_with("lora_rank=0", self, "lora_alpha")
         if self.data is not None:
             unread_with("data", self, "task_pairs")
         if self.reference is not None:
             check_vocabulary(self.model, self.reference, "reference")
+        if not self.resume:
+            refuse_old_run(self.run_dir)
 
 
 SHOWN = {
@@ -133,7 +132,6 @@ def main(cfg: Config) -> None:
             schedule=Schedule(
                 lr=cfg.lr, warmup_steps=cfg.warmup_steps, kind=cfg.schedule, num_steps=cfg.steps
             ),
-            max_grad_norm=cfg.max_grad_norm,
             checkpointing=cfg.checkpointing,
             lora=lora_options(cfg.lora_rank, cfg.lora_alpha),
         )

@@ -19,7 +19,7 @@ from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import split
 from roll_lite.models.config import read_config
 from roll_lite.models.lora import TARGETS, lora_options
-from roll_lite.report.run import Run, default_folder
+from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.train.checkpoint import Checkpoints
 from roll_lite.train.encoding import encode_dialogues, fit
 from roll_lite.train.losses import sft_loss
@@ -105,6 +105,8 @@ class Config:
             unread_with("data", self, "careless")
         if self.device_map is not None:
             unread_with("device_map", self, "tp")
+        if not self.resume:
+            refuse_old_run(self.run_dir)
 
 
 SHOWN = {

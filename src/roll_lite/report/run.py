@@ -29,11 +29,8 @@ class Run:
         self.folder, self._shown = Path(folder), shown
         if resumed_at is not None:
             self._forget_after(resumed_at)
-        elif (self.folder / "metrics.jsonl").exists():
-            raise ValueError(
-                f"run_dir={self.folder} holds the records of an earlier run; resume it, name "
-                "another folder or remove it"
-            )
+        else:
+            refuse_old_run(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(dataclasses.asdict(config), indent=2, default=str)
         (self.folder / "config.json").write_text(text + "\n")
@@ -77,6 +74,15 @@ class Run:
             for group in groups:
                 for sample in group.samples:
                     file.write(json.dumps(_row(sample)) + "\n")
+
+
+def refuse_old_run(folder: str | Path) -> None:
+    """For a run that begins: what another has left is not written over."""
+    if (Path(folder) / "metrics.jsonl").exists():
+        raise ValueError(
+            f"run_dir={folder} holds the records of an earlier run; resume it, name another folder "
+            "or remove it"
+        )
 
 
 def default_folder(recipe: str) -> str:
