@@ -1,43 +1,52 @@
 """Supervised fine-tuning: cross-entropy on the assistant's turns of packed dialogues.
 
 python recipes/sft.py --model models/tiny --task reverse:5
+torchrun --nproc-per-node 4 recipes/sft.py --data dialogues.jsonl --run-dir runs/mine
+torchrun --nproc-per-node 2 recipes/sft.py --data dialogues.jsonl --run-dir runs/mine --resume
 """
 
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from typing import Literal
 
 import tyro
 
+from roll_lite import data
 from roll_lite.chat import Chat
-from roll_lite.checks import above, at_least
-from roll_lite.cluster.groups import start_alone
+from roll_lite.checks import above, at_least, unread_with
+from roll_lite.cluster.cluster import Cluster
+from roll_lite.cluster.role import split
 from roll_lite.models.config import read_config
-from roll_lite.report.run import Run, default_folder
-from roll_lite.tasks import demonstrations, parse_task
+from roll_lite.models.lora import TARGETS, lora_options
+from roll_lite.report.run import Run, default_folder, refuse_old_run
+from roll_lite.train.checkpoint import Checkpoints
+from roll_lite.train.encoding import encode_dialogues, fit
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule
 from roll_lite.train.packing import TrainingSequence, pack
+from roll_lite.train.resume import resume_step, save_step
 from roll_lite.train.trainer import Trainer
-from roll_lite.types import Prompt
 
 
 @dataclass(kw_only=True)
 class Config:
     model: str = "models/tiny"
     """Hugging Face folder to start from."""
-    task: str = "reverse:5"
-    """Where the dialogues come from: addition:N (digits), reverse:N or counting:N (letters)."""
+    task: str | None = None
+    """addition:N (digits), reverse:N or counting:N (letters); reverse:5 if there is no data."""
+    data: str | None = None
+    """JSON lines: {"messages": [...]} or {"prompt": text or messages, "reply": text}."""
+    careless: float = 0.0
+    """Share of the task's dialogues whose reply is a careless mistake instead of the answer."""
     steps: int = 100
     """Updates."""
-    careless: float = 0.0
-    """Share of dialogues whose reply is a careless mistake instead of the answer."""
     dialogues_per_step: int = 64
     """Batch size."""
     lr: float = 1e-3
     """Learning rate after warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after warm-up; linear and cosine end at 0."""
     warmup_steps: int = 20
     """Updates over which the learning rate rises to lr."""
     weight_decay: float = 0.0
@@ -46,74 +55,120 @@ class Config:
     """Gradients longer than this are scaled down to it."""
     tokens_per_microbatch: int = 16384
     """Memory budget of one forward and backward pass."""
+    too_long: Literal["error", "truncate"] = "error"
+    """What happens to a dialogue that does not fit in a micro-batch or in the model."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again to save memory."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """The optimizer's."""
+    lora_rank: int = 0
+    """Train adapters of this rank instead of all weights; 0 is off."""
+    lora_alpha: float = 32.0
+    """Adapters count lora_alpha / lora_rank times."""
+    lora_targets: tuple[str, ...] = tuple(TARGETS)
+    """Which projections get adapters."""
+    tp: int = 1
+    """Ranks that hold one model together."""
+    device_map: str | None = None
+    """Ranks that train, as in train=0-3,tp=2; all of them unless given."""
+    validation_data: str | None = None
+    """Dialogues for the validation loss; without it, held-out ones of the task."""
     validation_dialogues: int = 256
-    """Held-out dialogues for the validation loss."""
+    """At most so many of them."""
     validate_every: int = 50
-    """Compute the validation loss after every so many updates."""
+    """Compute the validation loss after every so many updates, and at the end."""
+    checkpoint_every: int = 0
+    """Write a checkpoint after every so many updates; one is written at the end in any case."""
+    keep_last: int = 2
+    """Checkpoints to keep."""
+    resume: bool = False
+    """Go on from the newest whole checkpoint of run_dir, if there is one."""
     seed: int = 0
-    """Of the dialogues."""
+    """Of the dialogues and their order."""
     device: str = "auto"
     """auto, cpu or cuda."""
     run_dir: str = field(default_factory=partial(default_folder, "sft"))
-    """Gets config.json, metrics.jsonl and the trained model."""
+    """Gets config.json, metrics.jsonl, checkpoints/ and the trained model."""
 
     def __post_init__(self):
         read_config(self.model)
-        parse_task(self.task)
-        at_least(1, self, "steps", "dialogues_per_step", "tokens_per_microbatch")
+        data.check_source(self.data, self.task)
+        lora_options(self.lora_rank, self.lora_alpha, self.lora_targets)
+        at_least(1, self, "steps", "dialogues_per_step", "tokens_per_microbatch", "tp", "keep_last")
         at_least(1, self, "validation_dialogues", "validate_every")
-        at_least(0, self, "warmup_steps", "weight_decay", "lr", "careless")
+        at_least(0, self, "warmup_steps", "weight_decay", "lr", "careless", "lora_rank")
+        at_least(0, self, "checkpoint_every")
         above(0, self, "max_grad_norm")
+        if self.lora_rank == 0:
+            unread_with("lora_rank=0", self, "lora_alpha", "lora_targets")
+        if self.data is not None:
+            unread_with("data", self, "careless")
+        if self.device_map is not None:
+            unread_with("device_map", self, "tp")
+        if not self.resume:
+            refuse_old_run(self.run_dir)
 
 
 SHOWN = {
-    "loss/loss": "loss", "eval/loss": "validation", "loss/grad_norm": "grad", "time/step": "step s",
+    "loss/loss": "loss", "eval/loss": "validation", "loss/grad_norm": "grad",
+    "data/truncated": "cut", "train/tokens_per_second": "tokens/s", "time/step": "step s",
 }  # fmt: skip
 
 
 def main(cfg: Config) -> None:
-    with start_alone(cfg.device) as place:
-        run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN)
-        chat = Chat(cfg.model)
-        trainer = Trainer(
-            cfg.model,
-            place=place,
+    device_map = cfg.device_map or f"train=all,tp={cfg.tp}"
+    model_config = read_config(cfg.model)
+    with Cluster(device_map, cfg.device, config=model_config, roles=["train"]) as cluster:
+        rows = data.DIALOGUES.training(cfg.data, cfg.task, f"sft-{cfg.seed}", careless=cfg.careless)
+        held_out = data.DIALOGUES.validation(
+            cfg.validation_data, cfg.data, cfg.task, cfg.validation_dialogues
+        )
+        trainer = cluster.role(
+            "train",
+            Trainer,
+            folder=cfg.model,
             loss=sft_loss,
-            schedule=Schedule(lr=cfg.lr, warmup_steps=cfg.warmup_steps),
+            schedule=Schedule(
+                lr=cfg.lr, warmup_steps=cfg.warmup_steps, kind=cfg.schedule, num_steps=cfg.steps
+            ),
             weight_decay=cfg.weight_decay,
             max_grad_norm=cfg.max_grad_norm,
+            checkpointing=cfg.checkpointing,
+            moments=cfg.moments,
+            lora=lora_options(cfg.lora_rank, cfg.lora_alpha, cfg.lora_targets),
         )
-        dialogues = encode(
-            chat, demonstrations(cfg.task, seed=f"sft-{cfg.seed}", careless=cfg.careless)
-        )
-        held_out = encode(chat, demonstrations(cfg.task, seed=0, split="held_out"))
-        validation = list(islice(held_out, cfg.validation_dialogues))
-        for step in range(1, cfg.steps + 1):
+        checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.keep_last)
+        done = resume_step(checkpoints, trainer, rows) if cfg.resume else None
+        run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
+        encode = partial(encode_rows, Chat(cfg.model), model_config.max_positions, cfg)
+        num_shards = trainer.role.num_replicas
+        validation, _ = encode(held_out)
+
+        for step in range((done or 0) + 1, cfg.steps + 1):
             start = time.perf_counter()
-            batch = pack(list(islice(dialogues, cfg.dialogues_per_step)), cfg.tokens_per_microbatch)
-            metrics = trainer.step(batch)
+            sequences, num_cut = encode(rows.take(cfg.dialogues_per_step))
+            batch = pack(sequences, cfg.tokens_per_microbatch, num_shards=num_shards)
+            metrics = trainer.step(split(batch))[0] | {"data/truncated": num_cut}
             metrics["time/step"] = time.perf_counter() - start
-            if step % cfg.validate_every == 0 or step == cfg.steps:
-                metrics["eval/loss"] = mean_loss(trainer, validation, cfg.tokens_per_microbatch)
+            if validation and run.is_due(step, cfg.validate_every):
+                batch = pack(validation, cfg.tokens_per_microbatch, num_shards=num_shards)
+                metrics["eval/loss"] = trainer.evaluate(split(batch))[0]["loss/loss"]
             run.log(step, metrics)
+            if run.is_due(step, cfg.checkpoint_every):
+                save_step(checkpoints, trainer, step, rows)
+
         run.close()
         print(f"model: {trainer.export(f'{cfg.run_dir}/model')}")
 
 
-def encode(chat: Chat, dialogues: Iterable[tuple[Prompt, str]]) -> Iterator[TrainingSequence]:
-    for prompt, reply in dialogues:
-        token_ids, loss_mask = chat.encode_dialogue(
-            [*prompt.messages, {"role": "assistant", "content": reply}]
-        )
-        yield TrainingSequence(token_ids=token_ids, loss_mask=loss_mask)
-
-
-def mean_loss(trainer: Trainer, sequences: list[TrainingSequence], token_budget: int) -> float:
-    batch = pack(sequences, token_budget)
-    logprobs = trainer.logprobs(batch)
-    return sum(
-        -(logprobs_R.cpu() * micro.weights_R).sum().item()
-        for logprobs_R, micro in zip(logprobs, batch, strict=True)
+def encode_rows(
+    chat: Chat, max_positions: int, cfg: Config, dialogues: list[data.Dialogue]
+) -> tuple[list[TrainingSequence], int]:
+    return fit(
+        encode_dialogues(chat, dialogues),
+        tokens_per_microbatch=cfg.tokens_per_microbatch,
+        max_positions=max_positions,
+        too_long=cfg.too_long,
     )
 
 

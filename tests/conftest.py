@@ -1,6 +1,7 @@
 """Small models of every family, made by transformers, which is the reference throughout."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -88,3 +89,33 @@ def tiny_folder(tmp_path_factory):
 def place():
     with start_alone("cpu") as place:
         yield place
+
+
+@pytest.fixture(scope="session")
+def imitator(tiny_folder, tmp_path_factory):
+    """The run folder of a short fine-tuning on two-letter words, half of it on careless replies."""
+    import sft  # a recipe: only now is its folder on the path
+
+    run_dir = tmp_path_factory.mktemp("imitator") / "run"
+    cfg = sft.Config(
+        model=str(tiny_folder), task="reverse:2", careless=0.5, steps=60, dialogues_per_step=16,
+        warmup_steps=5, lr=2e-3, validate_every=30, validation_dialogues=64, run_dir=str(run_dir),
+    )  # fmt: skip
+    sft.main(cfg)
+    return run_dir
+
+
+def run_recipe(recipe, *arguments, num_ranks=1):
+    """As a user does: python, or torchrun for several ranks; returns what was printed."""
+    launch = [sys.executable]
+    if num_ranks > 1:
+        launch += ["-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
+    done = subprocess.run(
+        [*launch, RECIPES / f"{recipe}.py", *map(str, arguments)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -63,6 +63,8 @@ def test_distillation_compares_completed_distributions(kind):
             assert picked.grad[r, column].item() == pytest.approx(expected, rel=1e-4, abs=1e-8)
         tail = 1 - sum(map(math.exp, p))
         assert found["loss/teacher_tail"][r].item() == pytest.approx(tail)
+        kl = expected_divergence(DistillLoss(), q, p)
+        assert found["loss/kl"][r].item() == pytest.approx(kl, rel=1e-6)
 
 
 def test_with_all_tokens_distillation_is_the_whole_divergence():

@@ -9,7 +9,7 @@ import torch
 from training_data import double, random_sequences, rows_with_loss, slope, total_and_gradient
 
 from roll_lite.train.packing import pack
-from roll_lite.train.preference import DPOLoss
+from roll_lite.train.preference import DPOLoss, pack_pairs
 
 
 def pair_sequences():
@@ -64,7 +64,9 @@ def test_measurements_of_dpo_are_means_over_pairs():
         for s in sequences
     ]
     margins = [c - r for c, r in zip(rewards[::2], rewards[1::2], strict=True)]
-    (micro,) = map(double, pack(sequences, 10**6, aggregation="seq_mean_token_mean", together=2))
+    (micro,) = map(
+        double, pack_pairs(list(zip(sequences[::2], sequences[1::2], strict=True)), 10**6)
+    )
     _, found = DPOLoss()(micro.values_R, torch.zeros_like(micro.values_R), micro)
     means = {name: (value * micro.weights_R).sum().item() for name, value in found.items()}
     assert means["reward/margin"] == pytest.approx(sum(margins) / 4, rel=1e-5)
@@ -72,6 +74,8 @@ def test_measurements_of_dpo_are_means_over_pairs():
     assert means["reward/chosen"] == pytest.approx(sum(rewards[::2]) / 4, rel=1e-5)
     assert means["reward/rejected"] == pytest.approx(sum(rewards[1::2]) / 4, rel=1e-5)
     assert 0 < means["reward/accuracy"] < 1
+    _, found = DPOLoss()(micro.reference_logprobs_R, torch.zeros_like(micro.values_R), micro)
+    assert set(found["reward/accuracy"].tolist()) == {0.5}
 
 
 def test_what_is_no_pair_is_refused():

@@ -54,6 +54,10 @@ class Chat:
             ids, mask = ids + said, mask + [True] * len(said)
         return ids, mask
 
+    def has_vocabulary_of(self, other: "Chat") -> bool:
+        """The same ids mean the same tokens."""
+        return self.tokenizer.get_vocab() == other.tokenizer.get_vocab()
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 

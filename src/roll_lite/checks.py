@@ -1,6 +1,6 @@
 """Checks of option values, for the `__post_init__` of a dataclass of options."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
@@ -28,13 +28,24 @@ def one_of(known: Iterable[str], config: Any, *fields: str) -> None:
 
 def read_only_if(is_read: bool, condition: str, config: Any, *fields: str) -> None:
     """Refuse fields that were changed though nothing reads them; `condition` says when it would."""
-    defaults = {field.name: field.default for field in dataclass_fields(config)}
-    for field in fields:
-        value = getattr(config, field)
-        if not is_read and value != defaults[field]:
-            raise ValueError(
-                f"{field}={value!r} is only read with {condition}; leave it at {defaults[field]!r}"
-            )
+    for field, value, default in () if is_read else _changed(config, fields):
+        raise ValueError(
+            f"{field}={value!r} is only read with {condition}; leave it at {default!r}"
+        )
+
+
+def unread_with(reason: str, config: Any, *fields: str) -> None:
+    """Refuse options that were changed though, for the reason given, nothing reads them."""
+    for field, value, default in _changed(config, fields):
+        raise ValueError(f"{field}={value!r} is not read with {reason}; leave it at {default!r}")
+
+
+def _changed(config: Any, names: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
+    """Name, value and default of the named fields whose value is not the default."""
+    for field in dataclass_fields(config):
+        value = getattr(config, field.name)
+        if field.name in names and value != field.default:
+            yield field.name, value, field.default
 
 
 def filled_from(options: type, config: Any, **more: Any) -> Any:

@@ -45,6 +45,13 @@ class LoraOptions:
             raise ValueError(f"lora targets are empty; give some of {', '.join(TARGETS)}")
 
 
+def lora_options(
+    rank: int, alpha: float, targets: tuple[str, ...] = tuple(TARGETS)
+) -> LoraOptions | None:
+    """The options of a run, whose rank 0 trains all weights instead."""
+    return LoraOptions(rank=rank, alpha=alpha, targets=targets) if rank else None
+
+
 class Adapter(nn.Module):
     """With a `shard`, one of the two matrices is cut like the weight, and the other is whole."""
 

@@ -29,16 +29,17 @@ class Run:
         self.folder, self._shown = Path(folder), shown
         if resumed_at is not None:
             self._forget_after(resumed_at)
-        elif (self.folder / "metrics.jsonl").exists():
-            raise ValueError(
-                f"run_dir={self.folder} holds the records of an earlier run; resume it, name "
-                "another folder or remove it"
-            )
+        else:
+            refuse_old_run(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(dataclasses.asdict(config), indent=2, default=str)
         (self.folder / "config.json").write_text(text + "\n")
         self._bar = ProgressBar(num_steps, "steps")
-        self._width = len(str(num_steps))
+        self._num_steps, self._width = num_steps, len(str(num_steps))
+
+    def is_due(self, step: int, every: int) -> bool:
+        """What is done after every so many steps, and after the last; 0 is after the last only."""
+        return step == self._num_steps or (every > 0 and step % every == 0)
 
     def log(self, step: int, metrics: dict[str, float], groups: list[Group] | None = None) -> None:
         """Record a step and print the metrics a person watches."""
@@ -73,6 +74,15 @@ class Run:
             for group in groups:
                 for sample in group.samples:
                     file.write(json.dumps(_row(sample)) + "\n")
+
+
+def refuse_old_run(folder: str | Path) -> None:
+    """For a run that begins: what another has left is not written over."""
+    if (Path(folder) / "metrics.jsonl").exists():
+        raise ValueError(
+            f"run_dir={folder} holds the records of an earlier run; resume it, name another folder "
+            "or remove it"
+        )
 
 
 def default_folder(recipe: str) -> str:

@@ -1,14 +1,17 @@
 """Learning from a teacher's likeliest tokens."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from roll_lite.checks import one_of, only_read_by
+from roll_lite.cluster.role import RoleHandle, split
 from roll_lite.train.losses import Measurements, required
-from roll_lite.train.packing import MicroBatch
+from roll_lite.train.packing import MicroBatch, TrainingSequence, pack
 
 KINDS = ("forward", "reverse", "skewed", "js")
 LARGEST_MASS = -(2.0**-20)  # log of the mass of the k tokens: fp32 cannot tell more from all
@@ -42,6 +45,7 @@ class DistillLoss:
         teacher = complete(required(batch, "teacher_logprobs_RK").to(student.dtype))
         measurements = {
             "loss/entropy": entropy_R.detach(),
+            "loss/kl": kl(teacher, student.detach()),
             "loss/teacher_tail": teacher[:, -1].exp(),
             "loss/student_tail": student[:, -1].detach().exp(),
         }
@@ -56,6 +60,24 @@ class DistillLoss:
             return kl(teacher, mix(teacher, student, self.skew))
         middle = mix(teacher, student, 0.5)
         return (kl(teacher, middle) + kl(student, middle)) / 2
+
+
+def pack_taught(
+    sequences: Sequence[TrainingSequence],
+    tokens_per_microbatch: int,
+    student: RoleHandle,
+    teacher: RoleHandle,
+    k: int,
+) -> list[MicroBatch]:
+    """Micro-batches with the teacher's k likeliest tokens at each row."""
+    # As many for every replica of the student, and for every one of the teacher.
+    num_shards = math.lcm(student.role.num_replicas, teacher.role.num_replicas)
+    batch = pack(sequences, tokens_per_microbatch, num_shards=num_shards)
+    top = chain.from_iterable(teacher.top_logprobs(split(batch), k))
+    return [
+        replace(micro, teacher_ids_RK=ids_RK, teacher_logprobs_RK=logprobs_RK)
+        for micro, (ids_RK, logprobs_RK) in zip(batch, top, strict=True)
+    ]
 
 
 def complete(logprobs_RK: Tensor) -> Tensor:

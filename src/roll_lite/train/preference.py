@@ -1,9 +1,9 @@
 """Learning from pairs of replies, one preferred to the other.
 
-Pack with together=2 and aggregation="seq_mean_token_mean": sequences 2i and 2i + 1 are the chosen
-and the rejected reply, and the batch's loss is the mean over pairs.
+In a micro-batch, sequences 2i and 2i + 1 are the chosen and the rejected reply.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,23 @@ from torch import Tensor
 
 from roll_lite.checks import above, one_of, only_read_by
 from roll_lite.train.losses import Measurements, required, sum_rows
-from roll_lite.train.packing import MicroBatch
+from roll_lite.train.packing import MicroBatch, TrainingSequence, pack
+
+Pair = tuple[TrainingSequence, TrainingSequence]
+"""The chosen and the rejected reply, each with its prompt."""
+
+
+def pack_pairs(
+    pairs: Sequence[Pair], tokens_per_microbatch: int, num_shards: int = 1
+) -> list[MicroBatch]:
+    """Micro-batches of whole pairs, weighted so that the batch's loss is the mean over pairs."""
+    return pack(
+        [sequence for pair in pairs for sequence in pair],
+        tokens_per_microbatch,
+        num_shards=num_shards,
+        together=2,
+        aggregation="seq_mean_token_mean",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +68,7 @@ class DPOLoss:
         with torch.no_grad():
             by_pair = {
                 "reward/margin": self.beta * margin_P,
-                "reward/accuracy": (margin_P > 0).float(),
+                "reward/accuracy": (1 + margin_P.sign()) / 2,  # at the start, all are ties
                 "reward/chosen": self.beta * chosen_P,
                 "reward/rejected": self.beta * rejected_P,
             }
@@ -76,5 +92,5 @@ def _check_pairs(batch: MicroBatch) -> None:
     if batch.num_sequences % 2 or not bool(rows_S.all()):
         raise ValueError(
             f"a micro-batch of {batch.num_sequences} sequences with {rows_S.tolist()} tokens to "
-            "learn from is not made of pairs; pack with together=2, and leave out empty replies"
+            "learn from is not made of pairs; use pack_pairs(), and leave out empty replies"
         )

@@ -1,7 +1,7 @@
 """A train role's checkpoints, from the controller: all ranks write, the controller seals."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.train.checkpoint import Checkpoints
@@ -45,4 +45,22 @@ def load_checkpoint(checkpoints: Checkpoints, trainer: RoleHandle) -> dict[str, 
     if folder is None:
         return None
     trainer.read_checkpoint(str(folder))
+    print(f"going on from {folder}", flush=True)
     return read_manifest(folder).state["controller"]
+
+
+class Rows(Protocol):
+    position: int
+    """How many were taken."""
+
+
+def save_step(checkpoints: Checkpoints, trainer: RoleHandle, step: int, rows: Rows) -> Path:
+    """A checkpoint of a run that needs no more than its rows' position besides the trainer."""
+    return save_checkpoint(checkpoints, trainer, step, {"step": step, "position": rows.position})
+
+
+def resume_step(checkpoints: Checkpoints, trainer: RoleHandle, rows: Rows) -> int:
+    """Go on from the newest whole checkpoint: the step it was written after, 0 if there is none."""
+    state = load_checkpoint(checkpoints, trainer) or {"step": 0, "position": 0}
+    rows.position = state["position"]
+    return state["step"]

@@ -85,10 +85,25 @@ class Trainer(Scorer):
         return metrics | self._speed(batch, time.perf_counter() - start)
 
     def _backward(self, micro: MicroBatch) -> dict[str, Tensor]:
-        targets = micro.targets_R if micro.teacher_ids_RK is None else micro.teacher_ids_RK
-        loss_R, measurements = self.loss(*self._forward(micro, targets), micro)
+        loss_R, measurements = self._loss(micro)
         (loss_R * micro.weights_R).sum().backward()
         return {LOSS: loss_R.detach(), **measurements}
+
+    def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        targets = micro.targets_R if micro.teacher_ids_RK is None else micro.teacher_ids_RK
+        return self.loss(*self._forward(micro, targets), micro)
+
+    @torch.no_grad()
+    def evaluate(self, batch: list[MicroBatch]) -> dict[str, float]:
+        """Loss and measurements of a batch of all ranks, without an update."""
+        totals = Totals()
+
+        def add(micro: MicroBatch) -> None:
+            loss_R, measurements = self._loss(micro)
+            totals.add({LOSS: loss_R, **measurements}, micro.weights_R)
+
+        self._read(batch, add)
+        return totals.over_ranks(self.replicas)
 
     def _clip(self) -> float:
         """Scale the gradient down to `max_grad_norm`; returns what its norm was."""

@@ -1,0 +1,198 @@
+"""Direct preference optimization: make the chosen reply of each pair likelier than the rejected.
+
+python recipes/sft.py --model models/tiny --careless 0.7 --steps 140 --run-dir runs/sft
+python recipes/dpo.py --model runs/sft/model
+torchrun --nproc-per-node 4 recipes/dpo.py --model MODEL --data pairs.jsonl --lr 1e-6 --tp 2
+
+Reference logprobs are computed once, before the first update, and kept in the run's folder.
+"""
+
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Literal
+
+import tyro
+
+from roll_lite import data
+from roll_lite.chat import Chat
+from roll_lite.checks import at_least, unread_with
+from roll_lite.cluster.cluster import Cluster
+from roll_lite.cluster.role import RoleHandle, split
+from roll_lite.models.config import read_config
+from roll_lite.models.lora import lora_options
+from roll_lite.report.run import Run, default_folder, refuse_old_run
+from roll_lite.train.checkpoint import Checkpoints
+from roll_lite.train.encoding import check_vocabulary, encode_preferences
+from roll_lite.train.optimizer import Schedule
+from roll_lite.train.packing import MicroBatch, TrainingSequence
+from roll_lite.train.preference import DPOLoss, pack_pairs
+from roll_lite.train.reference_cache import with_reference
+from roll_lite.train.resume import resume_step, save_step
+from roll_lite.train.scorer import Scorer
+from roll_lite.train.scoring import score_over_ranks
+from roll_lite.train.trainer import Trainer
+
+
+@dataclass(kw_only=True)
+class Config:
+    model: str = "models/tiny"
+    """Hugging Face folder to start from: a model that has been fine-tuned on such dialogues."""
+    reference: str | None = None
+    """Folder of the model that the policy is compared with; the starting policy unless given."""
+    task: str | None = None
+    """addition:N (digits), reverse:N or counting:N (letters); reverse:5 if there is no data."""
+    task_pairs: int = 2048
+    """Pairs that are generated of the task, right answers against careless ones."""
+    data: str | None = None
+    """JSON lines: {"prompt": text or messages, "chosen": text, "rejected": text}."""
+    kind: Literal["sigmoid", "ipo"] = "sigmoid"
+    """The loss: DPO's own, or IPO's square."""
+    beta: float = 0.1
+    """How much a log ratio to the reference counts."""
+    label_smoothing: float = 0.0
+    """Probability that a pair is labelled the wrong way round (sigmoid)."""
+    steps: int = 40
+    """Updates."""
+    pairs_per_step: int = 32
+    """Batch size."""
+    lr: float = 1e-4
+    """Learning rate after warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after warm-up; linear and cosine end at 0."""
+    warmup_steps: int = 5
+    """Updates over which the learning rate rises to lr."""
+    tokens_per_microbatch: int = 16384
+    """Memory budget of one forward and backward pass; a pair has to fit in it."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again to save memory."""
+    lora_rank: int = 0
+    """Train adapters of this rank instead of all weights; 0 is off."""
+    lora_alpha: float = 32.0
+    """Adapters count lora_alpha / lora_rank times."""
+    tp: int = 1
+    """Ranks that hold one model together."""
+    validation_data: str | None = None
+    """Pairs to validate on; without it, held-out ones of the task."""
+    validation_pairs: int = 256
+    """At most so many of them."""
+    validate_every: int = 10
+    """Validate before training, after every so many updates, and at the end."""
+    checkpoint_every: int = 0
+    """Write a checkpoint after every so many updates; one is written at the end in any case."""
+    keep_last: int = 2
+    """Checkpoints to keep."""
+    resume: bool = False
+    """Go on from the newest whole checkpoint of run_dir, if there is one."""
+    seed: int = 0
+    """Of the pairs and their order."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    run_dir: str = field(default_factory=partial(default_folder, "dpo"))
+    """Gets config.json, metrics.jsonl, reference.safetensors, checkpoints/ and the model."""
+
+    def __post_init__(self):
+        read_config(self.model)
+        data.check_source(self.data, self.task)
+        lora_options(self.lora_rank, self.lora_alpha)
+        dpo_loss(self)
+        at_least(1, self, "steps", "pairs_per_step", "task_pairs", "tokens_per_microbatch", "tp")
+        at_least(1, self, "validation_pairs", "validate_every", "keep_last")
+        at_least(0, self, "warmup_steps", "lr", "lora_rank", "checkpoint_every")
+        if self.lora_rank == 0:
+            unread_with("lora_rank=0", self, "lora_alpha")
+        if self.data is not None:
+            unread_with("data", self, "task_pairs")
+        if self.reference is not None:
+            check_vocabulary(self.model, self.reference, "reference")
+        if not self.resume:
+            refuse_old_run(self.run_dir)
+
+
+SHOWN = {
+    "loss/loss": "loss", "reward/accuracy": "accuracy", "reward/margin": "margin",
+    "reward/chosen": "chosen", "reward/rejected": "rejected", "eval/accuracy": "validation",
+    "loss/grad_norm": "grad", "time/step": "step s",
+}  # fmt: skip
+
+
+def main(cfg: Config) -> None:
+    roles = ["train"] if cfg.reference is None else ["train", "reference"]
+    device_map = " ".join(f"{role}=all,tp={cfg.tp}" for role in roles)
+    with Cluster(device_map, cfg.device, config=read_config(cfg.model), roles=roles) as cluster:
+        pairs = training_pairs(cfg)
+        held_out = data.PREFERENCES.validation(
+            cfg.validation_data, cfg.data, cfg.task, cfg.validation_pairs
+        )
+        trainer = cluster.role(
+            "train",
+            Trainer,
+            folder=cfg.model,
+            loss=dpo_loss(cfg),
+            schedule=Schedule(
+                lr=cfg.lr, warmup_steps=cfg.warmup_steps, kind=cfg.schedule, num_steps=cfg.steps
+            ),
+            checkpointing=cfg.checkpointing,
+            lora=lora_options(cfg.lora_rank, cfg.lora_alpha),
+        )
+        # Before a checkpoint is loaded: now the trainer is the starting policy.
+        encoded = with_reference(
+            encode_preferences(Chat(cfg.model), [*pairs, *held_out]),
+            partial(reference_logprobs, cfg, cluster, trainer),
+            folder=cfg.reference or cfg.model,
+            path=f"{cfg.run_dir}/reference.safetensors",
+        )
+        rows = data.Shuffled(encoded[: len(pairs)], seed=cfg.seed)
+        packed = partial(
+            pack_pairs, tokens_per_microbatch=cfg.tokens_per_microbatch,
+            num_shards=trainer.role.num_replicas,
+        )  # fmt: skip
+        validation = packed(encoded[len(pairs) :]) if held_out else []
+        checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.keep_last)
+        done = resume_step(checkpoints, trainer, rows) if cfg.resume else None
+        run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
+        if validation and not done:
+            run.log(0, validate(trainer, validation))
+        for step in range((done or 0) + 1, cfg.steps + 1):
+            start = time.perf_counter()
+            batch = packed(rows.take(cfg.pairs_per_step))
+            metrics = trainer.step(split(batch))[0]
+            metrics["time/step"] = time.perf_counter() - start
+            if validation and run.is_due(step, cfg.validate_every):
+                metrics |= validate(trainer, validation)
+            run.log(step, metrics)
+            if run.is_due(step, cfg.checkpoint_every):
+                save_step(checkpoints, trainer, step, rows)
+
+        run.close()
+        print(f"model: {trainer.export(f'{cfg.run_dir}/model')}")
+
+
+def dpo_loss(cfg: Config) -> DPOLoss:
+    return DPOLoss(kind=cfg.kind, beta=cfg.beta, label_smoothing=cfg.label_smoothing)
+
+
+def training_pairs(cfg: Config) -> list[data.Preference]:
+    if cfg.data is not None:
+        return data.read_preferences(cfg.data)
+    pairs = data.task_preferences(cfg.task or data.DEFAULT_TASK, seed=f"dpo-{cfg.seed}")
+    return list(islice(pairs, cfg.task_pairs))
+
+
+def reference_logprobs(
+    cfg: Config, cluster: Cluster, trainer: RoleHandle, sequences: list[TrainingSequence]
+) -> list[list[float]]:
+    method = trainer.reference_logprobs if cfg.lora_rank else trainer.logprobs
+    if cfg.reference is not None:
+        method = cluster.role("reference", Scorer, folder=cfg.reference).logprobs
+    return score_over_ranks(method, sequences, cfg.tokens_per_microbatch)
+
+
+def validate(trainer: RoleHandle, batch: list[MicroBatch]) -> dict[str, float]:
+    measured = trainer.evaluate(split(batch))[0]
+    return {f"eval/{name}": measured[f"reward/{name}"] for name in ("accuracy", "margin")}
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__.split("\n\n")[0]))

@@ -1,0 +1,79 @@
+"""Rows of data as sequences to train on."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from roll_lite.chat import Chat
+from roll_lite.data import Dialogue, Preference
+from roll_lite.models.config import read_config
+from roll_lite.train.packing import TrainingSequence, truncate
+from roll_lite.train.preference import Pair
+from roll_lite.types import Message
+
+TOO_LONG = ("error", "truncate")
+
+
+def encode_dialogues(chat: Chat, dialogues: Iterable[Dialogue]) -> list[TrainingSequence]:
+    """With loss on what the assistant says, in all of its turns."""
+    return [_encode(chat, dialogue.id, dialogue.messages) for dialogue in dialogues]
+
+
+def encode_preferences(chat: Chat, preferences: Iterable[Preference]) -> list[Pair]:
+    """With loss on the chosen and the rejected reply only."""
+
+    def encode(row: Preference, field: str) -> TrainingSequence:
+        messages = [*row.messages, {"role": "assistant", "content": getattr(row, field)}]
+        return _last_turn(_encode(chat, f"{row.id} {field}", messages))
+
+    return [(encode(row, "chosen"), encode(row, "rejected")) for row in preferences]
+
+
+def _encode(chat: Chat, name: str, messages: Sequence[Message]) -> TrainingSequence:
+    token_ids, loss_mask = chat.encode_dialogue(messages)
+    return TrainingSequence(id=name, token_ids=token_ids, loss_mask=loss_mask)
+
+
+def _last_turn(sequence: TrainingSequence) -> TrainingSequence:
+    """Without loss on earlier turns of the assistant, which belong to the prompt."""
+    start = len(sequence.loss_mask)
+    while start and sequence.loss_mask[start - 1]:
+        start -= 1
+    mask = [i >= start for i in range(len(sequence.loss_mask))]
+    return replace(sequence, loss_mask=mask)
+
+
+def fit(
+    sequences: Sequence[TrainingSequence],
+    *,
+    tokens_per_microbatch: int,
+    max_positions: int,
+    too_long: str,
+) -> tuple[list[TrainingSequence], int]:
+    """Sequences that micro-batch and model can hold, and how many were cut for it."""
+    limit = min(tokens_per_microbatch, max_positions)
+    if too_long == "truncate":
+        return truncate(sequences, limit)
+    for sequence in sequences:
+        if len(sequence.token_ids) > limit + 1:  # the last token is only a target
+            raise ValueError(
+                f"{sequence.id} has {len(sequence.token_ids)} tokens, and "
+                f"tokens_per_microbatch={tokens_per_microbatch} and the model's {max_positions} "
+                f"positions allow {limit + 1}; leave it out, or set too_long to truncate"
+            )
+    return list(sequences), 0
+
+
+def check_vocabulary(folder: str | Path, other: str | Path, name: str) -> None:
+    """Refuse a second model, called `name`, that means other tokens by the same ids."""
+    sizes = [read_config(f).vocab_size for f in (folder, other)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"{name}={str(other)!r} has a vocabulary of {sizes[1]} tokens and {str(folder)!r} one "
+            f"of {sizes[0]}; take a {name} of the same family"
+        )
+    if not Chat(folder).has_vocabulary_of(Chat(other)):
+        raise ValueError(
+            f"{name}={str(other)!r} and {str(folder)!r} have different tokenizers; take a {name} "
+            "of the same family"
+        )

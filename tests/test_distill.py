@@ -1,0 +1,114 @@
+"""Distillation as a user runs it; the teacher is a short fine-tuning of the student."""
+
+import distill
+import pytest
+import torch
+from conftest import run_recipe
+from safetensors.torch import load_file
+
+from roll_lite.report.curve import read_metric
+
+SHORT = {
+    "task": "reverse:2", "steps": 8, "rows_per_step": 16, "lr": 2e-3, "warmup_steps": 2,
+    "validation_rows": 32, "validate_every": 8, "device": "cpu",
+}  # fmt: skip
+ON_POLICY = {
+    "on_policy": True, "samples_per_prompt": 4, "max_tokens": 6, "lr": 1e-3, "steps": 10,
+    "kv_cache_gib": 0.05,
+}  # fmt: skip
+
+
+def run(student, imitator, run_dir, **changes):
+    values = {"model": str(student), "teacher": str(imitator / "model")} | SHORT | changes
+    distill.main(distill.Config(run_dir=str(run_dir), **values))
+    return run_dir
+
+
+def metric(run_dir, name):
+    return [value for _, value in read_metric(run_dir, name)]
+
+
+def same_weights(a, b):
+    a, b = (load_file(run / "model" / "model.safetensors") for run in (a, b))
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "skewed", "js"])
+def test_every_divergence_brings_the_student_closer(tiny_folder, imitator, tmp_path, kind):
+    run_dir = run(tiny_folder, imitator, tmp_path / "run", kind=kind)
+    before, *_, after = metric(run_dir, "eval/kl")
+    assert after < 0.5 * before
+    losses = metric(run_dir, "loss/loss")
+    assert losses[-1] < 0.6 * losses[0]
+    assert (losses == metric(run_dir, "loss/kl")) == (kind == "forward")
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(imitator, tmp_path):
+    run_dir = run(imitator / "model", imitator, tmp_path / "run", steps=1, lr=0.0)
+    assert metric(run_dir, "eval/kl") == pytest.approx([0.0, 0.0], abs=1e-5)
+
+
+def test_on_policy_the_students_own_samples_come_closer(tiny_folder, imitator, tmp_path):
+    """From a student that has seen a few of the teacher's tokens: it already ends its replies."""
+    start = run(tiny_folder, imitator, tmp_path / "start")
+    run_dir = run(start / "model", imitator, tmp_path / "run", **ON_POLICY)
+    before, *_, after = metric(run_dir, "eval/kl")
+    assert after < 0.75 * before
+    kls, losses = metric(run_dir, "rollout/kl"), metric(run_dir, "loss/loss")
+    assert losses == pytest.approx(kls, abs=1e-3)  # ratios are 1, so the loss is the KL
+    assert max(metric(run_dir, "mismatch/logprob_max")) < 1e-3
+
+
+@pytest.mark.parametrize("changes", [{}, ON_POLICY], ids=["off_policy", "on_policy"])
+def test_resumed_runs_are_the_same(tiny_folder, imitator, tmp_path, changes):
+    changes = changes | {"rows_per_step": 4, "validation_rows": 2, "steps": 4}
+    whole = run(tiny_folder, imitator, tmp_path / "whole", **changes)
+    parts = run(tiny_folder, imitator, tmp_path / "parts", **(changes | {"steps": 2}))
+    run(tiny_folder, imitator, parts, **changes, resume=True)
+    assert metric(parts, "loss/loss") == metric(whole, "loss/loss")
+    assert same_weights(parts, whole)
+
+
+@pytest.mark.slow
+def test_ranks_do_not_change_distillation(tiny_folder, imitator, tmp_path):
+    """Also where student and teacher have different numbers of ranks."""
+    arguments = ["--model", tiny_folder, "--teacher", imitator / "model", "--task", "reverse:2"]
+    arguments += ["--steps", 3, "--rows-per-step", 5, "--validation-rows", 8]
+    run_recipe("distill", *arguments, "--run-dir", tmp_path / "one")
+    for name, device_map in (("all", "train=all teacher=all"), ("some", "train=all teacher=1")):
+        run_dir = tmp_path / name
+        run_recipe(
+            "distill", *arguments, "--device-map", device_map, "--run-dir", run_dir, num_ranks=2
+        )
+        for key in ("loss/loss", "eval/kl"):
+            assert metric(run_dir, key) == pytest.approx(metric(tmp_path / "one", key), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_on_policy_refuses_several_ranks(tiny_folder, imitator, tmp_path):
+    arguments = ["--model", tiny_folder, "--teacher", imitator / "model", "--on-policy"]
+    with pytest.raises(AssertionError, match=r"student is on 2 ranks.*start the run with `python`"):
+        run_recipe("distill", *arguments, "--run-dir", tmp_path / "run", num_ranks=2)
+
+
+def test_distillation_as_a_user_runs_it(tiny_folder, imitator, tmp_path):
+    printed = run_recipe(
+        "distill", "--model", tiny_folder, "--teacher", imitator / "model", "--steps", 2,
+        "--rows-per-step", 4, "--validation-rows", 4, "--run-dir", tmp_path / "run",
+    )  # fmt: skip
+    assert "step 2  loss" in printed and "tokens/s" in printed and "validation KL" in printed
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_tokens": 5}, "max_tokens=5 is not read with on_policy off; leave it at 16"),
+        ({"on_policy": True, "top_k": 5}, "top_k=5 is not read with on_policy"),
+        ({"skew": 0.3}, "skew=0.3 is not read by kind='forward'"),
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"device_map": "train=all"}, "no role teacher in the device map"),
+    ],
+)
+def test_wrong_values_are_named(tiny_folder, imitator, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        run(tiny_folder, imitator, tmp_path / "run", **changes)

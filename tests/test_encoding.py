@@ -1,0 +1,60 @@
+"""Rows as sequences: what carries loss, what is too long, which models understand each other."""
+
+import json
+import shutil
+
+import pytest
+
+from roll_lite.chat import Chat
+from roll_lite.data import Dialogue, Preference
+from roll_lite.train.encoding import check_vocabulary, encode_dialogues, encode_preferences, fit
+
+
+def said(*turns):
+    roles = ("user", "assistant")
+    return tuple({"role": roles[i % 2], "content": text} for i, text in enumerate(turns))
+
+
+def learnt(chat, sequence):
+    """The tokens that carry loss, as text; <|im_end|> shows as a full stop."""
+    pairs = zip(sequence.token_ids, sequence.loss_mask, strict=True)
+    ids = [token_id for token_id, is_learnt in pairs if is_learnt]
+    return "".join("." if i == chat.end_of_turn else chat.decode([i]) for i in ids)
+
+
+def test_dialogues_learn_all_replies_and_pairs_only_the_last(tiny_folder):
+    chat = Chat(tiny_folder)
+    (sequence,) = encode_dialogues(chat, [Dialogue(id="d", messages=said("hi", "yo", "1?", "2"))])
+    assert learnt(chat, sequence) == "yo.2."
+    row = Preference(id="p", messages=said("hi", "yo", "1?"), chosen="2", rejected="three")
+    ((chosen, rejected),) = encode_preferences(chat, [row])
+    assert (learnt(chat, chosen), learnt(chat, rejected)) == ("2.", "three.")
+    assert chosen.token_ids == sequence.token_ids
+    assert (chosen.id, rejected.id) == ("p chosen", "p rejected")
+
+
+def test_what_is_too_long_is_named_or_cut(tiny_folder):
+    rows = [Dialogue(id=f"x line {n}", messages=said("a" * n, "bb")) for n in (1, 20)]
+    sequences = encode_dialogues(Chat(tiny_folder), rows)
+    length = len(sequences[1].token_ids)
+    limits = {"tokens_per_microbatch": length - 2, "max_positions": 512}
+    with pytest.raises(ValueError, match=rf"x line 20 has {length} tokens.*too_long to truncate"):
+        fit(sequences, **limits, too_long="error")
+    cut, num_cut = fit(sequences, **limits, too_long="truncate")
+    assert num_cut == 1 and cut[0] == sequences[0]
+    assert cut[1].token_ids == sequences[1].token_ids[:-1]
+    limits = {"tokens_per_microbatch": 512, "max_positions": length - 1}
+    assert fit(sequences, **limits, too_long="error") == (sequences, 0)
+
+
+def test_models_of_another_vocabulary_are_refused(tiny_folder, tmp_path):
+    check_vocabulary(tiny_folder, tiny_folder, "teacher")
+    other = shutil.copytree(tiny_folder, tmp_path / "other")
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text.replace('"a":', '"tmp":').replace('"b":', '"a":'))
+    with pytest.raises(ValueError, match=r"teacher=.*other.*different tokenizers"):
+        check_vocabulary(tiny_folder, other, "teacher")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    with pytest.raises(ValueError, match=r"teacher=.*vocabulary of 300 tokens.*one of 99"):
+        check_vocabulary(tiny_folder, other, "teacher")

@@ -1,0 +1,199 @@
+"""Supervised fine-tuning as a user runs it: over ranks, interrupted, from files."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import sft
+import torch
+from conftest import RECIPES, run_recipe
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from roll_lite.models.attention import PackedAttention
+from roll_lite.models.hf import load_model
+from roll_lite.report.curve import read_metric
+
+SHORT = {
+    "task": "reverse:2", "steps": 20, "dialogues_per_step": 4, "warmup_steps": 2,
+    "validation_dialogues": 8, "validate_every": 10, "device": "cpu",
+}  # fmt: skip
+
+
+def options(model, run_dir, **changes):
+    return {"model": str(model), "run_dir": str(run_dir)} | SHORT | changes
+
+
+def flags(values):
+    """Options of a Config as a command line."""
+    given = []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        given += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else []
+        given += [] if isinstance(value, bool) else [f"--{flag}", value]
+    return given
+
+
+def losses(run_dir):
+    return [loss for _, loss in read_metric(run_dir, "loss/loss")]
+
+
+def weights(run_dir):
+    return load_file(run_dir / "model" / "model.safetensors")
+
+
+def same_weights(a, b):
+    a, b = weights(a), weights(b)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def run_in_two_parts(run, model, run_dir, **changes):
+    """Ten updates, an end, and another ten."""
+    values = options(model, run_dir, checkpoint_every=5, **changes)
+    run(values | {"steps": 10})
+    run(values | {"resume": True})
+
+
+def run_here(values):
+    sft.main(sft.Config(**values))
+
+
+def run_on_two_ranks(values):
+    run_recipe("sft", *flags(values), num_ranks=2)
+
+
+@pytest.fixture(scope="module")
+def whole_run(tiny_folder, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("sft") / "whole"
+    run_here(options(tiny_folder, run_dir))
+    return run_dir
+
+
+def test_sft_learns_and_transformers_loads_the_result(imitator):
+    """Untrained, the loss is log 99 = 4.6; that of guessing letters is about 2.3."""
+    (_, middle), (_, last) = read_metric(imitator, "eval/loss")
+    assert last < middle < 3.5 and last < 2.7
+    reference = AutoModelForCausalLM.from_pretrained(imitator / "model", dtype=torch.float32)
+    model = load_model(imitator / "model")
+    ids = torch.arange(3, 40)
+    attention = PackedAttention(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
+    places = torch.arange(len(ids))
+    with torch.no_grad():
+        expected = reference(ids[None]).logits[0].log_softmax(-1)[places[:-1], ids[1:]]
+        found, _ = model(ids, places, attention, places[:-1], ids[1:])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_a_resumed_run_is_the_same_to_the_last_bit(tiny_folder, whole_run, tmp_path):
+    run_in_two_parts(run_here, tiny_folder, tmp_path / "run")
+    assert losses(tmp_path / "run") == losses(whole_run)
+    assert same_weights(tmp_path / "run", whole_run)
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-00000015", "step-00000020"]
+
+
+def test_a_damaged_checkpoint_is_passed_over(tiny_folder, whole_run, tmp_path, capsys):
+    values = options(tiny_folder, tmp_path / "run", checkpoint_every=5)
+    run_here(values | {"steps": 10})
+    (shard,) = (tmp_path / "run" / "checkpoints" / "step-00000010").glob("*.safetensors")
+    with shard.open("r+b") as file:
+        file.seek(-100, 2)
+        file.write(b"x")
+    capsys.readouterr()
+    run_here(values | {"resume": True})
+    printed = capsys.readouterr().out
+    assert "step-00000010 is damaged" in printed
+    assert "going on from" in printed and "step  6" in printed and "step  5" not in printed
+    assert losses(tmp_path / "run") == losses(whole_run)
+    assert same_weights(tmp_path / "run", whole_run)
+
+
+def test_resume_without_a_checkpoint_starts(tiny_folder, tmp_path):
+    values = options(tiny_folder, tmp_path / "run", steps=1, resume=True)
+    run_here(values)
+    with pytest.raises(ValueError, match=r"records of an earlier run; resume it"):
+        run_here(values | {"resume": False})
+
+
+@pytest.mark.slow
+def test_ranks_do_not_change_the_run(tiny_folder, whole_run, tmp_path):
+    """At two ranks: the same losses, resumed to the last bit, and resumed on one rank."""
+    run_on_two_ranks(options(tiny_folder, tmp_path / "two"))
+    assert losses(tmp_path / "two") == pytest.approx(losses(whole_run), abs=1e-5)
+    validation = [read_metric(run, "eval/loss")[-1][1] for run in (tmp_path / "two", whole_run)]
+    assert validation[0] == pytest.approx(validation[1], abs=1e-5)
+    run_in_two_parts(run_on_two_ranks, tiny_folder, tmp_path / "again")
+    assert losses(tmp_path / "again") == losses(tmp_path / "two")
+    assert same_weights(tmp_path / "again", tmp_path / "two")
+    values = options(tiny_folder, tmp_path / "fewer")
+    run_on_two_ranks(values | {"steps": 10})
+    run_here(values | {"resume": True})
+    assert losses(tmp_path / "fewer") == pytest.approx(losses(tmp_path / "two"), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_the_default_run_learns_to_reverse_words(tiny_folder, tmp_path):
+    run_recipe("sft", "--model", tiny_folder, "--steps", 140, "--run-dir", tmp_path / "run")
+    assert read_metric(tmp_path / "run", "eval/loss")[-1][1] < 0.5
+
+
+def write_rows(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_file_with_a_dialogue_that_is_too_long(tiny_folder, tmp_path):
+    rows = [{"prompt": "word", "reply": "b" * 4 * n} for n in range(1, 5)]
+    path = write_rows(tmp_path / "rows.jsonl", *rows)
+    values = options(
+        tiny_folder, tmp_path / "run", task=None, data=str(path), steps=2, tokens_per_microbatch=18
+    )
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl line 4 has \d+ tokens.*allow 19; .*too_long"
+    ):
+        run_here(values | {"run_dir": str(tmp_path / "refused")})
+    run_here(values | {"too_long": "truncate", "validation_data": str(path)})
+    assert [count for _, count in read_metric(tmp_path / "run", "data/truncated")] == [2, 2]
+    assert len(read_metric(tmp_path / "run", "eval/loss")) == 1
+
+
+def test_adapters_are_merged_and_resume(tiny_folder, tmp_path):
+    values = {"lora_rank": 4, "lora_alpha": 8.0, "steps": 4}
+    run_here(options(tiny_folder, tmp_path / "whole", **values))
+    parts = options(tiny_folder, tmp_path / "parts", **values)
+    run_here(parts | {"steps": 2})
+    run_here(parts | {"resume": True})
+    assert same_weights(tmp_path / "whole", tmp_path / "parts")
+    start, end = load_file(tiny_folder / "model.safetensors"), weights(tmp_path / "whole")
+    changed = {name for name in end if not torch.equal(start[name], end[name])}
+    assert end.keys() == start.keys()
+    assert changed == {name for name in end if "_proj" in name}
+
+
+def test_a_bad_row_is_named_and_nothing_is_left(tiny_folder, tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", {"prompt": "a", "reply": "b"}, {"prompt": "a"})
+    done = subprocess.run(
+        [sys.executable, RECIPES / "sft.py", "--model", tiny_folder, "--data", path,
+         "--run-dir", tmp_path / "run"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and "ValueError: " in last
+    assert "rows.jsonl line 2: no field 'reply'; a dialogue row has" in last
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": "x.jsonl"}, r"data='x\.jsonl' and task='reverse:2' are both given"),
+        ({"lora_alpha": 8.0}, r"lora_alpha=8\.0 is not read with lora_rank=0; leave it at 32\.0"),
+        ({"device_map": "train=0", "tp": 2}, "tp=2 is not read with device_map"),
+        ({"keep_last": 0}, "keep_last=0 must be at least 1"),
+        ({"lora_rank": 2, "lora_targets": ("mlp",)}, "lora targets=mlp are not known"),
+    ],
+)
+def test_wrong_values_are_named(tiny_folder, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        sft.Config(**options(tiny_folder, tmp_path / "run", **changes))
