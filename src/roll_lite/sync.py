@@ -1,13 +1,22 @@
 """Weights from the trainer to the engine: the only file that knows both."""
 
 import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from roll_lite.cluster.groups import Place
 from roll_lite.cluster.role import RoleHandle
-from roll_lite.engine.engine import Engine
+from roll_lite.engine.engine import Engine, Running
+from roll_lite.models.tensor import TensorShard, cut_dimension
+from roll_lite.models.transformer import Transformer
 from roll_lite.train.trainer import Trainer
+
+BUCKET_BYTES = 256 * 2**20  # that travel at once to ranks without a trainer
 
 
 def sync_weights(
@@ -37,3 +46,140 @@ def sync_weights(
 def same_bits(a: Tensor, b: Tensor) -> bool:
     bits = torch.int32 if a.element_size() == 4 else torch.int16
     return torch.equal(a.detach().view(bits), b.detach().view(bits))
+
+
+class WeightSync:
+    """The sync role, on all ranks of train and generate: weights for any pair of layouts.
+
+    Train's ranks put a parameter together, train's first rank sends it to those that have no
+    trainer, and each engine takes its part. Where every engine shares its rank with the trainer of
+    the same part, nothing but FSDP's own gathering travels.
+    """
+
+    def __init__(self, *, place: Place, places: Mapping[str, Place], siblings: Mapping[str, Any]):
+        self.place, self.feed = place, places.get("feed")
+        self.trainer: Trainer | None = siblings.get("train")
+        self.engine: Engine | None = siblings["generate"].engine if "generate" in siblings else None
+        self.is_aligned = self._all_aligned()
+        self._source = self._find_source() if self.feed else 0
+
+    def _all_aligned(self) -> bool:
+        mine = _tensor_place(self.trainer.tensor_shard) if self.trainer else None
+        theirs = _tensor_place(self.engine.model.shard) if self.engine else None
+        flag = torch.tensor(float(theirs is None or mine == theirs), device=self.place.device)
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=self.place.group)
+        return bool(flag)
+
+    def sync(self, version: int, running: Running = "go_on") -> dict[str, float]:
+        """Bring all engines to the trainer's weights, and check that they hold them."""
+        start = time.perf_counter()
+        arrived: dict[str, Tensor] = {}
+        taken: dict[str, Tensor] = {}
+        weights = self._aligned() if self.is_aligned else self._wholes(arrived)
+        if self.engine is None:
+            deque(weights, maxlen=0)  # takes part in the collectives
+        else:
+            self.engine.load_weights(_noting(weights, taken), version, running)
+        sent = self._sums_of_source(arrived) if self.feed else arrived
+        # Nobody waits for anybody any more: who finds something wrong may raise.
+        _compare(version, "what arrived is not what was sent", sent, arrived)
+        if self.engine:
+            held = {name: checksum(p) for name, p in self.engine.model.named_parameters()}
+            _compare(version, "the engine does not hold what it got", taken, held)
+        return {"time/sync": time.perf_counter() - start}
+
+    def _find_source(self) -> int:
+        """The rank within feed that has a trainer."""
+        flags = torch.tensor([self.trainer is not None], device=self.place.device)
+        everyone = [torch.empty_like(flags) for _ in range(self.feed.group.size())]
+        dist.all_gather(everyone, flags, group=self.feed.group)
+        return [bool(flag) for flag in everyone].index(True)
+
+    def _sums_of_source(self, arrived: dict[str, Tensor]) -> dict[str, Tensor]:
+        sums = torch.stack(list(arrived.values()))
+        dist.broadcast(sums, group_src=self._source, group=self.feed.group)
+        return dict(zip(arrived, sums, strict=True))
+
+    def _aligned(self) -> Iterator[tuple[str, Tensor]]:
+        return self.trainer.whole_parameters(self.place.dtype, only_part=True)
+
+    def _wholes(self, arrived: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Parameters as they come, cut for the engine; `arrived` gets their checksums."""
+        for bucket in self._buckets():
+            if self.feed:
+                flat = torch.cat([tensor.flatten() for tensor in bucket.values()])
+                dist.broadcast(flat, group_src=self._source, group=self.feed.group)
+                parts = flat.split([tensor.numel() for tensor in bucket.values()])
+                shapes = [tensor.shape for tensor in bucket.values()]
+                bucket = {
+                    name: part.view(shape)
+                    for name, part, shape in zip(bucket, parts, shapes, strict=True)
+                }
+            for name, tensor in bucket.items():
+                arrived[name] = checksum(tensor)
+                yield name, self._cut(name, tensor)
+
+    def _buckets(self) -> Iterator[dict[str, Tensor]]:
+        """Whole parameters, about BUCKET_BYTES at a time; empty ones where there is no trainer."""
+        bucket, size = {}, 0
+        for name, tensor in self._sent():
+            bucket[name] = tensor
+            size += tensor.nbytes
+            if size >= BUCKET_BYTES:
+                yield bucket
+                bucket, size = {}, 0
+        if bucket:
+            yield bucket
+
+    def _sent(self) -> Iterator[tuple[str, Tensor]]:
+        if self.trainer:
+            yield from self.trainer.whole_parameters(self.place.dtype)
+            return
+        with torch.device("meta"):
+            model = Transformer(self.engine.model.config)
+        for name, parameter in model.named_parameters():
+            options = {"dtype": self.place.dtype, "device": self.place.device}
+            yield name, torch.empty(parameter.shape, **options)
+
+    def _cut(self, name: str, tensor: Tensor) -> Tensor:
+        shard = self.engine.model.shard if self.engine else None
+        dimension = cut_dimension(name)
+        if shard is None or dimension is None:
+            return tensor
+        return tensor.chunk(shard.size, dimension)[shard.rank]
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """A number that nearly any change of any bit, or of the order of rows, changes."""
+    bits = torch.int32 if tensor.element_size() == 4 else torch.int16
+    rows = (
+        tensor.detach().contiguous().view(bits).reshape(len(tensor), -1).sum(1, dtype=torch.int64)
+    )
+    return (rows * torch.arange(1, len(rows) + 1, device=rows.device)).sum()
+
+
+def _noting(
+    weights: Iterable[tuple[str, Tensor]], sums: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in weights:
+        sums[name] = checksum(tensor)
+        yield name, tensor
+
+
+def _compare(
+    version: int, problem: str, expected: dict[str, Tensor], found: dict[str, Tensor]
+) -> None:
+    if not expected:
+        return
+    names = list(expected)
+    same = torch.stack([expected[name] for name in names]) == torch.stack(
+        [found[name] for name in names]
+    )
+    if broken := [name for name, is_same in zip(names, same.tolist(), strict=True) if not is_same]:
+        raise RuntimeError(
+            f"weight sync of version {version} failed: {problem} for {', '.join(broken)}"
+        )
+
+
+def _tensor_place(shard: TensorShard | None) -> tuple[int, int]:
+    return (shard.rank, shard.size) if shard else (0, 1)

@@ -77,7 +77,8 @@ class Cluster:
     def role(self, name: str, cls: type, **kwargs: Any) -> RoleHandle:
         """Make a worker object `cls(**kwargs)` on each rank of the role; returns when all are made.
 
-        A class whose `__init__` has a parameter `place` is told its `Place`.
+        A class whose `__init__` has a parameter `place` is told its `Place`; one with `places` or
+        `siblings`, those of all roles of its rank, or their worker objects.
         """
         role = self.device_map[name]
         contents = [((cls,), kwargs)] * role.num_replicas

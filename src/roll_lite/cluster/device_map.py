@@ -72,6 +72,19 @@ class DeviceMap:
         ranks = set(range(self.world_size)).difference(*(role.ranks for role in self.roles))
         return tuple(sorted(ranks))
 
+    def with_sync(self) -> "DeviceMap":
+        """And the roles that weights travel by from train to generate.
+
+        sync is all ranks of both. Engines that have no trainer on their rank are fed by train's
+        first rank; feed is that rank and theirs.
+        """
+        train, generate = self["train"].ranks, self["generate"].ranks
+        outside = tuple(rank for rank in generate if rank not in train)
+        roles = [Role("sync", tuple(sorted({*train, *generate})))]
+        if outside:
+            roles.append(Role("feed", tuple(sorted((train[0], *outside)))))
+        return DeviceMap((*self.roles, *roles), self.world_size)
+
     def roles_of(self, rank: int) -> tuple[Role, ...]:
         return tuple(role for role in self.roles if rank in role.ranks)
 

@@ -98,8 +98,9 @@ class Worker:
         return "".join(lines[THREAD_FRAMES + OWN_FRAMES :]) or "(between calls)"
 
     def _build(self, role: str, cls: type, /, **kwargs: Any) -> None:
-        if "place" in inspect.signature(cls).parameters:
-            kwargs.setdefault("place", self.places[role])
+        told = {"place": self.places[role], "places": self.places, "siblings": self._objects}
+        wanted = inspect.signature(cls).parameters
+        kwargs = {name: value for name, value in told.items() if name in wanted} | kwargs
         if self._objects.pop(role, None) is not None:
             gc.collect()  # sharded modules are in cycles; the new object needs their memory
         self._objects[role] = cls(**kwargs)

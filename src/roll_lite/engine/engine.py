@@ -4,7 +4,7 @@ engine = Engine(load_model(folder))
 turns = engine.generate([Request(prompt_ids=ids, params=SamplingParams(max_tokens=64))])
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -20,7 +20,7 @@ from roll_lite.engine.runner import Flight, Runner, Sampled, cache_shape
 from roll_lite.engine.sampler import noise_key
 from roll_lite.engine.scheduler import Chunk, Scheduler
 from roll_lite.engine.sequence import Request, Sequence, check_request
-from roll_lite.engine.weights import matched, take_over
+from roll_lite.engine.weights import check_fit, take_over, write
 from roll_lite.models.transformer import Transformer
 from roll_lite.progress import ProgressBar
 from roll_lite.types import Turn
@@ -213,12 +213,13 @@ class Engine:
         policy_version: int,
         running: Running = "go_on",
     ) -> None:
-        """Copy weights in place.
+        """Copy weights in place, from a collection or as they come.
 
         Running samples go on under them, prefilled again; or finish first under the old ones; or
         are aborted. Requests that wait are answered under the new weights in any case.
         """
-        pairs = matched(self.model, weights)
+        if isinstance(weights, Collection):  # a stream is checked as it comes
+            check_fit(self.model, {name: tensor.shape for name, tensor in weights})
         if not self._is_awake:
             raise RuntimeError("the engine sleeps; call wake() before load_weights()")
         if running not in ("go_on", "finish", "abort"):
@@ -228,8 +229,7 @@ class Engine:
         with self._working():
             self._make_way(running)
             self._needs_weights = True  # until all of them are there
-            for parameter, tensor in pairs:
-                parameter.copy_(tensor)
+            write(self.model, weights)
             self.policy_version = policy_version
             self._needs_weights = False
 

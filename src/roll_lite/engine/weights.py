@@ -26,17 +26,22 @@ def take_over(model: Transformer) -> list[Memory]:
     return _HOMES[model]
 
 
-def matched(
-    model: Transformer, weights: Iterable[tuple[str, Tensor]]
-) -> list[tuple[nn.Parameter, Tensor]]:
-    """Each parameter with what is to be written into it; refuses weights of another shape."""
-    parameters, weights = dict(model.named_parameters()), dict(weights)
-    wanted = {name: parameter.shape for name, parameter in parameters.items()}
-    sent = {name: tensor.shape for name, tensor in weights.items()}
-    if wanted != sent:
-        differing = sorted(name for name, _ in wanted.items() ^ sent.items())
+def check_fit(model: Transformer, shapes: dict[str, torch.Size]) -> None:
+    """Refuse weights that are not exactly the model's, by name."""
+    wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if wanted != shapes:
+        differing = sorted(name for name, _ in wanted.items() ^ shapes.items())
         raise ValueError(f"new weights do not fit the model: {', '.join(dict.fromkeys(differing))}")
-    return [(parameter, weights[name]) for name, parameter in parameters.items()]
+
+
+def write(model: Transformer, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy weights in place, each as it comes."""
+    parameters, shapes = dict(model.named_parameters()), {}
+    for name, tensor in weights:
+        shapes[name] = tensor.shape
+        if name in parameters and parameters[name].shape == tensor.shape:
+            parameters[name].copy_(tensor)
+    check_fit(model, shapes)
 
 
 def _move(parameters: list[nn.Parameter], device: torch.device) -> Memory:

@@ -76,9 +76,15 @@ def rectangle(name: str, parameter: DTensor, tensor_shard: TensorShard | None) -
     return Rectangle(tuple(shape), tuple(offsets), is_copy)
 
 
-def whole(name: str, parameter: DTensor, tensor_shard: TensorShard | None) -> Tensor:
-    """The whole parameter, on every rank. All ranks have to call this together."""
-    tensor = parameter.detach().full_tensor()
+def whole(
+    name: str,
+    parameter: DTensor,
+    tensor_shard: TensorShard | None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The whole parameter, on every rank, cast before it travels. All ranks call this together."""
+    parameter = parameter.detach()
+    tensor = (parameter if dtype is None else parameter.to(dtype)).full_tensor()
     cut = cut_dimension(name)
     if tensor_shard is None or cut is None:
         return tensor

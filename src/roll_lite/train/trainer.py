@@ -166,16 +166,22 @@ class Trainer(Scorer):
         """
         return dict(self.whole_parameters())
 
-    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """One at a time, so that nobody has to hold the whole model."""
+    def whole_parameters(
+        self, dtype: torch.dtype | None = None, *, only_part: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """One at a time, so that nobody has to hold the whole model; in a dtype other than its own.
+
+        `only_part` gives what this tensor-parallel rank computes with.
+        """
         parameters = dict(self.model.named_parameters())
+        tensor_shard = None if only_part else self.tensor_shard
         for name, parameter in parameters.items():
             if "_adapter." in name:
                 continue
-            tensor = whole(name, parameter, self.tensor_shard)
+            tensor = whole(name, parameter, tensor_shard, dtype)
             if (down := f"{name}_adapter.down") in parameters:
                 up = f"{name}_adapter.up"
-                down, up = (whole(n, parameters[n], self.tensor_shard) for n in (down, up))
+                down, up = (whole(n, parameters[n], tensor_shard) for n in (down, up))
                 scale = self.lora.alpha / self.lora.rank
                 tensor = (tensor.float() + scale * (up @ down)).to(tensor.dtype)
             yield name, tensor

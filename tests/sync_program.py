@@ -1,0 +1,82 @@
+"""Run under torchrun by test_sync.py: sync_program.py DEVICE_MAP MODEL RESULT_FILE."""
+
+import sys
+
+import torch
+from training_data import random_sequences
+
+from roll_lite.cluster.cluster import Cluster
+from roll_lite.cluster.device_map import parse_device_map
+from roll_lite.cluster.role import split
+from roll_lite.cluster.world import read_launch
+from roll_lite.engine.engine import Engine
+from roll_lite.engine.ranks import RanksEngine
+from roll_lite.models.hf import load_model
+from roll_lite.models.lora import LoraOptions
+from roll_lite.models.tensor import TensorShard
+from roll_lite.sync import WeightSync
+from roll_lite.train.losses import sft_loss
+from roll_lite.train.optimizer import Schedule
+from roll_lite.train.packing import pack
+from roll_lite.train.trainer import Trainer
+
+
+class Holder:
+    """An engine and nothing else."""
+
+    def __init__(self, folder, *, place):
+        shard = TensorShard.of(place.mesh["tp"].get_group()) if place.tp > 1 else None
+        model = load_model(folder, dtype=place.dtype, shard=shard)
+        control = {"control": place.control} if shard else {}
+        self.engine = (RanksEngine if shard else Engine)(model, kv_cache_gib=0.01, **control)
+        self.place = place
+
+    def held(self):
+        weights = {name: p.detach().clone() for name, p in self.engine.model.named_parameters()}
+        return self.place.tp_rank, self.place.tp, self.engine.policy_version, weights
+
+    def sleep_and_wake(self):
+        self.engine.sleep()
+        self.engine.wake()
+
+    def break_a_bit(self):
+        write = self.engine.load_weights
+
+        def broken(*args):
+            write(*args)
+            self.engine.model.norm.weight.detach().view(torch.int32)[3] += 1
+
+        self.engine.load_weights = broken
+
+
+def main(text, model, result_file):
+    device_map = parse_device_map(text, read_launch().world_size).with_sync()
+    with Cluster(device_map, "cpu") as cluster:
+        options = {"loss": sft_loss, "folder": model, "lora": None}
+        results = {}
+        for name, lora, lr in [("full", None, 1e-2), ("lora", LoraOptions(rank=2), 1e-1)]:
+            options |= {"lora": lora, "schedule": Schedule(lr=lr)}
+            trainer = cluster.role("train", Trainer, **options)
+            engines = cluster.role("generate", Holder, folder=model)
+            sync = cluster.role("sync", WeightSync)
+            batch = pack(random_sequences(), 200, num_shards=trainer.role.num_replicas)
+            for _ in range(2):
+                trainer.step(split(batch))
+            sync.sync(2)
+            state = {key: tensor.clone() for key, tensor in trainer.state().items()}
+            results[name] = state, engines.held.options(collect="all")()
+        for round in range(20):  # nothing is trained, so nothing may change
+            engines.sleep_and_wake()
+            sync.sync(3 + round)
+        results["rounds"] = state, engines.held.options(collect="all")()
+        engines.break_a_bit()
+        try:
+            sync.sync(99)
+        except Exception as error:
+            results["broken"] = str(error)
+        torch.save(results, result_file)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(*sys.argv[1:])

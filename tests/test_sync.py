@@ -1,0 +1,65 @@
+"""Weights from trainers to engines of other layouts, over real ranks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_reference
+
+from roll_lite.cluster.device_map import parse_device_map
+from roll_lite.models.tensor import cut_dimension
+from roll_lite.sync import checksum
+
+TESTS = Path(__file__).parent
+
+MAPS = [
+    "train=0-1 generate=0-3,tp=2",  # FSDP to TP, shared in part
+    pytest.param("train=all generate=all", marks=pytest.mark.slow),
+    pytest.param("train=0-1,tp=2 generate=2-3", marks=pytest.mark.slow),  # TP to replicas, disjoint
+    pytest.param("train=0-1,tp=2 generate=0-1,tp=2", marks=pytest.mark.slow),  # nothing to gather
+    pytest.param("train=0-3,tp=2 generate=0-3", marks=pytest.mark.slow),
+    pytest.param("train=3 generate=0-2", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("device_map", MAPS)
+def test_every_engine_holds_its_part_of_the_trainers_weights(tmp_path, device_map):
+    make_reference("qwen2.5", vocab_size=200).save_pretrained(tmp_path / "model")
+    ranks = 2 if device_map.endswith("0-1,tp=2") else 4
+    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, TESTS / "sync_program.py", device_map, tmp_path / "model",
+         tmp_path / "result.pt"],
+        env=os.environ | {"PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = torch.load(tmp_path / "result.pt", weights_only=False)
+    for kind, version in (("full", 2), ("lora", 2), ("rounds", 22)):
+        state, engines = results[kind]
+        for rank, size, found, weights in engines:
+            assert found == version and weights.keys() == state.keys()
+            for name, tensor in state.items():
+                if cut_dimension(name) is not None:
+                    tensor = tensor.chunk(size, cut_dimension(name))[rank]
+                assert torch.equal(weights[name], tensor), (kind, name)
+    assert "does not hold what it got for norm.weight" in results["broken"]
+
+
+def test_roles_that_weights_travel_by():
+    shared = parse_device_map("train=0-1 generate=0-1", 2).with_sync()
+    assert shared["sync"].ranks == (0, 1) and "feed" not in shared
+    apart = parse_device_map("train=2-3 generate=0-1 reference=4", 5).with_sync()
+    assert apart["sync"].ranks == (0, 1, 2, 3) and apart["feed"].ranks == (0, 1, 2)
+
+
+def test_checksums_see_bits_and_order():
+    x = torch.randn(7, 5)
+    flipped = x.clone()
+    flipped.view(torch.int32)[3, 2] ^= 1
+    assert checksum(x) != checksum(flipped)
+    assert checksum(x) != checksum(x.flip(0))
+    assert checksum(x.bfloat16()) == checksum(x.bfloat16().clone())
