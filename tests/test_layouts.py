@@ -55,8 +55,11 @@ def alone(folder):
     return results
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("layout", train_programs.LAYOUTS)
+CASES = [(layout, False) for layout in train_programs.LAYOUTS]
+CASES += [(layout, True) for layout in train_programs.LORA_LAYOUTS]
+
+
+@pytest.mark.parametrize(("layout", "lora"), CASES)
 def test_training_does_not_depend_on_the_layout(over_ranks, alone, layout, lora):
     got, expected = over_ranks[layout, lora], alone[lora]
     whole = expected["grads"][10_000]

@@ -64,6 +64,7 @@ def test_rlvr_learns(warm_model, tmp_path):
     assert "step    10" in draw(read_metric(tmp_path / "run", "eval/accuracy"))
 
 
+@pytest.mark.slow
 def test_rlvr_with_the_wrong_sign_does_not_learn(warm_model, tmp_path, monkeypatch):
     def flipped(*arguments):
         sequences = original(*arguments)
@@ -83,6 +84,7 @@ def test_several_updates_on_one_batch_move_the_ratio(warm_model, tmp_path):
     assert metrics["mismatch/logprob_mean"] > 1e-3 and metrics["loss/clip_fraction"] > 0
 
 
+@pytest.mark.slow
 def test_without_learning_rate_nothing_changes(warm_model, tmp_path):
     cfg = small_config(warm_model, tmp_path / "run", steps=4, lr=0.0, eval_every=1)
     accuracies = rlvr.main(cfg)

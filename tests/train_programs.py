@@ -1,7 +1,6 @@
 """Programs that test_layouts.py runs under torchrun: train_programs.py NAME MODEL RESULT_FILE."""
 
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +23,7 @@ LAYOUTS = {
     "fsdp2tp2": "fsdp2tp2=0-3,tp=2",
 }
 LORA = LoraOptions(rank=4, alpha=8.0)
+LORA_LAYOUTS = ("fsdp2tp2",)
 
 
 class Probe(Trainer):
@@ -99,9 +99,8 @@ def layouts(model, result_file):
     with Cluster(" ".join(LAYOUTS.values()), "cpu") as cluster:
         results = {}
         for name in LAYOUTS:
-            for lora in (None, LORA):
-                make = partial(cluster.role, name, Probe, folder=model)
-                trainer = make(**options(lora))
+            for lora in (None, LORA) if name in LORA_LAYOUTS else (None,):
+                trainer = cluster.role(name, Probe, folder=model, **options(lora))
                 if lora:
                     trainer.shake_adapters()
                 results[name, bool(lora)] = measure(trainer, cluster.device_map[name].num_replicas)
