@@ -9,6 +9,7 @@ Replies are those of the data, or with --on-policy the student's own samples (in
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -27,7 +28,7 @@ from roll_lite.on_policy import JudgedSamples
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.train.checkpoint import Checkpoints
 from roll_lite.train.distillation import DistillLoss, pack_taught
-from roll_lite.train.encoding import check_vocabulary, encode_dialogues
+from roll_lite.train.encoding import check_vocabulary, encode_fitting
 from roll_lite.train.optimizer import Schedule
 from roll_lite.train.packing import MicroBatch
 from roll_lite.train.policy_loss import PolicyLoss
@@ -84,9 +85,7 @@ class Config:
     validate_every: int = 20
     """Measure the KL before training, after every so many updates, and at the end."""
     checkpoint_every: int = 0
-    """Write a checkpoint after every so many updates; one is written at the end in any case."""
-    keep_last: int = 2
-    """Checkpoints to keep."""
+    """Write a checkpoint after every so many updates, and at the end; two are kept."""
     resume: bool = False
     """Go on from the newest whole checkpoint of run_dir, if there is one."""
     seed: int = 0
@@ -101,7 +100,7 @@ class Config:
         check_vocabulary(self.model, self.teacher, "teacher")
         make_loss(self)
         at_least(1, self, "steps", "rows_per_step", "top_k", "samples_per_prompt", "max_tokens")
-        at_least(1, self, "tokens_per_microbatch", "validation_rows", "validate_every", "keep_last")
+        at_least(1, self, "tokens_per_microbatch", "validation_rows", "validate_every")
         at_least(0, self, "warmup_steps", "lr", "checkpoint_every")
         above(0, self, "temperature", "kv_cache_gib")
         if self.on_policy:
@@ -114,8 +113,10 @@ class Config:
 
 SHOWN = {
     "loss/loss": "loss", "loss/kl": "KL", "rollout/kl": "KL", "eval/kl": "validation KL",
-    "rollout/reply_tokens": "tokens", "train/tokens_per_second": "tokens/s", "time/step": "step s",
+    "loss/grad_norm": "grad", "loss/skipped_steps": "skipped", "rollout/reply_tokens": "tokens",
+    "train/tokens_per_second": "tokens/s", "time/step": "step s",
 }  # fmt: skip
+FIXED = "model", "teacher", "task", "seed", "on_policy", "kind"
 
 
 def main(cfg: Config) -> None:
@@ -124,26 +125,26 @@ def main(cfg: Config) -> None:
         rows = source.training(cfg.data, cfg.task, f"distill-{cfg.seed}")
         held_out = source.validation(cfg.validation_data, cfg.data, cfg.task, cfg.validation_rows)
         teacher = cluster.role("teacher", Scorer, folder=cfg.teacher, temperature=cfg.temperature)
+        schedule = Schedule(lr=cfg.lr, warmup_steps=cfg.warmup_steps)
         trainer = cluster.role(
-            "train",
-            Trainer,
-            folder=cfg.model,
-            loss=make_loss(cfg),
-            schedule=Schedule(lr=cfg.lr, warmup_steps=cfg.warmup_steps),
-            temperature=cfg.temperature,
-            checkpointing=cfg.checkpointing,
-        )
-        checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.keep_last)
-        done = resume_step(checkpoints, trainer, rows) if cfg.resume else None
+            "train", Trainer, folder=cfg.model, loss=make_loss(cfg), schedule=schedule,
+            temperature=cfg.temperature, checkpointing=cfg.checkpointing,
+        )  # fmt: skip
+        checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints")
+        fixed = data.fixed_options(cfg, *FIXED)
+        done = resume_step(checkpoints, trainer, rows, fixed) if cfg.resume else None
         run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
         chat = Chat(cfg.model)
         if cfg.on_policy:
             make_batch = judged_samples(cfg, cluster, chat, trainer, teacher)
         else:
-            make_batch = partial(taught_dialogues, cfg, chat, trainer, teacher)
+            models = cfg.model, cfg.teacher
+            encode = partial(encode_fitting, chat, cfg.tokens_per_microbatch, models)
+            if cfg.data is not None:
+                encode(rows.rows)  # says now, not in the middle of the run, what does not fit
+            make_batch = partial(taught_dialogues, cfg, encode, trainer, teacher)
         if held_out and not done:
             run.log(0, {"eval/kl": kl_to_teacher(trainer, *make_batch(held_out, 0))})
-
         for step in range((done or 0) + 1, cfg.steps + 1):
             start = time.perf_counter()
             batch, metrics = make_batch(rows.take(cfg.rows_per_step), step - 1)
@@ -153,7 +154,7 @@ def main(cfg: Config) -> None:
                 metrics["eval/kl"] = kl_to_teacher(trainer, *make_batch(held_out, step))
             run.log(step, metrics)
             if run.is_due(step, cfg.checkpoint_every):
-                save_step(checkpoints, trainer, step, rows)
+                save_step(checkpoints, trainer, step, rows, fixed, lower=metrics.get("eval/kl"))
 
         run.close()
         print(f"model: {trainer.export(f'{cfg.run_dir}/model')}")
@@ -164,26 +165,24 @@ def make_loss(cfg: Config) -> PolicyLoss | DistillLoss:
 
 
 def taught_dialogues(
-    cfg: Config, chat: Chat, trainer: RoleHandle, teacher: RoleHandle,
+    cfg: Config, encode: Callable, trainer: RoleHandle, teacher: RoleHandle,
     dialogues: list[data.Dialogue], num_updates: int,
 ) -> tuple[list[MicroBatch], dict[str, float]]:  # fmt: skip
     """A batch with the teacher's likeliest tokens, the same after any number of updates."""
     start = time.perf_counter()
-    sequences = encode_dialogues(chat, dialogues)
-    batch = pack_taught(sequences, cfg.tokens_per_microbatch, trainer, teacher, cfg.top_k)
+    batch = pack_taught(encode(dialogues), cfg.tokens_per_microbatch, trainer, teacher, cfg.top_k)
     return batch, {"time/teacher": time.perf_counter() - start}
 
 
 def judged_samples(
     cfg: Config, cluster: Cluster, chat: Chat, trainer: RoleHandle, teacher: RoleHandle
 ) -> JudgedSamples:
+    sampling = {"max_tokens": cfg.max_tokens, "temperature": cfg.temperature}
     policy = load_model(cfg.model, device=cluster.device, dtype=compute_dtype(cluster.device))
     return JudgedSamples(
         trainer=trainer, teacher=teacher, chat=chat, seed=cfg.seed,
         engine=Engine(policy, kv_cache_gib=cfg.kv_cache_gib, decode=chat.decode),
-        params=SamplingParams(
-            max_tokens=cfg.max_tokens, temperature=cfg.temperature, stop_ids=chat.stop_ids
-        ),
+        params=SamplingParams(**sampling, stop_ids=chat.stop_ids),
         num_samples=cfg.samples_per_prompt, tokens_per_microbatch=cfg.tokens_per_microbatch,
     )  # fmt: skip
 

@@ -113,8 +113,9 @@ class Config:
 SHOWN = {
     "loss/loss": "loss", "reward/accuracy": "accuracy", "reward/margin": "margin",
     "reward/chosen": "chosen", "reward/rejected": "rejected", "eval/accuracy": "validation",
-    "loss/grad_norm": "grad", "time/step": "step s",
+    "loss/grad_norm": "grad", "loss/skipped_steps": "skipped", "time/step": "step s",
 }  # fmt: skip
+FIXED = "model", "task", "seed", "kind", "beta", "lora_rank", "lora_alpha", "reference"
 
 
 def main(cfg: Config) -> None:
@@ -136,21 +137,20 @@ def main(cfg: Config) -> None:
             checkpointing=cfg.checkpointing,
             lora=lora_options(cfg.lora_rank, cfg.lora_alpha),
         )
+        chat, budget = Chat(cfg.model), cfg.tokens_per_microbatch
         # Before a checkpoint is loaded: now the trainer is the starting policy.
         encoded = with_reference(
-            encode_preferences(Chat(cfg.model), [*pairs, *held_out]),
+            encode_preferences(chat, [*pairs, *held_out], budget),
             partial(reference_logprobs, cfg, cluster, trainer),
-            folder=cfg.reference or cfg.model,
-            path=f"{cfg.run_dir}/reference.safetensors",
-        )
-        rows = data.Shuffled(encoded[: len(pairs)], seed=cfg.seed)
-        packed = partial(
-            pack_pairs, tokens_per_microbatch=cfg.tokens_per_microbatch,
-            num_shards=trainer.role.num_replicas,
+            folder=cfg.reference or cfg.model, path=f"{cfg.run_dir}/reference.safetensors",
         )  # fmt: skip
+        rows = data.Shuffled(encoded[: len(pairs)], seed=cfg.seed)
+        num_shards = trainer.role.num_replicas
+        packed = partial(pack_pairs, tokens_per_microbatch=budget, num_shards=num_shards)
         validation = packed(encoded[len(pairs) :]) if held_out else []
         checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.keep_last)
-        done = resume_step(checkpoints, trainer, rows) if cfg.resume else None
+        fixed = data.fixed_options(cfg, *FIXED)
+        done = resume_step(checkpoints, trainer, rows, fixed) if cfg.resume else None
         run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
         if validation and not done:
             run.log(0, validate(trainer, validation))
@@ -163,7 +163,8 @@ def main(cfg: Config) -> None:
                 metrics |= validate(trainer, validation)
             run.log(step, metrics)
             if run.is_due(step, cfg.checkpoint_every):
-                save_step(checkpoints, trainer, step, rows)
+                best = metrics.get("eval/accuracy")
+                save_step(checkpoints, trainer, step, rows, fixed, higher=best)
 
         run.close()
         print(f"model: {trainer.export(f'{cfg.run_dir}/model')}")

@@ -256,7 +256,7 @@ def update(
         if models.critic:
             critic_updates.append(models.critic.step(pack(part, budget)))
         if not only_critic:
-            batch = pack(part, budget, aggregation=cfg.aggregation, constant=cfg.constant)
+            batch = pack(part, budget, aggregation=cfg.chosen_aggregation, constant=cfg.constant)
             policy_updates.append(models.policy.step(batch))
     of_critic = critic_metrics(combine(critic_updates)) if critic_updates else {}
     return combine(policy_updates) | of_critic

@@ -20,6 +20,7 @@ from roll_lite.cluster.role import split
 from roll_lite.models.config import read_config
 from roll_lite.models.lora import TARGETS, lora_options
 from roll_lite.report.run import Run, default_folder, refuse_old_run
+from roll_lite.train.balance import Cost
 from roll_lite.train.checkpoint import Checkpoints
 from roll_lite.train.encoding import encode_dialogues, fit
 from roll_lite.train.losses import sft_loss
@@ -111,7 +112,8 @@ class Config:
 
 SHOWN = {
     "loss/loss": "loss", "eval/loss": "validation", "loss/grad_norm": "grad",
-    "data/truncated": "cut", "train/tokens_per_second": "tokens/s", "time/step": "step s",
+    "loss/skipped_steps": "skipped", "data/truncated": "cut",
+    "train/tokens_per_second": "tokens/s", "time/step": "step s",
 }  # fmt: skip
 
 
@@ -138,16 +140,21 @@ def main(cfg: Config) -> None:
             lora=lora_options(cfg.lora_rank, cfg.lora_alpha, cfg.lora_targets),
         )
         checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.keep_last)
-        done = resume_step(checkpoints, trainer, rows) if cfg.resume else None
+        fixed = data.fixed_options(
+            cfg, "model", "task", "seed", "careless", "lora_rank", "lora_alpha", "lora_targets"
+        )
+        done = resume_step(checkpoints, trainer, rows, fixed) if cfg.resume else None
         run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
         encode = partial(encode_rows, Chat(cfg.model), model_config.max_positions, cfg)
-        num_shards = trainer.role.num_replicas
+        num_shards, cost = trainer.role.num_replicas, Cost.of(model_config)
         validation, _ = encode(held_out)
+        if cfg.data is not None and cfg.too_long == "error":
+            encode(rows.rows)  # says now, not in the middle of the run, which one does not fit
 
         for step in range((done or 0) + 1, cfg.steps + 1):
             start = time.perf_counter()
             sequences, num_cut = encode(rows.take(cfg.dialogues_per_step))
-            batch = pack(sequences, cfg.tokens_per_microbatch, num_shards=num_shards)
+            batch = pack(sequences, cfg.tokens_per_microbatch, num_shards=num_shards, cost=cost)
             metrics = trainer.step(split(batch))[0] | {"data/truncated": num_cut}
             metrics["time/step"] = time.perf_counter() - start
             if validation and run.is_due(step, cfg.validate_every):
@@ -155,7 +162,7 @@ def main(cfg: Config) -> None:
                 metrics["eval/loss"] = trainer.evaluate(split(batch))[0]["loss/loss"]
             run.log(step, metrics)
             if run.is_due(step, cfg.checkpoint_every):
-                save_step(checkpoints, trainer, step, rows)
+                save_step(checkpoints, trainer, step, rows, fixed, lower=metrics.get("eval/loss"))
 
         run.close()
         print(f"model: {trainer.export(f'{cfg.run_dir}/model')}")

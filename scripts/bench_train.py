@@ -73,10 +73,10 @@ class TimedTrainer(Trainer):
         return rows
 
     def _clip(self):
-        norm = self._timed("clip", super()._clip)
-        update = self.optimizer.step
-        self.optimizer.step = lambda lr: self._timed("optimizer", update, lr)
-        return norm
+        return self._timed("clip", super()._clip)
+
+    def _update(self, lr):
+        self._timed("optimizer", super()._update, lr)
 
     def _timed(self, name, function, *args, **kwargs):
         self._wait()

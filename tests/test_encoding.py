@@ -27,7 +27,7 @@ def test_dialogues_learn_all_replies_and_pairs_only_the_last(tiny_folder):
     (sequence,) = encode_dialogues(chat, [Dialogue(id="d", messages=said("hi", "yo", "1?", "2"))])
     assert learnt(chat, sequence) == "yo.2."
     row = Preference(id="p", messages=said("hi", "yo", "1?"), chosen="2", rejected="three")
-    ((chosen, rejected),) = encode_preferences(chat, [row])
+    ((chosen, rejected),) = encode_preferences(chat, [row], 1000)
     assert (learnt(chat, chosen), learnt(chat, rejected)) == ("2.", "three.")
     assert chosen.token_ids == sequence.token_ids
     assert (chosen.id, rejected.id) == ("p chosen", "p rejected")

@@ -116,6 +116,13 @@ def test_resume_without_a_checkpoint_starts(tiny_folder, tmp_path):
         run_here(values | {"resume": False})
 
 
+def test_resume_with_other_options_is_refused(tiny_folder, tmp_path):
+    values = options(tiny_folder, tmp_path / "run", steps=2)
+    run_here(values)
+    with pytest.raises(ValueError, match=r"cannot be resumed with seed=5 \(was 0\)"):
+        run_here(values | {"seed": 5, "resume": True, "steps": 3})
+
+
 @pytest.mark.slow
 def test_ranks_do_not_change_the_run(tiny_folder, whole_run, tmp_path):
     """At two ranks: the same losses, resumed to the last bit, and resumed on one rank."""
@@ -150,7 +157,7 @@ def test_a_file_with_a_dialogue_that_is_too_long(tiny_folder, tmp_path):
         tiny_folder, tmp_path / "run", task=None, data=str(path), steps=2, tokens_per_microbatch=18
     )
     with pytest.raises(
-        ValueError, match=r"rows\.jsonl line 4 has \d+ tokens.*allow 19; .*too_long"
+        ValueError, match=r"rows\.jsonl line 3 has \d+ tokens.*allow 19; .*too_long"
     ):
         run_here(values | {"run_dir": str(tmp_path / "refused")})
     run_here(values | {"too_long": "truncate", "validation_data": str(path)})

@@ -286,3 +286,35 @@ def test_metrics_of_several_updates_are_one():
         "loss/loss": 1.5, "loss/ratio_max": 4.0, "time/train": 7.0, "loss/skipped_steps": 2.0,
     }  # fmt: skip
     assert combine([]) == {}
+
+
+# ---- after something went wrong
+
+
+def test_a_step_that_raised_leaves_no_gradient_behind(place, qwen_folder):
+    good = pack(random_sequences(), 10**6)
+    long = TrainingSequence(
+        token_ids=[1] * 600, loss_mask=[True] * 600, logprobs=[-1.0] * 600, advantages=[1.0] * 600
+    )
+    trainer = make_trainer(place, qwen_folder)
+    expected = make_trainer(place, qwen_folder).step(good)["loss/grad_norm"]
+    with pytest.raises(ValueError, match="512 positions"):
+        trainer.step([*good, *pack([long], 1000)])
+    with pytest.raises(ValueError, match="512 positions"):
+        trainer.logprobs(pack([long], 1000))
+    assert trainer.step(good)["loss/grad_norm"] == pytest.approx(expected, rel=1e-6)
+    trainer.state()
+
+
+def test_an_offloaded_trainer_refuses_to_compute(place, qwen_folder, tmp_path):
+    trainer, batch = make_trainer(place, qwen_folder), pack(random_sequences(), 10**6)
+    trainer.offload()
+    for use in (trainer.step, trainer.logprobs):
+        with pytest.raises(RuntimeError, match=r"offloaded; call reload\(\)"):
+            use(batch)
+    with pytest.raises(RuntimeError, match="offloaded"):
+        trainer.state()
+    with pytest.raises(RuntimeError, match="offloaded"):
+        trainer.write_checkpoint(tmp_path)
+    trainer.reload()
+    trainer.step(batch)

@@ -7,6 +7,7 @@ prompt      {"prompt": text or messages}, perhaps with the texts id, domain and 
 Other fields are ignored.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -105,6 +106,14 @@ def read_preferences(path: str | Path) -> list[Preference]:
 
 def read_prompts(path: str | Path) -> list[Prompt]:
     return read_rows(path, _prompt, PROMPT)
+
+
+def fixed_options(config: Any, *names: str) -> dict[str, Any]:
+    """Options by name, and what is in the file `data`, to compare when a run is resumed."""
+    options = {name: getattr(config, name) for name in ("data", *names)}
+    if config.data is not None:
+        options["data"] = hashlib.blake2b(Path(config.data).read_bytes(), digest_size=8).hexdigest()
+    return options
 
 
 def read_rows(path: str | Path, parse: Callable[[Row], T], expected: str) -> list[T]:

@@ -58,7 +58,7 @@ def backward_in_place(
         K = token_ids_CK.shape[1]
         _backward[(C,)](
             logits_CV, lse_C, entropy_C, token_ids_CK.contiguous(), grad_logprobs_CK.contiguous(),
-            grad_entropy_C, V, 1 / temperature, K=K, BLOCK=block, num_warps=8,
+            grad_entropy_C.contiguous(), V, 1 / temperature, K=K, BLOCK=block, num_warps=8,
         )  # fmt: skip
     return logits_CV
 

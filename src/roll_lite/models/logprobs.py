@@ -100,7 +100,9 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_logprobs_RK = grad_logprobs.view(token_ids_RK.shape)
         grad_hidden = torch.zeros_like(hidden_RH)
         # Chunks of a bf16 head are summed in fp32, so the gradient does not depend on their number.
-        grad_head = torch.zeros_like(head_VH, dtype=torch.float32)
+        grad_head = None
+        if ctx.needs_input_grad[1]:
+            grad_head = torch.zeros_like(head_VH, dtype=torch.float32)
         for rows in _chunks(hidden_RH):
             hidden_CH = hidden_RH[rows]
             grad_CV = _grad_logits(
@@ -109,10 +111,13 @@ class _TokenLogprobs(torch.autograd.Function):
                 ctx.temperature,
             )  # fmt: skip
             grad_hidden[rows] = grad_CV @ head_VH
-            grad_head += grad_CV.T @ hidden_CH
+            if grad_head is not None:
+                grad_head += grad_CV.T @ hidden_CH
         if ctx.shard:
             grad_hidden = ctx.shard.sum_in_place(grad_hidden)
-        return grad_hidden, grad_head.to(head_VH.dtype), None, None, None
+        if grad_head is not None:
+            grad_head = grad_head.to(head_VH.dtype)
+        return grad_hidden, grad_head, None, None, None
 
 
 def _chunks(hidden_RH: Tensor) -> list[slice]:

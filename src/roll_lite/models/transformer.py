@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from roll_lite.models.attention import Attend
 from roll_lite.models.config import ModelConfig
 from roll_lite.models.layers import Block, RMSNorm, SwiGLU
-from roll_lite.models.linear import linear
 from roll_lite.models.logprobs import token_logprobs, top_logprobs
 from roll_lite.models.pointwise import add_norm
 from roll_lite.models.rotary import Rotary
@@ -76,8 +75,7 @@ class Transformer(nn.Module):
         """
         hidden_RH = self.hidden_states(token_ids_T, positions_T, attend)[rows_R]
         if self.value_head is not None:
-            # A sum of one number, since FSDP loses the gradient of a view that is written to.
-            return linear(hidden_RH, self.value_head).float().sum(-1)
+            return (hidden_RH.float() * self.value_head.float()).sum(-1)
         if num_top:
             return top_logprobs(hidden_RH, self.head_weight, num_top, temperature, self.shard)
         return token_logprobs(hidden_RH, self.head_weight, targets_R, temperature, self.shard)

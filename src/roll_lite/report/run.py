@@ -60,7 +60,9 @@ class Run:
         path = self.folder / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         # A line that the end of the last run cut short is of a step after its checkpoint.
-        kept = [line for line in lines if line.endswith("}\n") and json.loads(line)["step"] <= step]
+        whole = [line for line in lines if line.endswith("}\n")]
+        # From step 0 on everything is done again, what was measured before training included.
+        kept = [line for line in whole if 0 < step >= json.loads(line)["step"]]
         partial = path.with_suffix(".partial")
         partial.write_text("".join(kept))
         partial.rename(path)

@@ -10,6 +10,8 @@ from roll_lite.train.losses import ValueLoss
 from roll_lite.train.policy_loss import KINDS as LOSSES
 from roll_lite.train.policy_loss import PolicyLoss
 
+OF_SEQUENCES = ("gspo", "topr", "kimi")
+
 
 @dataclass(kw_only=True)
 class Algorithm:
@@ -49,8 +51,9 @@ class Algorithm:
     """tis: importance weights are at most this."""
     tau: float = 0.1
     """kimi: strength of the pull towards the policy that sampled."""
-    aggregation: str = "token_mean"
-    """token_mean, seq_mean_token_mean, seq_mean_token_sum or seq_mean_token_sum_const."""
+    aggregation: str | None = None
+    """token_mean, seq_mean_token_mean, seq_mean_token_sum or seq_mean_token_sum_const; None is the
+    second for gspo, topr and kimi, whose tokens share their sequence's loss, and else the first."""
     constant: float | None = None
     """seq_mean_token_sum_const: what sums are divided by, such as the longest reply (Dr. GRPO)."""
     denominator: str = "behaviour"
@@ -92,9 +95,14 @@ class Algorithm:
         read_only_if(self.needs_reference, "kl_coef above 0", self, "kl_in", "reference")
         is_in_reward = self.kl_in == "reward"
         read_only_if(is_in_reward, "kl_in='reward'", self, "kl_target", "kl_horizon")
-        check_aggregation(self.aggregation, self.constant)
+        check_aggregation(self.chosen_aggregation, self.constant)
         # Each refuses what the chosen kind does not read.
         _ = self.advantage_options, self.policy_loss
+
+    @property
+    def chosen_aggregation(self) -> str:
+        of_loss = "seq_mean_token_mean" if self.loss in OF_SEQUENCES else "token_mean"
+        return self.aggregation or of_loss
 
     @property
     def advantage_options(self) -> AdvantageOptions:

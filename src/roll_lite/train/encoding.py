@@ -8,7 +8,7 @@ from roll_lite.chat import Chat
 from roll_lite.data import Dialogue, Preference
 from roll_lite.models.config import read_config
 from roll_lite.train.packing import TrainingSequence, truncate
-from roll_lite.train.preference import Pair
+from roll_lite.train.preference import Pair, check_pairs_fit
 from roll_lite.types import Message
 
 TOO_LONG = ("error", "truncate")
@@ -19,14 +19,18 @@ def encode_dialogues(chat: Chat, dialogues: Iterable[Dialogue]) -> list[Training
     return [_encode(chat, dialogue.id, dialogue.messages) for dialogue in dialogues]
 
 
-def encode_preferences(chat: Chat, preferences: Iterable[Preference]) -> list[Pair]:
-    """With loss on the chosen and the rejected reply only."""
+def encode_preferences(
+    chat: Chat, preferences: Iterable[Preference], tokens_per_microbatch: int
+) -> list[Pair]:
+    """With loss on the chosen and the rejected reply only, which fit in one micro-batch."""
 
     def encode(row: Preference, field: str) -> TrainingSequence:
         messages = [*row.messages, {"role": "assistant", "content": getattr(row, field)}]
         return _last_turn(_encode(chat, f"{row.id} {field}", messages))
 
-    return [(encode(row, "chosen"), encode(row, "rejected")) for row in preferences]
+    pairs = [(encode(row, "chosen"), encode(row, "rejected")) for row in preferences]
+    check_pairs_fit(pairs, tokens_per_microbatch)
+    return pairs
 
 
 def _encode(chat: Chat, name: str, messages: Sequence[Message]) -> TrainingSequence:
@@ -62,6 +66,21 @@ def fit(
                 f"positions allow {limit + 1}; leave it out, or set too_long to truncate"
             )
     return list(sequences), 0
+
+
+def encode_fitting(
+    chat: Chat,
+    tokens_per_microbatch: int,
+    folders: Iterable[str | Path],
+    dialogues: Iterable[Dialogue],
+) -> list[TrainingSequence]:
+    """Dialogues for the models of several folders; one that is too long is refused."""
+    return fit(
+        encode_dialogues(chat, dialogues),
+        tokens_per_microbatch=tokens_per_microbatch,
+        max_positions=min(read_config(folder).max_positions for folder in folders),
+        too_long="error",
+    )[0]
 
 
 def check_vocabulary(folder: str | Path, other: str | Path, name: str) -> None:

@@ -15,10 +15,10 @@ class Offload:
         self._tensors = [tensor for tensor in tensors if tensor.is_cuda]
         self._sizes = [tensor.untyped_storage().nbytes() for tensor in self._tensors]
         self._kept: list[Tensor] = []
-        self._is_out = False
+        self.is_out = False
 
     def out(self) -> None:
-        if self._is_out:
+        if self.is_out:
             return
         if not self._kept:  # page-locked once: that takes longer than the copies
             self._kept = [torch.empty_like(t, device="cpu", pin_memory=True) for t in self._tensors]
@@ -30,12 +30,12 @@ class Offload:
             tensor.untyped_storage().resize_(0)
         if self._tensors:
             torch.cuda.empty_cache()
-        self._is_out = True
+        self.is_out = True
 
     def back(self) -> None:
-        if not self._is_out:
+        if not self.is_out:
             return
         for tensor, size, kept in zip(self._tensors, self._sizes, self._kept, strict=True):
             tensor.untyped_storage().resize_(size)
             tensor.copy_(kept, non_blocking=True)
-        self._is_out = False
+        self.is_out = False

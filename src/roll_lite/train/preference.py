@@ -18,6 +18,17 @@ Pair = tuple[TrainingSequence, TrainingSequence]
 """The chosen and the rejected reply, each with its prompt."""
 
 
+def check_pairs_fit(pairs: Sequence[Pair], tokens_per_microbatch: int) -> None:
+    """Refuse a pair that no micro-batch holds, before anything is trained."""
+    for chosen, rejected in pairs:
+        length = len(chosen.token_ids) + len(rejected.token_ids) - 2
+        if length > tokens_per_microbatch:
+            raise ValueError(
+                f"{chosen.id} and {rejected.id} have {length} tokens together, over "
+                f"tokens_per_microbatch={tokens_per_microbatch}; raise it, or leave the pair out"
+            )
+
+
 def pack_pairs(
     pairs: Sequence[Pair], tokens_per_microbatch: int, num_shards: int = 1
 ) -> list[MicroBatch]:

@@ -1,5 +1,6 @@
 """A train role's checkpoints, from the controller: all ranks write, the controller seals."""
 
+import json
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,13 +55,39 @@ class Rows(Protocol):
     """How many were taken."""
 
 
-def save_step(checkpoints: Checkpoints, trainer: RoleHandle, step: int, rows: Rows) -> Path:
-    """A checkpoint of a run that needs no more than its rows' position besides the trainer."""
-    return save_checkpoint(checkpoints, trainer, step, {"step": step, "position": rows.position})
+def save_step(
+    checkpoints: Checkpoints,
+    trainer: RoleHandle,
+    step: int,
+    rows: Rows,
+    fixed: dict[str, Any],
+    *,
+    higher: float | None = None,
+    lower: float | None = None,
+) -> Path:
+    """A checkpoint of a run that needs no more than its rows' position besides the trainer.
+
+    `fixed` are the options that a run has to be resumed with. The best checkpoint is kept: the one
+    where a measurement is `higher` than elsewhere, or `lower`.
+    """
+    score = higher if lower is None else -lower
+    state = {"step": step, "position": rows.position, "fixed": fixed}
+    return save_checkpoint(checkpoints, trainer, step, state, score)
 
 
-def resume_step(checkpoints: Checkpoints, trainer: RoleHandle, rows: Rows) -> int:
+def resume_step(
+    checkpoints: Checkpoints, trainer: RoleHandle, rows: Rows, fixed: dict[str, Any]
+) -> int:
     """Go on from the newest whole checkpoint: the step it was written after, 0 if there is none."""
-    state = load_checkpoint(checkpoints, trainer) or {"step": 0, "position": 0}
+    state = load_checkpoint(checkpoints, trainer)
+    if state is None:
+        return 0
+    written, here = state["fixed"], json.loads(json.dumps(fixed))  # as JSON gives it back
+    if changed := [name for name in here if here[name] != written.get(name)]:
+        listed = ", ".join(f"{n}={here[n]!r} (was {written.get(n)!r})" for n in changed)
+        raise ValueError(
+            f"the run in {checkpoints.folder} cannot be resumed with {listed}; give what it was "
+            "started with, or name another run_dir"
+        )
     rows.position = state["position"]
     return state["step"]

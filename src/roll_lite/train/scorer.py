@@ -80,11 +80,16 @@ class Scorer:
         )
 
     def _read(self, batch: list[MicroBatch], function) -> list:
-        results = [function(micro.to(self.device)) for micro in batch]
-        self.model.reshard()  # no backward pass comes to free the gathered root parameters
-        return results
+        try:
+            return [function(micro.to(self.device)) for micro in batch]
+        finally:
+            self.model.reshard()  # no backward pass comes to free the gathered root parameters
+
+    def _check_here(self) -> None:
+        """Refuse to compute while the weights are elsewhere."""
 
     def _forward(self, micro: MicroBatch, targets: Tensor | None, num_top: int = 0) -> tuple:
+        self._check_here()
         if micro.max_seqlen > self.config.max_positions:
             raise ValueError(
                 f"a sequence of {micro.max_seqlen} tokens exceeds the model's "

@@ -62,6 +62,7 @@ class Trainer(Scorer):
     def step(self, batch: list[MicroBatch]) -> dict[str, float]:
         """Add up the gradient of all micro-batches of all ranks and update once."""
         start = time.perf_counter()
+        self.optimizer.zero_grad()  # of a step that did not come to its end
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         totals = Totals()
@@ -72,7 +73,7 @@ class Trainer(Scorer):
         lr = self.schedule.at(self.num_steps)
         is_finite = grad_norm < float("inf")
         if is_finite:  # an update by inf or nan would destroy the policy: skip it and say so
-            self.optimizer.step(lr)
+            self._update(lr)
         self.optimizer.zero_grad()
         self.num_steps += 1
         self.num_skipped += not is_finite
@@ -104,6 +105,9 @@ class Trainer(Scorer):
 
         self._read(batch, add)
         return totals.over_ranks(self.replicas)
+
+    def _update(self, lr: float) -> None:
+        self.optimizer.step(lr)
 
     def _clip(self) -> float:
         """Scale the gradient down to `max_grad_norm`; returns what its norm was."""
@@ -159,6 +163,10 @@ class Trainer(Scorer):
         if self._offload is not None:
             self._offload.back()
 
+    def _check_here(self) -> None:
+        if self._offload is not None and self._offload.is_out:
+            raise RuntimeError("the trainer's weights are offloaded; call reload() first")
+
     def state(self) -> dict[str, Tensor]:
         """Whole parameters by name, adapters merged. All ranks of the role call this together.
 
@@ -173,6 +181,7 @@ class Trainer(Scorer):
 
         `only_part` gives what this tensor-parallel rank computes with.
         """
+        self._check_here()
         parameters = dict(self.model.named_parameters())
         tensor_shard = None if only_part else self.tensor_shard
         for name, parameter in parameters.items():
@@ -229,6 +238,7 @@ class Trainer(Scorer):
 
     def _pieces(self) -> Iterator[tuple[str, Piece, bool]]:
         """All that an update changes: name, this rank's rectangle, and if another rank has it."""
+        self._check_here()
         for name, parameter in self.optimizer.parameters.items():
             where = rectangle(name, parameter, self.tensor_shard)
             tensors = {"model": local(parameter.detach())}
