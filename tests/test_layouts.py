@@ -28,10 +28,11 @@ def torchrun(num_ranks, *arguments):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("layouts") / "qwen3"
-    make_reference("qwen3", vocab_size=200).save_pretrained(folder)
+# A tied head and norms of q and k; a head of its own and biases.
+@pytest.fixture(scope="module", params=["qwen3", pytest.param("qwen2.5", marks=pytest.mark.slow)])
+def folder(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layouts") / request.param
+    make_reference(request.param, vocab_size=200).save_pretrained(folder)
     return folder
 
 
