@@ -11,6 +11,7 @@ import train_programs
 from conftest import make_reference
 
 from roll_lite.cluster.cluster import Cluster
+from roll_lite.train.packing import pack
 
 ROOT = Path(__file__).parent.parent
 
@@ -76,6 +77,12 @@ def test_training_does_not_depend_on_the_layout(over_ranks, alone, layout, lora)
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
     for name, tensor in expected["state"].items():
         torch.testing.assert_close(got["state"][name], tensor, rtol=1e-4, atol=2e-5)
+
+
+def test_the_budgets_give_the_micro_batches_they_say():
+    sequences = train_programs.make_sequences()
+    found = {budget: len(pack(sequences, budget)) for budget in train_programs.BUDGETS}
+    assert found == train_programs.BUDGETS
 
 
 def test_every_layout_reads_what_another_wrote(over_ranks):

@@ -24,6 +24,8 @@ LAYOUTS = {
 }
 LORA = LoraOptions(rank=4, alpha=8.0)
 LORA_LAYOUTS = ("fsdp2tp2",)
+BUDGETS = {10_000: 1, 200: 2, 60: 5}
+"""Tokens of a micro-batch, and how many of them that gives to a single rank."""
 
 
 class Probe(Trainer):
@@ -70,10 +72,9 @@ def options(lora=None):
 def measure(trainer, num_shards):
     """Gradients of three cuts of one batch, then the losses of ten updates, then the weights."""
     sequences = make_sequences()
-    # Budgets that give 1, 2 and 5 micro-batches to a single rank.
     grads = {
         budget: trainer.gradient(split(pack(sequences, budget, num_shards=num_shards)))[0][0]
-        for budget in (10_000, 200, 80)
+        for budget in BUDGETS
     }
     batch = pack(sequences, 200, num_shards=num_shards)
     logprobs = trainer.logprobs(split(batch))
