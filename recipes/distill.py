@@ -23,6 +23,7 @@ from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle, split
 from roll_lite.cluster.world import compute_dtype
 from roll_lite.engine.engine import Engine
+from roll_lite.models.config import read_config
 from roll_lite.models.hf import load_model
 from roll_lite.on_policy import JudgedSamples
 from roll_lite.report.run import Run, default_folder, refuse_old_run
@@ -61,7 +62,7 @@ class Config:
     max_tokens: int = 16
     """On policy: longest reply."""
     kv_cache_gib: float = 1.0
-    """On policy: memory of the generation engine's cache."""
+    """On policy: memory of the engine's cache."""
     temperature: float = 1.0
     """Of both models' distributions, and of sampling."""
     steps: int = 60
@@ -155,7 +156,6 @@ def main(cfg: Config) -> None:
             run.log(step, metrics)
             if run.is_due(step, cfg.checkpoint_every):
                 save_step(checkpoints, trainer, step, rows, fixed, lower=metrics.get("eval/kl"))
-
         run.close()
         print(f"model: {trainer.export(f'{cfg.run_dir}/model')}")
 
@@ -170,7 +170,8 @@ def taught_dialogues(
 ) -> tuple[list[MicroBatch], dict[str, float]]:  # fmt: skip
     """A batch with the teacher's likeliest tokens, the same after any number of updates."""
     start = time.perf_counter()
-    batch = pack_taught(encode(dialogues), cfg.tokens_per_microbatch, trainer, teacher, cfg.top_k)
+    limits = cfg.top_k, read_config(cfg.model).vocab_size
+    batch = pack_taught(encode(dialogues), cfg.tokens_per_microbatch, trainer, teacher, *limits)
     return batch, {"time/teacher": time.perf_counter() - start}
 
 

@@ -1,6 +1,5 @@
 """Rows as sequences: what carries loss, what is too long, which models understand each other."""
 
-import json
 import shutil
 
 import pytest
@@ -53,8 +52,4 @@ def test_models_of_another_vocabulary_are_refused(tiny_folder, tmp_path):
     text = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(text.replace('"a":', '"tmp":').replace('"b":', '"a":'))
     with pytest.raises(ValueError, match=r"teacher=.*other.*different tokenizers"):
-        check_vocabulary(tiny_folder, other, "teacher")
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
-    with pytest.raises(ValueError, match=r"teacher=.*vocabulary of 300 tokens.*one of 99"):
         check_vocabulary(tiny_folder, other, "teacher")

@@ -95,3 +95,8 @@ def test_the_likeliest_tokens():
     exact = torch.log_softmax(hidden.double() @ head.double().T / 0.7, -1).topk(4)
     assert torch.equal(ids, exact.indices)
     torch.testing.assert_close(logprobs.double(), exact.values, rtol=1e-5, atol=1e-5)
+    # For a reader that knows only the first hundred tokens.
+    ids, logprobs = top_logprobs(hidden, head, 4, 0.7, num_entries=100)
+    exact = torch.log_softmax(hidden.double() @ head[:100].double().T / 0.7, -1).topk(4)
+    assert torch.equal(ids, exact.indices)
+    torch.testing.assert_close(logprobs.double(), exact.values, rtol=1e-5, atol=1e-5)

@@ -57,13 +57,19 @@ def top_logprobs(
     k: int,
     temperature: float = 1.0,
     shard: TensorShard | None = None,
+    num_entries: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Ids and fp32 logprobs, each (R, k), of the likeliest tokens, the likeliest first."""
+    """Ids and fp32 logprobs, each (R, k), of the likeliest tokens, the likeliest first.
+
+    With `num_entries`, of the distribution over so many first entries of the vocabulary.
+    """
     first = shard.rank * len(head_VH) if shard else 0
     found = [hidden_RH.new_empty(0, k, dtype=dtype) for dtype in (torch.int64, torch.float32)]
     parts = [found]
     for rows in _chunks(hidden_RH):
         scaled_CV = scaled_logits(hidden_RH[rows], head_VH, temperature)
+        if num_entries is not None:
+            scaled_CV[:, max(0, num_entries - first) :] = -torch.inf
         lse_C1 = scaled_CV.logsumexp(-1, keepdim=True)
         best_CK, ids_CK = scaled_CV.topk(min(k, len(head_VH)), dim=-1)
         if shard:

@@ -65,11 +65,12 @@ class Transformer(nn.Module):
         targets_R: Tensor | None = None,
         temperature: float = 1.0,
         num_top: int = 0,
+        num_entries: int | None = None,
     ) -> tuple[Tensor, Tensor] | Tensor:
         """At the positions `rows_R`: logprobs of `targets_R` and entropies, or values (fp32).
 
         A row may have one target, (R,), or several, (R, K). With `num_top`: ids and logprobs of so
-        many likeliest tokens instead.
+        many likeliest tokens instead, among the vocabulary's first `num_entries`.
 
         The head runs inside forward so that sharding hooks see it, and only on the rows asked for.
         """
@@ -77,7 +78,8 @@ class Transformer(nn.Module):
         if self.value_head is not None:
             return (hidden_RH.float() * self.value_head.float()).sum(-1)
         if num_top:
-            return top_logprobs(hidden_RH, self.head_weight, num_top, temperature, self.shard)
+            options = temperature, self.shard, num_entries
+            return top_logprobs(hidden_RH, self.head_weight, num_top, *options)
         return token_logprobs(hidden_RH, self.head_weight, targets_R, temperature, self.shard)
 
     @torch.no_grad()

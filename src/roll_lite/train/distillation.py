@@ -68,12 +68,13 @@ def pack_taught(
     student: RoleHandle,
     teacher: RoleHandle,
     k: int,
+    vocab_size: int,
 ) -> list[MicroBatch]:
-    """Micro-batches with the teacher's k likeliest tokens at each row."""
+    """Micro-batches with the teacher's k likeliest tokens of the student's vocabulary."""
     # As many for every replica of the student, and for every one of the teacher.
     num_shards = math.lcm(student.role.num_replicas, teacher.role.num_replicas)
     batch = pack(sequences, tokens_per_microbatch, num_shards=num_shards)
-    top = chain.from_iterable(teacher.top_logprobs(split(batch), k))
+    top = chain.from_iterable(teacher.top_logprobs(split(batch), k, vocab_size))
     return [
         replace(micro, teacher_ids_RK=ids_RK, teacher_logprobs_RK=logprobs_RK)
         for micro, (ids_RK, logprobs_RK) in zip(batch, top, strict=True)

@@ -72,12 +72,19 @@ class Scorer:
         return self._read(batch, lambda micro: self._forward(micro, None)[0].cpu())
 
     @torch.no_grad()
-    def top_logprobs(self, batch: list[MicroBatch], k: int) -> list[tuple[Tensor, Tensor]]:
-        """Ids and logprobs, each (R, k), of the k likeliest tokens at each row."""
-        return self._read(
-            batch,
-            lambda micro: tuple(x.cpu() for x in self._forward(micro, None, num_top=k)),
-        )
+    def top_logprobs(
+        self, batch: list[MicroBatch], k: int, num_entries: int | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Ids and logprobs, each (R, k), of the k likeliest tokens at each row.
+
+        `num_entries` is for readers with a smaller vocabulary: only so many entries count.
+        """
+
+        def read(micro: MicroBatch) -> tuple[Tensor, Tensor]:
+            ids_RK, logprobs_RK = self._forward(micro, None, k, num_entries)
+            return ids_RK.cpu(), logprobs_RK.cpu()
+
+        return self._read(batch, read)
 
     def _read(self, batch: list[MicroBatch], function) -> list:
         try:
@@ -88,7 +95,7 @@ class Scorer:
     def _check_here(self) -> None:
         """Refuse to compute while the weights are elsewhere."""
 
-    def _forward(self, micro: MicroBatch, targets: Tensor | None, num_top: int = 0) -> tuple:
+    def _forward(self, micro: MicroBatch, targets: Tensor | None, *top: int | None) -> tuple:
         self._check_here()
         if micro.max_seqlen > self.config.max_positions:
             raise ValueError(
@@ -102,6 +109,6 @@ class Scorer:
             micro.rows_R,
             targets,
             self.temperature,
-            num_top,
+            *top,
         )
         return out if isinstance(out, tuple) else (out,)
