@@ -6,23 +6,24 @@ DENSE_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B
 """Operations a second by a part of the device's name, as their makers state them (SXM)."""
 
 
-def product_parameters(config: ModelConfig) -> int:
-    """Entries of all matrices that every token is multiplied with, the head included."""
+def forward_flops(
+    config: ModelConfig, *, num_tokens: float, num_pairs: float, num_rows: float
+) -> float:
+    """`num_pairs` counts (query, key) pairs, len * (len + 1) / 2 of each sequence; `num_rows` the
+    tokens that go through the head."""
     H, D = config.hidden_size, config.head_dim
-    attention = H * D * (2 * config.num_heads + 2 * config.num_kv_heads)
-    block = attention + 3 * H * config.intermediate_size
-    return config.num_layers * block + config.vocab_size * H
+    block = H * D * (2 * config.num_heads + 2 * config.num_kv_heads)
+    block += 3 * H * config.intermediate_size
+    products = 2.0 * (config.num_layers * block * num_tokens + config.vocab_size * H * num_rows)
+    return products + 4 * config.num_layers * config.num_heads * D * num_pairs
 
 
-def forward_flops(config: ModelConfig, num_tokens: int, num_pairs: int) -> float:
-    """`num_pairs` counts (query, key) pairs: len * (len + 1) / 2 of each sequence."""
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim * num_pairs
-    return 2.0 * product_parameters(config) * num_tokens + attention
+def training_flops(config: ModelConfig, *, is_frozen: bool = False, **counts: float) -> float:
+    """Forward and backward, whose second half, gradients of weights, a frozen model does without.
 
-
-def training_flops(config: ModelConfig, num_tokens: int, num_pairs: int) -> float:
-    """Forward and backward; what checkpointing computes again does not count."""
-    return 3 * forward_flops(config, num_tokens, num_pairs)
+    What checkpointing computes again does not count.
+    """
+    return (2 if is_frozen else 3) * forward_flops(config, **counts)
 
 
 def device_flops(name: str) -> float | None:

@@ -6,16 +6,12 @@ The projections are fused, so q, k and v share one `down`, and so do gate and up
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roll_lite.models.tensor import TensorShard
-
-if TYPE_CHECKING:
-    from roll_lite.models.transformer import Transformer
 
 TARGETS = {
     "qkv": "attention.qkv",
@@ -77,7 +73,7 @@ class Adapter(nn.Module):
     """The cut matrix is `up` (the outputs are split over ranks), else `down` (the inputs are)."""
 
 
-def add_adapters(model: "Transformer", options: LoraOptions) -> None:
+def add_adapters(model: nn.Module, options: LoraOptions) -> None:
     """Freeze the model and give its blocks adapters, in fp32, that change nothing yet."""
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(options.seed)
@@ -107,5 +103,5 @@ def _initialize(adapter: Adapter, generator: torch.Generator) -> None:
     adapter.down.copy_(whole)
 
 
-def adapters(model: "Transformer") -> Iterator[Adapter]:
+def adapters(model: nn.Module) -> Iterator[Adapter]:
     return (module for module in model.modules() if isinstance(module, Adapter))

@@ -118,19 +118,19 @@ class Trainer(Scorer):
         return norm.item()
 
     def _speed(self, batch: list[MicroBatch], seconds: float) -> dict[str, float]:
-        lengths = [micro.cu_seqlens.diff().double() for micro in batch]
-        tokens = sum(length.sum().item() for length in lengths)
-        pairs = sum((length * (length + 1) / 2).sum().item() for length in lengths)
-        counts = torch.tensor([tokens, pairs], dtype=torch.float64)
-        counts = counts.to(self.device) if self.device.type == "cuda" else counts
+        lengths = torch.cat([micro.cu_seqlens.diff() for micro in batch]).double()
+        rows = sum(len(micro.rows_R) for micro in batch)
+        counts = [lengths.sum().item(), (lengths * (lengths + 1) / 2).sum().item(), rows]
+        counts = torch.tensor(counts, dtype=torch.float64, device=self.device)
         dist.all_reduce(counts, group=self.replicas)
-        tokens, pairs = counts.tolist()
+        tokens, pairs, rows = counts.tolist()
         speed = {"time/train": seconds, "train/tokens_per_second": tokens / seconds}
         if self.device.type == "cuda":
             speed["train/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             if flops := device_flops(torch.cuda.get_device_name()):
-                available = flops * seconds * self.place.group.size()
-                speed["train/mfu"] = training_flops(self.config, tokens, pairs) / available
+                counts = {"num_tokens": tokens, "num_pairs": pairs, "num_rows": rows}
+                done = training_flops(self.config, is_frozen=self.lora is not None, **counts)
+                speed["train/mfu"] = done / (flops * seconds * self.place.group.size())
         return speed
 
     @contextmanager
