@@ -20,7 +20,8 @@ from typing import Any
 from torch.futures import Future
 
 from roll_lite.cluster import rpc
-from roll_lite.cluster.controller import DIED, Call, Controller
+from roll_lite.cluster.call import Call
+from roll_lite.cluster.controller import DIED, Controller
 from roll_lite.cluster.errors import RoleError, name_ranks, summarise
 from roll_lite.cluster.members import Member
 from roll_lite.cluster.worker import Status, Worker
