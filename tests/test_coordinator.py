@@ -2,14 +2,20 @@
 
 import itertools
 import json
+import os
 import random
+import re
+import shutil
+import signal
 import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from fake_engines import FakeChat, FakeEngines, fake_prompts, fake_tokens
+from test_cluster import GONE_SECONDS, Program, run_failing
 
 from roll_lite.chat import Chat
 from roll_lite.cluster.cluster import Cluster
@@ -25,6 +31,7 @@ from roll_lite.tasks import prompts
 from roll_lite.types import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=8)
+PROGRAMS = Path(__file__).parent / "rollout_programs.py"
 
 
 @contextmanager
@@ -407,3 +414,55 @@ def test_alone_a_real_engine_gives_what_one_process_gave(tiny_folder):
     assert [[(s.token_ids, s.logprobs, s.score) for s in g.samples] for g in groups] == [
         [(s.token_ids, s.logprobs, s.score) for s in g.samples] for g in expected
     ]
+
+
+@pytest.fixture
+def folder(tiny_folder, tmp_path):
+    """Where programs write their results, with a model in it."""
+    shutil.copytree(tiny_folder, tmp_path / "model")
+    return tmp_path
+
+
+def program(name, num_ranks, folder):
+    return Program(name, num_ranks, folder, programs=PROGRAMS)
+
+
+def test_real_engines_on_several_ranks_give_the_samples_of_one(folder):
+    results = {}
+    for num_ranks in (1, 2):
+        results[num_ranks] = program("synchronous", num_ranks, folder).result()
+    assert len(results[1]["rows"]) == 3 * 8 * 3
+    assert results[2]["rows"] == results[1]["rows"]
+    assert not results[1]["had_thread"]
+    assert results[2]["had_thread"] and not results[2]["left"]
+
+
+def test_real_engines_generate_beside_training(folder):
+    result = program("asynchronous", 3, folder).result()
+    assert len(result["gaps"]) == 7 * 6 * 2 and set(result["states"]) == {"done"}
+    assert min(result["gaps"]) >= 0 and max(result["gaps"]) == 1
+    assert result["totals"]["rollout/failed"] == 0 and result["totals"]["rollout/retried"] > 0
+
+
+@pytest.mark.slow
+def test_ten_thousand_samples_over_real_ranks(folder):
+    result = program("many", 4, folder).result()
+    totals = result["totals"]
+    assert len(result["ids"]) == len(set(map(tuple, result["ids"]))) == totals["rollout/done"]
+    assert totals["rollout/done"] + totals["rollout/failed"] == totals["rollout/started"] == 10000
+    assert totals["rollout/retried"] > 0
+    print(f"{10000 / result['seconds']:.0f} samples a second")
+
+
+def test_a_rank_that_dies_ends_the_collect(folder):
+    output = run_failing("dying", 2, folder, programs=PROGRAMS)
+    assert re.search(r"RoleError: rank 1 \(generate; pid \d+ on .*\) died", output)
+
+
+def test_ctrl_c_ends_a_collect(folder):
+    running = program("interrupted", 2, folder)
+    running.wait_for(running.result_file.exists)
+    time.sleep(0.5)
+    os.killpg(running.process.pid, signal.SIGINT)
+    assert running.end(within=GONE_SECONDS) != 0
+    assert "KeyboardInterrupt" in running.output()

@@ -179,6 +179,7 @@ class InFlight:
         finally:
             failed.cancel()
             future.cancel()
+            await asyncio.gather(future, return_exceptions=True)
 
     def _has_enough(self, version: int) -> bool:
         if self._fault:
