@@ -123,6 +123,9 @@ class Faulty:
             raise LookupError(f"no luck on {self.place.rank}")
         return self.left > 0
 
+    def hang(self):
+        self.work = lambda: time.sleep(60)
+
     def answer(self):
         return 1
 
@@ -138,10 +141,20 @@ def faulty(letter):
         raise failures.get(timeout=30)
 
 
+def hanging():
+    """A rank works on its own and never comes back; a call has to wait for it."""
+    with Cluster("train=all") as cluster:
+        train = cluster.role("train", Faulty)
+        train.hang()
+        print("ready", flush=True)
+        train.answer.options(deadline=1)()
+
+
 def main(name, result_file):
     programs = {
         "interleaved": lambda: interleaved(str(Path(result_file).parent / "model")),
         "work_raises": lambda: faulty("begin"),
+        "hanging": hanging,
         "receive_raises": lambda: faulty("nonsense"),
     }
     Path(result_file).write_text(json.dumps(programs[name]()))

@@ -100,3 +100,10 @@ def test_what_nobody_called_ends_the_run_too(tmp_path, name, message):
     output = run_failing(name, 2, tmp_path, programs=PROGRAMS)
     assert message in output
     assert re.search(r'File ".*service_programs.py", line \d+, in (work|receive)\n', output)
+
+
+@pytest.mark.slow
+def test_work_that_never_ends_is_named_by_the_call_that_waits_for_it(tmp_path):
+    output = run_failing("hanging", 2, tmp_path, programs=PROGRAMS)
+    assert re.search(r"RoleError: train.answer is not done on ranks? .* after [1-4]\.\d s", output)
+    assert "time.sleep(60)" in output

@@ -22,9 +22,8 @@ from roll_lite.cluster.letters import Letter
 
 BUILD = "__init__"  # the method of the call that makes the worker objects
 ATTEND = "attend"  # of a call that other ranks of a replica run: nothing to do but to make way
-THREAD_FRAMES = 2  # of the threading module, above those of this file in a stack
-OWN_FRAMES = 5  # _run, _take_turn, _run_call, _answer and perform, above a role's own code
-CAUGHT_FRAMES = 2  # of them, those in the traceback of what _answer catches
+WORK = 0  # stands for a ticket while the worker thread does what no call asked for
+OWN_FRAMES = 2  # _answer and perform, above a role's own code in a traceback
 
 
 class Order(NamedTuple):
@@ -51,8 +50,9 @@ class Status(NamedTuple):
     """What the worker thread does at this moment."""
 
     ticket: int
+    """Of a call, or WORK."""
     seconds: float
-    """How long it has been in this call."""
+    """How long it has been in this call, or in one piece of work."""
 
 
 class Worker:
@@ -113,8 +113,11 @@ class Worker:
     def stack(self) -> str:
         """Where the worker thread is, innermost call last."""
         frame = sys._current_frames().get(self._thread.ident)
-        lines = traceback.format_stack(frame) if frame else []
-        return "".join(lines[THREAD_FRAMES + OWN_FRAMES :]) or "(between calls)"
+        if frame is None or self._current is None:
+            return "(between calls)"
+        frames = traceback.extract_stack(frame)
+        num_own = max(i for i, f in enumerate(frames) if f.filename == __file__) + 1
+        return "".join(traceback.format_list(frames[num_own:]))
 
     def _build(self, role: str, cls: type, /, **kwargs: Any) -> None:
         if "place" in inspect.signature(cls).parameters:
@@ -155,20 +158,23 @@ class Worker:
             self._unasked(letter.role, "receive", lambda letter=letter: letter.args)
 
     def _work(self) -> bool:
-        """Let all objects work; the first rank of each replica says when there is more."""
-        left = [self._unasked(role, "work", tuple) for role in self._roles_with("work")]
-        return any(left)
+        """Let all objects work; whether one of them has more to do."""
+        has_more = [self._unasked(role, "work", tuple) for role in self._roles_with("work")]
+        return any(has_more)
 
     def _unasked(self, role: str, method: str, args: Callable[[], tuple]) -> Any:
         """Run what no call asked for. Once it has raised, this rank only waits for the end."""
         if self._has_fault:
             return None
+        self._current = WORK, time.monotonic()
         try:
             return getattr(self._objects[role], method)(*args())
         except BaseException as error:  # whatever it is, the controller has to hear of it
             self._has_fault = True
             self.on_fault(role, method, describe_exception(self.rank, error, own_frames=1))
             return None
+        finally:
+            self._current = None
 
     def _roles_with(self, method: str) -> list[str]:
         return [role for role, obj in self._objects.items() if hasattr(obj, method)]
@@ -191,4 +197,4 @@ class Worker:
                 return Reply()
             return Reply(value if is_local else encode(value))
         except BaseException as error:  # whatever it is, the controller has to hear of it
-            return Reply(failure=describe_exception(self.rank, error, own_frames=CAUGHT_FRAMES))
+            return Reply(failure=describe_exception(self.rank, error, own_frames=OWN_FRAMES))

@@ -66,7 +66,7 @@ class Coordinator:
         )
         engines.listen(
             lambda *report: self._loop.call(self._on_report, *report),
-            lambda error: self._loop.call(self._fail, error),
+            lambda error: self._loop.call(self._lose, error),
         )
 
     def __enter__(self) -> "Coordinator":
@@ -180,6 +180,11 @@ class Coordinator:
             self._replicas.on_report(replica, *report)
         except Exception as error:  # of any kind: the recipe has to hear of it
             self._fail(error)
+
+    def _lose(self, error: BaseException) -> None:
+        """A rank is gone, and with it the cluster."""
+        self._replicas.is_lost = True
+        self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         self._groups.fail(error)

@@ -51,6 +51,8 @@ class Replicas:
         self.policy_version = 0
         """The newest of which an engine has reported."""
         self.loads: list[Load | None] = [None] * num_replicas
+        self.is_lost = False
+        """Nothing can be posted any more."""
         self._asked: dict[int, Asked] = {}
         self._num_keys = 0
         self._num_unfinished = [0] * num_replicas
@@ -97,9 +99,12 @@ class Replicas:
         self._post(asked.replica, "submit", asked.key, asked.request)
 
     def _post(self, replica: int, *letter: Any) -> None:
+        if self.is_lost:
+            return
         try:
             self._engines.post(replica, *letter)
         except RoleError as error:  # a rank is lost, and with it the whole run
+            self.is_lost = True
             self._on_fault(error)
 
     def _on_done(self, asked: Asked) -> None:
