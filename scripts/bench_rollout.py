@@ -106,9 +106,10 @@ def main(cfg: Config) -> dict[str, float]:
     ) as rollout:
         rollout.collect()
         start = time.perf_counter()
-        groups = [group for _ in range(cfg.steps) for group in rollout.collect()]
+        num_samples = 0
+        for _ in range(cfg.steps):
+            num_samples += sum(len(group.samples) for group in rollout.collect())
         seconds = time.perf_counter() - start
-    num_samples = sum(len(group.samples) for group in groups)
     print(f"{num_samples:,} samples in {seconds:.2f} s: {num_samples / seconds:,.0f} a second")
     return {"samples_per_second": num_samples / seconds}
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.engine.sequence import Request
 from roll_lite.engine.service import EngineService
+from roll_lite.models.hf import load_model
 from roll_lite.types import SamplingParams
 
 NUM_REQUESTS = 24
@@ -46,6 +47,11 @@ class Bell:
 
 
 class Service(EngineService):
+    def load(self, folder, version, running):
+        """The weights that it has already, as a new version: answers stay the same."""
+        weights = load_model(folder, shard=self.engine.model.shard)
+        self.engine.load_weights(weights.named_parameters(), version, running)
+
     def ring(self):
         """A collective of all engine ranks, which hangs if one of them still follows."""
         total = torch.ones(1)
@@ -86,6 +92,9 @@ def interleaved(folder):
             for _ in range(r.randrange(4)):
                 role = r.choice([engines, *bells])
                 calls.append((len(role.role.ranks), role.ring.start()))
+            if key % 5 == 4:
+                running = ("go_on", "finish")[key % 2]
+                calls.append((None, engines.load.start(folder, key, running)))
             if r.random() < 0.3:
                 time.sleep(0.05)
         long = Request(prompt_ids=[1], params=SamplingParams(max_tokens=500), seed=0)

@@ -148,6 +148,26 @@ def test_a_group_goes_to_one_replica_and_groups_to_all():
     assert all(request.num_samples == 4 for requests in submitted for request in requests)
 
 
+def test_groups_wait_for_a_replica_with_room():
+    most = [0, 0]
+    with (
+        FakeEngines(2, max_delay=0.01) as engines,
+        coordinator_over(
+            engines, samples_per_prompt=4, groups_per_step=40, samples_per_replica=12
+        ) as rollout,
+    ):
+        for replica, service in enumerate(engines.services):
+            report = service.report
+
+            def watch(r=replica, s=service, f=report):
+                most[r] = max(most[r], sum(len(left) for _, left, _ in s.under_way.values()))
+                f()
+
+            service.report = watch
+        assert len(rollout.collect()) == 40
+    assert all(6 < number <= 12 for number in most)
+
+
 class Talk:
     """Three turns; the reward of each is 1."""
 

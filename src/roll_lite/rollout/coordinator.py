@@ -53,7 +53,7 @@ class Coordinator:
         self._visits: Counter[str] = Counter()
         self._unfinished: list[Visit] = []
         """Were under way when a run stopped, and are generated again."""
-        self._replicas = Replicas(engines, max_retries=options.max_retries, on_fault=self._fail)
+        self._replicas = Replicas(engines, options, self._fail)
         self._replicas.policy_version = engines.version()
         self._runner = SampleRunner(
             replicas=self._replicas, chat=chat, make_env=make_env, options=options, seed=seed
@@ -259,8 +259,8 @@ class Rollout:
         request: Request,
         futures: list[asyncio.Future],
         on_retry: Callable[[int], None],
-        replica: int | None,
-    ) -> int:
+        near: None,
+    ) -> None:
         def resolve(index: int, turn: Turn) -> None:
             if not futures[index].done():
                 futures[index].set_result(turn)
@@ -270,4 +270,3 @@ class Rollout:
         except ValueError as error:  # refused: every sample that waits for it fails with the reason
             for future in futures:
                 future.set_exception(error)
-        return 0

@@ -13,6 +13,8 @@ class RolloutOptions:
     """Group size: samples of one prompt, which are compared with each other."""
     groups_per_step: int = 32
     """Groups that one collect returns."""
+    samples_per_replica: int = 1024
+    """Unfinished samples that a replica has at most; further groups wait for whoever has room."""
     extra_prompts: int = 0
     """Groups started beyond those asked for, so that nobody waits for the slowest. Without effect
     where generation goes on beside training: max_staleness says how many there are."""
@@ -35,7 +37,7 @@ class RolloutOptions:
     way and waiting to be used are at most (1 + max_staleness) * groups_per_step."""
 
     def __post_init__(self):
-        at_least(1, self, "samples_per_prompt", "groups_per_step")
+        at_least(1, self, "samples_per_prompt", "groups_per_step", "samples_per_replica")
         at_least(0, self, "extra_prompts", "max_refills", "max_retries", "max_staleness")
         one_of(("abort", "keep"), self, "surplus")
         if self.deadline is not None:

@@ -1,11 +1,12 @@
 """The engine replicas of a role: who answers which request, and what becomes of it.
 
 Everything here runs in the coordinator's event loop. A request goes to the replica with the fewest
-unfinished samples. What a replica fails is asked of another; one that fails time and again is left
-alone.
+unfinished samples, as soon as that one has room. What a replica fails is asked of another; one that
+fails time and again is left alone.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from roll_lite.cluster.errors import RoleError
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.engine.sequence import Request
 from roll_lite.engine.service import Answers, Load
+from roll_lite.rollout.options import RolloutOptions
 
 MAX_FAILURES = 3  # of a replica, one after the other
 
@@ -26,11 +28,12 @@ class Asked:
     futures: list[asyncio.Future]
     on_retry: Callable[[int], None]
     """Told the index of a sample that has to be generated again."""
-    replica: int
+    replica: int | None = None
+    """Who has it; None while it waits for room."""
     key: int = 0
     num_failures: int = 0
     num_counted: int = 0
-    """Samples that count as its replica's."""
+    """Samples that count as its replica's load."""
     aborted: set[int] = field(default_factory=set)
     """Samples that the engine aborted, unasked."""
 
@@ -41,11 +44,14 @@ class Asked:
 
 class Replicas:
     def __init__(
-        self, engines: RoleHandle, *, max_retries: int, on_fault: Callable[[BaseException], None]
+        self,
+        engines: RoleHandle,
+        options: RolloutOptions,
+        on_fault: Callable[[BaseException], None],
     ):
         """`on_fault` is told when no replica works any more, or a rank is lost."""
         self._engines = engines
-        self._max_retries = max_retries
+        self._options = options
         self._on_fault = on_fault
         num_replicas = engines.role.num_replicas
         self.policy_version = 0
@@ -53,6 +59,7 @@ class Replicas:
         self.loads: list[Load | None] = [None] * num_replicas
         self.is_lost = False
         """Nothing can be posted any more."""
+        self._queue: deque[Asked] = deque()
         self._asked: dict[int, Asked] = {}
         self._num_keys = 0
         self._num_unfinished = [0] * num_replicas
@@ -63,26 +70,43 @@ class Replicas:
         request: Request,
         futures: list[asyncio.Future],
         on_retry: Callable[[int], None],
-        replica: int | None = None,
-    ) -> int:
-        """Have a request answered into the futures, at the given replica if it is well.
+        near: Asked | None = None,
+    ) -> Asked:
+        """Have a request answered into the futures.
 
-        Returns the replica that has it: what follows in a conversation finds its prefix there.
+        What goes on from an earlier request stays `near` it, where its prefix is in the cache.
         """
-        if replica is None or self._is_broken(replica):
-            replica = self._choose()
-        asked = Asked(request, futures, on_retry, replica, num_counted=len(futures))
+        asked = Asked(request, futures, on_retry, num_counted=len(futures))
         for future in futures:
             future.add_done_callback(lambda _: self._on_done(asked))
-        self._num_unfinished[replica] += len(futures)
-        self._submit(asked)
-        return replica
+        if near is not None and not self._is_broken(near.replica):
+            self._give(asked, near.replica)
+        else:
+            self._queue.append(asked)
+            self._dispatch()
+        return asked
 
     def on_report(self, replica: int, kind: str, *args: Any) -> None:
         if kind == "failed":
             self._on_failed(replica, *args)
         else:
             self._on_answers(replica, *args)
+
+    def _dispatch(self) -> None:
+        """Give waiting requests to replicas with room, first come first served."""
+        while self._queue and not self.is_lost:
+            replica, asked = self._choose(), self._queue[0]
+            load = self._num_unfinished[replica]
+            if load and load + asked.num_counted > self._options.samples_per_replica:
+                return
+            self._queue.popleft()
+            if asked.unfinished:
+                self._give(asked, replica)
+
+    def _give(self, asked: Asked, replica: int) -> None:
+        asked.replica = replica
+        self._num_unfinished[replica] += asked.num_counted
+        self._submit(asked)
 
     def _choose(self, but: int | None = None) -> int:
         well = [r for r in range(len(self._num_unfinished)) if not self._is_broken(r)]
@@ -110,11 +134,14 @@ class Replicas:
     def _on_done(self, asked: Asked) -> None:
         """One of its futures has a turn, an error, or is waited for no more."""
         asked.num_counted -= 1
+        if asked.replica is None:
+            return
         self._num_unfinished[asked.replica] -= 1
         if asked.key in self._asked and not asked.unfinished:
             del self._asked[asked.key]
             if any(future.cancelled() for future in asked.futures):
                 self._post(asked.replica, "abort", asked.key)
+        self._dispatch()
 
     def _on_answers(self, replica: int, answers: Answers) -> None:
         self.policy_version = max(self.policy_version, answers.policy_version)
@@ -152,7 +179,7 @@ class Replicas:
             if asked is None or not asked.unfinished:
                 continue
             asked.num_failures += 1
-            if asked.num_failures > self._max_retries:
+            if asked.num_failures > self._options.max_retries:
                 error = f"engines failed {asked.num_failures} times; the last said:\n{text}"
                 self._fail(asked, RuntimeError(error))
             else:
@@ -166,8 +193,6 @@ class Replicas:
         """All of it, so that every sample gets the same random numbers as before."""
         del self._asked[asked.key]
         self._num_unfinished[asked.replica] -= asked.num_counted
-        self._num_unfinished[replica] += asked.num_counted
-        asked.replica = replica
         for index in asked.unfinished:
             asked.on_retry(index)
-        self._submit(asked)
+        self._give(asked, replica)

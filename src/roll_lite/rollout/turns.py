@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from roll_lite.engine.sequence import Request
 from roll_lite.types import Sample, SamplingParams, Turn
@@ -15,9 +15,9 @@ class Ask(Protocol):
         request: Request,
         futures: list[asyncio.Future],
         on_retry: Callable[[int], None],
-        replica: int | None,
-    ) -> int:
-        """Have a request answered into the futures; returns the replica that does it."""
+        near: Any,
+    ) -> Any:
+        """Have a request answered into the futures, near what an earlier one returned."""
 
 
 class GroupTurns:
@@ -40,7 +40,7 @@ class GroupTurns:
         self._first = [asyncio.get_running_loop().create_future() for _ in range(num_samples)]
         self._samples: dict[int, Sample] = {}
         self._opening: list[int] | None = None
-        self._replica: int | None = None
+        self._home: Any = None
 
     async def generate(self, sample: Sample, token_ids: list[int]) -> Turn:
         self._samples[sample.index] = sample
@@ -69,7 +69,8 @@ class GroupTurns:
         request = Request(
             prompt_ids=token_ids, params=self.params, num_samples=len(futures), seed=seed
         )
-        self._replica = self._ask(request, futures, on_retry, self._replica)
+        asked = self._ask(request, futures, on_retry, self._home)
+        self._home = self._home or asked
 
     def _retry(self, index: int) -> None:
         if index in self._samples:  # it may not have begun, or never begin
