@@ -4,9 +4,7 @@
     generate.post(replica, "submit", key, Request(...))      # or "abort", key
 
 Reports are `("answers", Answers)` and `("failed", keys, traceback)`. On tensor-parallel ranks the
-first leads. The others follow it while letters or calls may have left something to do, and come
-back when it has nothing, or when a call is next. Each rank counts letters and calls, so none
-follows a leader that has nothing to do, and none runs a call while the leader still works.
+first takes the requests, and the others follow it.
 """
 
 import traceback
@@ -21,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from roll_lite.chat import Chat
 from roll_lite.engine.engine import Engine, Handle
-from roll_lite.engine.ranks import Pause, RanksEngine
+from roll_lite.engine.lockstep import Lockstep
+from roll_lite.engine.ranks import RanksEngine
 from roll_lite.engine.sequence import Request
 from roll_lite.models.hf import load_model
 from roll_lite.models.tensor import TensorShard
@@ -79,11 +78,7 @@ class EngineService:
         self._turns: list[tuple[Key, int, Turn]] = []
         self._refused: list[tuple[Key, str]] = []
         self._reported_version: int | None = None
-        self._num_events = 0
-        """Letters and calls so far: each may leave something to do."""
-        self._num_settled = 0
-        self._next_ticket: int | None = None
-        """Of a call that the first rank has announced."""
+        self._lockstep = Lockstep(self.engine) if shard else None
 
     # Calls
 
@@ -102,7 +97,8 @@ class EngineService:
     # What the worker thread runs between calls
 
     def receive(self, name: str, *args: Any) -> None:
-        self._num_events += 1
+        if self._lockstep:
+            self._lockstep.count_letter()
         if name == "submit":
             self._submit(*args)
         elif name == "abort":
@@ -117,39 +113,21 @@ class EngineService:
         is_busy = self.engine.has_work and self.engine.is_ready
         if is_busy:
             self._step()
-        elif self._num_events > self._num_settled:
-            self._settle()
+        elif self._lockstep:
+            self._lockstep.settle()
         self._report()
         return is_busy
 
     def make_way(self, ticket: int) -> None:
         """All ranks of the replica stop working together: a call comes."""
-        self._num_events += 1
-        if self.place.tp == 1:
-            return
-        if self.place.tp_rank == 0:
-            self.engine.pause(Pause(ticket=ticket))
-            return
-        while self._next_ticket != ticket:
-            self._heed(self.engine.follow())
-        self._next_ticket = None
+        if self._lockstep:
+            self._lockstep.make_way(ticket)
 
     def _follow(self) -> bool:
-        if self._next_ticket is not None or self._num_events <= self._num_settled:
+        if not self._lockstep.may_have_work:
             return False
-        self._heed(self.engine.follow())
+        self._lockstep.follow()
         return True
-
-    def _heed(self, pause: Pause) -> None:
-        if pause.ticket is None:
-            self._num_settled = pause.num_settled
-        self._next_ticket = pause.ticket
-
-    def _settle(self) -> None:
-        """Nothing is left to do until the next letter or call."""
-        self._num_settled = self._num_events
-        if self.place.tp > 1:
-            self.engine.pause(Pause(num_settled=self._num_settled))
 
     def _submit(self, key: Key, request: Request) -> None:
         try:

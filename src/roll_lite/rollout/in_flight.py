@@ -135,7 +135,13 @@ class InFlight:
         """The oldest complete groups, once there are enough; fewer when the prompts have ended."""
         self._num_asked = num_groups
         try:
-            while not self._has_enough(version()):
+            while True:
+                if self._fault:
+                    raise self._fault
+                self._drop_stale(version())
+                self.feed()
+                if self._has_enough():
+                    break
                 self._changed.clear()
                 await self._changed.wait()
         finally:
@@ -181,14 +187,10 @@ class InFlight:
             future.cancel()
             await asyncio.gather(future, return_exceptions=True)
 
-    def _has_enough(self, version: int) -> bool:
-        if self._fault:
-            raise self._fault
-        self._drop_stale(version)
-        self.feed()
-        if len(self.ready) >= self._num_asked:
-            return True
-        return self._is_exhausted and not self.running
+    def _has_enough(self) -> bool:
+        """Or as many as there will ever be."""
+        is_over = self._is_exhausted and not self.running
+        return is_over or len(self.ready) >= self._num_asked
 
     def _num_wanted(self) -> int:
         if self.goes_on:

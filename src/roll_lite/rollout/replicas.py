@@ -158,7 +158,7 @@ class Replicas:
                 asked.futures[index].set_result(turn)
         for key, why in answers.refused:
             if asked := self._asked.get(key):
-                self._fail(asked, ValueError(why))
+                self._fail(asked, ValueError, why)
 
     def _on_abort(self, asked: Asked, index: int) -> None:
         """Nobody here wanted it: new weights came, and running samples begin again."""
@@ -170,9 +170,9 @@ class Replicas:
     def _on_failed(self, replica: int, keys: list[int], text: str) -> None:
         self._num_failures[replica] += 1
         if all(map(self._is_broken, range(len(self._num_failures)))):
-            self._on_fault(
-                RuntimeError(f"no engine replica works any more; the last said:\n{text}")
-            )
+            self.is_lost = True
+            error = f"no engine replica works any more; the last said:\n{text}"
+            self._on_fault(RuntimeError(error))
             return
         for key in keys:
             asked = self._asked.get(key)
@@ -181,13 +181,13 @@ class Replicas:
             asked.num_failures += 1
             if asked.num_failures > self._options.max_retries:
                 error = f"engines failed {asked.num_failures} times; the last said:\n{text}"
-                self._fail(asked, RuntimeError(error))
+                self._fail(asked, RuntimeError, error)
             else:
                 self._ask_again(asked, self._choose(but=replica))
 
-    def _fail(self, asked: Asked, error: Exception) -> None:
+    def _fail(self, asked: Asked, kind: type[Exception], text: str) -> None:
         for index in asked.unfinished:
-            asked.futures[index].set_exception(error)
+            asked.futures[index].set_exception(kind(text))
 
     def _ask_again(self, asked: Asked, replica: int) -> None:
         """All of it, so that every sample gets the same random numbers as before."""
