@@ -48,25 +48,26 @@ class Engine:
         return message
 
 
-def run_rank(engine, inbox, num_calls, meet, errors):
+def run_rank(engine, inbox, num_messages, meet, errors):
     """The loop of a worker thread: letters, then the call that is due, or else work."""
-    lockstep, num_run, calls = Lockstep(engine), 0, {}
+    lockstep, num_run, calls, is_busy = Lockstep(engine), 0, set(), False
     try:
-        is_busy = False
-        while num_run < num_calls:
-            while not inbox.empty() or not is_busy:
+        while num_messages or calls or is_busy:
+            while num_messages and not (is_busy and inbox.empty()):
                 kind, number = inbox.get(timeout=SECONDS)
+                num_messages, is_busy = num_messages - 1, True
                 if kind == "letter":
                     lockstep.count_letter()
                     engine.left += number
                 else:
-                    calls[number] = True
-                is_busy = True
-            if calls.pop(num_run + 1, False):
-                lockstep.make_way(num_run + 1)
-                assert meet.wait(timeout=SECONDS) in (0, 1)  # the collective inside of the call
+                    calls.add(number)
+            if num_run + 1 in calls:
                 num_run += 1
+                calls.remove(num_run)
+                lockstep.make_way(num_run)
+                meet.wait(timeout=SECONDS)  # the collective inside of the call
                 engine.left += num_run % 2  # a call may leave work, too
+                is_busy = True
             elif engine.is_first:
                 is_busy = engine.left > 0
                 engine.step() if is_busy else lockstep.settle()
@@ -79,35 +80,43 @@ def run_rank(engine, inbox, num_calls, meet, errors):
         meet.abort()
 
 
-def deliver(messages, inbox, seed):
-    """Calls in their order, and letters in theirs, but each after a time of its own."""
+def deliver(messages, inbox, seed, last_delay):
+    """Everything in order, but each message after a time of its own."""
     r = random.Random(seed)
-    for message in messages:
+    for message in messages[:-1]:
         if r.random() < 0.5:
             time.sleep(r.random() * 0.006)
         inbox.put(message)
+    time.sleep(last_delay)
+    inbox.put(messages[-1])
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_ranks_never_wait_for_each_other_for_ever(seed):
-    r = random.Random(seed)
-    num_calls, calls = 60, iter(range(1, 1000))
-    kinds = ["letter"] * 60 + ["call"] * (num_calls - 1)
+def make_messages(seed):
+    """Letters that bring work and calls; nothing comes after the last to help a rank that waits."""
+    r, calls = random.Random(seed), iter(range(1, 62))
+    kinds = ["letter", "call"] * 30
     r.shuffle(kinds)
-    messages = [(k, r.randrange(4) if k == "letter" else next(calls)) for k in [*kinds, "call"]]
+    kinds += ["call"] if seed % 2 else ["letter", "letter"]
+    return [(kind, r.randrange(1, 4) if kind == "letter" else next(calls)) for kind in kinds]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ranks_never_wait_for_each_other_for_ever(seed):
+    messages = make_messages(seed)
     channel, meet, errors = Channel(), threading.Barrier(2), []
     engines = [Engine(channel, is_first) for is_first in (True, False)]
-    inboxes = [queue.Queue(), queue.Queue()]
-    threads = [
-        threading.Thread(target=run_rank, args=(e, i, num_calls, meet, errors), daemon=True)
-        for e, i in zip(engines, inboxes, strict=True)
-    ] + [
-        threading.Thread(target=deliver, args=(messages, inbox, f"{seed} {rank}"), daemon=True)
-        for rank, inbox in enumerate(inboxes)
-    ]
+    threads = []
+    for rank, engine in enumerate(engines):
+        inbox, last_delay = queue.Queue(), 0.0 if rank else 0.05  # the leader hears of it later
+        run = (engine, inbox, len(messages), meet, errors)
+        threads.append(threading.Thread(target=run_rank, args=run, daemon=True))
+        delivery = (messages, inbox, f"{seed} {rank}", last_delay)
+        threads.append(threading.Thread(target=deliver, args=delivery, daemon=True))
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(3 * SECONDS)
     assert not errors and not any(thread.is_alive() for thread in threads)
-    assert engines[0].num_steps == engines[1].num_steps > 0
+    brought = sum(number for kind, number in messages if kind == "letter")
+    left_by_calls = sum(number % 2 for kind, number in messages if kind == "call")
+    assert engines[0].num_steps == engines[1].num_steps == brought + left_by_calls
