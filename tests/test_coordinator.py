@@ -447,14 +447,14 @@ def program(name, num_ranks, folder):
     return Program(name, num_ranks, folder, programs=PROGRAMS)
 
 
-def test_real_engines_on_several_ranks_give_the_samples_of_one(folder):
-    results = {}
-    for num_ranks in (1, 2):
-        results[num_ranks] = program("synchronous", num_ranks, folder).result()
-    assert len(results[1]["rows"]) == 3 * 8 * 3
-    assert results[2]["rows"] == results[1]["rows"]
-    assert not results[1]["had_thread"]
-    assert results[2]["had_thread"] and not results[2]["left"]
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_real_engines_on_several_ranks_give_the_samples_of_one(folder, num_ranks):
+    alone = program("synchronous", 1, folder).result()
+    several = program("synchronous", num_ranks, folder).result()
+    assert len(alone["rows"]) == 3 * 8 * 3
+    assert several["rows"] == alone["rows"]
+    assert not alone["had_thread"]
+    assert several["had_thread"] and not several["left"]
 
 
 def test_real_engines_generate_beside_training(folder):
