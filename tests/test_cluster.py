@@ -36,7 +36,7 @@ GONE_SECONDS = 15  # from the fault to the end of the last process
 class Program:
     """A torchrun program under way, known by a mark in its processes' environment."""
 
-    def __init__(self, name, num_ranks, folder, *options):
+    def __init__(self, name, num_ranks, folder, *options, programs=PROGRAMS):
         self.mark = f"ROLL_LITE_TEST={uuid.uuid4()}"
         self.result_file = folder / f"{name}.json"
         self.log = folder / f"{name}.log"
@@ -44,7 +44,7 @@ class Program:
         command = [sys.executable, *(torchrun if num_ranks > 1 else [])]
         key, value = self.mark.split("=")
         self.process = subprocess.Popen(
-            [*command, str(PROGRAMS), name, str(self.result_file)],
+            [*command, str(programs), name, str(self.result_file)],
             env=os.environ | {key: value, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
             stdout=self.log.open("w"),
             stderr=subprocess.STDOUT,
@@ -99,9 +99,9 @@ class Program:
         return json.loads(self.result_file.read_text())
 
 
-def run_failing(name, num_ranks, folder):
+def run_failing(name, num_ranks, folder, **options):
     """Run a program that fails; returns what it printed after all its processes were gone."""
-    program = Program(name, num_ranks, folder)
+    program = Program(name, num_ranks, folder, **options)
     program.wait_for(lambda: "ready" in program.output())
     assert program.end(within=GONE_SECONDS) != 0
     return program.output()

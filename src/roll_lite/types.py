@@ -11,7 +11,9 @@ from typing import Literal
 Message = dict[str, str]
 """{"role": "system" | "user" | "assistant", "content": text}"""
 
-State = Literal["queued", "generating", "stepping", "done", "failed", "aborted"]
+State = Literal[
+    "queued", "generating", "stepping", "retried", "done", "filtered", "failed", "aborted"
+]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -112,6 +114,11 @@ class Sample:
     @property
     def state(self) -> State:
         return self.events[-1].state
+
+    @property
+    def first_version(self) -> int | None:
+        """Policy version of the first token that was sampled."""
+        return next((turn.versions[0][1] for turn in self.turns if turn.versions), None)
 
     def enter(self, state: State, policy_version: int) -> None:
         self.events.append(Event(state, time.time(), policy_version))

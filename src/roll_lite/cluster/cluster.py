@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -23,9 +24,12 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from roll_lite.cluster import rpc
-from roll_lite.cluster.controller import Controller, Direct, Request
+from roll_lite.cluster.call import Request
+from roll_lite.cluster.codec import encode
+from roll_lite.cluster.controller import Controller, Direct
 from roll_lite.cluster.device_map import DeviceMap, auto_device_map, parse_device_map
 from roll_lite.cluster.groups import make_places
+from roll_lite.cluster.letters import Letter, Outbox
 from roll_lite.cluster.meeting import meet
 from roll_lite.cluster.network import choose_interface
 from roll_lite.cluster.role import RoleHandle
@@ -67,6 +71,8 @@ class Cluster:
         self._worker = Worker(self._launch.rank, self.device)
         self._issuer: Controller | Direct
         self._watch: Watch | None = None
+        # A dead controller ends the lifeline as well, and with it this rank.
+        self._reports = Outbox(0, "report", on_lost=lambda: None)
         self._leaving = threading.Event()
         self._exit_code, self._last_words = 0, ""
 
@@ -83,7 +89,9 @@ class Cluster:
         role = self.device_map[name]
         contents = [((cls,), kwargs)] * role.num_replicas
         self._issuer.issue(Request(role, BUILD, contents, "first", self.deadline)).result()
-        return RoleHandle(self._issuer, role, cls, self.deadline)
+        if role.tp > 1 and hasattr(cls, "make_way"):
+            self._issuer.bind(role)
+        return RoleHandle(self._issuer, role, cls, self.deadline, self.world_size == 1)
 
     def __enter__(self) -> "Cluster":
         if self._launch.rank == 0:
@@ -138,15 +146,17 @@ class Cluster:
 
     def _start_alone(self) -> None:
         start_group(self.device, self._launch, dist.HashStore(), seconds=self.deadline)
-        self._worker.places = make_places(self.device_map, 0, self.device)
         self._issuer = Direct(self._worker)
+        self._worker.places = make_places(self.device_map, 0, self.device, self._report)
 
     def _start_controller(self) -> None:
         choose_interface(self._launch)
         store, members = meet(self._launch)
         self._issuer = Controller(self._worker, self.device_map, members)
         self._watch = Watch(self._issuer, self._worker, members)
+        self._worker.on_fault = self._issuer.on_fault
         handlers = {"beat": self._watch.on_beat, "lifeline": rpc.hold_lifeline}
+        handlers |= {"report": self._issuer.take_reports, "fault": self._issuer.on_fault}
         rpc.start(store, 0, self.world_size, handlers)
         try:
             self._watch.start()
@@ -162,6 +172,8 @@ class Cluster:
         store, members = meet(self._launch)
         pulse = Pulse(self._worker, members, self._leave)
         handlers = {"call": self._take, "leave": self._leave, "lifeline": rpc.hold_lifeline}
+        handlers["post"] = self._worker.post
+        self._worker.on_fault = partial(rpc.send, 0, "fault")
         rpc.start(store, self._launch.rank, self.world_size, handlers | pulse.handlers())
         pulse.start()
         self._form_groups(store)
@@ -191,8 +203,16 @@ class Cluster:
     def _form_groups(self, store: dist.Store) -> None:
         # The groups' own timeout comes later than the watch, whose error says more.
         start_group(self.device, self._launch, store, seconds=self.deadline + GROUP_MARGIN)
-        self._worker.places = make_places(self.device_map, self._launch.rank, self.device)
+        rank = self._launch.rank
+        self._worker.places = make_places(self.device_map, rank, self.device, self._report)
         self._worker.start()
+
+    def _report(self, role: str, replica: int, *args: Any) -> None:
+        """What an object of this rank has to say to the controller."""
+        if self._launch.rank == 0:
+            self._issuer.take_reports([Letter(role, replica, args)])
+        else:
+            self._reports.put(Letter(role, replica, encode(args)))
 
     def _take(self, order: Order) -> Future:
         """Handler of a call: queues it; the worker thread answers."""

@@ -2,94 +2,33 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from pickle import PicklingError
 from typing import Any
 
 from roll_lite.cluster import rpc
-from roll_lite.cluster.codec import Message, decode, encode
+from roll_lite.cluster.call import Call, Request
+from roll_lite.cluster.codec import Message, encode
 from roll_lite.cluster.device_map import DeviceMap, Role
-from roll_lite.cluster.errors import Failure, RoleError, role_error, summarise
+from roll_lite.cluster.errors import (
+    Failure,
+    RoleError,
+    describe_exception,
+    role_error,
+    summarise,
+)
+from roll_lite.cluster.letters import Letter, Outbox
 from roll_lite.cluster.members import Member
-from roll_lite.cluster.worker import Order, Reply, Worker
+from roll_lite.cluster.worker import ATTEND, Order, Worker
 
-COLLECTS = ("first", "replicas", "all")
 DIED = "died (its connection closed)"
-STRAGGLER_SECONDS = 1.0  # after a failure: for others to fail too, or to finish
 
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A role call before it has a ticket."""
-
-    role: Role
-    method: str
-    contents: Sequence[tuple]
-    """Positional and keyword arguments for each replica."""
-    collect: str
-    """first, replicas or all: whose results come back."""
-    deadline: float
-    """Seconds that a rank may be in the call."""
-
-    @property
-    def label(self) -> str:
-        return f"{self.role.name}.{self.method}"
-
-    @property
-    def wanted_ranks(self) -> tuple[int, ...]:
-        firsts = tuple(replica[0] for replica in self.role.replicas)
-        return {"first": firsts[:1], "replicas": firsts, "all": self.role.ranks}[self.collect]
-
-
-class Call:
-    """A call under way. Its future is done when every rank has answered, or one has failed."""
-
-    def __init__(self, request: Request, ticket: int):
-        self.request = request
-        self.ticket = ticket
-        self.issued = time.monotonic()
-        self.future: Future = Future()
-        self._replies: dict[int, Reply] = {}  # in the order of arrival
-        self._lock = threading.Lock()
-
-    @property
-    def unanswered(self) -> list[int]:
-        return [rank for rank in self.request.role.ranks if rank not in self._replies]
-
-    def deliver(self, rank: int, reply: Reply) -> None:
-        with self._lock:
-            is_first_failure = reply.failure and not any(r.failure for r in self._replies.values())
-            self._replies[rank] = reply
-        if not self.unanswered:
-            self._finish()
-        elif is_first_failure:
-            # Others may wait in a collective for the rank that failed, and never answer.
-            timer = threading.Timer(STRAGGLER_SECONDS, self._finish)
-            timer.daemon = True
-            timer.start()
-
-    def fail(self, error: BaseException) -> None:
-        with self._lock:
-            if not self.future.done():
-                self.future.set_exception(error)
-
-    def _finish(self) -> None:
-        failures = [reply.failure for reply in list(self._replies.values()) if reply.failure]
-        if failures:
-            role, method = self.request.role.name, self.request.method
-            self.fail(role_error(role, method, failures, self.unanswered))
-            return
-        try:
-            values = [_unpack(self._replies[rank].value) for rank in self.request.wanted_ranks]
-        except Exception as error:  # of any kind: unpickling runs code of the result's classes
-            self.fail(error)
-            return
-        with self._lock:
-            if not self.future.done():
-                self.future.set_result(values[0] if self.request.collect == "first" else values)
+OnReport = Callable[..., None]
+"""Takes the number of a replica and what it reported; runs in any thread, and must not wait."""
+OnFailure = Callable[[RoleError], None]
+"""Told, in any thread, that nothing can be called any more."""
 
 
 class Controller:
@@ -103,6 +42,14 @@ class Controller:
         self._ticket = 0
         self._last: dict[int, int] = {}
         self._pending: dict[int, Call] = {}
+        self._bound: dict[int, tuple[str, tuple[int, ...]]] = {}  # by rank: role and replica
+        self._outboxes = {
+            rank: Outbox(rank, "post", partial(self.lose, rank, DIED))
+            for rank in range(len(members))
+            if rank != worker.rank
+        }
+        self._on_report: dict[str, OnReport | None] = {}
+        self._on_failure: dict[str, OnFailure | None] = {}
         self.failure: RoleError | None = None
         """Set when a rank is lost: nothing can be called any more."""
 
@@ -110,7 +57,7 @@ class Controller:
         if self.failure:
             raise self.failure
         contents = self._contents_by_rank(request)
-        role, method, wanted = request.role.name, request.method, request.wanted_ranks
+        wanted = request.wanted_ranks
         with self._lock:
             self._ticket += 1
             call = self._pending[self._ticket] = Call(request, self._ticket)
@@ -118,8 +65,8 @@ class Controller:
                 rank: Order(
                     ticket=call.ticket,
                     previous=self._last.get(rank, 0),
-                    role=role,
-                    method=method,
+                    role=request.role.name,
+                    method=request.method if rank in request.role.ranks else ATTEND,
                     content=content,
                     is_wanted=rank in wanted,
                 )
@@ -147,6 +94,65 @@ class Controller:
             self.failure = self.failure or error
         for call in self.pending():
             call.fail(self.failure)
+        for listener in list(self._on_failure.values()):
+            if listener:
+                listener(self.failure)
+
+    def bind(self, role: Role) -> None:
+        """From now on the ranks of each replica of this role run every call together.
+
+        While such ranks work on their own they wait for each other, so a call that concerns some
+        of them has to interrupt all, at the same ticket.
+        """
+        for replica in role.replicas:
+            for rank in replica:
+                bound, _ = self._bound.setdefault(rank, (role.name, replica))
+                if bound != role.name:
+                    raise ValueError(
+                        f"roles {bound} and {role.name} both work on their own over tensor-"
+                        f"parallel ranks, and share rank {rank}; give them disjoint ranks or tp=1"
+                    )
+
+    def post(self, role: Role, replica: int, args: tuple) -> None:
+        """Put a letter into the inbox of a replica's first rank; others of it are to follow."""
+        if self.failure:
+            raise self.failure
+        first, *others = role.replicas[replica]
+        for rank in others if first in self._bound else ():
+            self._post(rank, Letter(role.name, replica, ("follow",)))
+        self._post(first, Letter(role.name, replica, args))
+
+    def _post(self, rank: int, letter: Letter) -> None:
+        if rank == self._worker.rank:
+            self._worker.post([letter])
+        else:
+            packed = _pack(f"{letter.role}.receive", letter.content)
+            self._outboxes[rank].put(letter._replace(content=packed))
+
+    def pump(self, role: Role) -> bool:
+        """Every rank's own thread works; there is nothing to do here."""
+        return False
+
+    def listen(self, role: Role, on_report: OnReport | None, on_failure: OnFailure | None) -> None:
+        self._on_report[role.name] = on_report
+        self._on_failure[role.name] = on_failure
+        if self.failure and on_failure:
+            on_failure(self.failure)
+
+    def take_reports(self, letters: Sequence[Letter]) -> None:
+        """Reports of role objects; those of roles that nobody listens to are dropped."""
+        for letter in letters:
+            listener = self._on_report.get(letter.role)
+            try:
+                if listener:
+                    listener(letter.replica, *letter.args)
+            except Exception as error:  # of any kind: it must not end the thread that brought it
+                failure = describe_exception(self._worker.rank, error, own_frames=0)
+                self.on_fault(letter.role, "report", failure)
+
+    def on_fault(self, role: str, method: str, failure: Failure) -> None:
+        """Something that no call waits for has raised."""
+        self.fail(role_error(role, method, [failure]))
 
     def lose(self, rank: int, why: str) -> None:
         """End everything because a rank is gone; the first one lost is the one to name."""
@@ -175,8 +181,11 @@ class Controller:
                     contents[rank] = content
                     continue
                 if id(content) not in encoded:
-                    encoded[id(content)] = _pack(request, content)
+                    encoded[id(content)] = _pack(request.label, content)
                 contents[rank] = encoded[id(content)]
+        for rank in request.role.ranks:
+            _, replica = self._bound.get(rank, ("", ()))
+            contents = {attending: ((), {}) for attending in replica} | contents
         return contents
 
     def _send(self, call: Call, rank: int, order: Order) -> None:
@@ -199,18 +208,14 @@ class Controller:
             call.deliver(rank, reply)
 
 
-def _pack(request: Request, content: tuple) -> Message:
+def _pack(label: str, content: tuple) -> Message:
     try:
         return encode(content)
     except (AttributeError, TypeError, PicklingError) as error:
         raise TypeError(
-            f"an argument of {request.label} cannot be sent: {error}; functions and classes must "
+            f"an argument of {label} cannot be sent: {error}; functions and classes must "
             "be defined at the top of a module"
         ) from error
-
-
-def _unpack(value: Any) -> Any:
-    return decode(value) if isinstance(value, Message) else value
 
 
 class Direct:
@@ -219,19 +224,43 @@ class Direct:
     def __init__(self, worker: Worker):
         self._worker = worker
         self._lock = threading.RLock()  # several threads may call; calls still run one by one
+        self._on_report: dict[str, OnReport | None] = {}
 
     def issue(self, request: Request) -> Future:
         future: Future = Future()
-        role, method = request.role.name, request.method
         args, kwargs = request.contents[0]
+        try:
+            value = self._perform(request.role, request.method, args, kwargs)
+        except RoleError as error:
+            future.set_exception(error)
+        else:
+            future.set_result(value if request.collect == "first" else [value])
+        return future
+
+    def bind(self, role: Role) -> None:
+        """One rank waits for nobody."""
+
+    def post(self, role: Role, replica: int, args: tuple) -> None:
+        self._perform(role, "receive", args, {})
+
+    def pump(self, role: Role) -> bool:
+        """One piece of the role's own work; whether there may be more."""
+        return self._perform(role, "work", (), {})
+
+    def listen(self, role: Role, on_report: OnReport | None, on_failure: OnFailure | None) -> None:
+        """Failures are raised where the work is done."""
+        self._on_report[role.name] = on_report
+
+    def take_reports(self, letters: Sequence[Letter]) -> None:
+        for letter in letters:
+            if listener := self._on_report.get(letter.role):
+                listener(letter.replica, *letter.args)
+
+    def _perform(self, role: Role, method: str, args: tuple, kwargs: dict) -> Any:
         with self._lock:
             try:
-                value = self._worker.perform(role, method, args, kwargs)
+                return self._worker.perform(role.name, method, args, kwargs)
             except Exception as error:
                 failure = Failure(0, summarise(error), text="", pickled=None)
-                failed = role_error(role, method, [failure])
-                failed.__cause__ = error  # itself, with its frames
-                future.set_exception(failed)
-            else:
-                future.set_result(value if request.collect == "first" else [value])
-        return future
+                # Its cause is the error itself, with its frames.
+                raise role_error(role.name, method, [failure]) from error

@@ -1,8 +1,10 @@
 """The process groups of each role, and a rank's place in them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,8 @@ class Place:
     """All ranks of the role."""
     control: dist.ProcessGroup
     """gloo group of the ranks of this replica, for commands."""
+    report: Callable[..., None]
+    """Sends its arguments to whoever listens to the role at the controller; does not wait."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -41,8 +45,12 @@ class Place:
         return compute_dtype(self.device)
 
 
-def make_places(device_map: DeviceMap, rank: int, device: torch.device) -> dict[str, Place]:
+def make_places(
+    device_map: DeviceMap, rank: int, device: torch.device, report: Callable[..., None]
+) -> dict[str, Place]:
     """This rank's place in each of its roles. Every rank has to call this: groups form together.
+
+    `report` takes a role's name, a replica and what an object there reports to the controller.
 
     Roles with the same ranks and tp share their groups: they take turns, in the same order
     everywhere, and each NCCL communicator costs memory.
@@ -53,7 +61,7 @@ def make_places(device_map: DeviceMap, rank: int, device: torch.device) -> dict[
         if layout not in formed:
             formed[layout] = _form_groups(role, rank, device)
         if rank in role.ranks:
-            places[role.name] = _place(role, rank, device, *formed[layout])
+            places[role.name] = _place(role, rank, device, report, *formed[layout])
     return places
 
 
@@ -72,7 +80,9 @@ def _form_groups(
     return mesh, group, control
 
 
-def _place(role: Role, rank: int, device: torch.device, mesh, group, control) -> Place:
+def _place(
+    role: Role, rank: int, device: torch.device, report: Callable[..., None], mesh, group, control
+) -> Place:
     replica, tp_rank = divmod(role.ranks.index(rank), role.tp)
     return Place(
         role=role.name,
@@ -85,6 +95,7 @@ def _place(role: Role, rank: int, device: torch.device, mesh, group, control) ->
         mesh=mesh,
         group=group,
         control=control,
+        report=partial(report, role.name, replica),
     )
 
 
@@ -100,6 +111,10 @@ def start_alone(device: str = "auto") -> Iterator[Place]:
     chosen = choose_device(device, launch)
     start_group(chosen, launch, dist.HashStore(), seconds=COLLECTIVE_SECONDS)
     try:
-        yield make_places(DeviceMap((Role("all", (0,)),), 1), 0, chosen)["all"]
+        yield make_places(DeviceMap((Role("all", (0,)),), 1), 0, chosen, _report_to_nobody)["all"]
     finally:
         dist.destroy_process_group()
+
+
+def _report_to_nobody(role: str, replica: int, *args: Any) -> None:
+    raise RuntimeError("this process has no controller to report to; enter a Cluster")

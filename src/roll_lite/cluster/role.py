@@ -5,6 +5,7 @@ metrics = trainer.step(batch)                    # runs on all ranks; the first 
 parts   = trainer.logprobs(split(samples))       # each replica gets its share; a list of results
 future  = trainer.step.start(batch)              # does not wait; future.result() does
 norms   = trainer.norm.options(collect="all", deadline=60)()
+engine.post(replica, "submit", key, request)     # into an object's inbox; nobody waits
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
-from roll_lite.cluster.controller import COLLECTS, Request
+from roll_lite.cluster.call import COLLECTS, Request
+from roll_lite.cluster.controller import OnFailure, OnReport
 from roll_lite.cluster.device_map import Role, listing
 
 
@@ -43,6 +45,14 @@ def split(values: Sequence | torch.Tensor) -> Split:
 
 class Issuer(Protocol):
     def issue(self, request: Request) -> Future: ...
+
+    def post(self, role: Role, replica: int, args: tuple) -> None: ...
+
+    def pump(self, role: Role) -> bool: ...
+
+    def listen(
+        self, role: Role, on_report: OnReport | None, on_failure: OnFailure | None
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +89,18 @@ class Method:
 
 
 class RoleHandle:
-    """What the controller holds of a role: its methods are those of the worker class."""
+    """What the controller holds of a role: its methods are those of the worker class.
 
-    def __init__(self, issuer: Issuer, role: Role, cls: type, deadline: float):
+    Beside calls there are messages that no ticket orders. The object on the first rank of a replica
+    gets what is posted by its method `receive`, between two calls or pieces of work. A piece of
+    work is its method `work`, which runs when nothing else does and says whether more is left. It
+    reports with `place.report(...)`.
+    """
+
+    def __init__(self, issuer: Issuer, role: Role, cls: type, deadline: float, is_alone: bool):
         self.role = role
+        self.is_alone = is_alone
+        """In a world of one nothing works by itself: somebody has to pump."""
         self._issuer = issuer
         self._cls = cls
         self._deadline = deadline
@@ -95,6 +113,21 @@ class RoleHandle:
                 f"it has {listing(known, 'and') if known else 'none'}"
             )
         return Method(self._issuer, self.role, name, self._deadline)
+
+    def post(self, replica: int, name: str, *args: Any) -> None:
+        """Have `receive(name, *args)` called on the first rank of a replica; does not wait."""
+        self._issuer.post(self.role, replica, (name, *args))
+
+    def pump(self) -> bool:
+        """In a world of one: let the object do one piece of work; whether there may be more."""
+        return self._issuer.pump(self.role)
+
+    def listen(self, on_report: OnReport, on_failure: OnFailure) -> None:
+        """Have reports brought, with the replica's number, and the failure that ends everything."""
+        self._issuer.listen(self.role, on_report, on_failure)
+
+    def stop_listening(self) -> None:
+        self._issuer.listen(self.role, None, None)
 
     def __reduce__(self):
         raise TypeError(

@@ -20,10 +20,11 @@ from typing import Any
 from torch.futures import Future
 
 from roll_lite.cluster import rpc
-from roll_lite.cluster.controller import DIED, Call, Controller
+from roll_lite.cluster.call import Call
+from roll_lite.cluster.controller import DIED, Controller
 from roll_lite.cluster.errors import RoleError, name_ranks, summarise
 from roll_lite.cluster.members import Member
-from roll_lite.cluster.worker import Status, Worker
+from roll_lite.cluster.worker import WORK, Status, Worker
 from roll_lite.cluster.world import MEETING_SECONDS
 
 BEAT_SECONDS = 1.0
@@ -141,13 +142,9 @@ class Watch:
         statuses = {rank: status for rank, (_, status) in self._beats.items()}
         statuses[self._worker.rank] = self._worker.status()
         for call in self._controller.pending():
-            seconds = [
-                status.seconds
-                for rank in call.unanswered
-                if (status := statuses.get(rank)) and status.ticket == call.ticket
-            ]
-            if seconds and max(seconds) > call.request.deadline:
-                self._controller.fail(self._deadline_error(call, max(seconds)))
+            waits = [_seconds_in(call, statuses.get(rank)) for rank in call.unanswered]
+            if max(waits, default=0.0) > call.request.deadline:
+                self._controller.fail(self._deadline_error(call, max(waits)))
                 return
 
     def _deadline_error(self, call: Call, seconds: float) -> RoleError:
@@ -178,6 +175,15 @@ class Watch:
             except RuntimeError as error:  # its text says that there is none, and why
                 stacks[rank] = f"(no stack: {summarise(error)})"
         return stacks
+
+
+def _seconds_in(call: Call, status: Status | None) -> float:
+    """How long a rank has been in a call, or kept it waiting for what the rank does by itself."""
+    if status and status.ticket == call.ticket:
+        return status.seconds
+    if status and status.ticket == WORK:
+        return min(status.seconds, time.monotonic() - call.issued)
+    return 0.0
 
 
 class Pulse:

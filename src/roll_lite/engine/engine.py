@@ -159,7 +159,7 @@ class Engine:
         Prompts come first: the more sequences decode together, the better. Callbacks come last of
         all, when everything is in order and the device is busy: they may submit, abort and load.
         """
-        if self._needs_weights or not self._is_awake:
+        if not self.is_ready:
             raise RuntimeError("the engine has no weights since sleep(); call load_weights()")
         with self._working():
             if flight := self._decode_on():
@@ -250,6 +250,11 @@ class Engine:
         for memory in self._memories:
             if not memory.is_held:
                 memory.take_again()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has the weights and the memory to step with."""
+        return self._is_awake and not self._needs_weights
 
     @property
     def _memories(self) -> list[Memory]:

@@ -5,7 +5,7 @@ what was asked of the first rank since its last step travels, at the start of ea
 """
 
 import pickle
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,7 +15,18 @@ from roll_lite.engine.engine import Engine, Handle, OnTurn
 from roll_lite.engine.sequence import Request
 from roll_lite.models.transformer import Transformer
 
-Command = tuple[str, Request | int | None]
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Why the first rank sends the others back from `follow()`."""
+
+    ticket: int | None = None
+    """Of the call that all ranks run next; None when the first rank has nothing to do."""
+    num_settled: int = 0
+    """How many letters and calls left nothing to do."""
+
+
+Command = tuple[str, Request | int | Pause]
 
 
 class RanksEngine(Engine):
@@ -60,15 +71,16 @@ class RanksEngine(Engine):
         self._exchange()
         super().sleep()
 
-    def pause(self) -> None:
+    def pause(self, pause: Pause | None = None) -> None:
         """Send the other ranks back from `follow()`."""
-        self._commands.append(("pause", None))
+        self._commands.append(("pause", pause or Pause()))
         self._send()
 
-    def follow(self) -> None:
+    def follow(self) -> Pause:
         """Do what the first rank does until it pauses."""
-        while self._receive():
+        while (pause := self._receive()) is None:
             super().step()
+        return pause
 
     def _start_over(self) -> None:
         super()._start_over()
@@ -78,7 +90,7 @@ class RanksEngine(Engine):
         """Bring all ranks to the same requests."""
         if self.is_first:
             self._send()
-        elif not self._receive():
+        elif self._receive() is not None:
             raise RuntimeError("the first rank paused where this one expected a step")
 
     def _send(self) -> None:
@@ -88,8 +100,8 @@ class RanksEngine(Engine):
         self._broadcast(torch.tensor([len(data)]))
         self._broadcast(data)
 
-    def _receive(self) -> bool:
-        """Do what was asked of the first rank; False when it paused."""
+    def _receive(self) -> Pause | None:
+        """Do what was asked of the first rank; its pause, if it paused."""
         self._check_health()
         size = torch.zeros(1, dtype=torch.int64)
         self._broadcast(size)
@@ -102,7 +114,8 @@ class RanksEngine(Engine):
                 super().submit(replace(argument, prompt_ids=argument.prompt_ids.tolist()))
             elif kind == "abort":
                 super().abort(argument)
-        return not commands or commands[-1][0] != "pause"
+        kind, argument = commands[-1] if commands else ("", None)
+        return argument if kind == "pause" else None
 
     def _check_health(self) -> None:
         if self._has_failed:

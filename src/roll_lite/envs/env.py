@@ -15,5 +15,6 @@ class Env(Protocol):
     def step(self, action: str) -> tuple[Observation, float, bool, bool, dict]:
         """Take the model's reply: observation, reward, terminated, truncated, info.
 
-        `info["parts"]`, where present, names the contributions to the reward.
+        `info["parts"]`, where present, names the contributions to the reward. A step may be a
+        coroutine. One that raises must leave everything as it was: it may be tried again.
         """

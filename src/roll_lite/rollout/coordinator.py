@@ -1,24 +1,208 @@
-"""Runs groups of samples to their end: one coroutine per sample, one engine under all of them.
+"""Runs groups of samples to their end: one coroutine per sample, engine replicas under all of them.
 
-In one process the coordinator itself pumps `engine.step()`; between two steps the coroutines
-whose turns have ended go on, so rewards are computed while other samples still generate.
+    with Coordinator(engines=engines, prompts=prompts, ...) as rollout:
+        rollout.start()                      # go on beside training; without it, between collects
+        for step in range(100):              # nothing is generated
+            groups = rollout.collect()
+
+The coroutines run in a thread of their own on rank 0. In a world of one there is no thread: they
+run inside `collect`, which pumps the engine; what has ended is scored between two steps.
 """
 
 import asyncio
-import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from statistics import fmean
+from types import TracebackType
+from typing import Any
 
 from roll_lite.chat import Chat
+from roll_lite.cluster.role import RoleHandle
 from roll_lite.engine.engine import Engine
 from roll_lite.engine.sequence import Request
 from roll_lite.envs.env import Env
 from roll_lite.progress import ProgressBar
+from roll_lite.rollout.in_flight import InFlight, SampleRunner, Visit
+from roll_lite.rollout.loops import LoopThread, PumpedLoop
+from roll_lite.rollout.options import RolloutOptions
+from roll_lite.rollout.record import read_group, read_prompt, write_group, write_prompt
+from roll_lite.rollout.replicas import Replicas
 from roll_lite.rollout.sample import run_sample
+from roll_lite.rollout.turns import GroupTurns, derive_seed
 from roll_lite.types import Group, Prompt, Sample, SamplingParams, Turn
+
+COUNTED = ("started", "done", "filtered", "aborted", "failed", "retried", "refilled", "stale")
+
+
+class Coordinator:
+    """Generates, scores and hands out groups, over all replicas of an engine role."""
+
+    def __init__(
+        self,
+        *,
+        engines: RoleHandle,
+        chat: Chat,
+        make_env: Callable[[Prompt], Env],
+        prompts: Iterator[Prompt],
+        params: SamplingParams,
+        options: RolloutOptions,
+        seed: int,
+    ):
+        """`prompts` may have `state_dict` and `load_state_dict`, to go on where a run stopped."""
+        self._engines, self._prompts = engines, prompts
+        self._visits: Counter[str] = Counter()
+        self._unfinished: list[Visit] = []
+        """Were under way when a run stopped, and are generated again."""
+        self._replicas = Replicas(engines, options, self._fail)
+        self._replicas.policy_version = engines.version()
+        self._runner = SampleRunner(
+            replicas=self._replicas, chat=chat, make_env=make_env, options=options, seed=seed
+        )
+        self._groups = InFlight(self._runner, options, params, self._next_visit)
+        self._options = options
+        self._version_gaps: list[int] = []
+        self._loop = (
+            PumpedLoop(engines.pump, self._fail) if engines.is_alone else LoopThread(self._fail)
+        )
+        engines.listen(
+            lambda *report: self._loop.call(self._on_report, *report),
+            lambda error: self._loop.call(self._lose, error),
+        )
+
+    def __enter__(self) -> "Coordinator":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        frames: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Abort what is under way, and end the thread."""
+        self._engines.stop_listening()
+        self._loop.close()
+
+    def start(self) -> None:
+        """From now on keep generating, as far ahead as max_staleness allows."""
+        self._loop.run(self._start())
+
+    def collect(self, num_groups: int | None = None) -> list[Group]:
+        """So many complete groups (groups_per_step), in the order of their prompts.
+
+        Fewer only when the prompts have ended. All samples in them are done and scored.
+        """
+        return self._loop.run(self._collect(num_groups or self._options.groups_per_step))
+
+    def answer(
+        self, prompts: Iterable[Prompt], *, num_samples: int, params: SamplingParams
+    ) -> list[Group]:
+        """One group for each prompt, in order, failed samples included: to evaluate."""
+        return self._loop.run(self._answer(list(prompts), num_samples, params))
+
+    def set_version(self, policy_version: int) -> None:
+        """Say that engines have new weights: what is collected from now on is used under them."""
+        self._loop.run(self._set_version(policy_version))
+
+    def metrics(self) -> dict[str, float]:
+        """What became of samples since the last time, and how things stand."""
+        return self._loop.run(self._metrics())
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain JSON. What is under way is kept as prompts, and generated again."""
+        return self._loop.run(self._state())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state; before anything was started."""
+        self._visits = Counter(state["visits"])
+        self._unfinished = [Visit(read_prompt(p), number) for p, number in state["unfinished"]]
+        self._groups.restore([read_group(group) for group in state["ready"]])
+        if state["prompts"] is not None:
+            self._prompts.load_state_dict(state["prompts"])
+
+    async def _start(self) -> None:
+        self._groups.goes_on = True
+        self._groups.feed()
+
+    async def _collect(self, num_groups: int) -> list[Group]:
+        groups = await self._groups.take(num_groups, lambda: self._replicas.policy_version)
+        version = self._replicas.policy_version
+        samples = [sample for group in groups for sample in group.samples]
+        self._version_gaps += [version - sample.first_version for sample in samples]
+        return groups
+
+    async def _answer(
+        self, prompts: list[Prompt], num_samples: int, params: SamplingParams
+    ) -> list[Group]:
+        groups = [
+            Group(prompt=prompt, samples=self._runner.make_samples(prompt, num_samples))
+            for prompt in prompts
+        ]
+        runs = (self._runner.run_group(self._visit(g.prompt), g.samples, params) for g in groups)
+        await self._groups.unless_failed(asyncio.gather(*runs))
+        done = [sample for group in groups for sample in group.samples if sample.state == "done"]
+        self._runner.counts["done"] += len(done)
+        return groups
+
+    async def _set_version(self, policy_version: int) -> None:
+        self._replicas.policy_version = max(self._replicas.policy_version, policy_version)
+
+    async def _metrics(self) -> dict[str, float]:
+        counts, gaps = self._runner.counts, self._version_gaps
+        metrics: dict[str, float] = {f"rollout/{name}": counts[name] for name in COUNTED}
+        metrics["rollout/groups_in_flight"] = len(self._groups.running)
+        metrics["rollout/groups_ready"] = len(self._groups.ready)
+        if gaps:
+            metrics |= {"rollout/staleness": fmean(gaps), "rollout/max_staleness": max(gaps)}
+        if loads := [load for load in self._replicas.loads if load]:
+            metrics["rollout/engine_running"] = sum(load.num_running for load in loads)
+            metrics["rollout/engine_waiting"] = sum(load.num_waiting for load in loads)
+            metrics["rollout/engine_free_pages"] = min(load.num_free_pages for load in loads)
+        counts.clear()
+        gaps.clear()
+        return metrics
+
+    async def _state(self) -> dict[str, Any]:
+        running = [running.visit for _, running in sorted(self._groups.running.items())]
+        under_way = [*running, *self._unfinished]
+        has_state = hasattr(self._prompts, "state_dict")
+        return {
+            "visits": dict(self._visits),
+            "unfinished": [[write_prompt(visit.prompt), visit.number] for visit in under_way],
+            "ready": [write_group(group) for _, group in sorted(self._groups.ready.items())],
+            "prompts": self._prompts.state_dict() if has_state else None,
+        }
+
+    def _on_report(self, replica: int, *report: Any) -> None:
+        try:
+            self._replicas.on_report(replica, *report)
+        except Exception as error:  # of any kind: the recipe has to hear of it
+            self._fail(error)
+
+    def _lose(self, error: BaseException) -> None:
+        """A rank is gone, and with it the cluster."""
+        self._replicas.is_lost = True
+        self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._groups.fail(error)
+
+    def _next_visit(self) -> Visit | None:
+        if self._unfinished:
+            return self._unfinished.pop(0)
+        prompt = next(self._prompts, None)
+        return self._visit(prompt) if prompt else None
+
+    def _visit(self, prompt: Prompt) -> Visit:
+        self._visits[prompt.id] += 1
+        return Visit(prompt, self._visits[prompt.id] - 1)
 
 
 class Rollout:
+    """Runs groups of samples to their end over one engine of this very process."""
+
     def __init__(self, *, engine: Engine, chat: Chat, make_env: Callable[[Prompt], Env], seed: int):
         self.engine, self.chat, self.make_env, self.seed = engine, chat, make_env, seed
         self._num_visits: Counter[str] = Counter()
@@ -51,7 +235,7 @@ class Rollout:
     ) -> Group:
         seed = derive_seed(self.seed, prompt.id, self._num_visits[prompt.id])
         self._num_visits[prompt.id] += 1
-        turns = GroupTurns(self.engine, num_samples, params, seed)
+        turns = GroupTurns(self._ask, num_samples, params, seed, on_retry=lambda sample: None)
 
         async def run(index: int) -> Sample:
             sample = Sample(prompt=prompt, index=index)
@@ -70,35 +254,13 @@ class Rollout:
         samples = await asyncio.gather(*(run(index) for index in range(num_samples)))
         return Group(prompt=prompt, samples=samples)
 
-
-class GroupTurns:
-    """The turns of a group's samples. All begin alike, so the opening is read once and forked."""
-
-    def __init__(self, engine: Engine, num_samples: int, params: SamplingParams, seed: int):
-        self.engine, self.params, self.seed = engine, params, seed
-        self._first = [asyncio.get_running_loop().create_future() for _ in range(num_samples)]
-        self._opening: list[int] | None = None
-
-    async def generate(self, sample: Sample, token_ids: list[int]) -> Turn:
-        if not sample.turns:
-            if self._opening is None:
-                self._opening = token_ids
-                self._submit(token_ids, self._first, self.seed)
-            if token_ids != self._opening:
-                raise ValueError(
-                    f"sample {sample.index} of {sample.prompt.id} opens differently from its "
-                    "group; an environment must depend on nothing but the prompt and the seed"
-                )
-            return await self._first[sample.index]
-        future = asyncio.get_running_loop().create_future()
-        self._submit(token_ids, [future], derive_seed(self.seed, sample.index, len(sample.turns)))
-        return await future
-
-    def _submit(self, token_ids: list[int], futures: list[asyncio.Future], seed: int) -> None:
-        request = Request(
-            prompt_ids=token_ids, params=self.params, num_samples=len(futures), seed=seed
-        )
-
+    def _ask(
+        self,
+        request: Request,
+        futures: list[asyncio.Future],
+        on_retry: Callable[[int], None],
+        near: None,
+    ) -> None:
         def resolve(index: int, turn: Turn) -> None:
             if not futures[index].done():
                 futures[index].set_result(turn)
@@ -108,9 +270,3 @@ class GroupTurns:
         except ValueError as error:  # refused: every sample that waits for it fails with the reason
             for future in futures:
                 future.set_exception(error)
-
-
-def derive_seed(*parts: int | str) -> int:
-    """63 bits that depend on all parts and their order."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1

@@ -1,13 +1,14 @@
 """The life of one sample: read, generate, step the environment, until the episode ends."""
 
 import bdb
+import inspect
 import math
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from roll_lite.chat import Chat
-from roll_lite.envs.env import Env
+from roll_lite.envs.env import Env, Observation
 from roll_lite.types import Sample, Score, Turn
 
 Generate = Callable[[list[int]], Awaitable[Turn]]
@@ -21,8 +22,13 @@ async def run_sample(
     chat: Chat,
     generate: Generate,
     version: Callable[[], int],
+    max_retries: int = 0,
+    on_retry: Callable[[Sample], None] = lambda sample: None,
 ) -> None:
-    """Drive one episode. An environment or reward that raises fails the sample, visibly."""
+    """Drive one episode. An environment or reward that goes on raising fails the sample, visibly.
+
+    A step is tried again up to `max_retries` times, and `on_retry` is told of it.
+    """
     total, parts = 0.0, Counter()
     try:
         messages, _ = env.reset(seed)
@@ -38,12 +44,10 @@ async def run_sample(
                 raise ArithmeticError("the model gave logits that are not finite")
             sample.reply = chat.decode(turn.token_ids)
             sample.enter("stepping", version())
-            messages, reward, terminated, truncated, info = env.step(sample.reply)
-            if not math.isfinite(reward):
-                raise ValueError(f"reward={reward} is not a finite number")
+            messages, reward, is_over, info = await _step(sample, env, max_retries, on_retry)
             total += reward
             parts.update(info.get("parts", {}))
-            if terminated or truncated:
+            if is_over:
                 break
             token_ids = chat.continue_with(sample.token_ids, messages)
     except bdb.BdbQuit:  # the person at the debugger wants to leave
@@ -54,3 +58,27 @@ async def run_sample(
         return
     sample.score = Score(value=total, parts=dict(parts))
     sample.enter("done", version())
+
+
+async def _step(
+    sample: Sample, env: Env, max_retries: int, on_retry: Callable[[Sample], None]
+) -> tuple[Observation, float, bool, dict]:
+    """The environment's answer to the sample's last turn; the last try may raise."""
+    for _ in range(max_retries):
+        try:
+            return await _try_step(sample, env)
+        except bdb.BdbQuit:
+            raise
+        except Exception:  # of any kind: rewards are the user's code
+            on_retry(sample)
+    return await _try_step(sample, env)
+
+
+async def _try_step(sample: Sample, env: Env) -> tuple[Observation, float, bool, dict]:
+    result = env.step(sample.reply)
+    if inspect.isawaitable(result):
+        result = await result
+    messages, reward, terminated, truncated, info = result
+    if not math.isfinite(reward):
+        raise ValueError(f"reward={reward} is not a finite number")
+    return messages, reward, terminated or truncated, info

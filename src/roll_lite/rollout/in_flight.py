@@ -1,0 +1,277 @@
+"""Groups under way: started as room allows, judged when they end, kept until somebody takes them.
+
+Everything here runs in the coordinator's event loop.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from roll_lite.chat import Chat
+from roll_lite.envs.env import Env
+from roll_lite.rollout.options import RolloutOptions
+from roll_lite.rollout.replicas import Replicas
+from roll_lite.rollout.sample import run_sample
+from roll_lite.rollout.turns import GroupTurns, derive_seed
+from roll_lite.types import Group, Prompt, Sample, SamplingParams
+
+ENDS = ("done", "filtered", "failed", "aborted")
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One time that a prompt is sampled; a prompt that comes again is sampled anew."""
+
+    prompt: Prompt
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    visit: Visit
+    samples: list[Sample]
+    task: asyncio.Task
+
+
+class SampleRunner:
+    """Runs single samples and whole groups, and counts how they end."""
+
+    def __init__(
+        self,
+        *,
+        replicas: Replicas,
+        chat: Chat,
+        make_env: Callable[[Prompt], Env],
+        options: RolloutOptions,
+        seed: int,
+    ):
+        self._replicas, self._chat, self._make_env = replicas, chat, make_env
+        self._options, self._seed = options, seed
+        self.counts: Counter[str] = Counter()
+        """Samples by what became of them, and what else happened to them."""
+
+    def make_samples(self, prompt: Prompt, num_samples: int) -> list[Sample]:
+        samples = [Sample(prompt=prompt, index=index) for index in range(num_samples)]
+        for sample in samples:
+            sample.enter("queued", self._version())
+        self.counts["started"] += num_samples
+        return samples
+
+    async def run_group(self, visit: Visit, samples: list[Sample], params: SamplingParams) -> None:
+        seed = derive_seed(self._seed, visit.prompt.id, visit.number)
+        turns = GroupTurns(self._replicas.ask, len(samples), params, seed, self._on_retry)
+        await asyncio.gather(*(self._run(sample, seed, turns) for sample in samples))
+
+    async def _run(self, sample: Sample, seed: int, turns: GroupTurns) -> None:
+        try:
+            async with asyncio.timeout(self._options.deadline):
+                await run_sample(
+                    sample,
+                    self._make_env(sample.prompt),
+                    seed,
+                    self._chat,
+                    generate=lambda token_ids: turns.generate(sample, token_ids),
+                    version=self._version,
+                    max_retries=self._options.max_retries,
+                    on_retry=self._on_retry,
+                )
+        except TimeoutError:
+            self.abort([sample])
+        self.counts["failed"] += sample.state == "failed"
+
+    def abort(self, samples: Iterable[Sample]) -> None:
+        """Samples that will not be waited for."""
+        for sample in samples:
+            if sample.state not in ENDS:
+                sample.enter("aborted", self._version())
+                self.counts["aborted"] += 1
+
+    def discard(self, samples: Iterable[Sample], reason: str) -> None:
+        """Samples that are done, and not wanted."""
+        for sample in samples:
+            if sample.state == "done":
+                sample.enter("filtered", self._version())
+                self.counts[reason] += 1
+
+    def _on_retry(self, sample: Sample) -> None:
+        sample.enter("retried", self._version())
+        self.counts["retried"] += 1
+
+    def _version(self) -> int:
+        return self._replicas.policy_version
+
+
+class InFlight:
+    """Groups that are generated, and those that are complete and not yet taken."""
+
+    def __init__(
+        self,
+        runner: SampleRunner,
+        options: RolloutOptions,
+        params: SamplingParams,
+        next_visit: Callable[[], Visit | None],
+    ):
+        """`next_visit` gives the prompt to go on with; None when there are no more."""
+        self._runner, self._options, self._params = runner, options, params
+        self._next_visit = next_visit
+        self._num_started = 0
+        self.running: dict[int, Running] = {}
+        self.ready: dict[int, Group] = {}
+        """Complete groups, by the order in which their prompts came."""
+        self.goes_on = False
+        """Whether groups are started without anybody waiting for them."""
+        self._num_asked = 0
+        self._dropped: Counter[str] = Counter()
+        """Since groups were last taken, by reason."""
+        self._last_error = ""
+        self._is_exhausted = False
+        self._fault: BaseException | None = None
+        self._changed, self._failed = asyncio.Event(), asyncio.Event()
+
+    async def take(self, num_groups: int, version: Callable[[], int]) -> list[Group]:
+        """The oldest complete groups, once there are enough; fewer when the prompts have ended."""
+        self._num_asked = num_groups
+        try:
+            while True:
+                if self._fault:
+                    raise self._fault
+                self._drop_stale(version())
+                self.feed()
+                if self._has_enough():
+                    break
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            self._num_asked = 0
+        taken = [self.ready.pop(number) for number in sorted(self.ready)[:num_groups]]
+        self._runner.counts["done"] += sum(len(group.samples) for group in taken)
+        self._dropped.clear()
+        if not self.goes_on and self._options.surplus == "abort":
+            await self._abort_rest()
+        self.feed()
+        return taken
+
+    def feed(self) -> None:
+        """Start groups while there is room."""
+        while not self._fault and len(self.running) + len(self.ready) < self._num_wanted():
+            visit = self._next_visit()
+            if visit is None:
+                self._is_exhausted = True
+                return
+            self._start(visit)
+
+    def restore(self, groups: list[Group]) -> None:
+        """Complete groups of an earlier run; they come first."""
+        self.ready = dict(enumerate(groups))
+        self._num_started = len(groups)
+
+    def fail(self, error: BaseException) -> None:
+        """Whoever waits for groups, now or later, gets the error."""
+        self._fault = self._fault or error
+        self._changed.set()
+        self._failed.set()
+
+    async def unless_failed(self, future: asyncio.Future) -> Any:
+        """What the future brings, or the error that keeps it from ever doing so."""
+        failed = asyncio.ensure_future(self._failed.wait())
+        try:
+            await asyncio.wait([future, failed], return_when=asyncio.FIRST_COMPLETED)
+            if not future.done():
+                raise self._fault
+            return future.result()
+        finally:
+            failed.cancel()
+            future.cancel()
+            await asyncio.gather(future, return_exceptions=True)
+
+    def _has_enough(self) -> bool:
+        """Or as many as there will ever be."""
+        is_over = self._is_exhausted and not self.running
+        return is_over or len(self.ready) >= self._num_asked
+
+    def _num_wanted(self) -> int:
+        if self.goes_on:
+            return max(self._num_asked, self._options.max_in_flight)
+        return self._num_asked + self._options.extra_prompts if self._num_asked else 0
+
+    def _start(self, visit: Visit) -> None:
+        number, self._num_started = self._num_started, self._num_started + 1
+        samples = self._runner.make_samples(visit.prompt, self._options.samples_per_prompt)
+        run = self._runner.run_group(visit, samples, self._params)
+        task = asyncio.get_running_loop().create_task(run)
+        self.running[number] = Running(visit, samples, task)
+        task.add_done_callback(lambda _: self._on_end(number))
+
+    def _on_end(self, number: int) -> None:
+        ended = self.running.pop(number)
+        if ended.task.cancelled():
+            self._runner.discard(ended.samples, "aborted")
+            self._runner.abort(ended.samples)
+            return
+        if error := ended.task.exception():
+            self.fail(error)
+            return
+        group = Group(prompt=ended.visit.prompt, samples=ended.samples)
+        if reason := self._objection(group):
+            self._drop(group, reason)
+        else:
+            group.samples = [s for s in group.samples if s.state == "done"]
+            self.ready[number] = group
+        self.feed()
+        self._changed.set()
+
+    def _objection(self, group: Group) -> str | None:
+        """Why a group is not to be trained on."""
+        rewards = [s.score.value for s in group.samples if s.state == "done"]
+        low, high = self._options.min_group_reward, self._options.max_group_reward
+        if len(rewards) < self._options.min_samples:
+            return "had too few samples left"
+        if self._options.drop_equal and len(set(rewards)) == 1:
+            return "had equal rewards"
+        if low is not None and fmean(rewards) < low:
+            return f"had a mean reward below {low}"
+        if high is not None and fmean(rewards) > high:
+            return f"had a mean reward above {high}"
+        return None
+
+    def _drop(self, group: Group, reason: str) -> None:
+        self._runner.discard(group.samples, "filtered")
+        self._runner.counts["refilled"] += 1
+        self._dropped[reason] += 1
+        errors = [sample.error for sample in group.samples if sample.error]
+        self._last_error = errors[-1] if errors else self._last_error
+        if self._dropped.total() > self._options.max_refills * self._options.groups_per_step:
+            self.fail(self._refill_error())
+
+    def _refill_error(self) -> RuntimeError:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self._dropped.most_common())
+        text = (
+            f"{self._dropped.total()} groups were dropped for one step: {reasons}; "
+            f"max_refills={self._options.max_refills} allows "
+            f"{self._options.max_refills * self._options.groups_per_step}. "
+            "Raise it, filter less, or choose prompts of another difficulty"
+        )
+        error = f". The last error:\n{self._last_error}" if self._last_error else ""
+        return RuntimeError(text + error)
+
+    def _drop_stale(self, version: int) -> None:
+        oldest = version - self._options.max_version_gap
+        for number, group in list(self.ready.items()):
+            stale = [s for s in group.samples if (s.first_version or 0) < oldest]
+            self._runner.discard(stale, "stale")
+            group.samples = [s for s in group.samples if s.state == "done"]
+            if len(group.samples) < self._options.min_samples:
+                self._runner.discard(group.samples, "filtered")
+                del self.ready[number]
+
+    async def _abort_rest(self) -> None:
+        tasks = [running.task for running in self.running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for group in self.ready.values():
+            self._runner.discard(group.samples, "aborted")
+        self.ready.clear()

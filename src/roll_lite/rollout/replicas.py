@@ -1,0 +1,198 @@
+"""The engine replicas of a role: who answers which request, and what becomes of it.
+
+Everything here runs in the coordinator's event loop. A request goes to the replica with the fewest
+unfinished samples, as soon as that one has room. What a replica fails is asked of another; one that
+fails time and again is left alone.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from roll_lite.cluster.errors import RoleError
+from roll_lite.cluster.role import RoleHandle
+from roll_lite.engine.sequence import Request
+from roll_lite.engine.service import Answers, Load
+from roll_lite.rollout.options import RolloutOptions
+
+MAX_FAILURES = 3  # of a replica, one after the other
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A request under way. Each sample has a future; a cancelled one is waited for no more."""
+
+    request: Request
+    futures: list[asyncio.Future]
+    on_retry: Callable[[int], None]
+    """Told the index of a sample that has to be generated again."""
+    replica: int | None = None
+    """Who has it; None while it waits for room."""
+    key: int = 0
+    num_failures: int = 0
+    num_counted: int = 0
+    """Samples that count as its replica's load."""
+    aborted: set[int] = field(default_factory=set)
+    """Samples that the engine aborted, unasked."""
+
+    @property
+    def unfinished(self) -> list[int]:
+        return [i for i, future in enumerate(self.futures) if not future.done()]
+
+
+class Replicas:
+    def __init__(
+        self,
+        engines: RoleHandle,
+        options: RolloutOptions,
+        on_fault: Callable[[BaseException], None],
+    ):
+        """`on_fault` is told when no replica works any more, or a rank is lost."""
+        self._engines = engines
+        self._options = options
+        self._on_fault = on_fault
+        num_replicas = engines.role.num_replicas
+        self.policy_version = 0
+        """The newest of which an engine has reported."""
+        self.loads: list[Load | None] = [None] * num_replicas
+        self.is_lost = False
+        """Nothing can be posted any more."""
+        self._queue: deque[Asked] = deque()
+        self._asked: dict[int, Asked] = {}
+        self._num_keys = 0
+        self._num_unfinished = [0] * num_replicas
+        self._num_failures = [0] * num_replicas
+
+    def ask(
+        self,
+        request: Request,
+        futures: list[asyncio.Future],
+        on_retry: Callable[[int], None],
+        near: Asked | None = None,
+    ) -> Asked:
+        """Have a request answered into the futures.
+
+        What goes on from an earlier request stays `near` it, where its prefix is in the cache.
+        """
+        asked = Asked(request, futures, on_retry, num_counted=len(futures))
+        for future in futures:
+            future.add_done_callback(lambda _: self._on_done(asked))
+        if near is not None and not self._is_broken(near.replica):
+            self._give(asked, near.replica)
+        else:
+            self._queue.append(asked)
+            self._dispatch()
+        return asked
+
+    def on_report(self, replica: int, kind: str, *args: Any) -> None:
+        if kind == "failed":
+            self._on_failed(replica, *args)
+        else:
+            self._on_answers(replica, *args)
+
+    def _dispatch(self) -> None:
+        """Give waiting requests to replicas with room, first come first served."""
+        while self._queue and not self.is_lost:
+            replica, asked = self._choose(), self._queue[0]
+            load = self._num_unfinished[replica]
+            if load and load + asked.num_counted > self._options.samples_per_replica:
+                return
+            self._queue.popleft()
+            if asked.unfinished:
+                self._give(asked, replica)
+
+    def _give(self, asked: Asked, replica: int) -> None:
+        asked.replica = replica
+        self._num_unfinished[replica] += asked.num_counted
+        self._submit(asked)
+
+    def _choose(self, but: int | None = None) -> int:
+        well = [r for r in range(len(self._num_unfinished)) if not self._is_broken(r)]
+        others = [r for r in well if r != but]
+        return min(others or well, key=lambda r: self._num_unfinished[r])
+
+    def _is_broken(self, replica: int) -> bool:
+        return self._num_failures[replica] >= MAX_FAILURES
+
+    def _submit(self, asked: Asked) -> None:
+        self._num_keys += 1
+        asked.key = self._num_keys
+        self._asked[asked.key] = asked
+        self._post(asked.replica, "submit", asked.key, asked.request)
+
+    def _post(self, replica: int, *letter: Any) -> None:
+        if self.is_lost:
+            return
+        try:
+            self._engines.post(replica, *letter)
+        except RoleError as error:  # a rank is lost, and with it the whole run
+            self.is_lost = True
+            self._on_fault(error)
+
+    def _on_done(self, asked: Asked) -> None:
+        """One of its futures has a turn, an error, or is waited for no more."""
+        asked.num_counted -= 1
+        if asked.replica is None:
+            return
+        self._num_unfinished[asked.replica] -= 1
+        if asked.key in self._asked and not asked.unfinished:
+            del self._asked[asked.key]
+            if any(future.cancelled() for future in asked.futures):
+                self._post(asked.replica, "abort", asked.key)
+        self._dispatch()
+
+    def _on_answers(self, replica: int, answers: Answers) -> None:
+        self.policy_version = max(self.policy_version, answers.policy_version)
+        self.loads[replica] = answers.load
+        if answers.turns:
+            self._num_failures[replica] = 0
+        for key, index, turn in answers.turns:
+            asked = self._asked.get(key)
+            if asked is None or asked.futures[index].done():
+                continue
+            if turn.finish_reason == "abort":
+                self._on_abort(asked, index)
+            else:
+                asked.futures[index].set_result(turn)
+        for key, why in answers.refused:
+            if asked := self._asked.get(key):
+                self._fail(asked, ValueError, why)
+
+    def _on_abort(self, asked: Asked, index: int) -> None:
+        """Nobody here wanted it: new weights came, and running samples begin again."""
+        asked.aborted.add(index)
+        if asked.aborted.issuperset(asked.unfinished):
+            asked.aborted.clear()
+            self._ask_again(asked, asked.replica)
+
+    def _on_failed(self, replica: int, keys: list[int], text: str) -> None:
+        self._num_failures[replica] += 1
+        if all(map(self._is_broken, range(len(self._num_failures)))):
+            self.is_lost = True
+            error = f"no engine replica works any more; the last said:\n{text}"
+            self._on_fault(RuntimeError(error))
+            return
+        for key in keys:
+            asked = self._asked.get(key)
+            if asked is None or not asked.unfinished:
+                continue
+            asked.num_failures += 1
+            if asked.num_failures > self._options.max_retries:
+                error = f"engines failed {asked.num_failures} times; the last said:\n{text}"
+                self._fail(asked, RuntimeError, error)
+            else:
+                self._ask_again(asked, self._choose(but=replica))
+
+    def _fail(self, asked: Asked, kind: type[Exception], text: str) -> None:
+        for index in asked.unfinished:
+            asked.futures[index].set_exception(kind(text))
+
+    def _ask_again(self, asked: Asked, replica: int) -> None:
+        """All of it, so that every sample gets the same random numbers as before."""
+        del self._asked[asked.key]
+        self._num_unfinished[asked.replica] -= asked.num_counted
+        for index in asked.unfinished:
+            asked.on_retry(index)
+        self._give(asked, replica)

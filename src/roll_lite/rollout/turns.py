@@ -1,0 +1,83 @@
+"""The model calls of a group's samples: which requests they become, and with which seeds."""
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from roll_lite.engine.sequence import Request
+from roll_lite.types import Sample, SamplingParams, Turn
+
+
+class Ask(Protocol):
+    def __call__(
+        self,
+        request: Request,
+        futures: list[asyncio.Future],
+        on_retry: Callable[[int], None],
+        near: Any,
+    ) -> Any:
+        """Have a request answered into the futures, near what an earlier one returned."""
+
+
+class GroupTurns:
+    """The turns of a group's samples. All begin alike, so the opening is read once and forked.
+
+    The group stays with one replica, which has in its cache what a conversation began with.
+    """
+
+    def __init__(
+        self,
+        ask: Ask,
+        num_samples: int,
+        params: SamplingParams,
+        seed: int,
+        on_retry: Callable[[Sample], None],
+    ):
+        """`on_retry` is told of samples whose turn has to be generated again."""
+        self.params, self.seed = params, seed
+        self._ask, self._on_retry = ask, on_retry
+        self._first = [asyncio.get_running_loop().create_future() for _ in range(num_samples)]
+        self._samples: dict[int, Sample] = {}
+        self._opening: list[int] | None = None
+        self._home: Any = None
+
+    async def generate(self, sample: Sample, token_ids: list[int]) -> Turn:
+        self._samples[sample.index] = sample
+        if not sample.turns:
+            if self._opening is None:
+                self._opening = token_ids
+                self._submit(token_ids, self._first, self.seed, self._retry)
+            if token_ids != self._opening:
+                raise ValueError(
+                    f"sample {sample.index} of {sample.prompt.id} opens differently from its "
+                    "group; an environment must depend on nothing but the prompt and the seed"
+                )
+            return await self._first[sample.index]
+        future = asyncio.get_running_loop().create_future()
+        seed = derive_seed(self.seed, sample.index, len(sample.turns))
+        self._submit(token_ids, [future], seed, lambda _: self._retry(sample.index))
+        return await future
+
+    def _submit(
+        self,
+        token_ids: list[int],
+        futures: list[asyncio.Future],
+        seed: int,
+        on_retry: Callable[[int], None],
+    ) -> None:
+        request = Request(
+            prompt_ids=token_ids, params=self.params, num_samples=len(futures), seed=seed
+        )
+        asked = self._ask(request, futures, on_retry, self._home)
+        self._home = self._home or asked
+
+    def _retry(self, index: int) -> None:
+        if index in self._samples:  # it may not have begun, or never begin
+            self._on_retry(self._samples[index])
+
+
+def derive_seed(*parts: int | str) -> int:
+    """63 bits that depend on all parts and their order."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1

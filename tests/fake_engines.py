@@ -1,0 +1,195 @@
+"""Engines that only pretend: they answer after given times, fail, die, and never lie about it."""
+
+import heapq
+import itertools
+import random
+import threading
+import time
+import traceback
+from types import SimpleNamespace
+
+from roll_lite.engine.service import Answers, Load
+from roll_lite.types import Prompt, Turn
+
+ENDLESS = 9999  # a prompt that begins with this id is never answered
+
+
+def fake_tokens(request, index):
+    """What a fake engine answers: depends on the request alone, like a real one."""
+    r = random.Random(f"{request.seed} {index} {request.prompt_ids}")
+    return [r.randrange(1000) for _ in range(r.randint(1, 4))]
+
+
+class FakeService:
+    """The interface of EngineService, without a model."""
+
+    def __init__(self, place, max_delay=0.0, failure_rate=0.0, dies=(), seed=0):
+        """`dies`: (replica, number of answers after which it raises for ever)."""
+        self.place, self.max_delay, self.failure_rate = place, max_delay, failure_rate
+        self.random = random.Random(f"{seed} {place.replica}")
+        self.lifetime = dict(dies).get(place.replica)
+        self.policy_version, self.num_answered = 0, 0
+        self.under_way, self.heap, self.turns = {}, [], []
+        self.counter = itertools.count()
+
+    def version(self):
+        return self.policy_version
+
+    def load(self, version, restart=False):
+        """New weights; those under way go on under them, or are aborted."""
+        self.policy_version = version
+        for key in list(self.under_way) if restart else ():
+            self.receive("abort", key)
+
+    def receive(self, name, key, request=None):
+        if name == "submit":
+            self.under_way[key] = request, set(range(request.num_samples)), self.policy_version
+            if request.prompt_ids[0] != ENDLESS:
+                for index in range(request.num_samples):
+                    due = time.monotonic() + self.random.random() * self.max_delay
+                    heapq.heappush(self.heap, (due, next(self.counter), key, index))
+        elif key in self.under_way:
+            request, left, version = self.under_way.pop(key)
+            self.turns += [(key, i, self.make_turn(request, i, version, "abort")) for i in left]
+
+    def work(self):
+        try:
+            self.answer()
+        except LookupError:
+            keys = list(self.under_way)
+            self.under_way.clear()
+            self.heap.clear()
+            self.report()
+            self.place.report("failed", keys, traceback.format_exc())
+        self.report()
+        if self.heap and self.max_delay:
+            time.sleep(max(0.0, min(self.heap[0][0] - time.monotonic(), 0.002)))
+        return bool(self.heap)
+
+    def answer(self):
+        now = time.monotonic()
+        while self.heap and self.heap[0][0] <= now:
+            _, _, key, index = heapq.heappop(self.heap)
+            if key not in self.under_way:
+                continue
+            self.num_answered += 1
+            if self.lifetime is not None and self.num_answered > self.lifetime:
+                raise LookupError("dead for ever")
+            if self.random.random() < self.failure_rate:
+                raise LookupError("a bad moment")
+            request, left, version = self.under_way[key]
+            self.turns.append((key, index, self.make_turn(request, index, version, "stop")))
+            left.remove(index)
+            if not left:
+                del self.under_way[key]
+
+    def make_turn(self, request, index, version, reason):
+        ids = fake_tokens(request, index)
+        versions = [(0, version)]
+        if len(ids) > 1 and version != self.policy_version:
+            versions.append((1, self.policy_version))
+        return Turn(
+            prompt_ids=request.prompt_ids,
+            token_ids=ids,
+            logprobs=[-1.0] * len(ids),
+            finish_reason=reason,
+            versions=versions,
+        )
+
+    def report(self):
+        if self.turns:
+            answers = Answers(self.turns, [], Load(len(self.under_way), 0, 1), self.policy_version)
+            self.turns = []
+            self.place.report("answers", answers)
+
+
+class FakeEngines:
+    """A role's handle whose replicas are threads of this process."""
+
+    is_alone = False
+
+    def __init__(self, num_replicas, **options):
+        self.role = SimpleNamespace(num_replicas=num_replicas)
+        self.on_report = self.on_failure = None
+        self.inboxes = [[] for _ in range(num_replicas)]
+        self.changed = [threading.Condition() for _ in range(num_replicas)]
+        self.is_stopping = False
+        self.services = [self.make(replica, options) for replica in range(num_replicas)]
+        self.threads = [threading.Thread(target=self.run, args=(r,)) for r in range(num_replicas)]
+        for thread in self.threads:
+            thread.start()
+
+    def make(self, replica, options):
+        def report(*args):
+            if listener := self.on_report:
+                listener(replica, *args)
+
+        return FakeService(SimpleNamespace(replica=replica, report=report), **options)
+
+    def run(self, replica):
+        service, changed, is_busy = self.services[replica], self.changed[replica], False
+        while not self.is_stopping:
+            with changed:
+                if not is_busy:
+                    changed.wait_for(lambda: self.inboxes[replica] or self.is_stopping)
+                letters, self.inboxes[replica] = self.inboxes[replica], []
+            for name, args in letters:
+                getattr(service, name)(*args)
+            is_busy = service.work()
+
+    def put(self, replica, name, args):
+        with self.changed[replica]:
+            self.inboxes[replica].append((name, args))
+            self.changed[replica].notify()
+
+    def post(self, replica, *letter):
+        self.put(replica, "receive", letter)
+
+    def load(self, version, restart=False):
+        for replica in range(self.role.num_replicas):
+            self.put(replica, "load", (version, restart))
+
+    def version(self):
+        return 0
+
+    def listen(self, on_report, on_failure):
+        self.on_report, self.on_failure = on_report, on_failure
+
+    def stop_listening(self):
+        self.on_report = self.on_failure = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.is_stopping = True
+        for changed in self.changed:
+            with changed:
+                changed.notify()
+        for thread in self.threads:
+            thread.join()
+
+
+class FakeChat:
+    stop_ids = ()
+
+    def encode(self, messages):
+        return [int(word) for word in messages[0]["content"].split()]
+
+    def decode(self, token_ids):
+        return " ".join(map(str, token_ids))
+
+    def continue_with(self, token_ids, messages):
+        return token_ids + self.encode(messages)
+
+
+def fake_prompts(start=0, endless_every=0):
+    """Prompts p0, p1, ...; of which some are never answered."""
+    for i in itertools.count(start):
+        first = ENDLESS if endless_every and i % endless_every == endless_every - 1 else 1
+        yield Prompt(
+            id=f"p{i}",
+            messages=({"role": "user", "content": f"{first} {i}"},),
+            domain="fake",
+            ground_truth="",
+        )
