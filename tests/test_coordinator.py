@@ -457,6 +457,7 @@ def test_real_engines_on_several_ranks_give_the_samples_of_one(folder, num_ranks
     assert several["had_thread"] and not several["left"]
 
 
+@pytest.mark.slow
 def test_real_engines_generate_beside_training(folder):
     result = program("asynchronous", 3, folder).result()
     assert len(result["gaps"]) == 7 * 6 * 2 and set(result["states"]) == {"done"}
@@ -474,11 +475,13 @@ def test_ten_thousand_samples_over_real_ranks(folder):
     print(f"{10000 / result['seconds']:.0f} samples a second")
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_collect(folder):
     output = run_failing("dying", 2, folder, programs=PROGRAMS)
     assert re.search(r"RoleError: rank 1 \(generate; pid \d+ on .*\) died", output)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_collect(folder):
     running = program("interrupted", 2, folder)
     running.wait_for(running.result_file.exists)

@@ -89,6 +89,7 @@ def test_a_step_that_raises_is_reported_with_what_was_under_way(folder, place, m
     assert sorted((key, index) for key, index, _ in turns) == [("b", 0), ("b", 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "message"),
     [
