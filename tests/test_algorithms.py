@@ -132,6 +132,7 @@ def test_two_steps_of_each_further_kind(train, options):
 # ---- the critic
 
 
+@pytest.mark.slow
 def test_a_critic_in_warm_up_learns_what_replies_are_worth_and_the_policy_waits(
     train, toy_folder, tmp_path
 ):

@@ -447,7 +447,8 @@ def program(name, num_ranks, folder):
     return Program(name, num_ranks, folder, programs=PROGRAMS)
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_real_engines_on_several_ranks_give_the_samples_of_one(folder, num_ranks):
     alone = program("synchronous", 1, folder).result()
     several = program("synchronous", num_ranks, folder).result()

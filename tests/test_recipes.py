@@ -96,6 +96,7 @@ def test_without_learning_rate_nothing_changes(warm_model, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run(warm_model, tmp_path):
     runs = []
     for name in ("a", "b"):

@@ -39,6 +39,7 @@ def expected(folder):
     }
 
 
+@pytest.mark.slow
 def test_requests_and_calls_interleave_over_tensor_parallel_ranks(expected, folder, tmp_path):
     shutil.copytree(folder, tmp_path / "model")
     result = Program("interleaved", 4, tmp_path, programs=PROGRAMS).result()
