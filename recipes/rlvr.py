@@ -28,9 +28,9 @@ from roll_lite.models.config import read_config
 from roll_lite.models.hf import load_model
 from roll_lite.report.run import Run, default_folder
 from roll_lite.rewards.math import last_number
-from roll_lite.rollout.coordinator import Rollout
 from roll_lite.rollout.filters import drop_failed
 from roll_lite.rollout.metrics import describe_groups
+from roll_lite.rollout.one_process import Rollout
 from roll_lite.sync import sync_weights
 from roll_lite.tasks import parse_task, prompts
 from roll_lite.train import shaping

@@ -12,6 +12,7 @@ import random
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -59,6 +60,10 @@ class Config:
 class TimedTrainer(Trainer):
     """Says how long the parts of a step take on its device."""
 
+    def __init__(self, *, place, **options):
+        super().__init__(place=place, **options)
+        self.optimizer.step = partial(self._timed, "optimizer", self.optimizer.step)
+
     def step(self, batch):
         self.seconds = {}
         return super().step(batch) | {f"seconds/{k}": v for k, v in self.seconds.items()}
@@ -74,9 +79,6 @@ class TimedTrainer(Trainer):
 
     def _clip(self):
         return self._timed("clip", super()._clip)
-
-    def _update(self, lr):
-        self._timed("optimizer", super()._update, lr)
 
     def _timed(self, name, function, *args, **kwargs):
         self._wait()

@@ -24,7 +24,8 @@ from roll_lite.engine.sequence import Request
 from roll_lite.engine.service import EngineService
 from roll_lite.envs.question import question_maker
 from roll_lite.models.hf import load_model
-from roll_lite.rollout.coordinator import Coordinator, Rollout
+from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.one_process import Rollout
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.turns import derive_seed
 from roll_lite.tasks import prompts

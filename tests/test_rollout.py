@@ -6,8 +6,9 @@ from roll_lite.chat import Chat
 from roll_lite.engine.engine import Engine
 from roll_lite.envs.question import question_maker
 from roll_lite.models.hf import load_model
-from roll_lite.rollout.coordinator import Rollout, derive_seed
 from roll_lite.rollout.filters import drop_failed
+from roll_lite.rollout.one_process import Rollout
+from roll_lite.rollout.turns import derive_seed
 from roll_lite.tasks import prompts
 from roll_lite.types import SamplingParams, Score
 

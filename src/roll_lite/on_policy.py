@@ -9,8 +9,9 @@ from roll_lite.chat import Chat
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.engine.engine import Engine
 from roll_lite.envs.question import Question
-from roll_lite.rollout.coordinator import Rollout, derive_seed
 from roll_lite.rollout.filters import drop_failed
+from roll_lite.rollout.one_process import Rollout
+from roll_lite.rollout.turns import derive_seed
 from roll_lite.sync import sync_weights
 from roll_lite.train.advantage_options import AdvantageOptions
 from roll_lite.train.advantages import Evidence, with_advantages

@@ -44,8 +44,13 @@ def sync_weights(
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    bits = torch.int32 if a.element_size() == 4 else torch.int16
-    return torch.equal(a.detach().view(bits), b.detach().view(bits))
+    return torch.equal(_bits(a), _bits(b))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """As integers, of which a nan equals itself."""
+    width = torch.int32 if tensor.element_size() == 4 else torch.int16
+    return tensor.detach().contiguous().view(width)
 
 
 class WeightSync:
@@ -151,10 +156,7 @@ class WeightSync:
 
 def checksum(tensor: Tensor) -> Tensor:
     """A number that nearly any change of any bit, or of the order of rows, changes."""
-    bits = torch.int32 if tensor.element_size() == 4 else torch.int16
-    rows = (
-        tensor.detach().contiguous().view(bits).reshape(len(tensor), -1).sum(1, dtype=torch.int64)
-    )
+    rows = _bits(tensor).reshape(len(tensor), -1).sum(1, dtype=torch.int64)
     return (rows * torch.arange(1, len(rows) + 1, device=rows.device)).sum()
 
 

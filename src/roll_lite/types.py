@@ -6,7 +6,7 @@ prompt -> turns (one model call each) -> sample (one trajectory) -> group (sampl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Message = dict[str, str]
 """{"role": "system" | "user" | "assistant", "content": text}"""
@@ -24,6 +24,8 @@ class Prompt:
     domain: str
     """Names the reward function that scores replies to this prompt."""
     ground_truth: str
+    tests: tuple[dict[str, Any], ...] = ()
+    """What a reply is checked with, where one text does not say it: programs, constraints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,6 @@ turns = engine.generate([Request(prompt_ids=ids, params=SamplingParams(max_token
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -16,34 +15,18 @@ from torch import Tensor
 from roll_lite.engine.attention import PAGE_SIZE, choose_backend
 from roll_lite.engine.memory import Memory
 from roll_lite.engine.pages import PagePool
-from roll_lite.engine.runner import Flight, Runner, Sampled, cache_shape
+from roll_lite.engine.runner import Flight, Runner, Sampled, pages_within
 from roll_lite.engine.sampler import noise_key
 from roll_lite.engine.scheduler import Chunk, Scheduler
-from roll_lite.engine.sequence import Request, Sequence, check_request
+from roll_lite.engine.sequence import Handle, OnTurn, Request, Sequence, check_request
 from roll_lite.engine.weights import check_fit, take_over, write
 from roll_lite.models.transformer import Transformer
 from roll_lite.progress import ProgressBar
 from roll_lite.types import Turn
 
-OnTurn = Callable[[int, Turn], None]
-"""Called with a sample's index and its turn the moment the sample ends."""
 MAX_PREFILL_TOKENS = {"cuda": 32768, "cpu": 1024}
 Running = Literal["go_on", "finish", "abort"]
 """What happens to running samples when new weights come."""
-
-
-@dataclass(slots=True, eq=False)
-class Handle:
-    """A submitted request. `turns[i]` is None until sample i has ended."""
-
-    id: int
-    turns: list[Turn | None]
-    on_turn: OnTurn | None = None
-    sequences: list[Sequence] = field(default_factory=list)
-
-    @property
-    def is_done(self) -> bool:
-        return all(turn is not None for turn in self.turns)
 
 
 class Engine:
@@ -77,7 +60,7 @@ class Engine:
         weight, config = model.embedding, model.config
         backend = choose_backend(backend, weight.device, weight.dtype, config.head_dim)
         page_size = page_size or PAGE_SIZE[backend]
-        num_pages = self._num_pages(kv_cache_gib, page_size)
+        num_pages = pages_within(kv_cache_gib, model, page_size)
         self.pool = PagePool(num_pages, page_size)
         self.burst = burst or (16 if weight.is_cuda else 1)
         self.scheduler = Scheduler(
@@ -405,13 +388,3 @@ class Engine:
             raise ValueError(
                 f"stop={request.params.stop!r} needs text; give the engine Engine(decode=...)"
             )
-
-    def _num_pages(self, kv_cache_gib: float, page_size: int) -> int:
-        shape = cache_shape(self.model, 1, page_size)
-        page_bytes = torch.Size(shape).numel() * self.model.embedding.element_size()
-        num_pages = int(kv_cache_gib * 2**30) // page_bytes
-        if num_pages < 1:
-            raise ValueError(
-                f"kv_cache_gib={kv_cache_gib} holds no page of {page_bytes} bytes; raise it"
-            )
-        return num_pages

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from roll_lite.engine.engine import Engine, Handle, OnTurn
-from roll_lite.engine.sequence import Request
+from roll_lite.engine.engine import Engine
+from roll_lite.engine.sequence import Handle, OnTurn, Request
 from roll_lite.models.transformer import Transformer
 
 

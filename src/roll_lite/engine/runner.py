@@ -317,3 +317,15 @@ class Runner:
 def cache_shape(model: Transformer, num_pages: int, page_size: int) -> tuple[int, ...]:
     config = model.local_config
     return config.num_layers, 2, num_pages, page_size, config.num_kv_heads, config.head_dim
+
+
+def pages_within(kv_cache_gib: float, model: Transformer, page_size: int) -> int:
+    """Pages that a cache of so many GiB has, or an error if it has none."""
+    page_bytes = torch.Size(cache_shape(model, 1, page_size)).numel()
+    page_bytes *= model.embedding.element_size()
+    num_pages = int(kv_cache_gib * 2**30) // page_bytes
+    if num_pages < 1:
+        raise ValueError(
+            f"kv_cache_gib={kv_cache_gib} holds no page of {page_bytes} bytes; raise it"
+        )
+    return num_pages

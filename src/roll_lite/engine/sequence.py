@@ -1,5 +1,6 @@
 """A request, and the sequences that answer it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -7,6 +8,8 @@ import numpy as np
 from roll_lite.models.config import ModelConfig
 from roll_lite.types import FinishReason, SamplingParams, Turn
 
+OnTurn = Callable[[int, Turn], None]
+"""Called with a sample's index and its turn the moment the sample ends."""
 MAX_STOP_IDS = 8
 
 
@@ -125,3 +128,17 @@ class Sequence:
             self._token_ids += token_ids.tolist()
             self._logprobs += logprobs.tolist()
         self._new.clear()
+
+
+@dataclass(slots=True, eq=False)
+class Handle:
+    """A submitted request. `turns[i]` is None until sample i has ended."""
+
+    id: int
+    turns: list[Turn | None]
+    on_turn: OnTurn | None = None
+    sequences: list[Sequence] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        return all(turn is not None for turn in self.turns)

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from roll_lite.chat import Chat
-from roll_lite.engine.engine import Engine, Handle
+from roll_lite.engine.engine import Engine
 from roll_lite.engine.lockstep import Lockstep
 from roll_lite.engine.ranks import RanksEngine
-from roll_lite.engine.sequence import Request
+from roll_lite.engine.sequence import Handle, Request
 from roll_lite.models.hf import load_model
 from roll_lite.models.tensor import TensorShard
 from roll_lite.types import Turn

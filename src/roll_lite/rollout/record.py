@@ -11,7 +11,7 @@ def write_prompt(prompt: Prompt) -> dict[str, Any]:
 
 
 def read_prompt(record: dict[str, Any]) -> Prompt:
-    return Prompt(**record | {"messages": tuple(record["messages"])})
+    return Prompt(**record | {name: tuple(record[name]) for name in ("messages", "tests")})
 
 
 def write_group(group: Group) -> dict[str, Any]:

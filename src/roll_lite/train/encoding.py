@@ -89,7 +89,8 @@ def check_vocabulary(folder: str | Path, other: str | Path, name: str) -> None:
     Models of one family may still have vocabularies of different sizes, filled up with entries that
     mean nothing.
     """
-    read_config(folder), read_config(other)  # which say what is wrong with a folder
+    for model in (folder, other):
+        read_config(model)  # says what is wrong with a folder that is none
     if not Chat(folder).has_vocabulary_of(Chat(other)):
         raise ValueError(
             f"{name}={str(other)!r} and {str(folder)!r} have different tokenizers; take a {name} "

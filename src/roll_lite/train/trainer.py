@@ -51,7 +51,7 @@ class Trainer(Scorer):
         dtype = place.dtype if lora else torch.float32
         self._build(folder, place, temperature, head, dtype, checkpointing, lora)
         self.loss, self.schedule, self.max_grad_norm = loss, schedule, max_grad_norm
-        self.num_steps = self.num_skipped = 0
+        self.num_steps = 0
         self.lora = lora
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = AdamW(
@@ -73,10 +73,9 @@ class Trainer(Scorer):
         lr = self.schedule.at(self.num_steps)
         is_finite = grad_norm < float("inf")
         if is_finite:  # an update by inf or nan would destroy the policy: skip it and say so
-            self._update(lr)
+            self.optimizer.step(lr)
         self.optimizer.zero_grad()
         self.num_steps += 1
-        self.num_skipped += not is_finite
         metrics = totals.over_ranks(self.replicas)
         metrics |= {
             "loss/grad_norm": grad_norm,
@@ -105,9 +104,6 @@ class Trainer(Scorer):
 
         self._read(batch, add)
         return totals.over_ranks(self.replicas)
-
-    def _update(self, lr: float) -> None:
-        self.optimizer.step(lr)
 
     def _clip(self) -> float:
         """Scale the gradient down to `max_grad_norm`; returns what its norm was."""
@@ -217,7 +213,6 @@ class Trainer(Scorer):
             "kind": "adapter" if self.lora else "full",
             "progress": {
                 "num_steps": self.num_steps,
-                "num_skipped": self.num_skipped,
                 "num_updates": self.optimizer.num_updates,
             },
         }
@@ -233,7 +228,7 @@ class Trainer(Scorer):
         wanted = {name: piece for name, piece, _ in self._pieces()}
         read_pieces(folder, wanted, kind="adapter" if self.lora else "full")
         progress = manifest.state["trainer"]
-        self.num_steps, self.num_skipped = progress["num_steps"], progress["num_skipped"]
+        self.num_steps = progress["num_steps"]
         self.optimizer.num_updates = progress["num_updates"]
 
     def _pieces(self) -> Iterator[tuple[str, Piece, bool]]:
