@@ -5,7 +5,7 @@ python recipes/distill.py --model models/tiny --teacher runs/teacher/model
 torchrun --nproc-per-node 4 recipes/distill.py --teacher BIG --device-map "train=0-1 teacher=2-3"
 python recipes/distill.py --model runs/sft/model --teacher runs/teacher/model --on-policy --lr 3e-4
 
-Replies are those of the data, or with --on-policy the student's own samples (in one process).
+Replies are those of the data, or with --on-policy the student's own samples.
 """
 
 import time
@@ -21,12 +21,11 @@ from roll_lite.chat import Chat
 from roll_lite.checks import above, at_least, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle, split
-from roll_lite.cluster.world import compute_dtype
-from roll_lite.engine.engine import Engine
+from roll_lite.engine.service import EngineService
 from roll_lite.models.config import read_config
-from roll_lite.models.hf import load_model
 from roll_lite.on_policy import JudgedSamples
 from roll_lite.report.run import Run, default_folder, refuse_old_run
+from roll_lite.sync import WeightSync
 from roll_lite.train.checkpoint import Checkpoints
 from roll_lite.train.distillation import DistillLoss, pack_taught
 from roll_lite.train.encoding import check_vocabulary, encode_fitting
@@ -77,8 +76,8 @@ class Config:
     """Memory budget of one forward and backward pass."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes again to save memory."""
-    device_map: str = "train=all teacher=all"
-    """Ranks of student and teacher."""
+    device_map: str | None = None
+    """Ranks of student and teacher; None is train=all teacher=all, on policy also generate=all."""
     validation_data: str | None = None
     """Rows for the KL to the teacher; without it, held-out ones of the task."""
     validation_rows: int = 256
@@ -121,7 +120,8 @@ FIXED = "model", "teacher", "task", "seed", "on_policy", "kind"
 
 
 def main(cfg: Config) -> None:
-    with Cluster(cfg.device_map, cfg.device) as cluster:
+    device_map = "train=all teacher=all" + (" generate=all" if cfg.on_policy else "")
+    with Cluster(cfg.device_map or device_map, cfg.device) as cluster:
         source = data.PROMPTS if cfg.on_policy else data.DIALOGUES
         rows = source.training(cfg.data, cfg.task, f"distill-{cfg.seed}")
         held_out = source.validation(cfg.validation_data, cfg.data, cfg.task, cfg.validation_rows)
@@ -179,10 +179,11 @@ def judged_samples(
     cfg: Config, cluster: Cluster, chat: Chat, trainer: RoleHandle, teacher: RoleHandle
 ) -> JudgedSamples:
     sampling = {"max_tokens": cfg.max_tokens, "temperature": cfg.temperature}
-    policy = load_model(cfg.model, device=cluster.device, dtype=compute_dtype(cluster.device))
+    options = {"folder": cfg.model, "kv_cache_gib": cfg.kv_cache_gib}
     return JudgedSamples(
         trainer=trainer, teacher=teacher, chat=chat, seed=cfg.seed,
-        engine=Engine(policy, kv_cache_gib=cfg.kv_cache_gib, decode=chat.decode),
+        engines=cluster.role("generate", EngineService, **options),
+        sync=cluster.role("sync", WeightSync),
         params=SamplingParams(**sampling, stop_ids=chat.stop_ids),
         num_samples=cfg.samples_per_prompt, tokens_per_microbatch=cfg.tokens_per_microbatch,
     )  # fmt: skip

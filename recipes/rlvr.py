@@ -1,47 +1,50 @@
 """Reinforcement learning with verifiable rewards: questions whose answers can be checked.
 
-python recipes/rlvr.py --model models/tiny --task reverse:5
-python recipes/rlvr.py --model models/SmolLM2-135M-Instruct --task addition:2 --max-tokens 48 \
+python recipes/rlvr.py --model models/tiny --data reverse:5
+python recipes/rlvr.py --model models/SmolLM2-135M-Instruct --data addition:2 --max-tokens 48 \
         --samples-per-prompt 16 --lr 1e-5 --kv-cache-gib 8
+torchrun --nproc-per-node 8 recipes/rlvr.py --data math.jsonl@0.7 code.jsonl@0.3 \
+        --device-map "train=0-3 generate=4-7" --max-staleness 1         # asynchronous
 python recipes/rlvr.py --advantage gae --loss ppo ...       # PPO with a critic; see --help
 python -m pdb recipes/rlvr.py ...      # one process: break anywhere, also in a reward
 """
 
-import time
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
-from statistics import fmean
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import tyro
 
+from roll_lite import data
 from roll_lite.chat import Chat
-from roll_lite.checks import above, at_least, one_of, read_only_if
-from roll_lite.cluster.device_map import auto_device_map
-from roll_lite.cluster.groups import Place, start_alone
+from roll_lite.checks import above, at_least, filled_from, one_of, read_only_if, unread_with
+from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.planner import BatchPlan, plan, render
-from roll_lite.cluster.world import choose_device, device_bytes, read_launch
-from roll_lite.engine.engine import Engine
+from roll_lite.cluster.role import RoleHandle, split
+from roll_lite.cluster.world import device_bytes
+from roll_lite.engine.service import EngineService
 from roll_lite.envs.question import question_maker
 from roll_lite.models.config import read_config
-from roll_lite.models.hf import load_model
-from roll_lite.report.run import Run, default_folder
+from roll_lite.models.lora import TARGETS, lora_options
+from roll_lite.progress import Laps
+from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rewards.math import last_number
-from roll_lite.rollout.filters import drop_failed
-from roll_lite.rollout.metrics import describe_groups
-from roll_lite.rollout.one_process import Rollout
-from roll_lite.sync import sync_weights
-from roll_lite.tasks import parse_task, prompts
+from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.metrics import describe_groups, pass_rates
+from roll_lite.rollout.options import RolloutOptions
+from roll_lite.sync import WeightSync
 from roll_lite.train import shaping
 from roll_lite.train.advantage_options import AdvantageState
 from roll_lite.train.advantages import Evidence, with_advantages
 from roll_lite.train.algorithm import Algorithm
+from roll_lite.train.balance import Cost
+from roll_lite.train.checkpoint import Checkpoints
 from roll_lite.train.losses import critic_metrics
 from roll_lite.train.optimizer import Schedule
-from roll_lite.train.packing import TrainingSequence, pack, split
+from roll_lite.train.packing import TrainingSequence, equal_parts, pack
+from roll_lite.train.resume import load_checkpoint, save_checkpoint
 from roll_lite.train.scorer import Scorer
-from roll_lite.train.scoring import plain_sequences, score_tokens, with_field
+from roll_lite.train.scoring import plain_sequences, score_over_ranks, with_field
 from roll_lite.train.trainer import Trainer, combine
 from roll_lite.types import Group, Prompt, SamplingParams
 
@@ -50,8 +53,9 @@ from roll_lite.types import Group, Prompt, SamplingParams
 class Config(Algorithm):
     model: str = "models/tiny"
     """Hugging Face folder to start from."""
-    task: str = "reverse:5"
-    """What to learn: addition:N (digits), reverse:N or counting:N (letters)."""
+    data: tuple[str, ...] = ("reverse:5",)
+    """What to learn: files of prompts, or tasks: addition:N (digits), reverse:N, counting:N (letters).
+    Several are mixed by weight, as in math.jsonl@0.7 code.jsonl@0.3."""
     steps: int = 40
     """Rounds of generate, score, train."""
     prompts_per_step: int = 32
@@ -62,10 +66,24 @@ class Config(Algorithm):
     """Longest reply, in tokens."""
     temperature: float = 1.0
     """Sampling temperature; logprobs in the loss use the same."""
+    max_staleness: float = 0.0
+    """Generation goes on beside training, so many policy versions ahead at most; 0 takes turns."""
+    on_new_weights: Literal["go_on", "finish", "abort"] = "go_on"
+    """Samples that are running when weights come: go on under them, finish first, or begin again."""
+    extra_prompts: int = 0
+    """Prompts started beyond those of a round, so that it need not wait for the slowest."""
+    drop_equal: bool = False
+    """Replace groups whose rewards are all equal: they teach nothing (DAPO's dynamic sampling)."""
     min_group_reward: float | None = None
-    """Leave out groups whose mean reward is below: too hard."""
+    """Replace groups whose mean reward is below: too hard."""
     max_group_reward: float | None = None
-    """Leave out groups whose mean reward is above: too easy."""
+    """Replace groups whose mean reward is above: too easy."""
+    max_refills: int = 10
+    """Groups are replaced at most so many times prompts_per_step in a round."""
+    deadline: float | None = None
+    """Seconds after which a sample is aborted."""
+    max_retries: int = 2
+    """How often a reward that raises, or a request that an engine failed, is tried again."""
     overlong: str = "train"
     """Replies cut at max_tokens: train on them, mask them, or lower rewards softly by a penalty."""
     overlong_buffer: int = 0
@@ -82,12 +100,38 @@ class Config(Algorithm):
     """Gradients longer than this are scaled down to it."""
     tokens_per_microbatch: int = 16384
     """Memory budget of one forward and backward pass."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again to save memory."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """The optimizer's."""
+    lora_rank: int = 0
+    """Train adapters of this rank instead of all weights; 0 is off."""
+    lora_alpha: float = 32.0
+    """Adapters count lora_alpha / lora_rank times."""
+    lora_targets: tuple[str, ...] = tuple(TARGETS)
+    """Which projections get adapters."""
+    device_map: str = "auto"
+    """Which ranks do what, as in "train=0-3 generate=4-7,tp=2"; auto puts all roles on all ranks."""
     kv_cache_gib: float = 1.0
-    """Memory of the generation engine's cache."""
+    """Memory of each generation engine's cache."""
+    engines_sleep: bool = False
+    """Engines give the memory of cache and weights to the trainer while it works."""
+    eval_data: tuple[str, ...] = ()
+    """Files of prompts, or tasks, to evaluate on; if none, held-out questions of the tasks in data."""
     eval_prompts: int = 256
-    """Held-out prompts, answered greedily before and after training."""
+    """At most so many of each."""
+    eval_samples: int = 1
+    """Replies to each: one is greedy, more are sampled at `temperature` (pass@1 and pass@k)."""
+    pass_reward: float = 1.0
+    """A reply passes with at least this reward."""
     eval_every: int = 10
-    """Evaluate after every so many steps."""
+    """Evaluate after every so many steps, before the first and after the last."""
+    checkpoint_every: int = 0
+    """Write a checkpoint after every so many steps; one is written at the end in any case."""
+    keep_last: int = 2
+    """Checkpoints to keep, beside the one that evaluates best."""
+    resume: bool = False
+    """Go on from the newest whole checkpoint of run_dir, if there is one."""
     seed: int = 0
     """Of the prompts and of all sampling."""
     device: str = "auto"
@@ -95,7 +139,7 @@ class Config(Algorithm):
     plan: bool = False
     """Only print what the run would hold in memory and do in a step."""
     run_dir: str = field(default_factory=partial(default_folder, "rlvr"))
-    """Gets config.json, metrics.jsonl, rollouts/ and the trained model."""
+    """Gets config.json, metrics.jsonl, events.jsonl, rollouts/, checkpoints/ and the model."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -104,7 +148,8 @@ class Config(Algorithm):
             raise ValueError(
                 f"max_tokens={self.max_tokens} must be below the model's {max_positions}"
             )
-        parse_task(self.task)
+        data.parse_mixture(self.data)
+        _ = self.eval_data and data.parse_mixture(self.eval_data)
         if self.advantage in LACKING:
             raise ValueError(
                 f"advantage={self.advantage!r} needs {LACKING[self.advantage]}, which this recipe "
@@ -112,36 +157,62 @@ class Config(Algorithm):
             )
         at_least(self.min_samples, self, "samples_per_prompt")
         at_least(1, self, "prompts_per_step", "updates_per_step", "epochs", "max_tokens")
-        at_least(1, self, "tokens_per_microbatch", "eval_prompts", "eval_every")
-        at_least(0, self, "steps", "warmup_steps", "lr")
+        at_least(1, self, "tokens_per_microbatch", "eval_prompts", "eval_samples", "eval_every")
+        at_least(1, self, "keep_last")
+        at_least(0, self, "steps", "warmup_steps", "lr", "lora_rank", "checkpoint_every")
         above(0, self, "temperature", "max_grad_norm", "kv_cache_gib")
         one_of(("train", "mask", "penalty"), self, "overlong")
         read_only_if(self.overlong == "penalty", "overlong='penalty'", self, "overlong_buffer")
         if self.overlong == "penalty":
             shaping.overlong_penalty(0, self.max_tokens, self.overlong_buffer)
-        if self.min_group_reward is not None and self.max_group_reward is not None:
-            at_least(self.min_group_reward, self, "max_group_reward")
         if self.updates_per_step > self.prompts_per_step:
             raise ValueError(
                 f"updates_per_step={self.updates_per_step} must not exceed "
                 f"prompts_per_step={self.prompts_per_step}"
             )
+        if self.max_staleness == 0:
+            unread_with("max_staleness=0", self, "on_new_weights")
+        else:
+            unread_with("max_staleness above 0", self, "extra_prompts", "engines_sleep")
+        lora_options(self.lora_rank, self.lora_alpha, self.lora_targets)
+        if self.lora_rank == 0:
+            unread_with("lora_rank=0", self, "lora_alpha", "lora_targets")
+        _ = self.rollout_options
+        if not self.resume:
+            refuse_old_run(self.run_dir)
 
     @property
     def min_samples(self) -> int:
         """Of a group: one alone has nothing to compare with, but may not need to."""
         return 2 if self.advantage_options.compares_samples else 1
 
+    @property
+    def rollout_options(self) -> RolloutOptions:
+        return filled_from(RolloutOptions, self, groups_per_step=self.prompts_per_step)
+
+    @property
+    def roles(self) -> list[str]:
+        wanted = {"critic": self.needs_critic, "reference": self.needs_reference}
+        return ["train", "generate", *(name for name, is_wanted in wanted.items() if is_wanted)]
+
 
 LACKING = {"gigpo": "rewards turn by turn", "opd": "a teacher"}
 
 
 class Models(NamedTuple):
-    policy: Trainer
-    critic: Trainer | None
+    """Roles, as the controller holds them."""
+
+    policy: RoleHandle
+    engines: RoleHandle
+    sync: RoleHandle
+    critic: RoleHandle | None
     """With advantage gae."""
-    reference: Scorer | None
+    reference: RoleHandle | None
     """With kl_coef."""
+
+    @property
+    def trained(self) -> list[RoleHandle]:
+        return [self.policy, self.critic] if self.critic else [self.policy]
 
 
 def reversed_word(prompt: Prompt, reply: str) -> float:
@@ -151,97 +222,122 @@ def reversed_word(prompt: Prompt, reply: str) -> float:
 
 REWARDS = {"addition": last_number, "counting": last_number, "reverse": reversed_word}
 SHOWN = {
-    "reward/mean": "reward", "eval/accuracy": "eval", "rollout/failed": "failed",
-    "rollout/reply_tokens": "tokens",
+    "reward/mean": "reward", "eval/pass@1": "eval", "rollout/failed": "failed",
+    "rollout/reply_tokens": "tokens", "rollout/staleness": "stale",
     "loss/entropy": "entropy", "loss/grad_norm": "grad", "mismatch/logprob_mean": "mismatch",
     "loss/kl": "kl", "critic/explained_variance": "critic explains",
     "time/rollout": "rollout s", "time/train": "train s", "time/step": "step s",
 }  # fmt: skip
+FIXED = "model", "seed", "lora_rank", "lora_alpha", "lora_targets", "advantage"
 
 
 def main(cfg: Config) -> list[float]:
-    """Train; returns the held-out accuracies, the first from before training."""
-    with start_alone(cfg.device) as place:
-        run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN)
-        chat = Chat(cfg.model)
-        models = load_models(cfg, place)
-        policy = load_model(cfg.model, device=place.device, dtype=place.dtype)
-        engine = Engine(policy, kv_cache_gib=cfg.kv_cache_gib, decode=chat.decode)
-        print(engine)
-        rollout = Rollout(engine=engine, chat=chat, make_env=question_maker(REWARDS), seed=cfg.seed)
-        params = SamplingParams(
-            max_tokens=cfg.max_tokens, temperature=cfg.temperature, stop_ids=chat.stop_ids
-        )
+    """Train; returns the held-out pass rates, the first from before training."""
+    config = read_config(cfg.model)
+    with Cluster(cfg.device_map, cfg.device, config=config, roles=cfg.roles) as cluster:
+        chat, models = Chat(cfg.model), make_roles(cfg, cluster)
         state = AdvantageState(cfg.advantage_options)
-        train_prompts = prompts(cfg.task, seed=f"rlvr-{cfg.seed}")
-        accuracies = [evaluate(rollout, cfg)]
-        run.log(0, {"eval/accuracy": accuracies[-1]})
+        checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.keep_last)
+        rates = []
+        with make_rollout(cfg, chat, models) as rollout:
+            done = resume(cfg, checkpoints, models, rollout, state) if cfg.resume else None
+            run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
+            evaluate = partial(pass_rates_now, cfg, chat, rollout, rates)
+            if not done:
+                run.log(0, evaluate())
+            if cfg.max_staleness > 0:
+                rollout.start()
 
-        for step in range(1, cfg.steps + 1):
-            start = time.perf_counter()
-            groups = rollout.collect(
-                islice(train_prompts, cfg.prompts_per_step),
-                num_samples=cfg.samples_per_prompt,
-                params=params,
-            )
-            metrics = describe_groups(groups) | {"time/rollout": time.perf_counter() - start}
-            sequences = prepare(choose(groups, cfg), cfg, models, state)
-            metrics |= {"rollout/trained_samples": len(sequences)} | state.metrics
-            metrics |= update(sequences, cfg, models, only_critic=step <= cfg.critic_warmup_steps)
-            metrics |= sync_weights(models.policy, engine)
-            metrics["time/step"] = time.perf_counter() - start
-            if step % cfg.eval_every == 0 or step == cfg.steps:
-                accuracies.append(evaluate(rollout, cfg))
-                metrics["eval/accuracy"] = accuracies[-1]
-            run.log(step, metrics, groups)
-
-        run.close()
-        print(f"held-out accuracy {accuracies[0]:.3f} -> {accuracies[-1]:.3f}")
+            for step in range((done or 0) + 1, cfg.steps + 1):
+                laps = Laps()
+                groups = rollout.collect()
+                laps.end("rollout")
+                if cfg.engines_sleep:
+                    models.engines.sleep()
+                sequences = prepare(groups, cfg, models, state)
+                laps.end("prepare")
+                is_warm = step > cfg.critic_warmup_steps
+                metrics = update(sequences, cfg, models, only_critic=not is_warm)
+                laps.end("train")
+                if cfg.engines_sleep:
+                    models.engines.wake()
+                models.sync.sync(step, cfg.on_new_weights)
+                rollout.set_version(step)
+                laps.end("sync")
+                metrics |= describe_groups(groups) | rollout.metrics() | state.metrics
+                metrics |= {"rollout/trained_samples": len(sequences)} | laps.metrics()
+                if run.is_due(step, cfg.eval_every):
+                    metrics |= evaluate()
+                run.log(step, metrics, groups)
+                run.note_samples(step, rollout.dropped())
+                if run.is_due(step, cfg.checkpoint_every):
+                    save(cfg, checkpoints, models, rollout, state, step, rates)
+            run.close()
+        print(f"held-out pass rate {rates[0]:.3f} -> {rates[-1]:.3f}" if rates else "")
         print(f"model: {models.policy.export(f'{cfg.run_dir}/model')}")
-    return accuracies
+    return rates
 
 
-def load_models(cfg: Config, place: Place) -> Models:
+def make_roles(cfg: Config, cluster: Cluster) -> Models:
     """The policy, and beside it only what the algorithm reads."""
-    trainer = partial(Trainer, cfg.model, place=place, max_grad_norm=cfg.max_grad_norm)
+    options = {"folder": cfg.model, "max_grad_norm": cfg.max_grad_norm}
+    options |= {"checkpointing": cfg.checkpointing, "moments": cfg.moments}
     schedule, critic, reference = Schedule(lr=cfg.lr, warmup_steps=cfg.warmup_steps), None, None
-    policy = trainer(loss=cfg.policy_loss, schedule=schedule, temperature=cfg.temperature)
+    lora = lora_options(cfg.lora_rank, cfg.lora_alpha, cfg.lora_targets)
+    policy = cluster.role(
+        "train", Trainer, loss=cfg.policy_loss, schedule=schedule, temperature=cfg.temperature,
+        lora=lora, **options,
+    )  # fmt: skip
     if cfg.needs_critic:
         schedule = Schedule(lr=cfg.critic_lr, warmup_steps=cfg.warmup_steps)
-        critic = trainer(loss=cfg.value_loss, schedule=schedule, head="value")
+        critic = cluster.role(
+            "critic", Trainer, loss=cfg.value_loss, schedule=schedule, head="value", **options
+        )
     if cfg.needs_reference:
         folder = cfg.reference or cfg.model
-        reference = Scorer(folder, place=place, temperature=cfg.temperature)
-    return Models(policy, critic, reference)
+        reference = cluster.role("reference", Scorer, folder=folder, temperature=cfg.temperature)
+    engines = cluster.role(
+        "generate", EngineService, folder=cfg.model, kv_cache_gib=cfg.kv_cache_gib
+    )
+    print(engines.describe())
+    return Models(policy, engines, cluster.role("sync", WeightSync), critic, reference)
 
 
-def choose(groups: list[Group], cfg: Config) -> list[Group]:
-    """The groups that are worth training on, with the rewards that count."""
-    groups = drop_failed(groups, min_samples=cfg.min_samples)
-    groups = shaping.keep_difficulty(groups, cfg.min_group_reward, cfg.max_group_reward)
-    if cfg.overlong == "penalty":
-        groups = shaping.penalise_overlong(groups, cfg.max_tokens, cfg.overlong_buffer)
-    return groups
+def make_rollout(cfg: Config, chat: Chat, models: Models) -> Coordinator:
+    return Coordinator(
+        engines=models.engines,
+        chat=chat,
+        make_env=question_maker(REWARDS),
+        prompts=data.Mixture(cfg.data, seed=f"rlvr-{cfg.seed}"),
+        params=SamplingParams(
+            max_tokens=cfg.max_tokens, temperature=cfg.temperature, stop_ids=chat.stop_ids
+        ),
+        options=cfg.rollout_options,
+        seed=cfg.seed,
+    )
 
 
 def prepare(
     groups: list[Group], cfg: Config, models: Models, state: AdvantageState
 ) -> list[TrainingSequence]:
     """Advantages, and what the models say of the samples before the first update."""
-    if not groups:
-        return []
+    if cfg.overlong == "penalty":
+        groups = shaping.penalise_overlong(groups, cfg.max_tokens, cfg.overlong_buffer)
     plain = plain_sequences(groups)
-    score = partial(score_tokens, sequences=plain, tokens_per_microbatch=cfg.tokens_per_microbatch)
-    reference = score(models.reference.logprobs) if models.reference else None
+
+    def score(role: RoleHandle, method: str) -> list[list[float]]:
+        return score_over_ranks(getattr(role, method), plain, cfg.tokens_per_microbatch)
+
+    reference = score(models.reference, "logprobs") if models.reference else None
     evidence = Evidence(
-        values=score(models.critic.values) if models.critic else None,
+        values=score(models.critic, "values") if models.critic else None,
         reference_logprobs=reference if cfg.kl_in == "reward" else None,
     )
     sequences = with_advantages(groups, cfg.advantage_options, evidence, state)
     if reference and cfg.kl_in == "loss":
         sequences = with_field(sequences, "reference_logprobs", reference)
     if cfg.denominator == "old":
-        sequences = with_field(sequences, "old_logprobs", score(models.policy.logprobs))
+        sequences = with_field(sequences, "old_logprobs", score(models.policy, "logprobs"))
     if cfg.overlong == "mask":
         sequences = shaping.mask_overlong(sequences, groups)
     return [sequence for sequence in sequences if sequence.weight > 0]
@@ -251,46 +347,80 @@ def update(
     sequences: list[TrainingSequence], cfg: Config, models: Models, *, only_critic: bool
 ) -> dict[str, float]:
     """The round's optimizer steps: `epochs` passes of `updates_per_step` each."""
-    budget, policy_updates, critic_updates = cfg.tokens_per_microbatch, [], []
-    for part in cfg.epochs * split(sequences, cfg.updates_per_step):
+    cost, policy_updates, critic_updates = Cost.of(read_config(cfg.model)), [], []
+
+    def step(trainer: RoleHandle, part: list[TrainingSequence], **options) -> dict[str, float]:
+        num_shards = trainer.role.num_replicas
+        options |= {"num_shards": num_shards, "cost": cost}
+        return trainer.step(split(pack(part, cfg.tokens_per_microbatch, **options)))[0]
+
+    for part in cfg.epochs * equal_parts(sequences, cfg.updates_per_step):
         if models.critic:
-            critic_updates.append(models.critic.step(pack(part, budget)))
+            critic_updates.append(step(models.critic, part))
         if not only_critic:
-            batch = pack(part, budget, aggregation=cfg.chosen_aggregation, constant=cfg.constant)
-            policy_updates.append(models.policy.step(batch))
+            options = {"aggregation": cfg.chosen_aggregation, "constant": cfg.constant}
+            policy_updates.append(step(models.policy, part, **options))
     of_critic = critic_metrics(combine(critic_updates)) if critic_updates else {}
     return combine(policy_updates) | of_critic
 
 
+def pass_rates_now(
+    cfg: Config, chat: Chat, rollout: Coordinator, rates: list[float]
+) -> dict[str, float]:
+    """Replies to held-out prompts, the same ones for every seed; `rates` gets the pass rate."""
+    held_out = data.held_out(cfg.eval_data or cfg.data, cfg.eval_prompts)
+    if not held_out:
+        return {}
+    params = SamplingParams(
+        max_tokens=cfg.max_tokens,
+        temperature=cfg.temperature if cfg.eval_samples > 1 else 0.0,
+        stop_ids=chat.stop_ids,
+    )
+    groups = rollout.answer(held_out, num_samples=cfg.eval_samples, params=params)
+    metrics = pass_rates(groups, cfg.pass_reward)
+    rates.append(metrics["eval/pass@1"])
+    return metrics
+
+
+def save(
+    cfg: Config, checkpoints: Checkpoints, models: Models, rollout: Coordinator,
+    state: AdvantageState, step: int, rates: list[float],
+) -> None:  # fmt: skip
+    """Everything that the run needs to go on; nothing that was generated is lost."""
+    controller = {
+        "step": step,
+        "fixed": data.fixed_options(cfg, *FIXED),
+        "rollout": rollout.state_dict(),
+        "advantages": state.state_dict(),
+        "rates": rates,
+    }
+    score = rates[-1] if rates else None
+    save_checkpoint(checkpoints, models.trained, step, controller, score)
+
+
+def resume(
+    cfg: Config, checkpoints: Checkpoints, models: Models, rollout: Coordinator,
+    state: AdvantageState,
+) -> int:  # fmt: skip
+    """The step that the newest checkpoint was written after; 0 if there is none."""
+    found = load_checkpoint(checkpoints, models.trained, data.fixed_options(cfg, *FIXED))
+    if found is None:
+        return 0
+    rollout.load_state_dict(found["rollout"])
+    state.load_state_dict(found["advantages"])
+    models.sync.sync(found["step"])
+    rollout.set_version(found["step"])
+    return found["step"]
+
+
 def describe_plan(cfg: Config) -> str:
     """Without starting anything: bytes, batch arithmetic, warnings."""
-    config, chat = read_config(cfg.model), Chat(cfg.model)
-    longest = max(len(chat.encode(p.messages)) for p in islice(prompts(cfg.task, seed=0), 64))
-    batch = BatchPlan(
-        prompts_per_step=cfg.prompts_per_step,
-        samples_per_prompt=cfg.samples_per_prompt,
-        prompt_tokens=longest,
-        reply_tokens=cfg.max_tokens,
-        tokens_per_microbatch=cfg.tokens_per_microbatch,
-        updates_per_step=cfg.updates_per_step,
-        kv_cache_gib=cfg.kv_cache_gib,
-    )
-    memory = device_bytes(choose_device(cfg.device, read_launch()))
-    wanted = {"critic": cfg.needs_critic, "reference": cfg.needs_reference}
-    roles = ["train", "generate", *(name for name, is_wanted in wanted.items() if is_wanted)]
-    device_map, _ = auto_device_map(1, config, memory, roles)
-    return render(plan(config, device_map, batch, memory))
-
-
-def evaluate(rollout: Rollout, cfg: Config) -> float:
-    """Mean reward of greedy replies to held-out prompts, the same ones for every seed."""
-    held_out = islice(prompts(cfg.task, seed=0, split="held_out"), cfg.eval_prompts)
-    greedy = SamplingParams(
-        max_tokens=cfg.max_tokens, temperature=0.0, stop_ids=rollout.chat.stop_ids
-    )
-    groups = rollout.collect(held_out, num_samples=1, params=greedy)
-    kept = drop_failed(groups, min_samples=1)
-    return fmean(sample.score.value for group in kept for sample in group.samples)
+    chat, config = Chat(cfg.model), read_config(cfg.model)
+    prompts = data.Mixture(cfg.data, seed=0)
+    longest = max(len(chat.encode(next(prompts).messages)) for _ in range(64))
+    batch = filled_from(BatchPlan, cfg, prompt_tokens=longest, reply_tokens=cfg.max_tokens)
+    cluster = Cluster(cfg.device_map, cfg.device, config=config, roles=cfg.roles)  # not entered
+    return render(plan(config, cluster.device_map, batch, device_bytes(cluster.device)))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from roll_lite.engine.service import EngineService
 from roll_lite.envs.question import question_maker
 from roll_lite.models.hf import load_model
 from roll_lite.rollout.coordinator import Coordinator
-from roll_lite.rollout.one_process import Rollout
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.turns import derive_seed
 from roll_lite.tasks import prompts
@@ -408,33 +407,40 @@ def test_wrong_options_are_named(options, message):
         RolloutOptions(**options)
 
 
-def test_alone_a_real_engine_gives_what_one_process_gave(tiny_folder):
-    """The same samples as Rollout, with no thread; a deadline does not disturb them."""
-    chat = Chat(tiny_folder)
+def test_alone_a_real_engine_gives_what_it_gives_by_itself(tiny_folder):
+    """The engine asked directly, with the seeds that groups have; there is no thread."""
+    chat, engine = Chat(tiny_folder), Engine(load_model(tiny_folder), kv_cache_gib=0.05)
     params = SamplingParams(max_tokens=12, stop_ids=chat.stop_ids)
-    maker = question_maker({"reverse": lambda prompt, reply: float(len(reply))})
-    alone = Rollout(
-        engine=Engine(load_model(tiny_folder), kv_cache_gib=0.05), chat=chat, make_env=maker, seed=7
-    )
     asked = list(itertools.islice(prompts("reverse:3", seed=0), 12))
-    expected = alone.collect(asked, num_samples=3, params=params)
+    requests = [
+        Request(
+            prompt_ids=chat.encode(prompt.messages),
+            params=params,
+            num_samples=3,
+            seed=derive_seed(7, prompt.id, 0),
+        )
+        for prompt in asked
+    ]
+    expected = engine.generate(requests)
     threads = threading.active_count()
     with Cluster("generate=all", "cpu") as cluster:
         engines = cluster.role("generate", EngineService, folder=tiny_folder, kv_cache_gib=0.05)
         with Coordinator(
-            engines=engines, chat=chat, make_env=maker, prompts=prompts("reverse:3", seed=0),
-            params=params, options=RolloutOptions(samples_per_prompt=3, groups_per_step=6,
-                                                  deadline=60), seed=7,
-        ) as rollout:  # fmt: skip
+            engines=engines,
+            chat=chat,
+            make_env=question_maker({"reverse": lambda prompt, reply: float(len(reply))}),
+            prompts=prompts("reverse:3", seed=0),
+            params=params,
+            options=RolloutOptions(samples_per_prompt=3, groups_per_step=6, deadline=60),
+            seed=7,
+        ) as rollout:
             groups = rollout.collect() + rollout.collect()
             assert threading.active_count() == threads
             (greedy,) = rollout.answer(
                 asked[:1], num_samples=1, params=SamplingParams(max_tokens=4, temperature=0.0)
             )
     assert len(greedy.samples[0].turns[0].token_ids) <= 4
-    assert [[(s.token_ids, s.logprobs, s.score) for s in g.samples] for g in groups] == [
-        [(s.token_ids, s.logprobs, s.score) for s in g.samples] for g in expected
-    ]
+    assert [[s.turns for s in g.samples] for g in groups] == [[[t] for t in g] for g in expected]
 
 
 @pytest.fixture

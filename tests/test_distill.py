@@ -85,10 +85,16 @@ def test_ranks_do_not_change_distillation(tiny_folder, imitator, tmp_path):
 
 
 @pytest.mark.slow
-def test_on_policy_refuses_several_ranks(tiny_folder, imitator, tmp_path):
+def test_on_policy_over_ranks_gives_the_samples_of_one(tiny_folder, imitator, tmp_path):
     arguments = ["--model", tiny_folder, "--teacher", imitator / "model", "--on-policy"]
-    with pytest.raises(AssertionError, match=r"student is on 2 ranks.*start the run with `python`"):
-        run_recipe("distill", *arguments, "--run-dir", tmp_path / "run", num_ranks=2)
+    arguments += ["--steps", 2, "--rows-per-step", 4, "--validation-rows", 4]
+    run_recipe("distill", *arguments, "--run-dir", tmp_path / "one")
+    split = "train=0 teacher=0 generate=1"
+    for name, device_map in (("all", []), ("split", ["--device-map", split])):
+        run_dir = tmp_path / name
+        run_recipe("distill", *arguments, *device_map, "--run-dir", run_dir, num_ranks=2)
+        for key in ("loss/loss", "eval/kl", "rollout/reply_tokens"):
+            assert metric(run_dir, key) == pytest.approx(metric(tmp_path / "one", key), abs=1e-4)
 
 
 def test_distillation_as_a_user_runs_it(tiny_folder, imitator, tmp_path):

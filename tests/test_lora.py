@@ -102,15 +102,15 @@ def test_checkpoints_hold_adapters_alone(folder, tmp_path):
         trainer = cluster.role("train", Trainer, **options, lora=LoraOptions(rank=3))
         trainer.step(batch)
         checkpoints = Checkpoints(tmp_path / "checkpoints")
-        path = save_checkpoint(checkpoints, trainer, 1, {"position": 7})
+        path = save_checkpoint(checkpoints, [trainer], 1, {"position": 7, "fixed": {}})
         manifest = read_manifest(path)
         assert manifest.kind == "adapter"
         tensors = [name for file in manifest.files for name in file.pieces]
         assert tensors and all("_adapter." in name for name in tensors)
         losses = [trainer.step(batch)["loss/loss"] for _ in range(3)]
         again = cluster.role("train", Trainer, **options, lora=LoraOptions(rank=3, seed=5))
-        assert load_checkpoint(checkpoints, again) == {"position": 7}
+        assert load_checkpoint(checkpoints, [again], {})["position"] == 7
         assert [again.step(batch)["loss/loss"] for _ in range(3)] == losses
         full = cluster.role("train", Trainer, **options)
         with pytest.raises(Exception, match="kind='adapter'"):
-            load_checkpoint(checkpoints, full)
+            load_checkpoint(checkpoints, [full], {})

@@ -3,11 +3,12 @@
 import pytest
 
 from roll_lite.chat import Chat
-from roll_lite.engine.engine import Engine
+from roll_lite.cluster.cluster import Cluster
+from roll_lite.engine.service import EngineService
 from roll_lite.envs.question import question_maker
-from roll_lite.models.hf import load_model
+from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.filters import drop_failed
-from roll_lite.rollout.one_process import Rollout
+from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.turns import derive_seed
 from roll_lite.tasks import prompts
 from roll_lite.types import SamplingParams, Score
@@ -18,9 +19,19 @@ def chat(tiny_folder):
     return Chat(tiny_folder)
 
 
+class Service(EngineService):
+    def has_work(self):
+        return self.engine.has_work
+
+    def num_used_pages(self):
+        return self.engine.pool.num_pages - self.engine.pool.num_free
+
+
 @pytest.fixture
 def engine(tiny_folder):
-    return Engine(load_model(tiny_folder), kv_cache_gib=0.05)
+    """The role of one engine in a world of one."""
+    with Cluster("generate=all", "cpu") as cluster:
+        yield cluster.role("generate", Service, folder=tiny_folder, kv_cache_gib=0.05)
 
 
 def some_prompts(count):
@@ -32,10 +43,20 @@ def params(chat, max_tokens=6):
     return SamplingParams(max_tokens=max_tokens, stop_ids=chat.stop_ids)
 
 
-def rollout_with(engine, chat, reward, seed=0):
-    return Rollout(
-        engine=engine, chat=chat, make_env=question_maker({"reverse": reward}), seed=seed
+def rollout_of(engine, chat, make_env, seed=0, **options):
+    return Coordinator(
+        engines=engine,
+        chat=chat,
+        make_env=make_env,
+        prompts=iter(()),
+        params=params(chat),
+        options=RolloutOptions(max_retries=0, **options),
+        seed=seed,
     )
+
+
+def rollout_with(engine, chat, reward, seed=0):
+    return rollout_of(engine, chat, question_maker({"reverse": reward}), seed)
 
 
 def test_every_sample_is_scored_once_with_its_own_text(engine, chat):
@@ -46,7 +67,7 @@ def test_every_sample_is_scored_once_with_its_own_text(engine, chat):
         return Score(value=len(reply), parts={"length": float(len(reply))})
 
     asked = some_prompts(5)
-    groups = rollout_with(engine, chat, reward).collect(asked, num_samples=4, params=params(chat))
+    groups = rollout_with(engine, chat, reward).answer(asked, num_samples=4, params=params(chat))
     assert [group.prompt for group in groups] == asked
     assert sorted(seen) == sorted((s.prompt.id, s.reply) for g in groups for s in g.samples)
     for group in groups:
@@ -58,12 +79,12 @@ def test_every_sample_is_scored_once_with_its_own_text(engine, chat):
             assert chat.decode(sampled) == sample.reply
             assert sample.score.value == len(sample.reply)
             assert len(sample.logprobs) == len(sample.token_ids)
-    assert engine.pool.num_free == engine.pool.num_pages
+    assert engine.num_used_pages() == 0
 
 
 def test_a_life_is_recorded_in_order(engine, chat):
     rollout = rollout_with(engine, chat, lambda p, r: 0.0)
-    (group,) = rollout.collect(some_prompts(1), num_samples=2, params=params(chat))
+    (group,) = rollout.answer(some_prompts(1), num_samples=2, params=params(chat))
     for sample in group.samples:
         assert [e.state for e in sample.events] == ["queued", "generating", "stepping", "done"]
         times = [e.time for e in sample.events]
@@ -76,19 +97,18 @@ def test_scoring_starts_while_others_generate(engine, chat):
     left = []
 
     def reward(prompt, reply):
-        left.append(engine.has_work)
+        left.append(engine.has_work())
         return 0.0
 
-    rollout_with(engine, chat, reward).collect(
+    rollout_with(engine, chat, reward).answer(
         some_prompts(8), num_samples=8, params=params(chat, max_tokens=64)
     )
     assert any(left)
 
 
-def test_the_same_seed_gives_the_same_samples(tiny_folder, chat):
+def test_the_same_seed_gives_the_same_samples(engine, chat):
     def replies(seed):
-        engine = Engine(load_model(tiny_folder), kv_cache_gib=0.05)
-        groups = rollout_with(engine, chat, lambda p, r: 0.0, seed).collect(
+        groups = rollout_with(engine, chat, lambda p, r: 0.0, seed).answer(
             some_prompts(3), num_samples=3, params=params(chat)
         )
         return [s.token_ids for g in groups for s in g.samples]
@@ -99,18 +119,17 @@ def test_the_same_seed_gives_the_same_samples(tiny_folder, chat):
 def test_a_prompt_seen_again_is_sampled_anew(engine, chat):
     rollout = rollout_with(engine, chat, lambda p, r: 0.0)
     prompt = some_prompts(1) * 2
-    first, second = rollout.collect(prompt, num_samples=3, params=params(chat))
+    first, second = rollout.answer(prompt, num_samples=3, params=params(chat))
     assert [s.token_ids for s in first.samples] != [s.token_ids for s in second.samples]
 
 
-def test_other_prompts_in_between_change_nothing(tiny_folder, chat):
+def test_other_prompts_in_between_change_nothing(engine, chat):
     asked = some_prompts(4)
     replies = []
     for between in ([], asked[2:]):
-        engine = Engine(load_model(tiny_folder), kv_cache_gib=0.05)
         rollout = rollout_with(engine, chat, lambda p, r: 0.0)
-        rollout.collect(between, num_samples=1, params=params(chat))
-        groups = rollout.collect(asked[:2], num_samples=2, params=params(chat))
+        rollout.answer(between, num_samples=1, params=params(chat))
+        groups = rollout.answer(asked[:2], num_samples=2, params=params(chat))
         replies.append([s.token_ids for g in groups for s in g.samples])
     assert replies[0] == replies[1]
 
@@ -122,7 +141,7 @@ def test_a_reward_that_raises_is_an_error_not_a_zero(engine, chat):
         return 1.0
 
     calls = []
-    groups = rollout_with(engine, chat, reward).collect(
+    groups = rollout_with(engine, chat, reward).answer(
         some_prompts(2), num_samples=3, params=params(chat)
     )
     failed = [s for g in groups for s in g.samples if s.state == "failed"]
@@ -138,43 +157,30 @@ def test_when_everything_fails_the_run_stops_with_the_cause(engine, chat):
         raise KeyError("no such key")
 
     rollout = rollout_with(engine, chat, reward)
-    groups = rollout.collect(some_prompts(2), num_samples=2, params=params(chat))
+    groups = rollout.answer(some_prompts(2), num_samples=2, params=params(chat))
     with pytest.raises(RuntimeError, match=r"4 samples failed(.|\n)*KeyError: 'no such key'"):
         drop_failed(groups)
 
 
 def test_an_unknown_domain_stops_the_run_and_frees_the_engine(engine, chat):
-    rollout = Rollout(engine=engine, chat=chat, make_env=question_maker({"math": None}), seed=0)
+    rollout = rollout_of(engine, chat, question_maker({"math": None}))
     with pytest.raises(ValueError, match=r"domain=.reverse..*known domains: math"):
-        rollout.collect(some_prompts(2), num_samples=2, params=params(chat))
-    assert not engine.has_work
+        rollout.answer(some_prompts(2), num_samples=2, params=params(chat))
+    assert not engine.has_work()
 
 
 def test_a_request_the_engine_refuses_fails_its_samples(engine, chat):
     rollout = rollout_with(engine, chat, lambda p, r: 0.0)
     too_long = params(chat, max_tokens=2000)
-    (group,) = rollout.collect(some_prompts(1), num_samples=3, params=too_long)
+    (group,) = rollout.answer(some_prompts(1), num_samples=3, params=too_long)
     assert [s.state for s in group.samples] == ["failed"] * 3
     assert all("max_tokens=2000" in s.error for s in group.samples)
 
 
 def test_a_reward_that_is_no_number_fails_its_sample(engine, chat):
     rollout = rollout_with(engine, chat, lambda p, r: float("nan"))
-    (group,) = rollout.collect(some_prompts(1), num_samples=2, params=params(chat))
+    (group,) = rollout.answer(some_prompts(1), num_samples=2, params=params(chat))
     assert all(s.state == "failed" and "reward=nan" in s.error for s in group.samples)
-
-
-def test_aborted_samples_are_not_scored(engine, chat):
-    def reward(prompt, reply):
-        engine.abort_all()
-        return 1.0
-
-    groups = rollout_with(engine, chat, reward).collect(
-        some_prompts(4), num_samples=4, params=params(chat, max_tokens=100)
-    )
-    states = [s.state for g in groups for s in g.samples]
-    assert set(states) == {"done", "aborted"}
-    assert all((s.score is None) == (s.state == "aborted") for g in groups for s in g.samples)
 
 
 class Wayward:
@@ -188,8 +194,8 @@ class Wayward:
 
 
 def test_openings_that_differ_within_a_group_are_an_error(engine, chat):
-    rollout = Rollout(engine=engine, chat=chat, make_env=lambda prompt: Wayward(), seed=0)
-    (group,) = rollout.collect(some_prompts(1), num_samples=2, params=params(chat))
+    rollout = rollout_of(engine, chat, lambda prompt: Wayward())
+    (group,) = rollout.answer(some_prompts(1), num_samples=2, params=params(chat))
     assert "opens differently" in group.samples[1].error
 
 
@@ -207,8 +213,8 @@ class Echo:
 
 
 def test_several_turns_never_retokenise(engine, chat):
-    rollout = Rollout(engine=engine, chat=chat, make_env=lambda prompt: Echo(), seed=0)
-    (group,) = rollout.collect(some_prompts(1), num_samples=3, params=params(chat))
+    rollout = rollout_of(engine, chat, lambda prompt: Echo())
+    (group,) = rollout.answer(some_prompts(1), num_samples=3, params=params(chat))
     for sample in group.samples:
         first, second = sample.turns
         # The second turn read exactly the first one's ids, then what the template adds.

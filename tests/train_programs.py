@@ -119,11 +119,11 @@ def resume_elsewhere(cluster, model, folder):
     for _ in range(3):
         writer.step(split(batches["fsdp2tp2"]))
     checkpoints = Checkpoints(folder / "checkpoints")
-    save_checkpoint(checkpoints, writer, 3, {"position": 3})
+    save_checkpoint(checkpoints, [writer], 3, {"position": 3, "fixed": {}})
     results = {}
     for name in LAYOUTS:
         reader = cluster.role(name, Trainer, folder=model, **options())
-        assert load_checkpoint(checkpoints, reader) == {"position": 3}
+        assert load_checkpoint(checkpoints, [reader], {})["position"] == 3
         state = {name: tensor.clone() for name, tensor in reader.state().items()}
         losses = [reader.step(split(batches[name]))[0]["loss/loss"] for _ in range(3)]
         results[name] = state, losses

@@ -1,10 +1,12 @@
-"""A progress bar on the terminal's last line; silent where standard error is not a terminal."""
+"""How far something is, and where its time went."""
 
 import sys
 import time
 
 
 class ProgressBar:
+    """On the terminal's last line; silent where standard error is not a terminal."""
+
     def __init__(self, total: int, label: str, *, enabled: bool = True, width: int = 24):
         self.total, self.label, self.width = total, label, width
         self.count = 0
@@ -21,6 +23,10 @@ class ProgressBar:
         self.count += count
         if time.monotonic() - self._drawn > 0.1 or self.count == self.total:
             self.draw()
+
+    def reach(self, count: int) -> None:
+        """So much is done by now."""
+        self.advance(count - self.count)
 
     def draw(self) -> None:
         if not self._enabled:
@@ -41,3 +47,21 @@ class ProgressBar:
         if self._enabled:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
+
+
+class Laps:
+    """The seconds of a step, part by part: what is measured adds up to the whole."""
+
+    def __init__(self):
+        self._last = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    def end(self, name: str) -> None:
+        """What went on since the last lap is called so."""
+        now = time.perf_counter()
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def metrics(self) -> dict[str, float]:
+        parts = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
+        return parts | {"time/step": sum(parts.values())}

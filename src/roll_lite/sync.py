@@ -10,47 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll_lite.cluster.groups import Place
-from roll_lite.cluster.role import RoleHandle
 from roll_lite.engine.engine import Engine, Running
 from roll_lite.models.tensor import TensorShard, cut_dimension
 from roll_lite.models.transformer import Transformer
 from roll_lite.train.trainer import Trainer
 
 BUCKET_BYTES = 256 * 2**20  # that travel at once to ranks without a trainer
-
-
-def sync_weights(
-    trainer: Trainer | RoleHandle, engine: Engine, version: int | None = None
-) -> dict[str, float]:
-    """Give the engine the trainer's weights as a policy version, and check them.
-
-    The version is the number of updates where none is given; a handle cannot tell that number.
-
-    Raises when the engine does not hold, bit for bit, what the trainer sent: a sync that corrupts
-    the policy would otherwise show as nothing but slow learning.
-    """
-    start = time.perf_counter()
-    dtype = engine.model.embedding.dtype
-    sent = {name: tensor.to(dtype) for name, tensor in trainer.state().items()}
-    version = trainer.num_steps if version is None else version
-    engine.load_weights(sent.items(), version)
-    held = dict(engine.model.named_parameters())
-    if broken := [name for name in sent if not same_bits(sent[name], held[name])]:
-        raise RuntimeError(
-            f"weight sync of version {version} failed: the engine does not hold what was "
-            f"sent for {', '.join(broken)}"
-        )
-    return {"time/sync": time.perf_counter() - start}
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(_bits(a), _bits(b))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """As integers, of which a nan equals itself."""
-    width = torch.int32 if tensor.element_size() == 4 else torch.int16
-    return tensor.detach().contiguous().view(width)
 
 
 class WeightSync:
@@ -156,7 +121,9 @@ class WeightSync:
 
 def checksum(tensor: Tensor) -> Tensor:
     """A number that nearly any change of any bit, or of the order of rows, changes."""
-    rows = _bits(tensor).reshape(len(tensor), -1).sum(1, dtype=torch.int64)
+    width = torch.int32 if tensor.element_size() == 4 else torch.int16
+    bits = tensor.detach().contiguous().view(width)
+    rows = bits.reshape(len(bits), -1).sum(1, dtype=torch.int64)
     return (rows * torch.arange(1, len(rows) + 1, device=rows.device)).sum()
 
 

@@ -68,6 +68,8 @@ class Cluster:
         self._launch = read_launch()
         self.device = choose_device(device, self._launch)
         self.device_map, self._reasons = self._read_map(device_map, config, roles)
+        needs_sync = "train" in self.device_map and "generate" in self.device_map
+        self._all_roles = self.device_map.with_sync() if needs_sync else self.device_map
         self._worker = Worker(self._launch.rank, self.device)
         self._issuer: Controller | Direct
         self._watch: Watch | None = None
@@ -86,7 +88,7 @@ class Cluster:
         A class whose `__init__` has a parameter `place` is told its `Place`; one with `places` or
         `siblings`, those of all roles of its rank, or their worker objects.
         """
-        role = self.device_map[name]
+        role = self._all_roles[name]
         contents = [((cls,), kwargs)] * role.num_replicas
         self._issuer.issue(Request(role, BUILD, contents, "first", self.deadline)).result()
         if role.tp > 1 and hasattr(cls, "make_way"):
@@ -147,12 +149,12 @@ class Cluster:
     def _start_alone(self) -> None:
         start_group(self.device, self._launch, dist.HashStore(), seconds=self.deadline)
         self._issuer = Direct(self._worker)
-        self._worker.places = make_places(self.device_map, 0, self.device, self._report)
+        self._worker.places = make_places(self._all_roles, 0, self.device, self._report)
 
     def _start_controller(self) -> None:
         choose_interface(self._launch)
         store, members = meet(self._launch)
-        self._issuer = Controller(self._worker, self.device_map, members)
+        self._issuer = Controller(self._worker, self._all_roles, members)
         self._watch = Watch(self._issuer, self._worker, members)
         self._worker.on_fault = self._issuer.on_fault
         handlers = {"beat": self._watch.on_beat, "lifeline": rpc.hold_lifeline}
@@ -204,7 +206,7 @@ class Cluster:
         # The groups' own timeout comes later than the watch, whose error says more.
         start_group(self.device, self._launch, store, seconds=self.deadline + GROUP_MARGIN)
         rank = self._launch.rank
-        self._worker.places = make_places(self.device_map, rank, self.device, self._report)
+        self._worker.places = make_places(self._all_roles, rank, self.device, self._report)
         self._worker.start()
 
     def _report(self, role: str, replica: int, *args: Any) -> None:

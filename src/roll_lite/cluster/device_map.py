@@ -78,6 +78,8 @@ class DeviceMap:
         sync is all ranks of both. Engines that have no trainer on their rank are fed by train's
         first rank; feed is that rank and theirs.
         """
+        if "sync" in self:
+            return self
         train, generate = self["train"].ranks, self["generate"].ranks
         outside = tuple(rank for rank in generate if rank not in train)
         roles = [Role("sync", tuple(sorted({*train, *generate})))]

@@ -17,13 +17,16 @@ from roll_lite.models.tensor import TensorShard, cut_dimension
 from roll_lite.models.transformer import Transformer
 
 
+UNIT_PARAMETERS = 2**25  # that FSDP gathers at once, at least where blocks are smaller
+
+
 def shard(
     model: Transformer,
     mesh: DeviceMesh,
     compute_dtype: torch.dtype,
     checkpointing: Checkpointing = "none",
 ) -> Transformer:
-    """FSDP2 over the (data-parallel) mesh: shards, gathered block by block in `compute_dtype`.
+    """FSDP2 over the (data-parallel) mesh: shards, gathered some blocks at a time in `compute_dtype`.
 
     Gradients of ranks are added up, not averaged: the rows' weights are of the whole batch.
     """
@@ -37,12 +40,23 @@ def shard(
 
     for block in model.blocks:
         block.checkpointing = checkpointing
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
-        if mesh.size() > 1:
+    for unit in (*_units(model), model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
+    if mesh.size() > 1:
+        for module in (*model.blocks, model):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply on the way
     return model
+
+
+def _units(model: Transformer) -> list[list[nn.Module]]:
+    """Blocks that are gathered together: handling each of many small ones takes the host longer
+    than the device computes with it.
+    """
+    size = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    count = max(1, UNIT_PARAMETERS // size)
+    blocks = list(model.blocks)
+    return [blocks[start : start + count] for start in range(0, len(blocks), count)]
 
 
 def shard_dimension(shape: torch.Size, num_ranks: int) -> int:

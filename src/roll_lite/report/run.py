@@ -1,8 +1,17 @@
-"""A run's folder: config.json, metrics.jsonl (one line a step), rollouts/step_*.jsonl."""
+"""A run's folder, which tools and people read later.
+
+config.json      the options
+metrics.jsonl    a line for each step
+events.jsonl     a line for whatever happened: how a sample ended and when, checkpoints, evaluations
+rollouts/        step_*.jsonl: the samples that were trained on, a line each
+tensorboard/     the metrics again, where the package tensorboard is installed
+"""
 
 import dataclasses
+import importlib.util
 import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +45,9 @@ class Run:
         (self.folder / "config.json").write_text(text + "\n")
         self._bar = ProgressBar(num_steps, "steps")
         self._num_steps, self._width = num_steps, len(str(num_steps))
+        self._board = _open_tensorboard(self.folder / "tensorboard", resumed_at)
+        if resumed_at is not None:
+            self.note("resumed", step=resumed_at)
 
     def is_due(self, step: int, every: int) -> bool:
         """What is done after every so many steps, and after the last; 0 is after the last only."""
@@ -45,6 +57,9 @@ class Run:
         """Record a step and print the metrics a person watches."""
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
+        if self._board:
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
         if groups is not None:
             self._write_rollouts(step, groups)
         self._bar.clear()
@@ -54,6 +69,18 @@ class Run:
         print(f"step {step:>{self._width}}  " + "  ".join(parts), flush=True)
         self._bar.count = step
         self._bar.draw()
+
+    def note(self, event: str, **details: Any) -> None:
+        """Write down that something has happened."""
+        self._write_events([{"event": event, "time": time.time(), **details}])
+
+    def note_samples(self, step: int, samples: Iterable[Sample]) -> None:
+        """Write down how samples ended that were started up to this step, whatever became of them."""
+        self._write_events({"event": "sample", "step": step, **_life(s)} for s in samples)
+
+    def _write_events(self, rows: Iterable[dict[str, Any]]) -> None:
+        with (self.folder / "events.jsonl").open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
 
     def _forget_after(self, step: int) -> None:
         """Records of steps that will be done again."""
@@ -69,6 +96,8 @@ class Run:
 
     def close(self) -> None:
         self._bar.clear()
+        if self._board:
+            self._board.close()
 
     def _write_rollouts(self, step: int, groups: list[Group]) -> None:
         (self.folder / "rollouts").mkdir(exist_ok=True)
@@ -89,6 +118,29 @@ def refuse_old_run(folder: str | Path) -> None:
 
 def default_folder(recipe: str) -> str:
     return time.strftime(f"runs/{recipe}-%Y%m%d-%H%M%S")
+
+
+def _open_tensorboard(folder: Path, resumed_at: int | None) -> Any:
+    """A writer, or None without the package."""
+    if importlib.util.find_spec("tensorboard") is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)
+
+
+def _life(sample: Sample) -> dict[str, Any]:
+    """When a sample was in which state, under which policy version."""
+    return {
+        "time": sample.events[-1].time,
+        "prompt_id": sample.prompt.id,
+        "index": sample.index,
+        "state": sample.state,
+        "reward": sample.score.value if sample.score else None,
+        "tokens": sum(sample.loss_mask),
+        "events": [dataclasses.astuple(event) for event in sample.events],
+        "error": sample.error,
+    }
 
 
 def _row(sample: Sample) -> dict[str, Any]:

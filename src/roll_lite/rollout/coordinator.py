@@ -19,12 +19,13 @@ from typing import Any
 from roll_lite.chat import Chat
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.envs.env import Env
+from roll_lite.progress import ProgressBar
 from roll_lite.rollout.in_flight import InFlight, SampleRunner, Visit
 from roll_lite.rollout.loops import LoopThread, PumpedLoop
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.record import read_group, read_prompt, write_group, write_prompt
 from roll_lite.rollout.replicas import Replicas
-from roll_lite.types import Group, Prompt, SamplingParams
+from roll_lite.types import Group, Prompt, Sample, SamplingParams
 
 COUNTED = ("started", "done", "filtered", "aborted", "failed", "retried", "refilled", "stale")
 
@@ -105,6 +106,10 @@ class Coordinator:
         """What became of samples since the last time, and how things stand."""
         return self._loop.run(self._metrics())
 
+    def dropped(self) -> list[Sample]:
+        """Samples that ended since the last time and are in no group that was handed out."""
+        return self._loop.run(self._dropped())
+
     def state_dict(self) -> dict[str, Any]:
         """As plain JSON. What is under way is kept as prompts, and generated again."""
         return self._loop.run(self._state())
@@ -122,8 +127,9 @@ class Coordinator:
         self._groups.feed()
 
     async def _collect(self, num_groups: int) -> list[Group]:
-        groups = await self._groups.take(num_groups, lambda: self._replicas.policy_version)
-        version = self._replicas.policy_version
+        with ProgressBar(num_groups, "rollout") as bar:
+            groups = await self._groups.take(num_groups, self._version, bar.reach)
+        version = self._version()
         samples = [sample for group in groups for sample in group.samples]
         self._version_gaps += [version - sample.first_version for sample in samples]
         return groups
@@ -159,6 +165,10 @@ class Coordinator:
         gaps.clear()
         return metrics
 
+    async def _dropped(self) -> list[Sample]:
+        samples, self._runner.dropped = self._runner.dropped, []
+        return samples
+
     async def _state(self) -> dict[str, Any]:
         running = [running.visit for _, running in sorted(self._groups.running.items())]
         under_way = [*running, *self._unfinished]
@@ -183,6 +193,9 @@ class Coordinator:
 
     def _fail(self, error: BaseException) -> None:
         self._groups.fail(error)
+
+    def _version(self) -> int:
+        return self._replicas.policy_version
 
     def _next_visit(self) -> Visit | None:
         if self._unfinished:

@@ -52,6 +52,8 @@ class SampleRunner:
         self._options, self._seed = options, seed
         self.counts: Counter[str] = Counter()
         """Samples by what became of them, and what else happened to them."""
+        self.dropped: list[Sample] = []
+        """Samples that nobody gets: failed, aborted, filtered, stale."""
 
     def make_samples(self, prompt: Prompt, num_samples: int) -> list[Sample]:
         samples = [Sample(prompt=prompt, index=index) for index in range(num_samples)]
@@ -80,7 +82,9 @@ class SampleRunner:
                 )
         except TimeoutError:
             self.abort([sample])
-        self.counts["failed"] += sample.state == "failed"
+        if sample.state == "failed":
+            self.counts["failed"] += 1
+            self.dropped.append(sample)
 
     def abort(self, samples: Iterable[Sample]) -> None:
         """Samples that will not be waited for."""
@@ -88,6 +92,7 @@ class SampleRunner:
             if sample.state not in ENDS:
                 sample.enter("aborted", self._version())
                 self.counts["aborted"] += 1
+                self.dropped.append(sample)
 
     def discard(self, samples: Iterable[Sample], reason: str) -> None:
         """Samples that are done, and not wanted."""
@@ -95,6 +100,7 @@ class SampleRunner:
             if sample.state == "done":
                 sample.enter("filtered", self._version())
                 self.counts[reason] += 1
+                self.dropped.append(sample)
 
     def _on_retry(self, sample: Sample) -> None:
         sample.enter("retried", self._version())
@@ -131,8 +137,13 @@ class InFlight:
         self._fault: BaseException | None = None
         self._changed, self._failed = asyncio.Event(), asyncio.Event()
 
-    async def take(self, num_groups: int, version: Callable[[], int]) -> list[Group]:
-        """The oldest complete groups, once there are enough; fewer when the prompts have ended."""
+    async def take(
+        self, num_groups: int, version: Callable[[], int], progress: Callable[[int], None]
+    ) -> list[Group]:
+        """The oldest complete groups, once there are enough; fewer when the prompts have ended.
+
+        `progress` is told how many there are so far.
+        """
         self._num_asked = num_groups
         try:
             while True:
@@ -143,6 +154,7 @@ class InFlight:
                 if self._has_enough():
                     break
                 self._changed.clear()
+                progress(len(self.ready))
                 await self._changed.wait()
         finally:
             self._num_asked = 0

@@ -1,24 +1,83 @@
 """What a round of samples looks like, in numbers."""
 
+from collections.abc import Iterable
 from statistics import fmean
 
-from roll_lite.types import Group
+from roll_lite.types import Group, Sample
 
 
 def describe_groups(groups: list[Group]) -> dict[str, float]:
-    """Rewards and lengths of all samples, failures included."""
+    """Rewards and lengths of all samples, failures included, and what each domain got."""
     samples = [sample for group in groups for sample in group.samples]
     done = [sample for sample in samples if sample.state == "done"]
     rewards = [[s.score.value for s in g.samples if s.score] for g in groups]
-    parts = sorted({name for sample in done for name in sample.score.parts})
     return {
         "reward/mean": fmean(s.score.value for s in done) if done else 0.0,
         "reward/solved_groups": fmean(any(r > 0 for r in group) for group in rewards),
         "reward/equal_groups": fmean(len(set(group)) < 2 for group in rewards),
-        **{f"reward/{part}": fmean(s.score.parts.get(part, 0.0) for s in done) for part in parts},
+        **_parts("reward", done),
+        **_by_domain(groups),
         "rollout/failed": len(samples) - len(done),
         "rollout/reply_tokens": fmean(sum(s.loss_mask) for s in samples),
         "rollout/truncated": fmean(
             any(turn.finish_reason == "length" for turn in s.turns) for s in samples
         ),
     }
+
+
+def _parts(prefix: str, done: list[Sample]) -> dict[str, float]:
+    names = sorted({name for sample in done for name in sample.score.parts})
+    return {f"{prefix}/{n}": fmean(s.score.parts.get(n, 0.0) for s in done) for n in names}
+
+
+def _by_domain(groups: list[Group]) -> dict[str, float]:
+    """Reward, its parts and share of the groups, where there are several domains."""
+    domains = _split(groups)
+    metrics: dict[str, float] = {}
+    for domain, members in domains.items() if len(domains) > 1 else ():
+        done = [s for group in members for s in group.samples if s.state == "done"]
+        metrics[f"rollout/{domain}/share"] = len(members) / len(groups)
+        if done:
+            metrics[f"reward/{domain}/mean"] = fmean(s.score.value for s in done)
+            metrics |= _parts(f"reward/{domain}", done)
+    return metrics
+
+
+def pass_rates(groups: list[Group], pass_reward: float = 1.0) -> dict[str, float]:
+    """How many samples pass, and how many prompts have one that does; each domain on its own too.
+
+    A sample passes with a reward of at least `pass_reward`. Failed samples are counted, and are
+    neither right nor wrong.
+    """
+    domains = _split(groups)
+    metrics = _pass_rates("eval", groups, pass_reward)
+    for domain, members in domains.items() if len(domains) > 1 else ():
+        metrics |= _pass_rates(f"eval/{domain}", members, pass_reward)
+    samples = [sample for group in groups for sample in group.samples]
+    return metrics | {
+        "eval/failed": sum(sample.state != "done" for sample in samples),
+        "eval/reply_tokens": fmean(sum(sample.loss_mask) for sample in samples),
+    }
+
+
+def _pass_rates(prefix: str, groups: list[Group], pass_reward: float) -> dict[str, float]:
+    rewards = [[s.score.value for s in g.samples if s.state == "done"] for g in groups]
+    passed = [[reward >= pass_reward for reward in group] for group in rewards if group]
+    if not passed:
+        return {}
+    num_samples = max(map(len, passed))
+    metrics = {
+        f"{prefix}/reward": fmean(reward for group in rewards for reward in group),
+        # The mean of the groups' means: every prompt counts alike.
+        f"{prefix}/pass@1": fmean(map(fmean, passed)),
+    }
+    return metrics | (
+        {f"{prefix}/pass@{num_samples}": fmean(map(any, passed))} if num_samples > 1 else {}
+    )
+
+
+def _split(groups: Iterable[Group]) -> dict[str, list[Group]]:
+    domains: dict[str, list[Group]] = {}
+    for group in groups:
+        domains.setdefault(group.prompt.domain, []).append(group)
+    return dict(sorted(domains.items()))

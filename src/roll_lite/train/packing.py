@@ -135,7 +135,9 @@ def pack(
     ]
 
 
-def split(sequences: Sequence[TrainingSequence], num_parts: int) -> list[list[TrainingSequence]]:
+def equal_parts(
+    sequences: Sequence[TrainingSequence], num_parts: int
+) -> list[list[TrainingSequence]]:
     """Parts that differ by one at most, none of them empty, each with samples of every group."""
     return [part for i in range(num_parts) if (part := list(sequences[i::num_parts]))]
 

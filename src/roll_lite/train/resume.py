@@ -1,6 +1,7 @@
-"""A train role's checkpoints, from the controller: all ranks write, the controller seals."""
+"""Checkpoints of train roles, from the controller: all ranks write, the controller seals."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,16 +12,22 @@ from roll_lite.train.manifest import read_manifest
 
 def save_checkpoint(
     checkpoints: Checkpoints,
-    trainer: RoleHandle,
+    trainers: Sequence[RoleHandle],
     step: int,
     state: dict[str, Any],
     score: float | None = None,
 ) -> Path:
-    """Write model, optimizer and schedule of the role, and the controller's own `state` (JSON)."""
+    """Write model, optimizer and schedule of the roles, and the controller's own `state` (JSON).
+
+    The first role, the policy's, says what the checkpoint is.
+    """
     partial = checkpoints.begin(step)
     try:
-        records = trainer.write_checkpoint.options(collect="all")(str(partial))
-        about = trainer.describe_checkpoint()
+        records, progress = [], {}
+        for trainer in trainers:
+            records += trainer.write_checkpoint.options(collect="all")(str(partial))
+            progress |= trainer.describe_checkpoint()["progress"]
+        about = trainers[0].describe_checkpoint()
     except BaseException:
         checkpoints.abandon(step)
         raise
@@ -30,24 +37,42 @@ def save_checkpoint(
         architecture=about["architecture"],
         layout=about["layout"],
         kind=about["kind"],
-        state={"trainer": about["progress"], "controller": state},
+        state={"progress": progress, "controller": state},
         score=score,
     )
 
 
-def load_checkpoint(checkpoints: Checkpoints, trainer: RoleHandle) -> dict[str, Any] | None:
-    """Go on from the newest whole checkpoint: its controller state, or None if there is none."""
+def load_checkpoint(
+    checkpoints: Checkpoints, trainers: Sequence[RoleHandle], fixed: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Go on from the newest whole checkpoint: its controller state, or None if there is none.
+
+    `fixed` are the options that a run has to be resumed with; the state has them too.
+    """
 
     def verify_all(folder: Path) -> list[str]:
-        found = trainer.verify_checkpoint.options(collect="all")(str(folder))
+        found = trainers[0].verify_checkpoint.options(collect="all")(str(folder))
         return [problem for problems in found for problem in problems]
 
     folder = checkpoints.newest_whole(verify_all)
     if folder is None:
         return None
-    trainer.read_checkpoint(str(folder))
+    state = read_manifest(folder).state["controller"]
+    _check_fixed(checkpoints.folder, state["fixed"], fixed)
+    for trainer in trainers:
+        trainer.read_checkpoint(str(folder))
     print(f"going on from {folder}", flush=True)
-    return read_manifest(folder).state["controller"]
+    return state
+
+
+def _check_fixed(folder: Path, written: dict[str, Any], fixed: dict[str, Any]) -> None:
+    here = json.loads(json.dumps(fixed))  # as JSON gives it back
+    if changed := [name for name in here if here[name] != written.get(name)]:
+        listed = ", ".join(f"{n}={here[n]!r} (was {written.get(n)!r})" for n in changed)
+        raise ValueError(
+            f"the run in {folder} cannot be resumed with {listed}; give what it was "
+            "started with, or name another run_dir"
+        )
 
 
 class Rows(Protocol):
@@ -67,27 +92,19 @@ def save_step(
 ) -> Path:
     """A checkpoint of a run that needs no more than its rows' position besides the trainer.
 
-    `fixed` are the options that a run has to be resumed with. The best checkpoint is kept: the one
-    where a measurement is `higher` than elsewhere, or `lower`.
+    The best checkpoint is kept: the one where a measurement is `higher` than elsewhere, or `lower`.
     """
     score = higher if lower is None else -lower
     state = {"step": step, "position": rows.position, "fixed": fixed}
-    return save_checkpoint(checkpoints, trainer, step, state, score)
+    return save_checkpoint(checkpoints, [trainer], step, state, score)
 
 
 def resume_step(
     checkpoints: Checkpoints, trainer: RoleHandle, rows: Rows, fixed: dict[str, Any]
 ) -> int:
     """Go on from the newest whole checkpoint: the step it was written after, 0 if there is none."""
-    state = load_checkpoint(checkpoints, trainer)
+    state = load_checkpoint(checkpoints, [trainer], fixed)
     if state is None:
         return 0
-    written, here = state["fixed"], json.loads(json.dumps(fixed))  # as JSON gives it back
-    if changed := [name for name in here if here[name] != written.get(name)]:
-        listed = ", ".join(f"{n}={here[n]!r} (was {written.get(n)!r})" for n in changed)
-        raise ValueError(
-            f"the run in {checkpoints.folder} cannot be resumed with {listed}; give what it was "
-            "started with, or name another run_dir"
-        )
     rows.position = state["position"]
     return state["step"]

@@ -77,12 +77,14 @@ class ShardRecord:
     pieces: dict[str, StoredPiece]
 
 
-def write_shard(folder: str | Path, rank: int, pieces: dict[str, Piece]) -> ShardRecord:
-    """Write a rank's file to disk. Pieces on a device come to the CPU one at a time."""
+def write_shard(
+    folder: str | Path, rank: int, pieces: dict[str, Piece], *, of: str = "shard"
+) -> ShardRecord:
+    """Write a rank's file `of` something. Pieces on a device come to the CPU one at a time."""
     # Wide dtypes first, as safetensors orders them, so that every tensor is aligned.
     ordered = sorted(pieces.items(), key=lambda item: (-item[1].tensor.itemsize, item[0]))
     held = {name: piece for name, piece in ordered if piece.tensor.numel()}
-    path = Path(folder) / f"shard-{rank:05d}.safetensors"
+    path = Path(folder) / f"{of}-{rank:05d}.safetensors"
     header = _header({name: piece.tensor for name, piece in held.items()})
     size = len(header) + sum(piece.tensor.nbytes for piece in held.values())
     parts = chain([memoryview(header)], (_content(piece.tensor) for piece in held.values()))

@@ -51,6 +51,8 @@ class Trainer(Scorer):
         dtype = place.dtype if lora else torch.float32
         self._build(folder, place, temperature, head, dtype, checkpointing, lora)
         self.loss, self.schedule, self.max_grad_norm = loss, schedule, max_grad_norm
+        self.kind: Literal["policy", "critic"] = "policy" if head == "language" else "critic"
+        """What its part of a checkpoint is called."""
         self.num_steps = 0
         self.lora = lora
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
@@ -204,7 +206,7 @@ class Trainer(Scorer):
     def write_checkpoint(self, folder: str | Path) -> ShardRecord:
         """This rank's file of a checkpoint: masters (adapters alone with LoRA) and moments."""
         pieces = {name: piece for name, piece, is_copy in self._pieces() if not is_copy}
-        return write_shard(folder, self.place.group.rank(), pieces)
+        return write_shard(folder, self.place.group.rank(), pieces, of=self.kind)
 
     def describe_checkpoint(self) -> dict[str, Any]:
         return {
@@ -212,8 +214,10 @@ class Trainer(Scorer):
             "layout": {"ranks": self.place.group.size(), "tp": self.place.tp},
             "kind": "adapter" if self.lora else "full",
             "progress": {
-                "num_steps": self.num_steps,
-                "num_updates": self.optimizer.num_updates,
+                self.kind: {
+                    "num_steps": self.num_steps,
+                    "num_updates": self.optimizer.num_updates,
+                }
             },
         }
 
@@ -227,7 +231,7 @@ class Trainer(Scorer):
         check_architecture(manifest, self.config)
         wanted = {name: piece for name, piece, _ in self._pieces()}
         read_pieces(folder, wanted, kind="adapter" if self.lora else "full")
-        progress = manifest.state["trainer"]
+        progress = manifest.state["progress"][self.kind]
         self.num_steps = progress["num_steps"]
         self.optimizer.num_updates = progress["num_updates"]
 
@@ -238,8 +242,9 @@ class Trainer(Scorer):
             where = rectangle(name, parameter, self.tensor_shard)
             tensors = {"model": local(parameter.detach())}
             tensors |= {moment: of[name] for moment, of in self.optimizer.moments.items()}
-            for kind, tensor in tensors.items():
-                yield f"{kind}.{name}", Piece(tensor, where.offsets, where.shape), where.is_copy
+            for part, tensor in tensors.items():
+                piece = Piece(tensor, where.offsets, where.shape)
+                yield f"{self.kind}.{part}.{name}", piece, where.is_copy
 
 
 class Totals:
