@@ -148,8 +148,7 @@ class Config(Algorithm):
             raise ValueError(
                 f"max_tokens={self.max_tokens} must be below the model's {max_positions}"
             )
-        data.parse_mixture(self.data)
-        _ = self.eval_data and data.parse_mixture(self.eval_data)
+        data.parse_mixture((*self.data, *self.eval_data) if not set(self.data) & set(self.eval_data) else self.data)
         if self.advantage in LACKING:
             raise ValueError(
                 f"advantage={self.advantage!r} needs {LACKING[self.advantage]}, which this recipe "
@@ -185,6 +184,11 @@ class Config(Algorithm):
     def min_samples(self) -> int:
         """Of a group: one alone has nothing to compare with, but may not need to."""
         return 2 if self.advantage_options.compares_samples else 1
+
+    @property
+    def evaluated(self) -> tuple[str, ...]:
+        """Sources to evaluate on; questions of files that are trained on are not held out."""
+        return self.eval_data or tuple(e.source for e in data.parse_mixture(self.data) if e.is_task)
 
     @property
     def rollout_options(self) -> RolloutOptions:
@@ -368,9 +372,9 @@ def pass_rates_now(
     cfg: Config, chat: Chat, rollout: Coordinator, rates: list[float]
 ) -> dict[str, float]:
     """Replies to held-out prompts, the same ones for every seed; `rates` gets the pass rate."""
-    held_out = data.held_out(cfg.eval_data or cfg.data, cfg.eval_prompts)
-    if not held_out:
+    if not cfg.evaluated:
         return {}
+    held_out = data.held_out(cfg.evaluated, cfg.eval_prompts)
     params = SamplingParams(
         max_tokens=cfg.max_tokens,
         temperature=cfg.temperature if cfg.eval_samples > 1 else 0.0,
@@ -389,7 +393,7 @@ def save(
     """Everything that the run needs to go on; nothing that was generated is lost."""
     controller = {
         "step": step,
-        "fixed": data.fixed_options(cfg, *FIXED),
+        "fixed": {name: getattr(cfg, name) for name in FIXED},
         "rollout": rollout.state_dict(),
         "advantages": state.state_dict(),
         "rates": rates,
@@ -403,7 +407,7 @@ def resume(
     state: AdvantageState,
 ) -> int:  # fmt: skip
     """The step that the newest checkpoint was written after; 0 if there is none."""
-    found = load_checkpoint(checkpoints, models.trained, data.fixed_options(cfg, *FIXED))
+    found = load_checkpoint(checkpoints, models.trained, {name: getattr(cfg, name) for name in FIXED})
     if found is None:
         return 0
     rollout.load_state_dict(found["rollout"])

@@ -41,6 +41,25 @@ def test_preferences_and_prompts(tmp_path):
     assert (second.id, second.ground_truth, second.messages) == ("q7", "4", (QUESTION,))
 
 
+def test_tests_and_numbers_of_a_prompt(tmp_path):
+    tests = [{"code": "assert f(1.5) == 2"}, {"input": "3", "output": None}]
+    path = write(tmp_path, {"prompt": "a", "tests": tests}, {"prompt": "b", "tests": []})
+    assert [prompt.tests for prompt in data.read_prompts(path)] == [tuple(tests), ()]
+    written = ["18", "-3", "1.50", "1e5", "0.1", "12345678901234567890"]
+    path = write(tmp_path, *[f'{{"prompt": "a", "ground_truth": {x}}}' for x in written])
+    assert [prompt.ground_truth for prompt in data.read_prompts(path)] == written
+    (prompt,) = data.read_prompts(write(tmp_path, {"prompt": "a", "id": 7, "tests": [{"x": 1.5}]}))
+    assert (prompt.id, prompt.tests) == ("7", ({"x": 1.5},))
+
+
+def test_two_prompts_with_one_id_are_refused(tmp_path):
+    rows = [{"prompt": "a", "id": name} for name in ("x", "y", "x")]
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl line 3: id 'x' is also .*rows\.jsonl line 1"
+    ):
+        data.read_prompts(write(tmp_path, *rows))
+
+
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
 
@@ -62,7 +81,11 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
         ("dialogues", {"messages": [QUESTION]}, "roles are user, but the assistant must reply"),
         ("dialogues", {"messages": [QUESTION, ANSWER, ANSWER]}, "user, assistant, assistant, but"),
         ("prompts", {"prompt": 3}, "field 'prompt' is a number instead of messages"),
-        ("prompts", {"prompt": "a", "ground_truth": 4}, "'ground_truth' is a number instead of"),
+        ("prompts", {"prompt": "a", "ground_truth": True}, "'ground_truth' is a truth value inst"),
+        ("prompts", {"prompt": "a", "ground_truth": [4]}, "'ground_truth' is a list instead of"),
+        ("prompts", {"prompt": "a", "domain": 4}, "'domain' is a number instead of text"),
+        ("prompts", {"prompt": "a", "tests": {}}, "'tests' is an object instead of a list"),
+        ("prompts", {"prompt": "a", "tests": [{}, "b"]}, r"tests\[1\] is text instead of an obj"),
         ("prompts", ["prompt"], "a list instead of an object"),
         ("prompts", '{"prompt": "a"', r"not JSON \(.*delimiter.*; a prompt row has prompt"),
     ],

@@ -44,7 +44,10 @@ class Coordinator:
         options: RolloutOptions,
         seed: int,
     ):
-        """`prompts` may have `state_dict` and `load_state_dict`, to go on where a run stopped."""
+        """`prompts` may have `state_dict` and `load_state_dict`, to go on where a run stopped.
+
+        And `next_of(domain)`: then a group that is dropped is replaced by one of its domain.
+        """
         self._engines, self._prompts = engines, prompts
         self._visits: Counter[str] = Counter()
         self._unfinished: list[Visit] = []
@@ -79,6 +82,7 @@ class Coordinator:
     def close(self) -> None:
         """Abort what is under way, and end the thread."""
         self._engines.stop_listening()
+        self._loop.call(self._groups.stop)
         self._loop.close()
 
     def start(self) -> None:
@@ -88,7 +92,8 @@ class Coordinator:
     def collect(self, num_groups: int | None = None) -> list[Group]:
         """So many complete groups (groups_per_step), in the order of their prompts.
 
-        Fewer only when the prompts have ended. All samples in them are done and scored.
+        Of each domain there are as many as were drawn, whatever was dropped or takes long. Fewer
+        only when the prompts have ended. All samples in them are done and scored.
         """
         return self._loop.run(self._collect(num_groups or self._options.groups_per_step))
 
@@ -118,7 +123,8 @@ class Coordinator:
         """Go on from a state; before anything was started."""
         self._visits = Counter(state["visits"])
         self._unfinished = [Visit(read_prompt(p), number) for p, number in state["unfinished"]]
-        self._groups.restore([read_group(group) for group in state["ready"]])
+        ready = [read_group(group) for group in state["ready"]]
+        self._groups.restore(ready, state["slots"])
         if state["prompts"] is not None:
             self._prompts.load_state_dict(state["prompts"])
 
@@ -177,6 +183,7 @@ class Coordinator:
             "visits": dict(self._visits),
             "unfinished": [[write_prompt(visit.prompt), visit.number] for visit in under_way],
             "ready": [write_group(group) for _, group in sorted(self._groups.ready.items())],
+            "slots": list(self._groups.slots.domains),
             "prompts": self._prompts.state_dict() if has_state else None,
         }
 
@@ -197,10 +204,15 @@ class Coordinator:
     def _version(self) -> int:
         return self._replicas.policy_version
 
-    def _next_visit(self) -> Visit | None:
-        if self._unfinished:
-            return self._unfinished.pop(0)
-        prompt = next(self._prompts, None)
+    def _next_visit(self, domain: str | None) -> Visit | None:
+        """Of a domain, to fill a slot that groups have left, or of whichever comes next."""
+        for place, visit in enumerate(self._unfinished):
+            if domain in (None, visit.prompt.domain):
+                return self._unfinished.pop(place)
+        if domain is not None and hasattr(self._prompts, "next_of"):
+            prompt = self._prompts.next_of(domain)
+        else:
+            prompt = next(self._prompts, None)
         return self._visit(prompt) if prompt else None
 
     def _visit(self, prompt: Prompt) -> Visit:

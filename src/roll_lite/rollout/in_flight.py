@@ -15,6 +15,7 @@ from roll_lite.envs.env import Env
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.replicas import Replicas
 from roll_lite.rollout.sample import run_sample
+from roll_lite.rollout.slots import Slots
 from roll_lite.rollout.turns import GroupTurns, derive_seed
 from roll_lite.types import Group, Prompt, Sample, SamplingParams
 
@@ -118,31 +119,34 @@ class InFlight:
         runner: SampleRunner,
         options: RolloutOptions,
         params: SamplingParams,
-        next_visit: Callable[[], Visit | None],
+        next_visit: Callable[[str | None], Visit | None],
     ):
-        """`next_visit` gives the prompt to go on with; None when there are no more."""
+        """`next_visit` gives the prompt to go on with; None when there are no more.
+
+        It is told the domain of the slot that is to be filled, or None for a new slot.
+        """
         self._runner, self._options, self._params = runner, options, params
         self._next_visit = next_visit
         self._num_started = 0
         self.running: dict[int, Running] = {}
         self.ready: dict[int, Group] = {}
         """Complete groups, by the order in which their prompts came."""
+        self.slots = Slots()
         self.goes_on = False
         """Whether groups are started without anybody waiting for them."""
         self._num_asked = 0
-        self._dropped: Counter[str] = Counter()
-        """Since groups were last taken, by reason."""
+        self._dropped: Counter[tuple[str, str]] = Counter()
+        """Since groups were last taken, by domain and reason."""
         self._last_error = ""
-        self._is_exhausted = False
         self._fault: BaseException | None = None
         self._changed, self._failed = asyncio.Event(), asyncio.Event()
 
     async def take(
         self, num_groups: int, version: Callable[[], int], progress: Callable[[int], None]
     ) -> list[Group]:
-        """The oldest complete groups, once there are enough; fewer when the prompts have ended.
+        """For the oldest slots the oldest complete groups of their domains, once all are there.
 
-        `progress` is told how many there are so far.
+        Fewer when the prompts have ended. `progress` is told how many there are so far.
         """
         self._num_asked = num_groups
         try:
@@ -151,14 +155,15 @@ class InFlight:
                     raise self._fault
                 self._drop_stale(version())
                 self.feed()
-                if self._has_enough():
+                if (numbers := self.slots.match(num_groups, self.ready)) is not None:
                     break
                 self._changed.clear()
                 progress(len(self.ready))
                 await self._changed.wait()
         finally:
             self._num_asked = 0
-        taken = [self.ready.pop(number) for number in sorted(self.ready)[:num_groups]]
+        taken = [self.ready.pop(number) for number in numbers]
+        self.slots.release(len(taken))
         self._runner.counts["done"] += sum(len(group.samples) for group in taken)
         self._dropped.clear()
         if not self.goes_on and self._options.surplus == "abort":
@@ -167,18 +172,33 @@ class InFlight:
         return taken
 
     def feed(self) -> None:
-        """Start groups while there is room."""
-        while not self._fault and len(self.running) + len(self.ready) < self._num_wanted():
-            visit = self._next_visit()
-            if visit is None:
-                self._is_exhausted = True
+        """Start groups while there is room, and in any case those that are waited for."""
+        while not self._fault:
+            vacant = self.slots.first_vacant()
+            has_room = len(self.running) + len(self.ready) < self._num_wanted()
+            if not has_room and vacant >= self._num_asked:
                 return
-            self._start(visit)
+            is_new = vacant == len(self.slots.domains)
+            domain = None if is_new else self.slots.domains[vacant]
+            visit = self._next_visit(domain)
+            if visit is None and is_new:
+                return
+            if not is_new and (visit is None or visit.prompt.domain != domain):
+                self.slots.close(vacant)
+            if visit is not None:
+                self._start(visit)
 
-    def restore(self, groups: list[Group]) -> None:
-        """Complete groups of an earlier run; they come first."""
+    def stop(self) -> None:
+        """Start no more groups beside others, not even for one that ends at this moment."""
+        self.goes_on = False
+
+    def restore(self, groups: list[Group], domains: list[str]) -> None:
+        """Slots, and complete groups, of an earlier run; they come first."""
         self.ready = dict(enumerate(groups))
         self._num_started = len(groups)
+        self.slots = Slots(domains)
+        for group in groups:
+            self.slots.fill(group.prompt.domain)
 
     def fail(self, error: BaseException) -> None:
         """Whoever waits for groups, now or later, gets the error."""
@@ -199,11 +219,6 @@ class InFlight:
             future.cancel()
             await asyncio.gather(future, return_exceptions=True)
 
-    def _has_enough(self) -> bool:
-        """Or as many as there will ever be."""
-        is_over = self._is_exhausted and not self.running
-        return is_over or len(self.ready) >= self._num_asked
-
     def _num_wanted(self) -> int:
         if self.goes_on:
             return max(self._num_asked, self._options.max_in_flight)
@@ -215,11 +230,13 @@ class InFlight:
         run = self._runner.run_group(visit, samples, self._params)
         task = asyncio.get_running_loop().create_task(run)
         self.running[number] = Running(visit, samples, task)
+        self.slots.fill(visit.prompt.domain)
         task.add_done_callback(lambda _: self._on_end(number))
 
     def _on_end(self, number: int) -> None:
         ended = self.running.pop(number)
         if ended.task.cancelled():
+            self.slots.vacate(ended.visit.prompt.domain)
             self._runner.discard(ended.samples, "aborted")
             self._runner.abort(ended.samples)
             return
@@ -250,16 +267,21 @@ class InFlight:
         return None
 
     def _drop(self, group: Group, reason: str) -> None:
+        self.slots.vacate(group.prompt.domain)
         self._runner.discard(group.samples, "filtered")
         self._runner.counts["refilled"] += 1
-        self._dropped[reason] += 1
+        self._dropped[group.prompt.domain, reason] += 1
         errors = [sample.error for sample in group.samples if sample.error]
         self._last_error = errors[-1] if errors else self._last_error
         if self._dropped.total() > self._options.max_refills * self._options.groups_per_step:
             self.fail(self._refill_error())
 
     def _refill_error(self) -> RuntimeError:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in self._dropped.most_common())
+        has_domains = len({domain for domain, _ in self._dropped} | set(self.slots.domains)) > 1
+        reasons = ", ".join(
+            f"{count} {f'of {domain} ' if has_domains else ''}{reason}"
+            for (domain, reason), count in self._dropped.most_common()
+        )
         text = (
             f"{self._dropped.total()} groups were dropped for one step: {reasons}; "
             f"max_refills={self._options.max_refills} allows "
@@ -277,6 +299,7 @@ class InFlight:
             group.samples = [s for s in group.samples if s.state == "done"]
             if len(group.samples) < self._options.min_samples:
                 self._runner.discard(group.samples, "filtered")
+                self.slots.vacate(group.prompt.domain)
                 del self.ready[number]
 
     async def _abort_rest(self) -> None:
@@ -286,4 +309,5 @@ class InFlight:
         await asyncio.gather(*tasks, return_exceptions=True)
         for group in self.ready.values():
             self._runner.discard(group.samples, "aborted")
+            self.slots.vacate(group.prompt.domain)
         self.ready.clear()

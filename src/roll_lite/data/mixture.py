@@ -1,0 +1,226 @@
+"""Prompts of several sources, each with its share.
+
+A source is a file of prompt rows or a generated task, written `SOURCE@WEIGHT`, or `SOURCE` for
+weight 1: `("gsm8k.jsonl@0.4", "code.jsonl@0.3", "addition:2@0.3")`. What is named like a task is
+one; write `./addition:2` for a file of that name. The last @ is before the weight, so a path
+that has an @ needs its weight.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from roll_lite import tasks
+from roll_lite.data.kinds import read_prompts
+from roll_lite.data.order import Endless, Shuffled
+from roll_lite.data.sources import digest
+from roll_lite.types import Prompt
+
+
+class Entry(NamedTuple):
+    source: str
+    weight: Fraction
+
+    @property
+    def is_task(self) -> bool:
+        kind, colon, _ = self.source.partition(":")
+        return bool(colon) and kind in tasks.TASKS
+
+
+def parse_mixture(entries: Sequence[str]) -> tuple[Entry, ...]:
+    """Sources and their weights; reads no file."""
+    if isinstance(entries, str) or not entries:
+        raise ValueError(f"mixture={entries!r} must be a list of at least one SOURCE@WEIGHT")
+    seen: dict[Any, str] = {}
+    parsed = tuple(_parse_entry(text) for text in entries)
+    for text, entry in zip(entries, parsed, strict=True):
+        identity = tasks.parse_task(entry.source) if entry.is_task else Path(entry.source).resolve()
+        if identity in seen:
+            raise ValueError(
+                f"{text!r} is the same source as {seen[identity]!r}; name it once, with the sum "
+                "of the weights"
+            )
+        seen[identity] = text
+    return parsed
+
+
+def _parse_entry(text: str) -> Entry:
+    source, at, weight = text.rpartition("@")
+    if not at:
+        source, weight = text, "1"
+    try:
+        value = float(weight)
+    except ValueError:
+        value = math.nan
+    if not source or not 0 < value < math.inf:
+        raise ValueError(
+            f"{text!r}: {weight!r} is not a finite weight above 0 of a source; write "
+            "SOURCE@WEIGHT, e.g. gsm8k.jsonl@0.5 (a path that has an @ needs its weight)"
+        )
+    return Entry(source, Fraction(str(value)))  # 0.1 is a tenth, not the float nearest to it
+
+
+@dataclass(slots=True)
+class Stream:
+    """The prompts of one domain of one source."""
+
+    domain: str
+    weight: Fraction
+    """Its part of the whole mixture."""
+    prompts: Shuffled[Prompt] | Endless[Prompt]
+    num_drawn: int = 0
+    """In turn; further ones were asked for by their domain."""
+
+    @property
+    def num_asked(self) -> int:
+        return self.prompts.position - self.num_drawn
+
+    def take(self) -> Prompt:
+        return self.prompts.take(1)[0]
+
+
+class Mixture:
+    """An endless iterator of prompts, which resumes and can be asked for a prompt of a domain.
+
+    There is no chance in the order of the sources: after any number of prompts each source has
+    had its share of them, within one, and so has each domain of a file within the file. Every
+    domain of a file is shuffled by itself, so that prompts which are asked for by their domain
+    change nothing for the others.
+    """
+
+    def __init__(self, entries: Sequence[str], *, seed: int | str):
+        self._entries = parse_mixture(entries)
+        files = {e.source: _read_file(e.source) for e in self._entries if not e.is_task}
+        _refuse_shared_ids(files)
+        self._contents = {source: digest(source) for source in files}
+        self._streams = [
+            [_task_stream(entry, seed)]
+            if entry.is_task
+            else _file_streams(entry, files[entry.source], seed)
+            for entry in self._entries
+        ]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return self
+
+    def __next__(self) -> Prompt:
+        counts = [sum(stream.num_drawn for stream in streams) for streams in self._streams]
+        streams = self._streams[next_in_turn(counts, [e.weight for e in self._entries])]
+        counts = [stream.num_drawn for stream in streams]
+        stream = streams[next_in_turn(counts, [stream.weight for stream in streams])]
+        stream.num_drawn += 1
+        return stream.take()
+
+    def next_of(self, domain: str) -> Prompt | None:
+        """One more prompt of a domain, which counts in no share; None where it has none."""
+        streams = [s for streams in self._streams for s in streams if s.domain == domain]
+        if not streams:
+            return None
+        counts = [stream.num_asked for stream in streams]
+        return streams[next_in_turn(counts, [stream.weight for stream in streams])].take()
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """In the order of the sources."""
+        return tuple({s.domain: None for streams in self._streams for s in streams})
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain JSON: for every domain of every source what was drawn and where it is."""
+        return {
+            "entries": self._names(),
+            "contents": self._contents,
+            "streams": [
+                {stream.domain: [stream.num_drawn, stream.prompts.position] for stream in streams}
+                for streams in self._streams
+            ],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["entries"] != self._names():
+            raise ValueError(
+                f"the state is of the mixture {', '.join(state['entries'])}, but this one is "
+                f"{', '.join(self._names())}; go on with the same sources and weights in the "
+                "same order, or begin a new run"
+            )
+        for source, content in self._contents.items():
+            if state["contents"][source] != content:
+                raise ValueError(
+                    f"{source} is not what it was when the state was saved; bring the old file "
+                    "back, or begin a new run"
+                )
+        for streams, saved in zip(self._streams, state["streams"], strict=True):
+            for stream in streams:
+                stream.num_drawn, stream.prompts.position = saved[stream.domain]
+
+    def _names(self) -> list[str]:
+        return [f"{entry.source}@{float(entry.weight)}" for entry in self._entries]
+
+
+def held_out(entries: Sequence[str], count: int) -> list[Prompt]:
+    """Prompts to evaluate on, at most `count` of each source, the same ones every time.
+
+    Of tasks those that are never trained on, of files the first.
+    """
+    prompts: list[Prompt] = []
+    for entry in parse_mixture(entries):
+        if entry.is_task:
+            prompts += islice(tasks.prompts(entry.source, seed=0, split="held_out"), count)
+        else:
+            prompts += _read_file(entry.source)[:count]
+    return prompts
+
+
+def next_in_turn(counts: Sequence[int], weights: Sequence[Fraction]) -> int:
+    """Whose turn it is, so that every count stays within one of its share for ever.
+
+    Of those that have had less than their share of all counts, this one included, whoever's next
+    is due first: the quota method of Balinski and Young (1975). To take the largest deficit is
+    not enough: with unequal weights it strays further than one.
+    """
+    place, total = sum(counts) + 1, sum(weights)
+    due = [i for i, weight in enumerate(weights) if counts[i] * total < weight * place]
+    return min(due, key=lambda i: (counts[i] + 1) / weights[i])
+
+
+def _read_file(source: str) -> list[Prompt]:
+    if not Path(source).is_file():
+        known = ", ".join(f"{name}:N" for name in tasks.TASKS)
+        raise ValueError(f"{source!r} is neither a file nor a task; tasks are {known}")
+    return read_prompts(source)
+
+
+def _refuse_shared_ids(files: dict[str, list[Prompt]]) -> None:
+    """Samples are seeded by the id of their prompt, and visits are counted by it."""
+    owners: dict[str, str] = {}
+    for source, prompts in files.items():
+        for prompt in prompts:
+            if owner := owners.get(prompt.id):
+                raise ValueError(
+                    f"id {prompt.id!r} is in {owner} and in {source}; give the rows of one of "
+                    "them other ids, or leave the ids out"
+                )
+        owners |= {prompt.id: source for prompt in prompts}
+
+
+def _task_stream(entry: Entry, seed: int | str) -> Stream:
+    generate = partial(tasks.prompts, entry.source, seed=seed)
+    return Stream(next(generate()).domain, entry.weight, Endless(generate))
+
+
+def _file_streams(entry: Entry, prompts: list[Prompt], seed: int | str) -> list[Stream]:
+    domains: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        domains.setdefault(prompt.domain, []).append(prompt)
+    name = Path(entry.source).name  # a file that is moved keeps its order
+    return [
+        Stream(
+            domain,
+            entry.weight * len(rows) / len(prompts),
+            Shuffled(rows, seed=f"{seed}/{name}/{domain}"),
+        )
+        for domain, rows in domains.items()
+    ]

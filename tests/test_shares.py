@@ -1,0 +1,274 @@
+"""Every step has the domains that were drawn, whatever is dropped and however long it takes."""
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import pytest
+from fake_engines import FakeChat, FakeEngines, fake_tokens
+from test_coordinator import PARAMS, check_sample
+
+from roll_lite.data import Mixture
+from roll_lite.engine.sequence import Request
+from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.options import RolloutOptions
+from roll_lite.rollout.record import write_group
+from roll_lite.rollout.slots import Slots
+from roll_lite.rollout.turns import derive_seed
+from roll_lite.types import Group, Prompt
+
+
+class Nature(NamedTuple):
+    """How prompts of a domain behave."""
+
+    weight: float
+    seconds: float
+    """A sample takes at most so long."""
+    dropped: float
+    """Share of groups whose rewards are equal."""
+    broken: float
+    """Share of groups whose samples all raise."""
+
+
+NATURES = {
+    "slow": Nature(0.5, 0.03, 0.1, 0.05),
+    "hard": Nature(0.3, 0.002, 0.7, 0.0),
+    "fast": Nature(0.2, 0.0, 0.0, 0.1),
+}
+
+
+class Trial:
+    """One turn that takes its time, and whose rewards depend on the prompt alone."""
+
+    def __init__(self, prompt):
+        self.prompt = prompt
+
+    def reset(self, seed):
+        return self.prompt.messages, {}
+
+    async def step(self, action):
+        nature, r = NATURES[self.prompt.domain], random.Random(self.prompt.id)
+        await asyncio.sleep(nature.seconds * random.Random(action).random())
+        draw = r.random()
+        if draw < nature.broken:
+            raise ArithmeticError("a bad reward")
+        is_dropped = draw < nature.broken + nature.dropped
+        return (), 0.0 if is_dropped else float(len(action)), True, False, {}
+
+
+def write_files(folder, num_rows=600):
+    for number, domain in enumerate(NATURES):
+        rows = [
+            {"id": f"{domain}/{i}", "prompt": f"{number + 1} {i}", "domain": domain}
+            for i in range(num_rows)
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{domain}.jsonl").write_text(text)
+    return tuple(f"{folder}/{d}.jsonl@{nature.weight}" for d, nature in NATURES.items())
+
+
+@contextmanager
+def running(source, num_replicas=3, seed=3, **options):
+    options = {"samples_per_prompt": 3, "drop_equal": True, "max_retries": 0} | options
+    with (
+        FakeEngines(num_replicas, max_delay=0.004, seed=seed) as engines,
+        Coordinator(
+            engines=engines, chat=FakeChat(), make_env=Trial, prompts=source, params=PARAMS,
+            options=RolloutOptions(**options), seed=3,
+        ) as rollout,
+    ):  # fmt: skip
+        yield rollout, engines
+
+
+def domains_of(groups):
+    return Counter(group.prompt.domain for group in groups)
+
+
+MODES = {
+    "synchronous": {},
+    "aborts": {"extra_prompts": 7},
+    "keeps": {"extra_prompts": 7, "surplus": "keep", "max_staleness": 1},
+    "asynchronous": {"max_staleness": 1},
+}
+
+
+def is_kept(prompt):
+    """Whether a group of three is trained on, worked out without any concurrency."""
+    nature, draw = NATURES[prompt.domain], random.Random(prompt.id).random()
+    seed, token_ids = derive_seed(3, prompt.id, 0), FakeChat().encode(prompt.messages)
+    request = Request(prompt_ids=token_ids, params=PARAMS, seed=seed)
+    lengths = {len(FakeChat().decode(fake_tokens(request, index))) for index in range(3)}
+    return draw >= nature.broken + nature.dropped and len(lengths) > 1
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_collect_has_exactly_the_shares(tmp_path, mode, seed):
+    """Ten groups of weights 0.5, 0.3, 0.2 are 5, 3 and 2; nothing is lost or comes twice."""
+    source, totals, groups = Mixture(write_files(tmp_path), seed=seed), Counter(), []
+    with running(source, seed=seed, groups_per_step=10, **MODES[mode]) as (rollout, engines):
+        if mode == "asynchronous":
+            rollout.start()
+        for version in range(1, 13):
+            step = rollout.collect()
+            assert domains_of(step) == {"slow": 5, "hard": 3, "fast": 2}
+            groups += step
+            engines.load(version)
+            rollout.set_version(version)
+        is_busy = True
+        while is_busy:  # until what goes on beside has filled its slots
+            metrics = rollout.metrics()
+            totals.update(metrics)
+            is_busy = metrics["rollout/groups_in_flight"] > 0
+            time.sleep(0.01)
+        kept = rollout.state_dict()["ready"]
+    samples = [sample for group in groups for sample in group.samples]
+    ids = [(sample.prompt.id, sample.index) for sample in samples]
+    ids_kept = [(group["prompt"]["id"], s["index"]) for group in kept for s in group["samples"]]
+    assert len(ids + ids_kept) == len(set(ids + ids_kept))
+    for sample in samples:
+        assert sample.state == "done"
+        check_sample(sample)
+    ends = ("done", "filtered", "aborted", "failed", "stale")
+    ended = sum(totals[f"rollout/{end}"] for end in ends) + len(ids_kept)
+    assert totals["rollout/started"] == ended and totals["rollout/done"] == len(samples)
+    assert totals["rollout/filtered"] > 100 and totals["rollout/failed"] > 0
+
+
+def test_shares_that_do_not_divide_a_step_are_made_up_for(tmp_path):
+    """After any number of steps of seven, also where surplus groups are aborted."""
+    source, counts = Mixture(write_files(tmp_path), seed=5), Counter()
+    with running(source, groups_per_step=7, extra_prompts=4) as (rollout, _):
+        for step in range(1, 16):
+            counts += domains_of(rollout.collect())
+            for domain, nature in NATURES.items():
+                assert abs(counts[domain] - nature.weight * 7 * step) < 1
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_replicas_change_nothing(tmp_path, num_replicas):
+    """Which prompts replace the dropped ones, and the order, do not depend on who was faster."""
+    entries = write_files(tmp_path)
+    with running(Mixture(entries, seed=1), num_replicas, groups_per_step=10) as (rollout, _):
+        ids = [group.prompt.id for _ in range(4) for group in rollout.collect()]
+    reference, wanted = Mixture(entries, seed=1), []
+    for _ in range(4):
+        drawn = [next(reference) for _ in range(10)]
+        kept = {domain: [] for domain in NATURES}
+        for prompt in drawn:
+            kept[prompt.domain] += [prompt.id] if is_kept(prompt) else []
+        for domain, num_drawn in Counter(prompt.domain for prompt in drawn).items():
+            while len(kept[domain]) < num_drawn:
+                prompt = reference.next_of(domain)
+                kept[domain] += [prompt.id] if is_kept(prompt) else []
+        wanted += [kept[prompt.domain].pop(0) for prompt in drawn]
+    assert ids == wanted
+
+
+@pytest.mark.parametrize("mode", ["aborts", "keeps", "asynchronous"])
+def test_a_resumed_run_keeps_the_shares(tmp_path, mode):
+    entries, counts, ids = write_files(tmp_path), Counter(), []
+    state = None
+    for part in range(3):
+        source = Mixture(entries, seed=4)
+        with running(source, seed=part, groups_per_step=7, **MODES[mode]) as (rollout, _):
+            if state:
+                rollout.load_state_dict(state)
+            if mode == "asynchronous":
+                rollout.start()
+            for step in range(3 * part + 1, 3 * part + 4):
+                groups = rollout.collect()
+                counts += domains_of(groups)
+                ids += [group.prompt.id for group in groups]
+                for domain, nature in NATURES.items():
+                    assert abs(counts[domain] - nature.weight * 7 * step) < 1
+            state = json.loads(json.dumps(rollout.state_dict()))
+    assert len(ids) == len(set(ids)) == 63
+
+
+def test_what_is_waited_for_is_started_though_others_take_the_room(tmp_path):
+    """A state whose complete groups are all of other domains than the oldest slots."""
+    source = Mixture(write_files(tmp_path), seed=0)
+    prompts = [source.next_of("fast") for _ in range(6)]
+    with running(source, groups_per_step=6) as (rollout, _):
+        groups = rollout.answer(prompts, num_samples=3, params=PARAMS)
+        state = rollout.state_dict()
+    ready = [write_group(group) for group in groups if group.samples[0].state == "done"]
+    assert len(ready) > 2
+    state |= {"ready": ready, "slots": ["hard", "slow"] + ["fast"] * len(ready)}
+    with running(source, groups_per_step=2) as (rollout, _):
+        rollout.load_state_dict(state)
+        assert [group.prompt.domain for group in rollout.collect()] == ["hard", "slow"]
+        assert rollout.metrics()["rollout/aborted"] == 3 * len(ready)
+
+
+def two_domains(num_prompts):
+    for i in range(num_prompts):
+        domain = ("slow", "hard")[i % 2]
+        message = {"role": "user", "content": f"1 {i}"}
+        yield Prompt(id=f"p{i}", messages=(message,), domain=domain, ground_truth="")
+
+
+def test_prompts_that_cannot_be_asked_for_a_domain():
+    """The next prompt replaces what is dropped, of whichever domain, until they end."""
+    kept = [prompt.id for prompt in two_domains(100) if is_kept(prompt)]
+    with running(two_domains(100), groups_per_step=8, max_refills=50) as (rollout, _):
+        steps = list(iter(rollout.collect, []))
+    ids = [group.prompt.id for groups in steps for group in groups]
+    assert sorted(ids) == sorted(kept)
+    assert [len(groups) for groups in steps[:-1]] == [8] * (len(steps) - 1)
+
+
+def test_too_many_refills_name_the_domain(tmp_path):
+    source = Mixture(write_files(tmp_path), seed=0)
+    with (
+        running(source, groups_per_step=10, max_refills=0) as (rollout, _),
+        pytest.raises(RuntimeError, match=r"one step: 1 of (slow|hard|fast) had "),
+    ):
+        for _ in range(5):
+            rollout.collect()
+
+
+def group_of(domain):
+    return Group(prompt=Prompt(id="", messages=(), domain=domain, ground_truth=""), samples=[])
+
+
+def test_slots_are_matched_with_the_oldest_groups_of_their_domain():
+    slots = Slots()
+    for domain in "abac":
+        slots.fill(domain)
+    assert slots.domains == list("abac") and slots.first_vacant() == 4
+    slots.vacate("a")
+    assert slots.first_vacant() == 2
+    ready = {8: group_of("c"), 9: group_of("b"), 5: group_of("a"), 7: group_of("b")}
+    assert slots.match(2, ready) == [5, 7]
+    assert slots.match(3, ready) is None
+    slots.fill("a")
+    slots.release(2)
+    assert slots.domains == list("ac") and slots.first_vacant() == 2
+    slots.vacate("a")
+    slots.close(slots.first_vacant())
+    assert slots.domains == ["c"] and slots.match(5, ready) == [8]
+
+
+def test_slots_of_one_domain_are_a_plain_queue():
+    """Random fills, drops and takes beside a count of groups."""
+    for seed in range(20):
+        r, slots, ready, num_slots = random.Random(seed), Slots(), {}, 0
+        for number in range(300):
+            slots.fill("a")
+            num_slots = max(num_slots, len(ready) + 1)
+            ready[number] = group_of("a")
+            if r.random() < 0.3:
+                del ready[r.choice(list(ready))]
+                slots.vacate("a")
+            assert slots.first_vacant() == len(ready) and len(slots.domains) == num_slots
+            if r.random() < 0.1 and len(ready) >= 4:
+                assert slots.match(4, ready) == sorted(ready)[:4]
+                ready = {n: ready[n] for n in sorted(ready)[4:]}
+                slots.release(4)
+                num_slots -= 4
