@@ -1,0 +1,221 @@
+"""What asynchronous and synchronous rollouts should cost a step: two formulas, and a simulation.
+
+N samples of mean time m make a batch; g of four ranks generate, with K slots each; training takes t
+on four ranks, and t * 4 / n on n of them.
+
+Synchronous, four ranks generate, then four train: E[makespan] + t. The makespan is at least
+max(N m / 4K, E[longest of N]) and at most N m / 4K + (1 - 1/4K) E[longest of N] (Graham).
+Asynchronous, g ranks generate while 4 - g train: max(N m / gK, t * 4 / (4 - g)), if all slots are
+always busy and nothing that was generated is thrown away.
+"""
+
+import heapq
+import itertools
+import math
+import random
+from collections import Counter, deque
+from dataclasses import dataclass
+from statistics import NormalDist, fmean
+
+NUM_RANKS = 4
+MAKESPANS = 1000  # simulated for their mean: it has no closed form
+
+
+@dataclass(kw_only=True)
+class Workload:
+    groups_per_step: int = 16
+    """Prompts of a collect."""
+    samples_per_prompt: int = 8
+    """Group size."""
+    slots: int = 16
+    """Samples that one engine generates at a time."""
+    mean_seconds: float = 0.1
+    """Mean time of a sample."""
+    sigma: float = 1.0
+    """Of the lognormal distribution of times."""
+
+    @property
+    def num_samples(self) -> int:
+        return self.groups_per_step * self.samples_per_prompt
+
+    def seconds(self, prompt: int, index: int) -> float:
+        """The time of one sample, which is the same wherever and whenever it is generated."""
+        mu = math.log(self.mean_seconds) - self.sigma**2 / 2
+        return random.Random(f"{prompt} {index}").lognormvariate(mu, self.sigma)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How many ranks generate and how many train; all do both in turn, or each does one."""
+
+    num_generate: int
+    num_train: int
+
+    @property
+    def is_shared(self) -> bool:
+        return self.num_generate + self.num_train > NUM_RANKS
+
+    def train_seconds(self, on_all_ranks: float) -> float:
+        """Of perfectly data-parallel training."""
+        return on_all_ranks * NUM_RANKS / self.num_train
+
+    def __str__(self) -> str:
+        return "synchronous" if self.is_shared else f"{self.num_generate}+{self.num_train}"
+
+
+SYNCHRONOUS = Layout(NUM_RANKS, NUM_RANKS)
+SPLITS = [Layout(n, NUM_RANKS - n) for n in range(1, NUM_RANKS)]
+
+
+@dataclass(slots=True, kw_only=True)
+class Pace:
+    """How some steps went, measured or simulated."""
+
+    step_seconds: float
+    idle_slots: float
+    """Share of slots without a sample, over the time in which their ranks do not train."""
+    gaps: dict[int, int]
+    """Samples trained on, by versions between their first token and their use."""
+    dropped: float
+    """Share of samples that were thrown away when they had been generated."""
+    trained_seconds: float
+    """Mean time of the samples trained on."""
+
+
+def expected_longest(work: Workload) -> float:
+    """Mean of a batch's longest sample: the integral of 1 - F(x)^N, with x = exp(mu + sigma u)."""
+    mu, width = math.log(work.mean_seconds) - work.sigma**2 / 2, 1e-3
+    total = math.exp(mu - 10 * work.sigma)  # below it, F is 0
+    for i in range(int(20 / width)):
+        u = -10 + (i + 0.5) * width
+        x = math.exp(mu + work.sigma * u)
+        total += (1 - NormalDist().cdf(u) ** work.num_samples) * x * work.sigma * width
+    return total
+
+
+def ideal_seconds(work: Workload, num_ranks: int) -> float:
+    """A batch with all slots of so many ranks always busy."""
+    return work.num_samples * work.mean_seconds / (work.slots * num_ranks)
+
+
+def makespan_bounds(work: Workload) -> tuple[float, float]:
+    """The least and the most that a batch takes on the slots of all ranks, on average."""
+    ideal, longest = ideal_seconds(work, NUM_RANKS), expected_longest(work)
+    return max(ideal, longest), ideal + (1 - 1 / (work.slots * NUM_RANKS)) * longest
+
+
+def asynchronous_bound(work: Workload, layout: Layout, train_seconds: float) -> float:
+    generating = ideal_seconds(work, layout.num_generate)
+    return max(generating, layout.train_seconds(train_seconds))
+
+
+class Simulation:
+    """The coordinator's rules over one pool of slots; messages take no time."""
+
+    def __init__(self, work: Workload, layout: Layout, max_staleness: int):
+        self.work, self.layout, self.max_staleness = work, layout, max_staleness
+        self.num_slots = work.slots * layout.num_generate
+        self.now, self.busy_seconds, self.version = 0.0, 0.0, 0
+        self.prompts = itertools.count()
+        self.waiting: deque[tuple[int, int]] = deque()  # prompt, index
+        self.running: list[tuple[float, int, float, int]] = []  # end, prompt, seconds, version
+        self.ended: dict[int, list[tuple[float, int]]] = {}  # of incomplete prompts
+        self.ready: dict[int, list[tuple[float, int]]] = {}  # seconds and versions of samples
+        self.gaps: Counter[int] = Counter()
+        self.trained: list[float] = []
+        self.num_dropped = 0
+
+    def run(self, train_seconds: float, num_steps: int) -> Pace:
+        start, busy = self.now, self.busy_seconds
+        self.gaps, self.trained, self.num_dropped = Counter(), [], 0
+        for _ in range(num_steps):
+            self.collect()
+            self.train(self.layout.train_seconds(train_seconds))
+        elapsed = self.now - start
+        training = num_steps * self.layout.train_seconds(train_seconds)
+        slot_seconds = self.num_slots * (elapsed - training * self.layout.is_shared)
+        return Pace(
+            step_seconds=elapsed / num_steps,
+            idle_slots=1 - (self.busy_seconds - busy) / slot_seconds,
+            gaps=dict(self.gaps),
+            dropped=self.num_dropped / (self.num_dropped + len(self.trained)),
+            trained_seconds=fmean(self.trained),
+        )
+
+    def collect(self) -> None:
+        num_groups = self.work.groups_per_step
+        while True:
+            self.drop_stale()
+            self.feed(num_groups)
+            if len(self.ready) >= num_groups:
+                break
+            self.end_sample()
+        for prompt in sorted(self.ready)[:num_groups]:
+            for seconds, version in self.ready.pop(prompt):
+                self.gaps[self.version - version] += 1
+                self.trained.append(seconds)
+        self.feed(0)
+
+    def train(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.running and self.running[0][0] <= end:
+            self.end_sample()
+        self.advance(end)
+        self.version += 1
+
+    def feed(self, num_asked: int) -> None:
+        ahead = (1 + self.max_staleness) * self.work.groups_per_step if self.max_staleness else 0
+        while len(self.ended) + len(self.ready) < max(num_asked, ahead):
+            prompt = next(self.prompts)
+            self.ended[prompt] = []
+            self.waiting.extend((prompt, index) for index in range(self.work.samples_per_prompt))
+        while self.waiting and len(self.running) < self.num_slots:
+            prompt, index = self.waiting.popleft()
+            seconds = self.work.seconds(prompt, index)
+            heapq.heappush(self.running, (self.now + seconds, prompt, seconds, self.version))
+
+    def end_sample(self) -> None:
+        self.advance(self.running[0][0])
+        _, prompt, seconds, version = heapq.heappop(self.running)
+        self.ended[prompt].append((seconds, version))
+        if len(self.ended[prompt]) == self.work.samples_per_prompt:
+            self.ready[prompt] = self.ended.pop(prompt)
+        self.feed(0)
+
+    def advance(self, now: float) -> None:
+        self.busy_seconds += len(self.running) * (now - self.now)
+        self.now = now
+
+    def drop_stale(self) -> None:
+        for prompt, samples in list(self.ready.items()):
+            fresh = [s for s in samples if s[1] >= self.version - self.max_staleness]
+            kept = fresh if len(fresh) > 1 else []  # one alone has nothing to compare with
+            self.num_dropped += len(samples) - len(kept)
+            self.ready[prompt] = kept
+            if not kept:
+                del self.ready[prompt]
+
+
+def simulate(
+    work: Workload,
+    layout: Layout,
+    max_staleness: int,
+    train_seconds: float,
+    *,
+    warm_up: int,
+    steps: int,
+) -> Pace:
+    """`steps` of them, after some that are not counted."""
+    simulation = Simulation(work, layout, max_staleness)
+    simulation.run(train_seconds, warm_up)
+    return simulation.run(train_seconds, steps)
+
+
+def expected_step(
+    work: Workload, layout: Layout, max_staleness: int, train_seconds: float
+) -> float:
+    """Seconds by formula, where a step is not left to simulation as a whole."""
+    if max_staleness:
+        return asynchronous_bound(work, layout, train_seconds)
+    makespan = simulate(work, layout, 0, 0.0, warm_up=1, steps=MAKESPANS).step_seconds
+    return makespan + layout.train_seconds(train_seconds)
