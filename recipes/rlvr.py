@@ -54,8 +54,8 @@ class Config(Algorithm):
     model: str = "models/tiny"
     """Hugging Face folder to start from."""
     data: tuple[str, ...] = ("reverse:5",)
-    """What to learn: files of prompts, or tasks: addition:N (digits), reverse:N, counting:N (letters).
-    Several are mixed by weight, as in math.jsonl@0.7 code.jsonl@0.3."""
+    """What to learn: files of prompts, or tasks: addition:N (digits), reverse:N or counting:N
+    (letters). Several are mixed by weight, as in math.jsonl@0.7 code.jsonl@0.3."""
     steps: int = 40
     """Rounds of generate, score, train."""
     prompts_per_step: int = 32
@@ -69,7 +69,7 @@ class Config(Algorithm):
     max_staleness: float = 0.0
     """Generation goes on beside training, so many policy versions ahead at most; 0 takes turns."""
     on_new_weights: Literal["go_on", "finish", "abort"] = "go_on"
-    """Samples that are running when weights come: go on under them, finish first, or begin again."""
+    """Samples that run when weights come: go on under them, finish first, or begin again."""
     extra_prompts: int = 0
     """Prompts started beyond those of a round, so that it need not wait for the slowest."""
     drop_equal: bool = False
@@ -111,13 +111,13 @@ class Config(Algorithm):
     lora_targets: tuple[str, ...] = tuple(TARGETS)
     """Which projections get adapters."""
     device_map: str = "auto"
-    """Which ranks do what, as in "train=0-3 generate=4-7,tp=2"; auto puts all roles on all ranks."""
+    """Which ranks do what, as in "train=0-3 generate=4-7,tp=2"; auto is all on all ranks."""
     kv_cache_gib: float = 1.0
     """Memory of each generation engine's cache."""
     engines_sleep: bool = False
     """Engines give the memory of cache and weights to the trainer while it works."""
     eval_data: tuple[str, ...] = ()
-    """Files of prompts, or tasks, to evaluate on; if none, held-out questions of the tasks in data."""
+    """Files of prompts, or tasks, to evaluate on; if none, held-out questions of data's tasks."""
     eval_prompts: int = 256
     """At most so many of each."""
     eval_samples: int = 1
@@ -148,7 +148,9 @@ class Config(Algorithm):
             raise ValueError(
                 f"max_tokens={self.max_tokens} must be below the model's {max_positions}"
             )
-        data.parse_mixture((*self.data, *self.eval_data) if not set(self.data) & set(self.eval_data) else self.data)
+        data.parse_mixture(self.data)
+        if self.eval_data:
+            data.parse_mixture(self.eval_data)
         if self.advantage in LACKING:
             raise ValueError(
                 f"advantage={self.advantage!r} needs {LACKING[self.advantage]}, which this recipe "
@@ -239,14 +241,16 @@ def main(cfg: Config) -> list[float]:
     """Train; returns the held-out pass rates, the first from before training."""
     config = read_config(cfg.model)
     with Cluster(cfg.device_map, cfg.device, config=config, roles=cfg.roles) as cluster:
+        prompts = data.Mixture(cfg.data, seed=f"rlvr-{cfg.seed}")
+        held_out = data.held_out(cfg.evaluated, cfg.eval_prompts) if cfg.evaluated else []
         chat, models = Chat(cfg.model), make_roles(cfg, cluster)
         state = AdvantageState(cfg.advantage_options)
         checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.keep_last)
         rates = []
-        with make_rollout(cfg, chat, models) as rollout:
+        with make_rollout(cfg, chat, models, prompts) as rollout:
             done = resume(cfg, checkpoints, models, rollout, state) if cfg.resume else None
             run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
-            evaluate = partial(pass_rates_now, cfg, chat, rollout, rates)
+            evaluate = partial(pass_rates_now, held_out, cfg, chat, rollout, rates)
             if not done:
                 run.log(0, evaluate())
             if cfg.max_staleness > 0:
@@ -276,6 +280,7 @@ def main(cfg: Config) -> list[float]:
                 run.note_samples(step, rollout.dropped())
                 if run.is_due(step, cfg.checkpoint_every):
                     save(cfg, checkpoints, models, rollout, state, step, rates)
+                    run.note("checkpoint", step=step)
             run.close()
         print(f"held-out pass rate {rates[0]:.3f} -> {rates[-1]:.3f}" if rates else "")
         print(f"model: {models.policy.export(f'{cfg.run_dir}/model')}")
@@ -307,12 +312,12 @@ def make_roles(cfg: Config, cluster: Cluster) -> Models:
     return Models(policy, engines, cluster.role("sync", WeightSync), critic, reference)
 
 
-def make_rollout(cfg: Config, chat: Chat, models: Models) -> Coordinator:
+def make_rollout(cfg: Config, chat: Chat, models: Models, prompts: data.Mixture) -> Coordinator:
     return Coordinator(
         engines=models.engines,
         chat=chat,
         make_env=question_maker(REWARDS),
-        prompts=data.Mixture(cfg.data, seed=f"rlvr-{cfg.seed}"),
+        prompts=prompts,
         params=SamplingParams(
             max_tokens=cfg.max_tokens, temperature=cfg.temperature, stop_ids=chat.stop_ids
         ),
@@ -369,12 +374,11 @@ def update(
 
 
 def pass_rates_now(
-    cfg: Config, chat: Chat, rollout: Coordinator, rates: list[float]
+    held_out: list[Prompt], cfg: Config, chat: Chat, rollout: Coordinator, rates: list[float]
 ) -> dict[str, float]:
-    """Replies to held-out prompts, the same ones for every seed; `rates` gets the pass rate."""
-    if not cfg.evaluated:
+    """Of replies to held-out prompts, the same ones for every seed; `rates` gets the pass rate."""
+    if not held_out:
         return {}
-    held_out = data.held_out(cfg.evaluated, cfg.eval_prompts)
     params = SamplingParams(
         max_tokens=cfg.max_tokens,
         temperature=cfg.temperature if cfg.eval_samples > 1 else 0.0,
@@ -407,7 +411,9 @@ def resume(
     state: AdvantageState,
 ) -> int:  # fmt: skip
     """The step that the newest checkpoint was written after; 0 if there is none."""
-    found = load_checkpoint(checkpoints, models.trained, {name: getattr(cfg, name) for name in FIXED})
+    found = load_checkpoint(
+        checkpoints, models.trained, {name: getattr(cfg, name) for name in FIXED}
+    )
     if found is None:
         return 0
     rollout.load_state_dict(found["rollout"])

@@ -19,7 +19,7 @@ python recipes/sft.py --model "$out/tiny" --task $task --seed "$seed" \
   --steps 140 --careless 0.7 --run-dir "$out/sft"
 
 echo; echo "3. reinforcement learning: sample, score, reinforce"
-python recipes/rlvr.py --model "$out/sft/model" --task $task --seed "$seed" --run-dir "$out/rlvr"
+python recipes/rlvr.py --model "$out/sft/model" --data $task --seed "$seed" --run-dir "$out/rlvr"
 
 echo; echo "4. the curve: accuracy on held-out questions"
-python -m roll_lite.report.curve "$out/rlvr" eval/accuracy
+python -m roll_lite.report.curve "$out/rlvr" eval/pass@1

@@ -47,7 +47,7 @@ def train(toy_folder, tmp_path, monkeypatch):
 
 def run_recipe(toy_folder, tmp_path, **changes):
     options = {
-        "model": str(toy_folder), "task": "reverse:1", "prompts_per_step": 8, "max_tokens": 4,
+        "model": str(toy_folder), "data": ("reverse:1",), "prompts_per_step": 8, "max_tokens": 4,
         "eval_prompts": 1, "eval_every": 100, "kv_cache_gib": 0.05, "lr": 1e-2,
         "run_dir": str(tmp_path / "run"),
     } | changes  # fmt: skip
@@ -221,14 +221,23 @@ def test_overlong_replies_are_penalised(train, trained_on):
     assert metrics["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
 
 
-def test_groups_outside_the_band_are_left_out(train, trained_on):
-    train(steps=1, min_group_reward=0.15, max_group_reward=0.3)
+def test_groups_outside_the_band_are_replaced(train, trained_on):
+    (metrics,) = train(steps=1, min_group_reward=0.15, max_group_reward=0.3)
     means = [sum(s.score.value for s in g.samples) / len(g.samples) for g in trained_on["groups"]]
-    assert 0 < len(means) < 8 and all(0.15 <= mean <= 0.3 for mean in means)
+    assert len(means) == 8 and all(0.15 <= mean <= 0.3 for mean in means)
+    assert metrics["rollout/filtered"] == 8 * metrics["rollout/refilled"] > 0
 
 
-def test_a_step_without_anything_to_train_on_changes_nothing(train, trained_on):
-    (metrics,) = train(steps=1, min_group_reward=2.0)
+def test_when_no_group_is_worth_training_on_the_run_stops_and_says_why(train):
+    with pytest.raises(
+        RuntimeError, match=r"17 had a mean reward below 2\.0; max_refills=2 allows"
+    ):
+        train(steps=1, min_group_reward=2.0, max_refills=2)
+
+
+def test_a_step_without_anything_to_train_on_changes_nothing(train, trained_on, monkeypatch):
+    monkeypatch.setattr(rlvr, "prepare", lambda *arguments: [])
+    (metrics,) = train(steps=1)
     assert trained_on["sequences"] == [] and metrics["rollout/trained_samples"] == 0
     assert "loss/loss" not in metrics
 

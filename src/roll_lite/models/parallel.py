@@ -16,7 +16,6 @@ from roll_lite.models.layers import Checkpointing
 from roll_lite.models.tensor import TensorShard, cut_dimension
 from roll_lite.models.transformer import Transformer
 
-
 UNIT_PARAMETERS = 2**25  # that FSDP gathers at once, at least where blocks are smaller
 
 
@@ -26,7 +25,7 @@ def shard(
     compute_dtype: torch.dtype,
     checkpointing: Checkpointing = "none",
 ) -> Transformer:
-    """FSDP2 over the (data-parallel) mesh: shards, gathered some blocks at a time in `compute_dtype`.
+    """FSDP2 over the (data-parallel) mesh: shards, gathered in `compute_dtype` unit by unit.
 
     Gradients of ranks are added up, not averaged: the rows' weights are of the whole batch.
     """

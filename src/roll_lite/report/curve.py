@@ -33,6 +33,6 @@ def draw(points: list[tuple[int, float]]) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir")
-    parser.add_argument("metric", nargs="?", default="eval/accuracy")
+    parser.add_argument("metric", nargs="?", default="eval/pass@1")
     arguments = parser.parse_args()
     print(draw(read_metric(arguments.run_dir, arguments.metric)))

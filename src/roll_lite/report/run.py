@@ -75,7 +75,7 @@ class Run:
         self._write_events([{"event": event, "time": time.time(), **details}])
 
     def note_samples(self, step: int, samples: Iterable[Sample]) -> None:
-        """Write down how samples ended that were started up to this step, whatever became of them."""
+        """Write down how samples ended up to this step."""
         self._write_events({"event": "sample", "step": step, **_life(s)} for s in samples)
 
     def _write_events(self, rows: Iterable[dict[str, Any]]) -> None:
