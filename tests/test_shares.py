@@ -16,7 +16,7 @@ from roll_lite.data import Mixture
 from roll_lite.engine.sequence import Request
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.options import RolloutOptions
-from roll_lite.rollout.record import write_group
+from roll_lite.rollout.record import write_group, write_prompt
 from roll_lite.rollout.slots import Slots
 from roll_lite.rollout.turns import derive_seed
 from roll_lite.types import Group, Prompt
@@ -193,17 +193,22 @@ def test_a_resumed_run_keeps_the_shares(tmp_path, mode):
 def test_what_is_waited_for_is_started_though_others_take_the_room(tmp_path):
     """A state whose complete groups are all of other domains than the oldest slots."""
     source = Mixture(write_files(tmp_path), seed=0)
-    prompts = [source.next_of("fast") for _ in range(6)]
+    slow, hard = (
+        next(filter(is_kept, iter(lambda d=domain: source.next_of(d), None)))
+        for domain in ("slow", "hard")
+    )
     with running(source, groups_per_step=6) as (rollout, _):
+        prompts = [source.next_of("fast") for _ in range(6)]
         groups = rollout.answer(prompts, num_samples=3, params=PARAMS)
         state = rollout.state_dict()
-    ready = [write_group(group) for group in groups if group.samples[0].state == "done"]
-    assert len(ready) > 2
-    state |= {"ready": ready, "slots": ["hard", "slow"] + ["fast"] * len(ready)}
+    state["ready"] = [write_group(g) for g in groups if g.samples[0].state == "done"]
+    state["unfinished"] = [[write_prompt(slow), 0], [write_prompt(hard), 0]]
+    state["slots"] = ["hard", "slow"] + ["fast"] * len(state["ready"])
+    assert len(state["ready"]) > 2
     with running(source, groups_per_step=2) as (rollout, _):
-        rollout.load_state_dict(state)
-        assert [group.prompt.domain for group in rollout.collect()] == ["hard", "slow"]
-        assert rollout.metrics()["rollout/aborted"] == 3 * len(ready)
+        rollout.load_state_dict(json.loads(json.dumps(state)))
+        assert [group.prompt for group in rollout.collect()] == [hard, slow]
+        assert rollout.metrics()["rollout/aborted"] == 3 * len(state["ready"])
 
 
 def two_domains(num_prompts):
