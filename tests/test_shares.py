@@ -246,17 +246,17 @@ def test_slots_are_matched_with_the_oldest_groups_of_their_domain():
     slots = Slots()
     for domain in "abac":
         slots.fill(domain)
-    assert slots.domains == list("abac") and slots.first_vacant() == 4
+    assert slots.domains == list("abac") and slots.first_vacant() == (4, None)
     slots.vacate("a")
-    assert slots.first_vacant() == 2
+    assert slots.first_vacant() == (2, "a")
     ready = {8: group_of("c"), 9: group_of("b"), 5: group_of("a"), 7: group_of("b")}
     assert slots.match(2, ready) == [5, 7]
     assert slots.match(3, ready) is None
     slots.fill("a")
     slots.release(2)
-    assert slots.domains == list("ac") and slots.first_vacant() == 2
+    assert slots.domains == list("ac") and slots.first_vacant() == (2, None)
     slots.vacate("a")
-    slots.close(slots.first_vacant())
+    slots.close(slots.first_vacant()[0])
     assert slots.domains == ["c"] and slots.match(5, ready) == [8]
 
 
@@ -271,7 +271,7 @@ def test_slots_of_one_domain_are_a_plain_queue():
             if r.random() < 0.3:
                 del ready[r.choice(list(ready))]
                 slots.vacate("a")
-            assert slots.first_vacant() == len(ready) and len(slots.domains) == num_slots
+            assert slots.first_vacant()[0] == len(ready) and len(slots.domains) == num_slots
             if r.random() < 0.1 and len(ready) >= 4:
                 assert slots.match(4, ready) == sorted(ready)[:4]
                 ready = {n: ready[n] for n in sorted(ready)[4:]}

@@ -136,10 +136,7 @@ class InFlight:
         self._changed, self._failed = asyncio.Event(), asyncio.Event()
 
     async def take(self, num_groups: int, version: Callable[[], int]) -> list[Group]:
-        """For the oldest slots the oldest complete groups of their domains, once all are there.
-
-        Fewer when the prompts have ended.
-        """
+        """The oldest complete groups for the oldest slots; fewer when the prompts have ended."""
         self._num_asked = num_groups
         try:
             while True:
@@ -165,16 +162,14 @@ class InFlight:
     def feed(self) -> None:
         """Start groups while there is room, and in any case those that are waited for."""
         while not self._fault:
-            vacant = self.slots.first_vacant()
+            vacant, domain = self.slots.first_vacant()
             has_room = len(self.running) + len(self.ready) < self._num_wanted()
             if not has_room and vacant >= self._num_asked:
                 return
-            is_new = vacant == len(self.slots.domains)
-            domain = None if is_new else self.slots.domains[vacant]
             visit = self._next_visit(domain)
-            if visit is None and is_new:
+            if visit is None and domain is None:
                 return
-            if not is_new and (visit is None or visit.prompt.domain != domain):
+            if domain is not None and (visit is None or visit.prompt.domain != domain):
                 self.slots.close(vacant)
             if visit is not None:
                 self._start(visit)
