@@ -25,7 +25,6 @@ from roll_lite.cluster.world import device_bytes
 from roll_lite.engine.service import EngineService
 from roll_lite.envs.question import question_maker
 from roll_lite.models.config import read_config
-from roll_lite.models.lora import TARGETS, lora_options
 from roll_lite.progress import Laps
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rewards.math import last_number
@@ -41,6 +40,7 @@ from roll_lite.train.balance import Cost
 from roll_lite.train.checkpoint import Checkpoints
 from roll_lite.train.losses import critic_metrics
 from roll_lite.train.optimizer import Schedule
+from roll_lite.train.options import Training
 from roll_lite.train.packing import TrainingSequence, equal_parts, pack
 from roll_lite.train.resume import load_checkpoint, save_checkpoint
 from roll_lite.train.scorer import Scorer
@@ -50,7 +50,7 @@ from roll_lite.types import Group, Prompt, SamplingParams
 
 
 @dataclass(kw_only=True)
-class Config(Algorithm):
+class Config(Algorithm, RolloutOptions, Training):
     model: str = "models/tiny"
     """Hugging Face folder to start from."""
     data: tuple[str, ...] = ("reverse:5",)
@@ -58,32 +58,12 @@ class Config(Algorithm):
     (letters). Several are mixed by weight, as in math.jsonl@0.7 code.jsonl@0.3."""
     steps: int = 40
     """Rounds of generate, score, train."""
-    prompts_per_step: int = 32
-    """Prompts of one round."""
-    samples_per_prompt: int = 8
-    """Group size: replies that are compared with each other."""
     max_tokens: int = 16
     """Longest reply, in tokens."""
     temperature: float = 1.0
     """Sampling temperature; logprobs in the loss use the same."""
-    max_staleness: float = 0.0
-    """Generation goes on beside training, so many policy versions ahead at most; 0 takes turns."""
     on_new_weights: Literal["go_on", "finish", "abort"] = "go_on"
     """Samples that run when weights come: go on under them, finish first, or begin again."""
-    extra_prompts: int = 0
-    """Prompts started beyond those of a round, so that it need not wait for the slowest."""
-    drop_equal: bool = False
-    """Replace groups whose rewards are all equal: they teach nothing (DAPO's dynamic sampling)."""
-    min_group_reward: float | None = None
-    """Replace groups whose mean reward is below: too hard."""
-    max_group_reward: float | None = None
-    """Replace groups whose mean reward is above: too easy."""
-    max_refills: int = 10
-    """Groups are replaced at most so many times prompts_per_step in a round."""
-    deadline: float | None = None
-    """Seconds after which a sample is aborted."""
-    max_retries: int = 2
-    """How often a reward that raises, or a request that an engine failed, is tried again."""
     overlong: str = "train"
     """Replies cut at max_tokens: train on them, mask them, or lower rewards softly by a penalty."""
     overlong_buffer: int = 0
@@ -94,22 +74,6 @@ class Config(Algorithm):
     """Passes over a round's samples."""
     lr: float = 3e-4
     """Learning rate after warm-up."""
-    warmup_steps: int = 0
-    """Updates over which the learning rate rises to lr."""
-    max_grad_norm: float = 1.0
-    """Gradients longer than this are scaled down to it."""
-    tokens_per_microbatch: int = 16384
-    """Memory budget of one forward and backward pass."""
-    checkpointing: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again to save memory."""
-    moments: Literal["float32", "bfloat16"] = "float32"
-    """The optimizer's."""
-    lora_rank: int = 0
-    """Train adapters of this rank instead of all weights; 0 is off."""
-    lora_alpha: float = 32.0
-    """Adapters count lora_alpha / lora_rank times."""
-    lora_targets: tuple[str, ...] = tuple(TARGETS)
-    """Which projections get adapters."""
     device_map: str = "auto"
     """Which ranks do what, as in "train=0-3 generate=4-7,tp=2"; auto is all on all ranks."""
     kv_cache_gib: float = 1.0
@@ -142,7 +106,8 @@ class Config(Algorithm):
     """Gets config.json, metrics.jsonl, events.jsonl, rollouts/, checkpoints/ and the model."""
 
     def __post_init__(self):
-        super().__post_init__()
+        for options in (Algorithm, RolloutOptions, Training):
+            options.__post_init__(self)
         max_positions = read_config(self.model).max_positions
         if self.max_tokens >= max_positions:
             raise ValueError(
@@ -157,11 +122,10 @@ class Config(Algorithm):
                 "does not have; use one of the others"
             )
         at_least(self.min_samples, self, "samples_per_prompt")
-        at_least(1, self, "prompts_per_step", "updates_per_step", "epochs", "max_tokens")
-        at_least(1, self, "tokens_per_microbatch", "eval_prompts", "eval_samples", "eval_every")
-        at_least(1, self, "keep_last")
-        at_least(0, self, "steps", "warmup_steps", "lr", "lora_rank", "checkpoint_every")
-        above(0, self, "temperature", "max_grad_norm", "kv_cache_gib")
+        at_least(1, self, "updates_per_step", "epochs", "max_tokens", "keep_last")
+        at_least(1, self, "eval_prompts", "eval_samples", "eval_every")
+        at_least(0, self, "steps", "checkpoint_every")
+        above(0, self, "temperature", "kv_cache_gib")
         one_of(("train", "mask", "penalty"), self, "overlong")
         read_only_if(self.overlong == "penalty", "overlong='penalty'", self, "overlong_buffer")
         if self.overlong == "penalty":
@@ -174,11 +138,7 @@ class Config(Algorithm):
         if self.max_staleness == 0:
             unread_with("max_staleness=0", self, "on_new_weights")
         else:
-            unread_with("max_staleness above 0", self, "extra_prompts", "engines_sleep")
-        lora_options(self.lora_rank, self.lora_alpha, self.lora_targets)
-        if self.lora_rank == 0:
-            unread_with("lora_rank=0", self, "lora_alpha", "lora_targets")
-        _ = self.rollout_options
+            unread_with("max_staleness above 0", self, "extra_prompts", "surplus", "engines_sleep")
         if not self.resume:
             refuse_old_run(self.run_dir)
 
@@ -191,10 +151,6 @@ class Config(Algorithm):
     def evaluated(self) -> tuple[str, ...]:
         """Sources to evaluate on; questions of files that are trained on are not held out."""
         return self.eval_data or tuple(e.source for e in data.parse_mixture(self.data) if e.is_task)
-
-    @property
-    def rollout_options(self) -> RolloutOptions:
-        return filled_from(RolloutOptions, self, groups_per_step=self.prompts_per_step)
 
     @property
     def roles(self) -> list[str]:
@@ -289,19 +245,17 @@ def main(cfg: Config) -> list[float]:
 
 def make_roles(cfg: Config, cluster: Cluster) -> Models:
     """The policy, and beside it only what the algorithm reads."""
-    options = {"folder": cfg.model, "max_grad_norm": cfg.max_grad_norm}
-    options |= {"checkpointing": cfg.checkpointing, "moments": cfg.moments}
     schedule, critic, reference = Schedule(lr=cfg.lr, warmup_steps=cfg.warmup_steps), None, None
-    lora = lora_options(cfg.lora_rank, cfg.lora_alpha, cfg.lora_targets)
     policy = cluster.role(
-        "train", Trainer, loss=cfg.policy_loss, schedule=schedule, temperature=cfg.temperature,
-        lora=lora, **options,
+        "train", Trainer, folder=cfg.model, loss=cfg.policy_loss, schedule=schedule,
+        temperature=cfg.temperature, **cfg.policy_options,
     )  # fmt: skip
     if cfg.needs_critic:
         schedule = Schedule(lr=cfg.critic_lr, warmup_steps=cfg.warmup_steps)
         critic = cluster.role(
-            "critic", Trainer, loss=cfg.value_loss, schedule=schedule, head="value", **options
-        )
+            "critic", Trainer, folder=cfg.model, loss=cfg.value_loss, schedule=schedule,
+            head="value", **cfg.trainer_options,
+        )  # fmt: skip
     if cfg.needs_reference:
         folder = cfg.reference or cfg.model
         reference = cluster.role("reference", Scorer, folder=folder, temperature=cfg.temperature)
@@ -321,7 +275,7 @@ def make_rollout(cfg: Config, chat: Chat, models: Models, prompts: data.Mixture)
         params=SamplingParams(
             max_tokens=cfg.max_tokens, temperature=cfg.temperature, stop_ids=chat.stop_ids
         ),
-        options=cfg.rollout_options,
+        options=cfg,
         seed=cfg.seed,
     )
 

@@ -14,24 +14,24 @@ import tyro
 
 from roll_lite import data
 from roll_lite.chat import Chat
-from roll_lite.checks import above, at_least, unread_with
+from roll_lite.checks import at_least, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import split
 from roll_lite.models.config import read_config
-from roll_lite.models.lora import TARGETS, lora_options
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.train.balance import Cost
 from roll_lite.train.checkpoint import Checkpoints
 from roll_lite.train.encoding import encode_dialogues, fit
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule
+from roll_lite.train.options import Training
 from roll_lite.train.packing import TrainingSequence, pack
 from roll_lite.train.resume import resume_step, save_step
 from roll_lite.train.trainer import Trainer
 
 
 @dataclass(kw_only=True)
-class Config:
+class Config(Training):
     model: str = "models/tiny"
     """Hugging Face folder to start from."""
     task: str | None = None
@@ -44,30 +44,14 @@ class Config:
     """Updates."""
     dialogues_per_step: int = 64
     """Batch size."""
-    lr: float = 1e-3
-    """Learning rate after warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What the learning rate does after warm-up; linear and cosine end at 0."""
     warmup_steps: int = 20
     """Updates over which the learning rate rises to lr."""
     weight_decay: float = 0.0
     """AdamW's decay."""
-    max_grad_norm: float = 1.0
-    """Gradients longer than this are scaled down to it."""
-    tokens_per_microbatch: int = 16384
-    """Memory budget of one forward and backward pass."""
     too_long: Literal["error", "truncate"] = "error"
     """What happens to a dialogue that does not fit in a micro-batch or in the model."""
-    checkpointing: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again to save memory."""
-    moments: Literal["float32", "bfloat16"] = "float32"
-    """The optimizer's."""
-    lora_rank: int = 0
-    """Train adapters of this rank instead of all weights; 0 is off."""
-    lora_alpha: float = 32.0
-    """Adapters count lora_alpha / lora_rank times."""
-    lora_targets: tuple[str, ...] = tuple(TARGETS)
-    """Which projections get adapters."""
     tp: int = 1
     """Ranks that hold one model together."""
     device_map: str | None = None
@@ -92,16 +76,12 @@ class Config:
     """Gets config.json, metrics.jsonl, checkpoints/ and the trained model."""
 
     def __post_init__(self):
+        super().__post_init__()
         read_config(self.model)
         data.check_source(self.data, self.task)
-        lora_options(self.lora_rank, self.lora_alpha, self.lora_targets)
-        at_least(1, self, "steps", "dialogues_per_step", "tokens_per_microbatch", "tp", "keep_last")
+        at_least(1, self, "steps", "dialogues_per_step", "tp", "keep_last")
         at_least(1, self, "validation_dialogues", "validate_every")
-        at_least(0, self, "warmup_steps", "weight_decay", "lr", "careless", "lora_rank")
-        at_least(0, self, "checkpoint_every")
-        above(0, self, "max_grad_norm")
-        if self.lora_rank == 0:
-            unread_with("lora_rank=0", self, "lora_alpha", "lora_targets")
+        at_least(0, self, "weight_decay", "careless", "checkpoint_every")
         if self.data is not None:
             unread_with("data", self, "careless")
         if self.device_map is not None:
@@ -134,10 +114,7 @@ def main(cfg: Config) -> None:
                 lr=cfg.lr, warmup_steps=cfg.warmup_steps, kind=cfg.schedule, num_steps=cfg.steps
             ),
             weight_decay=cfg.weight_decay,
-            max_grad_norm=cfg.max_grad_norm,
-            checkpointing=cfg.checkpointing,
-            moments=cfg.moments,
-            lora=lora_options(cfg.lora_rank, cfg.lora_alpha, cfg.lora_targets),
+            **cfg.policy_options,
         )
         checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.keep_last)
         fixed = data.fixed_options(

@@ -23,7 +23,7 @@ MAKESPANS = 1000  # simulated for their mean: it has no closed form
 
 @dataclass(kw_only=True)
 class Workload:
-    groups_per_step: int = 16
+    prompts_per_step: int = 16
     """Prompts of a collect."""
     samples_per_prompt: int = 8
     """Group size."""
@@ -36,7 +36,7 @@ class Workload:
 
     @property
     def num_samples(self) -> int:
-        return self.groups_per_step * self.samples_per_prompt
+        return self.prompts_per_step * self.samples_per_prompt
 
     def seconds(self, prompt: int, index: int) -> float:
         """The time of one sample, which is the same wherever and whenever it is generated."""
@@ -143,7 +143,7 @@ class Simulation:
         )
 
     def collect(self) -> None:
-        num_groups = self.work.groups_per_step
+        num_groups = self.work.prompts_per_step
         while True:
             self.drop_stale()
             self.feed(num_groups)
@@ -164,7 +164,7 @@ class Simulation:
         self.version += 1
 
     def feed(self, num_asked: int) -> None:
-        ahead = (1 + self.max_staleness) * self.work.groups_per_step if self.max_staleness else 0
+        ahead = (1 + self.max_staleness) * self.work.prompts_per_step if self.max_staleness else 0
         while len(self.ended) + len(self.ready) < max(num_asked, ahead):
             prompt = next(self.prompts)
             self.ended[prompt] = []

@@ -153,7 +153,7 @@ def make_coordinator(cfg: Config, engines: RoleHandle, max_staleness: int) -> Co
         prompts=numbered_prompts(),
         params=SamplingParams(max_tokens=1),
         options=RolloutOptions(
-            groups_per_step=cfg.groups_per_step,
+            prompts_per_step=cfg.prompts_per_step,
             samples_per_prompt=cfg.samples_per_prompt,
             # A further group comes before a slot is free, and no earlier than that.
             samples_per_replica=cfg.slots + cfg.samples_per_prompt,

@@ -25,7 +25,7 @@ from roll_lite.types import Prompt, SamplingParams, Turn
 class Config:
     steps: int = 10
     """Collects that are timed, after one that is not."""
-    groups_per_step: int = 256
+    prompts_per_step: int = 256
     """Prompts of a collect."""
     samples_per_prompt: int = 8
     """Group size."""
@@ -98,7 +98,7 @@ def main(cfg: Config) -> dict[str, float]:
         prompts=endless_prompts(),
         params=SamplingParams(max_tokens=cfg.reply_tokens),
         options=RolloutOptions(
-            groups_per_step=cfg.groups_per_step,
+            prompts_per_step=cfg.prompts_per_step,
             samples_per_prompt=cfg.samples_per_prompt,
             deadline=60,
         ),

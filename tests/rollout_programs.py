@@ -70,7 +70,7 @@ def synchronous(folder):
     rows = []
     with Cluster("generate=all", "cpu") as cluster:
         engines = cluster.role("generate", Service, folder=folder, kv_cache_gib=0.02)
-        options = {"samples_per_prompt": 3, "groups_per_step": 8, "drop_equal": True}
+        options = {"samples_per_prompt": 3, "prompts_per_step": 8, "drop_equal": True}
         with coordinator(engines, folder, **options) as rollout:
             for version in (1, 2, 3):
                 for group in rollout.collect():
@@ -86,7 +86,7 @@ def asynchronous(folder):
     gaps, totals, states = [], Counter(), Counter()
     with Cluster("generate=1-2 train=0", "cpu") as cluster:
         engines = cluster.role("generate", Service, folder=folder, kv_cache_gib=0.02)
-        options = {"samples_per_prompt": 2, "groups_per_step": 6, "max_staleness": 1}
+        options = {"samples_per_prompt": 2, "prompts_per_step": 6, "max_staleness": 1}
         with coordinator(engines, folder, num_tokens=40, **options) as rollout:
             rollout.start()
             for version in range(1, 8):
@@ -107,7 +107,7 @@ def many(folder):
         engines = cluster.role(
             "generate", FakeService, max_delay=0.01, failure_rate=0.002, dies=((3, 100),)
         )
-        options = {"samples_per_prompt": 8, "groups_per_step": 125, "max_retries": 5}
+        options = {"samples_per_prompt": 8, "prompts_per_step": 125, "max_retries": 5}
         with fake_coordinator(engines, **options) as rollout:
             start = time.monotonic()
             for _ in range(10):
@@ -121,7 +121,7 @@ def dying(folder):
     """A rank is killed while everybody waits for samples."""
     with Cluster("generate=all", "cpu") as cluster:
         engines = cluster.role("generate", Service, folder=folder, kv_cache_gib=0.02)
-        with coordinator(engines, folder, num_tokens=400, groups_per_step=64) as rollout:
+        with coordinator(engines, folder, num_tokens=400, prompts_per_step=64) as rollout:
             print("ready", flush=True)
             threading.Timer(0.5, lambda: engines.die.start(1)).start()
             rollout.collect()
@@ -130,7 +130,7 @@ def dying(folder):
 def interrupted(folder):
     with Cluster("generate=all", "cpu") as cluster:
         engines = cluster.role("generate", FakeService, max_delay=1000.0)
-        with fake_coordinator(engines, groups_per_step=4) as rollout:
+        with fake_coordinator(engines, prompts_per_step=4) as rollout:
             (Path(folder).parent / "interrupted.json").touch()
             rollout.collect()
 

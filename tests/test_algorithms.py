@@ -275,7 +275,7 @@ def test_old_logprobs_are_those_before_the_first_update(train, trained_on):
         ({"overlong_buffer": 2}, "overlong_buffer=2 is only read with overlong='penalty'"),
         (
             {"min_group_reward": 0.9, "max_group_reward": 0.1},
-            "max_group_reward=0.1 must be at least 0.9",
+            "min_group_reward=0.9 must not exceed max_group_reward=0.1",
         ),
         ({"epochs": 0}, "epochs=0 must be at least 1"),
         ({"samples_per_prompt": 1, "advantage": "rloo"}, "samples_per_prompt=1 must be at least 2"),

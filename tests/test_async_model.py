@@ -23,7 +23,7 @@ def model():
 
 
 def test_mean_of_the_longest_has_a_closed_form_for_one_and_two(model):
-    work = model.Workload(groups_per_step=1, samples_per_prompt=1, mean_seconds=3.0, sigma=1.2)
+    work = model.Workload(prompts_per_step=1, samples_per_prompt=1, mean_seconds=3.0, sigma=1.2)
     assert model.expected_longest(work) == pytest.approx(3.0, rel=1e-5)
     work.samples_per_prompt = 2
     closed = 2 * 3.0 * NormalDist().cdf(1.2 / math.sqrt(2))
@@ -40,7 +40,7 @@ def list_schedule(times, num_slots):
 
 
 def test_synchronous_steps_are_list_schedules_and_training(model):
-    work = model.Workload(groups_per_step=5, samples_per_prompt=3, slots=1, mean_seconds=1.0)
+    work = model.Workload(prompts_per_step=5, samples_per_prompt=3, slots=1, mean_seconds=1.0)
     pace = model.simulate(work, model.SYNCHRONOUS, 0, 0.25, warm_up=2, steps=6)
     makespans = []
     for step in range(2, 8):
@@ -54,7 +54,7 @@ def test_synchronous_steps_are_list_schedules_and_training(model):
 
 
 def test_mean_makespan_is_within_its_bounds(model):
-    work = model.Workload(groups_per_step=6, samples_per_prompt=4, slots=2, mean_seconds=1.0)
+    work = model.Workload(prompts_per_step=6, samples_per_prompt=4, slots=2, mean_seconds=1.0)
     r, totals = random.Random(0), []
     for _ in range(4000):
         times = [r.lognormvariate(-0.5, 1.0) for _ in range(24)]
@@ -66,7 +66,7 @@ def test_mean_makespan_is_within_its_bounds(model):
 @pytest.mark.parametrize("train_seconds, step", [(0.5, 4.0), (3.0, 6.0)])
 def test_equal_times_reach_the_asynchronous_bound(model, train_seconds, step):
     """Two ranks of one slot take 4 s for 8 samples of 1 s; two ranks train for twice as long."""
-    work = model.Workload(groups_per_step=4, samples_per_prompt=2, slots=1, sigma=0.0)
+    work = model.Workload(prompts_per_step=4, samples_per_prompt=2, slots=1, sigma=0.0)
     work.mean_seconds = 1.0
     layout = model.Layout(2, 2)
     assert model.asynchronous_bound(work, layout, train_seconds) == step

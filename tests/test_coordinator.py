@@ -80,7 +80,7 @@ def test_ten_thousand_samples_none_lost_none_twice():
     with (
         FakeEngines(4, **trouble) as engines,
         coordinator_over(
-            engines, Troubled(), source, samples_per_prompt=8, groups_per_step=125,
+            engines, Troubled(), source, samples_per_prompt=8, prompts_per_step=125,
             extra_prompts=10, drop_equal=True, deadline=0.6, max_retries=3,
         ) as rollout,
     ):  # fmt: skip
@@ -117,7 +117,7 @@ def test_replicas_change_nothing_and_groups_come_in_order(num_replicas):
     with (
         FakeEngines(num_replicas, max_delay=0.01, seed=num_replicas) as engines,
         coordinator_over(
-            engines, reward, samples_per_prompt=3, groups_per_step=20, drop_equal=True
+            engines, reward, samples_per_prompt=3, prompts_per_step=20, drop_equal=True
         ) as rollout,
     ):
         groups = rollout.collect() + rollout.collect()
@@ -136,7 +136,7 @@ def test_replicas_change_nothing_and_groups_come_in_order(num_replicas):
 def test_a_group_goes_to_one_replica_and_groups_to_all():
     with (
         FakeEngines(4, max_delay=0.05) as engines,
-        coordinator_over(engines, samples_per_prompt=4, groups_per_step=40) as rollout,
+        coordinator_over(engines, samples_per_prompt=4, prompts_per_step=40) as rollout,
     ):
         seen = [[] for _ in range(4)]
         for replica, service in enumerate(engines.services):
@@ -153,7 +153,7 @@ def test_groups_wait_for_a_replica_with_room():
     with (
         FakeEngines(2, max_delay=0.01) as engines,
         coordinator_over(
-            engines, samples_per_prompt=4, groups_per_step=40, samples_per_replica=12
+            engines, samples_per_prompt=4, prompts_per_step=40, samples_per_replica=12
         ) as rollout,
     ):
         for replica, service in enumerate(engines.services):
@@ -192,7 +192,7 @@ def test_later_turns_stay_where_the_conversation_began():
         )
         with Coordinator(
             engines=engines, chat=FakeChat(), make_env=Talk, prompts=fake_prompts(), params=PARAMS,
-            options=RolloutOptions(samples_per_prompt=2, groups_per_step=9), seed=0,
+            options=RolloutOptions(samples_per_prompt=2, prompts_per_step=9), seed=0,
         ) as rollout:  # fmt: skip
             groups = rollout.collect()
     assert all(len(s.turns) == 3 and s.score.value == 3.0 for g in groups for s in g.samples)
@@ -208,7 +208,7 @@ def test_surplus_groups_are_aborted_or_kept():
         with (
             FakeEngines(2, max_delay=0.005) as engines,
             coordinator_over(
-                engines, source=source, samples_per_prompt=2, groups_per_step=8, extra_prompts=8,
+                engines, source=source, samples_per_prompt=2, prompts_per_step=8, extra_prompts=8,
                 surplus=surplus, max_staleness=staleness,
             ) as rollout,
         ):  # fmt: skip
@@ -236,7 +236,7 @@ def test_too_many_refills_are_an_error_that_says_why():
     with (
         FakeEngines(2) as engines,
         coordinator_over(
-            engines, samples_per_prompt=2, groups_per_step=4, drop_equal=True, max_refills=3
+            engines, samples_per_prompt=2, prompts_per_step=4, drop_equal=True, max_refills=3
         ) as rollout,
         pytest.raises(RuntimeError, match=r"13 groups .*: 13 had equal rewards; max_refills=3"),
     ):
@@ -250,7 +250,7 @@ def test_rewards_that_always_raise_stop_the_run_with_their_traceback():
     with (
         FakeEngines(2) as engines,
         coordinator_over(
-            engines, reward, samples_per_prompt=2, groups_per_step=4, max_refills=1
+            engines, reward, samples_per_prompt=2, prompts_per_step=4, max_refills=1
         ) as rollout,
         pytest.raises(RuntimeError, match=r"too few samples left(.|\n)*KeyError: 'no such key'"),
     ):
@@ -260,7 +260,7 @@ def test_rewards_that_always_raise_stop_the_run_with_their_traceback():
 def test_when_all_replicas_die_the_run_ends_with_their_words():
     with (
         FakeEngines(2, dies=((0, 5), (1, 9))) as engines,
-        coordinator_over(engines, groups_per_step=8, max_retries=100) as rollout,
+        coordinator_over(engines, prompts_per_step=8, max_retries=100) as rollout,
         pytest.raises(RuntimeError, match=r"no engine replica works(.|\n)*dead for ever"),
     ):
         rollout.collect()
@@ -304,7 +304,7 @@ def test_a_lost_rank_ends_whoever_waits():
 @pytest.mark.parametrize("restart", [False, True])
 def test_asynchronous_samples_are_never_too_old(max_staleness, restart):
     """Versions come while groups are under way; what is handed out keeps the bound."""
-    options = {"samples_per_prompt": 4, "groups_per_step": 10, "max_staleness": max_staleness}
+    options = {"samples_per_prompt": 4, "prompts_per_step": 10, "max_staleness": max_staleness}
     totals, gaps, bound = Counter(), [], 10 * (1 + max_staleness)
     with (
         FakeEngines(3, max_delay=0.06) as engines,
@@ -333,23 +333,23 @@ def test_stale_samples_are_dropped_and_counted():
     with (
         FakeEngines(2) as engines,
         coordinator_over(
-            engines, samples_per_prompt=2, groups_per_step=4, max_staleness=1
+            engines, samples_per_prompt=2, prompts_per_step=4, max_staleness=1
         ) as rollout,
     ):
         rollout.start()
         first = rollout.collect()
-        time.sleep(0.1)  # the next eight groups are complete
+        time.sleep(0.1)  # the next four groups are complete, and no more: they could not be used
         engines.load(5)
         rollout.set_version(5)
         second = rollout.collect()
         metrics = rollout.metrics()
     assert {s.first_version for g in first for s in g.samples} == {0}
     assert {s.first_version for g in second for s in g.samples} == {5}
-    assert metrics["rollout/stale"] == 16 and metrics["rollout/max_staleness"] == 0
+    assert metrics["rollout/stale"] == 8 and metrics["rollout/max_staleness"] == 0
 
 
 def test_a_resumed_run_goes_on_with_what_was_kept_and_under_way():
-    options = {"samples_per_prompt": 2, "groups_per_step": 8, "extra_prompts": 6,
+    options = {"samples_per_prompt": 2, "prompts_per_step": 8, "extra_prompts": 6,
                "surplus": "keep", "max_staleness": 1}  # fmt: skip
     with (
         FakeEngines(2, max_delay=0.01) as engines,
@@ -385,7 +385,7 @@ def test_prompts_that_end():
     source = iter(list(itertools.islice(fake_prompts(), 10)))
     with (
         FakeEngines(2) as engines,
-        coordinator_over(engines, source=source, groups_per_step=4) as rollout,
+        coordinator_over(engines, source=source, prompts_per_step=4) as rollout,
     ):
         assert [len(rollout.collect()) for _ in range(4)] == [4, 4, 2, 0]
 
@@ -431,7 +431,7 @@ def test_alone_a_real_engine_gives_what_it_gives_by_itself(tiny_folder):
             make_env=question_maker({"reverse": lambda prompt, reply: float(len(reply))}),
             prompts=prompts("reverse:3", seed=0),
             params=params,
-            options=RolloutOptions(samples_per_prompt=3, groups_per_step=6, deadline=60),
+            options=RolloutOptions(samples_per_prompt=3, prompts_per_step=6, deadline=60),
             seed=7,
         ) as rollout:
             groups = rollout.collect() + rollout.collect()

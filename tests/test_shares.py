@@ -16,7 +16,7 @@ from roll_lite.data import Mixture
 from roll_lite.engine.sequence import Request
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.options import RolloutOptions
-from roll_lite.rollout.record import write_group
+from roll_lite.rollout.record import write_group, write_prompt
 from roll_lite.rollout.slots import Slots
 from roll_lite.rollout.turns import derive_seed
 from roll_lite.types import Group, Prompt
@@ -110,7 +110,7 @@ def is_kept(prompt):
 def test_every_collect_has_exactly_the_shares(tmp_path, mode, seed):
     """Ten groups of weights 0.5, 0.3, 0.2 are 5, 3 and 2; nothing is lost or comes twice."""
     source, totals, groups = Mixture(write_files(tmp_path), seed=seed), Counter(), []
-    with running(source, seed=seed, groups_per_step=10, **MODES[mode]) as (rollout, engines):
+    with running(source, seed=seed, prompts_per_step=10, **MODES[mode]) as (rollout, engines):
         if mode == "asynchronous":
             rollout.start()
         for version in range(1, 13):
@@ -142,7 +142,7 @@ def test_every_collect_has_exactly_the_shares(tmp_path, mode, seed):
 def test_shares_that_do_not_divide_a_step_are_made_up_for(tmp_path):
     """After any number of steps of seven, also where surplus groups are aborted."""
     source, counts = Mixture(write_files(tmp_path), seed=5), Counter()
-    with running(source, groups_per_step=7, extra_prompts=4) as (rollout, _):
+    with running(source, prompts_per_step=7, extra_prompts=4) as (rollout, _):
         for step in range(1, 16):
             counts += domains_of(rollout.collect())
             for domain, nature in NATURES.items():
@@ -153,7 +153,7 @@ def test_shares_that_do_not_divide_a_step_are_made_up_for(tmp_path):
 def test_replicas_change_nothing(tmp_path, num_replicas):
     """Which prompts replace the dropped ones, and the order, do not depend on who was faster."""
     entries = write_files(tmp_path)
-    with running(Mixture(entries, seed=1), num_replicas, groups_per_step=10) as (rollout, _):
+    with running(Mixture(entries, seed=1), num_replicas, prompts_per_step=10) as (rollout, _):
         ids = [group.prompt.id for _ in range(4) for group in rollout.collect()]
     reference, wanted = Mixture(entries, seed=1), []
     for _ in range(4):
@@ -175,7 +175,7 @@ def test_a_resumed_run_keeps_the_shares(tmp_path, mode):
     state = None
     for part in range(3):
         source = Mixture(entries, seed=4)
-        with running(source, seed=part, groups_per_step=7, **MODES[mode]) as (rollout, _):
+        with running(source, seed=part, prompts_per_step=7, **MODES[mode]) as (rollout, _):
             if state:
                 rollout.load_state_dict(state)
             if mode == "asynchronous":
@@ -193,17 +193,22 @@ def test_a_resumed_run_keeps_the_shares(tmp_path, mode):
 def test_what_is_waited_for_is_started_though_others_take_the_room(tmp_path):
     """A state whose complete groups are all of other domains than the oldest slots."""
     source = Mixture(write_files(tmp_path), seed=0)
-    prompts = [source.next_of("fast") for _ in range(6)]
-    with running(source, groups_per_step=6) as (rollout, _):
+    slow, hard = (
+        next(filter(is_kept, iter(lambda d=domain: source.next_of(d), None)))
+        for domain in ("slow", "hard")
+    )
+    with running(source, prompts_per_step=6) as (rollout, _):
+        prompts = [source.next_of("fast") for _ in range(6)]
         groups = rollout.answer(prompts, num_samples=3, params=PARAMS)
         state = rollout.state_dict()
-    ready = [write_group(group) for group in groups if group.samples[0].state == "done"]
-    assert len(ready) > 2
-    state |= {"ready": ready, "slots": ["hard", "slow"] + ["fast"] * len(ready)}
-    with running(source, groups_per_step=2) as (rollout, _):
-        rollout.load_state_dict(state)
-        assert [group.prompt.domain for group in rollout.collect()] == ["hard", "slow"]
-        assert rollout.metrics()["rollout/aborted"] == 3 * len(ready)
+    state["ready"] = [write_group(g) for g in groups if g.samples[0].state == "done"]
+    state["unfinished"] = [[write_prompt(slow), 0], [write_prompt(hard), 0]]
+    state["slots"] = ["hard", "slow"] + ["fast"] * len(state["ready"])
+    assert len(state["ready"]) > 2
+    with running(source, prompts_per_step=2) as (rollout, _):
+        rollout.load_state_dict(json.loads(json.dumps(state)))
+        assert [group.prompt for group in rollout.collect()] == [hard, slow]
+        assert rollout.metrics()["rollout/aborted"] == 3 * len(state["ready"])
 
 
 def two_domains(num_prompts):
@@ -216,7 +221,7 @@ def two_domains(num_prompts):
 def test_prompts_that_cannot_be_asked_for_a_domain():
     """The next prompt replaces what is dropped, of whichever domain, until they end."""
     kept = [prompt.id for prompt in two_domains(100) if is_kept(prompt)]
-    with running(two_domains(100), groups_per_step=8, max_refills=50) as (rollout, _):
+    with running(two_domains(100), prompts_per_step=8, max_refills=50) as (rollout, _):
         steps = list(iter(rollout.collect, []))
     ids = [group.prompt.id for groups in steps for group in groups]
     assert sorted(ids) == sorted(kept)
@@ -226,7 +231,7 @@ def test_prompts_that_cannot_be_asked_for_a_domain():
 def test_too_many_refills_name_the_domain(tmp_path):
     source = Mixture(write_files(tmp_path), seed=0)
     with (
-        running(source, groups_per_step=10, max_refills=0) as (rollout, _),
+        running(source, prompts_per_step=10, max_refills=0) as (rollout, _),
         pytest.raises(RuntimeError, match=r"one step: 1 of (slow|hard|fast) had "),
     ):
         for _ in range(5):
@@ -241,17 +246,17 @@ def test_slots_are_matched_with_the_oldest_groups_of_their_domain():
     slots = Slots()
     for domain in "abac":
         slots.fill(domain)
-    assert slots.domains == list("abac") and slots.first_vacant() == 4
+    assert slots.domains == list("abac") and slots.first_vacant() == (4, None)
     slots.vacate("a")
-    assert slots.first_vacant() == 2
+    assert slots.first_vacant() == (2, "a")
     ready = {8: group_of("c"), 9: group_of("b"), 5: group_of("a"), 7: group_of("b")}
     assert slots.match(2, ready) == [5, 7]
     assert slots.match(3, ready) is None
     slots.fill("a")
     slots.release(2)
-    assert slots.domains == list("ac") and slots.first_vacant() == 2
+    assert slots.domains == list("ac") and slots.first_vacant() == (2, None)
     slots.vacate("a")
-    slots.close(slots.first_vacant())
+    slots.close(slots.first_vacant()[0])
     assert slots.domains == ["c"] and slots.match(5, ready) == [8]
 
 
@@ -266,7 +271,7 @@ def test_slots_of_one_domain_are_a_plain_queue():
             if r.random() < 0.3:
                 del ready[r.choice(list(ready))]
                 slots.vacate("a")
-            assert slots.first_vacant() == len(ready) and len(slots.domains) == num_slots
+            assert slots.first_vacant()[0] == len(ready) and len(slots.domains) == num_slots
             if r.random() < 0.1 and len(ready) >= 4:
                 assert slots.match(4, ready) == sorted(ready)[:4]
                 ready = {n: ready[n] for n in sorted(ready)[4:]}

@@ -22,6 +22,8 @@ class Row:
 
     where: str
     """File and line."""
+    number: int
+    """Of the line, from 1."""
     fields: dict[str, Any]
     expected: str
     """What a row of this kind has, in words."""
@@ -86,17 +88,17 @@ def read_rows(path: str | Path, parse: Callable[[Row], T], expected: str) -> lis
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                rows.append(parse(_row(f"{path} line {number}", line, expected)))
+                rows.append(parse(_row(f"{path} line {number}", number, line, expected)))
     if not rows:
         raise ValueError(f"{path} is empty; it needs a JSON object in each line: {expected}")
     return rows
 
 
-def _row(where: str, line: bytes, expected: str) -> Row:
+def _row(where: str, number: int, line: bytes, expected: str) -> Row:
     try:
         fields = json.loads(line)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{where}: not JSON ({error}); {expected}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{where}: {KINDS[type(fields)]} instead of an object; {expected}")
-    return Row(where, fields, expected, line)
+    return Row(where, number, fields, expected, line)

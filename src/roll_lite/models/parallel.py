@@ -96,8 +96,12 @@ def whole(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The whole parameter, on every rank, cast before it travels. All ranks call this together."""
-    parameter = parameter.detach()
-    tensor = (parameter if dtype is None else parameter.to(dtype)).full_tensor()
+    if parameter.device_mesh.size() == 1:  # a DTensor's handling takes longer than the copy
+        held = parameter.detach().to_local()
+        tensor = held if dtype is None else held.to(dtype)
+    else:
+        parameter = parameter.detach()
+        tensor = (parameter if dtype is None else parameter.to(dtype)).full_tensor()
     cut = cut_dimension(name)
     if tensor_shard is None or cut is None:
         return tensor

@@ -57,7 +57,7 @@ class Coordinator:
         self._runner = SampleRunner(
             replicas=self._replicas, chat=chat, make_env=make_env, options=options, seed=seed
         )
-        self._groups = InFlight(self._runner, options, params, self._next_visit)
+        self._groups = InFlight(self._runner, options, params, self._next_visit, self._version)
         self._options = options
         self._version_gaps: list[int] = []
         self._loop = (
@@ -90,12 +90,12 @@ class Coordinator:
         self._loop.run(self._start())
 
     def collect(self, num_groups: int | None = None) -> list[Group]:
-        """So many complete groups (groups_per_step), in the order of their prompts.
+        """So many complete groups (prompts_per_step), in the order of their prompts.
 
         Of each domain there are as many as were drawn, whatever was dropped or takes long. Fewer
         only when the prompts have ended. All samples in them are done and scored.
         """
-        return self._loop.run(self._collect(num_groups or self._options.groups_per_step))
+        return self._loop.run(self._collect(num_groups or self._options.prompts_per_step))
 
     def answer(
         self, prompts: Iterable[Prompt], *, num_samples: int, params: SamplingParams
@@ -134,7 +134,7 @@ class Coordinator:
 
     async def _collect(self, num_groups: int) -> list[Group]:
         with ProgressBar(num_groups, "rollout") as bar:
-            groups = await self._groups.take(num_groups, self._version, bar.reach)
+            groups = await self._groups.take(num_groups, bar.reach)
         version = self._version()
         samples = [sample for group in groups for sample in group.samples]
         self._version_gaps += [version - sample.first_version for sample in samples]
@@ -155,6 +155,7 @@ class Coordinator:
 
     async def _set_version(self, policy_version: int) -> None:
         self._replicas.policy_version = max(self._replicas.policy_version, policy_version)
+        self._groups.feed()
 
     async def _metrics(self) -> dict[str, float]:
         counts, gaps = self._runner.counts, self._version_gaps

@@ -120,13 +120,15 @@ class InFlight:
         options: RolloutOptions,
         params: SamplingParams,
         next_visit: Callable[[str | None], Visit | None],
+        version: Callable[[], int],
     ):
         """`next_visit` gives the prompt to go on with; None when there are no more.
 
-        It is told the domain of the slot that is to be filled, or None for a new slot.
+        It is told the domain of the slot that is to be filled, or None for a new slot. `version` is
+        the policy version that groups are used under.
         """
         self._runner, self._options, self._params = runner, options, params
-        self._next_visit = next_visit
+        self._next_visit, self._version = next_visit, version
         self._num_started = 0
         self.running: dict[int, Running] = {}
         self.ready: dict[int, Group] = {}
@@ -135,25 +137,25 @@ class InFlight:
         self.goes_on = False
         """Whether groups are started without anybody waiting for them."""
         self._num_asked = 0
+        self._num_taken: Counter[int] = Counter()
+        """By policy version: those of the present one are being trained on."""
         self._dropped: Counter[tuple[str, str]] = Counter()
         """Since groups were last taken, by domain and reason."""
         self._last_error = ""
         self._fault: BaseException | None = None
         self._changed, self._failed = asyncio.Event(), asyncio.Event()
 
-    async def take(
-        self, num_groups: int, version: Callable[[], int], progress: Callable[[int], None]
-    ) -> list[Group]:
-        """For the oldest slots the oldest complete groups of their domains, once all are there.
+    async def take(self, num_groups: int, progress: Callable[[int], None]) -> list[Group]:
+        """The oldest complete groups for the oldest slots; fewer when the prompts have ended.
 
-        Fewer when the prompts have ended. `progress` is told how many there are so far.
+        `progress` is told how many there are so far.
         """
         self._num_asked = num_groups
         try:
             while True:
                 if self._fault:
                     raise self._fault
-                self._drop_stale(version())
+                self._drop_stale(self._version())
                 self.feed()
                 if (numbers := self.slots.match(num_groups, self.ready)) is not None:
                     break
@@ -166,6 +168,8 @@ class InFlight:
         self.slots.release(len(taken))
         self._runner.counts["done"] += sum(len(group.samples) for group in taken)
         self._dropped.clear()
+        version = self._version()
+        self._num_taken = Counter({version: self._num_taken[version] + len(taken)})
         if not self.goes_on and self._options.surplus == "abort":
             await self._abort_rest()
         self.feed()
@@ -174,16 +178,14 @@ class InFlight:
     def feed(self) -> None:
         """Start groups while there is room, and in any case those that are waited for."""
         while not self._fault:
-            vacant = self.slots.first_vacant()
+            vacant, domain = self.slots.first_vacant()
             has_room = len(self.running) + len(self.ready) < self._num_wanted()
             if not has_room and vacant >= self._num_asked:
                 return
-            is_new = vacant == len(self.slots.domains)
-            domain = None if is_new else self.slots.domains[vacant]
             visit = self._next_visit(domain)
-            if visit is None and is_new:
+            if visit is None and domain is None:
                 return
-            if not is_new and (visit is None or visit.prompt.domain != domain):
+            if domain is not None and (visit is None or visit.prompt.domain != domain):
                 self.slots.close(vacant)
             if visit is not None:
                 self._start(visit)
@@ -221,7 +223,8 @@ class InFlight:
 
     def _num_wanted(self) -> int:
         if self.goes_on:
-            return max(self._num_asked, self._options.max_in_flight)
+            in_training = self._num_taken[self._version()]
+            return max(self._num_asked, self._options.max_in_flight - in_training)
         return self._num_asked + self._options.extra_prompts if self._num_asked else 0
 
     def _start(self, visit: Visit) -> None:
@@ -273,7 +276,7 @@ class InFlight:
         self._dropped[group.prompt.domain, reason] += 1
         errors = [sample.error for sample in group.samples if sample.error]
         self._last_error = errors[-1] if errors else self._last_error
-        if self._dropped.total() > self._options.max_refills * self._options.groups_per_step:
+        if self._dropped.total() > self._options.max_refills * self._options.prompts_per_step:
             self.fail(self._refill_error())
 
     def _refill_error(self) -> RuntimeError:
@@ -285,7 +288,7 @@ class InFlight:
         text = (
             f"{self._dropped.total()} groups were dropped for one step: {reasons}; "
             f"max_refills={self._options.max_refills} allows "
-            f"{self._options.max_refills * self._options.groups_per_step}. "
+            f"{self._options.max_refills * self._options.prompts_per_step}. "
             "Raise it, filter less, or choose prompts of another difficulty"
         )
         error = f". The last error:\n{self._last_error}" if self._last_error else ""

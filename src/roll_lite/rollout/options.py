@@ -7,12 +7,14 @@ from typing import Literal
 from roll_lite.checks import above, at_least, one_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class RolloutOptions:
+    """Flat, so that the Config of a recipe can inherit them."""
+
     samples_per_prompt: int = 8
     """Group size: samples of one prompt, which are compared with each other."""
-    groups_per_step: int = 32
-    """Groups that one collect returns."""
+    prompts_per_step: int = 32
+    """Prompts of one round: groups that one collect returns."""
     samples_per_replica: int = 1024
     """Unfinished samples that a replica has at most; further groups wait for whoever has room."""
     extra_prompts: int = 0
@@ -27,17 +29,17 @@ class RolloutOptions:
     max_group_reward: float | None = None
     """Drop groups whose mean reward is above: too easy."""
     max_refills: int = 10
-    """Dropped groups are replaced one for one, at most so many times groups_per_step a step."""
+    """Dropped groups are replaced one for one, at most so many times prompts_per_step a step."""
     deadline: float | None = None
     """Seconds after which a sample is aborted."""
     max_retries: int = 2
     """How often a request that an engine failed, or a step that raised, is tried again."""
     max_staleness: float = 0.0
     """Policy versions between a sample's first token and its use; 0 is synchronous. Groups under
-    way and waiting to be used are at most (1 + max_staleness) * groups_per_step."""
+    way, waiting to be used and trained on are at most (1 + max_staleness) * prompts_per_step."""
 
     def __post_init__(self):
-        at_least(1, self, "samples_per_prompt", "groups_per_step", "samples_per_replica")
+        at_least(1, self, "samples_per_prompt", "prompts_per_step", "samples_per_replica")
         at_least(0, self, "extra_prompts", "max_refills", "max_retries", "max_staleness")
         one_of(("abort", "keep"), self, "surplus")
         if self.deadline is not None:
@@ -62,8 +64,8 @@ class RolloutOptions:
 
     @property
     def max_in_flight(self) -> int:
-        """Groups under way and waiting to be used, when generation goes on beside training."""
-        return int((1 + self.max_staleness) * self.groups_per_step)
+        """Groups that are not used up yet, when generation goes on beside training."""
+        return int((1 + self.max_staleness) * self.prompts_per_step)
 
     @property
     def max_version_gap(self) -> int:

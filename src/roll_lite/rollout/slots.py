@@ -32,16 +32,15 @@ class Slots:
         """Nothing will ever fill a vacant slot."""
         del self.domains[index]
 
-    def first_vacant(self) -> int:
-        """Where the first vacant slot is; behind the last slot if all are filled."""
-        if self._num_filled.total() == len(self.domains):
-            return len(self.domains)
-        left = self._num_filled.copy()
-        for index, domain in enumerate(self.domains):
-            if not left[domain]:
-                return index
-            left[domain] -= 1
-        raise AssertionError("more groups than slots")
+    def first_vacant(self) -> tuple[int, str | None]:
+        """Index and domain of the first vacant slot; if all are filled, of a new one: None."""
+        if self._num_filled.total() < len(self.domains):
+            left = self._num_filled.copy()
+            for index, domain in enumerate(self.domains):
+                if not left[domain]:
+                    return index, domain
+                left[domain] -= 1
+        return len(self.domains), None
 
     def match(self, num_slots: int, ready: Mapping[int, Group]) -> list[int] | None:
         """For each of the oldest slots the oldest group of its domain; None while one lacks."""

@@ -1,0 +1,101 @@
+"""The converter of public datasets, run as a user runs it, on rows written by hand."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from roll_lite.data import read_prompts
+from roll_lite.rewards.math import last_number
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "convert_data.py"
+APPLES = {"question": "Two apples and 2 more?", "answer": "2+2=<<2+2=4>>4 apples.\n#### 4"}
+TOWN = {"question": "How many live there? ", "answer": "10 times 123,456.\n#### 1,234,560"}
+COLD = {"question": "How cold?", "answer": "#### is the mark, and so:\n#### -2.5"}
+SQUARE = {
+    "task_id": "HumanEval/7",
+    "prompt": 'import math\n\n\ndef square(x):\n    """ x times x """\n',
+    "entry_point": "square",
+    "canonical_solution": "    return x * x\n",
+    "test": "\n\ndef check(candidate):\n    assert candidate(3) == 9\n",
+}
+LIMITS = [
+    {"id": str(i), "difficulty": level, "prompt": f"Find limit {i}.", "ground_truth": f"\\pi/{i}"}
+    for i, level in enumerate(["2.5", 5, "8.0", "9.5"], start=1)
+]
+
+
+def convert(folder, dataset, rows, *options):
+    source, out = folder / "train.jsonl", folder / "made" / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, SCRIPT, dataset, source, out, *options]
+    return out, subprocess.run(command, capture_output=True, text=True)
+
+
+def test_gsm8k(tmp_path):
+    out, result = convert(tmp_path, "gsm8k", [APPLES, TOWN, COLD])
+    assert result.stdout.startswith("3 rows: ")
+    prompts = read_prompts(out)
+    assert [prompt.ground_truth for prompt in prompts] == ["4", "1234560", "-2.5"]
+    assert [prompt.id for prompt in prompts] == [f"gsm8k/train/{n}" for n in (1, 2, 3)]
+    assert {prompt.domain for prompt in prompts} == {"math"}
+    (message,) = prompts[1].messages
+    assert message["role"] == "user" and message["content"].startswith("How many live there?\n\n")
+    assert "\\boxed{}" in message["content"]
+    assert last_number(prompts[1], TOWN["answer"]) == 1
+
+
+def test_humaneval(tmp_path):
+    out, result = convert(tmp_path, "humaneval", [SQUARE])
+    assert result.stdout.startswith("1 rows: ")
+    (prompt,) = read_prompts(out)
+    assert (prompt.id, prompt.domain, prompt.ground_truth) == ("HumanEval/7", "code", "")
+    content = prompt.messages[0]["content"]
+    assert "```python block" in content
+    assert content.endswith(f"```python\n{SQUARE['prompt']}```")
+    (test,) = prompt.tests
+    exec(SQUARE["prompt"] + SQUARE["canonical_solution"] + test["code"], {})
+    with pytest.raises(AssertionError):
+        exec(SQUARE["prompt"] + "    return x + x\n" + test["code"], {})
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ((), [1, 2, 3, 4]),
+        (("--min-difficulty", "5"), [2, 3, 4]),
+        (("--min-difficulty", "5", "--max-difficulty", "8"), [2, 3]),
+    ],
+)
+def test_deepmath(tmp_path, options, kept):
+    out, result = convert(tmp_path, "deepmath", LIMITS, *options)
+    assert result.stdout.startswith(f"{len(kept)} rows: ")
+    prompts = read_prompts(out)
+    assert [prompt.id for prompt in prompts] == [f"deepmath/train/{n}" for n in kept]
+    assert [prompt.ground_truth for prompt in prompts] == [f"\\pi/{n}" for n in kept]
+    assert all(prompt.domain == "math" for prompt in prompts)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "good", "bad", "problem"),
+    [
+        ("gsm8k", APPLES, APPLES | {"answer": "It is 4"}, "the answer ends with 'It is 4'; a row"),
+        ("gsm8k", APPLES, APPLES | {"answer": "#### four"}, "the answer ends with 'four'"),
+        ("gsm8k", APPLES, {"answer": "#### 4"}, "no field 'question'"),
+        ("humaneval", SQUARE, SQUARE | {"test": None}, "field 'test' is null instead of text"),
+        ("deepmath", LIMITS[0], LIMITS[1] | {"ground_truth": " "}, "'ground_truth' is empty"),
+        ("deepmath", LIMITS[0], LIMITS[1] | {"difficulty": "high"}, "'difficulty' is 'high' inst"),
+    ],
+)
+def test_bad_rows_are_named_and_nothing_is_written(tmp_path, dataset, good, bad, problem):
+    out, result = convert(tmp_path, dataset, [good, bad])
+    assert result.returncode != 0 and not out.exists()
+    error = result.stderr.splitlines()[-1]
+    assert "train.jsonl line 2: " in error and problem in error
+
+
+def test_a_range_of_difficulty_without_rows(tmp_path):
+    _, result = convert(tmp_path, "deepmath", LIMITS, "--min-difficulty", "9.9")
+    assert "min_difficulty=9.9 and max_difficulty=inf leave none of the rows" in result.stderr
