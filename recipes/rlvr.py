@@ -182,7 +182,10 @@ def reversed_word(prompt: Prompt, reply: str) -> float:
     return float(reply.strip() == prompt.ground_truth)
 
 
-REWARDS = {"addition": last_number, "counting": last_number, "reverse": reversed_word}
+REWARDS = {
+    "addition": last_number, "counting": last_number, "math": last_number,
+    "reverse": reversed_word,
+}  # fmt: skip
 SHOWN = {
     "reward/mean": "reward", "eval/pass@1": "eval", "rollout/failed": "failed",
     "rollout/reply_tokens": "tokens", "rollout/staleness": "stale",

@@ -22,7 +22,7 @@ from roll_lite.engine.engine import Engine
 from roll_lite.engine.lockstep import Lockstep
 from roll_lite.engine.ranks import RanksEngine
 from roll_lite.engine.sequence import Handle, Request
-from roll_lite.models.hf import load_model
+from roll_lite.models.source import open_model
 from roll_lite.models.tensor import TensorShard
 from roll_lite.types import Turn
 
@@ -63,10 +63,13 @@ class EngineService:
     def __init__(
         self, folder: str | Path, *, place: Place, has_stop_texts: bool = False, **options: Any
     ):
-        """`options` are the engine's. Stop texts need the folder's tokenizer on every rank."""
+        """`options` are the engine's. Stop texts need the folder's tokenizer on every rank.
+
+        A folder like shape:qwen3-0.6b stands for random weights of that shape, to measure with.
+        """
         self.place = place
         shard = TensorShard.of(place.mesh["tp"].get_group()) if place.tp > 1 else None
-        model = load_model(folder, device=place.device, dtype=place.dtype, shard=shard)
+        model = open_model(folder, device=place.device, dtype=place.dtype, shard=shard)
         if has_stop_texts:
             options["decode"] = Chat(folder).decode
         self.engine: Engine = (

@@ -6,16 +6,13 @@ import torch
 from torch import Tensor
 
 from roll_lite.cluster.groups import Place
-from roll_lite.models.hf import load_model
 from roll_lite.models.layers import Checkpointing
 from roll_lite.models.lora import LoraOptions, add_adapters
 from roll_lite.models.parallel import shard
-from roll_lite.models.shapes import shape_config
+from roll_lite.models.source import open_model
 from roll_lite.models.tensor import TensorShard
-from roll_lite.models.transformer import Head, random_model
+from roll_lite.models.transformer import Head
 from roll_lite.train.packing import MicroBatch
-
-SHAPE = "shape:"
 
 
 class Scorer:
@@ -50,10 +47,8 @@ class Scorer:
         self.temperature = temperature
         self.replicas = place.mesh["dp"].get_group()
         tensor_shard = TensorShard.of(place.mesh["tp"].get_group()) if place.tp > 1 else None
-        load, source = load_model, folder
-        if str(folder).startswith(SHAPE):
-            load, source = random_model, shape_config(str(folder).removeprefix(SHAPE))
-        model = load(source, device=place.device, dtype=dtype, head=head, shard=tensor_shard)
+        options = {"device": place.device, "dtype": dtype, "head": head, "shard": tensor_shard}
+        model = open_model(folder, **options)
         if lora:
             add_adapters(model, lora)
         self.config, self.tensor_shard = model.config, tensor_shard

@@ -1,0 +1,63 @@
+"""How long weights take from the trainer to the engines; the last line is JSON.
+
+python scripts/bench_sync.py --shape qwen3-0.6b
+torchrun --nproc-per-node 4 scripts/bench_sync.py --device-map "train=0-1 generate=2-3"
+"""
+
+import json
+import statistics
+import time
+from dataclasses import dataclass
+
+import tyro
+
+from roll_lite.cluster.cluster import Cluster
+from roll_lite.engine.service import EngineService
+from roll_lite.models.shapes import shape_config
+from roll_lite.sync import WeightSync
+from roll_lite.train.losses import sft_loss
+from roll_lite.train.optimizer import Schedule
+from roll_lite.train.trainer import Trainer
+
+
+@dataclass(kw_only=True)
+class Config:
+    shape: str = "qwen3-0.6b"
+    """Random weights of this shape."""
+    device_map: str = "train=all generate=all"
+    """Who trains, and who generates."""
+    kv_cache_gib: float = 1.0
+    """Of each engine."""
+    repeats: int = 5
+    """Syncs after one to warm up; the median counts."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+
+
+def main(cfg: Config) -> None:
+    config = shape_config(cfg.shape)
+    with Cluster(cfg.device_map, cfg.device, config=config) as cluster:
+        folder = f"shape:{cfg.shape}"
+        options = {"loss": sft_loss, "schedule": Schedule(lr=0.0)}
+        trainer = cluster.role("train", Trainer, folder=folder, **options)
+        cluster.role("generate", EngineService, folder=folder, kv_cache_gib=cfg.kv_cache_gib)
+        sync = cluster.role("sync", WeightSync)
+        seconds = []
+        for version in range(cfg.repeats + 1):
+            start = time.perf_counter()
+            sync.sync(version + 1)
+            seconds.append(time.perf_counter() - start)
+        num_parameters = sum(tensor.numel() for tensor in trainer.state().values())
+        result = {
+            "shape": cfg.shape,
+            "device_map": cfg.device_map,
+            "ranks": cluster.world_size,
+            "parameters": num_parameters,
+            "seconds": round(statistics.median(seconds[1:]), 4),
+            "first_seconds": round(seconds[0], 4),
+        }
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__.split("\n\n")[0]))
