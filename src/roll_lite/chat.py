@@ -22,13 +22,18 @@ class Chat:
                 f"the tokenizer of {folder} has no chat template; take the model's chat variant, "
                 "or put a chat_template.jinja into the folder"
             )
+        self._last_encoded: tuple[tuple | None, list[int]] = None, []
         self.end_of_turn = self._end_of_turn()
         self.stop_ids = _stop_ids(Path(folder), self.end_of_turn, self.tokenizer.eos_token_id)
         """Sampling one of these ends a turn."""
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a conversation up to where the model's reply begins."""
-        return self._ids(self._render(messages))
+        # All samples of a group begin alike, one after the other.
+        key = tuple(tuple(message.items()) for message in messages)
+        if self._last_encoded[0] != key:
+            self._last_encoded = key, self._ids(self._render(messages))
+        return list(self._last_encoded[1])
 
     def continue_with(self, token_ids: list[int], messages: Sequence[Message]) -> list[int]:
         """The ids after a sampled reply: its end, further messages, and the next reply's opening.

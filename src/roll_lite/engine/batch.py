@@ -73,9 +73,7 @@ class Batch:
     def place(self, sequences: list[Sequence]) -> None:
         """Give each of these a row, and the rows of all others away."""
         wanted = set(sequences)
-        for row in reversed(range(len(self.sequences))):
-            if self.sequences[row] not in wanted:
-                self._remove(row)
+        self._keep([row for row, held in enumerate(self.sequences) if held in wanted])
         known = {sequence: row for row, sequence in enumerate(self.sequences)}
         for sequence in sequences:
             row = known.get(sequence)
@@ -147,14 +145,13 @@ class Batch:
             edit["page_table"][row, count : len(pages)] = pages[count:]
             self._placed[row] = (pages, len(pages))
 
-    def _remove(self, row: int) -> None:
-        """The last row moves into the gap."""
-        last = len(self.sequences) - 1
-        for field in fields(Rows):
-            values = self._edit[field.name]
-            values[row] = values[last]
-            values[last] = getattr(self._blank, field.name)[0].numpy()
-        self.sequences[row] = self.sequences[last]
-        self._placed[row] = self._placed[last]
-        self.sequences.pop()
-        self._placed.pop()
+    def _keep(self, rows: list[int]) -> None:
+        """These rows close up, in their order; those behind them become blank."""
+        count = len(self.sequences)
+        if len(rows) == count:
+            return
+        for name, values in self._edit.items():
+            values[: len(rows)] = values[rows]
+            values[len(rows) : count] = getattr(self._blank, name).numpy()
+        self.sequences = [self.sequences[row] for row in rows]
+        self._placed = [self._placed[row] for row in rows]
