@@ -207,7 +207,7 @@ def main(cfg: Config) -> list[float]:
         checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.keep_last)
         rates = []
         with make_rollout(cfg, chat, models, prompts) as rollout:
-            done = resume(cfg, checkpoints, models, rollout, state) if cfg.resume else None
+            done = resume(cfg, checkpoints, models, rollout, state, rates) if cfg.resume else None
             run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
             evaluate = partial(pass_rates_now, held_out, cfg, chat, rollout, rates)
             if not done:
@@ -365,7 +365,7 @@ def save(
 
 def resume(
     cfg: Config, checkpoints: Checkpoints, models: Models, rollout: Coordinator,
-    state: AdvantageState,
+    state: AdvantageState, rates: list[float],
 ) -> int:  # fmt: skip
     """The step that the newest checkpoint was written after; 0 if there is none."""
     found = load_checkpoint(
@@ -375,6 +375,7 @@ def resume(
         return 0
     rollout.load_state_dict(found["rollout"])
     state.load_state_dict(found["advantages"])
+    rates += found["rates"]
     models.sync.sync(found["step"])
     rollout.set_version(found["step"])
     return found["step"]

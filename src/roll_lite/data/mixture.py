@@ -161,10 +161,10 @@ class Mixture:
         return [f"{entry.source}@{float(entry.weight)}" for entry in self._entries]
 
 
-def held_out(entries: Sequence[str], count: int) -> list[Prompt]:
+def held_out(entries: Sequence[str], count: int | None) -> list[Prompt]:
     """Prompts to evaluate on, at most `count` of each source, the same ones every time.
 
-    Of tasks those that are never trained on, of files the first.
+    Of tasks those that are never trained on, which have no end; of files the first, or all.
     """
     prompts: list[Prompt] = []
     for entry in parse_mixture(entries):

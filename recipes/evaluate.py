@@ -1,0 +1,161 @@
+"""How many replies of a model pass, domain by domain: pass@1, and pass@k of several samples.
+
+python recipes/evaluate.py --model models/SmolLM2-135M-Instruct --data addition:2 --max-tokens 48
+python recipes/evaluate.py --model runs/mine/model --data math.jsonl --samples 8 --temperature 0.8
+python recipes/evaluate.py --model models/tiny --checkpoint runs/mine/checkpoints/step-00000040
+torchrun --nproc-per-node 8 recipes/evaluate.py --model ...      # an engine on each rank
+
+Replies are scored by the rewards of recipes/rlvr.py.
+"""
+
+import time
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import tyro
+from rlvr import REWARDS
+
+from roll_lite import data
+from roll_lite.chat import Chat
+from roll_lite.checks import above, at_least, read_only_if
+from roll_lite.cluster.cluster import Cluster
+from roll_lite.cluster.device_map import format_table
+from roll_lite.cluster.role import RoleHandle
+from roll_lite.engine.service import EngineService
+from roll_lite.envs.question import question_maker
+from roll_lite.models.config import read_config
+from roll_lite.report.run import Run, default_folder, refuse_old_run
+from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.metrics import pass_rates
+from roll_lite.rollout.options import RolloutOptions
+from roll_lite.train.export import export_checkpoint
+from roll_lite.types import Group, Prompt, SamplingParams
+
+
+@dataclass(kw_only=True)
+class Config:
+    model: str = "models/tiny"
+    """Hugging Face folder."""
+    checkpoint: str | None = None
+    """Evaluate this checkpoint of a run that started from `model`."""
+    data: tuple[str, ...] = ("reverse:5",)
+    """Files of prompts, or tasks, of which held-out questions are asked."""
+    prompts: int | None = None
+    """At most so many of each; None is all of a file and 256 of a task."""
+    samples: int = 1
+    """Replies to each prompt; with more than one, pass@k is there too."""
+    temperature: float | None = None
+    """None is greedy for one sample and 1 for several."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens; 0 is all."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens that together have this probability."""
+    min_p: float = 0.0
+    """Sample among tokens at least this likely, relative to the likeliest."""
+    max_tokens: int = 16
+    """Longest reply, in tokens."""
+    pass_reward: float = 1.0
+    """A reply passes with at least this reward."""
+    kv_cache_gib: float = 1.0
+    """Memory of each engine's cache."""
+    device_map: str = "generate=all"
+    """Ranks of the engines; generate=all,tp=2 lays each over two."""
+    seed: int = 0
+    """Of the samples."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    run_dir: str = field(default_factory=partial(default_folder, "evaluate"))
+    """Gets config.json, metrics.jsonl and all replies in rollouts/."""
+
+    def __post_init__(self):
+        read_config(self.model)
+        data.parse_mixture(self.data)
+        at_least(1, self, "samples")
+        above(0, self, "kv_cache_gib")
+        if self.prompts is not None:
+            at_least(1, self, "prompts")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples={self.samples} with temperature=0 are all alike; use one, or sample"
+            )
+        truncation = ("top_k", "top_p", "min_p")
+        read_only_if(self.chosen_temperature > 0, "a temperature above 0", self, *truncation)
+        _ = self.params
+        refuse_old_run(self.run_dir)
+
+    @property
+    def chosen_temperature(self) -> float:
+        return float(self.samples > 1) if self.temperature is None else self.temperature
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.chosen_temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+        )
+
+
+SHOWN = {"eval/pass@1": "pass@1", "eval/failed": "failed", "eval/reply_tokens": "tokens"}
+
+
+def main(cfg: Config) -> dict[str, float]:
+    config = read_config(cfg.model)
+    with Cluster(cfg.device_map, cfg.device, config=config, roles=["generate"]) as cluster:
+        prompts = read_prompts(cfg)
+        run = Run(cfg.run_dir, cfg, num_steps=0, shown=SHOWN)
+        folder = cfg.model
+        if cfg.checkpoint:
+            folder = str(export_checkpoint(cfg.checkpoint, cfg.model, f"{cfg.run_dir}/model"))
+        options = {"folder": folder, "kv_cache_gib": cfg.kv_cache_gib}
+        engines = cluster.role("generate", EngineService, **options)
+        print(engines.describe())
+        start = time.perf_counter()
+        groups = ask(cfg, prompts, engines, Chat(folder))
+        metrics = pass_rates(groups, cfg.pass_reward)
+        metrics["time/rollout"] = time.perf_counter() - start
+        run.log(0, metrics, groups)
+        run.close()
+        print(table(metrics, groups, cfg.samples))
+    return metrics
+
+
+def read_prompts(cfg: Config) -> list[Prompt]:
+    prompts = []
+    for entry in data.parse_mixture(cfg.data):
+        everything = 256 if entry.is_task else None
+        prompts += data.held_out([entry.source], cfg.prompts or everything)
+    return prompts
+
+
+def ask(cfg: Config, prompts: list[Prompt], engines: RoleHandle, chat: Chat) -> list[Group]:
+    params = replace(cfg.params, stop_ids=chat.stop_ids)
+    with Coordinator(
+        engines=engines,
+        chat=chat,
+        make_env=question_maker(REWARDS),
+        prompts=iter(()),
+        params=params,
+        options=RolloutOptions(samples_per_prompt=cfg.samples),
+        seed=cfg.seed,
+    ) as rollout:
+        return rollout.answer(prompts, num_samples=cfg.samples, params=params)
+
+
+def table(metrics: dict[str, float], groups: list[Group], num_samples: int) -> str:
+    """A row for each domain, and one for all."""
+    domains = sorted({group.prompt.domain for group in groups})
+    rows = [["domain", "prompts", "pass@1", *([f"pass@{num_samples}"] if num_samples > 1 else [])]]
+    for domain in [*(domains if len(domains) > 1 else []), None]:
+        members = [g for g in groups if domain in (None, g.prompt.domain)]
+        prefix = f"eval/{domain}" if domain else "eval"
+        rates = [metrics.get(f"{prefix}/{name}") for name in rows[0][2:]]
+        shown = ["-" if rate is None else f"{rate:.3f}" for rate in rates]
+        rows.append([domain or "all", str(len(members)), *shown])
+    return format_table(rows)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__.split("\n\n")[0]))

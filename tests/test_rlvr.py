@@ -1,0 +1,231 @@
+"""recipes/rlvr.py over ranks: any device map, beside or in turns with training, resumed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import evaluate
+import pytest
+import rlvr
+from rlvr_program import share_of_good_letters
+from test_algorithms import gain, toy_folder  # noqa: F401 (a fixture)
+
+from roll_lite.report.curve import read_metric
+
+PROGRAM = Path(__file__).parent / "rlvr_program.py"
+
+
+def toy_options(folder, run_dir, **changes):
+    return {
+        "model": str(folder), "data": ("reverse:1",), "prompts_per_step": 8, "max_tokens": 4,
+        "eval_prompts": 8, "eval_every": 100, "kv_cache_gib": 0.05, "lr": 1e-2, "steps": 12,
+        "device": "cpu", "run_dir": str(run_dir),
+    } | changes  # fmt: skip
+
+
+def launch(num_ranks, **options):
+    """The recipe as a program of its own; returns the metrics of its steps."""
+    command = [sys.executable]
+    if num_ranks > 1:
+        command += ["-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
+    done = subprocess.run(
+        [*command, PROGRAM, json.dumps(options)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return steps_of(options["run_dir"])
+
+
+def steps_of(run_dir):
+    lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
+    return [row for line in lines if (row := json.loads(line))["step"] > 0]
+
+
+def samples_of(run_dir, step):
+    lines = (Path(run_dir) / "rollouts" / f"step_{step:05d}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture
+def here(toy_folder, tmp_path, monkeypatch):  # noqa: F811
+    """Runs the recipe in this process."""
+    monkeypatch.setitem(rlvr.REWARDS, "reverse", share_of_good_letters)
+
+    def run(name, **changes):
+        rlvr.main(rlvr.Config(**toy_options(toy_folder, tmp_path / name, **changes)))
+        return steps_of(tmp_path / name)
+
+    return run
+
+
+MAPS = {
+    "one": (1, {}),
+    "two_shared": (2, {}),
+    "two_split": (2, {"device_map": "train=0 generate=1"}),
+    "four_shared_tp": (4, {"device_map": "train=all,tp=1 generate=all,tp=1"}),
+    "four_partly": (4, {"device_map": "train=0-1 generate=1-3"}),
+    "four_split_ahead": (4, {"device_map": "train=0-1 generate=2-3", "max_staleness": 1}),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(toy_folder, tmp_path_factory):  # noqa: F811
+    folder = tmp_path_factory.mktemp("maps")
+    return folder, {
+        name: launch(num_ranks, **toy_options(toy_folder, folder / name, **changes))
+        for name, (num_ranks, changes) in MAPS.items()
+    }
+
+
+@pytest.mark.slow
+def test_every_map_learns_and_reports_alike(runs):
+    _, steps = runs
+    keys = {name: {key for row in rows for key in row} for name, rows in steps.items()}
+    assert all(keys[name] == keys["one"] for name in keys)
+    assert {name: gain(rows) > 0.5 for name, rows in steps.items()} == dict.fromkeys(steps, True)
+
+
+@pytest.mark.slow
+def test_the_number_of_ranks_does_not_change_the_samples(runs):
+    """Their gradients differ in the last bits, so logprobs drift apart by less than a sample's."""
+    folder, _ = runs
+    for name in ("two_shared", "two_split", "four_shared_tp", "four_partly"):
+        for step in range(1, 5):
+            expected, found = samples_of(folder / "one", step), samples_of(folder / name, step)
+            assert [s["token_ids"] for s in found] == [s["token_ids"] for s in expected]
+            assert [s["reward"] for s in found] == [s["reward"] for s in expected]
+
+
+@pytest.mark.slow
+def test_beside_training_samples_are_one_version_old_at_most(runs):
+    folder, steps = runs
+    assert max(row["rollout/max_staleness"] for row in steps["four_split_ahead"]) == 1
+    for step in (5, 12):
+        for sample in samples_of(folder / "four_split_ahead", step):
+            (first, version), *_ = sample["turns"][0]["versions"]
+            assert first == 0 and step - 2 <= version <= step - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_staleness_of_one_learns_as_well(toy_folder, tmp_path, seed):  # noqa: F811
+    options = {"seed": seed, "device_map": "train=0 generate=1"}
+    gains = [
+        gain(launch(2, **toy_options(toy_folder, tmp_path / name, **options | changes)))
+        for name, changes in (("turns", {}), ("ahead", {"max_staleness": 1.0}))
+    ]
+    assert gains[1] > gains[0] - 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_without_learning_twenty_rounds_change_nothing(toy_folder, tmp_path, num_ranks):  # noqa: F811
+    """Weights go to engines that slept, again and again, and every reply stays as likely."""
+    changes = {"lr": 0.0, "steps": 20, "engines_sleep": True, "eval_every": 5}
+    rows = launch(num_ranks, **toy_options(toy_folder, tmp_path / "run", **changes))
+    assert max(row["mismatch/logprob_max"] for row in rows) < 2e-6
+    rewards = [reward for _, reward in read_metric(tmp_path / "run", "eval/reward")]
+    assert len(rewards) == 5 and len(set(rewards)) == 1
+
+
+def comparable(rows):
+    """Without times, and evaluations, of which a run that ends early has one more."""
+    ignored = ("time", "eval/", "train/tokens_per_second", "critic/tokens_per_second")
+    return [{k: v for k, v in row.items() if not k.startswith(ignored)} for row in rows]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"drop_equal": True},
+        {"advantage": "gae", "critic_lr": 1e-2, "reward_norm": "running"},
+        {"advantage": "reinforce", "kl_coef": 0.1, "kl_in": "reward", "kl_target": 0.01},
+    ],
+    ids=["grpo", "critic", "kl"],
+)
+def test_a_resumed_run_is_the_same(here, tmp_path, changes):
+    whole = here("whole", steps=4, **changes)
+    here("parts", steps=2, **changes)
+    parts = here("parts", steps=4, resume=True, **changes)
+    assert comparable(parts) == comparable(whole)
+    assert [s["token_ids"] for s in samples_of(tmp_path / "parts", 4)] == [
+        s["token_ids"] for s in samples_of(tmp_path / "whole", 4)
+    ]
+
+
+@pytest.mark.slow
+def test_what_was_generated_ahead_is_used_after_a_restart(toy_folder, tmp_path):  # noqa: F811
+    """And ranks may be laid out anew."""
+    options = toy_options(toy_folder, tmp_path / "run", max_staleness=1.0, drop_equal=True)
+    launch(2, **options | {"device_map": "train=0 generate=1", "steps": 4})
+    rows = launch(4, **options | {"device_map": "train=0-1 generate=2-3", "resume": True})
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    ids = [[s["prompt_id"] for s in samples_of(tmp_path / "run", step)] for step in range(1, 13)]
+    prompts = [list(dict.fromkeys(step)) for step in ids]
+    assert len({p for step in prompts for p in step}) == sum(map(len, prompts)) == 12 * 8
+    assert gain(rows) > 0.5
+
+
+def test_a_run_is_not_resumed_with_another_seed(here):
+    here("run", steps=1)
+    with pytest.raises(ValueError, match=r"cannot be resumed with seed=3 \(was 0\)"):
+        here("run", steps=2, seed=3, resume=True)
+
+
+def test_dropped_samples_are_written_down(here, tmp_path):
+    (row,) = here("run", steps=1, min_group_reward=0.15)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").open()]
+    dropped = [event for event in events if event["event"] == "sample"]
+    assert len(dropped) == row["rollout/filtered"] > 0
+    assert all(event["state"] == event["events"][-1][0] == "filtered" for event in dropped)
+    assert [event["step"] for event in events if event["event"] == "checkpoint"] == [1]
+
+
+def test_the_parts_of_a_step_add_up(here):
+    (row,) = here("run", steps=1)
+    parts = [row[f"time/{name}"] for name in ("rollout", "prepare", "train", "sync")]
+    assert sum(parts) == pytest.approx(row["time/step"])
+
+
+def test_evaluation_of_model_and_checkpoint_is_that_of_the_run(here, toy_folder, tmp_path):  # noqa: F811
+    here("run", steps=2, eval_samples=3, pass_reward=0.25)
+    expected = dict(read_metric(tmp_path / "run", "eval/reward"))[2]
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
+    for name, options in {
+        "model": {"model": str(tmp_path / "run" / "model")},
+        "checkpoint": {"model": str(toy_folder), "checkpoint": str(checkpoint)},
+    }.items():
+        cfg = evaluate.Config(
+            data=("reverse:1",), prompts=8, max_tokens=4, kv_cache_gib=0.05, samples=3,
+            pass_reward=0.25, run_dir=str(tmp_path / name), **options,
+        )  # fmt: skip
+        found = evaluate.main(cfg)
+        assert 0 < found["eval/pass@1"] <= found["eval/pass@3"] <= 1
+        assert found["eval/reward"] == pytest.approx(expected, abs=0.15)  # other samples
+    greedy = evaluate.Config(
+        model=str(tmp_path / "run" / "model"), data=("reverse:1",), prompts=8, max_tokens=4,
+        kv_cache_gib=0.05, run_dir=str(tmp_path / "greedy"),
+    )  # fmt: skip
+    assert evaluate.main(greedy)["eval/failed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"on_new_weights": "abort"}, "on_new_weights='abort' is not read with max_staleness=0"),
+        ({"max_staleness": 1.0, "extra_prompts": 4}, "extra_prompts=4 is not read with max_stal"),
+        ({"data": ("reverse:1@0",)}, "not a finite weight"),
+        ({"eval_data": ("nowhere.jsonl",)}, "'nowhere.jsonl' is neither a file nor a task"),
+        ({"device_map": "train=all"}, "role generate is missing"),
+        ({"device_map": "train=0 generate=1"}, "there is no rank 1"),
+        ({"max_tokens": 64}, "max_tokens=64 must be below the model's 64"),
+    ],
+)
+def test_wrong_options_are_named(here, changes, message):
+    with pytest.raises(ValueError, match=message):
+        here("run", **changes)
