@@ -1,0 +1,123 @@
+"""Answers that are the same and answers that are not, in every notation; nothing takes long."""
+
+import random
+import re
+import time
+from fractions import Fraction
+from itertools import pairwise, permutations
+
+import pytest
+from math_pairs import DIFFERENT, EQUAL, HOSTILE
+
+from roll_lite.rewards.equality import compare
+
+
+@pytest.mark.parametrize("family", EQUAL, ids=lambda family: family[0])
+def test_the_same_answer_in_many_notations(family):
+    for found, truth in permutations(family, 2):
+        assert compare(found, truth).kind == "equal", (found, truth)
+
+
+@pytest.mark.parametrize("answers", DIFFERENT, ids=lambda answers: answers[0])
+def test_answers_that_look_alike(answers):
+    truth, *others = answers
+    for found in others:
+        assert compare(found, truth).kind != "equal", (found, truth)
+
+
+def test_neighbouring_families_are_apart():
+    for family, following in pairwise(EQUAL):
+        if not {*family} & {*following}:
+            assert compare(family[0], following[0]).kind != "equal", (family[0], following[0])
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:12])
+def test_hostile_answers_take_no_time(text):
+    start = time.perf_counter()
+    for found, truth in [(text, "5"), ("5", text), (text, f"{text}1"), (text, f"x+{text}")]:
+        assert compare(found, truth).kind != "equal"
+    assert time.perf_counter() - start < 1.0
+
+
+@pytest.mark.parametrize(
+    ("found", "truth", "kind"),
+    [
+        ("1/3", "0.333", "equal"), (r"\pi", "3.142", "equal"), (r"\sqrt{2}", "1.414", "equal"),
+        ("2/3", "0.667", "equal"), ("2/3", "0.666", "different"), ("1/3", "0.33", "different"),
+        ("0.333", "1/3", "different"), ("0.333333", "1/3", "equal"),
+        ("3.14159", r"\pi", "different"),
+        ("3.141593", r"\pi", "equal"), ("3.141592", r"\pi", "different"),
+        ("0.1251", "0.125", "different"), ("0.3333334", "0.3333333", "different"),
+        ("0.33333333", "0.3333333", "equal"), ("0.6666667", "0.66666666", "equal"),
+        ("22/7", "3.142", "different"), ("3 + i", "3.000", "different"),
+    ],
+)  # fmt: skip
+def test_decimals_stand_for_what_rounds_to_them(found, truth, kind):
+    assert compare(found, truth).kind == kind
+
+
+def notations(value: Fraction) -> list[str]:
+    """A rational number, written in different ways."""
+    top, bottom = value.numerator, value.denominator
+    sign, whole, rest = "-" if top < 0 else "", abs(top) // bottom, abs(top) % bottom
+    return [
+        f"{top}/{bottom}",
+        rf"\frac{{{top}}}{{{bottom}}}",
+        rf"{sign}\dfrac{{{3 * abs(top)}}}{{{3 * bottom}}}",
+        rf"\left({top}\right) \div {bottom}",
+        rf"{sign}({whole} {rest}/{bottom})" if whole and rest else f"x = {top}/{bottom}",
+        rf"{top} \cdot {bottom}^{{-1}}",
+        rf"\frac{{{100 * top}}}{{{bottom}}}\%",
+        rf"${top}/{bottom}$ cm",
+        rf"\sqrt[3]{{\frac{{{top**3}}}{{{bottom**3}}}}}",
+        rf"\frac{{{top}x}}{{{bottom}x}}",
+    ]
+
+
+def test_random_rationals_in_ten_notations():
+    draw = random.Random(0)
+    for _ in range(60):
+        value = Fraction(draw.randint(-999, 999), draw.choice((1, 2, 3, 7, 12, 250)))
+        other = value + Fraction(draw.choice((-1, 1)), draw.choice((1, 3, 1000)))
+        texts = notations(value)
+        for text in texts:
+            assert compare(text, texts[0]).kind == "equal", (text, texts[0])
+            assert compare(texts[0], text).kind == "equal", (texts[0], text)
+            assert compare(text, f"{other.numerator}/{other.denominator}").kind != "equal", text
+
+
+def polynomial(draw: random.Random) -> tuple[list[int], str]:
+    """Coefficients, lowest first, and the product of random factors that has them."""
+    coefficients, text = [1], ""
+    for _ in range(draw.randint(1, 4)):
+        a, b = draw.choice((1, 2, -3)), draw.randint(-5, 5)
+        text += f"({a}x + {b})"
+        shifted = [0, *[a * c for c in coefficients]]
+        coefficients = [s + b * c for s, c in zip(shifted, [*coefficients, 0], strict=True)]
+    return coefficients, text
+
+
+def test_random_products_are_their_expansions():
+    draw = random.Random(1)
+    for _ in range(80):
+        coefficients, text = polynomial(draw)
+        expanded = " + ".join(f"{c}x^{{{k}}}" for k, c in enumerate(coefficients))
+        assert compare(text, expanded).kind == "equal", (text, expanded)
+        assert compare(text, f"{expanded} + 1").kind == "different"
+        assert compare(text, f"{expanded} + x").kind == "different"
+
+
+def test_random_sums_have_the_value_that_python_gives_them():
+    draw = random.Random(2)
+    for _ in range(150):
+        numbers = [draw.randint(1, 30) for _ in range(draw.randint(2, 6))]
+        signs = [draw.choice("+-*/") for _ in numbers[1:]]
+        text = str(numbers[0]) + "".join(f"{s}{n}" for s, n in zip(signs, numbers[1:], strict=True))
+        value = eval(re.sub(r"(\d+)", r"Fraction(\1)", text))
+        assert compare(text, f"{value.numerator}/{value.denominator}").kind == "equal", text
+
+
+def test_why_is_told():
+    assert "\\mathbb is not known" in compare(r"\mathbb{R}", "5").why
+    assert compare("9^9^9^9", "5").kind == "refused"
+    assert compare("x" * 2000, "5").kind == "refused"
