@@ -77,7 +77,8 @@ def _unknown_function(name: str) -> Callable[..., Value]:
 
     def apply(*arguments: Value) -> Value:
         return sum(
-            cmath.sin(frequency * (k + 1) * argument + k) for k, argument in enumerate(arguments)
+            cmath.sin(frequency * (k + 1) * argument + frequency)
+            for k, argument in enumerate(arguments)
         )
 
     return apply

@@ -24,7 +24,9 @@ MAX_DEPTH = 30
 MAX_EXPONENT = 1000  # of ten, in scientific notation
 
 
-APPLIED = frozenset(("f", "g", "h", "F", "G", "H", "zeta", "Gamma", "phi", "psi", "Phi", "Psi"))
+APPLIED = frozenset(
+    ("f", "g", "h", "F", "G", "H", "zeta", "Gamma", "phi", "psi", "Phi", "Psi", "O", "Theta")
+)
 """Names that are functions when a bracket follows; after others it is a product, as in x(x + 1)."""
 _RELATIONS = "=<>≤≥≠∈"
 _OPENINGS = {"(": ")]", "[": ")]", SET_OPEN: SET_CLOSE, "{": "}"}
