@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 Place = Literal["boxed", "stated", "whole", "last number"]
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_BETWEEN_BOXES = re.compile(r"[\s$,;]*(?:and|or)?[\s$,;]*")
+_BETWEEN_BOXES = re.compile(r"[\s$,;]{0,8}(?:and|or)?[\s$,;]{0,8}")
 _STATED = re.compile(r"####|\banswer\b\**(?:\s+is\b|\s*[:=])[\s:=*]*(?:\\\(|\\\[)?", re.IGNORECASE)
 _END_OF_SENTENCE = re.compile(r"[.!?](?=\s|\*|$)|\n")
 _DIGITS = r"\d+(?:(?:,|\{,\}|\\,)\d{3}(?!\d))*(?:\.\d+)?"
