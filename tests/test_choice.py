@@ -1,6 +1,8 @@
 # ruff: noqa: E501 (tables)
 """The letter that a reply chooses, in many phrasings; two letters are none."""
 
+import time
+
 import pytest
 
 from roll_lite.rewards.choice import choice_answer, chosen
@@ -78,3 +80,12 @@ def test_spellings_of_the_truth(truth):
 def test_a_truth_that_is_no_letter_is_an_error(truth):
     with pytest.raises(ValueError, match=r"prompt p has ground_truth=.*one letter from A to J"):
         choice_answer(prompt(truth), "A")
+
+
+@pytest.mark.parametrize(
+    "run", [" ", "*", ",", "A, ", "(", "answer is ", r"\boxed{", "\nA", "A is "]
+)
+def test_long_runs_take_no_time(run):
+    start = time.perf_counter()
+    chosen(rf"The answer is A{run * 20_000}x \boxed{{B{run * 20_000}")
+    assert time.perf_counter() - start < 2.0

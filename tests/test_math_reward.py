@@ -1,6 +1,8 @@
 """The reward of mathematics: from a whole reply to a score."""
 
 import importlib.util
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -51,6 +53,18 @@ def test_math_verify_reads_what_we_do_not():
     verdict = judge(r"\boxed{\max(2, 5)}", r"\max(5, 2)").verdict
     assert (verdict.kind, verdict.why) == ("equal", "math-verify says so")
     assert judge(r"\boxed{\max(2, 5)}", "4").verdict.kind == "not comparable"
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("math_verify"), reason="needs math-verify")
+def test_math_verify_is_stopped_and_asked_in_the_main_thread_only(monkeypatch):
+    monkeypatch.setattr("roll_lite.rewards.math.SECONDS", 1)
+    endless = r"\boxed{\sum_{n=1}^{\infty} \frac{1}{n^5+1}}"
+    start = time.perf_counter()
+    assert judge(endless, "5").verdict.kind == "not comparable"
+    assert time.perf_counter() - start < 10
+    with ThreadPoolExecutor() as pool:
+        judged = pool.submit(judge, r"\boxed{\max(2, 5)}", r"\max(5, 2)").result()
+    assert judged.verdict.kind == "not comparable"
 
 
 def test_without_math_verify_we_say_that_we_cannot_tell(monkeypatch):

@@ -1,8 +1,8 @@
 r"""Whether two answers are the same: by their text, by their value, item by item.
 
-Expressions with variables are compared at several rational points, which tells any two polynomials
-of a size that fits here apart. Points are positive where logs or roots occur, so that
-\ln x^2 is 2 \ln x. Rationals are compared exactly, other numbers to nine digits, and decimals as
+Expressions with variables are compared at several rational points; no two that differ agree at all
+of them unless they were made to. Points are positive where logs or roots occur, so that \ln x^2 is
+2 \ln x. Rationals are compared exactly, other numbers to eleven digits, and decimals as
 `_rounds` says. A percentage is n or n/100, a unit counts only against another unit, `x = 5` is 5.
 """
 
@@ -19,13 +19,13 @@ from roll_lite.rewards.evaluation import Undefined, Value, evaluate, functions_o
 from roll_lite.rewards.expression import parse
 from roll_lite.rewards.notation import SET_OPEN, plain, readings, text_key
 from roll_lite.rewards.relations import as_interval, is_equation, pointing_right, subject_and_value
-from roll_lite.rewards.tokens import NotUnderstood, TooLarge
+from roll_lite.rewards.tokens import NotUnderstood, TooLarge, tokens_of
 from roll_lite.rewards.trees import Call, Group, Measured, Name, Number, Relation, Tree
 
 MAX_CHARACTERS = 1000
 MAX_UNORDERED = 40
 NUM_POINTS = 6
-TOLERANCE = 1e-9
+TOLERANCE = 1e-11
 SAME_WORDS = {"true": "yes", "false": "no"}
 
 Kind = Literal["equal", "different", "not comparable", "refused"]
@@ -47,9 +47,19 @@ def compare(found: str, truth: str) -> Verdict:
         return Verdict("different", "the answer is empty")
     if keys[0] == keys[1]:
         return Verdict("equal", "same text")
+    if _is_phrase(truth) or _is_phrase(found):
+        return Verdict("different", "other words")
     if re.fullmatch(r"\(?\s*[A-J]\s*\)?", plain(truth)):
         return _compare_choice(found, plain(truth).strip("() "))
     return _compare_readings(*(_without_base(plain(text)) for text in (found, truth)))
+
+
+def _is_phrase(text: str) -> bool:
+    """Whether it is words and nothing else, which are compared as text."""
+    words = plain(text)
+    if not re.fullmatch(r"[A-Za-z]{2,}(?:[ -][A-Za-z]+){0,20}", words):
+        return False
+    return all(token.kind == "word" for token in tokens_of(words.replace("-", " ")))
 
 
 def _compare_choice(found: str, letter: str) -> Verdict:
@@ -214,11 +224,12 @@ def _values(found: Tree, truth: Tree) -> list[tuple[Value, Value]]:
         }
         try:
             pairs.append((evaluate(found, point), evaluate(truth, point)))
-        except (Undefined, TooLarge):
+        except (Undefined, TooLarge) as error:
+            failure = error
             continue
         if len(pairs) == NUM_POINTS:
             return pairs
-    raise Undefined("defined at too few points")
+    raise failure
 
 
 def _close(a: Value, b: Value) -> bool:

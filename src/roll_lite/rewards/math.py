@@ -3,12 +3,15 @@ r"""Rewards for questions of mathematics.
 The answer of a reply is its last \boxed{...}, else what follows "answer is" or ####, else the whole
 of a short line, else the last number. Ours compares first (`equality`). Where it cannot read one of
 the two, and math-verify is installed, that package decides; it has no say where ours has one. Its
-algebra may take for ever, so rewards that meet such answers belong in workers with a time limit.
+algebra may take for ever, and its time limit is a signal, which only the main thread of a process
+gets: on other threads it is not asked. Arithmetic on huge numbers ignores the signal, so it belongs
+in workers that are killed when they take too long.
 """
 
 import importlib.util
 import logging
 import re
+import threading
 from decimal import Decimal
 from typing import NamedTuple
 
@@ -16,6 +19,8 @@ from roll_lite.rewards.equality import Verdict, compare
 from roll_lite.rewards.final_answer import final_answers
 from roll_lite.types import Prompt, Score
 
+SECONDS = 2
+"""For each step of math-verify."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -53,14 +58,15 @@ def judge(reply: str, truth: str) -> Judged:
 
 
 def second_opinion(answer: str, truth: str) -> Verdict | None:
-    """That of math-verify, if it is installed and takes the answers for equal."""
-    if importlib.util.find_spec("math_verify") is None:
+    """That of math-verify, if it can be asked and takes the answers for equal."""
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if not is_main_thread or importlib.util.find_spec("math_verify") is None:
         return None
     import math_verify  # an extra, slow to import, and seldom needed
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that no time limit is set
-    sides = [math_verify.parse(rf"\boxed{{{t}}}", parsing_timeout=None) for t in (truth, answer)]
-    is_equal = all(sides) and math_verify.verify(*sides, timeout_seconds=None)
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it tells of every timeout
+    sides = [math_verify.parse(rf"\boxed{{{t}}}", parsing_timeout=SECONDS) for t in (truth, answer)]
+    is_equal = all(sides) and math_verify.verify(*sides, timeout_seconds=SECONDS)
     return Verdict("equal", "math-verify says so") if is_equal else None
 
 

@@ -7,7 +7,9 @@ from roll_lite.rewards.notation import SET_CLOSE, SET_OPEN
 from roll_lite.rewards.units import UNITS
 
 MAX_TOKENS = 250
-_FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp sqrt abs"
+_FUNCTIONS = (
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp abs asin acos atan"
+)
 _GREEK = (
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau "
     "upsilon phi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell"
@@ -16,6 +18,7 @@ _SHORT_WORDS = "yes no not on of to in the all any has for are day few"
 FUNCTIONS, GREEK, SHORT_WORDS = (
     frozenset(names.split()) for names in (_FUNCTIONS, _GREEK, _SHORT_WORDS)
 )
+_INVERSES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}
 CONSTANT_WORDS = {"pi": "pi", "infinity": "∞", "inf": "∞", "oo": "∞", "Infinity": "∞"}
 _PHRASE = re.compile(r" +[A-Za-z]{4,}")  # what follows a short word that is no product
 _TOKEN = re.compile(
@@ -61,8 +64,8 @@ def _split(kind: str, text: str, is_in_phrase: bool) -> list[Token]:
     bare = text.removeprefix("\\")
     if kind in ("number", "symbol"):
         return [Token(kind, text)]
-    if bare in FUNCTIONS and bare != "sqrt":
-        return [Token("function", bare)]
+    if bare in FUNCTIONS:
+        return [Token("function", _INVERSES.get(bare, bare))]
     if bare in CONSTANT_WORDS:
         return [Token("name", CONSTANT_WORDS[bare])]
     if kind == "command" or bare == "sqrt":
