@@ -30,6 +30,8 @@ APPLIED = frozenset(
 """Names that are functions when a bracket follows; after others it is a product, as in x(x + 1)."""
 _RELATIONS = "=<>≤≥≠∈"
 _OPENINGS = {"(": ")]", "[": ")]", SET_OPEN: SET_CLOSE, "{": "}"}
+_CLOSINGS = (")", "]", "}", SET_CLOSE)
+_ENDS_OF_UNITS = (*_CLOSINGS, ",", ";", "=", "|")
 
 
 def parse(text: str) -> Tree:
@@ -124,10 +126,13 @@ class _Parser:
 
     def measured(self, value: Tree) -> Tree:
         """The value with the words that follow it as its unit."""
-        words = []
+        words, depth = [], 0
         while self.next.kind == "word" or (words and self.next.kind != "end"):
-            if self.next.text in (",", ";", ")", "]", "}", SET_CLOSE, "=", "|"):
+            text = self.next.text
+            depth += text in _OPENINGS
+            if depth == 0 and text in _ENDS_OF_UNITS:
                 break
+            depth -= text in _CLOSINGS
             words.append(self.take().text)
         return Measured(value, " ".join(words)) if words else value
 

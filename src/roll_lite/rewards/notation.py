@@ -7,6 +7,8 @@ letters stay commands; wrappers, spacing, currency and degrees go; operators bec
 
 import re
 
+from roll_lite.rewards.units import LETTERS
+
 SET_OPEN, SET_CLOSE, UNION = "⦃", "⦄", "∪"
 
 _DIGIT_GROUPS = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\[,;:! ]|~|\u2009|\u202f|\u00a0)(?=\d{3}(?!\d))")
@@ -65,11 +67,6 @@ def plain(text: str) -> str:
     return _number_word(text)
 
 
-def text_key(text: str) -> str:
-    """What two answers share that are the same but for case, spaces and braces."""
-    return re.sub(r"[\s{}]+", "", plain(text)).casefold()
-
-
 def readings(text: str) -> list[str]:
     """The ways to read a plain text: 1,234 as one number first, then as two.
 
@@ -103,10 +100,15 @@ def _unicode(text: str) -> str:
 def _unwrapped(text: str) -> str:
     """Without \\text{...} and its like, whose content stays."""
     for _ in range(4):  # as deep as they are nested in earnest
-        text, count = _WRAPPER.subn(lambda match: f" {match[1]} ", text)
+        text, count = _WRAPPER.subn(_content, text)
         if not count:
             break
     return text
+
+
+def _content(match: re.Match) -> str:
+    r"""What is wrapped; a letter such as that of 5\text{ m} is a unit and no variable."""
+    return f" {LETTERS.get(match[1].strip(), match[1])} "
 
 
 def _rows(match: re.Match) -> str:

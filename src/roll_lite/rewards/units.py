@@ -32,8 +32,12 @@ CANONICAL = {
     word: symbol for symbol, words in _SPELLINGS.items() for word in (symbol, *words.split())
 }
 UNITS = frozenset(CANONICAL)
-LETTERS = frozenset(symbol for symbol in _SPELLINGS if len(symbol) == 1 and symbol.isalpha())
-"""Units that look like variables."""
+LETTERS = {
+    symbol: words.split()[0]
+    for symbol, words in _SPELLINGS.items()
+    if len(symbol) == 1 and symbol.isalpha()
+}
+"""Units that look like variables, and their names."""
 
 
 def differ(unit: str, other: str) -> bool:
