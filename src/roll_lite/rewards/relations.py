@@ -1,5 +1,6 @@
 """Equations and inequalities: what they say about one value, and their common forms."""
 
+from roll_lite.rewards.evaluation import names_of
 from roll_lite.rewards.trees import Call, Group, Name, Number, Relation, Tree
 
 _FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
@@ -15,7 +16,7 @@ def subject_and_value(relation: Relation) -> tuple[Tree, Tree] | None:
     if not is_equation(relation):
         return None
     first, last = relation.sides[0], relation.sides[-1]
-    if isinstance(last, Name) and not isinstance(first, Name):
+    if isinstance(last, Name) and not names_of(first):
         return last, first
     return (first, last) if _is_named(first) else None
 
