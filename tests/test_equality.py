@@ -12,6 +12,7 @@ import sympy  # which torch brings
 from math_pairs import DIFFERENT, EQUAL, HOSTILE
 
 from roll_lite.rewards.equality import compare
+from roll_lite.rewards.tokens import FUNCTIONS
 
 
 @pytest.mark.parametrize("family", EQUAL, ids=lambda family: family[0])
@@ -162,6 +163,13 @@ def test_damaged_answers_are_judged_too():
             text = text[:i] + middle + text[j:]
         assert compare(text, draw.choice(texts)).why
         assert compare(draw.choice(texts), text).why
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
+def test_every_function_has_values(name):
+    assert compare(f"{name}(1/2) + x", rf"x + {name} \frac12").kind == "equal"
+    assert compare(f"{name}x", f"{name}(x)").kind == "equal"
+    assert compare(f"{name}(1/2)", f"{name}(1/3)").kind == "different"
 
 
 def test_why_is_told():

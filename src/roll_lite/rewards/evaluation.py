@@ -186,4 +186,7 @@ _FUNCTIONS: dict[str, Callable[..., Value]] = {
     "arcsin": cmath.asin,
     "arccos": cmath.acos,
     "arctan": cmath.atan,
-} | {name: getattr(cmath, name) for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")}
+} | {
+    name: getattr(cmath, name)
+    for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan")
+}

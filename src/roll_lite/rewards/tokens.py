@@ -18,7 +18,6 @@ _SHORT_WORDS = "yes no not on of to in the all any has for are day few"
 FUNCTIONS, GREEK, SHORT_WORDS = (
     frozenset(names.split()) for names in (_FUNCTIONS, _GREEK, _SHORT_WORDS)
 )
-_INVERSES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}
 CONSTANT_WORDS = {"pi": "pi", "infinity": "∞", "inf": "∞", "oo": "∞", "Infinity": "∞"}
 _PHRASE = re.compile(r" +[A-Za-z]{4,}")  # what follows a short word that is no product
 _TOKEN = re.compile(
@@ -65,7 +64,7 @@ def _split(kind: str, text: str, is_in_phrase: bool) -> list[Token]:
     if kind in ("number", "symbol"):
         return [Token(kind, text)]
     if bare in FUNCTIONS:
-        return [Token("function", _INVERSES.get(bare, bare))]
+        return [Token("function", bare)]
     if bare in CONSTANT_WORDS:
         return [Token("name", CONSTANT_WORDS[bare])]
     if kind == "command" or bare == "sqrt":
