@@ -37,7 +37,7 @@ def test_neighbouring_families_are_apart():
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:12])
 def test_hostile_answers_take_no_time(text):
     start = time.perf_counter()
-    for found, truth in [(text, "5"), ("5", text), (text, f"{text}1"), (text, f"x+{text}")]:
+    for found, truth in [(text, "5"), ("5", text), (text, f"{text}7"), (text, f"x+{text}")]:
         assert compare(found, truth).kind != "equal"
     assert time.perf_counter() - start < 1.0
 
