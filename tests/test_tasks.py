@@ -5,6 +5,7 @@ from itertools import islice
 
 import pytest
 
+from roll_lite.rewards.instructions import instructions_followed
 from roll_lite.tasks import prompts
 
 
@@ -27,7 +28,9 @@ def test_answers_are_right():
         assert sum(c == letter for c in word) == int(answer)
 
 
-@pytest.mark.parametrize("task", ["addition:1", "addition:2", "reverse:2", "counting:3"])
+@pytest.mark.parametrize(
+    "task", ["addition:1", "addition:2", "reverse:2", "counting:3", "instructions:1"]
+)
 def test_no_held_out_question_is_ever_trained_on(task):
     train = {q for seed in range(3) for q, _ in questions(task, "train", seed, 3000)}
     held_out = {q for q, _ in questions(task, "held_out", 9, 300)}
@@ -37,6 +40,17 @@ def test_no_held_out_question_is_ever_trained_on(task):
 def test_seeds_name_the_questions():
     assert questions("reverse:5", seed=1) == questions("reverse:5", seed=1)
     assert questions("reverse:5", seed=1) != questions("reverse:5", seed=2)
+
+
+def test_the_example_of_an_instruction_prompt_follows_all_of_it():
+    for prompt in islice(prompts("instructions:3", seed=0), 50):
+        assert prompt.domain == "instructions" and len(prompt.tests) == 3
+        assert instructions_followed(prompt, prompt.ground_truth).value == 1.0
+
+
+def test_too_many_instructions_are_refused():
+    with pytest.raises(ValueError, match=r"task='instructions:9' is too large; .* N up to 8"):
+        next(prompts("instructions:9", seed=0))
 
 
 @pytest.mark.parametrize("task", ["addition", "addition:0", "addition:x", "poetry:3", ""])

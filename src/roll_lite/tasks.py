@@ -1,7 +1,8 @@
 """Generated tasks: endless questions with known answers, split into train and held-out for good.
 
 A task is named `kind:size`, e.g. `addition:2` (two-digit numbers), `reverse:5` (five letters),
-`counting:8` (how often a letter stands in eight). Whether a question is held out depends on its
+`counting:8` (how often a letter stands in eight), `instructions:3` (a text under three constraints,
+the prompt's tests; its ground truth is an example). Whether a question is held out depends on its
 text alone, so no seed ever trains on a question that another evaluates on.
 """
 
@@ -9,8 +10,9 @@ import zlib
 from collections.abc import Callable, Iterator
 from itertools import count
 from random import Random
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from roll_lite.rewards.instruction_prompts import MAX_CONSTRAINTS, draw_instructions
 from roll_lite.types import Prompt
 
 Split = Literal["train", "held_out"]
@@ -22,6 +24,7 @@ class Drawn(NamedTuple):
     answer: str
     careless: str
     """The slip of somebody who does not look closely; may be right by chance."""
+    tests: tuple[dict[str, Any], ...] = ()
 
 
 def addition(random: Random, size: int) -> Drawn:
@@ -47,11 +50,19 @@ def counting(random: Random, size: int) -> Drawn:
     return Drawn(f"How many {letter} in {word}?", str(count), careless=str(count + 1))
 
 
+def instructions(random: Random, size: int) -> Drawn:
+    drawn = draw_instructions(random, size)
+    careless = f"Here is a text about {drawn.topic}."
+    return Drawn(drawn.question, drawn.reply, careless, drawn.tests)
+
+
 TASKS: dict[str, Callable[[Random, int], Drawn]] = {
     "addition": addition,
     "reverse": reverse,
     "counting": counting,
+    "instructions": instructions,
 }
+LARGEST = {"instructions": MAX_CONSTRAINTS}
 
 
 def parse_task(task: str) -> tuple[str, int]:
@@ -60,6 +71,8 @@ def parse_task(task: str) -> tuple[str, int]:
     if kind not in TASKS or not size.isdecimal() or int(size) < 1:
         known = ", ".join(f"{name}:N" for name in TASKS)
         raise ValueError(f"task={task!r} is not known; use one of {known} with N at least 1")
+    if int(size) > LARGEST.get(kind, int(size)):
+        raise ValueError(f"task={task!r} is too large; use {kind}:N with N up to {LARGEST[kind]}")
     return kind, int(size)
 
 
@@ -82,6 +95,7 @@ def demonstrations(
             messages=({"role": "user", "content": drawn.question},),
             domain=kind,
             ground_truth=drawn.answer,
+            tests=drawn.tests,
         )
         yield prompt, drawn.careless if teacher.random() < careless else drawn.answer
 

@@ -1,0 +1,95 @@
+r"""Rewards for multiple choice: which letter a reply chooses.
+
+The letter is taken from the first of these that has one: boxes, statements ("the answer is (B)"),
+a line that begins the reply or ends it with an option ("B) Paris", "**C**"). A reply that names two
+different letters there has not chosen.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from roll_lite.types import Prompt, Score
+
+# Quantifiers are bounded: runs of marks would take quadratic time.
+_LETTER = (
+    r"(?:\\text(?:bf|it|rm)?|\\mathrm|\\mathbf)?[\s({\[*_\"'$]{0,8}([A-J])(?![A-Za-z0-9'\u2019])"
+)
+_MARKS = r"[\s)}\]*_.:,\"'$]{0,8}"
+_MORE = rf"(?:{_MARKS}(?:,|/|&|\bor\b|\band\b){_MARKS}{_LETTER})?"
+_LETTERS = re.compile(rf"{_LETTER}{_MORE}{_MORE}")
+_STATED = re.compile(
+    r"(?:\b(?:answer|choice|option|solution)\b(?:\s+(?:choice|option|letter))?\**"
+    r"(?:\s+(?:is|would\s+be|should\s+be|must\s+be|to\s+the\s+question\s+is)\b|\s*[:=])"
+    r"(?:\s+(?:therefore|thus|definitely|clearly|option|choice|answer|letter))*"
+    r"|\bI\s+(?:choose|pick|select|would\s+go\s+with|go\s+with)\b(?:\s+(?:option|choice|answer))?"
+    r"|####)"
+    r"[\s:=*]*",
+    re.IGNORECASE,
+)
+_CORRECT = re.compile(
+    r"\b(?:option|choice)?\s*\(?([A-J])\)?\s+is\s+(?:the\s+)?(?:correct|right|best)\b"
+)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BARE = re.compile(rf"{_LETTER}[\s)}}\]*_\"'$.]*$")
+_OPTION = re.compile(r"[\s*_]*(?:\(([A-J])\)|([A-J])[*_]*[).:])[\s*_]*(?:\S.*)?$")
+
+
+class Choice(NamedTuple):
+    letters: frozenset[str]
+    """None, one, or several that were named alike."""
+    place: str
+
+
+def choice_answer(prompt: Prompt, reply: str) -> Score:
+    """1 when the reply chooses the letter of the ground truth and no other, else 0."""
+    truth = re.fullmatch(r"\(?([A-J])[).]?", prompt.ground_truth.strip())
+    if truth is None:
+        raise ValueError(
+            f"prompt {prompt.id} has ground_truth={prompt.ground_truth!r}; "
+            "the reward choice_answer needs one letter from A to J"
+        )
+    letters = chosen(reply).letters
+    correct = float(letters == {truth[1]})
+    parts = {"correct": correct, "ambiguous": float(len(letters) > 1), "none": float(not letters)}
+    return Score(value=correct, parts=parts)
+
+
+def chosen(reply: str) -> Choice:
+    """The letters that a reply names where it says its answer."""
+    text = reply.rpartition("</think>")[2]
+    for place, find in (("boxed", _in_boxes), ("stated", _stated), ("a line", _in_lines)):
+        letters = frozenset(find(text))
+        if letters:
+            return Choice(letters, place)
+    return Choice(frozenset(), "nowhere")
+
+
+def _in_boxes(text: str) -> Iterator[str]:
+    for box in _BOX.finditer(text):
+        yield from _letters_at(text, box.end())
+
+
+def _stated(text: str) -> Iterator[str]:
+    for statement in _STATED.finditer(text):
+        yield from _letters_at(text, statement.end())
+    for statement in _CORRECT.finditer(text):
+        yield statement[1]
+
+
+def _in_lines(text: str) -> Iterator[str]:
+    """A line with nothing but a letter; else options that open the reply or end it."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    bare = [match[1] for line in lines if (match := _BARE.match(line))]
+    if bare or not lines:
+        yield from bare
+        return
+    for line in (lines[0], lines[-1]):
+        if match := _OPTION.match(line):
+            yield match[1] or match[2]
+
+
+def _letters_at(text: str, start: int) -> Iterator[str]:
+    match = _LETTERS.match(text, start)
+    if match:
+        yield from filter(None, match.groups())

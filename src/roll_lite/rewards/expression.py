@@ -1,0 +1,290 @@
+r"""A parser of answers: numbers, expressions, tuples, sets, intervals, equations, inequalities.
+
+The text comes from `notation.plain`. Letters side by side are a product, as in handwriting; words
+after a value are its unit. Sizes are bounded, so that no text takes long.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import NoReturn
+
+from roll_lite.rewards.notation import SET_CLOSE, SET_OPEN, UNION
+from roll_lite.rewards.tokens import (
+    END,
+    FUNCTIONS,
+    NotUnderstood,
+    Token,
+    TooLarge,
+    tokens_of,
+)
+from roll_lite.rewards.trees import Call, Group, Measured, Name, Number, Relation, Tree
+
+MAX_DEPTH = 30
+MAX_EXPONENT = 1000  # of ten, in scientific notation
+
+
+APPLIED = frozenset(
+    ("f", "g", "h", "F", "G", "H", "zeta", "Gamma", "phi", "psi", "Phi", "Psi", "O", "Theta")
+)
+"""Names that are functions when a bracket follows; after others it is a product, as in x(x + 1)."""
+_RELATIONS = "=<>≤≥≠∈"
+_OPENINGS = {"(": ")]", "[": ")]", SET_OPEN: SET_CLOSE, "{": "}"}
+_CLOSINGS = (")", "]", "}", SET_CLOSE)
+_ENDS_OF_UNITS = (*_CLOSINGS, ",", ";", "=", "|")
+
+
+def parse(text: str) -> Tree:
+    """The tree of a plain text; raises NotUnderstood or TooLarge."""
+    parser = _Parser(tokens_of(text))
+    tree = parser.items("", "")
+    if parser.next != END:
+        parser.fail()
+    return tree
+
+
+class _Parser:
+    """Recursive descent, a method for each strength of binding, the weakest first."""
+
+    def __init__(self, tokens: list[Token]):
+        self._tokens, self._at, self._depth, self._bars = tokens, 0, 0, 0
+
+    @property
+    def next(self) -> Token:
+        return self.peek(0)
+
+    def peek(self, ahead: int) -> Token:
+        place = self._at + ahead
+        return self._tokens[place] if place < len(self._tokens) else END
+
+    @contextmanager
+    def nested(self) -> Iterator[None]:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise TooLarge(f"deeper than {MAX_DEPTH}")
+        yield
+        self._depth -= 1
+
+    def fail(self) -> NoReturn:
+        raise NotUnderstood(f"{self.next.text or 'the end'!r} was not expected")
+
+    def take(self) -> Token:
+        token = self.next
+        self._at += 1
+        return token
+
+    def takes(self, *texts: str) -> str | None:
+        """The next symbol, if it is one of these, taken."""
+        if self.next.kind == "symbol" and self.next.text in texts:
+            return self.take().text
+        return None
+
+    def items(self, opening: str, closings: str) -> Tree:
+        """Items up to a closing sign; a single one in plain brackets is just itself."""
+        items = [self.relation()]
+        while self.takes(",", ";"):
+            items.append(self.relation())
+        closing = self.takes(*closings) if closings else ""
+        if closing is None:
+            self.fail()
+        if len(items) == 1 and opening != SET_OPEN:
+            return items[0]
+        if opening == "{":  # braces that hold several items are those of a set
+            opening, closing = SET_OPEN, SET_CLOSE
+        return Group(opening, tuple(items), closing)
+
+    def relation(self) -> Tree:
+        sides, operators = [self.union()], []
+        while self.next.kind == "symbol" and self.next.text in _RELATIONS:
+            operators.append(self.take().text)
+            sides.append(self.union())
+        return Relation(tuple(sides), tuple(operators)) if operators else sides[0]
+
+    def union(self) -> Tree:
+        parts = [self.ratio()]
+        while self.takes(UNION):
+            parts.append(self.ratio())
+        return Call("union", tuple(parts)) if len(parts) > 1 else parts[0]
+
+    def ratio(self) -> Tree:
+        left = self.sum()
+        return Call("divide", (left, self.sum())) if self.takes(":") else left
+
+    def sum(self) -> Tree:
+        total = self.signed(self.product)
+        while sign := self.takes("+", "-"):
+            total = Call("add" if sign == "+" else "subtract", (total, self.signed(self.product)))
+        return self.measured(total)
+
+    def signed(self, operand: Callable[[], Tree]) -> Tree:
+        sign = self.takes("+", "-")
+        if sign is None:
+            return operand()
+        with self.nested():
+            tree = self.signed(operand)
+        return Call("negate", (tree,)) if sign == "-" else tree
+
+    def measured(self, value: Tree) -> Tree:
+        """The value with the words that follow it as its unit."""
+        words, depth = [], 0
+        while self.next.kind == "word" or (words and self.next.kind != "end"):
+            text = self.next.text
+            depth += text in _OPENINGS
+            if depth == 0 and text in _ENDS_OF_UNITS:
+                break
+            depth -= text in _CLOSINGS
+            words.append(self.take().text)
+        return Measured(value, " ".join(words)) if words else value
+
+    def product(self) -> Tree:
+        total = self.factor()
+        while True:
+            if sign := self.takes("*", "/"):
+                name = "multiply" if sign == "*" else "divide"
+                total = Call(name, (total, self.signed(self.factor)))
+            elif self.begins_factor():
+                total = Call("multiply", (total, self.factor()))
+            else:
+                return total
+
+    def begins_factor(self, *, of_argument: bool = False) -> bool:
+        """Whether a product goes on without a sign; the argument of sin x cos x does not."""
+        kind, text = self.next.kind, self.next.text
+        if kind == "function":
+            return not of_argument
+        if kind in ("name", "command"):
+            return text not in ("rfloor", "rceil")
+        if kind == "number":  # as in n(n + 1)2^n; numbers side by side have no meaning
+            return self.peek(-1).text in (")", "]", "}")
+        is_bracket = text in _OPENINGS or text == "∞" or (text == "|" and not self._bars)
+        return kind == "symbol" and is_bracket and not of_argument
+
+    def factor(self) -> Tree:
+        tree = self.base()
+        while sign := self.takes("!", "^", "%"):
+            if sign == "^":
+                tree = Call("power", (tree, self.exponent()))
+            else:
+                tree = Call("factorial" if sign == "!" else "percent", (tree,))
+        return tree
+
+    def exponent(self) -> Tree:
+        """Powers bind from the right: 2^3^2 is 2^9."""
+        with self.nested():
+            tree = self.signed(self.base)
+            return Call("power", (tree, self.exponent())) if self.takes("^") else tree
+
+    def base(self) -> Tree:
+        with self.nested():
+            return self.of_token(self.take())
+
+    def of_token(self, token: Token) -> Tree:
+        if token.kind == "number":
+            return self.mixed(number(token.text))
+        if token.kind == "name":
+            return self.name(token.text)
+        if token.kind == "function":
+            return self.function(token.text)
+        if token.kind == "command":
+            return self.command(token.text)
+        if token.kind == "symbol" and token.text in _OPENINGS:
+            return self.items(token.text, _OPENINGS[token.text])
+        if token.kind == "symbol" and token.text == "|":
+            return self.absolute()
+        if token.text in ("∞", "∅"):
+            return Name(token.text)
+        self._at -= 1
+        self.fail()
+
+    def absolute(self) -> Tree:
+        self._bars += 1
+        inner = self.sum()
+        self._bars -= 1
+        if not self.takes("|"):
+            self.fail()
+        return Call("abs", (inner,))
+
+    def mixed(self, whole: Number) -> Tree:
+        r"""1 1/2 and 1\frac{1}{2} are 3/2; a number before any other fraction is a factor."""
+        if whole.value.denominator != 1 or whole.places:
+            return whole
+        before = self._at
+        fraction = None
+        if self.next == Token("command", "frac"):
+            self.take()
+            fraction = self.command("frac")
+        elif self.next.kind == "number" and self.peek(1).text == "/":
+            top, _, bottom = self.take(), self.take(), self.take()
+            if bottom.kind == "number":
+                fraction = Call("divide", (number(top.text), number(bottom.text)))
+        if fraction and _is_proper(fraction):
+            return Call("add", (whole, fraction))
+        self._at = before
+        return whole
+
+    def name(self, text: str) -> Tree:
+        if self.takes("_"):
+            text += "_" + self.subscript()
+        if text in APPLIED and self.next.text == "(":
+            self.take()
+            inner = self.items("(", ")")
+            arguments = inner.items if isinstance(inner, Group) else (inner,)
+            return Call(f"apply {text}", arguments)
+        return Name(text)
+
+    def subscript(self) -> str:
+        if not self.takes("{"):
+            return self.take().text
+        parts = []
+        while not self.takes("}"):
+            if self.next == END:
+                self.fail()
+            parts.append(self.take().text)
+        return "".join(parts)
+
+    def function(self, name: str) -> Tree:
+        base = self.signed(self.base) if name == "log" and self.takes("_") else None
+        power = self.exponent() if self.takes("^") else None
+        if self.next.kind == "symbol" and self.next.text in _OPENINGS:
+            argument = self.base()
+        else:
+            argument = self.signed(self.factor)
+            while self.begins_factor(of_argument=True):
+                argument = Call("multiply", (argument, self.factor()))
+        if power == Call("negate", (Number(Fraction(1)),)):  # sin^{-1} is the inverse function
+            if f"arc{name}" not in FUNCTIONS:
+                self.fail()
+            return Call(f"arc{name}", (argument,))
+        tree = Call(name, (argument,) if base is None else (argument, base))
+        return Call("power", (tree, power)) if power else tree
+
+    def command(self, name: str) -> Tree:
+        if name in ("frac", "binom"):
+            arguments = (self.argument(), self.argument())
+            return Call("divide" if name == "frac" else name, arguments)
+        if name == "sqrt":
+            degree = self.items("[", "]") if self.takes("[") else Number(Fraction(2))
+            return Call("root", (self.argument(), degree))
+        if name in ("lfloor", "lceil"):
+            inner = self.sum()
+            if self.take().text != {"lfloor": "rfloor", "lceil": "rceil"}[name]:
+                self.fail()
+            return Call(name[1:], (inner,))
+        raise NotUnderstood(f"\\{name} is not known")
+
+    def argument(self) -> Tree:
+        return number(self.take().text) if self.next.kind == "number" else self.base()
+
+
+def number(text: str) -> Number:
+    digits, _, exponent = text.lower().partition("e")
+    if len(exponent.lstrip("+-")) > 4 or abs(int(exponent or 0)) > MAX_EXPONENT:
+        raise TooLarge(f"ten to the power of {exponent[:10]}")
+    places = len(digits.partition(".")[2])
+    return Number(Fraction(digits) * Fraction(10) ** int(exponent or 0), places)
+
+
+def _is_proper(fraction: Tree) -> bool:
+    parts = fraction.arguments
+    is_whole = all(isinstance(p, Number) and p.value.denominator == 1 for p in parts)
+    return is_whole and 0 < parts[0].value < parts[1].value

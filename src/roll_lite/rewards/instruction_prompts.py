@@ -1,0 +1,237 @@
+"""Prompts with random instructions, as the task `instructions:N` draws them.
+
+The reply comes first: a text with random features. Constraints are then read off it, so that they
+can always be fulfilled together, and the text shows how.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any, NamedTuple
+
+from roll_lite.rewards import constraints
+from roll_lite.rewards.constraints import MEASURES
+
+MAX_CONSTRAINTS = 8
+_VOCABULARY = (
+    "bread rivers trains winter gardens bridges music maps clocks paper islands lamps",
+    "teachers farmers sailors children artists travellers neighbours engineers",
+    "admire describe remember discuss paint study protect celebrate",
+    "villages harbours museums mountains markets libraries valleys kitchens",
+)
+_TOPICS, _SUBJECTS, _VERBS, _PLACES = (words.split() for words in _VOCABULARY)
+_TIMES = ("every morning", "after lunch", "in silence", "with great care", "once a year", "")
+_OPENINGS = ("Dear reader", "In short", "Once upon a time", "To begin with")
+_CLOSINGS = ("Thank you for reading.", "That is all.", "Any other questions?")
+_SHARE = 0.35  # of texts that have one feature or another
+
+
+class Instructions(NamedTuple):
+    topic: str
+    tests: tuple[dict[str, Any], ...]
+    reply: str
+    """A text that follows them all."""
+
+    @property
+    def question(self) -> str:
+        lines = [f"- {describe(test)}" for test in self.tests]
+        return "\n".join([f"Write about {self.topic} and follow these instructions:", *lines])
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    text: str
+    topic: str
+    features: frozenset[str]
+
+
+_BOUNDS = {"min": "at least", "max": "at most", "exact": "exactly"}
+_SENTENCES = {
+    "keywords": "Use these words: {words}.",
+    "forbidden_words": "Do not use these words: {words}.",
+    "keyword": "Use the word {word} {bound} {count} times.",
+    "letter": "Use the letter {letter} {bound} {count} times.",
+    "bullets": "Write {bound} {count} bullet points that begin with a hyphen.",
+    "highlights": "Highlight {bound} {count} parts with *asterisks*.",
+    "placeholders": "Use {bound} {count} placeholders in square brackets.",
+    "capital_words": "Write {bound} {count} words all in capitals.",
+    "paragraphs": "Write {bound} {count} paragraphs with blank lines between them.",
+    "starts_with": "Begin with: {text}",
+    "ends_with": "End with: {text}",
+    "title": "Give it a title in <<double angular brackets>>.",
+    "postscript": "Add a postscript that begins with {marker}",
+    "no_commas": "Do not use commas.",
+    "lowercase": "Use lowercase letters only.",
+    "uppercase": "Use capital letters only.",
+}
+
+
+def describe(test: dict[str, Any]) -> str:
+    """A constraint of those that are drawn here, as a person would say it."""
+    bound, _, measure = test["kind"].partition("_")
+    if bound not in _BOUNDS:
+        bound, measure = "", test["kind"]
+    default = f"Write {{bound}} {{count}} {measure}."
+    fields = test | {"words": ", ".join(test.get("words", ())), "bound": _BOUNDS.get(bound)}
+    return _SENTENCES.get(measure, default).format(**fields)
+
+
+def draw_instructions(random: Random, count: int) -> Instructions:
+    """So many constraints of different sorts, and a reply that fulfils them."""
+    if not 1 <= count <= MAX_CONSTRAINTS:
+        raise ValueError(f"count={count} must be from 1 to {MAX_CONSTRAINTS} constraints")
+    draft = _draft(random)
+    sorts = [sort for sort in _SORTS if not sort.needs or sort.needs in draft.features]
+    chosen = random.sample(sorts, count)
+    return Instructions(draft.topic, tuple(s.read(draft, random) for s in chosen), draft.text)
+
+
+def _draft(random: Random) -> Draft:
+    topic = random.choice(_TOPICS)
+    features = {name for name in _FEATURES if random.random() < _SHARE}
+    if "title" in features:  # either may stand first
+        features.discard("opening")
+    pieces = [
+        " ".join(_sentence(random, topic) for _ in range(random.randint(1, 3)))
+        for _ in range(random.randint(1, 3))
+    ]
+    for name in _FEATURES:  # in their order: what stands first and last comes at the end
+        if name in features:
+            pieces = _FEATURES[name](pieces, random, topic)
+    text = "\n\n".join(pieces)
+    case = random.choice(("lowercase", "uppercase", "", "", ""))
+    if case:
+        text = text.lower() if case == "lowercase" else text.upper()
+        features = {case} | (features & {"bullets", "highlights", "title", "digits"})
+    return Draft(text, topic, frozenset(features))
+
+
+def _sentence(random: Random, topic: str) -> str:
+    subject, verb, place = (random.choice(words) for words in (_SUBJECTS, _VERBS, _PLACES))
+    time = random.choice(_TIMES)
+    return f"{subject.capitalize()} {verb} {topic} near {place} {time}".strip() + "."
+
+
+def _bullets(pieces: list[str], random: Random, topic: str) -> list[str]:
+    items = random.sample(_PLACES, random.randint(2, 4))
+    return [*pieces, "\n".join(f"- {topic} of {item}" for item in items)]
+
+
+def _highlights(pieces: list[str], random: Random, topic: str) -> list[str]:
+    return [*pieces, f"Mind the *{random.choice(_PLACES)}* and the *{random.choice(_VERBS)}*."]
+
+
+def _placeholders(pieces: list[str], random: Random, topic: str) -> list[str]:
+    return [*pieces, f"Write to [name] at [{random.choice(('address', 'place', 'city'))}]."]
+
+
+def _digits(pieces: list[str], random: Random, topic: str) -> list[str]:
+    return [*pieces, f"There are {random.randint(100, 9999)} of them."]
+
+
+def _opening(pieces: list[str], random: Random, topic: str) -> list[str]:
+    return [f"{random.choice(_OPENINGS)}: {pieces[0]}", *pieces[1:]]
+
+
+def _title(pieces: list[str], random: Random, topic: str) -> list[str]:
+    return [f"<<All about {topic}>>", *pieces]
+
+
+def _postscript(pieces: list[str], random: Random, topic: str) -> list[str]:
+    return [*pieces, f"P.S. {_sentence(random, topic)}"]
+
+
+def _closing(pieces: list[str], random: Random, topic: str) -> list[str]:
+    return [*pieces, random.choice(_CLOSINGS)]
+
+
+_FEATURES: dict[str, Callable[[list[str], Random, str], list[str]]] = {
+    "bullets": _bullets,
+    "highlights": _highlights,
+    "placeholders": _placeholders,
+    "digits": _digits,
+    "opening": _opening,
+    "title": _title,
+    "postscript": _postscript,
+    "closing": _closing,
+}
+
+
+class Sort(NamedTuple):
+    """A sort of constraint: what a text needs for it, and how it is read off the text."""
+
+    needs: str
+    read: Callable[[Draft, Random], dict[str, Any]]
+
+
+def _bounded(measure: str, *bounds: str, slack: int = 0) -> Callable[[Draft, Random], dict]:
+    """A bound that the text keeps, somewhat away from it where it may be."""
+
+    def read(draft: Draft, random: Random) -> dict[str, Any]:
+        bound, away = random.choice(bounds), random.randint(0, slack)
+        count = MEASURES[measure](draft.text)
+        if bound == "min":
+            count = max(count - away, 1)
+        elif bound == "max":
+            count += away
+        return {"kind": f"{bound}_{measure}", "count": count}
+
+    return read
+
+
+def _keywords(draft: Draft, random: Random) -> dict[str, Any]:
+    words = (*_SUBJECTS, *_VERBS, *_PLACES)
+    present = [word for word in words if constraints.keyword(draft.text, word=word)]
+    return {"kind": "keywords", "words": random.sample(present, 2)}
+
+
+def _forbidden(draft: Draft, random: Random) -> dict[str, Any]:
+    absent = [w for w in (*_TOPICS, *_PLACES) if not constraints.keyword(draft.text, word=w)]
+    return {"kind": "forbidden_words", "words": random.sample(absent, 2)}
+
+
+def _keyword_count(draft: Draft, random: Random) -> dict[str, Any]:
+    kind = random.choice(("min_keyword", "max_keyword"))
+    count = constraints.keyword(draft.text, word=draft.topic)
+    return {"kind": kind, "word": draft.topic, "count": count}
+
+
+def _letter_count(draft: Draft, random: Random) -> dict[str, Any]:
+    letter = random.choice("aeimnorst")
+    count = constraints.letter(draft.text, letter=letter) - random.randint(0, 3)
+    return {"kind": "min_letter", "letter": letter, "count": max(count, 0)}
+
+
+def _opens(draft: Draft, random: Random) -> dict[str, Any]:
+    return {"kind": "starts_with", "text": next(o for o in _OPENINGS if o in draft.text)}
+
+
+def _closes(draft: Draft, random: Random) -> dict[str, Any]:
+    return {"kind": "ends_with", "text": next(c for c in _CLOSINGS if c in draft.text)}
+
+
+def _named(kind: str, **fields: str) -> Callable[[Draft, Random], dict[str, Any]]:
+    return lambda draft, random: {"kind": kind, **fields}
+
+
+_SORTS = (
+    Sort("", _bounded("words", "min", "max", slack=10)),
+    Sort("", _bounded("sentences", "min", "max", "exact", slack=1)),
+    Sort("", _bounded("paragraphs", "exact")),
+    Sort("", _bounded("capital_words", "max", slack=2)),
+    Sort("", _keywords),
+    Sort("", _forbidden),
+    Sort("", _keyword_count),
+    Sort("", _letter_count),
+    Sort("", _named("no_commas")),
+    Sort("bullets", _bounded("bullets", "exact", "min")),
+    Sort("highlights", _bounded("highlights", "min")),
+    Sort("placeholders", _bounded("placeholders", "min")),
+    Sort("digits", _bounded("digits", "exact", "min")),
+    Sort("opening", _opens),
+    Sort("title", _named("title")),
+    Sort("postscript", _named("postscript", marker="P.S.")),
+    Sort("closing", _closes),
+    Sort("lowercase", _named("lowercase")),
+    Sort("uppercase", _named("uppercase")),
+)

@@ -1,0 +1,56 @@
+"""Small rewards for the shape of a reply, to be added to one for its content (`combine`).
+
+They read the text alone, so any of them goes with any prompt. Options are given with
+`functools.partial(length_target, words=200)`, which can be sent to workers.
+"""
+
+import re
+
+from roll_lite.rewards.constraints import words as count_words
+from roll_lite.types import Prompt
+
+
+def has_tags(prompt: Prompt, reply: str, *, tags: tuple[str, ...] = ("think", "answer")) -> float:
+    """1 when the reply is these tags in order, each once, with text in them and none outside."""
+    rest = reply.strip()
+    for tag in tags:
+        opening, closing = f"<{tag}>", f"</{tag}>"
+        is_once = reply.count(opening) == 1 and reply.count(closing) == 1
+        if not is_once or not rest.startswith(opening):
+            return 0.0
+        inside, _, rest = rest.removeprefix(opening).partition(closing)
+        if not inside.strip():
+            return 0.0
+        rest = rest.lstrip()
+    return float(not rest)
+
+
+def matches(prompt: Prompt, reply: str, *, pattern: str) -> float:
+    """1 when the whole reply matches a regular expression, in which . is any character."""
+    return float(re.fullmatch(pattern, reply.strip(), re.DOTALL) is not None)
+
+
+def length_target(prompt: Prompt, reply: str, *, words: int = 200, tolerance: int = 100) -> float:
+    """1 at so many words, falling in a straight line to 0 where they are `tolerance` off.
+
+    The exact length reward of L1 (Aggarwal and Welleck 2025, arXiv 2503.04697) falls with the same
+    absolute difference, there in tokens and without an end.
+    """
+    if words < 0 or tolerance <= 0:
+        raise ValueError(f"words={words} must be at least 0 and tolerance={tolerance} above 0")
+    return max(0.0, 1 - abs(count_words(reply) - words) / tolerance)
+
+
+def repetition_penalty(prompt: Prompt, reply: str, *, ngram: int = 4) -> float:
+    """distinct / total - 1 over the n-grams of words: 0 without repetition, near -1 for a loop.
+
+    The n-gram penalty of Yeo et al. 2025 (arXiv 2502.03373, appendix) in the form of open-r1:
+    (1 - distinct / total) times the largest penalty, which is the weight here.
+    """
+    if ngram < 1:
+        raise ValueError(f"ngram={ngram} must be at least 1")
+    words = reply.lower().split()
+    total = len(words) - ngram + 1
+    if total < 1:
+        return 0.0
+    return len({tuple(words[i : i + ngram]) for i in range(total)}) / total - 1
