@@ -20,7 +20,7 @@ PROGRAM = Path(__file__).parent / "rlvr_program.py"
 def toy_options(folder, run_dir, **changes):
     return {
         "model": str(folder), "data": ("reverse:1",), "prompts_per_step": 8, "max_tokens": 4,
-        "eval_prompts": 8, "eval_every": 100, "kv_cache_gib": 0.05, "lr": 1e-2, "steps": 12,
+        "eval_prompts": 8, "eval_every": 100, "kv_cache_gib": 0.05, "lr": 1e-2, "steps": 30,
         "device": "cpu", "run_dir": str(run_dir),
     } | changes  # fmt: skip
 
@@ -87,7 +87,7 @@ def test_every_map_learns_and_reports_alike(runs):
     _, steps = runs
     keys = {name: {key for row in rows for key in row} for name, rows in steps.items()}
     assert all(keys[name] == keys["one"] for name in keys)
-    assert {name: gain(rows) > 0.5 for name, rows in steps.items()} == dict.fromkeys(steps, True)
+    assert {name: gain(rows) > 0.6 for name, rows in steps.items()} == dict.fromkeys(steps, True)
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_the_number_of_ranks_does_not_change_the_samples(runs):
 def test_beside_training_samples_are_one_version_old_at_most(runs):
     folder, steps = runs
     assert max(row["rollout/max_staleness"] for row in steps["four_split_ahead"]) == 1
-    for step in (5, 12):
+    for step in (5, 30):
         for sample in samples_of(folder / "four_split_ahead", step):
             (first, version), *_ = sample["turns"][0]["versions"]
             assert first == 0 and step - 2 <= version <= step - 1
@@ -164,11 +164,11 @@ def test_what_was_generated_ahead_is_used_after_a_restart(toy_folder, tmp_path):
     options = toy_options(toy_folder, tmp_path / "run", max_staleness=1.0, drop_equal=True)
     launch(2, **options | {"device_map": "train=0 generate=1", "steps": 4})
     rows = launch(4, **options | {"device_map": "train=0-1 generate=2-3", "resume": True})
-    assert [row["step"] for row in rows] == list(range(1, 13))
-    ids = [[s["prompt_id"] for s in samples_of(tmp_path / "run", step)] for step in range(1, 13)]
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    ids = [[s["prompt_id"] for s in samples_of(tmp_path / "run", step)] for step in range(1, 31)]
     prompts = [list(dict.fromkeys(step)) for step in ids]
-    assert len({p for step in prompts for p in step}) == sum(map(len, prompts)) == 12 * 8
-    assert gain(rows) > 0.5
+    assert len({p for step in prompts for p in step}) == sum(map(len, prompts)) == 30 * 8
+    assert gain(rows) > 0.6
 
 
 def test_a_run_is_not_resumed_with_another_seed(here):

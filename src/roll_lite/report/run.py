@@ -147,11 +147,13 @@ def _row(sample: Sample) -> dict[str, Any]:
     """Everything about a sample that a person would want to look up later."""
     return {
         "prompt_id": sample.prompt.id,
+        "domain": sample.prompt.domain,
         "index": sample.index,
         "state": sample.state,
         "messages": sample.prompt.messages,
         "reply": sample.reply,
         "ground_truth": sample.prompt.ground_truth,
+        "tests": sample.prompt.tests,
         "reward": sample.score.value if sample.score else None,
         "parts": sample.score.parts if sample.score else {},
         "error": sample.error,

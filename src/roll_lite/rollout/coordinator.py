@@ -10,6 +10,7 @@ run inside `collect`, which pumps the engine; what has ended is scored between t
 """
 
 import asyncio
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from statistics import fmean
@@ -63,6 +64,10 @@ class Coordinator:
         self._loop = (
             PumpedLoop(engines.pump, self._fail) if engines.is_alone else LoopThread(self._fail)
         )
+        # Thousands of short-lived objects a second: what is here already need not be looked through
+        # at each collection of garbage.
+        gc.collect()
+        gc.freeze()
         engines.listen(
             lambda *report: self._loop.call(self._on_report, *report),
             lambda error: self._loop.call(self._lose, error),
@@ -81,6 +86,7 @@ class Coordinator:
 
     def close(self) -> None:
         """Abort what is under way, and end the thread."""
+        gc.unfreeze()
         self._engines.stop_listening()
         self._loop.call(self._groups.stop)
         self._loop.close()

@@ -26,8 +26,12 @@ def describe_groups(groups: list[Group]) -> dict[str, float]:
 
 
 def _parts(prefix: str, done: list[Sample]) -> dict[str, float]:
-    names = sorted({name for sample in done for name in sample.score.parts})
-    return {f"{prefix}/{n}": fmean(s.score.parts.get(n, 0.0) for s in done) for n in names}
+    """Means over the samples that have the part: not every domain has all of them."""
+    values: dict[str, list[float]] = {}
+    for sample in done:
+        for name, value in sample.score.parts.items():
+            values.setdefault(name, []).append(value)
+    return {f"{prefix}/{name}": fmean(values[name]) for name in sorted(values)}
 
 
 def _by_domain(groups: list[Group]) -> dict[str, float]:
