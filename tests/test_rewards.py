@@ -1,3 +1,5 @@
+import asyncio
+
 import pytest
 
 from roll_lite.envs.question import Question
@@ -32,6 +34,6 @@ def test_last_number(reply, truth, score):
 def test_a_question_ends_with_its_score():
     parts = {"format": 0.1, "answer": 0.4}
     env = Question(prompt("x"), lambda p, reply: Score(value=0.5, parts=parts))
-    assert env.step("y") == ((), 0.5, True, False, {"parts": parts})
+    assert asyncio.run(env.step("y")) == ((), 0.5, True, False, {"parts": parts})
     env = Question(prompt("x"), lambda p, reply: reply == "x")
-    assert env.step("x")[1] == 1.0
+    assert asyncio.run(env.step("x"))[1] == 1.0

@@ -86,7 +86,7 @@ def test_a_life_is_recorded_in_order(engine, chat):
     rollout = rollout_with(engine, chat, lambda p, r: 0.0)
     (group,) = rollout.answer(some_prompts(1), num_samples=2, params=params(chat))
     for sample in group.samples:
-        assert [e.state for e in sample.events] == ["queued", "generating", "stepping", "done"]
+        assert [e.state for e in sample.events] == ["queued", "generating", "scoring", "done"]
         times = [e.time for e in sample.events]
         assert times == sorted(times)
         assert {e.policy_version for e in sample.events} == {0}

@@ -59,6 +59,10 @@ class Chat:
             ids, mask = ids + said, mask + [True] * len(said)
         return ids, mask
 
+    def encode_whole(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation that has ended, as the template writes it to the last character."""
+        return self._ids(self._render(messages, add_generation_prompt=False))
+
     def has_vocabulary_of(self, other: "Chat") -> bool:
         """The same ids mean the same tokens."""
         return self.tokenizer.get_vocab() == other.tokenizer.get_vocab()

@@ -4,7 +4,7 @@ prompt -> turns (one model call each) -> sample (one trajectory) -> group (sampl
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,7 +12,15 @@ Message = dict[str, str]
 """{"role": "system" | "user" | "assistant", "content": text}"""
 
 State = Literal[
-    "queued", "generating", "stepping", "retried", "done", "filtered", "failed", "aborted"
+    "queued",
+    "generating",
+    "stepping",
+    "scoring",
+    "retried",
+    "done",
+    "filtered",
+    "failed",
+    "aborted",
 ]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -85,6 +93,8 @@ class Score:
 
 Reward = Callable[[Prompt, str], Score | float]
 """Scores the text of a reply to a prompt."""
+AsyncReward = Callable[[Prompt, str], Awaitable[Score | float]]
+"""One that others compute: worker processes, a judge."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,6 +115,8 @@ def role_memory(
         "critic": train_memory,  # its head is a little smaller
         "generate": engine_memory,
         "reference": reference_memory,
+        "judge": engine_memory,  # taken to be as large as the policy, like the next
+        "reward_model": reference_memory,
     }
     if name not in known:
         raise ValueError(f"the memory of role {name} is not known; known are {', '.join(known)}")

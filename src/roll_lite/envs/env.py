@@ -9,6 +9,10 @@ Observation = tuple[Message, ...]
 
 
 class Env(Protocol):
+    """`step_state`, where there is one, names what a step is in the life of a sample: `scoring` of
+    a question; `stepping` else.
+    """
+
     def reset(self, seed: int) -> tuple[Observation, dict]:
         """Start an episode: the opening messages and an info dictionary."""
 

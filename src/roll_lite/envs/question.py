@@ -1,26 +1,31 @@
 """A question as a one-turn environment: the reply ends the episode and is scored."""
 
+import inspect
 from collections.abc import Callable, Mapping
 
 from roll_lite.envs.env import Observation
-from roll_lite.types import Prompt, Reward, Score
+from roll_lite.types import AsyncReward, Prompt, Reward, Score
 
 
 class Question:
-    def __init__(self, prompt: Prompt, reward: Reward):
+    step_state = "scoring"
+
+    def __init__(self, prompt: Prompt, reward: Reward | AsyncReward):
         self.prompt, self.reward = prompt, reward
 
     def reset(self, seed: int) -> tuple[Observation, dict]:
         return self.prompt.messages, {}
 
-    def step(self, action: str) -> tuple[Observation, float, bool, bool, dict]:
+    async def step(self, action: str) -> tuple[Observation, float, bool, bool, dict]:
         score = self.reward(self.prompt, action)
+        if inspect.isawaitable(score):
+            score = await score
         if not isinstance(score, Score):
             score = Score(value=float(score))
         return (), score.value, True, False, {"parts": score.parts}
 
 
-def question_maker(rewards: Mapping[str, Reward]) -> Callable[[Prompt], Question]:
+def question_maker(rewards: Mapping[str, Reward | AsyncReward]) -> Callable[[Prompt], Question]:
     """Makes the environment of a prompt, with the reward of the prompt's domain."""
 
     def make(prompt: Prompt) -> Question:

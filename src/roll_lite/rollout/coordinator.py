@@ -12,7 +12,7 @@ run inside `collect`, which pumps the engine; what has ended is scored between t
 import asyncio
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
 from types import TracebackType
 from typing import Any
@@ -21,6 +21,7 @@ from roll_lite.chat import Chat
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.envs.env import Env
 from roll_lite.progress import ProgressBar
+from roll_lite.rollout.asking import Asking
 from roll_lite.rollout.in_flight import InFlight, SampleRunner, Visit
 from roll_lite.rollout.loops import LoopThread, PumpedLoop
 from roll_lite.rollout.options import RolloutOptions
@@ -44,12 +45,15 @@ class Coordinator:
         params: SamplingParams,
         options: RolloutOptions,
         seed: int,
+        asked: Sequence[Asking] = (),
     ):
         """`prompts` may have `state_dict` and `load_state_dict`, to go on where a run stopped.
 
         And `next_of(domain)`: then a group that is dropped is replaced by one of its domain.
+        `asked` are further engine roles that rewards ask, such as a judge.
         """
-        self._engines, self._prompts = engines, prompts
+        self._roles = [engines, *(asking.engines for asking in asked)]
+        self._prompts = prompts
         self._visits: Counter[str] = Counter()
         self._unfinished: list[Visit] = []
         """Were under way when a run stopped, and are generated again."""
@@ -62,16 +66,15 @@ class Coordinator:
         self._options = options
         self._version_gaps: list[int] = []
         self._loop = (
-            PumpedLoop(engines.pump, self._fail) if engines.is_alone else LoopThread(self._fail)
+            PumpedLoop(self._pump, self._fail) if engines.is_alone else LoopThread(self._fail)
         )
         # Thousands of short-lived objects a second: what is here already need not be looked through
         # at each collection of garbage.
         gc.collect()
         gc.freeze()
-        engines.listen(
-            lambda *report: self._loop.call(self._on_report, *report),
-            lambda error: self._loop.call(self._lose, error),
-        )
+        self._replicas.listen(self._loop)
+        for asking in asked:
+            asking.join(self._loop, self._fail)
 
     def __enter__(self) -> "Coordinator":
         return self
@@ -87,7 +90,8 @@ class Coordinator:
     def close(self) -> None:
         """Abort what is under way, and end the thread."""
         gc.unfreeze()
-        self._engines.stop_listening()
+        for role in self._roles:
+            role.stop_listening()
         self._loop.call(self._groups.stop)
         self._loop.close()
 
@@ -194,16 +198,10 @@ class Coordinator:
             "prompts": self._prompts.state_dict() if has_state else None,
         }
 
-    def _on_report(self, replica: int, *report: Any) -> None:
-        try:
-            self._replicas.on_report(replica, *report)
-        except Exception as error:  # of any kind: the recipe has to hear of it
-            self._fail(error)
-
-    def _lose(self, error: BaseException) -> None:
-        """A rank is gone, and with it the cluster."""
-        self._replicas.is_lost = True
-        self._fail(error)
+    def _pump(self) -> bool:
+        """In a world of one: let every engine do a piece of work."""
+        is_busy = [role.pump() for role in self._roles]  # all of them, whatever the first says
+        return any(is_busy)
 
     def _fail(self, error: BaseException) -> None:
         self._groups.fail(error)

@@ -15,6 +15,7 @@ from roll_lite.cluster.errors import RoleError
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.engine.sequence import Request
 from roll_lite.engine.service import Answers, Load
+from roll_lite.rollout.loops import LoopThread, PumpedLoop
 from roll_lite.rollout.options import RolloutOptions
 
 MAX_FAILURES = 3  # of a replica, one after the other
@@ -86,11 +87,26 @@ class Replicas:
             self._dispatch()
         return asked
 
-    def on_report(self, replica: int, kind: str, *args: Any) -> None:
-        if kind == "failed":
-            self._on_failed(replica, *args)
-        else:
-            self._on_answers(replica, *args)
+    def listen(self, loop: LoopThread | PumpedLoop) -> None:
+        """Have what the engines report brought into the event loop."""
+        self._engines.listen(
+            lambda *report: loop.call(self._on_report, *report),
+            lambda error: loop.call(self._lose, error),
+        )
+
+    def _on_report(self, replica: int, kind: str, *args: Any) -> None:
+        try:
+            if kind == "failed":
+                self._on_failed(replica, *args)
+            else:
+                self._on_answers(replica, *args)
+        except Exception as error:  # of any kind: the recipe has to hear of it
+            self._on_fault(error)
+
+    def _lose(self, error: BaseException) -> None:
+        """A rank is gone, and with it the cluster."""
+        self.is_lost = True
+        self._on_fault(error)
 
     def _dispatch(self) -> None:
         """Give waiting requests to replicas with room, first come first served."""

@@ -43,7 +43,7 @@ async def run_sample(
             if turn.finish_reason == "error":
                 raise ArithmeticError("the model gave logits that are not finite")
             sample.reply = chat.decode(turn.token_ids)
-            sample.enter("stepping", version())
+            sample.enter(getattr(env, "step_state", "stepping"), version())
             messages, reward, is_over, info = await _step(sample, env, max_retries, on_retry)
             total += reward
             parts.update(info.get("parts", {}))

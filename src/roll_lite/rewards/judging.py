@@ -1,0 +1,45 @@
+"""What a judge is asked about a reply, and what counts as its verdict."""
+
+import re
+from collections.abc import Mapping
+
+from roll_lite.types import Message, Prompt
+
+VERDICTS: Mapping[str, float] = {"yes": 1.0, "no": 0.0}
+QUESTION = """\
+Is the answer right? Compare it with the reference; how it is worded does not matter.
+
+Question:
+{question}
+
+Reference:
+{reference}
+
+Answer:
+{answer}
+
+Think if you need to. The last line of your reply must be one word: yes or no."""
+
+
+class VerdictError(ValueError):
+    """A judge did not say what it was asked for."""
+
+
+def judge_messages(prompt: Prompt, reply: str) -> tuple[Message, ...]:
+    """The question, its reference and the answer, as one message to a judge."""
+    question = "\n\n".join(message["content"] for message in prompt.messages)
+    text = QUESTION.format(question=question, reference=prompt.ground_truth, answer=reply)
+    return ({"role": "user", "content": text},)
+
+
+def parse_verdict(text: str, verdicts: Mapping[str, float] = VERDICTS) -> float:
+    """What the last line is worth. It has to be a verdict and nothing else but signs around it."""
+    lines = text.strip().splitlines()
+    word = re.sub(r"^\W+|\W+$", "", lines[-1]).casefold() if lines else ""
+    if word not in verdicts:
+        raise VerdictError(
+            f"the judge's last line is {lines[-1][:80]!r} instead of {' or '.join(verdicts)}"
+            if lines
+            else "the judge said nothing"
+        )
+    return verdicts[word]
