@@ -158,7 +158,8 @@ def test_hanging_programs_take_their_time_and_no_more(judge, monkeypatch):
     short = partial(judge, limits=Limits(seconds=0.4))
     assert short(prompt, endless).value == 0 and len(runs) == 1
     assert short(prompt, endless, partial=True, seconds=1.0).value == 0
-    assert [round(run["limits"].seconds, 1) for run in runs[1:]] == [0.4, 0.4, 0.2]
+    first, second, third = (run["limits"].seconds for run in runs[1:])
+    assert first == second == 0.4 and third <= 0.2
 
 
 def test_a_broken_sandbox_is_not_a_wrong_answer(judge, monkeypatch):

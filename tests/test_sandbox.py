@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 
@@ -266,7 +267,9 @@ def test_flood_of_every_descriptor(sandbox):
             except OSError:
                 pass
     """
-    assert sandbox.run(dedent(program), tests="assert False", limits=QUICK).kind == "output"
+    flood = partial(sandbox.run, dedent(program), limits=QUICK)
+    assert flood(tests="assert False").kind == "error"
+    assert flood(tests="assert False", tests_apart=False).kind == "output"
     assert sandbox.run("print(1)").stdout == "1\n"
 
 
@@ -527,9 +530,11 @@ TESTS = "def check(g):\n    assert all([g(3) == 9, g(4) == 16])\ncheck(f)\n"
 
 
 @pytest.mark.parametrize("name", CHEATS)
-def test_only_tests_that_ran_count(full, name):
-    assert full.run("def f(x): return x * x", tests=TESTS).kind == "ok"
-    assert full.run(CHEATS[name], tests=TESTS, limits=Limits(seconds=3)).kind != "ok"
+@pytest.mark.parametrize("tests_apart", [True, False])
+def test_only_tests_that_ran_count(sandbox, name, tests_apart):
+    run = partial(sandbox.run, tests=TESTS, tests_apart=tests_apart, limits=Limits(seconds=3))
+    assert run("def f(x): return x * x").kind == "ok"
+    assert run(CHEATS[name]).kind != "ok"
 
 
 # The sandbox itself

@@ -1,6 +1,6 @@
 """Rewards for programs: the reply's code is run against the prompt's tests, in the sandbox.
 
-A test is {"code": "assert ..."}, which runs after the program and among its names, or
+A test is {"code": "assert ..."}, which runs after the program and with its names, or
 {"input": stdin, "output": what the program must print}. For the options, as a reward of its own:
 functools.partial(passes_tests, partial=True).
 """
@@ -32,11 +32,13 @@ def passes_tests(
     seconds: float = 8.0,
     limits: Limits = Limits(seconds=4.0),  # noqa: B008 (it is frozen)
     isolation: Isolation = "full",
+    tests_apart: bool = True,
 ) -> Score:
     """1 when the last code block passes all tests, else 0; with `partial` the share that it passes.
 
     `limits` are those of one test. `seconds` are for all of them: what has not passed by then has
-    failed. It should stay below the workers' own, which make an error of it.
+    failed. It should stay below the workers' own, which make an error of it. Tests of code run in
+    a process of their own, or, with tests_apart=False, in the program's (see `Sandbox.run`).
     """
     tests = [_checked(prompt, index) for index in range(len(prompt.tests))]
     if not tests:
@@ -50,7 +52,9 @@ def passes_tests(
         if left <= 0:
             break
         within = replace(limits, seconds=min(limits.seconds, left))
-        has_passed = _passes(source, test, within, isolation)
+        has_passed = _passes(
+            source, test, limits=within, isolation=isolation, tests_apart=tests_apart
+        )
         num_passed += has_passed
         if not (has_passed or partial):
             break
@@ -67,11 +71,11 @@ def last_code_block(reply: str) -> str | None:
     return textwrap.dedent(blocks[-1]) if blocks else None
 
 
-def _passes(source: str, test: dict[str, Any], limits: Limits, isolation: Isolation) -> bool:
+def _passes(source: str, test: dict[str, str], *, tests_apart: bool, **how: Any) -> bool:
     if "code" in test:
-        outcome = run_program(source, tests=test["code"], limits=limits, isolation=isolation)
+        outcome = run_program(source, tests=test["code"], tests_apart=tests_apart, **how)
         return outcome.kind == "ok"
-    outcome = run_program(source, stdin=test["input"], limits=limits, isolation=isolation)
+    outcome = run_program(source, stdin=test["input"], **how)
     return outcome.kind == "ok" and _lines(outcome.stdout) == _lines(test["output"])
 
 

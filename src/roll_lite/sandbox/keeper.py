@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-from roll_lite.sandbox.harness import OUT_OF_MEMORY, run_and_exit
+from roll_lite.sandbox.harness import CANNOT_CROSS, OUT_OF_MEMORY, run_and_exit
 from roll_lite.sandbox.isolation import Namespaces, ResourceLimits
 from roll_lite.sandbox.processes import exit_code
 from roll_lite.sandbox.program import Job, Kind, Outcome, SandboxError
@@ -61,8 +61,7 @@ class Keeper:
         except BaseException as error:
             os.write(2, f"{type(error).__name__}: {error}".encode())
             os._exit(1)
-        token = self._token
-        run_and_exit(self._job, on_passed=lambda: os.write(note, token))
+        run_and_exit(self._job, note, self._token)
 
     def _watch(self, pid: int, deadline: float) -> Kind | None:
         """Until the program ends, or breaks the limit that is returned, or nobody waits for it."""
@@ -102,6 +101,8 @@ class Keeper:
         stdout, stderr, note = self._printed.values()
         if not note.startswith(_STARTED):
             raise SandboxError(f"the program was not started: {_text(stderr)}")
+        if code == CANNOT_CROSS and self._job.tests and self._job.tests_apart:
+            raise SandboxError(f"{_text(stderr).strip()}; run such tests with tests_apart=False")
         has_passed = not self._job.tests or note == _STARTED + self._token
         if broken_limit is None and code == 0 and not has_passed:
             stderr += b"the program ended before its tests did\n"

@@ -24,7 +24,7 @@ class Limits:
     memory_mib: int = 512
     """Address space of each process, the interpreter's own 30 MiB included."""
     processes: int = 16
-    """Processes and threads at a time."""
+    """Processes and threads at a time, that of the tests included."""
     output_kib: int = 1024
     """Standard output and standard error together."""
     disk_mib: int = 64
@@ -35,16 +35,18 @@ class Limits:
     def __post_init__(self):
         above(0, self, "seconds")
         at_least(64, self, "memory_mib")
-        at_least(1, self, "processes", "output_kib", "disk_mib")
+        at_least(2, self, "processes")
+        at_least(1, self, "output_kib", "disk_mib")
         at_least(8, self, "open_files")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Job:
     """One run, as it travels to the process that does it."""
 
     source: str
     tests: str
+    tests_apart: bool
     stdin: str
     limits: Limits
 

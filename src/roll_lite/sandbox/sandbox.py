@@ -31,11 +31,14 @@ def run_program(
     *,
     stdin: str = "",
     tests: str = "",
+    tests_apart: bool = True,
     limits: Limits = Limits(),  # noqa: B008 (it is frozen)
     isolation: Isolation = "full",
 ) -> Outcome:
     """Run a Python program once. See `Sandbox`, of which each process has one for this."""
-    return _sandbox_of_this_process(isolation).run(source, stdin=stdin, tests=tests, limits=limits)
+    return _sandbox_of_this_process(isolation).run(
+        source, stdin=stdin, tests=tests, tests_apart=tests_apart, limits=limits
+    )
 
 
 class Sandbox:
@@ -76,10 +79,16 @@ class Sandbox:
         *,
         stdin: str = "",
         tests: str = "",
+        tests_apart: bool = True,
         limits: Limits = Limits(),  # noqa: B008
     ) -> Outcome:
-        """`tests` is code that runs after the program, among its names; it must come to its end."""
-        job = Job(source=source, stdin=stdin, tests=tests, limits=limits)
+        """`tests` is code that runs after the program, with its names; it must come to its end.
+
+        It runs in a process of its own, which the program cannot reach, and gets data from it
+        (see `remote.py`). With tests_apart=False it runs in the program's own process, as if it
+        stood there: any test will do, and a program that wants to deceive it can.
+        """
+        job = Job(source=source, stdin=stdin, tests=tests, tests_apart=tests_apart, limits=limits)
         with self._lock:
             with suppress(BrokenPipeError):  # no answer will come, and that is what is reported
                 self._zygote.send(job)
