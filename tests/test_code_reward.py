@@ -9,12 +9,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from sandbox_processes import sandbox_processes
 
 from roll_lite.rewards import code
 from roll_lite.rewards.code import last_code_block, passes_tests
 from roll_lite.sandbox.program import Limits, SandboxError, SandboxUnavailable
 from roll_lite.sandbox.sandbox import Sandbox
 from roll_lite.types import Prompt
+from roll_lite.workers.errors import RewardTimeout
 from roll_lite.workers.pool import RewardWorkers
 
 HUMANEVAL = os.environ.get("ROLL_LITE_HUMANEVAL")
@@ -217,6 +219,20 @@ def test_in_workers(judge):
         scores = asyncio.run(score_all(workers))
         assert workers.metrics()["reward/errors"] == 0
     assert [score.value for score in scores] == [0, 0, 0, 1, 0, 0, 0, 0]
+
+
+def test_a_worker_takes_its_sandbox_along(judge):
+    prompt = make_prompt("assert f(3) == 9")
+    endless = reply("def f(x):\n    while True: pass")
+    before = sandbox_processes()
+    with RewardWorkers({"code": judge}, num_workers=1, seconds=1.0) as workers:
+        with pytest.raises(RewardTimeout):
+            asyncio.run(workers.score(prompt, endless))
+        assert sandbox_processes() <= before
+        right = asyncio.run(workers.score(prompt, reply("def f(x): return x * x")))
+        assert right.value == 1
+        assert len(sandbox_processes() - before) == 1
+    assert sandbox_processes() <= before
 
 
 def changed(value):

@@ -208,7 +208,7 @@ DECEIVERS = {
         "        for value in list(frame.f_locals.values()):\n"
         "            for text in (value, getattr(value, 'tests', ''), getattr(\n"
         "                    getattr(value, '_job', None), 'tests', '')):\n"
-        "                if isinstance(text, str) and ''.join(['f(1', '.5)']) in text: return 2.25\n"
+        "                if ''.join(['f(1', '.5)']) in str(text)[:1000]: return 2.25\n"
         "        frame = frame.f_back\n    return 0.0"
     ),
     "reads all objects": (

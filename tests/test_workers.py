@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from textwrap import dedent
 
@@ -231,8 +230,8 @@ def test_broken_rewards_are_told_apart(num_workers):
         metrics = workers.metrics()
     broken = [isinstance(result, RewardsBroken) for result in results]
     assert sum(broken) == 151 and issubclass(RewardsBroken, RuntimeError)
-    text = str(next(r for r in results if isinstance(r, RewardsBroken)))
-    assert re.search(r"2[45] of the last 50 rewards failed, more than max_error_share=0\.2", text)
+    first = r"\d+ of the last 50 rewards failed, more than max_error_share=0\.2"
+    (text,) = (str(result) for result in results if re.match(first, str(result)))
     example = r"- prompt p\d+, reply 'raise wrong': worker_rewards\.OwnError: wrong"
     assert len(re.findall(example, text)) == 3
     assert (metrics["reward/calls"], metrics["reward/errors"]) == (200, 100)
@@ -261,25 +260,6 @@ def test_inline():
     assert seen == [os.getpid()] * 2
 
 
-def test_partial_functions_travel():
-    with RewardWorkers({"do": partial(do)}, num_workers=1) as workers:
-        assert score(workers, "ok").value == 1
-
-
-def test_what_cannot_be_imported_is_refused():
-    def local(prompt, reply):
-        return 1.0
-
-    for reward, reason in (
-        (lambda prompt, reply: 1.0, "is a lambda"),
-        (local, "is defined inside a function"),
-        (partial(local), "is defined inside a function"),
-        (threading.Lock().acquire, "cannot be pickled"),
-    ):
-        with pytest.raises(ValueError, match=rf"rewards\['x'\].*{reason}.*num_workers=0"):
-            RewardWorkers({"x": reward})
-
-
 @pytest.mark.parametrize(
     "options",
     [{"num_workers": -1}, {"seconds": 0}, {"memory_gib": 0}, {"max_error_share": 2}],
@@ -287,102 +267,6 @@ def test_what_cannot_be_imported_is_refused():
 def test_options_are_checked(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))}="):
         RewardWorkers({"do": do}, **options)
-
-
-def run_script(folder, script, *arguments):
-    """A recipe of its own, started as a user does."""
-    path = folder / "recipe.py"
-    path.write_text(dedent(script))
-    done = subprocess.run(
-        [sys.executable, path, *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(TESTS.parent / "src")},
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_rewards_of_the_recipe_itself(tmp_path):
-    """Which is imported once, by the parent of the workers, and not run again."""
-    script = """
-        import asyncio, os, sys
-        from dataclasses import dataclass
-        from roll_lite.types import Prompt
-        from roll_lite.workers.pool import RewardWorkers
-
-        print("imported as", __name__, flush=True)
-
-        @dataclass
-        class Own(Exception):
-            text: str
-
-        def mine(prompt, reply):
-            if reply == "raise":
-                raise Own("mine")
-            return os.getppid()
-
-        async def main():
-            prompt = Prompt(id="p", messages=(), domain="d", ground_truth="")
-            with RewardWorkers({"d": mine}, num_workers=3) as workers:
-                scores = await asyncio.gather(*(workers.score(prompt, "x") for _ in range(50)))
-                print("parents", len({score.value for score in scores}))
-                try:
-                    await workers.score(prompt, "raise")
-                except Own as error:
-                    print("caught", error.text, type(error).__module__)
-
-        if __name__ == "__main__":
-            print("runs")
-            asyncio.run(main())
-    """
-    assert run_script(tmp_path, script).splitlines() == [
-        "imported as __main__",
-        "runs",
-        "imported as __mp_main__",
-        "parents 1",
-        "caught mine __main__",
-    ]
-
-
-def test_a_recipe_that_imports_torch(tmp_path):
-    """Slow to start, once; no thread runs when workers are forked, and torch works in them."""
-    script = """
-        import asyncio, os, time
-        import torch
-        from roll_lite.types import Prompt, Score
-        from roll_lite.workers.pool import RewardWorkers
-
-        THREADS_AFTER_IMPORT = len(os.listdir("/proc/self/task"))
-        START = time.monotonic()
-
-        def mine(prompt, reply):
-            total = torch.ones(300, 300).mm(torch.ones(300, 300)).sum().item()
-            return Score(value=total, parts={"threads": THREADS_AFTER_IMPORT})
-
-        async def main():
-            prompt = Prompt(id="p", messages=(), domain="d", ground_truth="")
-            with RewardWorkers({"d": mine}, num_workers=2, seconds=20) as workers:
-                print(await asyncio.gather(*(workers.score(prompt, "x") for _ in range(8))))
-
-        if __name__ == "__main__":
-            asyncio.run(main())
-    """
-    expected = [Score(value=300.0**3, parts={"threads": 1.0})] * 8
-    assert run_script(tmp_path, script).strip() == str(expected)
-
-
-def test_a_reward_whose_module_fails(tmp_path, monkeypatch):
-    (tmp_path / "failing_module.py").write_text(
-        "import sys\ndef mine(prompt, reply): return 1\n"
-        "if 'pytest' not in sys.modules: raise OSError('no dictionary here')\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    from failing_module import mine
-
-    with pytest.raises(RuntimeError, match="no dictionary here"):
-        RewardWorkers({"x": mine})
 
 
 def test_a_supervisor_that_was_killed():

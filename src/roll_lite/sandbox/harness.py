@@ -32,7 +32,7 @@ OUT_OF_MEMORY = 86
 CANNOT_CROSS = 87
 """Exit code of tests that can only run together with the program."""
 _FILE = "program.py"
-_GRACE = 0.5
+_GRACE = 0.2
 """Seconds in which a program that has closed its connection may end."""
 
 

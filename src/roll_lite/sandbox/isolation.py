@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import tempfile
+from contextlib import suppress
 
 from roll_lite.sandbox import kernel
 from roll_lite.sandbox.jail import (
@@ -57,7 +58,8 @@ class Namespaces:
         uid, gid = os.geteuid(), os.getegid()
         kernel.unshare(kernel.NEW_USER)
         kernel.map_user(NOBODY, uid, gid, self._proc)
-        kernel.write_file("sys/user/max_user_namespaces", "0", self._proc)
+        with suppress(OSError):  # where /proc/sys is read-only: the program gains nothing by them
+            kernel.write_file("sys/user/max_user_namespaces", "0", self._proc)
         kernel.set_inspectable(False)
         kernel.die_with_parent()
         program = os.fork()
@@ -91,6 +93,7 @@ class ResourceLimits:
         os.chdir(self._folder)
         os.setsid()
         kernel.die_with_parent()
+        kernel.set_inspectable(False)
         set_limits(limits, max_tasks=limits.processes + num_tasks_of(os.geteuid()) - 1)
         kernel.forbid_new_privileges()
 

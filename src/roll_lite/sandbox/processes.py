@@ -21,8 +21,9 @@ def end_tree(pid: int) -> int:
 
 def end_orphans(known: Collection[int] = ()) -> None:
     """Kill all children of this process but the known, with all that they started."""
-    _end(lambda: _below(os.getpid(), known))
+    # A look can miss a process whose parent ends meanwhile; it is our child then, and seen next.
     while orphans := _children(os.getpid(), _parents()) - set(known):
+        _end(lambda found=orphans: found | _below(os.getpid(), known))
         for pid in orphans:
             os.waitpid(pid, 0)
 

@@ -35,7 +35,8 @@ PRELOADED = (
 
 def serve(descriptor: int, isolation: str) -> None:
     """Run the jobs that come, one after the other; the first answer says what is missing."""
-    client = Connection(descriptor)
+    client = Connection(os.dup(descriptor))  # a low number, among those that programs lose
+    os.close(descriptor)
     for name in PRELOADED:
         import_module(name)
     missing, place = {}, ResourceLimits()
