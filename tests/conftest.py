@@ -15,6 +15,8 @@ import transformers
 
 from roll_lite.cluster.groups import start_alone
 from roll_lite.models.tiny import build_tiny
+from roll_lite.sandbox.program import SandboxUnavailable
+from roll_lite.sandbox.sandbox import Sandbox
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 sys.path.insert(0, str(RECIPES))
@@ -103,6 +105,28 @@ def imitator(tiny_folder, tmp_path_factory):
     )  # fmt: skip
     sft.main(cfg)
     return run_dir
+
+
+@pytest.fixture(scope="session")
+def full():
+    """The sandbox, where the kernel has all that it needs."""
+    try:
+        sandbox = Sandbox("full")
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+    with sandbox:
+        yield sandbox
+
+
+@pytest.fixture(scope="session")
+def rlimits():
+    with Sandbox("rlimits") as sandbox:
+        yield sandbox
+
+
+@pytest.fixture(params=["full", "rlimits"])
+def sandbox(request):
+    return request.getfixturevalue(request.param)
 
 
 def run_recipe(recipe, *arguments, num_ranks=1):

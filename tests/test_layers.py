@@ -11,14 +11,25 @@ SOURCE = Path(__file__).parent.parent / "src" / "roll_lite"
 LAYERS = [  # top first; a name may import names below its line, and within its own package
     {"on_policy", "reward_roles"},
     {"rollout", "train", "sync", "report"},
-    {"cluster", "engine", "data"},
+    {"cluster", "engine", "data", "workers"},
     {"models", "envs", "chat", "tasks"},
     {"rewards", "kernels"},
+    {"sandbox"},
     {"types", "progress", "checks"},
 ]
 # Siblings that may meet: sync is where trainer and engine do.
 ALLOWED = {("sync", "train")}
-TORCH_FREE = ("types", "progress", "checks", "tasks", "data", "rewards", "envs")
+TORCH_FREE = (
+    "types",
+    "progress",
+    "checks",
+    "tasks",
+    "data",
+    "rewards",
+    "envs",
+    "sandbox",
+    "workers",
+)
 
 
 def part_of(module: str) -> str:

@@ -1,0 +1,84 @@
+"""How many programs a second the sandbox runs, and how many calls a second reward workers answer.
+
+python scripts/bench_sandbox.py --sandboxes 2
+
+Every sandbox is a zygote of its own, driven by a thread. The last line is JSON.
+"""
+
+import asyncio
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from statistics import median
+
+import tyro
+
+from roll_lite.rewards.math import last_number
+from roll_lite.sandbox.sandbox import Sandbox
+from roll_lite.types import Prompt
+from roll_lite.workers.pool import RewardWorkers
+
+
+@dataclass(kw_only=True)
+class Config:
+    programs: int = 200
+    """Trivial programs of one measurement, over all sandboxes."""
+    sandboxes: int = 2
+    """Programs that run at a time."""
+    isolation: str = "full"
+    """full or rlimits."""
+    calls: int = 2000
+    """Calls of a trivial reward, all asked at once."""
+    workers: int = 2
+    """Reward workers."""
+    repeats: int = 3
+    """Measurements, of which the median counts, after one that is not counted."""
+
+
+def run_all(sandboxes: list[Sandbox], num_programs: int) -> None:
+    def run(index: int) -> None:
+        for number in range(index, num_programs, len(sandboxes)):
+            outcome = sandboxes[index].run(f"print({number})")
+            assert outcome.stdout == f"{number}\n", outcome
+
+    with ThreadPoolExecutor(len(sandboxes)) as threads:
+        list(threads.map(run, range(len(sandboxes))))
+
+
+async def score_all(workers: RewardWorkers, num_calls: int) -> None:
+    prompt = Prompt(id="p", messages=(), domain="math", ground_truth="4")
+    scores = await asyncio.gather(*(workers.score(prompt, "2 + 2 = 4") for _ in range(num_calls)))
+    assert all(score.value == 1 for score in scores)
+
+
+def seconds(action, repeats: int) -> float:
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return median(times[1:])
+
+
+def main(cfg: Config) -> dict[str, float]:
+    start = time.perf_counter()
+    sandboxes = [Sandbox(cfg.isolation) for _ in range(cfg.sandboxes)]
+    results = {"sandbox_start_ms": 1e3 * (time.perf_counter() - start) / cfg.sandboxes}
+    taken = seconds(lambda: run_all(sandboxes, cfg.programs), cfg.repeats)
+    results["programs_per_second"] = cfg.programs / taken
+    for sandbox in sandboxes:
+        sandbox.close()
+    start = time.perf_counter()
+    with RewardWorkers({"math": last_number}, num_workers=cfg.workers) as workers:
+        results["workers_start_ms"] = 1e3 * (time.perf_counter() - start)
+        taken = seconds(lambda: asyncio.run(score_all(workers, cfg.calls)), cfg.repeats)
+    results["calls_per_second"] = cfg.calls / taken
+    return {name: round(value, 1) for name, value in results.items()}
+
+
+if __name__ == "__main__":
+    results = main(tyro.cli(Config, description=__doc__.split("\n\n")[0]))
+    for name, value in results.items():
+        print(f"{name:32} {value:>10}")
+    print(json.dumps(results))

@@ -1,0 +1,1 @@
+"""Untrusted Python programs, each run once in a process that can reach nothing. No torch here."""

@@ -1,0 +1,126 @@
+"""Watches one program: feeds it, reads what it prints, and ends it at its limits."""
+
+import os
+import secrets
+import selectors
+import signal
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+from roll_lite.sandbox.harness import CANNOT_CROSS, OUT_OF_MEMORY, run_and_exit
+from roll_lite.sandbox.isolation import Namespaces, ResourceLimits
+from roll_lite.sandbox.processes import exit_code
+from roll_lite.sandbox.program import Job, Kind, Outcome, SandboxError
+
+_STARTED = b"+"
+_CHUNK = 1 << 16
+MAX_DESCRIPTORS = 256
+
+
+class Keeper:
+    def __init__(self, job: Job, place: Namespaces | ResourceLimits, client: Connection):
+        self._job, self._place, self._client = job, place, client
+        self._token = secrets.token_bytes(16)
+        """What the tests' end is told with: known to no program beforehand."""
+        self._printed: dict[int, bytearray] = {}
+        """By the reading end of a pipe."""
+
+    def run(self) -> Outcome:
+        """Raises SandboxError where the program could not be started."""
+        self._place.prepare(self._job.limits)
+        stdin = os.memfd_create("stdin")
+        with open(stdin, "wb", closefd=False) as file:
+            file.write(self._job.stdin.encode(errors="surrogatepass"))
+        os.lseek(stdin, 0, os.SEEK_SET)
+        reading, writing = zip(*(os.pipe() for _ in range(3)), strict=True)
+        start = time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            self._become_program(stdin, *writing)
+        for descriptor in (stdin, *writing):
+            os.close(descriptor)
+        self._printed = {descriptor: bytearray() for descriptor in reading}
+        broken_limit = self._watch(pid, start + self._job.limits.seconds)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        code = exit_code(os.waitpid(pid, 0)[1])
+        self._place.clean()
+        seconds = time.monotonic() - start
+        self._drain()
+        return self._outcome(code, broken_limit, seconds)
+
+    def _become_program(self, stdin: int, stdout: int, stderr: int, note: int) -> None:
+        try:
+            for descriptor, target in ((stdin, 0), (stdout, 1), (stderr, 2)):
+                os.dup2(descriptor, target)
+            self._place.enter(self._job.limits)
+            os.closerange(3, note)
+            os.closerange(note + 1, MAX_DESCRIPTORS)
+            os.write(note, _STARTED)
+        except BaseException as error:
+            os.write(2, f"{type(error).__name__}: {error}".encode())
+            os._exit(1)
+        run_and_exit(self._job, note, self._token)
+
+    def _watch(self, pid: int, deadline: float) -> Kind | None:
+        """Until the program ends, or breaks the limit that is returned, or nobody waits for it."""
+        end = os.pidfd_open(pid)
+        most = (self._job.limits.output_kib << 10) + len(_STARTED + self._token)
+        with selectors.DefaultSelector() as selector:
+            for descriptor in (*self._printed, end, self._client.fileno()):
+                selector.register(descriptor, selectors.EVENT_READ)
+            while ready := selector.select(max(0.0, deadline - time.monotonic())):
+                descriptors = {key.fd for key, _ in ready}
+                for descriptor in descriptors & self._printed.keys():
+                    if not self._read(descriptor):
+                        selector.unregister(descriptor)
+                if self._num_printed() > most:
+                    return "output"
+                if descriptors & {end, self._client.fileno()}:
+                    return None
+        return "timeout"
+
+    def _read(self, descriptor: int) -> bool:
+        chunk = os.read(descriptor, _CHUNK)
+        self._printed[descriptor] += chunk
+        return bool(chunk)
+
+    def _num_printed(self) -> int:
+        return sum(map(len, self._printed.values()))
+
+    def _drain(self) -> None:
+        """Everybody who could write has ended."""
+        for descriptor in self._printed:
+            os.set_blocking(descriptor, False)
+            with suppress(BlockingIOError):
+                while self._read(descriptor):
+                    pass
+
+    def _outcome(self, code: int, broken_limit: Kind | None, seconds: float) -> Outcome:
+        stdout, stderr, note = self._printed.values()
+        if not note.startswith(_STARTED):
+            raise SandboxError(f"the program was not started: {_text(stderr)}")
+        if code == CANNOT_CROSS and self._job.tests and self._job.tests_apart:
+            raise SandboxError(f"{_text(stderr).strip()}; run such tests with tests_apart=False")
+        has_passed = not self._job.tests or note == _STARTED + self._token
+        if broken_limit is None and code == 0 and not has_passed:
+            stderr += b"the program ended before its tests did\n"
+        return Outcome(
+            kind=broken_limit or _kind(code, has_passed),
+            stdout=_text(stdout),
+            stderr=_text(stderr),
+            seconds=seconds,
+        )
+
+
+def _kind(code: int, has_passed: bool) -> Kind:
+    if code == 128 + signal.SIGXCPU:
+        return "timeout"
+    if code in (OUT_OF_MEMORY, 128 + signal.SIGKILL):  # the kernel kills for want of memory
+        return "memory"
+    return "ok" if code == 0 and has_passed else "error"
+
+
+def _text(printed: bytearray) -> str:
+    return printed.decode(errors="replace")

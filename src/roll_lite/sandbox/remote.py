@@ -1,0 +1,249 @@
+"""Calls between a program and its tests, which run in two processes.
+
+Tests hold the program's functions and objects as `Remote`s, and what these give them is data. No
+code of the program meets a value that the tests expect: a `Remote` equals no data, whatever the
+program says of it, and what the program patches is patched in its own process.
+"""
+
+import builtins
+import operator
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import Any
+
+from roll_lite.sandbox.values import dumps, loads
+
+_LONGEST = 64 << 20
+"""Bytes of a message."""
+
+
+class OtherSideEnded(BaseException):
+    """Not an Exception: tests that expect one must not take this for it."""
+
+
+class CannotCross(BaseException):
+    """The tests hand the program what is neither data nor a function."""
+
+
+def _call(function: Callable, *args: Any, **keywords: Any) -> Any:
+    return function(*args, **keywords)
+
+
+OF_ONE = {
+    "__call__": _call, "__getattr__": getattr, "__setattr__": setattr,
+    "__getitem__": operator.getitem, "__setitem__": operator.setitem,
+    "__delitem__": operator.delitem, "__len__": len, "__iter__": iter, "__next__": next,
+    "__bool__": bool, "__str__": str, "__repr__": repr, "__hash__": hash, "__int__": int,
+    "__float__": float, "__index__": operator.index, "__round__": round, "__abs__": abs,
+    "__neg__": operator.neg,
+    "__enter__": lambda manager: manager.__enter__(),
+    "__exit__": lambda manager, *error: manager.__exit__(None, None, None),
+}  # fmt: skip
+"""What tests may ask of any object of the program."""
+OF_TWO = {
+    name: getattr(operator, name)
+    for name in (
+        *("__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__add__", "__sub__", "__mul__"),
+        *("__truediv__", "__floordiv__", "__mod__", "__pow__", "__matmul__"),
+        *("__and__", "__or__", "__xor__"),
+    )
+}
+"""What they may ask of two of them, not of one and data: that would tell the program the data."""
+
+
+class Remote:
+    """Something that is in the other process."""
+
+    def __init__(self, link: "Link", number: int):
+        vars(self).update(_remote_link=link, _remote_number=number)
+
+    def __contains__(self, wanted: object) -> bool:
+        return any(item is wanted or item == wanted for item in self)
+
+    def __instancecheck__(self, value: object) -> bool:
+        is_theirs = isinstance(value, Remote)
+        return is_theirs and bool(self._remote_link.request("isinstance", value, self))
+
+
+def _special_method(name: str, *, needs_two: bool) -> Callable:
+    def method(self: Remote, *operands: Any, **keywords: Any) -> Any:
+        if needs_two and not isinstance(operands[0], Remote):
+            return NotImplemented
+        return self._remote_link.request(name, self, *operands, **keywords)
+
+    return method
+
+
+for _name in OF_ONE:
+    setattr(Remote, _name, _special_method(_name, needs_two=False))
+for _name in OF_TWO:
+    setattr(Remote, _name, _special_method(_name, needs_two=True))
+
+
+class Link:
+    """One end of the conversation: it asks, and answers what it is asked while it waits."""
+
+    def __init__(self, connection: Connection, operations: Mapping[str, Callable]):
+        self._connection, self._operations = connection, operations
+        self._objects: list[Any] = []
+        """What the other side has heard of; they stay, so that an id means one of them."""
+        self._numbers: dict[int, int] = {}
+        self._remotes: dict[int, Any] = {}
+        self._errors: dict[type, int] = {}
+        """Numbers over there of exceptions that have a stand-in here."""
+
+    def request(self, operation: str, *operands: Any, **keywords: Any) -> Any:
+        self._send("do", operation, list(operands), keywords)
+        return self.await_answer(operands)
+
+    def await_answer(self, operands: tuple = ()) -> Any:
+        """The other side may change lists and the like that it was given."""
+        while True:
+            kind, *content = self._receive()
+            if kind == "do":
+                self._answer(*content)
+            elif kind == "raised":
+                raise _exception(*content)
+            else:
+                result, changes = content
+                for index, value in changes:
+                    _overwrite(operands[index], value)
+                return result
+
+    def tell(self, value: Any, changes: list[tuple[int, Any]] | None = None) -> None:
+        self._send("value", value, changes or [])
+
+    def perform(self, operation: str, operands: list, keywords: dict) -> Any:
+        return self._operations[operation](*operands, **keywords)
+
+    def refer(self, value: Any) -> list:
+        """See `follow`, on the other side."""
+        if isinstance(value, Remote):
+            return ["yours", value._remote_number]
+        if isinstance(value, ModuleType):
+            return ["module", value.__name__]
+        if isinstance(value, type):
+            if getattr(builtins, value.__name__, None) is value:
+                return ["builtin", value.__name__]
+            if value in self._errors:
+                return ["yours", self._errors[value]]
+        number = self._numbers.setdefault(id(value), len(self._objects))
+        if number == len(self._objects):
+            self._objects.append(value)
+        if isinstance(value, type) and issubclass(value, Exception):
+            return ["error", number, value.__name__, _builtin_base(value).__name__]
+        return ["mine", number]
+
+    def follow(self, reference: list) -> Any:
+        kind, name, *more = reference
+        if kind == "yours":
+            return self._objects[name]
+        if kind == "module":
+            return _standard_module(name)
+        if kind == "builtin":
+            return _builtin_type(name)
+        if name not in self._remotes:
+            is_error = kind == "error"
+            self._remotes[name] = self._stand_in(name, *more) if is_error else Remote(self, name)
+        return self._remotes[name]
+
+    def _stand_in(self, number: int, name: str, base: str) -> type:
+        """A class that tests can catch."""
+        made = type(name, (_builtin_type(base),), {})
+        self._errors[made] = number
+        return made
+
+    def _answer(self, operation: str, operands: list, keywords: dict) -> None:
+        before = [self._snapshot(operand) for operand in operands]
+        try:
+            result = self.perform(operation, operands, keywords)
+        except Exception as error:  # of any kind: it is the other side's to handle
+            args = [arg for arg in error.args if isinstance(arg, str | int | float)]
+            self._send("raised", type(error), args, traceback.format_exc())
+            return
+        changed = [i for i, old in enumerate(before) if old != self._snapshot(operands[i])]
+        self.tell(result, [(index, operands[index]) for index in changed])
+
+    def _snapshot(self, operand: Any) -> bytes | None:
+        """Of what can change in place."""
+        is_mutable = isinstance(operand, list | dict | set | bytearray | deque)
+        return dumps(operand, self.refer) if is_mutable else None
+
+    def _send(self, *message: Any) -> None:
+        try:
+            self._connection.send_bytes(dumps(message, self.refer))
+        except ConnectionError:
+            raise OtherSideEnded from None
+
+    def _receive(self) -> Any:
+        try:
+            data = self._connection.recv_bytes(_LONGEST)
+        except (EOFError, OSError):  # or it speaks no language of ours
+            raise OtherSideEnded from None
+        return loads(data, self.follow)
+
+
+class TestsLink(Link):
+    """The tests' end: it runs nothing for the program but functions that they gave it."""
+
+    def __init__(self, connection: Connection):
+        super().__init__(connection, {"__call__": _call})
+
+    def perform(self, operation: str, operands: list, keywords: dict) -> Any:
+        if not any(operands[0] is given for given in self._objects):
+            raise TypeError(f"{operands[0]} was not given to the program")
+        return super().perform(operation, operands, keywords)
+
+    def refer(self, value: Any) -> list:
+        reference = super().refer(value)
+        if reference[0] == "mine" and not callable(value):
+            raise CannotCross(f"the tests hand the program a {type(value).__name__}")
+        return reference
+
+
+class ProgramNames(dict):
+    """The tests' global names: their own, then the interpreter's, then the program's."""
+
+    def __init__(self, link: TestsLink, redefined: list[str]):
+        super().__init__(__name__="__main__", __builtins__=builtins)
+        self._link, self._redefined = link, redefined
+
+    def __missing__(self, name: str) -> Any:
+        if not hasattr(builtins, name):
+            return self._link.request("name", name)  # KeyError where there is none
+        if name in self._redefined:
+            raise NameError(f"the program redefines {name}, which its tests use")
+        raise KeyError(name)
+
+
+def _exception(kind: type, args: list, text: str) -> Exception:
+    error = kind(*args) if isinstance(kind, type) else RuntimeError(*args)
+    error.add_note(f"In the program:\n{text}")
+    return error
+
+
+def _overwrite(target: Any, value: Any) -> None:
+    target.clear()
+    (target.update if isinstance(target, dict | set) else target.extend)(value)
+
+
+def _standard_module(name: str) -> ModuleType:
+    if name.split(".")[0] not in sys.stdlib_module_names:
+        raise ImportError(f"{name} is no module of Python's")
+    return import_module(name)
+
+
+def _builtin_type(name: str) -> type:
+    kind = getattr(builtins, name)
+    if not isinstance(kind, type):
+        raise TypeError(f"{name} is no type")
+    return kind
+
+
+def _builtin_base(error: type) -> type:
+    return next(kind for kind in error.__mro__ if getattr(builtins, kind.__name__, None) is kind)

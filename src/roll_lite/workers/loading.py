@@ -1,0 +1,85 @@
+"""Rewards on their way to another process: by name, also those of the script that is running."""
+
+import functools
+import importlib.util
+import io
+import pickle
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
+from typing import Any
+
+from roll_lite.types import Reward
+
+MAIN_ELSEWHERE = "__mp_main__"
+"""The name of the running script in other processes, as for multiprocessing."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRewards:
+    pickled: bytes
+    main_file: str | None
+    main_package: str | None
+
+
+def pack_rewards(rewards: Mapping[str, Reward]) -> PackedRewards:
+    """Raises ValueError for what another process could not import."""
+    main = sys.modules["__main__"]
+    for domain, reward in rewards.items():
+        if objection := _objection(reward, getattr(main, "__file__", None)):
+            raise ValueError(
+                f"rewards[{domain!r}]={reward!r} {objection}, so a worker process cannot import "
+                "it; define it with def at the top level of a file, or run it inline with "
+                "num_workers=0"
+            )
+    sys.modules.setdefault(MAIN_ELSEWHERE, main)  # exceptions of its classes come back so named
+    return PackedRewards(
+        pickle.dumps(dict(rewards)), getattr(main, "__file__", None), main.__package__
+    )
+
+
+def _objection(reward: Reward, main_file: str | None) -> str:
+    function = reward
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__qualname__", "")
+    if "<lambda>" in name:
+        return "is a lambda"
+    if "<locals>" in name:
+        return "is defined inside a function"
+    if getattr(function, "__module__", None) == "__main__" and main_file is None:
+        return "was defined in an interactive session"
+    try:
+        pickle.dumps(reward)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        return f"cannot be pickled ({error})"
+    return ""
+
+
+def unpack_rewards(packed: PackedRewards) -> dict[str, Reward]:
+    return _Unpickler(packed).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, packed: PackedRewards):
+        super().__init__(io.BytesIO(packed.pickled))
+        self._packed, self._main = packed, None
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "__main__" and self._main is None:
+            self._main = _import_main(self._packed)
+        return super().find_class(module, name)
+
+
+def _import_main(packed: PackedRewards) -> ModuleType:
+    """Under another name, so that what it does when it is the main script is left out."""
+    loader = SourceFileLoader(MAIN_ELSEWHERE, packed.main_file)
+    spec = importlib.util.spec_from_loader(MAIN_ELSEWHERE, loader)
+    module = importlib.util.module_from_spec(spec)
+    if packed.main_package:  # python -m package.script: its relative imports
+        module.__package__ = packed.main_package
+    sys.modules["__main__"] = sys.modules[MAIN_ELSEWHERE] = module
+    loader.exec_module(module)
+    return module

@@ -1,0 +1,134 @@
+"""Rewards find their way to workers by name, also from the recipe that is running."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from worker_rewards import do
+
+from roll_lite.types import Prompt, Score
+from roll_lite.workers.pool import RewardWorkers
+
+SOURCES = str(Path(__file__).parent.parent / "src")
+
+
+def test_partial_functions_travel():
+    with RewardWorkers({"do": partial(do)}, num_workers=1) as workers:
+        prompt = Prompt(id="p0", messages=(), domain="do", ground_truth="")
+        assert asyncio.run(workers.score(prompt, "ok")) == Score(value=1.0)
+
+
+def test_what_cannot_be_imported_is_refused():
+    def local(prompt, reply):
+        return 1.0
+
+    for reward, reason in (
+        (lambda prompt, reply: 1.0, "is a lambda"),
+        (local, "is defined inside a function"),
+        (partial(local), "is defined inside a function"),
+        (threading.Lock().acquire, "cannot be pickled"),
+    ):
+        with pytest.raises(ValueError, match=rf"rewards\['x'\].*{reason}.*num_workers=0"):
+            RewardWorkers({"x": reward})
+
+
+def run_script(folder, script, *arguments):
+    """A recipe of its own, started as a user does."""
+    path = folder / "recipe.py"
+    path.write_text(dedent(script))
+    done = subprocess.run(
+        [sys.executable, path, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": SOURCES},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_rewards_of_the_recipe_itself(tmp_path):
+    """Which is imported once, by the parent of the workers, and not run again."""
+    script = """
+        import asyncio, os, sys
+        from dataclasses import dataclass
+        from roll_lite.types import Prompt
+        from roll_lite.workers.pool import RewardWorkers
+
+        print("imported as", __name__, flush=True)
+
+        @dataclass
+        class Own(Exception):
+            text: str
+
+        def mine(prompt, reply):
+            if reply == "raise":
+                raise Own("mine")
+            return os.getppid()
+
+        async def main():
+            prompt = Prompt(id="p", messages=(), domain="d", ground_truth="")
+            with RewardWorkers({"d": mine}, num_workers=3) as workers:
+                scores = await asyncio.gather(*(workers.score(prompt, "x") for _ in range(50)))
+                print("parents", len({score.value for score in scores}))
+                try:
+                    await workers.score(prompt, "raise")
+                except Own as error:
+                    print("caught", error.text, type(error).__module__)
+
+        if __name__ == "__main__":
+            print("runs")
+            asyncio.run(main())
+    """
+    assert run_script(tmp_path, script).splitlines() == [
+        "imported as __main__",
+        "runs",
+        "imported as __mp_main__",
+        "parents 1",
+        "caught mine __main__",
+    ]
+
+
+def test_a_recipe_that_imports_torch(tmp_path):
+    """Slow to start, once; no thread runs when workers are forked, and torch works in them."""
+    script = """
+        import asyncio, os, time
+        import torch
+        from roll_lite.types import Prompt, Score
+        from roll_lite.workers.pool import RewardWorkers
+
+        THREADS_AFTER_IMPORT = len(os.listdir("/proc/self/task"))
+        START = time.monotonic()
+
+        def mine(prompt, reply):
+            total = torch.ones(300, 300).mm(torch.ones(300, 300)).sum().item()
+            return Score(value=total, parts={"threads": THREADS_AFTER_IMPORT})
+
+        async def main():
+            prompt = Prompt(id="p", messages=(), domain="d", ground_truth="")
+            with RewardWorkers({"d": mine}, num_workers=2, seconds=20) as workers:
+                print(await asyncio.gather(*(workers.score(prompt, "x") for _ in range(8))))
+
+        if __name__ == "__main__":
+            asyncio.run(main())
+    """
+    expected = [Score(value=300.0**3, parts={"threads": 1.0})] * 8
+    assert run_script(tmp_path, script).strip() == str(expected)
+
+
+def test_a_reward_whose_module_fails(tmp_path, monkeypatch):
+    (tmp_path / "failing_module.py").write_text(
+        "import sys\ndef mine(prompt, reply): return 1\n"
+        "if 'pytest' not in sys.modules: raise OSError('no dictionary here')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    from failing_module import mine
+
+    with pytest.raises(RuntimeError, match="no dictionary here"):
+        RewardWorkers({"x": mine})

@@ -1,0 +1,374 @@
+"""What programs may do, their limits, what is left of them, and what a result rests on."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from sandbox_processes import SOURCES, sandbox_processes
+
+from roll_lite.sandbox.program import Limits, SandboxError
+from roll_lite.sandbox.sandbox import Sandbox, run_program
+
+QUICK = Limits(seconds=1.0)
+
+
+# What programs may do
+
+
+def test_prints_reads_and_computes(sandbox):
+    outcome = sandbox.run("import heapq\nprint(int(input()) * 2)\nprint('naïve ∑')", stdin="21\n")
+    assert (outcome.kind, outcome.stdout, outcome.stderr) == ("ok", "42\nnaïve ∑\n", "")
+    assert 0 < outcome.seconds < 10
+
+
+def test_is_the_main_module_with_a_folder_of_its_own(sandbox):
+    program = """
+        import os, sys, tempfile
+        assert __name__ == "__main__" and sys.modules["__main__"].__dict__ is globals()
+        assert os.listdir() == []
+        open("here", "w").write("text")
+        assert open(os.path.abspath("here")).read() == "text"
+        assert sys.argv == ["program.py"]
+    """
+    for _ in range(2):  # the second finds nothing of the first
+        outcome = sandbox.run(dedent(program))
+        assert outcome.kind == "ok", outcome.stderr
+
+
+def test_reads_python_modules_that_were_not_imported_before(full):
+    outcome = full.run("import sqlite3, xml.dom, ssl, tempfile\nprint(tempfile.TemporaryFile())")
+    assert outcome.kind == "ok", outcome.stderr
+
+
+def test_threads_processes_and_exit_functions_work(full):
+    program = """
+        import atexit, multiprocessing, sys, threading
+        print(sum(multiprocessing.get_context("fork").Pool(2).map(abs, [-1, -2])))
+        threading.Thread(target=lambda: print("thread")).start()
+        atexit.register(lambda: print("exit"))
+    """
+    outcome = full.run(dedent(program))
+    assert outcome.stdout == "3\nthread\nexit\n", outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "message"),
+    [
+        ("1 / 0", "error", "ZeroDivisionError: division by zero"),
+        ("def f(:", "error", "SyntaxError"),
+        ("import sys; sys.exit('no')", "error", "no\n"),
+        ("import sys; sys.exit(3)", "error", ""),
+        ("import sys; sys.exit(0)", "ok", ""),
+        ("raise KeyboardInterrupt", "error", "KeyboardInterrupt"),
+        ("import ctypes; ctypes.string_at(0)", "error", ""),
+        ("import os; os.kill(os.getpid(), 15)", "error", ""),
+        ("x = '\\ud800'; print(x)", "ok", ""),
+        ("a = 'null \x00 byte'", "error", ""),
+    ],
+)
+def test_ends_are_told_apart(sandbox, program, kind, message):
+    outcome = sandbox.run(program)
+    assert outcome.kind == kind
+    assert message in outcome.stderr
+
+
+def test_traceback_shows_the_program_alone(sandbox):
+    stderr = sandbox.run("def f():\n    return [][0]\nf()").stderr
+    assert "return [][0]" in stderr and "roll_lite" not in stderr
+
+
+def test_module_level_function():
+    assert run_program("print(1)", isolation="rlimits").stdout == "1\n"
+
+
+# Limits
+
+
+def test_infinite_loop(sandbox):
+    outcome = sandbox.run("print('begun', flush=True)\nwhile True: pass", limits=QUICK)
+    assert (outcome.kind, outcome.stdout) == ("timeout", "begun\n")
+    assert outcome.seconds < 3
+
+
+def test_sleeping_and_catching_everything(sandbox):
+    program = """
+        import signal, time
+        for number in range(1, 32):
+            if number not in (9, 19):
+                signal.signal(number, signal.SIG_IGN)
+        while True:
+            try:
+                time.sleep(100)
+            except BaseException:
+                pass
+    """
+    assert sandbox.run(dedent(program), limits=QUICK).kind == "timeout"
+
+
+@pytest.mark.parametrize("size", [10 * 2**30, 600 * 2**20])
+def test_memory(sandbox, size):
+    assert sandbox.run(f"x = bytearray({size})").kind == "memory"
+    assert sandbox.run("x = bytearray(300 * 2**20)").kind == "ok"
+
+
+def test_flood_of_output(sandbox):
+    for stream in ("stdout", "stderr"):
+        program = f"import sys\nfor _ in range(1000): sys.{stream}.write('x' * 2**20)"
+        outcome = sandbox.run(program)
+        assert outcome.kind == "output"
+        assert 2**20 < len(outcome.stdout + outcome.stderr) < 2**21
+        assert sandbox.run(program.replace("1000", "1")).kind == "ok"
+
+
+def test_flood_of_files(full):
+    program = """
+        for index in range(1000):
+            with open(str(index), "wb") as file:
+                file.write(bytes(2**20))
+    """
+    outcome = full.run(dedent(program), limits=Limits(disk_mib=8))
+    assert outcome.kind == "error" and "No space left" in outcome.stderr
+
+
+def test_large_file(sandbox):
+    outcome = sandbox.run("open('big', 'wb').write(bytes(2**25))", limits=Limits(disk_mib=8))
+    assert outcome.kind == "error" and "OSError" in outcome.stderr
+
+
+def test_number_of_processes(sandbox):
+    program = """
+        import os, time
+        count = 0
+        while True:
+            try:
+                pid = os.fork()
+            except OSError:
+                break
+            if pid == 0:
+                time.sleep(100)
+            count += 1
+        print(count)
+    """
+    outcome = sandbox.run(dedent(program), limits=Limits(processes=8))
+    assert (outcome.kind, outcome.stdout) == ("ok", "7\n")
+
+
+def test_fork_bomb(sandbox):
+    before = sandbox_processes()
+    program = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    assert sandbox.run(program, limits=QUICK).kind == "timeout"
+    assert sandbox_processes() <= before
+    assert sandbox.run("print(1)").stdout == "1\n"
+
+
+def test_open_files(sandbox):
+    outcome = sandbox.run("files = [open('x', 'w') for _ in range(1000)]")
+    assert outcome.kind == "error" and "Too many open files" in outcome.stderr
+
+
+# Leftovers
+
+
+DAEMON = """
+    import os, time
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            while True:
+                time.sleep(0.01)
+        os._exit(0)
+"""
+
+
+def test_daemons_that_start_as_the_program_ends(rlimits):
+    """The moment at which a process has no parent is met now and then."""
+    before = sandbox_processes()
+    for _ in range(30):
+        rlimits.run(dedent(DAEMON), limits=Limits(seconds=5))
+    assert sandbox_processes() <= before
+
+
+@pytest.mark.parametrize("ending", ["", "while True: pass", "os._exit(1)", "os.close(1)"])
+def test_daemons_end_with_the_program(sandbox, ending):
+    before = sandbox_processes()
+    started = time.monotonic()
+    sandbox.run(dedent(DAEMON) + ending, limits=QUICK)
+    assert time.monotonic() - started < 5
+    assert sandbox_processes() <= before
+
+
+def test_zombies_are_gone(sandbox):
+    before = sandbox_processes()
+    program = "import os\nfor _ in range(5):\n    if os.fork() == 0: os._exit(0)\nprint('end')"
+    assert sandbox.run(program).stdout == "end\n"
+    assert sandbox_processes() <= before
+
+
+def test_closed_descriptors(sandbox):
+    program = "import os, time\nos.closerange(0, 1000)\ntime.sleep(0.3)"
+    outcome = sandbox.run(program, limits=QUICK)
+    assert outcome.kind in ("ok", "error") and outcome.seconds > 0.3
+    endless = "import os\nos.closerange(0, 1000)\nwhile True: pass"
+    assert sandbox.run(endless, limits=QUICK).kind == "timeout"
+
+
+def test_flood_of_every_descriptor(sandbox):
+    program = """
+        import os
+        for descriptor in range(3, 1000):
+            try:
+                while os.write(descriptor, b"+" * 4096): pass
+            except OSError:
+                pass
+    """
+    flood = partial(sandbox.run, dedent(program), limits=QUICK)
+    assert flood(tests="assert False").kind == "error"
+    assert flood(tests="assert False", tests_apart=False).kind == "output"
+    assert sandbox.run("print(1)").stdout == "1\n"
+
+
+@pytest.mark.parametrize("tests", ["", "assert True"])
+def test_inherits_no_descriptors_but_its_own(tests):
+    """Not even of a client that has so many that the sandbox's own have high numbers."""
+    program = """
+        import os
+        for number in range(3, 2000):
+            try:
+                print(oct(os.fstat(number).st_mode))
+            except OSError:
+                pass
+    """
+    descriptors = [os.open(os.devnull, os.O_RDONLY) for _ in range(400)]
+    with Sandbox("rlimits") as sandbox:
+        outcome = sandbox.run(dedent(program), tests=tests)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    assert outcome.kind == "ok"
+    assert outcome.stdout == ("0o140777\n" if tests else "")  # a socket to the tests
+
+
+def test_temporary_folder_is_removed(rlimits):
+    before = set(Path(tempfile.gettempdir()).glob("program-*"))
+    program = """
+        import os
+        os.makedirs("a/b")
+        open("a/b/c", "w").close()
+        os.symlink("/etc", "a/link")
+        os.chmod("a/b", 0)
+        os.chmod("a", 0)
+    """
+    assert rlimits.run(dedent(program)).kind == "ok"
+    assert set(Path(tempfile.gettempdir()).glob("program-*")) <= before
+
+
+def test_killed_client_leaves_nothing():
+    before = sandbox_processes()
+    client = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "from roll_lite.sandbox.sandbox import Sandbox\n"
+            "sandbox = Sandbox('rlimits')\nprint('ready', flush=True)\n"
+            "sandbox.run('while True: pass')",
+        ],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": SOURCES},
+    )
+    client.stdout.readline()
+    time.sleep(0.3)
+    assert len(sandbox_processes() - before) == 3  # zygote, keeper, program
+    client.kill()
+    client.wait()
+    deadline = time.monotonic() + 5
+    while sandbox_processes() - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert sandbox_processes() <= before
+
+
+# What a result rests on
+
+
+CHEATS = {
+    "says so": "print('ok'); print('+'); print('All tests passed')",
+    "leaves": "import os; os._exit(0)",
+    "leaves politely": "import sys; sys.exit(0)",
+    "leaves at the call": "def f(x):\n    raise SystemExit(0)",
+    "leaves hard at the call": "import os\ndef f(x):\n    os._exit(0)",
+    "leaves by exec": "import os\ndef f(x):\n    os.execv('/bin/true', ['true'])",
+    "defines check": "def check(g): pass\ndef f(x): return 0",
+    "patches builtins": (
+        "import builtins\nbuiltins.AssertionError = type('E', (BaseException,), {})\n"
+        "builtins.all = lambda values: True\nbuiltins.exec = lambda *args: None\n"
+        "builtins.compile = lambda *args, **kwargs: None\ndef f(x): return 0"
+    ),
+    "catches the end": (
+        "import sys, atexit\nsys.excepthook = lambda *error: None\n"
+        "atexit.register(lambda: __import__('os')._exit(0))\ndef f(x): return 0"
+    ),
+    "traces": "import sys\nsys.settrace(lambda *args: sys.exit(0))\ndef f(x): return 0",
+    "answers on every descriptor": (
+        "import os\ndef f(x):\n    for n in range(1, 256):\n        try: os.write(n, b'+ok\\n')\n"
+        "        except OSError: pass\n    os._exit(0)"
+    ),
+    "leaves from a thread": (
+        "import os, threading, time\n"
+        "threading.Thread(target=lambda: (time.sleep(0.05), os._exit(0))).start()\n"
+        "def f(x):\n    time.sleep(10)"
+    ),
+    "leaves on an alarm": (
+        "import os, signal\nsignal.signal(signal.SIGALRM, lambda *args: os._exit(0))\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.1)\ndef f(x):\n    while True: pass"
+    ),
+    "kills its parent": "import os\ndef f(x):\n    os.kill(os.getppid(), 9)\n    os._exit(0)",
+}
+TESTS = "def check(g):\n    assert all([g(3) == 9, g(4) == 16])\ncheck(f)\n"
+
+
+@pytest.mark.parametrize("name", CHEATS)
+@pytest.mark.parametrize("tests_apart", [True, False])
+def test_only_tests_that_ran_count(sandbox, name, tests_apart):
+    run = partial(sandbox.run, tests=TESTS, tests_apart=tests_apart, limits=Limits(seconds=3))
+    assert run("def f(x): return x * x").kind == "ok"
+    assert run(CHEATS[name]).kind != "ok"
+
+
+# The sandbox itself
+
+
+def test_unknown_isolation():
+    with pytest.raises(ValueError, match="isolation='docker' is not known; use full or rlimits"):
+        Sandbox("docker")
+
+
+@pytest.mark.parametrize("options", [{"seconds": 0}, {"memory_mib": 1}, {"processes": 0}])
+def test_limits_are_checked(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}="):
+        Limits(**options)
+
+
+def test_a_dead_zygote_is_an_error():
+    sandbox = Sandbox("rlimits")
+    sandbox._process.kill()
+    sandbox._process.wait()
+    with pytest.raises(SandboxError, match="ended with -9"):
+        sandbox.run("print(1)")
+
+
+def test_threads_take_turns(rlimits):
+    results = {}
+    threads = [
+        threading.Thread(target=lambda n=n: results.update({n: rlimits.run(f"print({n})")}))
+        for n in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {n: outcome.stdout for n, outcome in results.items()} == {n: f"{n}\n" for n in range(4)}

@@ -1,0 +1,329 @@
+"""Rewards that hang, crash and fail in every way; the other calls, and the counts, are right."""
+
+import asyncio
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import worker_rewards
+from worker_rewards import OwnError, do, length, with_parts
+
+from roll_lite.types import Prompt, Score
+from roll_lite.workers.errors import RewardCrash, RewardError, RewardsBroken, RewardTimeout
+from roll_lite.workers.pool import RewardWorkers
+
+TESTS = Path(__file__).parent
+REWARDS = {"do": do, "length": length, "parts": with_parts}
+
+
+def prompt(domain="do", id="p0"):
+    return Prompt(id=id, messages=(), domain=domain, ground_truth="")
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with RewardWorkers(REWARDS, num_workers=2, seconds=1.0, max_error_share=1.0) as workers:
+        yield workers
+
+
+def score(workers, reply, domain="do"):
+    return asyncio.run(workers.score(prompt(domain), reply))
+
+
+def score_all(workers, replies, domain="do"):
+    """Scores and exceptions, in order."""
+
+    async def gather():
+        calls = (workers.score(prompt(domain, f"p{i}"), r) for i, r in enumerate(replies))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    return asyncio.run(gather())
+
+
+def processes_with(text: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if text.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_until(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert condition()
+
+
+def marker() -> str:
+    """An argument of sleep that no other process has."""
+    return f"{random.randrange(10**5, 10**6)}.{os.getpid()}"
+
+
+def test_scores_come_back_to_their_calls(shared):
+    replies = ["x" * n for n in range(300)]
+    assert [s.value for s in score_all(shared, replies, "length")] == list(range(300))
+
+
+def test_parts_are_plain_numbers(shared):
+    result = score(shared, "", "parts")
+    assert result == Score(value=0.5, parts={"short": 1.0, "long": 0.0})
+    assert type(result.parts["short"]) is float
+
+
+def test_hang(shared):
+    start = time.monotonic()
+    with pytest.raises(RewardTimeout, match=r"(?s)longer than seconds=1\.0.*in hang.*in do"):
+        score(shared, "hang")
+    assert 1.0 <= time.monotonic() - start < 2.5
+    assert score(shared, "ok").value == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ("crash", "ended by SIGSEGV.*in string_at.*in do"),
+        ("exit 7", "ended itself with exit code 7"),
+        ("exit 0", "ended itself with exit code 0"),
+        ("allocate 3000", r"more than memory_gib=2\.0"),
+        ("print 2000", "printed more than output_kib=1024"),
+        ("close", "ended by SIGKILL"),
+    ],
+)
+def test_crash(shared, reply, message):
+    with pytest.raises(RewardCrash, match=f"(?s){message}"):
+        score(shared, reply)
+    assert score(shared, "ok").value == 1
+
+
+def test_within_limits(shared):
+    assert score(shared, "allocate 1000").value == 1000
+    assert score(shared, "print 900").value == 1
+    assert score(shared, "print 900").value == 1  # the limit is that of a call
+    assert score(shared, "sleep 0.6").value == 1
+
+
+def test_own_exceptions_with_their_traceback(shared):
+    with pytest.raises(OwnError) as error:
+        score(shared, "raise mine")
+    assert error.value.args == ("mine",)
+    (note,) = error.value.__notes__
+    assert "raise OwnError(argument)" in note and "roll_lite" not in note
+
+
+def test_exceptions_that_cannot_travel(shared):
+    with pytest.raises(RewardError, match="DemandingError: mine"):
+        score(shared, "demand mine")
+    with pytest.raises(RewardError, match="SystemExit: 3"):
+        score(shared, "leave 3")
+
+
+def test_rewards_must_be_finite(shared):
+    with pytest.raises(ValueError, match="reward=nan is not a finite number"):
+        score(shared, "nan")
+
+
+def test_unknown_domain(shared):
+    with pytest.raises(ValueError, match=r"domain='other'.*known domains: do, length, parts"):
+        score(shared, "", "other")
+
+
+def test_waiting_for_a_worker_is_not_counted(shared):
+    assert all(s.value == 1 for s in score_all(shared, ["sleep 0.4"] * 8))
+
+
+def test_a_late_event_loop_is_no_timeout(shared):
+    async def be_late():
+        call = asyncio.ensure_future(shared.score(prompt(), "sleep 0.1"))
+        await asyncio.sleep(0)
+        time.sleep(1.5)
+        return await call
+
+    assert asyncio.run(be_late()).value == 1
+
+
+def test_cancelled_calls_leave_the_others_alone(shared):
+    async def cancel():
+        calls = [asyncio.ensure_future(shared.score(prompt(), "sleep 0.1")) for _ in range(6)]
+        await asyncio.sleep(0.05)
+        for call in calls[::2]:
+            call.cancel()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    results = asyncio.run(cancel())
+    assert [type(result) for result in results] == [asyncio.CancelledError, Score] * 3
+
+
+def test_from_another_thread(shared):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(score(shared, "ok")))
+    thread.start()
+    thread.join()
+    assert results == [Score(value=1.0)]
+
+
+def test_metrics_count_since_the_last(shared):
+    shared.metrics()
+    score_all(shared, ["ok", "sleep 0.2", "raise x", "crash", "hang", "ok"])
+    metrics = shared.metrics()
+    assert 1.2 < metrics.pop("reward/seconds") < 4
+    assert metrics == {
+        "reward/calls": 6,
+        "reward/errors": 3,
+        "reward/timeouts": 1,
+        "reward/crashes": 1,
+    }
+    assert set(shared.metrics().values()) == {0}
+
+
+def test_children_end_with_a_worker_that_hangs(shared):
+    mark = marker()
+    with pytest.raises(RewardTimeout):
+        score(shared, f"children-and-hang {mark}")
+    assert not processes_with(mark)
+
+
+def test_children_end_with_the_pool():
+    mark = marker()
+    with RewardWorkers({"do": do}, num_workers=1) as workers:
+        score(workers, f"children {mark}")
+        assert len(processes_with(mark)) == 2
+        worker = int(score(workers, "pid").value)
+        assert worker == score(workers, "pid").value  # it was not replaced
+    assert not processes_with(mark)
+    assert not Path(f"/proc/{worker}").exists()
+
+
+def test_one_in_a_hundred_hangs_and_crashes():
+    replies = [("x" * n)[:50] for n in range(1000)]
+    rng = random.Random(0)
+    bad = rng.sample(range(1000), 20)
+    for index in bad[:10]:
+        replies[index] = "hang"
+    for index in bad[10:]:
+        replies[index] = "crash"
+    with RewardWorkers({"do": do}, num_workers=4, seconds=0.5) as workers:
+        results = score_all(workers, replies)
+        metrics = workers.metrics()
+    for index, result in enumerate(results):
+        expected = {"hang": RewardTimeout, "crash": RewardCrash}.get(replies[index], Score)
+        assert type(result) is expected, (index, result)
+    assert all(r.value == 1 for i, r in enumerate(results) if i not in bad)
+    counts = ("calls", "errors", "timeouts", "crashes")
+    assert [metrics[f"reward/{name}"] for name in counts] == [1000, 20, 10, 10]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_broken_rewards_are_told_apart(num_workers):
+    with RewardWorkers({"do": do}, num_workers=num_workers) as workers:
+        results = score_all(workers, ["ok", "raise wrong"] * 100)
+        metrics = workers.metrics()
+    broken = [isinstance(result, RewardsBroken) for result in results]
+    assert sum(broken) == 151 and issubclass(RewardsBroken, RuntimeError)
+    first = r"\d+ of the last 50 rewards failed, more than max_error_share=0\.2"
+    (text,) = (str(result) for result in results if re.match(first, str(result)))
+    example = r"- prompt p\d+, reply 'raise wrong': worker_rewards\.OwnError: wrong"
+    assert len(re.findall(example, text)) == 3
+    assert (metrics["reward/calls"], metrics["reward/errors"]) == (200, 100)
+
+
+def test_a_few_errors_are_not_broken_rewards():
+    with RewardWorkers({"do": do}, num_workers=2) as workers:
+        results = score_all(workers, (["ok"] * 5 + ["raise x"]) * 50)
+    assert not any(isinstance(result, RewardsBroken) for result in results)
+
+
+def test_inline():
+    """Any function will do, exceptions are those that were raised, and calls are counted."""
+    seen = []
+
+    def local(prompt, reply):
+        seen.append(os.getpid())
+        return do(prompt, reply)
+
+    with RewardWorkers({"do": local}, num_workers=0) as workers:
+        assert score(workers, "ok") == Score(value=1.0)
+        with pytest.raises(OwnError) as error:
+            score(workers, "raise x")
+        assert workers.metrics()["reward/errors"] == 1
+    assert error.traceback[-1].path == Path(worker_rewards.__file__)
+    assert seen == [os.getpid()] * 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_workers": -1}, {"seconds": 0}, {"memory_gib": 0}, {"max_error_share": 2}],
+)
+def test_options_are_checked(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}="):
+        RewardWorkers({"do": do}, **options)
+
+
+def test_a_supervisor_that_was_killed():
+    workers = RewardWorkers({"do": do}, num_workers=2)
+    pid = int(score(workers, "pid").value)
+
+    async def kill_meanwhile():
+        call = asyncio.ensure_future(workers.score(prompt(), "hang"))
+        await asyncio.sleep(0.1)
+        workers._link._process.kill()
+        return await call
+
+    with pytest.raises(RewardCrash, match="process that holds the reward workers has ended"):
+        asyncio.run(kill_meanwhile())
+    with pytest.raises(RewardCrash, match="process that holds the reward workers has ended"):
+        score(workers, "ok")
+    workers.close()
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_closing_fails_the_calls_under_way():
+    workers = RewardWorkers({"do": do}, num_workers=1)
+
+    async def close_meanwhile():
+        call = asyncio.ensure_future(workers.score(prompt(), "hang"))
+        await asyncio.sleep(0.1)
+        workers.close()
+        return await call
+
+    with pytest.raises(RewardCrash):
+        asyncio.run(close_meanwhile())
+
+
+def test_a_killed_coordinator_leaves_nothing(tmp_path):
+    mark = marker()
+    script = f"""
+        import asyncio, os
+        from roll_lite.types import Prompt
+        from roll_lite.workers.pool import RewardWorkers
+        import worker_rewards
+
+        async def main():
+            prompt = Prompt(id="p", messages=(), domain="d", ground_truth="")
+            workers = RewardWorkers({{"d": worker_rewards.do}}, num_workers=2)
+            await workers.score(prompt, "children {mark}")
+            print(int((await workers.score(prompt, "pid")).value), flush=True)
+            os.kill(os.getpid(), 9)
+
+        asyncio.run(main())
+    """
+    path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
+    done = subprocess.run(
+        [sys.executable, "-c", dedent(script)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert done.returncode == -9, done.stderr
+    worker = done.stdout.strip()
+    wait_until(lambda: not Path(f"/proc/{worker}").exists() and not processes_with(mark))
