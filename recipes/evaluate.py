@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import tyro
-from rlvr import REWARDS
+from rlvr import INLINE, REWARDS
 
 from roll_lite import data
 from roll_lite.chat import Chat
@@ -22,9 +22,9 @@ from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.device_map import format_table
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.engine.service import EngineService
-from roll_lite.envs.question import question_maker
 from roll_lite.models.config import read_config
 from roll_lite.report.run import Run, default_folder, refuse_old_run
+from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.metrics import pass_rates
 from roll_lite.rollout.options import RolloutOptions
@@ -33,7 +33,7 @@ from roll_lite.types import Group, Prompt, SamplingParams
 
 
 @dataclass(kw_only=True)
-class Config:
+class Config(RewardOptions):
     model: str = "models/tiny"
     """Hugging Face folder."""
     checkpoint: str | None = None
@@ -58,8 +58,8 @@ class Config:
     """A reply passes with at least this reward."""
     kv_cache_gib: float = 1.0
     """Memory of each engine's cache."""
-    device_map: str = "generate=all"
-    """Ranks of the engines; generate=all,tp=2 lays each over two."""
+    device_map: str | None = None
+    """Ranks of the engines; generate=all,tp=2 lays each over two. None is all for every role."""
     seed: int = 0
     """Of the samples."""
     device: str = "auto"
@@ -68,6 +68,7 @@ class Config:
     """Gets config.json, metrics.jsonl and all replies in rollouts/."""
 
     def __post_init__(self):
+        super().__post_init__()
         read_config(self.model)
         data.parse_mixture(self.data)
         at_least(1, self, "samples")
@@ -102,8 +103,10 @@ SHOWN = {"eval/pass@1": "pass@1", "eval/failed": "failed", "eval/reply_tokens": 
 
 
 def main(cfg: Config) -> dict[str, float]:
+    roles = ["generate", *cfg.reward_roles]
+    device_map = cfg.device_map or " ".join(f"{role}=all" for role in roles)
     config = read_config(cfg.model)
-    with Cluster(cfg.device_map, cfg.device, config=config, roles=["generate"]) as cluster:
+    with Cluster(device_map, cfg.device, config=config, roles=roles) as cluster:
         prompts = read_prompts(cfg)
         run = Run(cfg.run_dir, cfg, num_steps=0, shown=SHOWN)
         folder = cfg.model
@@ -113,7 +116,9 @@ def main(cfg: Config) -> dict[str, float]:
         engines = cluster.role("generate", EngineService, **options)
         print(engines.describe())
         start = time.perf_counter()
-        groups = ask(cfg, prompts, engines, Chat(folder))
+        domains = {prompt.domain for prompt in prompts}
+        with Rewards(REWARDS, INLINE, domains, cfg, cluster) as rewards:
+            groups = ask(cfg, prompts, engines, Chat(folder), rewards)
         metrics = pass_rates(groups, cfg.pass_reward)
         metrics["time/rollout"] = time.perf_counter() - start
         run.log(0, metrics, groups)
@@ -130,16 +135,19 @@ def read_prompts(cfg: Config) -> list[Prompt]:
     return prompts
 
 
-def ask(cfg: Config, prompts: list[Prompt], engines: RoleHandle, chat: Chat) -> list[Group]:
+def ask(
+    cfg: Config, prompts: list[Prompt], engines: RoleHandle, chat: Chat, rewards: Rewards
+) -> list[Group]:
     params = replace(cfg.params, stop_ids=chat.stop_ids)
     with Coordinator(
         engines=engines,
         chat=chat,
-        make_env=question_maker(REWARDS),
+        make_env=rewards,
         prompts=iter(()),
         params=params,
         options=RolloutOptions(samples_per_prompt=cfg.samples),
         seed=cfg.seed,
+        asked=rewards.asked,
     ) as rollout:
         return rollout.answer(prompts, num_samples=cfg.samples, params=params)
 

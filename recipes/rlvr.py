@@ -23,10 +23,11 @@ from roll_lite.cluster.planner import BatchPlan, plan, render
 from roll_lite.cluster.role import RoleHandle, split
 from roll_lite.cluster.world import device_bytes
 from roll_lite.engine.service import EngineService
-from roll_lite.envs.question import question_maker
 from roll_lite.models.config import read_config
 from roll_lite.progress import Laps
 from roll_lite.report.run import Run, default_folder, refuse_old_run
+from roll_lite.rewarding import RewardOptions, Rewards
+from roll_lite.rewards import registry
 from roll_lite.rewards.math import last_number
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.metrics import describe_groups, pass_rates
@@ -50,7 +51,7 @@ from roll_lite.types import Group, Prompt, SamplingParams
 
 
 @dataclass(kw_only=True)
-class Config(Algorithm, RolloutOptions, Training):
+class Config(Algorithm, RolloutOptions, RewardOptions, Training):
     model: str = "models/tiny"
     """Hugging Face folder to start from."""
     data: tuple[str, ...] = ("reverse:5",)
@@ -106,16 +107,15 @@ class Config(Algorithm, RolloutOptions, Training):
     """Gets config.json, metrics.jsonl, events.jsonl, rollouts/, checkpoints/ and the model."""
 
     def __post_init__(self):
-        for options in (Algorithm, RolloutOptions, Training):
+        for options in (Algorithm, RolloutOptions, RewardOptions, Training):
             options.__post_init__(self)
         max_positions = read_config(self.model).max_positions
         if self.max_tokens >= max_positions:
             raise ValueError(
                 f"max_tokens={self.max_tokens} must be below the model's {max_positions}"
             )
-        data.parse_mixture(self.data)
-        if self.eval_data:
-            data.parse_mixture(self.eval_data)
+        for entries in filter(None, (self.data, self.eval_data)):
+            data.parse_mixture(entries)
         if self.advantage in LACKING:
             raise ValueError(
                 f"advantage={self.advantage!r} needs {LACKING[self.advantage]}, which this recipe "
@@ -130,11 +130,7 @@ class Config(Algorithm, RolloutOptions, Training):
         read_only_if(self.overlong == "penalty", "overlong='penalty'", self, "overlong_buffer")
         if self.overlong == "penalty":
             shaping.overlong_penalty(0, self.max_tokens, self.overlong_buffer)
-        if self.updates_per_step > self.prompts_per_step:
-            raise ValueError(
-                f"updates_per_step={self.updates_per_step} must not exceed "
-                f"prompts_per_step={self.prompts_per_step}"
-            )
+        at_least(self.updates_per_step, self, "prompts_per_step")
         if self.max_staleness == 0:
             unread_with("max_staleness=0", self, "on_new_weights")
         else:
@@ -155,7 +151,8 @@ class Config(Algorithm, RolloutOptions, Training):
     @property
     def roles(self) -> list[str]:
         wanted = {"critic": self.needs_critic, "reference": self.needs_reference}
-        return ["train", "generate", *(name for name, is_wanted in wanted.items() if is_wanted)]
+        chosen = [name for name, is_wanted in wanted.items() if is_wanted]
+        return ["train", "generate", *chosen, *self.reward_roles]
 
 
 LACKING = {"gigpo": "rewards turn by turn", "opd": "a teacher"}
@@ -182,10 +179,8 @@ def reversed_word(prompt: Prompt, reply: str) -> float:
     return float(reply.strip() == prompt.ground_truth)
 
 
-REWARDS = {
-    "addition": last_number, "counting": last_number, "math": last_number,
-    "reverse": reversed_word,
-}  # fmt: skip
+REWARDS = registry.REWARDS  # in worker processes, by domain: {..., "mine": my_reward}
+INLINE = {"addition": last_number, "counting": last_number, "reverse": reversed_word}
 SHOWN = {
     "reward/mean": "reward", "eval/pass@1": "eval", "rollout/failed": "failed",
     "rollout/reply_tokens": "tokens", "rollout/staleness": "stale",
@@ -205,8 +200,11 @@ def main(cfg: Config) -> list[float]:
         chat, models = Chat(cfg.model), make_roles(cfg, cluster)
         state = AdvantageState(cfg.advantage_options)
         checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.keep_last)
-        rates = []
-        with make_rollout(cfg, chat, models, prompts) as rollout:
+        domains, rates = {*prompts.domains, *(prompt.domain for prompt in held_out)}, []
+        with (
+            Rewards(REWARDS, INLINE, domains, cfg, cluster) as rewards,
+            make_rollout(cfg, chat, models, prompts, rewards) as rollout,
+        ):
             done = resume(cfg, checkpoints, models, rollout, state, rates) if cfg.resume else None
             run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
             evaluate = partial(pass_rates_now, held_out, cfg, chat, rollout, rates)
@@ -231,8 +229,9 @@ def main(cfg: Config) -> list[float]:
                 models.sync.sync(step, cfg.on_new_weights)
                 rollout.set_version(step)
                 laps.end("sync")
-                metrics |= describe_groups(groups) | rollout.metrics() | state.metrics
-                metrics |= {"rollout/trained_samples": len(sequences)} | laps.metrics()
+                metrics |= describe_groups(groups) | rollout.metrics() | rewards.metrics()
+                metrics |= {"rollout/trained_samples": len(sequences)} | state.metrics
+                metrics |= laps.metrics()
                 if run.is_due(step, cfg.eval_every):
                     metrics |= evaluate()
                 run.log(step, metrics, groups)
@@ -269,17 +268,20 @@ def make_roles(cfg: Config, cluster: Cluster) -> Models:
     return Models(policy, engines, cluster.role("sync", WeightSync), critic, reference)
 
 
-def make_rollout(cfg: Config, chat: Chat, models: Models, prompts: data.Mixture) -> Coordinator:
+def make_rollout(
+    cfg: Config, chat: Chat, models: Models, prompts: data.Mixture, rewards: Rewards
+) -> Coordinator:
     return Coordinator(
         engines=models.engines,
         chat=chat,
-        make_env=question_maker(REWARDS),
+        make_env=rewards,
         prompts=prompts,
         params=SamplingParams(
             max_tokens=cfg.max_tokens, temperature=cfg.temperature, stop_ids=chat.stop_ids
         ),
         options=cfg,
         seed=cfg.seed,
+        asked=rewards.asked,
     )
 
 

@@ -17,6 +17,6 @@ def share_of_good_letters(prompt, reply):
 
 
 if __name__ == "__main__":
-    rlvr.REWARDS["reverse"] = share_of_good_letters
+    rlvr.INLINE["reverse"] = share_of_good_letters
     options = json.loads(sys.argv[1])
     rlvr.main(rlvr.Config(**options | {"data": tuple(options["data"])}))

@@ -41,7 +41,7 @@ def toy_folder(tmp_path_factory):
 @pytest.fixture
 def train(toy_folder, tmp_path, monkeypatch):
     """Runs the recipe with the options given; returns the metrics of each step."""
-    monkeypatch.setitem(rlvr.REWARDS, "reverse", share_of_good_letters)
+    monkeypatch.setitem(rlvr.INLINE, "reverse", share_of_good_letters)
     return partial(run_recipe, toy_folder, tmp_path)
 
 

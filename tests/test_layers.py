@@ -9,6 +9,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "roll_lite"
 LAYERS = [  # top first; a name may import names below its line, and within its own package
+    {"rewarding"},
     {"on_policy", "reward_roles"},
     {"rollout", "train", "sync", "report"},
     {"cluster", "engine", "data", "workers"},

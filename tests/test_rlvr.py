@@ -54,7 +54,7 @@ def samples_of(run_dir, step):
 @pytest.fixture
 def here(toy_folder, tmp_path, monkeypatch):  # noqa: F811
     """Runs the recipe in this process."""
-    monkeypatch.setitem(rlvr.REWARDS, "reverse", share_of_good_letters)
+    monkeypatch.setitem(rlvr.INLINE, "reverse", share_of_good_letters)
 
     def run(name, **changes):
         rlvr.main(rlvr.Config(**toy_options(toy_folder, tmp_path / name, **changes)))
@@ -136,6 +136,7 @@ def test_without_learning_twenty_rounds_change_nothing(toy_folder, tmp_path, num
 def comparable(rows):
     """Without times, and evaluations, of which a run that ends early has one more."""
     ignored = ("time", "eval/", "train/tokens_per_second", "critic/tokens_per_second")
+    ignored += ("reward/calls", "reward/seconds")
     return [{k: v for k, v in row.items() if not k.startswith(ignored)} for row in rows]
 
 

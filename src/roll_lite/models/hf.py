@@ -121,6 +121,11 @@ def _cut_piece(piece: Piece, tensor: Tensor, shard: TensorShard) -> Tensor:
     return tensor.chunk(shard.size, dimension)[shard.rank]
 
 
+def has_value_head(folder: str | Path) -> bool:
+    """Whether the folder has a scalar head of its own."""
+    return "score.weight" in _tensor_files(Path(folder))
+
+
 def stored_dtype(folder: str | Path) -> torch.dtype:
     """The dtype that a folder's config.json names for its weights."""
     hf_config = read_hf_config(folder)

@@ -10,7 +10,10 @@ from collections.abc import Awaitable, Callable
 from roll_lite.chat import Chat
 from roll_lite.envs.env import Env, Observation
 from roll_lite.types import Sample, Score, Turn
+from roll_lite.workers.errors import RewardsBroken
 
+ENDING = (bdb.BdbQuit, RewardsBroken)
+"""The person at the debugger wants to leave; or going on is pointless."""
 Generate = Callable[[list[int]], Awaitable[Turn]]
 """From the ids of a conversation to the model's next turn."""
 
@@ -50,7 +53,7 @@ async def run_sample(
             if is_over:
                 break
             token_ids = chat.continue_with(sample.token_ids, messages)
-    except bdb.BdbQuit:  # the person at the debugger wants to leave
+    except ENDING:
         raise
     except Exception:
         sample.error = traceback.format_exc()
@@ -67,7 +70,7 @@ async def _step(
     for _ in range(max_retries):
         try:
             return await _try_step(sample, env)
-        except bdb.BdbQuit:
+        except ENDING:
             raise
         except Exception:  # of any kind: rewards are the user's code
             on_retry(sample)
