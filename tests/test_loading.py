@@ -13,6 +13,7 @@ import pytest
 from worker_rewards import do
 
 from roll_lite.types import Prompt, Score
+from roll_lite.workers.errors import RewardCrash
 from roll_lite.workers.pool import RewardWorkers
 
 SOURCES = str(Path(__file__).parent.parent / "src")
@@ -132,3 +133,27 @@ def test_a_reward_whose_module_fails(tmp_path, monkeypatch):
 
     with pytest.raises(RuntimeError, match="no dictionary here"):
         RewardWorkers({"x": mine})
+
+
+def test_what_modules_start_when_they_are_imported_stays(tmp_path, monkeypatch):
+    """A server that rewards ask, say; workers that are replaced do not take it along."""
+    (tmp_path / "module_with_server.py").write_text(
+        "import os, subprocess\n"
+        "SERVER = subprocess.Popen(['sleep', '1000'])\n"
+        "def ask(prompt, reply):\n"
+        "    if reply == 'exit': os._exit(1)\n"
+        "    os.kill(SERVER.pid, 0)\n"
+        "    return SERVER.pid\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import module_with_server
+
+    module_with_server.SERVER.kill()
+    module_with_server.SERVER.wait()
+    prompt = Prompt(id="p0", messages=(), domain="ask", ground_truth="")
+    with RewardWorkers({"ask": module_with_server.ask}, num_workers=1) as workers:
+        with pytest.raises(RewardCrash):
+            asyncio.run(workers.score(prompt, "exit"))
+        pid = int(asyncio.run(workers.score(prompt, "ask")).value)
+        assert Path(f"/proc/{pid}/cmdline").read_bytes() == b"sleep\x001000\x00"
+    assert not Path(f"/proc/{pid}").exists()

@@ -51,6 +51,8 @@ def do(prompt, reply):
         ctypes.string_at(0)
     elif what == "exit":
         os._exit(int(argument))
+    elif what == "signal":
+        os.kill(os.getpid(), int(argument))
     elif what == "leave":
         sys.exit(int(argument))
     elif what == "allocate":

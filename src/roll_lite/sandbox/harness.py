@@ -13,7 +13,7 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import CodeType, ModuleType
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from roll_lite.sandbox.processes import exit_code
 from roll_lite.sandbox.program import Job
@@ -33,10 +33,10 @@ CANNOT_CROSS = 87
 """Exit code of tests that can only run together with the program."""
 _FILE = "program.py"
 _GRACE = 0.2
-"""Seconds in which a program that has closed its connection may end."""
+"""Seconds in which a program may end after the conversation has."""
 
 
-def run_and_exit(job: Job, note: int, token: bytes) -> None:
+def run_and_exit(job: Job, note: int, token: bytes) -> NoReturn:
     """The token goes to the descriptor when the tests have come to their end."""
     sys.stdin, sys.stdout, sys.stderr = _open(0, "r"), _open(1, "w"), _open(2, "w")
     if not job.tests:
@@ -75,10 +75,12 @@ def _run_apart(
     except OtherSideEnded:
         raise SystemExit(OUT_OF_MEMORY if _ended_with(program) == OUT_OF_MEMORY else 1) from None
     os.write(note, token)
+    connection.close()
+    _ended_with(program)  # which may have something to print yet
 
 
 def _ended_with(program: int) -> int | None:
-    """Its exit code; None where it has only hung up."""
+    """Its exit code; None where it goes on."""
     has_ended, _, _ = select.select([os.pidfd_open(program)], [], [], _GRACE)
     return exit_code(os.waitpid(program, 0)[1]) if has_ended else None
 
@@ -103,7 +105,7 @@ def _load(source: str) -> dict[str, Any]:
     return vars(module)
 
 
-def _do_and_exit(action: Callable[[], object]) -> None:
+def _do_and_exit(action: Callable[[], object]) -> NoReturn:
     """Ends as an interpreter would."""
     code = 1
     try:
@@ -148,7 +150,7 @@ def _print_traceback(error: BaseException) -> None:
     traceback.print_exception(type(error), error, frames)
 
 
-def _flush_and_exit(code: int) -> None:
+def _flush_and_exit(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

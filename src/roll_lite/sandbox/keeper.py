@@ -7,6 +7,7 @@ import signal
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 from roll_lite.sandbox.harness import CANNOT_CROSS, OUT_OF_MEMORY, run_and_exit
 from roll_lite.sandbox.isolation import Namespaces, ResourceLimits
@@ -14,6 +15,7 @@ from roll_lite.sandbox.processes import exit_code
 from roll_lite.sandbox.program import Job, Kind, Outcome, SandboxError
 
 _STARTED = b"+"
+_SETUP_SECONDS = 30.0
 _CHUNK = 1 << 16
 MAX_DESCRIPTORS = 256
 
@@ -24,7 +26,8 @@ class Keeper:
         self._token = secrets.token_bytes(16)
         """What the tests' end is told with: known to no program beforehand."""
         self._printed: dict[int, bytearray] = {}
-        """By the reading end of a pipe."""
+        """By the reading end of a pipe; the last is that for notes."""
+        self._start, self._is_started = time.monotonic(), False
 
     def run(self) -> Outcome:
         """Raises SandboxError where the program could not be started."""
@@ -34,23 +37,22 @@ class Keeper:
             file.write(self._job.stdin.encode(errors="surrogatepass"))
         os.lseek(stdin, 0, os.SEEK_SET)
         reading, writing = zip(*(os.pipe() for _ in range(3)), strict=True)
-        start = time.monotonic()
         pid = os.fork()
         if pid == 0:
             self._become_program(stdin, *writing)
         for descriptor in (stdin, *writing):
             os.close(descriptor)
         self._printed = {descriptor: bytearray() for descriptor in reading}
-        broken_limit = self._watch(pid, start + self._job.limits.seconds)
+        broken_limit = self._watch(pid)
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         code = exit_code(os.waitpid(pid, 0)[1])
+        seconds = time.monotonic() - self._start
         self._place.clean()
-        seconds = time.monotonic() - start
         self._drain()
         return self._outcome(code, broken_limit, seconds)
 
-    def _become_program(self, stdin: int, stdout: int, stderr: int, note: int) -> None:
+    def _become_program(self, stdin: int, stdout: int, stderr: int, note: int) -> NoReturn:
         try:
             for descriptor, target in ((stdin, 0), (stdout, 1), (stderr, 2)):
                 os.dup2(descriptor, target)
@@ -63,14 +65,14 @@ class Keeper:
             os._exit(1)
         run_and_exit(self._job, note, self._token)
 
-    def _watch(self, pid: int, deadline: float) -> Kind | None:
+    def _watch(self, pid: int) -> Kind | None:
         """Until the program ends, or breaks the limit that is returned, or nobody waits for it."""
         end = os.pidfd_open(pid)
         most = (self._job.limits.output_kib << 10) + len(_STARTED + self._token)
         with selectors.DefaultSelector() as selector:
             for descriptor in (*self._printed, end, self._client.fileno()):
                 selector.register(descriptor, selectors.EVENT_READ)
-            while ready := selector.select(max(0.0, deadline - time.monotonic())):
+            while ready := selector.select(self._time_left()):
                 descriptors = {key.fd for key, _ in ready}
                 for descriptor in descriptors & self._printed.keys():
                     if not self._read(descriptor):
@@ -80,6 +82,13 @@ class Keeper:
                 if descriptors & {end, self._client.fileno()}:
                     return None
         return "timeout"
+
+    def _time_left(self) -> float:
+        """The program's seconds begin when all is set up for it."""
+        if not self._is_started and [*self._printed.values()][-1]:
+            self._start, self._is_started = time.monotonic(), True
+        allowed = self._job.limits.seconds if self._is_started else _SETUP_SECONDS
+        return max(0.0, self._start + allowed - time.monotonic())
 
     def _read(self, descriptor: int) -> bool:
         chunk = os.read(descriptor, _CHUNK)

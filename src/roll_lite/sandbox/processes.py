@@ -13,16 +13,21 @@ def exit_code(status: int) -> int:
     return code if code >= 0 else 128 - code
 
 
+def children() -> set[int]:
+    """Of this process, zombies included."""
+    return _children(os.getpid(), _parents())
+
+
 def end_tree(pid: int) -> int:
-    """Kill a child of this process with all that it started; returns its exit code."""
+    """Kill a child of this process with all that it started; returns its exit code, or -signal."""
     _end(lambda: {pid} | _below(pid))
-    return exit_code(os.waitpid(pid, 0)[1])
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def end_orphans(known: Collection[int] = ()) -> None:
     """Kill all children of this process but the known, with all that they started."""
     # A look can miss a process whose parent ends meanwhile; it is our child then, and seen next.
-    while orphans := _children(os.getpid(), _parents()) - set(known):
+    while orphans := children() - set(known):
         _end(lambda found=orphans: found | _below(os.getpid(), known))
         for pid in orphans:
             os.waitpid(pid, 0)
@@ -60,7 +65,6 @@ def _below(pid: int, apart_from: Collection[int] = ()) -> set[int]:
 
 
 def _children(pid: int, parents: dict[int, int]) -> set[int]:
-    """Zombies included."""
     return {child for child, parent in parents.items() if parent == pid}
 
 

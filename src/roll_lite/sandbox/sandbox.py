@@ -20,8 +20,8 @@ from roll_lite.sandbox.program import (
 
 _PACKAGES = str(Path(__file__).parents[2])
 _START = (
-    "import sys; sys.path.insert(0, {packages!r}); "
-    "from roll_lite.sandbox.zygote import serve; sys.path.pop(0); "
+    "import sys; sys.path.append({packages!r}); "
+    "from roll_lite.sandbox.zygote import serve; sys.path.pop(); "
     "serve({descriptor}, {isolation!r})"
 )
 
@@ -57,7 +57,7 @@ class Sandbox:
         start = _START.format(packages=_PACKAGES, descriptor=theirs.fileno(), isolation=isolation)
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-X", "utf8", "-c", start],
-            env={"PYTHONHASHSEED": "0"},  # nothing of ours; sets in the same order every time
+            env=_environment(),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -115,6 +115,12 @@ class Sandbox:
                 f"the sandbox's process ended with {self._process.wait()}; its standard error says "
                 "why"
             ) from None
+
+
+def _environment() -> dict[str, str]:
+    """Nothing of ours but where libraries lie; and sets have the same order every time."""
+    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    return kept | {"PYTHONHASHSEED": "0"}
 
 
 _open: dict[tuple[int, str], Sandbox] = {}

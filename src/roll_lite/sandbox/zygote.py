@@ -10,6 +10,7 @@ import traceback
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 from roll_lite.sandbox.isolation import Namespaces, ResourceLimits
 from roll_lite.sandbox.keeper import MAX_DESCRIPTORS, Keeper
@@ -17,20 +18,10 @@ from roll_lite.sandbox.mechanisms import missing_mechanisms
 from roll_lite.sandbox.program import Job
 
 PRELOADED = (
-    *(
-        "array",
-        "bisect",
-        "cmath",
-        "collections",
-        "copy",
-        "datetime",
-        "decimal",
-        "enum",
-        "fractions",
-    ),
-    *("functools", "hashlib", "heapq", "io", "itertools", "json", "math", "operator", "queue"),
-    *("random", "re", "statistics", "string", "struct", "textwrap", "typing"),
-)
+    "array", "bisect", "cmath", "collections", "copy", "datetime", "decimal", "enum", "fractions",
+    "functools", "hashlib", "heapq", "io", "itertools", "json", "math", "operator", "queue",
+    "random", "re", "statistics", "string", "struct", "textwrap", "typing",
+)  # fmt: skip
 
 
 def serve(descriptor: int, isolation: str) -> None:
@@ -70,7 +61,7 @@ def _run(job: Job, place: Namespaces | ResourceLimits, client: Connection) -> No
 
 def _keep_and_exit(
     job: Job, place: Namespaces | ResourceLimits, client: Connection, answers: int
-) -> None:
+) -> NoReturn:
     try:
         answer = Keeper(job, place, client).run()
     except BaseException:  # the process ends here, whatever it was

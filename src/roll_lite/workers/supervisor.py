@@ -20,7 +20,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from roll_lite.sandbox.kernel import adopt_orphans
-from roll_lite.sandbox.processes import end_orphans, end_tree
+from roll_lite.sandbox.processes import children, end_orphans, end_tree
 from roll_lite.types import Reward
 from roll_lite.workers.calls import Failure, Limits
 from roll_lite.workers.loading import PackedRewards, unpack_rewards
@@ -29,8 +29,8 @@ from roll_lite.workers.worker import OUT_OF_MEMORY, SHOW_STACK, work_and_exit
 _CHUNK = 1 << 16
 _SHOWN = 4000
 """Characters of a worker's output that an error shows."""
-_STACK_SECONDS = 0.2
-"""How long a worker that hangs may take to say where."""
+_STACK_SECONDS, _STACK_PIECES = 0.1, 20
+"""A worker that hangs may take so long to say where, line by line, and say so much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +59,8 @@ class Worker:
 class Supervisor:
     def __init__(self, client: Connection, rewards: Mapping[str, Reward], setup: Setup):
         self._client, self._rewards, self._limits = client, rewards, setup.limits
+        self._elders = children()
+        """What the rewards' modules have started when they were imported."""
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._workers: list[Worker] = []
         self._selector = selectors.DefaultSelector()
@@ -102,7 +104,8 @@ class Supervisor:
     def _attend(self, worker: Worker, ready: set[int]) -> None:
         """Take what the worker said, and end it where it must end."""
         if worker.output in ready:
-            os.write(2, self._read_output(worker))  # what people print, they want to see
+            with suppress(OSError):  # what people print, they want to see, if anything is open
+                os.write(2, self._read_output(worker))
         has_ended = worker.end in ready
         if worker.calls.fileno() in ready:
             has_ended = not self._take_result(worker)
@@ -136,8 +139,10 @@ class Supervisor:
         os.kill(worker.pid, SHOW_STACK)
         with selectors.DefaultSelector() as selector:
             selector.register(worker.output, selectors.EVENT_READ)
-            selector.select(_STACK_SECONDS)
-        self._read_output(worker)
+            for _ in range(_STACK_PIECES):
+                if not selector.select(_STACK_SECONDS):
+                    break
+                self._read_output(worker)
         text = f"the reward took longer than seconds={self._limits.seconds}{_shown(worker)}"
         return Failure("timeout", text)
 
@@ -155,7 +160,7 @@ class Supervisor:
         """Without a failure given, the worker ended by itself."""
         code = end_tree(worker.pid)
         self._workers.remove(worker)
-        end_orphans(known=[other.pid for other in self._workers])
+        end_orphans(known=self._elders | {other.pid for other in self._workers})
         if worker.call_id is not None:
             self._read_output(worker)
             self._answer(worker, pickle.dumps(failure or self._crash(worker, code)))
@@ -169,8 +174,8 @@ class Supervisor:
     def _crash(self, worker: Worker, code: int) -> Failure:
         if code == OUT_OF_MEMORY:
             text = f"the reward needed more than memory_gib={self._limits.memory_gib}"
-        elif code > 128:
-            text = f"the reward's process was ended by {signal.Signals(code - 128).name}"
+        elif code < 0:
+            text = f"the reward's process was ended by signal {-code} ({signal.strsignal(-code)})"
         else:
             text = f"the reward's process ended itself with exit code {code}"
         return Failure("crash", text + _shown(worker))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
 from roll_lite.sandbox.kernel import adopt_orphans, die_with_parent
 from roll_lite.types import Reward
@@ -24,7 +25,7 @@ SHOW_STACK = signal.SIGUSR1
 
 def work_and_exit(
     calls: Connection, output: int, rewards: Mapping[str, Reward], limits: Limits
-) -> None:
+) -> NoReturn:
     """What rewards print goes to `output`."""
     _settle(output, limits)
     with suppress(EOFError):
