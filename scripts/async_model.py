@@ -124,6 +124,8 @@ class Simulation:
         self.gaps: Counter[int] = Counter()
         self.trained: list[float] = []
         self.num_dropped = 0
+        self.is_training = False
+        """From when a batch is taken until its update is there."""
 
     def run(self, train_seconds: float, num_steps: int) -> Pace:
         start, busy = self.now, self.busy_seconds
@@ -154,6 +156,7 @@ class Simulation:
             for seconds, version in self.ready.pop(prompt):
                 self.gaps[self.version - version] += 1
                 self.trained.append(seconds)
+        self.is_training = True
         self.feed(0)
 
     def train(self, seconds: float) -> None:
@@ -162,9 +165,13 @@ class Simulation:
             self.end_sample()
         self.advance(end)
         self.version += 1
+        self.is_training = False
+        self.feed(0)
 
     def feed(self, num_asked: int) -> None:
-        ahead = (1 + self.max_staleness) * self.work.prompts_per_step if self.max_staleness else 0
+        ahead = self.max_staleness * self.work.prompts_per_step  # besides the batch in training
+        if self.max_staleness and not self.is_training:
+            ahead += self.work.prompts_per_step
         while len(self.ended) + len(self.ready) < max(num_asked, ahead):
             prompt = next(self.prompts)
             self.ended[prompt] = []
