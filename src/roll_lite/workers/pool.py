@@ -108,12 +108,13 @@ class RewardWorkers:
 
     def _record(self, prompt: Prompt, reply: str, seconds: float, result: Score | Failure) -> None:
         has_failed = isinstance(result, Failure)
-        self._counts.update(("calls",))
+        self._counts["calls"] += 1
         self._counts["seconds"] += seconds
         self._failed.append(has_failed)
-        if has_failed:
-            self._counts.update(("errors", *_COUNTED[result.kind]))
-            self._examples.append(_example(prompt, reply, result))
+        if not has_failed:
+            return
+        self._counts.update(("errors", *_COUNTED[result.kind]))
+        self._examples.append(_example(prompt, reply, result))
         share = sum(self._failed) / len(self._failed)
         if len(self._failed) >= MIN_CALLS and share > self._max_error_share:
             raise RewardsBroken(
