@@ -51,6 +51,7 @@ class RewardWorkers:
         self._rewards, self._max_error_share = dict(rewards), max_error_share
         self._counts: Counter[str] = Counter()
         self._failed: deque[bool] = deque(maxlen=WINDOW)
+        self._num_failed = 0
         self._examples: deque[str] = deque(maxlen=NUM_EXAMPLES)
         self._link = None
         if num_workers:
@@ -110,15 +111,17 @@ class RewardWorkers:
         has_failed = isinstance(result, Failure)
         self._counts["calls"] += 1
         self._counts["seconds"] += seconds
+        if len(self._failed) == WINDOW:
+            self._num_failed -= self._failed[0]
         self._failed.append(has_failed)
-        if not has_failed:
-            return
-        self._counts.update(("errors", *_COUNTED[result.kind]))
-        self._examples.append(_example(prompt, reply, result))
-        share = sum(self._failed) / len(self._failed)
+        self._num_failed += has_failed
+        if has_failed:
+            self._counts.update(("errors", *_COUNTED[result.kind]))
+            self._examples.append(_example(prompt, reply, result))
+        share = self._num_failed / len(self._failed)
         if len(self._failed) >= MIN_CALLS and share > self._max_error_share:
             raise RewardsBroken(
-                f"{sum(self._failed)} of the last {len(self._failed)} rewards failed, more than "
+                f"{self._num_failed} of the last {len(self._failed)} rewards failed, more than "
                 f"max_error_share={self._max_error_share}. The last of them:\n"
                 + "\n".join(self._examples)
             )
