@@ -30,6 +30,7 @@ from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rewards import registry
 from roll_lite.rewards.math import last_number
 from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.garbage import rare_collections
 from roll_lite.rollout.metrics import describe_groups, pass_rates
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.sync import WeightSync
@@ -204,6 +205,7 @@ def main(cfg: Config) -> list[float]:
         with (
             Rewards(REWARDS, INLINE, domains, cfg, cluster) as rewards,
             make_rollout(cfg, chat, models, prompts, rewards) as rollout,
+            rare_collections(),
         ):
             done = resume(cfg, checkpoints, models, rollout, state, rates) if cfg.resume else None
             run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)

@@ -21,7 +21,6 @@ from roll_lite.cluster.role import RoleHandle
 from roll_lite.envs.env import Env
 from roll_lite.progress import ProgressBar
 from roll_lite.rollout.asking import Asking
-from roll_lite.rollout.garbage import Garbage
 from roll_lite.rollout.in_flight import InFlight, SampleRunner, Visit
 from roll_lite.rollout.loops import LoopThread, PumpedLoop
 from roll_lite.rollout.options import RolloutOptions
@@ -68,7 +67,6 @@ class Coordinator:
         self._loop = (
             PumpedLoop(self._pump, self._fail) if engines.is_alone else LoopThread(self._fail)
         )
-        self._garbage = Garbage()
         self._replicas.listen(self._loop)
         for asking in asked:
             asking.join(self._loop, self._fail)
@@ -86,7 +84,6 @@ class Coordinator:
 
     def close(self) -> None:
         """Abort what is under way, and end the thread."""
-        self._garbage.restore()
         for role in self._roles:
             role.stop_listening()
         self._loop.call(self._groups.stop)
