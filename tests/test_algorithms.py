@@ -25,13 +25,20 @@ def share_of_good_letters(prompt, reply):
 
 @pytest.fixture(scope="module")
 def toy_folder(tmp_path_factory):
+    return make_toy(tmp_path_factory.mktemp("models") / "toy")
+
+
+def make_toy(folder, **changes):
     """One layer, random weights, one token per character."""
-    folder, tokenizer = tmp_path_factory.mktemp("models") / "toy", character_tokenizer()
+    tokenizer = character_tokenizer()
+    sizes = {
+        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+        "max_position_embeddings": 64,
+    } | changes  # fmt: skip
     config = transformers.Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=64,
-        tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+        tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, **sizes
+    )
     torch.manual_seed(0)
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -7,11 +7,9 @@ import faulty_rewards
 import pytest
 import rlvr
 import sft
-import torch
-import transformers
+from test_algorithms import make_toy
 from test_rlvr import samples_of, steps_of
 
-from roll_lite.models.tiny import character_tokenizer
 from roll_lite.rewards.judging import judge_messages
 from roll_lite.tasks import prompts
 from roll_lite.workers.errors import RewardsBroken
@@ -106,15 +104,7 @@ def test_domains_without_a_reward_are_named_before_anything_runs(tiny_folder, tm
 @pytest.fixture
 def judge_folder(tmp_path):
     """A small model that has learnt to say yes or no, though not which."""
-    folder, tokenizer = tmp_path / "small", character_tokenizer()
-    config = transformers.Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=1024,
-        tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    folder = make_toy(tmp_path / "small", max_position_embeddings=1024)
     verdicts = [
         {"prompt": list(judge_messages(question, "7")), "reply": reply}
         for question in islice(prompts("addition:1", seed=0), 20)

@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import evaluate
 import pytest
 import rlvr
 from rlvr_program import share_of_good_letters
-from test_algorithms import gain, toy_folder  # noqa: F401 (a fixture)
+from test_algorithms import gain, make_toy, toy_folder  # noqa: F401 (a fixture)
 
 from roll_lite.report.curve import read_metric
 
@@ -99,6 +100,22 @@ def test_the_number_of_ranks_does_not_change_the_samples(runs):
             expected, found = samples_of(folder / "one", step), samples_of(folder / name, step)
             assert [s["token_ids"] for s in found] == [s["token_ids"] for s in expected]
             assert [s["reward"] for s in found] == [s["reward"] for s in expected]
+
+
+@pytest.mark.slow
+def test_engines_over_two_ranks_each_give_the_samples_of_one(tmp_path):
+    """In turns with training; and beside it, where trainers hold other parts than engines."""
+    folder = make_toy(tmp_path / "toy", num_key_value_heads=2, vocab_size=100)
+    options = partial(toy_options, folder, steps=4)
+    launch(1, **options(tmp_path / "one"))
+    shared = "train=all generate=all,tp=2"
+    launch(2, **options(tmp_path / "two", device_map=shared))
+    for step in range(1, 5):
+        expected, found = samples_of(tmp_path / "one", step), samples_of(tmp_path / "two", step)
+        assert [s["token_ids"] for s in found] == [s["token_ids"] for s in expected]
+    split = "train=0-1 generate=2-3,tp=2"
+    rows = launch(4, **options(tmp_path / "four", device_map=split, max_staleness=1.0, steps=30))
+    assert gain(rows) > 0.6
 
 
 @pytest.mark.slow
