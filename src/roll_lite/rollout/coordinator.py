@@ -21,11 +21,12 @@ from roll_lite.cluster.role import RoleHandle
 from roll_lite.envs.env import Env
 from roll_lite.progress import ProgressBar
 from roll_lite.rollout.asking import Asking
-from roll_lite.rollout.in_flight import InFlight, SampleRunner, Visit
+from roll_lite.rollout.in_flight import InFlight
 from roll_lite.rollout.loops import LoopThread, PumpedLoop
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.record import read_group, read_prompt, write_group, write_prompt
 from roll_lite.rollout.replicas import Replicas
+from roll_lite.rollout.runner import SampleRunner, Visit
 from roll_lite.types import Group, Prompt, Sample, SamplingParams
 
 COUNTED = ("started", "done", "filtered", "aborted", "failed", "retried", "refilled", "stale")

@@ -5,29 +5,15 @@ Everything here runs in the coordinator's event loop.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from roll_lite.chat import Chat
-from roll_lite.envs.env import Env
 from roll_lite.rollout.options import RolloutOptions
-from roll_lite.rollout.replicas import Replicas
-from roll_lite.rollout.sample import run_sample
+from roll_lite.rollout.runner import SampleRunner, Visit
 from roll_lite.rollout.slots import Slots
-from roll_lite.rollout.turns import GroupTurns, derive_seed
-from roll_lite.types import Group, Prompt, Sample, SamplingParams
-
-ENDS = ("done", "filtered", "failed", "aborted")
-
-
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """One time that a prompt is sampled; a prompt that comes again is sampled anew."""
-
-    prompt: Prompt
-    number: int
+from roll_lite.types import Group, Sample, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,80 +21,6 @@ class Running:
     visit: Visit
     samples: list[Sample]
     task: asyncio.Task
-
-
-class SampleRunner:
-    """Runs single samples and whole groups, and counts how they end."""
-
-    def __init__(
-        self,
-        *,
-        replicas: Replicas,
-        chat: Chat,
-        make_env: Callable[[Prompt], Env],
-        options: RolloutOptions,
-        seed: int,
-    ):
-        self._replicas, self._chat, self._make_env = replicas, chat, make_env
-        self._options, self._seed = options, seed
-        self.counts: Counter[str] = Counter()
-        """Samples by what became of them, and what else happened to them."""
-        self.dropped: list[Sample] = []
-        """Samples that nobody gets: failed, aborted, filtered, stale."""
-
-    def make_samples(self, prompt: Prompt, num_samples: int) -> list[Sample]:
-        samples = [Sample(prompt=prompt, index=index) for index in range(num_samples)]
-        for sample in samples:
-            sample.enter("queued", self._version())
-        self.counts["started"] += num_samples
-        return samples
-
-    async def run_group(self, visit: Visit, samples: list[Sample], params: SamplingParams) -> None:
-        seed = derive_seed(self._seed, visit.prompt.id, visit.number)
-        turns = GroupTurns(self._replicas.ask, len(samples), params, seed, self._on_retry)
-        await asyncio.gather(*(self._run(sample, seed, turns) for sample in samples))
-
-    async def _run(self, sample: Sample, seed: int, turns: GroupTurns) -> None:
-        try:
-            async with asyncio.timeout(self._options.deadline):
-                await run_sample(
-                    sample,
-                    self._make_env(sample.prompt),
-                    seed,
-                    self._chat,
-                    generate=lambda token_ids: turns.generate(sample, token_ids),
-                    version=self._version,
-                    max_retries=self._options.max_retries,
-                    on_retry=self._on_retry,
-                )
-        except TimeoutError:
-            self.abort([sample])
-        if sample.state == "failed":
-            self.counts["failed"] += 1
-            self.dropped.append(sample)
-
-    def abort(self, samples: Iterable[Sample]) -> None:
-        """Samples that will not be waited for."""
-        for sample in samples:
-            if sample.state not in ENDS:
-                sample.enter("aborted", self._version())
-                self.counts["aborted"] += 1
-                self.dropped.append(sample)
-
-    def discard(self, samples: Iterable[Sample], reason: str) -> None:
-        """Samples that are done, and not wanted."""
-        for sample in samples:
-            if sample.state == "done":
-                sample.enter("filtered", self._version())
-                self.counts[reason] += 1
-                self.dropped.append(sample)
-
-    def _on_retry(self, sample: Sample) -> None:
-        sample.enter("retried", self._version())
-        self.counts["retried"] += 1
-
-    def _version(self) -> int:
-        return self._replicas.policy_version
 
 
 class InFlight:
