@@ -199,7 +199,7 @@ def test_children_end_with_the_pool():
     mark = marker()
     with RewardWorkers({"do": do}, num_workers=1) as workers:
         score(workers, f"children {mark}")
-        assert len(processes_with(mark)) == 2
+        wait_until(lambda: len(processes_with(mark)) == 2)  # one is about to become a sleep
         worker = int(score(workers, "pid").value)
         assert worker == score(workers, "pid").value  # it was not replaced
     assert not processes_with(mark)
