@@ -36,11 +36,11 @@ class Config:
     """Measurements, of which the median counts, after one that is not counted."""
 
 
-def run_all(sandboxes: list[Sandbox], num_programs: int) -> None:
+def run_all(sandboxes: list[Sandbox], num_programs: int, tests: str = "") -> None:
     def run(index: int) -> None:
         for number in range(index, num_programs, len(sandboxes)):
-            outcome = sandboxes[index].run(f"print({number})")
-            assert outcome.stdout == f"{number}\n", outcome
+            outcome = sandboxes[index].run(f"x = {number}\nprint(x)", tests=tests)
+            assert (outcome.kind, outcome.stdout) == ("ok", f"{number}\n"), outcome
 
     with ThreadPoolExecutor(len(sandboxes)) as threads:
         list(threads.map(run, range(len(sandboxes))))
@@ -67,6 +67,8 @@ def main(cfg: Config) -> dict[str, float]:
     results = {"sandbox_start_ms": 1e3 * (time.perf_counter() - start) / cfg.sandboxes}
     taken = seconds(lambda: run_all(sandboxes, cfg.programs), cfg.repeats)
     results["programs_per_second"] = cfg.programs / taken
+    taken = seconds(lambda: run_all(sandboxes, cfg.programs, "assert x >= 0"), cfg.repeats)
+    results["tested_programs_per_second"] = cfg.programs / taken
     for sandbox in sandboxes:
         sandbox.close()
     start = time.perf_counter()

@@ -116,7 +116,7 @@ def test_no_network_but_ones_own(full):
 
 def test_writing_outside(full, tmp_path):
     targets = [tmp_path, Path.home(), Path("/var/tmp"), Path(os.__file__).parent]
-    for number, folder in enumerate(targets):
+    for number, folder in enumerate(f for f in targets if os.access(f, os.W_OK)):
         path = folder / f"written-{os.getpid()}-{number}"
         try:
             assert_stays_in(full, f"open({str(path)!r}, 'w').write('x')\nprint('REACHED')")

@@ -252,6 +252,27 @@ def test_deceivers_are_what_they_say(sandbox, name):
     assert ("ok" in kinds) == (name != "ends where an error is expected")
 
 
+@pytest.mark.parametrize("call", ["process_vm_readv", "process_vm_writev", "ptrace"])
+def test_the_tests_process_is_out_of_reach(sandbox, call):
+    """Its memory is that of the program's parent, at the addresses of the program's own."""
+    program = f"""
+        import ctypes, os
+        text = ctypes.create_string_buffer(b"secret")
+        piece = (ctypes.c_size_t * 2)(ctypes.addressof(text), 6)
+
+        def reach(pid):
+            libc = ctypes.CDLL(None, use_errno=True)
+            if {call!r} == "ptrace":
+                return libc.ptrace(16, pid, None, None)  # attach
+            return libc.{call}(pid, piece, 1, piece, 1, 0)
+
+        def reach_parent():
+            return reach(os.getppid())
+    """
+    outcome = sandbox.run(dedent(program), tests="assert reach_parent() == -1")
+    assert outcome.kind == "ok", outcome.stderr
+
+
 def test_what_cannot_cross_is_not_a_wrong_answer(sandbox):
     tests = "class Box: pass\nassert twice(Box()) == 2"
     with pytest.raises(SandboxError, match=r"hand the program a Box; run such .*tests_apart=False"):

@@ -336,7 +336,10 @@ TESTS = "def check(g):\n    assert all([g(3) == 9, g(4) == 16])\ncheck(f)\n"
 def test_only_tests_that_ran_count(sandbox, name, tests_apart):
     run = partial(sandbox.run, tests=TESTS, tests_apart=tests_apart, limits=Limits(seconds=3))
     assert run("def f(x): return x * x").kind == "ok"
-    assert run(CHEATS[name]).kind != "ok"
+    try:
+        assert run(CHEATS[name]).kind != "ok"
+    except SandboxError:  # with limits alone an ordinary user's program can kill its keeper
+        assert name == "kills its parent" and os.geteuid() != 0
 
 
 # The sandbox itself

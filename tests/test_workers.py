@@ -85,7 +85,7 @@ def test_hang(shared):
     start = time.monotonic()
     with pytest.raises(RewardTimeout, match=r"(?s)longer than seconds=1\.0.*in hang.*in do"):
         score(shared, "hang")
-    assert 1.0 <= time.monotonic() - start < 2.5
+    assert 1.0 <= time.monotonic() - start < 5
     assert score(shared, "ok").value == 1
 
 
@@ -178,7 +178,7 @@ def test_metrics_count_since_the_last(shared):
     shared.metrics()
     score_all(shared, ["ok", "sleep 0.2", "raise x", "crash", "hang", "ok"])
     metrics = shared.metrics()
-    assert 1.2 < metrics.pop("reward/seconds") < 4
+    assert 1.2 < metrics.pop("reward/seconds") < 8
     assert metrics == {
         "reward/calls": 6,
         "reward/errors": 3,
@@ -199,7 +199,7 @@ def test_children_end_with_the_pool():
     mark = marker()
     with RewardWorkers({"do": do}, num_workers=1) as workers:
         score(workers, f"children {mark}")
-        assert len(processes_with(mark)) == 2
+        wait_until(lambda: len(processes_with(mark)) == 2)  # one is about to become a sleep
         worker = int(score(workers, "pid").value)
         assert worker == score(workers, "pid").value  # it was not replaced
     assert not processes_with(mark)
@@ -214,7 +214,7 @@ def test_one_in_a_hundred_hangs_and_crashes():
         replies[index] = "hang"
     for index in bad[10:]:
         replies[index] = "crash"
-    with RewardWorkers({"do": do}, num_workers=4, seconds=0.5) as workers:
+    with RewardWorkers({"do": do}, num_workers=4, seconds=0.7) as workers:
         results = score_all(workers, replies)
         metrics = workers.metrics()
     for index, result in enumerate(results):

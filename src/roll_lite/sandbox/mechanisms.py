@@ -6,6 +6,14 @@ from collections.abc import Callable
 from roll_lite.sandbox import kernel, landlock
 from roll_lite.sandbox.jail import TEMPORARY, python_folders
 
+_NAMESPACES = {
+    "mount namespace": kernel.NEW_MOUNT,
+    "pid namespace": kernel.NEW_PID,
+    "net namespace": kernel.NEW_NET,
+    "ipc namespace": kernel.NEW_IPC,
+    "uts namespace": kernel.NEW_UTS,
+}
+
 
 def missing_mechanisms() -> dict[str, str]:
     """What the kernel refuses, and its reason; empty where isolation is possible."""
@@ -20,15 +28,6 @@ def missing_mechanisms() -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-_NAMESPACES = {
-    "mount namespace": kernel.NEW_MOUNT,
-    "pid namespace": kernel.NEW_PID,
-    "net namespace": kernel.NEW_NET,
-    "ipc namespace": kernel.NEW_IPC,
-    "uts namespace": kernel.NEW_UTS,
-}
-
-
 def reason_against(trial: Callable[[], None]) -> str:
     """Why the trial fails in a process of its own; empty if it does not."""
     reading, writing = os.pipe()
@@ -36,7 +35,7 @@ def reason_against(trial: Callable[[], None]) -> str:
     if pid == 0:
         try:
             trial()
-        except OSError as error:
+        except BaseException as error:  # a C library without the call, say; the process ends here
             os.write(writing, str(error).encode())
         os._exit(0)
     os.close(writing)

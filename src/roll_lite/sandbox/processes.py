@@ -15,6 +15,10 @@ def exit_code(status: int) -> int:
 
 def children() -> set[int]:
     """Of this process, zombies included."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # none at all, as nearly always: no need to look at every process
+        return set()
     return _children(os.getpid(), _parents())
 
 

@@ -28,7 +28,7 @@ class SupervisorLink:
     def __init__(self, setup: Setup):
         """Raises RuntimeError where the rewards cannot be imported over there."""
         self._supervisor, theirs = Pipe()
-        path = [folder or os.getcwd() for folder in sys.path]
+        path = [str(folder) or os.getcwd() for folder in sys.path]
         start = _START.format(path=path, descriptor=theirs.fileno())
         self._process = subprocess.Popen(
             [sys.executable, "-c", start],
