@@ -32,7 +32,7 @@ from roll_lite.train.encoding import check_vocabulary, encode_fitting
 from roll_lite.train.optimizer import Schedule
 from roll_lite.train.packing import MicroBatch
 from roll_lite.train.policy_loss import PolicyLoss
-from roll_lite.train.resume import resume_step, save_step
+from roll_lite.train.resume import RunState
 from roll_lite.train.scorer import Scorer
 from roll_lite.train.trainer import Trainer
 from roll_lite.types import SamplingParams
@@ -133,7 +133,8 @@ def main(cfg: Config) -> None:
         )  # fmt: skip
         checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints")
         fixed = data.fixed_options(cfg, *FIXED)
-        done = resume_step(checkpoints, trainer, rows, fixed) if cfg.resume else None
+        saved = RunState(checkpoints, [trainer], {"rows": rows}, fixed)
+        done = saved.resume() if cfg.resume else None
         run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
         chat = Chat(cfg.model)
         if cfg.on_policy:
@@ -155,7 +156,7 @@ def main(cfg: Config) -> None:
                 metrics["eval/kl"] = kl_to_teacher(trainer, *make_batch(held_out, step))
             run.log(step, metrics)
             if run.is_due(step, cfg.checkpoint_every):
-                save_step(checkpoints, trainer, step, rows, fixed, lower=metrics.get("eval/kl"))
+                saved.save(step, lower=metrics.get("eval/kl"))
         run.close()
         print(f"model: {trainer.export(f'{cfg.run_dir}/model')}")
 

@@ -29,7 +29,7 @@ from roll_lite.train.optimizer import Schedule
 from roll_lite.train.packing import MicroBatch, TrainingSequence
 from roll_lite.train.preference import DPOLoss, pack_pairs
 from roll_lite.train.reference_cache import with_reference
-from roll_lite.train.resume import resume_step, save_step
+from roll_lite.train.resume import RunState
 from roll_lite.train.scorer import Scorer
 from roll_lite.train.scoring import score_over_ranks
 from roll_lite.train.trainer import Trainer
@@ -150,7 +150,8 @@ def main(cfg: Config) -> None:
         validation = packed(encoded[len(pairs) :]) if held_out else []
         checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.keep_last)
         fixed = data.fixed_options(cfg, *FIXED)
-        done = resume_step(checkpoints, trainer, rows, fixed) if cfg.resume else None
+        saved = RunState(checkpoints, [trainer], {"rows": rows}, fixed)
+        done = saved.resume() if cfg.resume else None
         run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
         if validation and not done:
             run.log(0, validate(trainer, validation))
@@ -164,7 +165,7 @@ def main(cfg: Config) -> None:
             run.log(step, metrics)
             if run.is_due(step, cfg.checkpoint_every):
                 best = metrics.get("eval/accuracy")
-                save_step(checkpoints, trainer, step, rows, fixed, higher=best)
+                saved.save(step, higher=best)
 
         run.close()
         print(f"model: {trainer.export(f'{cfg.run_dir}/model')}")

@@ -30,6 +30,7 @@ from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rewards import registry
 from roll_lite.rewards.math import last_number
 from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.filters import drop_failed
 from roll_lite.rollout.garbage import rare_collections
 from roll_lite.rollout.metrics import describe_groups, pass_rates
 from roll_lite.rollout.options import RolloutOptions
@@ -44,7 +45,7 @@ from roll_lite.train.losses import critic_metrics
 from roll_lite.train.optimizer import Schedule
 from roll_lite.train.options import Training
 from roll_lite.train.packing import TrainingSequence, equal_parts, pack
-from roll_lite.train.resume import load_checkpoint, save_checkpoint
+from roll_lite.train.resume import RunState
 from roll_lite.train.scorer import Scorer
 from roll_lite.train.scoring import plain_sequences, score_over_ranks, with_field
 from roll_lite.train.trainer import Trainer, combine
@@ -193,57 +194,65 @@ FIXED = "model", "seed", "lora_rank", "lora_alpha", "lora_targets", "advantage"
 
 
 def main(cfg: Config) -> list[float]:
-    """Train; returns the held-out pass rates, the first from before training."""
+    """Returns the held-out pass rates, the first from before training."""
     config = read_config(cfg.model)
     with Cluster(cfg.device_map, cfg.device, config=config, roles=cfg.roles) as cluster:
         prompts = data.Mixture(cfg.data, seed=f"rlvr-{cfg.seed}")
         held_out = data.held_out(cfg.evaluated, cfg.eval_prompts) if cfg.evaluated else []
-        chat, models = Chat(cfg.model), make_roles(cfg, cluster)
-        state = AdvantageState(cfg.advantage_options)
-        checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.keep_last)
-        domains, rates = {*prompts.domains, *(prompt.domain for prompt in held_out)}, []
-        with (
-            Rewards(REWARDS, INLINE, domains, cfg, cluster) as rewards,
-            make_rollout(cfg, chat, models, prompts, rewards) as rollout,
-            rare_collections(),
-        ):
-            done = resume(cfg, checkpoints, models, rollout, state, rates) if cfg.resume else None
-            run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
-            evaluate = partial(pass_rates_now, held_out, cfg, chat, rollout, rates)
-            if not done:
-                run.log(0, evaluate())
-            if cfg.max_staleness > 0:
-                rollout.start()
-
-            for step in range((done or 0) + 1, cfg.steps + 1):
-                laps = Laps()
-                groups = rollout.collect()
-                laps.end("rollout")
-                if cfg.engines_sleep:
-                    models.engines.sleep()
-                sequences = prepare(groups, cfg, models, state)
-                laps.end("prepare")
-                is_warm = step > cfg.critic_warmup_steps
-                metrics = update(sequences, cfg, models, only_critic=not is_warm)
-                laps.end("train")
-                if cfg.engines_sleep:
-                    models.engines.wake()
-                models.sync.sync(step, cfg.on_new_weights)
-                rollout.set_version(step)
-                laps.end("sync")
-                metrics |= describe_groups(groups) | rollout.metrics() | rewards.metrics()
-                metrics |= {"rollout/trained_samples": len(sequences)} | state.metrics
-                metrics |= laps.metrics()
-                if run.is_due(step, cfg.eval_every):
-                    metrics |= evaluate()
-                run.log(step, metrics, groups)
-                run.note_samples(step, rollout.dropped())
-                if run.is_due(step, cfg.checkpoint_every):
-                    save(cfg, checkpoints, models, rollout, state, step, rates)
-                    run.note("checkpoint", step=step)
-            run.close()
-        print(f"held-out pass rate {rates[0]:.3f} -> {rates[-1]:.3f}" if rates else "")
+        domains = {*prompts.domains, *(prompt.domain for prompt in held_out)}
+        with Rewards(REWARDS, INLINE, domains, cfg, cluster) as rewards:
+            chat, models = Chat(cfg.model), make_roles(cfg, cluster)
+            with make_rollout(cfg, chat, models, prompts, rewards) as rollout, rare_collections():
+                rates = train(cfg, chat, models, rollout, rewards, held_out)
         print(f"model: {models.policy.export(f'{cfg.run_dir}/model')}")
+    return rates
+
+
+def train(
+    cfg: Config, chat: Chat, models: Models, rollout: Coordinator, rewards: Rewards,
+    held_out: list[Prompt],
+) -> list[float]:  # fmt: skip
+    state, rates = AdvantageState(cfg.advantage_options), []
+    checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.keep_last)
+    fixed = {name: getattr(cfg, name) for name in FIXED}
+    saved = RunState(checkpoints, models.trained, {"rollout": rollout, "advantages": state}, fixed)
+    done = saved.resume() if cfg.resume else None
+    run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
+    if done:
+        models.sync.sync(done)
+        rollout.set_version(done)
+    else:
+        run.log(0, evaluate(held_out, cfg, chat, rollout, rates))
+    if cfg.max_staleness > 0:
+        rollout.start()
+
+    for step in range((done or 0) + 1, cfg.steps + 1):
+        laps = Laps()
+        groups = rollout.collect()
+        laps.end("rollout")
+        if cfg.engines_sleep:
+            models.engines.sleep()
+        sequences = prepare(groups, cfg, models, state)
+        laps.end("prepare")
+        metrics = update(sequences, cfg, models, only_critic=step <= cfg.critic_warmup_steps)
+        laps.end("train")
+        if cfg.engines_sleep:
+            models.engines.wake()
+        models.sync.sync(step, cfg.on_new_weights)
+        rollout.set_version(step)
+        laps.end("sync")
+        metrics |= describe_groups(groups) | rollout.metrics() | rewards.metrics() | state.metrics
+        metrics |= {"rollout/trained_samples": len(sequences)} | laps.metrics()
+        if run.is_due(step, cfg.eval_every):
+            metrics |= evaluate(held_out, cfg, chat, rollout, rates)
+        run.log(step, metrics, groups)
+        run.note_samples(step, rollout.dropped())
+        if run.is_due(step, cfg.checkpoint_every):
+            saved.save(step, higher=metrics.get("eval/pass@1"))
+            run.note("checkpoint", step=step)
+    run.close()
+    if rates:
+        print(f"held-out pass rate {rates[0]:.3f} -> {rates[-1]:.3f}")
     return rates
 
 
@@ -334,7 +343,7 @@ def update(
     return combine(policy_updates) | of_critic
 
 
-def pass_rates_now(
+def evaluate(
     held_out: list[Prompt], cfg: Config, chat: Chat, rollout: Coordinator, rates: list[float]
 ) -> dict[str, float]:
     """Of replies to held-out prompts, the same ones for every seed; `rates` gets the pass rate."""
@@ -346,43 +355,9 @@ def pass_rates_now(
         stop_ids=chat.stop_ids,
     )
     groups = rollout.answer(held_out, num_samples=cfg.eval_samples, params=params)
-    metrics = pass_rates(groups, cfg.pass_reward)
+    metrics = pass_rates(drop_failed(groups, min_samples=1), cfg.pass_reward)
     rates.append(metrics["eval/pass@1"])
-    return metrics
-
-
-def save(
-    cfg: Config, checkpoints: Checkpoints, models: Models, rollout: Coordinator,
-    state: AdvantageState, step: int, rates: list[float],
-) -> None:  # fmt: skip
-    """Everything that the run needs to go on; nothing that was generated is lost."""
-    controller = {
-        "step": step,
-        "fixed": {name: getattr(cfg, name) for name in FIXED},
-        "rollout": rollout.state_dict(),
-        "advantages": state.state_dict(),
-        "rates": rates,
-    }
-    score = rates[-1] if rates else None
-    save_checkpoint(checkpoints, models.trained, step, controller, score)
-
-
-def resume(
-    cfg: Config, checkpoints: Checkpoints, models: Models, rollout: Coordinator,
-    state: AdvantageState, rates: list[float],
-) -> int:  # fmt: skip
-    """The step that the newest checkpoint was written after; 0 if there is none."""
-    found = load_checkpoint(
-        checkpoints, models.trained, {name: getattr(cfg, name) for name in FIXED}
-    )
-    if found is None:
-        return 0
-    rollout.load_state_dict(found["rollout"])
-    state.load_state_dict(found["advantages"])
-    rates += found["rates"]
-    models.sync.sync(found["step"])
-    rollout.set_version(found["step"])
-    return found["step"]
+    return metrics | {"eval/failed": sum(s.state != "done" for g in groups for s in g.samples)}
 
 
 def describe_plan(cfg: Config) -> str:

@@ -26,7 +26,7 @@ from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule
 from roll_lite.train.options import Training
 from roll_lite.train.packing import TrainingSequence, pack
-from roll_lite.train.resume import resume_step, save_step
+from roll_lite.train.resume import RunState
 from roll_lite.train.trainer import Trainer
 
 
@@ -120,7 +120,8 @@ def main(cfg: Config) -> None:
         fixed = data.fixed_options(
             cfg, "model", "task", "seed", "careless", "lora_rank", "lora_alpha", "lora_targets"
         )
-        done = resume_step(checkpoints, trainer, rows, fixed) if cfg.resume else None
+        saved = RunState(checkpoints, [trainer], {"rows": rows}, fixed)
+        done = saved.resume() if cfg.resume else None
         run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
         encode = partial(encode_rows, Chat(cfg.model), model_config.max_positions, cfg)
         num_shards, cost = trainer.role.num_replicas, Cost.of(model_config)
@@ -139,7 +140,7 @@ def main(cfg: Config) -> None:
                 metrics["eval/loss"] = trainer.evaluate(split(batch))[0]["loss/loss"]
             run.log(step, metrics)
             if run.is_due(step, cfg.checkpoint_every):
-                save_step(checkpoints, trainer, step, rows, fixed, lower=metrics.get("eval/loss"))
+                saved.save(step, lower=metrics.get("eval/loss"))
 
         run.close()
         print(f"model: {trainer.export(f'{cfg.run_dir}/model')}")

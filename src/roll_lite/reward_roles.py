@@ -6,6 +6,7 @@ is computed together.
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import count
 
 from roll_lite.chat import Chat
@@ -32,17 +33,21 @@ class Judge(Asking):
         verdicts: Mapping[str, float] = VERDICTS,
         seed: int = 0,
     ):
-        """A verdict that cannot be read is asked for again, up to `max_tries` times in all."""
+        """The likeliest verdict counts. One that cannot be read is asked for again, up to
+        `max_tries` times in all, and sampled then.
+        """
         super().__init__(engines)
         self._chat, self._messages, self._verdicts = chat, messages, verdicts
         self._max_tries, self._seed = max_tries, seed
-        self._params = SamplingParams(max_tokens=max_tokens, stop_ids=chat.stop_ids)
+        greedy = SamplingParams(max_tokens=max_tokens, stop_ids=chat.stop_ids, temperature=0.0)
+        self._params = [greedy, replace(greedy, temperature=1.0)]
 
     async def __call__(self, prompt: Prompt, reply: str) -> Score:
         token_ids = self._chat.encode(self._messages(prompt, reply))
         for attempt in range(1, self._max_tries + 1):
             seed = derive_seed(self._seed, prompt.id, reply, attempt)
-            request = Request(prompt_ids=token_ids, params=self._params, seed=seed)
+            params = self._params[attempt > 1]
+            request = Request(prompt_ids=token_ids, params=params, seed=seed)
             turn = await self.ask(request)
             try:
                 value = parse_verdict(self._chat.decode(turn.token_ids), self._verdicts)
@@ -68,6 +73,11 @@ class RewardModel:
     async def __call__(self, prompt: Prompt, reply: str) -> Score:
         said = (*prompt.messages, {"role": "assistant", "content": reply})
         token_ids = self._chat.encode_whole(said)
+        if len(token_ids) > self._budget:
+            raise ValueError(
+                f"the reply to prompt {prompt.id} and its prompt have {len(token_ids)} tokens, more "
+                f"than the reward model's tokens_per_microbatch={self._budget}"
+            )
         # A row belongs to the token before the one that has loss: one more makes the last a row.
         sequence = TrainingSequence(
             id=f"reply {next(self._numbers)} to prompt {prompt.id}",

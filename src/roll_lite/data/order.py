@@ -8,13 +8,22 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Shuffled(Generic[T]):
+class Positioned:
+    position = 0
+    """Rows taken so far."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Shuffled(Positioned, Generic[T]):
     """Rows epoch after epoch, each in an order that depends on (seed, epoch) alone."""
 
     def __init__(self, rows: Sequence[T], *, seed: int | str):
         self.rows, self.seed = rows, seed
-        self.position = 0
-        """Rows taken so far; a checkpoint keeps it and sets it again."""
         self._epoch, self._order = -1, []
 
     def take(self, count: int) -> list[T]:
@@ -30,11 +39,10 @@ class Shuffled(Generic[T]):
         return self.rows[self._order[place]]
 
 
-class Endless(Generic[T]):
+class Endless(Positioned, Generic[T]):
     """Rows of a generator that never ends and always begins alike."""
 
     def __init__(self, generate: Callable[[], Iterator[T]]):
-        self.position = 0
         self._generate, self._rows, self._reached = generate, generate(), 0
 
     def take(self, count: int) -> list[T]:

@@ -16,7 +16,7 @@ from roll_lite.models.layers import Checkpointing
 from roll_lite.models.tensor import TensorShard, cut_dimension
 from roll_lite.models.transformer import Transformer
 
-UNIT_PARAMETERS = 2**25  # that FSDP gathers at once, at least where blocks are smaller
+UNIT_PARAMETERS = 2**25  # that FSDP gathers at once, at most, unless a block alone has more
 
 
 def shard(

@@ -1,13 +1,15 @@
-"""Prompts and groups as plain JSON, and back."""
+"""Prompts and groups as plain JSON, and back. Ids and logprobs stand there once, as bytes."""
 
-from dataclasses import asdict
+from array import array
+from base64 import b64decode, b64encode
+from dataclasses import astuple, fields
 from typing import Any
 
 from roll_lite.types import Event, Group, Prompt, Sample, Score, Turn
 
 
 def write_prompt(prompt: Prompt) -> dict[str, Any]:
-    return asdict(prompt)
+    return {field.name: getattr(prompt, field.name) for field in fields(prompt)}
 
 
 def read_prompt(record: dict[str, Any]) -> Prompt:
@@ -15,7 +17,8 @@ def read_prompt(record: dict[str, Any]) -> Prompt:
 
 
 def write_group(group: Group) -> dict[str, Any]:
-    return asdict(group)
+    samples = [_write_sample(sample) for sample in group.samples]
+    return {"prompt": write_prompt(group.prompt), "samples": samples}
 
 
 def read_group(record: dict[str, Any]) -> Group:
@@ -23,15 +26,51 @@ def read_group(record: dict[str, Any]) -> Group:
     return Group(prompt=prompt, samples=[_read_sample(s, prompt) for s in record["samples"]])
 
 
-def _read_sample(record: dict[str, Any], prompt: Prompt) -> Sample:
-    parts = {
-        "prompt": prompt,
-        "turns": [_read_turn(turn) for turn in record["turns"]],
-        "score": Score(**record["score"]) if record["score"] else None,
-        "events": [Event(**event) for event in record["events"]],
+def _write_sample(sample: Sample) -> dict[str, Any]:
+    """Turns by where they end: what they read and sampled is the sample's own, from its start."""
+    return {
+        "index": sample.index,
+        "token_ids": _pack("i", sample.token_ids),
+        "logprobs": _pack("f", sample.logprobs),
+        "turns": [
+            [len(turn.prompt_ids), len(turn.token_ids), turn.finish_reason, turn.versions]
+            for turn in sample.turns
+        ],
+        "reply": sample.reply,
+        "score": [sample.score.value, sample.score.parts] if sample.score else None,
+        "error": sample.error,
+        "events": [astuple(event) for event in sample.events],
     }
-    return Sample(**record | parts)
 
 
-def _read_turn(record: dict[str, Any]) -> Turn:
-    return Turn(**record | {"versions": [tuple(run) for run in record["versions"]]})
+def _read_sample(record: dict[str, Any], prompt: Prompt) -> Sample:
+    token_ids, logprobs = _unpack("i", record["token_ids"]), _unpack("f", record["logprobs"])
+    value, parts = record["score"] or (None, {})
+    sample = Sample(
+        prompt=prompt,
+        index=record["index"],
+        reply=record["reply"],
+        score=None if value is None else Score(value=value, parts=parts),
+        error=record["error"],
+        events=[Event(*event) for event in record["events"]],
+    )
+    for num_read, num_sampled, finish_reason, versions in record["turns"]:
+        end = num_read + num_sampled
+        turn = Turn(
+            prompt_ids=token_ids[:num_read],
+            token_ids=token_ids[num_read:end],
+            logprobs=logprobs[num_read:end],
+            finish_reason=finish_reason,
+            versions=[tuple(run) for run in versions],
+        )
+        sample.add_turn(turn)
+    return sample
+
+
+def _pack(kind: str, numbers: list) -> str:
+    """32 bits each, which is what ids have and logprobs were computed in."""
+    return b64encode(array(kind, numbers).tobytes()).decode()
+
+
+def _unpack(kind: str, text: str) -> list:
+    return array(kind, b64decode(text)).tolist()

@@ -157,6 +157,8 @@ class Replicas:
             del self._asked[asked.key]
             if any(future.cancelled() for future in asked.futures):
                 self._post(asked.replica, "abort", asked.key)
+        elif asked.key in self._asked:
+            self._repeat_aborted(asked)  # others of it may be all that the engine still had
         self._dispatch()
 
     def _on_answers(self, replica: int, answers: Answers) -> None:
@@ -179,9 +181,14 @@ class Replicas:
     def _on_abort(self, asked: Asked, index: int) -> None:
         """Nobody here wanted it: new weights came, and running samples begin again."""
         asked.aborted.add(index)
-        if asked.aborted.issuperset(asked.unfinished):
+        self._repeat_aborted(asked)
+
+    def _repeat_aborted(self, asked: Asked) -> None:
+        """Ask again once the engine has nothing of the request left."""
+        if asked.aborted and asked.aborted.issuperset(asked.unfinished):
             asked.aborted.clear()
-            self._ask_again(asked, asked.replica)
+            if asked.unfinished:
+                self._ask_again(asked, asked.replica)
 
     def _on_failed(self, replica: int, keys: list[int], text: str) -> None:
         self._num_failures[replica] += 1

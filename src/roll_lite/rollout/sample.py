@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from roll_lite.chat import Chat
+from roll_lite.cluster.errors import RoleError
 from roll_lite.envs.env import Env, Observation
 from roll_lite.types import Sample, Score, Turn
 from roll_lite.workers.errors import RewardsBroken
 
-ENDING = (bdb.BdbQuit, RewardsBroken)
-"""The person at the debugger wants to leave; or going on is pointless."""
+ENDING = (bdb.BdbQuit, RewardsBroken, RoleError)
+"""The person at the debugger wants to leave, going on is pointless, or a role is broken."""
 Generate = Callable[[list[int]], Awaitable[Turn]]
 """From the ids of a conversation to the model's next turn."""
 

@@ -32,10 +32,15 @@ from roll_lite.train.shards import (
 CHUNK_BYTES = 4 * 2**20
 
 
-def read_pieces(folder: str | Path, wanted: dict[str, Piece], *, kind: Kind = "full") -> None:
-    """Fill a rank's pieces in place, reading only the slices of the files that overlap them."""
+def read_pieces(
+    folder: str | Path, wanted: dict[str, Piece], *, kind: Kind | None = "full"
+) -> None:
+    """Fill a rank's pieces in place, reading only the slices of the files that overlap them.
+
+    A checkpoint of another kind is refused; None is for pieces that every kind has.
+    """
     manifest = read_manifest(folder)
-    if manifest.kind != kind:
+    if kind not in (None, manifest.kind):
         remedy = {
             "full": "turn LoRA off, or resume from an adapter checkpoint",
             "adapter": "turn LoRA on with the same rank, or resume from a full checkpoint",

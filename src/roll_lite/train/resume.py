@@ -1,13 +1,53 @@
 """Checkpoints of train roles, from the controller: all ranks write, the controller seals."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.train.checkpoint import Checkpoints
 from roll_lite.train.manifest import read_manifest
+
+
+class Resumable(Protocol):
+    """A part of the controller that is not the same from step to step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain JSON."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class RunState:
+    """All that a run needs to go on: its trainers, and the controller's parts by name."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        trainers: Sequence[RoleHandle],
+        parts: Mapping[str, Resumable],
+        fixed: dict[str, Any],
+    ):
+        """`fixed` are the options that a run has to be resumed with."""
+        self._checkpoints, self._trainers, self._parts = checkpoints, trainers, parts
+        self._fixed = fixed
+
+    def save(self, step: int, *, higher: float | None = None, lower: float | None = None) -> Path:
+        """Write a checkpoint. The best is kept: where a measurement is `higher`, or `lower`."""
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        state = {"step": step, "fixed": self._fixed, "parts": parts}
+        score = higher if lower is None else -lower
+        return save_checkpoint(self._checkpoints, self._trainers, step, state, score)
+
+    def resume(self) -> int:
+        """Go on from the newest whole checkpoint: the step it is of, 0 if there is none."""
+        state = load_checkpoint(self._checkpoints, self._trainers, self._fixed)
+        if state is None:
+            return 0
+        for name, part in self._parts.items():
+            part.load_state_dict(state["parts"][name])
+        return state["step"]
 
 
 def save_checkpoint(
@@ -73,38 +113,3 @@ def _check_fixed(folder: Path, written: dict[str, Any], fixed: dict[str, Any]) -
             f"the run in {folder} cannot be resumed with {listed}; give what it was "
             "started with, or name another run_dir"
         )
-
-
-class Rows(Protocol):
-    position: int
-    """How many were taken."""
-
-
-def save_step(
-    checkpoints: Checkpoints,
-    trainer: RoleHandle,
-    step: int,
-    rows: Rows,
-    fixed: dict[str, Any],
-    *,
-    higher: float | None = None,
-    lower: float | None = None,
-) -> Path:
-    """A checkpoint of a run that needs no more than its rows' position besides the trainer.
-
-    The best checkpoint is kept: the one where a measurement is `higher` than elsewhere, or `lower`.
-    """
-    score = higher if lower is None else -lower
-    state = {"step": step, "position": rows.position, "fixed": fixed}
-    return save_checkpoint(checkpoints, [trainer], step, state, score)
-
-
-def resume_step(
-    checkpoints: Checkpoints, trainer: RoleHandle, rows: Rows, fixed: dict[str, Any]
-) -> int:
-    """Go on from the newest whole checkpoint: the step it was written after, 0 if there is none."""
-    state = load_checkpoint(checkpoints, [trainer], fixed)
-    if state is None:
-        return 0
-    rows.position = state["position"]
-    return state["step"]

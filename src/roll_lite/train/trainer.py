@@ -230,7 +230,9 @@ class Trainer(Scorer):
         manifest = read_manifest(folder)
         check_architecture(manifest, self.config)
         wanted = {name: piece for name, piece, _ in self._pieces()}
-        read_pieces(folder, wanted, kind="adapter" if self.lora else "full")
+        kind = "adapter" if self.lora else "full"
+        # The manifest says what the policy is; a critic is always whole.
+        read_pieces(folder, wanted, kind=kind if self.kind == "policy" else None)
         progress = manifest.state["progress"][self.kind]
         self.num_steps = progress["num_steps"]
         self.optimizer.num_updates = progress["num_updates"]
