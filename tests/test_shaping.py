@@ -1,11 +1,10 @@
-"""Penalties, masks, bands and weights around the advantages."""
+"""Penalties, masks and weights around the advantages."""
 
 import pytest
 from training_data import make_groups
 
 from roll_lite.train.advantages import with_advantages
 from roll_lite.train.shaping import (
-    keep_difficulty,
     mask_overlong,
     overlong_penalty,
     penalise_overlong,
@@ -27,12 +26,6 @@ def test_samples_cut_by_length_get_no_weight():
     groups = make_groups([[0.0, 1.0]], finish_reason="length") + make_groups([[0.0, 1.0]])
     sequences = mask_overlong(with_advantages(groups), groups)
     assert [s.weight for s in sequences] == [0.0, 0.0, 1.0, 1.0]
-
-
-def test_only_groups_within_the_band_are_kept():
-    groups = make_groups([[0.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.5, 0.7]])
-    kept = keep_difficulty(groups, 0.5, 0.6)
-    assert [group.prompt.id for group in kept] == ["p1", "p3"]
 
 
 def test_weights_by_length_are_relative_to_the_mean():

@@ -75,8 +75,8 @@ class RewardModel:
         token_ids = self._chat.encode_whole(said)
         if len(token_ids) > self._budget:
             raise ValueError(
-                f"the reply to prompt {prompt.id} and its prompt have {len(token_ids)} tokens, more "
-                f"than the reward model's tokens_per_microbatch={self._budget}"
+                f"prompt {prompt.id} and its reply have {len(token_ids)} tokens, more than the "
+                f"reward model's tokens_per_microbatch={self._budget}"
             )
         # A row belongs to the token before the one that has loss: one more makes the last a row.
         sequence = TrainingSequence(

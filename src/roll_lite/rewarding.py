@@ -1,5 +1,6 @@
 """Who scores the replies of a run: functions in processes or inline, a judge, a reward model."""
 
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -7,13 +8,16 @@ from dataclasses import dataclass
 from roll_lite.chat import Chat
 from roll_lite.checks import above, at_least, read_only_if
 from roll_lite.cluster.cluster import Cluster
+from roll_lite.cluster.device_map import DeviceMap
 from roll_lite.engine.service import EngineService
 from roll_lite.envs.question import Question
 from roll_lite.models.hf import has_value_head
 from roll_lite.reward_roles import Judge, RewardModel
 from roll_lite.train.scorer import Scorer
-from roll_lite.types import AsyncReward, Prompt, Reward
+from roll_lite.types import AsyncReward, Prompt, Reward, Score
+from roll_lite.workers.calls import describe
 from roll_lite.workers.pool import RewardWorkers
+from roll_lite.workers.tally import Tally
 
 
 @dataclass(kw_only=True)
@@ -64,8 +68,12 @@ class Rewards:
         domains: Iterable[str],
         options: RewardOptions,
         cluster: Cluster,
+        tokens_per_microbatch: int = 16384,
     ):
-        """Only what the domains need is started; `inline` are functions too quick for a process."""
+        """Only what the domains need is started; `inline` are functions too quick for a process.
+
+        `tokens_per_microbatch` is the reward model's.
+        """
         known = {*functions, *inline, *options.reward_roles}
         if missing := sorted(set(domains) - known):
             raise ValueError(
@@ -76,16 +84,24 @@ class Rewards:
         """For the coordinator to listen to."""
         self._by_domain: dict[str, AsyncReward] = {}
         self._pools: list[RewardWorkers] = []
+        self._tallies: list[Tally] = []
         self._exits = ExitStack()
         for chosen, num_workers in ((functions, options.reward_workers), (inline, 0)):
             used = {domain: chosen[domain] for domain in chosen if domain in domains}
             self._start(used, num_workers, options)
+        if unasked := sorted(set(options.reward_roles) - set(domains)):
+            raise ValueError(
+                f"{unasked[0]} is given, but no prompt has domain {unasked[0]}; leave it out, or "
+                "name the domain in the rows that it is to score"
+            )
         if options.judge is not None:
+            _check_hears(cluster.device_map)
             self._by_domain["judge"] = self._make_judge(options, cluster)
         if options.reward_model is not None:
             folder = options.reward_model
             scorer = cluster.role("reward_model", Scorer, folder=folder, head="value")
-            self._by_domain["reward_model"] = RewardModel(scorer, Chat(folder))
+            model = RewardModel(scorer, Chat(folder), tokens_per_microbatch=tokens_per_microbatch)
+            self._by_domain["reward_model"] = self._counted(model, options)
 
     def __enter__(self) -> "Rewards":
         return self
@@ -97,10 +113,10 @@ class Rewards:
         return Question(prompt, self._by_domain[prompt.domain])
 
     def metrics(self) -> dict[str, float]:
-        """Of all functions since the last time: calls, seconds, and how many failed."""
+        """Since the last time: calls, seconds, and how many failed."""
         totals: dict[str, float] = {}
-        for pool in self._pools:
-            for name, value in pool.metrics().items():
+        for source in (*self._pools, *self._tallies):
+            for name, value in source.metrics().items():
                 totals[name] = totals.get(name, 0.0) + value
         return totals
 
@@ -119,9 +135,36 @@ class Rewards:
         self._pools.append(pool)
         self._by_domain |= dict.fromkeys(rewards, pool.score)
 
-    def _make_judge(self, options: RewardOptions, cluster: Cluster) -> Judge:
+    def _make_judge(self, options: RewardOptions, cluster: Cluster) -> AsyncReward:
         folder, cache = options.judge, options.judge_cache_gib
         engines = cluster.role("judge", EngineService, folder=folder, kv_cache_gib=cache)
         judge = Judge(engines, Chat(folder), max_tokens=options.judge_tokens)
         self.asked.append(judge)
-        return judge
+        return self._counted(judge, options)
+
+    def _counted(self, reward: AsyncReward, options: RewardOptions) -> AsyncReward:
+        """The same reward, whose failures are counted like those of functions."""
+        tally = Tally(options.max_error_share)
+        self._tallies.append(tally)
+
+        async def counted(prompt: Prompt, reply: str) -> Score:
+            start = time.monotonic()
+            try:
+                score = await reward(prompt, reply)
+            except ValueError as error:  # no verdict, or too long; a broken role is another matter
+                tally.record(prompt, reply, time.monotonic() - start, describe(error))
+                raise
+            tally.record(prompt, reply, time.monotonic() - start, None)
+            return score
+
+        return counted
+
+
+def _check_hears(device_map: DeviceMap) -> None:
+    """Ranks of a tensor-parallel engine follow its first one, and hear nobody else meanwhile."""
+    for replica in device_map["generate"].replicas:
+        if deaf := sorted(set(replica[1:]) & set(device_map["judge"].ranks)):
+            raise ValueError(
+                f"judge is on rank {deaf[0]}, which follows rank {replica[0]} in generate and "
+                "would hear no question while that generates; give the judge other ranks"
+            )

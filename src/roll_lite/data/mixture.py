@@ -97,6 +97,7 @@ class Mixture:
         self._entries = parse_mixture(entries)
         files = {e.source: _read_file(e.source) for e in self._entries if not e.is_task}
         _refuse_shared_ids(files)
+        self._file_ids = {prompt.id for prompts in files.values() for prompt in prompts}
         self._contents = {source: digest(source) for source in files}
         self._streams = [
             [_task_stream(entry, seed)]
@@ -123,6 +124,10 @@ class Mixture:
             return None
         counts = [stream.num_asked for stream in streams]
         return streams[next_in_turn(counts, [stream.weight for stream in streams])].take()
+
+    def comes_again(self, prompt: Prompt) -> bool:
+        """Rows of files do, in their next epoch; tasks number their prompts."""
+        return prompt.id in self._file_ids
 
     @property
     def domains(self) -> tuple[str, ...]:

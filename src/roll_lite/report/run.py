@@ -2,7 +2,7 @@
 
 config.json      the options
 metrics.jsonl    a line for each step
-events.jsonl     a line for whatever happened: how a sample ended and when, checkpoints, evaluations
+events.jsonl     a line for each sample that was dropped, its life and why; checkpoints, resumes
 rollouts/        step_*.jsonl: the samples that were trained on, a line each
 tensorboard/     the metrics again, where the package tensorboard is installed
 """
@@ -70,13 +70,16 @@ class Run:
         self._bar.count = step
         self._bar.draw()
 
-    def note(self, event: str, **details: Any) -> None:
+    def note(self, event: str, step: int) -> None:
         """Write down that something has happened."""
-        self._write_events([{"event": event, "time": time.time(), **details}])
+        self._write_events([{"event": event, "step": step, "time": time.time()}])
 
-    def note_samples(self, step: int, samples: Iterable[Sample]) -> None:
-        """Write down how samples ended up to this step."""
-        self._write_events({"event": "sample", "step": step, **_life(s)} for s in samples)
+    def note_samples(self, step: int, dropped: Iterable[tuple[Sample, str]]) -> None:
+        """Write down samples that nobody trains on, and why."""
+        self._write_events(
+            {"event": "sample", "step": step, "why": why, **_life(sample)}
+            for sample, why in dropped
+        )
 
     def _write_events(self, rows: Iterable[dict[str, Any]]) -> None:
         with (self.folder / "events.jsonl").open("a") as file:
@@ -84,15 +87,16 @@ class Run:
 
     def _forget_after(self, step: int) -> None:
         """Records of steps that will be done again."""
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        # A line that the end of the last run cut short is of a step after its checkpoint.
-        whole = [line for line in lines if line.endswith("}\n")]
-        # From step 0 on everything is done again, what was measured before training included.
-        kept = [line for line in whole if 0 < step >= json.loads(line)["step"]]
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(kept))
-        partial.rename(path)
+        for name in ("metrics.jsonl", "events.jsonl"):
+            path = self.folder / name
+            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+            # A line that the end of the last run cut short is of a step after its checkpoint.
+            whole = [line for line in lines if line.endswith("}\n")]
+            # From step 0 on everything is done again, what was measured before training included.
+            kept = [line for line in whole if 0 < step >= json.loads(line)["step"]]
+            partial = path.with_suffix(".partial")
+            partial.write_text("".join(kept))
+            partial.rename(path)
 
     def close(self) -> None:
         self._bar.clear()

@@ -12,6 +12,7 @@ run inside `collect`, which pumps the engine; what has ended is scored between t
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from statistics import fmean
 from types import TracebackType
 from typing import Any
@@ -49,19 +50,24 @@ class Coordinator:
     ):
         """`prompts` may have `state_dict` and `load_state_dict`, to go on where a run stopped.
 
-        And `next_of(domain)`: then a group that is dropped is replaced by one of its domain.
+        And `next_of(domain)`: then a group that is dropped is replaced by one of its domain; and
+        `comes_again(prompt)`, where visits of some prompts need not be counted.
         `asked` are further engine roles that rewards ask, such as a judge.
         """
         self._roles = [engines, *(asking.engines for asking in asked)]
         self._prompts = prompts
+        self._comes_again = getattr(prompts, "comes_again", lambda prompt: True)
         self._visits: Counter[str] = Counter()
+        self._num_answered: Counter[str] = Counter()
         self._unfinished: list[Visit] = []
         """Were under way when a run stopped, and are generated again."""
         self._replicas = Replicas(engines, options, self._fail)
         self._replicas.policy_version = engines.version()
-        self._runner = SampleRunner(
-            replicas=self._replicas, chat=chat, make_env=make_env, options=options, seed=seed
-        )
+        runner = partial(
+            SampleRunner,
+            replicas=self._replicas, chat=chat, make_env=make_env, options=options, seed=seed,
+        )  # fmt: skip
+        self._runner, self._answerer = runner(), runner()
         self._groups = InFlight(self._runner, options, params, self._next_visit, self._version)
         self._options = options
         self._version_gaps: list[int] = []
@@ -116,8 +122,8 @@ class Coordinator:
         """What became of samples since the last time, and how things stand."""
         return self._loop.run(self._metrics())
 
-    def dropped(self) -> list[Sample]:
-        """Samples that ended since the last time and are in no group that was handed out."""
+    def dropped(self) -> list[tuple[Sample, str]]:
+        """Samples that ended since the last time and are in no group, each with the reason."""
         return self._loop.run(self._dropped())
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,6 +133,7 @@ class Coordinator:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state; before anything was started."""
         self._visits = Counter(state["visits"])
+        self._num_answered = Counter(state["answered"])
         self._unfinished = [Visit(read_prompt(p), number) for p, number in state["unfinished"]]
         ready = [read_group(group) for group in state["ready"]]
         self._groups.restore(ready, state["slots"])
@@ -149,13 +156,20 @@ class Coordinator:
         self, prompts: list[Prompt], num_samples: int, params: SamplingParams
     ) -> list[Group]:
         groups = [
-            Group(prompt=prompt, samples=self._runner.make_samples(prompt, num_samples))
+            Group(prompt=prompt, samples=self._answerer.make_samples(prompt, num_samples))
             for prompt in prompts
         ]
-        runs = (self._runner.run_group(self._visit(g.prompt), g.samples, params) for g in groups)
-        await self._groups.unless_failed(asyncio.gather(*runs))
-        done = [sample for group in groups for sample in group.samples if sample.state == "done"]
-        self._runner.counts["done"] += len(done)
+        with ProgressBar(len(groups), "answers") as bar:
+
+            async def answer(group: Group) -> None:
+                self._num_answered[group.prompt.id] += 1
+                # Numbers that no visit has: questions to evaluate on may be trained on as well.
+                visit = Visit(group.prompt, -self._num_answered[group.prompt.id])
+                await self._answerer.run_group(visit, group.samples, params)
+                bar.advance()
+
+            await self._groups.unless_failed(asyncio.gather(*map(answer, groups)))
+        self._answerer.dropped.clear()
         return groups
 
     async def _set_version(self, policy_version: int) -> None:
@@ -177,7 +191,7 @@ class Coordinator:
         gaps.clear()
         return metrics
 
-    async def _dropped(self) -> list[Sample]:
+    async def _dropped(self) -> list[tuple[Sample, str]]:
         samples, self._runner.dropped = self._runner.dropped, []
         return samples
 
@@ -187,6 +201,7 @@ class Coordinator:
         has_state = hasattr(self._prompts, "state_dict")
         return {
             "visits": dict(self._visits),
+            "answered": dict(self._num_answered),
             "unfinished": [[write_prompt(visit.prompt), visit.number] for visit in under_way],
             "ready": [write_group(group) for _, group in sorted(self._groups.ready.items())],
             "slots": list(self._groups.slots.domains),
@@ -216,5 +231,7 @@ class Coordinator:
         return self._visit(prompt) if prompt else None
 
     def _visit(self, prompt: Prompt) -> Visit:
+        if not self._comes_again(prompt):
+            return Visit(prompt, 0)
         self._visits[prompt.id] += 1
         return Visit(prompt, self._visits[prompt.id] - 1)

@@ -45,6 +45,8 @@ class InFlight:
         self.running: dict[int, Running] = {}
         self.ready: dict[int, Group] = {}
         """Complete groups, by the order in which their prompts came."""
+        self._checked: dict[int, int] = {}
+        """The policy version at which a ready group was last found to be young enough."""
         self.slots = Slots()
         self.goes_on = False
         """Whether groups are started without anybody waiting for them."""
@@ -183,7 +185,7 @@ class InFlight:
 
     def _drop(self, group: Group, reason: str) -> None:
         self.slots.vacate(group.prompt.domain)
-        self._runner.discard(group.samples, "filtered")
+        self._runner.discard(group.samples, "filtered", f"its group {reason}")
         self._runner.counts["refilled"] += 1
         self._dropped[group.prompt.domain, reason] += 1
         errors = [sample.error for sample in group.samples if sample.error]
@@ -209,13 +211,17 @@ class InFlight:
     def _drop_stale(self, version: int) -> None:
         oldest = version - self._options.max_version_gap
         for number, group in list(self.ready.items()):
+            if self._checked.get(number) == version:
+                continue
+            self._checked[number] = version
             stale = [s for s in group.samples if (s.first_version or 0) < oldest]
-            self._runner.discard(stale, "stale")
+            self._runner.discard(stale, "stale", "too old")
             group.samples = [s for s in group.samples if s.state == "done"]
             if len(group.samples) < self._options.min_samples:
-                self._runner.discard(group.samples, "filtered")
+                self._runner.discard(group.samples, "filtered", "the others were too old")
                 self.slots.vacate(group.prompt.domain)
                 del self.ready[number]
+        self._checked = {number: self._checked[number] for number in self.ready}
 
     async def _abort_rest(self) -> None:
         tasks = [running.task for running in self.running.values()]
@@ -223,6 +229,6 @@ class InFlight:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for group in self.ready.values():
-            self._runner.discard(group.samples, "aborted")
+            self._runner.discard(group.samples, "aborted", "one too many")
             self.slots.vacate(group.prompt.domain)
         self.ready.clear()

@@ -40,8 +40,8 @@ class SampleRunner:
         self._options, self._seed = options, seed
         self.counts: Counter[str] = Counter()
         """Samples by what became of them, and what else happened to them."""
-        self.dropped: list[Sample] = []
-        """Samples that nobody gets: failed, aborted, filtered, stale."""
+        self.dropped: list[tuple[Sample, str]] = []
+        """Samples that nobody gets, and why."""
 
     def make_samples(self, prompt: Prompt, num_samples: int) -> list[Sample]:
         samples = [Sample(prompt=prompt, index=index) for index in range(num_samples)]
@@ -72,7 +72,7 @@ class SampleRunner:
             self.abort([sample])
         if sample.state == "failed":
             self.counts["failed"] += 1
-            self.dropped.append(sample)
+            self.dropped.append((sample, "failed"))
 
     def abort(self, samples: Iterable[Sample]) -> None:
         """Samples that will not be waited for."""
@@ -80,15 +80,15 @@ class SampleRunner:
             if sample.state not in ENDS:
                 sample.enter("aborted", self._version())
                 self.counts["aborted"] += 1
-                self.dropped.append(sample)
+                self.dropped.append((sample, "aborted"))
 
-    def discard(self, samples: Iterable[Sample], reason: str) -> None:
-        """Samples that are done, and not wanted."""
+    def discard(self, samples: Iterable[Sample], count: str, why: str = "") -> None:
+        """Samples that are done, and not wanted; counted as filtered, aborted or stale."""
         for sample in samples:
             if sample.state == "done":
                 sample.enter("filtered", self._version())
-                self.counts[reason] += 1
-                self.dropped.append(sample)
+                self.counts[count] += 1
+                self.dropped.append((sample, why or count))
 
     def _on_retry(self, sample: Sample) -> None:
         sample.enter("retried", self._version())

@@ -1,6 +1,5 @@
 """Changes of rewards, weights and groups around the advantages, each a call of its own."""
 
-import math
 from dataclasses import replace
 from statistics import fmean
 
@@ -39,20 +38,6 @@ def mask_overlong(sequences: list[TrainingSequence], groups: list[Group]) -> lis
         if sample.turns and sample.turns[-1].finish_reason == "length"
         else sequence
         for sequence, sample in zip(sequences, samples, strict=True)
-    ]
-
-
-def keep_difficulty(
-    groups: list[Group], low: float | None = None, high: float | None = None
-) -> list[Group]:
-    """Groups whose mean reward is neither below `low` (too hard) nor above `high` (too easy)."""
-    low, high = -math.inf if low is None else low, math.inf if high is None else high
-    if not low <= high:
-        raise ValueError(f"low={low} must not be above high={high}")
-    return [
-        group
-        for group in groups
-        if low <= fmean(sample.score.value for sample in group.samples) <= high
     ]
 
 
