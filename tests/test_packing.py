@@ -16,8 +16,8 @@ from roll_lite.train.packing import (
     NUMBERS,
     MicroBatch,
     TrainingSequence,
+    equal_parts,
     pack,
-    split,
     truncate,
     unpack,
 )
@@ -242,11 +242,11 @@ def test_rows_come_back_to_their_tokens():
 
 def test_a_batch_is_split_over_updates():
     sequences = random_sequences(7)
-    parts = split(sequences, 3)
+    parts = equal_parts(sequences, 3)
     assert [[s.id for s in part] for part in parts] == [
         ["s0", "s3", "s6"], ["s1", "s4"], ["s2", "s5"],
     ]  # fmt: skip
-    assert len(split(sequences, 9)) == 7 and split([], 3) == []
+    assert len(equal_parts(sequences, 9)) == 7 and equal_parts([], 3) == []
 
 
 def test_microbatches_travel_and_move():
