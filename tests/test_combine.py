@@ -1,5 +1,6 @@
 """Rewards added up: values, parts, pickles, and what is refused."""
 
+import asyncio
 import pickle
 from functools import partial
 
@@ -44,7 +45,7 @@ def test_sums_of_sums():
 def test_it_travels_to_workers_and_into_environments():
     reward = pickle.loads(pickle.dumps(both()))
     assert reward == both() and reward(PROMPT, REPLY) == both()(PROMPT, REPLY)
-    assert Question(PROMPT, reward).step(REPLY)[1] == pytest.approx(1.2)
+    assert asyncio.run(Question(PROMPT, reward).step(REPLY))[1] == pytest.approx(1.2)
     for reward in REWARDS.values():
         assert pickle.loads(pickle.dumps(reward)) is reward
 

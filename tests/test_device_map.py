@@ -221,5 +221,5 @@ def test_auto_on_a_cpu_and_without_an_engine():
     assert [role.tp for role in device_map.roles] == [1, 1, 1] and "CPU" in reasons[1]
     device_map, reasons = auto_device_map(2, shape_config("qwen3-0.6b"), 80 * GIB, ["train"])
     assert device_map.names == ("train",) and "generate" not in reasons[1]
-    with pytest.raises(ValueError, match="memory of role judge is not known"):
-        auto_device_map(2, QWEN, 80 * GIB, ["train", "judge"])
+    with pytest.raises(ValueError, match="memory of role poet is not known"):
+        auto_device_map(2, QWEN, 80 * GIB, ["train", "poet"])

@@ -287,8 +287,8 @@ def test_nonsense_is_refused():
         BatchPlan(reply_tokens=0)
     with pytest.raises(ValueError, match="kv_cache_gib=0 must be above 0"):
         BatchPlan(kv_cache_gib=0)
-    with pytest.raises(ValueError, match="memory of role judge is not known; known are train"):
-        warnings("train=all generate=all judge=0")
+    with pytest.raises(ValueError, match="memory of role poet is not known; known are train"):
+        warnings("train=all generate=all poet=0")
 
 
 @pytest.mark.parametrize(

@@ -98,5 +98,5 @@ def test_the_rollouts_of_a_run(tmp_path, capsys):
     assert main(["score", str(path), "--domain", "math"]) == 0
     printed = capsys.readouterr().out
     assert "mean      0.6667 of 3" in printed and f"{path}:2: 1 now, 0 recorded" in printed
-    assert main(["score", str(path)]) == 1  # no domain: every row is an error
+    assert main(["score", str(path)]) == 0  # rows have their domain
     assert main(["score", str(tmp_path / "none.jsonl")]) == 2

@@ -18,6 +18,7 @@ Answer = tuple[float, Score | Failure]
 """Seconds that the call took, and its result."""
 
 _CLOSE_SECONDS = 10.0
+_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _START = (
     "import sys; sys.path[:] = {path!r}; "
     "from roll_lite.workers.supervisor import serve; serve({descriptor})"
@@ -35,6 +36,8 @@ class SupervisorLink:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the coordinator, which then closes
+            # Libraries start threads as they are imported, which a fork would leave behind.
+            env=os.environ | dict.fromkeys(_ONE_THREAD, "1"),
         )
         theirs.close()
         self._supervisor.send(setup)
