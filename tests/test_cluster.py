@@ -244,13 +244,15 @@ def test_a_rank_killed_while_it_has_no_call_is_named(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_killed_and_named(tmp_path):
     output = run_failing("stopped", 2, tmp_path)
     message = r"RoleError: rank 1 \(train; .*\) was stopped for \d+ s and is now killed; train.kill"
     assert re.search(message, output)
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_stuck_rank_is_named_with_its_stack(tmp_path, num_ranks):
     output = run_failing("stuck", num_ranks, tmp_path)
     rank = num_ranks - 1
@@ -289,6 +291,7 @@ def test_an_error_of_the_recipe_ends_all(tmp_path, name):
     assert "ZeroDivisionError" in run_failing(name, 2, tmp_path)
 
 
+@pytest.mark.slow
 def test_ctrl_c(tmp_path):
     program = Program("interrupted", 2, tmp_path)
     program.wait_for(program.result_file.exists)

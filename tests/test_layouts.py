@@ -13,6 +13,7 @@ from conftest import make_reference
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.train.packing import pack
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 
 
@@ -30,7 +31,7 @@ def torchrun(num_ranks, *arguments):
 
 
 # A tied head and norms of q and k; a head of its own and biases.
-@pytest.fixture(scope="module", params=["qwen3", pytest.param("qwen2.5", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["qwen3", "qwen2.5"])
 def folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts") / request.param
     make_reference(request.param, vocab_size=200).save_pretrained(folder)

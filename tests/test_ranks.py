@@ -90,7 +90,7 @@ def run_rank(rank, folders, store, out):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2.5"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen2.5", marks=pytest.mark.slow)])
 def test_two_ranks_answer_like_one(family, tmp_path, monkeypatch):
     folders = [str(tmp_path / name) for name in ("first", "second")]
     for seed, folder in enumerate(folders):

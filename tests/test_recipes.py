@@ -149,6 +149,7 @@ def test_an_unknown_option_is_an_error():
     assert "--learning-rate" in result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_pdb_stops_inside_a_reward_of_the_recipe(warm_model, tmp_path):
     commands = "b reversed_word\nc\np 'truth is', prompt.ground_truth\nw\nq\n"
     result = run_recipe(
