@@ -376,9 +376,10 @@ def evaluate(
         stop_ids=chat.stop_ids,
     )
     groups = rollout.answer(held_out, num_samples=cfg.eval_samples, params=params)
-    metrics = pass_rates(drop_failed(groups, min_samples=1), cfg.pass_reward)
+    drop_failed(groups, min_samples=1)  # raises, with the first error, when nothing would be left
+    metrics = pass_rates(groups, cfg.pass_reward)
     rates.append(metrics["eval/pass@1"])
-    return metrics | {"eval/failed": sum(s.state != "done" for g in groups for s in g.samples)}
+    return metrics
 
 
 def describe_plan(cfg: Config) -> str:

@@ -3,17 +3,21 @@
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
 import transformers
 
-from roll_lite.cluster.groups import start_alone
+from roll_lite.cluster.device_map import DeviceMap, Role
+from roll_lite.cluster.groups import make_places
+from roll_lite.cluster.world import choose_device, read_launch, start_group
 from roll_lite.models.tiny import build_tiny
 from roll_lite.sandbox.program import SandboxUnavailable
 from roll_lite.sandbox.sandbox import Sandbox
@@ -59,6 +63,17 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@contextmanager
+def start_alone(device):
+    """The place of a process that runs everything itself."""
+    chosen = choose_device(device, read_launch())
+    start_group(chosen, read_launch(), dist.HashStore(), seconds=300)
+    try:
+        yield make_places(DeviceMap((Role("all", (0,)),), 1), 0, chosen, report=print)["all"]
+    finally:
+        dist.destroy_process_group()
 
 
 def make_reference(family: str, seed: int = 0, **more):

@@ -82,18 +82,21 @@ def synchronous(folder):
 
 
 def asynchronous(folder):
-    """Generation beside training; every way to treat running samples when weights come."""
+    """Generation beside training; every way to treat running samples when weights come.
+
+    Training takes no time, and an untrained model's replies are of very different lengths: some
+    are always under way when weights come, however fast the machine is.
+    """
     gaps, totals, states = [], Counter(), Counter()
     with Cluster("generate=1-2 train=0", "cpu") as cluster:
         engines = cluster.role("generate", Service, folder=folder, kv_cache_gib=0.02)
         options = {"samples_per_prompt": 2, "prompts_per_step": 6, "max_staleness": 1}
-        with coordinator(engines, folder, num_tokens=40, **options) as rollout:
+        with coordinator(engines, folder, num_tokens=400, **options) as rollout:
             rollout.start()
             for version in range(1, 8):
                 samples = [sample for group in rollout.collect() for sample in group.samples]
                 gaps += [version - 1 - sample.turns[0].versions[0][1] for sample in samples]
                 states.update(sample.state for sample in samples)
-                time.sleep(0.05)
                 engines.load(folder, version, ("go_on", "abort", "finish")[version % 3])
                 rollout.set_version(version)
                 totals.update(rollout.metrics())

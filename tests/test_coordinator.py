@@ -375,7 +375,8 @@ def test_stale_samples_are_dropped_and_counted():
     ):
         rollout.start()
         first = rollout.collect()
-        time.sleep(0.1)  # the next four groups are complete, and no more: they could not be used
+        while rollout.metrics()["rollout/groups_ready"] < 4:  # no more come: they could not be used
+            time.sleep(0.01)
         engines.load(5)
         rollout.set_version(5)
         second = rollout.collect()

@@ -5,11 +5,10 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import make_reference
+from conftest import make_reference, start_alone
 from torch.utils.flop_counter import FlopCounterMode
 from training_data import random_sequences
 
-from roll_lite.cluster.groups import start_alone
 from roll_lite.models.hf import load_model
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule

@@ -86,9 +86,6 @@ class Rewards:
         self._pools: list[RewardWorkers] = []
         self._tallies: list[Tally] = []
         self._exits = ExitStack()
-        for chosen, num_workers in ((functions, options.reward_workers), (inline, 0)):
-            used = {domain: chosen[domain] for domain in chosen if domain in domains}
-            self._start(used, num_workers, options)
         if unasked := sorted(set(options.reward_roles) - set(domains)):
             raise ValueError(
                 f"{unasked[0]} is given, but no prompt has domain {unasked[0]}; leave it out, or "
@@ -102,6 +99,10 @@ class Rewards:
             scorer = cluster.role("reward_model", Scorer, folder=folder, head="value")
             model = RewardModel(scorer, Chat(folder), tokens_per_microbatch=tokens_per_microbatch)
             self._by_domain["reward_model"] = self._counted(model, options)
+        # Last: nothing that can fail comes after processes were started.
+        for chosen, num_workers in ((functions, options.reward_workers), (inline, 0)):
+            used = {domain: chosen[domain] for domain in chosen if domain in domains}
+            self._start(used, num_workers, options)
 
     def __enter__(self) -> "Rewards":
         return self

@@ -1,19 +1,15 @@
 """The process groups of each role, and a rank's place in them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from roll_lite.cluster.device_map import DeviceMap, Role
-from roll_lite.cluster.world import choose_device, compute_dtype, read_launch, start_group
-
-COLLECTIVE_SECONDS = 300.0  # of a process alone, which waits for nobody
+from roll_lite.cluster.world import compute_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,24 +93,3 @@ def _place(
         control=control,
         report=partial(report, role.name, replica),
     )
-
-
-@contextmanager
-def start_alone(device: str = "auto") -> Iterator[Place]:
-    """The place of a process that runs everything itself."""
-    launch = read_launch()
-    if launch.world_size > 1:
-        raise ValueError(
-            f"WORLD_SIZE={launch.world_size}: this recipe runs in one process; start it with "
-            "`python`, or with `torchrun --nproc-per-node 1`"
-        )
-    chosen = choose_device(device, launch)
-    start_group(chosen, launch, dist.HashStore(), seconds=COLLECTIVE_SECONDS)
-    try:
-        yield make_places(DeviceMap((Role("all", (0,)),), 1), 0, chosen, _report_to_nobody)["all"]
-    finally:
-        dist.destroy_process_group()
-
-
-def _report_to_nobody(role: str, replica: int, *args: Any) -> None:
-    raise RuntimeError("this process has no controller to report to; enter a Cluster")

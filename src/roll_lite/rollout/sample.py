@@ -56,7 +56,7 @@ async def run_sample(
             token_ids = chat.continue_with(sample.token_ids, messages)
     except ENDING:
         raise
-    except Exception:
+    except Exception:  # of any kind: it becomes the sample's error, and is counted
         sample.error = traceback.format_exc()
         sample.enter("failed", version())
         return

@@ -51,7 +51,7 @@ class Trainer(Scorer):
         dtype = place.dtype if lora else torch.float32
         self._build(folder, place, temperature, head, dtype, checkpointing, lora)
         self.loss, self.schedule, self.max_grad_norm = loss, schedule, max_grad_norm
-        self.kind: Literal["policy", "critic"] = "policy" if head == "language" else "critic"
+        self.part: Literal["policy", "critic"] = "policy" if head == "language" else "critic"
         """What its part of a checkpoint is called."""
         self.num_steps = 0
         self.lora = lora
@@ -206,7 +206,7 @@ class Trainer(Scorer):
     def write_checkpoint(self, folder: str | Path) -> ShardRecord:
         """This rank's file of a checkpoint: masters (adapters alone with LoRA) and moments."""
         pieces = {name: piece for name, piece, is_copy in self._pieces() if not is_copy}
-        return write_shard(folder, self.place.group.rank(), pieces, of=self.kind)
+        return write_shard(folder, self.place.group.rank(), pieces, of=self.part)
 
     def describe_checkpoint(self) -> dict[str, Any]:
         return {
@@ -214,7 +214,7 @@ class Trainer(Scorer):
             "layout": {"ranks": self.place.group.size(), "tp": self.place.tp},
             "kind": "adapter" if self.lora else "full",
             "progress": {
-                self.kind: {
+                self.part: {
                     "num_steps": self.num_steps,
                     "num_updates": self.optimizer.num_updates,
                 }
@@ -232,8 +232,8 @@ class Trainer(Scorer):
         wanted = {name: piece for name, piece, _ in self._pieces()}
         kind = "adapter" if self.lora else "full"
         # The manifest says what the policy is; a critic is always whole.
-        read_pieces(folder, wanted, kind=kind if self.kind == "policy" else None)
-        progress = manifest.state["progress"][self.kind]
+        read_pieces(folder, wanted, kind=kind if self.part == "policy" else None)
+        progress = manifest.state["progress"][self.part]
         self.num_steps = progress["num_steps"]
         self.optimizer.num_updates = progress["num_updates"]
 
@@ -244,9 +244,9 @@ class Trainer(Scorer):
             where = rectangle(name, parameter, self.tensor_shard)
             tensors = {"model": local(parameter.detach())}
             tensors |= {moment: of[name] for moment, of in self.optimizer.moments.items()}
-            for part, tensor in tensors.items():
+            for what, tensor in tensors.items():
                 piece = Piece(tensor, where.offsets, where.shape)
-                yield f"{self.kind}.{part}.{name}", piece, where.is_copy
+                yield f"{self.part}.{what}.{name}", piece, where.is_copy
 
 
 class Totals:
