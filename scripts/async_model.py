@@ -77,7 +77,7 @@ class Pace:
     gaps: dict[int, int]
     """Samples trained on, by versions between their first token and their use."""
     dropped: float
-    """Share of samples that were thrown away when they had been generated."""
+    """Share of samples that were thrown away, generated to their end or not."""
     trained_seconds: float
     """Mean time of the samples trained on."""
 
@@ -166,6 +166,7 @@ class Simulation:
         self.advance(end)
         self.version += 1
         self.is_training = False
+        self.abort_stale()
         self.feed(0)
 
     def feed(self, num_asked: int) -> None:
@@ -201,6 +202,20 @@ class Simulation:
             self.ready[prompt] = kept
             if not kept:
                 del self.ready[prompt]
+
+    def abort_stale(self) -> None:
+        """Incomplete groups of which no two samples will be fresh."""
+        versions = {prompt: [s[1] for s in samples] for prompt, samples in self.ended.items()}
+        for _, prompt, _, version in self.running:
+            versions[prompt].append(version)
+        num_samples, oldest = self.work.samples_per_prompt, self.version - self.max_staleness
+        for prompt, begun in versions.items():
+            if num_samples - sum(version < oldest for version in begun) < 2:
+                self.num_dropped += num_samples
+                del self.ended[prompt]
+        self.waiting = deque(item for item in self.waiting if item[0] in self.ended)
+        self.running = [item for item in self.running if item[1] in self.ended]
+        heapq.heapify(self.running)
 
 
 def simulate(

@@ -68,7 +68,7 @@ class SleepingEngine:
 
     def __init__(self, work: Workload, *, place: Place):
         self._work, self._place = work, place
-        self._version = 0
+        self._version, self._reported_version = 0, 0
         self._waiting: deque[tuple[int, Request, int]] = deque()
         self._running: list[tuple[float, int, int, Turn]] = []  # end, key, index, answer
         self._busy_seconds, self._counted_until = 0.0, time.monotonic()
@@ -99,11 +99,14 @@ class SleepingEngine:
         turns = []
         while self._running and self._running[0][0] <= now:
             turns.append(heapq.heappop(self._running)[1:])
+        is_new = self._version != self._reported_version
+        begun = [(*sample[1:3], sample[3].versions[0][1]) for sample in self._running if is_new]
         while self._waiting and len(self._running) < self._work.slots:
             self._begin(now, *self._waiting.popleft())
-        if turns:
+        if turns or is_new:
             load = Load(len(self._running), len(self._waiting), 0)
-            self._place.report("answers", Answers(turns, [], load, self._version))
+            self._place.report("answers", Answers(turns, [], load, self._version, begun))
+            self._reported_version = self._version
         if self._running:
             time.sleep(min(NAP_SECONDS, max(0.0, self._running[0][0] - time.monotonic())))
         return bool(self._running)

@@ -23,12 +23,16 @@ def fake_tokens(request, index):
 class FakeService:
     """The interface of EngineService, without a model."""
 
-    def __init__(self, place, max_delay=0.0, failure_rate=0.0, dies=(), seed=0):
-        """`dies`: (replica, number of answers after which it raises for ever)."""
+    def __init__(self, place, max_delay=0.0, failure_rate=0.0, dies=(), seed=0, num_slots=None):
+        """`dies`: (replica, number of answers after which it raises for ever).
+
+        Of `num_slots` samples at a time the first token is there; the others have not begun.
+        """
         self.place, self.max_delay, self.failure_rate = place, max_delay, failure_rate
         self.random = random.Random(f"{seed} {place.replica}")
         self.lifetime = dict(dies).get(place.replica)
-        self.policy_version, self.num_answered = 0, 0
+        self.policy_version, self.reported_version, self.num_answered = 0, 0, 0
+        self.num_slots, self.waiting, self.running = num_slots, [], {}
         self.under_way, self.heap, self.turns = {}, [], []
         self.counter = itertools.count()
 
@@ -43,22 +47,29 @@ class FakeService:
 
     def receive(self, name, key, request=None):
         if name == "submit":
-            self.under_way[key] = request, set(range(request.num_samples)), self.policy_version
-            if request.prompt_ids[0] != ENDLESS:
-                for index in range(request.num_samples):
-                    due = time.monotonic() + self.random.random() * self.max_delay
-                    heapq.heappush(self.heap, (due, next(self.counter), key, index))
+            self.under_way[key] = request, set(range(request.num_samples))
+            self.waiting += [(key, index) for index in range(request.num_samples)]
         elif key in self.under_way:
-            request, left, version = self.under_way.pop(key)
-            self.turns += [(key, i, self.make_turn(request, i, version, "abort")) for i in left]
+            request, left = self.under_way.pop(key)
+            self.waiting = [(k, i) for k, i in self.waiting if k != key]
+            self.turns += [(key, i, self.make_turn(request, key, i, "abort")) for i in left]
+        self.begin()
+
+    def begin(self):
+        while self.waiting and (self.num_slots is None or len(self.running) < self.num_slots):
+            key, index = self.waiting.pop(0)
+            self.running[key, index] = self.policy_version
+            if self.under_way[key][0].prompt_ids[0] != ENDLESS:
+                due = time.monotonic() + self.random.random() * self.max_delay
+                heapq.heappush(self.heap, (due, next(self.counter), key, index))
 
     def work(self):
         try:
             self.answer()
         except LookupError:
             keys = list(self.under_way)
-            self.under_way.clear()
-            self.heap.clear()
+            for things in (self.under_way, self.heap, self.waiting, self.running):
+                things.clear()
             self.report()
             self.place.report("failed", keys, traceback.format_exc())
         self.report()
@@ -77,14 +88,16 @@ class FakeService:
                 raise LookupError("dead for ever")
             if self.random.random() < self.failure_rate:
                 raise LookupError("a bad moment")
-            request, left, version = self.under_way[key]
-            self.turns.append((key, index, self.make_turn(request, index, version, "stop")))
+            request, left = self.under_way[key]
+            self.turns.append((key, index, self.make_turn(request, key, index, "stop")))
             left.remove(index)
             if not left:
                 del self.under_way[key]
+            self.begin()
 
-    def make_turn(self, request, index, version, reason):
+    def make_turn(self, request, key, index, reason):
         ids = fake_tokens(request, index)
+        version = self.running.pop((key, index), self.policy_version)
         versions = [(0, version)]
         if len(ids) > 1 and version != self.policy_version:
             versions.append((1, self.policy_version))
@@ -97,10 +110,12 @@ class FakeService:
         )
 
     def report(self):
-        if self.turns:
-            answers = Answers(self.turns, [], Load(len(self.under_way), 0, 1), self.policy_version)
-            self.turns = []
-            self.place.report("answers", answers)
+        version, load = self.policy_version, Load(len(self.under_way), 0, 1)
+        is_new = version != self.reported_version
+        if self.turns or is_new:
+            begun = [(*sample, first) for sample, first in self.running.items()] if is_new else ()
+            self.place.report("answers", Answers(self.turns, [], load, version, begun))
+            self.turns, self.reported_version = [], version
 
 
 class FakeEngines:

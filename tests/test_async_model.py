@@ -73,3 +73,22 @@ def test_equal_times_reach_the_asynchronous_bound(model, train_seconds, step):
     pace = model.simulate(work, layout, 1, train_seconds, warm_up=5, steps=10)
     assert pace.step_seconds == pytest.approx(step)
     assert set(pace.gaps) <= {0, 1}
+
+
+def test_a_group_that_gets_too_old_gives_its_slots_to_others(model):
+    """The first takes for ever. Its samples begin under version 0 and end when 2 is there."""
+
+    class OneEndless(model.Workload):
+        def seconds(self, prompt, index):
+            return 1e9 if prompt == 0 else 1.0
+
+    work = OneEndless(prompts_per_step=1, samples_per_prompt=2, slots=2)
+    simulation = model.Simulation(work, model.Layout(2, 2), max_staleness=1)
+    # Training on two ranks takes 1 s. The first group has the place of the one to train on next, so
+    # that two steps take 2 s each; then generating goes on beside training.
+    first = simulation.run(train_seconds=0.5, num_steps=2)
+    assert first.gaps == {0: 4} and first.dropped == pytest.approx(2 / 6)
+    assert simulation.now == pytest.approx(4.0)
+    later = simulation.run(train_seconds=0.5, num_steps=3)
+    assert later.gaps == {0: 2, 1: 4} and later.dropped == 0
+    assert simulation.now == pytest.approx(8.0)

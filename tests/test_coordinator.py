@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fake_engines import FakeChat, FakeEngines, fake_prompts, fake_tokens
+from fake_engines import ENDLESS, FakeChat, FakeEngines, fake_prompts, fake_tokens
 from test_cluster import GONE_SECONDS, Program, run_failing
 
 from roll_lite.chat import Chat
@@ -163,7 +163,7 @@ def test_groups_wait_for_a_replica_with_room():
             report = service.report
 
             def watch(r=replica, s=service, f=report):
-                most[r] = max(most[r], sum(len(left) for _, left, _ in s.under_way.values()))
+                most[r] = max(most[r], sum(len(left) for _, left in s.under_way.values()))
                 f()
 
             service.report = watch
@@ -222,17 +222,17 @@ def test_surplus_groups_are_aborted_or_kept():
             if surplus == "abort":
                 assert left == 0 and metrics["rollout/started"] == 2 * 2 * 16
                 assert metrics["rollout/aborted"] == 2 * 16
-                assert not any(service.under_way for service in wait_until_idle(engines))
+                wait_until(lambda e=engines: not any(s.under_way for s in e.services))
             else:
                 assert left == 8 and metrics["rollout/started"] == 2 * (16 + 8)
                 assert metrics["rollout/aborted"] == 0
 
 
-def wait_until_idle(engines):
+def wait_until(condition):
     end = time.monotonic() + 5
-    while any(service.under_way for service in engines.services) and time.monotonic() < end:
-        time.sleep(0.01)
-    return engines.services
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def test_too_many_refills_are_an_error_that_says_why():
@@ -353,8 +353,12 @@ def test_what_is_left_of_a_group_after_an_abort_is_asked_again():
         replicas = Replicas(engines, RolloutOptions(), on_fault=pytest.fail)
         futures = [asyncio.get_running_loop().create_future() for _ in range(3)]
         request = Request(prompt_ids=[1], params=SamplingParams(max_tokens=2), num_samples=3)
-        replicas.ask(request, futures, retried.append)
+        asked = replicas.ask(request, futures, retried.append)
+        begun = [(1, 0, 0), (1, 1, 0)]
+        replicas._on_report(0, "answers", Answers([], [], Load(0, 0, 0), 1, begun))
+        assert asked.begun == {0: 0, 1: 0}
         answer(replicas, 1, s0="abort", s1="abort")
+        assert asked.begun == {}  # they begin again under whichever version there is then
         assert len(engines.posts) == 1  # the engine still has the third
         answer(replicas, 1, s2="stop")
         await asyncio.sleep(0)
@@ -384,6 +388,142 @@ def test_stale_samples_are_dropped_and_counted():
     assert {s.first_version for g in first for s in g.samples} == {0}
     assert {s.first_version for g in second for s in g.samples} == {5}
     assert metrics["rollout/stale"] == 8 and metrics["rollout/max_staleness"] == 0
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_groups_that_have_become_too_old_give_way(max_staleness):
+    """Every fourth prompt is never answered: in the end such groups would take all places."""
+    source, groups, totals = fake_prompts(endless_every=4), [], Counter()
+    options = {"samples_per_prompt": 2, "prompts_per_step": 4, "max_staleness": max_staleness}
+    with (
+        FakeEngines(2, max_delay=0.01) as engines,
+        coordinator_over(engines, source=source, deadline=10, **options) as rollout,
+    ):
+        rollout.start()
+        for version in range(1, 13):
+            groups += rollout.collect()
+            engines.load(version)
+            rollout.set_version(version)
+            totals.update(rollout.metrics())
+        wait_until(lambda: all(s.reported_version == 12 for s in engines.services))
+        metrics = rollout.metrics()
+        totals.update(metrics)
+        unfinished = [prompt["id"] for prompt, _ in rollout.state_dict()["unfinished"]]
+        endless = set(filter(is_endless, unfinished))
+        wait_until(lambda: num_endless(engines) == len(endless))  # the others were aborted there
+        dropped = rollout.dropped()
+    assert len(groups) == 48 and not any(is_endless(group.prompt.id) for group in groups)
+    ids = [(s.prompt.id, s.index) for g in groups for s in g.samples]
+    ids += [(s.prompt.id, s.index) for s, _ in dropped]
+    assert len(ids) == len(set(ids))
+    assert {(why, s.state) for s, why in dropped} == {("too old", "filtered")}
+    num_drawn = int(next(source).id[1:])
+    gone = {s.prompt.id for s, _ in dropped if is_endless(s.prompt.id)}
+    assert gone.isdisjoint(endless)
+    assert gone | endless == set(filter(is_endless, (f"p{i}" for i in range(num_drawn))))
+    under_way = metrics["rollout/groups_in_flight"] + metrics["rollout/groups_ready"]
+    assert totals["rollout/started"] == 2 * num_drawn == len(ids) + 2 * under_way
+    assert totals["rollout/stale"] == len(dropped) and totals["rollout/done"] == 2 * 48
+    for sample, _ in dropped:
+        if is_endless(sample.prompt.id):  # ended by the first version that is too far away
+            gap = sample.events[-1].policy_version - sample.events[1].policy_version
+            assert max_staleness + 1 <= gap <= max_staleness + 2  # it may begin a version later
+
+
+def is_endless(prompt_id):
+    return int(prompt_id[1:]) % 4 == 3
+
+
+def num_endless(engines):
+    """Requests without end that engines have."""
+    requests = [request for s in engines.services for request, _ in list(s.under_way.values())]
+    return sum(request.prompt_ids[0] == ENDLESS for request in requests)
+
+
+def test_groups_that_have_not_begun_are_not_too_old():
+    """Two groups without end have all slots; the others wait, and begin under the new version."""
+    source = itertools.chain(
+        itertools.islice(fake_prompts(endless_every=1), 2), itertools.islice(fake_prompts(), 2, 99)
+    )
+    options = {"samples_per_prompt": 2, "prompts_per_step": 4, "max_staleness": 1}
+    with (
+        FakeEngines(1, num_slots=4) as engines,
+        coordinator_over(engines, source=source, deadline=10, **options) as rollout,
+    ):
+        rollout.start()
+        wait_until(lambda: len(engines.services[0].under_way) == 8)
+        engines.load(5)
+        rollout.set_version(5)
+        groups, dropped = rollout.collect(), rollout.dropped()
+    assert [group.prompt.id for group in groups] == ["p2", "p3", "p4", "p5"]
+    assert {s.first_version for g in groups for s in g.samples} == {5}
+    assert [(s.prompt.id, why) for s, why in dropped] == [
+        (prompt_id, "too old") for prompt_id in ("p0", "p0", "p1", "p1")
+    ]
+
+
+@pytest.mark.parametrize(("num_begun", "stale", "filtered"), [(4, 4, 0), (3, 3, 1), (2, 0, 0)])
+def test_a_group_goes_on_as_long_as_two_of_its_samples_can_be_used(num_begun, stale, filtered):
+    options = {"samples_per_prompt": 4, "prompts_per_step": 1, "max_staleness": 1}
+    totals = Counter()
+    with (
+        FakeEngines(1, num_slots=num_begun) as engines,
+        coordinator_over(engines, source=fake_prompts(endless_every=1), **options) as rollout,
+    ):
+        rollout.start()
+        wait_until(lambda: len(engines.services[0].running) == num_begun)
+        engines.load(2)
+        rollout.set_version(2)
+        while "rollout/engine_running" not in totals:  # until the engine has reported
+            totals.update(rollout.metrics())
+        under_way = [prompt["id"] for prompt, _ in rollout.state_dict()["unfinished"]]
+        why = Counter(why for _, why in rollout.dropped())
+    assert (totals["rollout/stale"], totals["rollout/filtered"]) == (stale, filtered)
+    assert why == Counter({"too old": stale, "the others were too old": filtered})
+    assert under_way == (["p1", "p2"] if stale else ["p0", "p1"])
+
+
+def test_samples_that_begin_again_are_young_again():
+    options = {"samples_per_prompt": 2, "prompts_per_step": 2, "max_staleness": 1}
+    stale = {}
+    with (
+        FakeEngines(1) as engines,
+        coordinator_over(engines, source=fake_prompts(endless_every=1), **options) as rollout,
+    ):
+        rollout.start()
+        (service,) = engines.services
+        wait_until(lambda: len(service.running) == 8)
+        for version in (5, 6, 7):
+            engines.load(version, restart=version == 5)
+            rollout.set_version(version)
+            wait_until(
+                lambda v=version: service.reported_version == v and len(service.running) == 8
+            )
+            metrics = rollout.metrics()
+            stale[version] = metrics["rollout/stale"]
+            assert metrics["rollout/groups_in_flight"] == 4
+    assert stale == {5: 0, 6: 0, 7: 8}
+
+
+def test_rewards_that_take_too_long_are_not_waited_for():
+    """All tokens are there and nobody generates: the turns say how old they are."""
+
+    async def reward(prompt, reply):
+        await asyncio.sleep(0 if int(prompt.id[1:]) > 7 else 60)
+        return 0.0
+
+    options = {"samples_per_prompt": 2, "prompts_per_step": 4, "max_staleness": 1}
+    with FakeEngines(1) as engines, coordinator_over(engines, reward, **options) as rollout:
+        rollout.start()
+        (service,) = engines.services
+        wait_until(lambda: service.num_answered == 16 and not (service.under_way or service.turns))
+        engines.load(2)
+        rollout.set_version(2)
+        groups, metrics = rollout.collect(), rollout.metrics()
+        states = {tuple(e.state for e in sample.events) for sample, _ in rollout.dropped()}
+    assert [group.prompt.id for group in groups] == ["p8", "p9", "p10", "p11"]
+    assert metrics["rollout/stale"] == 16
+    assert states == {("queued", "generating", "scoring", "filtered")}
 
 
 def test_a_resumed_run_goes_on_with_what_was_kept_and_under_way():

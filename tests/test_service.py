@@ -90,6 +90,32 @@ def test_a_step_that_raises_is_reported_with_what_was_under_way(folder, place, m
     assert sorted((key, index) for key, index, _ in turns) == [("b", 0), ("b", 1)]
 
 
+@pytest.mark.parametrize("running", ["go_on", "finish", "abort"])
+def test_with_new_weights_an_engine_says_what_goes_on_and_since_when(
+    folder, place, monkeypatch, running
+):
+    """Two samples have begun and two wait; the report agrees with the turns that come later."""
+    reports = []
+    monkeypatch.setattr(type(place), "report", lambda self, *args: reports.append(args))
+    service = EngineService(folder, place=place, kv_cache_gib=0.01, max_num_seqs=2)
+    for key in "abcd":
+        request = Request(prompt_ids=[1], params=SamplingParams(max_tokens=8))
+        service.receive("submit", key, request)
+    for _ in range(3):
+        service.work()
+    service.engine.load_weights(service.engine.model.named_parameters(), 4, running)
+    while service.work():
+        pass
+    answers = [answers for _, answers in reports]
+    turns = {key: turn for a in answers for key, _, turn in a.turns}
+    first = {key: turn.versions[0][1] for key, turn in turns.items()}
+    assert first == {"a": 0, "b": 0, "c": 4, "d": 4}
+    told = [(a.policy_version, *sample) for a in answers for sample in a.begun]
+    assert told == ([(4, "a", 0, 0), (4, "b", 0, 0)] if running == "go_on" else [])
+    aborted = [key for key, turn in turns.items() if turn.finish_reason == "abort"]
+    assert aborted == (["a", "b"] if running == "abort" else [])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "message"),

@@ -8,7 +8,7 @@ first takes the requests, and the others follow it.
 """
 
 import traceback
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -57,6 +57,9 @@ class Answers(NamedTuple):
     """Requests that the engine cannot answer, and why."""
     load: Load
     policy_version: int
+    begun: Sequence[tuple[Key, int, int]] = ()
+    """When the policy version is new: key, index, and version of the first token, of all samples
+    that go on. Those that are not here begin under the new version."""
 
 
 class EngineService:
@@ -165,7 +168,8 @@ class EngineService:
 
     def _report(self) -> None:
         version = self.engine.policy_version
-        if not self._turns and not self._refused and version == self._reported_version:
+        is_new = version != self._reported_version
+        if not self._turns and not self._refused and not is_new:
             return
         scheduler = self.engine.scheduler
         load = Load(
@@ -173,5 +177,14 @@ class EngineService:
             num_waiting=len(scheduler.waiting),
             num_free_pages=self.engine.pool.num_free,
         )
-        self.place.report("answers", Answers(self._turns, self._refused, load, version))
+        begun = self._begun() if is_new else []
+        self.place.report("answers", Answers(self._turns, self._refused, load, version, begun))
         self._turns, self._refused, self._reported_version = [], [], version
+
+    def _begun(self) -> list[tuple[Key, int, int]]:
+        return [
+            (key, sequence.index, sequence.versions[0][1])
+            for key, handle in self._handles.items()
+            for sequence in handle.sequences
+            if sequence.versions and sequence.finish_reason is None
+        ]

@@ -61,7 +61,7 @@ class Coordinator:
         self._num_answered: Counter[str] = Counter()
         self._unfinished: list[Visit] = []
         """Were under way when a run stopped, and are generated again."""
-        self._replicas = Replicas(engines, options, self._fail)
+        self._replicas = Replicas(engines, options, self._fail, self._renew)
         self._replicas.policy_version = engines.version()
         runner = partial(
             SampleRunner,
@@ -165,7 +165,8 @@ class Coordinator:
                 self._num_answered[group.prompt.id] += 1
                 # Numbers that no visit has: questions to evaluate on may be trained on as well.
                 visit = Visit(group.prompt, -self._num_answered[group.prompt.id])
-                await self._answerer.run_group(visit, group.samples, params)
+                turns = self._answerer.make_turns(visit, num_samples, params)
+                await self._answerer.run_group(group.samples, turns)
                 bar.advance()
 
             await self._groups.unless_failed(asyncio.gather(*map(answer, groups)))
@@ -174,7 +175,7 @@ class Coordinator:
 
     async def _set_version(self, policy_version: int) -> None:
         self._replicas.policy_version = max(self._replicas.policy_version, policy_version)
-        self._groups.feed()
+        self._groups.renew()
 
     async def _metrics(self) -> dict[str, float]:
         counts, gaps = self._runner.counts, self._version_gaps
@@ -215,6 +216,9 @@ class Coordinator:
 
     def _fail(self, error: BaseException) -> None:
         self._groups.fail(error)
+
+    def _renew(self) -> None:
+        self._groups.renew()
 
     def _version(self) -> int:
         return self._replicas.policy_version

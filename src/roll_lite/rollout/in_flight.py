@@ -11,8 +11,9 @@ from statistics import fmean
 from typing import Any
 
 from roll_lite.rollout.options import RolloutOptions
-from roll_lite.rollout.runner import SampleRunner, Visit
+from roll_lite.rollout.runner import LOST, SampleRunner, Visit
 from roll_lite.rollout.slots import Slots
+from roll_lite.rollout.turns import GroupTurns
 from roll_lite.types import Group, Sample, SamplingParams
 
 
@@ -20,6 +21,7 @@ from roll_lite.types import Group, Sample, SamplingParams
 class Running:
     visit: Visit
     samples: list[Sample]
+    turns: GroupTurns
     task: asyncio.Task
 
 
@@ -69,7 +71,7 @@ class InFlight:
             while True:
                 if self._fault:
                     raise self._fault
-                self._drop_stale(self._version())
+                self._drop_stale()
                 self.feed()
                 if (numbers := self.slots.match(num_groups, self.ready)) is not None:
                     break
@@ -103,6 +105,13 @@ class InFlight:
                 self.slots.close(vacant)
             if visit is not None:
                 self._start(visit)
+
+    def renew(self) -> None:
+        """There is a new policy version, or news of what goes on under it: end what is too old."""
+        self._drop_stale()
+        self._abort_stale()
+        self.feed()
+        self._changed.set()
 
     def stop(self) -> None:
         """Start no more groups beside others, not even for one that ends at this moment."""
@@ -144,18 +153,21 @@ class InFlight:
     def _start(self, visit: Visit) -> None:
         number, self._num_started = self._num_started, self._num_started + 1
         samples = self._runner.make_samples(visit.prompt, self._options.samples_per_prompt)
-        run = self._runner.run_group(visit, samples, self._params)
+        turns = self._runner.make_turns(visit, len(samples), self._params)
+        run = self._runner.run_group(samples, turns)
         task = asyncio.get_running_loop().create_task(run)
-        self.running[number] = Running(visit, samples, task)
+        self.running[number] = Running(visit, samples, turns, task)
         self.slots.fill(visit.prompt.domain)
         task.add_done_callback(lambda _: self._on_end(number))
 
     def _on_end(self, number: int) -> None:
-        ended = self.running.pop(number)
+        ended = self.running.pop(number, None)
+        if ended is None:  # it was too old
+            return
         if ended.task.cancelled():
             self.slots.vacate(ended.visit.prompt.domain)
-            self._runner.discard(ended.samples, "aborted")
             self._runner.abort(ended.samples)
+            self._runner.discard(ended.samples, "aborted")
             return
         if error := ended.task.exception():
             self.fail(error)
@@ -208,8 +220,12 @@ class InFlight:
         error = f". The last error:\n{self._last_error}" if self._last_error else ""
         return RuntimeError(text + error)
 
-    def _drop_stale(self, version: int) -> None:
-        oldest = version - self._options.max_version_gap
+    def _oldest(self) -> int:
+        """The policy version of the oldest first token that may be used."""
+        return self._version() - self._options.max_version_gap
+
+    def _drop_stale(self) -> None:
+        version, oldest = self._version(), self._oldest()
         for number, group in list(self.ready.items()):
             if self._checked.get(number) == version:
                 continue
@@ -222,6 +238,22 @@ class InFlight:
                 self.slots.vacate(group.prompt.domain)
                 del self.ready[number]
         self._checked = {number: self._checked[number] for number in self.ready}
+
+    def _abort_stale(self) -> None:
+        """Groups that could not be used when complete. A sample that has not begun is not old."""
+        oldest = self._oldest()
+        for number, group in list(self.running.items()):
+            left = [s for s in group.samples if s.state not in LOST]
+            versions = [group.turns.first_version(s) for s in left]
+            stale = [s for s, v in zip(left, versions, strict=True) if v is not None and v < oldest]
+            is_enough = len(left) - len(stale) >= self._options.min_samples
+            if not stale or is_enough or group.task.done():
+                continue
+            self._runner.discard(stale, "stale", "too old")
+            self._runner.discard(left, "filtered", "the others were too old")
+            self.slots.vacate(group.visit.prompt.domain)
+            del self.running[number]
+            group.task.cancel()
 
     async def _abort_rest(self) -> None:
         tasks = [running.task for running in self.running.values()]

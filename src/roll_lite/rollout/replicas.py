@@ -37,6 +37,8 @@ class Asked:
     """Samples that count as its replica's load."""
     aborted: set[int] = field(default_factory=set)
     """Samples that the engine aborted, unasked."""
+    begun: dict[int, int] = field(default_factory=dict)
+    """By sample: the policy version of its first token, as far as the engine has said."""
 
     @property
     def unfinished(self) -> list[int]:
@@ -49,11 +51,15 @@ class Replicas:
         engines: RoleHandle,
         options: RolloutOptions,
         on_fault: Callable[[BaseException], None],
+        on_begun: Callable[[], None] = lambda: None,
     ):
-        """`on_fault` is told when no replica works any more, or a rank is lost."""
+        """`on_fault` is told when no replica works any more, or a rank is lost.
+
+        `on_begun` is called when a replica has said what goes on under a new policy version.
+        """
         self._engines = engines
         self._options = options
-        self._on_fault = on_fault
+        self._on_fault, self._on_begun = on_fault, on_begun
         num_replicas = engines.role.num_replicas
         self.policy_version = 0
         """The newest of which an engine has reported."""
@@ -177,10 +183,16 @@ class Replicas:
         for key, why in answers.refused:
             if asked := self._asked.get(key):
                 self._fail(asked, ValueError, why)
+        for key, index, version in answers.begun:
+            if asked := self._asked.get(key):
+                asked.begun[index] = version
+        if answers.begun:
+            self._on_begun()
 
     def _on_abort(self, asked: Asked, index: int) -> None:
         """Nobody here wanted it: new weights came, and running samples begin again."""
         asked.aborted.add(index)
+        asked.begun.pop(index, None)
         self._repeat_aborted(asked)
 
     def _repeat_aborted(self, asked: Asked) -> None:
@@ -215,6 +227,7 @@ class Replicas:
     def _ask_again(self, asked: Asked, replica: int) -> None:
         """All of it, so that every sample gets the same random numbers as before."""
         del self._asked[asked.key]
+        asked.begun.clear()
         self._num_unfinished[asked.replica] -= asked.num_counted
         for index in asked.unfinished:
             asked.on_retry(index)

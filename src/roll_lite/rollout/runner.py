@@ -13,7 +13,8 @@ from roll_lite.rollout.sample import run_sample
 from roll_lite.rollout.turns import GroupTurns, derive_seed
 from roll_lite.types import Prompt, Sample, SamplingParams
 
-ENDS = ("done", "filtered", "failed", "aborted")
+LOST = ("filtered", "failed", "aborted")
+ENDS = ("done", *LOST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +51,20 @@ class SampleRunner:
         self.counts["started"] += num_samples
         return samples
 
-    async def run_group(self, visit: Visit, samples: list[Sample], params: SamplingParams) -> None:
+    def make_turns(self, visit: Visit, num_samples: int, params: SamplingParams) -> GroupTurns:
         seed = derive_seed(self._seed, visit.prompt.id, visit.number)
-        turns = GroupTurns(self._replicas.ask, len(samples), params, seed, self._on_retry)
-        await asyncio.gather(*(self._run(sample, seed, turns) for sample in samples))
+        return GroupTurns(self._replicas.ask, num_samples, params, seed, self._on_retry)
 
-    async def _run(self, sample: Sample, seed: int, turns: GroupTurns) -> None:
+    async def run_group(self, samples: list[Sample], turns: GroupTurns) -> None:
+        await asyncio.gather(*(self._run(sample, turns) for sample in samples))
+
+    async def _run(self, sample: Sample, turns: GroupTurns) -> None:
         try:
             async with asyncio.timeout(self._options.deadline):
                 await run_sample(
                     sample,
                     self._make_env(sample.prompt),
-                    seed,
+                    turns.seed,
                     self._chat,
                     generate=lambda token_ids: turns.generate(sample, token_ids),
                     version=self._version,
@@ -83,9 +86,9 @@ class SampleRunner:
                 self.dropped.append((sample, "aborted"))
 
     def discard(self, samples: Iterable[Sample], count: str, why: str = "") -> None:
-        """Samples that are done, and not wanted; counted as filtered, aborted or stale."""
+        """Samples that are done, or could be, and not wanted: filtered, aborted or stale."""
         for sample in samples:
-            if sample.state == "done":
+            if sample.state not in LOST:
                 sample.enter("filtered", self._version())
                 self.counts[count] += 1
                 self.dropped.append((sample, why or count))

@@ -3,10 +3,17 @@
 import asyncio
 import hashlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from roll_lite.engine.sequence import Request
 from roll_lite.types import Sample, SamplingParams, Turn
+
+
+class Asked(Protocol):
+    """A request under way."""
+
+    begun: dict[int, int]
+    """By sample: the policy version of its first token, where it is known."""
 
 
 class Ask(Protocol):
@@ -15,8 +22,8 @@ class Ask(Protocol):
         request: Request,
         futures: list[asyncio.Future],
         on_retry: Callable[[int], None],
-        near: Any,
-    ) -> Any:
+        near: Asked | None,
+    ) -> Asked:
         """Have a request answered into the futures, near what an earlier one returned."""
 
 
@@ -40,7 +47,7 @@ class GroupTurns:
         self._first = [asyncio.get_running_loop().create_future() for _ in range(num_samples)]
         self._samples: dict[int, Sample] = {}
         self._opening: list[int] | None = None
-        self._home: Any = None
+        self._home: Asked | None = None
 
     async def generate(self, sample: Sample, token_ids: list[int]) -> Turn:
         self._samples[sample.index] = sample
@@ -58,6 +65,12 @@ class GroupTurns:
         seed = derive_seed(self.seed, sample.index, len(sample.turns))
         self._submit(token_ids, [future], seed, lambda _: self._retry(sample.index))
         return await future
+
+    def first_version(self, sample: Sample) -> int | None:
+        """Policy version of a sample's first token; None if it has none, as far as is known."""
+        if sample.first_version is None and self._home is not None:
+            return self._home.begun.get(sample.index)
+        return sample.first_version
 
     def _submit(
         self,
