@@ -5,12 +5,17 @@ python recipes/evaluate.py --model runs/mine/model --data math.jsonl --samples 8
 python recipes/evaluate.py --model models/tiny --checkpoint runs/mine/checkpoints/step-00000040
 torchrun --nproc-per-node 8 recipes/evaluate.py --model ...      # an engine on each rank
 
-Replies are scored by the rewards of recipes/rlvr.py.
+Replies are scored by the rewards of recipes/rlvr.py, and written down as they come: an evaluation
+that died asks what is missing when it is started again with the same --run-dir.
 """
 
+import json
+import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import tyro
 from rlvr import INLINE, REWARDS
@@ -28,6 +33,7 @@ from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.metrics import pass_rates
 from roll_lite.rollout.options import RolloutOptions
+from roll_lite.rollout.record import read_group, write_group
 from roll_lite.train.export import export_checkpoint
 from roll_lite.types import Group, Prompt, SamplingParams
 
@@ -83,6 +89,12 @@ class Config(RewardOptions):
         read_only_if(self.chosen_temperature > 0, "a temperature above 0", self, *truncation)
         _ = self.params
         refuse_old_run(self.run_dir)
+        refuse_other_options(self)
+
+    @property
+    def answers(self) -> Path:
+        """Of an evaluation that has not ended: groups in any order, a line each."""
+        return Path(self.run_dir) / "answers.jsonl"
 
     @property
     def chosen_temperature(self) -> float:
@@ -99,6 +111,10 @@ class Config(RewardOptions):
         )
 
 
+FIXED = (
+    "model", "checkpoint", "data", "samples", "temperature", "top_k", "top_p", "min_p",
+    "max_tokens", "seed", "judge", "judge_tokens", "reward_model",
+)  # fmt: skip
 SHOWN = {"eval/pass@1": "pass@1", "eval/failed": "failed", "eval/reply_tokens": "tokens"}
 
 
@@ -123,6 +139,7 @@ def main(cfg: Config) -> dict[str, float]:
         metrics["time/rollout"] = time.perf_counter() - start
         run.log(0, metrics, groups)
         run.close()
+        cfg.answers.unlink()
         print(table(metrics, groups, cfg.samples))
     return metrics
 
@@ -138,18 +155,58 @@ def read_prompts(cfg: Config) -> list[Prompt]:
 def ask(
     cfg: Config, prompts: list[Prompt], engines: RoleHandle, chat: Chat, rewards: Rewards
 ) -> list[Group]:
+    """A group for each prompt; what an evaluation that died has answered is not asked again."""
+    groups = read_answers(cfg.answers, prompts)
+    missing = [place for place in range(len(prompts)) if place not in groups]
     params = replace(cfg.params, stop_ids=chat.stop_ids)
-    with Coordinator(
-        engines=engines,
-        chat=chat,
-        make_env=rewards,
-        prompts=iter(()),
-        params=params,
-        options=RolloutOptions(samples_per_prompt=cfg.samples),
-        seed=cfg.seed,
-        asked=rewards.asked,
-    ) as rollout:
-        return rollout.answer(prompts, num_samples=cfg.samples, params=params)
+    with (
+        cfg.answers.open("a") as file,
+        Coordinator(
+            engines=engines,
+            chat=chat,
+            make_env=rewards,
+            prompts=iter(()),
+            params=params,
+            options=RolloutOptions(samples_per_prompt=cfg.samples),
+            seed=cfg.seed,
+            asked=rewards.asked,
+        ) as rollout,
+    ):
+
+        def keep(number: int, group: Group) -> None:
+            groups[missing[number]] = group
+            row = {"place": missing[number], **write_group(group)}
+            print(json.dumps(row), file=file, flush=True)
+
+        asked = [prompts[place] for place in missing]
+        rollout.answer(asked, num_samples=cfg.samples, params=params, on_group=keep)
+    return [groups[place] for place in range(len(prompts))]
+
+
+def read_answers(path: Path, prompts: Sequence[Prompt]) -> dict[int, Group]:
+    """Groups by the place of their prompt. A line that was cut short is removed."""
+    if not path.exists():
+        return {}
+    whole, end, _ = path.read_bytes().rpartition(b"\n")
+    os.truncate(path, len(whole + end))
+    rows = [json.loads(line) for line in whole.splitlines()]
+    groups = {row["place"]: read_group(row) for row in rows}
+    asked = dict(enumerate(prompts))
+    return {place: group for place, group in groups.items() if group.prompt == asked.get(place)}
+
+
+def refuse_other_options(cfg: Config) -> None:
+    """An evaluation that died goes on with those that it began with."""
+    if not cfg.answers.exists():
+        return
+    before = json.loads((cfg.answers.parent / "config.json").read_text())
+    for name in FIXED:
+        value = json.loads(json.dumps(getattr(cfg, name)))
+        if value != before[name]:
+            raise ValueError(
+                f"run_dir={cfg.run_dir} holds answers with {name}={before[name]!r}, not {value!r}; "
+                "go on with the same, name another folder or remove it"
+            )
 
 
 def table(metrics: dict[str, float], groups: list[Group], num_samples: int) -> str:

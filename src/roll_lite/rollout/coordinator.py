@@ -109,10 +109,18 @@ class Coordinator:
         return self._loop.run(self._collect(num_groups or self._options.prompts_per_step))
 
     def answer(
-        self, prompts: Iterable[Prompt], *, num_samples: int, params: SamplingParams
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        num_samples: int,
+        params: SamplingParams,
+        on_group: Callable[[int, Group], None] = lambda place, group: None,
     ) -> list[Group]:
-        """One group for each prompt, in order, failed samples included: to evaluate."""
-        return self._loop.run(self._answer(list(prompts), num_samples, params))
+        """One group for each prompt, in order, failed samples included: to evaluate.
+
+        `on_group` is told the place and the group of a prompt as soon as it is complete.
+        """
+        return self._loop.run(self._answer(list(prompts), num_samples, params, on_group))
 
     def set_version(self, policy_version: int) -> None:
         """Say that engines have new weights: what is collected from now on is used under them."""
@@ -153,7 +161,11 @@ class Coordinator:
         return groups
 
     async def _answer(
-        self, prompts: list[Prompt], num_samples: int, params: SamplingParams
+        self,
+        prompts: list[Prompt],
+        num_samples: int,
+        params: SamplingParams,
+        on_group: Callable[[int, Group], None],
     ) -> list[Group]:
         groups = [
             Group(prompt=prompt, samples=self._answerer.make_samples(prompt, num_samples))
@@ -161,15 +173,17 @@ class Coordinator:
         ]
         with ProgressBar(len(groups), "answers") as bar:
 
-            async def answer(group: Group) -> None:
+            async def answer(place: int, group: Group) -> None:
                 self._num_answered[group.prompt.id] += 1
                 # Numbers that no visit has: questions to evaluate on may be trained on as well.
                 visit = Visit(group.prompt, -self._num_answered[group.prompt.id])
                 turns = self._answerer.make_turns(visit, num_samples, params)
                 await self._answerer.run_group(group.samples, turns)
+                on_group(place, group)
                 bar.advance()
 
-            await self._groups.unless_failed(asyncio.gather(*map(answer, groups)))
+            answers = (answer(place, group) for place, group in enumerate(groups))
+            await self._groups.unless_failed(asyncio.gather(*answers))
         self._answerer.dropped.clear()
         return groups
 

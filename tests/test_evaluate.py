@@ -1,0 +1,104 @@
+"""recipes/evaluate.py: answers are written as they come, and what died goes on."""
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+
+import evaluate
+import pytest
+import rlvr
+
+
+@pytest.fixture
+def config(tiny_folder, tmp_path):
+    def make(name, **changes):
+        options = {
+            "model": str(tiny_folder), "data": ("reverse:2", "addition:1"), "prompts": 6,
+            "samples": 2, "max_tokens": 5, "kv_cache_gib": 0.02, "run_dir": str(tmp_path / name),
+        } | changes  # fmt: skip
+        return evaluate.Config(**options)
+
+    return make
+
+
+@pytest.fixture
+def scored(monkeypatch):
+    """The prompts of the replies that were scored."""
+    ids = []
+
+    def reward(prompt, reply):
+        ids.append(prompt.id)
+        return float(len(reply) % 2)
+
+    for domain in ("reverse", "addition"):
+        monkeypatch.setitem(rlvr.INLINE, domain, reward)
+    return ids
+
+
+@contextmanager
+def dying_after(num_groups, monkeypatch):
+    """Nothing can be written any more after so many; gives the ids of those that were."""
+    original, written = evaluate.write_group, []
+
+    def write_group(group):
+        if len(written) == num_groups:
+            raise OSError("no space left")
+        written.append(group.prompt.id)
+        return original(group)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
+        patch.setattr(evaluate, "write_group", write_group)
+        yield written
+
+
+def rows_of(cfg):
+    lines = Path(cfg.run_dir, "rollouts", "step_00000.jsonl").read_text().splitlines()
+    names = "prompt_id", "index", "token_ids", "logprobs", "reply", "reward", "messages"
+    return [[json.loads(line)[name] for name in names] for line in lines]
+
+
+def without_times(metrics):
+    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+
+
+def test_an_evaluation_that_died_asks_what_is_missing(config, scored, monkeypatch):
+    """The result is that of one that did not die: every reply, logprob and metric."""
+    whole, cfg = config("whole"), config("died")
+    expected = evaluate.main(whole)
+    assert len(scored) == 2 * 12 and not whole.answers.exists()
+    with dying_after(5, monkeypatch) as written:
+        evaluate.main(cfg)
+    lines = cfg.answers.read_text().splitlines()
+    assert [json.loads(line)["prompt"]["id"] for line in lines] == written
+    with cfg.answers.open("a") as file:
+        file.write(lines[0][:40])  # the end came while a line was written
+    with dying_after(2, monkeypatch) as more:
+        evaluate.main(config("died"))
+    scored.clear()
+    found = evaluate.main(config("died", kv_cache_gib=0.03))
+    assert len(scored) == 2 * 5 and len({*scored, *written, *more}) == 12
+    assert rows_of(cfg) == rows_of(whole)
+    assert without_times(found) == without_times(expected)
+    assert not cfg.answers.exists()
+
+
+def test_answers_to_other_questions_are_asked_again(config, scored, tmp_path, monkeypatch):
+    rows = [{"id": i, "prompt": f"Reverse {i}", "domain": "reverse"} for i in range(4)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with dying_after(3, monkeypatch) as written:
+        evaluate.main(config("run", data=(str(path),)))
+    changed = next(row for row in rows if str(row["id"]) in written)
+    changed["prompt"] = "Reverse it"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    scored.clear()
+    evaluate.main(config("run", data=(str(path),)))
+    kept = {*written} - {str(changed["id"])}
+    assert set(scored) == {"0", "1", "2", "3"} - kept and len(scored) == 2 * 2
+
+
+def test_an_evaluation_does_not_go_on_with_other_options(config, scored, monkeypatch):
+    with dying_after(1, monkeypatch):
+        evaluate.main(config("run"))
+    with pytest.raises(ValueError, match=r"run holds answers with max_tokens=5, not 6; go on with"):
+        config("run", max_tokens=6)
