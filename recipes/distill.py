@@ -30,6 +30,7 @@ from roll_lite.train.checkpoint import Checkpoints
 from roll_lite.train.distillation import DistillLoss, pack_taught
 from roll_lite.train.encoding import check_vocabulary, encode_fitting
 from roll_lite.train.optimizer import Schedule
+from roll_lite.train.options import Training
 from roll_lite.train.packing import MicroBatch
 from roll_lite.train.policy_loss import PolicyLoss
 from roll_lite.train.resume import RunState
@@ -39,7 +40,7 @@ from roll_lite.types import SamplingParams
 
 
 @dataclass(kw_only=True)
-class Config:
+class Config(Training):
     teacher: str
     """Hugging Face folder of the teacher, with the student's vocabulary."""
     model: str = "models/tiny"
@@ -68,14 +69,8 @@ class Config:
     """Updates."""
     rows_per_step: int = 64
     """Dialogues, or prompts, of one update."""
-    lr: float = 1e-3
-    """Learning rate after warm-up."""
     warmup_steps: int = 10
     """Updates over which the learning rate rises to lr."""
-    tokens_per_microbatch: int = 16384
-    """Memory budget of one forward and backward pass."""
-    checkpointing: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again to save memory."""
     device_map: str | None = None
     """Ranks of student and teacher; None is train=all teacher=all, on policy also generate=all."""
     validation_data: str | None = None
@@ -96,12 +91,13 @@ class Config:
     """Gets config.json, metrics.jsonl, checkpoints/ and the trained model."""
 
     def __post_init__(self):
+        super().__post_init__()
         data.check_source(self.data, self.task)
         check_vocabulary(self.model, self.teacher, "teacher")
         make_loss(self)
         at_least(1, self, "steps", "rows_per_step", "top_k", "samples_per_prompt", "max_tokens")
-        at_least(1, self, "tokens_per_microbatch", "validation_rows", "validate_every")
-        at_least(0, self, "warmup_steps", "lr", "checkpoint_every")
+        at_least(1, self, "validation_rows", "validate_every")
+        at_least(0, self, "checkpoint_every")
         above(0, self, "temperature", "kv_cache_gib")
         if self.on_policy:
             unread_with("on_policy", self, "kind", "skew", "top_k")
@@ -116,7 +112,10 @@ SHOWN = {
     "loss/grad_norm": "grad", "loss/skipped_steps": "skipped", "rollout/reply_tokens": "tokens",
     "train/tokens_per_second": "tokens/s", "time/step": "step s",
 }  # fmt: skip
-FIXED = "model", "teacher", "task", "seed", "on_policy", "kind"
+FIXED = (
+    "model", "teacher", "task", "seed", "on_policy", "kind",
+    "lora_rank", "lora_alpha", "lora_targets",
+)  # fmt: skip
 
 
 def main(cfg: Config) -> None:
@@ -129,7 +128,7 @@ def main(cfg: Config) -> None:
         schedule = Schedule(lr=cfg.lr, warmup_steps=cfg.warmup_steps)
         trainer = cluster.role(
             "train", Trainer, folder=cfg.model, loss=make_loss(cfg), schedule=schedule,
-            temperature=cfg.temperature, checkpointing=cfg.checkpointing,
+            temperature=cfg.temperature, **cfg.policy_options,
         )  # fmt: skip
         checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints")
         fixed = data.fixed_options(cfg, *FIXED)

@@ -21,11 +21,11 @@ from roll_lite.checks import at_least, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle, split
 from roll_lite.models.config import read_config
-from roll_lite.models.lora import lora_options
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.train.checkpoint import Checkpoints
 from roll_lite.train.encoding import check_vocabulary, encode_preferences
 from roll_lite.train.optimizer import Schedule
+from roll_lite.train.options import Training
 from roll_lite.train.packing import MicroBatch, TrainingSequence
 from roll_lite.train.preference import DPOLoss, pack_pairs
 from roll_lite.train.reference_cache import with_reference
@@ -36,7 +36,7 @@ from roll_lite.train.trainer import Trainer
 
 
 @dataclass(kw_only=True)
-class Config:
+class Config(Training):
     model: str = "models/tiny"
     """Hugging Face folder to start from: a model that has been fine-tuned on such dialogues."""
     reference: str | None = None
@@ -63,14 +63,6 @@ class Config:
     """What the learning rate does after warm-up; linear and cosine end at 0."""
     warmup_steps: int = 5
     """Updates over which the learning rate rises to lr."""
-    tokens_per_microbatch: int = 16384
-    """Memory budget of one forward and backward pass; a pair has to fit in it."""
-    checkpointing: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again to save memory."""
-    lora_rank: int = 0
-    """Train adapters of this rank instead of all weights; 0 is off."""
-    lora_alpha: float = 32.0
-    """Adapters count lora_alpha / lora_rank times."""
     tp: int = 1
     """Ranks that hold one model together."""
     validation_data: str | None = None
@@ -93,15 +85,13 @@ class Config:
     """Gets config.json, metrics.jsonl, reference.safetensors, checkpoints/ and the model."""
 
     def __post_init__(self):
+        super().__post_init__()
         read_config(self.model)
         data.check_source(self.data, self.task)
-        lora_options(self.lora_rank, self.lora_alpha)
         dpo_loss(self)
-        at_least(1, self, "steps", "pairs_per_step", "task_pairs", "tokens_per_microbatch", "tp")
+        at_least(1, self, "steps", "pairs_per_step", "task_pairs", "tp")
         at_least(1, self, "validation_pairs", "validate_every", "keep_last")
-        at_least(0, self, "warmup_steps", "lr", "lora_rank", "checkpoint_every")
-        if self.lora_rank == 0:
-            unread_with("lora_rank=0", self, "lora_alpha")
+        at_least(0, self, "checkpoint_every")
         if self.data is not None:
             unread_with("data", self, "task_pairs")
         if self.reference is not None:
@@ -115,7 +105,9 @@ SHOWN = {
     "reward/chosen": "chosen", "reward/rejected": "rejected", "eval/accuracy": "validation",
     "loss/grad_norm": "grad", "loss/skipped_steps": "skipped", "time/step": "step s",
 }  # fmt: skip
-FIXED = "model", "task", "seed", "kind", "beta", "lora_rank", "lora_alpha", "reference"
+FIXED = (
+    "model", "task", "seed", "kind", "beta", "lora_rank", "lora_alpha", "lora_targets", "reference",
+)  # fmt: skip
 
 
 def main(cfg: Config) -> None:
@@ -134,8 +126,7 @@ def main(cfg: Config) -> None:
             schedule=Schedule(
                 lr=cfg.lr, warmup_steps=cfg.warmup_steps, kind=cfg.schedule, num_steps=cfg.steps
             ),
-            checkpointing=cfg.checkpointing,
-            lora=lora_options(cfg.lora_rank, cfg.lora_alpha),
+            **cfg.policy_options,
         )
         chat, budget = Chat(cfg.model), cfg.tokens_per_microbatch
         # Before a checkpoint is loaded: now the trainer is the starting policy.

@@ -69,6 +69,19 @@ def test_resumed_runs_are_the_same(tiny_folder, imitator, tmp_path, changes):
     assert same_weights(parts, whole)
 
 
+@pytest.mark.parametrize("changes", [{}, ON_POLICY], ids=["off_policy", "on_policy"])
+def test_adapters_change_the_projections_that_are_named(imitator, tiny_folder, tmp_path, changes):
+    """And the engine samples from the model that has them."""
+    short = {"rows_per_step": 4, "validation_rows": 2, "steps": 2}
+    options = changes | short | {"lora_rank": 2, "lora_targets": ("down",), "lr": 0.05}
+    run_dir = run(tiny_folder, imitator, tmp_path / "run", **options)
+    before, after = (load_file(f / "model.safetensors") for f in (tiny_folder, run_dir / "model"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "down_proj" in name}
+    if changes:
+        assert max(metric(run_dir, "mismatch/logprob_max")) < 1e-3
+
+
 @pytest.mark.slow
 def test_ranks_do_not_change_distillation(tiny_folder, imitator, tmp_path):
     """Also where student and teacher have different numbers of ranks."""
@@ -112,6 +125,7 @@ def test_distillation_as_a_user_runs_it(tiny_folder, imitator, tmp_path):
         ({"on_policy": True, "top_k": 5}, "top_k=5 is not read with on_policy"),
         ({"skew": 0.3}, "skew=0.3 is not read by kind='forward'"),
         ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"lora_targets": ("out",)}, r"lora_targets=\('out',\) is not read with lora_rank=0"),
         ({"device_map": "train=all"}, "no role teacher in the device map"),
     ],
 )

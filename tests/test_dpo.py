@@ -72,6 +72,14 @@ def test_a_stale_reference_is_computed_again_by_the_starting_policy(imitator, tm
     assert metric(parts, "reward/margin") == metric(whole, "reward/margin")
 
 
+def test_adapters_change_the_projections_that_are_named(imitator, tmp_path):
+    options = {"lora_rank": 2, "lora_targets": ("out",), "moments": "bfloat16"}
+    run_dir = run(imitator, tmp_path / "run", **BRIEF, **options, steps=2)
+    before = weights(imitator)
+    changed = {name for name, w in weights(run_dir).items() if not torch.equal(w, before[name])}
+    assert changed == {name for name in before if "o_proj" in name}
+
+
 def test_another_reference_gives_its_own_margins(imitator, tiny_folder, tmp_path):
     """The starting policy as a folder is the same reference; the untrained model is another."""
     own = metric(run(imitator, tmp_path / "own", **BRIEF, steps=2), "reward/chosen")
@@ -111,6 +119,8 @@ def test_ranks_do_not_change_dpo(imitator, tmp_path):
     ("changes", "message"),
     [
         ({"beta": 0.0}, r"beta=0\.0 must be above 0"),
+        ({"max_grad_norm": 0.0}, r"max_grad_norm=0\.0 must be above 0"),
+        ({"lora_alpha": 8.0}, r"lora_alpha=8\.0 is not read with lora_rank=0"),
         ({"kind": "ipo", "label_smoothing": 0.1}, "label_smoothing=0.1 is not read by kind='ipo'"),
         ({"task": None, "data": "x.jsonl"}, "task_pairs=64 is not read with data"),
         ({"reference": "no/such/folder"}, "no/such/folder"),
