@@ -111,9 +111,10 @@ FIXED = (
 
 
 def main(cfg: Config) -> None:
-    roles = ["train"] if cfg.reference is None else ["train", "reference"]
+    others = {} if cfg.reference is None else {"reference": read_config(cfg.reference)}
+    roles, configs = ["train", *others], {"config": read_config(cfg.model), "role_configs": others}
     device_map = " ".join(f"{role}=all,tp={cfg.tp}" for role in roles)
-    with Cluster(device_map, cfg.device, config=read_config(cfg.model), roles=roles) as cluster:
+    with Cluster(device_map, cfg.device, roles=roles, **configs) as cluster:
         pairs = training_pairs(cfg)
         held_out = data.PREFERENCES.validation(
             cfg.validation_data, cfg.data, cfg.task, cfg.validation_pairs

@@ -121,8 +121,8 @@ SHOWN = {"eval/pass@1": "pass@1", "eval/failed": "failed", "eval/reply_tokens": 
 def main(cfg: Config) -> dict[str, float]:
     roles = ["generate", *cfg.reward_roles]
     device_map = cfg.device_map or " ".join(f"{role}=all" for role in roles)
-    config = read_config(cfg.model)
-    with Cluster(device_map, cfg.device, config=config, roles=roles) as cluster:
+    configs = {"config": read_config(cfg.model), "role_configs": cfg.reward_configs}
+    with Cluster(device_map, cfg.device, roles=roles, **configs) as cluster:
         prompts = read_prompts(cfg)
         run = Run(cfg.run_dir, cfg, num_steps=0, shown=SHOWN)
         folder = cfg.model

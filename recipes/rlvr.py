@@ -211,7 +211,8 @@ FIXED = "model", "seed", "lora_rank", "lora_alpha", "lora_targets", "advantage"
 def main(cfg: Config) -> list[float]:
     """Returns the held-out pass rates, the first from before training."""
     config = read_config(cfg.model)
-    with Cluster(cfg.device_map, cfg.device, config=config, roles=cfg.roles) as cluster:
+    configs = {"config": config, "role_configs": cfg.reward_configs | cfg.reference_configs}
+    with Cluster(cfg.device_map, cfg.device, roles=cfg.roles, **configs) as cluster:
         prompts = data.Mixture(cfg.data, seed=f"rlvr-{cfg.seed}")
         held_out = data.held_out(cfg.evaluated, cfg.eval_prompts) if cfg.evaluated else []
         domains = {*prompts.domains, *(prompt.domain for prompt in held_out)}
@@ -388,7 +389,8 @@ def describe_plan(cfg: Config) -> str:
     prompts = data.Mixture(cfg.data, seed=0)
     longest = max(len(chat.encode(next(prompts).messages)) for _ in range(64))
     batch = filled_from(BatchPlan, cfg, prompt_tokens=longest, reply_tokens=cfg.max_tokens)
-    cluster = Cluster(cfg.device_map, cfg.device, config=config, roles=cfg.roles)  # not entered
+    configs = {"config": config, "role_configs": cfg.reward_configs | cfg.reference_configs}
+    cluster = Cluster(cfg.device_map, cfg.device, roles=cfg.roles, **configs)  # not entered
     return render(plan(config, cluster.device_map, batch, device_bytes(cluster.device)))
 
 

@@ -155,6 +155,19 @@ def test_overlaps_that_work_are_accepted(text):
     parse_device_map(text, 24).check(QWEN)
 
 
+def test_a_role_with_a_model_of_its_own_is_checked_against_that():
+    """The policy's 8 kv heads allow tp=8, and TINY's 71 vocabulary rows none; and the other way."""
+    text, roles = "train=all generate=all judge=all,tp=8", ["train", "generate", "judge"]
+    device_map = parse_device_map(text, 8)
+    device_map.check(QWEN, required=roles, role_configs={"judge": QWEN})
+    device_map.check(TINY, required=roles, role_configs={"judge": QWEN})
+    message = "role judge: tp=8 does not divide 71 vocabulary rows; use 1"
+    with pytest.raises(ValueError, match=message):
+        device_map.check(QWEN, required=roles, role_configs={"judge": TINY})
+    with pytest.raises(ValueError, match=message):
+        device_map.check(TINY, required=roles)
+
+
 def test_roles_and_idle_ranks_are_up_to_the_recipe():
     parse_device_map("train=0-1", 4).check(QWEN, required=["train"], allow_idle=True)
     with pytest.raises(ValueError, match="role train is not known; use generate"):

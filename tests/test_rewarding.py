@@ -7,9 +7,11 @@ import faulty_rewards
 import pytest
 import rlvr
 import sft
+from conftest import make_reference
 from test_algorithms import make_toy
 from test_rlvr import samples_of, steps_of
 
+from roll_lite.cluster.world import Launch
 from roll_lite.rewards.judging import judge_messages
 from roll_lite.tasks import prompts
 from roll_lite.workers.errors import RewardsBroken
@@ -99,6 +101,25 @@ def test_domains_without_a_reward_are_named_before_anything_runs(tiny_folder, tm
         run(tiny_folder, tmp_path / "run", data=(path,))
     with pytest.raises(ValueError, match=r"reward_model=.* has no tensor score\.weight"):
         run(tiny_folder, tmp_path / "run", reward_model=str(tiny_folder))
+    with pytest.raises(ValueError, match="judge is given, but no prompt has domain judge"):
+        run(tiny_folder, tmp_path / "run", judge=str(tiny_folder))
+
+
+def test_the_ranks_of_a_judge_are_checked_against_its_own_model(tiny_folder, tmp_path, monkeypatch):
+    """Of the tiny model's vocabulary two ranks cannot have equal parts; of the other's they can."""
+    even = tmp_path / "even"
+    make_reference("qwen3", vocab_size=200).save_pretrained(even)
+    monkeypatch.setattr("roll_lite.cluster.cluster.read_launch", lambda: Launch(world_size=2))
+
+    def plan(**changes):
+        cfg = rlvr.Config(model=str(tiny_folder), run_dir=str(tmp_path / "run"), **changes)
+        return rlvr.describe_plan(cfg)
+
+    for role, more in (("judge", {}), ("reference", {"kl_coef": 0.1})):
+        device_map = f"train=all generate=all {role}=all,tp=2"
+        assert f"\n{role}" in plan(device_map=device_map, **{role: str(even)}, **more)
+        with pytest.raises(ValueError, match=f"role {role}: tp=2 does not divide .* vocabulary"):
+            plan(device_map=device_map, **{role: str(tiny_folder)}, **more)
 
 
 @pytest.fixture

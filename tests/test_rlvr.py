@@ -257,7 +257,7 @@ def test_evaluation_of_model_and_checkpoint_is_that_of_the_run(here, toy_folder,
     [
         ({"on_new_weights": "abort"}, "on_new_weights='abort' is not read with max_staleness=0"),
         ({"tokens_per_microbatch": 4}, "max_tokens=4 must be below.*tokens_per_microbatch=4"),
-        ({"judge": "somewhere"}, "judge is given, but no prompt has domain judge"),
+        ({"judge": "somewhere"}, "somewhere is not a model folder"),
         ({"max_staleness": 1.0, "extra_prompts": 4}, "extra_prompts=4 is not read with max_stal"),
         ({"data": ("reverse:1@0",)}, "not a finite weight"),
         ({"eval_data": ("nowhere.jsonl",)}, "'nowhere.jsonl' is neither a file nor a task"),

@@ -11,6 +11,7 @@ from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.device_map import DeviceMap
 from roll_lite.engine.service import EngineService
 from roll_lite.envs.question import Question
+from roll_lite.models.config import ModelConfig, read_config
 from roll_lite.models.hf import has_value_head
 from roll_lite.reward_roles import Judge, RewardModel
 from roll_lite.train.scorer import Scorer
@@ -46,6 +47,7 @@ class RewardOptions:
         read_only_if(self.judge is not None, "a judge", self, "judge_tokens", "judge_cache_gib")
         if not 0 <= self.max_error_share <= 1:
             raise ValueError(f"max_error_share={self.max_error_share} must be from 0 to 1 (never)")
+        _ = self.reward_configs  # refuses what is no model
         if self.reward_model is not None and not has_value_head(self.reward_model):
             raise ValueError(
                 f"reward_model={self.reward_model!r} has no tensor score.weight, so it gives no "
@@ -56,6 +58,11 @@ class RewardOptions:
     def reward_roles(self) -> list[str]:
         """Further roles of the device map."""
         return [name for name in ("judge", "reward_model") if getattr(self, name) is not None]
+
+    @property
+    def reward_configs(self) -> dict[str, ModelConfig]:
+        """Of the models that these roles have."""
+        return {name: read_config(getattr(self, name)) for name in self.reward_roles}
 
 
 class Rewards:

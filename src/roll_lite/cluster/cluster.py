@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
@@ -55,19 +55,21 @@ class Cluster:
         *,
         config: ModelConfig | None = None,
         roles: Sequence[str] = ("train", "generate"),
+        role_configs: Mapping[str, ModelConfig] | None = None,
         deadline: float = DEADLINE,
     ):
         """`device_map` is a map, its text, or auto, which needs the model's `config`.
 
-        With a `config`, the map is checked for the `roles` that the recipe uses. `deadline` is the
-        number of seconds that a rank may spend in one role call, or in one collective.
+        With a `config`, the map is checked for the `roles` that the recipe uses; `role_configs` are
+        of those that have another model. `deadline` is the number of seconds that a rank may spend
+        in one role call, or in one collective.
         """
         if not deadline > 0:
             raise ValueError(f"deadline={deadline} must be above 0 seconds")
         self.deadline = deadline
         self._launch = read_launch()
         self.device = choose_device(device, self._launch)
-        self.device_map, self._reasons = self._read_map(device_map, config, roles)
+        self.device_map, self._reasons = self._read_map(device_map, config, roles, role_configs)
         needs_sync = "train" in self.device_map and "generate" in self.device_map
         self._all_roles = self.device_map.with_sync() if needs_sync else self.device_map
         self._worker = Worker(self._launch.rank, self.device)
@@ -127,7 +129,11 @@ class Cluster:
             self._stop_controller(failed)
 
     def _read_map(
-        self, device_map: DeviceMap | str, config: ModelConfig | None, roles: Sequence[str]
+        self,
+        device_map: DeviceMap | str,
+        config: ModelConfig | None,
+        roles: Sequence[str],
+        role_configs: Mapping[str, ModelConfig] | None,
     ) -> tuple[DeviceMap, list[str]]:
         world_size = self._launch.world_size
         if device_map == "auto":
@@ -143,7 +149,7 @@ class Cluster:
                 f"{world_size}; start it with torchrun --nproc-per-node {device_map.world_size}"
             )
         if config is not None:
-            device_map.check(config, required=roles)
+            device_map.check(config, required=roles, role_configs=role_configs)
         return device_map, []
 
     def _start_alone(self) -> None:

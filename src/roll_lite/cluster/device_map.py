@@ -9,7 +9,7 @@ cannot work is refused with the remedy.
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -118,9 +118,12 @@ class DeviceMap:
         *,
         required: Sequence[str] = ("train", "generate"),
         optional: Sequence[str] = ("reference", "critic"),
+        role_configs: Mapping[str, ModelConfig] | None = None,
         allow_idle: bool = False,
     ) -> None:
         """Refuse a map that a recipe with these roles cannot run with this model.
+
+        `role_configs` are of the roles that have another model, such as a judge.
 
         One kind of overlap cannot work: the first rank of a tensor-parallel engine leads it, so it
         has to be in every role that another rank of the engine is in (`_check_leaders`).
@@ -133,7 +136,7 @@ class DeviceMap:
             if name not in self:
                 raise ValueError(f"role {name} is missing; add it, as in {name}=all")
         for role in self.roles:
-            _check_sizes(role, config)
+            _check_sizes(role, (role_configs or {}).get(role.name, config))
             if "generate" in self:
                 _check_leaders(self["generate"], role)
         if self.idle_ranks and not allow_idle:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from roll_lite.checks import above, at_least, filled_from, one_of, read_only_if
+from roll_lite.models.config import ModelConfig, read_config
 from roll_lite.train.advantage_options import KINDS as ADVANTAGES
 from roll_lite.train.advantage_options import AdvantageOptions
 from roll_lite.train.aggregation import check_aggregation
@@ -125,6 +126,11 @@ class Algorithm:
     @property
     def needs_reference(self) -> bool:
         return self.kl_coef > 0
+
+    @property
+    def reference_configs(self) -> dict[str, ModelConfig]:
+        """Of a reference that is another model than the policy, by the name of its role."""
+        return {"reference": read_config(self.reference)} if self.reference else {}
 
     def _kl_options(self, where: str, estimator: str) -> dict[str, float | str]:
         """Those of the place that the KL is part of; none of it in the other place."""
