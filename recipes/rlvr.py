@@ -11,13 +11,13 @@ python -m pdb recipes/rlvr.py ...      # one process: break anywhere, also in a 
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import tyro
 
 from roll_lite import data
 from roll_lite.chat import Chat
-from roll_lite.checks import above, at_least, filled_from, one_of, read_only_if, unread_with
+from roll_lite.checks import above, at_least, filled_from, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.planner import BatchPlan, plan, render
 from roll_lite.cluster.role import RoleHandle, split
@@ -35,7 +35,6 @@ from roll_lite.rollout.garbage import rare_collections
 from roll_lite.rollout.metrics import describe_groups, pass_rates
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.sync import WeightSync
-from roll_lite.train import shaping
 from roll_lite.train.advantage_options import AdvantageState
 from roll_lite.train.advantages import Evidence, with_advantages
 from roll_lite.train.algorithm import Algorithm
@@ -48,12 +47,13 @@ from roll_lite.train.packing import TrainingSequence, equal_parts, pack
 from roll_lite.train.resume import RunState
 from roll_lite.train.scorer import Scorer
 from roll_lite.train.scoring import plain_sequences, score_over_ranks, with_field
+from roll_lite.train.shaping import Shaping
 from roll_lite.train.trainer import Trainer, combine
 from roll_lite.types import Group, Prompt, SamplingParams
 
 
 @dataclass(kw_only=True)
-class Config(Algorithm, RolloutOptions, RewardOptions, Training):
+class Config(Algorithm, RolloutOptions, RewardOptions, Shaping, Training):
     model: str = "models/tiny"
     """Hugging Face folder to start from."""
     data: tuple[str, ...] = ("reverse:5",)
@@ -61,18 +61,10 @@ class Config(Algorithm, RolloutOptions, RewardOptions, Training):
     (letters). Several are mixed by weight, as in math.jsonl@0.7 code.jsonl@0.3."""
     steps: int = 40
     """Rounds of generate, score, train."""
-    max_tokens: int = 16
-    """Longest reply, in tokens."""
     temperature: float = 1.0
     """Sampling temperature; logprobs in the loss use the same."""
     on_new_weights: Literal["go_on", "finish", "abort"] = "go_on"
     """Samples that run when weights come: go on under them, finish first, or begin again."""
-    overlong: str = "train"
-    """Replies cut at max_tokens: train on them, mask them, or lower rewards softly by a penalty."""
-    overlong_buffer: int = 0
-    """overlong=penalty: over the last so many tokens the reward falls, by 1 in the end (DAPO)."""
-    length_power: float = 0.0
-    """Weigh samples by (mean length / length) to this power, from 0.5 to 2; 0 is off."""
     updates_per_step: int = 1
     """Optimizer steps per pass over a round's samples, each on an equal part of them."""
     epochs: int = 1
@@ -113,7 +105,7 @@ class Config(Algorithm, RolloutOptions, RewardOptions, Training):
     """Gets config.json, metrics.jsonl, events.jsonl, rollouts/, checkpoints/ and the model."""
 
     def __post_init__(self):
-        for options in (Algorithm, RolloutOptions, RewardOptions, Training):
+        for options in (Algorithm, RolloutOptions, RewardOptions, Shaping, Training):
             options.__post_init__(self)
         max_positions = read_config(self.model).max_positions
         if self.max_tokens >= min(max_positions, self.tokens_per_microbatch):
@@ -129,14 +121,10 @@ class Config(Algorithm, RolloutOptions, RewardOptions, Training):
                 "does not have; use one of the others"
             )
         at_least(self.min_samples, self, "samples_per_prompt")
-        at_least(1, self, "updates_per_step", "epochs", "max_tokens", "keep_last")
+        at_least(1, self, "updates_per_step", "epochs", "keep_last")
         at_least(1, self, "eval_prompts", "eval_samples", "eval_every")
         at_least(0, self, "steps", "checkpoint_every", "rollouts_every")
         above(0, self, "temperature", "kv_cache_gib")
-        one_of(("train", "mask", "penalty"), self, "overlong")
-        read_only_if(self.overlong == "penalty", "overlong='penalty'", self, "overlong_buffer")
-        if self.overlong == "penalty":
-            shaping.overlong_penalty(0, self.max_tokens, self.overlong_buffer)
         at_least(self.updates_per_step, self, "prompts_per_step")
         if self.runs_ahead:
             unread_with("max_staleness above 0", self, "extra_prompts", "engines_sleep")
@@ -166,10 +154,15 @@ class Config(Algorithm, RolloutOptions, RewardOptions, Training):
         return self.eval_data or tuple(e.source for e in data.parse_mixture(self.data) if e.is_task)
 
     @property
-    def roles(self) -> list[str]:
+    def cluster_options(self) -> dict[str, Any]:
+        """Roles and their models; those that are not named have the policy's."""
         wanted = {"critic": self.needs_critic, "reference": self.loads_reference}
         chosen = [name for name, is_wanted in wanted.items() if is_wanted]
-        return ["train", "generate", *chosen, *self.reward_roles]
+        return {
+            "roles": ["train", "generate", *chosen, *self.reward_roles],
+            "config": read_config(self.model),
+            "role_configs": self.reward_configs | self.reference_configs,
+        }
 
 
 LACKING = {"gigpo": "rewards turn by turn", "opd": "a teacher"}
@@ -200,7 +193,8 @@ REWARDS = registry.REWARDS  # in worker processes, by domain: {..., "mine": my_r
 INLINE = {"addition": last_number, "counting": last_number, "reverse": reversed_word}
 SHOWN = {
     "reward/mean": "reward", "eval/pass@1": "eval", "rollout/failed": "failed",
-    "rollout/reply_tokens": "tokens", "rollout/staleness": "stale",
+    "rollout/missing_groups": "missing groups", "rollout/reply_tokens": "tokens",
+    "rollout/staleness": "stale",
     "loss/entropy": "entropy", "loss/grad_norm": "grad", "mismatch/logprob_mean": "mismatch",
     "loss/kl": "kl", "critic/explained_variance": "critic explains",
     "time/rollout": "rollout s", "time/train": "train s", "time/step": "step s",
@@ -210,9 +204,7 @@ FIXED = "model", "seed", "lora_rank", "lora_alpha", "lora_targets", "advantage"
 
 def main(cfg: Config) -> list[float]:
     """Returns the held-out pass rates, the first from before training."""
-    config = read_config(cfg.model)
-    configs = {"config": config, "role_configs": cfg.reward_configs | cfg.reference_configs}
-    with Cluster(cfg.device_map, cfg.device, roles=cfg.roles, **configs) as cluster:
+    with Cluster(cfg.device_map, cfg.device, **cfg.cluster_options) as cluster:
         prompts = data.Mixture(cfg.data, seed=f"rlvr-{cfg.seed}")
         held_out = data.held_out(cfg.evaluated, cfg.eval_prompts) if cfg.evaluated else []
         domains = {*prompts.domains, *(prompt.domain for prompt in held_out)}
@@ -316,8 +308,7 @@ def prepare(
     groups: list[Group], cfg: Config, models: Models, state: AdvantageState
 ) -> list[TrainingSequence]:
     """Advantages, and what the models say of the samples before the first update."""
-    if cfg.overlong == "penalty":
-        groups = shaping.penalise_overlong(groups, cfg.max_tokens, cfg.overlong_buffer)
+    groups = cfg.shape_rewards(groups)
     plain = plain_sequences(groups)
 
     def score(role: RoleHandle, method: str) -> list[list[float]]:
@@ -337,11 +328,7 @@ def prepare(
         sequences = with_field(sequences, "reference_logprobs", reference)
     if cfg.denominator == "old":
         sequences = with_field(sequences, "old_logprobs", score(models.policy, "logprobs"))
-    if cfg.overlong == "mask":
-        sequences = shaping.mask_overlong(sequences, groups)
-    if cfg.length_power:
-        sequences = shaping.weigh_by_length(sequences, power=cfg.length_power)
-    return [sequence for sequence in sequences if sequence.weight > 0]
+    return cfg.shape_weights(sequences, groups)
 
 
 def update(
@@ -389,8 +376,7 @@ def describe_plan(cfg: Config) -> str:
     prompts = data.Mixture(cfg.data, seed=0)
     longest = max(len(chat.encode(next(prompts).messages)) for _ in range(64))
     batch = filled_from(BatchPlan, cfg, prompt_tokens=longest, reply_tokens=cfg.max_tokens)
-    configs = {"config": config, "role_configs": cfg.reward_configs | cfg.reference_configs}
-    cluster = Cluster(cfg.device_map, cfg.device, roles=cfg.roles, **configs)  # not entered
+    cluster = Cluster(cfg.device_map, cfg.device, **cfg.cluster_options)  # not entered
     return render(plan(config, cluster.device_map, batch, device_bytes(cluster.device)))
 
 

@@ -6,11 +6,18 @@ import random
 import threading
 import time
 import traceback
+from contextlib import contextmanager
 from types import SimpleNamespace
 
+from roll_lite.engine.sequence import Request
 from roll_lite.engine.service import Answers, Load
-from roll_lite.types import Prompt, Turn
+from roll_lite.envs.question import question_maker
+from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.options import RolloutOptions
+from roll_lite.rollout.turns import derive_seed
+from roll_lite.types import Prompt, SamplingParams, Turn
 
+PARAMS = SamplingParams(max_tokens=8)
 ENDLESS = 9999  # a prompt that begins with this id is never answered
 
 
@@ -208,3 +215,32 @@ def fake_prompts(start=0, endless_every=0):
             domain="fake",
             ground_truth="",
         )
+
+
+@contextmanager
+def coordinator_over(engines, reward=lambda prompt, reply: 0.0, source=None, seed=3, **options):
+    with Coordinator(
+        engines=engines,
+        chat=FakeChat(),
+        make_env=question_maker({"fake": reward}),
+        prompts=fake_prompts() if source is None else source,
+        params=PARAMS,
+        options=RolloutOptions(**options),
+        seed=seed,
+    ) as rollout:
+        yield rollout
+
+
+def check_sample(sample, visit=0, seed=3):
+    """Its tokens are those that its own request gives, whoever generated it."""
+    seed = derive_seed(seed, sample.prompt.id, visit)
+    request = Request(prompt_ids=sample.turns[0].prompt_ids, params=PARAMS, seed=seed)
+    assert sample.turns[0].token_ids == fake_tokens(request, sample.index)
+    assert sample.reply == FakeChat().decode(sample.turns[0].token_ids)
+
+
+def wait_until(condition):
+    end = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)

@@ -237,7 +237,7 @@ def test_groups_outside_the_band_are_replaced(train, trained_on):
 
 def test_when_no_group_is_worth_training_on_the_run_stops_and_says_why(train):
     with pytest.raises(
-        RuntimeError, match=r"17 had a mean reward below 2\.0; max_refills=2 allows"
+        RuntimeError, match=r"24 had a mean reward below 2\.0; max_refills=2 allows"
     ):
         train(steps=1, min_group_reward=2.0, max_refills=2)
 

@@ -1,62 +1,28 @@
-"""The coordinator over fake engines (many samples, every kind of trouble) and over real ones."""
+"""The coordinator over fake engines: many samples, every kind of trouble."""
 
-import asyncio
 import itertools
 import json
-import os
 import random
-import re
-import shutil
-import signal
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from fake_engines import ENDLESS, FakeChat, FakeEngines, fake_prompts, fake_tokens
-from test_cluster import GONE_SECONDS, Program, run_failing
+from fake_engines import (
+    PARAMS,
+    FakeChat,
+    FakeEngines,
+    check_sample,
+    coordinator_over,
+    fake_prompts,
+    fake_tokens,
+    wait_until,
+)
 
-from roll_lite.chat import Chat
-from roll_lite.cluster.cluster import Cluster
-from roll_lite.engine.engine import Engine
 from roll_lite.engine.sequence import Request
-from roll_lite.engine.service import Answers, EngineService, Load
-from roll_lite.envs.question import question_maker
-from roll_lite.models.hf import load_model
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.options import RolloutOptions
-from roll_lite.rollout.replicas import Replicas
 from roll_lite.rollout.turns import derive_seed
-from roll_lite.tasks import prompts
-from roll_lite.types import SamplingParams, Turn
-
-PARAMS = SamplingParams(max_tokens=8)
-PROGRAMS = Path(__file__).parent / "rollout_programs.py"
-
-
-@contextmanager
-def coordinator_over(engines, reward=lambda prompt, reply: 0.0, source=None, seed=3, **options):
-    with Coordinator(
-        engines=engines,
-        chat=FakeChat(),
-        make_env=question_maker({"fake": reward}),
-        prompts=fake_prompts() if source is None else source,
-        params=PARAMS,
-        options=RolloutOptions(**options),
-        seed=seed,
-    ) as rollout:
-        yield rollout
-
-
-def check_sample(sample, visit=0, seed=3):
-    """Its tokens are those that its own request gives, whoever generated it."""
-    seed = derive_seed(seed, sample.prompt.id, visit)
-    request = Request(prompt_ids=sample.turns[0].prompt_ids, params=PARAMS, seed=seed)
-    assert sample.turns[0].token_ids == fake_tokens(request, sample.index)
-    assert sample.reply == FakeChat().decode(sample.turns[0].token_ids)
 
 
 class Troubled:
@@ -228,20 +194,37 @@ def test_surplus_groups_are_aborted_or_kept():
                 assert metrics["rollout/aborted"] == 0
 
 
-def wait_until(condition):
-    end = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
+@pytest.mark.parametrize("num_replicas", [1, 3])
+@pytest.mark.parametrize("extra_prompts", [0, 3])
+def test_when_refills_are_used_up_a_step_goes_on_with_what_is_left(num_replicas, extra_prompts):
+    """Every fifth prompt is worth training on: of 4 + extra + 2 * 4 two or three are left."""
+    options = {"prompts_per_step": 4, "extra_prompts": extra_prompts, "max_refills": 2}
+
+    def reward(prompt, reply):
+        return float(len(reply) if int(prompt.id[1:]) % 5 == 4 else 0)
+
+    with (
+        FakeEngines(num_replicas, max_delay=0.003) as engines,
+        coordinator_over(engines, reward, samples_per_prompt=9, drop_equal=True, **options)
+        as rollout,
+    ):  # fmt: skip
+        taken = [[int(group.prompt.id[1:]) for group in rollout.collect()] for _ in range(3)]
+        metrics = rollout.metrics()
+    num_asked = 12 + extra_prompts
+    asked = [range(n * num_asked, (n + 1) * num_asked) for n in range(3)]
+    expected = [[i for i in numbers if i % 5 == 4] for numbers in asked]
+    assert taken == expected
+    assert metrics["rollout/missing_groups"] == 12 - sum(map(len, expected)) > 0
+    assert metrics["rollout/done"] == 9 * sum(map(len, expected))
 
 
-def test_too_many_refills_are_an_error_that_says_why():
+def test_when_no_group_is_left_the_error_says_why():
     with (
         FakeEngines(2) as engines,
         coordinator_over(
             engines, samples_per_prompt=2, prompts_per_step=4, drop_equal=True, max_refills=3
         ) as rollout,
-        pytest.raises(RuntimeError, match=r"13 groups .*: 13 had equal rewards; max_refills=3"),
+        pytest.raises(RuntimeError, match=r"all 16 groups .*: 16 had equal rewards; max_refills=3"),
     ):
         rollout.collect()
 
@@ -303,229 +286,6 @@ def test_a_lost_rank_ends_whoever_waits():
             rollout.collect()
 
 
-@pytest.mark.parametrize("max_staleness", [0.5, 1, 2])
-@pytest.mark.parametrize("restart", [False, True])
-def test_asynchronous_samples_are_never_too_old(max_staleness, restart):
-    """Versions come while groups are under way; what is handed out keeps the bound."""
-    options = {"samples_per_prompt": 4, "prompts_per_step": 10, "max_staleness": max_staleness}
-    totals, gaps, bound = Counter(), [], 10 * (1 + max_staleness)
-    with (
-        FakeEngines(3, max_delay=0.06) as engines,
-        coordinator_over(engines, **options) as rollout,
-    ):
-        rollout.start()
-        for version in range(1, 16):
-            groups = rollout.collect()
-            gaps += [version - 1 - s.turns[0].versions[0][1] for g in groups for s in g.samples]
-            time.sleep(0.01)  # the training step
-            engines.load(version, restart)
-            rollout.set_version(version)
-            metrics = rollout.metrics()
-            in_flight = metrics["rollout/groups_in_flight"] + metrics["rollout/groups_ready"]
-            assert in_flight <= bound
-            totals.update(metrics)
-            for group in groups:
-                for sample in group.samples:
-                    check_sample(sample)
-    assert min(gaps) >= 0 and 0 < max(gaps) <= -(-max_staleness // 1)
-    assert totals["rollout/done"] == len(gaps)
-    assert (totals["rollout/retried"] > 0) == restart
-
-
-def test_what_is_left_of_a_group_after_an_abort_is_asked_again():
-    """Samples that had not begun end under the new weights, after the others were aborted."""
-
-    class Engines:
-        role, posts = SimpleNamespace(num_replicas=1), []
-
-        def post(self, replica, *letter):
-            self.posts.append(letter)
-
-    def turn(reason):
-        return Turn(prompt_ids=[1], token_ids=[], logprobs=[], finish_reason=reason, versions=[])
-
-    def answer(replicas, key, **reasons):
-        turns = [(key, int(name[1:]), turn(reason)) for name, reason in reasons.items()]
-        replicas._on_report(0, "answers", Answers(turns, [], Load(0, 0, 0), 1))
-
-    async def run():
-        engines, retried = Engines(), []
-        replicas = Replicas(engines, RolloutOptions(), on_fault=pytest.fail)
-        futures = [asyncio.get_running_loop().create_future() for _ in range(3)]
-        request = Request(prompt_ids=[1], params=SamplingParams(max_tokens=2), num_samples=3)
-        asked = replicas.ask(request, futures, retried.append)
-        begun = [(1, 0, 0), (1, 1, 0)]
-        replicas._on_report(0, "answers", Answers([], [], Load(0, 0, 0), 1, begun))
-        assert asked.begun == {0: 0, 1: 0}
-        answer(replicas, 1, s0="abort", s1="abort")
-        assert asked.begun == {}  # they begin again under whichever version there is then
-        assert len(engines.posts) == 1  # the engine still has the third
-        answer(replicas, 1, s2="stop")
-        await asyncio.sleep(0)
-        assert [letter[:2] for letter in engines.posts] == [("submit", 1), ("submit", 2)]
-        assert retried == [0, 1]
-        answer(replicas, 2, s0="stop", s1="length", s2="stop")
-        assert [future.result().finish_reason for future in futures] == ["stop", "length", "stop"]
-
-    asyncio.run(run())
-
-
-def test_stale_samples_are_dropped_and_counted():
-    with (
-        FakeEngines(2) as engines,
-        coordinator_over(
-            engines, samples_per_prompt=2, prompts_per_step=4, max_staleness=1
-        ) as rollout,
-    ):
-        rollout.start()
-        first = rollout.collect()
-        while rollout.metrics()["rollout/groups_ready"] < 4:  # no more come: they could not be used
-            time.sleep(0.01)
-        engines.load(5)
-        rollout.set_version(5)
-        second = rollout.collect()
-        metrics = rollout.metrics()
-    assert {s.first_version for g in first for s in g.samples} == {0}
-    assert {s.first_version for g in second for s in g.samples} == {5}
-    assert metrics["rollout/stale"] == 8 and metrics["rollout/max_staleness"] == 0
-
-
-@pytest.mark.parametrize("max_staleness", [1, 2])
-def test_groups_that_have_become_too_old_give_way(max_staleness):
-    """Every fourth prompt is never answered: in the end such groups would take all places."""
-    source, groups, totals = fake_prompts(endless_every=4), [], Counter()
-    options = {"samples_per_prompt": 2, "prompts_per_step": 4, "max_staleness": max_staleness}
-    with (
-        FakeEngines(2, max_delay=0.01) as engines,
-        coordinator_over(engines, source=source, deadline=10, **options) as rollout,
-    ):
-        rollout.start()
-        for version in range(1, 13):
-            groups += rollout.collect()
-            engines.load(version)
-            rollout.set_version(version)
-            totals.update(rollout.metrics())
-        wait_until(lambda: all(s.reported_version == 12 for s in engines.services))
-        metrics = rollout.metrics()
-        totals.update(metrics)
-        unfinished = [prompt["id"] for prompt, _ in rollout.state_dict()["unfinished"]]
-        endless = set(filter(is_endless, unfinished))
-        wait_until(lambda: num_endless(engines) == len(endless))  # the others were aborted there
-        dropped = rollout.dropped()
-    assert len(groups) == 48 and not any(is_endless(group.prompt.id) for group in groups)
-    ids = [(s.prompt.id, s.index) for g in groups for s in g.samples]
-    ids += [(s.prompt.id, s.index) for s, _ in dropped]
-    assert len(ids) == len(set(ids))
-    assert {(why, s.state) for s, why in dropped} == {("too old", "filtered")}
-    num_drawn = int(next(source).id[1:])
-    gone = {s.prompt.id for s, _ in dropped if is_endless(s.prompt.id)}
-    assert gone.isdisjoint(endless)
-    assert gone | endless == set(filter(is_endless, (f"p{i}" for i in range(num_drawn))))
-    under_way = metrics["rollout/groups_in_flight"] + metrics["rollout/groups_ready"]
-    assert totals["rollout/started"] == 2 * num_drawn == len(ids) + 2 * under_way
-    assert totals["rollout/stale"] == len(dropped) and totals["rollout/done"] == 2 * 48
-    for sample, _ in dropped:
-        if is_endless(sample.prompt.id):  # ended by the first version that is too far away
-            gap = sample.events[-1].policy_version - sample.events[1].policy_version
-            assert max_staleness + 1 <= gap <= max_staleness + 2  # it may begin a version later
-
-
-def is_endless(prompt_id):
-    return int(prompt_id[1:]) % 4 == 3
-
-
-def num_endless(engines):
-    """Requests without end that engines have."""
-    requests = [request for s in engines.services for request, _ in list(s.under_way.values())]
-    return sum(request.prompt_ids[0] == ENDLESS for request in requests)
-
-
-def test_groups_that_have_not_begun_are_not_too_old():
-    """Two groups without end have all slots; the others wait, and begin under the new version."""
-    source = itertools.chain(
-        itertools.islice(fake_prompts(endless_every=1), 2), itertools.islice(fake_prompts(), 2, 99)
-    )
-    options = {"samples_per_prompt": 2, "prompts_per_step": 4, "max_staleness": 1}
-    with (
-        FakeEngines(1, num_slots=4) as engines,
-        coordinator_over(engines, source=source, deadline=10, **options) as rollout,
-    ):
-        rollout.start()
-        wait_until(lambda: len(engines.services[0].under_way) == 8)
-        engines.load(5)
-        rollout.set_version(5)
-        groups, dropped = rollout.collect(), rollout.dropped()
-    assert [group.prompt.id for group in groups] == ["p2", "p3", "p4", "p5"]
-    assert {s.first_version for g in groups for s in g.samples} == {5}
-    assert [(s.prompt.id, why) for s, why in dropped] == [
-        (prompt_id, "too old") for prompt_id in ("p0", "p0", "p1", "p1")
-    ]
-
-
-@pytest.mark.parametrize(("num_begun", "stale", "filtered"), [(4, 4, 0), (3, 3, 1), (2, 0, 0)])
-def test_a_group_goes_on_as_long_as_two_of_its_samples_can_be_used(num_begun, stale, filtered):
-    options = {"samples_per_prompt": 4, "prompts_per_step": 1, "max_staleness": 1}
-    totals = Counter()
-    with (
-        FakeEngines(1, num_slots=num_begun) as engines,
-        coordinator_over(engines, source=fake_prompts(endless_every=1), **options) as rollout,
-    ):
-        rollout.start()
-        wait_until(lambda: len(engines.services[0].running) == num_begun)
-        engines.load(2)
-        rollout.set_version(2)
-        while "rollout/engine_running" not in totals:  # until the engine has reported
-            totals.update(rollout.metrics())
-        under_way = [prompt["id"] for prompt, _ in rollout.state_dict()["unfinished"]]
-        why = Counter(why for _, why in rollout.dropped())
-    assert (totals["rollout/stale"], totals["rollout/filtered"]) == (stale, filtered)
-    assert why == Counter({"too old": stale, "the others were too old": filtered})
-    assert under_way == (["p1", "p2"] if stale else ["p0", "p1"])
-
-
-def test_samples_that_begin_again_are_young_again():
-    options = {"samples_per_prompt": 2, "prompts_per_step": 2, "max_staleness": 1}
-    stale = {}
-    with (
-        FakeEngines(1) as engines,
-        coordinator_over(engines, source=fake_prompts(endless_every=1), **options) as rollout,
-    ):
-        rollout.start()
-        (service,) = engines.services
-        wait_until(lambda: len(service.running) == 8)
-        for version in (5, 6, 7):
-            engines.load(version, restart=version == 5)
-            rollout.set_version(version)
-            wait_until(
-                lambda v=version: service.reported_version == v and len(service.running) == 8
-            )
-            metrics = rollout.metrics()
-            stale[version] = metrics["rollout/stale"]
-            assert metrics["rollout/groups_in_flight"] == 4
-    assert stale == {5: 0, 6: 0, 7: 8}
-
-
-def test_rewards_that_take_too_long_are_not_waited_for():
-    """All tokens are there and nobody generates: the turns say how old they are."""
-
-    async def reward(prompt, reply):
-        await asyncio.sleep(0 if int(prompt.id[1:]) > 7 else 60)
-        return 0.0
-
-    options = {"samples_per_prompt": 2, "prompts_per_step": 4, "max_staleness": 1}
-    with FakeEngines(1) as engines, coordinator_over(engines, reward, **options) as rollout:
-        rollout.start()
-        (service,) = engines.services
-        wait_until(lambda: service.num_answered == 16 and not (service.under_way or service.turns))
-        engines.load(2)
-        rollout.set_version(2)
-        groups, metrics = rollout.collect(), rollout.metrics()
-        states = {tuple(e.state for e in sample.events) for sample, _ in rollout.dropped()}
-    assert [group.prompt.id for group in groups] == ["p8", "p9", "p10", "p11"]
-    assert metrics["rollout/stale"] == 16
-    assert states == {("queued", "generating", "scoring", "filtered")}
-
-
 def test_a_resumed_run_goes_on_with_what_was_kept_and_under_way():
     options = {"samples_per_prompt": 2, "prompts_per_step": 8, "extra_prompts": 6,
                "surplus": "keep", "max_staleness": 1}  # fmt: skip
@@ -583,95 +343,3 @@ def test_prompts_that_end():
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         RolloutOptions(**options)
-
-
-def test_alone_a_real_engine_gives_what_it_gives_by_itself(tiny_folder):
-    """The engine asked directly, with the seeds that groups have; there is no thread."""
-    chat, engine = Chat(tiny_folder), Engine(load_model(tiny_folder), kv_cache_gib=0.05)
-    params = SamplingParams(max_tokens=12, stop_ids=chat.stop_ids)
-    asked = list(itertools.islice(prompts("reverse:3", seed=0), 12))
-    requests = [
-        Request(
-            prompt_ids=chat.encode(prompt.messages),
-            params=params,
-            num_samples=3,
-            seed=derive_seed(7, prompt.id, 0),
-        )
-        for prompt in asked
-    ]
-    expected = engine.generate(requests)
-    threads = threading.active_count()
-    with Cluster("generate=all", "cpu") as cluster:
-        engines = cluster.role("generate", EngineService, folder=tiny_folder, kv_cache_gib=0.05)
-        with Coordinator(
-            engines=engines,
-            chat=chat,
-            make_env=question_maker({"reverse": lambda prompt, reply: float(len(reply))}),
-            prompts=prompts("reverse:3", seed=0),
-            params=params,
-            options=RolloutOptions(samples_per_prompt=3, prompts_per_step=6, deadline=60),
-            seed=7,
-        ) as rollout:
-            groups = rollout.collect() + rollout.collect()
-            assert threading.active_count() == threads
-            (greedy,) = rollout.answer(
-                asked[:1], num_samples=1, params=SamplingParams(max_tokens=4, temperature=0.0)
-            )
-    assert len(greedy.samples[0].turns[0].token_ids) <= 4
-    assert [[s.turns for s in g.samples] for g in groups] == [[[t] for t in g] for g in expected]
-
-
-@pytest.fixture
-def folder(tiny_folder, tmp_path):
-    """Where programs write their results, with a model in it."""
-    shutil.copytree(tiny_folder, tmp_path / "model")
-    return tmp_path
-
-
-def program(name, num_ranks, folder):
-    return Program(name, num_ranks, folder, programs=PROGRAMS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_real_engines_on_several_ranks_give_the_samples_of_one(folder, num_ranks):
-    alone = program("synchronous", 1, folder).result()
-    several = program("synchronous", num_ranks, folder).result()
-    assert len(alone["rows"]) == 3 * 8 * 3
-    assert several["rows"] == alone["rows"]
-    assert not alone["had_thread"]
-    assert several["had_thread"] and not several["left"]
-
-
-@pytest.mark.slow
-def test_real_engines_generate_beside_training(folder):
-    result = program("asynchronous", 3, folder).result()
-    assert len(result["gaps"]) == 7 * 6 * 2 and set(result["states"]) == {"done"}
-    assert min(result["gaps"]) >= 0 and max(result["gaps"]) == 1
-    assert result["totals"]["rollout/failed"] == 0 and result["totals"]["rollout/retried"] > 0
-
-
-@pytest.mark.slow
-def test_ten_thousand_samples_over_real_ranks(folder):
-    result = program("many", 4, folder).result()
-    totals = result["totals"]
-    assert len(result["ids"]) == len(set(map(tuple, result["ids"]))) == totals["rollout/done"]
-    assert totals["rollout/done"] + totals["rollout/failed"] == totals["rollout/started"] == 10000
-    assert totals["rollout/retried"] > 0
-    print(f"{10000 / result['seconds']:.0f} samples a second")
-
-
-@pytest.mark.slow
-def test_a_rank_that_dies_ends_the_collect(folder):
-    output = run_failing("dying", 2, folder, programs=PROGRAMS)
-    assert re.search(r"RoleError: rank 1 \(generate; pid \d+ on .*\) died", output)
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_a_collect(folder):
-    running = program("interrupted", 2, folder)
-    running.wait_for(running.result_file.exists)
-    time.sleep(0.5)
-    os.killpg(running.process.pid, signal.SIGINT)
-    assert running.end(within=GONE_SECONDS) != 0
-    assert "KeyboardInterrupt" in running.output()

@@ -1,6 +1,7 @@
 """Every step has the domains that were drawn, whatever is dropped and however long it takes."""
 
 import asyncio
+import itertools
 import json
 import random
 import time
@@ -9,8 +10,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
-from fake_engines import FakeChat, FakeEngines, fake_tokens
-from test_coordinator import PARAMS, check_sample
+from fake_engines import PARAMS, FakeChat, FakeEngines, check_sample, fake_tokens
 
 from roll_lite.data import Mixture
 from roll_lite.engine.sequence import Request
@@ -228,14 +228,27 @@ def test_prompts_that_cannot_be_asked_for_a_domain():
     assert [len(groups) for groups in steps[:-1]] == [8] * (len(steps) - 1)
 
 
-def test_too_many_refills_name_the_domain(tmp_path):
+@pytest.mark.parametrize("seed", range(3))
+def test_without_refills_a_step_goes_on_with_what_is_left(tmp_path, seed):
+    """Of ten prompts of the mixture those that are kept; the next step asks ten again."""
+    source, missing = Mixture(write_files(tmp_path), seed=seed), 0
+    drawn = Mixture(write_files(tmp_path), seed=seed)
+    with running(source, prompts_per_step=10, max_refills=0) as (rollout, _):
+        for _ in range(8):
+            kept = [prompt.id for prompt in itertools.islice(drawn, 10) if is_kept(prompt)]
+            assert sorted(group.prompt.id for group in rollout.collect()) == sorted(kept)
+            assert rollout.metrics().get("rollout/missing_groups", 0) == 10 - len(kept)
+            missing += 10 - len(kept)
+    assert missing > 0
+
+
+def test_when_nothing_is_left_the_error_names_the_domains(tmp_path):
     source = Mixture(write_files(tmp_path), seed=0)
     with (
-        running(source, prompts_per_step=10, max_refills=0) as (rollout, _),
-        pytest.raises(RuntimeError, match=r"one step: 1 of (slow|hard|fast) had "),
+        running(source, prompts_per_step=10, max_refills=1, max_group_reward=-1.0) as (rollout, _),
+        pytest.raises(RuntimeError, match=r"all 20 groups .*: \d+ of (slow|hard|fast) had "),
     ):
-        for _ in range(5):
-            rollout.collect()
+        rollout.collect()
 
 
 def group_of(domain):

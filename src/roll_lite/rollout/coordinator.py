@@ -104,7 +104,8 @@ class Coordinator:
         """So many complete groups (prompts_per_step), in the order of their prompts.
 
         Of each domain there are as many as were drawn, whatever was dropped or takes long. Fewer
-        only when the prompts have ended. All samples in them are done and scored.
+        only when the prompts have ended, or max_refills groups were replaced and more dropped. All
+        samples in them are done and scored.
         """
         return self._loop.run(self._collect(num_groups or self._options.prompts_per_step))
 
@@ -198,6 +199,8 @@ class Coordinator:
         metrics["rollout/groups_ready"] = len(self._groups.ready)
         if gaps:
             metrics |= {"rollout/staleness": fmean(gaps), "rollout/max_staleness": max(gaps)}
+        if counts["missing"]:
+            metrics["rollout/missing_groups"] = counts["missing"]
         if loads := [load for load in self._replicas.loads if load]:
             metrics["rollout/engine_running"] = sum(load.num_running for load in loads)
             metrics["rollout/engine_waiting"] = sum(load.num_waiting for load in loads)

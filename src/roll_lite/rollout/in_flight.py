@@ -62,8 +62,9 @@ class InFlight:
         self._changed, self._failed = asyncio.Event(), asyncio.Event()
 
     async def take(self, num_groups: int, progress: Callable[[int], None]) -> list[Group]:
-        """The oldest complete groups for the oldest slots; fewer when the prompts have ended.
+        """The oldest complete groups for the oldest slots.
 
+        Fewer when the prompts have ended, or when too many groups were dropped to replace them all.
         `progress` is told how many there are so far.
         """
         self._num_asked = num_groups
@@ -73,6 +74,8 @@ class InFlight:
                     raise self._fault
                 self._drop_stale()
                 self.feed()
+                if self._refills_are_used_up and not self.running:
+                    self._go_without(num_groups)
                 if (numbers := self.slots.match(num_groups, self.ready)) is not None:
                     break
                 self._changed.clear()
@@ -93,7 +96,7 @@ class InFlight:
 
     def feed(self) -> None:
         """Start groups while there is room, and in any case those that are waited for."""
-        while not self._fault:
+        while not self._fault and not self._refills_are_used_up:
             vacant, domain = self.slots.first_vacant()
             has_room = len(self.running) + len(self.ready) < self._num_wanted()
             if not has_room and vacant >= self._num_asked:
@@ -108,6 +111,7 @@ class InFlight:
 
     def renew(self) -> None:
         """There is a new policy version, or news of what goes on under it: end what is too old."""
+        self._dropped.clear()
         self._drop_stale()
         self._abort_stale()
         self.feed()
@@ -202,8 +206,18 @@ class InFlight:
         self._dropped[group.prompt.domain, reason] += 1
         errors = [sample.error for sample in group.samples if sample.error]
         self._last_error = errors[-1] if errors else self._last_error
-        if self._dropped.total() > self._options.max_refills * self._options.prompts_per_step:
-            self.fail(self._refill_error())
+
+    @property
+    def _refills_are_used_up(self) -> bool:
+        return self._dropped.total() > self._options.max_refills * self._options.prompts_per_step
+
+    def _go_without(self, num_groups: int) -> None:
+        """All groups have ended, and no more may be started: give up the slots that are vacant."""
+        if not self.ready:
+            raise self._refill_error()
+        while (vacant := self.slots.first_vacant())[1] is not None:
+            self.slots.close(vacant[0])
+        self._runner.counts["missing"] += max(0, num_groups - len(self.slots.domains))
 
     def _refill_error(self) -> RuntimeError:
         has_domains = len({domain for domain, _ in self._dropped} | set(self.slots.domains)) > 1
@@ -212,7 +226,7 @@ class InFlight:
             for (domain, reason), count in self._dropped.most_common()
         )
         text = (
-            f"{self._dropped.total()} groups were dropped for one step: {reasons}; "
+            f"all {self._dropped.total()} groups of one step were dropped: {reasons}; "
             f"max_refills={self._options.max_refills} allows "
             f"{self._options.max_refills * self._options.prompts_per_step}. "
             "Raise it, filter less, or choose prompts of another difficulty"

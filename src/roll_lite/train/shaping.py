@@ -1,10 +1,48 @@
 """Changes of rewards, weights and groups around the advantages, each a call of its own."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 
+from roll_lite.checks import at_least, one_of, read_only_if
 from roll_lite.train.packing import TrainingSequence
 from roll_lite.types import Group, Sample, Score
+
+
+@dataclass(kw_only=True)
+class Shaping:
+    """Flat, so that the Config of a recipe can inherit them."""
+
+    max_tokens: int = 16
+    """Longest reply, in tokens."""
+    overlong: str = "train"
+    """Replies cut at max_tokens: train on them, mask them, or lower rewards softly by a penalty."""
+    overlong_buffer: int = 0
+    """overlong=penalty: over the last so many tokens the reward falls, by 1 in the end (DAPO)."""
+    length_power: float = 0.0
+    """Weigh samples by (mean length / length) to this power, from 0.5 to 2; 0 is off."""
+
+    def __post_init__(self):
+        at_least(1, self, "max_tokens")
+        one_of(("train", "mask", "penalty"), self, "overlong")
+        read_only_if(self.overlong == "penalty", "overlong='penalty'", self, "overlong_buffer")
+        if self.overlong == "penalty":
+            overlong_penalty(0, self.max_tokens, self.overlong_buffer)
+
+    def shape_rewards(self, groups: list[Group]) -> list[Group]:
+        """Before advantages are computed."""
+        if self.overlong == "penalty":
+            return penalise_overlong(groups, self.max_tokens, self.overlong_buffer)
+        return groups
+
+    def shape_weights(
+        self, sequences: list[TrainingSequence], groups: list[Group]
+    ) -> list[TrainingSequence]:
+        """After that; sequences that count nothing are left out."""
+        if self.overlong == "mask":
+            sequences = mask_overlong(sequences, groups)
+        if self.length_power:
+            sequences = weigh_by_length(sequences, power=self.length_power)
+        return [sequence for sequence in sequences if sequence.weight > 0]
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:

@@ -1,0 +1,120 @@
+"""The coordinator over real engines, alone and on several ranks."""
+
+import itertools
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from test_cluster import GONE_SECONDS, Program, run_failing
+
+from roll_lite.chat import Chat
+from roll_lite.cluster.cluster import Cluster
+from roll_lite.engine.engine import Engine
+from roll_lite.engine.sequence import Request
+from roll_lite.engine.service import EngineService
+from roll_lite.envs.question import question_maker
+from roll_lite.models.hf import load_model
+from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.options import RolloutOptions
+from roll_lite.rollout.turns import derive_seed
+from roll_lite.tasks import prompts
+from roll_lite.types import SamplingParams
+
+PROGRAMS = Path(__file__).parent / "rollout_programs.py"
+
+
+def test_alone_a_real_engine_gives_what_it_gives_by_itself(tiny_folder):
+    """The engine asked directly, with the seeds that groups have; there is no thread."""
+    chat, engine = Chat(tiny_folder), Engine(load_model(tiny_folder), kv_cache_gib=0.05)
+    params = SamplingParams(max_tokens=12, stop_ids=chat.stop_ids)
+    asked = list(itertools.islice(prompts("reverse:3", seed=0), 12))
+    requests = [
+        Request(
+            prompt_ids=chat.encode(prompt.messages),
+            params=params,
+            num_samples=3,
+            seed=derive_seed(7, prompt.id, 0),
+        )
+        for prompt in asked
+    ]
+    expected = engine.generate(requests)
+    threads = threading.active_count()
+    with Cluster("generate=all", "cpu") as cluster:
+        engines = cluster.role("generate", EngineService, folder=tiny_folder, kv_cache_gib=0.05)
+        with Coordinator(
+            engines=engines,
+            chat=chat,
+            make_env=question_maker({"reverse": lambda prompt, reply: float(len(reply))}),
+            prompts=prompts("reverse:3", seed=0),
+            params=params,
+            options=RolloutOptions(samples_per_prompt=3, prompts_per_step=6, deadline=60),
+            seed=7,
+        ) as rollout:
+            groups = rollout.collect() + rollout.collect()
+            assert threading.active_count() == threads
+            (greedy,) = rollout.answer(
+                asked[:1], num_samples=1, params=SamplingParams(max_tokens=4, temperature=0.0)
+            )
+    assert len(greedy.samples[0].turns[0].token_ids) <= 4
+    assert [[s.turns for s in g.samples] for g in groups] == [[[t] for t in g] for g in expected]
+
+
+@pytest.fixture
+def folder(tiny_folder, tmp_path):
+    """Where programs write their results, with a model in it."""
+    shutil.copytree(tiny_folder, tmp_path / "model")
+    return tmp_path
+
+
+def program(name, num_ranks, folder):
+    return Program(name, num_ranks, folder, programs=PROGRAMS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_real_engines_on_several_ranks_give_the_samples_of_one(folder, num_ranks):
+    alone = program("synchronous", 1, folder).result()
+    several = program("synchronous", num_ranks, folder).result()
+    assert len(alone["rows"]) == 3 * 8 * 3
+    assert several["rows"] == alone["rows"]
+    assert not alone["had_thread"]
+    assert several["had_thread"] and not several["left"]
+
+
+@pytest.mark.slow
+def test_real_engines_generate_beside_training(folder):
+    result = program("asynchronous", 3, folder).result()
+    assert len(result["gaps"]) == 7 * 6 * 2 and set(result["states"]) == {"done"}
+    assert min(result["gaps"]) >= 0 and max(result["gaps"]) == 1
+    assert result["totals"]["rollout/failed"] == 0 and result["totals"]["rollout/retried"] > 0
+
+
+@pytest.mark.slow
+def test_ten_thousand_samples_over_real_ranks(folder):
+    result = program("many", 4, folder).result()
+    totals = result["totals"]
+    assert len(result["ids"]) == len(set(map(tuple, result["ids"]))) == totals["rollout/done"]
+    assert totals["rollout/done"] + totals["rollout/failed"] == totals["rollout/started"] == 10000
+    assert totals["rollout/retried"] > 0
+    print(f"{10000 / result['seconds']:.0f} samples a second")
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_collect(folder):
+    output = run_failing("dying", 2, folder, programs=PROGRAMS)
+    assert re.search(r"RoleError: rank 1 \(generate; pid \d+ on .*\) died", output)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_collect(folder):
+    running = program("interrupted", 2, folder)
+    running.wait_for(running.result_file.exists)
+    time.sleep(0.5)
+    os.killpg(running.process.pid, signal.SIGINT)
+    assert running.end(within=GONE_SECONDS) != 0
+    assert "KeyboardInterrupt" in running.output()
