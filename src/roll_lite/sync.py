@@ -54,7 +54,7 @@ class WeightSync:
         # Nobody waits for anybody any more: who finds something wrong may raise.
         _compare(version, "what arrived is not what was sent", sent, arrived)
         if self.engine:
-            held = {name: checksum(p) for name, p in self.engine.model.named_parameters()}
+            held = {name: row_sums(p) for name, p in self.engine.model.named_parameters()}
             _compare(version, "the engine does not hold what it got", taken, held)
         return {"time/sync": time.perf_counter() - start}
 
@@ -66,15 +66,16 @@ class WeightSync:
         return [bool(flag) for flag in everyone].index(True)
 
     def _sums_of_source(self, arrived: dict[str, Tensor]) -> dict[str, Tensor]:
-        sums = torch.stack(list(arrived.values()))
+        sums = torch.cat(list(arrived.values()))
         dist.broadcast(sums, group_src=self._source, group=self.feed.group)
-        return dict(zip(arrived, sums, strict=True))
+        parts = sums.split([len(rows) for rows in arrived.values()])
+        return dict(zip(arrived, parts, strict=True))
 
     def _aligned(self) -> Iterator[tuple[str, Tensor]]:
         return self.trainer.whole_parameters(self.place.dtype, only_part=True)
 
     def _wholes(self, arrived: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Parameters as they come, cut for the engine; `arrived` gets their checksums."""
+        """Parameters as they come, cut for the engine; `arrived` gets their sums."""
         for bucket in self._buckets():
             if self.feed:
                 flat = torch.cat([tensor.flatten() for tensor in bucket.values()])
@@ -86,7 +87,7 @@ class WeightSync:
                     for name, part, shape in zip(bucket, parts, shapes, strict=True)
                 }
             for name, tensor in bucket.items():
-                arrived[name] = checksum(tensor)
+                arrived[name] = row_sums(tensor)
                 yield name, self._cut(name, tensor)
 
     def _buckets(self) -> Iterator[dict[str, Tensor]]:
@@ -119,19 +120,18 @@ class WeightSync:
         return tensor.chunk(shard.size, dimension)[shard.rank]
 
 
-def checksum(tensor: Tensor) -> Tensor:
-    """A number that nearly any change of any bit, or of the order of rows, changes."""
+def row_sums(tensor: Tensor) -> Tensor:
+    """Checksums, one for each row: hardly a change of bits, or of the order of rows, keeps them."""
     width = torch.int32 if tensor.element_size() == 4 else torch.int16
     bits = tensor.detach().contiguous().view(width)
-    rows = bits.reshape(len(bits), -1).sum(1, dtype=torch.int64)
-    return (rows * torch.arange(1, len(rows) + 1, device=rows.device)).sum()
+    return bits.view(-1, bits.shape[-1] if bits.ndim > 1 else 1).sum(1, dtype=torch.int64)
 
 
 def _noting(
     weights: Iterable[tuple[str, Tensor]], sums: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in weights:
-        sums[name] = checksum(tensor)
+        sums[name] = row_sums(tensor)
         yield name, tensor
 
 
@@ -140,14 +140,15 @@ def _compare(
 ) -> None:
     if not expected:
         return
-    names = list(expected)
-    same = torch.stack([expected[name] for name in names]) == torch.stack(
-        [found[name] for name in names]
+    # All at once: one kernel for each parameter takes longer than reading them.
+    is_same = torch.cat(list(expected.values())) == torch.cat([found[name] for name in expected])
+    if is_same.all():
+        return
+    parts = is_same.split([len(rows) for rows in expected.values()])
+    broken = [name for name, part in zip(expected, parts, strict=True) if not part.all()]
+    raise RuntimeError(
+        f"weight sync of version {version} failed: {problem} for {', '.join(broken)}"
     )
-    if broken := [name for name, is_same in zip(names, same.tolist(), strict=True) if not is_same]:
-        raise RuntimeError(
-            f"weight sync of version {version} failed: {problem} for {', '.join(broken)}"
-        )
 
 
 def _tensor_place(shard: TensorShard | None) -> tuple[int, int]:

@@ -89,6 +89,7 @@ def rectangle(name: str, parameter: DTensor, tensor_shard: TensorShard | None) -
     return Rectangle(tuple(shape), tuple(offsets), is_copy)
 
 
+@torch.no_grad()
 def whole(
     name: str,
     parameter: DTensor,
@@ -97,10 +98,9 @@ def whole(
 ) -> Tensor:
     """The whole parameter, on every rank, cast before it travels. All ranks call this together."""
     if parameter.device_mesh.size() == 1:  # a DTensor's handling takes longer than the copy
-        held = parameter.detach().to_local()
+        held = parameter.to_local()
         tensor = held if dtype is None else held.to(dtype)
     else:
-        parameter = parameter.detach()
         tensor = (parameter if dtype is None else parameter.to(dtype)).full_tensor()
     cut = cut_dimension(name)
     if tensor_shard is None or cut is None:
