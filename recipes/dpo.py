@@ -63,6 +63,8 @@ class Config(Training):
     """What the learning rate does after warm-up; linear and cosine end at 0."""
     warmup_steps: int = 5
     """Updates over which the learning rate rises to lr."""
+    tokens_per_microbatch: int = 16384
+    """Memory budget of one forward and backward pass; a pair has to fit in it."""
     tp: int = 1
     """Ranks that hold one model together."""
     validation_data: str | None = None

@@ -5,17 +5,15 @@ python recipes/evaluate.py --model runs/mine/model --data math.jsonl --samples 8
 python recipes/evaluate.py --model models/tiny --checkpoint runs/mine/checkpoints/step-00000040
 torchrun --nproc-per-node 8 recipes/evaluate.py --model ...      # an engine on each rank
 
-Replies are scored by the rewards of recipes/rlvr.py, and written down as they come: an evaluation
-that died asks what is missing when it is started again with the same --run-dir.
+Replies are scored by the rewards of recipes/rlvr.py. They are written down with their scores as
+they come: an evaluation that died, started again with the same --run-dir, asks what is missing.
 """
 
-import json
-import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rlvr import INLINE, REWARDS
@@ -30,10 +28,10 @@ from roll_lite.engine.service import EngineService
 from roll_lite.models.config import read_config
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rewarding import RewardOptions, Rewards
+from roll_lite.rollout.answers import AnswerFile
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.metrics import pass_rates
 from roll_lite.rollout.options import RolloutOptions
-from roll_lite.rollout.record import read_group, write_group
 from roll_lite.train.export import export_checkpoint
 from roll_lite.types import Group, Prompt, SamplingParams
 
@@ -89,12 +87,6 @@ class Config(RewardOptions):
         read_only_if(self.chosen_temperature > 0, "a temperature above 0", self, *truncation)
         _ = self.params
         refuse_old_run(self.run_dir)
-        refuse_other_options(self)
-
-    @property
-    def answers(self) -> Path:
-        """Of an evaluation that has not ended: groups in any order, a line each."""
-        return Path(self.run_dir) / "answers.jsonl"
 
     @property
     def chosen_temperature(self) -> float:
@@ -123,7 +115,8 @@ def main(cfg: Config) -> dict[str, float]:
     device_map = cfg.device_map or " ".join(f"{role}=all" for role in roles)
     configs = {"config": read_config(cfg.model), "role_configs": cfg.reward_configs}
     with Cluster(device_map, cfg.device, roles=roles, **configs) as cluster:
-        prompts = read_prompts(cfg)
+        prompts = data.held_out(cfg.data, cfg.prompts, of_tasks=256)
+        answers = AnswerFile(f"{cfg.run_dir}/answers.jsonl", prompts, asked_with(cfg))
         run = Run(cfg.run_dir, cfg, num_steps=0, shown=SHOWN)
         folder = cfg.model
         if cfg.checkpoint:
@@ -134,79 +127,46 @@ def main(cfg: Config) -> dict[str, float]:
         start = time.perf_counter()
         domains = {prompt.domain for prompt in prompts}
         with Rewards(REWARDS, INLINE, domains, cfg, cluster) as rewards:
-            groups = ask(cfg, prompts, engines, Chat(folder), rewards)
+            groups = ask(cfg, prompts, answers, engines, Chat(folder), rewards)
         metrics = pass_rates(groups, cfg.pass_reward)
         metrics["time/rollout"] = time.perf_counter() - start
         run.log(0, metrics, groups)
         run.close()
-        cfg.answers.unlink()
+        answers.remove()
         print(table(metrics, groups, cfg.samples))
     return metrics
 
 
-def read_prompts(cfg: Config) -> list[Prompt]:
-    prompts = []
-    for entry in data.parse_mixture(cfg.data):
-        everything = 256 if entry.is_task else None
-        prompts += data.held_out([entry.source], cfg.prompts or everything)
-    return prompts
+def asked_with(cfg: Config) -> dict[str, Any]:
+    """What answers and scores depend on, as far as it can be told."""
+    times = {p.name: p.stat().st_mtime_ns for p in sorted(Path(cfg.model).glob("*.safetensors"))}
+    return {name: getattr(cfg, name) for name in FIXED} | {"weights_written": times}
 
 
 def ask(
-    cfg: Config, prompts: list[Prompt], engines: RoleHandle, chat: Chat, rewards: Rewards
-) -> list[Group]:
-    """A group for each prompt; what an evaluation that died has answered is not asked again."""
-    groups = read_answers(cfg.answers, prompts)
-    missing = [place for place in range(len(prompts)) if place not in groups]
+    cfg: Config, prompts: list[Prompt], answers: AnswerFile,
+    engines: RoleHandle, chat: Chat, rewards: Rewards,
+) -> list[Group]:  # fmt: skip
+    """A group for each prompt; what has been answered before is not asked again."""
     params = replace(cfg.params, stop_ids=chat.stop_ids)
-    with (
-        cfg.answers.open("a") as file,
-        Coordinator(
-            engines=engines,
-            chat=chat,
-            make_env=rewards,
-            prompts=iter(()),
+    with Coordinator(
+        engines=engines,
+        chat=chat,
+        make_env=rewards,
+        prompts=iter(()),
+        params=params,
+        options=RolloutOptions(samples_per_prompt=cfg.samples),
+        seed=cfg.seed,
+        asked=rewards.asked,
+    ) as rollout:
+        places = answers.missing
+        rollout.answer(
+            [prompts[place] for place in places],
+            num_samples=cfg.samples,
             params=params,
-            options=RolloutOptions(samples_per_prompt=cfg.samples),
-            seed=cfg.seed,
-            asked=rewards.asked,
-        ) as rollout,
-    ):
-
-        def keep(number: int, group: Group) -> None:
-            groups[missing[number]] = group
-            row = {"place": missing[number], **write_group(group)}
-            print(json.dumps(row), file=file, flush=True)
-
-        asked = [prompts[place] for place in missing]
-        rollout.answer(asked, num_samples=cfg.samples, params=params, on_group=keep)
-    return [groups[place] for place in range(len(prompts))]
-
-
-def read_answers(path: Path, prompts: Sequence[Prompt]) -> dict[int, Group]:
-    """Groups by the place of their prompt. A line that was cut short is removed."""
-    if not path.exists():
-        return {}
-    whole, end, _ = path.read_bytes().rpartition(b"\n")
-    os.truncate(path, len(whole + end))
-    rows = [json.loads(line) for line in whole.splitlines()]
-    groups = {row["place"]: read_group(row) for row in rows}
-    asked = dict(enumerate(prompts))
-    return {place: group for place, group in groups.items() if group.prompt == asked.get(place)}
-
-
-def refuse_other_options(cfg: Config) -> None:
-    """An evaluation that died goes on with those that it began with."""
-    if not cfg.answers.exists():
-        return
-    before = json.loads((cfg.answers.parent / "config.json").read_text())
-    for name in FIXED:
-        value = json.loads(json.dumps(getattr(cfg, name)))
-        if value != before[name]:
-            raise ValueError(
-                f"run_dir={cfg.run_dir} holds answers with {name}={before[name]!r}, not {value!r}; "
-                "go on with the same, name another folder or remove it"
-            )
+            on_group=lambda number, group: answers.keep(places[number], group),
+        )
+    return [answers.groups[place] for place in range(len(prompts))]
 
 
 def table(metrics: dict[str, float], groups: list[Group], num_samples: int) -> str:

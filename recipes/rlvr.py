@@ -30,7 +30,7 @@ from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rewards import registry
 from roll_lite.rewards.math import last_number
 from roll_lite.rollout.coordinator import Coordinator
-from roll_lite.rollout.filters import drop_failed
+from roll_lite.rollout.filters import refuse_all_failed
 from roll_lite.rollout.garbage import rare_collections
 from roll_lite.rollout.metrics import describe_groups, pass_rates
 from roll_lite.rollout.options import RolloutOptions
@@ -66,7 +66,8 @@ class Config(Algorithm, RolloutOptions, RewardOptions, Shaping, Training):
     on_new_weights: Literal["go_on", "finish", "abort"] = "go_on"
     """Samples that run when weights come: go on under them, finish first, or begin again."""
     updates_per_step: int = 1
-    """Optimizer steps per pass over a round's samples, each on an equal part of them."""
+    """Optimizer steps per pass over a round's samples, each on an equal part of them; fewer where
+    many samples are missing, so that the parts stay about as large."""
     epochs: int = 1
     """Passes over a round's samples."""
     lr: float = 3e-4
@@ -342,7 +343,9 @@ def update(
         options |= {"num_shards": num_shards, "cost": cost}
         return trainer.step(split(pack(part, cfg.tokens_per_microbatch, **options)))[0]
 
-    for part in cfg.epochs * equal_parts(sequences, cfg.updates_per_step):
+    share = len(sequences) / (cfg.prompts_per_step * cfg.samples_per_prompt)
+    parts = equal_parts(sequences, max(1, round(share * cfg.updates_per_step)))
+    for part in cfg.epochs * parts:
         if models.critic:
             critic_updates.append(step(models.critic, part))
         if not only_critic:
@@ -364,7 +367,7 @@ def evaluate(
         stop_ids=chat.stop_ids,
     )
     groups = rollout.answer(held_out, num_samples=cfg.eval_samples, params=params)
-    drop_failed(groups, min_samples=1)  # raises, with the first error, when nothing would be left
+    refuse_all_failed(groups)
     metrics = pass_rates(groups, cfg.pass_reward)
     rates.append(metrics["eval/pass@1"])
     return metrics

@@ -235,6 +235,27 @@ def test_groups_outside_the_band_are_replaced(train, trained_on):
     assert metrics["rollout/filtered"] == 8 * metrics["rollout/refilled"] > 0
 
 
+def test_fewer_groups_make_fewer_updates_not_smaller_ones(train, monkeypatch):
+    """Eight prompts of four samples in four updates are eight samples each."""
+
+    def counting_pack(part, *arguments, **options):
+        sizes.append(len(part))
+        return pack(part, *arguments, **options)
+
+    pack, sizes = rlvr.pack, []
+    monkeypatch.setattr(rlvr, "pack", counting_pack)
+    (metrics,) = train(
+        steps=1, samples_per_prompt=4, updates_per_step=4, max_refills=0, min_group_reward=0.15
+    )
+    assert 2 <= metrics["rollout/missing_groups"] <= 6
+    assert (
+        sum(sizes)
+        == metrics["rollout/trained_samples"]
+        == 32 - 4 * metrics["rollout/missing_groups"]
+    )
+    assert all(6 <= size <= 11 for size in sizes)
+
+
 def test_when_no_group_is_worth_training_on_the_run_stops_and_says_why(train):
     with pytest.raises(
         RuntimeError, match=r"24 had a mean reward below 2\.0; max_refills=2 allows"

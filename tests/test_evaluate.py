@@ -1,12 +1,16 @@
 """recipes/evaluate.py: answers are written as they come, and what died goes on."""
 
 import json
+import os
+import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
 import evaluate
 import pytest
 import rlvr
+
+from roll_lite.rollout import answers
 
 
 @pytest.fixture
@@ -38,7 +42,7 @@ def scored(monkeypatch):
 @contextmanager
 def dying_after(num_groups, monkeypatch):
     """Nothing can be written any more after so many; gives the ids of those that were."""
-    original, written = evaluate.write_group, []
+    original, written = answers.write_group, []
 
     def write_group(group):
         if len(written) == num_groups:
@@ -47,8 +51,17 @@ def dying_after(num_groups, monkeypatch):
         return original(group)
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
-        patch.setattr(evaluate, "write_group", write_group)
+        patch.setattr(answers, "write_group", write_group)
         yield written
+
+
+def answers_of(cfg):
+    return Path(cfg.run_dir, "answers.jsonl")
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
 def rows_of(cfg):
@@ -65,12 +78,12 @@ def test_an_evaluation_that_died_asks_what_is_missing(config, scored, monkeypatc
     """The result is that of one that did not die: every reply, logprob and metric."""
     whole, cfg = config("whole"), config("died")
     expected = evaluate.main(whole)
-    assert len(scored) == 2 * 12 and not whole.answers.exists()
+    assert len(scored) == 2 * 12 and not answers_of(whole).exists()
     with dying_after(5, monkeypatch) as written:
         evaluate.main(cfg)
-    lines = cfg.answers.read_text().splitlines()
+    lines = answers_of(cfg).read_text().splitlines()[1:]
     assert [json.loads(line)["prompt"]["id"] for line in lines] == written
-    with cfg.answers.open("a") as file:
+    with answers_of(cfg).open("a") as file:
         file.write(lines[0][:40])  # the end came while a line was written
     with dying_after(2, monkeypatch) as more:
         evaluate.main(config("died"))
@@ -79,26 +92,64 @@ def test_an_evaluation_that_died_asks_what_is_missing(config, scored, monkeypatc
     assert len(scored) == 2 * 5 and len({*scored, *written, *more}) == 12
     assert rows_of(cfg) == rows_of(whole)
     assert without_times(found) == without_times(expected)
-    assert not cfg.answers.exists()
+    assert not answers_of(cfg).exists()
 
 
 def test_answers_to_other_questions_are_asked_again(config, scored, tmp_path, monkeypatch):
     rows = [{"id": i, "prompt": f"Reverse {i}", "domain": "reverse"} for i in range(4)]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(tmp_path / "rows.jsonl", rows)
     with dying_after(3, monkeypatch) as written:
-        evaluate.main(config("run", data=(str(path),)))
+        evaluate.main(config("run", data=(path,)))
     changed = next(row for row in rows if str(row["id"]) in written)
     changed["prompt"] = "Reverse it"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
     scored.clear()
-    evaluate.main(config("run", data=(str(path),)))
+    evaluate.main(config("run", data=(path,)))
     kept = {*written} - {str(changed["id"])}
     assert set(scored) == {"0", "1", "2", "3"} - kept and len(scored) == 2 * 2
+
+
+def test_what_failed_is_asked_again(config, scored, monkeypatch):
+    """The reward was broken for some prompts, and has been mended."""
+    right = rlvr.INLINE["reverse"]
+
+    def broken(prompt, reply):
+        if int(prompt.id[-1]) % 2:
+            raise KeyError("no such key")
+        return right(prompt, reply)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(rlvr.INLINE, "reverse", broken)
+        with dying_after(9, monkeypatch):
+            evaluate.main(config("run"))
+    rows = [json.loads(line) for line in answers_of(config("run")).read_text().splitlines()[1:]]
+    failed = {row["prompt"]["id"] for row in rows if any(s["error"] for s in row["samples"])}
+    assert 0 < len(failed) < 9
+    scored.clear()
+    assert evaluate.main(config("run"))["eval/failed"] == 0
+    assert failed <= set(scored) and len(scored) == 2 * (3 + len(failed))
 
 
 def test_an_evaluation_does_not_go_on_with_other_options(config, scored, monkeypatch):
     with dying_after(1, monkeypatch):
         evaluate.main(config("run"))
-    with pytest.raises(ValueError, match=r"run holds answers with max_tokens=5, not 6; go on with"):
-        config("run", max_tokens=6)
+    with pytest.raises(ValueError, match=r"cannot be resumed with max_tokens=6 \(was 5\); give"):
+        evaluate.main(config("run", max_tokens=6))
+
+
+def test_an_evaluation_does_not_go_on_with_other_weights(
+    config, scored, tiny_folder, tmp_path, monkeypatch
+):
+    model = shutil.copytree(tiny_folder, tmp_path / "model")
+    with dying_after(1, monkeypatch):
+        evaluate.main(config("run", model=str(model)))
+    os.utime(model / "model.safetensors")
+    with pytest.raises(ValueError, match=r"cannot be resumed with weights_written=\{'model.safe"):
+        evaluate.main(config("run", model=str(model)))
+
+
+def test_files_that_share_ids_are_refused(config, tmp_path):
+    rows = [{"id": i, "prompt": f"Reverse {i}", "domain": "reverse"} for i in range(2)]
+    files = tuple(write_rows(tmp_path / name, rows) for name in ("a.jsonl", "b.jsonl"))
+    with pytest.raises(ValueError, match=r"id '0' is in .*a.jsonl and in .*b.jsonl"):
+        evaluate.main(config("run", data=files))

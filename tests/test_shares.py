@@ -72,12 +72,12 @@ def write_files(folder, num_rows=600):
 
 
 @contextmanager
-def running(source, num_replicas=3, seed=3, **options):
+def running(source, num_replicas=3, seed=3, env=Trial, **options):
     options = {"samples_per_prompt": 3, "drop_equal": True, "max_retries": 0} | options
     with (
         FakeEngines(num_replicas, max_delay=0.004, seed=seed) as engines,
         Coordinator(
-            engines=engines, chat=FakeChat(), make_env=Trial, prompts=source, params=PARAMS,
+            engines=engines, chat=FakeChat(), make_env=env, prompts=source, params=PARAMS,
             options=RolloutOptions(**options), seed=3,
         ) as rollout,
     ):  # fmt: skip
@@ -240,6 +240,28 @@ def test_without_refills_a_step_goes_on_with_what_is_left(tmp_path, seed):
             assert rollout.metrics().get("rollout/missing_groups", 0) == 10 - len(kept)
             missing += 10 - len(kept)
     assert missing > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_domain_that_teaches_nothing_leaves_its_places_empty(tmp_path, mode):
+    """All of one domain is dropped: nobody else gets its half of a step."""
+
+    class Hopeless(Trial):
+        async def step(self, action):
+            is_hard = self.prompt.domain == "hard"
+            return (), 0.0 if is_hard else random.Random(action).random(), True, False, {}
+
+    write_files(tmp_path)
+    source = Mixture([f"{tmp_path}/{domain}.jsonl" for domain in ("slow", "hard")], seed=0)
+    options = {"prompts_per_step": 4, "max_refills": 2} | MODES[mode]
+    with running(source, env=Hopeless, **options) as (rollout, engines):
+        if mode == "asynchronous":
+            rollout.start()
+        for version in range(1, 6):
+            assert domains_of(rollout.collect()) == {"slow": 2}
+            engines.load(version)
+            rollout.set_version(version)
+            assert rollout.metrics()["rollout/missing_groups"] == 2
 
 
 def test_when_nothing_is_left_the_error_names_the_domains(tmp_path):

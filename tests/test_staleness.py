@@ -99,8 +99,8 @@ def test_stale_samples_are_dropped_and_counted():
     ):
         rollout.start()
         first = rollout.collect()
-        while rollout.metrics()["rollout/groups_ready"] < 4:  # no more come: they could not be used
-            time.sleep(0.01)
+        # No more come: they could not be used.
+        wait_until(lambda: rollout.metrics()["rollout/groups_ready"] == 4)
         engines.load(5)
         rollout.set_version(5)
         second = rollout.collect()
@@ -194,8 +194,7 @@ def test_a_group_goes_on_as_long_as_two_of_its_samples_can_be_used(num_begun, st
         wait_until(lambda: len(engines.services[0].running) == num_begun)
         engines.load(2)
         rollout.set_version(2)
-        while "rollout/engine_running" not in totals:  # until the engine has reported
-            totals.update(rollout.metrics())
+        wait_until(lambda: totals.update(rollout.metrics()) or "rollout/engine_running" in totals)
         under_way = [prompt["id"] for prompt, _ in rollout.state_dict()["unfinished"]]
         why = Counter(why for _, why in rollout.dropped())
     assert (totals["rollout/stale"], totals["rollout/filtered"]) == (stale, filtered)

@@ -1,7 +1,9 @@
 """Checks of option values, for the `__post_init__` of a dataclass of options."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields as dataclass_fields
+from pathlib import Path
 from typing import Any
 
 
@@ -64,3 +66,14 @@ def only_read_by(readers: Mapping[str, tuple[str, ...]], config: Any) -> None:
                 f"{field.name}={value!r} is not read by kind={config.kind!r}, only by "
                 f"{', '.join(kinds)}; leave it at {field.default!r}"
             )
+
+
+def refuse_changes(folder: Path, written: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    """A run goes on with the fixed options that it was begun with, as they were `written`."""
+    here = json.loads(json.dumps(fixed))  # as JSON gives it back
+    if changed := [name for name in here if here[name] != written.get(name)]:
+        listed = ", ".join(f"{n}={here[n]!r} (was {written.get(n)!r})" for n in changed)
+        raise ValueError(
+            f"the run in {folder} cannot be resumed with {listed}; give what it was "
+            "started with, or name another run_dir"
+        )

@@ -166,17 +166,24 @@ class Mixture:
         return [f"{entry.source}@{float(entry.weight)}" for entry in self._entries]
 
 
-def held_out(entries: Sequence[str], count: int | None) -> list[Prompt]:
+def held_out(
+    entries: Sequence[str], count: int | None, *, of_tasks: int | None = None
+) -> list[Prompt]:
     """Prompts to evaluate on, at most `count` of each source, the same ones every time.
 
-    Of tasks those that are never trained on, which have no end; of files the first, or all.
+    None is all of a file, and `of_tasks` of a task: its questions that are never trained on, which
+    have no end.
     """
+    entries = parse_mixture(entries)
+    files = {entry.source: _read_file(entry.source) for entry in entries if not entry.is_task}
+    _refuse_shared_ids(files)
     prompts: list[Prompt] = []
-    for entry in parse_mixture(entries):
+    for entry in entries:
         if entry.is_task:
-            prompts += islice(tasks.prompts(entry.source, seed=0, split="held_out"), count)
+            questions = tasks.prompts(entry.source, seed=0, split="held_out")
+            prompts += islice(questions, of_tasks if count is None else count)
         else:
-            prompts += _read_file(entry.source)[:count]
+            prompts += files[entry.source][:count]
     return prompts
 
 

@@ -190,6 +190,7 @@ class Coordinator:
 
     async def _set_version(self, policy_version: int) -> None:
         self._replicas.policy_version = max(self._replicas.policy_version, policy_version)
+        self._groups.allow_refills()
         self._groups.renew()
 
     async def _metrics(self) -> dict[str, float]:

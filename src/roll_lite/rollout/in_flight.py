@@ -56,7 +56,7 @@ class InFlight:
         self._num_taken: Counter[int] = Counter()
         """By policy version: those of the present one are being trained on."""
         self._dropped: Counter[tuple[str, str]] = Counter()
-        """Since groups were last taken, by domain and reason."""
+        """Since groups were last taken or a policy version came, by domain and reason."""
         self._last_error = ""
         self._fault: BaseException | None = None
         self._changed, self._failed = asyncio.Event(), asyncio.Event()
@@ -74,8 +74,8 @@ class InFlight:
                     raise self._fault
                 self._drop_stale()
                 self.feed()
-                if self._refills_are_used_up and not self.running:
-                    self._go_without(num_groups)
+                if self._refills_are_used_up:
+                    num_groups = self._without_vacant(num_groups)
                 if (numbers := self.slots.match(num_groups, self.ready)) is not None:
                     break
                 self._changed.clear()
@@ -109,9 +109,12 @@ class InFlight:
             if visit is not None:
                 self._start(visit)
 
+    def allow_refills(self) -> None:
+        """As many again: what is left of groups may have become too old to be taken."""
+        self._dropped.clear()
+
     def renew(self) -> None:
         """There is a new policy version, or news of what goes on under it: end what is too old."""
-        self._dropped.clear()
         self._drop_stale()
         self._abort_stale()
         self.feed()
@@ -211,13 +214,22 @@ class InFlight:
     def _refills_are_used_up(self) -> bool:
         return self._dropped.total() > self._options.max_refills * self._options.prompts_per_step
 
-    def _go_without(self, num_groups: int) -> None:
-        """All groups have ended, and no more may be started: give up the slots that are vacant."""
-        if not self.ready:
+    def _without_vacant(self, num_groups: int) -> int:
+        """Give up the slots, of the first so many, that nothing will fill; how many are left.
+
+        Groups of later slots stay there, so that what is slow or filtered does not lose its share
+        to others; only when no slot is left does the next one have its turn.
+        """
+        while num_groups:
+            vacant, domain = self.slots.first_vacant()
+            if domain is None or vacant >= num_groups:
+                return num_groups
+            self.slots.close(vacant)
+            num_groups -= 1
+            self._runner.counts["missing"] += 1
+        if not self.running and not self.ready:
             raise self._refill_error()
-        while (vacant := self.slots.first_vacant())[1] is not None:
-            self.slots.close(vacant[0])
-        self._runner.counts["missing"] += max(0, num_groups - len(self.slots.domains))
+        return 1
 
     def _refill_error(self) -> RuntimeError:
         has_domains = len({domain for domain, _ in self._dropped} | set(self.slots.domains)) > 1

@@ -30,7 +30,8 @@ class RolloutOptions:
     """Drop groups whose mean reward is above: too easy."""
     max_refills: int = 10
     """Dropped groups are replaced one for one, at most so many times prompts_per_step a step; then
-    the step goes on with the groups that are left. Where none is left, the run stops."""
+    the step goes on with the groups that are left, a smaller batch at the same learning rate.
+    Where none is left, the run stops."""
     deadline: float | None = None
     """Seconds after which a sample is aborted."""
     max_retries: int = 2

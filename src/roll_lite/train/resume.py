@@ -1,10 +1,10 @@
 """Checkpoints of train roles, from the controller: all ranks write, the controller seals."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from roll_lite.checks import refuse_changes
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.train.checkpoint import Checkpoints
 from roll_lite.train.manifest import read_manifest
@@ -98,18 +98,8 @@ def load_checkpoint(
     if folder is None:
         return None
     state = read_manifest(folder).state["controller"]
-    _check_fixed(checkpoints.folder, state["fixed"], fixed)
+    refuse_changes(checkpoints.folder, state["fixed"], fixed)
     for trainer in trainers:
         trainer.read_checkpoint(str(folder))
     print(f"going on from {folder}", flush=True)
     return state
-
-
-def _check_fixed(folder: Path, written: dict[str, Any], fixed: dict[str, Any]) -> None:
-    here = json.loads(json.dumps(fixed))  # as JSON gives it back
-    if changed := [name for name in here if here[name] != written.get(name)]:
-        listed = ", ".join(f"{n}={here[n]!r} (was {written.get(n)!r})" for n in changed)
-        raise ValueError(
-            f"the run in {folder} cannot be resumed with {listed}; give what it was "
-            "started with, or name another run_dir"
-        )
