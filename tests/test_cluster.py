@@ -78,6 +78,14 @@ class Program:
     def output(self):
         return self.log.read_text()
 
+    def check_ctrl_c(self):
+        """It ends soon and says why, once its file says that it is where it is to be."""
+        self.wait_for(self.result_file.exists)
+        time.sleep(0.5)
+        os.killpg(self.process.pid, signal.SIGINT)
+        assert self.end(within=GONE_SECONDS) != 0
+        assert "KeyboardInterrupt" in self.output()
+
     def end(self, within):
         """Wait until all is over; returns the exit code."""
         end = time.monotonic() + within
@@ -293,12 +301,7 @@ def test_an_error_of_the_recipe_ends_all(tmp_path, name):
 
 @pytest.mark.slow
 def test_ctrl_c(tmp_path):
-    program = Program("interrupted", 2, tmp_path)
-    program.wait_for(program.result_file.exists)
-    time.sleep(0.3)
-    os.killpg(program.process.pid, signal.SIGINT)
-    assert program.end(within=GONE_SECONDS) != 0
-    assert "KeyboardInterrupt" in program.output()
+    Program("interrupted", 2, tmp_path).check_ctrl_c()
 
 
 @pytest.mark.slow

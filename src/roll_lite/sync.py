@@ -140,7 +140,7 @@ def _compare(
 ) -> None:
     if not expected:
         return
-    # All at once: one kernel for each parameter takes longer than reading them.
+    # All at once: to launch a kernel for each parameter takes longer than it runs.
     is_same = torch.cat(list(expected.values())) == torch.cat([found[name] for name in expected])
     if is_same.all():
         return

@@ -26,7 +26,8 @@ class AnswerFile:
         for row in rows[1:]:
             place, group = row["place"], read_group(row)
             # A prompt may have changed, and what failed may not fail again.
-            if prompts[place : place + 1] == [group.prompt] and is_done(group):
+            is_asked = place < len(prompts) and prompts[place] == group.prompt
+            if is_asked and all(sample.state == "done" for sample in group.samples):
                 self.groups[place] = group
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("a")
@@ -56,7 +57,3 @@ class AnswerFile:
 
     def _write(self, row: dict[str, Any]) -> None:
         print(json.dumps(row), file=self._file, flush=True)
-
-
-def is_done(group: Group) -> bool:
-    return all(sample.state == "done" for sample in group.samples)

@@ -104,7 +104,7 @@ class Coordinator:
         """So many complete groups (prompts_per_step), in the order of their prompts.
 
         Of each domain there are as many as were drawn, whatever was dropped or takes long. Fewer
-        only when the prompts have ended, or max_refills groups were replaced and more dropped. All
+        only when the prompts have ended, or more groups were dropped than max_refills replaces. All
         samples in them are done and scored.
         """
         return self._loop.run(self._collect(num_groups or self._options.prompts_per_step))

@@ -6,14 +6,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from roll_lite.engine.sequence import Request
+from roll_lite.rollout.replicas import Asked
 from roll_lite.types import Sample, SamplingParams, Turn
-
-
-class Asked(Protocol):
-    """A request under way."""
-
-    begun: dict[int, int]
-    """By sample: the policy version of its first token, where it is known."""
 
 
 class Ask(Protocol):
