@@ -127,6 +127,26 @@ def test_block_attention_in_bf16():
     assert ((got.double() - expected).norm() / expected.norm()).item() < 4e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("K", "group", "D", "page_size"), [(2, 2, 32, 16), (3, 3, 64, 3)])
+def test_a_query_gets_the_same_bits_among_others_and_alone(K, group, D, page_size, dtype):
+    torch.manual_seed(0)
+    chunks = [(0, 130), (7, 8), (3, 18), (61, 90), (64, 80)]
+    cache = torch.randn(2, 250, page_size, K, D).to(dtype)
+    table = torch.randperm(250)[:220].view(5, 44).int()
+    starts, ends = torch.tensor(chunks).unbind(1)
+    q = torch.randn(int((ends - starts).sum()), K * group, D).to(dtype)
+    keys = KeyBlocks.of_chunks(starts, ends - starts, table, cache)
+    assert any(block.is_tiled for block in keys.blocks)
+    got = block_attention(q, cache[0], cache[1], keys)
+    places = [(b, p) for b, (start, end) in enumerate(chunks) for p in range(start, end)]
+    for row, (b, position) in enumerate(places):
+        start = torch.tensor([position])
+        alone = KeyBlocks.of_chunks(start, torch.ones_like(start), table[b : b + 1], cache)
+        expected = block_attention(q[row : row + 1], cache[0], cache[1], alone)
+        assert torch.equal(got[row], expected[0]), (b, position)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("K", "group", "D"), [(2, 1, 64), (3, 3, 64), (2, 4, 128), (1, 8, 128)])
 @pytest.mark.parametrize("page_size", [16, 256])

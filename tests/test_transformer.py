@@ -7,6 +7,7 @@ from conftest import make_reference
 from roll_lite.models.attention import PackedAttention
 from roll_lite.models.config import UnsupportedModelError, parse_config
 from roll_lite.models.hf import load_model, pieces
+from roll_lite.models.linear import linear
 from roll_lite.models.logprobs import scaled_logits
 
 LENGTHS = (1, 7, 30, 129)
@@ -22,6 +23,19 @@ def pack_ids(sequences):
 def random_sequences(vocab_size=199):
     torch.manual_seed(1)
     return [torch.randint(0, vocab_size, (n,)) for n in LENGTHS]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_in", "num_out"), [(64, 160), (576, 100), (1536, 64)])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(num_in, num_out, dtype):
+    torch.manual_seed(0)
+    x, weight = torch.randn(700, num_in).to(dtype), torch.randn(num_out, num_in).to(dtype)
+    whole = linear(x, weight)
+    exact = x.double() @ weight.double().T
+    assert (whole - exact).abs().max() <= 5e-3 * exact.abs().max()
+    for num_rows in (1, 5, 16, 17, 33, 64, 65, 100, 511, 512, 577):
+        assert torch.equal(linear(x[:num_rows], weight), whole[:num_rows]), num_rows
 
 
 @torch.no_grad()

@@ -1,8 +1,9 @@
 """Paged attention in plain torch: for a CPU, for fp32, and as the reference of the kernels.
 
-Each query goes by itself, keys come in blocks of one size, and blocks are merged by the sums of
-their weights. Prefill and decoding are the same sums in the same order, whatever else is computed
-beside them: a query's result depends on its own keys alone, to the last bit.
+Each query goes by itself (or in a tile of neighbours, where that gives the same bits), keys come in
+blocks of one size, and blocks are merged by the sums of their weights. Prefill and decoding are the
+same sums in the same order, whatever else is computed beside them: a query's result depends on its
+own keys alone, to the last bit.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 KEYS = 64
-LONG = 8  # queries of a sequence from which on it is worth a gathering of its keys for itself
+TILE = 8  # queries at neighbouring positions, the first a multiple of it; they share their keys
+_is_same: dict[tuple, bool] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +26,15 @@ class KeyBlock:
     """Of one sequence after the other."""
     mask: Tensor
     """(queries, 1, 1, keys), 0 or -inf."""
+    is_tiled: bool
+    """Queries are whole tiles, and all of one sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyBlocks:
     """What of attention is the same for all layers.
 
-    Queries of a long sequence stand together, then come all others, those that see most first: who
+    Tiles of a sequence stand together, then come all other queries, those that see most first: who
     sees a block of keys is always a slice.
     """
 
@@ -52,23 +56,28 @@ class KeyBlocks:
         owner_T = torch.arange(len(starts_B), device=starts_B.device).repeat_interleave(lengths_B)
         row_T = torch.arange(len(owner_T), device=starts_B.device)
         position_T = starts_B[owner_T] + row_T - (lengths_B.cumsum(0) - lengths_B)[owner_T]
-        rank_T = position_T.masked_fill(lengths_B[owner_T] >= LONG, torch.iinfo(torch.int64).max)
+        first_B = -(-starts_B // TILE) * TILE
+        end_B = (starts_B + lengths_B) // TILE * TILE
+        is_in_tile_T = (position_T >= first_B[owner_T]) & (position_T < end_B[owner_T])
+        rank_T = position_T.masked_fill(is_in_tile_T, torch.iinfo(torch.int64).max)
         order_T = rank_T.argsort(descending=True, stable=True)
         owner_T, position_T = owner_T[order_T], position_T[order_T]
         blocks = []
-        for queries, page_table in _alike(lengths_B, owner_T, page_table_BP):
+        for queries, page_table in _alike(end_B - first_B, owner_T, page_table_BP):
             blocks += _blocks(position_T[queries], queries.start, page_table, cache)
         places_T = torch.empty_like(order_T)
         places_T[order_T] = row_T
         return KeyBlocks(order_T, places_T, blocks)
 
 
-def _alike(lengths_B: Tensor, owner_T: Tensor, page_table_BP: Tensor) -> list[tuple[slice, Tensor]]:
-    """Queries to go together: those of each long sequence, with its pages, and all others."""
+def _alike(
+    in_tiles_B: Tensor, owner_T: Tensor, page_table_BP: Tensor
+) -> list[tuple[slice, Tensor]]:
+    """Queries to go together: those in tiles, one sequence with its pages at a time; all others."""
     parts, end = [], 0
-    for b, length in enumerate(lengths_B.tolist()):
-        if length >= LONG:
-            begin, end = end, end + length
+    for b, count in enumerate(in_tiles_B.tolist()):
+        if count > 0:
+            begin, end = end, end + count
             parts.append((slice(begin, end), page_table_BP[b][None]))
     if end < len(owner_T):
         parts.append((slice(end, len(owner_T)), page_table_BP[owner_T[end:]]))
@@ -100,6 +109,7 @@ def _blocks(position_N: Tensor, start: int, page_table: Tensor, cache: Tensor) -
                 is_first=first == 0,
                 page_ids=page_table[:count].gather(1, page_SP).flatten(),
                 mask=mask.masked_fill_(is_hidden, -torch.inf),
+                is_tiled=is_shared and count % TILE == 0,
             )
         )
     return blocks
@@ -113,7 +123,8 @@ def block_attention(q_THD: Tensor, k_pages: Tensor, v_pages: Tensor, keys: KeyBl
     lse = out.new_empty(q.shape[:3])
     for block in keys.blocks:
         k, v = (_gather(x, block) for x in (k_pages, v_pages))
-        seen_out, seen_lse = _attend(q[block.queries], k, v, block.mask)
+        attend = _attend_tiles if block.is_tiled and _are_the_same_bits(q) else _attend
+        seen_out, seen_lse = attend(q[block.queries], k, v, block.mask)
         block_out, block_lse = out[block.queries], lse[block.queries]
         if block.is_first:
             block_out.copy_(seen_out)
@@ -135,6 +146,36 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tens
     q, k, v = q.float(), k.float(), v.float()
     scores = (q @ k.transpose(2, 3)) * q.shape[-1] ** -0.5 + mask
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, with the queries of a tile side by side, as if they were heads of a group."""
+    num_heads = q.shape[2]
+    q = q.unflatten(0, (-1, TILE)).transpose(1, 2).flatten(2, 3)
+    mask = mask.view(len(q), 1, TILE, 1, -1).expand(-1, -1, -1, num_heads, -1).flatten(2, 3)
+    found = _attend(q, k[: len(q)], v[: len(q)], mask)
+    out, lse = (x.unflatten(2, (TILE, -1)).transpose(1, 2).flatten(0, 1) for x in found)
+    return out, lse
+
+
+def _are_the_same_bits(q: Tensor) -> bool:
+    """Whether tiles give what single queries do; one try tells, as kernels go by shapes alone."""
+    key = q.dtype, q.device.type, q.shape[1:], torch.get_num_threads()
+    if key not in _is_same:
+        generator = torch.Generator().manual_seed(0)
+        num_kv_heads, num_heads, head_dim = q.shape[1:]
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(q)
+
+        queries = normal(2 * TILE, num_kv_heads, num_heads, head_dim)
+        k, v = (normal(1, num_kv_heads, KEYS, head_dim).expand(2 * TILE, -1, -1, -1) for _ in "kv")
+        is_hidden = torch.arange(KEYS) > torch.arange(2 * TILE)[:, None] + KEYS // 2
+        mask = q.new_zeros(2 * TILE, 1, 1, KEYS)
+        mask.masked_fill_(is_hidden[:, None, None].to(q.device), -torch.inf)
+        pairs = zip(*(f(queries, k, v, mask) for f in (_attend, _attend_tiles)), strict=True)
+        _is_same[key] = all(torch.equal(*pair) for pair in pairs)
+    return _is_same[key]
 
 
 def _gather(pages: Tensor, block: KeyBlock) -> Tensor:

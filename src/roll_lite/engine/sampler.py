@@ -44,21 +44,25 @@ def sample(
 
         exchange = shard.side_by_side if shard else None
         return fused(logits_RV, temperatures_R, is_greedy_R, keys_R2, positions_R, first, exchange)
-    logits_RV = scale(logits_RV, temperatures_R)
-    noisy, words, has_greedy = [], _words(keys_R2, positions_R), bool(is_greedy_R.any())
+    words, has_greedy = _words(keys_R2, positions_R), bool(is_greedy_R.any())
     entry_V = _entries(first, first + num_entries, logits_RV.device)
+    found = []
     for rows in _small_chunks(logits_RV):
+        logits_CV = scale(logits_RV[rows], temperatures_R[rows])
         noise_CV = _noise(*(word_R[rows] for word_R in words), entry_V)
         if has_greedy:
             noise_CV.masked_fill_(is_greedy_R[rows, None], 0.0)
-        noisy.append(noise_CV.add_(logits_RV[rows]).max(-1))
-    best_R, token_ids_R = (torch.cat(parts) for parts in zip(*noisy, strict=True))
+        best_C, ids_C = noise_CV.add_(logits_CV).max(-1)
+        if shard is None:
+            found.append((ids_C, pick_logprobs(logits_CV, ids_C)[0]))
+        else:
+            logit_C = logits_CV.gather(1, ids_C[:, None])[:, 0]
+            found.append((ids_C, best_C, logit_C, logits_CV.logsumexp(-1)))
+    ids_R, *numbers = (torch.cat(parts) for parts in zip(*found, strict=True))
     if shard is None:
-        return token_ids_R, pick_logprobs(logits_RV, token_ids_R)[0]
-    logit_R = logits_RV.gather(1, token_ids_R[:, None])[:, 0]
-    lse_R = logits_RV.logsumexp(-1)
-    best_RS, logit_RS, lse_RS = (shard.side_by_side(x[:, None]) for x in (best_R, logit_R, lse_R))
-    ids_RS = shard.side_by_side(token_ids_R[:, None] + first)
+        return ids_R, *numbers
+    best_RS, logit_RS, lse_RS = (shard.side_by_side(x[:, None]) for x in numbers)
+    ids_RS = shard.side_by_side(ids_R[:, None] + first)
     winner_R1 = best_RS.argmax(-1, keepdim=True)
     logprobs_R = logit_RS.gather(1, winner_R1)[:, 0] - lse_RS.logsumexp(-1)
     return ids_RS.gather(1, winner_R1)[:, 0], logprobs_R
@@ -66,7 +70,7 @@ def sample(
 
 def _small_chunks(logits_RV: Tensor) -> list[slice]:
     """A few rows at a time, so that what is computed of them stays in the CPU's cache."""
-    num_rows = max(1, 2**17 // logits_RV.shape[1])
+    num_rows = max(1, 2**18 // logits_RV.shape[1])
     return [slice(i, i + num_rows) for i in range(0, len(logits_RV), num_rows)]
 
 
