@@ -29,7 +29,6 @@ from roll_lite.sync import WeightSync
 from roll_lite.train.checkpoint import Checkpoints
 from roll_lite.train.distillation import DistillLoss, pack_taught
 from roll_lite.train.encoding import check_vocabulary, encode_fitting
-from roll_lite.train.optimizer import Schedule
 from roll_lite.train.options import Training
 from roll_lite.train.packing import MicroBatch
 from roll_lite.train.policy_loss import PolicyLoss
@@ -125,10 +124,9 @@ def main(cfg: Config) -> None:
         rows = source.training(cfg.data, cfg.task, f"distill-{cfg.seed}")
         held_out = source.validation(cfg.validation_data, cfg.data, cfg.task, cfg.validation_rows)
         teacher = cluster.role("teacher", Scorer, folder=cfg.teacher, temperature=cfg.temperature)
-        schedule = Schedule(lr=cfg.lr, warmup_steps=cfg.warmup_steps)
         trainer = cluster.role(
-            "train", Trainer, folder=cfg.model, loss=make_loss(cfg), schedule=schedule,
-            temperature=cfg.temperature, **cfg.policy_options,
+            "train", Trainer, folder=cfg.model, loss=make_loss(cfg), temperature=cfg.temperature,
+            schedule=cfg.schedule_over(cfg.steps), **cfg.policy_options,
         )  # fmt: skip
         checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints")
         fixed = data.fixed_options(cfg, *FIXED)

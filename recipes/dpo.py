@@ -24,7 +24,6 @@ from roll_lite.models.config import read_config
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.train.checkpoint import Checkpoints
 from roll_lite.train.encoding import check_vocabulary, encode_preferences
-from roll_lite.train.optimizer import Schedule
 from roll_lite.train.options import Training
 from roll_lite.train.packing import MicroBatch, TrainingSequence
 from roll_lite.train.preference import DPOLoss, pack_pairs
@@ -59,10 +58,8 @@ class Config(Training):
     """Batch size."""
     lr: float = 1e-4
     """Learning rate after warm-up."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after warm-up; linear and cosine end at 0."""
     warmup_steps: int = 5
-    """Updates over which the learning rate rises to lr."""
+    """Steps over which the learning rate rises to lr."""
     tokens_per_microbatch: int = 16384
     """Memory budget of one forward and backward pass; a pair has to fit in it."""
     tp: int = 1
@@ -126,9 +123,7 @@ def main(cfg: Config) -> None:
             Trainer,
             folder=cfg.model,
             loss=dpo_loss(cfg),
-            schedule=Schedule(
-                lr=cfg.lr, warmup_steps=cfg.warmup_steps, kind=cfg.schedule, num_steps=cfg.steps
-            ),
+            schedule=cfg.schedule_over(cfg.steps),
             **cfg.policy_options,
         )
         chat, budget = Chat(cfg.model), cfg.tokens_per_microbatch

@@ -130,7 +130,8 @@ def main(cfg: Config) -> dict[str, float]:
             groups = ask(cfg, prompts, answers, engines, Chat(folder), rewards)
         metrics = pass_rates(groups, cfg.pass_reward)
         metrics["time/rollout"] = time.perf_counter() - start
-        run.log(0, metrics, groups)
+        run.write_rollouts(0, groups)
+        run.log(0, metrics)
         run.close()
         answers.remove()
         print(table(metrics, groups, cfg.samples))

@@ -41,7 +41,6 @@ from roll_lite.train.algorithm import Algorithm
 from roll_lite.train.balance import Cost
 from roll_lite.train.checkpoint import Checkpoints
 from roll_lite.train.losses import critic_metrics
-from roll_lite.train.optimizer import Schedule
 from roll_lite.train.options import Training
 from roll_lite.train.packing import TrainingSequence, equal_parts, pack
 from roll_lite.train.resume import RunState
@@ -243,7 +242,7 @@ def train(
             models.engines.sleep()
         sequences = prepare(groups, cfg, models, state)
         laps.end("prepare")
-        metrics = update(sequences, cfg, models, only_critic=step <= cfg.critic_warmup_steps)
+        metrics = update(sequences, cfg, models, step)
         laps.end("train")
         if cfg.engines_sleep:
             models.engines.wake()
@@ -251,11 +250,14 @@ def train(
         rollout.set_version(step)
         laps.end("sync")
         metrics |= describe_groups(groups) | rollout.metrics() | rewards.metrics() | state.metrics
+        if run.is_due(step, cfg.rollouts_every):
+            run.write_rollouts(step, groups)
+        run.note_samples(step, rollout.dropped())
+        laps.end("records")
         metrics |= {"rollout/trained_samples": len(sequences)} | laps.metrics()
         if run.is_due(step, cfg.eval_every):
             metrics |= evaluate(held_out, cfg, chat, rollout, rates)
-        run.log(step, metrics, groups if run.is_due(step, cfg.rollouts_every) else None)
-        run.note_samples(step, rollout.dropped())
+        run.log(step, metrics)
         if run.is_due(step, cfg.checkpoint_every):
             saved.save(step, higher=metrics.get("eval/pass@1"))
             run.note("checkpoint", step=step)
@@ -267,16 +269,15 @@ def train(
 
 def make_roles(cfg: Config, cluster: Cluster) -> Models:
     """The policy, and beside it only what the algorithm reads."""
-    schedule, critic, reference = Schedule(lr=cfg.lr, warmup_steps=cfg.warmup_steps), None, None
+    critic = reference = None
     policy = cluster.role(
-        "train", Trainer, folder=cfg.model, loss=cfg.policy_loss, schedule=schedule,
-        temperature=cfg.temperature, **cfg.policy_options,
+        "train", Trainer, folder=cfg.model, loss=cfg.policy_loss,
+        schedule=cfg.schedule_over(cfg.steps), temperature=cfg.temperature, **cfg.policy_options,
     )  # fmt: skip
     if cfg.needs_critic:
-        schedule = Schedule(lr=cfg.critic_lr, warmup_steps=cfg.warmup_steps)
         critic = cluster.role(
-            "critic", Trainer, folder=cfg.model, loss=cfg.value_loss, schedule=schedule,
-            head="value", **cfg.trainer_options,
+            "critic", Trainer, folder=cfg.model, loss=cfg.value_loss, head="value",
+            schedule=cfg.schedule_over(cfg.steps, cfg.critic_lr), **cfg.trainer_options,
         )  # fmt: skip
     if cfg.loads_reference:
         folder = cfg.reference or cfg.model
@@ -333,24 +334,25 @@ def prepare(
 
 
 def update(
-    sequences: list[TrainingSequence], cfg: Config, models: Models, *, only_critic: bool
+    sequences: list[TrainingSequence], cfg: Config, models: Models, step: int
 ) -> dict[str, float]:
     """The round's optimizer steps: `epochs` passes of `updates_per_step` each."""
     cost, policy_updates, critic_updates = Cost.of(read_config(cfg.model)), [], []
 
-    def step(trainer: RoleHandle, part: list[TrainingSequence], **options) -> dict[str, float]:
+    def one(trainer: RoleHandle, part: list[TrainingSequence], **options) -> dict[str, float]:
         num_shards = trainer.role.num_replicas
         options |= {"num_shards": num_shards, "cost": cost}
-        return trainer.step(split(pack(part, cfg.tokens_per_microbatch, **options)))[0]
+        batch = pack(part, cfg.tokens_per_microbatch, **options)
+        return trainer.step(split(batch), scheduled_at=step - 1)[0]
 
     share = len(sequences) / (cfg.prompts_per_step * cfg.samples_per_prompt)
     parts = equal_parts(sequences, max(1, round(share * cfg.updates_per_step)))
     for part in cfg.epochs * parts:
         if models.critic:
-            critic_updates.append(step(models.critic, part))
-        if not only_critic:
+            critic_updates.append(one(models.critic, part))
+        if step > cfg.critic_warmup_steps:
             options = {"aggregation": cfg.chosen_aggregation, "constant": cfg.constant}
-            policy_updates.append(step(models.policy, part, **options))
+            policy_updates.append(one(models.policy, part, **options))
     of_critic = critic_metrics(combine(critic_updates)) if critic_updates else {}
     return combine(policy_updates) | of_critic
 

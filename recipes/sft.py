@@ -23,7 +23,6 @@ from roll_lite.train.balance import Cost
 from roll_lite.train.checkpoint import Checkpoints
 from roll_lite.train.encoding import encode_dialogues, fit
 from roll_lite.train.losses import sft_loss
-from roll_lite.train.optimizer import Schedule
 from roll_lite.train.options import Training
 from roll_lite.train.packing import TrainingSequence, pack
 from roll_lite.train.resume import RunState
@@ -44,10 +43,8 @@ class Config(Training):
     """Updates."""
     dialogues_per_step: int = 64
     """Batch size."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after warm-up; linear and cosine end at 0."""
     warmup_steps: int = 20
-    """Updates over which the learning rate rises to lr."""
+    """Steps over which the learning rate rises to lr."""
     weight_decay: float = 0.0
     """AdamW's decay."""
     too_long: Literal["error", "truncate"] = "error"
@@ -110,9 +107,7 @@ def main(cfg: Config) -> None:
             Trainer,
             folder=cfg.model,
             loss=sft_loss,
-            schedule=Schedule(
-                lr=cfg.lr, warmup_steps=cfg.warmup_steps, kind=cfg.schedule, num_steps=cfg.steps
-            ),
+            schedule=cfg.schedule_over(cfg.steps),
             weight_decay=cfg.weight_decay,
             **cfg.policy_options,
         )

@@ -64,6 +64,17 @@ def here(toy_folder, tmp_path, monkeypatch):  # noqa: F811
     return run
 
 
+def test_the_learning_rate_goes_by_steps(here):
+    """However many updates a step has, and in a run that is resumed."""
+    options = {"lr": 1e-2, "schedule": "linear", "warmup_steps": 1, "steps": 4}
+    whole = here("whole", updates_per_step=2, **options)
+    expected = pytest.approx([0.5e-2, 1e-2, 2e-2 / 3, 1e-2 / 3])
+    assert [row["loss/lr"] for row in whole] == expected
+    here("parts", **options | {"steps": 2})
+    resumed = here("parts", **options, resume=True)
+    assert [row["loss/lr"] for row in resumed][2:] == pytest.approx([2e-2 / 3, 1e-2 / 3])
+
+
 MAPS = {
     "one": (1, {}),
     "two_shared": (2, {}),
@@ -226,7 +237,7 @@ def test_dropped_samples_are_written_down(here, tmp_path):
 
 def test_the_parts_of_a_step_add_up(here):
     (row,) = here("run", steps=1)
-    parts = [row[f"time/{name}"] for name in ("rollout", "prepare", "train", "sync")]
+    parts = [row[f"time/{name}"] for name in ("rollout", "prepare", "train", "sync", "records")]
     assert sum(parts) == pytest.approx(row["time/step"])
 
 

@@ -53,15 +53,13 @@ class Run:
         """What is done after every so many steps, and after the last; 0 is after the last only."""
         return step == self._num_steps or (every > 0 and step % every == 0)
 
-    def log(self, step: int, metrics: dict[str, float], groups: list[Group] | None = None) -> None:
+    def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record a step and print the metrics a person watches."""
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
         if self._board:
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
-        if groups is not None:
-            self._write_rollouts(step, groups)
         self._bar.clear()
         parts = [
             f"{label} {metrics[name]:.4g}" for name, label in self._shown.items() if name in metrics
@@ -103,7 +101,8 @@ class Run:
         if self._board:
             self._board.close()
 
-    def _write_rollouts(self, step: int, groups: list[Group]) -> None:
+    def write_rollouts(self, step: int, groups: list[Group]) -> None:
+        """All about the samples that are trained on, or that were evaluated."""
         (self.folder / "rollouts").mkdir(exist_ok=True)
         with (self.folder / "rollouts" / f"step_{step:05d}.jsonl").open("w") as file:
             for group in groups:

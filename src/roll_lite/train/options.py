@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from roll_lite.checks import above, at_least, unread_with
 from roll_lite.models.lora import TARGETS, lora_options
+from roll_lite.train.optimizer import Schedule
 
 
 @dataclass(kw_only=True)
@@ -12,7 +13,9 @@ class Training:
     lr: float = 1e-3
     """Learning rate after warm-up."""
     warmup_steps: int = 0
-    """Updates over which the learning rate rises to lr."""
+    """Steps over which the learning rate rises to lr."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after warm-up; linear and cosine end at 0."""
     max_grad_norm: float = 1.0
     """Gradients longer than this are scaled down to it."""
     tokens_per_microbatch: int = 16384
@@ -34,7 +37,16 @@ class Training:
         above(0, self, "max_grad_norm")
         if self.lora_rank == 0:
             unread_with("lora_rank=0", self, "lora_alpha", "lora_targets")
-        _ = self.policy_options  # refuses targets that are not known
+        _ = self.schedule_over(1), self.policy_options  # refuse what is not known
+
+    def schedule_over(self, num_steps: int, lr: float | None = None) -> Schedule:
+        """Of a run of so many steps."""
+        return Schedule(
+            lr=self.lr if lr is None else lr,
+            warmup_steps=self.warmup_steps,
+            kind=self.schedule,
+            num_steps=max(1, num_steps),
+        )
 
     @property
     def trainer_options(self) -> dict[str, Any]:

@@ -61,8 +61,11 @@ class Trainer(Scorer):
         )
         self._offload: Offload | None = None
 
-    def step(self, batch: list[MicroBatch]) -> dict[str, float]:
-        """Add up the gradient of all micro-batches of all ranks and update once."""
+    def step(self, batch: list[MicroBatch], scheduled_at: int | None = None) -> dict[str, float]:
+        """Add up the gradient of all micro-batches of all ranks and update once.
+
+        The learning rate is that of the schedule's step `scheduled_at`; None counts updates.
+        """
         start = time.perf_counter()
         self.optimizer.zero_grad()  # of a step that did not come to its end
         if self.device.type == "cuda":
@@ -72,7 +75,7 @@ class Trainer(Scorer):
             micro = micro.to(self.device)
             totals.add(self._backward(micro), micro.weights_R)
         grad_norm = self._clip()
-        lr = self.schedule.at(self.num_steps)
+        lr = self.schedule.at(self.num_steps if scheduled_at is None else scheduled_at)
         is_finite = grad_norm < float("inf")
         if is_finite:  # an update by inf or nan would destroy the policy: skip it and say so
             self.optimizer.step(lr)
