@@ -6,7 +6,7 @@ prompt -> turns (one model call each) -> sample (one trajectory) -> group (sampl
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Message = dict[str, str]
 """{"role": "system" | "user" | "assistant", "content": text}"""
@@ -97,8 +97,7 @@ AsyncReward = Callable[[Prompt, str], Awaitable[Score | float]]
 """One that others compute: worker processes, a judge."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     state: State
     time: float
     policy_version: int

@@ -141,7 +141,7 @@ def _life(sample: Sample) -> dict[str, Any]:
         "state": sample.state,
         "reward": sample.score.value if sample.score else None,
         "tokens": sum(sample.loss_mask),
-        "events": [dataclasses.astuple(event) for event in sample.events],
+        "events": sample.events,
         "error": sample.error,
     }
 
@@ -164,5 +164,5 @@ def _row(sample: Sample) -> dict[str, Any]:
         "loss_mask": [int(m) for m in sample.loss_mask],
         "logprobs": [round(p, 5) for p in sample.logprobs],
         "turns": [{"finish": t.finish_reason, "versions": t.versions} for t in sample.turns],
-        "events": [dataclasses.astuple(event) for event in sample.events],
+        "events": sample.events,
     }

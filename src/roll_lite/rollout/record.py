@@ -2,7 +2,7 @@
 
 from array import array
 from base64 import b64decode, b64encode
-from dataclasses import astuple, fields
+from dataclasses import fields
 from typing import Any
 
 from roll_lite.types import Event, Group, Prompt, Sample, Score, Turn
@@ -39,7 +39,7 @@ def _write_sample(sample: Sample) -> dict[str, Any]:
         "reply": sample.reply,
         "score": [sample.score.value, sample.score.parts] if sample.score else None,
         "error": sample.error,
-        "events": [astuple(event) for event in sample.events],
+        "events": list(sample.events),
     }
 
 
