@@ -137,7 +137,7 @@ def test_a_query_gets_the_same_bits_among_others_and_alone(K, group, D, page_siz
     starts, ends = torch.tensor(chunks).unbind(1)
     q = torch.randn(int((ends - starts).sum()), K * group, D).to(dtype)
     keys = KeyBlocks.of_chunks(starts, ends - starts, table, cache)
-    assert any(block.is_tiled for block in keys.blocks)
+    assert any(block.is_tiled for block in keys.shared)
     got = block_attention(q, cache[0], cache[1], keys)
     places = [(b, p) for b, (start, end) in enumerate(chunks) for p in range(start, end)]
     for row, (b, position) in enumerate(places):
@@ -145,6 +145,31 @@ def test_a_query_gets_the_same_bits_among_others_and_alone(K, group, D, page_siz
         alone = KeyBlocks.of_chunks(start, torch.ones_like(start), table[b : b + 1], cache)
         expected = block_attention(q[row : row + 1], cache[0], cache[1], alone)
         assert torch.equal(got[row], expected[0]), (b, position)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_in_a_row_are_read_where_they_are(dtype):
+    """The same bits as of pages that are gathered; pages of nobody between them hold nan."""
+    torch.manual_seed(0)
+    K, group, D = 3, 3, 64
+    lengths, rows = (
+        torch.tensor([200, 1, 64, 65, 130]),
+        [[3, 4, 6, 8], [5], [9], [12, 11], [10, 2, 7]],
+    )
+    table = torch.tensor([row + [0] * (4 - len(row)) for row in rows]).int()
+    cache = torch.randn(2, 40, 64, K, D).to(dtype)
+    cache[:, [0, 1, *range(13, 40)]] = torch.nan
+    q = torch.randn(5, K * group, D).to(dtype)
+    near = KeyBlocks.of_chunks(lengths - 1, torch.ones_like(lengths), table, cache)
+    assert near.own.pages == slice(2, 13)
+    got = block_attention(q, cache[0], cache[1], near)
+    spread = torch.full_like(cache, torch.nan)
+    spread[:, 1::3] = cache[:, :13]
+    far = KeyBlocks.of_chunks(lengths - 1, torch.ones_like(lengths), 3 * table + 1, spread)
+    assert isinstance(far.own.pages, torch.Tensor)
+    assert torch.equal(got, block_attention(q, spread[0], spread[1], far))
+    expected = reference_decode(q, cache[0], cache[1], table, lengths)
+    assert ((got.double() - expected).norm() / expected.norm()).item() < 4e-3
 
 
 @pytest.mark.gpu

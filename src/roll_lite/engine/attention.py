@@ -185,8 +185,8 @@ BACKENDS = {
     "flash_attn": (FlashPrefill, FlashDecode),
     "torch": (TorchPrefill, TorchDecode),
 }
-PAGE_SIZE = {"triton": 16, "flash_attn": 256, "torch": 16}
-"""flash-attn wants pages of a multiple of 256; to the others the size makes no difference."""
+PAGE_SIZE = {"triton": 16, "flash_attn": 256, "torch": 64}
+"""flash-attn wants a multiple of 256; `torch` reads pages where they are if they are its blocks."""
 
 
 def _is_power_of_two(n: int) -> bool:

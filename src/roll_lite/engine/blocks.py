@@ -6,6 +6,7 @@ same sums in the same order, whatever else is computed beside them: a query's re
 own keys alone, to the last bit.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,21 +14,36 @@ from torch import Tensor
 
 KEYS = 64
 TILE = 8  # queries at neighbouring positions, the first a multiple of it; they share their keys
+MANY = 1024  # blocks to gather at a time
 _is_same: dict[tuple, bool] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class KeyBlock:
-    """Keys at the same positions of one or more sequences, and the queries that see them."""
+class SharedBlock:
+    """A block of keys of one sequence, and the queries that see it."""
 
     queries: slice
     is_first: bool
     page_ids: Tensor
-    """Of one sequence after the other."""
     mask: Tensor
     """(queries, 1, 1, keys), 0 or -inf."""
     is_tiled: bool
-    """Queries are whole tiles, and all of one sequence."""
+    """The queries are whole tiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnBlocks:
+    """All blocks of keys that single queries of many sequences see, one query to a block."""
+
+    owner_N: Tensor
+    """The place of each block's query."""
+    mask: Tensor
+    """(blocks, 1, 1, keys), 0 or -inf."""
+    pages: Tensor | slice
+    """Ids (blocks, pages), or a part of the cache that has the blocks in a row; where it has others
+    between them, these have any owner and nobody asks for their result."""
+    merges: list[tuple[slice, Tensor]]
+    """Of the first blocks, the second ones and so on: places of queries, and the block of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +58,8 @@ class KeyBlocks:
     """Which query stands at each place."""
     places_T: Tensor
     """Where each query stands."""
-    blocks: list[KeyBlock]
+    shared: list[SharedBlock]
+    own: OwnBlocks | None
 
     @staticmethod
     def of_chunks(
@@ -62,57 +79,90 @@ class KeyBlocks:
         rank_T = position_T.masked_fill(is_in_tile_T, torch.iinfo(torch.int64).max)
         order_T = rank_T.argsort(descending=True, stable=True)
         owner_T, position_T = owner_T[order_T], position_T[order_T]
-        blocks = []
-        for queries, page_table in _alike(end_B - first_B, owner_T, page_table_BP):
-            blocks += _blocks(position_T[queries], queries.start, page_table, cache)
+        shared, end = [], 0
+        for b, count in enumerate((end_B - first_B).tolist()):
+            if count > 0:
+                begin, end = end, end + count
+                shared += _shared_blocks(position_T[begin:end], begin, page_table_BP[b], cache)
+        own = None
+        if end < len(owner_T):
+            own = _own_blocks(position_T[end:], end, page_table_BP[owner_T[end:]], cache)
         places_T = torch.empty_like(order_T)
         places_T[order_T] = row_T
-        return KeyBlocks(order_T, places_T, blocks)
+        return KeyBlocks(order_T, places_T, shared, own)
 
 
-def _alike(
-    in_tiles_B: Tensor, owner_T: Tensor, page_table_BP: Tensor
-) -> list[tuple[slice, Tensor]]:
-    """Queries to go together: those in tiles, one sequence with its pages at a time; all others."""
-    parts, end = [], 0
-    for b, count in enumerate(in_tiles_B.tolist()):
-        if count > 0:
-            begin, end = end, end + count
-            parts.append((slice(begin, end), page_table_BP[b][None]))
-    if end < len(owner_T):
-        parts.append((slice(end, len(owner_T)), page_table_BP[owner_T[end:]]))
-    return parts
-
-
-def _blocks(position_N: Tensor, start: int, page_table: Tensor, cache: Tensor) -> list[KeyBlock]:
-    """The blocks of keys that queries see; `page_table` has a row for each of them, or for all.
-
-    Positions ascend where the table is shared, and descend where it is not.
-    """
+def _block_size(cache: Tensor) -> int:
     page_size = cache.shape[-3]
-    size = page_size * max(1, KEYS // page_size)
-    is_shared = len(page_table) == 1
-    last_S = position_N.amax(0, keepdim=True) if is_shared else position_N
-    blocks = []
-    for first in range(0, int(position_N.max()) + 1, size):
-        count = int((position_N >= first).sum())
-        begin = len(position_N) - count if is_shared else 0
-        members = slice(begin, begin + count)
-        key = torch.arange(first, first + size, device=position_N.device)
-        # Pages past a sequence's end may hold anything: its last page stands in for them.
-        page_SP = torch.minimum(key[::page_size], last_S[:count, None]) // page_size
-        is_hidden = (key > position_N[members, None])[:, None, None]
-        mask = torch.zeros(is_hidden.shape, dtype=cache.dtype, device=position_N.device)
-        blocks.append(
-            KeyBlock(
-                queries=slice(start + begin, start + begin + count),
-                is_first=first == 0,
-                page_ids=page_table[:count].gather(1, page_SP).flatten(),
-                mask=mask.masked_fill_(is_hidden, -torch.inf),
-                is_tiled=is_shared and count % TILE == 0,
-            )
+    return page_size * max(1, KEYS // page_size)
+
+
+def _pages_and_mask(
+    first_key_N: Tensor, position_N: Tensor, last_N: Tensor, cache: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Which of a sequence's pages a block has, and what a query at a position sees of it.
+
+    Pages past a sequence's end may hold anything: its last page stands in for them.
+    """
+    key_S = torch.arange(_block_size(cache), device=position_N.device)
+    key_NS = first_key_N[:, None] + key_S
+    page_size = cache.shape[-3]
+    page_NP = torch.minimum(key_NS[:, ::page_size], last_N[:, None]) // page_size
+    is_hidden_NS = key_NS > position_N[:, None]
+    mask_NS = torch.zeros(is_hidden_NS.shape, dtype=cache.dtype, device=position_N.device)
+    return page_NP, mask_NS.masked_fill_(is_hidden_NS, -torch.inf)[:, None, None]
+
+
+def _shared_blocks(
+    position_N: Tensor, start: int, page_table_P: Tensor, cache: Tensor
+) -> Iterator[SharedBlock]:
+    """Blocks of a sequence for those of its queries that stand together, at ascending positions."""
+    size = _block_size(cache)
+    for first in range(0, int(position_N[-1]) + 1, size):
+        begin = int((position_N < first).sum())
+        seen_N = position_N[begin:]
+        first_N = torch.full_like(seen_N, first)
+        page_NP, mask = _pages_and_mask(first_N, seen_N, position_N[-1:].expand_as(seen_N), cache)
+        yield SharedBlock(
+            queries=slice(start + begin, start + len(position_N)),
+            is_first=first == 0,
+            page_ids=page_table_P[page_NP[0]],
+            mask=mask,
+            is_tiled=len(seen_N) % TILE == 0,
         )
-    return blocks
+
+
+def _own_blocks(position_N: Tensor, start: int, page_table_NP: Tensor, cache: Tensor) -> OwnBlocks:
+    """Blocks of queries at descending positions, each with a row of the page table."""
+    size = _block_size(cache)
+    firsts = range(0, int(position_N[0]) + 1, size)
+    counts = [int((position_N >= first).sum()) for first in firsts]
+    owner_N = torch.cat([torch.arange(count, device=position_N.device) for count in counts])
+    first_N = torch.tensor(firsts, device=position_N.device).repeat_interleave(
+        torch.tensor(counts, device=position_N.device)
+    )
+    position_N = position_N[owner_N]
+    page_NP, mask = _pages_and_mask(first_N, position_N, position_N, cache)
+    page_NP = page_table_NP[owner_N[:, None], page_NP]
+    block_N = torch.arange(len(owner_N), device=owner_N.device)
+    places = [slice(start, start + count) for count in counts]
+    owner_N = owner_N + start
+    if pages := _in_a_row(page_NP):
+        block_N = page_NP[:, 0].long() - pages.start
+        num_blocks = pages.stop - pages.start
+        owner_N = owner_N.new_full((num_blocks,), start).index_copy_(0, block_N, owner_N)
+        mask = mask.new_zeros(num_blocks, *mask.shape[1:]).index_copy_(0, block_N, mask)
+    merges = list(zip(places, block_N.split(counts), strict=True))
+    return OwnBlocks(owner_N, mask, pages or page_NP, merges)
+
+
+def _in_a_row(page_NP: Tensor) -> slice | None:
+    """The part of the cache to read as it is: blocks are pages, all different, hardly any else."""
+    first, end = int(page_NP.min()), int(page_NP.max()) + 1
+    if page_NP.shape[1] > 1 or end - first > 1.5 * len(page_NP):
+        return None
+    counts = torch.bincount(page_NP[:, 0] - first)
+    return slice(first, end) if int(counts.max()) == 1 else None
 
 
 def block_attention(q_THD: Tensor, k_pages: Tensor, v_pages: Tensor, keys: KeyBlocks) -> Tensor:
@@ -121,26 +171,50 @@ def block_attention(q_THD: Tensor, k_pages: Tensor, v_pages: Tensor, keys: KeyBl
     q = q_THD.index_select(0, keys.order_T).unflatten(1, (k_pages.shape[2], -1))
     out = torch.empty_like(q, dtype=torch.float32)
     lse = out.new_empty(q.shape[:3])
-    for block in keys.blocks:
-        k, v = (_gather(x, block) for x in (k_pages, v_pages))
-        attend = _attend_tiles if block.is_tiled and _are_the_same_bits(q) else _attend
-        seen_out, seen_lse = attend(q[block.queries], k, v, block.mask)
-        block_out, block_lse = out[block.queries], lse[block.queries]
-        if block.is_first:
-            block_out.copy_(seen_out)
-            block_lse.copy_(seen_lse)
-            continue
+
+    def merge(places: slice, is_first: bool, seen_out: Tensor, seen_lse: Tensor) -> None:
+        so_far_out, so_far_lse = out[places], lse[places]
+        if is_first:
+            so_far_out.copy_(seen_out)
+            so_far_lse.copy_(seen_lse)
+            return
         # Not logaddexp: how it rounds depends on where in a tensor a number stands.
-        total = (block_lse - seen_lse).abs_().neg_().exp_().log1p_()
-        total += torch.maximum(block_lse, seen_lse)
-        block_out *= block_lse.sub_(total).exp_()[..., None]
-        block_out += seen_out * seen_lse.sub_(total).exp_()[..., None]
-        block_lse.copy_(total)
+        total = (so_far_lse - seen_lse).abs_().neg_().exp_().log1p_()
+        total += torch.maximum(so_far_lse, seen_lse)
+        so_far_out *= so_far_lse.sub_(total).exp_()[..., None]
+        so_far_out += seen_out * (seen_lse - total).exp_()[..., None]
+        so_far_lse.copy_(total)
+
+    for block in keys.shared:
+        k, v = (_gathered(x, block.page_ids[None]) for x in (k_pages, v_pages))
+        attend = _attend_tiles if block.is_tiled and _are_the_same_bits(q) else _attend
+        merge(block.queries, block.is_first, *attend(q[block.queries], k, v, block.mask))
+    if keys.own:
+        seen_out, seen_lse = _attend_own(q, k_pages, v_pages, keys.own)
+        for places, block_N in keys.own.merges:
+            is_first = block_N is keys.own.merges[0][1]
+            merge(places, is_first, seen_out[block_N], seen_lse[block_N])
     return out.index_select(0, keys.places_T).flatten(1, 2).to(q_THD.dtype)
 
 
+def _attend_own(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, own: OwnBlocks
+) -> tuple[Tensor, Tensor]:
+    if isinstance(own.pages, slice):
+        k, v = (x[own.pages].transpose(1, 2) for x in (k_pages, v_pages))
+        return _attend(q[own.owner_N], k, v, own.mask)
+    found = []
+    parts = (x.split(MANY) for x in (own.owner_N, own.pages, own.mask))
+    for owner_N, page_NP, mask in zip(*parts, strict=True):
+        k, v = (_gathered(x, page_NP) for x in (k_pages, v_pages))
+        found.append(_attend(q[owner_N], k, v, mask))
+    out, lse = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return out, lse
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to one block of keys, and the log of its weights' sum."""
+    """Attention to one block of keys, and the log of its weights' sum; one block may be for all."""
+    k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)
     q, k, v = q.float(), k.float(), v.float()
@@ -149,12 +223,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tens
 
 
 def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, with the queries of a tile side by side, as if they were heads of a group."""
+    """The same for one block, with the queries of a tile side by side like heads of a group."""
     num_heads = q.shape[2]
     q = q.unflatten(0, (-1, TILE)).transpose(1, 2).flatten(2, 3)
     mask = mask.view(len(q), 1, TILE, 1, -1).expand(-1, -1, -1, num_heads, -1).flatten(2, 3)
-    found = _attend(q, k[: len(q)], v[: len(q)], mask)
-    out, lse = (x.unflatten(2, (TILE, -1)).transpose(1, 2).flatten(0, 1) for x in found)
+    out, lse = (
+        x.unflatten(2, (TILE, -1)).transpose(1, 2).flatten(0, 1) for x in _attend(q, k, v, mask)
+    )
     return out, lse
 
 
@@ -169,7 +244,7 @@ def _are_the_same_bits(q: Tensor) -> bool:
             return torch.randn(*shape, generator=generator).to(q)
 
         queries = normal(2 * TILE, num_kv_heads, num_heads, head_dim)
-        k, v = (normal(1, num_kv_heads, KEYS, head_dim).expand(2 * TILE, -1, -1, -1) for _ in "kv")
+        k, v = (normal(1, num_kv_heads, KEYS, head_dim) for _ in "kv")
         is_hidden = torch.arange(KEYS) > torch.arange(2 * TILE)[:, None] + KEYS // 2
         mask = q.new_zeros(2 * TILE, 1, 1, KEYS)
         mask.masked_fill_(is_hidden[:, None, None].to(q.device), -torch.inf)
@@ -178,8 +253,7 @@ def _are_the_same_bits(q: Tensor) -> bool:
     return _is_same[key]
 
 
-def _gather(pages: Tensor, block: KeyBlock) -> Tensor:
-    """(queries, K, keys, D)"""
-    num_queries, _, _, size = block.mask.shape
-    found = pages.index_select(0, block.page_ids).view(-1, size, *pages.shape[2:])
-    return found.transpose(1, 2).expand(num_queries, -1, -1, -1)
+def _gathered(pages: Tensor, page_NP: Tensor) -> Tensor:
+    """(blocks, K, keys, D)"""
+    found = pages.index_select(0, page_NP.flatten())
+    return found.view(len(page_NP), -1, *pages.shape[2:]).transpose(1, 2)
