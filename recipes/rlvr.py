@@ -258,6 +258,7 @@ def train(
         metrics |= {"rollout/trained_samples": len(sequences)} | laps.metrics()
         if run.is_due(step, cfg.eval_every):
             metrics |= evaluate(held_out, cfg, chat, rollout, rates)
+            run.note_samples(step, rollout.dropped())  # meanwhile
         run.log(step, metrics)
         if run.is_due(step, cfg.checkpoint_every):
             saved.save(step, higher=metrics.get("eval/pass@1"))
@@ -271,9 +272,11 @@ def train(
 def make_roles(cfg: Config, cluster: Cluster) -> Models:
     """The policy, and beside it only what the algorithm reads."""
     critic = reference = None
+    num_policy_steps = cfg.steps - cfg.critic_warmup_steps
     policy = cluster.role(
         "train", Trainer, folder=cfg.model, loss=cfg.policy_loss,
-        schedule=cfg.schedule_over(cfg.steps), temperature=cfg.temperature, **cfg.policy_options,
+        schedule=cfg.schedule_over(num_policy_steps), temperature=cfg.temperature,
+        **cfg.policy_options,
     )  # fmt: skip
     if cfg.needs_critic:
         critic = cluster.role(
@@ -340,20 +343,22 @@ def update(
     """The round's optimizer steps: `epochs` passes of `updates_per_step` each."""
     cost, policy_updates, critic_updates = Cost.of(read_config(cfg.model)), [], []
 
-    def one(trainer: RoleHandle, part: list[TrainingSequence], **options) -> dict[str, float]:
+    def one(
+        trainer: RoleHandle, done: int, part: list[TrainingSequence], **options
+    ) -> dict[str, float]:
         num_shards = trainer.role.num_replicas
         options |= {"num_shards": num_shards, "cost": cost}
         batch = pack(part, cfg.tokens_per_microbatch, **options)
-        return trainer.step(split(batch), scheduled_at=step - 1)[0]
+        return trainer.step(split(batch), scheduled_at=done)[0]
 
     share = len(sequences) / (cfg.prompts_per_step * cfg.samples_per_prompt)
     parts = equal_parts(sequences, max(1, round(share * cfg.updates_per_step)))
     for part in cfg.epochs * parts:
         if models.critic:
-            critic_updates.append(one(models.critic, part))
-        if step > cfg.critic_warmup_steps:
+            critic_updates.append(one(models.critic, step - 1, part))
+        if (done := step - 1 - cfg.critic_warmup_steps) >= 0:
             options = {"aggregation": cfg.chosen_aggregation, "constant": cfg.constant}
-            policy_updates.append(one(models.policy, part, **options))
+            policy_updates.append(one(models.policy, done, part, **options))
     of_critic = critic_metrics(combine(critic_updates)) if critic_updates else {}
     return combine(policy_updates) | of_critic
 

@@ -161,33 +161,36 @@ def test_chunked_prefill_changes_no_token(qwen, budget):
 
 
 @pytest.mark.parametrize(
-    ("seed", "num_rounds", "ahead"),
+    ("seed", "num_rounds", "ahead", "page_size"),
     [
-        (0, 100, False),
-        (1, 100, True),
-        pytest.param(2, 1500, True, marks=pytest.mark.slow),
-        pytest.param(3, 1500, False, marks=pytest.mark.slow),
+        (0, 100, False, 4),
+        (1, 100, True, 4),
+        (4, 100, True, 64),
+        pytest.param(2, 1500, True, 4, marks=pytest.mark.slow),
+        pytest.param(3, 1500, False, 4, marks=pytest.mark.slow),
     ],
 )
-def test_random_workloads_lose_nothing(qwen, seed, num_rounds, ahead):
+def test_random_workloads_lose_nothing(qwen, seed, num_rounds, ahead, page_size):
     """Submits, aborts, preemptions and weight loads in a cache that is too small."""
     _, model = qwen
     r = random.Random(seed)
     weights = [(name, p.clone()) for name, p in model.named_parameters()]
     engine = engine_with(
         model,
-        num_pages=r.choice([24, 60]),
+        num_pages=r.choice([24, 60]) if page_size == 4 else 14,
+        page_size=page_size,
         burst=r.choice([1, 3, 8]),
         max_num_seqs=9,
-        max_prefill_tokens=19,
+        max_prefill_tokens=19 if page_size == 4 else 150,
         launch_ahead=ahead,
     )
     ended, handles = [], []
-    stems = prompts_of([30, 30, 30], seed)
+    longest = 30 if page_size == 4 else 200
+    stems = prompts_of([longest] * 3, seed)
 
     def submit():
         number = len(handles)
-        prompt = r.choice(stems)[: r.randint(1, 30)] + prompts_of([r.randint(1, 8)], number)[0]
+        prompt = r.choice(stems)[: r.randint(1, longest)] + prompts_of([r.randint(1, 8)], number)[0]
         params = SamplingParams(
             max_tokens=r.randint(1, 30), temperature=r.choice([0.0, 1.0]), stop_ids=(5, 6, 7)
         )
@@ -212,7 +215,7 @@ def test_random_workloads_lose_nothing(qwen, seed, num_rounds, ahead):
     assert sorted(ended) == [
         (n, i) for n, (q, _) in enumerate(handles) for i in range(q.num_samples)
     ]
-    roomy = engine_with(model, num_pages=2000)
+    roomy = engine_with(model, num_pages=2000, page_size=page_size)
     whole = roomy.generate([request for request, _ in handles])
     for (_, handle), turns in zip(handles, whole, strict=True):
         for turn, expected in zip(handle.turns, turns, strict=True):

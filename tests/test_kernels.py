@@ -154,17 +154,17 @@ def test_pages_in_a_row_are_read_where_they_are(dtype):
     K, group, D = 3, 3, 64
     lengths, rows = (
         torch.tensor([200, 1, 64, 65, 130]),
-        [[3, 4, 6, 8], [5], [9], [12, 11], [10, 2, 7]],
+        [[3, 4, 6, 8], [5], [9], [13, 11], [10, 2, 12]],
     )
     table = torch.tensor([row + [0] * (4 - len(row)) for row in rows]).int()
     cache = torch.randn(2, 40, 64, K, D).to(dtype)
-    cache[:, [0, 1, *range(13, 40)]] = torch.nan
+    cache[:, [0, 1, 7, *range(14, 40)]] = torch.nan
     q = torch.randn(5, K * group, D).to(dtype)
     near = KeyBlocks.of_chunks(lengths - 1, torch.ones_like(lengths), table, cache)
-    assert near.own.pages == slice(2, 13)
+    assert near.own.pages == slice(2, 14)
     got = block_attention(q, cache[0], cache[1], near)
-    spread = torch.full_like(cache, torch.nan)
-    spread[:, 1::3] = cache[:, :13]
+    spread = torch.full((2, 60, *cache.shape[2:]), torch.nan).to(dtype)
+    spread[:, 1:43:3] = cache[:, :14]
     far = KeyBlocks.of_chunks(lengths - 1, torch.ones_like(lengths), 3 * table + 1, spread)
     assert isinstance(far.own.pages, torch.Tensor)
     assert torch.equal(got, block_attention(q, spread[0], spread[1], far))

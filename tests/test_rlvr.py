@@ -73,6 +73,8 @@ def test_the_learning_rate_goes_by_steps(here):
     here("parts", **options | {"steps": 2})
     resumed = here("parts", **options, resume=True)
     assert [row["loss/lr"] for row in resumed][2:] == pytest.approx([2e-2 / 3, 1e-2 / 3])
+    late = here("late", advantage="gae", critic_warmup_steps=4, **options | {"steps": 8})
+    assert [row["loss/lr"] for row in late if "loss/lr" in row] == expected  # the policy's own
 
 
 MAPS = {

@@ -1,7 +1,7 @@
 """Attention through the paged cache. The cache is one tensor (layer, k or v, page, slot, K, D).
 
 Backends: `triton` (CUDA, 16 bits) reads the pages where they are; `flash_attn` calls that package;
-`torch` gathers pages (CPU, fp32, and the reference of the others).
+`torch` is plain torch (CPU, fp32, and the reference of the others).
 """
 
 import importlib.util

@@ -53,11 +53,13 @@ def sample(
         if has_greedy:
             noise_CV.masked_fill_(is_greedy_R[rows, None], 0.0)
         best_C, ids_C = noise_CV.add_(logits_CV).max(-1)
+        logprob_C = pick_logprobs(logits_CV, ids_C)[0]
         if shard is None:
-            found.append((ids_C, pick_logprobs(logits_CV, ids_C)[0]))
+            found.append((ids_C, logprob_C))
         else:
             logit_C = logits_CV.gather(1, ids_C[:, None])[:, 0]
-            found.append((ids_C, best_C, logit_C, logits_CV.logsumexp(-1)))
+            # Not logsumexp: how it rounds depends on the number of rows.
+            found.append((ids_C, best_C, logit_C, logit_C - logprob_C))
     ids_R, *numbers = (torch.cat(parts) for parts in zip(*found, strict=True))
     if shard is None:
         return ids_R, *numbers

@@ -46,14 +46,21 @@ def _block_sizes(num_rows: int, weight_HN: Tensor) -> list[int]:
 def _are_the_same_bits(size: int, weight_HN: Tensor) -> bool:
     """Whether blocks of so many rows give what blocks of ROWS do.
 
-    In which order a kernel adds up depends on shapes, not on numbers: one try tells.
+    In which order a kernel adds up depends on shapes, not on numbers: one try tells. Its products
+    cancel, so that the order shows in what is left, in 16 bits too.
     """
     key = size, weight_HN.dtype, weight_HN.shape, weight_HN.stride(), torch.get_num_threads()
     if key not in _is_same:
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(max(size, ROWS), len(weight_HN), generator=generator).to(weight_HN.dtype)
+        half = len(weight_HN) // 2
+        x_RH = torch.zeros(max(size, ROWS), len(weight_HN), dtype=weight_HN.dtype)
+        x_RH[:, :half] = torch.randn(len(x_RH), half, generator=generator)
+        x_RH[:, half : 2 * half] = x_RH[:, :half]
+        column_H1 = torch.randn(len(weight_HN), 1, generator=generator)
+        column_H1[half : 2 * half] = -column_H1[:half]
+        tried_HN = torch.empty_like(weight_HN).copy_(column_H1)  # strides are kept
         blocks, others = (
-            torch.cat([part @ weight_HN for part in x.split(n)]) for n in (ROWS, size)
+            torch.cat([part @ tried_HN for part in x_RH.split(n)]) for n in (ROWS, size)
         )
         _is_same[key] = torch.equal(blocks, others)
     return _is_same[key]

@@ -15,13 +15,13 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Learning rate of each update: a linear rise, then constant, or a fall to `floor` * lr."""
+    """Learning rate of each step: a linear rise, then constant, or a fall to `floor` * lr."""
 
     lr: float
     warmup_steps: int = 0
     kind: Literal["constant", "linear", "cosine"] = "constant"
     num_steps: int | None = None
-    """Updates of the whole run; needed by linear and cosine."""
+    """Of the whole run; needed by linear and cosine."""
     floor: float = 0.0
     """Share of lr that is left at the end (linear, cosine)."""
 
@@ -36,7 +36,7 @@ class Schedule:
             raise ValueError(f"floor={self.floor} must be from 0 to 1")
 
     def at(self, step: int) -> float:
-        """Of the update number `step`, counted from 0."""
+        """Of the step number `step`, counted from 0."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / (self.warmup_steps + 1)
         if self.kind == "constant":
