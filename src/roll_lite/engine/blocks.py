@@ -191,9 +191,8 @@ def block_attention(q_THD: Tensor, k_pages: Tensor, v_pages: Tensor, keys: KeyBl
         merge(block.queries, block.is_first, *attend(q[block.queries], k, v, block.mask))
     if keys.own:
         seen_out, seen_lse = _attend_own(q, k_pages, v_pages, keys.own)
-        for places, block_N in keys.own.merges:
-            is_first = block_N is keys.own.merges[0][1]
-            merge(places, is_first, seen_out[block_N], seen_lse[block_N])
+        for i, (places, block_N) in enumerate(keys.own.merges):
+            merge(places, i == 0, seen_out[block_N], seen_lse[block_N])
     return out.index_select(0, keys.places_T).flatten(1, 2).to(q_THD.dtype)
 
 
