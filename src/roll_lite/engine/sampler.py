@@ -58,8 +58,10 @@ def sample(
             found.append((ids_C, logprob_C))
         else:
             logit_C = logits_CV.gather(1, ids_C[:, None])[:, 0]
-            # Not logsumexp: how it rounds depends on the number of rows.
-            found.append((ids_C, best_C, logit_C, logit_C - logprob_C))
+            # Not logsumexp: how it rounds depends on the number of rows. Where truncation has left
+            # nothing of this part, the best is -inf and log_softmax nan.
+            lse_C = (logit_C - logprob_C).masked_fill_(logit_C == -torch.inf, -torch.inf)
+            found.append((ids_C, best_C, logit_C, lse_C))
     ids_R, *numbers = (torch.cat(parts) for parts in zip(*found, strict=True))
     if shard is None:
         return ids_R, *numbers
