@@ -110,6 +110,7 @@ def test_on_policy_over_ranks_gives_the_samples_of_one(tiny_folder, imitator, tm
             assert metric(run_dir, key) == pytest.approx(metric(tmp_path / "one", key), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_distillation_as_a_user_runs_it(tiny_folder, imitator, tmp_path):
     printed = run_recipe(
         "distill", "--model", tiny_folder, "--teacher", imitator / "model", "--steps", 2,
