@@ -69,7 +69,7 @@ class Config(Training):
     rows_per_step: int = 64
     """Dialogues, or prompts, of one update."""
     warmup_steps: int = 10
-    """Updates over which the learning rate rises to lr."""
+    """Steps over which the learning rate rises to lr."""
     device_map: str | None = None
     """Ranks of student and teacher; None is train=all teacher=all, on policy also generate=all."""
     validation_data: str | None = None

@@ -258,7 +258,7 @@ def train(
         metrics |= {"rollout/trained_samples": len(sequences)} | laps.metrics()
         if run.is_due(step, cfg.eval_every):
             metrics |= evaluate(held_out, cfg, chat, rollout, rates)
-            run.note_samples(step, rollout.dropped())  # meanwhile
+            run.note_samples(step, rollout.dropped())  # while it lasted
         run.log(step, metrics)
         if run.is_due(step, cfg.checkpoint_every):
             saved.save(step, higher=metrics.get("eval/pass@1"))
@@ -343,7 +343,7 @@ def update(
     """The round's optimizer steps: `epochs` passes of `updates_per_step` each."""
     cost, policy_updates, critic_updates = Cost.of(read_config(cfg.model)), [], []
 
-    def one(
+    def update_once(
         trainer: RoleHandle, done: int, part: list[TrainingSequence], **options
     ) -> dict[str, float]:
         num_shards = trainer.role.num_replicas
@@ -355,10 +355,10 @@ def update(
     parts = equal_parts(sequences, max(1, round(share * cfg.updates_per_step)))
     for part in cfg.epochs * parts:
         if models.critic:
-            critic_updates.append(one(models.critic, step - 1, part))
+            critic_updates.append(update_once(models.critic, step - 1, part))
         if (done := step - 1 - cfg.critic_warmup_steps) >= 0:
             options = {"aggregation": cfg.chosen_aggregation, "constant": cfg.constant}
-            policy_updates.append(one(models.policy, done, part, **options))
+            policy_updates.append(update_once(models.policy, done, part, **options))
     of_critic = critic_metrics(combine(critic_updates)) if critic_updates else {}
     return combine(policy_updates) | of_critic
 

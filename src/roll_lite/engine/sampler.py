@@ -53,19 +53,15 @@ def sample(
         if has_greedy:
             noise_CV.masked_fill_(is_greedy_R[rows, None], 0.0)
         best_C, ids_C = noise_CV.add_(logits_CV).max(-1)
-        logprob_C = pick_logprobs(logits_CV, ids_C)[0]
-        if shard is None:
-            found.append((ids_C, logprob_C))
-        else:
-            logit_C = logits_CV.gather(1, ids_C[:, None])[:, 0]
-            # Not logsumexp: how it rounds depends on the number of rows. Where truncation has left
-            # nothing of this part, the best is -inf and log_softmax nan.
-            lse_C = (logit_C - logprob_C).masked_fill_(logit_C == -torch.inf, -torch.inf)
-            found.append((ids_C, best_C, logit_C, lse_C))
-    ids_R, *numbers = (torch.cat(parts) for parts in zip(*found, strict=True))
+        logit_C = logits_CV.gather(1, ids_C[:, None])[:, 0]
+        found.append((ids_C, best_C, logit_C, pick_logprobs(logits_CV, ids_C)[0]))
+    ids_R, best_R, logit_R, logprobs_R = (torch.cat(x) for x in zip(*found, strict=True))
     if shard is None:
-        return ids_R, *numbers
-    best_RS, logit_RS, lse_RS = (shard.side_by_side(x[:, None]) for x in numbers)
+        return ids_R, logprobs_R
+    # Not logsumexp: how it rounds depends on the number of rows. Where truncation has left nothing
+    # of this part, the best is -inf and log_softmax nan.
+    lse_R = (logit_R - logprobs_R).masked_fill_(logit_R == -torch.inf, -torch.inf)
+    best_RS, logit_RS, lse_RS = (shard.side_by_side(x[:, None]) for x in (best_R, logit_R, lse_R))
     ids_RS = shard.side_by_side(ids_R[:, None] + first)
     winner_R1 = best_RS.argmax(-1, keepdim=True)
     logprobs_R = logit_RS.gather(1, winner_R1)[:, 0] - lse_RS.logsumexp(-1)
