@@ -1,5 +1,7 @@
 """Rows of public datasets as prompts to train on: id, prompt, domain, ground_truth or tests.
 
+Rows of GSM8K have a reply too, the worked solution, which sft.py can imitate first.
+
     python scripts/convert_data.py gsm8k train.jsonl data/gsm8k.jsonl
     python scripts/convert_data.py humaneval HumanEval.jsonl data/humaneval.jsonl
     python scripts/convert_data.py deepmath train.jsonl data/deepmath.jsonl --min-difficulty 5
@@ -25,6 +27,7 @@ CODE_INSTRUCTION = (
     "Complete this Python function. Answer with the whole code, imports and given functions "
     "included, in one ```python block."
 )
+_CALCULATION = re.compile(r"<<[^<>]*>>")  # what a calculator was asked: 48/2 = <<48/2=24>>24
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
@@ -32,12 +35,13 @@ def gsm8k(source: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path]) -
     """Grade-school maths: the answer is a number."""
 
     def convert(row: Row) -> dict[str, Any]:
-        _, mark, number = row.text("answer").rpartition("####")
+        solution, mark, number = row.text("answer").rpartition("####")
         number = number.strip().replace(",", "")  # 1,080
         if not mark or not _NUMBER.fullmatch(number):
             raise row.error(f"the answer ends with {number[-40:]!r}")
         name = f"gsm8k/{source.stem}/{row.number}"
-        return _math_row(name, row.text("question"), number)
+        reply = f"{_CALCULATION.sub('', solution).strip()}\n\n\\boxed{{{number}}}"
+        return _math_row(name, row.text("question"), number) | {"reply": reply.lstrip()}
 
     _write(out, read_rows(source, convert, GSM8K))
 

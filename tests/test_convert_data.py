@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from roll_lite.data import read_prompts
-from roll_lite.rewards.math import last_number
+from roll_lite.data import read_dialogues, read_prompts
+from roll_lite.rewards.math import judge, last_number
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "convert_data.py"
 APPLES = {"question": "Two apples and 2 more?", "answer": "2+2=<<2+2=4>>4 apples.\n#### 4"}
@@ -45,6 +45,11 @@ def test_gsm8k(tmp_path):
     assert message["role"] == "user" and message["content"].startswith("How many live there?\n\n")
     assert "\\boxed{}" in message["content"]
     assert last_number(prompts[1], TOWN["answer"]) == 1
+    replies = [dialogue.messages[-1]["content"] for dialogue in read_dialogues(out)]
+    assert replies[0] == "2+2=4 apples.\n\n\\boxed{4}"
+    assert replies[2] == "#### is the mark, and so:\n\n\\boxed{-2.5}"
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert judge(reply, prompt.ground_truth).verdict.kind == "equal"
 
 
 def test_humaneval(tmp_path):

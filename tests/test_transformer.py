@@ -9,6 +9,7 @@ from roll_lite.models.config import UnsupportedModelError, parse_config
 from roll_lite.models.hf import load_model, pieces
 from roll_lite.models.linear import linear
 from roll_lite.models.logprobs import scaled_logits
+from roll_lite.models.pointwise import silu_mul
 
 LENGTHS = (1, 7, 30, 129)
 
@@ -23,6 +24,23 @@ def pack_ids(sequences):
 def random_sequences(vocab_size=199):
     torch.manual_seed(1)
     return [torch.randint(0, vocab_size, (n,)) for n in LENGTHS]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("num_rows", "size"), [(713, 96), (100, 1001), (301, 333)])
+def test_a_gated_row_has_the_same_bits_among_any_number_of_rows(num_rows, size):
+    """Many enough for several threads, whose parts end in the middle of rows."""
+    torch.manual_seed(0)
+    x = 3 * torch.randn(num_rows, 2 * size)
+    whole = silu_mul(x)
+    gate, up = x.double().chunk(2, dim=-1)
+    torch.testing.assert_close(whole.double(), gate * gate.sigmoid() * up, rtol=1e-6, atol=1e-12)
+    for num_beside in (1, 19, 33):
+        assert torch.equal(torch.cat([silu_mul(part) for part in x.split(num_beside)]), whole)
+    rounded = x.bfloat16()
+    expected = torch.cat([silu_mul(part) for part in rounded.split(19)])
+    assert torch.equal(silu_mul(rounded), expected)
+    torch.testing.assert_close(expected.float(), whole, rtol=0.03, atol=0.03)
 
 
 @torch.no_grad()
