@@ -66,7 +66,11 @@ def test_a_reply_cut_short_is_closed(chat):
 
 
 def test_dialogue_masks_exactly_what_the_assistant_says(chat):
-    ids, mask = chat.encode_dialogue([QUESTION, ANSWER, MORE, ANSWER])
+    first, (ids, mask) = chat.encode_dialogues(
+        [[QUESTION, ANSWER], [QUESTION, ANSWER, MORE, ANSWER]]
+    )
+    assert [first] == chat.encode_dialogues([[QUESTION, ANSWER]])
+    assert first[0] == template_ids(chat, [QUESTION, ANSWER], generation=False)[: len(first[0])]
     said = [t for t, m in zip(ids, mask, strict=True) if m]
     assert chat.tokenizer.decode(said) == "15<|im_end|>15<|im_end|>"
     whole = template_ids(chat, [QUESTION, ANSWER, MORE, ANSWER], generation=False)
@@ -77,7 +81,7 @@ def test_dialogue_masks_exactly_what_the_assistant_says(chat):
 @pytest.mark.parametrize("messages", [[QUESTION], [ANSWER], [QUESTION, ANSWER, ANSWER], []])
 def test_a_dialogue_that_does_not_alternate_is_refused(chat, messages):
     with pytest.raises(ValueError, match="must alternate"):
-        chat.encode_dialogue(messages)
+        chat.encode_dialogues([[QUESTION, ANSWER], messages])
 
 
 def test_stop_ids_come_from_template_tokenizer_and_generation_config(tmp_path):

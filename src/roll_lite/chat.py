@@ -1,7 +1,7 @@
 """The only place that touches a tokenizer: messages become ids once and are never re-tokenised."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -42,22 +42,39 @@ class Chat:
         text that the template puts after a reply is encoded.
         """
         _, after = self._around_reply([_QUESTION], messages)
-        after_ids = self._ids(after)
-        if token_ids[-1] in self.stop_ids and self.end_of_turn in after_ids:
-            after_ids = after_ids[after_ids.index(self.end_of_turn) + 1 :]
-        return token_ids + after_ids
+        return self._join(token_ids, self._ids(after))
 
-    def encode_dialogue(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """Ids of a whole conversation and a mask of what the assistant says, its stops included."""
-        ids, mask = [], []
+    def encode_dialogues(
+        self, dialogues: Iterable[Sequence[Message]]
+    ) -> list[tuple[list[int], list[bool]]]:
+        """Ids of whole conversations, and masks of what the assistant says, its stops included."""
+        turns_of = [list(self._turns(messages)) for messages in dialogues]
+        texts = list({text: None for turns in turns_of for turn in turns for text in turn})
+        found = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        ids_of = dict(zip(texts, found, strict=True))  # many at once is faster than one by one
+        encoded = []
+        for turns in turns_of:
+            ids, mask = [], []
+            for read, lead, reply in turns:
+                ids = self._join(ids, ids_of[read]) + ids_of[lead]
+                mask += [False] * (len(ids) - len(mask))
+                said = [*ids_of[reply], self.end_of_turn]
+                ids, mask = ids + said, mask + [True] * len(said)
+            encoded.append((ids, mask))
+        return encoded
+
+    def _turns(self, messages: Sequence[Message]) -> Iterator[tuple[str, str, str]]:
+        """What the template writes before each reply, perhaps a lead to it, and the reply."""
         turns = _split_at_replies(messages)
         for i, (read, reply) in enumerate(turns):
-            ids = self.continue_with(ids, read) if ids else self.encode(read)
-            ids += self._ids(self._lead(read, is_last=i + 1 == len(turns)))
-            mask += [False] * (len(ids) - len(mask))
-            said = [*self._ids(reply["content"]), self.end_of_turn]
-            ids, mask = ids + said, mask + [True] * len(said)
-        return ids, mask
+            before = self._around_reply([_QUESTION], read)[1] if i else self._render(read)
+            yield before, self._lead(read, is_last=i + 1 == len(turns)), reply["content"]
+
+    def _join(self, token_ids: list[int], after_ids: list[int]) -> list[int]:
+        """What follows a reply may begin with its end, which the reply may have already."""
+        if token_ids and token_ids[-1] in self.stop_ids and self.end_of_turn in after_ids:
+            after_ids = after_ids[after_ids.index(self.end_of_turn) + 1 :]
+        return token_ids + after_ids
 
     def encode_whole(self, messages: Sequence[Message]) -> list[int]:
         """A conversation that has ended, as the template writes it to the last character."""

@@ -16,26 +16,33 @@ TOO_LONG = ("error", "truncate")
 
 def encode_dialogues(chat: Chat, dialogues: Iterable[Dialogue]) -> list[TrainingSequence]:
     """With loss on what the assistant says, in all of its turns."""
-    return [_encode(chat, dialogue.id, dialogue.messages) for dialogue in dialogues]
+    return _encode(chat, [(dialogue.id, dialogue.messages) for dialogue in dialogues])
 
 
 def encode_preferences(
     chat: Chat, preferences: Iterable[Preference], tokens_per_microbatch: int
 ) -> list[Pair]:
     """With loss on the chosen and the rejected reply only, which fit in one micro-batch."""
-
-    def encode(row: Preference, field: str) -> TrainingSequence:
-        messages = [*row.messages, {"role": "assistant", "content": getattr(row, field)}]
-        return _last_turn(_encode(chat, f"{row.id} {field}", messages))
-
-    pairs = [(encode(row, "chosen"), encode(row, "rejected")) for row in preferences]
+    replies = [
+        (
+            f"{row.id} {field}",
+            (*row.messages, {"role": "assistant", "content": getattr(row, field)}),
+        )
+        for row in preferences
+        for field in ("chosen", "rejected")
+    ]
+    sequences = [_last_turn(sequence) for sequence in _encode(chat, replies)]
+    pairs = list(zip(sequences[::2], sequences[1::2], strict=True))
     check_pairs_fit(pairs, tokens_per_microbatch)
     return pairs
 
 
-def _encode(chat: Chat, name: str, messages: Sequence[Message]) -> TrainingSequence:
-    token_ids, loss_mask = chat.encode_dialogue(messages)
-    return TrainingSequence(id=name, token_ids=token_ids, loss_mask=loss_mask)
+def _encode(chat: Chat, named: Sequence[tuple[str, Sequence[Message]]]) -> list[TrainingSequence]:
+    encoded = chat.encode_dialogues(messages for _, messages in named)
+    return [
+        TrainingSequence(id=name, token_ids=token_ids, loss_mask=loss_mask)
+        for (name, _), (token_ids, loss_mask) in zip(named, encoded, strict=True)
+    ]
 
 
 def _last_turn(sequence: TrainingSequence) -> TrainingSequence:
