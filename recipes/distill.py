@@ -118,8 +118,11 @@ FIXED = (
 
 
 def main(cfg: Config) -> None:
-    device_map = "train=all teacher=all" + (" generate=all" if cfg.on_policy else "")
-    with Cluster(cfg.device_map or device_map, cfg.device) as cluster:
+    roles = ["train", "teacher", *(["generate"] if cfg.on_policy else [])]
+    device_map = cfg.device_map or " ".join(f"{role}=all" for role in roles)
+    config, role_configs = read_config(cfg.model), {"teacher": read_config(cfg.teacher)}
+    options = {"roles": roles, "config": config, "role_configs": role_configs}
+    with Cluster(device_map, cfg.device, **options) as cluster:
         source = data.PROMPTS if cfg.on_policy else data.DIALOGUES
         rows = source.training(cfg.data, cfg.task, f"distill-{cfg.seed}")
         held_out = source.validation(cfg.validation_data, cfg.data, cfg.task, cfg.validation_rows)

@@ -127,7 +127,7 @@ def test_distillation_as_a_user_runs_it(tiny_folder, imitator, tmp_path):
         ({"skew": 0.3}, "skew=0.3 is not read by kind='forward'"),
         ({"top_k": 0}, "top_k=0 must be at least 1"),
         ({"lora_targets": ("out",)}, r"lora_targets=\('out',\) is not read with lora_rank=0"),
-        ({"device_map": "train=all"}, "no role teacher in the device map"),
+        ({"device_map": "train=all"}, "role teacher is missing; add it, as in teacher=all"),
     ],
 )
 def test_wrong_values_are_named(tiny_folder, imitator, tmp_path, changes, message):

@@ -30,6 +30,10 @@ def test_dialogues_learn_all_replies_and_pairs_only_the_last(tiny_folder):
     assert (learnt(chat, chosen), learnt(chat, rejected)) == ("2.", "three.")
     assert chosen.token_ids == sequence.token_ids
     assert (chosen.id, rejected.id) == ("p chosen", "p rejected")
+    other = Preference(id="q", messages=said("1?"), chosen="4", rejected="5")
+    pairs = encode_preferences(chat, [row, other], 1000)
+    assert pairs[0] == (chosen, rejected)
+    assert [learnt(chat, sequence) for sequence in pairs[1]] == ["4.", "5."]
 
 
 def test_what_is_too_long_is_named_or_cut(tiny_folder):

@@ -70,14 +70,14 @@ def test_rounding_is_to_a_neighbour_and_keeps_what_bf16_can_hold():
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 def test_schedules(kind):
-    schedule = Schedule(lr=2.0, warmup_steps=3, kind=kind, num_steps=13, floor=0.1)
+    schedule = Schedule(lr=2.0, warmup_steps=3, kind=kind, num_steps=13)
     assert [schedule.at(i) for i in range(3)] == pytest.approx([0.5, 1.0, 1.5])
     for i in range(3, 20):
         share = min(1.0, (i - 3) / 10)
         expected = {
             "constant": 2.0,
-            "linear": 2.0 * (0.1 + 0.9 * (1 - share)),
-            "cosine": 2.0 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share))),
+            "linear": 2.0 * (1 - share),
+            "cosine": 2.0 * 0.5 * (1 + math.cos(math.pi * share)),
         }[kind]
         assert schedule.at(i) == pytest.approx(expected)
 

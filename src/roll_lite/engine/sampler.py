@@ -44,12 +44,10 @@ def sample(
 
         exchange = shard.side_by_side if shard else None
         return fused(logits_RV, temperatures_R, is_greedy_R, keys_R2, positions_R, first, exchange)
-    words, has_greedy = _words(keys_R2, positions_R), bool(is_greedy_R.any())
-    entry_V = _entries(first, first + num_entries, logits_RV.device)
-    found = []
+    has_greedy, found = bool(is_greedy_R.any()), []
     for rows in _small_chunks(logits_RV):
         logits_CV = scale(logits_RV[rows], temperatures_R[rows])
-        noise_CV = _noise(*(word_R[rows] for word_R in words), entry_V)
+        noise_CV = gumbel(keys_R2[rows], positions_R[rows], first, first + num_entries)
         if has_greedy:
             noise_CV.masked_fill_(is_greedy_R[rows, None], 0.0)
         best_C, ids_C = noise_CV.add_(logits_CV).max(-1)
@@ -143,7 +141,12 @@ def _last_left_over_ranks(logits_RV: Tensor, shard: TensorShard, *options: Tenso
 
 def gumbel(keys_R2: Tensor, positions_R: Tensor, first: int, end: int) -> Tensor:
     """Gumbel noise (R, V) of entries first..end, the same numbers on every device."""
-    return _noise(*_words(keys_R2, positions_R), _entries(first, end, keys_R2.device))
+    first_R, second_R = _words(keys_R2, positions_R)
+    entry_V = torch.arange(first, end, device=keys_R2.device, dtype=torch.int32) * _GOLDEN
+    bits_RV = _mix(first_R[:, None] + entry_V, second_R[:, None]).view(torch.uint32)
+    # -log(1 - u) keeps its precision for small u, which is where the large noise comes from.
+    minus_uniform_RV = bits_RV.float().add_(0.5).mul_(-(2.0**-32))
+    return minus_uniform_RV.log1p_().neg_().clamp_(1e-20, 1e20).log_().neg_()
 
 
 def _words(keys_R2: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,17 +156,6 @@ def _words(keys_R2: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor]:
     first_R = _mix(_mix(positions_R ^ key0_R) ^ key1_R)
     second_R = _mix(_mix(positions_R ^ key1_R) ^ key0_R)
     return first_R, second_R
-
-
-def _entries(first: int, end: int, device: torch.device) -> Tensor:
-    return torch.arange(first, end, device=device, dtype=torch.int32) * _GOLDEN
-
-
-def _noise(first_R: Tensor, second_R: Tensor, entry_V: Tensor) -> Tensor:
-    bits_RV = _mix(first_R[:, None] + entry_V, second_R[:, None]).view(torch.uint32)
-    # -log(1 - u) keeps its precision for small u, which is where the large noise comes from.
-    minus_uniform_RV = bits_RV.float().add_(0.5).mul_(-(2.0**-32))
-    return minus_uniform_RV.log1p_().neg_().clamp_(1e-20, 1e20).log_().neg_()
 
 
 def _mix(x: Tensor, also: Tensor | None = None) -> Tensor:

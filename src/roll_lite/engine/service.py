@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from roll_lite.chat import Chat
 from roll_lite.engine.engine import Engine
 from roll_lite.engine.lockstep import Lockstep
 from roll_lite.engine.ranks import RanksEngine
@@ -63,18 +62,14 @@ class Answers(NamedTuple):
 
 
 class EngineService:
-    def __init__(
-        self, folder: str | Path, *, place: Place, has_stop_texts: bool = False, **options: Any
-    ):
-        """`options` are the engine's. Stop texts need the folder's tokenizer on every rank.
+    def __init__(self, folder: str | Path, *, place: Place, **options: Any):
+        """`options` are the engine's.
 
         A folder like shape:qwen3-0.6b stands for random weights of that shape, to measure with.
         """
         self.place = place
         shard = TensorShard.of(place.mesh["tp"].get_group()) if place.tp > 1 else None
         model = open_model(folder, device=place.device, dtype=place.dtype, shard=shard)
-        if has_stop_texts:
-            options["decode"] = Chat(folder).decode
         self.engine: Engine = (
             RanksEngine(model, control=place.control, **options)
             if shard

@@ -17,7 +17,7 @@ OF_SEQUENCES = ("gspo", "topr", "kimi")
 @dataclass(kw_only=True)
 class Algorithm:
     advantage: str = "grpo"
-    """grpo, rloo, lite_ppo, reinforce, reinforce++, gae (has a critic), gigpo or opd."""
+    """grpo, rloo, lite_ppo, reinforce, reinforce++, or gae, which has a critic."""
     divide_by_std: bool = True
     """grpo: divide advantages by the group's standard deviation; off is Dr. GRPO."""
     gamma: float | None = None

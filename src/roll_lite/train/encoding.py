@@ -11,8 +11,6 @@ from roll_lite.train.packing import TrainingSequence, truncate
 from roll_lite.train.preference import Pair, check_pairs_fit
 from roll_lite.types import Message
 
-TOO_LONG = ("error", "truncate")
-
 
 def encode_dialogues(chat: Chat, dialogues: Iterable[Dialogue]) -> list[TrainingSequence]:
     """With loss on what the assistant says, in all of its turns."""

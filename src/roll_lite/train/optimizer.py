@@ -15,15 +15,13 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Learning rate of each step: a linear rise, then constant, or a fall to `floor` * lr."""
+    """Learning rate of each step: a linear rise, then constant, or a fall to 0."""
 
     lr: float
     warmup_steps: int = 0
     kind: Literal["constant", "linear", "cosine"] = "constant"
     num_steps: int | None = None
     """Of the whole run; needed by linear and cosine."""
-    floor: float = 0.0
-    """Share of lr that is left at the end (linear, cosine)."""
 
     def __post_init__(self):
         if self.kind not in SCHEDULES:
@@ -32,8 +30,6 @@ class Schedule:
             )
         if self.kind != "constant" and not self.num_steps:
             raise ValueError(f"schedule={self.kind!r} needs the number of steps of the run")
-        if not 0 <= self.floor <= 1:
-            raise ValueError(f"floor={self.floor} must be from 0 to 1")
 
     def at(self, step: int) -> float:
         """Of the step number `step`, counted from 0."""
@@ -45,7 +41,7 @@ class Schedule:
         left = 1 - min(1.0, done)
         if self.kind == "cosine":
             left = 0.5 * (1 - math.cos(math.pi * left))
-        return self.lr * (self.floor + (1 - self.floor) * left)
+        return self.lr * left
 
 
 class AdamW:
