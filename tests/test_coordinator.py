@@ -208,14 +208,18 @@ def test_when_refills_are_used_up_a_step_goes_on_with_what_is_left(num_replicas,
         coordinator_over(engines, reward, samples_per_prompt=9, drop_equal=True, **options)
         as rollout,
     ):  # fmt: skip
-        taken = [[int(group.prompt.id[1:]) for group in rollout.collect()] for _ in range(3)]
+        rounds = [rollout.collect() for _ in range(3)]
         metrics = rollout.metrics()
+    taken = [[int(group.prompt.id[1:]) for group in groups] for groups in rounds]
+    total = sum(s.score.value for groups in rounds for group in groups for s in group.samples)
     num_asked = 12 + extra_prompts
     asked = [range(n * num_asked, (n + 1) * num_asked) for n in range(3)]
     expected = [[i for i in numbers if i % 5 == 4] for numbers in asked]
     assert taken == expected
     assert metrics["rollout/missing_groups"] == 12 - sum(map(len, expected)) > 0
     assert metrics["rollout/done"] == 9 * sum(map(len, expected))
+    # Dropped groups had zeros.
+    assert metrics["rollout/reward"] == pytest.approx(total / (9 * 3 * num_asked))
 
 
 def test_when_no_group_is_left_the_error_says_why():

@@ -194,10 +194,12 @@ class Coordinator:
         self._groups.renew()
 
     async def _metrics(self) -> dict[str, float]:
-        counts, gaps = self._runner.counts, self._version_gaps
+        counts, gaps, rewards = self._runner.counts, self._version_gaps, self._groups.rewards
         metrics: dict[str, float] = {f"rollout/{name}": counts[name] for name in COUNTED}
         metrics["rollout/groups_in_flight"] = len(self._groups.running)
         metrics["rollout/groups_ready"] = len(self._groups.ready)
+        if rewards:  # of what the policy samples; reward/mean is of what is trained on
+            metrics["rollout/reward"] = fmean(rewards)
         if gaps:
             metrics |= {"rollout/staleness": fmean(gaps), "rollout/max_staleness": max(gaps)}
         if counts["missing"]:
@@ -206,8 +208,8 @@ class Coordinator:
             metrics["rollout/engine_running"] = sum(load.num_running for load in loads)
             metrics["rollout/engine_waiting"] = sum(load.num_waiting for load in loads)
             metrics["rollout/engine_free_pages"] = min(load.num_free_pages for load in loads)
-        counts.clear()
-        gaps.clear()
+        for seen in (counts, gaps, rewards):
+            seen.clear()
         return metrics
 
     async def _dropped(self) -> list[tuple[Sample, str]]:

@@ -47,6 +47,8 @@ class InFlight:
         self.running: dict[int, Running] = {}
         self.ready: dict[int, Group] = {}
         """Complete groups, by the order in which their prompts came."""
+        self.rewards: list[float] = []
+        """Of all samples that were scored, those of dropped groups too."""
         self._checked: dict[int, int] = {}
         """The policy version at which a ready group was last found to be young enough."""
         self.slots = Slots()
@@ -180,7 +182,9 @@ class InFlight:
             self.fail(error)
             return
         group = Group(prompt=ended.visit.prompt, samples=ended.samples)
-        if reason := self._objection(group):
+        rewards = [s.score.value for s in group.samples if s.state == "done"]
+        self.rewards += rewards
+        if reason := self._objection(rewards):
             self._drop(group, reason)
         else:
             group.samples = [s for s in group.samples if s.state == "done"]
@@ -188,9 +192,8 @@ class InFlight:
         self.feed()
         self._changed.set()
 
-    def _objection(self, group: Group) -> str | None:
+    def _objection(self, rewards: list[float]) -> str | None:
         """Why a group is not to be trained on."""
-        rewards = [s.score.value for s in group.samples if s.state == "done"]
         low, high = self._options.min_group_reward, self._options.max_group_reward
         if len(rewards) < self._options.min_samples:
             return "had too few samples left"
