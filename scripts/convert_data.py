@@ -40,8 +40,8 @@ def gsm8k(source: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path]) -
         if not mark or not _NUMBER.fullmatch(number):
             raise row.error(f"the answer ends with {number[-40:]!r}")
         name = f"gsm8k/{source.stem}/{row.number}"
-        reply = f"{_CALCULATION.sub('', solution).strip()}\n\n\\boxed{{{number}}}"
-        return _math_row(name, row.text("question"), number) | {"reply": reply.lstrip()}
+        reply = f"{_CALCULATION.sub('', solution).strip()}\n\n\\boxed{{{number}}}".lstrip()
+        return _math_row(name, row.text("question"), number) | {"reply": reply}
 
     _write(out, read_rows(source, convert, GSM8K))
 

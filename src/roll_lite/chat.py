@@ -1,7 +1,7 @@
 """The only place that touches a tokenizer: messages become ids once and are never re-tokenised."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -46,42 +46,17 @@ class Chat:
         return self._join(token_ids, self._ids(after))
 
     def encode_dialogues(
-        self, dialogues: Iterable[Sequence[Message]]
+        self, dialogues: Sequence[Sequence[Message]]
     ) -> list[tuple[list[int], list[bool]]]:
         """Ids of whole conversations, and masks of what the assistant says, its stops included."""
-        turns_of = [list(self._turns(messages)) for messages in dialogues]
         encoded = []
-        for start in range(0, len(turns_of), _AT_ONCE):
-            part = turns_of[start : start + _AT_ONCE]
+        for start in range(0, len(dialogues), _AT_ONCE):
+            part = [list(self._texts(m)) for m in dialogues[start : start + _AT_ONCE]]
             texts = list({text: None for turns in part for turn in turns for text in turn})
             found = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
             ids_of = dict(zip(texts, found, strict=True))
             encoded += [self._assemble(turns, ids_of) for turns in part]
         return encoded
-
-    def _assemble(
-        self, turns: Sequence[tuple[str, str, str]], ids_of: Mapping[str, list[int]]
-    ) -> tuple[list[int], list[bool]]:
-        ids, mask = [], []
-        for read, lead, reply in turns:
-            ids = self._join(ids, ids_of[read]) + ids_of[lead]
-            mask += [False] * (len(ids) - len(mask))
-            said = [*ids_of[reply], self.end_of_turn]
-            ids, mask = ids + said, mask + [True] * len(said)
-        return ids, mask
-
-    def _turns(self, messages: Sequence[Message]) -> Iterator[tuple[str, str, str]]:
-        """What the template writes before each reply, perhaps a lead to it, and the reply."""
-        turns = _split_at_replies(messages)
-        for i, (read, reply) in enumerate(turns):
-            before = self._around_reply([_QUESTION], read)[1] if i else self._render(read)
-            yield before, self._lead(read, is_last=i + 1 == len(turns)), reply["content"]
-
-    def _join(self, token_ids: list[int], after_ids: list[int]) -> list[int]:
-        """What follows a reply may begin with its end, which the reply may have already."""
-        if token_ids and token_ids[-1] in self.stop_ids and self.end_of_turn in after_ids:
-            after_ids = after_ids[after_ids.index(self.end_of_turn) + 1 :]
-        return token_ids + after_ids
 
     def encode_whole(self, messages: Sequence[Message]) -> list[int]:
         """A conversation that has ended, as the template writes it to the last character."""
@@ -93,6 +68,31 @@ class Chat:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def _texts(self, messages: Sequence[Message]) -> Iterator[tuple[str, str, str]]:
+        """What the template writes before each reply, perhaps a lead to it, and the reply."""
+        turns = _split_at_replies(messages)
+        for i, (read, reply) in enumerate(turns):
+            before = self._around_reply([_QUESTION], read)[1] if i else self._render(read)
+            yield before, self._lead(read, is_last=i + 1 == len(turns)), reply["content"]
+
+    def _assemble(
+        self, turns: Sequence[tuple[str, str, str]], ids_of: Mapping[str, list[int]]
+    ) -> tuple[list[int], list[bool]]:
+        """A conversation's ids and mask from the ids of its texts."""
+        ids, mask = [], []
+        for before, lead, reply in turns:
+            ids = self._join(ids, ids_of[before]) + ids_of[lead]
+            mask += [False] * (len(ids) - len(mask))
+            said = [*ids_of[reply], self.end_of_turn]
+            ids, mask = ids + said, mask + [True] * len(said)
+        return ids, mask
+
+    def _join(self, token_ids: list[int], after_ids: list[int]) -> list[int]:
+        """What follows a reply may begin with its end, which the reply may have already."""
+        if token_ids and token_ids[-1] in self.stop_ids and self.end_of_turn in after_ids:
+            after_ids = after_ids[after_ids.index(self.end_of_turn) + 1 :]
+        return token_ids + after_ids
 
     def _end_of_turn(self) -> int:
         """The special token that the template puts after a reply; eos where it puts none."""

@@ -48,7 +48,7 @@ class InFlight:
         self.ready: dict[int, Group] = {}
         """Complete groups, by the order in which their prompts came."""
         self.rewards: list[float] = []
-        """Of all samples that were scored, those of dropped groups too."""
+        """Of all samples scored since the last metrics, those of dropped groups too."""
         self._checked: dict[int, int] = {}
         """The policy version at which a ready group was last found to be young enough."""
         self.slots = Slots()

@@ -36,7 +36,7 @@ def encode_preferences(
 
 
 def _encode(chat: Chat, named: Sequence[tuple[str, Sequence[Message]]]) -> list[TrainingSequence]:
-    encoded = chat.encode_dialogues(messages for _, messages in named)
+    encoded = chat.encode_dialogues([messages for _, messages in named])
     return [
         TrainingSequence(id=name, token_ids=token_ids, loss_mask=loss_mask)
         for (name, _), (token_ids, loss_mask) in zip(named, encoded, strict=True)
