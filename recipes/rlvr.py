@@ -2,8 +2,8 @@
 
 python recipes/rlvr.py --model models/tiny --data reverse:5
 python recipes/rlvr.py --model models/SmolLM2-135M-Instruct --data addition:2 --max-tokens 48 \
-        --prompts-per-step 128 --drop-equal --max-refills 0 --updates-per-step 4 --lr 4e-5 \
-        --kv-cache-gib 8
+        --prompts-per-step 128 --drop-equal --max-refills 0 --updates-per-step 4 --lr 8e-5 \
+        --schedule linear --steps 60 --kv-cache-gib 8
 torchrun --nproc-per-node 8 recipes/rlvr.py --data math.jsonl@0.7 code.jsonl@0.3 \
         --device-map "train=0-3 generate=4-7" --max-staleness 1         # asynchronous
 python recipes/rlvr.py --advantage gae --loss ppo ...       # PPO with a critic; see --help

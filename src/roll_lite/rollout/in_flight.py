@@ -43,6 +43,7 @@ class InFlight:
         """
         self._runner, self._options, self._params = runner, options, params
         self._next_visit, self._version = next_visit, version
+        self._min_samples = options.min_samples  # once: a recipe may derive it from many options
         self._num_started = 0
         self.running: dict[int, Running] = {}
         self.ready: dict[int, Group] = {}
@@ -195,7 +196,7 @@ class InFlight:
     def _objection(self, rewards: list[float]) -> str | None:
         """Why a group is not to be trained on."""
         low, high = self._options.min_group_reward, self._options.max_group_reward
-        if len(rewards) < self._options.min_samples:
+        if len(rewards) < self._min_samples:
             return "had too few samples left"
         if self._options.drop_equal and len(set(rewards)) == 1:
             return "had equal rewards"
@@ -262,7 +263,7 @@ class InFlight:
             stale = [s for s in group.samples if (s.first_version or 0) < oldest]
             self._runner.discard(stale, "stale", "too old")
             group.samples = [s for s in group.samples if s.state == "done"]
-            if len(group.samples) < self._options.min_samples:
+            if len(group.samples) < self._min_samples:
                 self._runner.discard(group.samples, "filtered", "the others were too old")
                 self.slots.vacate(group.prompt.domain)
                 del self.ready[number]
@@ -275,7 +276,7 @@ class InFlight:
             left = [s for s in group.samples if s.state not in LOST]
             versions = [group.turns.first_version(s) for s in left]
             stale = [s for s, v in zip(left, versions, strict=True) if v is not None and v < oldest]
-            is_enough = len(left) - len(stale) >= self._options.min_samples
+            is_enough = len(left) - len(stale) >= self._min_samples
             if not stale or is_enough or group.task.done():
                 continue
             self._runner.discard(stale, "stale", "too old")
