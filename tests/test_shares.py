@@ -242,6 +242,27 @@ def test_without_refills_a_step_goes_on_with_what_is_left(tmp_path, seed):
     assert missing > 0
 
 
+@pytest.mark.parametrize("max_refills", [0, 1])
+def test_refills_are_bounded_beside_training(tmp_path, max_refills):
+    """What is started ahead for later steps is dropped as often, and not replaced more often."""
+    source, totals = Mixture(write_files(tmp_path), seed=0), Counter()
+    options = {"prompts_per_step": 10, "max_staleness": 1, "max_refills": max_refills}
+    with running(source, **options) as (rollout, engines):
+        rollout.start()
+        for version in range(1, 9):
+            totals["taken"] += len(rollout.collect())
+            engines.load(version)
+            rollout.set_version(version)
+            totals.update(rollout.metrics())
+    assert totals["taken"] + totals["rollout/missing_groups"] == 8 * 10
+    new = totals["rollout/started"] // 3 - totals["rollout/refilled"]
+    assert 8 * 10 + 20 <= new <= 8 * 10 + 20 + totals["rollout/stale"]  # these are replaced
+    if max_refills:
+        assert 0 < totals["rollout/refilled"] <= 9 * 10
+    else:
+        assert totals["rollout/refilled"] == 0 < totals["rollout/missing_groups"]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_domain_that_teaches_nothing_leaves_its_places_empty(tmp_path, mode):
     """All of one domain is dropped: nobody else gets its half of a step."""
@@ -278,12 +299,12 @@ def group_of(domain):
 
 
 def test_slots_are_matched_with_the_oldest_groups_of_their_domain():
-    slots = Slots()
+    slots = Slots("abac")
     for domain in "abac":
         slots.fill(domain)
     assert slots.domains == list("abac") and slots.first_vacant() == (4, None)
     slots.vacate("a")
-    assert slots.first_vacant() == (2, "a")
+    assert slots.first_vacant() == slots.first_vacant(has_refills=False) == (2, "a")
     ready = {8: group_of("c"), 9: group_of("b"), 5: group_of("a"), 7: group_of("b")}
     assert slots.match(2, ready) == [5, 7]
     assert slots.match(3, ready) is None
@@ -295,11 +316,31 @@ def test_slots_are_matched_with_the_oldest_groups_of_their_domain():
     assert slots.domains == ["c"] and slots.match(5, ready) == [8]
 
 
+def test_slots_that_were_not_dropped_are_filled_first():
+    slots = Slots("abaa")
+    for domain in "abaa":
+        slots.fill(domain)
+    slots.vacate("a", is_dropped=True)
+    slots.vacate("b", is_dropped=True)
+    assert slots.is_refill("a") and slots.first_vacant() == (1, "b")
+    assert slots.first_vacant(has_refills=False) == (4, None)
+    slots.vacate("a")
+    assert not slots.is_refill("a") and slots.first_vacant(has_refills=False) == (2, "a")
+    slots.fill("a")
+    assert slots.is_refill("a") and slots.first_vacant(has_refills=False) == (4, None)
+    slots.add("c")
+    assert slots.first_vacant(has_refills=False) == (4, "c") and not slots.is_refill("c")
+    slots.close(1)
+    assert slots.domains == list("aaac") and not slots.num_dropped["b"]
+
+
 def test_slots_of_one_domain_are_a_plain_queue():
     """Random fills, drops and takes beside a count of groups."""
     for seed in range(20):
         r, slots, ready, num_slots = random.Random(seed), Slots(), {}, 0
         for number in range(300):
+            if slots.first_vacant()[1] is None:
+                slots.add("a")
             slots.fill("a")
             num_slots = max(num_slots, len(ready) + 1)
             ready[number] = group_of("a")

@@ -28,6 +28,7 @@ from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.record import read_group, read_prompt, write_group, write_prompt
 from roll_lite.rollout.replicas import Replicas
 from roll_lite.rollout.runner import SampleRunner, Visit
+from roll_lite.rollout.slots import Slots
 from roll_lite.types import Group, Prompt, Sample, SamplingParams
 
 COUNTED = ("started", "done", "filtered", "aborted", "failed", "retried", "refilled", "stale")
@@ -145,7 +146,7 @@ class Coordinator:
         self._num_answered = Counter(state["answered"])
         self._unfinished = [Visit(read_prompt(p), number) for p, number in state["unfinished"]]
         ready = [read_group(group) for group in state["ready"]]
-        self._groups.restore(ready, state["slots"])
+        self._groups.restore(ready, Slots(state["slots"], state["dropped"]))
         if state["prompts"] is not None:
             self._prompts.load_state_dict(state["prompts"])
 
@@ -190,7 +191,6 @@ class Coordinator:
 
     async def _set_version(self, policy_version: int) -> None:
         self._replicas.policy_version = max(self._replicas.policy_version, policy_version)
-        self._groups.allow_refills()
         self._groups.renew()
 
     async def _metrics(self) -> dict[str, float]:
@@ -226,6 +226,7 @@ class Coordinator:
             "unfinished": [[write_prompt(visit.prompt), visit.number] for visit in under_way],
             "ready": [write_group(group) for _, group in sorted(self._groups.ready.items())],
             "slots": list(self._groups.slots.domains),
+            "dropped": dict(self._groups.slots.num_dropped),
             "prompts": self._prompts.state_dict() if has_state else None,
         }
 

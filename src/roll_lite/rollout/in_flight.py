@@ -56,10 +56,13 @@ class InFlight:
         self.goes_on = False
         """Whether groups are started without anybody waiting for them."""
         self._num_asked = 0
+        """Slots that somebody waits for."""
         self._num_taken: Counter[int] = Counter()
-        """By policy version: those of the present one are being trained on."""
+        """Slots by policy version: those of the present one are being trained on, or given up."""
+        self._num_refills = 0
+        """Since groups were last taken."""
         self._dropped: Counter[tuple[str, str]] = Counter()
-        """Since groups were last taken or a policy version came, by domain and reason."""
+        """Since groups were last taken, by domain and reason."""
         self._last_error = ""
         self._fault: BaseException | None = None
         self._changed, self._failed = asyncio.Event(), asyncio.Event()
@@ -77,9 +80,9 @@ class InFlight:
                     raise self._fault
                 self._drop_stale()
                 self.feed()
-                if self._refills_are_used_up:
-                    num_groups = self._without_vacant(num_groups)
-                if (numbers := self.slots.match(num_groups, self.ready)) is not None:
+                self._give_up_vacant()
+                # When none is left of the slots that were asked for, the next one has its turn.
+                if (numbers := self.slots.match(self._num_asked or 1, self.ready)) is not None:
                     break
                 self._changed.clear()
                 progress(len(self.ready))
@@ -90,6 +93,7 @@ class InFlight:
         self.slots.release(len(taken))
         self._runner.counts["done"] += sum(len(group.samples) for group in taken)
         self._dropped.clear()
+        self._num_refills = 0
         version = self._version()
         self._num_taken = Counter({version: self._num_taken[version] + len(taken)})
         if not self.goes_on and self._options.surplus == "abort":
@@ -99,22 +103,22 @@ class InFlight:
 
     def feed(self) -> None:
         """Start groups while there is room, and in any case those that are waited for."""
-        while not self._fault and not self._refills_are_used_up:
-            vacant, domain = self.slots.first_vacant()
-            has_room = len(self.running) + len(self.ready) < self._num_wanted()
-            if not has_room and vacant >= self._num_asked:
+        while not self._fault:
+            index, domain = self.slots.first_vacant(self._has_refills)
+            if index >= self._num_wanted():
                 return
+            is_refill = domain is not None and self.slots.is_refill(domain)
             visit = self._next_visit(domain)
             if visit is None and domain is None:
                 return
             if domain is not None and (visit is None or visit.prompt.domain != domain):
-                self.slots.close(vacant)
+                self.slots.close(index)
             if visit is not None:
+                if visit.prompt.domain != domain:
+                    self.slots.add(visit.prompt.domain)
+                self._num_refills += is_refill
+                self._runner.counts["refilled"] += is_refill
                 self._start(visit)
-
-    def allow_refills(self) -> None:
-        """As many again: what is left of groups may have become too old to be taken."""
-        self._dropped.clear()
 
     def renew(self) -> None:
         """There is a new policy version, or news of what goes on under it: end what is too old."""
@@ -127,11 +131,11 @@ class InFlight:
         """Start no more groups beside others, not even for one that ends at this moment."""
         self.goes_on = False
 
-    def restore(self, groups: list[Group], domains: list[str]) -> None:
-        """Slots, and complete groups, of an earlier run; they come first."""
+    def restore(self, groups: list[Group], slots: Slots) -> None:
+        """Complete groups, and slots of all groups, of an earlier run; they come first."""
         self.ready = dict(enumerate(groups))
         self._num_started = len(groups)
-        self.slots = Slots(domains)
+        self.slots = slots
         for group in groups:
             self.slots.fill(group.prompt.domain)
 
@@ -207,33 +211,32 @@ class InFlight:
         return None
 
     def _drop(self, group: Group, reason: str) -> None:
-        self.slots.vacate(group.prompt.domain)
+        self.slots.vacate(group.prompt.domain, is_dropped=True)
         self._runner.discard(group.samples, "filtered", f"its group {reason}")
-        self._runner.counts["refilled"] += 1
         self._dropped[group.prompt.domain, reason] += 1
         errors = [sample.error for sample in group.samples if sample.error]
         self._last_error = errors[-1] if errors else self._last_error
 
     @property
-    def _refills_are_used_up(self) -> bool:
-        return self._dropped.total() > self._options.max_refills * self._options.prompts_per_step
+    def _has_refills(self) -> bool:
+        return self._num_refills < self._options.max_refills * self._options.prompts_per_step
 
-    def _without_vacant(self, num_groups: int) -> int:
-        """Give up the slots, of the first so many, that nothing will fill; how many are left.
+    def _give_up_vacant(self) -> None:
+        """Those of the slots asked for that nothing fills, because refills are used up.
 
         Groups of later slots stay there, so that what is slow or filtered does not lose its share
-        to others; only when no slot is left does the next one have its turn.
+        to others.
         """
-        while num_groups:
-            vacant, domain = self.slots.first_vacant()
-            if domain is None or vacant >= num_groups:
-                return num_groups
-            self.slots.close(vacant)
-            num_groups -= 1
+        while True:
+            index, domain = self.slots.first_vacant()
+            if domain is None or index >= (self._num_asked or 1):
+                break
+            self.slots.close(index)
+            self._num_asked = max(0, self._num_asked - 1)
+            self._num_taken[self._version()] += 1
             self._runner.counts["missing"] += 1
-        if not self.running and not self.ready:
+        if not self._num_asked and not self.running and not self.ready:
             raise self._refill_error()
-        return 1
 
     def _refill_error(self) -> RuntimeError:
         has_domains = len({domain for domain, _ in self._dropped} | set(self.slots.domains)) > 1
@@ -294,3 +297,4 @@ class InFlight:
             self._runner.discard(group.samples, "aborted", "one too many")
             self.slots.vacate(group.prompt.domain)
         self.ready.clear()
+        self.slots.num_dropped.clear()  # the next step begins anew
