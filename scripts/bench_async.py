@@ -86,7 +86,7 @@ class SleepingEngine:
 
     def receive(self, name: str, key: int, request: Request | None = None) -> None:
         if name == "submit":
-            self._waiting.extend((key, request, index) for index in range(request.num_samples))
+            self._waiting.extend((key, request, index) for index in request.indices)
             return
         self._count(time.monotonic())  # an abort, whose answer nobody waits for
         self._waiting = deque(item for item in self._waiting if item[0] != key)

@@ -56,7 +56,7 @@ class InstantEngines:
 
     def post(self, replica: int, name: str, key: int, request) -> None:
         token_ids, logprobs = self._reply
-        for index in range(request.num_samples):
+        for index in request.indices:
             turn = Turn(
                 prompt_ids=request.prompt_ids,
                 token_ids=token_ids,

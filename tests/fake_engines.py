@@ -54,8 +54,8 @@ class FakeService:
 
     def receive(self, name, key, request=None):
         if name == "submit":
-            self.under_way[key] = request, set(range(request.num_samples))
-            self.waiting += [(key, index) for index in range(request.num_samples)]
+            self.under_way[key] = request, set(request.indices)
+            self.waiting += [(key, index) for index in request.indices]
         elif key in self.under_way:
             request, left = self.under_way.pop(key)
             self.waiting = [(k, i) for k, i in self.waiting if k != key]

@@ -137,6 +137,26 @@ def test_groups_wait_for_a_replica_with_room():
     assert all(6 < number <= 12 for number in most)
 
 
+def test_a_deadline_does_not_count_the_wait_for_an_engine():
+    """The first group never ends and has all the room: others get theirs when it is aborted."""
+    options = {"samples_per_prompt": 2, "prompts_per_step": 3, "samples_per_replica": 2}
+    source = itertools.chain([next(fake_prompts(endless_every=1))], fake_prompts(1))
+    with (
+        FakeEngines(1) as engines,
+        coordinator_over(engines, source=source, deadline=0.4, **options) as rollout,
+    ):
+        groups = rollout.collect()
+        dropped = rollout.dropped()
+    assert [(sample.prompt.id, why) for sample, why in dropped] == [("p0", "aborted")] * 2
+    assert [group.prompt.id for group in groups] == ["p1", "p2", "p3"]
+    for sample in (sample for group in groups for sample in group.samples):
+        assert [event.state for event in sample.events] == [
+            "queued", "generating", "scoring", "done"
+        ]  # fmt: skip
+    queued, generating, *_ = groups[0].samples[0].events
+    assert generating.time - queued.time >= 0.4
+
+
 class Talk:
     """Three turns; the reward of each is 1."""
 

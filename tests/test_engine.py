@@ -3,6 +3,7 @@
 import copy
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,6 +83,18 @@ def test_logprobs_equal_the_trainers_forward(family_folder):
                 ids[:-1], torch.arange(len(ids) - 1), attend, rows, ids[rows + 1], 0.8
             )
         torch.testing.assert_close(torch.tensor(turn.logprobs), expected, rtol=0, atol=1e-4)
+
+
+def test_some_samples_of_a_request_are_the_same_as_among_all(qwen):
+    _, model = qwen
+    engine = engine_with(model, num_pages=200)
+    params = SamplingParams(max_tokens=12)
+    request = Request(prompt_ids=[5, 6, 7], params=params, num_samples=5, seed=3)
+    (turns,) = engine.generate([request])
+    (some,) = engine.generate([replace(request, wanted=(1, 4))])
+    assert [i for i, turn in enumerate(some) if turn] == [1, 4]
+    assert [some[i].token_ids for i in (1, 4)] == [turns[i].token_ids for i in (1, 4)]
+    assert turns[1].token_ids != turns[4].token_ids and not engine.has_work
 
 
 @pytest.mark.parametrize("burst", [1, 5])
@@ -762,6 +775,8 @@ def test_noise_is_gumbel_and_uncorrelated():
         ({"prompt_ids": []}, "prompt_ids is empty"),
         ({"prompt_ids": [5, 199]}, r"5..199.*0..198"),
         ({"prompt_ids": [1], "num_samples": 0}, "num_samples=0"),
+        ({"prompt_ids": [1], "num_samples": 2, "wanted": ()}, r"wanted=\(\).*0..1"),
+        ({"prompt_ids": [1], "num_samples": 2, "wanted": (1, 2)}, r"wanted=\(1, 2\).*0..1"),
         ({"prompt_ids": [1] * 500}, "500 prompt tokens.*max_tokens=24.*512 positions"),
     ],
 )

@@ -52,11 +52,15 @@ def test_asynchronous_samples_are_never_too_old(max_staleness, restart):
     assert (totals["rollout/retried"] > 0) == restart
 
 
-def test_what_is_left_of_a_group_after_an_abort_is_asked_again():
+@pytest.mark.parametrize("replica_fails", [False, True])
+def test_what_is_left_of_a_group_after_an_abort_is_asked_again(replica_fails):
     """Samples that had not begun end under the new weights, after the others were aborted."""
 
     class Engines:
-        role, posts = SimpleNamespace(num_replicas=1), []
+        role = SimpleNamespace(num_replicas=1)
+
+        def __init__(self):
+            self.posts = []
 
         def post(self, replica, *letter):
             self.posts.append(letter)
@@ -68,26 +72,38 @@ def test_what_is_left_of_a_group_after_an_abort_is_asked_again():
         turns = [(key, int(name[1:]), turn(reason)) for name, reason in reasons.items()]
         replicas._on_report(0, "answers", Answers(turns, [], Load(0, 0, 0), 1))
 
-    async def run():
-        engines, retried = Engines(), []
+    async def run(replica_fails):
+        engines, given, retried = Engines(), [], []
         replicas = Replicas(engines, RolloutOptions(), on_fault=pytest.fail)
         futures = [asyncio.get_running_loop().create_future() for _ in range(3)]
         request = Request(prompt_ids=[1], params=SamplingParams(max_tokens=2), num_samples=3)
-        asked = replicas.ask(request, futures, retried.append)
-        begun = [(1, 0, 0), (1, 1, 0)]
+        asked = replicas.ask(request, futures, given.append, retried.append)
+        key = asked.key
+        begun = [(key, 0, 0), (key, 1, 0)]
         replicas._on_report(0, "answers", Answers([], [], Load(0, 0, 0), 1, begun))
         assert asked.begun == {0: 0, 1: 0}
-        answer(replicas, 1, s0="abort", s1="abort")
+        answer(replicas, key, s0="abort", s1="abort")
         assert asked.begun == {}  # they begin again under whichever version there is then
         assert len(engines.posts) == 1  # the engine still has the third
-        answer(replicas, 1, s2="stop")
+        if replica_fails:
+            replicas._on_report(0, "failed", [key], "out of order")
+        else:
+            answer(replicas, key, s2="stop")
         await asyncio.sleep(0)
-        assert [letter[:2] for letter in engines.posts] == [("submit", 1), ("submit", 2)]
-        assert retried == [0, 1]
-        answer(replicas, 2, s0="stop", s1="length", s2="stop")
+        lost = [0, 1, 2] if replica_fails else [0, 1]
+        assert (given, retried) == ([0, 1, 2, *lost], lost)
+        if replica_fails:  # what it had aborted before is forgotten
+            answer(replicas, asked.key, s2="stop")
+            await asyncio.sleep(0)
+        (_, _, first), (name, key, second) = engines.posts
+        assert (list(first.indices), list(second.indices)) == ([0, 1, 2], lost)
+        assert (name, key) == ("submit", asked.key) and replicas._num_unfinished == [2]
+        answer(replicas, key, s0="stop", s1="length")
         assert [future.result().finish_reason for future in futures] == ["stop", "length", "stop"]
+        await asyncio.sleep(0)
+        assert replicas._num_unfinished == [0] and len(engines.posts) == 2
 
-    asyncio.run(run())
+    asyncio.run(run(replica_fails))
 
 
 def test_stale_samples_are_dropped_and_counted():

@@ -61,6 +61,6 @@ class Outbox:
             self._on_lost()
             return
         with self._lock:
-            self._is_sending = bool(self._letters)
-        if self._is_sending:
+            has_more = self._is_sending = bool(self._letters)
+        if has_more:  # not the field: others may have begun to send by now
             self._send()

@@ -108,7 +108,7 @@ class Engine:
                 noise_key=noise_key(request.seed, index),
                 prompt_ids=list(request.prompt_ids),
             )
-            for index in range(request.num_samples)
+            for index in request.indices
         ]
         leader, *leader.followers = handle.sequences
         self._handles[handle.id] = handle

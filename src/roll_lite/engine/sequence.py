@@ -1,6 +1,6 @@
 """A request, and the sequences that answer it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +21,12 @@ class Request:
     """The prompt is computed once and forked into this many samples."""
     seed: int = 0
     """Names the request's random numbers: the same seed and prompt give the same samples."""
+    wanted: tuple[int, ...] | None = None
+    """Which of the samples to generate, where others are known already; None is all."""
+
+    @property
+    def indices(self) -> Iterable[int]:
+        return range(self.num_samples) if self.wanted is None else self.wanted
 
 
 def check_request(request: Request, config: ModelConfig, in_cache: int) -> None:
@@ -39,6 +45,10 @@ def check_request(request: Request, config: ModelConfig, in_cache: int) -> None:
         )
     if request.num_samples < 1:
         raise ValueError(f"num_samples={request.num_samples} must be at least 1")
+    if not request.indices or not set(request.indices) <= set(range(request.num_samples)):
+        raise ValueError(
+            f"wanted={request.wanted} must name some of the samples 0..{request.num_samples - 1}"
+        )
     if len(ids) + params.max_tokens > min(config.max_positions, in_cache):
         raise ValueError(
             f"{len(ids)} prompt tokens + max_tokens={params.max_tokens} exceed the "
@@ -132,7 +142,7 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    """A submitted request. `turns[i]` is None until sample i has ended."""
+    """A submitted request. `turns[i]` is None until sample i has ended, or if nobody wants it."""
 
     id: int
     turns: list[Turn | None]
@@ -141,4 +151,4 @@ class Handle:
 
     @property
     def is_done(self) -> bool:
-        return all(turn is not None for turn in self.turns)
+        return all(self.turns[sequence.index] is not None for sequence in self.sequences)

@@ -30,5 +30,5 @@ class Asking:
                 "in the coordinator's `asked`"
             )
         future = asyncio.get_running_loop().create_future()
-        self._replicas.ask(request, [future], on_retry=lambda index: None)
+        self._replicas.ask(request, [future])
         return await future

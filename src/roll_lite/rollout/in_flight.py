@@ -189,7 +189,7 @@ class InFlight:
         group = Group(prompt=ended.visit.prompt, samples=ended.samples)
         rewards = [s.score.value for s in group.samples if s.state == "done"]
         self.rewards += rewards
-        if reason := self._objection(rewards):
+        if reason := self._objection(group, rewards):
             self._drop(group, reason)
         else:
             group.samples = [s for s in group.samples if s.state == "done"]
@@ -197,11 +197,12 @@ class InFlight:
         self.feed()
         self._changed.set()
 
-    def _objection(self, rewards: list[float]) -> str | None:
+    def _objection(self, group: Group, rewards: list[float]) -> str | None:
         """Why a group is not to be trained on."""
         low, high = self._options.min_group_reward, self._options.max_group_reward
         if len(rewards) < self._min_samples:
-            return "had too few samples left"
+            is_late = any(sample.state == "aborted" for sample in group.samples)
+            return f"had too few samples left{' at the deadline' if is_late else ''}"
         if self._options.drop_equal and len(set(rewards)) == 1:
             return "had equal rewards"
         if low is not None and fmean(rewards) < low:

@@ -33,7 +33,7 @@ class RolloutOptions:
     the step goes on with the groups that are left, a smaller batch at the same learning rate.
     Where none is left, the run stops."""
     deadline: float | None = None
-    """Seconds after which a sample is aborted."""
+    """Seconds after which a sample is aborted, from when an engine has it to the end of scoring."""
     max_retries: int = 2
     """How often a request that an engine failed, or a step that raised, is tried again."""
     max_staleness: float = 0.0

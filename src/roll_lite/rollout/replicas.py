@@ -8,7 +8,8 @@ fails time and again is left alone.
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 from roll_lite.cluster.errors import RoleError
@@ -19,6 +20,9 @@ from roll_lite.rollout.loops import LoopThread, PumpedLoop
 from roll_lite.rollout.options import RolloutOptions
 
 MAX_FAILURES = 3  # of a replica, one after the other
+_KEYS = count(1)  # never the same twice: engines outlive those who ask them
+OnSample = Callable[[int], None]
+"""Told the index of a sample in its request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,8 +31,10 @@ class Asked:
 
     request: Request
     futures: list[asyncio.Future]
-    on_retry: Callable[[int], None]
-    """Told the index of a sample that has to be generated again."""
+    on_given: OnSample
+    """Told of every sample that an engine has now: it no longer waits for room."""
+    on_retry: OnSample
+    """Told of a sample that has to be generated again."""
     replica: int | None = None
     """Who has it; None while it waits for room."""
     key: int = 0
@@ -68,7 +74,6 @@ class Replicas:
         """Nothing can be posted any more."""
         self._queue: deque[Asked] = deque()
         self._asked: dict[int, Asked] = {}
-        self._num_keys = 0
         self._num_unfinished = [0] * num_replicas
         self._num_failures = [0] * num_replicas
 
@@ -76,14 +81,15 @@ class Replicas:
         self,
         request: Request,
         futures: list[asyncio.Future],
-        on_retry: Callable[[int], None],
+        on_given: OnSample = lambda index: None,
+        on_retry: OnSample = lambda index: None,
         near: Asked | None = None,
     ) -> Asked:
         """Have a request answered into the futures.
 
         What goes on from an earlier request stays `near` it, where its prefix is in the cache.
         """
-        asked = Asked(request, futures, on_retry, num_counted=len(futures))
+        asked = Asked(request, futures, on_given, on_retry, num_counted=len(futures))
         for future in futures:
             future.add_done_callback(lambda _: self._on_done(asked))
         if near is not None and not self._is_broken(near.replica):
@@ -129,6 +135,8 @@ class Replicas:
         asked.replica = replica
         self._num_unfinished[replica] += asked.num_counted
         self._submit(asked)
+        for index in asked.unfinished:
+            asked.on_given(index)
 
     def _choose(self, but: int | None = None) -> int:
         well = [r for r in range(len(self._num_unfinished)) if not self._is_broken(r)]
@@ -139,8 +147,7 @@ class Replicas:
         return self._num_failures[replica] >= MAX_FAILURES
 
     def _submit(self, asked: Asked) -> None:
-        self._num_keys += 1
-        asked.key = self._num_keys
+        asked.key = next(_KEYS)
         self._asked[asked.key] = asked
         self._post(asked.replica, "submit", asked.key, asked.request)
 
@@ -197,10 +204,8 @@ class Replicas:
 
     def _repeat_aborted(self, asked: Asked) -> None:
         """Ask again once the engine has nothing of the request left."""
-        if asked.aborted and asked.aborted.issuperset(asked.unfinished):
-            asked.aborted.clear()
-            if asked.unfinished:
-                self._ask_again(asked, asked.replica)
+        if asked.unfinished and asked.aborted.issuperset(asked.unfinished):
+            self._ask_again(asked, asked.replica)
 
     def _on_failed(self, replica: int, keys: list[int], text: str) -> None:
         self._num_failures[replica] += 1
@@ -225,8 +230,10 @@ class Replicas:
             asked.futures[index].set_exception(kind(text))
 
     def _ask_again(self, asked: Asked, replica: int) -> None:
-        """All of it, so that every sample gets the same random numbers as before."""
+        """For the samples that nobody has; they get the same random numbers as before."""
         del self._asked[asked.key]
+        asked.request = replace(asked.request, wanted=tuple(asked.unfinished))
+        asked.aborted.clear()
         asked.begun.clear()
         self._num_unfinished[asked.replica] -= asked.num_counted
         for index in asked.unfinished:

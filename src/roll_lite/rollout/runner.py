@@ -59,14 +59,21 @@ class SampleRunner:
         await asyncio.gather(*(self._run(sample, turns) for sample in samples))
 
     async def _run(self, sample: Sample, turns: GroupTurns) -> None:
+        deadline = self._options.deadline
         try:
-            async with asyncio.timeout(self._options.deadline):
+            async with asyncio.timeout(None) as timeout:
+
+                def begin() -> None:
+                    sample.enter("generating", self._version())
+                    if deadline is not None and timeout.when() is None:
+                        timeout.reschedule(asyncio.get_running_loop().time() + deadline)
+
                 await run_sample(
                     sample,
                     self._make_env(sample.prompt),
                     turns.seed,
                     self._chat,
-                    generate=lambda token_ids: turns.generate(sample, token_ids),
+                    generate=lambda token_ids: turns.generate(sample, token_ids, begin),
                     version=self._version,
                     max_retries=self._options.max_retries,
                     on_retry=self._on_retry,

@@ -16,7 +16,7 @@ from roll_lite.workers.errors import RewardsBroken
 ENDING = (bdb.BdbQuit, RewardsBroken, RoleError)
 """The person at the debugger wants to leave, going on is pointless, or a role is broken."""
 Generate = Callable[[list[int]], Awaitable[Turn]]
-"""From the ids of a conversation to the model's next turn."""
+"""From the ids of a conversation to the model's next turn; the sample is queued till it begins."""
 
 
 async def run_sample(
@@ -38,12 +38,8 @@ async def run_sample(
         messages, _ = env.reset(seed)
         token_ids = chat.encode(messages)
         while True:
-            sample.enter("generating", version())
             turn = await generate(token_ids)
             sample.add_turn(turn)
-            if turn.finish_reason == "abort":
-                sample.enter("aborted", version())
-                return
             if turn.finish_reason == "error":
                 raise ArithmeticError("the model gave logits that are not finite")
             sample.reply = chat.decode(turn.token_ids)

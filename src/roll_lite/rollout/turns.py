@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from roll_lite.engine.sequence import Request
-from roll_lite.rollout.replicas import Asked
+from roll_lite.rollout.replicas import Asked, OnSample
 from roll_lite.types import Sample, SamplingParams, Turn
 
 
@@ -15,7 +15,8 @@ class Ask(Protocol):
         self,
         request: Request,
         futures: list[asyncio.Future],
-        on_retry: Callable[[int], None],
+        on_given: OnSample,
+        on_retry: OnSample,
         near: Asked | None,
     ) -> Asked:
         """Have a request answered into the futures, near what an earlier one returned."""
@@ -39,25 +40,33 @@ class GroupTurns:
         self.params, self.seed = params, seed
         self._ask, self._on_retry = ask, on_retry
         self._first = [asyncio.get_running_loop().create_future() for _ in range(num_samples)]
-        self._samples: dict[int, Sample] = {}
+        self._samples: dict[int, tuple[Sample, Callable[[], None]]] = {}
         self._opening: list[int] | None = None
         self._home: Asked | None = None
 
-    async def generate(self, sample: Sample, token_ids: list[int]) -> Turn:
-        self._samples[sample.index] = sample
+    async def generate(
+        self, sample: Sample, token_ids: list[int], on_given: Callable[[], None]
+    ) -> Turn:
+        """The sample's next turn; `on_given` is called when an engine has the request."""
+        self._samples[sample.index] = sample, on_given
         if not sample.turns:
             if self._opening is None:
                 self._opening = token_ids
-                self._submit(token_ids, self._first, self.seed, self._retry)
-            if token_ids != self._opening:
+                self._submit(token_ids, self._first, self.seed, self._given, self._retry)
+            elif token_ids != self._opening:
                 raise ValueError(
                     f"sample {sample.index} of {sample.prompt.id} opens differently from its "
                     "group; an environment must depend on nothing but the prompt and the seed"
                 )
+            elif self._home.replica is not None:
+                on_given()
             return await self._first[sample.index]
         future = asyncio.get_running_loop().create_future()
         seed = derive_seed(self.seed, sample.index, len(sample.turns))
-        self._submit(token_ids, [future], seed, lambda _: self._retry(sample.index))
+        index = sample.index
+        self._submit(
+            token_ids, [future], seed, lambda _: self._given(index), lambda _: self._retry(index)
+        )
         return await future
 
     def first_version(self, sample: Sample) -> int | None:
@@ -71,17 +80,24 @@ class GroupTurns:
         token_ids: list[int],
         futures: list[asyncio.Future],
         seed: int,
-        on_retry: Callable[[int], None],
+        on_given: OnSample,
+        on_retry: OnSample,
     ) -> None:
         request = Request(
             prompt_ids=token_ids, params=self.params, num_samples=len(futures), seed=seed
         )
-        asked = self._ask(request, futures, on_retry, self._home)
+        asked = self._ask(request, futures, on_given, on_retry, self._home)
         self._home = self._home or asked
 
+    def _given(self, index: int) -> None:
+        if index in self._samples:  # the coroutines of others come later, or never
+            _, on_given = self._samples[index]
+            on_given()
+
     def _retry(self, index: int) -> None:
-        if index in self._samples:  # it may not have begun, or never begin
-            self._on_retry(self._samples[index])
+        if index in self._samples:
+            sample, _ = self._samples[index]
+            self._on_retry(sample)
 
 
 def derive_seed(*parts: int | str) -> int:
