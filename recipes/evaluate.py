@@ -30,6 +30,7 @@ from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rollout.answers import AnswerFile
 from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.filters import refuse_all_failed
 from roll_lite.rollout.metrics import pass_rates
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.train.export import export_checkpoint
@@ -128,6 +129,7 @@ def main(cfg: Config) -> dict[str, float]:
         domains = {prompt.domain for prompt in prompts}
         with Rewards(REWARDS, INLINE, domains, cfg, cluster) as rewards:
             groups = ask(cfg, prompts, answers, engines, Chat(folder), rewards)
+        refuse_all_failed(groups)
         metrics = pass_rates(groups, cfg.pass_reward)
         metrics["time/rollout"] = time.perf_counter() - start
         run.write_rollouts(0, groups)

@@ -10,6 +10,7 @@ python recipes/rlvr.py --advantage gae --loss ppo ...       # PPO with a critic;
 python -m pdb recipes/rlvr.py ...      # one process: break anywhere, also in a reward
 """
 
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -89,7 +90,8 @@ class Config(Algorithm, RolloutOptions, RewardOptions, Shaping, Training):
     eval_every: int = 10
     """Evaluate after every so many steps, before the first and after the last."""
     rollouts_every: int = 1
-    """Write the samples of every so many steps, and of the last; 0 is of the last only."""
+    """Write the samples of every so many steps, and of the last; 0 is of the last only. A sampled
+    token takes some 15 bytes."""
     checkpoint_every: int = 0
     """Write a checkpoint after every so many steps; one is written at the end in any case."""
     keep_last: int = 2
@@ -195,7 +197,7 @@ INLINE = {"addition": last_number, "counting": last_number, "reverse": reversed_
 SHOWN = {
     "reward/mean": "reward", "eval/pass@1": "eval", "rollout/failed": "failed",
     "rollout/missing_groups": "missing groups", "rollout/reply_tokens": "tokens",
-    "rollout/staleness": "stale",
+    "rollout/staleness": "versions old",
     "loss/entropy": "entropy", "loss/grad_norm": "grad", "mismatch/logprob_mean": "mismatch",
     "loss/kl": "kl", "critic/explained_variance": "critic explains",
     "time/rollout": "rollout s", "time/train": "train s", "time/step": "step s",
@@ -204,7 +206,7 @@ FIXED = "model", "seed", "lora_rank", "lora_alpha", "lora_targets", "advantage"
 
 
 def main(cfg: Config) -> list[float]:
-    """Returns the held-out pass rates, the first from before training."""
+    """Returns the held-out pass rates, the first from before training or after it was resumed."""
     with Cluster(cfg.device_map, cfg.device, **cfg.cluster_options) as cluster:
         prompts = data.Mixture(cfg.data, seed=f"rlvr-{cfg.seed}")
         held_out = data.held_out(cfg.evaluated, cfg.eval_prompts) if cfg.evaluated else []
@@ -232,6 +234,7 @@ def train(
         rollout.set_version(done)
     else:
         run.log(0, evaluate(held_out, cfg, chat, rollout, rates))
+        run.note_samples(0, rollout.dropped())  # by the evaluation
     if cfg.runs_ahead:
         rollout.start()
 
@@ -258,14 +261,16 @@ def train(
         metrics |= {"rollout/trained_samples": len(sequences)} | laps.metrics()
         if run.is_due(step, cfg.eval_every):
             metrics |= evaluate(held_out, cfg, chat, rollout, rates)
-            run.note_samples(step, rollout.dropped())  # while it lasted
+            run.note_samples(step, rollout.dropped())
         run.log(step, metrics)
         if run.is_due(step, cfg.checkpoint_every):
+            start = time.perf_counter()
             saved.save(step, higher=metrics.get("eval/pass@1"))
-            run.note("checkpoint", step=step)
+            run.note("checkpoint", step=step, seconds=time.perf_counter() - start)
     run.close()
     if rates:
-        print(f"held-out pass rate {rates[0]:.3f} -> {rates[-1]:.3f}")
+        since = f", the first since step {done}" if done else ""
+        print(f"held-out pass rate {rates[0]:.3f} -> {rates[-1]:.3f}{since}")
     return rates
 
 
@@ -374,11 +379,12 @@ def evaluate(
         temperature=cfg.temperature if cfg.eval_samples > 1 else 0.0,
         stop_ids=chat.stop_ids,
     )
+    start = time.perf_counter()
     groups = rollout.answer(held_out, num_samples=cfg.eval_samples, params=params)
     refuse_all_failed(groups)
     metrics = pass_rates(groups, cfg.pass_reward)
     rates.append(metrics["eval/pass@1"])
-    return metrics
+    return metrics | {"time/evaluate": time.perf_counter() - start}  # not a part of the step
 
 
 def describe_plan(cfg: Config) -> str:

@@ -357,7 +357,8 @@ def test_prompts_that_end():
     [
         ({"samples_per_prompt": 0}, "samples_per_prompt=0 must be at least 1"),
         ({"surplus": "sell"}, "surplus='sell' is not known"),
-        ({"surplus": "keep"}, "set max_staleness to 1 or more"),
+        ({"surplus": "keep", "extra_prompts": 1}, "set max_staleness to 1 or more"),
+        ({"surplus": "keep", "max_staleness": 1}, "extra_prompts=0: there is never one too many"),
         ({"drop_equal": True, "samples_per_prompt": 1}, "drop_equal drops every group"),
         ({"min_group_reward": 0.9, "max_group_reward": 0.1}, "must not exceed"),
         ({"deadline": 0}, "deadline=0 must be above 0"),

@@ -130,6 +130,18 @@ def test_what_failed_is_asked_again(config, scored, monkeypatch):
     assert failed <= set(scored) and len(scored) == 2 * (3 + len(failed))
 
 
+def test_when_all_failed_the_error_says_why_and_it_can_be_tried_again(config, scored, monkeypatch):
+    def broken(prompt, reply):
+        raise KeyError("no such key")
+
+    with monkeypatch.context() as patch:
+        for domain in ("reverse", "addition"):
+            patch.setitem(rlvr.INLINE, domain, broken)
+        with pytest.raises(RuntimeError, match=r"24 samples failed(.|\n)*KeyError: 'no such key'"):
+            evaluate.main(config("run", max_error_share=1.0))
+    assert evaluate.main(config("run"))["eval/failed"] == 0
+
+
 def test_an_evaluation_does_not_go_on_with_other_options(config, scored, monkeypatch):
     with dying_after(1, monkeypatch):
         evaluate.main(config("run"))

@@ -8,10 +8,11 @@ from roll_lite.engine.service import EngineService
 from roll_lite.envs.question import question_maker
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.filters import drop_failed
+from roll_lite.rollout.metrics import describe_groups, pass_rates
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.turns import derive_seed
 from roll_lite.tasks import prompts
-from roll_lite.types import SamplingParams, Score
+from roll_lite.types import Group, Sample, SamplingParams, Score
 
 
 @pytest.fixture(scope="module")
@@ -141,15 +142,39 @@ def test_a_reward_that_raises_is_an_error_not_a_zero(engine, chat):
         return 1.0
 
     calls = []
-    groups = rollout_with(engine, chat, reward).answer(
-        some_prompts(2), num_samples=3, params=params(chat)
-    )
+    rollout = rollout_with(engine, chat, reward)
+    groups = rollout.answer(some_prompts(2), num_samples=3, params=params(chat))
     failed = [s for g in groups for s in g.samples if s.state == "failed"]
     assert len(failed) == 2 and all(s.score is None for s in failed)
     assert all("ZeroDivisionError: reward broke" in s.error for s in failed)
+    assert rollout.dropped() == [(sample, "failed") for sample in failed]  # for the records
     kept = drop_failed(groups)
     assert sum(len(g.samples) for g in kept) <= 4
     assert all(len(g.samples) >= 2 for g in kept)
+
+
+def scored_group(*values, **parts):
+    samples = []
+    for index, value in enumerate(values):
+        sample = Sample(prompt=some_prompts(1)[0], index=index)
+        sample.score = None if value is None else Score(value=value, parts=parts)
+        sample.enter("failed" if value is None else "done", 0)
+        samples.append(sample)
+    return Group(prompt=samples[0].prompt, samples=samples)
+
+
+def test_pass_rates_with_failed_samples():
+    """They are neither right nor wrong, and pass@k keeps its name."""
+    groups = [scored_group(1.0, None, 0.0, 0.0), scored_group(0.0, 0.0, 0.0, None)]
+    rates = pass_rates(groups)
+    assert rates["eval/pass@1"] == pytest.approx((1 / 3 + 0) / 2)
+    assert rates["eval/pass@4"] == 0.5 and rates["eval/failed"] == 2
+    assert "eval/pass@3" not in rates
+
+
+def test_a_part_of_a_reward_does_not_hide_the_reward():
+    metrics = describe_groups([scored_group(1.0, 0.5, mean=0.25, other=2.0)])
+    assert metrics["reward/mean"] == 0.75 and metrics["reward/other"] == 2.0
 
 
 def test_when_everything_fails_the_run_stops_with_the_cause(engine, chat):

@@ -3,7 +3,8 @@
 config.json      the options
 metrics.jsonl    a line for each step
 events.jsonl     a line for each sample that was dropped, its life and why; checkpoints, resumes
-rollouts/        step_*.jsonl: the samples that were trained on, a line each
+rollouts/        step_*.jsonl: the samples that were trained on, a line each; its token_ids are what
+                 was read, then what was sampled, turn by turn, its logprobs those of the sampled
 tensorboard/     the metrics again, where the package tensorboard is installed
 """
 
@@ -14,6 +15,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from roll_lite.progress import ProgressBar
 from roll_lite.types import Group, Sample
@@ -68,9 +71,9 @@ class Run:
         self._bar.count = step
         self._bar.draw()
 
-    def note(self, event: str, step: int) -> None:
+    def note(self, event: str, step: int, **more: Any) -> None:
         """Write down that something has happened."""
-        self._write_events([{"event": event, "step": step, "time": time.time()}])
+        self._write_events([{"event": event, "step": step, "time": time.time(), **more}])
 
     def note_samples(self, step: int, dropped: Iterable[tuple[Sample, str]]) -> None:
         """Write down samples that nobody trains on, and why."""
@@ -87,13 +90,13 @@ class Run:
         """Records of steps that will be done again."""
         for name in ("metrics.jsonl", "events.jsonl"):
             path = self.folder / name
-            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-            # A line that the end of the last run cut short is of a step after its checkpoint.
-            whole = [line for line in lines if line.endswith("}\n")]
-            # From step 0 on everything is done again, what was measured before training included.
-            kept = [line for line in whole if 0 < step >= json.loads(line)["step"]]
+            path.touch()
             partial = path.with_suffix(".partial")
-            partial.write_text("".join(kept))
+            with path.open() as lines, partial.open("w") as kept:  # may be gigabytes
+                # A line that the end of the last run cut short is of a step after its checkpoint.
+                whole = (line for line in lines if line.endswith("}\n"))
+                # From step 0 on all is done again, what was measured before training included.
+                kept.writelines(line for line in whole if 0 < step >= json.loads(line)["step"])
             partial.rename(path)
 
     def close(self) -> None:
@@ -148,6 +151,17 @@ def _life(sample: Sample) -> dict[str, Any]:
 
 def _row(sample: Sample) -> dict[str, Any]:
     """Everything about a sample that a person would want to look up later."""
+    ends = [0, *(len(turn.prompt_ids) + len(turn.token_ids) for turn in sample.turns)]
+    turns = [
+        {
+            "read": len(turn.prompt_ids) - begin,
+            "sampled": len(turn.token_ids),
+            "finish": turn.finish_reason,
+            "versions": turn.versions,
+        }
+        for begin, turn in zip(ends, sample.turns, strict=False)
+    ]
+    logprobs = [logprob for turn in sample.turns for logprob in turn.logprobs]
     return {
         "prompt_id": sample.prompt.id,
         "domain": sample.prompt.domain,
@@ -161,8 +175,7 @@ def _row(sample: Sample) -> dict[str, Any]:
         "parts": sample.score.parts if sample.score else {},
         "error": sample.error,
         "token_ids": sample.token_ids,
-        "loss_mask": [int(m) for m in sample.loss_mask],
-        "logprobs": [round(p, 5) for p in sample.logprobs],
-        "turns": [{"finish": t.finish_reason, "versions": t.versions} for t in sample.turns],
+        "logprobs": np.round(logprobs, 5).tolist(),
+        "turns": turns,
         "events": sample.events,
     }

@@ -133,7 +133,7 @@ class Coordinator:
         return self._loop.run(self._metrics())
 
     def dropped(self) -> list[tuple[Sample, str]]:
-        """Samples that ended since the last time and are in no group, each with the reason."""
+        """Samples that ended since the last time and teach nothing, each with the reason."""
         return self._loop.run(self._dropped())
 
     def state_dict(self) -> dict[str, Any]:
@@ -186,6 +186,7 @@ class Coordinator:
 
             answers = (answer(place, group) for place, group in enumerate(groups))
             await self._groups.unless_failed(asyncio.gather(*answers))
+        self._runner.dropped += self._answerer.dropped  # they are in their groups, and noted
         self._answerer.dropped.clear()
         return groups
 

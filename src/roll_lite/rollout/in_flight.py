@@ -264,7 +264,7 @@ class InFlight:
             if self._checked.get(number) == version:
                 continue
             self._checked[number] = version
-            stale = [s for s in group.samples if (s.first_version or 0) < oldest]
+            stale = [s for s in group.samples if s.first_version < oldest]
             self._runner.discard(stale, "stale", "too old")
             group.samples = [s for s in group.samples if s.state == "done"]
             if len(group.samples) < self._min_samples:

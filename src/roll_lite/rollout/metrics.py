@@ -7,17 +7,19 @@ from roll_lite.types import Group, Sample
 
 
 def describe_groups(groups: list[Group]) -> dict[str, float]:
-    """Rewards and lengths of all samples, failures included, and what each domain got."""
+    """Rewards and lengths of all samples, and what each domain got.
+
+    Where a part of a reward has the name of one of these, these are shown.
+    """
     samples = [sample for group in groups for sample in group.samples]
     done = [sample for sample in samples if sample.state == "done"]
     rewards = [[s.score.value for s in g.samples if s.score] for g in groups]
     return {
+        **_parts("reward", done),
         "reward/mean": fmean(s.score.value for s in done) if done else 0.0,
         "reward/solved_groups": fmean(any(r > 0 for r in group) for group in rewards),
         "reward/equal_groups": fmean(len(set(group)) < 2 for group in rewards),
-        **_parts("reward", done),
         **_by_domain(groups),
-        "rollout/failed": len(samples) - len(done),
         "rollout/reply_tokens": fmean(sum(s.loss_mask) for s in samples),
         "rollout/truncated": fmean(
             any(turn.finish_reason == "length" for turn in s.turns) for s in samples
@@ -42,8 +44,8 @@ def _by_domain(groups: list[Group]) -> dict[str, float]:
         done = [s for group in members for s in group.samples if s.state == "done"]
         metrics[f"rollout/{domain}/share"] = len(members) / len(groups)
         if done:
-            metrics[f"reward/{domain}/mean"] = fmean(s.score.value for s in done)
             metrics |= _parts(f"reward/{domain}", done)
+            metrics[f"reward/{domain}/mean"] = fmean(s.score.value for s in done)
     return metrics
 
 
@@ -69,7 +71,7 @@ def _pass_rates(prefix: str, groups: list[Group], pass_reward: float) -> dict[st
     passed = [[reward >= pass_reward for reward in group] for group in rewards if group]
     if not passed:
         return {}
-    num_samples = max(map(len, passed))
+    num_samples = max(len(group.samples) for group in groups)
     metrics = {
         f"{prefix}/reward": fmean(reward for group in rewards for reward in group),
         # The mean of the groups' means: every prompt counts alike.

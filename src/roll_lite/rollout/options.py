@@ -48,6 +48,11 @@ class RolloutOptions:
             above(0, self, "deadline")
         if self.drop_equal and self.samples_per_prompt == 1:
             raise ValueError("drop_equal drops every group of samples_per_prompt=1; use 2 or more")
+        if self.surplus == "keep" and self.extra_prompts == 0:
+            raise ValueError(
+                "surplus='keep' with extra_prompts=0: there is never one too many; set "
+                "extra_prompts, or leave surplus away"
+            )
         if self.surplus == "keep" and self.max_staleness < 1:
             raise ValueError(
                 f"surplus='keep' with max_staleness={self.max_staleness}: what is kept is used "

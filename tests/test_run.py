@@ -1,0 +1,61 @@
+"""The run's folder: what is written can be read back, and what is done again is forgotten."""
+
+import json
+
+import pytest
+
+from roll_lite.report.run import Run
+from roll_lite.types import Group, Prompt, Sample, Score, Turn
+
+PROMPT = Prompt(
+    id="p", messages=({"role": "user", "content": "?"},), domain="math", ground_truth=""
+)
+
+
+def turn(prompt_ids, token_ids, logprobs, version):
+    return Turn(
+        prompt_ids=prompt_ids, token_ids=token_ids, logprobs=logprobs, finish_reason="stop",
+        versions=[(0, version)],
+    )  # fmt: skip
+
+
+def test_rollouts_say_which_tokens_were_read_and_which_sampled(tmp_path):
+    sample = Sample(prompt=PROMPT, index=0, score=Score(value=0.5, parts={"a": 1.0}))
+    sample.add_turn(turn([1, 2, 3], [4, 5], [-0.1234567, -2.0], 7))
+    sample.add_turn(turn([1, 2, 3, 4, 5, 6], [8], [-1e-7], 8))
+    sample.enter("done", 8)
+    run = Run(tmp_path, PROMPT, num_steps=1, shown={})
+    run.write_rollouts(1, [Group(prompt=PROMPT, samples=[sample])])
+    (row,) = map(json.loads, (tmp_path / "rollouts" / "step_00001.jsonl").read_text().splitlines())
+    ids, logprobs, found = iter(row["token_ids"]), iter(row["logprobs"]), []
+    for told in row["turns"]:
+        found += [(next(ids), 0.0) for _ in range(told["read"])]
+        found += [(next(ids), next(logprobs)) for _ in range(told["sampled"])]
+    assert not list(ids) and not list(logprobs)
+    assert [token for token, _ in found] == sample.token_ids
+    assert [logprob for _, logprob in found] == pytest.approx(sample.logprobs, abs=5e-6)
+    assert [told["versions"] for told in row["turns"]] == [[[0, 7]], [[0, 8]]]
+
+
+@pytest.mark.parametrize(("resumed_at", "kept"), [(3, [0, 1, 2, 3]), (0, [])])
+def test_a_resumed_run_keeps_the_records_up_to_its_checkpoint(tmp_path, resumed_at, kept):
+    run = Run(tmp_path, PROMPT, num_steps=9, shown={})
+    for step in range(6):
+        run.log(step, {"loss": 1.0})
+        run.note("checkpoint", step=step, seconds=0.5)
+    for name in ("metrics.jsonl", "events.jsonl"):
+        with (tmp_path / name).open("a") as file:
+            file.write('{"step": 2, "cut sh')
+    Run(tmp_path, PROMPT, num_steps=9, shown={}, resumed_at=resumed_at)
+    metrics, events = (
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("metrics.jsonl", "events.jsonl")
+    )
+    assert [row["step"] for row in metrics] == kept
+    told = [(row["event"], row["step"]) for row in events]
+    assert told == [*(("checkpoint", step) for step in kept), ("resumed", resumed_at)]
+
+
+def test_a_run_without_records_can_be_resumed(tmp_path):
+    Run(tmp_path, PROMPT, num_steps=9, shown={}, resumed_at=4)
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
