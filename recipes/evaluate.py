@@ -33,7 +33,7 @@ from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.filters import refuse_all_failed
 from roll_lite.rollout.metrics import pass_rates
 from roll_lite.rollout.options import RolloutOptions
-from roll_lite.train.export import export_checkpoint
+from roll_lite.train.export import check_checkpoint, export_checkpoint
 from roll_lite.types import Group, Prompt, SamplingParams
 
 
@@ -87,6 +87,8 @@ class Config(RewardOptions):
         truncation = ("top_k", "top_p", "min_p")
         read_only_if(self.chosen_temperature > 0, "a temperature above 0", self, *truncation)
         _ = self.params
+        if self.checkpoint is not None:
+            check_checkpoint(self.checkpoint, self.model)
         refuse_old_run(self.run_dir)
 
     @property

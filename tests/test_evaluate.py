@@ -142,6 +142,12 @@ def test_when_all_failed_the_error_says_why_and_it_can_be_tried_again(config, sc
     assert evaluate.main(config("run"))["eval/failed"] == 0
 
 
+def test_what_is_no_checkpoint_is_refused_before_anything_is_written(config, tmp_path):
+    with pytest.raises(ValueError, match=r"is not the folder of a checkpoint.*step-00000100"):
+        config("run", checkpoint=str(tmp_path))
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_evaluation_does_not_go_on_with_other_options(config, scored, monkeypatch):
     with dying_after(1, monkeypatch):
         evaluate.main(config("run"))

@@ -10,7 +10,9 @@ from pathlib import Path
 import evaluate
 import pytest
 import rlvr
+import torch
 from rlvr_program import share_of_good_letters
+from safetensors.torch import load_file
 from test_algorithms import gain, make_toy, toy_folder  # noqa: F401 (a fixture)
 
 from roll_lite.report.curve import read_metric
@@ -243,8 +245,14 @@ def test_the_parts_of_a_step_add_up(here):
     assert sum(parts) == pytest.approx(row["time/step"])
 
 
-def test_evaluation_of_model_and_checkpoint_is_that_of_the_run(here, toy_folder, tmp_path):  # noqa: F811
-    here("run", steps=2, eval_samples=3, pass_reward=0.25)
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_evaluation_of_model_and_checkpoint_is_that_of_the_run(
+    here,
+    toy_folder,
+    tmp_path,
+    lora_rank,  # noqa: F811
+):
+    here("run", steps=2, eval_samples=3, pass_reward=0.25, lora_rank=lora_rank)
     expected = dict(read_metric(tmp_path / "run", "eval/reward"))[2]
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
     for name, options in {
@@ -258,6 +266,13 @@ def test_evaluation_of_model_and_checkpoint_is_that_of_the_run(here, toy_folder,
         found = evaluate.main(cfg)
         assert 0 < found["eval/pass@1"] <= found["eval/pass@3"] <= 1
         assert found["eval/reward"] == pytest.approx(expected, abs=0.15)  # other samples
+    base, exported, trained = (
+        load_file(folder / "model.safetensors")
+        for folder in (toy_folder, tmp_path / "checkpoint" / "model", tmp_path / "run" / "model")
+    )
+    assert exported.keys() == trained.keys()
+    assert all(torch.equal(exported[name], trained[name]) for name in trained)
+    assert not all(torch.equal(base[name], trained[name]) for name in trained)
     greedy = evaluate.Config(
         model=str(tmp_path / "run" / "model"), data=("reverse:1",), prompts=8, max_tokens=4,
         kv_cache_gib=0.05, run_dir=str(tmp_path / "greedy"),

@@ -30,6 +30,10 @@ class LoraOptions:
     targets: tuple[str, ...] = tuple(TARGETS)
     seed: int = 0
 
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
     def __post_init__(self):
         if self.rank < 1:
             raise ValueError(f"lora rank={self.rank} must be at least 1")
@@ -77,12 +81,11 @@ def add_adapters(model: nn.Module, options: LoraOptions) -> None:
     """Freeze the model and give its blocks adapters, in fp32, that change nothing yet."""
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(options.seed)
-    scale = options.alpha / options.rank
     for block in model.blocks:
         for target in options.targets:
             module = block.get_submodule(TARGETS[target].split(".")[0])
             weight = getattr(module, target)
-            adapter = Adapter(weight, options.rank, scale, model.shard)
+            adapter = Adapter(weight, options.rank, options.scale, model.shard)
             adapter.cuts_up = target in ("qkv", "gate_up")
             adapter.to(weight.device)
             _initialize(adapter, generator)
@@ -101,6 +104,11 @@ def _initialize(adapter: Adapter, generator: torch.Generator) -> None:
     if is_cut:
         whole = whole.chunk(adapter.shard.size, 1)[adapter.shard.rank]
     adapter.down.copy_(whole)
+
+
+def merge(weight: Tensor, down: Tensor, up: Tensor, options: LoraOptions) -> Tensor:
+    """The weight that does what weight and adapter do together."""
+    return (weight.float() + options.scale * (up @ down)).to(weight.dtype)
 
 
 def adapters(model: nn.Module) -> Iterator[Adapter]:

@@ -117,8 +117,8 @@ def refuse_old_run(folder: str | Path) -> None:
     """For a run that begins: what another has left is not written over."""
     if (Path(folder) / "metrics.jsonl").exists():
         raise ValueError(
-            f"run_dir={folder} holds the records of an earlier run; resume it, name another folder "
-            "or remove it"
+            f"run_dir={folder} holds the records of an earlier run; name another folder, remove "
+            "it, or, where a recipe has --resume, go on with it"
         )
 
 

@@ -3,32 +3,65 @@
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from roll_lite.models.config import read_config
-from roll_lite.models.hf import save_state, stored_dtype
+from roll_lite.models.config import ModelConfig, read_config
+from roll_lite.models.hf import load_model, save_state, stored_dtype
+from roll_lite.models.lora import add_adapters, lora_options, merge
 from roll_lite.models.transformer import Transformer
 from roll_lite.train.checkpoint import read_pieces, verify
-from roll_lite.train.manifest import check_architecture, read_manifest
+from roll_lite.train.manifest import MANIFEST, Manifest, check_architecture, read_manifest
 from roll_lite.train.shards import DamagedError, Piece
 
 MASTERS = "policy.model."
 
 
+def check_checkpoint(checkpoint: str | Path, base: str | Path) -> Manifest:
+    """Refuse what is no checkpoint, or one of another model than `base`."""
+    if not (Path(checkpoint) / MANIFEST).is_file():
+        raise ValueError(
+            f"{checkpoint} is not the folder of a checkpoint: it has no {MANIFEST}; name one like "
+            "RUN_DIR/checkpoints/step-00000100"
+        )
+    manifest = read_manifest(checkpoint)
+    check_architecture(manifest, read_config(base))
+    return manifest
+
+
 def export_checkpoint(checkpoint: str | Path, base: str | Path, folder: str | Path) -> Path:
     """Write the folder in the dtype of `base`, the one that training started from."""
+    manifest, config = check_checkpoint(checkpoint, base), read_config(base)
     if problems := verify(checkpoint):
         raise DamagedError(f"{checkpoint} is damaged: {'; '.join(problems)}")
-    manifest, config = read_manifest(checkpoint), read_config(base)
-    check_architecture(manifest, config)
     if manifest.kind == "adapter":
-        raise ValueError(
-            f"{checkpoint} holds adapters alone; use the model that the run exported at its end, "
-            "or resume the run with steps at the checkpoint's, which exports it"
-        )
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in Transformer(config).named_parameters()}
-    wanted = {MASTERS + name: Piece.whole(torch.empty(shape)) for name, shape in shapes.items()}
-    read_pieces(checkpoint, wanted)
+        state = _merged(checkpoint, manifest, config, base)
+    else:
+        with torch.device("meta"):
+            model = Transformer(config)
+        state = _read(checkpoint, dict(model.named_parameters()), manifest)
     dtype = stored_dtype(base)
-    state = {name: wanted[MASTERS + name].tensor.to(dtype) for name in shapes}
-    return save_state(folder, state, config, like=base)
+    return save_state(folder, {name: t.to(dtype) for name, t in state.items()}, config, like=base)
+
+
+def _merged(
+    checkpoint: str | Path, manifest: Manifest, config: ModelConfig, base: str | Path
+) -> dict[str, Tensor]:
+    """The weights of the base, with what the checkpoint's adapters add to them."""
+    fixed = manifest.state["controller"]["fixed"]
+    options = lora_options(fixed["lora_rank"], fixed["lora_alpha"], tuple(fixed["lora_targets"]))
+    with torch.device("meta"):
+        model = Transformer(config)
+        add_adapters(model, options)
+    adapters = {n: p for n, p in model.named_parameters() if "_adapter." in n}
+    adapters = _read(checkpoint, adapters, manifest)
+    state = {name: p.detach() for name, p in load_model(base).named_parameters()}
+    for name in (name.removesuffix("_adapter.down") for name in adapters if name.endswith("down")):
+        down, up = adapters[f"{name}_adapter.down"], adapters[f"{name}_adapter.up"]
+        state[name] = merge(state[name], down, up, options)
+    return state
+
+
+def _read(checkpoint: str | Path, like: dict[str, Tensor], manifest: Manifest) -> dict[str, Tensor]:
+    wanted = {MASTERS + name: Piece.whole(torch.empty(p.shape)) for name, p in like.items()}
+    read_pieces(checkpoint, wanted, kind=manifest.kind)
+    return {name: wanted[MASTERS + name].tensor for name in like}

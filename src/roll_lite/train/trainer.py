@@ -15,7 +15,7 @@ from roll_lite.cluster.groups import Place
 from roll_lite.models.flops import device_flops, training_flops
 from roll_lite.models.hf import save_state, stored_dtype
 from roll_lite.models.layers import Checkpointing
-from roll_lite.models.lora import LoraOptions, adapters
+from roll_lite.models.lora import LoraOptions, adapters, merge
 from roll_lite.models.parallel import gradient_norm, rectangle, whole
 from roll_lite.models.transformer import Head
 from roll_lite.train.checkpoint import read_pieces, verify
@@ -192,8 +192,7 @@ class Trainer(Scorer):
             if (down := f"{name}_adapter.down") in parameters:
                 up = f"{name}_adapter.up"
                 down, up = (whole(n, parameters[n], tensor_shard) for n in (down, up))
-                scale = self.lora.alpha / self.lora.rank
-                tensor = (tensor.float() + scale * (up @ down)).to(tensor.dtype)
+                tensor = merge(tensor, down, up, self.lora)
             yield name, tensor
 
     def export(self, folder: str | Path) -> Path:
