@@ -20,7 +20,7 @@ from rlvr import INLINE, REWARDS
 
 from roll_lite import data
 from roll_lite.chat import Chat
-from roll_lite.checks import above, at_least, read_only_if
+from roll_lite.checks import above, at_least, finite, read_only_if
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.device_map import format_table
 from roll_lite.cluster.role import RoleHandle
@@ -28,6 +28,7 @@ from roll_lite.engine.service import EngineService
 from roll_lite.models.config import read_config
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rewarding import RewardOptions, Rewards
+from roll_lite.rewards import registry
 from roll_lite.rollout.answers import AnswerFile
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.filters import refuse_all_failed
@@ -78,6 +79,7 @@ class Config(RewardOptions):
         data.parse_mixture(self.data)
         at_least(1, self, "samples")
         above(0, self, "kv_cache_gib")
+        finite(self, "pass_reward")
         if self.prompts is not None:
             at_least(1, self, "prompts")
         if self.samples > 1 and self.temperature == 0:
@@ -119,6 +121,7 @@ def main(cfg: Config) -> dict[str, float]:
     configs = {"config": read_config(cfg.model), "role_configs": cfg.reward_configs}
     with Cluster(device_map, cfg.device, roles=roles, **configs) as cluster:
         prompts = data.held_out(cfg.data, cfg.prompts, of_tasks=256)
+        registry.check_prompts(prompts, REWARDS | INLINE)
         answers = AnswerFile(f"{cfg.run_dir}/answers.jsonl", prompts, asked_with(cfg))
         run = Run(cfg.run_dir, cfg, num_steps=0, shown=SHOWN)
         folder = cfg.model

@@ -19,7 +19,7 @@ import tyro
 
 from roll_lite import data
 from roll_lite.chat import Chat
-from roll_lite.checks import above, at_least, filled_from, unread_with
+from roll_lite.checks import above, at_least, filled_from, finite, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.planner import BatchPlan, plan, render
 from roll_lite.cluster.role import RoleHandle, split
@@ -34,6 +34,7 @@ from roll_lite.rewards.math import last_number
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.filters import refuse_all_failed
 from roll_lite.rollout.garbage import rare_collections
+from roll_lite.rollout.in_flight import NothingLeft
 from roll_lite.rollout.metrics import describe_groups, pass_rates
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.sync import WeightSync
@@ -128,7 +129,17 @@ class Config(Algorithm, RolloutOptions, RewardOptions, Shaping, Training):
         at_least(1, self, "eval_prompts", "eval_samples", "eval_every")
         at_least(0, self, "steps", "checkpoint_every", "rollouts_every")
         above(0, self, "temperature", "kv_cache_gib")
-        at_least(self.updates_per_step, self, "prompts_per_step")
+        finite(self, "pass_reward")
+        if self.prompts_per_step < self.updates_per_step:
+            raise ValueError(
+                f"prompts_per_step={self.prompts_per_step} must be at least "
+                f"updates_per_step={self.updates_per_step}: every update has a part of the prompts"
+            )
+        if self.critic_warmup_steps > self.steps > 0:
+            raise ValueError(
+                f"critic_warmup_steps={self.critic_warmup_steps} must not exceed "
+                f"steps={self.steps}: the policy is trained after them"
+            )
         if self.runs_ahead:
             unread_with("max_staleness above 0", self, "extra_prompts", "engines_sleep")
         elif self.surplus == "abort":
@@ -195,7 +206,8 @@ def reversed_word(prompt: Prompt, reply: str) -> float:
 REWARDS = registry.REWARDS  # in worker processes, by domain: {..., "mine": my_reward}
 INLINE = {"addition": last_number, "counting": last_number, "reverse": reversed_word}
 SHOWN = {
-    "reward/mean": "reward", "eval/pass@1": "eval", "rollout/failed": "failed",
+    "reward/mean": "reward", "eval/pass@1": "eval", "eval/failed": "eval failed",
+    "rollout/failed": "failed",
     "rollout/missing_groups": "missing groups", "rollout/reply_tokens": "tokens",
     "rollout/staleness": "versions old",
     "loss/entropy": "entropy", "loss/grad_norm": "grad", "mismatch/logprob_mean": "mismatch",
@@ -210,6 +222,7 @@ def main(cfg: Config) -> list[float]:
     with Cluster(cfg.device_map, cfg.device, **cfg.cluster_options) as cluster:
         prompts = data.Mixture(cfg.data, seed=f"rlvr-{cfg.seed}")
         held_out = data.held_out(cfg.evaluated, cfg.eval_prompts) if cfg.evaluated else []
+        registry.check_prompts([*prompts.rows, *held_out], REWARDS | INLINE)
         domains = {*prompts.domains, *(prompt.domain for prompt in held_out)}
         with Rewards(REWARDS, INLINE, domains, cfg, cluster, cfg.tokens_per_microbatch) as rewards:
             chat, models = Chat(cfg.model), make_roles(cfg, cluster)
@@ -240,7 +253,13 @@ def train(
 
     for step in range((done or 0) + 1, cfg.steps + 1):
         laps = Laps()
-        groups = rollout.collect()
+        try:
+            groups = rollout.collect()
+        except NothingLeft:  # what was learnt is kept, and what was dropped can be looked at
+            run.note_samples(step, rollout.dropped())
+            if step - 1 > (done or 0) and not run.is_due(step - 1, cfg.checkpoint_every):
+                saved.save(step - 1)
+            raise
         laps.end("rollout")
         if cfg.engines_sleep:
             models.engines.sleep()

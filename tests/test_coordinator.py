@@ -157,6 +157,18 @@ def test_a_deadline_does_not_count_the_wait_for_an_engine():
     assert generating.time - queued.time >= 0.4
 
 
+def test_evaluations_have_no_deadline():
+    with (
+        FakeEngines(1, max_delay=0.5) as engines,
+        coordinator_over(engines, deadline=0.01) as rollout,
+    ):
+        asked = itertools.islice(fake_prompts(), 4)
+        groups = rollout.answer(asked, num_samples=2, params=PARAMS)
+    samples = [sample for group in groups for sample in group.samples]
+    assert {sample.state for sample in samples} == {"done"}
+    assert max(s.events[-1].time - s.events[0].time for s in samples) > 0.01
+
+
 class Talk:
     """Three turns; the reward of each is 1."""
 
@@ -363,6 +375,7 @@ def test_prompts_that_end():
         ({"min_group_reward": 0.9, "max_group_reward": 0.1}, "must not exceed"),
         ({"deadline": 0}, "deadline=0 must be above 0"),
         ({"max_staleness": float("inf")}, "max_staleness=inf must be a finite"),
+        ({"min_group_reward": float("nan")}, "min_group_reward=nan must be a finite"),
     ],
 )
 def test_wrong_options_are_named(options, message):

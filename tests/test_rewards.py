@@ -1,9 +1,12 @@
 import asyncio
+from functools import partial
 
 import pytest
 
 from roll_lite.envs.question import Question
+from roll_lite.rewards.code import passes_tests
 from roll_lite.rewards.math import last_number
+from roll_lite.rewards.registry import REWARDS, check_prompts
 from roll_lite.types import Prompt, Score
 
 
@@ -37,3 +40,22 @@ def test_a_question_ends_with_its_score():
     assert asyncio.run(env.step("y")) == ((), 0.5, True, False, {"parts": parts})
     env = Question(prompt("x"), lambda p, reply: reply == "x")
     assert asyncio.run(env.step("x"))[1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("domain", "fields", "message"),
+    [
+        ("math", {}, "prompt p has ground_truth=''; the reward math_answer needs"),
+        ("choice", {"ground_truth": "Paris"}, "choice_answer needs one letter"),
+        ("code", {}, "prompt p has no tests"),
+        ("code", {"tests": ({"code": "assert ("},)}, r"tests\[0\] of prompt p is not Python"),
+        ("instructions", {"tests": ({"kind": "rhyme"},)}, r"prompt p, tests\[0\]: kind='rhyme'"),
+        ("quick code", {}, "prompt p has no tests"),
+    ],
+)
+def test_prompts_that_could_not_be_scored_are_refused(domain, fields, message):
+    rewards = REWARDS | {"quick code": partial(passes_tests, partial=True), "mine": last_number}
+    good = Prompt(id="g", messages=(), domain="mine", ground_truth="")
+    bad = Prompt(id="p", messages=(), domain=domain, **{"ground_truth": ""} | fields)
+    with pytest.raises(ValueError, match=message):
+        check_prompts([good, bad], rewards)

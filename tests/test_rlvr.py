@@ -1,5 +1,6 @@
 """recipes/rlvr.py over ranks: any device map, beside or in turns with training, resumed."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -239,6 +240,28 @@ def test_dropped_samples_are_written_down(here, tmp_path):
     assert [event["step"] for event in events if event["event"] == "checkpoint"] == [1]
 
 
+def test_when_nothing_is_left_to_learn_the_run_keeps_what_it_has(here, tmp_path, monkeypatch):
+    """From some reply on all rewards are equal: no checkpoint was asked for, and one is there."""
+    num_scored = itertools.count()
+
+    def exhausted(prompt, reply):
+        return share_of_good_letters(prompt, reply) if next(num_scored) < 200 else 1.0
+
+    options = {"drop_equal": True, "max_refills": 1, "steps": 30, "eval_every": 100}
+    with monkeypatch.context() as patch:
+        patch.setitem(rlvr.INLINE, "reverse", exhausted)
+        with pytest.raises(RuntimeError, match=r"all 16 groups .*: 16 had equal rewards"):
+            here("run", **options)
+    last = steps_of(tmp_path / "run")[-1]["step"]
+    assert (tmp_path / "run" / "checkpoints" / f"step-{last:08d}").exists()
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    told = [event for event in map(json.loads, lines) if event["step"] == last + 1]
+    assert len(told) == 16 * 8
+    assert {event["why"] for event in told} == {"its group had equal rewards"}
+    rows = here("run", resume=True, **options | {"steps": last + 2})
+    assert [row["step"] for row in rows] == list(range(1, last + 3))
+
+
 def test_the_parts_of_a_step_add_up(here):
     (row,) = here("run", steps=1)
     parts = [row[f"time/{name}"] for name in ("rollout", "prepare", "train", "sync", "records")]
@@ -246,12 +269,7 @@ def test_the_parts_of_a_step_add_up(here):
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])
-def test_evaluation_of_model_and_checkpoint_is_that_of_the_run(
-    here,
-    toy_folder,
-    tmp_path,
-    lora_rank,  # noqa: F811
-):
+def test_model_and_checkpoint_evaluate_like_the_run(here, toy_folder, tmp_path, lora_rank):  # noqa: F811
     here("run", steps=2, eval_samples=3, pass_reward=0.25, lora_rank=lora_rank)
     expected = dict(read_metric(tmp_path / "run", "eval/reward"))[2]
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
@@ -285,6 +303,9 @@ def test_evaluation_of_model_and_checkpoint_is_that_of_the_run(
     [
         ({"on_new_weights": "abort"}, "on_new_weights='abort' is not read with max_staleness=0"),
         ({"tokens_per_microbatch": 4}, "max_tokens=4 must be below.*tokens_per_microbatch=4"),
+        ({"updates_per_step": 9}, "prompts_per_step=8 must be at least updates_per_step=9"),
+        ({"advantage": "gae", "critic_warmup_steps": 31}, "critic_warmup_steps=31 must not exceed"),
+        ({"pass_reward": float("nan")}, "pass_reward=nan must be a finite number"),
         ({"judge": "somewhere"}, "somewhere is not a model folder"),
         ({"max_staleness": 1.0, "extra_prompts": 4}, "extra_prompts=4 is not read with max_stal"),
         ({"data": ("reverse:1@0",)}, "not a finite weight"),

@@ -1,5 +1,8 @@
 """Samples through a real engine: lives, groups, failures, several turns."""
 
+import asyncio
+import time
+
 import pytest
 
 from roll_lite.chat import Chat
@@ -8,6 +11,7 @@ from roll_lite.engine.service import EngineService
 from roll_lite.envs.question import question_maker
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.filters import drop_failed
+from roll_lite.rollout.loops import PumpedLoop
 from roll_lite.rollout.metrics import describe_groups, pass_rates
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.turns import derive_seed
@@ -105,6 +109,28 @@ def test_scoring_starts_while_others_generate(engine, chat):
         some_prompts(8), num_samples=8, params=params(chat, max_tokens=64)
     )
     assert any(left)
+
+
+def test_time_stands_while_nobody_runs_a_pumped_loop():
+    """A sample that waits for the end of training does not come nearer to its deadline."""
+    loop, event = PumpedLoop(lambda: False, pytest.fail), asyncio.Event()
+
+    async def begin():
+        return asyncio.create_task(asyncio.wait_for(event.wait(), 0.3))
+
+    async def end(task):
+        await asyncio.sleep(0.01)
+        event.set()
+        return await task
+
+    task = loop.run(begin())
+    time.sleep(0.4)
+    assert loop.run(end(task)) is True
+    event.clear()
+    task = loop.run(begin())
+    with pytest.raises(TimeoutError):
+        loop.run(asyncio.wait_for(task, 1))
+    loop.close()
 
 
 def test_the_same_seed_gives_the_same_samples(engine, chat):

@@ -1,6 +1,7 @@
 """Checks of option values, for the `__post_init__` of a dataclass of options."""
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
@@ -18,6 +19,14 @@ def above(bound: float, config: Any, *fields: str) -> None:
     for field in fields:
         if not getattr(config, field) > bound:
             raise ValueError(f"{field}={getattr(config, field)} must be above {bound}")
+
+
+def finite(config: Any, *fields: str) -> None:
+    """Refuse infinity and what is no number; None stands for no value."""
+    for field in fields:
+        value = getattr(config, field)
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"{field}={value} must be a finite number")
 
 
 def one_of(known: Iterable[str], config: Any, *fields: str) -> None:

@@ -84,8 +84,8 @@ class Rewards:
         known = {*functions, *inline, *options.reward_roles}
         if missing := sorted(set(domains) - known):
             raise ValueError(
-                f"there is no reward for domain {' and '.join(map(repr, missing))} of the prompts; "
-                f"known domains: {', '.join(sorted(known))}"
+                f"there is no reward for domain {' and '.join(map(repr, missing))} of the prompts "
+                f"(a row without the field has ''); known domains: {', '.join(sorted(known))}"
             )
         self.asked: list[Judge] = []
         """For the coordinator to listen to."""

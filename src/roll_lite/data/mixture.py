@@ -97,7 +97,9 @@ class Mixture:
         self._entries = parse_mixture(entries)
         files = {e.source: _read_file(e.source) for e in self._entries if not e.is_task}
         _refuse_shared_ids(files)
-        self._file_ids = {prompt.id for prompts in files.values() for prompt in prompts}
+        self.rows = [prompt for prompts in files.values() for prompt in prompts]
+        """Of all files; those of tasks have no end."""
+        self._file_ids = {prompt.id for prompt in self.rows}
         self._contents = {source: digest(source) for source in files}
         self._streams = [
             [_task_stream(entry, seed)]

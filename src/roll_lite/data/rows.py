@@ -97,7 +97,10 @@ def read_rows(path: str | Path, parse: Callable[[Row], T], expected: str) -> lis
 def _row(where: str, number: int, line: bytes, expected: str) -> Row:
     try:
         fields = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except json.JSONDecodeError as error:
+        problem = f"{error.msg}, at character {error.pos + 1}"
+        raise ValueError(f"{where}: not JSON ({problem}); {expected}") from None
+    except UnicodeDecodeError as error:
         raise ValueError(f"{where}: not JSON ({error}); {expected}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{where}: {KINDS[type(fields)]} instead of an object; {expected}")

@@ -43,16 +43,20 @@ class Choice(NamedTuple):
 
 def choice_answer(prompt: Prompt, reply: str) -> Score:
     """1 when the reply chooses the letter of the ground truth and no other, else 0."""
+    letters = chosen(reply).letters
+    correct = float(letters == {right_letter(prompt)})
+    parts = {"correct": correct, "ambiguous": float(len(letters) > 1), "none": float(not letters)}
+    return Score(value=correct, parts=parts)
+
+
+def right_letter(prompt: Prompt) -> str:
     truth = re.fullmatch(r"\(?([A-J])[).]?", prompt.ground_truth.strip())
     if truth is None:
         raise ValueError(
             f"prompt {prompt.id} has ground_truth={prompt.ground_truth!r}; "
             "the reward choice_answer needs one letter from A to J"
         )
-    letters = chosen(reply).letters
-    correct = float(letters == {truth[1]})
-    parts = {"correct": correct, "ambiguous": float(len(letters) > 1), "none": float(not letters)}
-    return Score(value=correct, parts=parts)
+    return truth[1]
 
 
 def chosen(reply: str) -> Choice:

@@ -40,9 +40,7 @@ def passes_tests(
     failed. It should stay below the workers' own, which make an error of it. Tests of code run in
     a process of their own, or, with tests_apart=False, in the program's (see `Sandbox.run`).
     """
-    tests = [_checked(prompt, index) for index in range(len(prompt.tests))]
-    if not tests:
-        raise ValueError(f"prompt {prompt.id} has no tests, without which code cannot be scored")
+    tests = check_tests(prompt)
     source = last_code_block(reply)
     if source is None:
         return Score(value=0.0, parts={"no_code_block": 1.0, "tests_passed": 0.0})
@@ -81,6 +79,13 @@ def _passes(source: str, test: dict[str, str], *, tests_apart: bool, **how: Any)
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def check_tests(prompt: Prompt) -> list[dict[str, Any]]:
+    """The tests, where there are any and all can be run."""
+    if not prompt.tests:
+        raise ValueError(f"prompt {prompt.id} has no tests, without which code cannot be scored")
+    return [_checked(prompt, index) for index in range(len(prompt.tests))]
 
 
 def _checked(prompt: Prompt, index: int) -> dict[str, Any]:

@@ -34,15 +34,19 @@ class Judged(NamedTuple):
 
 def math_answer(prompt: Prompt, reply: str) -> Score:
     """1 when the reply's answer is the ground truth, else 0; `boxed` says whether it has a box."""
+    check_truth(prompt)
+    judged = judge(reply, prompt.ground_truth)
+    correct = float(judged.verdict.kind == "equal")
+    parts = {"correct": correct, "boxed": float(judged.place == "boxed")}
+    return Score(value=correct, parts=parts)
+
+
+def check_truth(prompt: Prompt) -> None:
     if not prompt.ground_truth.strip():
         raise ValueError(
             f"prompt {prompt.id} has ground_truth={prompt.ground_truth!r}; "
             "the reward math_answer needs the true answer"
         )
-    judged = judge(reply, prompt.ground_truth)
-    correct = float(judged.verdict.kind == "equal")
-    parts = {"correct": correct, "boxed": float(judged.place == "boxed")}
-    return Score(value=correct, parts=parts)
 
 
 def judge(reply: str, truth: str) -> Judged:

@@ -66,9 +66,11 @@ class Coordinator:
         self._replicas.policy_version = engines.version()
         runner = partial(
             SampleRunner,
-            replicas=self._replicas, chat=chat, make_env=make_env, options=options, seed=seed,
+            replicas=self._replicas, chat=chat, make_env=make_env, seed=seed,
+            max_retries=options.max_retries,
         )  # fmt: skip
-        self._runner, self._answerer = runner(), runner()
+        self._runner = runner(deadline=options.deadline)
+        self._answerer = runner()  # an evaluation is of all samples, however long they take
         self._groups = InFlight(self._runner, options, params, self._next_visit, self._version)
         self._options = options
         self._version_gaps: list[int] = []

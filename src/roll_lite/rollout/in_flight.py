@@ -17,6 +17,10 @@ from roll_lite.rollout.turns import GroupTurns
 from roll_lite.types import Group, Sample, SamplingParams
 
 
+class NothingLeft(RuntimeError):
+    """All groups of a step were dropped. Nothing is broken: others may teach more."""
+
+
 @dataclass(frozen=True, slots=True)
 class Running:
     visit: Visit
@@ -239,7 +243,7 @@ class InFlight:
         if not self._num_asked and not self.running and not self.ready:
             raise self._refill_error()
 
-    def _refill_error(self) -> RuntimeError:
+    def _refill_error(self) -> NothingLeft:
         has_domains = len({domain for domain, _ in self._dropped} | set(self.slots.domains)) > 1
         reasons = ", ".join(
             f"{count} {f'of {domain} ' if has_domains else ''}{reason}"
@@ -252,7 +256,7 @@ class InFlight:
             "Raise it, filter less, or choose prompts of another difficulty"
         )
         error = f". The last error:\n{self._last_error}" if self._last_error else ""
-        return RuntimeError(text + error)
+        return NothingLeft(text + error)
 
     def _oldest(self) -> int:
         """The policy version of the oldest first token that may be used."""

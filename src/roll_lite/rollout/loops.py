@@ -2,8 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,8 @@ class LoopThread:
     """An event loop that goes on while the recipe does something else."""
 
     def __init__(self, on_fault: OnFault):
-        self._loop = _make_loop(on_fault)
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(partial(_handle, on_fault))
         # A daemon: a reward that never returns must not keep the process alive.
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
         self._thread.start()
@@ -45,11 +47,13 @@ class PumpedLoop:
 
     def __init__(self, pump: Callable[[], bool], on_fault: OnFault):
         """`pump` lets engines do a piece of work, and says whether there may be more."""
-        self._loop = _make_loop(on_fault)
+        self._loop = StoppedClockLoop()
+        self._loop.set_exception_handler(partial(_handle, on_fault))
         self._pump = pump
 
     def run(self, coroutine: Coroutine) -> Any:
-        return self._loop.run_until_complete(self._pump_until_done(coroutine))
+        with self._loop.going():
+            return self._loop.run_until_complete(self._pump_until_done(coroutine))
 
     def call(self, function: Callable[..., None], *args: Any) -> None:
         function(*args)
@@ -71,10 +75,24 @@ class PumpedLoop:
             task.cancel()
 
 
-def _make_loop(on_fault: OnFault) -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    loop.set_exception_handler(partial(_handle, on_fault))
-    return loop
+class StoppedClockLoop(asyncio.SelectorEventLoop):
+    """Its clock stands while it does not run: samples that wait for training do not get older."""
+
+    def __init__(self):
+        self._stopped = 0.0
+        super().__init__()
+        self._stopped_at = time.monotonic()
+
+    def time(self) -> float:
+        return time.monotonic() - self._stopped
+
+    @contextmanager
+    def going(self) -> Iterator[None]:
+        self._stopped += time.monotonic() - self._stopped_at
+        try:
+            yield
+        finally:
+            self._stopped_at = time.monotonic()
 
 
 def _handle(on_fault: OnFault, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from roll_lite.checks import above, at_least, one_of
+from roll_lite.checks import above, at_least, finite, one_of
 
 
 @dataclass(kw_only=True)
@@ -21,7 +21,8 @@ class RolloutOptions:
     """Groups started beyond those asked for, so that nobody waits for the slowest. Without effect
     where generation goes on beside training: max_staleness says how many there are."""
     surplus: Literal["abort", "keep"] = "abort"
-    """What becomes of groups that are not needed any more: keep them for the next step."""
+    """What becomes of groups that are not needed any more: keep them for the next step. Then
+    nothing is generated beside training."""
     drop_equal: bool = False
     """Drop groups whose rewards are all equal: they teach nothing (DAPO's dynamic sampling)."""
     min_group_reward: float | None = None
@@ -33,7 +34,8 @@ class RolloutOptions:
     the step goes on with the groups that are left, a smaller batch at the same learning rate.
     Where none is left, the run stops."""
     deadline: float | None = None
-    """Seconds after which a sample is aborted, from when an engine has it to the end of scoring."""
+    """Seconds after which a sample is aborted, from when an engine has it to the end of scoring;
+    evaluations have none."""
     max_retries: int = 2
     """How often a request that an engine failed, or a step that raised, is tried again."""
     max_staleness: float = 0.0
@@ -58,8 +60,7 @@ class RolloutOptions:
                 f"surplus='keep' with max_staleness={self.max_staleness}: what is kept is used "
                 "under the next policy version; set max_staleness to 1 or more"
             )
-        if not math.isfinite(self.max_staleness):
-            raise ValueError(f"max_staleness={self.max_staleness} must be a finite number")
+        finite(self, "max_staleness", "min_group_reward", "max_group_reward")
         low, high = self.min_group_reward, self.max_group_reward
         if low is not None and high is not None and low > high:
             raise ValueError(f"min_group_reward={low} must not exceed max_group_reward={high}")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from roll_lite.chat import Chat
 from roll_lite.envs.env import Env
-from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.replicas import Replicas
 from roll_lite.rollout.sample import run_sample
 from roll_lite.rollout.turns import GroupTurns, derive_seed
@@ -34,11 +33,12 @@ class SampleRunner:
         replicas: Replicas,
         chat: Chat,
         make_env: Callable[[Prompt], Env],
-        options: RolloutOptions,
         seed: int,
+        max_retries: int,
+        deadline: float | None = None,
     ):
         self._replicas, self._chat, self._make_env = replicas, chat, make_env
-        self._options, self._seed = options, seed
+        self._seed, self._max_retries, self._deadline = seed, max_retries, deadline
         self.counts: Counter[str] = Counter()
         """Samples by what became of them, and what else happened to them."""
         self.dropped: list[tuple[Sample, str]] = []
@@ -59,14 +59,13 @@ class SampleRunner:
         await asyncio.gather(*(self._run(sample, turns) for sample in samples))
 
     async def _run(self, sample: Sample, turns: GroupTurns) -> None:
-        deadline = self._options.deadline
         try:
             async with asyncio.timeout(None) as timeout:
 
                 def begin() -> None:
                     sample.enter("generating", self._version())
-                    if deadline is not None and timeout.when() is None:
-                        timeout.reschedule(asyncio.get_running_loop().time() + deadline)
+                    if self._deadline is not None and timeout.when() is None:
+                        timeout.reschedule(asyncio.get_running_loop().time() + self._deadline)
 
                 await run_sample(
                     sample,
@@ -75,7 +74,7 @@ class SampleRunner:
                     self._chat,
                     generate=lambda token_ids: turns.generate(sample, token_ids, begin),
                     version=self._version,
-                    max_retries=self._options.max_retries,
+                    max_retries=self._max_retries,
                     on_retry=self._on_retry,
                 )
         except TimeoutError:
