@@ -3,6 +3,7 @@
 import sys
 
 import torch
+import torch.distributed as dist
 from training_data import random_sequences
 
 from roll_lite.cluster.cluster import Cluster
@@ -19,6 +20,8 @@ from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule
 from roll_lite.train.packing import pack
 from roll_lite.train.trainer import Trainer
+
+BROADCAST = dist.broadcast
 
 
 class Holder:
@@ -39,6 +42,17 @@ class Holder:
         self.engine.sleep()
         self.engine.wake()
 
+    def flip_what_arrives(self, is_on, but_of):
+        """A bit of all weights that come over the wire, save to these ranks."""
+
+        def flipped(tensor, **options):
+            BROADCAST(tensor, **options)
+            if tensor.is_floating_point():
+                tensor.view(torch.int32)[5] += 1
+
+        is_here = is_on and dist.get_rank() not in but_of
+        dist.broadcast = flipped if is_here else BROADCAST
+
     def break_a_bit(self):
         write = self.engine.load_weights
 
@@ -47,6 +61,13 @@ class Holder:
             self.engine.model.norm.weight.detach().view(torch.int32)[3] += 1
 
         self.engine.load_weights = broken
+
+
+def error_of(sync, version):
+    try:
+        sync.sync(version)
+    except Exception as error:
+        return str(error)
 
 
 def main(text, model, result_file):
@@ -69,11 +90,13 @@ def main(text, model, result_file):
             engines.sleep_and_wake()
             sync.sync(3 + round)
         results["rounds"] = state, engines.held.options(collect="all")()
+        trained = device_map["train"].ranks
+        if set(device_map["generate"].ranks) - set(trained):
+            engines.flip_what_arrives(True, trained)
+            results["flipped"] = error_of(sync, 98)
+            engines.flip_what_arrives(False, trained)
         engines.break_a_bit()
-        try:
-            sync.sync(99)
-        except Exception as error:
-            results["broken"] = str(error)
+        results["broken"] = error_of(sync, 99)
         torch.save(results, result_file)
 
 

@@ -19,6 +19,7 @@ from fake_engines import (
     wait_until,
 )
 
+from roll_lite.data import Mixture
 from roll_lite.engine.sequence import Request
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.options import RolloutOptions
@@ -252,6 +253,80 @@ def test_when_refills_are_used_up_a_step_goes_on_with_what_is_left(num_replicas,
     assert metrics["rollout/done"] == 9 * sum(map(len, expected))
     # Dropped groups had zeros.
     assert metrics["rollout/reward"] == pytest.approx(total / (9 * 3 * num_asked))
+
+
+@pytest.mark.parametrize(("num_left", "is_kept"), [(1, False), (2, True)])
+def test_a_group_of_one_sample_has_nothing_to_compare_with(num_left, is_kept):
+    """Rewards of the first prompt fail for all samples but so many."""
+    left = itertools.count(num_left, -1)
+
+    def reward(prompt, reply):
+        if prompt.id == "p0" and next(left) <= 0:
+            raise KeyError("no such key")
+        return 0.0
+
+    options = {"samples_per_prompt": 4, "prompts_per_step": 2, "max_retries": 0}
+    with FakeEngines(1) as engines, coordinator_over(engines, reward, **options) as rollout:
+        groups = rollout.collect()
+        metrics = rollout.metrics()
+        reasons = Counter(why for _, why in rollout.dropped())
+    sizes = {group.prompt.id: len(group.samples) for group in groups}
+    assert sizes == ({"p0": num_left, "p1": 4} if is_kept else {"p1": 4, "p2": 4})
+    assert metrics["rollout/failed"] == 4 - num_left
+    assert metrics["rollout/filtered"] == (0 if is_kept else num_left)
+    assert reasons["its group had too few samples left"] == metrics["rollout/filtered"]
+
+
+@pytest.mark.parametrize("max_retries", [0, 2])
+def test_a_request_is_asked_again_as_often_as_max_retries(max_retries):
+    """Of a group that fails wherever it is asked; MAX_FAILURES in a row need four replicas."""
+    with (
+        FakeEngines(4) as engines,
+        coordinator_over(
+            engines, samples_per_prompt=2, prompts_per_step=1, max_retries=max_retries
+        ) as rollout,
+    ):
+        asked = Counter()
+        post = engines.post
+
+        def failing(replica, name, key, request=None):
+            if name == "submit" and request.prompt_ids[1] == 0:
+                asked["p0"] += 1
+                engines.on_report(replica, "failed", [key], "a bad moment")
+            else:
+                post(replica, name, key, request)
+
+        engines.post = failing
+        (group,) = rollout.collect()
+        dropped = rollout.dropped()
+    assert asked["p0"] == 1 + max_retries and group.prompt.id == "p1"
+    assert [(s.prompt.id, why) for s, why in dropped] == [("p0", "failed")] * 2
+    assert all(f"engines failed {1 + max_retries} times" in s.error for s, _ in dropped)
+
+
+def test_a_prompt_of_a_file_that_comes_again_after_a_resume_is_sampled_anew(tmp_path):
+    """Visits are counted on, so the second epoch is that of a run which was not interrupted."""
+    path = tmp_path / "rows.jsonl"
+    rows = [{"id": f"p{i}", "prompt": f"1 {i}", "domain": "fake"} for i in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"samples_per_prompt": 2, "prompts_per_step": 4}
+
+    def run(num_collects, state=None):
+        source = Mixture([str(path)], seed=0)
+        with FakeEngines(1) as engines, coordinator_over(engines, source=source, **options) as r:
+            if state:
+                r.load_state_dict(json.loads(json.dumps(state)))
+            steps = [r.collect() for _ in range(num_collects)]
+            return steps, r.state_dict()
+
+    (first, second), _ = run(2)
+    _, state = run(1)
+    (resumed,), _ = run(1, state)
+    ids = [[s.token_ids for g in groups for s in g.samples] for groups in (first, second, resumed)]
+    assert ids[0] != ids[1] == ids[2]
+    for group in resumed:
+        for sample in group.samples:
+            check_sample(sample, visit=1)
 
 
 def test_when_no_group_is_left_the_error_says_why():

@@ -47,6 +47,9 @@ def test_every_engine_holds_its_part_of_the_trainers_weights(tmp_path, device_ma
                     tensor = tensor.chunk(size, cut_dimension(name))[rank]
                 assert torch.equal(weights[name], tensor), (kind, name)
     assert "does not hold what it got for norm.weight" in results["broken"]
+    parsed = parse_device_map(device_map, ranks)
+    if set(parsed["generate"].ranks) - set(parsed["train"].ranks):
+        assert "what arrived is not what was sent for embedding" in results["flipped"]
 
 
 def test_roles_that_weights_travel_by():
