@@ -92,7 +92,7 @@ class Config(Algorithm, RolloutOptions, RewardOptions, Shaping, Training):
     """Evaluate after every so many steps, before the first and after the last."""
     rollouts_every: int = 1
     """Write the samples of every so many steps, and of the last; 0 is of the last only. A sampled
-    token takes some 15 bytes."""
+    token takes some 20 bytes."""
     checkpoint_every: int = 0
     """Write a checkpoint after every so many steps; one is written at the end in any case."""
     keep_last: int = 2

@@ -44,6 +44,7 @@ class Run:
         else:
             refuse_old_run(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        print(f"run folder: {self.folder}", flush=True)
         text = json.dumps(dataclasses.asdict(config), indent=2, default=str)
         (self.folder / "config.json").write_text(text + "\n")
         self._bar = ProgressBar(num_steps, "steps")

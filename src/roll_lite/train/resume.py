@@ -96,6 +96,7 @@ def load_checkpoint(
 
     folder = checkpoints.newest_whole(verify_all)
     if folder is None:
+        print(f"{checkpoints.folder} holds nothing to go on from: a new run begins", flush=True)
         return None
     state = read_manifest(folder).state["controller"]
     refuse_changes(checkpoints.folder, state["fixed"], fixed)
