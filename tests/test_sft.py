@@ -112,7 +112,7 @@ def test_a_damaged_checkpoint_is_passed_over(tiny_folder, whole_run, tmp_path, c
 def test_resume_without_a_checkpoint_starts(tiny_folder, tmp_path):
     values = options(tiny_folder, tmp_path / "run", steps=1, resume=True)
     run_here(values)
-    with pytest.raises(ValueError, match=r"records of an earlier run; resume it"):
+    with pytest.raises(ValueError, match=r"records of an earlier run; name another folder"):
         run_here(values | {"resume": False})
 
 
