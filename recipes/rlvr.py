@@ -19,7 +19,7 @@ import tyro
 
 from roll_lite import data
 from roll_lite.chat import Chat
-from roll_lite.checks import above, at_least, filled_from, finite, unread_with
+from roll_lite.checks import above, at_least, filled_from, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.planner import BatchPlan, plan, render
 from roll_lite.cluster.role import RoleHandle, split
@@ -32,10 +32,10 @@ from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rewards import registry
 from roll_lite.rewards.math import last_number
 from roll_lite.rollout.coordinator import Coordinator
-from roll_lite.rollout.filters import refuse_all_failed
+from roll_lite.rollout.evaluation import Evaluation, EvaluationOptions
 from roll_lite.rollout.garbage import rare_collections
 from roll_lite.rollout.in_flight import NothingLeft
-from roll_lite.rollout.metrics import describe_groups, pass_rates
+from roll_lite.rollout.metrics import describe_groups
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.sync import WeightSync
 from roll_lite.train.advantage_options import AdvantageState
@@ -55,7 +55,7 @@ from roll_lite.types import Group, Prompt, SamplingParams
 
 
 @dataclass(kw_only=True)
-class Config(Algorithm, RolloutOptions, RewardOptions, Shaping, Training):
+class Config(Algorithm, RolloutOptions, EvaluationOptions, RewardOptions, Shaping, Training):
     model: str = "models/tiny"
     """Hugging Face folder to start from."""
     data: tuple[str, ...] = ("reverse:5",)
@@ -80,16 +80,6 @@ class Config(Algorithm, RolloutOptions, RewardOptions, Shaping, Training):
     """Memory of each generation engine's cache."""
     engines_sleep: bool = False
     """Engines give the memory of cache and weights to the trainer while it works."""
-    eval_data: tuple[str, ...] = ()
-    """Files of prompts, or tasks, to evaluate on; if none, held-out questions of data's tasks."""
-    eval_prompts: int = 256
-    """At most so many of each."""
-    eval_samples: int = 1
-    """Replies to each: one is greedy, more are sampled at `temperature` (pass@1 and pass@k)."""
-    pass_reward: float = 1.0
-    """A reply passes with at least this reward."""
-    eval_every: int = 10
-    """Evaluate after every so many steps, before the first and after the last."""
     rollouts_every: int = 1
     """Write the samples of every so many steps, and of the last; 0 is of the last only. A sampled
     token takes some 20 bytes."""
@@ -109,7 +99,7 @@ class Config(Algorithm, RolloutOptions, RewardOptions, Shaping, Training):
     """Gets config.json, metrics.jsonl, events.jsonl, rollouts/, checkpoints/ and the model."""
 
     def __post_init__(self):
-        for options in (Algorithm, RolloutOptions, RewardOptions, Shaping, Training):
+        for options in Config.__bases__:
             options.__post_init__(self)
         max_positions = read_config(self.model).max_positions
         if self.max_tokens >= min(max_positions, self.tokens_per_microbatch):
@@ -126,10 +116,8 @@ class Config(Algorithm, RolloutOptions, RewardOptions, Shaping, Training):
             )
         at_least(self.min_samples, self, "samples_per_prompt")
         at_least(1, self, "updates_per_step", "epochs", "keep_last")
-        at_least(1, self, "eval_prompts", "eval_samples", "eval_every")
         at_least(0, self, "steps", "checkpoint_every", "rollouts_every")
         above(0, self, "temperature", "kv_cache_gib")
-        finite(self, "pass_reward")
         if self.prompts_per_step < self.updates_per_step:
             raise ValueError(
                 f"prompts_per_step={self.prompts_per_step} must be at least "
@@ -226,17 +214,24 @@ def main(cfg: Config) -> list[float]:
         domains = {*prompts.domains, *(prompt.domain for prompt in held_out)}
         with Rewards(REWARDS, INLINE, domains, cfg, cluster, cfg.tokens_per_microbatch) as rewards:
             chat, models = Chat(cfg.model), make_roles(cfg, cluster)
-            with make_rollout(cfg, chat, models, prompts, rewards) as rollout, rare_collections():
-                rates = train(cfg, chat, models, rollout, rewards, held_out)
+            params = SamplingParams(
+                max_tokens=cfg.max_tokens, temperature=cfg.temperature, stop_ids=chat.stop_ids
+            )
+            evaluation = Evaluation(held_out, cfg, params)
+            rollout = Coordinator(
+                engines=models.engines, chat=chat, make_env=rewards, prompts=prompts,
+                params=params, options=cfg, seed=cfg.seed, asked=rewards.asked,
+            )  # fmt: skip
+            with rollout, rare_collections():
+                train(cfg, models, rollout, rewards, evaluation)
         print(f"model: {models.policy.export(f'{cfg.run_dir}/model')}")
-    return rates
+    return evaluation.rates
 
 
 def train(
-    cfg: Config, chat: Chat, models: Models, rollout: Coordinator, rewards: Rewards,
-    held_out: list[Prompt],
-) -> list[float]:  # fmt: skip
-    state, rates = AdvantageState(cfg.advantage_options), []
+    cfg: Config, models: Models, rollout: Coordinator, rewards: Rewards, evaluation: Evaluation
+) -> None:
+    state = AdvantageState(cfg.advantage_options)
     checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.keep_last)
     fixed = {name: getattr(cfg, name) for name in FIXED}
     saved = RunState(checkpoints, models.trained, {"rollout": rollout, "advantages": state}, fixed)
@@ -246,7 +241,7 @@ def train(
         models.sync.sync(done)
         rollout.set_version(done)
     else:
-        run.log(0, evaluate(held_out, cfg, chat, rollout, rates))
+        run.log(0, evaluation.run(rollout))
         run.note_samples(0, rollout.dropped())  # by the evaluation
     if cfg.runs_ahead:
         rollout.start()
@@ -279,7 +274,7 @@ def train(
         laps.end("records")
         metrics |= {"rollout/trained_samples": len(sequences)} | laps.metrics()
         if run.is_due(step, cfg.eval_every):
-            metrics |= evaluate(held_out, cfg, chat, rollout, rates)
+            metrics |= evaluation.run(rollout)  # not a part of the step
             run.note_samples(step, rollout.dropped())
         run.log(step, metrics)
         if run.is_due(step, cfg.checkpoint_every):
@@ -287,10 +282,9 @@ def train(
             saved.save(step, higher=metrics.get("eval/pass@1"))
             run.note("checkpoint", step=step, seconds=time.perf_counter() - start)
     run.close()
-    if rates:
+    if rates := evaluation.rates:
         since = f", the first since step {done}" if done else ""
         print(f"held-out pass rate {rates[0]:.3f} -> {rates[-1]:.3f}{since}")
-    return rates
 
 
 def make_roles(cfg: Config, cluster: Cluster) -> Models:
@@ -315,23 +309,6 @@ def make_roles(cfg: Config, cluster: Cluster) -> Models:
     )
     print(engines.describe())
     return Models(policy, engines, cluster.role("sync", WeightSync), critic, reference)
-
-
-def make_rollout(
-    cfg: Config, chat: Chat, models: Models, prompts: data.Mixture, rewards: Rewards
-) -> Coordinator:
-    return Coordinator(
-        engines=models.engines,
-        chat=chat,
-        make_env=rewards,
-        prompts=prompts,
-        params=SamplingParams(
-            max_tokens=cfg.max_tokens, temperature=cfg.temperature, stop_ids=chat.stop_ids
-        ),
-        options=cfg,
-        seed=cfg.seed,
-        asked=rewards.asked,
-    )
 
 
 def prepare(
@@ -385,25 +362,6 @@ def update(
             policy_updates.append(update_once(models.policy, done, part, **options))
     of_critic = critic_metrics(combine(critic_updates)) if critic_updates else {}
     return combine(policy_updates) | of_critic
-
-
-def evaluate(
-    held_out: list[Prompt], cfg: Config, chat: Chat, rollout: Coordinator, rates: list[float]
-) -> dict[str, float]:
-    """Of replies to held-out prompts, the same ones for every seed; `rates` gets the pass rate."""
-    if not held_out:
-        return {}
-    params = SamplingParams(
-        max_tokens=cfg.max_tokens,
-        temperature=cfg.temperature if cfg.eval_samples > 1 else 0.0,
-        stop_ids=chat.stop_ids,
-    )
-    start = time.perf_counter()
-    groups = rollout.answer(held_out, num_samples=cfg.eval_samples, params=params)
-    refuse_all_failed(groups)
-    metrics = pass_rates(groups, cfg.pass_reward)
-    rates.append(metrics["eval/pass@1"])
-    return metrics | {"time/evaluate": time.perf_counter() - start}  # not a part of the step
 
 
 def describe_plan(cfg: Config) -> str:
