@@ -253,7 +253,8 @@ def train(
         except NothingLeft:  # what was learnt is kept, and what was dropped can be looked at
             run.note_samples(step, rollout.dropped())
             if step - 1 > (done or 0) and not run.is_due(step - 1, cfg.checkpoint_every):
-                saved.save(step - 1)
+                print(f"what was learnt is in {saved.save(step - 1)}; --resume goes on from it")
+                run.note("checkpoint", step=step - 1)
             raise
         laps.end("rollout")
         if cfg.engines_sleep:

@@ -144,7 +144,7 @@ def test_a_deadline_does_not_count_the_wait_for_an_engine():
     source = itertools.chain([next(fake_prompts(endless_every=1))], fake_prompts(1))
     with (
         FakeEngines(1) as engines,
-        coordinator_over(engines, source=source, deadline=0.4, **options) as rollout,
+        coordinator_over(engines, source=source, deadline=1.0, **options) as rollout,
     ):
         groups = rollout.collect()
         dropped = rollout.dropped()
@@ -155,7 +155,43 @@ def test_a_deadline_does_not_count_the_wait_for_an_engine():
             "queued", "generating", "scoring", "done"
         ]  # fmt: skip
     queued, generating, *_ = groups[0].samples[0].events
-    assert generating.time - queued.time >= 0.4
+    assert generating.time - queued.time >= 1.0
+
+
+class Wayward:
+    """The second of two samples opens differently from the first."""
+
+    openings = itertools.cycle(["1 0", "1 1"])
+
+    def __init__(self, prompt):
+        self.prompt = prompt
+
+    def reset(self, seed):
+        content = (
+            next(self.openings) if self.prompt.id == "p1" else self.prompt.messages[0]["content"]
+        )
+        return ({"role": "user", "content": content},), {}
+
+    async def step(self, action):
+        return (), 0.0, True, False, {}
+
+
+def test_a_sample_that_failed_while_its_group_waited_stays_failed():
+    """Its group gets room later; what has ended does not begin."""
+    options = {"samples_per_prompt": 2, "prompts_per_step": 2, "samples_per_replica": 2}
+    with (
+        FakeEngines(1, max_delay=0.05) as engines,
+        Coordinator(
+            engines=engines, chat=FakeChat(), make_env=Wayward, prompts=fake_prompts(),
+            params=PARAMS, options=RolloutOptions(deadline=5, **options), seed=0,
+        ) as rollout,
+    ):  # fmt: skip
+        ids = [group.prompt.id for group in rollout.collect()]
+        dropped = rollout.dropped()
+    assert ids == ["p0", "p2"]
+    lives = {s.index: [event.state for event in s.events] for s, _ in dropped}
+    assert lives[1] == ["queued", "failed"]
+    assert lives[0] == ["queued", "generating", "stepping", "done", "filtered"]
 
 
 def test_evaluations_have_no_deadline():

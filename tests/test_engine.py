@@ -776,6 +776,7 @@ def test_noise_is_gumbel_and_uncorrelated():
         ({"prompt_ids": [5, 199]}, r"5..199.*0..198"),
         ({"prompt_ids": [1], "num_samples": 0}, "num_samples=0"),
         ({"prompt_ids": [1], "num_samples": 2, "wanted": ()}, r"wanted=\(\).*0..1"),
+        ({"prompt_ids": [1], "num_samples": 2, "wanted": (1, 1)}, r"\(1, 1\).*0..1, each once"),
         ({"prompt_ids": [1], "num_samples": 2, "wanted": (1, 2)}, r"wanted=\(1, 2\).*0..1"),
         ({"prompt_ids": [1] * 500}, "500 prompt tokens.*max_tokens=24.*512 positions"),
     ],

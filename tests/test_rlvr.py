@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -291,6 +292,10 @@ def test_model_and_checkpoint_evaluate_like_the_run(here, toy_folder, tmp_path, 
     assert exported.keys() == trained.keys()
     assert all(torch.equal(exported[name], trained[name]) for name in trained)
     assert not all(torch.equal(base[name], trained[name]) for name in trained)
+    if lora_rank:
+        shutil.copytree(toy_folder, tmp_path / "other")
+        with pytest.raises(ValueError, match=r"adapters of the model .*, not of .*other;"):
+            evaluate.Config(model=str(tmp_path / "other"), checkpoint=str(checkpoint))
     greedy = evaluate.Config(
         model=str(tmp_path / "run" / "model"), data=("reverse:1",), prompts=8, max_tokens=4,
         kv_cache_gib=0.05, run_dir=str(tmp_path / "greedy"),

@@ -245,15 +245,18 @@ def test_without_refills_a_step_goes_on_with_what_is_left(tmp_path, seed):
 @pytest.mark.parametrize("max_refills", [0, 1])
 def test_refills_are_bounded_beside_training(tmp_path, max_refills):
     """What is started ahead for later steps is dropped as often, and not replaced more often."""
-    source, totals = Mixture(write_files(tmp_path), seed=0), Counter()
+    source, totals, ahead = Mixture(write_files(tmp_path), seed=0), Counter(), []
     options = {"prompts_per_step": 10, "max_staleness": 1, "max_refills": max_refills}
     with running(source, **options) as (rollout, engines):
         rollout.start()
         for version in range(1, 9):
             totals["taken"] += len(rollout.collect())
+            totals.update(metrics := rollout.metrics())
+            ahead += [metrics["rollout/groups_in_flight"] + metrics["rollout/groups_ready"]]
             engines.load(version)
             rollout.set_version(version)
-            totals.update(rollout.metrics())
+        totals.update(rollout.metrics())
+    assert min(ahead) > 0  # however much was dropped, something goes on beside training
     assert totals["taken"] + totals["rollout/missing_groups"] == 8 * 10
     new = totals["rollout/started"] // 3 - totals["rollout/refilled"]
     assert 8 * 10 + 20 <= new <= 8 * 10 + 20 + totals["rollout/stale"]  # these are replaced
@@ -304,7 +307,7 @@ def test_slots_are_matched_with_the_oldest_groups_of_their_domain():
         slots.fill(domain)
     assert slots.domains == list("abac") and slots.first_vacant() == (4, None)
     slots.vacate("a")
-    assert slots.first_vacant() == slots.first_vacant(has_refills=False) == (2, "a")
+    assert slots.first_vacant() == (2, "a")
     ready = {8: group_of("c"), 9: group_of("b"), 5: group_of("a"), 7: group_of("b")}
     assert slots.match(2, ready) == [5, 7]
     assert slots.match(3, ready) is None
@@ -316,22 +319,23 @@ def test_slots_are_matched_with_the_oldest_groups_of_their_domain():
     assert slots.domains == ["c"] and slots.match(5, ready) == [8]
 
 
-def test_slots_that_were_not_dropped_are_filled_first():
+def test_slots_that_are_given_up_stay_empty_where_they_are():
     slots = Slots("abaa")
     for domain in "abaa":
         slots.fill(domain)
-    slots.vacate("a", is_dropped=True)
-    slots.vacate("b", is_dropped=True)
-    assert slots.is_refill("a") and slots.first_vacant() == (1, "b")
-    assert slots.first_vacant(has_refills=False) == (4, None)
+    slots.give_up("a", rank=1)
+    assert slots.given_up == [2] and slots.first_vacant() == (4, None)
+    ready = {1: group_of("a"), 2: group_of("b"), 3: group_of("a")}
+    assert slots.match(3, ready) == [1, 2] and slots.match(4, ready) == [1, 2, 3]
     slots.vacate("a")
-    assert not slots.is_refill("a") and slots.first_vacant(has_refills=False) == (2, "a")
+    assert slots.first_vacant() == (3, "a")  # groups count for the oldest
     slots.fill("a")
-    assert slots.is_refill("a") and slots.first_vacant(has_refills=False) == (4, None)
-    slots.add("c")
-    assert slots.first_vacant(has_refills=False) == (4, "c") and not slots.is_refill("c")
-    slots.close(1)
-    assert slots.domains == list("aaac") and not slots.num_dropped["b"]
+    assert slots.release(3) == 1
+    assert slots.domains == ["a"] and slots.first_vacant() == (1, None)
+    slots.give_up("a")
+    assert slots.first_kept() is None and slots.match(1, ready) == []
+    slots.revive()
+    assert slots.first_kept() == 0 and slots.first_vacant() == (0, "a")
 
 
 def test_slots_of_one_domain_are_a_plain_queue():

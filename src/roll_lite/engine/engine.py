@@ -180,7 +180,7 @@ class Engine:
 
     def generate(self, requests: list[Request], progress: bool = False) -> list[list[Turn]]:
         """Answer all requests; the turns of each, in order."""
-        num_samples = sum(request.num_samples for request in requests)
+        num_samples = sum(len(request.indices) for request in requests)
         for request in requests:  # before any is submitted
             self._check(request)
         with ProgressBar(num_samples, "generate", enabled=progress) as bar:

@@ -1,6 +1,6 @@
 """A request, and the sequences that answer it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,7 +25,7 @@ class Request:
     """Which of the samples to generate, where others are known already; None is all."""
 
     @property
-    def indices(self) -> Iterable[int]:
+    def indices(self) -> range | tuple[int, ...]:
         return range(self.num_samples) if self.wanted is None else self.wanted
 
 
@@ -45,9 +45,11 @@ def check_request(request: Request, config: ModelConfig, in_cache: int) -> None:
         )
     if request.num_samples < 1:
         raise ValueError(f"num_samples={request.num_samples} must be at least 1")
-    if not request.indices or not set(request.indices) <= set(range(request.num_samples)):
+    indices, known = request.indices, set(range(request.num_samples))
+    if not indices or not known.issuperset(indices) or len(set(indices)) < len(indices):
         raise ValueError(
-            f"wanted={request.wanted} must name some of the samples 0..{request.num_samples - 1}"
+            f"wanted={request.wanted} must name some of the samples 0..{request.num_samples - 1}, "
+            "each once"
         )
     if len(ids) + params.max_tokens > min(config.max_positions, in_cache):
         raise ValueError(

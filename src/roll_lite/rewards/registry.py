@@ -30,5 +30,7 @@ def check_prompts(prompts: Iterable[Prompt], rewards: Mapping[str, Reward]) -> N
     """Refuse prompts that could not be scored, before anything is generated for them."""
     for prompt in prompts:
         reward = rewards.get(prompt.domain)
-        if check := CHECKS.get(getattr(reward, "func", reward)):  # with options it is a partial
-            check(prompt)
+        reward = getattr(reward, "func", reward)  # with options it is a partial
+        for known, check in CHECKS.items():
+            if known is reward:
+                check(prompt)

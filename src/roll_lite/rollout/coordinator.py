@@ -148,7 +148,7 @@ class Coordinator:
         self._num_answered = Counter(state["answered"])
         self._unfinished = [Visit(read_prompt(p), number) for p, number in state["unfinished"]]
         ready = [read_group(group) for group in state["ready"]]
-        self._groups.restore(ready, Slots(state["slots"], state["dropped"]))
+        self._groups.restore(ready, Slots(state["slots"], state.get("given_up", ())))
         if state["prompts"] is not None:
             self._prompts.load_state_dict(state["prompts"])
 
@@ -228,8 +228,8 @@ class Coordinator:
             "answered": dict(self._num_answered),
             "unfinished": [[write_prompt(visit.prompt), visit.number] for visit in under_way],
             "ready": [write_group(group) for _, group in sorted(self._groups.ready.items())],
-            "slots": list(self._groups.slots.domains),
-            "dropped": dict(self._groups.slots.num_dropped),
+            "slots": self._groups.slots.domains,
+            "given_up": self._groups.slots.given_up,
             "prompts": self._prompts.state_dict() if has_state else None,
         }
 

@@ -60,7 +60,7 @@ class InFlight:
         self.goes_on = False
         """Whether groups are started without anybody waiting for them."""
         self._num_asked = 0
-        """Slots that somebody waits for."""
+        """Groups that somebody waits for."""
         self._num_taken: Counter[int] = Counter()
         """Slots by policy version: those of the present one are being trained on, or given up."""
         self._num_refills = 0
@@ -84,9 +84,8 @@ class InFlight:
                     raise self._fault
                 self._drop_stale()
                 self.feed()
-                self._give_up_vacant()
-                # When none is left of the slots that were asked for, the next one has its turn.
-                if (numbers := self.slots.match(self._num_asked or 1, self.ready)) is not None:
+                num_slots = self._num_due(num_groups)
+                if (numbers := self.slots.match(num_slots, self.ready)) is not None:
                     break
                 self._changed.clear()
                 progress(len(self.ready))
@@ -94,24 +93,26 @@ class InFlight:
         finally:
             self._num_asked = 0
         taken = [self.ready.pop(number) for number in numbers]
-        self.slots.release(len(taken))
+        num_given_up = self.slots.release(num_slots)
+        self._runner.counts["missing"] += num_given_up
         self._runner.counts["done"] += sum(len(group.samples) for group in taken)
         self._dropped.clear()
         self._num_refills = 0
-        version = self._version()
-        self._num_taken = Counter({version: self._num_taken[version] + len(taken)})
-        if not self.goes_on and self._options.surplus == "abort":
-            await self._abort_rest()
+        version, num_used = self._version(), len(taken) + num_given_up
+        self._num_taken = Counter({version: self._num_taken[version] + num_used})
+        if not self.goes_on:
+            if self._options.surplus == "abort":
+                await self._abort_rest()
+            self.slots.revive()  # the next step begins anew
         self.feed()
         return taken
 
     def feed(self) -> None:
         """Start groups while there is room, and in any case those that are waited for."""
         while not self._fault:
-            index, domain = self.slots.first_vacant(self._has_refills)
+            index, domain = self.slots.first_vacant()
             if index >= self._num_wanted():
                 return
-            is_refill = domain is not None and self.slots.is_refill(domain)
             visit = self._next_visit(domain)
             if visit is None and domain is None:
                 return
@@ -120,8 +121,6 @@ class InFlight:
             if visit is not None:
                 if visit.prompt.domain != domain:
                     self.slots.add(visit.prompt.domain)
-                self._num_refills += is_refill
-                self._runner.counts["refilled"] += is_refill
                 self._start(visit)
 
     def renew(self) -> None:
@@ -194,7 +193,7 @@ class InFlight:
         rewards = [s.score.value for s in group.samples if s.state == "done"]
         self.rewards += rewards
         if reason := self._objection(group, rewards):
-            self._drop(group, reason)
+            self._drop(number, group, reason)
         else:
             group.samples = [s for s in group.samples if s.state == "done"]
             self.ready[number] = group
@@ -215,33 +214,39 @@ class InFlight:
             return f"had a mean reward above {high}"
         return None
 
-    def _drop(self, group: Group, reason: str) -> None:
-        self.slots.vacate(group.prompt.domain, is_dropped=True)
+    def _drop(self, number: int, group: Group, reason: str) -> None:
+        """Another group may take its slot, as long as the step has refills."""
+        domain = group.prompt.domain
+        if self._num_refills < self._options.max_refills * self._options.prompts_per_step:
+            self._num_refills += 1
+            self._runner.counts["refilled"] += 1
+            self.slots.vacate(domain)
+        elif self.goes_on:  # it is its own step that has one less
+            self.slots.give_up(domain, self._rank(number, domain))
+        else:  # a surplus group may stand in for it
+            self.slots.give_up(domain)
         self._runner.discard(group.samples, "filtered", f"its group {reason}")
-        self._dropped[group.prompt.domain, reason] += 1
+        self._dropped[domain, reason] += 1
         errors = [sample.error for sample in group.samples if sample.error]
         self._last_error = errors[-1] if errors else self._last_error
 
-    @property
-    def _has_refills(self) -> bool:
-        return self._num_refills < self._options.max_refills * self._options.prompts_per_step
+    def _rank(self, number: int, domain: str) -> int:
+        """Among the groups of a domain, by the order in which their prompts came."""
+        running = [n for n, group in self.running.items() if group.visit.prompt.domain == domain]
+        ready = [n for n, group in self.ready.items() if group.prompt.domain == domain]
+        return sum(other < number for other in running + ready)
 
-    def _give_up_vacant(self) -> None:
-        """Those of the slots asked for that nothing fills, because refills are used up.
+    def _num_due(self, num_groups: int) -> int:
+        """How many slots are waited for, those that were given up included.
 
         Groups of later slots stay there, so that what is slow or filtered does not lose its share
-        to others.
+        to others; only when all were given up does the next one have its turn.
         """
-        while True:
-            index, domain = self.slots.first_vacant()
-            if domain is None or index >= (self._num_asked or 1):
-                break
-            self.slots.close(index)
-            self._num_asked = max(0, self._num_asked - 1)
-            self._num_taken[self._version()] += 1
-            self._runner.counts["missing"] += 1
-        if not self._num_asked and not self.running and not self.ready:
+        first = self.slots.first_kept()
+        if first is None and len(self.slots):
+            self._runner.counts["missing"] += self.slots.release(len(self.slots))
             raise self._refill_error()
+        return max(num_groups, (first or 0) + 1)
 
     def _refill_error(self) -> NothingLeft:
         has_domains = len({domain for domain, _ in self._dropped} | set(self.slots.domains)) > 1
@@ -302,4 +307,3 @@ class InFlight:
             self._runner.discard(group.samples, "aborted", "one too many")
             self.slots.vacate(group.prompt.domain)
         self.ready.clear()
-        self.slots.num_dropped.clear()  # the next step begins anew

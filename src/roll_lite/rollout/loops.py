@@ -59,7 +59,8 @@ class PumpedLoop:
         function(*args)
 
     def close(self) -> None:
-        self._loop.run_until_complete(_cancel_others())
+        with self._loop.going():
+            self._loop.run_until_complete(_cancel_others())
         self._loop.close()
 
     async def _pump_until_done(self, coroutine: Coroutine) -> Any:

@@ -22,7 +22,7 @@ class RolloutOptions:
     where generation goes on beside training: max_staleness says how many there are."""
     surplus: Literal["abort", "keep"] = "abort"
     """What becomes of groups that are not needed any more: keep them for the next step. Then
-    nothing is generated beside training."""
+    no group is started beside training."""
     drop_equal: bool = False
     """Drop groups whose rewards are all equal: they teach nothing (DAPO's dynamic sampling)."""
     min_group_reward: float | None = None

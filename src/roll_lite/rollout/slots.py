@@ -5,62 +5,87 @@ so neither filters nor the length of replies change the shares of the domains.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from roll_lite.types import Group
+
+
+@dataclass(slots=True)
+class Slot:
+    domain: str
+    is_given_up: bool = False
+    """Its group was dropped, and is not replaced."""
 
 
 class Slots:
     """Groups count for the oldest slots of their domain."""
 
-    def __init__(self, domains: Iterable[str] = (), num_dropped: Mapping[str, int] | None = None):
-        self.domains = list(domains)
-        """Of all slots, oldest first."""
-        self.num_dropped = Counter(num_dropped or {})
-        """By domain: vacant slots whose groups were dropped. To fill one is a refill."""
+    def __init__(self, domains: Iterable[str] = (), given_up: Collection[int] = ()):
+        """`given_up` are indices."""
+        self._slots = [Slot(domain, i in given_up) for i, domain in enumerate(domains)]
+        self._num_given_up = len(given_up)
         self._num_filled: Counter[str] = Counter()
+
+    @property
+    def domains(self) -> list[str]:
+        """Of all slots, oldest first."""
+        return [slot.domain for slot in self._slots]
+
+    @property
+    def given_up(self) -> list[int]:
+        return [index for index, slot in enumerate(self._slots) if slot.is_given_up]
+
+    def __len__(self) -> int:
+        return len(self._slots)
 
     def add(self, domain: str) -> None:
         """The youngest slot, vacant."""
-        self.domains.append(domain)
+        self._slots.append(Slot(domain))
 
     def fill(self, domain: str) -> None:
         """A group takes a vacant slot of its domain."""
         self._num_filled[domain] += 1
-        self._forget_dropped(domain)
 
-    def vacate(self, domain: str, is_dropped: bool = False) -> None:
-        """A group is gone."""
+    def vacate(self, domain: str) -> None:
+        """A group is gone, and another may take its slot."""
         self._num_filled[domain] -= 1
-        self.num_dropped[domain] += is_dropped
+
+    def give_up(self, domain: str, rank: int = -1) -> None:
+        """A group is gone, and its slot stays empty: the one of this rank among its domain's."""
+        self._num_filled[domain] -= 1
+        own = [slot for slot in self._slots if slot.domain == domain and not slot.is_given_up]
+        own[rank].is_given_up = True
+        self._num_given_up += 1
+
+    def revive(self) -> None:
+        """What was given up may be filled after all."""
+        for slot in self._slots:
+            slot.is_given_up = False
+        self._num_given_up = 0
 
     def close(self, index: int) -> None:
         """Nothing will ever fill a vacant slot."""
-        self._forget_dropped(self.domains.pop(index))
+        del self._slots[index]
 
-    def is_refill(self, domain: str) -> bool:
-        """Whether all groups that left vacant slots of a domain were dropped."""
-        return self.num_dropped[domain] >= self._num_vacant(domain)
-
-    def first_vacant(self, has_refills: bool = True) -> tuple[int, str | None]:
-        """Index and domain of the first slot that may be filled; of a new one the domain is None.
-
-        Without refills, those that dropped groups have left may not.
-        """
-        num_vacant = len(self.domains) - self._num_filled.total()
-        if num_vacant > (0 if has_refills else self.num_dropped.total()):
-            closed = set() if has_refills else set(filter(self.is_refill, self.num_dropped))
+    def first_vacant(self) -> tuple[int, str | None]:
+        """Index and domain of the first vacant slot; if there is none, of a new one: None."""
+        if self._num_filled.total() + self._num_given_up < len(self._slots):
             left = self._num_filled.copy()
-            for index, domain in enumerate(self.domains):
-                if left[domain]:
-                    left[domain] -= 1
-                elif domain not in closed:
-                    return index, domain
-        return len(self.domains), None
+            for index, slot in enumerate(self._slots):
+                if not slot.is_given_up:
+                    if not left[slot.domain]:
+                        return index, slot.domain
+                    left[slot.domain] -= 1
+        return len(self._slots), None
+
+    def first_kept(self) -> int | None:
+        """Index of the oldest slot that was not given up."""
+        return next((i for i, slot in enumerate(self._slots) if not slot.is_given_up), None)
 
     def match(self, num_slots: int, ready: Mapping[int, Group]) -> list[int] | None:
         """For each of the oldest slots the oldest group of its domain; None while one lacks."""
-        wanted = self.domains[:num_slots]
+        wanted = [slot.domain for slot in self._slots[:num_slots] if not slot.is_given_up]
         if len(ready) < len(wanted):
             return None
         by_domain: defaultdict[str, deque[int]] = defaultdict(deque)
@@ -70,14 +95,11 @@ class Slots:
             return None
         return [by_domain[domain].popleft() for domain in wanted]
 
-    def release(self, num_slots: int) -> None:
-        """The oldest slots and the groups in them are used."""
-        self._num_filled.subtract(self.domains[:num_slots])
-        del self.domains[:num_slots]
-
-    def _num_vacant(self, domain: str) -> int:
-        return self.domains.count(domain) - self._num_filled[domain]
-
-    def _forget_dropped(self, domain: str) -> None:
-        """One vacant slot less: those that others have left are filled first."""
-        self.num_dropped[domain] = min(self.num_dropped[domain], self._num_vacant(domain))
+    def release(self, num_slots: int) -> int:
+        """The oldest slots and the groups in them are used; how many were given up."""
+        released = self._slots[:num_slots]
+        del self._slots[:num_slots]
+        self._num_filled.subtract(slot.domain for slot in released if not slot.is_given_up)
+        num_given_up = sum(slot.is_given_up for slot in released)
+        self._num_given_up -= num_given_up
+        return num_given_up

@@ -48,16 +48,16 @@ class GroupTurns:
         self, sample: Sample, token_ids: list[int], on_given: Callable[[], None]
     ) -> Turn:
         """The sample's next turn; `on_given` is called when an engine has the request."""
+        if not sample.turns and token_ids != (self._opening or token_ids):
+            raise ValueError(
+                f"sample {sample.index} of {sample.prompt.id} opens differently from its "
+                "group; an environment must depend on nothing but the prompt and the seed"
+            )
         self._samples[sample.index] = sample, on_given
         if not sample.turns:
             if self._opening is None:
                 self._opening = token_ids
                 self._submit(token_ids, self._first, self.seed, self._given, self._retry)
-            elif token_ids != self._opening:
-                raise ValueError(
-                    f"sample {sample.index} of {sample.prompt.id} opens differently from its "
-                    "group; an environment must depend on nothing but the prompt and the seed"
-                )
             elif self._home.replica is not None:
                 on_given()
             return await self._first[sample.index]

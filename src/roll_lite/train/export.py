@@ -25,7 +25,19 @@ def check_checkpoint(checkpoint: str | Path, base: str | Path) -> Manifest:
         )
     manifest = read_manifest(checkpoint)
     check_architecture(manifest, read_config(base))
+    if manifest.kind == "adapter":
+        _check_base(checkpoint, manifest, Path(base))
     return manifest
+
+
+def _check_base(checkpoint: str | Path, manifest: Manifest, base: Path) -> None:
+    """Adapters mean nothing on other weights. Where the folder has moved, its name has to do."""
+    stored = Path(manifest.state["controller"]["fixed"]["model"])
+    is_same = stored.samefile(base) if stored.exists() else stored.name == base.name
+    if not is_same:
+        raise ValueError(
+            f"{checkpoint} holds adapters of the model {stored}, not of {base}; name that model"
+        )
 
 
 def export_checkpoint(checkpoint: str | Path, base: str | Path, folder: str | Path) -> Path:
