@@ -240,7 +240,8 @@ class InFlight:
         """How many slots are waited for, those that were given up included.
 
         Groups of later slots stay there, so that what is slow or filtered does not lose its share
-        to others; only when all were given up does the next one have its turn.
+        to others; only when all were given up does the next one have its turn. Where none is left,
+        all are released: whoever goes on begins anew.
         """
         first = self.slots.first_kept()
         if first is None and len(self.slots):
