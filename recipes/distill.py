@@ -9,10 +9,11 @@ Replies are those of the data, or with --on-policy the student's own samples.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from statistics import fmean
+from typing import NamedTuple
 
 import tyro
 
@@ -22,87 +23,84 @@ from roll_lite.checks import above, at_least, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle, split
 from roll_lite.engine.service import EngineService
+from roll_lite.envs.question import Question
 from roll_lite.models.config import read_config
-from roll_lite.on_policy import JudgedSamples
 from roll_lite.report.run import Run, default_folder, refuse_old_run
+from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.filters import drop_failed
+from roll_lite.rollout.options import RolloutOptions
+from roll_lite.rollout.turns import derive_seed
 from roll_lite.sync import WeightSync
-from roll_lite.train.checkpoint import Checkpoints
+from roll_lite.train.advantages import AdvantageOptions
+from roll_lite.train.batch import MicroBatch, TrainingSequence, pack
+from roll_lite.train.checkpoint import CheckpointOptions, Checkpoints, RunState
 from roll_lite.train.distillation import DistillLoss, pack_taught
 from roll_lite.train.encoding import check_vocabulary, encode_fitting
-from roll_lite.train.options import Training
-from roll_lite.train.packing import MicroBatch
-from roll_lite.train.policy_loss import PolicyLoss
-from roll_lite.train.resume import RunState
-from roll_lite.train.scorer import Scorer
+from roll_lite.train.losses import PolicyLoss
+from roll_lite.train.optimizer import TrainingOptions
+from roll_lite.train.scorer import Scorer, score_over_ranks
+from roll_lite.train.sequences import ModelScores, plain_sequences, with_advantages
 from roll_lite.train.trainer import Trainer
-from roll_lite.types import SamplingParams
+from roll_lite.types import Group, Prompt, SamplingParams
 
 
-@dataclass(kw_only=True)
-class Config(Training):
+@dataclass(frozen=True, kw_only=True)
+class Config:
     teacher: str
     """Hugging Face folder of the teacher, with the student's vocabulary."""
     model: str = "models/tiny"
     """Hugging Face folder of the student to start from."""
-    task: str | None = None
-    """addition:N (digits), reverse:N or counting:N (letters); reverse:5 if there is no data."""
     data: str | None = None
     """JSON lines: dialogues as for sft.py; with on_policy, {"prompt": text or messages}."""
-    kind: Literal["forward", "reverse", "skewed", "js"] = "forward"
-    """Divergence between teacher and student."""
-    skew: float = 0.1
-    """Share of the teacher in what skewed compares it with."""
+    task: str | None = None
+    """Generated rows instead of data: addition:N (digits), reverse:N or counting:N (letters);
+    reverse:5 if neither is given."""
+    steps: int = 60
+    """Optimizer updates."""
+    rows_per_step: int = 64
+    """Dialogues, or prompts, per update."""
+    run_dir: str = field(default_factory=partial(default_folder, "distill"))
+    """Folder for config.json, metrics.jsonl, checkpoints/ and model/."""
+    seed: int = 0
+    """Seed for the rows, their order, and sampling."""
+    temperature: float = 1.0
+    """Temperature of both models' distributions, and of sampling."""
     top_k: int = 32
-    """How many of the teacher's likeliest tokens are compared; the others count as one."""
+    """Number of the teacher's likeliest tokens to compare; all other tokens count as one."""
     on_policy: bool = False
     """Learn from the student's own samples, by policy gradient on the teacher's logprobs."""
     samples_per_prompt: int = 4
-    """On policy: replies to each prompt."""
+    """on_policy: samples of each prompt."""
     max_tokens: int = 16
-    """On policy: longest reply."""
+    """on_policy: longest reply, in tokens."""
     kv_cache_gib: float = 1.0
-    """On policy: memory of the engine's cache."""
-    temperature: float = 1.0
-    """Of both models' distributions, and of sampling."""
-    steps: int = 60
-    """Updates."""
-    rows_per_step: int = 64
-    """Dialogues, or prompts, of one update."""
-    warmup_steps: int = 10
-    """Steps over which the learning rate rises to lr."""
-    device_map: str | None = None
-    """Ranks of student and teacher; None is train=all teacher=all, on policy also generate=all."""
+    """on_policy: KV cache of each engine, in GiB."""
     validation_data: str | None = None
     """Rows for the KL to the teacher; without it, held-out ones of the task."""
     validation_rows: int = 256
-    """At most so many of them."""
+    """Validate on at most this many rows."""
     validate_every: int = 20
-    """Measure the KL before training, after every so many updates, and at the end."""
-    checkpoint_every: int = 0
-    """Write a checkpoint after every so many updates, and at the end; two are kept."""
-    resume: bool = False
-    """Go on from the newest whole checkpoint of run_dir, if there is one."""
-    seed: int = 0
-    """Of the rows, their order, and sampling."""
+    """Measure the KL before training, every N updates, and at the end."""
     device: str = "auto"
     """auto, cpu or cuda."""
-    run_dir: str = field(default_factory=partial(default_folder, "distill"))
-    """Gets config.json, metrics.jsonl, checkpoints/ and the trained model."""
+    device_map: str | None = None
+    """Ranks of train, teacher and (on_policy) generate; None puts every role on all ranks."""
+    divergence: DistillLoss = DistillLoss()
+    training: TrainingOptions = TrainingOptions(warmup_steps=10)
+    checkpoints: CheckpointOptions = CheckpointOptions()
 
     def __post_init__(self):
-        super().__post_init__()
         data.check_source(self.data, self.task)
         check_vocabulary(self.model, self.teacher, "teacher")
-        make_loss(self)
         at_least(1, self, "steps", "rows_per_step", "top_k", "samples_per_prompt", "max_tokens")
         at_least(1, self, "validation_rows", "validate_every")
-        at_least(0, self, "checkpoint_every")
         above(0, self, "temperature", "kv_cache_gib")
         if self.on_policy:
-            unread_with("on_policy", self, "kind", "skew", "top_k")
+            unread_with("on_policy", self, "top_k")
+            unread_with("on_policy", self.divergence, "kind", "skew")
         else:
             unread_with("on_policy off", self, "samples_per_prompt", "max_tokens", "kv_cache_gib")
-        if not self.resume:
+        if not self.checkpoints.resume:
             refuse_old_run(self.run_dir)
 
 
@@ -117,6 +115,15 @@ FIXED = (
 )  # fmt: skip
 
 
+class Models(NamedTuple):
+    """The roles that hold models; engines and their weight sync exist on policy alone."""
+
+    student: RoleHandle
+    teacher: RoleHandle
+    engines: RoleHandle | None
+    sync: RoleHandle | None
+
+
 def main(cfg: Config) -> None:
     roles = ["train", "teacher", *(["generate"] if cfg.on_policy else [])]
     device_map = cfg.device_map or " ".join(f"{role}=all" for role in roles)
@@ -126,76 +133,135 @@ def main(cfg: Config) -> None:
         source = data.PROMPTS if cfg.on_policy else data.DIALOGUES
         rows = source.training(cfg.data, cfg.task, f"distill-{cfg.seed}")
         held_out = source.validation(cfg.validation_data, cfg.data, cfg.task, cfg.validation_rows)
-        teacher = cluster.role("teacher", Scorer, folder=cfg.teacher, temperature=cfg.temperature)
-        trainer = cluster.role(
-            "train", Trainer, folder=cfg.model, loss=make_loss(cfg), temperature=cfg.temperature,
-            schedule=cfg.schedule_over(cfg.steps), **cfg.policy_options,
+        models = make_roles(cfg, cluster)
+        saved = RunState(
+            Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.checkpoints.keep_last),
+            [models.student], {"rows": rows}, data.fixed_options(cfg, *FIXED),
         )  # fmt: skip
-        checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints")
-        fixed = data.fixed_options(cfg, *FIXED)
-        saved = RunState(checkpoints, [trainer], {"rows": rows}, fixed)
-        done = saved.resume() if cfg.resume else None
+        done = saved.resume() if cfg.checkpoints.resume else None
         run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
-        chat = Chat(cfg.model)
-        if cfg.on_policy:
-            make_batch = judged_samples(cfg, cluster, chat, trainer, teacher)
-        else:
-            models = cfg.model, cfg.teacher
-            encode = partial(encode_fitting, chat, cfg.tokens_per_microbatch, models)
-            if cfg.data is not None:
-                encode(rows.rows)  # says now, not in the middle of the run, what does not fit
-            make_batch = partial(taught_dialogues, cfg, encode, trainer, teacher)
+        make_batch = JudgedSamples(cfg, models) if cfg.on_policy else TaughtDialogues(cfg, models)
+        if cfg.data is not None and not cfg.on_policy:
+            make_batch.encode(rows.rows)  # refuse a row that does not fit now, not in mid-run
         if held_out and not done:
-            run.log(0, {"eval/kl": kl_to_teacher(trainer, *make_batch(held_out, 0))})
+            run.log(0, {"eval/kl": kl_to_teacher(models, *make_batch(held_out, 0))})
         for step in range((done or 0) + 1, cfg.steps + 1):
             start = time.perf_counter()
             batch, metrics = make_batch(rows.take(cfg.rows_per_step), step - 1)
-            metrics |= trainer.step(split(batch))[0]
+            metrics |= models.student.step(split(batch))[0]
             metrics["time/step"] = time.perf_counter() - start
             if held_out and run.is_due(step, cfg.validate_every):
-                metrics["eval/kl"] = kl_to_teacher(trainer, *make_batch(held_out, step))
+                metrics["eval/kl"] = kl_to_teacher(models, *make_batch(held_out, step))
             run.log(step, metrics)
-            if run.is_due(step, cfg.checkpoint_every):
+            if run.is_due(step, cfg.checkpoints.checkpoint_every):
                 saved.save(step, lower=metrics.get("eval/kl"))
         run.close()
-        print(f"model: {trainer.export(f'{cfg.run_dir}/model')}")
+        print(f"model: {models.student.export(f'{cfg.run_dir}/model')}")
 
 
-def make_loss(cfg: Config) -> PolicyLoss | DistillLoss:
-    return PolicyLoss() if cfg.on_policy else DistillLoss(kind=cfg.kind, skew=cfg.skew)
-
-
-def taught_dialogues(
-    cfg: Config, encode: Callable, trainer: RoleHandle, teacher: RoleHandle,
-    dialogues: list[data.Dialogue], num_updates: int,
-) -> tuple[list[MicroBatch], dict[str, float]]:  # fmt: skip
-    """A batch with the teacher's likeliest tokens, the same after any number of updates."""
-    start = time.perf_counter()
-    limits = cfg.top_k, read_config(cfg.model).vocab_size
-    batch = pack_taught(encode(dialogues), cfg.tokens_per_microbatch, trainer, teacher, *limits)
-    return batch, {"time/teacher": time.perf_counter() - start}
-
-
-def judged_samples(
-    cfg: Config, cluster: Cluster, chat: Chat, trainer: RoleHandle, teacher: RoleHandle
-) -> JudgedSamples:
-    sampling = {"max_tokens": cfg.max_tokens, "temperature": cfg.temperature}
-    options = {"folder": cfg.model, "kv_cache_gib": cfg.kv_cache_gib}
-    return JudgedSamples(
-        trainer=trainer, teacher=teacher, chat=chat, seed=cfg.seed,
-        engines=cluster.role("generate", EngineService, **options),
-        sync=cluster.role("sync", WeightSync),
-        params=SamplingParams(**sampling, stop_ids=chat.stop_ids),
-        num_samples=cfg.samples_per_prompt, tokens_per_microbatch=cfg.tokens_per_microbatch,
+def make_roles(cfg: Config, cluster: Cluster) -> Models:
+    engines = sync = None
+    teacher = cluster.role("teacher", Scorer, folder=cfg.teacher, temperature=cfg.temperature)
+    student = cluster.role(
+        "train", Trainer, folder=cfg.model, temperature=cfg.temperature,
+        loss=PolicyLoss() if cfg.on_policy else cfg.divergence,
+        schedule=cfg.training.schedule_over(cfg.steps), **cfg.training.policy_options,
     )  # fmt: skip
+    if cfg.on_policy:
+        options = {"folder": cfg.model, "kv_cache_gib": cfg.kv_cache_gib}
+        engines = cluster.role("generate", EngineService, **options)
+        sync = cluster.role("sync", WeightSync)
+    return Models(student, teacher, engines, sync)
 
 
-def kl_to_teacher(trainer: RoleHandle, batch: list[MicroBatch], metrics: dict[str, float]) -> float:
-    """Of the dialogues' tokens, KL(teacher, student); of samples, KL(student, teacher)."""
+class TaughtDialogues:
+    """Makes batches of dialogues with the teacher's likeliest tokens."""
+
+    def __init__(self, cfg: Config, models: Models):
+        self._cfg, self._models = cfg, models
+        self._budget = cfg.training.tokens_per_microbatch
+        folders = cfg.model, cfg.teacher
+        self.encode = partial(encode_fitting, Chat(cfg.model), self._budget, folders)
+
+    def __call__(
+        self, dialogues: list[data.Dialogue], num_updates: int
+    ) -> tuple[list[MicroBatch], dict[str, float]]:
+        """The batch does not depend on the number of updates so far."""
+        start = time.perf_counter()
+        student, teacher, *_ = self._models
+        limits = self._cfg.top_k, read_config(self._cfg.model).vocab_size
+        batch = pack_taught(self.encode(dialogues), self._budget, student, teacher, *limits)
+        return batch, {"time/teacher": time.perf_counter() - start}
+
+
+class JudgedSamples:
+    """Makes batches of the student's samples; a token's advantage is the teacher's logprob of it
+    minus the student's."""
+
+    def __init__(self, cfg: Config, models: Models):
+        self._cfg, self._models, self._chat = cfg, models, Chat(cfg.model)
+        self._version = models.engines.version()
+
+    def __call__(
+        self, prompts: Sequence[Prompt], num_updates: int
+    ) -> tuple[list[MicroBatch], dict[str, float]]:
+        """A batch sampled after `num_updates` updates, and its reverse KL to the teacher."""
+        if self._version != num_updates:
+            self._models.sync.sync(num_updates)
+            self._version = num_updates
+        start = time.perf_counter()
+        groups = self._sample(prompts, num_updates)
+        sampled = time.perf_counter()
+        sequences = self._judge(groups)
+        num_tokens = sum(sum(sequence.loss_mask) for sequence in sequences)
+        num_shards = self._models.student.role.num_replicas
+        budget = self._cfg.training.tokens_per_microbatch
+        return pack(sequences, budget, num_shards=num_shards), {
+            # An advantage is log p_teacher - log p_student.
+            "rollout/kl": -sum(sum(sequence.advantages) for sequence in sequences) / num_tokens,
+            "rollout/reply_tokens": fmean(sum(sequence.loss_mask) for sequence in sequences),
+            "rollout/tokens_per_second": num_tokens / (sampled - start),
+            "time/rollout": sampled - start,
+            "time/teacher": time.perf_counter() - sampled,
+        }
+
+    def _sample(self, prompts: Sequence[Prompt], num_updates: int) -> list[Group]:
+        cfg, chat = self._cfg, self._chat
+        params = SamplingParams(
+            max_tokens=cfg.max_tokens, temperature=cfg.temperature, stop_ids=chat.stop_ids
+        )
+        with Coordinator(
+            engines=self._models.engines, chat=chat, prompts=iter(()), params=params,
+            make_env=partial(Question, reward=unscored),
+            options=RolloutOptions(samples_per_prompt=cfg.samples_per_prompt),
+            # A seed of its own for every update: a resumed run samples as it would have.
+            seed=derive_seed(cfg.seed, num_updates),
+        ) as rollout:  # fmt: skip
+            groups = rollout.answer(prompts, num_samples=cfg.samples_per_prompt, params=params)
+        return drop_failed(groups, min_samples=1)
+
+    def _judge(self, groups: list[Group]) -> list[TrainingSequence]:
+        sequences, teacher = plain_sequences(groups), self._models.teacher
+        budget = self._cfg.training.tokens_per_microbatch
+        scores = ModelScores(
+            teacher_logprobs=[score_over_ranks(teacher.logprobs, sequences, budget)]
+        )
+        return with_advantages(groups, AdvantageOptions(advantage="opd"), scores)
+
+
+def unscored(prompt: Prompt, reply: str) -> float:
+    """The teacher judges instead of a reward."""
+    return 0.0
+
+
+def kl_to_teacher(models: Models, batch: list[MicroBatch], metrics: dict[str, float]) -> float:
+    """KL(teacher, student) of dialogues; KL(student, teacher) of the student's samples."""
     if "rollout/kl" in metrics:
         return metrics["rollout/kl"]
-    return trainer.evaluate(split(batch))[0]["loss/kl"]
+    return models.student.evaluate(split(batch))[0]["loss/kl"]
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__.split("\n\n")[0]))
+    main(
+        tyro.cli(Config, description=__doc__.split("\n\n")[0], config=(tyro.conf.OmitArgPrefixes,))
+    )

@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Literal
 
 import tyro
 
@@ -22,80 +21,60 @@ from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle, split
 from roll_lite.models.config import read_config
 from roll_lite.report.run import Run, default_folder, refuse_old_run
-from roll_lite.train.checkpoint import Checkpoints
+from roll_lite.train.batch import MicroBatch, TrainingSequence
+from roll_lite.train.checkpoint import CheckpointOptions, Checkpoints, RunState
 from roll_lite.train.encoding import check_vocabulary, encode_preferences
-from roll_lite.train.options import Training
-from roll_lite.train.packing import MicroBatch, TrainingSequence
-from roll_lite.train.preference import DPOLoss, pack_pairs
-from roll_lite.train.reference_cache import with_reference
-from roll_lite.train.resume import RunState
-from roll_lite.train.scorer import Scorer
-from roll_lite.train.scoring import score_over_ranks
+from roll_lite.train.optimizer import TrainingOptions
+from roll_lite.train.preference import DPOLoss, pack_pairs, with_reference
+from roll_lite.train.scorer import Scorer, score_over_ranks
 from roll_lite.train.trainer import Trainer
 
 
-@dataclass(kw_only=True)
-class Config(Training):
+@dataclass(frozen=True, kw_only=True)
+class Config:
     model: str = "models/tiny"
-    """Hugging Face folder to start from: a model that has been fine-tuned on such dialogues."""
-    reference: str | None = None
-    """Folder of the model that the policy is compared with; the starting policy unless given."""
-    task: str | None = None
-    """addition:N (digits), reverse:N or counting:N (letters); reverse:5 if there is no data."""
-    task_pairs: int = 2048
-    """Pairs that are generated of the task, right answers against careless ones."""
+    """Hugging Face folder to start from: a model fine-tuned on such dialogues."""
     data: str | None = None
     """JSON lines: {"prompt": text or messages, "chosen": text, "rejected": text}."""
-    kind: Literal["sigmoid", "ipo"] = "sigmoid"
-    """The loss: DPO's own, or IPO's square."""
-    beta: float = 0.1
-    """How much a log ratio to the reference counts."""
-    label_smoothing: float = 0.0
-    """Probability that a pair is labelled the wrong way round (sigmoid)."""
+    task: str | None = None
+    """Generated pairs instead of data, right answers against careless ones: addition:N (digits),
+    reverse:N or counting:N (letters); reverse:5 if neither is given."""
+    task_pairs: int = 2048
+    """Number of pairs to generate for the task."""
     steps: int = 40
-    """Updates."""
+    """Optimizer updates."""
     pairs_per_step: int = 32
-    """Batch size."""
-    lr: float = 1e-4
-    """Learning rate after warm-up."""
-    warmup_steps: int = 5
-    """Steps over which the learning rate rises to lr."""
-    tokens_per_microbatch: int = 16384
-    """Memory budget of one forward and backward pass; a pair has to fit in it."""
-    tp: int = 1
-    """Ranks that hold one model together."""
+    """Pairs per update; a pair must fit in one micro-batch."""
+    reference: str | None = None
+    """Folder of the reference model; None is the starting policy."""
+    run_dir: str = field(default_factory=partial(default_folder, "dpo"))
+    """Folder for config.json, metrics.jsonl, reference.safetensors, checkpoints/ and model/."""
+    seed: int = 0
+    """Seed for the pairs and their order."""
     validation_data: str | None = None
     """Pairs to validate on; without it, held-out ones of the task."""
     validation_pairs: int = 256
-    """At most so many of them."""
+    """Validate on at most this many pairs."""
     validate_every: int = 10
-    """Validate before training, after every so many updates, and at the end."""
-    checkpoint_every: int = 0
-    """Write a checkpoint after every so many updates; one is written at the end in any case."""
-    keep_last: int = 2
-    """Checkpoints to keep."""
-    resume: bool = False
-    """Go on from the newest whole checkpoint of run_dir, if there is one."""
-    seed: int = 0
-    """Of the pairs and their order."""
+    """Validate before training, every N updates, and at the end."""
     device: str = "auto"
     """auto, cpu or cuda."""
-    run_dir: str = field(default_factory=partial(default_folder, "dpo"))
-    """Gets config.json, metrics.jsonl, reference.safetensors, checkpoints/ and the model."""
+    tp: int = 1
+    """Tensor-parallel ranks per model."""
+    loss: DPOLoss = DPOLoss()
+    training: TrainingOptions = TrainingOptions(lr=1e-4, warmup_steps=5)
+    checkpoints: CheckpointOptions = CheckpointOptions()
 
     def __post_init__(self):
-        super().__post_init__()
         read_config(self.model)
         data.check_source(self.data, self.task)
-        dpo_loss(self)
         at_least(1, self, "steps", "pairs_per_step", "task_pairs", "tp")
-        at_least(1, self, "validation_pairs", "validate_every", "keep_last")
-        at_least(0, self, "checkpoint_every")
+        at_least(1, self, "validation_pairs", "validate_every")
         if self.data is not None:
             unread_with("data", self, "task_pairs")
         if self.reference is not None:
             check_vocabulary(self.model, self.reference, "reference")
-        if not self.resume:
+        if not self.checkpoints.resume:
             refuse_old_run(self.run_dir)
 
 
@@ -122,12 +101,12 @@ def main(cfg: Config) -> None:
             "train",
             Trainer,
             folder=cfg.model,
-            loss=dpo_loss(cfg),
-            schedule=cfg.schedule_over(cfg.steps),
-            **cfg.policy_options,
+            loss=cfg.loss,
+            schedule=cfg.training.schedule_over(cfg.steps),
+            **cfg.training.policy_options,
         )
-        chat, budget = Chat(cfg.model), cfg.tokens_per_microbatch
-        # Before a checkpoint is loaded: now the trainer is the starting policy.
+        chat, budget = Chat(cfg.model), cfg.training.tokens_per_microbatch
+        # Before a checkpoint is loaded, while the trainer is still the starting policy.
         encoded = with_reference(
             encode_preferences(chat, [*pairs, *held_out], budget),
             partial(reference_logprobs, cfg, cluster, trainer),
@@ -137,10 +116,10 @@ def main(cfg: Config) -> None:
         num_shards = trainer.role.num_replicas
         packed = partial(pack_pairs, tokens_per_microbatch=budget, num_shards=num_shards)
         validation = packed(encoded[len(pairs) :]) if held_out else []
-        checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.keep_last)
+        checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.checkpoints.keep_last)
         fixed = data.fixed_options(cfg, *FIXED)
         saved = RunState(checkpoints, [trainer], {"rows": rows}, fixed)
-        done = saved.resume() if cfg.resume else None
+        done = saved.resume() if cfg.checkpoints.resume else None
         run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
         if validation and not done:
             run.log(0, validate(trainer, validation))
@@ -152,16 +131,12 @@ def main(cfg: Config) -> None:
             if validation and run.is_due(step, cfg.validate_every):
                 metrics |= validate(trainer, validation)
             run.log(step, metrics)
-            if run.is_due(step, cfg.checkpoint_every):
+            if run.is_due(step, cfg.checkpoints.checkpoint_every):
                 best = metrics.get("eval/accuracy")
                 saved.save(step, higher=best)
 
         run.close()
         print(f"model: {trainer.export(f'{cfg.run_dir}/model')}")
-
-
-def dpo_loss(cfg: Config) -> DPOLoss:
-    return DPOLoss(kind=cfg.kind, beta=cfg.beta, label_smoothing=cfg.label_smoothing)
 
 
 def training_pairs(cfg: Config) -> list[data.Preference]:
@@ -174,10 +149,10 @@ def training_pairs(cfg: Config) -> list[data.Preference]:
 def reference_logprobs(
     cfg: Config, cluster: Cluster, trainer: RoleHandle, sequences: list[TrainingSequence]
 ) -> list[list[float]]:
-    method = trainer.reference_logprobs if cfg.lora_rank else trainer.logprobs
+    method = trainer.reference_logprobs if cfg.training.lora_rank else trainer.logprobs
     if cfg.reference is not None:
         method = cluster.role("reference", Scorer, folder=cfg.reference).logprobs
-    return score_over_ranks(method, sequences, cfg.tokens_per_microbatch)
+    return score_over_ranks(method, sequences, cfg.training.tokens_per_microbatch)
 
 
 def validate(trainer: RoleHandle, batch: list[MicroBatch]) -> dict[str, float]:
@@ -186,4 +161,6 @@ def validate(trainer: RoleHandle, batch: list[MicroBatch]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__.split("\n\n")[0]))
+    main(
+        tyro.cli(Config, description=__doc__.split("\n\n")[0], config=(tyro.conf.OmitArgPrefixes,))
+    )

@@ -5,8 +5,8 @@ python recipes/evaluate.py --model runs/mine/model --data math.jsonl --samples 8
 python recipes/evaluate.py --model models/tiny --checkpoint runs/mine/checkpoints/step-00000040
 torchrun --nproc-per-node 8 recipes/evaluate.py --model ...      # an engine on each rank
 
-Replies are scored by the rewards of recipes/rlvr.py. They are written down with their scores as
-they come: an evaluation that died, started again with the same --run-dir, asks what is missing.
+Replies are scored by the rewards of recipes/rlvr.py, and written to the run folder as they come: an
+interrupted evaluation that is started again with the same --run-dir continues where it stopped.
 """
 
 import time
@@ -20,7 +20,7 @@ from rlvr import INLINE, REWARDS
 
 from roll_lite import data
 from roll_lite.chat import Chat
-from roll_lite.checks import above, at_least, finite, read_only_if
+from roll_lite.checks import above, at_least, finite, flatten, read_only_if
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.device_map import format_table
 from roll_lite.cluster.role import RoleHandle
@@ -38,43 +38,43 @@ from roll_lite.train.export import check_checkpoint, export_checkpoint
 from roll_lite.types import Group, Prompt, SamplingParams
 
 
-@dataclass(kw_only=True)
-class Config(RewardOptions):
+@dataclass(frozen=True, kw_only=True)
+class Config:
     model: str = "models/tiny"
     """Hugging Face folder."""
+    data: tuple[str, ...] = ("reverse:5",)
+    """Files of prompts, or tasks, whose held-out questions are asked."""
     checkpoint: str | None = None
     """Evaluate this checkpoint of a run that started from `model`."""
-    data: tuple[str, ...] = ("reverse:5",)
-    """Files of prompts, or tasks, of which held-out questions are asked."""
     prompts: int | None = None
-    """At most so many of each; None is all of a file and 256 of a task."""
+    """At most this many prompts of each source; None is all of a file and 256 of a task."""
     samples: int = 1
-    """Replies to each prompt; with more than one, pass@k is there too."""
+    """Replies to each prompt; more than one adds pass@k."""
+    max_tokens: int = 16
+    """Longest reply, in tokens."""
     temperature: float | None = None
-    """None is greedy for one sample and 1 for several."""
+    """Sampling temperature; None is greedy for one sample and 1 for several."""
     top_k: int = 0
     """Sample among the k likeliest tokens; 0 is all."""
     top_p: float = 1.0
     """Sample among the likeliest tokens that together have this probability."""
     min_p: float = 0.0
     """Sample among tokens at least this likely, relative to the likeliest."""
-    max_tokens: int = 16
-    """Longest reply, in tokens."""
     pass_reward: float = 1.0
     """A reply passes with at least this reward."""
-    kv_cache_gib: float = 1.0
-    """Memory of each engine's cache."""
-    device_map: str | None = None
-    """Ranks of the engines; generate=all,tp=2 lays each over two. None is all for every role."""
+    run_dir: str = field(default_factory=partial(default_folder, "evaluate"))
+    """Folder for config.json, metrics.jsonl and all replies in rollouts/."""
     seed: int = 0
-    """Of the samples."""
+    """Seed for sampling."""
+    kv_cache_gib: float = 1.0
+    """KV cache of each engine, in GiB."""
     device: str = "auto"
     """auto, cpu or cuda."""
-    run_dir: str = field(default_factory=partial(default_folder, "evaluate"))
-    """Gets config.json, metrics.jsonl and all replies in rollouts/."""
+    device_map: str | None = None
+    """Ranks of the engines, as in generate=all,tp=2; None puts every role on all ranks."""
+    rewards: RewardOptions = RewardOptions()
 
     def __post_init__(self):
-        super().__post_init__()
         read_config(self.model)
         data.parse_mixture(self.data)
         at_least(1, self, "samples")
@@ -84,7 +84,8 @@ class Config(RewardOptions):
             at_least(1, self, "prompts")
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(
-                f"samples={self.samples} with temperature=0 are all alike; use one, or sample"
+                f"samples={self.samples} with temperature=0 are all equal; use samples=1, or a "
+                "temperature above 0"
             )
         truncation = ("top_k", "top_p", "min_p")
         read_only_if(self.chosen_temperature > 0, "a temperature above 0", self, *truncation)
@@ -116,9 +117,9 @@ SHOWN = {"eval/pass@1": "pass@1", "eval/failed": "failed", "eval/reply_tokens": 
 
 
 def main(cfg: Config) -> dict[str, float]:
-    roles = ["generate", *cfg.reward_roles]
+    roles = ["generate", *cfg.rewards.reward_roles]
     device_map = cfg.device_map or " ".join(f"{role}=all" for role in roles)
-    configs = {"config": read_config(cfg.model), "role_configs": cfg.reward_configs}
+    configs = {"config": read_config(cfg.model), "role_configs": cfg.rewards.reward_configs}
     with Cluster(device_map, cfg.device, roles=roles, **configs) as cluster:
         prompts = data.held_out(cfg.data, cfg.prompts, of_tasks=256)
         registry.check_prompts(prompts, REWARDS | INLINE)
@@ -132,7 +133,7 @@ def main(cfg: Config) -> dict[str, float]:
         print(engines.describe())
         start = time.perf_counter()
         domains = {prompt.domain for prompt in prompts}
-        with Rewards(REWARDS, INLINE, domains, cfg, cluster) as rewards:
+        with Rewards(REWARDS, INLINE, domains, cfg.rewards, cluster) as rewards:
             groups = ask(cfg, prompts, answers, engines, Chat(folder), rewards)
         refuse_all_failed(groups)
         metrics = pass_rates(groups, cfg.pass_reward)
@@ -146,16 +147,17 @@ def main(cfg: Config) -> dict[str, float]:
 
 
 def asked_with(cfg: Config) -> dict[str, Any]:
-    """What answers and scores depend on, as far as it can be told."""
+    """The options and weights that answers and scores depend on."""
     times = {p.name: p.stat().st_mtime_ns for p in sorted(Path(cfg.model).glob("*.safetensors"))}
-    return {name: getattr(cfg, name) for name in FIXED} | {"weights_written": times}
+    options = flatten(cfg)
+    return {name: options[name] for name in FIXED} | {"weights_written": times}
 
 
 def ask(
     cfg: Config, prompts: list[Prompt], answers: AnswerFile,
     engines: RoleHandle, chat: Chat, rewards: Rewards,
 ) -> list[Group]:  # fmt: skip
-    """A group for each prompt; what has been answered before is not asked again."""
+    """A group for each prompt; prompts that were answered before are not asked again."""
     params = replace(cfg.params, stop_ids=chat.stop_ids)
     with Coordinator(
         engines=engines,
@@ -191,4 +193,6 @@ def table(metrics: dict[str, float], groups: list[Group], num_samples: int) -> s
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__.split("\n\n")[0]))
+    main(
+        tyro.cli(Config, description=__doc__.split("\n\n")[0], config=(tyro.conf.OmitArgPrefixes,))
+    )

@@ -19,7 +19,7 @@ import tyro
 
 from roll_lite import data
 from roll_lite.chat import Chat
-from roll_lite.checks import above, at_least, filled_from, unread_with
+from roll_lite.checks import above, at_least, flatten, read_only_if, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.planner import BatchPlan, plan, render
 from roll_lite.cluster.role import RoleHandle, split
@@ -38,132 +38,156 @@ from roll_lite.rollout.in_flight import NothingLeft
 from roll_lite.rollout.metrics import describe_groups
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.sync import WeightSync
-from roll_lite.train.advantage_options import AdvantageState
-from roll_lite.train.advantages import Evidence, with_advantages
-from roll_lite.train.algorithm import Algorithm
+from roll_lite.train.advantages import AdvantageOptions
 from roll_lite.train.balance import Cost
-from roll_lite.train.checkpoint import Checkpoints
-from roll_lite.train.losses import critic_metrics
-from roll_lite.train.options import Training
-from roll_lite.train.packing import TrainingSequence, equal_parts, pack
-from roll_lite.train.resume import RunState
-from roll_lite.train.scorer import Scorer
-from roll_lite.train.scoring import plain_sequences, score_over_ranks, with_field
-from roll_lite.train.shaping import Shaping
+from roll_lite.train.batch import TrainingSequence, equal_parts, pack
+from roll_lite.train.checkpoint import CheckpointOptions, Checkpoints, RunState
+from roll_lite.train.kl import KLOptions
+from roll_lite.train.losses import (
+    CriticOptions,
+    LossOptions,
+    PolicyLoss,
+    ValueLoss,
+    critic_metrics,
+)
+from roll_lite.train.optimizer import TrainingOptions
+from roll_lite.train.scorer import Scorer, score_over_ranks
+from roll_lite.train.sequences import (
+    AdvantageState,
+    ModelScores,
+    plain_sequences,
+    with_advantages,
+    with_field,
+)
+from roll_lite.train.shaping import LengthOptions
 from roll_lite.train.trainer import Trainer, combine
 from roll_lite.types import Group, Prompt, SamplingParams
 
 
-@dataclass(kw_only=True)
-class Config(Algorithm, RolloutOptions, EvaluationOptions, RewardOptions, Shaping, Training):
+@dataclass(frozen=True, kw_only=True)
+class Config:
     model: str = "models/tiny"
     """Hugging Face folder to start from."""
     data: tuple[str, ...] = ("reverse:5",)
     """What to learn: files of prompts, or tasks: addition:N (digits), reverse:N or counting:N
     (letters). Several are mixed by weight, as in math.jsonl@0.7 code.jsonl@0.3."""
     steps: int = 40
-    """Rounds of generate, score, train."""
+    """Training steps: generate, score, train."""
+    run_dir: str = field(default_factory=partial(default_folder, "rlvr"))
+    """Folder for config.json, metrics.jsonl, events.jsonl, rollouts/, checkpoints/ and model/."""
+    seed: int = 0
+    """Seed for prompt order and sampling."""
     temperature: float = 1.0
     """Sampling temperature; logprobs in the loss use the same."""
-    on_new_weights: Literal["go_on", "finish", "abort"] = "go_on"
-    """Samples that run when weights come: go on under them, finish first, or begin again."""
     updates_per_step: int = 1
-    """Optimizer steps per pass over a round's samples, each on an equal part of them; fewer where
+    """Optimizer updates per pass over a step's samples, each on an equal part of them; fewer where
     many samples are missing, so that the parts stay about as large."""
     epochs: int = 1
-    """Passes over a round's samples."""
-    lr: float = 3e-4
-    """Learning rate after warm-up."""
-    device_map: str = "auto"
-    """Which ranks do what, as in "train=0-3 generate=4-7,tp=2"; auto is all on all ranks."""
-    kv_cache_gib: float = 1.0
-    """Memory of each generation engine's cache."""
-    engines_sleep: bool = False
-    """Engines give the memory of cache and weights to the trainer while it works."""
-    rollouts_every: int = 1
-    """Write the samples of every so many steps, and of the last; 0 is of the last only. A sampled
-    token takes some 20 bytes."""
-    checkpoint_every: int = 0
-    """Write a checkpoint after every so many steps; one is written at the end in any case."""
-    keep_last: int = 2
-    """Checkpoints to keep, beside the one that evaluates best."""
-    resume: bool = False
-    """Go on from the newest whole checkpoint of run_dir, if there is one."""
-    seed: int = 0
-    """Of the prompts and of all sampling."""
+    """Passes over a step's samples."""
     device: str = "auto"
     """auto, cpu or cuda."""
+    device_map: str = "auto"
+    """Which ranks do what, as in "train=0-3 generate=4-7,tp=2"; auto is all roles on all ranks."""
+    kv_cache_gib: float = 1.0
+    """KV cache of each generation engine, in GiB."""
+    engines_sleep: bool = False
+    """Engines give their memory (weights and KV cache) to the trainer while it works."""
+    on_new_weights: Literal["go_on", "finish", "abort"] = "go_on"
+    """What in-flight samples do when weights update: continue (go_on), finish first, or restart
+    (abort)."""
+    rollouts_every: int = 1
+    """Write the samples of every N-th step, and of the last; 0 writes the last step only. A sampled
+    token takes about 20 bytes."""
     plan: bool = False
-    """Only print what the run would hold in memory and do in a step."""
-    run_dir: str = field(default_factory=partial(default_folder, "rlvr"))
-    """Gets config.json, metrics.jsonl, events.jsonl, rollouts/, checkpoints/ and the model."""
+    """Print what the run would hold in memory and do in a step, and exit."""
+    rollout: RolloutOptions = RolloutOptions()
+    lengths: LengthOptions = LengthOptions()
+    training: TrainingOptions = TrainingOptions(lr=3e-4)
+    advantages: AdvantageOptions = AdvantageOptions()
+    policy_loss: LossOptions = LossOptions()
+    kl: KLOptions = KLOptions()
+    critic: CriticOptions = CriticOptions()
+    evaluation: EvaluationOptions = EvaluationOptions()
+    rewards: RewardOptions = RewardOptions()
+    checkpoints: CheckpointOptions = CheckpointOptions()
 
     def __post_init__(self):
-        for options in Config.__bases__:
-            options.__post_init__(self)
-        max_positions = read_config(self.model).max_positions
-        if self.max_tokens >= min(max_positions, self.tokens_per_microbatch):
-            raise ValueError(
-                f"max_tokens={self.max_tokens} must be below the model's {max_positions} and "
-                f"tokens_per_microbatch={self.tokens_per_microbatch}: a sample is not cut"
-            )
-        for entries in filter(None, (self.data, self.eval_data)):
-            data.parse_mixture(entries)
-        if self.advantage in LACKING:
-            raise ValueError(
-                f"advantage={self.advantage!r} needs {LACKING[self.advantage]}, which this recipe "
-                "does not have; use one of the others"
-            )
-        at_least(self.min_samples, self, "samples_per_prompt")
-        at_least(1, self, "updates_per_step", "epochs", "keep_last")
-        at_least(0, self, "steps", "checkpoint_every", "rollouts_every")
+        at_least(1, self, "updates_per_step", "epochs")
+        at_least(0, self, "steps", "rollouts_every")
         above(0, self, "temperature", "kv_cache_gib")
-        if self.prompts_per_step < self.updates_per_step:
+        at_least(self.min_samples, self.rollout, "samples_per_prompt")
+        for entries in filter(None, (self.data, self.evaluation.eval_data)):
+            data.parse_mixture(entries)
+        self._check_algorithm()
+        self._check_sizes()
+        if self.runs_ahead:
+            unread_with("max_staleness above 0", self.rollout, "extra_prompts")
+            unread_with("max_staleness above 0", self, "engines_sleep")
+        elif self.rollout.surplus == "abort":
+            unread_with("max_staleness=0", self, "on_new_weights")
+        if not self.checkpoints.resume:
+            refuse_old_run(self.run_dir)
+
+    def _check_algorithm(self) -> None:
+        if (chosen := self.advantages.advantage) in LACKING:
             raise ValueError(
-                f"prompts_per_step={self.prompts_per_step} must be at least "
-                f"updates_per_step={self.updates_per_step}: every update has a part of the prompts"
+                f"advantage={chosen!r} needs {LACKING[chosen]}, which this recipe does not have; "
+                "use another advantage"
             )
-        if self.critic_warmup_steps > self.steps > 0:
+        critic = ("critic_lr", "value_clip", "critic_warmup_steps")
+        read_only_if(self.advantages.needs_critic, "advantage='gae'", self.critic, *critic)
+        if self.critic.critic_warmup_steps > self.steps > 0:
             raise ValueError(
-                f"critic_warmup_steps={self.critic_warmup_steps} must not exceed "
+                f"critic_warmup_steps={self.critic.critic_warmup_steps} must not exceed "
                 f"steps={self.steps}: the policy is trained after them"
             )
-        if self.runs_ahead:
-            unread_with("max_staleness above 0", self, "extra_prompts", "engines_sleep")
-        elif self.surplus == "abort":
-            unread_with("max_staleness=0", self, "on_new_weights")
-        if not self.resume:
-            refuse_old_run(self.run_dir)
+
+    def _check_sizes(self) -> None:
+        max_positions = read_config(self.model).max_positions
+        max_tokens, budget = self.lengths.max_tokens, self.training.tokens_per_microbatch
+        if max_tokens >= min(max_positions, budget):
+            raise ValueError(
+                f"max_tokens={max_tokens} must be below the model's {max_positions} positions and "
+                f"tokens_per_microbatch={budget}: samples are never split"
+            )
+        if self.rollout.prompts_per_step < self.updates_per_step:
+            raise ValueError(
+                f"prompts_per_step={self.rollout.prompts_per_step} must be at least "
+                f"updates_per_step={self.updates_per_step}: every update trains on a part of them"
+            )
 
     @property
     def min_samples(self) -> int:
-        """Of a group: one alone has nothing to compare with, but may not need to."""
-        return 2 if self.advantage_options.compares_samples else 1
+        """Smallest group to train on: estimators that compare samples need two."""
+        return 2 if self.advantages.compares_samples else 1
 
     @property
     def loads_reference(self) -> bool:
-        """A model with adapters is its own reference, unless another is named."""
-        return self.needs_reference and (self.lora_rank == 0 or self.reference is not None)
+        """A policy with adapters is its own reference, unless another is named."""
+        has_own = self.training.lora_rank > 0 and self.kl.reference is None
+        return self.kl.kl_coef > 0 and not has_own
 
     @property
     def runs_ahead(self) -> bool:
-        """Generation goes on beside training; if not, prompts that were too many may be kept."""
-        return self.max_staleness > 0 and self.surplus == "abort"
+        """Whether generation goes on beside training."""
+        return self.rollout.max_staleness > 0 and self.rollout.surplus == "abort"
 
     @property
-    def evaluated(self) -> tuple[str, ...]:
-        """Sources to evaluate on; questions of files that are trained on are not held out."""
-        return self.eval_data or tuple(e.source for e in data.parse_mixture(self.data) if e.is_task)
+    def eval_sources(self) -> tuple[str, ...]:
+        """Held-out questions of the tasks, unless eval_data names others; files hold none out."""
+        tasks = tuple(e.source for e in data.parse_mixture(self.data) if e.is_task)
+        return self.evaluation.eval_data or tasks
 
     @property
     def cluster_options(self) -> dict[str, Any]:
-        """Roles and their models; those that are not named have the policy's."""
-        wanted = {"critic": self.needs_critic, "reference": self.loads_reference}
+        """Roles and their models; a role without a config of its own has the policy's."""
+        wanted = {"critic": self.advantages.needs_critic, "reference": self.loads_reference}
         chosen = [name for name, is_wanted in wanted.items() if is_wanted]
+        reference = {"reference": read_config(self.kl.reference)} if self.kl.reference else {}
         return {
-            "roles": ["train", "generate", *chosen, *self.reward_roles],
+            "roles": ["train", "generate", *chosen, *self.rewards.reward_roles],
             "config": read_config(self.model),
-            "role_configs": self.reward_configs | self.reference_configs,
+            "role_configs": self.rewards.reward_configs | reference,
         }
 
 
@@ -171,7 +195,7 @@ LACKING = {"gigpo": "rewards turn by turn", "opd": "a teacher"}
 
 
 class Models(NamedTuple):
-    """Roles, as the controller holds them."""
+    """The roles that hold models."""
 
     policy: RoleHandle
     engines: RoleHandle
@@ -197,30 +221,36 @@ SHOWN = {
     "reward/mean": "reward", "eval/pass@1": "eval", "eval/failed": "eval failed",
     "rollout/failed": "failed",
     "rollout/missing_groups": "missing groups", "rollout/reply_tokens": "tokens",
-    "rollout/staleness": "versions old",
+    "rollout/staleness": "staleness",
     "loss/entropy": "entropy", "loss/grad_norm": "grad", "mismatch/logprob_mean": "mismatch",
-    "loss/kl": "kl", "critic/explained_variance": "critic explains",
+    "loss/kl": "kl", "critic/explained_variance": "explained variance",
     "time/rollout": "rollout s", "time/train": "train s", "time/step": "step s",
 }  # fmt: skip
 FIXED = "model", "seed", "lora_rank", "lora_alpha", "lora_targets", "advantage"
 
 
 def main(cfg: Config) -> list[float]:
-    """Returns the held-out pass rates, the first from before training or after it was resumed."""
+    """Returns the held-out pass rates, the first from before training or from where it resumed."""
     with Cluster(cfg.device_map, cfg.device, **cfg.cluster_options) as cluster:
         prompts = data.Mixture(cfg.data, seed=f"rlvr-{cfg.seed}")
-        held_out = data.held_out(cfg.evaluated, cfg.eval_prompts) if cfg.evaluated else []
+        held_out = []
+        if cfg.eval_sources:
+            held_out = data.held_out(cfg.eval_sources, cfg.evaluation.eval_prompts)
         registry.check_prompts([*prompts.rows, *held_out], REWARDS | INLINE)
         domains = {*prompts.domains, *(prompt.domain for prompt in held_out)}
-        with Rewards(REWARDS, INLINE, domains, cfg, cluster, cfg.tokens_per_microbatch) as rewards:
+        budget = cfg.training.tokens_per_microbatch
+        with Rewards(REWARDS, INLINE, domains, cfg.rewards, cluster, budget) as rewards:
             chat, models = Chat(cfg.model), make_roles(cfg, cluster)
             params = SamplingParams(
-                max_tokens=cfg.max_tokens, temperature=cfg.temperature, stop_ids=chat.stop_ids
+                max_tokens=cfg.lengths.max_tokens,
+                temperature=cfg.temperature,
+                stop_ids=chat.stop_ids,
             )
-            evaluation = Evaluation(held_out, cfg, params)
+            evaluation = Evaluation(held_out, cfg.evaluation, params)
             rollout = Coordinator(
                 engines=models.engines, chat=chat, make_env=rewards, prompts=prompts,
-                params=params, options=cfg, seed=cfg.seed, asked=rewards.asked,
+                params=params, options=cfg.rollout, seed=cfg.seed, asked=rewards.asked,
+                min_samples=cfg.min_samples,
             )  # fmt: skip
             with rollout, rare_collections():
                 train(cfg, models, rollout, rewards, evaluation)
@@ -231,11 +261,11 @@ def main(cfg: Config) -> list[float]:
 def train(
     cfg: Config, models: Models, rollout: Coordinator, rewards: Rewards, evaluation: Evaluation
 ) -> None:
-    state = AdvantageState(cfg.advantage_options)
-    checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.keep_last)
-    fixed = {name: getattr(cfg, name) for name in FIXED}
+    state = AdvantageState(cfg.kl)
+    checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.checkpoints.keep_last)
+    fixed = {name: value for name, value in flatten(cfg).items() if name in FIXED}
     saved = RunState(checkpoints, models.trained, {"rollout": rollout, "advantages": state}, fixed)
-    done = saved.resume() if cfg.resume else None
+    done = saved.resume() if cfg.checkpoints.resume else None
     run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
     if done:
         models.sync.sync(done)
@@ -250,10 +280,12 @@ def train(
         laps = Laps()
         try:
             groups = rollout.collect()
-        except NothingLeft:  # what was learnt is kept, and what was dropped can be looked at
+        except NothingLeft:  # keep what was learnt, and the dropped samples to look at
             run.note_samples(step, rollout.dropped())
-            if step - 1 > (done or 0) and not run.is_due(step - 1, cfg.checkpoint_every):
-                print(f"what was learnt is in {saved.save(step - 1)}; --resume goes on from it")
+            if step - 1 > (done or 0) and not run.is_due(
+                step - 1, cfg.checkpoints.checkpoint_every
+            ):
+                print(f"wrote {saved.save(step - 1)}; --resume continues from it")
                 run.note("checkpoint", step=step - 1)
             raise
         laps.end("rollout")
@@ -274,11 +306,11 @@ def train(
         run.note_samples(step, rollout.dropped())
         laps.end("records")
         metrics |= {"rollout/trained_samples": len(sequences)} | laps.metrics()
-        if run.is_due(step, cfg.eval_every):
-            metrics |= evaluation.run(rollout)  # not a part of the step
+        if run.is_due(step, cfg.evaluation.eval_every):
+            metrics |= evaluation.run(rollout)  # not part of the step's time
             run.note_samples(step, rollout.dropped())
         run.log(step, metrics)
-        if run.is_due(step, cfg.checkpoint_every):
+        if run.is_due(step, cfg.checkpoints.checkpoint_every):
             start = time.perf_counter()
             saved.save(step, higher=metrics.get("eval/pass@1"))
             run.note("checkpoint", step=step, seconds=time.perf_counter() - start)
@@ -289,21 +321,21 @@ def train(
 
 
 def make_roles(cfg: Config, cluster: Cluster) -> Models:
-    """The policy, and beside it only what the algorithm reads."""
+    """The policy, and beside it only the models that the algorithm reads."""
     critic = reference = None
-    num_policy_steps = cfg.steps - cfg.critic_warmup_steps
     policy = cluster.role(
-        "train", Trainer, folder=cfg.model, loss=cfg.policy_loss,
-        schedule=cfg.schedule_over(num_policy_steps), temperature=cfg.temperature,
-        **cfg.policy_options,
+        "train", Trainer, folder=cfg.model, loss=PolicyLoss(cfg.policy_loss, cfg.kl),
+        schedule=cfg.training.schedule_over(cfg.steps - cfg.critic.critic_warmup_steps),
+        temperature=cfg.temperature, **cfg.training.policy_options,
     )  # fmt: skip
-    if cfg.needs_critic:
+    if cfg.advantages.needs_critic:
         critic = cluster.role(
-            "critic", Trainer, folder=cfg.model, loss=cfg.value_loss, head="value",
-            schedule=cfg.schedule_over(cfg.steps, cfg.critic_lr), **cfg.trainer_options,
+            "critic", Trainer, folder=cfg.model, loss=ValueLoss(clip=cfg.critic.value_clip),
+            head="value", schedule=cfg.training.schedule_over(cfg.steps, cfg.critic.critic_lr),
+            **cfg.training.trainer_options,
         )  # fmt: skip
     if cfg.loads_reference:
-        folder = cfg.reference or cfg.model
+        folder = cfg.kl.reference or cfg.model
         reference = cluster.role("reference", Scorer, folder=folder, temperature=cfg.temperature)
     engines = cluster.role(
         "generate", EngineService, folder=cfg.model, kv_cache_gib=cfg.kv_cache_gib
@@ -315,66 +347,77 @@ def make_roles(cfg: Config, cluster: Cluster) -> Models:
 def prepare(
     groups: list[Group], cfg: Config, models: Models, state: AdvantageState
 ) -> list[TrainingSequence]:
-    """Advantages, and what the models say of the samples before the first update."""
-    groups = cfg.shape_rewards(groups)
+    """Advantages, from rewards and what models say of the samples before the first update."""
+    groups = cfg.lengths.shape_rewards(groups)
     plain = plain_sequences(groups)
 
     def score(role: RoleHandle, method: str) -> list[list[float]]:
-        return score_over_ranks(getattr(role, method), plain, cfg.tokens_per_microbatch)
+        return score_over_ranks(getattr(role, method), plain, cfg.training.tokens_per_microbatch)
 
     reference = None
     if models.reference:
         reference = score(models.reference, "logprobs")
-    elif cfg.needs_reference:
+    elif cfg.kl.kl_coef:
         reference = score(models.policy, "reference_logprobs")  # itself, without its adapters
-    evidence = Evidence(
+    scores = ModelScores(
         values=score(models.critic, "values") if models.critic else None,
-        reference_logprobs=reference if cfg.kl_in == "reward" else None,
+        reference_logprobs=reference if cfg.kl.is_in("reward") else None,
     )
-    sequences = with_advantages(groups, cfg.advantage_options, evidence, state)
-    if reference and cfg.kl_in == "loss":
+    sequences = with_advantages(groups, cfg.advantages, scores, state)
+    if cfg.kl.is_in("loss"):
         sequences = with_field(sequences, "reference_logprobs", reference)
-    if cfg.denominator == "old":
+    if cfg.policy_loss.denominator == "old":
         sequences = with_field(sequences, "old_logprobs", score(models.policy, "logprobs"))
-    return cfg.shape_weights(sequences, groups)
+    return cfg.lengths.shape_sequences(sequences, groups)
 
 
 def update(
     sequences: list[TrainingSequence], cfg: Config, models: Models, step: int
 ) -> dict[str, float]:
-    """The round's optimizer steps: `epochs` passes of `updates_per_step` each."""
+    """The step's optimizer updates: `epochs` passes of `updates_per_step` each."""
     cost, policy_updates, critic_updates = Cost.of(read_config(cfg.model)), [], []
 
     def update_once(
         trainer: RoleHandle, done: int, part: list[TrainingSequence], **options
     ) -> dict[str, float]:
-        num_shards = trainer.role.num_replicas
-        options |= {"num_shards": num_shards, "cost": cost}
-        batch = pack(part, cfg.tokens_per_microbatch, **options)
+        options |= {"num_shards": trainer.role.num_replicas, "cost": cost}
+        batch = pack(part, cfg.training.tokens_per_microbatch, **options)
         return trainer.step(split(batch), scheduled_at=done)[0]
 
-    share = len(sequences) / (cfg.prompts_per_step * cfg.samples_per_prompt)
+    share = len(sequences) / (cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt)
     parts = equal_parts(sequences, max(1, round(share * cfg.updates_per_step)))
+    loss = cfg.policy_loss
     for part in cfg.epochs * parts:
         if models.critic:
             critic_updates.append(update_once(models.critic, step - 1, part))
-        if (done := step - 1 - cfg.critic_warmup_steps) >= 0:
-            options = {"aggregation": cfg.chosen_aggregation, "constant": cfg.constant}
+        if (done := step - 1 - cfg.critic.critic_warmup_steps) >= 0:
+            options = {"aggregation": loss.chosen_aggregation, "constant": loss.constant}
             policy_updates.append(update_once(models.policy, done, part, **options))
     of_critic = critic_metrics(combine(critic_updates)) if critic_updates else {}
     return combine(policy_updates) | of_critic
 
 
 def describe_plan(cfg: Config) -> str:
-    """Without starting anything: bytes, batch arithmetic, warnings."""
+    """Memory and work of a step, computed without starting anything."""
     chat, config = Chat(cfg.model), read_config(cfg.model)
     prompts = data.Mixture(cfg.data, seed=0)
-    longest = max(len(chat.encode(next(prompts).messages)) for _ in range(64))
-    batch = filled_from(BatchPlan, cfg, prompt_tokens=longest, reply_tokens=cfg.max_tokens)
+    batch = BatchPlan(
+        prompts_per_step=cfg.rollout.prompts_per_step,
+        samples_per_prompt=cfg.rollout.samples_per_prompt,
+        prompt_tokens=max(len(chat.encode(next(prompts).messages)) for _ in range(64)),
+        reply_tokens=cfg.lengths.max_tokens,
+        tokens_per_microbatch=cfg.training.tokens_per_microbatch,
+        updates_per_step=cfg.updates_per_step,
+        kv_cache_gib=cfg.kv_cache_gib,
+        checkpointing=cfg.training.checkpointing,
+        moments=cfg.training.moments,
+    )
     cluster = Cluster(cfg.device_map, cfg.device, **cfg.cluster_options)  # not entered
     return render(plan(config, cluster.device_map, batch, device_bytes(cluster.device)))
 
 
 if __name__ == "__main__":
-    cfg = tyro.cli(Config, description=__doc__.split("\n\n")[0])
+    cfg = tyro.cli(
+        Config, description=__doc__.split("\n\n")[0], config=(tyro.conf.OmitArgPrefixes,)
+    )
     print(describe_plan(cfg)) if cfg.plan else main(cfg)

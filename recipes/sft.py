@@ -20,70 +20,63 @@ from roll_lite.cluster.role import split
 from roll_lite.models.config import read_config
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.train.balance import Cost
-from roll_lite.train.checkpoint import Checkpoints
+from roll_lite.train.batch import TrainingSequence, pack
+from roll_lite.train.checkpoint import CheckpointOptions, Checkpoints, RunState
 from roll_lite.train.encoding import encode_dialogues, fit
 from roll_lite.train.losses import sft_loss
-from roll_lite.train.options import Training
-from roll_lite.train.packing import TrainingSequence, pack
-from roll_lite.train.resume import RunState
+from roll_lite.train.optimizer import TrainingOptions
 from roll_lite.train.trainer import Trainer
 
 
-@dataclass(kw_only=True)
-class Config(Training):
+@dataclass(frozen=True, kw_only=True)
+class Config:
     model: str = "models/tiny"
     """Hugging Face folder to start from."""
-    task: str | None = None
-    """addition:N (digits), reverse:N or counting:N (letters); reverse:5 if there is no data."""
     data: str | None = None
     """JSON lines: {"messages": [...]} or {"prompt": text or messages, "reply": text}."""
+    task: str | None = None
+    """Generated dialogues instead of data: addition:N (digits), reverse:N or counting:N (letters);
+    reverse:5 if neither is given."""
     careless: float = 0.0
     """Share of the task's dialogues whose reply is a careless mistake instead of the answer."""
     steps: int = 100
-    """Updates."""
+    """Optimizer updates."""
     dialogues_per_step: int = 64
-    """Batch size."""
-    warmup_steps: int = 20
-    """Steps over which the learning rate rises to lr."""
-    weight_decay: float = 0.0
-    """AdamW's decay."""
+    """Dialogues per update."""
+    run_dir: str = field(default_factory=partial(default_folder, "sft"))
+    """Folder for config.json, metrics.jsonl, checkpoints/ and model/."""
+    seed: int = 0
+    """Seed for the dialogues and their order."""
     too_long: Literal["error", "truncate"] = "error"
-    """What happens to a dialogue that does not fit in a micro-batch or in the model."""
-    tp: int = 1
-    """Ranks that hold one model together."""
-    device_map: str | None = None
-    """Ranks that train, as in train=0-3,tp=2; all of them unless given."""
+    """What to do with a dialogue that does not fit in a micro-batch or in the model."""
+    weight_decay: float = 0.0
+    """AdamW's weight decay."""
     validation_data: str | None = None
     """Dialogues for the validation loss; without it, held-out ones of the task."""
     validation_dialogues: int = 256
-    """At most so many of them."""
+    """Validate on at most this many dialogues."""
     validate_every: int = 50
-    """Compute the validation loss after every so many updates, and at the end."""
-    checkpoint_every: int = 0
-    """Write a checkpoint after every so many updates; one is written at the end in any case."""
-    keep_last: int = 2
-    """Checkpoints to keep."""
-    resume: bool = False
-    """Go on from the newest whole checkpoint of run_dir, if there is one."""
-    seed: int = 0
-    """Of the dialogues and their order."""
+    """Compute the validation loss every N updates, and at the end."""
     device: str = "auto"
     """auto, cpu or cuda."""
-    run_dir: str = field(default_factory=partial(default_folder, "sft"))
-    """Gets config.json, metrics.jsonl, checkpoints/ and the trained model."""
+    device_map: str | None = None
+    """Ranks that train, as in train=0-3,tp=2; all ranks unless given."""
+    tp: int = 1
+    """Tensor-parallel ranks per model."""
+    training: TrainingOptions = TrainingOptions(warmup_steps=20)
+    checkpoints: CheckpointOptions = CheckpointOptions()
 
     def __post_init__(self):
-        super().__post_init__()
         read_config(self.model)
         data.check_source(self.data, self.task)
-        at_least(1, self, "steps", "dialogues_per_step", "tp", "keep_last")
+        at_least(1, self, "steps", "dialogues_per_step", "tp")
         at_least(1, self, "validation_dialogues", "validate_every")
-        at_least(0, self, "weight_decay", "careless", "checkpoint_every")
+        at_least(0, self, "weight_decay", "careless")
         if self.data is not None:
             unread_with("data", self, "careless")
         if self.device_map is not None:
             unread_with("device_map", self, "tp")
-        if not self.resume:
+        if not self.checkpoints.resume:
             refuse_old_run(self.run_dir)
 
 
@@ -107,34 +100,36 @@ def main(cfg: Config) -> None:
             Trainer,
             folder=cfg.model,
             loss=sft_loss,
-            schedule=cfg.schedule_over(cfg.steps),
+            schedule=cfg.training.schedule_over(cfg.steps),
             weight_decay=cfg.weight_decay,
-            **cfg.policy_options,
+            **cfg.training.policy_options,
         )
-        checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.keep_last)
+        checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.checkpoints.keep_last)
         fixed = data.fixed_options(
             cfg, "model", "task", "seed", "careless", "lora_rank", "lora_alpha", "lora_targets"
         )
         saved = RunState(checkpoints, [trainer], {"rows": rows}, fixed)
-        done = saved.resume() if cfg.resume else None
+        done = saved.resume() if cfg.checkpoints.resume else None
         run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
         encode = partial(encode_rows, Chat(cfg.model), model_config.max_positions, cfg)
         num_shards, cost = trainer.role.num_replicas, Cost.of(model_config)
         validation, _ = encode(held_out)
         if cfg.data is not None and cfg.too_long == "error":
-            encode(rows.rows)  # says now, not in the middle of the run, which one does not fit
+            encode(rows.rows)  # refuse a dialogue that does not fit now, not in mid-run
 
         for step in range((done or 0) + 1, cfg.steps + 1):
             start = time.perf_counter()
             sequences, num_cut = encode(rows.take(cfg.dialogues_per_step))
-            batch = pack(sequences, cfg.tokens_per_microbatch, num_shards=num_shards, cost=cost)
+            batch = pack(
+                sequences, cfg.training.tokens_per_microbatch, num_shards=num_shards, cost=cost
+            )
             metrics = trainer.step(split(batch))[0] | {"data/truncated": num_cut}
             metrics["time/step"] = time.perf_counter() - start
             if validation and run.is_due(step, cfg.validate_every):
-                batch = pack(validation, cfg.tokens_per_microbatch, num_shards=num_shards)
+                batch = pack(validation, cfg.training.tokens_per_microbatch, num_shards=num_shards)
                 metrics["eval/loss"] = trainer.evaluate(split(batch))[0]["loss/loss"]
             run.log(step, metrics)
-            if run.is_due(step, cfg.checkpoint_every):
+            if run.is_due(step, cfg.checkpoints.checkpoint_every):
                 saved.save(step, lower=metrics.get("eval/loss"))
 
         run.close()
@@ -146,11 +141,13 @@ def encode_rows(
 ) -> tuple[list[TrainingSequence], int]:
     return fit(
         encode_dialogues(chat, dialogues),
-        tokens_per_microbatch=cfg.tokens_per_microbatch,
+        tokens_per_microbatch=cfg.training.tokens_per_microbatch,
         max_positions=max_positions,
         too_long=cfg.too_long,
     )
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__.split("\n\n")[0]))
+    main(
+        tyro.cli(Config, description=__doc__.split("\n\n")[0], config=(tyro.conf.OmitArgPrefixes,))
+    )

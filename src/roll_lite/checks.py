@@ -1,88 +1,179 @@
-"""Checks of option values, for the `__post_init__` of a dataclass of options."""
+"""Checks of option values, and options that follow from the signatures of functions."""
 
+import inspect
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields as dataclass_fields
+from dataclasses import is_dataclass, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from typing_extensions import Doc
+
+T = TypeVar("T")
 
 
-def at_least(minimum: float, config: Any, *fields: str) -> None:
-    """Refuse a config with a smaller value in one of the fields, naming field and value."""
+def at_least(minimum: float, options: Any, *fields: str) -> None:
+    """Refuse options with a smaller value in one of the fields, naming field and value."""
     for field in fields:
-        if not getattr(config, field) >= minimum:
-            raise ValueError(f"{field}={getattr(config, field)} must be at least {minimum}")
+        if not getattr(options, field) >= minimum:
+            raise ValueError(f"{field}={getattr(options, field)} must be at least {minimum}")
 
 
-def above(bound: float, config: Any, *fields: str) -> None:
+def above(bound: float, options: Any, *fields: str) -> None:
+    """Refuse options with a value that is not above the bound; None means not set."""
     for field in fields:
-        if not getattr(config, field) > bound:
-            raise ValueError(f"{field}={getattr(config, field)} must be above {bound}")
+        value = getattr(options, field)
+        if value is not None and not value > bound:
+            raise ValueError(f"{field}={value} must be above {bound}")
 
 
-def finite(config: Any, *fields: str) -> None:
-    """Refuse infinity and what is no number; None stands for no value."""
+def finite(options: Any, *fields: str) -> None:
+    """Refuse infinity and nan; None means not set."""
     for field in fields:
-        value = getattr(config, field)
+        value = getattr(options, field)
         if value is not None and not math.isfinite(value):
             raise ValueError(f"{field}={value} must be a finite number")
 
 
-def one_of(known: Iterable[str], config: Any, *fields: str) -> None:
+def one_of(known: Iterable[str], options: Any, *fields: str) -> None:
     for field in fields:
-        if getattr(config, field) not in known:
+        if getattr(options, field) not in known:
             raise ValueError(
-                f"{field}={getattr(config, field)!r} is not known; use one of {', '.join(known)}"
+                f"{field}={getattr(options, field)!r} is not known; use one of {', '.join(known)}"
             )
 
 
-def read_only_if(is_read: bool, condition: str, config: Any, *fields: str) -> None:
-    """Refuse fields that were changed though nothing reads them; `condition` says when it would."""
-    for field, value, default in () if is_read else _changed(config, fields):
+def read_only_if(is_read: bool, condition: str, options: Any, *fields: str) -> None:
+    """Refuse changed fields that nothing reads; `condition` says when they are read."""
+    for field, value, default in () if is_read else _changed(options, fields):
         raise ValueError(
             f"{field}={value!r} is only read with {condition}; leave it at {default!r}"
         )
 
 
-def unread_with(reason: str, config: Any, *fields: str) -> None:
-    """Refuse options that were changed though, for the reason given, nothing reads them."""
-    for field, value, default in _changed(config, fields):
+def unread_with(reason: str, options: Any, *fields: str) -> None:
+    """Refuse changed fields that nothing reads, for the reason given."""
+    for field, value, default in _changed(options, fields):
         raise ValueError(f"{field}={value!r} is not read with {reason}; leave it at {default!r}")
 
 
-def _changed(config: Any, names: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
+def _changed(options: Any, names: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
     """Name, value and default of the named fields whose value is not the default."""
-    for field in dataclass_fields(config):
-        value = getattr(config, field.name)
+    for field in dataclass_fields(options):
+        value = getattr(options, field.name)
         if field.name in names and value != field.default:
             yield field.name, value, field.default
 
 
-def filled_from(options: type, config: Any, **more: Any) -> Any:
-    """A dataclass of options with the values of the config's fields of the same names."""
-    names = {field.name for field in dataclass_fields(config)}
-    shared = [f.name for f in dataclass_fields(options) if f.name in names and f.name not in more]
-    return options(**{name: getattr(config, name) for name in shared}, **more)
-
-
-def only_read_by(readers: Mapping[str, tuple[str, ...]], config: Any) -> None:
-    """Refuse an option that was changed though `config.kind` is not among its readers."""
-    for field in dataclass_fields(config):
-        value, kinds = getattr(config, field.name), readers.get(field.name)
-        if kinds is not None and config.kind not in kinds and value != field.default:
-            raise ValueError(
-                f"{field.name}={value!r} is not read by kind={config.kind!r}, only by "
-                f"{', '.join(kinds)}; leave it at {field.default!r}"
-            )
-
-
 def refuse_changes(folder: Path, written: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
-    """A run goes on with the fixed options that it was begun with, as they were `written`."""
-    here = json.loads(json.dumps(fixed))  # as JSON gives it back
+    """Refuse to resume a run with other values of its fixed options than were `written`."""
+    here = json.loads(json.dumps(fixed))  # as JSON reads it back
     if changed := [name for name in here if here[name] != written.get(name)]:
         listed = ", ".join(f"{n}={here[n]!r} (was {written.get(n)!r})" for n in changed)
         raise ValueError(
             f"the run in {folder} cannot be resumed with {listed}; give what it was "
             "started with, or name another run_dir"
         )
+
+
+# ---- options in parts
+#
+# The Config of a recipe has the options of its parts as fields; on the command line they are flat.
+
+
+def flatten(options: Any) -> dict[str, Any]:
+    """All options by name, those of the parts included."""
+    flat: dict[str, Any] = {}
+    for field in dataclass_fields(options):
+        value = getattr(options, field.name)
+        flat |= flatten(value) if is_dataclass(value) else {field.name: value}
+    return flat
+
+
+def from_flat(config: type[T], **options: Any) -> T:
+    """A Config from flat names, as on the command line: each goes to the part that has it."""
+    values = {}
+    for field in dataclass_fields(config):
+        if is_dataclass(part := field.default):
+            given = {name: options.pop(name) for name in flatten(part) if name in options}
+            values[field.name] = replace(part, **given)
+        elif field.name in options:
+            values[field.name] = options.pop(field.name)
+    if options:
+        raise ValueError(f"{', '.join(options)} is not an option of this recipe; see its --help")
+    return config(**values)
+
+
+# ---- options from signatures
+#
+# A table such as LOSSES maps names to functions whose keyword-only parameters are their options:
+#
+#     def cispo(logprobs_R, ..., *, clip_low: Annotated[float, Doc("...")] = 0.2): ...
+#
+# The options exist once, in the signature: fields, flags, help and "nobody reads this" follow.
+
+
+@cache
+def keywords(function: Callable) -> dict[str, tuple[Any, Any]]:
+    """The options of a function: type (with its Doc) and default of each keyword-only parameter."""
+    hints = get_type_hints(function, include_extras=True)
+    return {
+        name: (hints[name], parameter.default)
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+
+
+def with_options_of(table: Mapping[str, Callable]) -> Callable[[type], type]:
+    """Decorates a class, below @dataclass: one more field for each option of the functions.
+
+    Where functions have different defaults for an option, the field's default is None, which
+    leaves the choice to the function.
+    """
+
+    def add_fields(cls: type) -> type:
+        for name, readers in _readers(table).items():
+            hint, default = keywords(table[readers[0]])[name]
+            kind, doc = get_args(hint)
+            if any(keywords(table[reader])[name][1] != default for reader in readers):
+                own = ", ".join(f"{keywords(table[r])[name][1]} for {r}" for r in readers)
+                kind, default, doc = kind | None, None, Doc(f"{doc.documentation} None is {own}.")
+            help_text = f"{', '.join(readers)}: {doc.documentation}"
+            cls.__annotations__[name] = Annotated[kind, Doc(help_text)]
+            setattr(cls, name, default)
+        return cls
+
+    return add_fields
+
+
+def choose(table: Mapping[str, Callable], field: str, options: Any) -> Callable:
+    """The function that `options.field` names, with its options filled in.
+
+    An option that was changed and that this function does not read is refused.
+    """
+    one_of(table, options, field)
+    name = getattr(options, field)
+    function = table[name]
+    for option, value, default in _changed(options, _readers(table)):
+        if option not in keywords(function):
+            raise ValueError(
+                f"{option}={value!r} is not read by {field}={name!r}, only by "
+                f"{', '.join(_readers(table)[option])}; leave it at {default!r}"
+            )
+    for option, (hint, _) in keywords(function).items():
+        if get_origin(choices := get_args(hint)[0]) is Literal:
+            one_of(get_args(choices), options, option)
+    values = {option: getattr(options, option) for option in keywords(function)}
+    return partial(function, **{o: value for o, value in values.items() if value is not None})
+
+
+def _readers(table: Mapping[str, Callable]) -> dict[str, list[str]]:
+    """For each option, the names of the functions that read it."""
+    readers: dict[str, list[str]] = {}
+    for name, function in table.items():
+        for option in keywords(function):
+            readers.setdefault(option, []).append(name)
+    return readers

@@ -1,42 +1,53 @@
-"""Who scores the replies of a run: functions in processes or inline, a judge, a reward model."""
+"""The rewards of a run: functions in worker processes or inline, a judge, a reward model.
 
+Every reward is awaited by one sample at a time; the judge and the reward model compute together
+what arrives together.
+"""
+
+import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 
 from roll_lite.chat import Chat
 from roll_lite.checks import above, at_least, read_only_if
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.device_map import DeviceMap
+from roll_lite.cluster.role import RoleHandle, split
+from roll_lite.engine.sequence import Request
 from roll_lite.engine.service import EngineService
 from roll_lite.envs.question import Question
 from roll_lite.models.config import ModelConfig, read_config
 from roll_lite.models.hf import has_value_head
-from roll_lite.reward_roles import Judge, RewardModel
+from roll_lite.rewards.judging import VERDICTS, VerdictError, judge_messages, parse_verdict
+from roll_lite.rollout.asking import Asking
+from roll_lite.rollout.turns import derive_seed
+from roll_lite.train.batch import TrainingSequence, pack, unpack
 from roll_lite.train.scorer import Scorer
-from roll_lite.types import AsyncReward, Prompt, Reward, Score
+from roll_lite.types import AsyncReward, Message, Prompt, Reward, SamplingParams, Score
 from roll_lite.workers.calls import describe
 from roll_lite.workers.pool import RewardWorkers
 from roll_lite.workers.tally import Tally
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RewardOptions:
-    """Flat, so that the Config of a recipe can inherit them."""
+    """Rewards: worker processes, judge, reward model."""
 
     reward_workers: int = 4
     """Processes that compute rewards; 0 computes them inline, for a debugger."""
     reward_seconds: float = 10.0
-    """A reward that takes longer has failed."""
+    """Time limit of one reward; a reward that takes longer has failed."""
     max_error_share: float = 0.2
-    """The run stops when more than this share of the last 200 rewards failed."""
+    """Stop the run when more than this share of the last 200 rewards failed."""
     judge: str | None = None
     """Hugging Face folder of a model that judges replies to prompts of domain judge."""
     judge_tokens: int = 256
-    """Longest verdict of the judge, its thoughts included."""
+    """Longest verdict of the judge, in tokens."""
     judge_cache_gib: float = 1.0
-    """Memory of each judge's cache."""
+    """KV cache of each judge engine, in GiB."""
     reward_model: str | None = None
     """Folder of a model with a scalar head, which scores prompts of domain reward_model."""
 
@@ -47,7 +58,7 @@ class RewardOptions:
         read_only_if(self.judge is not None, "a judge", self, "judge_tokens", "judge_cache_gib")
         if not 0 <= self.max_error_share <= 1:
             raise ValueError(f"max_error_share={self.max_error_share} must be from 0 to 1 (never)")
-        _ = self.reward_configs  # refuses what is no model
+        _ = self.reward_configs  # refuses a folder that is no model
         if self.reward_model is not None and not has_value_head(self.reward_model):
             raise ValueError(
                 f"reward_model={self.reward_model!r} has no tensor score.weight, so it gives no "
@@ -56,17 +67,17 @@ class RewardOptions:
 
     @property
     def reward_roles(self) -> list[str]:
-        """Further roles of the device map."""
+        """Roles of the device map that rewards need."""
         return [name for name in ("judge", "reward_model") if getattr(self, name) is not None]
 
     @property
     def reward_configs(self) -> dict[str, ModelConfig]:
-        """Of the models that these roles have."""
+        """Model configs of these roles."""
         return {name: read_config(getattr(self, name)) for name in self.reward_roles}
 
 
 class Rewards:
-    """Makes the environment of a prompt, with the reward of its domain."""
+    """Makes the environment of a prompt, with the reward of the prompt's domain."""
 
     def __init__(
         self,
@@ -77,9 +88,8 @@ class Rewards:
         cluster: Cluster,
         tokens_per_microbatch: int = 16384,
     ):
-        """Only what the domains need is started; `inline` are functions too quick for a process.
-
-        `tokens_per_microbatch` is the reward model's.
+        """Starts only what the domains need. `functions` run in worker processes, `inline` ones in
+        the event loop; `tokens_per_microbatch` is for the reward model.
         """
         known = {*functions, *inline, *options.reward_roles}
         if missing := sorted(set(domains) - known):
@@ -88,7 +98,7 @@ class Rewards:
                 f"(a row without the field has ''); known domains: {', '.join(sorted(known))}"
             )
         self.asked: list[Judge] = []
-        """For the coordinator to listen to."""
+        """Engine roles that rewards query, for the coordinator."""
         self._by_domain: dict[str, AsyncReward] = {}
         self._pools: list[RewardWorkers] = []
         self._tallies: list[Tally] = []
@@ -106,7 +116,7 @@ class Rewards:
             scorer = cluster.role("reward_model", Scorer, folder=folder, head="value")
             model = RewardModel(scorer, Chat(folder), tokens_per_microbatch=tokens_per_microbatch)
             self._by_domain["reward_model"] = self._counted(model, options)
-        # Last: nothing that can fail comes after processes were started.
+        # Last: nothing after the start of processes may fail.
         for chosen, num_workers in ((functions, options.reward_workers), (inline, 0)):
             used = {domain: chosen[domain] for domain in chosen if domain in domains}
             self._start(used, num_workers, options)
@@ -121,7 +131,7 @@ class Rewards:
         return Question(prompt, self._by_domain[prompt.domain])
 
     def metrics(self) -> dict[str, float]:
-        """Since the last time: calls, seconds, and how many failed."""
+        """Calls, seconds and failures since the last time."""
         totals: dict[str, float] = {}
         for source in (*self._pools, *self._tallies):
             for name, value in source.metrics().items():
@@ -151,7 +161,7 @@ class Rewards:
         return self._counted(judge, options)
 
     def _counted(self, reward: AsyncReward, options: RewardOptions) -> AsyncReward:
-        """The same reward, whose failures are counted like those of functions."""
+        """The same reward, with its failures counted like those of functions."""
         tally = Tally(options.max_error_share)
         self._tallies.append(tally)
 
@@ -159,7 +169,7 @@ class Rewards:
             start = time.monotonic()
             try:
                 score = await reward(prompt, reply)
-            except ValueError as error:  # no verdict, or too long; a broken role is another matter
+            except ValueError as error:  # no verdict, or too long; a RoleError ends the run
                 tally.record(prompt, reply, time.monotonic() - start, describe(error))
                 raise
             tally.record(prompt, reply, time.monotonic() - start, None)
@@ -169,10 +179,105 @@ class Rewards:
 
 
 def _check_hears(device_map: DeviceMap) -> None:
-    """Ranks of a tensor-parallel engine follow its first one, and hear nobody else meanwhile."""
+    """Ranks of a tensor-parallel engine follow its first rank, and receive nothing else."""
     for replica in device_map["generate"].replicas:
         if deaf := sorted(set(replica[1:]) & set(device_map["judge"].ranks)):
             raise ValueError(
                 f"judge is on rank {deaf[0]}, which follows rank {replica[0]} in generate and "
-                "would hear no question while that generates; give the judge other ranks"
+                "cannot receive requests meanwhile; give the judge other ranks"
             )
+
+
+class Judge(Asking):
+    """Asks a model whether a reply is right. The coordinator gets it as one of its `asked`."""
+
+    def __init__(
+        self,
+        engines: RoleHandle,
+        chat: Chat,
+        *,
+        max_tokens: int = 256,
+        max_tries: int = 3,
+        messages: Callable[[Prompt, str], tuple[Message, ...]] = judge_messages,
+        verdicts: Mapping[str, float] = VERDICTS,
+        seed: int = 0,
+    ):
+        """The first verdict is greedy. One that cannot be parsed is sampled again, up to
+        `max_tries` tries in all.
+        """
+        super().__init__(engines)
+        self._chat, self._messages, self._verdicts = chat, messages, verdicts
+        self._max_tries, self._seed = max_tries, seed
+        greedy = SamplingParams(max_tokens=max_tokens, stop_ids=chat.stop_ids, temperature=0.0)
+        self._params = [greedy, replace(greedy, temperature=1.0)]
+
+    async def __call__(self, prompt: Prompt, reply: str) -> Score:
+        token_ids = self._chat.encode(self._messages(prompt, reply))
+        for attempt in range(1, self._max_tries + 1):
+            seed = derive_seed(self._seed, prompt.id, reply, attempt)
+            params = self._params[attempt > 1]
+            request = Request(prompt_ids=token_ids, params=params, seed=seed)
+            turn = await self.ask(request)
+            try:
+                value = parse_verdict(self._chat.decode(turn.token_ids), self._verdicts)
+            except VerdictError:
+                if attempt == self._max_tries:
+                    raise
+            else:
+                return Score(value=value, parts={"judge": value, "judge_tries": float(attempt)})
+        raise AssertionError("the last try returns or raises")
+
+
+class RewardModel:
+    """Scores a reply by a model with a scalar head, at the reply's last token."""
+
+    def __init__(self, scorer: RoleHandle, chat: Chat, *, tokens_per_microbatch: int = 16384):
+        """`scorer` is a role of `Scorer(head="value")`; `chat` has the same folder."""
+        self._values, self._chat = scorer.values, chat
+        self._budget = tokens_per_microbatch
+        self._waiting: list[tuple[TrainingSequence, asyncio.Future]] = []
+        self._task: asyncio.Task | None = None
+        self._numbers = count()
+
+    async def __call__(self, prompt: Prompt, reply: str) -> Score:
+        said = (*prompt.messages, {"role": "assistant", "content": reply})
+        token_ids = self._chat.encode_whole(said)
+        if len(token_ids) > self._budget:
+            raise ValueError(
+                f"prompt {prompt.id} and its reply have {len(token_ids)} tokens, more than the "
+                f"reward model's tokens_per_microbatch={self._budget}"
+            )
+        # A row predicts the next token, so one more token makes the last one a row.
+        sequence = TrainingSequence(
+            id=f"reply {next(self._numbers)} to prompt {prompt.id}",
+            token_ids=[*token_ids, token_ids[-1]],
+            loss_mask=[*([False] * len(token_ids)), True],
+        )
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append((sequence, future))
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._answer_all())
+        value = await future
+        return Score(value=value, parts={"reward_model": value})
+
+    async def _answer_all(self) -> None:
+        """Requests that arrive while the model is busy form its next batch."""
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            sequences = [sequence for sequence, _ in batch]
+            try:
+                values = await self._score(sequences)
+            except Exception as error:  # of any kind: every waiting sample must get it
+                for _, future in batch:
+                    if not future.done():
+                        future.set_exception(error)
+            else:
+                for (_, future), value in zip(batch, values, strict=True):
+                    if not future.done():
+                        future.set_result(value)
+
+    async def _score(self, sequences: list[TrainingSequence]) -> list[float]:
+        packed = pack(sequences, self._budget, num_shards=self._values.role.num_replicas)
+        replicas = await asyncio.wrap_future(self._values.start(split(packed)))
+        rows = [rows_R for replica in replicas for rows_R in replica]
+        return [numbers[-1] for numbers in unpack(packed, rows, sequences)]

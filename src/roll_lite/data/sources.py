@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from roll_lite import tasks
+from roll_lite.checks import flatten
 from roll_lite.data.kinds import (
     Dialogue,
     Preference,
@@ -24,7 +25,8 @@ DEFAULT_TASK = "reverse:5"
 
 def fixed_options(config: Any, *names: str) -> dict[str, Any]:
     """Options by name, and what is in the file `data`, to compare when a run is resumed."""
-    options = {name: getattr(config, name) for name in ("data", *names)}
+    values = flatten(config)
+    options = {name: values[name] for name in ("data", *names)}
     if config.data is not None:
         options["data"] = digest(config.data)
     return options

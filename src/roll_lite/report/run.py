@@ -8,7 +8,6 @@ rollouts/        step_*.jsonl: the samples that were trained on, a line each; it
 tensorboard/     the metrics again, where the package tensorboard is installed
 """
 
-import dataclasses
 import importlib.util
 import json
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from roll_lite.checks import flatten
 from roll_lite.progress import ProgressBar
 from roll_lite.types import Group, Sample
 
@@ -45,7 +45,7 @@ class Run:
             refuse_old_run(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         print(f"run folder: {self.folder}", flush=True)
-        text = json.dumps(dataclasses.asdict(config), indent=2, default=str)
+        text = json.dumps(flatten(config), indent=2, default=str)
         (self.folder / "config.json").write_text(text + "\n")
         self._bar = ProgressBar(num_steps, "steps")
         self._num_steps, self._width = num_steps, len(str(num_steps))

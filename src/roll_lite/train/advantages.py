@@ -1,296 +1,270 @@
-"""From groups of scored samples to the sequences that are trained on."""
+"""Advantage estimators: from rewards to advantages.
 
-import math
-from collections.abc import Hashable, Sequence
+To add an estimator, write a function and name it in ADVANTAGES. Its positional parameters name
+what it reads, in float64:
+
+    rewards_S         score of each sample (normalised, clipped), minus the KL of its tokens
+    rewards_R         the same by token: the score on the last one, minus the KL of each
+    scores_S          score of each sample, without KL
+    groups_S          the group of each sample, counted from 0
+    sequence_R        the sample of each row
+    logprobs_R        behaviour logprobs
+    values_R          the critic's values; an estimator that reads them gets a critic
+    teacher_logprobs, turn_rewards, observations      see ModelScores in sequences.py
+
+S counts samples. R counts rows: the tokens with loss, of all samples end to end. Keyword-only
+parameters are its options on the command line. The return type says what an advantage belongs to.
+"""
+
+import inspect
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal, get_type_hints
 
 import torch
 from torch import Tensor
+from typing_extensions import Doc
 
-from roll_lite.train import estimators
-from roll_lite.train.advantage_options import (
-    BY_SAMPLE,
-    BY_TOKEN,
-    AdvantageOptions,
-    AdvantageState,
-)
-from roll_lite.train.kl import estimate_kl
-from roll_lite.train.normalise import normalise
-from roll_lite.train.packing import TrainingSequence, join_numbers
-from roll_lite.types import Group, Sample
+from roll_lite.checks import above, choose, one_of, read_only_if, with_options_of
 
-PerToken = Sequence[Sequence[float]]
-"""For each sample, in the order of the groups, a number per token."""
-READERS = {
-    "values": ("gae",),
-    "teacher_logprobs": ("opd",),
-    "turn_rewards": ("gigpo",),
-    "observations": ("gigpo",),
-}
+EQUAL = 1e-12  # numbers of a smaller variance are the same number, but for rounding
+EPSILON = 1e-6
+
+PerSample = Annotated[Tensor, "(S,)"]
+PerToken = Annotated[Tensor, "(R,)"]
+PerTurn = Annotated[list[list[float]], "a list for each sample"]
+
+DivideByStd = Annotated[bool, Doc("divide by the group's standard deviation; off is Dr. GRPO.")]
+Gamma = Annotated[float, Doc("discount from token to token (gigpo: from turn to turn).")]
+Lam = Annotated[float, Doc("lambda; 1 is return minus value, lower trusts the critic more.")]
+Baseline = Annotated[
+    Literal["none", "batch", "group"], Doc("subtract the mean score of the batch or group.")
+]
+StepWeight = Annotated[float, Doc("weight of a turn's advantage beside the episode's.")]
+TeacherCoef = Annotated[float, Doc("weight of the KL to the teachers.")]
+TeacherWeights = Annotated[tuple[float, ...], Doc("one weight per teacher; empty is equal ones.")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """What some kinds read besides the samples, and nothing else may be given.
+def grpo(rewards_S: Tensor, groups_S: Tensor, *, divide_by_std: DivideByStd = True) -> PerSample:
+    """Reward minus the group's mean, over its (sample) standard deviation.
 
-    Lists have an entry per sample, in the order of the groups.
+    Equal rewards, or a group of one, give 0. Without the division this is Dr. GRPO.
     """
-
-    reference_logprobs: PerToken | None = None
-    """With kl_coef."""
-    values: PerToken | None = None
-    """gae: the critic's value of what comes before each token."""
-    teacher_logprobs: Sequence[PerToken] | None = None
-    """opd: one for each teacher."""
-    turn_rewards: PerToken | None = None
-    """gigpo: a number per turn instead of per token."""
-    observations: Sequence[Sequence[Hashable]] | None = None
-    """gigpo: a key per turn; equal keys are the same state of the environment."""
+    return standardise(rewards_S, groups_S, divide_by_std=divide_by_std)
 
 
-GRPO = AdvantageOptions()
-NOTHING_MORE = Evidence()
+def rloo(rewards_S: Tensor, groups_S: Tensor) -> PerSample:
+    """Reward minus the mean of the group's other rewards; a group of one gives 0."""
+    centred_S, _, count_S = moments_by_group(rewards_S, groups_S)
+    return centred_S * count_S / (count_S - 1).clamp(min=1)
 
 
-def with_advantages(
-    groups: list[Group],
-    options: AdvantageOptions = GRPO,
-    evidence: Evidence = NOTHING_MORE,
-    state: AdvantageState | None = None,
-) -> list[TrainingSequence]:
-    """Every sample of every group as a sequence with the advantage of each token."""
-    if not groups:
-        return []
-    rows = _Rows([sample for group in groups for sample in group.samples])
-    groups_S = torch.tensor([i for i, group in enumerate(groups) for _ in group.samples])
-    _check(options, evidence, state, rows.samples)
-    returns_R = None
-    if options.kind == "opd":
-        advantages_R = _distilled(options, evidence, rows)
-    elif options.kind == "gigpo":
-        advantages_R = _by_turn(options, evidence, rows, groups_S)
-    else:
-        rewards_S = _rewards(options, state, rows.samples, groups_S)
-        kl_R = _penalty(options, evidence, state, rows)
-        if options.kind in BY_SAMPLE:
-            rewards_S = rewards_S - rows.sum(kl_R)
-            advantages_R = _by_sample(options, rewards_S, groups_S)[rows.sequence_R]
-        else:
-            advantages_R, returns_R = _by_token(options, evidence, rows, rewards_S, kl_R, groups_S)
-    if options.is_whitened:
-        advantages_R = estimators.whiten(advantages_R)
-    if options.advantage_clip is not None:
-        advantages_R = advantages_R.clamp(-options.advantage_clip, options.advantage_clip)
-    return _sequences(rows, evidence, advantages_R, returns_R)
+def lite_ppo(rewards_S: Tensor, groups_S: Tensor) -> PerSample:
+    """Reward minus the group's mean, over the standard deviation of the whole batch."""
+    centred_S, _, _ = moments_by_group(rewards_S, groups_S)
+    return standardise(rewards_S, torch.zeros_like(groups_S), centred_S=centred_S)
 
 
-class _Rows:
-    """The tokens that carry loss, of all samples end to end. The first token has no prediction."""
-
-    def __init__(self, samples: list[Sample]):
-        self.samples = samples
-        self.lengths = [len(sample.token_ids) for sample in samples]
-        sequence_N = torch.arange(len(samples)).repeat_interleave(torch.tensor(self.lengths))
-        masks = ([False, *sample.loss_mask[1:]] for sample in samples)
-        self.learned_R = join_numbers(masks, "b").nonzero()[:, 0]
-        self.sequence_R = sequence_N[self.learned_R]
-        self.logprobs_R = self.of([sample.logprobs for sample in samples])
-
-    def of(self, per_token: PerToken) -> Tensor:
-        return join_numbers(per_token, "d")[self.learned_R]
-
-    def sum(self, values_R: Tensor) -> Tensor:
-        """(S,): over the rows of each sample."""
-        zeros_S = values_R.new_zeros(len(self.samples))
-        return zeros_S.index_add(0, self.sequence_R, values_R)
-
-    def at_end(self, values_S: Tensor) -> Tensor:
-        """(R,): the sample's number on its last row, 0 on others."""
-        following_R = torch.cat([self.sequence_R[1:], self.sequence_R.new_full((1,), -1)])
-        is_last_R = self.sequence_R != following_R[: len(self.sequence_R)]
-        return torch.where(is_last_R, values_S[self.sequence_R], 0.0)
-
-    def lists(self, values_R: Tensor) -> list[list[float]]:
-        """Per sample and token, 0 where there is no loss."""
-        flat_N = values_R.new_zeros(sum(self.lengths)).index_copy(0, self.learned_R, values_R)
-        return [part.tolist() for part in flat_N.split(self.lengths)]
-
-
-def _check(
-    options: AdvantageOptions,
-    evidence: Evidence,
-    state: AdvantageState | None,
-    samples: list[Sample],
-) -> None:
-    if options.needs_state and state is None:
-        raise ValueError(
-            f"reward_norm={options.reward_norm!r} or kl_target={options.kl_target} carries numbers "
-            "from batch to batch; give the run's AdvantageState"
-        )
-    wanted = {name: options.kind in kinds for name, kinds in READERS.items()}
-    wanted["reference_logprobs"] = options.kl_coef > 0
-    for name, is_wanted in wanted.items():
-        given = getattr(evidence, name)
-        if is_wanted != (given is not None):
-            verb = "needs" if is_wanted else "does not read"
-            raise ValueError(
-                f"kind={options.kind!r} with kl_coef={options.kl_coef} {verb} {name}; "
-                f"{'give' if is_wanted else 'leave out'} Evidence({name}=...)"
-            )
-        if is_wanted:
-            is_by_turn = name in ("turn_rewards", "observations")
-            for lists in given if name == "teacher_logprobs" else [given]:
-                _check_lengths(name, lists, samples, is_by_turn)
-
-
-def _check_lengths(name: str, lists: Sequence, samples: list[Sample], is_by_turn: bool) -> None:
-    if len(lists) != len(samples):
-        raise ValueError(f"{name} has {len(lists)} lists for {len(samples)} samples")
-    for values, sample in zip(lists, samples, strict=True):
-        length = len(sample.turns) if is_by_turn else len(sample.token_ids)
-        if len(values) != length:
-            raise ValueError(
-                f"{name} of {_name(sample)} has {len(values)} entries for {length} "
-                f"{'turns' if is_by_turn else 'tokens'}"
-            )
-
-
-def _rewards(
-    options: AdvantageOptions,
-    state: AdvantageState | None,
-    samples: list[Sample],
+def reinforce(
+    rewards_R: Tensor,
+    sequence_R: Tensor,
+    scores_S: Tensor,
     groups_S: Tensor,
-) -> Tensor:
-    """Scores, normalised, then clipped."""
-    for sample in samples:
-        if sample.score is None or not math.isfinite(sample.score.value):
-            raise ValueError(
-                f"{_name(sample)} has score {sample.score}; rewards must be finite numbers. "
-                "Leave failed samples out with drop_failed(), and see its error"
-            )
-    rewards_S = torch.tensor([sample.score.value for sample in samples], dtype=torch.float64)
-    moments = state.rewards if state else None
-    rewards_S = normalise(rewards_S, groups_S, options.reward_norm, moments)
-    if options.reward_clip is not None:
-        rewards_S = rewards_S.clamp(-options.reward_clip, options.reward_clip)
-    return rewards_S
+    *,
+    gamma: Gamma = 1.0,
+    baseline: Baseline = "none",
+) -> PerToken:
+    """Discounted return, minus a baseline."""
+    returns_R = discounted_returns(rewards_R, sequence_R, gamma)
+    if baseline == "none":
+        return returns_R
+    peers_S = torch.zeros_like(groups_S) if baseline == "batch" else groups_S
+    mean_S = scores_S - moments_by_group(scores_S, peers_S)[0]
+    return returns_R - mean_S[sequence_R]
 
 
-def _penalty(
-    options: AdvantageOptions, evidence: Evidence, state: AdvantageState | None, rows: _Rows
-) -> Tensor:
-    """Each row's KL to the reference times the coefficient, which then adapts."""
-    if options.kl_coef == 0:
-        return torch.zeros_like(rows.logprobs_R)
-    reference_R = rows.of(evidence.reference_logprobs)
-    kl_R = estimate_kl(rows.logprobs_R, reference_R, options.kl_estimator)
-    if state is None:
-        return options.kl_coef * kl_R
-    penalty_R = state.kl.coef * kl_R
-    state.metrics = {"loss/kl": kl_R.mean().item(), "loss/kl_coef": state.kl.coef}
-    state.kl.update(rows.sum(kl_R).mean().item(), len(rows.samples))
-    return penalty_R
+def reinforce_plus_plus(rewards_R: Tensor, sequence_R: Tensor, *, gamma: Gamma = 1.0) -> PerToken:
+    """Discounted return; whitened over the batch unless the options say otherwise."""
+    return discounted_returns(rewards_R, sequence_R, gamma)
 
 
-def _by_sample(options: AdvantageOptions, rewards_S: Tensor, groups_S: Tensor) -> Tensor:
-    if options.kind == "grpo":
-        return estimators.grpo(rewards_S, groups_S, divide_by_std=options.divide_by_std)
-    if options.kind == "rloo":
-        return estimators.rloo(rewards_S, groups_S)
-    return estimators.lite_ppo(rewards_S, groups_S)
+def gae(
+    rewards_R: Tensor,
+    values_R: Tensor,
+    sequence_R: Tensor,
+    *,
+    gamma: Gamma = 1.0,
+    lam: Lam = 0.95,
+) -> PerToken:
+    """Generalised advantage estimation. The value after the last row is 0.
+
+    delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1}
+    """
+    has_next_R = torch.cat([sequence_R[1:] == sequence_R[:-1], sequence_R.new_zeros(1).bool()])
+    next_R = torch.where(has_next_R[: len(values_R)], values_R.roll(-1), 0.0)
+    delta_R = rewards_R + gamma * next_R - values_R
+    return discounted_returns(delta_R, sequence_R, gamma * lam)
 
 
-def _by_token(
-    options: AdvantageOptions,
-    evidence: Evidence,
-    rows: _Rows,
+def gigpo(
+    turn_rewards: Sequence[Sequence[float]],
+    observations: Sequence[Sequence[Hashable]],
+    groups_S: Tensor,
+    *,
+    gamma: Gamma = 0.95,
+    step_weight: StepWeight = 1.0,
+    divide_by_std: DivideByStd = True,
+) -> PerTurn:
+    """The episode's advantage in its group, plus that of the turn among its peers.
+
+    Peers are the turns of the group that began with the same observation; they are compared by
+    their discounted returns. The episode's reward is the sum of its turns' rewards.
+    """
+    lengths = [len(rewards) for rewards in turn_rewards]
+    sample_N = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    rewards_N = torch.tensor([r for rewards in turn_rewards for r in rewards], dtype=torch.float64)
+    totals_S = rewards_N.new_zeros(len(lengths)).index_add(0, sample_N, rewards_N)
+    groups_N = groups_S[sample_N].tolist()
+    keys = zip(groups_N, [key for sample in observations for key in sample], strict=True)
+    numbers: dict[Hashable, int] = {}
+    peers_N = torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys])
+    returns_N = discounted_returns(rewards_N, sample_N, gamma)
+    episode_S = grpo(totals_S, groups_S, divide_by_std=divide_by_std)
+    step_N = grpo(returns_N, peers_N, divide_by_std=divide_by_std)
+    advantages_N = episode_S[sample_N] + step_weight * step_N
+    return [part.tolist() for part in advantages_N.split(lengths)]
+
+
+def opd(
+    logprobs_R: Tensor,
+    teacher_logprobs: Sequence[Tensor],
+    *,
+    teacher_coef: TeacherCoef = 1.0,
+    teacher_weights: TeacherWeights = (),
+) -> PerToken:
+    """On-policy distillation: -coef * sum_t w_t (log p_behaviour - log p_teacher_t)."""
+    weights = teacher_weights or (1 / len(teacher_logprobs),) * len(teacher_logprobs)
+    if len(weights) != len(teacher_logprobs):
+        raise ValueError(
+            f"teacher_weights={weights} has {len(weights)} numbers for "
+            f"{len(teacher_logprobs)} teachers"
+        )
+    divergence_R = torch.zeros_like(logprobs_R)
+    for weight, teacher_R in zip(weights, teacher_logprobs, strict=True):
+        divergence_R += weight * (logprobs_R - teacher_R)
+    return -teacher_coef * divergence_R
+
+
+ADVANTAGES: dict[str, Callable] = {
+    "grpo": grpo,
+    "rloo": rloo,
+    "lite_ppo": lite_ppo,
+    "reinforce": reinforce,
+    "reinforce++": reinforce_plus_plus,
+    "gae": gae,
+    "gigpo": gigpo,
+    "opd": opd,
+}
+WHITENED = ("reinforce", "reinforce++")
+"""Whitened unless the options say otherwise."""
+
+
+def discounted_returns(rewards_R: Tensor, sequence_R: Tensor, gamma: float) -> Tensor:
+    """G_t = r_t + gamma G_{t+1}, from each sequence's last row backwards."""
+    if not len(rewards_R):
+        return rewards_R
+    counts_S = torch.bincount(sequence_R)
+    starts_S = counts_S.cumsum(0) - counts_S
+    place_R = torch.arange(len(rewards_R)) - starts_S[sequence_R]
+    # Sequences side by side: as many steps as the longest has rows. Zeros after an end stay zero.
+    table_LS = rewards_R.new_zeros(int(counts_S.max()), len(counts_S))
+    table_LS[place_R, sequence_R] = rewards_R
+    for step in range(len(table_LS) - 2, -1, -1):
+        table_LS[step] += gamma * table_LS[step + 1]
+    return table_LS[place_R, sequence_R]
+
+
+def moments_by_group(rewards_S: Tensor, groups_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Per sample: reward minus its group's mean, the group's variance (n - 1) and its size."""
+    rewards_S = rewards_S.double()
+    num_groups = int(groups_S.max()) + 1 if len(groups_S) else 0
+    zeros_G = rewards_S.new_zeros(num_groups)
+    count_S = zeros_G.index_add(0, groups_S, torch.ones_like(rewards_S))[groups_S]
+    centred_S = rewards_S - zeros_G.index_add(0, groups_S, rewards_S)[groups_S] / count_S
+    squares_S = zeros_G.index_add(0, groups_S, centred_S.square())[groups_S]
+    return centred_S, squares_S / (count_S - 1).clamp(min=1), count_S
+
+
+def standardise(
     rewards_S: Tensor,
-    penalty_R: Tensor,
     groups_S: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Advantages and returns; a sample's reward comes with its last row."""
-    assert options.kind in BY_TOKEN
-    rewards_R = rows.at_end(rewards_S) - penalty_R
-    if options.kind == "gae":
-        values_R = rows.of(evidence.values)
-        return estimators.gae(
-            rewards_R, values_R, rows.sequence_R, gamma=options.discount, lam=options.lam
-        )
-    returns_R = estimators.discounted_returns(rewards_R, rows.sequence_R, options.discount)
-    if options.baseline == "none":
-        return returns_R, returns_R
-    is_by_batch = options.baseline == "batch"
-    peers_S = torch.zeros_like(groups_S) if is_by_batch else groups_S
-    baseline_S = estimators.group_means(rewards_S, peers_S)
-    return returns_R - baseline_S[rows.sequence_R], returns_R
-
-
-def _by_turn(
-    options: AdvantageOptions, evidence: Evidence, rows: _Rows, groups_S: Tensor
+    *,
+    divide_by_std: bool = True,
+    centred_S: Tensor | None = None,
 ) -> Tensor:
-    """gigpo: every token has the advantage of its turn."""
-    for sample, rewards in zip(rows.samples, evidence.turn_rewards, strict=True):
-        if not all(map(math.isfinite, rewards)):
-            raise ValueError(f"{_name(sample)} has turn rewards {rewards}; they must be finite")
-    by_turn = estimators.gigpo(
-        evidence.turn_rewards,
-        evidence.observations,
-        groups_S,
-        gamma=options.discount,
-        step_weight=options.step_weight,
-        divide_by_std=options.divide_by_std,
-    )
-    return rows.of(
-        [
-            [turns[number] for number in _segments(sample)]
-            for sample, turns in zip(rows.samples, by_turn, strict=True)
-        ]
-    )
+    """Minus the group's mean, over its (sample) standard deviation; equal numbers give 0.
+
+    `centred_S` replaces the difference to the mean.
+    """
+    own_S, variance_S, _ = moments_by_group(rewards_S, groups_S)
+    centred_S = own_S if centred_S is None else centred_S
+    scale_S = variance_S.sqrt() + EPSILON if divide_by_std else 1.0
+    return torch.where(variance_S < EQUAL, 0.0, centred_S / scale_S)
 
 
-def _distilled(options: AdvantageOptions, evidence: Evidence, rows: _Rows) -> Tensor:
-    teachers = [rows.of(teacher) for teacher in evidence.teacher_logprobs]
-    weights = options.teacher_weights or (1 / len(teachers),) * len(teachers)
-    if len(weights) != len(teachers):
-        raise ValueError(
-            f"teacher_weights={weights} has {len(weights)} numbers for {len(teachers)} teachers"
-        )
-    return estimators.opd(rows.logprobs_R, teachers, coef=options.teacher_coef, weights=weights)
+@dataclass(frozen=True, kw_only=True)
+@with_options_of(ADVANTAGES)
+class AdvantageOptions:
+    """Advantages: how the reward of a sample becomes the advantage of its tokens."""
 
+    advantage: str = "grpo"
+    """grpo, rloo, lite_ppo, reinforce, reinforce++, or gae, which trains a critic."""
+    whiten: bool | None = None
+    """Whiten advantages over the batch's tokens; None does so for reinforce and reinforce++."""
+    advantage_clip: float | None = None
+    """Clip advantages to this magnitude, after whitening."""
+    reward_norm: str = "none"
+    """Normalise rewards (minus mean, over standard deviation) by none, batch, group or running."""
+    reward_clip: float | None = None
+    """Clip rewards to this magnitude, after normalisation."""
 
-def _sequences(
-    rows: _Rows, evidence: Evidence, advantages_R: Tensor, returns_R: Tensor | None
-) -> list[TrainingSequence]:
-    advantages = rows.lists(advantages_R)
-    num = len(rows.samples)
-    has_values = evidence.values is not None
-    values = evidence.values if has_values else [[]] * num
-    returns = rows.lists(returns_R) if has_values else [[]] * num
-    references = evidence.reference_logprobs or [[]] * num
-    return [
-        TrainingSequence(
-            id=_name(sample),
-            token_ids=sample.token_ids,
-            loss_mask=sample.loss_mask,
-            logprobs=sample.logprobs,
-            reference_logprobs=list(references[i]),
-            advantages=advantages[i],
-            values=list(values[i]),
-            returns=returns[i],
-            segments=_segments(sample),
-        )
-        for i, sample in enumerate(rows.samples)
-    ]
+    def __post_init__(self):
+        _ = self.estimator  # refuses an unknown name, and options that it does not read
+        one_of(("none", "batch", "group", "running"), self, "reward_norm")
+        above(0, self, "reward_clip", "advantage_clip")
+        condition = f"an advantage that reads rewards, not {self.advantage!r}"
+        read_only_if(self.reads_rewards, condition, self, "reward_norm", "reward_clip")
+        if not 0 <= (1.0 if self.gamma is None else self.gamma) <= 1 or not 0 <= self.lam <= 1:
+            raise ValueError(f"gamma={self.gamma} and lam={self.lam} must lie between 0 and 1")
 
+    @property
+    def estimator(self) -> Callable:
+        return choose(ADVANTAGES, "advantage", self)
 
-def _segments(sample: Sample) -> list[int]:
-    """The turn of each token: what a turn read since the last one belongs to it."""
-    segments: list[int] = []
-    for number, turn in enumerate(sample.turns):
-        num_known = len(turn.prompt_ids) + len(turn.token_ids)
-        segments += [number] * (num_known - len(segments))
-    return segments
+    @property
+    def inputs(self) -> list[str]:
+        """What the estimator reads: its positional parameters."""
+        parameters = inspect.signature(ADVANTAGES[self.advantage]).parameters.values()
+        return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
+    @property
+    def reads_rewards(self) -> bool:
+        return not {"rewards_S", "rewards_R"}.isdisjoint(self.inputs)
 
-def _name(sample: Sample) -> str:
-    return f"sample {sample.index} of prompt {sample.prompt.id}"
+    @property
+    def needs_critic(self) -> bool:
+        return "values_R" in self.inputs
+
+    @property
+    def is_whitened(self) -> bool:
+        return self.advantage in WHITENED if self.whiten is None else self.whiten
+
+    @property
+    def unit(self) -> object:
+        """What an advantage belongs to: PerSample, PerTurn or PerToken."""
+        return get_type_hints(ADVANTAGES[self.advantage], include_extras=True)["return"]
+
+    @property
+    def compares_samples(self) -> bool:
+        """Whether a sample alone in its group has nothing to learn from."""
+        return self.unit == PerSample or "group" in (self.baseline, self.reward_norm)

@@ -1,12 +1,13 @@
-"""Checkpoints: folders that are whole or not there, of files that every rank writes its part of.
+"""Checkpoints of a run: every rank writes a file, the controller publishes the folder atomically.
 
-    controller                                        every rank
+    controller (RunState)                             every rank of a trainer
     partial = checkpoints.begin(step)            ->   record = write_shard(partial, rank, pieces)
     checkpoints.finish(step, records, ...)            (`abandon` instead, if a rank failed)
     folder = checkpoints.newest_whole(verify_all) ->  problems = verify(folder, part, num_parts)
                                                       read_pieces(folder, wanted)
 
-`finish` writes manifest.json and renames `.step-00000010.partial` to `step-00000010`.
+`finish` writes manifest.json and renames `.step-00000010.partial` to `step-00000010`, so a folder
+of that name is always complete.
 """
 
 import dataclasses
@@ -15,55 +16,47 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
+from roll_lite.checks import at_least, refuse_changes
+from roll_lite.cluster.role import RoleHandle
 from roll_lite.models.config import ModelConfig
-from roll_lite.train.manifest import Kind, Manifest, read_manifest, write_manifest
 from roll_lite.train.shards import (
     DamagedError,
+    Kind,
+    Manifest,
     Piece,
     ShardRecord,
     check_cover,
+    read_manifest,
     read_shards,
+    write_manifest,
 )
 
 CHUNK_BYTES = 4 * 2**20
 
 
-def read_pieces(
-    folder: str | Path, wanted: dict[str, Piece], *, kind: Kind | None = "full"
-) -> None:
-    """Fill a rank's pieces in place, reading only the slices of the files that overlap them.
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """Checkpoints."""
 
-    A checkpoint of another kind is refused; None is for pieces that every kind has.
-    """
-    manifest = read_manifest(folder)
-    if kind not in (None, manifest.kind):
-        remedy = {
-            "full": "turn LoRA off, or resume from an adapter checkpoint",
-            "adapter": "turn LoRA on with the same rank, or resume from a full checkpoint",
-        }
-        raise ValueError(
-            f"{folder} has kind={manifest.kind!r}, and the run trains kind={kind!r}; "
-            f"{remedy[manifest.kind]}"
-        )
-    read_shards(folder, manifest.files, wanted)
+    checkpoint_every: int = 0
+    """Write a checkpoint every N steps; 0 writes only the one at the end."""
+    keep_last: int = 2
+    """Checkpoints to keep, beside the one that evaluates best."""
+    resume: bool = False
+    """Resume from the newest complete checkpoint of run_dir, if there is one."""
 
-
-def verify(folder: str | Path, part: int = 0, num_parts: int = 1) -> list[str]:
-    """What is wrong with the manifest and with one part of the files, in words."""
-    try:
-        manifest = read_manifest(folder)
-    except DamagedError as error:
-        return [str(error)]
-    found = [_problem(Path(folder) / r.file, r) for r in manifest.files[part::num_parts]]
-    return [problem for problem in found if problem]
+    def __post_init__(self):
+        at_least(0, self, "checkpoint_every")
+        at_least(1, self, "keep_last")
 
 
 class Checkpoints:
-    """The checkpoints of a run, as its controller sees them."""
+    """The folder of a run's checkpoints; used by the controller."""
 
     def __init__(self, folder: str | Path, *, keep_last: int = 2, keep_best: int = 1):
         if keep_last < 1 or keep_best < 0:
@@ -77,12 +70,12 @@ class Checkpoints:
         self._put_back_replaced()
 
     def newest_first(self) -> list[Path]:
-        """The checkpoints that were written to the end."""
+        """Complete checkpoints."""
         steps = {_step(path): path for path in self.folder.iterdir()}
         return [steps[step] for step in sorted(steps.keys() - {None}, reverse=True)]
 
     def newest_whole(self, verify_all: Callable[[Path], list[str]]) -> Path | None:
-        """The newest without problems (`verify` over all parts); None if there are none at all."""
+        """The newest one without problems (`verify` over all parts); None if there is none."""
         damaged = []
         for path in self.newest_first():
             problems = list(dict.fromkeys(verify_all(path)))  # each part reports the manifest
@@ -95,7 +88,7 @@ class Checkpoints:
         return None
 
     def begin(self, step: int) -> Path:
-        """An empty folder for the files of all ranks. What dead runs left behind is removed."""
+        """An empty folder for the files of all ranks; partial folders of dead runs are removed."""
         self._writing.add(step)
         being_written = {self._hidden(other, "partial") for other in self._writing - {step}}
         for leftover in self.folder.glob(".step-*"):
@@ -116,7 +109,7 @@ class Checkpoints:
         kind: Kind = "full",
         score: float | None = None,
     ) -> Path:
-        """Make the checkpoint visible once all ranks have written, and remove superseded ones."""
+        """Publish the checkpoint once all ranks have written, and remove superseded ones."""
         manifest = Manifest(
             step=step,
             kind=kind,
@@ -148,14 +141,14 @@ class Checkpoints:
     def _publish(self, partial: Path, path: Path) -> None:
         _sync_folder(partial)
         replaced = self._hidden(_step(path), "replaced")
-        if path.exists():  # a run that went back to an earlier step comes by again
+        if path.exists():  # a run resumed from an earlier step writes this one again
             path.rename(replaced)
         partial.rename(path)
         _sync_folder(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _put_back_replaced(self) -> None:
-        """Undo a replacement that ended between its two renames."""
+        """Undo a replacement that was interrupted between its two renames."""
         for replaced in self.folder.glob(".step-*.replaced"):
             path = self.folder / replaced.stem.removeprefix(".")
             if not path.exists():
@@ -167,13 +160,135 @@ class Checkpoints:
         best = sorted(scores, key=lambda path: (scores[path], _step(path)), reverse=True)
         kept = {just_written, *present[: self.keep_last], *best[: self.keep_best]}
         for path in set(present) - kept:
-            # Out of sight first: half of a folder must not look like a checkpoint.
+            # Rename first: a half-removed folder must not look like a checkpoint.
             removed = self._hidden(_step(path), "removed")
             path.rename(removed)
             shutil.rmtree(removed, ignore_errors=True)
 
     def _hidden(self, step: int, suffix: Literal["partial", "replaced", "removed"]) -> Path:
         return self.folder / f".step-{step:08d}.{suffix}"
+
+
+class Resumable(Protocol):
+    """A part of the controller with state that a checkpoint keeps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain JSON."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class RunState:
+    """Saves and resumes a run: its trainers, and the parts of the controller that have state."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        trainers: Sequence[RoleHandle],
+        parts: Mapping[str, Resumable],
+        fixed: dict[str, Any],
+    ):
+        """`fixed` are options that must not change when a run is resumed."""
+        self._checkpoints, self._trainers, self._parts = checkpoints, trainers, parts
+        self._fixed = fixed
+
+    def save(self, step: int, *, higher: float | None = None, lower: float | None = None) -> Path:
+        """Write a checkpoint. The best one is kept: `higher` or `lower` is its measurement."""
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        state = {"step": step, "fixed": self._fixed, "parts": parts}
+        score = higher if lower is None else -lower
+        return save_checkpoint(self._checkpoints, self._trainers, step, state, score)
+
+    def resume(self) -> int:
+        """Load the newest complete checkpoint: its step, or 0 if there is none."""
+        state = load_checkpoint(self._checkpoints, self._trainers, self._fixed)
+        if state is None:
+            return 0
+        for name, part in self._parts.items():
+            part.load_state_dict(state["parts"][name])
+        return state["step"]
+
+
+def save_checkpoint(
+    checkpoints: Checkpoints,
+    trainers: Sequence[RoleHandle],
+    step: int,
+    state: dict[str, Any],
+    score: float | None = None,
+) -> Path:
+    """Write the trainers' weights and optimizers, and the controller's `state` (plain JSON).
+
+    The first trainer is the policy; its architecture, layout and kind are the checkpoint's.
+    """
+    partial = checkpoints.begin(step)
+    try:
+        records, progress = [], {}
+        for trainer in trainers:
+            records += trainer.write_checkpoint.options(collect="all")(str(partial))
+            progress |= trainer.describe_checkpoint()["progress"]
+        about = trainers[0].describe_checkpoint()
+    except BaseException:
+        checkpoints.abandon(step)
+        raise
+    return checkpoints.finish(
+        step,
+        [record for record in records if record is not None],
+        architecture=about["architecture"],
+        layout=about["layout"],
+        kind=about["kind"],
+        state={"progress": progress, "controller": state},
+        score=score,
+    )
+
+
+def load_checkpoint(
+    checkpoints: Checkpoints, trainers: Sequence[RoleHandle], fixed: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Load the newest complete checkpoint: the controller's state, or None if there is none."""
+
+    def verify_all(folder: Path) -> list[str]:
+        found = trainers[0].verify_checkpoint.options(collect="all")(str(folder))
+        return [problem for problems in found for problem in problems]
+
+    folder = checkpoints.newest_whole(verify_all)
+    if folder is None:
+        print(
+            f"{checkpoints.folder} has no checkpoint to resume from: starting a new run", flush=True
+        )
+        return None
+    state = read_manifest(folder).state["controller"]
+    refuse_changes(checkpoints.folder, state["fixed"], fixed)
+    for trainer in trainers:
+        trainer.read_checkpoint(str(folder))
+    print(f"resuming from {folder}", flush=True)
+    return state
+
+
+def read_pieces(
+    folder: str | Path, wanted: dict[str, Piece], *, kind: Kind | None = "full"
+) -> None:
+    """Fill a rank's pieces in place. A checkpoint of another `kind` is refused; None is any."""
+    manifest = read_manifest(folder)
+    if kind not in (None, manifest.kind):
+        remedy = {
+            "full": "turn LoRA off, or resume from an adapter checkpoint",
+            "adapter": "turn LoRA on with the same rank, or resume from a full checkpoint",
+        }
+        raise ValueError(
+            f"{folder} has kind={manifest.kind!r}, and the run trains kind={kind!r}; "
+            f"{remedy[manifest.kind]}"
+        )
+    read_shards(folder, manifest.files, wanted)
+
+
+def verify(folder: str | Path, part: int = 0, num_parts: int = 1) -> list[str]:
+    """Problems of the manifest and of one part of the files."""
+    try:
+        manifest = read_manifest(folder)
+    except DamagedError as error:
+        return [str(error)]
+    found = [_problem(Path(folder) / r.file, r) for r in manifest.files[part::num_parts]]
+    return [problem for problem in found if problem]
 
 
 def _step(path: Path) -> int | None:
@@ -184,18 +299,18 @@ def _step(path: Path) -> int | None:
 def _score(path: Path) -> float | None:
     try:
         score = read_manifest(path).score
-    except ValueError:  # damaged or of a newer format: not among the best that we know of
+    except ValueError:  # damaged, or of a newer format
         return None
     return score if score is not None and math.isfinite(score) else None
 
 
 def _check_present(partial: Path, records: Sequence[ShardRecord]) -> None:
-    """Ranks of other machines may have written to folders of the same name."""
+    """Ranks of other machines may have written to local folders of the same name."""
     for record in records:
         path = partial / record.file
         if not path.exists() or path.stat().st_size != record.size:
             raise ValueError(
-                f"{path} is not the {record.size} bytes that its rank wrote; "
+                f"{path} does not have the {record.size} bytes that its rank wrote; "
                 "put the checkpoints on a file system that all machines share"
             )
 
@@ -217,7 +332,7 @@ def _problem(path: Path, record: ShardRecord) -> str | None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on disk."""
+    """Wait until the folder's entries are on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -4,42 +4,41 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from roll_lite.checks import one_of, only_read_by
+from roll_lite.checks import one_of, read_only_if
 from roll_lite.cluster.role import RoleHandle, split
-from roll_lite.train.losses import Measurements, required
-from roll_lite.train.packing import MicroBatch, TrainingSequence, pack
+from roll_lite.train.batch import MicroBatch, TrainingSequence, pack
+from roll_lite.train.losses import LossResult, required
 
 KINDS = ("forward", "reverse", "skewed", "js")
-LARGEST_MASS = -(2.0**-20)  # log of the mass of the k tokens: fp32 cannot tell more from all
+LARGEST_MASS = -(2.0**-20)  # log of the k tokens' mass; fp32 cannot tell more from all of it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DistillLoss:
-    """With teacher p and student q over the teacher's k tokens and one entry for all others:
+    """Divergence between teacher p and student q.
 
-    forward: KL(p, q)            reverse: KL(q, p)
-    skewed: KL(p, skew p + (1 - skew) q)   (DistiLLM)
-    js: KL(p, m) / 2 + KL(q, m) / 2, m = (p + q) / 2
+    Both are over the teacher's k likeliest tokens, and one entry for all other tokens.
+    forward: KL(p, q).  reverse: KL(q, p).  skewed: KL(p, skew p + (1 - skew) q) (DistiLLM).
+    js: KL(p, m) / 2 + KL(q, m) / 2, with m = (p + q) / 2.
     """
 
-    kind: str = "forward"
-    """forward, reverse, skewed or js."""
+    kind: Literal["forward", "reverse", "skewed", "js"] = "forward"
+    """Divergence between teacher and student."""
     skew: float = 0.1
-    """Share of the teacher in what skewed compares it with."""
+    """kind=skewed: the teacher's share in the mixture that it is compared with."""
 
     def __post_init__(self):
         one_of(KINDS, self, "kind")
-        only_read_by({"skew": ("skewed",)}, self)
+        read_only_if(self.kind == "skewed", "kind='skewed'", self, "skew")
         if not 0 < self.skew < 1:
             raise ValueError(f"skew={self.skew} must lie between 0 and 1")
 
-    def __call__(
-        self, logprobs_RK: Tensor, entropy_R: Tensor, batch: MicroBatch
-    ) -> tuple[Tensor, Measurements]:
+    def __call__(self, logprobs_RK: Tensor, entropy_R: Tensor, batch: MicroBatch) -> LossResult:
         """`logprobs_RK`: the student's, of `batch.teacher_ids_RK`."""
         student = complete(logprobs_RK)
         teacher = complete(required(batch, "teacher_logprobs_RK").to(student.dtype))
@@ -71,7 +70,7 @@ def pack_taught(
     vocab_size: int,
 ) -> list[MicroBatch]:
     """Micro-batches with the teacher's k likeliest tokens of the student's vocabulary."""
-    # As many for every replica of the student, and for every one of the teacher.
+    # A multiple of both: every replica of the student and of the teacher gets equally many.
     num_shards = math.lcm(student.role.num_replicas, teacher.role.num_replicas)
     batch = pack(sequences, tokens_per_microbatch, num_shards=num_shards)
     top = chain.from_iterable(teacher.top_logprobs(split(batch), k, vocab_size))
@@ -82,9 +81,9 @@ def pack_taught(
 
 
 def complete(logprobs_RK: Tensor) -> Tensor:
-    """(R, K + 1): with the log of what is left of the mass, so that rows are distributions."""
+    """(R, K + 1): with the log of the remaining mass as last entry, so rows are distributions."""
     mass_R1 = logprobs_RK.logsumexp(-1, keepdim=True).clamp(max=LARGEST_MASS)
-    # log(1 - exp(x)), by whichever of the two keeps its digits.
+    # log(1 - exp(x)), by the form that keeps its digits.
     is_near_R1 = mass_R1 > -math.log(2)
     near_R1 = (-torch.where(is_near_R1, mass_R1, -1.0).expm1()).log()
     far_R1 = (-torch.where(is_near_R1, -1.0, mass_R1).exp()).log1p()

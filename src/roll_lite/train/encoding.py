@@ -1,4 +1,4 @@
-"""Rows of data as sequences to train on."""
+"""From rows of data to sequences to train on."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -7,20 +7,20 @@ from pathlib import Path
 from roll_lite.chat import Chat
 from roll_lite.data import Dialogue, Preference
 from roll_lite.models.config import read_config
-from roll_lite.train.packing import TrainingSequence, truncate
+from roll_lite.train.batch import TrainingSequence, truncate
 from roll_lite.train.preference import Pair, check_pairs_fit
 from roll_lite.types import Message
 
 
 def encode_dialogues(chat: Chat, dialogues: Iterable[Dialogue]) -> list[TrainingSequence]:
-    """With loss on what the assistant says, in all of its turns."""
+    """Loss on all of the assistant's turns."""
     return _encode(chat, [(dialogue.id, dialogue.messages) for dialogue in dialogues])
 
 
 def encode_preferences(
     chat: Chat, preferences: Iterable[Preference], tokens_per_microbatch: int
 ) -> list[Pair]:
-    """With loss on the chosen and the rejected reply only, which fit in one micro-batch."""
+    """Loss on the chosen and the rejected reply alone; both must fit in one micro-batch."""
     replies = [
         (
             f"{row.id} {field}",
@@ -44,7 +44,7 @@ def _encode(chat: Chat, named: Sequence[tuple[str, Sequence[Message]]]) -> list[
 
 
 def _last_turn(sequence: TrainingSequence) -> TrainingSequence:
-    """Without loss on earlier turns of the assistant, which belong to the prompt."""
+    """Loss on the assistant's last turn alone; earlier turns belong to the prompt."""
     start = len(sequence.loss_mask)
     while start and sequence.loss_mask[start - 1]:
         start -= 1
@@ -59,7 +59,7 @@ def fit(
     max_positions: int,
     too_long: str,
 ) -> tuple[list[TrainingSequence], int]:
-    """Sequences that micro-batch and model can hold, and how many were cut for it."""
+    """Sequences that fit the micro-batch and the model, and how many were truncated for it."""
     limit = min(tokens_per_microbatch, max_positions)
     if too_long == "truncate":
         return truncate(sequences, limit)
@@ -79,7 +79,7 @@ def encode_fitting(
     folders: Iterable[str | Path],
     dialogues: Iterable[Dialogue],
 ) -> list[TrainingSequence]:
-    """Dialogues for the models of several folders; one that is too long is refused."""
+    """Dialogues that fit the models of all folders; one that is too long is refused."""
     return fit(
         encode_dialogues(chat, dialogues),
         tokens_per_microbatch=tokens_per_microbatch,
@@ -89,13 +89,12 @@ def encode_fitting(
 
 
 def check_vocabulary(folder: str | Path, other: str | Path, name: str) -> None:
-    """Refuse a second model, called `name`, that means other tokens by the same ids.
+    """Refuse a second model, called `name`, whose tokenizer differs.
 
-    Models of one family may still have vocabularies of different sizes, filled up with entries that
-    mean nothing.
+    Models of one family may have vocabularies padded to different sizes, which is fine.
     """
     for model in (folder, other):
-        read_config(model)  # says what is wrong with a folder that is none
+        read_config(model)  # a clear error for a folder that is not a model
     if not Chat(folder).has_vocabulary_of(Chat(other)):
         raise ValueError(
             f"{name}={str(other)!r} and {str(folder)!r} have different tokenizers; take a {name} "

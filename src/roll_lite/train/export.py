@@ -1,4 +1,4 @@
-"""A checkpoint's model as a Hugging Face folder, without the ranks that wrote it."""
+"""Exports the model of a checkpoint as a Hugging Face folder, in one process."""
 
 from pathlib import Path
 
@@ -10,14 +10,20 @@ from roll_lite.models.hf import load_model, save_state, stored_dtype
 from roll_lite.models.lora import add_adapters, lora_options, merge
 from roll_lite.models.transformer import Transformer
 from roll_lite.train.checkpoint import read_pieces, verify
-from roll_lite.train.manifest import MANIFEST, Manifest, check_architecture, read_manifest
-from roll_lite.train.shards import DamagedError, Piece
+from roll_lite.train.shards import (
+    MANIFEST,
+    DamagedError,
+    Manifest,
+    Piece,
+    check_architecture,
+    read_manifest,
+)
 
 MASTERS = "policy.model."
 
 
 def check_checkpoint(checkpoint: str | Path, base: str | Path) -> Manifest:
-    """Refuse what is no checkpoint, or one of another model than `base`."""
+    """Refuse a folder that is no checkpoint, or a checkpoint of another model than `base`."""
     if not (Path(checkpoint) / MANIFEST).is_file():
         raise ValueError(
             f"{checkpoint} is not the folder of a checkpoint: it has no {MANIFEST}; name one like "
@@ -31,7 +37,7 @@ def check_checkpoint(checkpoint: str | Path, base: str | Path) -> Manifest:
 
 
 def _check_base(checkpoint: str | Path, manifest: Manifest, base: Path) -> None:
-    """Adapters mean nothing on other weights. Where the folder has moved, its name has to do."""
+    """Adapters fit only the weights they were trained on. A moved folder is compared by name."""
     stored = Path(manifest.state["controller"]["fixed"]["model"])
     is_same = stored.samefile(base) if stored.exists() else stored.name == base.name
     if not is_same:
@@ -41,7 +47,7 @@ def _check_base(checkpoint: str | Path, manifest: Manifest, base: Path) -> None:
 
 
 def export_checkpoint(checkpoint: str | Path, base: str | Path, folder: str | Path) -> Path:
-    """Write the folder in the dtype of `base`, the one that training started from."""
+    """Write the folder in the dtype of `base`, the model that training started from."""
     manifest, config = check_checkpoint(checkpoint, base), read_config(base)
     if problems := verify(checkpoint):
         raise DamagedError(f"{checkpoint} is damaged: {'; '.join(problems)}")
@@ -58,7 +64,7 @@ def export_checkpoint(checkpoint: str | Path, base: str | Path, folder: str | Pa
 def _merged(
     checkpoint: str | Path, manifest: Manifest, config: ModelConfig, base: str | Path
 ) -> dict[str, Tensor]:
-    """The weights of the base, with what the checkpoint's adapters add to them."""
+    """The base's weights with the checkpoint's adapters merged in."""
     fixed = manifest.state["controller"]["fixed"]
     options = lora_options(fixed["lora_rank"], fixed["lora_alpha"], tuple(fixed["lora_targets"]))
     with torch.device("meta"):

@@ -1,14 +1,60 @@
-"""How far the policy is from a reference: per-token estimates, and a coefficient that adapts."""
+"""KL divergence from the policy to a reference model: options, estimates, adaptive coefficient."""
+
+from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
-from roll_lite.checks import above, at_least
+from roll_lite.checks import above, at_least, one_of, read_only_if
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
+@dataclass(frozen=True, kw_only=True)
+class KLOptions:
+    """KL penalty to a reference model."""
+
+    kl_coef: float = 0.0
+    """Weight of the KL to the reference; 0 loads no reference."""
+    kl_in: str = "loss"
+    """Where the KL counts: loss or reward."""
+    kl_estimator: str | None = None
+    """k1, k2 or k3; None is k3 in the loss and k1 in the reward."""
+    reference: str | None = None
+    """Hugging Face folder of the reference; None is the starting model."""
+    kl_target: float | None = None
+    """kl_in=reward: adapt kl_coef so that the KL of a sample stays near this value."""
+    kl_horizon: int = 10_000
+    """kl_target: number of samples over which kl_coef adapts."""
+
+    def __post_init__(self):
+        one_of(("loss", "reward"), self, "kl_in")
+        at_least(0, self, "kl_coef")
+        at_least(1, self, "kl_horizon")
+        above(0, self, "kl_target")
+        one_of((None, *KL_ESTIMATORS), self, "kl_estimator")
+        dependent = ("kl_in", "reference", "kl_estimator")
+        read_only_if(self.kl_coef > 0, "kl_coef above 0", self, *dependent)
+        is_in_reward = self.kl_in == "reward"
+        read_only_if(is_in_reward, "kl_in='reward'", self, "kl_target", "kl_horizon")
+        read_only_if(self.kl_target is not None, "kl_target", self, "kl_horizon")
+
+    def is_in(self, place: Literal["loss", "reward"]) -> bool:
+        return self.kl_coef > 0 and self.kl_in == place
+
+    def estimate(self, logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+        estimator = self.kl_estimator or {"loss": "k3", "reward": "k1"}[self.kl_in]
+        return estimate_kl(logprobs, reference_logprobs, estimator)
+
+
+NO_KL = KLOptions()
+
+
 def estimate_kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:
-    """KL(policy, reference) from tokens that the policy sampled (Schulman's k1, k2, k3)."""
+    """KL(policy, reference) of tokens sampled from the policy (Schulman's k1, k2, k3).
+
+    In a loss, the gradient of k1 does not depend on the reference; use k2 or k3 there.
+    """
     delta = logprobs - reference_logprobs
     if estimator == "k1":
         return delta
@@ -20,20 +66,16 @@ def estimate_kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) ->
 
 
 class KLController:
-    """The coefficient of a KL penalty: fixed, or led to a target (Ziegler et al. 2019).
+    """The coefficient of a KL penalty: fixed, or adapted to a target (Ziegler et al. 2019).
 
     With a target, each update multiplies it by 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon.
     """
 
     def __init__(self, coef: float, *, target: float | None = None, horizon: int = 10_000):
         self.coef, self.target, self.horizon = coef, target, horizon
-        at_least(0, self, "coef")
-        at_least(1, self, "horizon")
-        if target is not None:
-            above(0, self, "target")
 
     def update(self, kl: float, num_samples: int) -> None:
-        """`kl`: mean over the samples of the sum over a sample's tokens."""
+        """`kl` is summed over the tokens of a sample and averaged over samples."""
         if self.target is not None:
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.coef *= 1 + error * num_samples / self.horizon

@@ -1,45 +1,285 @@
-"""Losses of single tokens, as functions of packed rows. The trainer weighs and sums them.
+"""Losses of single tokens: the policy losses, and those of supervised training and of the critic.
 
-A loss gets the policy's logprobs and entropies and the micro-batch, and returns the loss of each
-row with named per-row measurements. A name that ends in `_max` is reduced by
-maximum (of values that are not negative), any other by the rows' weights.
+To add a policy loss, write a function and name it in LOSSES. It reads, for each row (a token that
+carries loss) of a packed micro-batch,
 
-Some losses belong to a sequence, a turn or a pair: each of its rows then has the whole loss, and
+    logprobs_R      of the policy that is trained
+    delta_R         logprobs_R minus the logprobs before the update: the log of the ratio
+    advantages_R
+    batch           everything else, such as the sequence of each row
+
+and returns a LossResult: the loss of each row, and named measurements of rows. Keyword-only
+parameters are its options on the command line. The trainer weighs the rows and adds them up; a
+measurement whose name ends in `_max` is reduced by maximum (of values that are not negative), any
+other by the rows' weights.
+
+Some losses belong to a sequence or a turn: each of its rows then has the whole loss, and the
 aggregation seq_mean_token_mean makes the batch's loss the mean over sequences.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
+from typing_extensions import Doc
 
-from roll_lite.checks import above
-from roll_lite.train.packing import MicroBatch
+from roll_lite.checks import above, at_least, choose, one_of, read_only_if, with_options_of
+from roll_lite.train.batch import MicroBatch, check_aggregation
+from roll_lite.train.kl import NO_KL, KLOptions
 
-EQUAL = 1e-12  # returns of a smaller variance are the same number, but for rounding
 Measurements = dict[str, Tensor]
-Loss = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Measurements]]
+LossResult = tuple[Tensor, Measurements]
+Loss = Callable[[Tensor, Tensor, MicroBatch], LossResult]
+"""From the policy's logprobs, their entropies and the micro-batch to the loss of each row."""
+
+ClipLow = Annotated[float, Doc("probability ratios are clipped below 1 - clip_low.")]
+ClipHigh = Annotated[float, Doc("probability ratios are clipped above 1 + clip_high.")]
+DualClip = Annotated[
+    float | None, Doc("where the advantage is negative, bounds the loss to this times -advantage.")
+]
+RatioCap = Annotated[float, Doc("importance weights are at most this.")]
+Tau = Annotated[float, Doc("strength of the pull towards the policy that sampled.")]
 
 
-def sft_loss(
-    logprobs_R: Tensor, entropy_R: Tensor, batch: MicroBatch
-) -> tuple[Tensor, Measurements]:
+def ppo(
+    logprobs_R,
+    delta_R,
+    advantages_R,
+    batch,
+    *,
+    clip_low: ClipLow = 0.2,
+    clip_high: ClipHigh = 0.2,
+    dual_clip: DualClip = None,
+):
+    """max(-ratio A, -clip(ratio) A): Schulman et al. 2017 (1707.06347).
+
+    Dual clip: Ye et al. 2019 (1912.09729).
+    """
+    ratio_R = delta_R.exp()
+    loss_R, is_clipped_R = _clipped(ratio_R, advantages_R, clip_low, clip_high)
+    if dual_clip is not None:
+        bound_R = torch.where(advantages_R < 0, -dual_clip * advantages_R, math.inf)
+        is_clipped_R = is_clipped_R | (bound_R < loss_R)
+        loss_R = torch.minimum(loss_R, bound_R)
+    return loss_R, _ratios(ratio_R, is_clipped_R)
+
+
+def gspo(
+    logprobs_R, delta_R, advantages_R, batch, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2
+):
+    """PPO with one ratio per sequence, normalised by its length: Zheng et al. 2025 (2507.18071).
+
+    The paper clips at 3e-4 and 4e-4.
+    """
+    ratio_R = _mean_over(delta_R, batch.sequence_R, batch.num_sequences).exp()
+    loss_R, is_clipped_R = _clipped(ratio_R, advantages_R, clip_low, clip_high)
+    return loss_R, _ratios(ratio_R, is_clipped_R)
+
+
+def segment(
+    logprobs_R, delta_R, advantages_R, batch, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2
+):
+    """PPO with one ratio per turn, normalised by its length."""
+    ratio_R = _mean_over(delta_R, batch.segment_R, batch.num_segments).exp()
+    loss_R, is_clipped_R = _clipped(ratio_R, advantages_R, clip_low, clip_high)
+    return loss_R, _ratios(ratio_R, is_clipped_R)
+
+
+def raft_plus_plus(
+    logprobs_R, delta_R, advantages_R, batch, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2
+):
+    """PPO on samples with a positive advantage, all weighted alike: Xiong et al. 2025 (2504.11343).
+
+    The paper's positives are the right answers: use advantage reinforce without whitening. Group
+    advantages are 0 where a whole group is right, which leaves such groups out.
+    """
+    ratio_R, is_positive_R = delta_R.exp(), (advantages_R > 0).to(delta_R.dtype)
+    loss_R, is_clipped_R = _clipped(ratio_R, is_positive_R, clip_low, clip_high)
+    return loss_R, _ratios(ratio_R, is_clipped_R)
+
+
+def cispo(
+    logprobs_R, delta_R, advantages_R, batch, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2
+):
+    """The clipped, detached ratio as a weight of A log p: MiniMax-M1 2025 (2506.13585)."""
+    ratio_R = delta_R.detach().exp()
+    low, high = 1 - clip_low, 1 + clip_high
+    is_clipped_R = (ratio_R < low) | (ratio_R > high)
+    loss_R = -ratio_R.clamp(low, high) * advantages_R * logprobs_R
+    return loss_R, _ratios(ratio_R, is_clipped_R)
+
+
+def tis(logprobs_R, delta_R, advantages_R, batch, *, ratio_cap: RatioCap = 1.0):
+    """Truncated importance sampling, token by token: IMPALA, Espeholt et al. 2018 (1802.01561)."""
+    ratio_R = delta_R.detach().exp()
+    loss_R = -ratio_R.clamp(0.0, ratio_cap) * advantages_R * logprobs_R
+    return loss_R, _ratios(ratio_R, ratio_R > ratio_cap)
+
+
+def topr(logprobs_R, delta_R, advantages_R, batch):
+    """Positives with weight 1, negatives with the sequence's ratio, at most 1.
+
+    Le Roux et al. 2025 (2503.14286), equation 8; aggregation seq_mean_token_sum is the paper's sum.
+    """
+    delta_R = delta_R.detach()
+    log_ratio_R = _sum_over_sequence(delta_R, batch)
+    is_negative_R = advantages_R < 0
+    weight_R = torch.where(is_negative_R, log_ratio_R.clamp(max=0).exp(), 1.0)
+    loss_R = -weight_R * advantages_R * logprobs_R
+    return loss_R, _ratios(delta_R.exp(), is_negative_R & (log_ratio_R > 0))
+
+
+def kimi(logprobs_R, delta_R, advantages_R, batch, *, tau: Tau = 0.1):
+    """(A - tau log ratio)^2 / (2 tau) of the sequence: Kimi k1.5 2025 (2501.12599), equation 3.
+
+    Its gradient is the paper's, -(A grad log p - tau / 2 grad (log ratio)^2), where A is the reward
+    minus the group's mean.
+    """
+    error_R = advantages_R - tau * _sum_over_sequence(delta_R, batch)
+    ratio_R = delta_R.detach().exp()
+    return error_R.square() / (2 * tau), {"loss/ratio": ratio_R, "loss/ratio_max": ratio_R}
+
+
+def reinforce(logprobs_R, delta_R, advantages_R, batch):
+    """The plain policy gradient, -A log p."""
+    ratio_R = delta_R.detach().exp()
+    return -advantages_R * logprobs_R, _ratios(ratio_R, torch.zeros_like(ratio_R))
+
+
+LOSSES: dict[str, Callable[..., LossResult]] = {
+    "ppo": ppo,
+    "gspo": gspo,
+    "segment": segment,
+    "raft++": raft_plus_plus,
+    "cispo": cispo,
+    "tis": tis,
+    "topr": topr,
+    "kimi": kimi,
+    "reinforce": reinforce,
+}
+OF_SEQUENCES = ("gspo", "topr", "kimi")
+"""The tokens of a sequence share its loss, so sequences are averaged unless the options differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+@with_options_of(LOSSES)
+class LossOptions:
+    """Policy loss: which function, how tokens are averaged, corrections for stale logprobs."""
+
+    loss: str = "ppo"
+    """ppo, gspo, segment, cispo, tis, topr, raft++, kimi or reinforce."""
+    aggregation: str | None = None
+    """token_mean, seq_mean_token_mean, seq_mean_token_sum or seq_mean_token_sum_const; None is
+    seq_mean_token_mean for gspo, topr and kimi, and token_mean for the others."""
+    constant: float | None = None
+    """seq_mean_token_sum_const: the divisor of sums, such as the longest reply (Dr. GRPO)."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    denominator: str = "behaviour"
+    """Denominator of ratios: behaviour (the engine's logprobs) or old (the trainer's own logprobs
+    before the first update)."""
+    correction: str = "none"
+    """denominator=old: weigh the loss by old / behaviour of each token or sequence."""
+    correction_cap: float = 2.0
+    """Largest weight of the correction."""
+    rejection: str = "none"
+    """denominator=old: leave out each token or sequence with old / behaviour outside the band."""
+    rejection_low: float = 0.5
+    """Lower end of the band."""
+    rejection_high: float = 2.0
+    """Upper end of the band."""
+
+    def __post_init__(self):
+        _ = self.function  # refuses an unknown name, and options that it does not read
+        check_aggregation(self.chosen_aggregation, self.constant)
+        one_of(("behaviour", "old"), self, "denominator")
+        one_of(("none", "token", "sequence"), self, "correction", "rejection")
+        at_least(0, self, "clip_low", "clip_high", "entropy_coef", "rejection_low")
+        above(0, self, "ratio_cap", "tau", "correction_cap")
+        above(self.rejection_low, self, "rejection_high")
+        above(1, self, "dual_clip")
+        is_old = self.denominator == "old"
+        read_only_if(is_old, "denominator='old'", self, "correction", "rejection")
+        level = "token or sequence"
+        corrects, rejects = self.correction != "none", self.rejection != "none"
+        read_only_if(corrects, f"correction={level}", self, "correction_cap")
+        read_only_if(rejects, f"rejection={level}", self, "rejection_low", "rejection_high")
+
+    @property
+    def function(self) -> Callable[..., LossResult]:
+        return choose(LOSSES, "loss", self)
+
+    @property
+    def chosen_aggregation(self) -> str:
+        of_loss = "seq_mean_token_mean" if self.loss in OF_SEQUENCES else "token_mean"
+        return self.aggregation or of_loss
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The chosen policy loss with its corrections, KL and entropy, as the trainer calls it."""
+
+    options: LossOptions = LossOptions()
+    kl: KLOptions = NO_KL
+
+    def __call__(self, logprobs_R: Tensor, entropy_R: Tensor, batch: MicroBatch) -> LossResult:
+        options, is_old = self.options, self.options.denominator == "old"
+        denominator_R = required(batch, "old_logprobs_R" if is_old else "logprobs_R")
+        delta_R, advantages_R = logprobs_R - denominator_R, required(batch, "advantages_R")
+        loss_R, measurements = options.function(logprobs_R, delta_R, advantages_R, batch)
+        measurements["loss/entropy"] = entropy_R
+        if is_old and batch.logprobs_R is not None:
+            measurements |= _mismatch(denominator_R - batch.logprobs_R)
+        elif not is_old:
+            measurements |= _mismatch(delta_R)
+        if options.correction != "none":
+            log_weight_R = _off_policy(batch, options.correction)
+            loss_R = loss_R * log_weight_R.clamp(max=math.log(options.correction_cap)).exp()
+        if self.kl.is_in("loss"):
+            kl_R = self.kl.estimate(logprobs_R, required(batch, "reference_logprobs_R"))
+            loss_R = loss_R + self.kl.kl_coef * kl_R
+            measurements["loss/kl"] = kl_R
+        if options.entropy_coef:
+            loss_R = loss_R - options.entropy_coef * entropy_R
+        if options.rejection != "none":
+            ratio_R = _off_policy(batch, options.rejection).exp()
+            rejected_R = (ratio_R < options.rejection_low) | (ratio_R > options.rejection_high)
+            loss_R = torch.where(rejected_R, 0.0, loss_R)
+            measurements["loss/rejected"] = rejected_R.float()
+        return loss_R, {name: value_R.detach() for name, value_R in measurements.items()}
+
+
+def sft_loss(logprobs_R: Tensor, entropy_R: Tensor, batch: MicroBatch) -> LossResult:
     """Cross-entropy of the targets."""
     return -logprobs_R, {"loss/entropy": entropy_R.detach()}
 
 
+@dataclass(frozen=True, kw_only=True)
+class CriticOptions:
+    """The critic of advantage gae."""
+
+    critic_lr: float = 1e-3
+    """Learning rate of the critic, which starts as the model with a value head of zeros."""
+    value_clip: float | None = None
+    """A value gains nothing by moving further than this in one step (PPO)."""
+    critic_warmup_steps: int = 0
+    """Steps at the start that train the critic alone."""
+
+    def __post_init__(self):
+        at_least(0, self, "critic_lr", "critic_warmup_steps")
+        above(0, self, "value_clip")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLoss:
-    """The critic's 0.5 (V - return)^2, pessimistic about steps of more than `clip` (PPO)."""
+    """The critic's 0.5 (V - return)^2, pessimistic about changes of more than `clip` (PPO)."""
 
     clip: float | None = None
 
-    def __post_init__(self):
-        if self.clip is not None:
-            above(0, self, "clip")
-
-    def __call__(self, values_R: Tensor, batch: MicroBatch) -> tuple[Tensor, Measurements]:
+    def __call__(self, values_R: Tensor, batch: MicroBatch) -> LossResult:
         """Explained variance is 1 - value_error / (return_square - return^2) of a whole batch."""
         returns_R = required(batch, "returns_R")
         error_R = (values_R - returns_R).square()
@@ -60,17 +300,17 @@ class ValueLoss:
 
 
 def critic_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """A critic's metrics under names of its own, with the share of variance that it explains."""
+    """A critic's metrics under names of their own, with the explained variance."""
     renamed = {f"critic/{name.partition('/')[2]}": value for name, value in metrics.items()}
     renamed["time/critic"] = renamed.pop("critic/train")
     variance = renamed["critic/return_square"] - renamed["critic/return"] ** 2
-    if variance > EQUAL:
+    if variance > 1e-12:  # not all returns are equal
         renamed["critic/explained_variance"] = 1 - renamed["critic/value_error"] / variance
     return renamed
 
 
 def required(batch: MicroBatch, field: str) -> Tensor:
-    """A field that the loss cannot do without."""
+    """A field of the batch; an error where the batch lacks it."""
     value = getattr(batch, field)
     if value is None:
         raise ValueError(
@@ -83,3 +323,46 @@ def required(batch: MicroBatch, field: str) -> Tensor:
 def sum_rows(values_R: Tensor, part_R: Tensor, num_parts: int) -> Tensor:
     """(parts,): sums over the rows of each sequence or segment."""
     return values_R.new_zeros(num_parts).index_add(0, part_R, values_R)
+
+
+def _sum_over_sequence(values_R: Tensor, batch: MicroBatch) -> Tensor:
+    return sum_rows(values_R, batch.sequence_R, batch.num_sequences)[batch.sequence_R]
+
+
+def _mean_over(delta_R: Tensor, part_R: Tensor, num_parts: int) -> Tensor:
+    """(R,): the mean over the rows of each row's sequence or segment."""
+    counts = sum_rows(torch.ones_like(delta_R), part_R, num_parts)
+    return (sum_rows(delta_R, part_R, num_parts) / counts.clamp(min=1))[part_R]
+
+
+def _clipped(
+    ratio_R: Tensor, advantages_R: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """max(-ratio A, -clip(ratio) A), and where the clip decided it."""
+    unclipped_R = -ratio_R * advantages_R
+    clipped_R = -ratio_R.clamp(1 - clip_low, 1 + clip_high) * advantages_R
+    return torch.maximum(unclipped_R, clipped_R), clipped_R > unclipped_R
+
+
+def _off_policy(batch: MicroBatch, level: str) -> Tensor:
+    """log(old / behaviour) of each row, or of its whole sequence."""
+    delta_R = required(batch, "old_logprobs_R") - required(batch, "logprobs_R")
+    return _sum_over_sequence(delta_R, batch) if level == "sequence" else delta_R
+
+
+def _ratios(ratio_R: Tensor, is_clipped_R: Tensor) -> Measurements:
+    return {
+        "loss/ratio": ratio_R,
+        "loss/ratio_max": ratio_R,
+        "loss/clip_fraction": is_clipped_R.float(),
+    }
+
+
+def _mismatch(delta_R: Tensor) -> Measurements:
+    """How far the trainer's logprobs are from those of the engine that sampled."""
+    return {
+        "mismatch/logprob_mean": delta_R.abs(),
+        "mismatch/logprob_max": delta_R.abs(),
+        "mismatch/k3": delta_R.expm1() - delta_R,
+        "mismatch/outside": ((delta_R < -math.log(2)) | (delta_R > math.log(2))).float(),
+    }

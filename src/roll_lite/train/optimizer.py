@@ -1,38 +1,96 @@
-"""AdamW over local shards, with moments in fp32 or bf16, and learning-rate schedules."""
+"""How a model is optimised: options, learning-rate schedule, AdamW over shards, offloading."""
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from roll_lite.checks import above, at_least, one_of, unread_with
+from roll_lite.models.lora import TARGETS, lora_options
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SCHEDULES = ("constant", "linear", "cosine")
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """Optimizer, memory and LoRA."""
+
+    lr: float = 1e-3
+    """Learning rate after warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after warm-up; linear and cosine end at 0."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises to lr."""
+    max_grad_norm: float = 1.0
+    """Gradients of a larger norm are scaled down to it."""
+    tokens_per_microbatch: int = 16384
+    """Tokens of one forward and backward pass: more is faster and takes more memory."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """Activations that the backward pass recomputes instead of keeping."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of AdamW's moments."""
+    lora_rank: int = 0
+    """Train LoRA adapters of this rank instead of all weights; 0 is off."""
+    lora_alpha: float = 32.0
+    """Adapters are scaled by lora_alpha / lora_rank."""
+    lora_targets: tuple[str, ...] = tuple(TARGETS)
+    """Projections that get adapters."""
+
+    def __post_init__(self):
+        at_least(0, self, "warmup_steps", "lr", "lora_rank")
+        at_least(1, self, "tokens_per_microbatch")
+        above(0, self, "max_grad_norm")
+        one_of(SCHEDULES, self, "schedule")
+        if self.lora_rank == 0:
+            unread_with("lora_rank=0", self, "lora_alpha", "lora_targets")
+        _ = self.policy_options  # refuses unknown adapters
+
+    def schedule_over(self, num_steps: int, lr: float | None = None) -> "Schedule":
+        """The learning rates of a run of `num_steps` steps."""
+        return Schedule(
+            lr=self.lr if lr is None else lr,
+            warmup_steps=self.warmup_steps,
+            kind=self.schedule,
+            num_steps=max(1, num_steps),
+        )
+
+    @property
+    def trainer_options(self) -> dict[str, Any]:
+        """Keyword arguments of any Trainer."""
+        return {
+            "max_grad_norm": self.max_grad_norm,
+            "checkpointing": self.checkpointing,
+            "moments": self.moments,
+        }
+
+    @property
+    def policy_options(self) -> dict[str, Any]:
+        """Keyword arguments of the policy's Trainer, which may have adapters."""
+        lora = lora_options(self.lora_rank, self.lora_alpha, self.lora_targets)
+        return self.trainer_options | {"lora": lora}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Learning rate of each step: a linear rise, then constant, or a fall to 0."""
+    """Learning rate of each step: linear warm-up, then constant or decaying to 0."""
 
     lr: float
     warmup_steps: int = 0
     kind: Literal["constant", "linear", "cosine"] = "constant"
     num_steps: int | None = None
-    """Of the whole run; needed by linear and cosine."""
+    """Steps of the whole run; linear and cosine need it."""
 
     def __post_init__(self):
-        if self.kind not in SCHEDULES:
-            raise ValueError(
-                f"schedule={self.kind!r} is not known; known are {', '.join(SCHEDULES)}"
-            )
         if self.kind != "constant" and not self.num_steps:
             raise ValueError(f"schedule={self.kind!r} needs the number of steps of the run")
 
     def at(self, step: int) -> float:
-        """Of the step number `step`, counted from 0."""
+        """The learning rate of step `step`, counted from 0."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / (self.warmup_steps + 1)
         if self.kind == "constant":
@@ -45,10 +103,10 @@ class Schedule:
 
 
 class AdamW:
-    """Decoupled weight decay (Loshchilov and Hutter). State is kept by parameter name.
+    """AdamW (Loshchilov and Hutter) with its state by parameter name.
 
-    bf16 moments take half the memory. A moment changes by a small share of itself in each update,
-    less than bf16 can tell apart, so it is rounded up or down at random, right on average.
+    bf16 moments take half the memory. An update changes a moment by less than bf16 resolves, so
+    moments are rounded stochastically, which is right on average.
     """
 
     def __init__(
@@ -86,7 +144,7 @@ class AdamW:
             self._update([name], *([tensor] for tensor in exact), lr)
             for k, (target, tensor) in enumerate(zip(stored, exact, strict=True)):
                 seed = (self.num_updates * len(names) + index) * len(MOMENTS) + k
-                target.copy_(round_at_random(tensor, seed))
+                target.copy_(round_stochastically(tensor, seed))
         self.num_updates += 1
 
     def zero_grad(self) -> None:
@@ -97,20 +155,57 @@ class AdamW:
         parameters = [local(self.parameters[name]) for name in names]
         grads = [local(self.parameters[name].grad) for name in names]
         steps = [torch.tensor(float(self.num_updates), device=parameters[0].device)] * len(names)
-        steps = [step.clone() for step in steps]  # each is counted up
+        steps = [step.clone() for step in steps]  # adamw increments each
         adamw(parameters, grads, first, second, [], steps, lr=lr, **self._options)
 
 
 def local(parameter: Tensor) -> Tensor:
-    """This rank's part."""
+    """This rank's shard."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def round_at_random(x: Tensor, seed: int) -> Tensor:
-    """fp32 to bf16, up or down with the probability that makes the mean right."""
+def round_stochastically(x: Tensor, seed: int) -> Tensor:
+    """fp32 to bf16, up or down at random so that the mean is unchanged."""
     generator = torch.Generator(x.device).manual_seed(seed)
     noise = torch.randint(
         0, 2**16, x.shape, dtype=torch.int32, device=x.device, generator=generator
     )
     bits = (x.view(torch.int32) + noise) & -(2**16)
     return bits.view(torch.float32).to(torch.bfloat16)
+
+
+class Offload:
+    """Moves CUDA tensors to pinned host memory and back.
+
+    Storages are emptied and refilled in place, so parameters, shards and views of them stay the
+    same objects. On a CPU it does nothing.
+    """
+
+    def __init__(self, tensors: list[Tensor]):
+        self._tensors = [tensor for tensor in tensors if tensor.is_cuda]
+        self._sizes = [tensor.untyped_storage().nbytes() for tensor in self._tensors]
+        self._kept: list[Tensor] = []
+        self.is_out = False
+
+    def out(self) -> None:
+        if self.is_out:
+            return
+        if not self._kept:  # pinned once: pinning takes longer than the copies
+            self._kept = [torch.empty_like(t, device="cpu", pin_memory=True) for t in self._tensors]
+        for tensor, kept in zip(self._tensors, self._kept, strict=True):
+            kept.copy_(tensor, non_blocking=True)
+        if self._tensors:
+            torch.cuda.synchronize()
+        for tensor in self._tensors:
+            tensor.untyped_storage().resize_(0)
+        if self._tensors:
+            torch.cuda.empty_cache()
+        self.is_out = True
+
+    def back(self) -> None:
+        if not self.is_out:
+            return
+        for tensor, size, kept in zip(self._tensors, self._sizes, self._kept, strict=True):
+            tensor.untyped_storage().resize_(size)
+            tensor.copy_(kept, non_blocking=True)
+        self.is_out = False

@@ -1,18 +1,24 @@
-"""Learning from pairs of replies, one preferred to the other.
+"""Learning from pairs of replies, one preferred to the other: DPO and IPO.
 
 In a micro-batch, sequences 2i and 2i + 1 are the chosen and the rejected reply.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from roll_lite.checks import above, one_of, only_read_by
-from roll_lite.train.losses import Measurements, required, sum_rows
-from roll_lite.train.packing import MicroBatch, TrainingSequence, pack
+from roll_lite.checks import above, one_of, read_only_if
+from roll_lite.train.batch import MicroBatch, TrainingSequence, pack
+from roll_lite.train.losses import LossResult, required, sum_rows
 
 Pair = tuple[TrainingSequence, TrainingSequence]
 """The chosen and the rejected reply, each with its prompt."""
@@ -42,32 +48,32 @@ def pack_pairs(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DPOLoss:
-    """With h = log ratio of the chosen minus that of the rejected, summed over tokens:
+    """Preference loss, of the reward margin h between chosen and rejected reply.
 
-    sigmoid: -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h), s the label smoothing
-    ipo: (h - 1 / (2 beta))^2, not divided by lengths, as in the paper
+    h is the log ratio of the chosen reply minus that of the rejected, summed over tokens.
+    sigmoid: -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h), s the label smoothing.
+    ipo: (h - 1 / (2 beta))^2, not divided by lengths, as in the paper.
     """
 
-    kind: str = "sigmoid"
-    """sigmoid or ipo."""
+    kind: Literal["sigmoid", "ipo"] = "sigmoid"
+    """sigmoid (DPO) or ipo (squared error)."""
     beta: float = 0.1
+    """Scale of the log ratio to the reference."""
     label_smoothing: float = 0.0
-    """Probability that a pair is labelled the wrong way round."""
+    """Probability that a pair is labelled the wrong way round (sigmoid)."""
 
     def __post_init__(self):
         one_of(("sigmoid", "ipo"), self, "kind")
-        only_read_by({"label_smoothing": ("sigmoid",)}, self)
+        read_only_if(self.kind == "sigmoid", "kind='sigmoid'", self, "label_smoothing")
         above(0, self, "beta")
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(
                 f"label_smoothing={self.label_smoothing} must be at least 0 and below 0.5"
             )
 
-    def __call__(
-        self, logprobs_R: Tensor, entropy_R: Tensor, batch: MicroBatch
-    ) -> tuple[Tensor, Measurements]:
+    def __call__(self, logprobs_R: Tensor, entropy_R: Tensor, batch: MicroBatch) -> LossResult:
         """Every row has the loss of its pair."""
         _check_pairs(batch)
         delta_R = logprobs_R - required(batch, "reference_logprobs_R")
@@ -105,3 +111,68 @@ def _check_pairs(batch: MicroBatch) -> None:
             f"a micro-batch of {batch.num_sequences} sequences with {rows_S.tolist()} tokens to "
             "learn from is not made of pairs; use pack_pairs(), and leave out empty replies"
         )
+
+
+# ---- reference logprobs on disk
+
+
+def with_reference(
+    pairs: Sequence[Pair],
+    compute: Callable[[list[TrainingSequence]], list[list[float]]],
+    *,
+    folder: str | Path,
+    path: str | Path,
+) -> list[Pair]:
+    """Pairs with the reference logprobs of the model in `folder`.
+
+    They are computed once and kept in the file `path`, for runs that resume. A file of other
+    sequences or of another model is computed again.
+    """
+    sequences = [sequence for pair in pairs for sequence in pair]
+    lengths = [len(sequence.token_ids) for sequence in sequences]
+    key = _key(Path(folder).resolve(), sequences)
+    scores = _cached(Path(path), key, lengths)
+    if scores is None:
+        scores = compute(sequences)
+        _cache(Path(path), key, scores)
+    scored = [
+        replace(sequence, reference_logprobs=logprobs)
+        for sequence, logprobs in zip(sequences, scores, strict=True)
+    ]
+    return list(zip(scored[::2], scored[1::2], strict=True))
+
+
+def _cached(path: Path, key: str, lengths: list[int]) -> list[list[float]] | None:
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            if (file.metadata() or {}).get("key") == key:
+                return [part.tolist() for part in file.get_tensor("logprobs").split(lengths)]
+        print(f"{path} is for other data or another model: computing it again", flush=True)
+    except SafetensorError as error:
+        print(f"{path} is damaged ({error}): computing it again", flush=True)
+    return None
+
+
+def _cache(path: Path, key: str, scores: list[list[float]]) -> None:
+    flat_N = torch.tensor([score for row in scores for score in row])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    save_file({"logprobs": flat_N}, partial, metadata={"key": key})
+    partial.rename(path)
+
+
+def _key(folder: Path, sequences: Sequence[TrainingSequence]) -> str:
+    """Identifies the sequences by their tokens, and the model by the sizes and times of its files.
+
+    Hashing the weights would take as long as loading them.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        stat = file.stat()
+        digest.update(f"{file}/{stat.st_size}/{stat.st_mtime_ns}\n".encode())
+    for sequence in sequences:
+        digest.update(array("q", [len(sequence.token_ids), *sequence.token_ids]).tobytes())
+        digest.update(bytes(sequence.loss_mask))
+    return digest.hexdigest()

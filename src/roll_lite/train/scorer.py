@@ -1,18 +1,23 @@
-"""A model over the ranks of a role, reading packed batches: logprobs, values, a teacher's top k."""
+"""A model over the ranks of a role that reads packed batches: logprobs, values, top-k logprobs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from roll_lite.cluster.groups import Place
+from roll_lite.cluster.role import Method, split
 from roll_lite.models.layers import Checkpointing
 from roll_lite.models.lora import LoraOptions, add_adapters
 from roll_lite.models.parallel import shard
 from roll_lite.models.source import open_model
 from roll_lite.models.tensor import TensorShard
 from roll_lite.models.transformer import Head
-from roll_lite.train.packing import MicroBatch
+from roll_lite.progress import ProgressBar
+from roll_lite.train.batch import MicroBatch, TrainingSequence, pack, unpack
+
+SEQUENCES_PER_CALL = 512  # bounds what a call over ranks carries
 
 
 class Scorer:
@@ -107,3 +112,21 @@ class Scorer:
             *top,
         )
         return out if isinstance(out, tuple) else (out,)
+
+
+def score_over_ranks(
+    method: Method, sequences: Sequence[TrainingSequence], tokens_per_microbatch: int
+) -> list[list[float]]:
+    """A number for each token of each sequence, 0 where there is no loss.
+
+    `method` is `logprobs` or `values` of a role.
+    """
+    scores, num_shards = [], method.role.num_replicas
+    with ProgressBar(len(sequences), method.role.name) as bar:
+        for start in range(0, len(sequences), SEQUENCES_PER_CALL):
+            part = sequences[start : start + SEQUENCES_PER_CALL]
+            batch = pack(part, tokens_per_microbatch, num_shards=num_shards)
+            rows = [rows_R for replica in method(split(batch)) for rows_R in replica]
+            scores += unpack(batch, rows, part)
+            bar.advance(len(part))
+    return scores

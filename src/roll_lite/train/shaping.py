@@ -1,25 +1,67 @@
-"""Changes of rewards, weights and groups around the advantages, each a call of its own."""
+"""Rewards and weights of samples, changed before they are trained on: scale, overlong replies."""
 
 from dataclasses import dataclass, replace
-from statistics import fmean
+
+import torch
+from torch import Tensor
 
 from roll_lite.checks import at_least, one_of, read_only_if
-from roll_lite.train.packing import TrainingSequence
+from roll_lite.train.advantages import EPSILON, EQUAL, standardise
+from roll_lite.train.batch import TrainingSequence
 from roll_lite.types import Group, Sample, Score
 
 
-@dataclass(kw_only=True)
-class Shaping:
-    """Flat, so that the Config of a recipe can inherit them."""
+def normalise(rewards_S: Tensor, groups_S: Tensor, by: str, moments: "RunningMoments") -> Tensor:
+    """`by`: none, batch, group, or running (the moments include these rewards)."""
+    if by == "running":
+        moments.update(rewards_S)
+        return moments.normalise(rewards_S)
+    if by == "none":
+        return rewards_S
+    return standardise(rewards_S, groups_S if by == "group" else torch.zeros_like(groups_S))
+
+
+class RunningMoments:
+    """Mean and variance of all numbers so far (Chan et al.'s update, batch by batch)."""
+
+    def __init__(self):
+        self.count, self.mean, self.squares = 0, 0.0, 0.0
+
+    def update(self, values: Tensor) -> None:
+        if not len(values):
+            return
+        values = values.double()
+        mean = values.mean().item()
+        total = self.count + len(values)
+        shift = mean - self.mean
+        self.squares += (values - mean).square().sum().item()
+        self.squares += shift * shift * self.count * len(values) / total
+        self.mean += shift * len(values) / total
+        self.count = total
+
+    def normalise(self, values: Tensor) -> Tensor:
+        variance = self.squares / max(1, self.count - 1)
+        if variance < EQUAL:
+            return torch.zeros_like(values)
+        return (values - self.mean) / (variance**0.5 + EPSILON)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthOptions:
+    """Length of replies."""
 
     max_tokens: int = 16
     """Longest reply, in tokens."""
     overlong: str = "train"
-    """Replies cut at max_tokens: train on them, mask them, or lower rewards softly by a penalty."""
+    """Replies cut at max_tokens: train on them, mask them out, or subtract a soft penalty."""
     overlong_buffer: int = 0
-    """overlong=penalty: over the last so many tokens the reward falls, by 1 in the end (DAPO)."""
-    length_power: float = 0.0
-    """Weigh samples by (mean length / length) to this power, from 0.5 to 2; 0 is off."""
+    """overlong=penalty: the penalty grows from 0 to 1 over this many last tokens (DAPO)."""
 
     def __post_init__(self):
         at_least(1, self, "max_tokens")
@@ -29,20 +71,16 @@ class Shaping:
             overlong_penalty(0, self.max_tokens, self.overlong_buffer)
 
     def shape_rewards(self, groups: list[Group]) -> list[Group]:
-        """Before advantages are computed."""
+        """Call this before advantages are computed."""
         if self.overlong == "penalty":
             return penalise_overlong(groups, self.max_tokens, self.overlong_buffer)
         return groups
 
-    def shape_weights(
+    def shape_sequences(
         self, sequences: list[TrainingSequence], groups: list[Group]
     ) -> list[TrainingSequence]:
-        """After that; sequences that count nothing are left out."""
-        if self.overlong == "mask":
-            sequences = mask_overlong(sequences, groups)
-        if self.length_power:
-            sequences = weigh_by_length(sequences, power=self.length_power)
-        return [sequence for sequence in sequences if sequence.weight > 0]
+        """Call this after advantages were computed; masked sequences are left out."""
+        return mask_overlong(sequences, groups) if self.overlong == "mask" else sequences
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:
@@ -69,28 +107,10 @@ def penalise_overlong(groups: list[Group], max_tokens: int, buffer: int) -> list
 
 
 def mask_overlong(sequences: list[TrainingSequence], groups: list[Group]) -> list[TrainingSequence]:
-    """Weight 0 for the samples of `groups`, in order, whose last turn was cut by its length."""
+    """Without the samples of `groups`, in order, whose last turn was cut by its length."""
     samples = [sample for group in groups for sample in group.samples]
     return [
-        replace(sequence, weight=0.0)
-        if sample.turns and sample.turns[-1].finish_reason == "length"
-        else sequence
+        sequence
         for sequence, sample in zip(sequences, samples, strict=True)
-    ]
-
-
-def weigh_by_length(
-    sequences: list[TrainingSequence], *, power: float = 1.0, low: float = 0.5, high: float = 2.0
-) -> list[TrainingSequence]:
-    """Weights times (mean length / length)^power, within [low, high]; length in tokens with loss.
-
-    A positive power favours short sequences, a negative one long ones.
-    """
-    if not 0 <= low <= high:
-        raise ValueError(f"low={low} must be at least 0 and not above high={high}")
-    lengths = [max(1, sum(sequence.loss_mask)) for sequence in sequences]
-    mean = fmean(lengths)
-    return [
-        replace(sequence, weight=sequence.weight * min(high, max(low, (mean / length) ** power)))
-        for sequence, length in zip(sequences, lengths, strict=True)
+        if not sample.turns or sample.turns[-1].finish_reason != "length"
     ]

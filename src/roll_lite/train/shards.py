@@ -1,8 +1,11 @@
-"""Rectangles of tensors in safetensors files: each rank writes one, ranks of any layout read them.
+"""The files of a checkpoint: one safetensors file per rank, and the manifest that lists them.
 
-A file holds tensors only; where each lies in the whole is in the record that its writer returns.
+A rank writes its rectangle of every tensor, and ranks of any other layout read the parts they need.
+The files hold tensors only; the manifest says where each lies in the whole tensor, and has a
+checksum of every file and of itself.
 """
 
+import dataclasses
 import json
 import os
 import shutil
@@ -14,12 +17,17 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from roll_lite.models.config import ModelConfig
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+Kind = Literal["full", "adapter"]
 FORMAT_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -28,12 +36,12 @@ FORMAT_NAMES = {
 
 
 class DamagedError(ValueError):
-    """A file of a checkpoint is not what was written."""
+    """A file of a checkpoint differs from what was written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A rank's rectangle of a tensor: to be written, or to be filled."""
+    """A rank's rectangle of a tensor, to write or to fill."""
 
     tensor: Tensor
     offsets: tuple[int, ...]
@@ -54,12 +62,12 @@ class Piece:
 
     @staticmethod
     def whole(tensor: Tensor) -> "Piece":
-        """A tensor that one rank holds alone."""
+        """A tensor that one rank holds whole."""
         return Piece(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
 
 
 class StoredPiece(NamedTuple):
-    """What a file holds of a tensor."""
+    """Where the part of a tensor in a file belongs."""
 
     offsets: tuple[int, ...]
     local_shape: tuple[int, ...]
@@ -69,7 +77,7 @@ class StoredPiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """A file of a checkpoint as its writer knows it."""
+    """A file of a checkpoint, as its writer describes it."""
 
     file: str
     size: int
@@ -80,7 +88,7 @@ class ShardRecord:
 def write_shard(
     folder: str | Path, rank: int, pieces: dict[str, Piece], *, of: str = "shard"
 ) -> ShardRecord:
-    """Write a rank's file `of` something. Pieces on a device come to the CPU one at a time."""
+    """Write a rank's file. Pieces on a device are copied to the CPU one at a time."""
     # Wide dtypes first, as safetensors orders them, so that every tensor is aligned.
     ordered = sorted(pieces.items(), key=lambda item: (-item[1].tensor.itemsize, item[0]))
     held = {name: piece for name, piece in ordered if piece.tensor.numel()}
@@ -103,7 +111,7 @@ def write_durably(path: Path, parts: Iterable[memoryview], size: int) -> int:
         try:
             for part in parts:
                 checksum = beside.submit(zlib.crc32, part, crc32)
-                while part:  # a disk that fills up takes some before it refuses
+                while part:  # a disk that fills up accepts a part first
                     part = part[file.write(part) :]
                 crc32 = checksum.result()
             os.fsync(file.fileno())
@@ -121,7 +129,7 @@ def write_durably(path: Path, parts: Iterable[memoryview], size: int) -> int:
 def read_shards(
     folder: str | Path, records: Sequence[ShardRecord], wanted: dict[str, Piece]
 ) -> None:
-    """Fill the wanted pieces from whatever overlaps them, reading nothing else."""
+    """Fill the wanted pieces, reading only the slices that overlap them."""
     _check_wanted(folder, records, wanted)
     num_unfilled = {name: piece.tensor.numel() for name, piece in wanted.items()}
     for record in records:
@@ -142,7 +150,7 @@ def read_shards(
 
 
 def whole_tensors(records: Sequence[ShardRecord]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of every tensor that the files hold together."""
+    """Shape and dtype of every tensor in the files."""
     return {
         name: (stored.whole_shape, stored.dtype)
         for record in records
@@ -151,7 +159,7 @@ def whole_tensors(records: Sequence[ShardRecord]) -> dict[str, tuple[tuple[int, 
 
 
 def check_cover(records: Sequence[ShardRecord]) -> None:
-    """Refuse pieces that do not make up whole tensors: a rank was left out, or wrote too much."""
+    """Refuse pieces that do not cover every tensor exactly once."""
     wholes = whole_tensors(records)
     seen: dict[str, set] = {name: set() for name in wholes}
     num_covered = dict.fromkeys(wholes, 0)
@@ -174,12 +182,12 @@ def check_cover(records: Sequence[ShardRecord]) -> None:
     ]
     if wrong:
         raise ValueError(
-            f"the pieces of all ranks are not whole tensors, each part once: {_some(wrong)}"
+            f"the pieces of all ranks do not cover every tensor exactly once: {_some(wrong)}"
         )
 
 
 def _header(tensors: dict[str, Tensor]) -> bytes:
-    """The start of a safetensors file: length of the JSON, then the JSON."""
+    """The header of a safetensors file: the length of its JSON, then the JSON."""
     entries, end = {}, 0
     for name, tensor in tensors.items():
         if tensor.dtype not in FORMAT_NAMES:
@@ -215,7 +223,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _overlap(stored: StoredPiece, wanted: Piece) -> tuple[tuple, tuple] | None:
-    """The slices of both that are the same part of the whole."""
+    """The slices of both that cover the same part of the tensor."""
     source, target = [], []
     for stored_at, stored_size, wanted_at, wanted_size in zip(
         stored.offsets, stored.local_shape, wanted.offsets, wanted.tensor.shape, strict=True
@@ -257,3 +265,100 @@ def _open(path: Path):
 def _some(problems: list[str], limit: int = 8) -> str:
     rest = f" and {len(problems) - limit} more" if len(problems) > limit else ""
     return "; ".join(problems[:limit]) + rest
+
+
+# ---- the manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The contents of manifest.json."""
+
+    step: int
+    kind: Kind
+    score: float | None
+    """Higher is better; None if nothing was measured."""
+    layout: dict[str, int]
+    """Number of ranks that wrote the files, and their tp."""
+    architecture: dict[str, Any]
+    """The ModelConfig."""
+    state: dict[str, Any]
+    """What else the run needs to resume, as plain JSON."""
+    files: list[ShardRecord]
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    path = Path(folder) / MANIFEST
+    try:
+        seal, _, body = path.read_bytes().partition(b"\n")
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
+    if seal != _seal(body):
+        raise DamagedError(f"{path} has changed since it was written")
+    fields = json.loads(b"{" + body)
+    if (version := fields.pop("format")) > FORMAT:
+        raise ValueError(
+            f"{path} has format={version}, and this version of roll_lite reads up to {FORMAT}; "
+            "update roll_lite, or name an older checkpoint"
+        )
+    fields["files"] = [_read_record(record) for record in fields["files"]]
+    return Manifest(**fields)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    fields = {"format": FORMAT} | _fields(manifest)
+    lines = [_json_line(name, value) for name, value in fields.items()]
+    body = ",\n".join(lines).encode() + b"\n}\n"
+    data = _seal(body) + b"\n" + body
+    write_durably(folder / MANIFEST, [memoryview(data)], len(data))
+
+
+def check_architecture(manifest: Manifest, config: ModelConfig) -> None:
+    """Refuse a checkpoint of another model, naming each field that differs."""
+    stored, ours = _flat(manifest.architecture), _flat(dataclasses.asdict(config))
+    differing = [
+        f"{field}={stored.get(field, 'absent')} in the checkpoint, {ours.get(field, 'absent')} here"
+        for field in stored | ours
+        if field not in stored or field not in ours or stored[field] != ours[field]
+    ]
+    if differing:
+        raise ValueError(
+            f"the checkpoint of step {manifest.step} is of another architecture: "
+            f"{'; '.join(differing)}; resume with the model that it was trained from"
+        )
+
+
+def _seal(body: bytes) -> bytes:
+    """The manifest's first line: the checksum of the other lines."""
+    return b'{"crc32": "%08x",' % zlib.crc32(body)
+
+
+def _json_line(name: str, value: Any) -> str:
+    try:
+        return f'"{name}": {json.dumps(value, default=_fields if name == "files" else None)}'
+    except TypeError as error:
+        raise ValueError(f"{name} must be plain JSON ({error}); write tensors as pieces") from None
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    """A dataclass as a dict, one level deep: `asdict` would copy every list below it."""
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+
+
+def _read_record(fields: dict[str, Any]) -> ShardRecord:
+    pieces = {
+        name: StoredPiece(tuple(offsets), tuple(local_shape), tuple(whole_shape), dtype)
+        for name, (offsets, local_shape, whole_shape, dtype) in fields.pop("pieces").items()
+    }
+    return ShardRecord(**fields, pieces=pieces)
+
+
+def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested fields by dotted names; tuples as the lists that JSON makes of them."""
+    flat = {}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = list(value) if isinstance(value, tuple) else value
+    return flat

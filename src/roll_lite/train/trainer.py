@@ -18,14 +18,18 @@ from roll_lite.models.layers import Checkpointing
 from roll_lite.models.lora import LoraOptions, adapters, merge
 from roll_lite.models.parallel import gradient_norm, rectangle, whole
 from roll_lite.models.transformer import Head
+from roll_lite.train.batch import MicroBatch
 from roll_lite.train.checkpoint import read_pieces, verify
 from roll_lite.train.losses import Loss
-from roll_lite.train.manifest import check_architecture, read_manifest
-from roll_lite.train.offload import Offload
-from roll_lite.train.optimizer import AdamW, Schedule, local
-from roll_lite.train.packing import MicroBatch
+from roll_lite.train.optimizer import AdamW, Offload, Schedule, local
 from roll_lite.train.scorer import Scorer
-from roll_lite.train.shards import Piece, ShardRecord, write_shard
+from roll_lite.train.shards import (
+    Piece,
+    ShardRecord,
+    check_architecture,
+    read_manifest,
+    write_shard,
+)
 
 LOSS, WEIGHT = "loss/loss", "weight"
 

@@ -14,9 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from roll_lite.models.attention import PackedAttention
-from roll_lite.train.aggregation import row_weights
 from roll_lite.train.balance import BY_LENGTH, Cost, spread
 
+AGGREGATIONS = (
+    "token_mean",
+    "seq_mean_token_mean",
+    "seq_mean_token_sum",
+    "seq_mean_token_sum_const",
+)
 NUMBERS = ("logprobs", "old_logprobs", "reference_logprobs", "advantages", "values", "returns")
 TENSORS = ("teacher_ids", "teacher_logprobs")
 OPTIONAL = (*NUMBERS, *TENSORS, "segments")
@@ -43,8 +48,6 @@ class TrainingSequence:
     returns: list[float] = field(default_factory=list)
     segments: list[int] = field(default_factory=list)
     """The turn that each token belongs to."""
-    weight: float = 1.0
-    """Multiplies the sequence's share in the loss; 0 masks it out."""
     teacher_ids: Tensor | None = None
     """(tokens, k): the teacher's likeliest tokens in the place of token i."""
     teacher_logprobs: Tensor | None = None
@@ -112,7 +115,7 @@ def pack(
     """
     known = _known_fields(sequences)
     rows = [sum(sequence.loss_mask[1:]) for sequence in sequences]
-    weights_S = row_weights(rows, [s.weight for s in sequences], aggregation, constant)
+    weights_S = row_weights(rows, aggregation, constant)
     if num_shards < 1 or together < 1 or len(sequences) % together:
         raise ValueError(
             f"num_shards={num_shards} must be at least 1, and together={together} must divide "
@@ -277,3 +280,36 @@ def _count_segments(sequence_R: Tensor, segment_R: Tensor) -> tuple[Tensor, int]
     """Segments numbered from 0 over all sequences, only those that have rows."""
     distinct, number_R = (sequence_R * 2**32 + segment_R).unique(return_inverse=True)
     return number_R, len(distinct)
+
+
+def row_weights(
+    rows_S: Sequence[int], aggregation: str, constant: float | None = None
+) -> list[float]:
+    """The weight in the batch's loss of each row of a sequence, given the numbers of rows.
+
+    Sequences without rows do not count. `constant` divides the sums of seq_mean_token_sum_const.
+    """
+    check_aggregation(aggregation, constant)
+    if not any(rows_S):
+        raise ValueError("no token of the batch carries loss: every loss_mask is empty")
+    if aggregation == "token_mean":
+        return [(1.0 if rows else 0.0) / sum(rows_S) for rows in rows_S]
+    num_sequences = sum(rows > 0 for rows in rows_S)
+    if aggregation == "seq_mean_token_mean":
+        return [1 / (num_sequences * rows) if rows else 0.0 for rows in rows_S]
+    return [1 / (num_sequences * (constant or 1.0)) if rows else 0.0 for rows in rows_S]
+
+
+def check_aggregation(aggregation: str, constant: float | None) -> None:
+    """Refuse an unknown name, and a constant that is missing or not read."""
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(
+            f"aggregation={aggregation!r} is not known; use one of {', '.join(AGGREGATIONS)}"
+        )
+    if (constant is not None) != (aggregation == "seq_mean_token_sum_const"):
+        raise ValueError(
+            f"constant={constant} with aggregation={aggregation!r}; seq_mean_token_sum_const "
+            "needs one (the longest reply, say), the others read none"
+        )
+    if constant is not None and not constant > 0:
+        raise ValueError(f"constant={constant} must be above 0")

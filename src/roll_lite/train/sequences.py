@@ -1,0 +1,249 @@
+"""From groups of scored samples to the sequences that are trained on."""
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from roll_lite.train.advantages import AdvantageOptions, PerSample, PerTurn, standardise
+from roll_lite.train.batch import TrainingSequence, join_numbers
+from roll_lite.train.kl import NO_KL, KLController, KLOptions
+from roll_lite.train.shaping import RunningMoments, normalise
+from roll_lite.types import Group, Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelScores:
+    """What models and environments say of the samples; give what the estimator reads, no more.
+
+    Lists have an entry per sample, in the order of the groups, and in it a number per token.
+    """
+
+    reference_logprobs: Sequence[Sequence[float]] | None = None
+    """Of the reference model, with KL in the reward."""
+    values: Sequence[Sequence[float]] | None = None
+    """The critic's value of the state before each token."""
+    teacher_logprobs: Sequence[Sequence[Sequence[float]]] | None = None
+    """One such list for each teacher."""
+    turn_rewards: Sequence[Sequence[float]] | None = None
+    """A number per turn instead of per token."""
+    observations: Sequence[Sequence[Hashable]] | None = None
+    """A key per turn; equal keys are the same state of the environment."""
+
+
+class AdvantageState:
+    """What advantages carry from batch to batch; a checkpoint keeps `state_dict()`."""
+
+    def __init__(self, kl: KLOptions = NO_KL):
+        self.rewards = RunningMoments()
+        self.kl_options = kl
+        self.kl = KLController(kl.kl_coef, target=kl.kl_target, horizon=kl.kl_horizon)
+        self.metrics: dict[str, float] = {}
+        """Of the last batch: mean KL of a token and its coefficient, with KL in the reward."""
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        return {"rewards": self.rewards.state_dict(), "kl": self.kl.state_dict()}
+
+    def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
+        self.rewards.load_state_dict(state["rewards"])
+        self.kl.load_state_dict(state["kl"])
+
+
+def plain_sequences(groups: list[Group]) -> list[TrainingSequence]:
+    """Every sample as tokens and mask alone: all that a model reads to score it."""
+    return [
+        TrainingSequence(id=_name(sample), token_ids=sample.token_ids, loss_mask=sample.loss_mask)
+        for group in groups
+        for sample in group.samples
+    ]
+
+
+def with_field(
+    sequences: list[TrainingSequence], name: str, lists: Sequence[list[float]]
+) -> list[TrainingSequence]:
+    """The sequences with one more list of numbers each."""
+    return [replace(s, **{name: numbers}) for s, numbers in zip(sequences, lists, strict=True)]
+
+
+GRPO, NO_SCORES = AdvantageOptions(), ModelScores()
+
+
+def with_advantages(
+    groups: list[Group],
+    options: AdvantageOptions = GRPO,
+    scores: ModelScores = NO_SCORES,
+    state: AdvantageState | None = None,
+) -> list[TrainingSequence]:
+    """Every sample of every group as a sequence with the advantage of each token."""
+    if not groups:
+        return []
+    if state is None and options.reward_norm == "running":
+        raise ValueError("reward_norm='running' needs the run's AdvantageState; give `state`")
+    rows = _Rows(groups, options, scores, state or AdvantageState())
+    found = options.estimator(*(getattr(rows, name) for name in options.inputs))
+    advantages_R = rows.by_token(found, options.unit)
+    # Before whitening and clipping: the critic learns the return itself.
+    returns = rows.lists(advantages_R + rows.values_R) if options.needs_critic else None
+    if options.is_whitened:
+        advantages_R = standardise(advantages_R, torch.zeros_like(rows.sequence_R))
+    if options.advantage_clip is not None:
+        advantages_R = advantages_R.clamp(-options.advantage_clip, options.advantage_clip)
+    return _sequences(rows.samples, rows.lists(advantages_R), returns, scores)
+
+
+class _Rows:
+    """All samples end to end, with the inputs of the estimators under their names."""
+
+    def __init__(
+        self,
+        groups: list[Group],
+        options: AdvantageOptions,
+        scores: ModelScores,
+        state: AdvantageState,
+    ):
+        self.samples = samples = [sample for group in groups for sample in group.samples]
+        _check_scores(options, scores, state.kl_options, samples)
+        self.lengths = [len(sample.token_ids) for sample in samples]
+        self.groups_S = torch.tensor([i for i, group in enumerate(groups) for _ in group.samples])
+        sequence_N = torch.arange(len(samples)).repeat_interleave(torch.tensor(self.lengths))
+        # A row is a token with loss; the first token of a sequence is never predicted.
+        masks = ([False, *sample.loss_mask[1:]] for sample in samples)
+        self.learned_R = join_numbers(masks, "b").nonzero()[:, 0]
+        self.sequence_R = sequence_N[self.learned_R]
+        self.logprobs_R = self.of([sample.logprobs for sample in samples])
+        self.values_R = self.of(scores.values) if scores.values is not None else None
+        self.teacher_logprobs = [self.of(teacher) for teacher in scores.teacher_logprobs or ()]
+        self.turn_rewards, self.observations = scores.turn_rewards, scores.observations
+        if options.reads_rewards:
+            self._add_rewards(options, scores, state)
+
+    def _add_rewards(
+        self, options: AdvantageOptions, scores: ModelScores, state: AdvantageState
+    ) -> None:
+        """Scores, normalised, then clipped; the KL counts against the sample, or token by token."""
+        scores_S = torch.tensor([_score(sample) for sample in self.samples], dtype=torch.float64)
+        scores_S = normalise(scores_S, self.groups_S, options.reward_norm, state.rewards)
+        if options.reward_clip is not None:
+            scores_S = scores_S.clamp(-options.reward_clip, options.reward_clip)
+        self.scores_S = self.rewards_S = scores_S
+        self.rewards_R = self.at_end(scores_S)
+        if state.kl_options.is_in("reward"):
+            reference_R = self.of(scores.reference_logprobs)
+            kl_R = state.kl_options.estimate(self.logprobs_R, reference_R)
+            self.rewards_S = scores_S - self.sum(state.kl.coef * kl_R)
+            self.rewards_R = self.rewards_R - state.kl.coef * kl_R
+            state.metrics = {"loss/kl": kl_R.mean().item(), "loss/kl_coef": state.kl.coef}
+            state.kl.update(self.sum(kl_R).mean().item(), len(self.samples))
+
+    def of(self, per_token: Sequence[Sequence[float]]) -> Tensor:
+        return join_numbers(per_token, "d")[self.learned_R]
+
+    def sum(self, values_R: Tensor) -> Tensor:
+        """(S,): over the rows of each sample."""
+        zeros_S = values_R.new_zeros(len(self.samples))
+        return zeros_S.index_add(0, self.sequence_R, values_R)
+
+    def at_end(self, values_S: Tensor) -> Tensor:
+        """(R,): the sample's number on its last row, 0 on the rows before."""
+        following_R = torch.cat([self.sequence_R[1:], self.sequence_R.new_full((1,), -1)])
+        is_last_R = self.sequence_R != following_R[: len(self.sequence_R)]
+        return torch.where(is_last_R, values_S[self.sequence_R], 0.0)
+
+    def by_token(self, advantages: Tensor | list[list[float]], unit: object) -> Tensor:
+        if unit == PerSample:
+            return advantages[self.sequence_R]
+        if unit == PerTurn:
+            turns = zip(self.samples, advantages, strict=True)
+            return self.of([[numbers[i] for i in _segments(s)] for s, numbers in turns])
+        return advantages
+
+    def lists(self, values_R: Tensor) -> list[list[float]]:
+        """Per sample and token, 0 where there is no loss."""
+        flat_N = values_R.new_zeros(sum(self.lengths)).index_copy(0, self.learned_R, values_R)
+        return [part.tolist() for part in flat_N.split(self.lengths)]
+
+
+def _check_scores(
+    options: AdvantageOptions, scores: ModelScores, kl: KLOptions, samples: list[Sample]
+) -> None:
+    """Refuse what is missing, what nothing reads, and lists of the wrong length."""
+    if kl.is_in("reward") and not options.reads_rewards:
+        raise ValueError(
+            f"kl_in='reward' with advantage={options.advantage!r}, which reads no rewards; "
+            "use kl_in='loss'"
+        )
+    wanted = {"values": options.needs_critic, "reference_logprobs": kl.is_in("reward")}
+    for name in ("teacher_logprobs", "turn_rewards", "observations"):
+        wanted[name] = name in options.inputs
+    for name, is_wanted in wanted.items():
+        given = getattr(scores, name)
+        if is_wanted != (given is not None):
+            verb, remedy = ("needs", "give") if is_wanted else ("does not read", "leave out")
+            raise ValueError(
+                f"advantage={options.advantage!r} with kl_coef={kl.kl_coef} {verb} {name}; "
+                f"{remedy} ModelScores({name}=...)"
+            )
+        if is_wanted:
+            for lists in given if name == "teacher_logprobs" else [given]:
+                _check_lengths(name, lists, samples)
+
+
+def _check_lengths(name: str, lists: Sequence[Sequence], samples: list[Sample]) -> None:
+    if len(lists) != len(samples):
+        raise ValueError(f"{name} has {len(lists)} lists for {len(samples)} samples")
+    unit = "turns" if name in ("turn_rewards", "observations") else "token_ids"
+    for values, sample in zip(lists, samples, strict=True):
+        if len(values) != len(getattr(sample, unit)):
+            raise ValueError(
+                f"{name} of {_name(sample)} has {len(values)} entries for "
+                f"{len(getattr(sample, unit))} {unit}"
+            )
+        if name == "turn_rewards" and not all(map(math.isfinite, values)):
+            raise ValueError(f"{_name(sample)} has turn rewards {values}; they must be finite")
+
+
+def _score(sample: Sample) -> float:
+    if sample.score is None or not math.isfinite(sample.score.value):
+        raise ValueError(
+            f"{_name(sample)} has score {sample.score}; rewards must be finite numbers. "
+            "Leave failed samples out with drop_failed(), and see its error"
+        )
+    return sample.score.value
+
+
+def _sequences(
+    samples: list[Sample],
+    advantages: list[list[float]],
+    returns: list[list[float]] | None,
+    scores: ModelScores,
+) -> list[TrainingSequence]:
+    references = scores.reference_logprobs
+    return [
+        TrainingSequence(
+            id=_name(sample),
+            token_ids=sample.token_ids,
+            loss_mask=sample.loss_mask,
+            logprobs=sample.logprobs,
+            reference_logprobs=list(references[i]) if references else [],
+            advantages=advantages[i],
+            values=list(scores.values[i]) if returns else [],
+            returns=returns[i] if returns else [],
+            segments=_segments(sample),
+        )
+        for i, sample in enumerate(samples)
+    ]
+
+
+def _segments(sample: Sample) -> list[int]:
+    """The turn of each token; what a turn reads belongs to it."""
+    segments: list[int] = []
+    for number, turn in enumerate(sample.turns):
+        num_known = len(turn.prompt_ids) + len(turn.token_ids)
+        segments += [number] * (num_known - len(segments))
+    return segments
+
+
+def _name(sample: Sample) -> str:
+    return f"sample {sample.index} of prompt {sample.prompt.id}"
