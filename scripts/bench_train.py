@@ -23,9 +23,9 @@ from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.memory import train_memory
 from roll_lite.cluster.role import split
 from roll_lite.models.shapes import shape_config
+from roll_lite.train.batch import TrainingSequence, pack
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule
-from roll_lite.train.packing import TrainingSequence, pack
 from roll_lite.train.trainer import Trainer
 
 

@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 
 import transformers
 
+from roll_lite.checks import from_flat
 from roll_lite.cluster.device_map import DeviceMap, Role
 from roll_lite.cluster.groups import make_places
 from roll_lite.cluster.world import choose_device, read_launch, start_group
@@ -114,7 +115,7 @@ def imitator(tiny_folder, tmp_path_factory):
     import sft  # a recipe: only now is its folder on the path
 
     run_dir = tmp_path_factory.mktemp("imitator") / "run"
-    cfg = sft.Config(
+    cfg = from_flat(sft.Config, 
         model=str(tiny_folder), task="reverse:2", careless=0.5, steps=60, dialogues_per_step=16,
         warmup_steps=5, lr=2e-3, validate_every=30, validation_dialogues=64, run_dir=str(run_dir),
     )  # fmt: skip

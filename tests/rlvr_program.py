@@ -8,6 +8,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 
 import rlvr
 
+from roll_lite.checks import from_flat
+
 GOOD = "abcdefghijklm"  # 13 of 98 tokens
 REPLY_TOKENS = 4
 
@@ -19,4 +21,4 @@ def share_of_good_letters(prompt, reply):
 if __name__ == "__main__":
     rlvr.INLINE["reverse"] = share_of_good_letters
     options = json.loads(sys.argv[1])
-    rlvr.main(rlvr.Config(**options | {"data": tuple(options["data"])}))
+    rlvr.main(from_flat(rlvr.Config, **options | {"data": tuple(options["data"])}))

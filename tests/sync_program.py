@@ -16,9 +16,9 @@ from roll_lite.models.hf import load_model
 from roll_lite.models.lora import LoraOptions
 from roll_lite.models.tensor import TensorShard
 from roll_lite.sync import WeightSync
+from roll_lite.train.batch import pack
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule
-from roll_lite.train.packing import pack
 from roll_lite.train.trainer import Trainer
 
 BROADCAST = dist.broadcast

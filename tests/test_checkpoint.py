@@ -14,10 +14,15 @@ import pytest
 import torch
 
 from roll_lite.models.shapes import shape_config
-from roll_lite.train import manifest as manifest_module
+from roll_lite.train import shards
 from roll_lite.train.checkpoint import Checkpoints, read_pieces, verify
-from roll_lite.train.manifest import check_architecture, read_manifest
-from roll_lite.train.shards import DamagedError, Piece, write_shard
+from roll_lite.train.shards import (
+    DamagedError,
+    Piece,
+    check_architecture,
+    read_manifest,
+    write_shard,
+)
 
 CONFIG = shape_config("smollm2-135m")
 FINISH = {"architecture": CONFIG, "layout": {"fsdp": 1}}
@@ -282,7 +287,7 @@ def test_a_newer_format_is_refused_and_not_passed_over(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path)
     save(checkpoints, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(manifest_module, "FORMAT", 2)
+        patch.setattr(shards, "FORMAT", 2)
         save(checkpoints, 2)
     with pytest.raises(ValueError, match=r"format=2, .* reads up to 1; update roll_lite"):
         checkpoints.newest_whole(verify)

@@ -1,32 +1,81 @@
-"""Checks of options that stand in one flat dataclass."""
+"""Checks of options, and options that follow from signatures."""
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import pytest
+from typing_extensions import Doc
 
-from roll_lite.checks import filled_from, read_only_if
+from roll_lite.checks import (
+    check_choices,
+    choose,
+    flatten,
+    from_flat,
+    read_only_if,
+    with_options_of,
+)
 
 
-@dataclass(kw_only=True)
-class Options:
-    kind: str = "a"
-    size: int = 1
-    other: float = 0.0
+def ring(values, *, size: Annotated[int, Doc("its size.")] = 1):
+    return "ring", values, size
 
 
-@dataclass(kw_only=True)
+def box(
+    values, *, size: Annotated[int, Doc("its size.")] = 4, tall: Annotated[bool, Doc("")] = False
+):
+    return "box", values, size, tall
+
+
+SHAPES = {"ring": ring, "box": box}
+
+
+@dataclass(frozen=True, kw_only=True)
+@with_options_of("shape", SHAPES)
+class ShapeOptions:
+    shape: str = "ring"
+    """Which shape."""
+    colour: Literal["red", "blue"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
-    size: int = 2
-    kind: str = "not for options"
-    more: str = ""
+    name: str = ""
+    shape: ShapeOptions = ShapeOptions(tall=False)
 
 
-def test_options_are_filled_by_name():
-    assert filled_from(Options, Config(size=5), kind="b") == Options(kind="b", size=5)
+def test_a_function_gets_the_options_of_its_signature_and_its_own_defaults():
+    assert choose(SHAPES, "shape", ShapeOptions())(0) == ("ring", 0, 1)
+    assert choose(SHAPES, "shape", ShapeOptions(shape="box"))(0) == ("box", 0, 4, False)
+    assert choose(SHAPES, "shape", ShapeOptions(shape="box", size=2, tall=True))(0) == (
+        "box", 0, 2, True,
+    )  # fmt: skip
+
+
+def test_an_unknown_name_and_an_option_of_another_function_are_refused():
+    with pytest.raises(ValueError, match="shape='disc' is not known; use one of ring, box"):
+        choose(SHAPES, "shape", ShapeOptions(shape="disc"))
+    with pytest.raises(ValueError, match="tall=True is not read by shape='ring', only by box"):
+        choose(SHAPES, "shape", ShapeOptions(tall=True))
+
+
+def test_literals_are_checked():
+    check_choices(ShapeOptions(colour="red"))
+    with pytest.raises(ValueError, match="colour='green' is not known; use one of red, blue"):
+        check_choices(ShapeOptions(colour="green"))
+
+
+def test_options_in_parts_are_flat_outside():
+    cfg = from_flat(Config, name="a", size=3, colour="blue")
+    assert cfg == Config(name="a", shape=ShapeOptions(size=3, colour="blue"))
+    assert flatten(cfg) == {
+        "name": "a", "shape": "ring", "colour": "blue", "size": 3, "tall": False,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="sizes is not an option"):
+        from_flat(Config, sizes=3)
 
 
 def test_a_changed_option_that_nothing_reads_is_refused():
-    read_only_if(False, "kind='b'", Config(), "size", "more")
-    read_only_if(True, "kind='b'", Config(size=5), "size")
-    with pytest.raises(ValueError, match="size=5 is only read with kind='b'; leave it at 2"):
-        read_only_if(False, "kind='b'", Config(size=5), "more", "size")
+    read_only_if(False, "shape='box'", ShapeOptions(), "size", "colour")
+    read_only_if(True, "shape='box'", ShapeOptions(size=5), "size")
+    with pytest.raises(ValueError, match="size=5 is only read with shape='box'; leave it at None"):
+        read_only_if(False, "shape='box'", ShapeOptions(size=5), "colour", "size")

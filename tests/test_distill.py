@@ -6,6 +6,7 @@ import torch
 from conftest import run_recipe
 from safetensors.torch import load_file
 
+from roll_lite.checks import from_flat
 from roll_lite.report.curve import read_metric
 
 SHORT = {
@@ -20,7 +21,7 @@ ON_POLICY = {
 
 def run(student, imitator, run_dir, **changes):
     values = {"model": str(student), "teacher": str(imitator / "model")} | SHORT | changes
-    distill.main(distill.Config(run_dir=str(run_dir), **values))
+    distill.main(from_flat(distill.Config, run_dir=str(run_dir), **values))
     return run_dir
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from training_data import double, slope
 
+from roll_lite.train.batch import TrainingSequence, pack
 from roll_lite.train.distillation import DistillLoss, complete
-from roll_lite.train.packing import TrainingSequence, pack
 
 
 def distill_case(num_rows=12, k=4, vocabulary=20):
@@ -91,7 +91,7 @@ def test_the_tail_keeps_its_digits(mass):
 
 
 def test_distillation_refuses_what_it_does_not_read():
-    with pytest.raises(ValueError, match=r"skew=0\.3 is not read by kind='js', only by skewed"):
+    with pytest.raises(ValueError, match=r"skew=0\.3 is only read with kind='skewed'"):
         DistillLoss(kind="js", skew=0.3)
     with pytest.raises(ValueError, match="kind='kl' is not known; use one of forward, reverse"):
         DistillLoss(kind="kl")

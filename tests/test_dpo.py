@@ -9,6 +9,7 @@ from conftest import run_recipe
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from roll_lite.checks import from_flat
 from roll_lite.report.curve import read_metric
 
 SHORT = {
@@ -20,7 +21,7 @@ BRIEF = {"task_pairs": 16, "pairs_per_step": 4, "validation_pairs": 2}
 
 def run(imitator, run_dir, **changes):
     values = {"model": str(imitator / "model"), "run_dir": str(run_dir)} | SHORT | changes
-    dpo.main(dpo.Config(**values))
+    dpo.main(from_flat(dpo.Config, **values))
     return run_dir
 
 

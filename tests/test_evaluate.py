@@ -10,6 +10,7 @@ import evaluate
 import pytest
 import rlvr
 
+from roll_lite.checks import from_flat
 from roll_lite.rollout import answers
 
 
@@ -20,7 +21,7 @@ def config(tiny_folder, tmp_path):
             "model": str(tiny_folder), "data": ("reverse:2", "addition:1"), "prompts": 6,
             "samples": 2, "max_tokens": 5, "kv_cache_gib": 0.02, "run_dir": str(tmp_path / name),
         } | changes  # fmt: skip
-        return evaluate.Config(**options)
+        return from_flat(evaluate.Config, **options)
 
     return make
 

@@ -11,7 +11,7 @@ import train_programs
 from conftest import make_reference
 
 from roll_lite.cluster.cluster import Cluster
-from roll_lite.train.packing import pack
+from roll_lite.train.batch import pack
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent

@@ -8,12 +8,11 @@ from training_data import random_sequences
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.models.hf import load_model
 from roll_lite.models.lora import LoraOptions, adapters
-from roll_lite.train.checkpoint import Checkpoints
+from roll_lite.train.batch import pack
+from roll_lite.train.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 from roll_lite.train.losses import sft_loss
-from roll_lite.train.manifest import read_manifest
 from roll_lite.train.optimizer import Schedule
-from roll_lite.train.packing import pack
-from roll_lite.train.resume import load_checkpoint, save_checkpoint
+from roll_lite.train.shards import read_manifest
 from roll_lite.train.trainer import Trainer
 
 

@@ -11,11 +11,15 @@ import pytest
 import torch
 from training_data import double, random_sequences, rows_with_loss, slope, total_and_gradient
 
+from roll_lite.checks import from_flat
+from roll_lite.train.batch import TrainingSequence, pack
 from roll_lite.train.distillation import DistillLoss
-from roll_lite.train.losses import ValueLoss, critic_metrics, sft_loss
-from roll_lite.train.packing import TrainingSequence, pack
-from roll_lite.train.policy_loss import KINDS, PolicyLoss
+from roll_lite.train.losses import LOSSES, PolicyLoss, ValueLoss, critic_metrics, sft_loss
 from roll_lite.train.preference import DPOLoss
+
+
+def policy_loss(**options):
+    return from_flat(PolicyLoss, **options)
 
 
 def policy_sequences(num=12, seed=0):
@@ -35,13 +39,13 @@ def clip(x, low, high):
 def ratios(loss, sequence, policy):
     """exp(policy - denominator) of each row: of the token, or the mean of its part."""
     rows = rows_with_loss(sequence)
-    chosen = sequence.old_logprobs if loss.denominator == "old" else sequence.logprobs
+    chosen = sequence.old_logprobs if loss.options.denominator == "old" else sequence.logprobs
     delta = {i: policy[i] - chosen[i] for i in rows}
-    if loss.kind not in ("gspo", "segment"):
+    if loss.options.loss not in ("gspo", "segment"):
         return {i: math.exp(d) for i, d in delta.items()}, sum(delta.values())
     parts = defaultdict(list)
     for i in rows:
-        parts[sequence.segments[i] if loss.kind == "segment" else 0].append(i)
+        parts[sequence.segments[i] if loss.options.loss == "segment" else 0].append(i)
     means = {i: sum(delta[j] for j in part) / len(part) for part in parts.values() for i in part}
     return {i: math.exp(d) for i, d in means.items()}, sum(delta.values())
 
@@ -51,23 +55,23 @@ def policy_term(loss, sequence, i, policy, frozen):
     ratio_of, log_ratio = ratios(loss, sequence, policy)
     frozen_ratio_of, frozen_log_ratio = ratios(loss, sequence, frozen)
     ratio, frozen_ratio, a = ratio_of[i], frozen_ratio_of[i], sequence.advantages[i]
-    low, high = 1 - loss.clip_low, 1 + loss.clip_high
-    if loss.kind in ("ppo", "gspo", "segment"):
+    low, high = 1 - loss.options.clip_low, 1 + loss.options.clip_high
+    if loss.options.loss in ("ppo", "gspo", "segment"):
         objective = min(ratio * a, clip(ratio, low, high) * a)
-        if loss.dual_clip is not None and a < 0:
-            objective = max(objective, loss.dual_clip * a)
+        if loss.options.dual_clip is not None and a < 0:
+            objective = max(objective, loss.options.dual_clip * a)
         return -objective
-    if loss.kind == "raft++":
+    if loss.options.loss == "raft++":
         return -min(ratio, clip(ratio, low, high)) if a > 0 else 0.0
-    if loss.kind == "cispo":
+    if loss.options.loss == "cispo":
         return -clip(frozen_ratio, low, high) * a * policy[i]
-    if loss.kind == "tis":
-        return -min(frozen_ratio, loss.ratio_cap) * a * policy[i]
-    if loss.kind == "topr":
+    if loss.options.loss == "tis":
+        return -min(frozen_ratio, loss.options.ratio_cap) * a * policy[i]
+    if loss.options.loss == "topr":
         weight = min(1.0, math.exp(frozen_log_ratio)) if a < 0 else 1.0
         return -weight * a * policy[i]
-    if loss.kind == "kimi":
-        return (a - loss.tau * log_ratio) ** 2 / (2 * loss.tau)
+    if loss.options.loss == "kimi":
+        return (a - loss.options.tau * log_ratio) ** 2 / (2 * loss.options.tau)
     return -a * policy[i]
 
 
@@ -78,14 +82,16 @@ def off_policy_ratio(level, sequence, i):
 
 def expected_row(loss, sequence, i, policy, frozen):
     value = policy_term(loss, sequence, i, policy, frozen)
-    if loss.correction != "none":
-        value *= min(off_policy_ratio(loss.correction, sequence, i), loss.correction_cap)
+    if loss.options.correction != "none":
+        value *= min(
+            off_policy_ratio(loss.options.correction, sequence, i), loss.options.correction_cap
+        )
     d = policy[i] - sequence.reference_logprobs[i]
-    kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[loss.kl_estimator]
-    value += loss.kl_coef * kl - loss.entropy_coef * 2.0
-    if loss.rejection != "none":
-        ratio = off_policy_ratio(loss.rejection, sequence, i)
-        if not loss.rejection_low <= ratio <= loss.rejection_high:
+    kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[loss.kl.kl_estimator or "k3"]
+    value += loss.kl.kl_coef * kl - loss.options.entropy_coef * 2.0
+    if loss.options.rejection != "none":
+        ratio = off_policy_ratio(loss.options.rejection, sequence, i)
+        if not loss.options.rejection_low <= ratio <= loss.options.rejection_high:
             value = 0.0
     return value
 
@@ -101,27 +107,27 @@ def expected_total(loss, sequences, policy, frozen):
 
 
 OLD = {"denominator": "old"}
-CASES = [{"kind": kind} for kind in KINDS] + [
-    {"kind": "ppo", "clip_low": 0.1, "clip_high": 0.3},
-    {"kind": "ppo", "dual_clip": 1.2},
-    {"kind": "gspo", "clip_low": 0.02, "clip_high": 0.05},
-    {"kind": "tis", "ratio_cap": 1.3},
-    {"kind": "kimi", "tau": 0.7},
+CASES = [{"loss": kind} for kind in LOSSES] + [
+    {"loss": "ppo", "clip_low": 0.1, "clip_high": 0.3},
+    {"loss": "ppo", "dual_clip": 1.2},
+    {"loss": "gspo", "clip_low": 0.02, "clip_high": 0.05},
+    {"loss": "tis", "ratio_cap": 1.3},
+    {"loss": "kimi", "tau": 0.7},
     {"kl_coef": 0.3, "entropy_coef": 0.01},
-    {"kind": "reinforce", "kl_coef": 0.3, "kl_estimator": "k1"},
-    {"kind": "cispo", "kl_coef": 0.3, "kl_estimator": "k2"},
-    {"kind": "gspo", **OLD},
+    {"loss": "reinforce", "kl_coef": 0.3, "kl_estimator": "k1"},
+    {"loss": "cispo", "kl_coef": 0.3, "kl_estimator": "k2"},
+    {"loss": "gspo", **OLD},
     {**OLD, "correction": "token"},
     {**OLD, "correction": "sequence", "correction_cap": 1.1},
     {**OLD, "rejection": "token", "kl_coef": 0.1},
-    {**OLD, "kind": "kimi", "rejection": "sequence"},
+    {**OLD, "loss": "kimi", "rejection": "sequence"},
     {**OLD, "correction": "token", "rejection": "token", "rejection_low": 0.8, "entropy_coef": 0.1},
 ]
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_policy_losses_are_the_papers_formulas(options):
-    loss, sequences = PolicyLoss(**options), policy_sequences()
+    loss, sequences = policy_loss(**options), policy_sequences()
     total, gradient = total_and_gradient(loss, sequences)
     frozen = {s.id: s.values for s in sequences}
     assert total == pytest.approx(expected_total(loss, sequences, frozen, frozen), rel=1e-5)
@@ -137,10 +143,10 @@ def test_policy_losses_are_the_papers_formulas(options):
     assert len(slopes) > 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
 def test_gradients_do_not_depend_on_cut_order_or_ranks(kind, aggregation):
-    loss, sequences = PolicyLoss(kind=kind, kl_coef=0.1), policy_sequences()
+    loss, sequences = policy_loss(loss=kind, kl_coef=0.1), policy_sequences()
     whole, gradient = total_and_gradient(loss, sequences, aggregation=aggregation)
     for options in ({"budget": 24}, {"budget": 40, "num_shards": 3}, {"num_shards": 12}):
         total, again = total_and_gradient(loss, sequences[::-1], aggregation=aggregation, **options)
@@ -148,9 +154,9 @@ def test_gradients_do_not_depend_on_cut_order_or_ranks(kind, aggregation):
         assert again == pytest.approx(gradient, rel=1e-5, abs=1e-9)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LOSSES)
 def test_masked_numbers_change_nothing(kind):
-    loss, sequences = PolicyLoss(kind=kind, kl_coef=0.1), policy_sequences()
+    loss, sequences = policy_loss(loss=kind, kl_coef=0.1), policy_sequences()
     before = total_and_gradient(loss, sequences)
     for sequence in sequences:
         for i in set(range(len(sequence.token_ids))) - set(rows_with_loss(sequence)):
@@ -174,7 +180,7 @@ def idle():
 
 EVERY_LOSS = [
     sft_loss,
-    *(PolicyLoss(**options) for options in CASES),
+    *(policy_loss(**options) for options in CASES),
     DPOLoss(),
     DPOLoss(kind="ipo"),
     *(DistillLoss(kind=kind) for kind in ("forward", "reverse", "skewed", "js")),
@@ -212,7 +218,7 @@ def measured(loss, sequences):
 
 
 def test_measurements_of_ppo():
-    loss, sequences = PolicyLoss(kl_coef=0.1), policy_sequences()
+    loss, sequences = policy_loss(kl_coef=0.1), policy_sequences()
     found, micro = measured(loss, sequences)
     rows = [(s, i) for s in sequences for i in rows_with_loss(s)]
     assert len(rows) == len(micro.rows_R)
@@ -240,7 +246,7 @@ def test_measurements_of_ppo():
 
 def test_mismatch_is_between_the_trainer_before_the_update_and_the_engine():
     sequences = policy_sequences()
-    found, micro = measured(PolicyLoss(**OLD, rejection="token"), sequences)
+    found, micro = measured(policy_loss(**OLD, rejection="token"), sequences)
     delta = micro.old_logprobs_R - micro.logprobs_R
     torch.testing.assert_close(found["mismatch/logprob_mean"], delta.abs())
     outside = (delta.exp() < 0.5) | (delta.exp() > 2)
@@ -255,8 +261,8 @@ def test_a_large_log_ratio_of_a_sequence_does_not_overflow():
         old_logprobs=[-1.0] * 1001, advantages=[-1.0] * 1001,
     )  # fmt: skip
     (micro,) = pack([sequence], 1000)
-    for options in ({"correction": "sequence"}, {"kind": "topr", "correction": "sequence"}):
-        loss = PolicyLoss(**OLD, **options)
+    for options in ({"correction": "sequence"}, {"loss": "topr", "correction": "sequence"}):
+        loss = policy_loss(**OLD, **options)
         logprobs = torch.full((1000,), -1.0, requires_grad=True)
         loss_R, _ = loss(logprobs, torch.zeros(1000), micro)
         loss_R.sum().backward()
@@ -266,33 +272,33 @@ def test_a_large_log_ratio_of_a_sequence_does_not_overflow():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "a2c"}, "kind='a2c' is not known; use one of ppo, gspo"),
-        ({"kind": "reinforce", "clip_low": 0.1}, "clip_low=0.1 is not read by kind='reinforce'"),
+        ({"loss": "a2c"}, "loss='a2c' is not known; use one of ppo, gspo"),
+        ({"loss": "reinforce", "clip_low": 0.1}, "clip_low=0.1 is not read by loss='reinforce'"),
         (
-            {"kind": "gspo", "dual_clip": 3.0},
-            "dual_clip=3.0 is not read by kind='gspo', only by ppo",
+            {"loss": "gspo", "dual_clip": 3.0},
+            "dual_clip=3.0 is not read by loss='gspo', only by ppo",
         ),
-        ({"tau": 0.5}, "tau=0.5 is not read by kind='ppo', only by kimi"),
-        ({"correction": "token"}, "set denominator='old'"),
-        ({**OLD, "correction_cap": 3.0}, "correction_cap=3.0 is not read"),
-        ({**OLD, "rejection_low": 0.1}, "rejection_low=0.1 .* not read"),
-        ({"kl_estimator": "k1"}, "kl_estimator='k1' is not read with kl_coef=0"),
+        ({"tau": 0.5}, "tau=0.5 is not read by loss='ppo', only by kimi"),
+        ({"correction": "token"}, "only read with denominator='old'"),
+        ({**OLD, "correction_cap": 3.0}, "correction_cap=3.0 is only read"),
+        ({**OLD, "rejection_low": 0.1}, "rejection_low=0.1 is only read"),
+        ({"kl_estimator": "k1"}, "kl_estimator='k1' is only read with kl_coef above 0"),
         ({"dual_clip": 0.5}, "dual_clip=0.5 must be above 1"),
         ({"entropy_coef": -1.0}, "entropy_coef=-1.0 must be at least 0"),
     ],
 )
 def test_wrong_and_unread_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        PolicyLoss(**options)
+        policy_loss(**options)
 
 
 @pytest.mark.parametrize(
     ("loss", "field"),
     [
         (PolicyLoss(), "logprobs"),
-        (PolicyLoss(**OLD), "old_logprobs"),
+        (policy_loss(**OLD), "old_logprobs"),
         (PolicyLoss(), "advantages"),
-        (PolicyLoss(kl_coef=0.1), "reference_logprobs"),
+        (policy_loss(kl_coef=0.1), "reference_logprobs"),
         (DPOLoss(), "reference_logprobs"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from training_data import double, random_sequences, rows_with_loss, slope, total_and_gradient
 
-from roll_lite.train.packing import pack
+from roll_lite.train.batch import pack
 from roll_lite.train.preference import DPOLoss, pack_pairs
 
 
@@ -85,5 +85,5 @@ def test_what_is_no_pair_is_refused():
         (micro,) = pack(wrong, 1000)
         with pytest.raises(ValueError, match="not made of pairs"):
             DPOLoss()(micro.values_R, micro.values_R, micro)
-    with pytest.raises(ValueError, match=r"label_smoothing=0.1 is not read by kind='ipo'"):
+    with pytest.raises(ValueError, match=r"label_smoothing=0.1 is only read with kind='sigmoid'"):
         DPOLoss(kind="ipo", label_smoothing=0.1)

@@ -12,6 +12,7 @@ import torch
 from conftest import RECIPES
 from transformers import AutoModelForCausalLM
 
+from roll_lite.checks import from_flat
 from roll_lite.report.curve import draw, read_metric
 
 TASK = "reverse:5"
@@ -21,7 +22,7 @@ TASK = "reverse:5"
 def warm_model(tiny_folder, tmp_path_factory):
     """A model that has imitated a careless teacher, as in the quickstart."""
     run_dir = tmp_path_factory.mktemp("sft") / "run"
-    cfg = sft.Config(
+    cfg = from_flat(sft.Config, 
         model=str(tiny_folder), task=TASK, steps=140, careless=0.7, validate_every=70,
         run_dir=str(run_dir),
     )  # fmt: skip
@@ -34,7 +35,7 @@ def small_config(warm_model, run_dir, **changes):
         "model": str(warm_model / "model"), "data": (TASK,), "steps": 10, "prompts_per_step": 32,
         "max_tokens": 8, "eval_every": 5, "run_dir": str(run_dir),
     } | changes  # fmt: skip
-    return rlvr.Config(**options)
+    return from_flat(rlvr.Config, **options)
 
 
 def test_sft_lowers_the_validation_loss_and_saves_a_model(warm_model):

@@ -11,6 +11,7 @@ from conftest import make_reference
 from test_algorithms import make_toy
 from test_rlvr import samples_of, steps_of
 
+from roll_lite.checks import from_flat
 from roll_lite.cluster.world import Launch
 from roll_lite.rewards.judging import judge_messages
 from roll_lite.tasks import prompts
@@ -42,7 +43,7 @@ def run(folder, run_dir, **changes):
         "eval_every": 100, "kv_cache_gib": 0.1, "steps": 3, "device": "cpu", "reward_workers": 2,
         "run_dir": str(run_dir),
     } | changes  # fmt: skip
-    rlvr.main(rlvr.Config(**options))
+    rlvr.main(from_flat(rlvr.Config, **options))
     return steps_of(run_dir)
 
 
@@ -112,7 +113,9 @@ def test_the_ranks_of_a_judge_are_checked_against_its_own_model(tiny_folder, tmp
     monkeypatch.setattr("roll_lite.cluster.cluster.read_launch", lambda: Launch(world_size=2))
 
     def plan(**changes):
-        cfg = rlvr.Config(model=str(tiny_folder), run_dir=str(tmp_path / "run"), **changes)
+        cfg = from_flat(
+            rlvr.Config, model=str(tiny_folder), run_dir=str(tmp_path / "run"), **changes
+        )
         return rlvr.describe_plan(cfg)
 
     for role, more in (("judge", {}), ("reference", {"kl_coef": 0.1})):
@@ -131,7 +134,7 @@ def judge_folder(tmp_path):
         for question in islice(prompts("addition:1", seed=0), 20)
         for reply in ("yes", "no")
     ]
-    cfg = sft.Config(
+    cfg = from_flat(sft.Config, 
         model=str(folder), data=write_rows(tmp_path / "verdicts.jsonl", verdicts),
         steps=100, dialogues_per_step=8, lr=1e-2, device="cpu", run_dir=str(tmp_path / "judge"),
     )  # fmt: skip

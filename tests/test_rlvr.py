@@ -17,6 +17,7 @@ from rlvr_program import share_of_good_letters
 from safetensors.torch import load_file
 from test_algorithms import gain, make_toy, toy_folder  # noqa: F401 (a fixture)
 
+from roll_lite.checks import from_flat
 from roll_lite.report.curve import read_metric
 
 PROGRAM = Path(__file__).parent / "rlvr_program.py"
@@ -62,7 +63,7 @@ def here(toy_folder, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setitem(rlvr.INLINE, "reverse", share_of_good_letters)
 
     def run(name, **changes):
-        rlvr.main(rlvr.Config(**toy_options(toy_folder, tmp_path / name, **changes)))
+        rlvr.main(from_flat(rlvr.Config, **toy_options(toy_folder, tmp_path / name, **changes)))
         return steps_of(tmp_path / name)
 
     return run
@@ -278,7 +279,7 @@ def test_model_and_checkpoint_evaluate_like_the_run(here, toy_folder, tmp_path, 
         "model": {"model": str(tmp_path / "run" / "model")},
         "checkpoint": {"model": str(toy_folder), "checkpoint": str(checkpoint)},
     }.items():
-        cfg = evaluate.Config(
+        cfg = from_flat(evaluate.Config, 
             data=("reverse:1",), prompts=8, max_tokens=4, kv_cache_gib=0.05, samples=3,
             pass_reward=0.25, run_dir=str(tmp_path / name), **options,
         )  # fmt: skip
@@ -295,8 +296,8 @@ def test_model_and_checkpoint_evaluate_like_the_run(here, toy_folder, tmp_path, 
     if lora_rank:
         shutil.copytree(toy_folder, tmp_path / "other")
         with pytest.raises(ValueError, match=r"adapters of the model .*, not of .*other;"):
-            evaluate.Config(model=str(tmp_path / "other"), checkpoint=str(checkpoint))
-    greedy = evaluate.Config(
+            from_flat(evaluate.Config, model=str(tmp_path / "other"), checkpoint=str(checkpoint))
+    greedy = from_flat(evaluate.Config, 
         model=str(tmp_path / "run" / "model"), data=("reverse:1",), prompts=8, max_tokens=4,
         kv_cache_gib=0.05, run_dir=str(tmp_path / "greedy"),
     )  # fmt: skip

@@ -11,6 +11,7 @@ from conftest import RECIPES, run_recipe
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from roll_lite.checks import from_flat
 from roll_lite.models.attention import PackedAttention
 from roll_lite.models.hf import load_model
 from roll_lite.report.curve import read_metric
@@ -56,7 +57,7 @@ def run_in_two_parts(run, model, run_dir, **changes):
 
 
 def run_here(values):
-    sft.main(sft.Config(**values))
+    sft.main(from_flat(sft.Config, **values))
 
 
 def run_on_two_ranks(values):
@@ -203,4 +204,4 @@ def test_a_bad_row_is_named_and_nothing_is_left(tiny_folder, tmp_path):
 )
 def test_wrong_values_are_named(tiny_folder, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        sft.Config(**options(tiny_folder, tmp_path / "run", **changes))
+        from_flat(sft.Config, **options(tiny_folder, tmp_path / "run", **changes))

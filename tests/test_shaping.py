@@ -3,12 +3,11 @@
 import pytest
 from training_data import make_groups
 
-from roll_lite.train.advantages import with_advantages
+from roll_lite.train.sequences import with_advantages
 from roll_lite.train.shaping import (
     mask_overlong,
     overlong_penalty,
     penalise_overlong,
-    weigh_by_length,
 )
 
 
@@ -22,15 +21,8 @@ def test_the_overlong_penalty_is_dapos():
     assert [s.score.parts["overlong"] for s in group.samples] == [0.0, -0.5, -1.0]
 
 
-def test_samples_cut_by_length_get_no_weight():
+def test_samples_cut_by_length_are_left_out():
     groups = make_groups([[0.0, 1.0]], finish_reason="length") + make_groups([[0.0, 1.0]])
     sequences = mask_overlong(with_advantages(groups), groups)
-    assert [s.weight for s in sequences] == [0.0, 0.0, 1.0, 1.0]
-
-
-def test_weights_by_length_are_relative_to_the_mean():
-    sequences = with_advantages(make_groups([[0.0] * 5]))  # 2, 3, 4, 5 and 6 tokens
-    found = weigh_by_length(sequences, low=0.7, high=1.5)
-    assert [s.weight for s in found] == pytest.approx([1.5, 4 / 3, 1.0, 0.8, 0.7])
-    longer = weigh_by_length(sequences, power=-0.5, low=0.0, high=9.0)
-    assert [s.weight for s in longer] == pytest.approx([(n / 4) ** 0.5 for n in (2, 3, 4, 5, 6)])
+    assert [s.id for s in sequences] == [f"sample {i} of prompt p0" for i in (0, 1)]
+    assert sequences == with_advantages(groups)[2:]

@@ -10,10 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from training_data import random_sequences
 
 from roll_lite.models.hf import load_model
-from roll_lite.train.losses import sft_loss
+from roll_lite.train.batch import TrainingSequence, pack
+from roll_lite.train.losses import LossOptions, PolicyLoss, sft_loss
 from roll_lite.train.optimizer import Schedule
-from roll_lite.train.packing import TrainingSequence, pack
-from roll_lite.train.policy_loss import PolicyLoss
 from roll_lite.train.trainer import Trainer, combine
 
 
@@ -87,7 +86,9 @@ def test_gradient_does_not_depend_on_the_cut(place, qwen_folder, budget):
         assert cut_metrics[name] == pytest.approx(whole_metrics[name], rel=1e-4)
 
 
-@pytest.mark.parametrize("loss", [PPO, PolicyLoss(kind="gspo"), PolicyLoss(kind="kimi")])
+@pytest.mark.parametrize(
+    "loss", [PPO, PolicyLoss(LossOptions(loss="gspo")), PolicyLoss(LossOptions(loss="kimi"))]
+)
 def test_idle_microbatches_add_nothing(place, qwen_folder, loss):
     """The micro-batches of all ranks, as one rank would add them up; three of twelve are idle."""
     sequences = random_sequences()
@@ -169,7 +170,7 @@ def test_sequences_beyond_the_models_positions_are_refused(place, qwen_folder):
 
 
 def test_logprobs_leave_the_trainer_ready_to_train(place, qwen_folder):
-    trainer = make_trainer(place, qwen_folder, PolicyLoss(clip_low=0.1))
+    trainer = make_trainer(place, qwen_folder, PolicyLoss(LossOptions(clip_low=0.1)))
     batch = pack(random_sequences(), 64)
     logprobs = trainer.logprobs(batch)
     assert [len(x) for x in logprobs] == [len(micro.rows_R) for micro in batch]

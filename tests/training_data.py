@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import torch
 
-from roll_lite.train.packing import MicroBatch, TrainingSequence, pack
+from roll_lite.train.batch import MicroBatch, TrainingSequence, pack
 from roll_lite.types import Group, Prompt, Sample, Score, Turn
 
 STEP = 1e-5  # of finite differences

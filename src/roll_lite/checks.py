@@ -38,12 +38,24 @@ def finite(options: Any, *fields: str) -> None:
             raise ValueError(f"{field}={value} must be a finite number")
 
 
-def one_of(known: Iterable[str], options: Any, *fields: str) -> None:
-    for field in fields:
-        if getattr(options, field) not in known:
-            raise ValueError(
-                f"{field}={getattr(options, field)!r} is not known; use one of {', '.join(known)}"
-            )
+def check_choices(options: Any) -> None:
+    """Refuse a value that the Literal type of its field does not name."""
+    for field, choices in _choices(type(options)).items():
+        if (value := getattr(options, field)) not in choices:
+            known = ", ".join(str(choice) for choice in choices if choice is not None)
+            raise ValueError(f"{field}={value!r} is not known; use one of {known}")
+
+
+@cache
+def _choices(cls: type) -> dict[str, tuple]:
+    """The choices of each field with a Literal type, with None where it may be left out."""
+    found = {}
+    for name, hint in get_type_hints(cls).items():
+        members = [hint] if get_origin(hint) is Literal else get_args(hint)
+        choices = [c for m in members if get_origin(m) is Literal for c in get_args(m)]
+        if choices:
+            found[name] = (*choices, *([None] if type(None) in members else []))
+    return found
 
 
 def read_only_if(is_read: bool, condition: str, options: Any, *fields: str) -> None:
@@ -127,14 +139,15 @@ def keywords(function: Callable) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def with_options_of(table: Mapping[str, Callable]) -> Callable[[type], type]:
-    """Decorates a class, below @dataclass: one more field for each option of the functions.
+def with_options_of(field: str, table: Mapping[str, Callable]) -> Callable[[type], type]:
+    """Decorates a class, below @dataclass, whose `field` names a function of the table.
 
-    Where functions have different defaults for an option, the field's default is None, which
-    leaves the choice to the function.
+    Adds a field for each option of the functions. Where functions have different defaults for an
+    option, the field's default is None, which leaves it to the function.
     """
 
     def add_fields(cls: type) -> type:
+        cls.__annotations__[field] = Literal[tuple(table)]
         for name, readers in _readers(table).items():
             hint, default = keywords(table[readers[0]])[name]
             kind, doc = get_args(hint)
@@ -154,7 +167,7 @@ def choose(table: Mapping[str, Callable], field: str, options: Any) -> Callable:
 
     An option that was changed and that this function does not read is refused.
     """
-    one_of(table, options, field)
+    check_choices(options)
     name = getattr(options, field)
     function = table[name]
     for option, value, default in _changed(options, _readers(table)):
@@ -163,9 +176,6 @@ def choose(table: Mapping[str, Callable], field: str, options: Any) -> Callable:
                 f"{option}={value!r} is not read by {field}={name!r}, only by "
                 f"{', '.join(_readers(table)[option])}; leave it at {default!r}"
             )
-    for option, (hint, _) in keywords(function).items():
-        if get_origin(choices := get_args(hint)[0]) is Literal:
-            one_of(get_args(choices), options, option)
     values = {option: getattr(options, option) for option in keywords(function)}
     return partial(function, **{o: value for o, value in values.items() if value is not None})
 

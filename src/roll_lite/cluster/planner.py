@@ -6,8 +6,9 @@ print(render(plan(config, device_map, BatchPlan(), device_bytes=80 * 2**30)))
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
-from roll_lite.checks import above, at_least, one_of
+from roll_lite.checks import above, at_least, check_choices
 from roll_lite.cluster.device_map import DeviceMap, Role, format_ranks, format_table, listing
 from roll_lite.cluster.memory import (
     MAX_RUNNING,
@@ -39,15 +40,14 @@ class BatchPlan:
     updates_per_step: int = 1
     kv_cache_gib: float | None = None
     """Per rank; None is what all samples of a replica need, or as much of that as is free."""
-    checkpointing: str = "none"
-    """What the backward pass computes again: none, selective or full."""
-    moments: str = "float32"
-    """The optimizer's: float32 or bfloat16."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """What the backward pass recomputes."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the optimizer's moments."""
 
     def __post_init__(self):
         at_least(1, self, *(f.name for f in fields(self) if f.type is int))
-        one_of(("none", "selective", "full"), self, "checkpointing")
-        one_of(("float32", "bfloat16"), self, "moments")
+        check_choices(self)
         if self.kv_cache_gib is not None:
             above(0, self, "kv_cache_gib")
 

@@ -48,6 +48,7 @@ class Coordinator:
         options: RolloutOptions,
         seed: int,
         asked: Sequence[Asking] = (),
+        min_samples: int | None = None,
     ):
         """`prompts` may have `state_dict` and `load_state_dict`, to go on where a run stopped.
 
@@ -72,6 +73,7 @@ class Coordinator:
         self._runner = runner(deadline=options.deadline)
         self._answerer = runner()  # an evaluation is of all samples, however long they take
         self._groups = InFlight(self._runner, options, params, self._next_visit, self._version)
+        self._groups._min_samples = options.min_samples if min_samples is None else min_samples
         self._options = options
         self._version_gaps: list[int] = []
         self._loop = (

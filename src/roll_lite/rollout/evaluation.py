@@ -11,7 +11,7 @@ from roll_lite.rollout.metrics import pass_rates
 from roll_lite.types import Prompt, SamplingParams
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluationOptions:
     """Flat, so that the Config of a recipe can inherit them."""
 

@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from roll_lite.checks import above, at_least, finite, one_of
+from roll_lite.checks import above, at_least, check_choices, finite
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RolloutOptions:
     """Flat, so that the Config of a recipe can inherit them."""
 
@@ -45,7 +45,7 @@ class RolloutOptions:
     def __post_init__(self):
         at_least(1, self, "samples_per_prompt", "prompts_per_step", "samples_per_replica")
         at_least(0, self, "extra_prompts", "max_refills", "max_retries", "max_staleness")
-        one_of(("abort", "keep"), self, "surplus")
+        check_choices(self)
         if self.deadline is not None:
             above(0, self, "deadline")
         if self.drop_equal and self.samples_per_prompt == 1:

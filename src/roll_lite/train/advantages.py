@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Doc
 
-from roll_lite.checks import above, choose, one_of, read_only_if, with_options_of
+from roll_lite.checks import above, choose, read_only_if, with_options_of
 
 EQUAL = 1e-12  # numbers of a smaller variance are the same number, but for rounding
 EPSILON = 1e-6
@@ -41,8 +41,6 @@ Baseline = Annotated[
     Literal["none", "batch", "group"], Doc("subtract the mean score of the batch or group.")
 ]
 StepWeight = Annotated[float, Doc("weight of a turn's advantage beside the episode's.")]
-TeacherCoef = Annotated[float, Doc("weight of the KL to the teachers.")]
-TeacherWeights = Annotated[tuple[float, ...], Doc("one weight per teacher; empty is equal ones.")]
 
 
 def grpo(rewards_S: Tensor, groups_S: Tensor, *, divide_by_std: DivideByStd = True) -> PerSample:
@@ -135,24 +133,12 @@ def gigpo(
     return [part.tolist() for part in advantages_N.split(lengths)]
 
 
-def opd(
-    logprobs_R: Tensor,
-    teacher_logprobs: Sequence[Tensor],
-    *,
-    teacher_coef: TeacherCoef = 1.0,
-    teacher_weights: TeacherWeights = (),
-) -> PerToken:
-    """On-policy distillation: -coef * sum_t w_t (log p_behaviour - log p_teacher_t)."""
-    weights = teacher_weights or (1 / len(teacher_logprobs),) * len(teacher_logprobs)
-    if len(weights) != len(teacher_logprobs):
-        raise ValueError(
-            f"teacher_weights={weights} has {len(weights)} numbers for "
-            f"{len(teacher_logprobs)} teachers"
-        )
+def opd(logprobs_R: Tensor, teacher_logprobs: Sequence[Tensor]) -> PerToken:
+    """On-policy distillation: minus the mean over teachers of log p_behaviour - log p_teacher."""
     divergence_R = torch.zeros_like(logprobs_R)
-    for weight, teacher_R in zip(weights, teacher_logprobs, strict=True):
-        divergence_R += weight * (logprobs_R - teacher_R)
-    return -teacher_coef * divergence_R
+    for teacher_R in teacher_logprobs:
+        divergence_R += 1 / len(teacher_logprobs) * (logprobs_R - teacher_R)
+    return -divergence_R
 
 
 ADVANTAGES: dict[str, Callable] = {
@@ -213,24 +199,23 @@ def standardise(
 
 
 @dataclass(frozen=True, kw_only=True)
-@with_options_of(ADVANTAGES)
+@with_options_of("advantage", ADVANTAGES)
 class AdvantageOptions:
     """Advantages: how the reward of a sample becomes the advantage of its tokens."""
 
     advantage: str = "grpo"
-    """grpo, rloo, lite_ppo, reinforce, reinforce++, or gae, which trains a critic."""
+    """Advantage estimator; gae trains a critic."""
     whiten: bool | None = None
     """Whiten advantages over the batch's tokens; None does so for reinforce and reinforce++."""
     advantage_clip: float | None = None
     """Clip advantages to this magnitude, after whitening."""
-    reward_norm: str = "none"
-    """Normalise rewards (minus mean, over standard deviation) by none, batch, group or running."""
+    reward_norm: Literal["none", "batch", "group", "running"] = "none"
+    """Rewards minus mean, over standard deviation: of the batch, the group, or all so far."""
     reward_clip: float | None = None
     """Clip rewards to this magnitude, after normalisation."""
 
     def __post_init__(self):
         _ = self.estimator  # refuses an unknown name, and options that it does not read
-        one_of(("none", "batch", "group", "running"), self, "reward_norm")
         above(0, self, "reward_clip", "advantage_clip")
         condition = f"an advantage that reads rewards, not {self.advantage!r}"
         read_only_if(self.reads_rewards, condition, self, "reward_norm", "reward_clip")

@@ -9,12 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from roll_lite.checks import one_of, read_only_if
+from roll_lite.checks import check_choices, read_only_if
 from roll_lite.cluster.role import RoleHandle, split
 from roll_lite.train.batch import MicroBatch, TrainingSequence, pack
 from roll_lite.train.losses import LossResult, required
 
-KINDS = ("forward", "reverse", "skewed", "js")
 LARGEST_MASS = -(2.0**-20)  # log of the k tokens' mass; fp32 cannot tell more from all of it
 
 
@@ -33,7 +32,7 @@ class DistillLoss:
     """kind=skewed: the teacher's share in the mixture that it is compared with."""
 
     def __post_init__(self):
-        one_of(KINDS, self, "kind")
+        check_choices(self)
         read_only_if(self.kind == "skewed", "kind='skewed'", self, "skew")
         if not 0 < self.skew < 1:
             raise ValueError(f"skew={self.skew} must lie between 0 and 1")

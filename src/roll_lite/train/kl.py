@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from roll_lite.checks import above, at_least, one_of, read_only_if
+from roll_lite.checks import above, at_least, check_choices, read_only_if
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
@@ -16,10 +16,10 @@ class KLOptions:
 
     kl_coef: float = 0.0
     """Weight of the KL to the reference; 0 loads no reference."""
-    kl_in: str = "loss"
-    """Where the KL counts: loss or reward."""
-    kl_estimator: str | None = None
-    """k1, k2 or k3; None is k3 in the loss and k1 in the reward."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL counts."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """Estimate of the KL from sampled tokens; None is k3 in the loss and k1 in the reward."""
     reference: str | None = None
     """Hugging Face folder of the reference; None is the starting model."""
     kl_target: float | None = None
@@ -28,11 +28,10 @@ class KLOptions:
     """kl_target: number of samples over which kl_coef adapts."""
 
     def __post_init__(self):
-        one_of(("loss", "reward"), self, "kl_in")
+        check_choices(self)
         at_least(0, self, "kl_coef")
         at_least(1, self, "kl_horizon")
         above(0, self, "kl_target")
-        one_of((None, *KL_ESTIMATORS), self, "kl_estimator")
         dependent = ("kl_in", "reference", "kl_estimator")
         read_only_if(self.kl_coef > 0, "kl_coef above 0", self, *dependent)
         is_in_reward = self.kl_in == "reward"

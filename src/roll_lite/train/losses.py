@@ -20,14 +20,14 @@ aggregation seq_mean_token_mean makes the batch's loss the mean over sequences.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import Doc
 
-from roll_lite.checks import above, at_least, choose, one_of, read_only_if, with_options_of
-from roll_lite.train.batch import MicroBatch, check_aggregation
+from roll_lite.checks import above, at_least, choose, read_only_if, with_options_of
+from roll_lite.train.batch import AGGREGATIONS, MicroBatch, check_aggregation
 from roll_lite.train.kl import NO_KL, KLOptions
 
 Measurements = dict[str, Tensor]
@@ -165,27 +165,27 @@ OF_SEQUENCES = ("gspo", "topr", "kimi")
 
 
 @dataclass(frozen=True, kw_only=True)
-@with_options_of(LOSSES)
+@with_options_of("loss", LOSSES)
 class LossOptions:
     """Policy loss: which function, how tokens are averaged, corrections for stale logprobs."""
 
     loss: str = "ppo"
-    """ppo, gspo, segment, cispo, tis, topr, raft++, kimi or reinforce."""
-    aggregation: str | None = None
-    """token_mean, seq_mean_token_mean, seq_mean_token_sum or seq_mean_token_sum_const; None is
-    seq_mean_token_mean for gspo, topr and kimi, and token_mean for the others."""
+    """Policy loss."""
+    aggregation: Literal[AGGREGATIONS] | None = None
+    """How tokens are averaged; None is seq_mean_token_mean for gspo, topr and kimi, and token_mean
+    for the others."""
     constant: float | None = None
     """seq_mean_token_sum_const: the divisor of sums, such as the longest reply (Dr. GRPO)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
-    denominator: str = "behaviour"
-    """Denominator of ratios: behaviour (the engine's logprobs) or old (the trainer's own logprobs
-    before the first update)."""
-    correction: str = "none"
+    denominator: Literal["behaviour", "old"] = "behaviour"
+    """Denominator of ratios: the engine's logprobs (behaviour), or the trainer's own before the
+    first update (old)."""
+    correction: Literal["none", "token", "sequence"] = "none"
     """denominator=old: weigh the loss by old / behaviour of each token or sequence."""
     correction_cap: float = 2.0
     """Largest weight of the correction."""
-    rejection: str = "none"
+    rejection: Literal["none", "token", "sequence"] = "none"
     """denominator=old: leave out each token or sequence with old / behaviour outside the band."""
     rejection_low: float = 0.5
     """Lower end of the band."""
@@ -195,8 +195,6 @@ class LossOptions:
     def __post_init__(self):
         _ = self.function  # refuses an unknown name, and options that it does not read
         check_aggregation(self.chosen_aggregation, self.constant)
-        one_of(("behaviour", "old"), self, "denominator")
-        one_of(("none", "token", "sequence"), self, "correction", "rejection")
         at_least(0, self, "clip_low", "clip_high", "entropy_coef", "rejection_low")
         above(0, self, "ratio_cap", "tau", "correction_cap")
         above(self.rejection_low, self, "rejection_high")

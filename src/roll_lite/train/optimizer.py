@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from roll_lite.checks import above, at_least, one_of, unread_with
+from roll_lite.checks import above, at_least, check_choices, unread_with
 from roll_lite.models.lora import TARGETS, lora_options
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-SCHEDULES = ("constant", "linear", "cosine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,7 @@ class TrainingOptions:
         at_least(0, self, "warmup_steps", "lr", "lora_rank")
         at_least(1, self, "tokens_per_microbatch")
         above(0, self, "max_grad_norm")
-        one_of(SCHEDULES, self, "schedule")
+        check_choices(self)
         if self.lora_rank == 0:
             unread_with("lora_rank=0", self, "lora_alpha", "lora_targets")
         _ = self.policy_options  # refuses unknown adapters

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from roll_lite.checks import above, one_of, read_only_if
+from roll_lite.checks import above, check_choices, read_only_if
 from roll_lite.train.batch import MicroBatch, TrainingSequence, pack
 from roll_lite.train.losses import LossResult, required, sum_rows
 
@@ -65,7 +65,7 @@ class DPOLoss:
     """Probability that a pair is labelled the wrong way round (sigmoid)."""
 
     def __post_init__(self):
-        one_of(("sigmoid", "ipo"), self, "kind")
+        check_choices(self)
         read_only_if(self.kind == "sigmoid", "kind='sigmoid'", self, "label_smoothing")
         above(0, self, "beta")
         if not 0 <= self.label_smoothing < 0.5:

@@ -1,11 +1,12 @@
 """Rewards and weights of samples, changed before they are trained on: scale, overlong replies."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from roll_lite.checks import at_least, one_of, read_only_if
+from roll_lite.checks import at_least, check_choices, read_only_if
 from roll_lite.train.advantages import EPSILON, EQUAL, standardise
 from roll_lite.train.batch import TrainingSequence
 from roll_lite.types import Group, Sample, Score
@@ -58,14 +59,14 @@ class LengthOptions:
 
     max_tokens: int = 16
     """Longest reply, in tokens."""
-    overlong: str = "train"
+    overlong: Literal["train", "mask", "penalty"] = "train"
     """Replies cut at max_tokens: train on them, mask them out, or subtract a soft penalty."""
     overlong_buffer: int = 0
     """overlong=penalty: the penalty grows from 0 to 1 over this many last tokens (DAPO)."""
 
     def __post_init__(self):
         at_least(1, self, "max_tokens")
-        one_of(("train", "mask", "penalty"), self, "overlong")
+        check_choices(self)
         read_only_if(self.overlong == "penalty", "overlong='penalty'", self, "overlong_buffer")
         if self.overlong == "penalty":
             overlong_penalty(0, self.max_tokens, self.overlong_buffer)

@@ -12,7 +12,7 @@ from training_data import random_sequences
 from roll_lite.cluster.codec import decode, encode
 from roll_lite.models.shapes import shape_config
 from roll_lite.train.balance import Cost, spread
-from roll_lite.train.packing import (
+from roll_lite.train.batch import (
     NUMBERS,
     MicroBatch,
     TrainingSequence,
@@ -26,15 +26,14 @@ MORE = [name for name in NUMBERS if name not in ("logprobs", "advantages")]
 
 
 def full_sequences(num=30, seed=0):
-    """With every optional field, and some samples masked out or without any row."""
+    """With every optional field, and one without any row."""
     generator = torch.Generator().manual_seed(seed)
     sequences = random_sequences(num, seed, more=MORE)
-    for i, sequence in enumerate(sequences):
+    for sequence in sequences:
         length = len(sequence.token_ids)
         sequence.segments = [t // 3 for t in range(length)]
         sequence.teacher_ids = torch.randint(0, 99, (length, 2), generator=generator)
         sequence.teacher_logprobs = -torch.rand(length, 2, generator=generator) - 1
-        sequence.weight = [1.0, 0.5, 2.0, 0.0][i % 4]
     if num > 5:
         sequences[5].loss_mask = [True] + [False] * (len(sequences[5].token_ids) - 1)
     return sequences
@@ -100,15 +99,15 @@ def weighted_loss(sequences, losses, aggregation, constant):
     tokens = [
         [losses[s.id][i] for i in range(1, len(s.token_ids)) if s.loss_mask[i]] for s in sequences
     ]
-    kept = [(s.weight, t) for s, t in zip(sequences, tokens, strict=True) if t]
+    kept = [t for t in tokens if t]
     if aggregation == "token_mean":
-        return sum(w * sum(t) for w, t in kept) / sum(w * len(t) for w, t in kept)
+        return sum(map(sum, kept)) / sum(map(len, kept))
     per_sequence = {
         "seq_mean_token_mean": lambda t: sum(t) / len(t),
         "seq_mean_token_sum": sum,
         "seq_mean_token_sum_const": lambda t: sum(t) / constant,
     }[aggregation]
-    return sum(w * per_sequence(t) for w, t in kept) / sum(w for w, _ in kept)
+    return sum(map(per_sequence, kept)) / len(kept)
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 5])
@@ -307,8 +306,7 @@ def test_what_is_wrong_is_named(change, options, message):
 
 def test_a_batch_without_loss_is_refused():
     masked = TrainingSequence(token_ids=[1, 2, 3], loss_mask=[True, False, False])
-    weightless = TrainingSequence(token_ids=[1, 2, 3], loss_mask=[False, True, True], weight=0.0)
-    for sequences in ([], [masked], [weightless, masked]):
+    for sequences in ([], [masked], [masked, masked]):
         with pytest.raises(ValueError, match="no token"):
             pack(sequences, 10)
 

@@ -8,13 +8,12 @@ from conftest import make_reference
 from training_data import random_sequences, rows_with_loss
 
 from roll_lite.cluster.cluster import Cluster
-from roll_lite.train import scoring
+from roll_lite.train import scorer as scorer_module
+from roll_lite.train.batch import TrainingSequence, pack
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule
-from roll_lite.train.packing import TrainingSequence, pack
-from roll_lite.train.reference_cache import with_reference
-from roll_lite.train.scorer import Scorer
-from roll_lite.train.scoring import score_over_ranks
+from roll_lite.train.preference import with_reference
+from roll_lite.train.scorer import Scorer, score_over_ranks
 from roll_lite.train.trainer import Trainer
 
 
@@ -41,7 +40,7 @@ def expected_logprobs(sequence):
 
 
 def test_scores_and_evaluation_equal_transformers(folder, monkeypatch):
-    monkeypatch.setattr(scoring, "SEQUENCES_PER_CALL", 4)
+    monkeypatch.setattr(scorer_module, "SEQUENCES_PER_CALL", 4)
     sequences = plain_sequences()
     expected = [expected_logprobs(sequence) for sequence in sequences]
     with Cluster("train=0 scorer=0", "cpu") as cluster:
@@ -78,7 +77,7 @@ def test_reference_logprobs_are_computed_once_for_the_same_data_and_model(folder
     assert logprobs(pairs) == [[pytest.approx(x) for x in pair] for pair in kept]
     assert computed == [4]
     logprobs(pairs[:1])
-    assert computed == [4, 2] and "of other data or of another model" in capsys.readouterr().out
+    assert computed == [4, 2] and "for other data or another model" in capsys.readouterr().out
     os.utime(folder / "model.safetensors", (1, 1))
     logprobs(pairs[:1])
     assert computed == [4, 2, 2]
