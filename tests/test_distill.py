@@ -125,7 +125,7 @@ def test_distillation_as_a_user_runs_it(tiny_folder, imitator, tmp_path):
     [
         ({"max_tokens": 5}, "max_tokens=5 is not read with on_policy off; leave it at 16"),
         ({"on_policy": True, "top_k": 5}, "top_k=5 is not read with on_policy"),
-        ({"skew": 0.3}, "skew=0.3 is not read by kind='forward'"),
+        ({"skew": 0.3}, "skew=0.3 is only read with kind='skewed'"),
         ({"top_k": 0}, "top_k=0 must be at least 1"),
         ({"lora_targets": ("out",)}, r"lora_targets=\('out',\) is not read with lora_rank=0"),
         ({"device_map": "train=all"}, "role teacher is missing; add it, as in teacher=all"),

@@ -12,7 +12,7 @@ import torch
 from conftest import RECIPES
 from transformers import AutoModelForCausalLM
 
-from roll_lite.checks import from_flat
+from roll_lite.checks import flatten, from_flat
 from roll_lite.report.curve import draw, read_metric
 
 TASK = "reverse:5"
@@ -53,9 +53,10 @@ def test_rlvr_learns(warm_model, tmp_path):
     rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(11))
     assert rows[5]["mismatch/logprob_max"] < 1e-4  # training and generation agree
-    assert json.loads((tmp_path / "run" / "config.json").read_text()) == json.loads(
-        json.dumps(dataclasses.asdict(cfg))
-    )
+    written = json.loads((tmp_path / "run" / "config.json").read_text())
+    again = from_flat(rlvr.Config, **written | {"resume": True})
+    assert flatten(again) == json.loads(json.dumps(flatten(cfg))) | {"resume": True}
+    assert written["samples_per_prompt"] == 8 and written["model"] == cfg.model
     lines = (tmp_path / "run" / "rollouts" / "step_00010.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in lines]
     assert len(samples) == 32 * 8
