@@ -1,4 +1,4 @@
-"""The only place that touches a tokenizer: messages become ids once and are never re-tokenised."""
+"""Chat templates and the tokenizer: messages become ids once and are never re-tokenised."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 from roll_lite.types import Message
 
 _QUESTION = {"role": "user", "content": "?"}
-_MARK = "\u2063reply\u2063"  # stands for a reply in the template, so that we find what follows it
-_AT_ONCE = 1024  # dialogues: faster than one by one, and a tokenizer keeps much of what it encodes
+_MARK = "\u2063reply\u2063"  # placeholder for a reply in the rendered template
+_AT_ONCE = 1024  # dialogues per tokenizer call: faster than one by one, with bounded memory
 
 
 class Chat:
@@ -29,18 +29,18 @@ class Chat:
         """Sampling one of these ends a turn."""
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a conversation up to where the model's reply begins."""
-        # All samples of a group begin alike, one after the other.
+        """The ids of a conversation, up to the start of the model's reply."""
+        # The samples of a group have the same messages, one after the other.
         key = tuple(tuple(message.items()) for message in messages)
         if self._last_encoded[0] != key:
             self._last_encoded = key, self._ids(self._render(messages))
         return list(self._last_encoded[1])
 
     def continue_with(self, token_ids: list[int], messages: Sequence[Message]) -> list[int]:
-        """The ids after a sampled reply: its end, further messages, and the next reply's opening.
+        """The ids for the next reply: the conversation so far, then `messages`.
 
-        `token_ids` (all of the conversation so far, as it was sampled) stays as it is; only the
-        text that the template puts after a reply is encoded.
+        `token_ids` (the conversation exactly as it was sampled) is kept; only the text that the
+        template puts after a reply is encoded.
         """
         _, after = self._around_reply([_QUESTION], messages)
         return self._join(token_ids, self._ids(after))
@@ -48,7 +48,7 @@ class Chat:
     def encode_dialogues(
         self, dialogues: Sequence[Sequence[Message]]
     ) -> list[tuple[list[int], list[bool]]]:
-        """Ids of whole conversations, and masks of what the assistant says, its stops included."""
+        """Ids of whole conversations, and masks of the assistant's tokens, stop tokens included."""
         encoded = []
         for start in range(0, len(dialogues), _AT_ONCE):
             part = [list(self._texts(m)) for m in dialogues[start : start + _AT_ONCE]]
@@ -59,18 +59,18 @@ class Chat:
         return encoded
 
     def encode_whole(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation that has ended, as the template writes it to the last character."""
+        """The ids of a finished conversation, exactly as the template renders it."""
         return self._ids(self._render(messages, add_generation_prompt=False))
 
     def has_vocabulary_of(self, other: "Chat") -> bool:
-        """The same ids mean the same tokens."""
+        """Whether both tokenizers have the same vocabulary."""
         return self.tokenizer.get_vocab() == other.tokenizer.get_vocab()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def _texts(self, messages: Sequence[Message]) -> Iterator[tuple[str, str, str]]:
-        """What the template writes before each reply, perhaps a lead to it, and the reply."""
+        """Of each reply: the text before it, a prefix some templates add to it, and the reply."""
         turns = _split_at_replies(messages)
         for i, (read, reply) in enumerate(turns):
             before = self._around_reply([_QUESTION], read)[1] if i else self._render(read)
@@ -89,29 +89,31 @@ class Chat:
         return ids, mask
 
     def _join(self, token_ids: list[int], after_ids: list[int]) -> list[int]:
-        """What follows a reply may begin with its end, which the reply may have already."""
+        """Append, without repeating the end-of-turn token that the reply may already end with."""
         if token_ids and token_ids[-1] in self.stop_ids and self.end_of_turn in after_ids:
             after_ids = after_ids[after_ids.index(self.end_of_turn) + 1 :]
         return token_ids + after_ids
 
     def _end_of_turn(self) -> int:
-        """The special token that the template puts after a reply; eos where it puts none."""
+        """The special token that the template puts after a reply; eos if there is none."""
         _, after = self._around_reply([_QUESTION], [])
         special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
         found = (token_id for token_id in self._ids(after) if token_id in special)
         end_of_turn = next(found, self.tokenizer.eos_token_id)
         if end_of_turn is None:
-            raise ValueError("neither the chat template nor an eos_token says how a reply ends")
+            raise ValueError(
+                "neither the chat template nor an eos_token defines the end of a reply"
+            )
         return end_of_turn
 
     def _lead(self, read: Sequence[Message], is_last: bool) -> str:
-        """What some templates put between the generation prompt and a reply: Qwen3, no thoughts."""
+        """The text between generation prompt and reply, such as Qwen3's empty thoughts."""
         opening = self._render(read)
         before, _ = self._around_reply(read, [] if is_last else [_QUESTION])
         return before[len(opening) :] if before.startswith(opening) else ""
 
     def _around_reply(self, before: Sequence[Message], after: Sequence[Message]) -> tuple[str, str]:
-        """What the template writes before and after a reply that stands among these messages."""
+        """The template's text before and after a reply between these messages."""
         messages = [*before, {"role": "assistant", "content": _MARK}, *after]
         text = self._render(messages, add_generation_prompt=bool(after))
         opening, _, ending = text.partition(_MARK)
@@ -127,7 +129,7 @@ class Chat:
 
 
 def _stop_ids(folder: Path, *ids: int | None) -> tuple[int, ...]:
-    """The given ids, then any other that the folder's generation config names."""
+    """The given ids, then those of the folder's generation config."""
     path = folder / "generation_config.json"
     configured = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
     more = configured if isinstance(configured, list) else [configured]
@@ -135,7 +137,7 @@ def _stop_ids(folder: Path, *ids: int | None) -> tuple[int, ...]:
 
 
 def _split_at_replies(messages: Sequence[Message]) -> list[tuple[list[Message], Message]]:
-    """(what the model reads, what it replies) for each assistant message, the last one included."""
+    """(messages that the model reads, its reply) for each assistant message."""
     turns, read = [], []
     for message in messages:
         if message["role"] == "assistant":

@@ -1,4 +1,4 @@
-"""The vocabulary of the system. No torch here: worker processes import it and start fast.
+"""The types that everything shares. No torch here: worker processes import it and start fast.
 
 prompt -> turns (one model call each) -> sample (one trajectory) -> group (samples of one prompt).
 """
@@ -33,7 +33,7 @@ class Prompt:
     """Names the reward function that scores replies to this prompt."""
     ground_truth: str
     tests: tuple[dict[str, Any], ...] = ()
-    """What a reply is checked with, where one text does not say it: programs, constraints."""
+    """Further data that replies are checked with: test programs, constraints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +44,9 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     """Sampling one of these ends the turn; it stays the turn's last token."""
     stop: tuple[str, ...] = ()
-    """A reply that contains one of these texts ends with the token that completes it."""
+    """A turn ends with the token that completes one of these texts."""
     top_k: int = 0
-    """Sample among the k likeliest tokens; 0 is all. Not for training: it trains on all tokens."""
+    """Sample among the k likeliest tokens; 0 is all. For evaluation: training uses all tokens."""
     top_p: float = 1.0
     """Sample among the likeliest tokens that together have this probability."""
     min_p: float = 0.0
@@ -88,13 +88,13 @@ class Turn:
 class Score:
     value: float
     parts: dict[str, float] = field(default_factory=dict)
-    """Named contributions, logged on their own."""
+    """Named parts of the reward, logged separately."""
 
 
 Reward = Callable[[Prompt, str], Score | float]
 """Scores the text of a reply to a prompt."""
 AsyncReward = Callable[[Prompt, str], Awaitable[Score | float]]
-"""One that others compute: worker processes, a judge."""
+"""A reward that is computed elsewhere: in worker processes, by a judge."""
 
 
 class Event(NamedTuple):
@@ -105,7 +105,7 @@ class Event(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Sample:
-    """One trajectory: its tokens exactly as they were read and sampled, and its life so far."""
+    """One trajectory: its tokens exactly as they were read and sampled, and its events so far."""
 
     prompt: Prompt
     index: int
@@ -128,7 +128,7 @@ class Sample:
 
     @property
     def first_version(self) -> int | None:
-        """Policy version of the first token that was sampled."""
+        """Policy version of the first sampled token."""
         return next((turn.versions[0][1] for turn in self.turns if turn.versions), None)
 
     def enter(self, state: State, policy_version: int) -> None:
@@ -138,7 +138,7 @@ class Sample:
         """Append what the model read since the last turn, then what it sampled."""
         num_known = len(self.token_ids)
         assert turn.prompt_ids[:num_known] == self.token_ids, (
-            "a turn must go on where the last ended"
+            "a turn must continue the conversation so far"
         )
         read = turn.prompt_ids[num_known:]
         self.token_ids += read + turn.token_ids

@@ -1,4 +1,4 @@
-"""Which sequences share a micro-batch, and which micro-batches share a data-parallel rank."""
+"""Bin packing: which sequences share a micro-batch, and which micro-batches a rank."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""Sequences of many lengths -> packed micro-batches under a token budget, without padding.
+"""Sequences and packed micro-batches: no padding, under a token budget.
 
-Only rows that carry loss go through the head, so a token outside the mask cannot change anything
-but the context of others. Each row has its weight in the loss from the start, over the whole
-batch: how a batch is cut into micro-batches and dealt to ranks does not change the gradient.
+Only rows (tokens with loss) go through the head, so a masked token influences others only as their
+context. Each row carries its weight in the loss of the whole batch, so the gradient does not depend
+on how the batch is split into micro-batches and over ranks.
 """
 
 from array import array
@@ -30,7 +30,7 @@ CODES = {"b": torch.int8, "q": torch.int64, "d": torch.float64}  # of arrays
 
 @dataclass(slots=True, kw_only=True)
 class TrainingSequence:
-    """Entry i of every list is about token i; an empty list, or None, means not known."""
+    """A sequence to train on. Entry i of every list belongs to token i; empty is unknown."""
 
     id: str = ""
     """Named in errors."""
@@ -38,18 +38,18 @@ class TrainingSequence:
     loss_mask: list[bool]
     """True for the tokens to learn from."""
     logprobs: list[float] = field(default_factory=list)
-    """Under the behaviour policy, which sampled the tokens."""
+    """Behaviour logprobs: of the policy that sampled the tokens."""
     old_logprobs: list[float] = field(default_factory=list)
-    """Computed again by the trainer before the first update."""
+    """The trainer's own, before the first update."""
     reference_logprobs: list[float] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
-    """Of the critic, for the tokens before token i."""
+    """The critic's value of the tokens before token i."""
     returns: list[float] = field(default_factory=list)
     segments: list[int] = field(default_factory=list)
     """The turn that each token belongs to."""
     teacher_ids: Tensor | None = None
-    """(tokens, k): the teacher's likeliest tokens in the place of token i."""
+    """(tokens, k): the teacher's likeliest tokens at the place of token i."""
     teacher_logprobs: Tensor | None = None
 
 
@@ -107,11 +107,11 @@ def pack(
     together: int = 1,
     cost: Cost = BY_LENGTH,
 ) -> list[MicroBatch]:
-    """Cut a batch into micro-batches of at most so many tokens, the same number for every shard.
+    """Split a batch into micro-batches of at most `tokens_per_microbatch` tokens.
 
-    Data-parallel rank i of `num_shards` trains on the i-th contiguous part of the list. Each run
-    of `together` sequences stays in one micro-batch, in order. `constant` divides the sums of
-    aggregation seq_mean_token_sum_const.
+    Every shard gets the same number of them: data-parallel rank i of `num_shards` trains on the
+    i-th contiguous part of the list. Each run of `together` sequences stays in one micro-batch, in
+    order. `constant` divides the sums of aggregation seq_mean_token_sum_const.
     """
     known = _known_fields(sequences)
     rows = [sum(sequence.loss_mask[1:]) for sequence in sequences]
@@ -141,14 +141,14 @@ def pack(
 def equal_parts(
     sequences: Sequence[TrainingSequence], num_parts: int
 ) -> list[list[TrainingSequence]]:
-    """Parts that differ by one at most, none of them empty, each with samples of every group."""
+    """Parts of equal size (or one less), none empty, each with samples of every group."""
     return [part for i in range(num_parts) if (part := list(sequences[i::num_parts]))]
 
 
 def truncate(
     sequences: Sequence[TrainingSequence], tokens_per_microbatch: int
 ) -> tuple[list[TrainingSequence], int]:
-    """Sequences cut so that each fits in a micro-batch, and how many had to be cut."""
+    """Sequences truncated so that each fits in a micro-batch, and how many were truncated."""
     longest = tokens_per_microbatch + 1  # the last token is only a target
     per_token = ("token_ids", "loss_mask", *OPTIONAL)
     result, num_cut = [], 0
@@ -164,7 +164,7 @@ def truncate(
 def unpack(
     batch: list[MicroBatch], rows: list[Tensor], sequences: Sequence[TrainingSequence]
 ) -> list[list[float]]:
-    """Numbers of rows, one tensor per micro-batch, as lists by token; 0 where there is no loss."""
+    """Values of rows, one tensor per micro-batch, as lists by token; 0 where there is no loss."""
     lengths = torch.tensor([len(sequence.token_ids) for sequence in sequences])
     starts_S = lengths.cumsum(0) - lengths
     flat_N = torch.zeros(int(lengths.sum()))
@@ -176,7 +176,7 @@ def unpack(
 
 
 def _known_fields(sequences: Sequence[TrainingSequence]) -> list[str]:
-    """The optional fields that the sequences have: each of them all sequences, or none."""
+    """Optional fields that the sequences have; all of them or none may have a field."""
     known = [name for name in OPTIONAL if _has(sequences[0], name)] if sequences else []
     for sequence in sequences:
         length = len(sequence.token_ids)
@@ -210,7 +210,7 @@ def _has(sequence: TrainingSequence, name: str) -> bool:
 
 
 def _idle_microbatch(like: TrainingSequence, known: list[str]) -> MicroBatch:
-    """One token without loss: keeps a rank in step with the others and adds exactly zero."""
+    """One token without loss: keeps a rank in step and adds exactly zero to the gradient."""
     contents = {name: getattr(like, name)[:2] for name in known}
     sequence = replace(like, token_ids=[0, 0], loss_mask=[False, False], **contents)
     micro = _pack([sequence], [0], [0.0], known)
@@ -269,7 +269,7 @@ def _pack(
 
 
 def join_numbers(lists: Iterable[Sequence[float]], code: str) -> Tensor:
-    """Lists end to end as a tensor, which is made from an array ten times faster."""
+    """Lists end to end as a tensor; by way of an array, which is ten times faster."""
     numbers = array(code)
     for values in lists:
         numbers += array(code, values)
@@ -277,7 +277,7 @@ def join_numbers(lists: Iterable[Sequence[float]], code: str) -> Tensor:
 
 
 def _count_segments(sequence_R: Tensor, segment_R: Tensor) -> tuple[Tensor, int]:
-    """Segments numbered from 0 over all sequences, only those that have rows."""
+    """Segments with rows, numbered from 0 over all sequences."""
     distinct, number_R = (sequence_R * 2**32 + segment_R).unique(return_inverse=True)
     return number_R, len(distinct)
 

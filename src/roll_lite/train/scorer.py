@@ -21,7 +21,7 @@ SEQUENCES_PER_CALL = 512  # bounds what a call over ranks carries
 
 
 class Scorer:
-    """A frozen model, in shards of the compute dtype: a reference, a teacher, a reward model."""
+    """A frozen model in the compute dtype, sharded: a reference, teacher or reward model."""
 
     def __init__(
         self,
@@ -31,9 +31,9 @@ class Scorer:
         temperature: float = 1.0,
         head: Head = "language",
     ):
-        """`temperature` is the one that samples are drawn with, so logprobs mean the same.
+        """`temperature` is that of sampling, so that logprobs are comparable.
 
-        A folder like shape:qwen3-0.6b stands for random weights of that shape, to measure with.
+        A folder like shape:qwen3-0.6b means random weights of that shape, for benchmarks.
         """
         self._build(folder, place, temperature, head, place.dtype)
         self.model.requires_grad_(False)
@@ -66,7 +66,7 @@ class Scorer:
 
     @torch.no_grad()
     def values(self, batch: list[MicroBatch]) -> list[Tensor]:
-        """What a model with a value head expects at each row of each micro-batch."""
+        """The value head's output at each row of each micro-batch."""
         if self.model.value_head is None:
             raise ValueError("values need a model with a value head: make the role head='value'")
         return self._read(batch, lambda micro: self._forward(micro, None)[0].cpu())
@@ -77,7 +77,7 @@ class Scorer:
     ) -> list[tuple[Tensor, Tensor]]:
         """Ids and logprobs, each (R, k), of the k likeliest tokens at each row.
 
-        `num_entries` is for readers with a smaller vocabulary: only so many entries count.
+        `num_entries` restricts the vocabulary to that of a smaller student.
         """
 
         def read(micro: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -90,10 +90,10 @@ class Scorer:
         try:
             return [function(micro.to(self.device)) for micro in batch]
         finally:
-            self.model.reshard()  # no backward pass comes to free the gathered root parameters
+            self.model.reshard()  # there is no backward pass to free the gathered root parameters
 
     def _check_here(self) -> None:
-        """Refuse to compute while the weights are elsewhere."""
+        """Raise if the weights are offloaded."""
 
     def _forward(self, micro: MicroBatch, targets: Tensor | None, *top: int | None) -> tuple:
         self._check_here()

@@ -1,4 +1,4 @@
-"""The train role: owns the fp32 masters and the optimizer; one call of `step` is one update."""
+"""The train role: fp32 master weights and optimizer; one call of `step` is one update."""
 
 import time
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ class Trainer(Scorer):
         self._build(folder, place, temperature, head, dtype, checkpointing, lora)
         self.loss, self.schedule, self.max_grad_norm = loss, schedule, max_grad_norm
         self.part: Literal["policy", "critic"] = "policy" if head == "language" else "critic"
-        """What its part of a checkpoint is called."""
+        """The name of its files in a checkpoint."""
         self.num_steps = 0
         self.lora = lora
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
@@ -66,12 +66,12 @@ class Trainer(Scorer):
         self._offload: Offload | None = None
 
     def step(self, batch: list[MicroBatch], scheduled_at: int | None = None) -> dict[str, float]:
-        """Add up the gradient of all micro-batches of all ranks and update once.
+        """Accumulate the gradient over all micro-batches of all ranks, then update once.
 
-        The learning rate is that of the schedule's step `scheduled_at`; None counts updates.
+        `scheduled_at` is the schedule's step of the learning rate; None counts updates.
         """
         start = time.perf_counter()
-        self.optimizer.zero_grad()  # of a step that did not come to its end
+        self.optimizer.zero_grad()  # in case an earlier step failed midway
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         totals = Totals()
@@ -81,7 +81,7 @@ class Trainer(Scorer):
         grad_norm = self._clip()
         lr = self.schedule.at(self.num_steps if scheduled_at is None else scheduled_at)
         is_finite = grad_norm < float("inf")
-        if is_finite:  # an update by inf or nan would destroy the policy: skip it and say so
+        if is_finite:  # inf or nan would destroy the policy: skip the update
             self.optimizer.step(lr)
         self.optimizer.zero_grad()
         self.num_steps += 1
@@ -104,7 +104,7 @@ class Trainer(Scorer):
 
     @torch.no_grad()
     def evaluate(self, batch: list[MicroBatch]) -> dict[str, float]:
-        """Loss and measurements of a batch of all ranks, without an update."""
+        """Loss and measurements of a batch over all ranks, without an update."""
         totals = Totals()
 
         def add(micro: MicroBatch) -> None:
@@ -115,7 +115,7 @@ class Trainer(Scorer):
         return totals.over_ranks(self.replicas)
 
     def _clip(self) -> float:
-        """Scale the gradient down to `max_grad_norm`; returns what its norm was."""
+        """Clip the gradient to `max_grad_norm`; returns its norm before."""
         trained = self.optimizer.parameters
         norm = gradient_norm(trained, self.tensor_shard, self.place.group)
         scale = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -140,9 +140,9 @@ class Trainer(Scorer):
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """The model as it was before LoRA: its own reference."""
+        """The frozen base model, which serves as the reference."""
         if not self.lora:
-            raise ValueError("only a model with lora has itself as a reference: give lora options")
+            raise ValueError("only a model with LoRA is its own reference; give lora options")
         for adapter in adapters(self.model):
             adapter.is_on = False
         try:
@@ -157,7 +157,7 @@ class Trainer(Scorer):
             return self.logprobs(batch)
 
     def offload(self) -> None:
-        """Give the device memory of masters and moments to others, until `reload`."""
+        """Move masters and moments to host memory until `reload`, to free the device."""
         if self._offload is None:
             held = [local(p.detach()) for p in self.model.parameters()]
             held += [t for moment in self.optimizer.moments.values() for t in moment.values()]
@@ -175,16 +175,16 @@ class Trainer(Scorer):
     def state(self) -> dict[str, Tensor]:
         """Whole parameters by name, adapters merged. All ranks of the role call this together.
 
-        Where nobody else holds a part of them they are the live ones.
+        Where one rank holds all, these are the live parameters, not copies.
         """
         return dict(self.whole_parameters())
 
     def whole_parameters(
         self, dtype: torch.dtype | None = None, *, only_part: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """One at a time, so that nobody has to hold the whole model; in a dtype other than its own.
+        """Whole parameters one at a time, so that no rank holds the whole model; cast to `dtype`.
 
-        `only_part` gives what this tensor-parallel rank computes with.
+        `only_part` keeps the tensor-parallel split: this rank's part.
         """
         self._check_here()
         parameters = dict(self.model.named_parameters())
@@ -200,7 +200,7 @@ class Trainer(Scorer):
             yield name, tensor
 
     def export(self, folder: str | Path) -> Path:
-        """Write a Hugging Face folder in the dtype of the one that training started from."""
+        """Write a Hugging Face folder, in the dtype of the model that training started from."""
         dtype = stored_dtype(self.folder)
         is_first = self.place.group.rank() == 0
         state = {}
@@ -210,7 +210,7 @@ class Trainer(Scorer):
         return save_state(folder, state, self.config, like=self.folder) if is_first else folder
 
     def write_checkpoint(self, folder: str | Path) -> ShardRecord:
-        """This rank's file of a checkpoint: masters (adapters alone with LoRA) and moments."""
+        """Write this rank's file: masters (with LoRA, adapters alone) and moments."""
         pieces = {name: piece for name, piece, is_copy in self._pieces() if not is_copy}
         return write_shard(folder, self.place.group.rank(), pieces, of=self.part)
 
@@ -228,23 +228,23 @@ class Trainer(Scorer):
         }
 
     def verify_checkpoint(self, folder: str | Path) -> list[str]:
-        """What is wrong with this rank's share of the files."""
+        """Problems of this rank's share of the files."""
         return verify(folder, self.place.group.rank(), self.place.group.size())
 
     def read_checkpoint(self, folder: str | Path) -> None:
-        """Go on as the ranks that wrote it would have, whatever their layout was."""
+        """Continue exactly as the ranks that wrote it would have, whatever their layout."""
         manifest = read_manifest(folder)
         check_architecture(manifest, self.config)
         wanted = {name: piece for name, piece, _ in self._pieces()}
         kind = "adapter" if self.lora else "full"
-        # The manifest says what the policy is; a critic is always whole.
+        # `kind` describes the policy; a critic has no adapters.
         read_pieces(folder, wanted, kind=kind if self.part == "policy" else None)
         progress = manifest.state["progress"][self.part]
         self.num_steps = progress["num_steps"]
         self.optimizer.num_updates = progress["num_updates"]
 
     def _pieces(self) -> Iterator[tuple[str, Piece, bool]]:
-        """All that an update changes: name, this rank's rectangle, and if another rank has it."""
+        """All state that an update changes: name, this rank's rectangle, whether it is a copy."""
         self._check_here()
         for name, parameter in self.optimizer.parameters.items():
             where = rectangle(name, parameter, self.tensor_shard)
@@ -256,7 +256,7 @@ class Trainer(Scorer):
 
 
 class Totals:
-    """Measurements of rows, averaged by the rows' weights, or their maximum; the loss is a sum."""
+    """Accumulates measurements of rows: weighted means, `_max` maxima, and the loss as a sum."""
 
     def __init__(self):
         self._values: dict[str, Tensor] = {}
@@ -287,10 +287,8 @@ class Totals:
 
 
 def combine(updates: list[dict[str, float]]) -> dict[str, float]:
-    """The metrics of several updates as one: times and skips add up, `_max` is a maximum.
-
-    No updates have no metrics.
-    """
+    """The metrics of several updates as one: times and skips are summed, `_max` is the maximum and
+    others are averaged. Empty without updates."""
     result = {}
     for name in updates[0] if updates else ():
         values = [metrics[name] for metrics in updates]
