@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from roll_lite.data import read_dialogues, read_prompts
-from roll_lite.rewards.math import judge, last_number
+from roll_lite.rewards.maths import grade_reply, last_number
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "convert_data.py"
 APPLES = {"question": "Two apples and 2 more?", "answer": "2+2=<<2+2=4>>4 apples.\n#### 4"}
@@ -49,7 +49,7 @@ def test_gsm8k(tmp_path):
     assert replies[0] == "2+2=4 apples.\n\n\\boxed{4}"
     assert replies[2] == "#### is the mark, and so:\n\n\\boxed{-2.5}"
     for prompt, reply in zip(prompts, replies, strict=True):
-        assert judge(reply, prompt.ground_truth).verdict.kind == "equal"
+        assert grade_reply(reply, prompt.ground_truth).verdict.kind == "equal"
 
 
 def test_humaneval(tmp_path):
