@@ -98,7 +98,7 @@ def test_deepmath(tmp_path, options, kept):
 def test_bad_rows_are_named_and_nothing_is_written(tmp_path, dataset, good, bad, problem):
     source, out = tmp_path / "train.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in (good, bad)))
-    with pytest.raises(ValueError, match="train.jsonl line 2: ") as raised:
+    with pytest.raises(ValueError, match=r"train\.jsonl line 2: ") as raised:
         runpy.run_path(str(SCRIPT))[dataset](source, out)
     assert problem in str(raised.value) and not out.exists()
 

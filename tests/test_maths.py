@@ -8,6 +8,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from itertools import pairwise, permutations
+from pathlib import Path
 
 import pytest
 import sympy  # which torch brings
@@ -183,6 +184,18 @@ def test_why_is_told():
     assert compare("Borya", "Anna").kind == "different"
     assert compare("a " * 400, "5").kind == "refused"
     assert compare("x" * 2000, "5").kind == "refused"
+
+
+def documented_verdicts() -> list[tuple[str, ...]]:
+    """The table of docs/maths.md: answer, truth and verdict."""
+    text = (Path(__file__).parent.parent / "docs" / "maths.md").read_text()
+    return re.findall(r"^\|[^|]*\| `([^`]+)` \| `([^`]+)` \| ([a-z ]+) \|$", text, re.MULTILINE)
+
+
+def test_the_documentation_tells_the_truth():
+    assert len(documented_verdicts()) > 40
+    for answer, truth, kind in documented_verdicts():
+        assert compare(answer, truth).kind == kind, (answer, truth)
 
 
 @pytest.mark.parametrize(
