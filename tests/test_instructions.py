@@ -134,10 +134,10 @@ FIELDS = {
     "reply", [".", "\n", " ", "* ", "**a", "# ", "[", "<<", "- \n", "a ", "```\n", "A. "]
 )
 def test_degenerate_replies_take_no_time(reply):
-    start = time.perf_counter()
+    start = time.process_time()
     for kind in KINDS:
         holds("x" + reply * 30_000 + "x", {"kind": kind, **{f: FIELDS[f] for f in fields_of(kind)}})
-    assert time.perf_counter() - start < 5.0
+    assert time.process_time() - start < 5.0
 
 
 def prompt(*tests):

@@ -41,10 +41,10 @@ def test_neighbouring_families_are_apart():
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:12])
 def test_hostile_answers_take_no_time(text):
-    start = time.perf_counter()
+    start = time.process_time()
     for found, truth in [(text, "5"), ("5", text), (text, f"{text}7"), (text, f"x+{text}")]:
         assert compare(found, truth).kind != "equal"
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ class Mixture:
         return streams[next_in_turn(counts, [stream.weight for stream in streams])].take()
 
     def comes_again(self, prompt: Prompt) -> bool:
-        """Whether a later epoch repeats the prompt: true for files; a task has new ids for ever."""
+        """Whether a later epoch repeats the prompt, as for files; tasks never repeat an id."""
         return prompt.id in self._file_ids
 
     @property

@@ -1,10 +1,10 @@
 r"""Find the final answer of a reply, and reward it if it equals the ground truth.
 
 The final answer is the last \boxed{...}, else what follows "answer is" or ####, else the whole of
-a reply of one short line, else the last number. Our own `compare` decides. Only if it cannot read
-an answer, math-verify is asked, if it is installed. Its time limit is a signal, which only the main
-thread of a process receives, so it is not asked on other threads. Arithmetic on huge numbers
-ignores the signal: run this reward in worker processes, which are killed when they take too long.
+a reply of one short line, else the last number. `compare` decides; math-verify, if installed, is
+called only for what `compare` cannot read. Its time limit is a signal, which only the main thread
+of a process receives, so it is not called on other threads. Arithmetic on huge numbers ignores the
+signal: run this reward in worker processes, which are killed when they take too long.
 """
 
 import importlib.util
@@ -85,10 +85,10 @@ def grade_reply(reply: str, truth: str) -> Grade:
         if grade.verdict.kind != "not comparable":
             return grade
     first = grades[0]
-    return first._replace(verdict=_ask_math_verify(first.answer, truth) or first.verdict)
+    return first._replace(verdict=_call_math_verify(first.answer, truth) or first.verdict)
 
 
-def _ask_math_verify(answer: str, truth: str) -> Verdict | None:
+def _call_math_verify(answer: str, truth: str) -> Verdict | None:
     """`equal` if math-verify is available and says so, else None."""
     is_main_thread = threading.current_thread() is threading.main_thread()
     if not is_main_thread or importlib.util.find_spec("math_verify") is None:
