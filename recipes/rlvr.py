@@ -30,7 +30,7 @@ from roll_lite.progress import Laps
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rewards import registry
-from roll_lite.rewards.math import last_number
+from roll_lite.rewards.maths import last_number
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.evaluation import Evaluation, EvaluationOptions
 from roll_lite.rollout.garbage import rare_collections

@@ -14,7 +14,7 @@ from statistics import median
 
 import tyro
 
-from roll_lite.rewards.math import last_number
+from roll_lite.rewards.maths import last_number
 from roll_lite.sandbox.sandbox import Sandbox
 from roll_lite.types import Prompt
 from roll_lite.workers.pool import RewardWorkers

@@ -1,12 +1,12 @@
-"""Rows of public datasets as prompts to train on: id, prompt, domain, ground_truth or tests.
+"""Convert public datasets to prompts: rows with id, prompt, domain, and ground_truth or tests.
 
-Rows of GSM8K have a reply too, the worked solution, which sft.py can imitate first.
+Rows of GSM8K also have a reply, the worked solution, which sft.py can train on.
 
     python scripts/convert_data.py gsm8k train.jsonl data/gsm8k.jsonl
     python scripts/convert_data.py humaneval HumanEval.jsonl data/humaneval.jsonl
     python scripts/convert_data.py deepmath train.jsonl data/deepmath.jsonl --min-difficulty 5
 
-The sources are JSON lines.
+The source files are JSON lines.
 """
 
 import json
@@ -27,7 +27,7 @@ CODE_INSTRUCTION = (
     "Complete this Python function. Answer with the whole code, imports and given functions "
     "included, in one ```python block."
 )
-_CALCULATION = re.compile(r"<<[^<>]*>>")  # what a calculator was asked: 48/2 = <<48/2=24>>24
+_CALCULATION = re.compile(r"<<[^<>]*>>")  # calculator annotations: 48/2 = <<48/2=24>>24
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
@@ -87,7 +87,7 @@ def deepmath(
     if not rows:
         raise ValueError(
             f"min_difficulty={min_difficulty} and max_difficulty={max_difficulty} leave none of "
-            f"the rows of {source}; widen them"
+            f"the rows of {source}; widen the range"
         )
     _write(out, rows)
 

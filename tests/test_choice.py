@@ -86,6 +86,6 @@ def test_a_truth_that_is_no_letter_is_an_error(truth):
     "run", [" ", "*", ",", "A, ", "(", "answer is ", r"\boxed{", "\nA", "A is "]
 )
 def test_long_runs_take_no_time(run):
-    start = time.perf_counter()
+    start = time.process_time()
     chosen(rf"The answer is A{run * 20_000}x \boxed{{B{run * 20_000}")
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0

@@ -3,10 +3,12 @@
 import ast
 import asyncio
 import builtins
+import contextlib
 import json
 import os
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sandbox_processes import sandbox_processes
@@ -152,16 +154,22 @@ def test_last_code_block(text, expected):
 
 
 def test_hanging_programs_take_their_time_and_no_more(judge, monkeypatch):
-    runs = []
-    run_program = code.run_program
-    monkeypatch.setattr(code, "run_program", lambda *a, **k: runs.append(k) or run_program(*a, **k))
+    """By a clock that every run moves on by its limit, so a busy machine changes nothing."""
+    clock, granted, run_program = SimpleNamespace(now=0.0), [], code.run_program
+
+    def run(*args, limits, **how):
+        granted.append(limits.seconds)
+        clock.now += limits.seconds
+        return run_program(*args, limits=limits, **how)
+
+    monkeypatch.setattr(code, "run_program", run)
+    monkeypatch.setattr(code, "time", SimpleNamespace(monotonic=lambda: clock.now))
     prompt = make_prompt(*["assert f(1) == 1"] * 10)
     endless = reply("def f(x):\n    while True: pass")
     short = partial(judge, limits=Limits(seconds=0.4))
-    assert short(prompt, endless).value == 0 and len(runs) == 1
+    assert short(prompt, endless).value == 0 and granted == [0.4]
     assert short(prompt, endless, partial=True, seconds=1.0).value == 0
-    first, second, third = (run["limits"].seconds for run in runs[1:])
-    assert first == second == 0.4 and third <= 0.2
+    assert granted[1:] == pytest.approx([0.4, 0.4, 0.2])
 
 
 def test_a_broken_sandbox_is_not_a_wrong_answer(judge, monkeypatch):
@@ -210,15 +218,23 @@ def test_in_workers(judge):
     prompt = make_prompt("assert f(3) == 9")
     replies = [reply(f"def f(x): return {n} * x") for n in range(6)] + ["no code"]
     replies.append(reply("def f(x):\n    while True: pass"))
-    reward = partial(judge, seconds=1.0)
+    reward = partial(judge, seconds=3.0)
 
     async def score_all(workers):
         return await asyncio.gather(*(workers.score(prompt, text) for text in replies))
 
-    with RewardWorkers({"code": reward}, num_workers=2, seconds=5.0) as workers:
+    with RewardWorkers({"code": reward}, num_workers=2, seconds=60.0) as workers:
         scores = asyncio.run(score_all(workers))
         assert workers.metrics()["reward/errors"] == 0
     assert [score.value for score in scores] == [0, 0, 0, 1, 0, 0, 0, 0]
+
+
+def score_in_time(workers, prompt, text):
+    """The score of a program that is quick, unless the machine is busy: tried up to ten times."""
+    for _ in range(9):
+        with contextlib.suppress(RewardTimeout):
+            return asyncio.run(workers.score(prompt, text))
+    return asyncio.run(workers.score(prompt, text))
 
 
 def test_a_worker_takes_its_sandbox_along(judge):
@@ -229,8 +245,7 @@ def test_a_worker_takes_its_sandbox_along(judge):
         with pytest.raises(RewardTimeout):
             asyncio.run(workers.score(prompt, endless))
         assert sandbox_processes() <= before
-        right = asyncio.run(workers.score(prompt, reply("def f(x): return x * x")))
-        assert right.value == 1
+        assert score_in_time(workers, prompt, reply("def f(x): return x * x")).value == 1
         assert len(sandbox_processes() - before) == 1
     assert sandbox_processes() <= before
 

@@ -8,9 +8,9 @@ import pytest
 
 from roll_lite.envs.question import Question
 from roll_lite.rewards.combine import weighted
-from roll_lite.rewards.math import math_answer
+from roll_lite.rewards.format import has_tags, repetition_penalty
+from roll_lite.rewards.maths import math_answer
 from roll_lite.rewards.registry import REWARDS
-from roll_lite.rewards.shape import has_tags, repetition_penalty
 from roll_lite.types import Prompt
 
 PROMPT = Prompt(id="p", messages=(), domain="math", ground_truth="4")

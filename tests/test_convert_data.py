@@ -1,6 +1,7 @@
 """The converter of public datasets, run as a user runs it, on rows written by hand."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from roll_lite.data import read_dialogues, read_prompts
-from roll_lite.rewards.math import judge, last_number
+from roll_lite.rewards.maths import grade_reply, last_number
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "convert_data.py"
 APPLES = {"question": "Two apples and 2 more?", "answer": "2+2=<<2+2=4>>4 apples.\n#### 4"}
@@ -49,7 +50,7 @@ def test_gsm8k(tmp_path):
     assert replies[0] == "2+2=4 apples.\n\n\\boxed{4}"
     assert replies[2] == "#### is the mark, and so:\n\n\\boxed{-2.5}"
     for prompt, reply in zip(prompts, replies, strict=True):
-        assert judge(reply, prompt.ground_truth).verdict.kind == "equal"
+        assert grade_reply(reply, prompt.ground_truth).verdict.kind == "equal"
 
 
 def test_humaneval(tmp_path):
@@ -95,12 +96,14 @@ def test_deepmath(tmp_path, options, kept):
     ],
 )
 def test_bad_rows_are_named_and_nothing_is_written(tmp_path, dataset, good, bad, problem):
-    out, result = convert(tmp_path, dataset, [good, bad])
-    assert result.returncode != 0 and not out.exists()
-    error = result.stderr.splitlines()[-1]
-    assert "train.jsonl line 2: " in error and problem in error
+    source, out = tmp_path / "train.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in (good, bad)))
+    with pytest.raises(ValueError, match=r"train\.jsonl line 2: ") as raised:
+        runpy.run_path(str(SCRIPT))[dataset](source, out)
+    assert problem in str(raised.value) and not out.exists()
 
 
 def test_a_range_of_difficulty_without_rows(tmp_path):
-    _, result = convert(tmp_path, "deepmath", LIMITS, "--min-difficulty", "9.9")
+    out, result = convert(tmp_path, "deepmath", LIMITS, "--min-difficulty", "9.9")
+    assert result.returncode != 0 and not out.exists()
     assert "min_difficulty=9.9 and max_difficulty=inf leave none of the rows" in result.stderr

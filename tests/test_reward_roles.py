@@ -14,7 +14,7 @@ from roll_lite.engine.service import EngineService
 from roll_lite.envs.question import question_maker
 from roll_lite.models.tiny import character_tokenizer
 from roll_lite.rewarding import Judge, RewardModel
-from roll_lite.rewards.judging import VerdictError, judge_messages, parse_verdict
+from roll_lite.rewards.judge import VerdictError, judge_messages, parse_verdict
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.tasks import prompts

@@ -1,37 +1,24 @@
+# ruff: noqa: E501 (tables)
+"""The registry of rewards, their environment, and the commands that try and rescore replies."""
+
 import asyncio
+import io
+import json
 from functools import partial
 
 import pytest
 
 from roll_lite.envs.question import Question
+from roll_lite.report.run import Run
+from roll_lite.rewards.__main__ import main, rescore
 from roll_lite.rewards.code import passes_tests
-from roll_lite.rewards.math import last_number
+from roll_lite.rewards.maths import last_number
 from roll_lite.rewards.registry import REWARDS, check_prompts
-from roll_lite.types import Prompt, Score
+from roll_lite.types import Group, Prompt, Sample, Score
 
 
 def prompt(truth):
     return Prompt(id="p", messages=(), domain="d", ground_truth=truth)
-
-
-@pytest.mark.parametrize(
-    ("reply", "truth", "score"),
-    [
-        ("71", "71", 1.0),
-        ("23 + 48 = 71.", "71", 1.0),
-        ("The answer is 1,234.", "1234", 1.0),
-        ("It is 1234.50", "1234.5", 1.0),
-        ("-7", "-7", 1.0),
-        ("7", "-7", 0.0),
-        ("71 or 72", "71", 0.0),
-        ("no idea", "71", 0.0),
-        ("", "71", 0.0),
-        ("710", "71", 0.0),
-        ("007", "7", 1.0),
-    ],
-)
-def test_last_number(reply, truth, score):
-    assert last_number(prompt(truth), reply) == score
 
 
 def test_a_question_ends_with_its_score():
@@ -59,3 +46,92 @@ def test_prompts_that_could_not_be_scored_are_refused(domain, fields, message):
     bad = Prompt(id="p", messages=(), domain=domain, **{"ground_truth": ""} | fields)
     with pytest.raises(ValueError, match=message):
         check_prompts([good, bad], rewards)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (["math", "--truth", "1/2", "--reply", r"So \boxed{0.5}."], ["answer    0.5 (boxed)", "verdict   equal", "score     1"]),
+        (["math", "--truth", "1/2", "--answer", "0.51"], ["verdict   different", "why       0.51 against 1/2", "score     0"]),
+        (["math", "--truth", "5", "--reply", "who knows?\nnobody"], ["answer    None (nowhere)", "why       the reply has no answer"]),
+        (["choice", "--truth", "B", "--reply", "The answer is A or B."], ["letters   A B (stated)", "parts     correct 0, ambiguous 1, none 0"]),
+        (["choice", "--truth", "B", "--answer", "B"], ["letters   B (boxed)", "score     1"]),
+        (["instructions", "--tests", '[{"kind": "no_commas"}, {"kind": "title"}]', "--reply", "No."], ['yes       {"kind": "no_commas"}', 'no        {"kind": "title"}', "score     0.5"]),
+    ],
+)  # fmt: skip
+def test_try_says_why(arguments, lines, capsys):
+    assert main(["try", *arguments]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert all(line in printed for line in lines), printed
+
+
+def test_try_reads_a_reply_from_stdin(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("The answer is 5."))
+    assert main(["try", "math", "--truth", "5"]) == 0
+    assert "answer    5 (stated)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["math", "--reply", "5"], "ground_truth=''"),
+        (["choice", "--truth", "X", "--reply", "A"], "one letter from A to J"),
+        (["instructions", "--tests", "{", "--reply", "A"], "--tests is not JSON"),
+        (["instructions", "--tests", "{}", "--reply", "A"], "must be a list of objects"),
+        (["instructions", "--tests", '[{"kind": "x"}]', "--reply", "A"], "kind='x' is not known"),
+        (["instructions", "--tests", "[]", "--answer", "A"], "--answer is not read"),
+    ],
+)
+def test_try_names_what_is_wrong(arguments, message, capsys):
+    assert main(["try", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+ROWS = [
+    {"reply": r"\boxed{4}", "ground_truth": "4", "reward": 1.0},
+    {"reply": "5", "ground_truth": "4", "domain": "math", "reward": 1},
+    {"reply": "B", "ground_truth": "B", "domain": "choice", "reward": 1.0},
+    {"reply": "a, b", "tests": [{"kind": "no_commas"}, {"kind": "lowercase"}], "domain": "instructions"},
+    {"reply": "", "ground_truth": "4", "error": "Traceback", "reward": None},
+    {"reply": "B", "ground_truth": "Paris", "domain": "choice"},
+    {"ground_truth": "4"},
+    {"reply": 4, "ground_truth": "4"},
+    {"reply": "4", "ground_truth": "4", "domain": "poetry"},
+]  # fmt: skip
+
+
+def test_rows_of_a_file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS) + "{\n")
+    report = rescore(path)
+    assert report.values == [0.0, 1.0, 0.5]
+    assert report.verdicts == {
+        "wrong": 1,
+        "right": 1,
+        "partly right": 1,
+        "not scored": 1,
+        "error": 6,
+    }
+    assert report.disagreements == [f"{path}:2: 0 now, 1 recorded"]
+    errors = "\n".join(report.errors)
+    assert f"{path}:1: domain=None has no reward; name one of math, choice" in errors
+    assert f"{path}:6: prompt {path}:6 has ground_truth='Paris'" in errors
+    assert f"{path}:7: no field 'reply'" in errors and f"{path}:8: reply=4 must be text" in errors
+    assert f"{path}:9: domain='poetry'" in errors and f"{path}:10: Expecting" in errors
+
+
+def test_the_rollouts_of_a_run(tmp_path, capsys):
+    prompt = Prompt(id="p", messages=(), domain="math", ground_truth="4")
+    samples = [Sample(prompt=prompt, index=i, reply=reply) for i, reply in enumerate("445")]
+    for sample, value in zip(samples, (1.0, 0.0, 0.0), strict=True):
+        sample.score = Score(value=value)
+        sample.enter("done", 0)
+    run = Run(tmp_path / "run", prompt, num_steps=1, shown={})
+    run.write_rollouts(1, [Group(prompt=prompt, samples=samples)])
+    capsys.readouterr()
+    path = tmp_path / "run" / "rollouts" / "step_00001.jsonl"
+    assert main(["score", str(path), "--domain", "math"]) == 0
+    printed = capsys.readouterr().out
+    assert "mean      0.6667 of 3" in printed and f"{path}:2: 1 now, 0 recorded" in printed
+    assert main(["score", str(path)]) == 0  # rows have their domain
+    assert main(["score", str(tmp_path / "none.jsonl")]) == 2

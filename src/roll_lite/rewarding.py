@@ -21,7 +21,7 @@ from roll_lite.engine.service import EngineService
 from roll_lite.envs.question import Question
 from roll_lite.models.config import ModelConfig, read_config
 from roll_lite.models.hf import has_value_head
-from roll_lite.rewards.judging import VERDICTS, VerdictError, judge_messages, parse_verdict
+from roll_lite.rewards.judge import VERDICTS, VerdictError, judge_messages, parse_verdict
 from roll_lite.rollout.asking import Asking
 from roll_lite.rollout.turns import derive_seed
 from roll_lite.train.batch import TrainingSequence, pack, unpack

@@ -1,9 +1,9 @@
-"""Generated tasks: endless questions with known answers, split into train and held-out for good.
+"""Generated tasks: endless questions with known answers, in a train and a held-out split.
 
-A task is named `kind:size`, e.g. `addition:2` (two-digit numbers), `reverse:5` (five letters),
-`counting:8` (how often a letter stands in eight), `instructions:3` (a text under three constraints,
-the prompt's tests; its ground truth is an example). Whether a question is held out depends on its
-text alone, so no seed ever trains on a question that another evaluates on.
+A task is named `kind:size`: `addition:2` (two-digit numbers), `reverse:5` (five letters),
+`counting:8` (how often a letter occurs among eight), `instructions:3` (write a text under three
+constraints, which are the prompt's tests; the ground truth is an example). Whether a question is
+held out depends only on its text, so no seed trains on a question that another evaluates on.
 """
 
 import zlib
@@ -16,21 +16,21 @@ from roll_lite.rewards.instruction_prompts import MAX_CONSTRAINTS, draw_instruct
 from roll_lite.types import Prompt
 
 Split = Literal["train", "held_out"]
-HELD_OUT_SHARE = 10  # one question in ten is never trained on
+HELD_OUT_ONE_IN = 10  # one question in ten is never trained on
 
 
-class Drawn(NamedTuple):
+class Example(NamedTuple):
     question: str
     answer: str
     careless: str
-    """The slip of somebody who does not look closely; may be right by chance."""
+    """A plausible wrong answer; right in rare cases."""
     tests: tuple[dict[str, Any], ...] = ()
 
 
-def addition(random: Random, size: int) -> Drawn:
+def addition(random: Random, size: int) -> Example:
     low = 10 ** (size - 1) if size > 1 else 0
     a, b = (random.randrange(low, 10**size) for _ in range(2))
-    return Drawn(f"What is {a} + {b}?", str(a + b), careless=str(_add_without_carry(a, b)))
+    return Example(f"What is {a} + {b}?", str(a + b), careless=str(_add_without_carry(a, b)))
 
 
 def _add_without_carry(a: int, b: int) -> int:
@@ -38,25 +38,25 @@ def _add_without_carry(a: int, b: int) -> int:
     return sum((int(x) + int(y)) % 10 * 10**place for place, (x, y) in enumerate(digits))
 
 
-def reverse(random: Random, size: int) -> Drawn:
+def reverse(random: Random, size: int) -> Example:
     word = "".join(random.choices("abcdefghijklmnopqrstuvwxyz", k=size))
-    return Drawn(f"Reverse {word}", word[::-1], careless=word[:0:-1])
+    return Example(f"Reverse {word}", word[::-1], careless=word[:0:-1])
 
 
-def counting(random: Random, size: int) -> Drawn:
+def counting(random: Random, size: int) -> Example:
     letter, *others = random.sample("abcdefghijklmnopqrstuvwxyz", 4)
     word = "".join(random.choices([letter, *others], weights=[3, 1, 1, 1], k=size))
     count = word.count(letter)
-    return Drawn(f"How many {letter} in {word}?", str(count), careless=str(count + 1))
+    return Example(f"How many {letter} in {word}?", str(count), careless=str(count + 1))
 
 
-def instructions(random: Random, size: int) -> Drawn:
+def instructions(random: Random, size: int) -> Example:
     drawn = draw_instructions(random, size)
     careless = f"Here is a text about {drawn.topic}."
-    return Drawn(drawn.question, drawn.reply, careless, drawn.tests)
+    return Example(drawn.question, drawn.reply, careless, drawn.tests)
 
 
-TASKS: dict[str, Callable[[Random, int], Drawn]] = {
+TASKS: dict[str, Callable[[Random, int], Example]] = {
     "addition": addition,
     "reverse": reverse,
     "counting": counting,
@@ -66,7 +66,7 @@ LARGEST = {"instructions": MAX_CONSTRAINTS}
 
 
 def parse_task(task: str) -> tuple[str, int]:
-    """`kind:size` -> (kind, size), or an error that names what is known."""
+    """`kind:size` -> (kind, size); raises ValueError for an unknown task."""
     kind, _, size = task.partition(":")
     if kind not in TASKS or not size.isdecimal() or int(size) < 1:
         known = ", ".join(f"{name}:N" for name in TASKS)
@@ -77,7 +77,7 @@ def parse_task(task: str) -> tuple[str, int]:
 
 
 def prompts(task: str, *, seed: int | str, split: Split = "train") -> Iterator[Prompt]:
-    """Prompt after prompt of one split, the same for the same seed."""
+    """Endless prompts of one split, determined by the seed."""
     for prompt, _ in demonstrations(task, seed=seed, split=split):
         yield prompt
 
@@ -85,7 +85,7 @@ def prompts(task: str, *, seed: int | str, split: Split = "train") -> Iterator[P
 def demonstrations(
     task: str, *, seed: int | str, split: Split = "train", careless: float = 0.0
 ) -> Iterator[tuple[Prompt, str]]:
-    """Prompts with a reply to imitate, of which a share is careless and mostly wrong."""
+    """Prompts with a reply to imitate; `careless` is the share of mostly wrong replies."""
     kind, size = parse_task(task)
     random, teacher = Random(f"{task}/{split}/{seed}"), Random(f"teacher/{task}/{seed}")
     for number in count():
@@ -100,9 +100,9 @@ def demonstrations(
         yield prompt, drawn.careless if teacher.random() < careless else drawn.answer
 
 
-def _draw(kind: str, size: int, random: Random, split: Split) -> Drawn:
+def _draw(kind: str, size: int, random: Random, split: Split) -> Example:
     while True:
         drawn = TASKS[kind](random, size)
-        is_held_out = zlib.crc32(drawn.question.encode()) % HELD_OUT_SHARE == 0
+        is_held_out = zlib.crc32(drawn.question.encode()) % HELD_OUT_ONE_IN == 0
         if is_held_out == (split == "held_out"):
             return drawn

@@ -1,9 +1,9 @@
 """Prompts of several sources, each with its share.
 
 A source is a file of prompt rows or a generated task, written `SOURCE@WEIGHT`, or `SOURCE` for
-weight 1: `("gsm8k.jsonl@0.4", "code.jsonl@0.3", "addition:2@0.3")`. What is named like a task is
-one; write `./addition:2` for a file of that name. The last @ is before the weight, so a path
-that has an @ needs its weight.
+weight 1: `("gsm8k.jsonl@0.4", "code.jsonl@0.3", "addition:2@0.3")`. A name of the form of a task is
+a task; write `./addition:2` for a file of that name. The weight follows the last @, so a path that
+contains an @ needs an explicit weight.
 """
 
 import math
@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from roll_lite import tasks
-from roll_lite.data.kinds import read_prompts
-from roll_lite.data.order import Endless, Shuffled
-from roll_lite.data.sources import digest
+from roll_lite.data.rows import read_prompts
+from roll_lite.data.sources import Endless, Shuffled, digest
 from roll_lite.types import Prompt
 
 
@@ -33,7 +32,7 @@ class Entry(NamedTuple):
 
 
 def parse_mixture(entries: Sequence[str]) -> tuple[Entry, ...]:
-    """Sources and their weights; reads no file."""
+    """Sources and their weights; no file is read."""
     if isinstance(entries, str) or not entries:
         raise ValueError(f"mixture={entries!r} must be a list of at least one SOURCE@WEIGHT")
     seen: dict[Any, str] = {}
@@ -71,10 +70,10 @@ class Stream:
 
     domain: str
     weight: Fraction
-    """Its part of the whole mixture."""
+    """Share of the mixture, not normalized."""
     prompts: Shuffled[Prompt] | Endless[Prompt]
     num_drawn: int = 0
-    """In turn; further ones were asked for by their domain."""
+    """Prompts drawn in turn; `next_of` takes further ones."""
 
     @property
     def num_asked(self) -> int:
@@ -85,20 +84,18 @@ class Stream:
 
 
 class Mixture:
-    """An endless iterator of prompts, which resumes and can be asked for a prompt of a domain.
+    """An endless iterator of prompts that can resume, and can give a prompt of one domain.
 
-    There is no chance in the order of the sources: after any number of prompts each source has
-    had its share of them, within one, and so has each domain of a file within the file. Every
-    domain of a file is shuffled by itself, so that prompts which are asked for by their domain
-    change nothing for the others.
+    The order of the sources is not random: after any number of prompts each source has had its
+    share of them, within one prompt, and so has each domain of a file within the file. Every domain
+    of a file is shuffled separately, so `next_of(domain)` changes nothing for other domains.
     """
 
     def __init__(self, entries: Sequence[str], *, seed: int | str):
         self._entries = parse_mixture(entries)
-        files = {e.source: _read_file(e.source) for e in self._entries if not e.is_task}
-        _refuse_shared_ids(files)
+        files = _read_files(self._entries)
         self.rows = [prompt for prompts in files.values() for prompt in prompts]
-        """Of all files; those of tasks have no end."""
+        """All prompts of all files; tasks are endless and not included."""
         self._file_ids = {prompt.id for prompt in self.rows}
         self._contents = {source: digest(source) for source in files}
         self._streams = [
@@ -120,7 +117,7 @@ class Mixture:
         return stream.take()
 
     def next_of(self, domain: str) -> Prompt | None:
-        """One more prompt of a domain, which counts in no share; None where it has none."""
+        """An extra prompt of a domain, which counts in no share; None for an unknown domain."""
         streams = [s for streams in self._streams for s in streams if s.domain == domain]
         if not streams:
             return None
@@ -128,16 +125,16 @@ class Mixture:
         return streams[next_in_turn(counts, [stream.weight for stream in streams])].take()
 
     def comes_again(self, prompt: Prompt) -> bool:
-        """Rows of files do, in their next epoch; tasks number their prompts."""
+        """Whether a later epoch repeats the prompt, as for files; tasks never repeat an id."""
         return prompt.id in self._file_ids
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """In the order of the sources."""
+        """All domains, in the order of the sources."""
         return tuple({s.domain: None for streams in self._streams for s in streams})
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain JSON: for every domain of every source what was drawn and where it is."""
+        """As JSON: for every domain of every source, prompts drawn in turn and the position."""
         return {
             "entries": self._names(),
             "contents": self._contents,
@@ -152,13 +149,13 @@ class Mixture:
             raise ValueError(
                 f"the state is of the mixture {', '.join(state['entries'])}, but this one is "
                 f"{', '.join(self._names())}; go on with the same sources and weights in the "
-                "same order, or begin a new run"
+                "same order, or start a new run"
             )
         for source, content in self._contents.items():
             if state["contents"][source] != content:
                 raise ValueError(
-                    f"{source} is not what it was when the state was saved; bring the old file "
-                    "back, or begin a new run"
+                    f"{source} is not what it was when the state was saved; restore the old file, "
+                    "or start a new run"
                 )
         for streams, saved in zip(self._streams, state["streams"], strict=True):
             for stream in streams:
@@ -171,14 +168,12 @@ class Mixture:
 def held_out(
     entries: Sequence[str], count: int | None, *, of_tasks: int | None = None
 ) -> list[Prompt]:
-    """Prompts to evaluate on, at most `count` of each source, the same ones every time.
+    """Prompts to evaluate on: the first `count` of each source, held-out ones for tasks.
 
-    None is all of a file, and `of_tasks` of a task: its questions that are never trained on, which
-    have no end.
+    With count=None it is all prompts of a file, and `of_tasks` of a task, which is endless.
     """
     entries = parse_mixture(entries)
-    files = {entry.source: _read_file(entry.source) for entry in entries if not entry.is_task}
-    _refuse_shared_ids(files)
+    files = _read_files(entries)
     prompts: list[Prompt] = []
     for entry in entries:
         if entry.is_task:
@@ -190,15 +185,30 @@ def held_out(
 
 
 def next_in_turn(counts: Sequence[int], weights: Sequence[Fraction]) -> int:
-    """Whose turn it is, so that every count stays within one of its share for ever.
+    """Index of the next source, such that every count always stays within one of its share.
 
-    Of those that have had less than their share of all counts, this one included, whoever's next
-    is due first: the quota method of Balinski and Young (1975). To take the largest deficit is
-    not enough: with unequal weights it strays further than one.
+    The quota method of Balinski and Young (1975): among sources below their share of the total
+    count, this draw included, the one whose next item is due first. Taking the largest deficit is
+    not enough: with unequal weights counts deviate by more than one.
     """
     place, total = sum(counts) + 1, sum(weights)
     due = [i for i, weight in enumerate(weights) if counts[i] * total < weight * place]
     return min(due, key=lambda i: (counts[i] + 1) / weights[i])
+
+
+def _read_files(entries: Sequence[Entry]) -> dict[str, list[Prompt]]:
+    """Prompts by file, with ids unique across files: samples are seeded by the prompt's id."""
+    files = {entry.source: _read_file(entry.source) for entry in entries if not entry.is_task}
+    owners: dict[str, str] = {}
+    for source, prompts in files.items():
+        for prompt in prompts:
+            owner = owners.setdefault(prompt.id, source)
+            if owner != source:
+                raise ValueError(
+                    f"id {prompt.id!r} is in {owner} and in {source}; give the rows of one file "
+                    "other ids, or leave the ids out"
+                )
+    return files
 
 
 def _read_file(source: str) -> list[Prompt]:
@@ -206,19 +216,6 @@ def _read_file(source: str) -> list[Prompt]:
         known = ", ".join(f"{name}:N" for name in tasks.TASKS)
         raise ValueError(f"{source!r} is neither a file nor a task; tasks are {known}")
     return read_prompts(source)
-
-
-def _refuse_shared_ids(files: dict[str, list[Prompt]]) -> None:
-    """Samples are seeded by the id of their prompt, and visits are counted by it."""
-    owners: dict[str, str] = {}
-    for source, prompts in files.items():
-        for prompt in prompts:
-            if owner := owners.get(prompt.id):
-                raise ValueError(
-                    f"id {prompt.id!r} is in {owner} and in {source}; give the rows of one of "
-                    "them other ids, or leave the ids out"
-                )
-        owners |= {prompt.id: source for prompt in prompts}
 
 
 def _task_stream(entry: Entry, seed: int | str) -> Stream:
@@ -230,7 +227,7 @@ def _file_streams(entry: Entry, prompts: list[Prompt], seed: int | str) -> list[
     domains: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         domains.setdefault(prompt.domain, []).append(prompt)
-    name = Path(entry.source).name  # a file that is moved keeps its order
+    name = Path(entry.source).name  # without the folder: a moved file keeps its order
     return [
         Stream(
             domain,

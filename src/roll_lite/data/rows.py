@@ -1,34 +1,61 @@
-"""JSON lines: every row can say what is wrong with it, and where it stands."""
+"""Rows of JSON-lines files: dialogues, preferences and prompts.
+
+A malformed row raises ValueError with the file, the line, the field and what was expected.
+"""
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from roll_lite.types import Message
+from roll_lite.types import Message, Prompt
 
 T = TypeVar("T")
 ROLES = ("system", "user", "assistant")
-KINDS = {
+DIALOGUE = "a dialogue row has messages, or prompt and reply"
+PREFERENCE = "a preference row has prompt, chosen and rejected"
+PROMPT = "a prompt row has prompt, and may have id, domain, ground_truth and tests"
+TYPE_NAMES = {
     dict: "an object", list: "a list", str: "text", bool: "a truth value", int: "a number",
     float: "a number", type(None): "null",
 }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialogue:
+    """A conversation; its assistant turns are trained on."""
+
+    id: str
+    """File and line, or task; named in errors."""
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preference:
+    """Two replies to a prompt, one better than the other."""
+
+    id: str
+    messages: tuple[Message, ...]
+    """The prompt."""
+    chosen: str
+    rejected: str
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a file, which can say what is wrong with it."""
+    """One line of a file, with checked access to its fields."""
 
     where: str
     """File and line."""
     number: int
-    """Of the line, from 1."""
+    """Line number, from 1."""
     fields: dict[str, Any]
     expected: str
-    """What a row of this kind has, in words."""
+    """The fields of such a row, in words, for error messages."""
     line: bytes
-    """As it stands in the file."""
+    """The unparsed line."""
 
     def error(self, problem: str) -> ValueError:
         return ValueError(f"{self.where}: {problem}; {self.expected}")
@@ -38,50 +65,76 @@ class Row:
         if value is None and field not in self.fields:
             raise self.error(f"no field {field!r}")
         if not isinstance(value, str):
-            raise self.error(f"field {field!r} is {KINDS[type(value)]} instead of text")
+            raise self.error(f"field {field!r} is {TYPE_NAMES[type(value)]} instead of text")
         return value
 
     def text_or_number(self, field: str, default: str | None = None) -> str:
-        """Text; a number is the text that it is written with, so 1.50 stays 1.50."""
+        """Text, or a number as it is written in the file: 1.50 stays 1.50."""
         if type(self.fields.get(field)) not in (int, float):
             return self.text(field, default)
         return json.loads(self.line, parse_int=str, parse_float=str, parse_constant=str)[field]
 
     def objects(self, field: str) -> tuple[dict[str, Any], ...]:
-        """A list of objects; none where the row does not have the field."""
+        """A list of objects; empty if the row does not have the field."""
         value = self.fields.get(field, [])
         if not isinstance(value, list):
-            raise self.error(f"field {field!r} is {KINDS[type(value)]} instead of a list")
-        for i, entry in enumerate(value):
-            if not isinstance(entry, dict):
-                raise self.error(f"{field}[{i}] is {KINDS[type(entry)]} instead of an object")
-        return tuple(value)
+            raise self.error(f"field {field!r} is {TYPE_NAMES[type(value)]} instead of a list")
+        return tuple(self._object(f"{field}[{i}]", entry) for i, entry in enumerate(value))
 
     def messages(self, field: str) -> tuple[Message, ...]:
-        """The messages of a field; text is a message of the user."""
+        """The messages of a field; plain text is one message of the user."""
         value = self.fields.get(field)
         if isinstance(value, str):
             return ({"role": "user", "content": value},)
         if field not in self.fields:
             raise self.error(f"no field {field!r}")
         if not isinstance(value, list) or not value:
-            found = "an empty list" if value == [] else KINDS[type(value)]
+            found = "an empty list" if value == [] else TYPE_NAMES[type(value)]
             raise self.error(f"field {field!r} is {found} instead of messages")
         return tuple(self._message(f"{field}[{i}]", entry) for i, entry in enumerate(value))
 
-    def _message(self, where: str, entry: Any) -> Message:
+    def _object(self, where: str, entry: Any) -> dict[str, Any]:
         if not isinstance(entry, dict):
-            raise self.error(f"{where} is {KINDS[type(entry)]} instead of an object")
-        role, content = entry.get("role"), entry.get("content")
+            raise self.error(f"{where} is {TYPE_NAMES[type(entry)]} instead of an object")
+        return entry
+
+    def _message(self, where: str, entry: Any) -> Message:
+        role, content = (self._object(where, entry).get(name) for name in ("role", "content"))
         if role not in ROLES:
             raise self.error(f"{where} has role {role!r}, not one of {', '.join(ROLES)}")
         if not isinstance(content, str):
-            raise self.error(f"{where} has {KINDS[type(content)]} instead of text as its content")
+            found = TYPE_NAMES[type(content)]
+            raise self.error(f"{where} has {found} instead of text as its content")
         return {"role": role, "content": content}
 
 
+def read_dialogues(path: str | Path) -> list[Dialogue]:
+    return read_rows(path, _dialogue, DIALOGUE)
+
+
+def read_preferences(path: str | Path) -> list[Preference]:
+    return read_rows(path, _preference, PREFERENCE)
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """Prompts with unique ids: the samples of a prompt are seeded by its id."""
+    owners: dict[str, str] = {}
+
+    def parse(row: Row) -> Prompt:
+        prompt = _prompt(row)
+        if prompt.id in owners:
+            raise row.error(
+                f"id {prompt.id!r} is also the id of {owners[prompt.id]}; give each row its own "
+                "id, or leave all ids out"
+            )
+        owners[prompt.id] = row.where
+        return prompt
+
+    return read_rows(path, parse, PROMPT)
+
+
 def read_rows(path: str | Path, parse: Callable[[Row], T], expected: str) -> list[T]:
-    """Parse every line that is not blank; errors name the file, the line and what was expected."""
+    """Parse every line that is not blank."""
     if not Path(path).is_file():
         raise ValueError(f"{path} is not a file; name one with a JSON object in each line")
     rows = []
@@ -103,5 +156,46 @@ def _row(where: str, number: int, line: bytes, expected: str) -> Row:
     except UnicodeDecodeError as error:
         raise ValueError(f"{where}: not JSON ({error}); {expected}") from None
     if not isinstance(fields, dict):
-        raise ValueError(f"{where}: {KINDS[type(fields)]} instead of an object; {expected}")
+        raise ValueError(f"{where}: {TYPE_NAMES[type(fields)]} instead of an object; {expected}")
     return Row(where, number, fields, expected, line)
+
+
+def _dialogue(row: Row) -> Dialogue:
+    if "messages" in row.fields:
+        messages = row.messages("messages")
+    else:
+        reply = {"role": "assistant", "content": row.text("reply")}
+        messages = (*row.messages("prompt"), reply)
+    roles = [message["role"] for message in messages]
+    is_turn = [role == "assistant" for role in roles]
+    if not is_turn[-1] or is_turn[0] or any(a and b for a, b in pairwise(is_turn)):
+        raise row.error(
+            f"the roles are {', '.join(roles)}, but the assistant must reply to another role and "
+            "come last"
+        )
+    return Dialogue(id=row.where, messages=messages)
+
+
+def _preference(row: Row) -> Preference:
+    chosen, rejected = row.text("chosen"), row.text("rejected")
+    if chosen == rejected:
+        raise row.error("chosen and rejected are the same text, so there is nothing to prefer")
+    return Preference(id=row.where, messages=_opening(row), chosen=chosen, rejected=rejected)
+
+
+def _prompt(row: Row) -> Prompt:
+    return Prompt(
+        id=row.text_or_number("id", default=row.where),
+        messages=_opening(row),
+        domain=row.text("domain", default=""),
+        ground_truth=row.text_or_number("ground_truth", default=""),
+        tests=row.objects("tests"),
+    )
+
+
+def _opening(row: Row) -> tuple[Message, ...]:
+    """The messages of a prompt, which must not end with the assistant."""
+    messages = row.messages("prompt")
+    if messages[-1]["role"] == "assistant":
+        raise row.error("the prompt ends with the assistant; end it with the user")
+    return messages

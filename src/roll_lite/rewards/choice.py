@@ -1,8 +1,8 @@
-r"""Rewards for multiple choice: which letter a reply chooses.
+r"""Reward for multiple choice: the letter that a reply chooses.
 
-The letter is taken from the first of these that has one: boxes, statements ("the answer is (B)"),
-a line that begins the reply or ends it with an option ("B) Paris", "**C**"). A reply that names two
-different letters there has not chosen.
+The letter is looked for in boxes, then in statements ("the answer is (B)"), then in a line that is
+only a letter, or else the first and the last line ("B) Paris"). The first place with a letter
+counts; two different letters there are not a choice.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from roll_lite.types import Prompt, Score
 
-# Quantifiers are bounded: runs of marks would take quadratic time.
+# Quantifiers are bounded: long runs of marks would otherwise take quadratic time.
 _LETTER = (
     r"(?:\\text(?:bf|it|rm)?|\\mathrm|\\mathbf)?[\s({\[*_\"'$]{0,8}([A-J])(?![A-Za-z0-9'\u2019])"
 )
@@ -37,12 +37,12 @@ _OPTION = re.compile(r"[\s*_]*(?:\(([A-J])\)|([A-J])[*_]*[).:])[\s*_]*(?:\S.*)?$
 
 class Choice(NamedTuple):
     letters: frozenset[str]
-    """None, one, or several that were named alike."""
-    place: str
+    """Empty, one letter, or several competing ones."""
+    source: str
 
 
 def choice_answer(prompt: Prompt, reply: str) -> Score:
-    """1 when the reply chooses the letter of the ground truth and no other, else 0."""
+    """1 if the reply chooses the letter of the ground truth and no other, else 0."""
     letters = chosen(reply).letters
     correct = float(letters == {right_letter(prompt)})
     parts = {"correct": correct, "ambiguous": float(len(letters) > 1), "none": float(not letters)}
@@ -60,12 +60,12 @@ def right_letter(prompt: Prompt) -> str:
 
 
 def chosen(reply: str) -> Choice:
-    """The letters that a reply names where it says its answer."""
+    """The letters that a reply names as its answer, and where."""
     text = reply.rpartition("</think>")[2]
-    for place, find in (("boxed", _in_boxes), ("stated", _stated), ("a line", _in_lines)):
+    for source, find in (("boxed", _in_boxes), ("stated", _stated), ("a line", _in_lines)):
         letters = frozenset(find(text))
         if letters:
-            return Choice(letters, place)
+            return Choice(letters, source)
     return Choice(frozenset(), "nowhere")
 
 
@@ -82,7 +82,7 @@ def _stated(text: str) -> Iterator[str]:
 
 
 def _in_lines(text: str) -> Iterator[str]:
-    """A line with nothing but a letter; else options that open the reply or end it."""
+    """Lines that are only a letter; else an option in the first or the last line."""
     lines = [line for line in text.splitlines() if line.strip()]
     bare = [match[1] for line in lines if (match := _BARE.match(line))]
     if bare or not lines:

@@ -1,8 +1,7 @@
-"""Rewards for programs: the reply's code is run against the prompt's tests, in the sandbox.
+"""Reward for programs: run the reply's code against the prompt's tests in the sandbox.
 
-A test is {"code": "assert ..."}, which runs after the program and with its names, or
-{"input": stdin, "output": what the program must print}. For the options, as a reward of its own:
-functools.partial(passes_tests, partial=True).
+A test is {"code": "assert ..."}, which runs after the program and sees its names, or
+{"input": stdin, "output": expected stdout}. Set options with functools.partial(passes_tests, ...).
 """
 
 import re
@@ -34,11 +33,12 @@ def passes_tests(
     isolation: Isolation = "full",
     tests_apart: bool = True,
 ) -> Score:
-    """1 when the last code block passes all tests, else 0; with `partial` the share that it passes.
+    """1 if the last code block passes all tests, else 0; with `partial`, the share it passes.
 
-    `limits` are those of one test. `seconds` are for all of them: what has not passed by then has
-    failed. It should stay below the workers' own, which make an error of it. Tests of code run in
-    a process of their own, or, with tests_apart=False, in the program's (see `Sandbox.run`).
+    `limits` apply to each test, `seconds` to all tests together: tests that have not passed by then
+    count as failed. Keep `seconds` below the limit of the reward workers, which raise an error.
+    Code tests run in a process of their own; with tests_apart=False, in the program's process (see
+    `Sandbox.run`).
     """
     tests = check_tests(prompt)
     source = last_code_block(reply)
@@ -62,7 +62,7 @@ def passes_tests(
 
 
 def last_code_block(reply: str) -> str | None:
-    """Of those that are Python, or do not say what they are; one that was cut off is none."""
+    """The last closed code block that is marked as Python or not marked at all."""
     blocks = [
         match["code"] for match in _BLOCK.finditer(reply) if match["language"].lower() in _LANGUAGES
     ]
@@ -81,26 +81,26 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def check_tests(prompt: Prompt) -> list[dict[str, Any]]:
-    """The tests, where there are any and all can be run."""
+def check_tests(prompt: Prompt) -> tuple[dict[str, str], ...]:
+    """The prompt's tests; raises ValueError if there are none or one cannot be run."""
     if not prompt.tests:
-        raise ValueError(f"prompt {prompt.id} has no tests, without which code cannot be scored")
-    return [_checked(prompt, index) for index in range(len(prompt.tests))]
+        raise ValueError(f"prompt {prompt.id} has no tests; code needs at least one")
+    for index, test in enumerate(prompt.tests):
+        _check(test, where=f"tests[{index}] of prompt {prompt.id}")
+    return prompt.tests
 
 
-def _checked(prompt: Prompt, index: int) -> dict[str, Any]:
-    """The test, or an error that says what is wrong with it: it is not the reply's fault."""
-    test = prompt.tests[index]
-    where = f"tests[{index}] of prompt {prompt.id}"
+def _check(test: dict[str, Any], *, where: str) -> None:
+    """Raise ValueError for a malformed test, so that no reply is blamed for it."""
     if set(test) not in ({"code"}, {"input", "output"}):
         raise ValueError(f'{where} has {sorted(test)}; give it "code", or "input" and "output"')
     if not all(isinstance(value, str) for value in test.values()):
-        raise ValueError(f"{where} must hold texts: {test}")
-    if "code" in test:
-        if not test["code"].strip():
-            raise ValueError(f"{where} has no code, so that everything would pass it")
-        try:
-            compile(test["code"], "tests.py", "exec", dont_inherit=True)
-        except SyntaxError as error:
-            raise ValueError(f"{where} is not Python: {error}") from error
-    return test
+        raise ValueError(f"{where} must hold texts only: {test}")
+    if "code" not in test:
+        return
+    if not test["code"].strip():
+        raise ValueError(f"{where} has no code, so every program would pass; write assertions")
+    try:
+        compile(test["code"], "tests.py", "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise ValueError(f"{where} is not Python: {error}") from error

@@ -1,4 +1,4 @@
-"""Several rewards as one: their weighted sum, with every part logged."""
+"""The weighted sum of several rewards as one reward that logs every part."""
 
 import math
 import pickle
@@ -10,13 +10,13 @@ from roll_lite.types import Prompt, Reward, Score
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """The sum of rewards times their weights; can be sent to workers."""
+    """A weighted sum of rewards; it pickles, so it can be sent to workers."""
 
     rewards: tuple[tuple[str, Reward, float], ...]
     """Name, reward and weight."""
 
     def __call__(self, prompt: Prompt, reply: str) -> Score:
-        """Parts have the scores before weighting; parts of a part are called name/part."""
+        """Parts are the unweighted scores; the parts of reward `name` are called name/part."""
         value, parts = 0.0, {}
         for name, reward, weight in self.rewards:
             score = reward(prompt, reply)
@@ -29,7 +29,7 @@ class Weighted:
 
 
 def weighted(rewards: Mapping[str, tuple[Reward, float]]) -> Weighted:
-    """`weighted({"correct": (math_answer, 1.0), "format": (has_tags, 0.2)})`"""
+    """Example: `weighted({"correct": (math_answer, 1.0), "format": (has_tags, 0.2)})`."""
     if not rewards:
         raise ValueError("rewards={} is empty; name at least one reward and its weight")
     for name, (reward, weight) in rewards.items():
@@ -37,11 +37,11 @@ def weighted(rewards: Mapping[str, tuple[Reward, float]]) -> Weighted:
             raise ValueError(f"name={name!r} must be text without a slash")
         if not math.isfinite(weight):
             raise ValueError(f"weight={weight} of {name} must be a finite number")
-        _check_travels(name, reward)
+        _check_pickles(name, reward)
     return Weighted(tuple((name, reward, weight) for name, (reward, weight) in rewards.items()))
 
 
-def _check_travels(name: str, reward: Reward) -> None:
+def _check_pickles(name: str, reward: Reward) -> None:
     try:
         pickle.dumps(reward)
     except (pickle.PicklingError, AttributeError, TypeError) as error:

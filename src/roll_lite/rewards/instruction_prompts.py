@@ -1,7 +1,7 @@
-"""Prompts with random instructions, as the task `instructions:N` draws them.
+"""Prompts with random instructions, for the task `instructions:N`.
 
-The reply comes first: a text with random features. Constraints are then read off it, so that they
-can always be fulfilled together, and the text shows how.
+A reply is drawn first: a text with random features. The constraints are then read off it, so they
+can always be fulfilled together, and the reply is an example.
 """
 
 from collections.abc import Callable
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, NamedTuple
 
-from roll_lite.rewards import constraints
-from roll_lite.rewards.constraints import MEASURES
+from roll_lite.rewards.instructions import MEASURES, keyword
 
 MAX_CONSTRAINTS = 8
 _VOCABULARY = (
@@ -23,14 +22,14 @@ _TOPICS, _SUBJECTS, _VERBS, _PLACES = (words.split() for words in _VOCABULARY)
 _TIMES = ("every morning", "after lunch", "in silence", "with great care", "once a year", "")
 _OPENINGS = ("Dear reader", "In short", "Once upon a time", "To begin with")
 _CLOSINGS = ("Thank you for reading.", "That is all.", "Any other questions?")
-_SHARE = 0.35  # of texts that have one feature or another
+_FEATURE_SHARE = 0.35  # of texts that have a given feature
 
 
 class Instructions(NamedTuple):
     topic: str
     tests: tuple[dict[str, Any], ...]
     reply: str
-    """A text that follows them all."""
+    """A text that fulfils all constraints."""
 
     @property
     def question(self) -> str:
@@ -67,7 +66,7 @@ _SENTENCES = {
 
 
 def describe(test: dict[str, Any]) -> str:
-    """A constraint of those that are drawn here, as a person would say it."""
+    """A drawn constraint as a sentence for the prompt."""
     bound, _, measure = test["kind"].partition("_")
     if bound not in _BOUNDS:
         bound, measure = "", test["kind"]
@@ -77,27 +76,27 @@ def describe(test: dict[str, Any]) -> str:
 
 
 def draw_instructions(random: Random, count: int) -> Instructions:
-    """So many constraints of different sorts, and a reply that fulfils them."""
+    """Draw `count` different constraints and a reply that fulfils them."""
     if not 1 <= count <= MAX_CONSTRAINTS:
         raise ValueError(f"count={count} must be from 1 to {MAX_CONSTRAINTS} constraints")
     draft = _draft(random)
-    sorts = [sort for sort in _SORTS if not sort.needs or sort.needs in draft.features]
-    chosen = random.sample(sorts, count)
-    return Instructions(draft.topic, tuple(s.read(draft, random) for s in chosen), draft.text)
+    rules = [rule for rule in _RULES if not rule.needs or rule.needs in draft.features]
+    chosen = random.sample(rules, count)
+    return Instructions(draft.topic, tuple(r.read(draft, random) for r in chosen), draft.text)
 
 
 def _draft(random: Random) -> Draft:
     topic = random.choice(_TOPICS)
-    features = {name for name in _FEATURES if random.random() < _SHARE}
-    if "title" in features:  # either may stand first
+    features = {name for name in _FEATURES if random.random() < _FEATURE_SHARE}
+    if "title" in features:  # only one of them can be first
         features.discard("opening")
     pieces = [
         " ".join(_sentence(random, topic) for _ in range(random.randint(1, 3)))
         for _ in range(random.randint(1, 3))
     ]
-    for name in _FEATURES:  # in their order: what stands first and last comes at the end
+    for name in _FEATURES:  # in this order: features of the start and the end are added last
         if name in features:
-            pieces = _FEATURES[name](pieces, random, topic)
+            _add_feature(name, pieces, random, topic)
     text = "\n\n".join(pieces)
     case = random.choice(("lowercase", "uppercase", "", "", ""))
     if case:
@@ -112,60 +111,50 @@ def _sentence(random: Random, topic: str) -> str:
     return f"{subject.capitalize()} {verb} {topic} near {place} {time}".strip() + "."
 
 
-def _bullets(pieces: list[str], random: Random, topic: str) -> list[str]:
+def _add_feature(name: str, pieces: list[str], random: Random, topic: str) -> None:
+    piece = _FEATURES[name](random, topic)
+    if name == "opening":
+        pieces[0] = f"{piece}: {pieces[0]}"
+    elif name == "title":
+        pieces.insert(0, piece)
+    else:
+        pieces.append(piece)
+
+
+def _bullets(random: Random, topic: str) -> str:
     items = random.sample(_PLACES, random.randint(2, 4))
-    return [*pieces, "\n".join(f"- {topic} of {item}" for item in items)]
+    return "\n".join(f"- {topic} of {item}" for item in items)
 
 
-def _highlights(pieces: list[str], random: Random, topic: str) -> list[str]:
-    return [*pieces, f"Mind the *{random.choice(_PLACES)}* and the *{random.choice(_VERBS)}*."]
+def _highlights(random: Random, topic: str) -> str:
+    return f"Mind the *{random.choice(_PLACES)}* and the *{random.choice(_VERBS)}*."
 
 
-def _placeholders(pieces: list[str], random: Random, topic: str) -> list[str]:
-    return [*pieces, f"Write to [name] at [{random.choice(('address', 'place', 'city'))}]."]
+def _placeholders(random: Random, topic: str) -> str:
+    return f"Write to [name] at [{random.choice(('address', 'place', 'city'))}]."
 
 
-def _digits(pieces: list[str], random: Random, topic: str) -> list[str]:
-    return [*pieces, f"There are {random.randint(100, 9999)} of them."]
-
-
-def _opening(pieces: list[str], random: Random, topic: str) -> list[str]:
-    return [f"{random.choice(_OPENINGS)}: {pieces[0]}", *pieces[1:]]
-
-
-def _title(pieces: list[str], random: Random, topic: str) -> list[str]:
-    return [f"<<All about {topic}>>", *pieces]
-
-
-def _postscript(pieces: list[str], random: Random, topic: str) -> list[str]:
-    return [*pieces, f"P.S. {_sentence(random, topic)}"]
-
-
-def _closing(pieces: list[str], random: Random, topic: str) -> list[str]:
-    return [*pieces, random.choice(_CLOSINGS)]
-
-
-_FEATURES: dict[str, Callable[[list[str], Random, str], list[str]]] = {
+_FEATURES: dict[str, Callable[[Random, str], str]] = {
     "bullets": _bullets,
     "highlights": _highlights,
     "placeholders": _placeholders,
-    "digits": _digits,
-    "opening": _opening,
-    "title": _title,
-    "postscript": _postscript,
-    "closing": _closing,
+    "digits": lambda random, topic: f"There are {random.randint(100, 9999)} of them.",
+    "opening": lambda random, topic: random.choice(_OPENINGS),
+    "title": lambda random, topic: f"<<All about {topic}>>",
+    "postscript": lambda random, topic: f"P.S. {_sentence(random, topic)}",
+    "closing": lambda random, topic: random.choice(_CLOSINGS),
 }
 
 
-class Sort(NamedTuple):
-    """A sort of constraint: what a text needs for it, and how it is read off the text."""
+class ConstraintRule(NamedTuple):
+    """How to read a constraint off a text that has the feature it needs."""
 
     needs: str
     read: Callable[[Draft, Random], dict[str, Any]]
 
 
 def _bounded(measure: str, *bounds: str, slack: int = 0) -> Callable[[Draft, Random], dict]:
-    """A bound that the text keeps, somewhat away from it where it may be."""
+    """A bound that the text keeps, loosened by up to `slack`."""
 
     def read(draft: Draft, random: Random) -> dict[str, Any]:
         bound, away = random.choice(bounds), random.randint(0, slack)
@@ -181,24 +170,24 @@ def _bounded(measure: str, *bounds: str, slack: int = 0) -> Callable[[Draft, Ran
 
 def _keywords(draft: Draft, random: Random) -> dict[str, Any]:
     words = (*_SUBJECTS, *_VERBS, *_PLACES)
-    present = [word for word in words if constraints.keyword(draft.text, word=word)]
+    present = [word for word in words if keyword(draft.text, word=word)]
     return {"kind": "keywords", "words": random.sample(present, 2)}
 
 
 def _forbidden(draft: Draft, random: Random) -> dict[str, Any]:
-    absent = [w for w in (*_TOPICS, *_PLACES) if not constraints.keyword(draft.text, word=w)]
+    absent = [w for w in (*_TOPICS, *_PLACES) if not keyword(draft.text, word=w)]
     return {"kind": "forbidden_words", "words": random.sample(absent, 2)}
 
 
 def _keyword_count(draft: Draft, random: Random) -> dict[str, Any]:
     kind = random.choice(("min_keyword", "max_keyword"))
-    count = constraints.keyword(draft.text, word=draft.topic)
+    count = keyword(draft.text, word=draft.topic)
     return {"kind": kind, "word": draft.topic, "count": count}
 
 
 def _letter_count(draft: Draft, random: Random) -> dict[str, Any]:
     letter = random.choice("aeimnorst")
-    count = constraints.letter(draft.text, letter=letter) - random.randint(0, 3)
+    count = MEASURES["letter"](draft.text, letter=letter) - random.randint(0, 3)
     return {"kind": "min_letter", "letter": letter, "count": max(count, 0)}
 
 
@@ -214,24 +203,24 @@ def _named(kind: str, **fields: str) -> Callable[[Draft, Random], dict[str, Any]
     return lambda draft, random: {"kind": kind, **fields}
 
 
-_SORTS = (
-    Sort("", _bounded("words", "min", "max", slack=10)),
-    Sort("", _bounded("sentences", "min", "max", "exact", slack=1)),
-    Sort("", _bounded("paragraphs", "exact")),
-    Sort("", _bounded("capital_words", "max", slack=2)),
-    Sort("", _keywords),
-    Sort("", _forbidden),
-    Sort("", _keyword_count),
-    Sort("", _letter_count),
-    Sort("", _named("no_commas")),
-    Sort("bullets", _bounded("bullets", "exact", "min")),
-    Sort("highlights", _bounded("highlights", "min")),
-    Sort("placeholders", _bounded("placeholders", "min")),
-    Sort("digits", _bounded("digits", "exact", "min")),
-    Sort("opening", _opens),
-    Sort("title", _named("title")),
-    Sort("postscript", _named("postscript", marker="P.S.")),
-    Sort("closing", _closes),
-    Sort("lowercase", _named("lowercase")),
-    Sort("uppercase", _named("uppercase")),
+_RULES = (
+    ConstraintRule("", _bounded("words", "min", "max", slack=10)),
+    ConstraintRule("", _bounded("sentences", "min", "max", "exact", slack=1)),
+    ConstraintRule("", _bounded("paragraphs", "exact")),
+    ConstraintRule("", _bounded("capital_words", "max", slack=2)),
+    ConstraintRule("", _keywords),
+    ConstraintRule("", _forbidden),
+    ConstraintRule("", _keyword_count),
+    ConstraintRule("", _letter_count),
+    ConstraintRule("", _named("no_commas")),
+    ConstraintRule("bullets", _bounded("bullets", "exact", "min")),
+    ConstraintRule("highlights", _bounded("highlights", "min")),
+    ConstraintRule("placeholders", _bounded("placeholders", "min")),
+    ConstraintRule("digits", _bounded("digits", "exact", "min")),
+    ConstraintRule("opening", _opens),
+    ConstraintRule("title", _named("title")),
+    ConstraintRule("postscript", _named("postscript", marker="P.S.")),
+    ConstraintRule("closing", _closes),
+    ConstraintRule("lowercase", _named("lowercase")),
+    ConstraintRule("uppercase", _named("uppercase")),
 )

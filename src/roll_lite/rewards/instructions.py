@@ -1,30 +1,74 @@
-"""Rewards for following instructions that a program can check.
+"""Reward for following instructions that a program can check, in the manner of IFEval (Zhou 2023).
 
-A prompt's tests are its constraints, such as {"kind": "min_words", "count": 50}; `constraints` has
-all kinds.
+A prompt's tests are its constraints, such as {"kind": "min_words", "count": 50}. A measure counts
+something; each measure makes three kinds with the field `count`: `min_words`, `max_words` and
+`exact_words`. A check is true or false. The keyword arguments of a measure or check are the
+further fields of the constraint.
 """
 
+import inspect
+import json
+import re
+from collections.abc import Callable
+from operator import eq, ge, le
 from typing import Any
 
-from roll_lite.rewards.constraints import FIELDS, KINDS, fields_of, holds
 from roll_lite.types import Prompt, Score
+
+_WORD = re.compile(r"\w+(?:['\u2019-]\w+)*")
+_ABBREVIATION = re.compile(r"\b(?:Mr|Mrs|Ms|Dr|Prof|St|vs|etc|e\.g|i\.e|[A-Z])\.(?=\s+\S)")
+_SENTENCE_END = re.compile(
+    r"(?<![.!?\u3002\uff01\uff1f])[.!?\u3002\uff01\uff1f]+[\"')\]]*(?:\s|$)|\n\s*\n"
+)
+SCRIPTS = {
+    "ja": r"[\u3040-\u30ff]",
+    "ko": r"[\uac00-\ud7af\u1100-\u11ff]",
+    "zh": r"[\u4e00-\u9fff]",
+    "ru": r"[\u0400-\u04ff]",
+    "ar": r"[\u0600-\u06ff]",
+    "he": r"[\u0590-\u05ff]",
+    "hi": r"[\u0900-\u097f]",
+    "th": r"[\u0e00-\u0e7f]",
+    "el": r"[\u0370-\u03ff]",
+}
+STOP_WORDS = {
+    "en": "the of and to in is that it was for with as his he be at by this had not are but from "
+    "have you which were they one their all would there",
+    "de": "der die und das in den von zu mit ist nicht ein eine auf sich dem des im für auch es "
+    "wird sie werden wie aus bei sind oder einer ich",
+    "fr": "le la les de des et un une du est en que qui dans pour pas sur au avec il elle ce se "
+    "sont par plus ne nous vous cette mais",
+    "es": "el la los las de y en que es un una por con para del se no al lo como más pero sus su "
+    "le ha este son entre muy",
+    "it": "il di che la e è un una per in non con del della si le da sono come gli anche alla più "
+    "ma nel questo lo dei al",
+    "pt": "o a os as de que e do da em um uma para com não se na no por mais dos como mas foi ao "
+    "são ele ela das seu",
+    "nl": "de het een van en in is dat op te zijn met voor niet die aan er om ook als maar bij "
+    "wordt door naar uit hij nog wel",
+}
+LANGUAGES = (*SCRIPTS, *STOP_WORDS)
+_SCRIPTS = {code: re.compile(pattern) for code, pattern in SCRIPTS.items()}
+_STOP_WORDS = {code: frozenset(words.split()) for code, words in STOP_WORDS.items()}
+_MOST_KANJI = 10
+"""Chinese characters per kana up to which a text is Japanese."""
 
 
 def instructions_followed(prompt: Prompt, reply: str, *, strict: bool = False) -> Score:
-    """The share of constraints that the reply fulfils; with `strict`, 1 for all of them, else 0.
+    """The share of constraints that the reply fulfils; with `strict`, 1 if it fulfils all, else 0.
 
-    Parts have the kinds; a second constraint of a kind is called kind_2.
+    Each constraint is a part named after its kind; the second one of a kind is kind_2.
     """
     check_instructions(prompt)
     parts: dict[str, float] = {}
     for constraint in prompt.tests:
-        parts[_unused(constraint["kind"], parts)] = float(holds(reply, constraint))
+        parts[_part_name(constraint["kind"], parts)] = float(holds(reply, constraint))
     share = sum(parts.values()) / len(parts)
     return Score(value=float(share == 1) if strict else share, parts=parts)
 
 
 def check_instructions(prompt: Prompt) -> None:
-    """Refuse constraints that no reply could be checked with; for the start of a run."""
+    """Raise ValueError for constraints that cannot be checked."""
     if not prompt.tests:
         raise ValueError(f"prompt {prompt.id} has no tests; give it at least one constraint")
     for number, constraint in enumerate(prompt.tests):
@@ -41,24 +85,264 @@ def _check(constraint: dict[str, Any]) -> None:
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is not known; use one of {', '.join(KINDS)}")
     fields = fields_of(kind)
-    given = set(constraint) - {"kind"}
+    given, listed = set(constraint) - {"kind"}, ", ".join(sorted(fields)) or "none"
     if missing := sorted(fields - given):
-        raise ValueError(f"kind={kind!r} has no field {missing[0]!r}; it needs {_listed(fields)}")
+        raise ValueError(f"kind={kind!r} has no field {missing[0]!r}; it needs {listed}")
     if unread := sorted(given - fields):
-        raise ValueError(f"kind={kind!r} reads no field {unread[0]!r}, only {_listed(fields)}")
+        raise ValueError(f"kind={kind!r} reads no field {unread[0]!r}, only {listed}")
     for field in sorted(fields):
-        is_right, expected = FIELDS[field]
-        if not is_right(constraint[field]):
+        is_valid, expected = FIELDS[field]
+        if not is_valid(constraint[field]):
             raise ValueError(f"{field}={constraint[field]!r} of kind={kind!r} must be {expected}")
 
 
-def _listed(fields: set[str]) -> str:
-    return ", ".join(sorted(fields)) or "none"
-
-
-def _unused(kind: str, parts: dict[str, float]) -> str:
+def _part_name(kind: str, parts: dict[str, float]) -> str:
     number, name = 1, kind
     while name in parts:
         number += 1
         name = f"{kind}_{number}"
     return name
+
+
+def holds(reply: str, constraint: dict[str, Any]) -> bool:
+    """Whether a reply fulfils a constraint; an empty reply fulfils none."""
+    kind, fields = constraint["kind"], {k: v for k, v in constraint.items() if k != "kind"}
+    if not reply.strip():
+        return False
+    if kind in CHECKS:
+        return CHECKS[kind](reply, **fields)
+    bound, _, name = kind.partition("_")
+    count = fields.pop("count")
+    return BOUNDS[bound](MEASURES[name](reply, **fields), count)
+
+
+def fields_of(kind: str) -> set[str]:
+    """Names of the fields of a constraint of this kind, without `kind`."""
+    function = CHECKS.get(kind) or MEASURES[kind.partition("_")[2]]
+    fields = set(inspect.signature(function).parameters) - {"reply"}
+    return fields if kind in CHECKS else fields | {"count"}
+
+
+def words(reply: str) -> int:
+    return len(_WORD.findall(reply))
+
+
+def sentences(reply: str) -> int:
+    """Sentences end with . ! or ? or a paragraph, not at abbreviations."""
+    text = _ABBREVIATION.sub(lambda match: match[0][:-1], reply)
+    return sum(bool(_WORD.search(piece)) for piece in _SENTENCE_END.split(text))
+
+
+def paragraphs(reply: str) -> int:
+    return len(paragraphs_of(reply))
+
+
+def paragraphs_of(reply: str) -> list[str]:
+    return [piece for piece in re.split(r"\n\s*\n", reply) if piece.strip()]
+
+
+def capital_words(reply: str) -> int:
+    """Words of at least two letters, all of them capitals."""
+    return sum(len(word) > 1 and word.isupper() for word in _WORD.findall(reply))
+
+
+def headings(reply: str) -> int:
+    return len(re.findall(r"^#{1,6} +\S", reply, re.MULTILINE))
+
+
+def bullets(reply: str) -> int:
+    """Lines that begin with `- ` or `* `."""
+    return len(re.findall(r"^[ \t]*[-*] +\S", reply, re.MULTILINE))
+
+
+def numbered_items(reply: str) -> int:
+    return len(re.findall(r"^[ \t]*\d+[.)] +\S", reply, re.MULTILINE))
+
+
+def placeholders(reply: str) -> int:
+    """Texts in square brackets, such as [name]; links do not count."""
+    return len(re.findall(r"\[[^\[\]\n]+\](?!\()", reply))
+
+
+def highlights(reply: str) -> int:
+    """Passages in *single* or **double asterisks**."""
+    found = re.findall(r"\*\*([^*\n]+)\*\*|(?<!\*)\*([^*\s][^*\n]*)\*(?!\*)", reply)
+    return sum(bool((double or single).strip()) for double, single in found)
+
+
+def digits(reply: str) -> int:
+    return sum(character.isdecimal() for character in reply)
+
+
+def keyword(reply: str, *, word: str) -> int:
+    """Occurrences of a word or phrase, ignoring case."""
+    return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", reply, re.IGNORECASE))
+
+
+def letter(reply: str, *, letter: str) -> int:
+    return reply.lower().count(letter.lower())
+
+
+def sections(reply: str, *, marker: str) -> int:
+    """Lines that begin with the marker and a number: `Section 1`."""
+    return len(re.findall(rf"^[#*_ \t]*{re.escape(marker)} +\d+", reply, re.MULTILINE))
+
+
+def keywords(reply: str, *, words: list[str]) -> bool:
+    return all(keyword(reply, word=word) for word in words)
+
+
+def forbidden_words(reply: str, *, words: list[str]) -> bool:
+    return not any(keyword(reply, word=word) for word in words)
+
+
+def lowercase(reply: str) -> bool:
+    return reply.islower()
+
+
+def uppercase(reply: str) -> bool:
+    return reply.isupper()
+
+
+def starts_with(reply: str, *, text: str) -> bool:
+    return reply.lstrip().startswith(text)
+
+
+def ends_with(reply: str, *, text: str) -> bool:
+    return reply.rstrip().endswith(text)
+
+
+def is_json(reply: str) -> bool:
+    """The whole reply is one JSON object or list; a ```json block around it is allowed."""
+    text = reply.strip()
+    if len(text) > 6 and text.startswith("```") and text.endswith("```"):
+        text = text[3:-3].removeprefix("json")
+    try:
+        value = json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        return False
+    return isinstance(value, dict | list)
+
+
+def title(reply: str) -> bool:
+    """There is a title in double angular brackets: <<title>>."""
+    return any(piece.strip() for piece in re.findall(r"<<([^\n<>]+)>>", reply))
+
+
+def no_commas(reply: str) -> bool:
+    return not re.search(r"[,\uff0c\u3001]", reply)
+
+
+def language(reply: str, *, code: str) -> bool:
+    return language_of(reply) == code
+
+
+def postscript(reply: str, *, marker: str) -> bool:
+    """Some line begins with a marker such as P.S. and text after it."""
+    return bool(re.search(rf"^[ \t]*{re.escape(marker)}[ \t]*\S", reply, re.MULTILINE))
+
+
+def quoted(reply: str) -> bool:
+    """The whole reply is in double quotes."""
+    text = reply.strip()
+    return len(text) > 2 and (text[0], text[-1]) in (('"', '"'), ("\u201c", "\u201d"))
+
+
+def one_of(reply: str, *, options: list[str]) -> bool:
+    """The reply is one of the options, ignoring case and a full stop."""
+    return reply.strip().strip(".\"'").casefold() in {o.strip(".").casefold() for o in options}
+
+
+def two_responses(reply: str) -> bool:
+    """Two different texts, separated by ******."""
+    pieces = [piece.strip() for piece in reply.split("******")]
+    return len(pieces) == 2 and all(pieces) and pieces[0] != pieces[1]
+
+
+def repeats(reply: str, *, text: str) -> bool:
+    """The reply repeats the text verbatim, then continues."""
+    start = reply.strip()
+    return start.startswith(text.strip()) and len(start) > len(text.strip())
+
+
+def palindrome(reply: str, *, length: int) -> bool:
+    """Some word of at least `length` letters is a palindrome."""
+    found = (word.lower() for word in re.findall(r"[^\W\d_]+", reply))
+    return any(len(word) >= length and word == word[::-1] for word in found)
+
+
+def paragraph_starts(reply: str, *, number: int, word: str) -> bool:
+    """Paragraph `number`, counted from 1, begins with the word."""
+    pieces = paragraphs_of(reply)
+    if number > len(pieces):
+        return False
+    first = _WORD.search(pieces[number - 1])
+    return first is not None and first[0].casefold() == word.casefold()
+
+
+def language_of(text: str) -> str | None:
+    """The language code, by script or by stop words; None if no language fits best."""
+    letters = [character for character in text if character.isalpha()]
+    if not letters:
+        return None
+    counts = {code: len(pattern.findall(text)) for code, pattern in _SCRIPTS.items()}
+    if counts["ja"] * _MOST_KANJI >= counts["zh"]:
+        counts["ja"] += counts["zh"] if counts["ja"] else 0
+    code = max(counts, key=counts.__getitem__)
+    if 2 * counts[code] > len(letters):
+        return code
+    return None if 2 * sum(counts.values()) > len(letters) else _by_stop_words(text)
+
+
+def _by_stop_words(text: str) -> str | None:
+    """The language with the largest share of stop words, if that is above 10%."""
+    words = re.findall(r"[^\W\d_]+", text.lower())
+    shares = {
+        code: sum(word in known for word in words) / len(words)
+        for code, known in _STOP_WORDS.items()
+    }
+    best, second = sorted(shares, key=shares.__getitem__, reverse=True)[:2]
+    return best if shares[best] > max(shares[second], 0.1) else None
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(map(_is_text, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+MEASURES = {
+    measure.__name__: measure
+    for measure in (
+        words, sentences, paragraphs, capital_words, headings, bullets, numbered_items,
+        placeholders, highlights, digits, keyword, letter, sections,
+    )
+}  # fmt: skip
+CHECKS: dict[str, Callable[..., bool]] = {
+    check.__name__: check
+    for check in (
+        keywords, forbidden_words, lowercase, uppercase, starts_with, ends_with, title, no_commas,
+        language, postscript, quoted, one_of, two_responses, repeats, palindrome, paragraph_starts,
+    )
+} | {"json": is_json}  # fmt: skip
+BOUNDS = {"min": ge, "max": le, "exact": eq}
+KINDS = (*(f"{bound}_{name}" for name in MEASURES for bound in BOUNDS), *CHECKS)
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "count": (lambda value: _is_whole(value, 0), "a whole number from 0 on"),
+    "number": (lambda value: _is_whole(value, 1), "a whole number from 1 on"),
+    "length": (lambda value: _is_whole(value, 1), "a whole number from 1 on"),
+    "letter": (lambda value: _is_text(value) and len(value) == 1, "one letter"),
+    "word": (_is_text, "text that is not empty"),
+    "text": (_is_text, "text that is not empty"),
+    "marker": (_is_text, "text that is not empty"),
+    "words": (_is_texts, "a list of texts"),
+    "options": (_is_texts, "a list of texts"),
+    "code": (lambda value: value in LANGUAGES, f"one of {', '.join(LANGUAGES)}"),
+}
+"""For each field: whether a value is valid, and what error messages say is expected."""

@@ -1,4 +1,4 @@
-"""Rewards by the domain of the prompts that they score, and what they need of a prompt."""
+"""The reward of each domain, and the check that a prompt has what its reward needs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from roll_lite.rewards.choice import choice_answer, right_letter
 from roll_lite.rewards.code import check_tests, passes_tests
 from roll_lite.rewards.instructions import check_instructions, instructions_followed
-from roll_lite.rewards.math import check_truth, math_answer
+from roll_lite.rewards.maths import check_truth, math_answer
 from roll_lite.types import Prompt, Reward
 
 REWARDS: dict[str, Reward] = {
@@ -15,7 +15,7 @@ REWARDS: dict[str, Reward] = {
     "instructions": instructions_followed,
     "code": passes_tests,
 }
-"""The domains that `python -m roll_lite.rewards` knows; a new reward is one more line."""
+"""Rewards by domain, as `python -m roll_lite.rewards` knows them; add new ones here."""
 
 CHECKS: dict[Reward, Callable[[Prompt], Any]] = {
     math_answer: check_truth,
@@ -23,14 +23,14 @@ CHECKS: dict[Reward, Callable[[Prompt], Any]] = {
     instructions_followed: check_instructions,
     passes_tests: check_tests,
 }
-"""By reward: raises ValueError for a prompt whose replies it could not score."""
+"""Checks by reward; a check raises ValueError for a prompt that its reward cannot score."""
 
 
 def check_prompts(prompts: Iterable[Prompt], rewards: Mapping[str, Reward]) -> None:
-    """Refuse prompts that could not be scored, before anything is generated for them."""
+    """Raise ValueError for the first prompt that its reward cannot score."""
     for prompt in prompts:
         reward = rewards.get(prompt.domain)
-        reward = getattr(reward, "func", reward)  # with options it is a partial
+        reward = getattr(reward, "func", reward)  # unwrap functools.partial
         for known, check in CHECKS.items():
             if known is reward:
                 check(prompt)

@@ -1,18 +1,23 @@
-"""Answers that are the same and answers that are not, in every notation; nothing takes long."""
+"""Mathematical answers: comparing them in every notation, finding them in replies, scoring them."""
 
+import importlib.util
 import random
 import re
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from itertools import pairwise, permutations
+from pathlib import Path
 
 import pytest
 import sympy  # which torch brings
 from math_pairs import DIFFERENT, EQUAL, HOSTILE
 
-from roll_lite.rewards.equality import compare
-from roll_lite.rewards.tokens import FUNCTIONS
+from roll_lite.rewards.maths import compare, grade_reply, last_number, math_answer
+from roll_lite.rewards.maths.notation import FUNCTIONS
+from roll_lite.rewards.maths.reward import final_answers
+from roll_lite.types import Prompt
 
 
 @pytest.mark.parametrize("family", EQUAL, ids=lambda family: family[0])
@@ -36,10 +41,10 @@ def test_neighbouring_families_are_apart():
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:12])
 def test_hostile_answers_take_no_time(text):
-    start = time.perf_counter()
+    start = time.process_time()
     for found, truth in [(text, "5"), ("5", text), (text, f"{text}7"), (text, f"x+{text}")]:
         assert compare(found, truth).kind != "equal"
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 @pytest.mark.parametrize(
@@ -179,3 +184,151 @@ def test_why_is_told():
     assert compare("Borya", "Anna").kind == "different"
     assert compare("a " * 400, "5").kind == "refused"
     assert compare("x" * 2000, "5").kind == "refused"
+
+
+def documented_verdicts() -> list[tuple[str, ...]]:
+    """The table of docs/maths.md: answer, truth and verdict."""
+    text = (Path(__file__).parent.parent / "docs" / "maths.md").read_text()
+    return re.findall(r"^\|[^|]*\| `([^`]+)` \| `([^`]+)` \| ([a-z ]+) \|$", text, re.MULTILINE)
+
+
+def test_the_documentation_tells_the_truth():
+    assert len(documented_verdicts()) > 40
+    for answer, truth, kind in documented_verdicts():
+        assert compare(answer, truth).kind == kind, (answer, truth)
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "source"),
+    [
+        (r"So it is \boxed{5}.", "5", "boxed"),
+        (r"\boxed{1} no, \boxed{2}", "2", "boxed"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", "boxed"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}", "boxed"),
+        (r"\boxed {x^{2^{3}}} done", "x^{2^{3}}", "boxed"),
+        (r"\boxed{a\boxed{b}c}", r"a\boxed{b}c", "boxed"),
+        (r"\fbox{7}", "7", "boxed"),
+        (r"x = \boxed{1} or \boxed{2}", "1, 2", "boxed"),
+        (r"$\boxed{1}$, $\boxed{2}$ and $\boxed{3}$.", "1, 2, 3", "boxed"),
+        (r"\boxed{3} and then it was cut: \boxed{4", "3", "boxed"),
+        (r"The answer is 4. \boxed{5} Or the answer is 6.", "5", "boxed"),
+        ("The answer is 42.", "42", "stated"),
+        ("The final answer is: **42**", "42", "stated"),
+        ("Answer: 3.5 apples\nThank you", "3.5 apples", "stated"),
+        ("answer is 1. Wait, the answer is 2.", "2", "stated"),
+        ("ANSWER = 12", "12", "stated"),
+        ("She has 3 + 4 = 7.\n#### 7", "7", "stated"),
+        ("#### 1,234", "1,234", "stated"),
+        (r"The answer is $\frac{1}{2}$.", r"$\frac{1}{2}$", "stated"),
+        ("**Answer:** 9", "9", "stated"),
+        ("71", "71", "whole"),
+        ("x^2 + 1", "x^2 + 1", "whole"),
+        ("one line\nand 12 more\nthen 13 it is", "13", "last number"),
+        ("it costs\n$1,234.50 in all", "1,234.50", "last number"),
+        ("a\nthe value -7", "-7", "last number"),
+        ("a\nfrom 10-3", "3", "last number"),
+        ("a\nhence 3/4", "3/4", "last number"),
+        ("a\nhence \\frac{3}{4} of it", r"\frac{3}{4}", "last number"),
+        ("a\n1, 2, 3", "3", "last number"),
+        ("a\n50% of them", "50%", "last number"),
+        ("<think>it is \\boxed{1}</think>\nNo 2", "No 2", "whole"),
+    ],
+)
+def test_the_answer_and_its_source(reply, answer, source):
+    assert next(final_answers(reply)) == (answer, source)
+
+
+@pytest.mark.parametrize("reply", ["", "  ", "no\nidea", "<think>5</think>"])
+def test_replies_without_an_answer(reply):
+    assert list(final_answers(reply)) == []
+
+
+def test_a_sentence_is_tried_before_its_number():
+    answers = list(final_answers("So the answer is that he has 5 apples."))
+    assert answers == [("that he has 5 apples", "stated"), ("5", "last number")]
+
+
+def test_many_open_boxes_take_no_time():
+    assert list(final_answers(r"\boxed{" * 20_000 + "\n"))[:1] == []
+
+
+def prompt(truth):
+    return Prompt(id="p", messages=(), domain="math", ground_truth=truth)
+
+
+@pytest.mark.parametrize(
+    ("reply", "truth", "correct", "boxed"),
+    [
+        (r"Thus \boxed{\dfrac{1}{2}}.", "0.5", 1, 1),
+        (r"Thus \boxed{\dfrac{1}{3}}.", "0.5", 0, 1),
+        ("The answer is 18 dollars per day.", "18", 1, 0),
+        ("The answer is that Janet makes $18.", "18", 1, 0),
+        ("First 9 * 2 = 18.\nShe makes 18 dollars a day", "18", 1, 0),
+        ("#### 1,234", "1234", 1, 0),
+        ("23 + 48 = 71.", "71", 1, 0),
+        ("71 or 72", "72", 0, 0),
+        (r"\boxed{} 5", "5", 0, 1),
+        (r"\boxed{B}", "B", 1, 1),
+        (r"\boxed{\textbf{(B) } 12}", "B", 1, 1),
+        (r"The answer is \(x = 5\).", "5", 1, 0),
+        (r"The answer is \max(2, 5).", "2", 0, 0),
+        ("Yes", "Yes", 1, 0),
+        (r"\boxed{\text{True}}", "Yes", 1, 1),
+        (r"\boxed{1} and \boxed{2}", "1", 0, 1),
+        ("", "5", 0, 0),
+        (r"\boxed{9^{9^{9^{9}}}}", "5", 0, 1),
+        (r"\boxed{9^{9^{9^{9}}}}", "9^{9^{9^{9}}}", 1, 1),
+    ],
+)
+def test_scores_of_replies(reply, truth, correct, boxed):
+    score = math_answer(prompt(truth), reply)
+    assert score.value == correct and score.parts == {"correct": correct, "boxed": boxed}
+
+
+def test_a_prompt_without_its_answer_is_an_error():
+    with pytest.raises(ValueError, match="prompt p has ground_truth=' '"):
+        math_answer(prompt(" "), "5")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("math_verify"), reason="needs math-verify")
+def test_math_verify_reads_what_we_do_not():
+    verdict = grade_reply(r"\boxed{\max(2, 5)}", r"\max(5, 2)").verdict
+    assert (verdict.kind, verdict.why) == ("equal", "math-verify says so")
+    assert grade_reply(r"\boxed{\max(2, 5)}", "4").verdict.kind == "not comparable"
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("math_verify"), reason="needs math-verify")
+def test_math_verify_is_stopped_and_asked_in_the_main_thread_only(monkeypatch):
+    monkeypatch.setattr("roll_lite.rewards.maths.reward.MATH_VERIFY_SECONDS", 1)
+    endless = r"\boxed{\sum_{n=1}^{\infty} \frac{1}{n^5+1}}"
+    start = time.perf_counter()
+    assert grade_reply(endless, "5").verdict.kind == "not comparable"
+    assert time.perf_counter() - start < 10
+    with ThreadPoolExecutor() as pool:
+        grade = pool.submit(grade_reply, r"\boxed{\max(2, 5)}", r"\max(5, 2)").result()
+    assert grade.verdict.kind == "not comparable"
+
+
+def test_without_math_verify_we_say_that_we_cannot_tell(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert grade_reply(r"\boxed{\max(2, 5)}", r"\max(5, 2)").verdict.kind == "not comparable"
+
+
+@pytest.mark.parametrize(
+    ("reply", "truth", "score"),
+    [
+        ("71", "71", 1.0),
+        ("23 + 48 = 71.", "71", 1.0),
+        ("The answer is 1,234.", "1234", 1.0),
+        ("It is 1234.50", "1234.5", 1.0),
+        ("-7", "-7", 1.0),
+        ("7", "-7", 0.0),
+        ("71 or 72", "71", 0.0),
+        ("no idea", "71", 0.0),
+        ("", "71", 0.0),
+        ("710", "71", 0.0),
+        ("007", "7", 1.0),
+    ],
+)
+def test_last_number(reply, truth, score):
+    assert last_number(prompt(truth), reply) == score

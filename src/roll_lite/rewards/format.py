@@ -1,17 +1,17 @@
-"""Small rewards for the shape of a reply, to be added to one for its content (`combine`).
+"""Rewards for the format of a reply, to add to a reward for its content (see combine.py).
 
-They read the text alone, so any of them goes with any prompt. Options are given with
-`functools.partial(length_target, words=200)`, which can be sent to workers.
+They read only the reply. Set options with `functools.partial(length_target, words=200)`, which can
+be sent to workers.
 """
 
 import re
 
-from roll_lite.rewards.constraints import words as count_words
+from roll_lite.rewards.instructions import words as count_words
 from roll_lite.types import Prompt
 
 
 def has_tags(prompt: Prompt, reply: str, *, tags: tuple[str, ...] = ("think", "answer")) -> float:
-    """1 when the reply is these tags in order, each once, with text in them and none outside."""
+    """1 if the reply is these tags in order, each once, with text inside and none outside."""
     rest = reply.strip()
     for tag in tags:
         opening, closing = f"<{tag}>", f"</{tag}>"
@@ -26,15 +26,15 @@ def has_tags(prompt: Prompt, reply: str, *, tags: tuple[str, ...] = ("think", "a
 
 
 def matches(prompt: Prompt, reply: str, *, pattern: str) -> float:
-    """1 when the whole reply matches a regular expression, in which . is any character."""
+    """1 if the whole reply matches a regular expression, in which . matches newlines too."""
     return float(re.fullmatch(pattern, reply.strip(), re.DOTALL) is not None)
 
 
 def length_target(prompt: Prompt, reply: str, *, words: int = 200, tolerance: int = 100) -> float:
-    """1 at so many words, falling in a straight line to 0 where they are `tolerance` off.
+    """1 for a reply of `words` words, falling linearly to 0 at a difference of `tolerance`.
 
-    The exact length reward of L1 (Aggarwal and Welleck 2025, arXiv 2503.04697) falls with the same
-    absolute difference, there in tokens and without an end.
+    As the exact length reward of L1 (Aggarwal and Welleck 2025, arXiv 2503.04697), which counts
+    tokens and has no lower bound.
     """
     if words < 0 or tolerance <= 0:
         raise ValueError(f"words={words} must be at least 0 and tolerance={tolerance} above 0")
@@ -44,8 +44,8 @@ def length_target(prompt: Prompt, reply: str, *, words: int = 200, tolerance: in
 def repetition_penalty(prompt: Prompt, reply: str, *, ngram: int = 4) -> float:
     """distinct / total - 1 over the n-grams of words: 0 without repetition, near -1 for a loop.
 
-    The n-gram penalty of Yeo et al. 2025 (arXiv 2502.03373, appendix) in the form of open-r1:
-    (1 - distinct / total) times the largest penalty, which is the weight here.
+    The n-gram penalty of Yeo et al. 2025 (arXiv 2502.03373, appendix) in the form of open-r1, where
+    (1 - distinct / total) is multiplied by the largest penalty: here the reward's weight.
     """
     if ngram < 1:
         raise ValueError(f"ngram={ngram} must be at least 1")

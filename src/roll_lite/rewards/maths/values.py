@@ -1,19 +1,30 @@
-"""The value of an expression, exact where it is rational, within bounds that keep it quick."""
+r"""The value of an expression, and whether two expressions have the same value.
+
+Values are exact where they are rational, and limited in size. Expressions with variables are
+compared at NUM_POINTS rational points; different expressions do not agree at all of them unless
+constructed to. The points are positive where logarithms or roots occur, so \ln x^2 equals 2 \ln x.
+Rational values are compared exactly, others to eleven digits; `_rounds` compares decimals, and
+n% is n or n/100.
+"""
 
 import cmath
 import math
 import zlib
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from functools import partial
+from itertools import product
+from random import Random
 
-from roll_lite.rewards.tokens import NotUnderstood, TooLarge
-from roll_lite.rewards.trees import Call, Name, Number, Tree
+from roll_lite.rewards.maths.notation import NotUnderstood, TooLarge
+from roll_lite.rewards.maths.parser import Apply, Name, Number, Tree, is_applied
 
 Value = Fraction | float | complex
 MAX_BITS = 4096
-"""Of a numerator or denominator: about 1,200 digits."""
+"""Limit for a numerator or denominator: about 1,200 digits."""
 MAX_FACTORIAL = 400
-
+NUM_POINTS = 6
+TOLERANCE = 1e-11
 CONSTANTS: dict[str, Value] = {"pi": math.pi, "e": math.e, "i": 1j, "∞": math.inf}
 
 
@@ -21,21 +32,98 @@ class Undefined(Exception):
     """The expression has no value at this point."""
 
 
+def same_value(answer: Tree, truth: Tree) -> bool:
+    percents = _percent_readings(answer), _percent_readings(truth)
+    if bool(percents[0]) != bool(percents[1]):
+        pairs = product(percents[0] or [answer], percents[1] or [truth])
+        return any(same_value(a, b) for a, b in pairs)
+    if names_of(answer) | names_of(truth):
+        return all(close(a, b) for a, b in values_at_points(answer, truth))
+    a, b = evaluate(answer, {}), evaluate(truth, {})
+    if a != a or b != b:
+        raise Undefined("not a number")
+    return close(a, b) or _rounds(answer, truth, a, b)
+
+
+def values_at_points(answer: Tree, truth: Tree) -> list[tuple[Value, Value]]:
+    """Values of both trees at NUM_POINTS points; raises if they are defined at too few."""
+    names = sorted(names_of(answer) | names_of(truth))
+    functions = functions_of(answer) | functions_of(truth)
+    is_positive = bool(functions & {"ln", "log", "lg", "root"})
+    random, pairs = Random(7), []
+    for _ in range(3 * NUM_POINTS):
+        signs = (1,) if is_positive or len(pairs) % 2 == 0 else (-1, 1)
+        point = {
+            name: Fraction(random.choice(signs) * random.randrange(3, 40), random.randrange(7, 20))
+            for name in names
+        }
+        try:
+            pairs.append((evaluate(answer, point), evaluate(truth, point)))
+        except (Undefined, TooLarge) as error:
+            failure = error
+            continue
+        if len(pairs) == NUM_POINTS:
+            return pairs
+    raise failure
+
+
+def close(a: Value, b: Value) -> bool:
+    if isinstance(a, Fraction) and isinstance(b, Fraction):
+        return a == b
+    if a in (math.inf, -math.inf) or b in (math.inf, -math.inf):
+        return a == b
+    a, b = complex(a), complex(b)
+    scale = max(abs(a), abs(b))
+    if 0 in (a, b):  # in floating point, sin(pi) is not quite 0
+        return scale < 1e-12
+    return abs(a - b) <= TOLERANCE * scale
+
+
+def _rounds(answer: Tree, truth: Tree, a: Value, b: Value) -> bool:
+    """Whether one side is a decimal that the other rounds to.
+
+    The truth needs 3 decimal places for that, the answer 6; if both are decimals, both need 6.
+    """
+    if isinstance(a, complex) or isinstance(b, complex):
+        return False
+    answer_places, true_places = _places(answer), _places(truth)
+    places = min(filter(None, (answer_places, true_places)), default=0)
+    is_allowed = places >= (6 if answer_places else 3)
+    return is_allowed and abs(a - b) <= 0.5 * 10.0**-places
+
+
+def _places(tree: Tree) -> int:
+    """Digits after the decimal point of a number; 0 for anything else."""
+    if is_applied(tree, "negate"):
+        return _places(tree.arguments[0])
+    return tree.places if isinstance(tree, Number) else 0
+
+
+def _percent_readings(tree: Tree) -> list[Tree]:
+    """50% as one half and as 50; empty if the tree is not a percentage."""
+    if is_applied(tree, "negate"):
+        return [Apply("negate", (t,)) for t in _percent_readings(tree.arguments[0])]
+    if is_applied(tree, "percent"):
+        return [Apply("divide", (tree.arguments[0], Number(Fraction(100)))), tree.arguments[0]]
+    return []
+
+
 def evaluate(tree: Tree, point: Mapping[str, Fraction]) -> Value:
-    """The value where names have these values; raises Undefined, TooLarge or NotUnderstood."""
+    """The value at a point, given by variable; raises Undefined, TooLarge or NotUnderstood."""
     if isinstance(tree, Number):
         return _bounded(tree.value)
     if isinstance(tree, Name):
         if tree.text in CONSTANTS:
             return CONSTANTS[tree.text]
         if tree.text not in point:
-            raise NotUnderstood(f"{tree.text} is not a number")
+            raise NotUnderstood(f"{tree.text} has no value")
         return point[tree.text]
-    if not isinstance(tree, Call) or tree.function == "union":
-        raise NotUnderstood("several values stand where one was expected")
+    if not isinstance(tree, Apply) or tree.function == "union":
+        raise NotUnderstood("several values where one was expected")
     arguments = [evaluate(argument, point) for argument in tree.arguments]
+    function = _FUNCTIONS.get(tree.function) or partial(_unknown_function, tree.function)
     try:
-        return _bounded(_function(tree.function)(*arguments))
+        return _bounded(function(*arguments))
     except OverflowError:
         raise TooLarge(f"{tree.function} of a large number") from None
     except (ZeroDivisionError, ValueError, TypeError) as error:
@@ -43,14 +131,14 @@ def evaluate(tree: Tree, point: Mapping[str, Fraction]) -> Value:
 
 
 def names_of(tree: Tree) -> set[str]:
-    """Variables, without the constants."""
+    """The variables of an expression; constants are not included."""
     if isinstance(tree, Name):
         return set() if tree.text in CONSTANTS else {tree.text}
-    return set().union(*map(names_of, tree.arguments)) if isinstance(tree, Call) else set()
+    return set().union(*map(names_of, tree.arguments)) if isinstance(tree, Apply) else set()
 
 
 def functions_of(tree: Tree) -> set[str]:
-    if not isinstance(tree, Call):
+    if not isinstance(tree, Apply):
         return set()
     return {tree.function}.union(*map(functions_of, tree.arguments))
 
@@ -65,23 +153,13 @@ def _bounded(value: Value) -> Value:
     return value
 
 
-def _function(name: str) -> Callable[..., Value]:
-    if name.startswith("apply "):
-        return _unknown_function(name)
-    return _FUNCTIONS[name]
-
-
-def _unknown_function(name: str) -> Callable[..., Value]:
-    """Some function that nothing is known of but its name: equal where its arguments are."""
+def _unknown_function(name: str, *arguments: Value) -> Value:
+    """A stand-in for f, zeta, ...: equal arguments give equal values."""
     frequency = 1 + zlib.crc32(name.encode()) / 2**32
-
-    def apply(*arguments: Value) -> Value:
-        return sum(
-            cmath.sin(frequency * (k + 1) * argument + frequency)
-            for k, argument in enumerate(arguments)
-        )
-
-    return apply
+    return sum(
+        cmath.sin(frequency * (k + 1) * argument + frequency)
+        for k, argument in enumerate(arguments)
+    )
 
 
 def _power(base: Value, exponent: Value) -> Value:
@@ -103,28 +181,28 @@ def _power(base: Value, exponent: Value) -> Value:
 
 
 def _root(value: Value, degree: Value) -> Value:
-    """The principal root; exact where it is rational."""
+    """The principal root, exact if it is rational."""
     if not isinstance(value, Fraction) or not isinstance(degree, Fraction):
         return complex(value) ** (1 / degree)
     if degree.denominator != 1 or not 1 <= degree <= 64:
         return complex(value) ** (1 / float(degree))
     if value > 0:
-        parts = [_whole_root(part, int(degree)) for part in (value.numerator, value.denominator)]
+        parts = [_integer_root(part, int(degree)) for part in (value.numerator, value.denominator)]
         if None not in parts:
             return Fraction(*parts)
     return cmath.sqrt(value) if degree == 2 else complex(value) ** (1 / int(degree))
 
 
 def _real_root(value: Value, degree: Value) -> Value:
-    r"""What \sqrt[3]{-8} means: odd roots of negative numbers are negative."""
+    r"""Odd roots of negative numbers are negative, as in \sqrt[3]{-8}."""
     is_odd = isinstance(degree, Fraction) and degree.denominator == 1 and degree % 2 == 1
     if is_odd and not isinstance(value, complex) and value < 0:
         return -_root(-value, degree)
     return _root(value, degree)
 
 
-def _whole_root(value: int, degree: int) -> int | None:
-    """The whole number whose power this is, by bisection."""
+def _integer_root(value: int, degree: int) -> int | None:
+    """The integer root, answer by bisection; None if there is none."""
     low, high = 0, 1 << (value.bit_length() // degree + 1)
     while low < high:
         middle = (low + high + 1) // 2
@@ -158,10 +236,6 @@ def _log(value: Value, base: Value = math.e) -> Value:
     return Fraction(0) if value == 1 else cmath.log(value) / cmath.log(base)
 
 
-def _rounded(rule: Callable) -> Callable[[Value], Value]:
-    return lambda value: Fraction(rule(value))
-
-
 _FUNCTIONS: dict[str, Callable[..., Value]] = {
     "add": lambda a, b: a + b,
     "subtract": lambda a, b: a - b,
@@ -174,8 +248,8 @@ _FUNCTIONS: dict[str, Callable[..., Value]] = {
     "factorial": _factorial,
     "binom": _binomial,
     "abs": abs,
-    "floor": _rounded(math.floor),
-    "ceil": _rounded(math.ceil),
+    "floor": lambda a: Fraction(math.floor(a)),
+    "ceil": lambda a: Fraction(math.ceil(a)),
     "exp": cmath.exp,
     "ln": _log,
     "log": _log,

@@ -1,42 +1,97 @@
-r"""A parser of answers: numbers, expressions, tuples, sets, intervals, equations, inequalities.
+r"""Parse a normalized answer into a tree.
 
-The text comes from `notation.plain`. Letters side by side are a product, as in handwriting; words
-after a value are its unit. Sizes are bounded, so that no text takes long.
+Adjacent letters are a product, as in handwriting; words after a value are its unit. Text length,
+nesting and exponents are limited, so parsing always ends quickly.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import NoReturn
 
-from roll_lite.rewards.notation import SET_CLOSE, SET_OPEN, UNION
-from roll_lite.rewards.tokens import (
+from roll_lite.rewards.maths.notation import (
     END,
     FUNCTIONS,
+    SET_CLOSE,
+    SET_OPEN,
+    UNION,
     NotUnderstood,
     Token,
     TooLarge,
-    tokens_of,
+    tokenize,
 )
-from roll_lite.rewards.trees import Call, Group, Measured, Name, Number, Relation, Tree
 
 MAX_DEPTH = 30
-MAX_EXPONENT = 1000  # of ten, in scientific notation
-
-
+MAX_EXPONENT = 1000
+"""Largest power of ten in scientific notation."""
 APPLIED = frozenset(
     ("f", "g", "h", "F", "G", "H", "zeta", "Gamma", "phi", "psi", "Phi", "Psi", "O", "Theta")
 )
-"""Names that are functions when a bracket follows; after others it is a product, as in x(x + 1)."""
+"""Names that a bracket makes a function; after other names it is a product, as in x(x + 1)."""
 _RELATIONS = "=<>≤≥≠∈"
 _OPENINGS = {"(": ")]", "[": ")]", SET_OPEN: SET_CLOSE, "{": "}"}
 _CLOSINGS = (")", "]", "}", SET_CLOSE)
 _ENDS_OF_UNITS = (*_CLOSINGS, ",", ";", "=", "|")
 
 
+@dataclass(frozen=True, slots=True)
+class Number:
+    value: Fraction
+    places: int = 0
+    """Digits after the decimal point, as written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A variable or a constant such as pi."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """An operation or a function with its arguments."""
+
+    function: str
+    arguments: tuple["Tree", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """A tuple, interval or set by its brackets; a list when both brackets are empty."""
+
+    opening: str
+    items: tuple["Tree", ...]
+    closing: str
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """Sides joined by = < > ≤ ≥ ≠ or ∈."""
+
+    sides: tuple["Tree", ...]
+    operators: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A value with a unit."""
+
+    value: "Tree"
+    unit: str
+
+
+Tree = Number | Name | Apply | Collection | Relation | Quantity
+
+
+def is_applied(tree: Tree, function: str) -> bool:
+    return isinstance(tree, Apply) and tree.function == function
+
+
 def parse(text: str) -> Tree:
-    """The tree of a plain text; raises NotUnderstood or TooLarge."""
-    parser = _Parser(tokens_of(text))
+    """The tree of a normalized text; raises NotUnderstood or TooLarge."""
+    parser = _Parser(tokenize(text))
     tree = parser.items("", "")
     if parser.next != END:
         parser.fail()
@@ -44,7 +99,7 @@ def parse(text: str) -> Tree:
 
 
 class _Parser:
-    """Recursive descent, a method for each strength of binding, the weakest first."""
+    """Recursive descent: one method per precedence level, weakest binding first."""
 
     def __init__(self, tokens: list[Token]):
         self._tokens, self._at, self._depth, self._bars = tokens, 0, 0, 0
@@ -61,12 +116,12 @@ class _Parser:
     def nested(self) -> Iterator[None]:
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise TooLarge(f"deeper than {MAX_DEPTH}")
+            raise TooLarge(f"nested deeper than {MAX_DEPTH} levels")
         yield
         self._depth -= 1
 
     def fail(self) -> NoReturn:
-        raise NotUnderstood(f"{self.next.text or 'the end'!r} was not expected")
+        raise NotUnderstood(f"{self.next.text or 'the end'!r} is unexpected")
 
     def take(self) -> Token:
         token = self.next
@@ -74,13 +129,13 @@ class _Parser:
         return token
 
     def takes(self, *texts: str) -> str | None:
-        """The next symbol, if it is one of these, taken."""
+        """Consume and return the next symbol if it is one of these."""
         if self.next.kind == "symbol" and self.next.text in texts:
             return self.take().text
         return None
 
     def items(self, opening: str, closings: str) -> Tree:
-        """Items up to a closing sign; a single one in plain brackets is just itself."""
+        """Items up to a closing bracket; a single item, except in a set, stands for itself."""
         items = [self.relation()]
         while self.takes(",", ";"):
             items.append(self.relation())
@@ -89,9 +144,9 @@ class _Parser:
             self.fail()
         if len(items) == 1 and opening != SET_OPEN:
             return items[0]
-        if opening == "{":  # braces that hold several items are those of a set
+        if opening == "{":  # plain braces around several items are a set
             opening, closing = SET_OPEN, SET_CLOSE
-        return Group(opening, tuple(items), closing)
+        return Collection(opening, tuple(items), closing)
 
     def relation(self) -> Tree:
         sides, operators = [self.union()], []
@@ -104,17 +159,17 @@ class _Parser:
         parts = [self.ratio()]
         while self.takes(UNION):
             parts.append(self.ratio())
-        return Call("union", tuple(parts)) if len(parts) > 1 else parts[0]
+        return Apply("union", tuple(parts)) if len(parts) > 1 else parts[0]
 
     def ratio(self) -> Tree:
         left = self.sum()
-        return Call("divide", (left, self.sum())) if self.takes(":") else left
+        return Apply("divide", (left, self.sum())) if self.takes(":") else left
 
     def sum(self) -> Tree:
         total = self.signed(self.product)
         while sign := self.takes("+", "-"):
-            total = Call("add" if sign == "+" else "subtract", (total, self.signed(self.product)))
-        return self.measured(total)
+            total = Apply("add" if sign == "+" else "subtract", (total, self.signed(self.product)))
+        return self.with_unit(total)
 
     def signed(self, operand: Callable[[], Tree]) -> Tree:
         sign = self.takes("+", "-")
@@ -122,10 +177,10 @@ class _Parser:
             return operand()
         with self.nested():
             tree = self.signed(operand)
-        return Call("negate", (tree,)) if sign == "-" else tree
+        return Apply("negate", (tree,)) if sign == "-" else tree
 
-    def measured(self, value: Tree) -> Tree:
-        """The value with the words that follow it as its unit."""
+    def with_unit(self, value: Tree) -> Tree:
+        """The value, with the words that follow it as its unit."""
         words, depth = [], 0
         while self.next.kind == "word" or (words and self.next.kind != "end"):
             text = self.next.text
@@ -134,27 +189,27 @@ class _Parser:
                 break
             depth -= text in _CLOSINGS
             words.append(self.take().text)
-        return Measured(value, " ".join(words)) if words else value
+        return Quantity(value, " ".join(words)) if words else value
 
     def product(self) -> Tree:
         total = self.factor()
         while True:
             if sign := self.takes("*", "/"):
                 name = "multiply" if sign == "*" else "divide"
-                total = Call(name, (total, self.signed(self.factor)))
+                total = Apply(name, (total, self.signed(self.factor)))
             elif self.begins_factor():
-                total = Call("multiply", (total, self.factor()))
+                total = Apply("multiply", (total, self.factor()))
             else:
                 return total
 
     def begins_factor(self, *, of_argument: bool = False) -> bool:
-        """Whether a product goes on without a sign; the argument of sin x cos x does not."""
+        """Whether an implicit product continues; the argument of sin x in sin x cos x does not."""
         kind, text = self.next.kind, self.next.text
         if kind == "function":
             return not of_argument
         if kind in ("name", "command"):
             return text not in ("rfloor", "rceil")
-        if kind == "number":  # as in n(n + 1)2^n; numbers side by side have no meaning
+        if kind == "number":  # as in n(n + 1)2^n; adjacent numbers are no product
             return self.peek(-1).text in (")", "]", "}")
         is_bracket = text in _OPENINGS or text == "∞" or (text == "|" and not self._bars)
         return kind == "symbol" and is_bracket and not of_argument
@@ -163,16 +218,16 @@ class _Parser:
         tree = self.base()
         while sign := self.takes("!", "^", "%"):
             if sign == "^":
-                tree = Call("power", (tree, self.exponent()))
+                tree = Apply("power", (tree, self.exponent()))
             else:
-                tree = Call("factorial" if sign == "!" else "percent", (tree,))
+                tree = Apply("factorial" if sign == "!" else "percent", (tree,))
         return tree
 
     def exponent(self) -> Tree:
-        """Powers bind from the right: 2^3^2 is 2^9."""
+        """Powers associate to the right: 2^3^2 is 2^9."""
         with self.nested():
             tree = self.signed(self.base)
-            return Call("power", (tree, self.exponent())) if self.takes("^") else tree
+            return Apply("power", (tree, self.exponent())) if self.takes("^") else tree
 
     def base(self) -> Tree:
         with self.nested():
@@ -202,10 +257,10 @@ class _Parser:
         self._bars -= 1
         if not self.takes("|"):
             self.fail()
-        return Call("abs", (inner,))
+        return Apply("abs", (inner,))
 
     def mixed(self, whole: Number) -> Tree:
-        r"""1 1/2 and 1\frac{1}{2} are 3/2; a number before any other fraction is a factor."""
+        r"""1 1/2 and 1\frac{1}{2} are 3/2; before an improper fraction a number is a factor."""
         if whole.value.denominator != 1 or whole.places:
             return whole
         before = self._at
@@ -216,9 +271,9 @@ class _Parser:
         elif self.next.kind == "number" and self.peek(1).text == "/":
             top, _, bottom = self.take(), self.take(), self.take()
             if bottom.kind == "number":
-                fraction = Call("divide", (number(top.text), number(bottom.text)))
+                fraction = Apply("divide", (number(top.text), number(bottom.text)))
         if fraction and _is_proper(fraction):
-            return Call("add", (whole, fraction))
+            return Apply("add", (whole, fraction))
         self._at = before
         return whole
 
@@ -228,8 +283,8 @@ class _Parser:
         if text in APPLIED and self.next.text == "(":
             self.take()
             inner = self.items("(", ")")
-            arguments = inner.items if isinstance(inner, Group) else (inner,)
-            return Call(f"apply {text}", arguments)
+            arguments = inner.items if isinstance(inner, Collection) else (inner,)
+            return Apply(f"apply {text}", arguments)
         return Name(text)
 
     def subscript(self) -> str:
@@ -250,26 +305,26 @@ class _Parser:
         else:
             argument = self.signed(self.factor)
             while self.begins_factor(of_argument=True):
-                argument = Call("multiply", (argument, self.factor()))
-        if power == Call("negate", (Number(Fraction(1)),)):  # sin^{-1} is the inverse function
+                argument = Apply("multiply", (argument, self.factor()))
+        if power == Apply("negate", (Number(Fraction(1)),)):  # sin^{-1} is arcsin
             if f"arc{name}" not in FUNCTIONS:
                 self.fail()
-            return Call(f"arc{name}", (argument,))
-        tree = Call(name, (argument,) if base is None else (argument, base))
-        return Call("power", (tree, power)) if power else tree
+            return Apply(f"arc{name}", (argument,))
+        tree = Apply(name, (argument,) if base is None else (argument, base))
+        return Apply("power", (tree, power)) if power else tree
 
     def command(self, name: str) -> Tree:
         if name in ("frac", "binom"):
             arguments = (self.argument(), self.argument())
-            return Call("divide" if name == "frac" else name, arguments)
+            return Apply("divide" if name == "frac" else name, arguments)
         if name == "sqrt":
             degree = self.items("[", "]") if self.takes("[") else Number(Fraction(2))
-            return Call("root", (self.argument(), degree))
+            return Apply("root", (self.argument(), degree))
         if name in ("lfloor", "lceil"):
             inner = self.sum()
             if self.take().text != {"lfloor": "rfloor", "lceil": "rceil"}[name]:
                 self.fail()
-            return Call(name[1:], (inner,))
+            return Apply(name[1:], (inner,))
         raise NotUnderstood(f"\\{name} is not known")
 
     def argument(self) -> Tree:

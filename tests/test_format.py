@@ -1,8 +1,8 @@
-"""Rewards for the shape of a reply: tags, length, repetition."""
+"""Rewards for the format of a reply: tags, length, repetition."""
 
 import pytest
 
-from roll_lite.rewards.shape import has_tags, length_target, matches, repetition_penalty
+from roll_lite.rewards.format import has_tags, length_target, matches, repetition_penalty
 from roll_lite.types import Prompt
 
 PROMPT = Prompt(id="p", messages=(), domain="d", ground_truth="")

@@ -1,4 +1,4 @@
-"""What a judge is asked about a reply, and what counts as its verdict."""
+"""The prompt for an LLM judge, and how its verdict is parsed."""
 
 import re
 from collections.abc import Mapping
@@ -22,18 +22,18 @@ Think if you need to. The last line of your reply must be one word: yes or no.""
 
 
 class VerdictError(ValueError):
-    """A judge did not say what it was asked for."""
+    """The judge's reply does not end with a verdict."""
 
 
 def judge_messages(prompt: Prompt, reply: str) -> tuple[Message, ...]:
-    """The question, its reference and the answer, as one message to a judge."""
+    """One message for the judge with the question, the reference and the answer."""
     question = "\n\n".join(message["content"] for message in prompt.messages)
     text = QUESTION.format(question=question, reference=prompt.ground_truth, answer=reply)
     return ({"role": "user", "content": text},)
 
 
 def parse_verdict(text: str, verdicts: Mapping[str, float] = VERDICTS) -> float:
-    """What the last line is worth. It has to be a verdict and nothing else but signs around it."""
+    """The value of the last line, which must be a verdict; punctuation around it is ignored."""
     lines = text.strip().splitlines()
     word = re.sub(r"^\W+|\W+$", "", lines[-1]).casefold() if lines else ""
     if word not in verdicts:

@@ -1,0 +1,23 @@
+"""Mathematical answers: find them in replies, compare them, reward them. docs/maths.md explains.
+
+notation (text to tokens) -> parser (tokens to a tree) -> values -> comparison -> reward
+"""
+
+from roll_lite.rewards.maths.comparison import Verdict, compare
+from roll_lite.rewards.maths.reward import (
+    Grade,
+    check_truth,
+    grade_reply,
+    last_number,
+    math_answer,
+)
+
+__all__ = [
+    "Grade",
+    "Verdict",
+    "check_truth",
+    "compare",
+    "grade_reply",
+    "last_number",
+    "math_answer",
+]
