@@ -76,7 +76,7 @@ class Worker:
             os.kill(os.getpid(), signum)
         dist.all_reduce(torch.ones(1), group=self.place.group)
 
-    def hang(self, rank, seconds=60.0, file=None):
+    def hang(self, rank, seconds=600.0, file=None):
         if self.place.rank == rank:
             if file:
                 file.touch()
@@ -278,7 +278,7 @@ def ignore_everything(cluster, train):
 
 
 FAILURES = {
-    "killed_idle": lambda c, t: (t.echo(), Path(sys.argv[2]).touch(), time.sleep(60)),
+    "killed_idle": lambda c, t: (t.echo(), Path(sys.argv[2]).touch(), time.sleep(600)),
     "stopped": lambda c, t: t.kill(c.world_size - 1, signal.SIGSTOP),
     "stuck": lambda c, t: t.hang.options(deadline=2)(c.world_size - 1),
     "one_fails_then_dies": fail_then_kill,

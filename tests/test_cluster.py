@@ -30,7 +30,7 @@ from roll_lite.models.shapes import shape_config
 
 PROGRAMS = Path(__file__).parent / "cluster_programs.py"
 ROOT = Path(__file__).parent.parent
-GONE_SECONDS = 15  # from the fault to the end of the last process
+GONE_SECONDS = 90  # from the fault to the end of the last process, even on a busy machine
 
 
 class Program:
@@ -87,7 +87,7 @@ class Program:
         assert "KeyboardInterrupt" in self.output()
 
     def end(self, within):
-        """Wait until all its processes are gone; returns the exit code."""
+        """Wait until all its processes are gone, without torchrun's help; returns the exit code."""
         end = time.monotonic() + within
         try:
             self.process.wait(within)
@@ -99,6 +99,8 @@ class Program:
         finally:
             for pid in self.processes():
                 os.kill(pid, signal.SIGKILL)
+        # After 30 s torchrun would kill ranks that do not exit by themselves.
+        assert "forcefully exiting" not in self.output()
         return self.process.returncode
 
     def result(self):
@@ -218,7 +220,7 @@ def test_mistakes_are_named(four, mistake, kind, message):
 
 
 def test_exit_is_quick(four):
-    assert four["leaving"] < 5
+    assert four["leaving"] < 20  # seconds: less than a second, unless the machine is busy
 
 
 @pytest.fixture(scope="module")

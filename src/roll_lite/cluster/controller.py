@@ -98,17 +98,13 @@ class Call:
             self.fail(role_error(role, method, failures, self.unanswered))
             return
         try:
-            values = [_unpack(self._replies[rank].value) for rank in self.spec.wanted_ranks]
+            values = [wire.decode(self._replies[rank].value) for rank in self.spec.wanted_ranks]
         except Exception as error:  # of any kind: unpickling runs code of the result's classes
             self.fail(error)
             return
         with self._lock:
             if not self.future.done():
                 self.future.set_result(values[0] if self.spec.collect == "first" else values)
-
-
-def _unpack(value: Any) -> Any:
-    return wire.decode(value) if isinstance(value, Message) else value
 
 
 class Controller:
@@ -223,7 +219,7 @@ class Controller:
             listener = self._on_report.get(post.role)
             try:
                 if listener:
-                    listener(post.replica, *post.args)
+                    listener(post.replica, *wire.decode(post.content))
             except Exception as error:  # of any kind: it must not end the thread that brought it
                 failure = describe_exception(self._worker.rank, error, own_frames=0)
                 self.on_fault(post.role, "report", failure)
@@ -329,7 +325,7 @@ class LocalController:
     def on_reports(self, posts: Sequence[Post]) -> None:
         for post in posts:
             if listener := self._on_report.get(post.role):
-                listener(post.replica, *post.args)
+                listener(post.replica, *post.content)
 
     def _perform(self, role: Role, method: str, args: tuple, kwargs: dict) -> Any:
         with self._lock:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -98,13 +99,23 @@ def make_places(
         if layout not in formed:
             formed[layout] = _form_groups(role, rank, device)
         if rank in role.ranks:
-            places[role.name] = _place(role, rank, device, report, *formed[layout])
+            replica, tp_rank = divmod(role.ranks.index(rank), role.tp)
+            places[role.name] = Place(
+                role=role.name,
+                rank=rank,
+                replica=replica,
+                num_replicas=role.num_replicas,
+                tp_rank=tp_rank,
+                tp=role.tp,
+                device=device,
+                report=partial(report, role.name, replica),
+                **formed[layout],
+            )
     return places
 
 
-def _form_groups(
-    role: Role, rank: int, device: torch.device
-) -> tuple[DeviceMesh, dist.ProcessGroup, dist.ProcessGroup | None]:
+def _form_groups(role: Role, rank: int, device: torch.device) -> dict[str, Any]:
+    """The fields mesh, group and control of a `Place`."""
     mesh = DeviceMesh(device.type, torch.tensor(role.replicas), mesh_dim_names=("dp", "tp"))
     group = dist.new_group(role.ranks)
     control = None
@@ -114,23 +125,4 @@ def _form_groups(
         formed = dist.new_group(replica, backend="gloo")
         if rank in replica:
             control = formed
-    return mesh, group, control
-
-
-def _place(
-    role: Role, rank: int, device: torch.device, report: Callable[..., None], mesh, group, control
-) -> Place:
-    replica, tp_rank = divmod(role.ranks.index(rank), role.tp)
-    return Place(
-        role=role.name,
-        rank=rank,
-        replica=replica,
-        num_replicas=role.num_replicas,
-        tp_rank=tp_rank,
-        tp=role.tp,
-        device=device,
-        mesh=mesh,
-        group=group,
-        control=control,
-        report=partial(report, role.name, replica),
-    )
+    return {"mesh": mesh, "group": group, "control": control}

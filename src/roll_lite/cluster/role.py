@@ -30,13 +30,11 @@ from roll_lite.cluster.device_map import Role, listing
 class Split:
     values: Sequence | torch.Tensor
 
-    def shares(self, num_shares: int) -> list:
-        """Contiguous shares whose sizes differ by at most one, larger ones first."""
+    def share(self, index: int, num_shares: int) -> Sequence | torch.Tensor:
+        """A contiguous share; sizes differ by at most one, larger shares first."""
         size, num_larger = divmod(len(self.values), num_shares)
-        ends = [0]
-        for i in range(num_shares):
-            ends.append(ends[-1] + size + (i < num_larger))
-        return [self.values[ends[i] : ends[i + 1]] for i in range(num_shares)]
+        start = index * size + min(index, num_larger)
+        return self.values[start : start + size + (index < num_larger)]
 
 
 def split(values: Sequence | torch.Tensor) -> Split:
@@ -70,11 +68,9 @@ class Method:
     def start(self, *args: Any, **kwargs: Any) -> Future:
         """Run on all ranks of the role; do not wait."""
         is_split = any(isinstance(value, Split) for value in (*args, *kwargs.values()))
-        num_replicas = self.role.num_replicas
-        # Without a split, all replicas share one object: it is encoded once.
-        contents = [(args, kwargs)] * num_replicas
+        contents = [(args, kwargs)] * self.role.num_replicas  # one object: it is encoded once
         if is_split:
-            contents = _split_contents(args, kwargs, num_replicas)
+            contents = [_share(args, kwargs, i, len(contents)) for i in range(len(contents))]
         collect = self.collect or ("replicas" if is_split else "first")
         spec = CallSpec(self.role, self.name, contents, collect, self.deadline)
         return self.controller.issue(spec)
@@ -88,18 +84,13 @@ class Method:
         return replace(self, collect=collect or self.collect, deadline=deadline or self.deadline)
 
 
-def _split_contents(args: tuple, kwargs: dict, num_replicas: int) -> list[tuple]:
-    """The arguments of each replica."""
-    columns = [_shares(value, num_replicas) for value in args]
-    named = {name: _shares(value, num_replicas) for name, value in kwargs.items()}
-    return [
-        (tuple(column[i] for column in columns), {name: c[i] for name, c in named.items()})
-        for i in range(num_replicas)
-    ]
+def _share(args: tuple, kwargs: dict, replica: int, num_replicas: int) -> tuple[tuple, dict]:
+    """The arguments that one replica gets."""
 
+    def pick(value: Any) -> Any:
+        return value.share(replica, num_replicas) if isinstance(value, Split) else value
 
-def _shares(value: Any, num_replicas: int) -> list:
-    return value.shares(num_replicas) if isinstance(value, Split) else [value] * num_replicas
+    return tuple(map(pick, args)), {name: pick(value) for name, value in kwargs.items()}
 
 
 class RoleHandle:

@@ -55,8 +55,9 @@ def encode(value: Any) -> Message:
     return Message(buffer.getvalue(), pickler.tensors, numbers)
 
 
-def decode(message: Message) -> Any:
-    return _Unpickler(message).load()
+def decode(content: Any) -> Any:
+    """The value of a Message; anything else was not encoded and is returned as it is."""
+    return _Unpickler(content).load() if isinstance(content, Message) else content
 
 
 class _Pickler(pickle.Pickler):
@@ -192,10 +193,6 @@ class Post(NamedTuple):
     replica: int
     content: Message | tuple
     """Arguments; not encoded within one process."""
-
-    @property
-    def args(self) -> tuple:
-        return decode(self.content) if isinstance(self.content, Message) else self.content
 
 
 class Mailbox:

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -148,7 +149,7 @@ class Worker:
         with self._changed:
             posts, self._posts = self._posts, []
         for post in posts:
-            self._run_background(post.role, "receive", lambda post=post: post.args)
+            self._run_background(post.role, "receive", partial(decode, post.content))
         with self._changed:
             item = self._queue.pop(self._last_ticket, None)
         if item is None:
@@ -187,7 +188,7 @@ class Worker:
         try:
             for role in self._with("pause_for_call"):
                 self._objects[role].pause_for_call(call.ticket)
-            args, kwargs = call.content if is_local else decode(call.content)
+            args, kwargs = decode(call.content)
             value = self.perform(call.role, call.method, args, kwargs)
             if not call.is_wanted:
                 return RankReply()
