@@ -244,7 +244,7 @@ def test_two_ranks_give_the_result_of_one_and_a_killed_rank_is_named(alone, tmp_
     assert program.end(within=GONE_SECONDS) != 0
     assert json.loads(program.result_file.read_text()) == alone
     who = r"rank 1 \(generate, train, sync; pid \d+ on .*\)"
-    assert re.search(rf"RoleError: {who} died.*; train.kill was called 0", program.output())
+    assert re.search(rf"RoleError: {who} died.*; train.kill was called \d", program.output())
 
 
 @pytest.mark.slow
@@ -252,7 +252,7 @@ def test_one_rank_fails_while_others_wait_for_it_and_is_then_killed(tmp_path):
     output = run_failing("one_fails_then_dies", 4, tmp_path)
     assert "train.fail_before_collective failed on rank 3: LookupError: no luck on 3" in output
     assert "still running on ranks 0, 1 and 2" in output
-    message = r"RoleError: rank 3 \(train; pid \d+ on .*\) died.*; train.kill was called 0"
+    message = r"RoleError: rank 3 \(train; pid \d+ on .*\) died.*; train.kill was called \d"
     assert re.search(message, output)
 
 
