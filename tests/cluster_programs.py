@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -11,12 +12,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from roll_lite.cluster import watchdog
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.errors import RoleError
 from roll_lite.cluster.role import split
 
 EVENTS: list[str] = []  # what this rank has run, all roles together
-MAP_OF_FOUR = "train=all,tp=2 left=0-1 right=2-3 wide=all narrow=1-2 lone=3"
+MAP_OF_FOUR = "train=all,tp=2 left=0-1 right=2-3 wide=all narrow=1-2 lone=3 generate=all"
 
 
 class Worker:
@@ -46,8 +48,15 @@ class Worker:
     def events(self):
         return list(EVENTS)
 
-    def sleep(self, seconds):
-        time.sleep(seconds)
+    def meet(self, folder, name, names):
+        """Wait until calls or programs of all these names have come here; whether they have."""
+        (folder / name).touch()
+        end = time.monotonic() + 60
+        while not all((folder / other).exists() for other in names):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+        return True
 
     def fail(self, ranks, delay=0.0):
         if self.place.rank in ranks:
@@ -67,8 +76,10 @@ class Worker:
             os.kill(os.getpid(), signum)
         dist.all_reduce(torch.ones(1), group=self.place.group)
 
-    def hang(self, rank, seconds=60.0):
+    def hang(self, rank, seconds=600.0, file=None):
         if self.place.rank == rank:
+            if file:
+                file.touch()
             time.sleep(seconds)
         dist.all_reduce(torch.ones(1), group=self.place.group)
 
@@ -108,6 +119,7 @@ def calls():
         out["threads"] = check_threads(roles)
         out["errors"] = check_errors(cluster, roles)
         out["after_errors"] = roles["train"].total(split([1, 2, 3]))
+        out["same_everywhere"] = generate_and_train(cluster)
         roles["left"].note.start("late")  # nobody waits for it: leaving the block does
         start = time.monotonic()
     out["leaving"] = time.monotonic() - start
@@ -129,13 +141,13 @@ def check_splits(roles):
 
 
 def check_overlap(roles):
-    """Disjoint roles work at the same time."""
-    start = time.monotonic()
-    futures = [roles[name].sleep.start(0.5) for name in ("left", "right")]
-    started = time.monotonic() - start
-    for future in futures:
-        future.result()
-    return [started, time.monotonic() - start]
+    """Calls to disjoint roles wait for each other, and for this program to start both."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, names = Path(name), ["left", "right", "both started"]
+        futures = [roles[n].meet.options(collect="all").start(folder, n, names) for n in names[:2]]
+        is_done = [future.done() for future in futures]
+        (folder / "both started").touch()
+        return [is_done, *[future.result() for future in futures]]
 
 
 def check_interleaved(roles):
@@ -194,17 +206,28 @@ def eight():
 
 
 def same_everywhere():
-    """A user's program that knows nothing of the number of ranks."""
     with Cluster("generate=all train=all") as cluster:
-        generate = cluster.role("generate", Generator, seed=3)
-        train = cluster.role("train", Worker, factor=5)
-        prompts = [f"prompt {i}" for i in range(37)]
-        parts = generate.answer(split(prompts), length=100)
-        answers = [answer for part in parts for answer in part]
-        future = train.total.start(split([sum(answer) for answer in answers]))
-        total = sum(future.result()[:1])
-        error = caught(lambda: train.fail([0]))
-        return {"answers": answers, "total": total, "error": error[:3]}
+        return generate_and_train(cluster)
+
+
+def same_then_killed():
+    with Cluster("generate=all train=all") as cluster:
+        Path(sys.argv[2]).write_text(json.dumps(generate_and_train(cluster)))
+        print("ready", flush=True)
+        cluster.role("train", Worker).kill(cluster.world_size - 1, signal.SIGKILL)
+
+
+def generate_and_train(cluster):
+    """A user's code that does not depend on the number of ranks."""
+    generate = cluster.role("generate", Generator, seed=3)
+    train = cluster.role("train", Worker, factor=5)
+    prompts = [f"prompt {i}" for i in range(37)]
+    parts = generate.answer(split(prompts), length=100)
+    answers = [answer for part in parts for answer in part]
+    future = train.total.start(split([sum(answer) for answer in answers]))
+    total = sum(future.result()[:1])
+    error = caught(lambda: train.fail([0]))
+    return {"answers": answers, "total": total, "error": error[:3]}
 
 
 class Generator:
@@ -235,6 +258,12 @@ def restarted():
         return {"attempt": attempt, "total": total, "again": train.total([4])}
 
 
+def fail_then_kill(cluster, train):
+    """The last rank fails while the others wait for it in a collective; then it is killed."""
+    print(caught(lambda: train.fail_before_collective(cluster.world_size - 1))[3], flush=True)
+    train.kill(cluster.world_size - 1, signal.SIGKILL)
+
+
 def raise_in_body(cluster, train):
     raise ZeroDivisionError("the recipe's own error")
 
@@ -249,22 +278,23 @@ def ignore_everything(cluster, train):
 
 
 FAILURES = {
-    "killed_in_call": lambda c, t: t.kill(c.world_size - 1, signal.SIGKILL),
-    "killed_idle": lambda c, t: (t.echo(), Path(sys.argv[2]).touch(), time.sleep(60)),
+    "killed_idle": lambda c, t: (t.echo(), Path(sys.argv[2]).touch(), time.sleep(600)),
     "stopped": lambda c, t: t.kill(c.world_size - 1, signal.SIGSTOP),
     "stuck": lambda c, t: t.hang.options(deadline=2)(c.world_size - 1),
-    "one_fails_others_wait": lambda c, t: t.fail_before_collective(c.world_size - 1),
+    "one_fails_then_dies": fail_then_kill,
     "crash": lambda c, t: (t.hang.start(1), time.sleep(1), os.kill(os.getpid(), signal.SIGKILL)),
     "exit": lambda c, t: (t.hang.start(1), time.sleep(1), os._exit(7)),
     "controller_stopped": lambda c, t: os.kill(os.getpid(), signal.SIGSTOP),
     "body": raise_in_body,
     "stubborn": ignore_everything,
     "body_while_busy": lambda c, t: (t.hang.start(1), time.sleep(0.5), 1 / 0),
-    "interrupted": lambda c, t: (Path(sys.argv[2]).touch(), t.hang(1)),
+    "interrupted": lambda c, t: t.hang(1, file=Path(sys.argv[2])),
 }  # fmt: skip
 
 
 def main(name, result_file):
+    if name in ("stopped", "controller_stopped"):
+        watchdog.HEARTBEAT_TIMEOUT = 4.0
     result = failing(FAILURES[name]) if name in FAILURES else globals()[name]()
     Path(result_file).write_text(json.dumps(result))
 

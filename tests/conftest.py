@@ -17,8 +17,8 @@ import transformers
 
 from roll_lite.checks import from_flat
 from roll_lite.cluster.device_map import DeviceMap, Role
-from roll_lite.cluster.groups import make_places
-from roll_lite.cluster.world import choose_device, read_launch, start_group
+from roll_lite.cluster.groups import choose_device, make_places, start_group
+from roll_lite.cluster.rendezvous import read_launch
 from roll_lite.models.tiny import build_tiny
 from roll_lite.sandbox.program import SandboxUnavailable
 from roll_lite.sandbox.sandbox import Sandbox

@@ -9,7 +9,7 @@ import pytest
 import torch
 from training_data import random_sequences
 
-from roll_lite.cluster.codec import decode, encode
+from roll_lite.cluster.wire import decode, encode
 from roll_lite.models.shapes import shape_config
 from roll_lite.train.balance import Cost, spread
 from roll_lite.train.batch import (

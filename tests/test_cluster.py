@@ -1,7 +1,7 @@
 """Role calls over real processes: torchrun programs with 1, 2, 4 and 8 gloo ranks.
 
 The programs are in cluster_programs.py. Starting ranks takes seconds, so one launch of four ranks
-serves all tests of what works; each way to fail needs a launch of its own.
+serves all tests of what works; each way of ending needs a launch of its own.
 """
 
 import json
@@ -19,22 +19,22 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from cluster_programs import same_everywhere
 
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.device_map import parse_device_map
 from roll_lite.cluster.errors import RoleError
-from roll_lite.cluster.network import _interface_of, choose_interface
+from roll_lite.cluster.rendezvous import Launch, _interface_of, choose_interface
 from roll_lite.cluster.role import split
-from roll_lite.cluster.world import Launch
 from roll_lite.models.shapes import shape_config
 
 PROGRAMS = Path(__file__).parent / "cluster_programs.py"
 ROOT = Path(__file__).parent.parent
-GONE_SECONDS = 15  # from the fault to the end of the last process
+GONE_SECONDS = 90  # from the fault to the end of the last process, even on a busy machine
 
 
 class Program:
-    """A torchrun program under way, known by a mark in its processes' environment."""
+    """A running torchrun program; a mark in the environment identifies its processes."""
 
     def __init__(self, name, num_ranks, folder, *options, programs=PROGRAMS):
         self.mark = f"ROLL_LITE_TEST={uuid.uuid4()}"
@@ -51,7 +51,7 @@ class Program:
             start_new_session=True,
         )
 
-    def wait_for(self, condition, seconds=60):
+    def wait_for(self, condition, seconds=180):
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, f"too late:\n{self.output()}"
@@ -59,7 +59,7 @@ class Program:
             time.sleep(0.02)
 
     def processes(self):
-        """Ids of all its processes, zombies apart."""
+        """Ids of all its processes, without zombies."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -79,7 +79,7 @@ class Program:
         return self.log.read_text()
 
     def check_ctrl_c(self):
-        """It ends soon and says why, once its file says that it is where it is to be."""
+        """Once its file exists, Ctrl-C ends it soon, and it says why."""
         self.wait_for(self.result_file.exists)
         time.sleep(0.5)
         os.killpg(self.process.pid, signal.SIGINT)
@@ -87,7 +87,7 @@ class Program:
         assert "KeyboardInterrupt" in self.output()
 
     def end(self, within):
-        """Wait until all is over; returns the exit code."""
+        """Wait until all its processes are gone, without torchrun's help; returns the exit code."""
         end = time.monotonic() + within
         try:
             self.process.wait(within)
@@ -99,16 +99,18 @@ class Program:
         finally:
             for pid in self.processes():
                 os.kill(pid, signal.SIGKILL)
+        # After 30 s torchrun would kill ranks that do not exit by themselves.
+        assert "forcefully exiting" not in self.output()
         return self.process.returncode
 
     def result(self):
-        code = self.end(within=120)
+        code = self.end(within=300)
         assert code == 0, self.output()
         return json.loads(self.result_file.read_text())
 
 
 def run_failing(name, num_ranks, folder, **options):
-    """Run a program that fails; returns what it printed after all its processes were gone."""
+    """Run a program that fails; returns its output once all its processes are gone."""
     program = Program(name, num_ranks, folder, **options)
     program.wait_for(lambda: "ready" in program.output())
     assert program.end(within=GONE_SECONDS) != 0
@@ -117,7 +119,7 @@ def run_failing(name, num_ranks, folder, **options):
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    """What the program `calls` found on four ranks."""
+    """The results of the program `calls` on four ranks."""
     program = Program("calls", 4, tmp_path_factory.mktemp("four"))
     return program.result() | {"output": program.output()}
 
@@ -125,7 +127,7 @@ def four(tmp_path_factory):
 def test_the_table_is_printed_once_and_nothing_else(four):
     lines = four["output"].splitlines()
     assert [line.split()[0] for line in lines] == [
-        "role", "train", "left", "right", "wide", "narrow", "lone",
+        "role", "train", "left", "right", "wide", "narrow", "lone", "generate",
     ]  # fmt: skip
 
 
@@ -162,8 +164,8 @@ def test_splits_and_collects(four):
 
 
 def test_disjoint_roles_work_at_the_same_time(four):
-    started, both = four["overlap"]
-    assert started < 0.3 and 0.5 <= both < 0.95
+    is_done, *met = four["overlap"]
+    assert is_done == [False, False] and met == [[True, True], [True, True]]
 
 
 def test_a_thousand_interleaved_calls_to_overlapping_roles(four):
@@ -217,27 +219,40 @@ def test_mistakes_are_named(four, mistake, kind, message):
     assert found == kind and re.search(message, text)
 
 
-def test_leaving_takes_no_time(four):
-    assert four["leaving"] < 5
+def test_exit_is_quick(four):
+    assert four["leaving"] < 20  # seconds: less than a second, unless the machine is busy
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    return Program("same_everywhere", 1, tmp_path_factory.mktemp("alone")).result()
+def alone():
+    """What the program gives with world size 1."""
+    return same_everywhere()
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_same_program_gives_the_same_result(alone, tmp_path, num_ranks):
+def test_world_size_one(alone):
     assert alone["error"] == ["RoleError", 0, "LookupError"]
     assert alone["total"] == 5 * sum(map(sum, alone["answers"]))
-    assert Program("same_everywhere", num_ranks, tmp_path).result() == alone
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_killed_rank_is_named(tmp_path, num_ranks):
-    output = run_failing("killed_in_call", num_ranks, tmp_path)
-    rank = num_ranks - 1
-    message = rf"RoleError: rank {rank} \(train; pid \d+ on .*\) died.*; train.kill was called 0"
+def test_four_ranks_give_the_result_of_one(four, alone):
+    assert four["same_everywhere"] == alone
+
+
+def test_two_ranks_give_the_result_of_one_and_a_killed_rank_is_named(alone, tmp_path):
+    program = Program("same_then_killed", 2, tmp_path)
+    program.wait_for(lambda: "ready" in program.output())
+    assert program.end(within=GONE_SECONDS) != 0
+    assert json.loads(program.result_file.read_text()) == alone
+    who = r"rank 1 \(generate, train, sync; pid \d+ on .*\)"
+    assert re.search(rf"RoleError: {who} died.*; train.kill was called \d", program.output())
+
+
+@pytest.mark.slow
+def test_one_rank_fails_while_others_wait_for_it_and_is_then_killed(tmp_path):
+    output = run_failing("one_fails_then_dies", 4, tmp_path)
+    assert "train.fail_before_collective failed on rank 3: LookupError: no luck on 3" in output
+    assert "still running on ranks 0, 1 and 2" in output
+    message = r"RoleError: rank 3 \(train; pid \d+ on .*\) died.*; train.kill was called \d"
     assert re.search(message, output)
 
 
@@ -253,44 +268,36 @@ def test_a_rank_killed_while_it_has_no_call_is_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_killed_and_named(tmp_path):
+def test_a_stopped_rank_is_named_and_killed(tmp_path):
     output = run_failing("stopped", 2, tmp_path)
-    message = r"RoleError: rank 1 \(train; .*\) was stopped for \d+ s and is now killed; train.kill"
+    message = r"RoleError: rank 1 \(train; pid .*\) sent no heartbeat for \d+ s; train.kill"
     assert re.search(message, output)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_stuck_rank_is_named_with_its_stack(tmp_path, num_ranks):
-    output = run_failing("stuck", num_ranks, tmp_path)
-    rank = num_ranks - 1
+def test_a_stuck_rank_is_named_with_its_stack(tmp_path):
+    output = run_failing("stuck", 4, tmp_path)
     message = (
-        rf"RoleError: train.hang is not done on rank {rank} after [2-4]\.\d s; its deadline is 2"
+        r"RoleError: train.hang is not done on rank 3 after (\d+\.\d) s; its deadline is 2 s\n"
     )
-    assert re.search(message, output)
-    assert "waits in a collective" in output or "wait in a collective" in output
-    stack = re.search(rf"--- rank {rank} .* is at ---(.*?)--- rank 0", output, re.DOTALL)[1]
+    assert float(re.search(message, output)[1]) >= 2
+    assert "waiting in a collective: ranks 0, 1 and 2\n" in output
+    stack = re.search(r"--- rank 3 .* is at ---(.*?)--- rank 0", output, re.DOTALL)[1]
     assert "cluster_programs.py" in stack and "time.sleep(seconds)" in stack
 
 
 @pytest.mark.slow
-def test_one_rank_fails_while_others_wait_for_it(tmp_path):
-    output = run_failing("one_fails_others_wait", 4, tmp_path)
-    assert "train.fail_before_collective failed on rank 3: LookupError: no luck on 3" in output
-    assert "still running on ranks 0, 1 and 2" in output
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["crash", "exit"])
-def test_serving_ranks_leave_when_the_controller_crashes(tmp_path, name):
+def test_serving_ranks_exit_when_the_controller_crashes(tmp_path, name):
     output = run_failing(name, 2, tmp_path)
     assert re.search(r"Root Cause.*rank +: 0 \(local_rank: 0\)", output, re.DOTALL)
 
 
 @pytest.mark.slow
-def test_a_stopped_controller_is_killed(tmp_path):
+def test_a_stopped_controller_is_named_and_killed(tmp_path):
     output = run_failing("controller_stopped", 2, tmp_path)
-    assert re.search(r"rank 1 leaves: the controller \(rank 0, .*\) was stopped", output)
+    message = r"rank 1 exits: the controller \(rank 0, .*\) did not answer a heartbeat for \d+ s"
+    assert re.search(message, output)
 
 
 @pytest.mark.slow
@@ -305,17 +312,17 @@ def test_ctrl_c(tmp_path):
 
 
 @pytest.mark.slow
-def test_sigterm_blames_nobody(tmp_path):
+def test_sigterm_blames_no_rank(tmp_path):
     program = Program("interrupted", 2, tmp_path)
     program.wait_for(program.result_file.exists)
     program.process.terminate()
     assert program.end(within=GONE_SECONDS) != 0
-    assert "rank 0 leaves: SIGTERM, and no rank was lost" in program.output()
+    assert "rank 0 exits: SIGTERM, and no rank was lost" in program.output()
     assert "RoleError" not in program.output()
 
 
 @pytest.mark.slow
-def test_ranks_leave_when_torchrun_is_killed(tmp_path):
+def test_ranks_exit_when_torchrun_is_killed(tmp_path):
     program = Program("interrupted", 2, tmp_path)
     program.wait_for(program.result_file.exists)
     program.process.kill()
@@ -335,7 +342,7 @@ def test_a_recipe_that_does_not_react_is_ended(tmp_path):
 
 
 @pytest.mark.slow
-def test_eight_ranks(tmp_path, alone):
+def test_eight_ranks(tmp_path):
     result = Program("eight", 8, tmp_path).result()
     assert result == {"interleaved": {"calls": 1000, "wrong": []}, "totals": [45, 45, 45, 45]}
 
@@ -347,7 +354,7 @@ def test_two_nodes_with_their_own_addresses(tmp_path, alone):
     env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     command = [script, PROGRAMS, "same_everywhere", result_file]
-    run = subprocess.run(command, env=env, timeout=120, capture_output=True, text=True)
+    run = subprocess.run(command, env=env, timeout=300, capture_output=True, text=True)
     if run.returncode == 77:
         pytest.skip("network namespaces are not allowed here")
     assert run.returncode == 0, run.stdout + run.stderr

@@ -64,7 +64,7 @@ def run_rank(engine, inbox, num_messages, meet, errors):
             if num_run + 1 in calls:
                 num_run += 1
                 calls.remove(num_run)
-                lockstep.make_way(num_run)
+                lockstep.pause_for_call(num_run)
                 meet.wait(timeout=SECONDS)  # the collective inside of the call
                 engine.left += num_run % 2  # a call may leave work, too
                 is_busy = True

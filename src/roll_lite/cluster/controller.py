@@ -1,95 +1,170 @@
-"""The controller's side of role calls: tickets, what is under way, and how a call ends."""
+"""The controller's side of role calls: it numbers them, sends them to ranks and collects replies.
+
+Every call gets a ticket from one counter, and each rank runs its calls strictly by ticket, so
+collectives are issued in the same order on all ranks.
+"""
 
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pickle import PicklingError
 from typing import Any
 
-from roll_lite.cluster import rpc
-from roll_lite.cluster.call import Call, Request
-from roll_lite.cluster.codec import Message, encode
+from roll_lite.cluster import wire
 from roll_lite.cluster.device_map import DeviceMap, Role
 from roll_lite.cluster.errors import (
-    Failure,
+    RankFailure,
     RoleError,
     describe_exception,
     role_error,
     summarise,
 )
-from roll_lite.cluster.letters import Letter, Outbox
-from roll_lite.cluster.members import Member
-from roll_lite.cluster.worker import ATTEND, Order, Worker
+from roll_lite.cluster.rendezvous import RankProcess
+from roll_lite.cluster.wire import Mailbox, Message, Post
+from roll_lite.cluster.worker import BARRIER, RankCall, RankReply, Worker
 
+COLLECTS = ("first", "replicas", "all")
+STRAGGLER_SECONDS = 1.0  # after the first failure: for the other ranks to fail or finish
 DIED = "died (its connection closed)"
 
 OnReport = Callable[..., None]
-"""Takes the number of a replica and what it reported; runs in any thread, and must not wait."""
+"""Gets the replica's index and what it reported; runs in any thread and must not wait."""
 OnFailure = Callable[[RoleError], None]
-"""Told, in any thread, that nothing can be called any more."""
+"""Runs in any thread, when no call is possible any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallSpec:
+    """A role call before it gets its ticket."""
+
+    role: Role
+    method: str
+    contents: Sequence[tuple]
+    """Positional and keyword arguments for each replica."""
+    collect: str
+    """Whose results to return: first, replicas or all."""
+    deadline: float
+    """Seconds that a rank may spend in the call."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.role.name}.{self.method}"
+
+    @property
+    def wanted_ranks(self) -> tuple[int, ...]:
+        firsts = tuple(replica[0] for replica in self.role.replicas)
+        return {"first": firsts[:1], "replicas": firsts, "all": self.role.ranks}[self.collect]
+
+
+class Call:
+    """A pending call. Its future is done when every rank has replied, or soon after one failed."""
+
+    def __init__(self, spec: CallSpec, ticket: int):
+        self.spec = spec
+        self.ticket = ticket
+        self.issued = time.monotonic()
+        self.future: Future = Future()
+        self._replies: dict[int, RankReply] = {}  # in the order of arrival
+        self._lock = threading.Lock()
+
+    @property
+    def unanswered(self) -> list[int]:
+        return [rank for rank in self.spec.role.ranks if rank not in self._replies]
+
+    def deliver(self, rank: int, reply: RankReply) -> None:
+        with self._lock:
+            is_first_failure = reply.failure and not any(r.failure for r in self._replies.values())
+            self._replies[rank] = reply
+        if not self.unanswered:
+            self._finish()
+        elif is_first_failure:
+            # The other ranks may wait in a collective for the rank that failed, and never reply.
+            timer = threading.Timer(STRAGGLER_SECONDS, self._finish)
+            timer.daemon = True
+            timer.start()
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            if not self.future.done():
+                self.future.set_exception(error)
+
+    def _finish(self) -> None:
+        failures = [reply.failure for reply in list(self._replies.values()) if reply.failure]
+        if failures:
+            role, method = self.spec.role.name, self.spec.method
+            self.fail(role_error(role, method, failures, self.unanswered))
+            return
+        try:
+            values = [wire.decode(self._replies[rank].value) for rank in self.spec.wanted_ranks]
+        except Exception as error:  # of any kind: unpickling runs code of the result's classes
+            self.fail(error)
+            return
+        with self._lock:
+            if not self.future.done():
+                self.future.set_result(values[0] if self.spec.collect == "first" else values)
 
 
 class Controller:
-    """Hands out tickets from one counter and sends calls to ranks."""
+    """Issues calls and posts to all ranks, and receives their replies and reports."""
 
-    def __init__(self, worker: Worker, device_map: DeviceMap, members: Sequence[Member]):
+    def __init__(self, worker: Worker, device_map: DeviceMap, processes: Sequence[RankProcess]):
         self._worker = worker
         self._device_map = device_map
-        self._members = members
+        self._processes = processes
         self._lock = threading.Lock()
         self._ticket = 0
-        self._last: dict[int, int] = {}
+        self._last_ticket: dict[int, int] = {}  # by rank
         self._pending: dict[int, Call] = {}
-        self._bound: dict[int, tuple[str, tuple[int, ...]]] = {}  # by rank: role and replica
-        self._outboxes = {
-            rank: Outbox(rank, "post", partial(self.lose, rank, DIED))
-            for rank in range(len(members))
+        self._lockstep: dict[int, tuple[str, tuple[int, ...]]] = {}  # by rank: role and replica
+        self._mailboxes = {
+            rank: Mailbox(rank, "post", partial(self.lose, rank, DIED))
+            for rank in range(len(processes))
             if rank != worker.rank
         }
         self._on_report: dict[str, OnReport | None] = {}
         self._on_failure: dict[str, OnFailure | None] = {}
         self.failure: RoleError | None = None
-        """Set when a rank is lost: nothing can be called any more."""
+        """Set when a rank is lost; no call is possible afterwards."""
 
-    def issue(self, request: Request) -> Future:
+    def issue(self, spec: CallSpec) -> Future:
         if self.failure:
             raise self.failure
-        contents = self._contents_by_rank(request)
-        wanted = request.wanted_ranks
+        contents, wanted = self._contents_by_rank(spec), spec.wanted_ranks
         with self._lock:
             self._ticket += 1
-            call = self._pending[self._ticket] = Call(request, self._ticket)
-            orders = {
-                rank: Order(
+            call = self._pending[self._ticket] = Call(spec, self._ticket)
+            rank_calls = {
+                rank: RankCall(
                     ticket=call.ticket,
-                    previous=self._last.get(rank, 0),
-                    role=request.role.name,
-                    method=request.method if rank in request.role.ranks else ATTEND,
+                    previous=self._last_ticket.get(rank, 0),
+                    role=spec.role.name,
+                    method=spec.method if rank in spec.role.ranks else BARRIER,
                     content=content,
                     is_wanted=rank in wanted,
                 )
                 for rank, content in contents.items()
             }
-            self._last.update(dict.fromkeys(orders, call.ticket))
+            self._last_ticket.update(dict.fromkeys(rank_calls, call.ticket))
         call.future.add_done_callback(lambda _: self._pending.pop(call.ticket))
-        for rank in sorted(orders, reverse=True):  # rank 0, this process, last: it takes the GIL
-            self._send(call, rank, orders[rank])
+        for rank in sorted(rank_calls, reverse=True):  # this process last: it takes the GIL
+            self._send(call, rank, rank_calls[rank])
         return call.future
 
     def pending(self) -> list[Call]:
-        """Calls under way, oldest first."""
+        """Calls that are not done, oldest first."""
         with self._lock:
             return list(self._pending.values())
 
     def wait_for_all(self) -> None:
-        """Calls that were started and not waited for end too, or raise."""
+        """Wait for all pending calls; raises the first error."""
         for call in self.pending():
             call.future.result()
 
     def fail(self, error: RoleError) -> None:
-        """End all calls under way and all to come."""
+        """Fail all pending calls and every later one."""
         with self._lock:
             self.failure = self.failure or error
         for call in self.pending():
@@ -98,39 +173,38 @@ class Controller:
             if listener:
                 listener(self.failure)
 
-    def bind(self, role: Role) -> None:
-        """From now on the ranks of each replica of this role run every call together.
+    def run_in_lockstep(self, role: Role) -> None:
+        """From now on, a call to any rank of a replica of this role pauses all its ranks.
 
-        While such ranks work on their own they wait for each other, so a call that concerns some
-        of them has to interrupt all, at the same ticket.
+        Between calls these ranks work together, so they must all stop at the same ticket.
         """
         for replica in role.replicas:
             for rank in replica:
-                bound, _ = self._bound.setdefault(rank, (role.name, replica))
-                if bound != role.name:
+                other, _ = self._lockstep.setdefault(rank, (role.name, replica))
+                if other != role.name:
                     raise ValueError(
-                        f"roles {bound} and {role.name} both work on their own over tensor-"
-                        f"parallel ranks, and share rank {rank}; give them disjoint ranks or tp=1"
+                        f"roles {other} and {role.name} both run tensor-parallel engines and share "
+                        f"rank {rank}; give them disjoint ranks or tp=1"
                     )
 
     def post(self, role: Role, replica: int, args: tuple) -> None:
-        """Put a letter into the inbox of a replica's first rank; others of it are to follow."""
+        """Post to a replica's first rank; its other ranks are told to follow it."""
         if self.failure:
             raise self.failure
-        first, *others = role.replicas[replica]
-        for rank in others if first in self._bound else ():
-            self._post(rank, Letter(role.name, replica, ("follow",)))
-        self._post(first, Letter(role.name, replica, args))
+        first, *followers = role.replicas[replica]
+        for rank in followers if first in self._lockstep else ():
+            self._post(rank, Post(role.name, replica, ("follow",)))
+        self._post(first, Post(role.name, replica, args))
 
-    def _post(self, rank: int, letter: Letter) -> None:
+    def _post(self, rank: int, post: Post) -> None:
         if rank == self._worker.rank:
-            self._worker.post([letter])
+            self._worker.post([post])
         else:
-            packed = _pack(f"{letter.role}.receive", letter.content)
-            self._outboxes[rank].put(letter._replace(content=packed))
+            packed = _pack(f"{post.role}.receive", post.content)
+            self._mailboxes[rank].put(post._replace(content=packed))
 
     def pump(self, role: Role) -> bool:
-        """Every rank's own thread works; there is nothing to do here."""
+        """Nothing to do: every rank's own thread runs `work`."""
         return False
 
     def listen(self, role: Role, on_report: OnReport | None, on_failure: OnFailure | None) -> None:
@@ -139,61 +213,61 @@ class Controller:
         if self.failure and on_failure:
             on_failure(self.failure)
 
-    def take_reports(self, letters: Sequence[Letter]) -> None:
-        """Reports of role objects; those of roles that nobody listens to are dropped."""
-        for letter in letters:
-            listener = self._on_report.get(letter.role)
+    def on_reports(self, posts: Sequence[Post]) -> None:
+        """Pass reports to the listeners of their roles; without a listener they are dropped."""
+        for post in posts:
+            listener = self._on_report.get(post.role)
             try:
                 if listener:
-                    listener(letter.replica, *letter.args)
+                    listener(post.replica, *wire.decode(post.content))
             except Exception as error:  # of any kind: it must not end the thread that brought it
                 failure = describe_exception(self._worker.rank, error, own_frames=0)
-                self.on_fault(letter.role, "report", failure)
+                self.on_fault(post.role, "report", failure)
 
-    def on_fault(self, role: str, method: str, failure: Failure) -> None:
-        """Something that no call waits for has raised."""
+    def on_fault(self, role: str, method: str, failure: RankFailure) -> None:
+        """`work`, `receive` or a listener raised: no call waits for it, so everything ends."""
         self.fail(role_error(role, method, [failure]))
 
     def lose(self, rank: int, why: str) -> None:
-        """End everything because a rank is gone; the first one lost is the one to name."""
+        """End everything because a rank is gone; only the first loss is reported."""
         roles = [role.name for role in self._device_map.roles_of(rank)]
         call = next((c for c in self.pending() if rank in c.unanswered), None)
         doing = "it had no call"
         if call:
-            doing = f"{call.request.label} was called {time.monotonic() - call.issued:.1f} s before"
+            doing = f"{call.spec.label} was called {time.monotonic() - call.issued:.1f} s before"
         self.fail(
             RoleError(
-                f"rank {rank} ({', '.join(roles) or 'no role'}; {self._members[rank]}) {why}; "
+                f"rank {rank} ({', '.join(roles) or 'no role'}; {self._processes[rank]}) {why}; "
                 f"{doing}",
-                role=call.request.role.name if call else "",
-                method=call.request.method if call else "",
+                role=call.spec.role.name if call else "",
+                method=call.spec.method if call else "",
                 rank=rank,
             )
         )
 
-    def _contents_by_rank(self, request: Request) -> dict[int, Message | tuple]:
-        """What each rank gets; equal contents are encoded once, for the own rank not at all."""
+    def _contents_by_rank(self, spec: CallSpec) -> dict[int, Message | tuple]:
+        """What each rank gets. Equal contents are encoded once, and not at all for this rank."""
         encoded: dict[int, Message] = {}
         contents = {}
-        for replica, content in zip(request.role.replicas, request.contents, strict=True):
+        for replica, content in zip(spec.role.replicas, spec.contents, strict=True):
             for rank in replica:
                 if rank == self._worker.rank:
                     contents[rank] = content
                     continue
                 if id(content) not in encoded:
-                    encoded[id(content)] = _pack(request.label, content)
+                    encoded[id(content)] = _pack(spec.label, content)
                 contents[rank] = encoded[id(content)]
-        for rank in request.role.ranks:
-            _, replica = self._bound.get(rank, ("", ()))
-            contents = {attending: ((), {}) for attending in replica} | contents
+        for rank in spec.role.ranks:
+            _, replica = self._lockstep.get(rank, ("", ()))
+            contents = {paused: ((), {}) for paused in replica} | contents
         return contents
 
-    def _send(self, call: Call, rank: int, order: Order) -> None:
+    def _send(self, call: Call, rank: int, rank_call: RankCall) -> None:
         if rank == self._worker.rank:
-            self._worker.put(order, partial(call.deliver, rank))
+            self._worker.put(rank_call, partial(call.deliver, rank))
             return
         try:
-            answer = rpc.send(rank, "call", order)
+            answer = wire.send(rank, "call", rank_call)
         except RuntimeError:
             self.lose(rank, DIED)
         else:
@@ -202,7 +276,7 @@ class Controller:
     def _on_answer(self, call: Call, rank: int, answer: Any) -> None:
         try:
             reply = answer.value()
-        except RuntimeError:  # handlers do not raise: it is the connection
+        except RuntimeError:  # handlers do not raise, so the connection is gone
             self.lose(rank, DIED)
         else:
             call.deliver(rank, reply)
@@ -210,7 +284,7 @@ class Controller:
 
 def _pack(label: str, content: tuple) -> Message:
     try:
-        return encode(content)
+        return wire.encode(content)
     except (AttributeError, TypeError, PicklingError) as error:
         raise TypeError(
             f"an argument of {label} cannot be sent: {error}; functions and classes must "
@@ -218,49 +292,46 @@ def _pack(label: str, content: tuple) -> Message:
         ) from error
 
 
-class Direct:
-    """The controller of a world of one: calls run here and now, and a debugger steps into them."""
+class LocalController:
+    """The controller for world size 1: calls run in the calling thread, and debuggers step in."""
 
     def __init__(self, worker: Worker):
         self._worker = worker
         self._lock = threading.RLock()  # several threads may call; calls still run one by one
         self._on_report: dict[str, OnReport | None] = {}
 
-    def issue(self, request: Request) -> Future:
+    def issue(self, spec: CallSpec) -> Future:
         future: Future = Future()
-        args, kwargs = request.contents[0]
+        args, kwargs = spec.contents[0]
         try:
-            value = self._perform(request.role, request.method, args, kwargs)
+            value = self._perform(spec.role, spec.method, args, kwargs)
         except RoleError as error:
             future.set_exception(error)
         else:
-            future.set_result(value if request.collect == "first" else [value])
+            future.set_result(value if spec.collect == "first" else [value])
         return future
-
-    def bind(self, role: Role) -> None:
-        """One rank waits for nobody."""
 
     def post(self, role: Role, replica: int, args: tuple) -> None:
         self._perform(role, "receive", args, {})
 
     def pump(self, role: Role) -> bool:
-        """One piece of the role's own work; whether there may be more."""
+        """Run one piece of the role's work; whether more may be left."""
         return self._perform(role, "work", (), {})
 
     def listen(self, role: Role, on_report: OnReport | None, on_failure: OnFailure | None) -> None:
-        """Failures are raised where the work is done."""
+        """Failures are raised by `post` and `pump`, so `on_failure` is not used."""
         self._on_report[role.name] = on_report
 
-    def take_reports(self, letters: Sequence[Letter]) -> None:
-        for letter in letters:
-            if listener := self._on_report.get(letter.role):
-                listener(letter.replica, *letter.args)
+    def on_reports(self, posts: Sequence[Post]) -> None:
+        for post in posts:
+            if listener := self._on_report.get(post.role):
+                listener(post.replica, *post.content)
 
     def _perform(self, role: Role, method: str, args: tuple, kwargs: dict) -> Any:
         with self._lock:
             try:
                 return self._worker.perform(role.name, method, args, kwargs)
             except Exception as error:
-                failure = Failure(0, summarise(error), text="", pickled=None)
-                # Its cause is the error itself, with its frames.
+                failure = RankFailure(0, summarise(error), text="", pickled=None)
+                # The cause is the exception itself, with its traceback.
                 raise role_error(role.name, method, [failure]) from error

@@ -1,10 +1,9 @@
-"""Who runs where: a table from roles to ranks, written by hand or chosen by `auto_device_map`.
+"""The device map: which ranks run which role, written by hand or chosen by `auto_device_map`.
 
     parse_device_map("train=0-3,tp=2 generate=4-7 reference=0-3", world_size=8)
 
-Roles may be disjoint, share ranks or overlap in part, and their replicas need not line up: every
-rank runs the calls of all its roles one by one, in the same order as every other rank. What still
-cannot work is refused with the remedy.
+Roles may be disjoint, share all ranks or overlap in part, and their replicas need not align: every
+rank runs the calls to all its roles one by one, in the same order as every other rank.
 """
 
 import re
@@ -17,7 +16,8 @@ from roll_lite.cluster.memory import engine_bytes, format_bytes, least_bytes, us
 from roll_lite.models.config import ModelConfig
 
 SYNTAX = "write role=RANKS or role=RANKS,tp=N, with RANKS like 0-3, 5, 0-1+4-5 or all"
-USEFUL_CACHE_TOKENS = 32768  # `auto` wants room for so many in each engine: 8 samples of 4,096
+OPTIONAL_ROLES = ("reference", "critic")
+USEFUL_CACHE_TOKENS = 32768  # least KV cache of each engine under `auto`: 8 samples of 4,096 tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Role:
     ranks: tuple[int, ...]
     """Ascending."""
     tp: int = 1
-    """Tensor-parallel size: so many consecutive ranks hold one model together."""
+    """Tensor-parallel size: consecutive ranks that hold one model together."""
 
     @property
     def num_replicas(self) -> int:
@@ -34,7 +34,7 @@ class Role:
 
     @property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each replica. Those of train are FSDP's data-parallel ranks."""
+        """The ranks of each replica, in data-parallel order."""
         starts = range(0, len(self.ranks), self.tp)
         return tuple(self.ranks[start : start + self.tp] for start in starts)
 
@@ -49,7 +49,7 @@ class DeviceMap:
             raise ValueError("the device map has no roles; name one, as in train=all")
         for name, count in Counter(self.names).items():
             if count > 1:
-                raise ValueError(f"role {name} is there {count} times; name all its ranks at once")
+                raise ValueError(f"role {name} appears {count} times; list all its ranks once")
         for role in self.roles:
             _check_ranks(role, self.world_size)
 
@@ -68,15 +68,15 @@ class DeviceMap:
 
     @property
     def idle_ranks(self) -> tuple[int, ...]:
-        """Ranks without any role."""
+        """Ranks without a role."""
         ranks = set(range(self.world_size)).difference(*(role.ranks for role in self.roles))
         return tuple(sorted(ranks))
 
     def with_sync(self) -> "DeviceMap":
-        """And the roles that weights travel by from train to generate.
+        """This map plus the roles that move weights from train to generate.
 
-        sync is all ranks of both. Engines that have no trainer on their rank are fed by train's
-        first rank; feed is that rank and theirs.
+        `sync` has all ranks of both. `feed` has train's first rank and the ranks of generate that
+        have no trainer: they receive their weights from it.
         """
         if "sync" in self:
             return self
@@ -90,11 +90,6 @@ class DeviceMap:
     def roles_of(self, rank: int) -> tuple[Role, ...]:
         return tuple(role for role in self.roles if rank in role.ranks)
 
-    def overlapping(self, a: str, b: str) -> tuple[int, ...]:
-        """Ranks that both roles run on, where they take turns; empty for disjoint roles."""
-        shared = set(self[b].ranks)
-        return tuple(rank for rank in self[a].ranks if rank in shared)
-
     def __str__(self) -> str:
         rows = [("role", "ranks", "tp", "replicas", "note")]
         for role in self.roles:
@@ -103,10 +98,11 @@ class DeviceMap:
         return format_table(rows)
 
     def _note(self, role: Role) -> str:
+        """Which ranks this role shares with which others."""
         sharers: dict[str, list[str]] = {}
         for other in self.roles:
-            shared = () if other is role else self.overlapping(role.name, other.name)
-            if shared:
+            shared = sorted(set(role.ranks) & set(other.ranks))
+            if shared and other is not role:
                 which = "ranks" if other.ranks == role.ranks else format_ranks(shared)
                 sharers.setdefault(which, []).append(other.name)
         notes = [f"shares {which} with {listing(names, 'and')}" for which, names in sharers.items()]
@@ -117,18 +113,14 @@ class DeviceMap:
         config: ModelConfig,
         *,
         required: Sequence[str] = ("train", "generate"),
-        optional: Sequence[str] = ("reference", "critic"),
         role_configs: Mapping[str, ModelConfig] | None = None,
         allow_idle: bool = False,
     ) -> None:
-        """Refuse a map that a recipe with these roles cannot run with this model.
+        """Raise ValueError if a recipe with these roles cannot run this map with this model.
 
-        `role_configs` are of the roles that have another model, such as a judge.
-
-        One kind of overlap cannot work: the first rank of a tensor-parallel engine leads it, so it
-        has to be in every role that another rank of the engine is in (`_check_leaders`).
+        `role_configs` are the configs of roles with a model of their own, such as a judge.
         """
-        known = tuple(dict.fromkeys((*required, *optional)))
+        known = tuple(dict.fromkeys((*required, *OPTIONAL_ROLES)))
         for role in self.roles:
             if role.name not in known:
                 raise ValueError(f"role {role.name} is not known; use {listing(known, 'or')}")
@@ -147,7 +139,7 @@ class DeviceMap:
 
 
 def _check_ranks(role: Role, world_size: int) -> None:
-    """Refuse what cannot run in a world of this size, whatever the model."""
+    """Raise ValueError for ranks that cannot work at this world size, whatever the model."""
     if not role.ranks:
         raise ValueError(f"role {role.name} has no ranks; give it some, as in {role.name}=all")
     for rank in role.ranks:
@@ -173,7 +165,7 @@ def _unknown_rank(name: str, rank: int, world_size: int) -> ValueError:
 
 
 def _sharded_sizes(config: ModelConfig) -> dict[str, int]:
-    """What tensor parallelism divides. A multiple of the kv heads, all heads need no check."""
+    """What tensor parallelism divides. Query heads are a multiple of the key/value heads."""
     return {
         "key/value heads": config.num_kv_heads,
         "intermediate rows": config.intermediate_size,
@@ -193,9 +185,10 @@ def _check_sizes(role: Role, config: ModelConfig) -> None:
 
 
 def _check_leaders(generate: Role, other: Role) -> None:
-    """The first rank of an engine tells the rest when to decode and when to make way for a call.
+    """Check that the first rank of each engine is in every role that one of its other ranks is in.
 
-    Of calls to a role that it is not in it never hears: it would decode on, and wait for them.
+    It tells the other ranks when to decode and when to pause for a call, and it gets no calls to
+    roles that it is not in: it would go on decoding and wait for the paused ranks forever.
     """
     ranks = set(other.ranks)
     for replica in generate.replicas:
@@ -203,14 +196,14 @@ def _check_leaders(generate: Role, other: Role) -> None:
         if followers and replica[0] not in ranks:
             raise ValueError(
                 f"rank {replica[0]} leads the engine on ranks {format_ranks(replica)} but is not "
-                f"in {other.name}, as ranks {format_ranks(followers)} are: the engine could not "
-                f"make way for {other.name}; add rank {replica[0]} to {other.name}, or choose "
+                f"in {other.name}, while ranks {format_ranks(followers)} are: it could not pause "
+                f"for calls to {other.name}; add rank {replica[0]} to {other.name}, or choose "
                 f"generate's ranks and tp so that an engine starts at rank {followers[0]}"
             )
 
 
 def parse_device_map(text: str, world_size: int) -> DeviceMap:
-    """Read a map such as `train=0-3,tp=2 generate=4-7 reference=0-3`."""
+    """Parse a map such as `train=0-3,tp=2 generate=4-7 reference=0-3`."""
     return DeviceMap(tuple(_parse_role(entry, world_size) for entry in text.split()), world_size)
 
 
@@ -231,7 +224,7 @@ def _parse_ranks(name: str, text: str, world_size: int) -> tuple[int, ...]:
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if first > last:
             raise ValueError(f"{span!r} in {name}={text} is not a range of ranks; {SYNTAX}")
-        if last >= world_size:  # before a typing error makes a range of billions
+        if last >= world_size:  # before a typo makes a range of billions
             raise _unknown_rank(name, last, world_size)
         ranks += range(first, last + 1)
     return tuple(ranks)
@@ -244,9 +237,9 @@ def auto_device_map(
     roles: Sequence[str],
     ranks_per_node: int = 8,
 ) -> tuple[DeviceMap, list[str]]:
-    """All roles on all ranks, with the smallest tp of generate that fits; and the reasons.
+    """All roles on all ranks, with the smallest tp for generate that fits; also the reasons.
 
-    `device_bytes` is the memory of each rank's device, None on a CPU.
+    `device_bytes` is the memory of one device, None on a CPU.
     """
     tp, why = 1, "tp=1: on a CPU there is no device memory to save"
     if device_bytes is not None:
@@ -262,11 +255,11 @@ def auto_device_map(
 def _smallest_tp(
     world_size: int, config: ModelConfig, device_bytes: int, roles: Sequence[str], node: int
 ) -> tuple[int, str]:
-    """The smallest power of two at which an engine fits beside the other roles, and why."""
+    """The smallest power of two at which an engine fits next to the other roles, and why."""
     others, usable = least_bytes(config, roles, world_size), usable_bytes(device_bytes)
     largest = gcd(world_size, *_sharded_sizes(config).values()) if "generate" in roles else 1
     if world_size > node:
-        largest = gcd(largest, node)  # no engine lies across two nodes
+        largest = gcd(largest, node)  # no engine spans two nodes
     tried = ""
     for tp in [2**i for i in range(largest.bit_length()) if largest % 2**i == 0]:
         engine = engine_bytes(config, tp, USEFUL_CACHE_TOKENS) if "generate" in roles else 0

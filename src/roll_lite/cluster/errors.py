@@ -1,4 +1,4 @@
-"""What went wrong on which rank, in words."""
+"""Errors of role calls: what failed, on which rank, and the traceback of that rank."""
 
 import pickle
 import traceback
@@ -9,36 +9,36 @@ from roll_lite.cluster.device_map import listing
 
 
 class RoleError(RuntimeError):
-    """A role call failed: where, why, and what the ranks were doing."""
+    """A role call failed, or a rank was lost."""
 
     def __init__(self, message: str, *, role: str, method: str, rank: int):
         super().__init__(message)
         self.role = role
         self.method = method
         self.rank = rank
-        """The first that failed."""
+        """The rank that failed first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """An exception of one rank, as it travels."""
+class RankFailure:
+    """An exception that one rank raised, in a form that can be sent."""
 
     rank: int
     summary: str
     """Type and message in one line."""
     text: str
-    """The traceback, from the role's own code on."""
+    """The traceback, starting at the role's own code."""
     pickled: bytes | None
-    """The exception itself, if it can be pickled."""
+    """The exception, if it can be pickled."""
 
 
-def describe_exception(rank: int, error: BaseException, own_frames: int) -> Failure:
-    """`own_frames` of the cluster's own stand before the role's code."""
+def describe_exception(rank: int, error: BaseException, own_frames: int) -> RankFailure:
+    """`own_frames` frames of this package come before the role's code in the traceback."""
     frames = error.__traceback__
     for _ in range(own_frames):
         frames = frames.tb_next if frames and frames.tb_next else frames
     text = "".join(traceback.format_exception(type(error), error, frames))
-    return Failure(rank, summarise(error), text, _pickle(error))
+    return RankFailure(rank, summarise(error), text, _pickle(error))
 
 
 def summarise(error: BaseException) -> str:
@@ -46,12 +46,12 @@ def summarise(error: BaseException) -> str:
 
 
 def role_error(
-    role: str, method: str, failures: Sequence[Failure], unfinished: Sequence[int] = ()
+    role: str, method: str, failures: Sequence[RankFailure], unfinished: Sequence[int] = ()
 ) -> RoleError:
-    """One error for the failures of a call, of which the first came first."""
-    first, *others = failures
+    """One error for all failures of a call, in the order in which they arrived."""
+    first, *later = failures
     lines = [f"{role}.{method} failed on rank {first.rank}: {first.summary}"]
-    lines += [f"  then on rank {other.rank}: {other.summary}" for other in others]
+    lines += [f"  then on rank {failure.rank}: {failure.summary}" for failure in later]
     if unfinished:
         lines.append(f"  still running on {name_ranks(unfinished)}")
     if first.text:
@@ -69,13 +69,13 @@ def name_ranks(ranks: Sequence[int]) -> str:
 def _pickle(error: BaseException) -> bytes | None:
     try:
         return pickle.dumps(error)
-    except Exception:  # whatever a user's class may raise; the text travels in any case
+    except Exception:  # a user's class may raise anything; the text is sent in any case
         return None
 
 
 def _unpickle(data: bytes | None) -> BaseException | None:
     try:
         error = pickle.loads(data) if data else None
-    except Exception:  # its class may want other arguments, or not exist here
+    except Exception:  # its __init__ may want other arguments, or its class not exist here
         return None
     return error if isinstance(error, BaseException) else None

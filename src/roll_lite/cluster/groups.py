@@ -1,29 +1,31 @@
-"""The process groups of each role, and a rank's place in them."""
+"""This rank's device, the process groups of each role, and the rank's `Place` in them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from roll_lite.cluster.device_map import DeviceMap, Role
-from roll_lite.cluster.world import compute_dtype
+from roll_lite.cluster.rendezvous import Launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a worker object stands in its role."""
+    """The position of a worker object in its role."""
 
     role: str
     rank: int
-    """Among all ranks of the program."""
+    """Global rank."""
     replica: int
-    """Which replica of the role this rank belongs to: its data-parallel rank."""
+    """Index of this rank's replica in the role: its data-parallel rank."""
     num_replicas: int
     tp_rank: int
-    """Which part of the replica this rank is."""
+    """Index of this rank in its replica."""
     tp: int
     device: torch.device
     mesh: DeviceMesh
@@ -33,23 +35,63 @@ class Place:
     control: dist.ProcessGroup
     """gloo group of the ranks of this replica, for commands."""
     report: Callable[..., None]
-    """Sends its arguments to whoever listens to the role at the controller; does not wait."""
+    """Sends its arguments to the role's listener on the controller; does not wait."""
 
     @property
     def dtype(self) -> torch.dtype:
         """What models compute in: bf16 on CUDA, fp32 on a CPU."""
-        return compute_dtype(self.device)
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+
+def choose_device(name: str, launch: Launch) -> torch.device:
+    """The device of this rank; ranks share GPUs only if there are fewer GPUs than ranks."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"device={name!r} is not known; use auto, cpu or cuda")
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("device='cuda', but torch finds no CUDA device; use cpu")
+    device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """Total memory of a device; None for a CPU."""
+    is_cuda = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).total_memory if is_cuda else None
+
+
+def choose_backend(device: torch.device, launch: Launch) -> str:
+    """nccl if each rank has a GPU of its own; ranks that share one need gloo."""
+    if device.type == "cpu":
+        return "gloo"
+    has_own_gpu = torch.cuda.device_count() >= launch.local_world_size
+    return "cpu:gloo,cuda:nccl" if has_own_gpu else "cpu:gloo,cuda:gloo"
+
+
+def start_group(device: torch.device, launch: Launch, store: dist.Store, *, seconds: float) -> None:
+    """Start the default process group; `seconds` is the timeout of every collective."""
+    dist.init_process_group(
+        choose_backend(device, launch),
+        store=store,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(seconds=seconds),
+    )
 
 
 def make_places(
     device_map: DeviceMap, rank: int, device: torch.device, report: Callable[..., None]
 ) -> dict[str, Place]:
-    """This rank's place in each of its roles. Every rank has to call this: groups form together.
+    """This rank's place in each of its roles. Collective: all ranks must call it.
 
-    `report` takes a role's name, a replica and what an object there reports to the controller.
+    `report(role, replica, *args)` sends a report to the controller.
 
-    Roles with the same ranks and tp share their groups: they take turns, in the same order
-    everywhere, and each NCCL communicator costs memory.
+    Roles with the same ranks and tp share their groups. They never use them at the same time, and
+    each NCCL communicator costs memory.
     """
     places, formed = {}, {}
     for role in device_map.roles:
@@ -57,39 +99,30 @@ def make_places(
         if layout not in formed:
             formed[layout] = _form_groups(role, rank, device)
         if rank in role.ranks:
-            places[role.name] = _place(role, rank, device, report, *formed[layout])
+            replica, tp_rank = divmod(role.ranks.index(rank), role.tp)
+            places[role.name] = Place(
+                role=role.name,
+                rank=rank,
+                replica=replica,
+                num_replicas=role.num_replicas,
+                tp_rank=tp_rank,
+                tp=role.tp,
+                device=device,
+                report=partial(report, role.name, replica),
+                **formed[layout],
+            )
     return places
 
 
-def _form_groups(
-    role: Role, rank: int, device: torch.device
-) -> tuple[DeviceMesh, dist.ProcessGroup, dist.ProcessGroup | None]:
+def _form_groups(role: Role, rank: int, device: torch.device) -> dict[str, Any]:
+    """The fields mesh, group and control of a `Place`."""
     mesh = DeviceMesh(device.type, torch.tensor(role.replicas), mesh_dim_names=("dp", "tp"))
     group = dist.new_group(role.ranks)
     control = None
     if role.tp == 1 and rank in role.ranks:
-        control = mesh["tp"].get_group()  # of one rank, like the many that need not be formed
+        control = mesh["tp"].get_group()  # one rank: no gloo group is needed
     for replica in role.replicas if role.tp > 1 else ():
         formed = dist.new_group(replica, backend="gloo")
         if rank in replica:
             control = formed
-    return mesh, group, control
-
-
-def _place(
-    role: Role, rank: int, device: torch.device, report: Callable[..., None], mesh, group, control
-) -> Place:
-    replica, tp_rank = divmod(role.ranks.index(rank), role.tp)
-    return Place(
-        role=role.name,
-        rank=rank,
-        replica=replica,
-        num_replicas=role.num_replicas,
-        tp_rank=tp_rank,
-        tp=role.tp,
-        device=device,
-        mesh=mesh,
-        group=group,
-        control=control,
-        report=partial(report, role.name, replica),
-    )
+    return {"mesh": mesh, "group": group, "control": control}

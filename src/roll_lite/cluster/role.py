@@ -1,22 +1,28 @@
 """Handles on roles: the controller calls a method, and the role's ranks run it.
 
 trainer = cluster.role("train", Trainer, lr=1e-4)
-metrics = trainer.step(batch)                    # runs on all ranks; the first one's result
-parts   = trainer.logprobs(split(samples))       # each replica gets its share; a list of results
+metrics = trainer.step(batch)                    # runs on all ranks; returns the first one's result
+parts   = trainer.logprobs(split(samples))       # a share for each replica; a list of results
 future  = trainer.step.start(batch)              # does not wait; future.result() does
 norms   = trainer.norm.options(collect="all", deadline=60)()
-engine.post(replica, "submit", key, request)     # into an object's inbox; nobody waits
+engine.post(replica, "submit", key, request)     # a message without a reply; does not wait
 """
 
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from roll_lite.cluster.call import COLLECTS, Request
-from roll_lite.cluster.controller import OnFailure, OnReport
+from roll_lite.cluster.controller import (
+    COLLECTS,
+    CallSpec,
+    Controller,
+    LocalController,
+    OnFailure,
+    OnReport,
+)
 from roll_lite.cluster.device_map import Role, listing
 
 
@@ -24,49 +30,36 @@ from roll_lite.cluster.device_map import Role, listing
 class Split:
     values: Sequence | torch.Tensor
 
-    def shares(self, num_shares: int) -> list:
-        """Contiguous shares whose sizes differ by at most one, larger ones first."""
-        size, larger = divmod(len(self.values), num_shares)
-        ends = [0]
-        for i in range(num_shares):
-            ends.append(ends[-1] + size + (i < larger))
-        return [self.values[ends[i] : ends[i + 1]] for i in range(num_shares)]
+    def share(self, index: int, num_shares: int) -> Sequence | torch.Tensor:
+        """A contiguous share; sizes differ by at most one, larger shares first."""
+        size, num_larger = divmod(len(self.values), num_shares)
+        start = index * size + min(index, num_larger)
+        return self.values[start : start + size + (index < num_larger)]
 
 
 def split(values: Sequence | torch.Tensor) -> Split:
-    """An argument of which each data-parallel replica gets its contiguous share.
+    """Mark an argument to be split: each data-parallel replica gets a contiguous share.
 
-    All ranks of a replica get the same share; with fewer values than replicas, some get none.
+    All ranks of a replica get the same share. If there are fewer values than replicas, some shares
+    are empty.
     """
     if not isinstance(values, (list, tuple, torch.Tensor)):
         raise TypeError(f"split() takes a list, tuple or tensor, not {type(values).__name__}")
     return Split(values)
 
 
-class Issuer(Protocol):
-    def issue(self, request: Request) -> Future: ...
-
-    def post(self, role: Role, replica: int, args: tuple) -> None: ...
-
-    def pump(self, role: Role) -> bool: ...
-
-    def listen(
-        self, role: Role, on_report: OnReport | None, on_failure: OnFailure | None
-    ) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A method of a role's workers. Arguments must not change until the call is done."""
+    """A method of a role's workers. Do not change arguments before the call is done."""
 
-    issuer: Issuer
+    controller: Controller | LocalController
     role: Role
     name: str
     deadline: float
-    """Seconds that a rank may be in a call."""
+    """Seconds that a rank may spend in a call."""
     collect: str | None = None
-    """Whose results a call returns: the first replica's, a list of all replicas', or of all ranks'.
-    None means replicas if an argument was split, and else first."""
+    """Whose results a call returns: the first replica's, all replicas' or all ranks'. None means
+    replicas if an argument is split, first otherwise."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run on all ranks of the role, wait, return the result."""
@@ -74,13 +67,16 @@ class Method:
 
     def start(self, *args: Any, **kwargs: Any) -> Future:
         """Run on all ranks of the role; do not wait."""
-        contents = _contents(args, kwargs, self.role.num_replicas)
         is_split = any(isinstance(value, Split) for value in (*args, *kwargs.values()))
+        contents = [(args, kwargs)] * self.role.num_replicas  # one object: it is encoded once
+        if is_split:
+            contents = [_share(args, kwargs, i, len(contents)) for i in range(len(contents))]
         collect = self.collect or ("replicas" if is_split else "first")
-        return self.issuer.issue(Request(self.role, self.name, contents, collect, self.deadline))
+        spec = CallSpec(self.role, self.name, contents, collect, self.deadline)
+        return self.controller.issue(spec)
 
     def options(self, *, collect: str | None = None, deadline: float | None = None) -> "Method":
-        """The same method with another choice of results, or another deadline in seconds."""
+        """The same method, returning other results or with another deadline in seconds."""
         if collect is not None and collect not in COLLECTS:
             raise ValueError(f"collect={collect!r} is not known; use {listing(COLLECTS, 'or')}")
         if deadline is not None and not deadline > 0:
@@ -88,20 +84,36 @@ class Method:
         return replace(self, collect=collect or self.collect, deadline=deadline or self.deadline)
 
 
-class RoleHandle:
-    """What the controller holds of a role: its methods are those of the worker class.
+def _share(args: tuple, kwargs: dict, replica: int, num_replicas: int) -> tuple[tuple, dict]:
+    """The arguments that one replica gets."""
 
-    Beside calls there are messages that no ticket orders. The object on the first rank of a replica
-    gets what is posted by its method `receive`, between two calls or pieces of work. A piece of
-    work is its method `work`, which runs when nothing else does and says whether more is left. It
-    reports with `place.report(...)`.
+    def pick(value: Any) -> Any:
+        return value.share(replica, num_replicas) if isinstance(value, Split) else value
+
+    return tuple(map(pick, args)), {name: pick(value) for name, value in kwargs.items()}
+
+
+class RoleHandle:
+    """The controller's handle on a role. Its methods are those of the worker class.
+
+    Besides calls there are posts, which no ticket orders. `post` calls the method `receive` of the
+    object on a replica's first rank, between two calls. An object with a method `work` is given
+    turns when no call is due; `work` returns whether more is left. Objects answer with
+    `place.report(...)`, which reaches the listener.
     """
 
-    def __init__(self, issuer: Issuer, role: Role, cls: type, deadline: float, is_alone: bool):
+    def __init__(
+        self,
+        controller: Controller | LocalController,
+        role: Role,
+        cls: type,
+        deadline: float,
+        is_alone: bool,
+    ):
         self.role = role
         self.is_alone = is_alone
-        """In a world of one nothing works by itself: somebody has to pump."""
-        self._issuer = issuer
+        """World size is 1: no thread runs `work`, so the caller must `pump`."""
+        self._controller = controller
         self._cls = cls
         self._deadline = deadline
 
@@ -112,41 +124,25 @@ class RoleHandle:
                 f"{self._cls.__name__}, the worker of role {self.role.name}, has no method {name}; "
                 f"it has {listing(known, 'and') if known else 'none'}"
             )
-        return Method(self._issuer, self.role, name, self._deadline)
+        return Method(self._controller, self.role, name, self._deadline)
 
     def post(self, replica: int, name: str, *args: Any) -> None:
-        """Have `receive(name, *args)` called on the first rank of a replica; does not wait."""
-        self._issuer.post(self.role, replica, (name, *args))
+        """Call `receive(name, *args)` on the first rank of a replica; does not wait."""
+        self._controller.post(self.role, replica, (name, *args))
 
     def pump(self) -> bool:
-        """In a world of one: let the object do one piece of work; whether there may be more."""
-        return self._issuer.pump(self.role)
+        """With world size 1: run `work` once; whether more may be left."""
+        return self._controller.pump(self.role)
 
     def listen(self, on_report: OnReport, on_failure: OnFailure) -> None:
-        """Have reports brought, with the replica's number, and the failure that ends everything."""
-        self._issuer.listen(self.role, on_report, on_failure)
+        """Have `on_report(replica, ...)` called with reports, `on_failure` if a rank is lost."""
+        self._controller.listen(self.role, on_report, on_failure)
 
     def stop_listening(self) -> None:
-        self._issuer.listen(self.role, None, None)
+        self._controller.listen(self.role, None, None)
 
     def __reduce__(self):
         raise TypeError(
             f"the handle of role {self.role.name} stays with the controller; pass the worker what "
             "it needs instead"
         )
-
-
-def _contents(args: tuple, kwargs: dict, num_replicas: int) -> list[tuple]:
-    """The arguments of each replica; one and the same object where nothing is split."""
-    if not any(isinstance(value, Split) for value in (*args, *kwargs.values())):
-        return [(args, kwargs)] * num_replicas
-    columns = [_shares(value, num_replicas) for value in args]
-    named = {name: _shares(value, num_replicas) for name, value in kwargs.items()}
-    return [
-        (tuple(column[i] for column in columns), {name: c[i] for name, c in named.items()})
-        for i in range(num_replicas)
-    ]
-
-
-def _shares(value: Any, num_replicas: int) -> list:
-    return value.shares(num_replicas) if isinstance(value, Split) else [value] * num_replicas

@@ -1,7 +1,7 @@
 """One rank's side of roles: the worker objects, and the one thread that runs their code.
 
-The thread reads letters first, then runs the call whose ticket is due; with neither it gives every
-object that has a method `work` a turn, and sleeps when all of them say that nothing is left.
+The thread handles posts first, then runs the call whose ticket is next. If there is neither, it
+lets every object that has a method `work` do one piece of work, and sleeps when none has any left.
 """
 
 import gc
@@ -11,23 +11,23 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from roll_lite.cluster.codec import Message, decode, encode
-from roll_lite.cluster.errors import Failure, describe_exception
+from roll_lite.cluster.errors import RankFailure, describe_exception
 from roll_lite.cluster.groups import Place
-from roll_lite.cluster.letters import Letter
+from roll_lite.cluster.wire import Message, Post, decode, encode
 
-BUILD = "__init__"  # the method of the call that makes the worker objects
-ATTEND = "attend"  # of a call that other ranks of a replica run: nothing to do but to make way
-WORK = 0  # stands for a ticket while the worker thread does what no call asked for
-OWN_FRAMES = 2  # _answer and perform, above a role's own code in a traceback
+BUILD = "__init__"  # the method of a call that makes the worker objects
+BARRIER = "barrier"  # on the replica's ranks outside the called role: pause, and run nothing
+BACKGROUND = 0  # in place of a ticket while the thread runs `work` or `receive`
+OWN_FRAMES = 2  # _answer and perform, above the role's code in a traceback
 
 
-class Order(NamedTuple):
-    """A call as one rank gets it. Orders arrive in any order and run by ticket."""
+class RankCall(NamedTuple):
+    """A call as one rank gets it. They arrive in any order and run by ticket."""
 
     ticket: int
     previous: int
@@ -35,24 +35,24 @@ class Order(NamedTuple):
     role: str
     method: str
     content: Message | tuple
-    """Positional and keyword arguments; unpacked for the controller's own rank."""
+    """Positional and keyword arguments; not encoded for the controller's own rank."""
     is_wanted: bool
     """The controller wants this rank's result."""
 
 
-class Reply(NamedTuple):
+class RankReply(NamedTuple):
     value: Any = None
     """The result: a Message, or the object itself on the controller's own rank."""
-    failure: Failure | None = None
+    failure: RankFailure | None = None
 
 
-class Status(NamedTuple):
-    """What the worker thread does at this moment."""
+class WorkerStatus(NamedTuple):
+    """What the worker thread is doing."""
 
     ticket: int
-    """Of a call, or WORK."""
+    """Ticket of the running call, or BACKGROUND."""
     seconds: float
-    """How long it has been in this call, or in one piece of work."""
+    """Time spent in it so far."""
 
 
 class Worker:
@@ -60,16 +60,16 @@ class Worker:
         self.rank = rank
         self.places: dict[str, Place] = {}
         """By role; set once the process groups have formed, before the first call runs."""
-        self.on_fault: Callable[[str, str, Failure], None]
-        """Told the role, the method and what it raised, when nobody had called it."""
+        self.on_fault: Callable[[str, str, RankFailure], None]
+        """Gets the role, the method and the exception when `work` or `receive` raises."""
         self._device = device
         self._objects: dict[str, Any] = {}
-        self._waiting: dict[int, tuple[Order, Callable[[Reply], None]]] = {}  # by previous ticket
-        self._inbox: list[Letter] = []
+        self._queue: dict[int, tuple[RankCall, Callable[[RankReply], None]]] = {}  # by `previous`
+        self._posts: list[Post] = []
         self._changed = threading.Condition()
         self._is_stopping = False
         self._has_fault = False
-        self._last = 0
+        self._last_ticket = 0
         self._current: tuple[int, float] | None = None
         # A daemon: a call that hangs in a collective must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="role calls", daemon=True)
@@ -78,7 +78,7 @@ class Worker:
         self._thread.start()
 
     def stop(self, seconds: float) -> bool:
-        """End the thread after its current call; False if it is still in it after so long."""
+        """End the thread after its current call; False if that takes longer than `seconds`."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
@@ -86,32 +86,32 @@ class Worker:
             self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def put(self, order: Order, reply: Callable[[Reply], None]) -> None:
-        """Queue a call. Returns at once; any thread may come with it."""
+    def put(self, call: RankCall, reply: Callable[[RankReply], None]) -> None:
+        """Queue a call, from any thread; returns at once."""
         with self._changed:
-            self._waiting[order.previous] = order, reply
+            self._queue[call.previous] = call, reply
             self._changed.notify()
 
-    def post(self, letters: Sequence[Letter]) -> None:
-        """Put letters into the inbox. Returns at once; any thread may come with them."""
+    def post(self, posts: Sequence[Post]) -> None:
+        """Queue posts, from any thread; returns at once."""
         with self._changed:
-            self._inbox += letters
+            self._posts += posts
             self._changed.notify()
 
     def perform(self, role: str, method: str, args: tuple, kwargs: dict) -> Any:
         """Run a method of this rank's worker object, in this thread."""
         if method == BUILD:
             return self._build(role, *args, **kwargs)
-        if method == ATTEND:
+        if method == BARRIER:
             return None
         return getattr(self._objects[role], method)(*args, **kwargs)
 
-    def status(self) -> Status | None:
+    def status(self) -> WorkerStatus | None:
         current = self._current
-        return Status(current[0], time.monotonic() - current[1]) if current else None
+        return WorkerStatus(current[0], time.monotonic() - current[1]) if current else None
 
     def stack(self) -> str:
-        """Where the worker thread is, innermost call last."""
+        """The stack of the worker thread in the role's code, innermost frame last."""
         frame = sys._current_frames().get(self._thread.ident)
         if frame is None or self._current is None:
             return "(between calls)"
@@ -120,82 +120,78 @@ class Worker:
         return "".join(traceback.format_list(frames[num_own:]))
 
     def _build(self, role: str, cls: type, /, **kwargs: Any) -> None:
-        told = {"place": self.places[role], "places": self.places, "siblings": self._objects}
+        offered = {"place": self.places[role], "places": self.places, "siblings": self._objects}
         wanted = inspect.signature(cls).parameters
-        kwargs = {name: value for name, value in told.items() if name in wanted} | kwargs
+        kwargs = {name: value for name, value in offered.items() if name in wanted} | kwargs
         if self._objects.pop(role, None) is not None:
-            gc.collect()  # sharded modules are in cycles; the new object needs their memory
+            gc.collect()  # sharded modules are in cycles, and the new object needs their memory
         self._objects[role] = cls(**kwargs)
 
     def _run(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # CUDA's current device belongs to the thread
-        is_busy = False
-        while self._wait(is_busy):
-            is_busy = self._take_turn()
+            torch.cuda.set_device(self._device)  # the current device is per thread
+        has_work = False
+        while self._wait(has_work):
+            has_work = self._take_turn()
 
-    def _wait(self, is_busy: bool) -> bool:
-        """Until there is something to do, which somebody busy has; False at the end."""
+    def _wait(self, has_work: bool) -> bool:
+        """Wait for a post, a call or background work; False when stopping."""
         with self._changed:
             self._changed.wait_for(
-                lambda: is_busy or self._is_stopping or self._inbox or self._last in self._waiting
+                lambda: (
+                    has_work or self._is_stopping or self._posts or self._last_ticket in self._queue
+                )
             )
             return not self._is_stopping
 
     def _take_turn(self) -> bool:
-        """Letters, then a call or a piece of work; whether there may be more to do."""
-        self._read_letters()
+        """Handle posts, then one call or one piece of work; whether more work may be left."""
         with self._changed:
-            item = self._waiting.pop(self._last, None)
+            posts, self._posts = self._posts, []
+        for post in posts:
+            self._run_background(post.role, "receive", partial(decode, post.content))
+        with self._changed:
+            item = self._queue.pop(self._last_ticket, None)
         if item is None:
-            return self._work()
+            has_more = [self._run_background(role, "work", tuple) for role in self._with("work")]
+            return any(has_more)
         self._run_call(*item)
         return True
 
-    def _read_letters(self) -> None:
-        with self._changed:
-            letters, self._inbox = self._inbox, []
-        for letter in letters:
-            self._unasked(letter.role, "receive", lambda letter=letter: letter.args)
-
-    def _work(self) -> bool:
-        """Let all objects work; whether one of them has more to do."""
-        has_more = [self._unasked(role, "work", tuple) for role in self._roles_with("work")]
-        return any(has_more)
-
-    def _unasked(self, role: str, method: str, args: Callable[[], tuple]) -> Any:
-        """Run what no call asked for. Once it has raised, this rank only waits for the end."""
+    def _run_background(self, role: str, method: str, args: Callable[[], tuple]) -> Any:
+        """Run code that no call waits for. After it has raised, no more of it runs."""
         if self._has_fault:
             return None
-        self._current = WORK, time.monotonic()
+        self._current = BACKGROUND, time.monotonic()
         try:
             return getattr(self._objects[role], method)(*args())
-        except BaseException as error:  # whatever it is, the controller has to hear of it
+        except BaseException as error:  # the controller must hear of any kind
             self._has_fault = True
             self.on_fault(role, method, describe_exception(self.rank, error, own_frames=1))
             return None
         finally:
             self._current = None
 
-    def _roles_with(self, method: str) -> list[str]:
+    def _with(self, method: str) -> list[str]:
+        """Roles whose object has this method."""
         return [role for role, obj in self._objects.items() if hasattr(obj, method)]
 
-    def _run_call(self, order: Order, reply: Callable[[Reply], None]) -> None:
-        self._last = order.ticket
-        self._current = order.ticket, time.monotonic()
-        answer = self._answer(order)
+    def _run_call(self, call: RankCall, reply: Callable[[RankReply], None]) -> None:
+        self._last_ticket = call.ticket
+        self._current = call.ticket, time.monotonic()
+        answer = self._answer(call)
         self._current = None
         reply(answer)
 
-    def _answer(self, order: Order) -> Reply:
-        is_local = not isinstance(order.content, Message)
+    def _answer(self, call: RankCall) -> RankReply:
+        is_local = not isinstance(call.content, Message)
         try:
-            for role in self._roles_with("make_way"):
-                self._objects[role].make_way(order.ticket)
-            args, kwargs = order.content if is_local else decode(order.content)
-            value = self.perform(order.role, order.method, args, kwargs)
-            if not order.is_wanted:
-                return Reply()
-            return Reply(value if is_local else encode(value))
-        except BaseException as error:  # whatever it is, the controller has to hear of it
-            return Reply(failure=describe_exception(self.rank, error, own_frames=OWN_FRAMES))
+            for role in self._with("pause_for_call"):
+                self._objects[role].pause_for_call(call.ticket)
+            args, kwargs = decode(call.content)
+            value = self.perform(call.role, call.method, args, kwargs)
+            if not call.is_wanted:
+                return RankReply()
+            return RankReply(value if is_local else encode(value))
+        except BaseException as error:  # the controller must hear of any kind
+            return RankReply(failure=describe_exception(self.rank, error, own_frames=OWN_FRAMES))

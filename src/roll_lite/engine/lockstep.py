@@ -40,7 +40,7 @@ class Lockstep:
         if pause.ticket is None:
             self._num_settled = pause.num_settled
 
-    def make_way(self, ticket: int) -> None:
+    def pause_for_call(self, ticket: int) -> None:
         """Returns when all ranks have stopped working, to run this call."""
         if self._engine.is_first:
             self._engine.pause(Pause(ticket=ticket))

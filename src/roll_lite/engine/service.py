@@ -119,10 +119,10 @@ class EngineService:
         self._report()
         return is_busy
 
-    def make_way(self, ticket: int) -> None:
+    def pause_for_call(self, ticket: int) -> None:
         """All ranks of the replica stop working together: a call comes."""
         if self._lockstep:
-            self._lockstep.make_way(ticket)
+            self._lockstep.pause_for_call(ticket)
 
     def _follow(self) -> bool:
         if not self._lockstep.may_have_work:
