@@ -9,14 +9,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from sandbox_processes import sandbox_processes
+from process_checks import sandbox_processes
 
 from roll_lite.rewards import code
 from roll_lite.rewards.code import last_code_block, passes_tests
-from roll_lite.sandbox.program import Limits, SandboxError, SandboxUnavailable
-from roll_lite.sandbox.sandbox import Sandbox
+from roll_lite.sandbox.sandbox import Limits, Sandbox, SandboxError, SandboxUnavailable
 from roll_lite.types import Prompt
-from roll_lite.workers.errors import RewardTimeout
+from roll_lite.workers.failures import RewardTimeout
 from roll_lite.workers.pool import RewardWorkers
 
 HUMANEVAL = os.environ.get("ROLL_LITE_HUMANEVAL")

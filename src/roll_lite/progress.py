@@ -1,11 +1,11 @@
-"""How far something is, and where its time went."""
+"""A progress bar, and the timer of a training step."""
 
 import sys
 import time
 
 
 class ProgressBar:
-    """On the terminal's last line; silent where standard error is not a terminal."""
+    """On the terminal's last line; prints nothing if standard error is not a terminal."""
 
     def __init__(self, total: int, label: str, *, enabled: bool = True, width: int = 24):
         self.total, self.label, self.width = total, label, width
@@ -25,7 +25,7 @@ class ProgressBar:
             self.draw()
 
     def reach(self, count: int) -> None:
-        """So much is done by now."""
+        """Advance to a total count."""
         self.advance(count - self.count)
 
     def draw(self) -> None:
@@ -43,21 +43,21 @@ class ProgressBar:
         sys.stderr.flush()
 
     def clear(self) -> None:
-        """Free the line for other output; the next draw brings the bar back."""
+        """Clear the line for other output; the next draw shows the bar again."""
         if self._enabled:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
 
 
-class Laps:
-    """The seconds of a step, part by part: what is measured adds up to the whole."""
+class StepTimer:
+    """Seconds of the parts of a step, which add up to the whole step."""
 
     def __init__(self):
         self._last = time.perf_counter()
         self._seconds: dict[str, float] = {}
 
-    def end(self, name: str) -> None:
-        """What went on since the last lap is called so."""
+    def lap(self, name: str) -> None:
+        """Add the time since the last lap to the part `name`."""
         now = time.perf_counter()
         self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
         self._last = now

@@ -16,9 +16,8 @@ from roll_lite.models.hf import has_value_head
 from roll_lite.reward_roles import Judge, RewardModel
 from roll_lite.train.scorer import Scorer
 from roll_lite.types import AsyncReward, Prompt, Reward, Score
-from roll_lite.workers.calls import describe
+from roll_lite.workers.failures import ErrorBudget, describe
 from roll_lite.workers.pool import RewardWorkers
-from roll_lite.workers.tally import Tally
 
 
 @dataclass(kw_only=True)
@@ -91,7 +90,7 @@ class Rewards:
         """For the coordinator to listen to."""
         self._by_domain: dict[str, AsyncReward] = {}
         self._pools: list[RewardWorkers] = []
-        self._tallies: list[Tally] = []
+        self._tallies: list[ErrorBudget] = []
         self._exits = ExitStack()
         if unasked := sorted(set(options.reward_roles) - set(domains)):
             raise ValueError(
@@ -152,7 +151,7 @@ class Rewards:
 
     def _counted(self, reward: AsyncReward, options: RewardOptions) -> AsyncReward:
         """The same reward, whose failures are counted like those of functions."""
-        tally = Tally(options.max_error_share)
+        tally = ErrorBudget(options.max_error_share)
         self._tallies.append(tally)
 
         async def counted(prompt: Prompt, reply: str) -> Score:
