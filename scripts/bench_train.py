@@ -3,11 +3,10 @@
     python scripts/bench_train.py --shape qwen3-0.6b --tokens 32768
     torchrun --nproc-per-node 8 scripts/bench_train.py --shape qwen3-8b --tp 2
 
-Prints the phases of a step, the logprob pass, and peak memory beside the planner's; the last line
-is JSON.
+Prints the phases of a step, the logprob pass, and peak memory with the planner's estimate. The last
+line is JSON.
 """
 
-import json
 import random
 import statistics
 import time
@@ -17,6 +16,7 @@ from typing import Literal
 
 import torch
 import tyro
+from timing import median_seconds, print_results
 
 from roll_lite.checks import at_least
 from roll_lite.cluster.cluster import Cluster
@@ -34,21 +34,21 @@ class Config:
     shape: str = "smollm2-135m"
     """smollm2-135m, qwen3-0.6b, qwen3-1.7b, qwen3-8b, ..."""
     tokens: int = 32768
-    """Of each data-parallel rank in one update."""
+    """Tokens of each data-parallel rank in one update."""
     tokens_per_microbatch: int = 32768
-    """Of one forward and backward pass."""
+    """Tokens of one forward and backward pass."""
     length: int = 2048
     """Tokens of each sequence."""
     checkpointing: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again."""
+    """Which activations the backward pass recomputes."""
     moments: Literal["float32", "bfloat16"] = "float32"
-    """The optimizer's."""
+    """Data type of the optimizer's moments."""
     tp: int = 1
-    """Ranks that hold one model together."""
+    """Tensor-parallel ranks."""
     offload: bool = False
-    """Also measure giving the memory to others and taking it back."""
+    """Also measure offloading the trainer's memory and reloading it."""
     repeats: int = 3
-    """Measured updates after two to warm up; the median counts."""
+    """Timed updates after two warm-up updates; the median counts."""
     device: str = "auto"
     """auto, cpu or cuda."""
 
@@ -58,7 +58,7 @@ class Config:
 
 
 class TimedTrainer(Trainer):
-    """Says how long the parts of a step take on its device."""
+    """Reports the time of each part of a step."""
 
     def __init__(self, *, place, **options):
         super().__init__(place=place, **options)
@@ -95,7 +95,7 @@ class TimedTrainer(Trainer):
 
     def timed_offload(self) -> dict[str, float]:
         self.seconds = {}
-        for _ in range(2):  # the first also locks the pages
+        for _ in range(2):  # the first round also pins the pages
             held = torch.cuda.memory_allocated()
             self._timed("offload", self.offload)
             freed = held - torch.cuda.memory_allocated()
@@ -128,11 +128,11 @@ def main(cfg: Config) -> None:
         updates = [plain.step(split(batch))[0] for _ in range(cfg.repeats)]
         tokens = sum(len(micro.token_ids_T) for micro in batch)
         seconds = statistics.median(update["time/train"] for update in updates)
-        passes = [timed(lambda: plain.logprobs(split(batch))) for _ in range(cfg.repeats + 1)]
+        scoring = median_seconds(lambda: plain.logprobs(split(batch)), cfg.repeats)
         result |= {
             "tokens": tokens,
             "tokens_per_second": round(tokens / seconds),
-            "logprob_tokens_per_second": round(tokens / statistics.median(passes[1:])),
+            "logprob_tokens_per_second": round(tokens / scoring),
         }
         if "train/mfu" in updates[0]:
             result["mfu"] = round(statistics.median(u["train/mfu"] for u in updates), 3)
@@ -154,15 +154,7 @@ def main(cfg: Config) -> None:
         }
         if cfg.offload:
             result |= {k: round(v, 2) for k, v in timed_role.timed_offload().items()}
-        for name, value in result.items():
-            print(f"{name:>28}  {value}")
-        print(json.dumps(result))
-
-
-def timed(function) -> float:
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin
+        print_results(result)
 
 
 if __name__ == "__main__":
