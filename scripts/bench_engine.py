@@ -143,8 +143,7 @@ def transformers_seconds(cfg: Config, model: Transformer, work: Work) -> float:
     return time.perf_counter() - begin
 
 
-def main(cfg: Config) -> None:
-    is_cold = is_compile_cache_cold()
+def make_engine(cfg: Config) -> Engine:
     device = cfg.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -157,47 +156,57 @@ def main(cfg: Config) -> None:
     gib = cfg.kv_cache_gib
     if gib is None:
         gib = 0.8 * torch.cuda.mem_get_info()[0] / 2**30 if device == "cuda" else 2.0
-    engine = Engine(model, kv_cache_gib=gib)
-    print(engine)
-    engine.generate([Request(prompt_ids=[1, 2, 3], params=SamplingParams(max_tokens=2))])
-    startup = time.time() - STARTED
+    return Engine(model, kv_cache_gib=gib)
 
-    work = WORKLOADS[cfg.workload]()[: cfg.requests]
+
+def measure(engine: Engine, work: Work, repeats: int) -> list[float]:
+    """Seconds of a warm-up run, then of each repeat."""
     requests = [
         Request(prompt_ids=prompt, params=SamplingParams(max_tokens=length), seed=i)
         for i, (prompt, length) in enumerate(work)
     ]
     num_out = sum(length for _, length in work)
     seconds = []
-    for repeat in range(cfg.repeats + 1):
+    for repeat in range(repeats + 1):
         engine.pool.forget_all()  # no prefix-cache hits from the last run
         begin = time.perf_counter()
         turns = engine.generate(requests, progress=True)
         seconds.append(time.perf_counter() - begin)
         assert sum(len(turn.token_ids) for group in turns for turn in group) == num_out
-        print(
-            f"{'warm-up' if repeat == 0 else f'run {repeat}'}: {num_out / seconds[-1]:,.0f} tok/s"
-        )
+        name = f"run {repeat}" if repeat else "warm-up"
+        print(f"{name}: {num_out / seconds[-1]:,.0f} tok/s")
+    return seconds
 
-    median = statistics.median(seconds[1:])
+
+def main(cfg: Config) -> None:
+    is_cold = is_compile_cache_cold()
+    engine = make_engine(cfg)
+    print(engine)
+    engine.generate([Request(prompt_ids=[1, 2, 3], params=SamplingParams(max_tokens=2))])
+    startup = time.time() - STARTED
+    work = WORKLOADS[cfg.workload]()[: cfg.requests]
+    num_out = sum(length for _, length in work)
+    warm_up, *seconds = measure(engine, work, cfg.repeats)
+    median, weight = statistics.median(seconds), engine.model.embedding
+    on_cuda = weight.is_cuda
     result = {
         "shape": cfg.model or cfg.shape,
         "workload": cfg.workload,
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "dtype": str(dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads() if device == "cpu" else None,
+        "device": torch.cuda.get_device_name() if on_cuda else "cpu",
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "threads": None if on_cuda else torch.get_num_threads(),
         "backend": engine.runner.backend,
         "output_tokens": num_out,
-        "tokens_per_second": round(num_out / median, None if device == "cuda" else 1),
-        "warm_up_seconds": round(seconds[0], 2),
+        "tokens_per_second": round(num_out / median, None if on_cuda else 1),
+        "warm_up_seconds": round(warm_up, 2),
         "startup_seconds": round(startup, 2),
         "compile_cache": "cold" if is_cold else "warm",
         "preemptions": engine.scheduler.num_preempted,
     }
-    if device == "cuda":
+    if on_cuda:
         result |= cuda_results(engine, work, num_out, median)
     if cfg.against == "transformers":
-        theirs = transformers_seconds(cfg, model, work)
+        theirs = transformers_seconds(cfg, engine.model, work)
         result |= {
             "transformers_tokens_per_second": round(num_out / theirs, 1),
             "times_transformers": round(theirs / median, 2),

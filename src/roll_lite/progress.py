@@ -3,12 +3,15 @@
 import sys
 import time
 
+WIDTH = 24
+"""Characters of the bar."""
+
 
 class ProgressBar:
     """On the terminal's last line; prints nothing if standard error is not a terminal."""
 
-    def __init__(self, total: int, label: str, *, enabled: bool = True, width: int = 24):
-        self.total, self.label, self.width = total, label, width
+    def __init__(self, total: int, label: str, *, enabled: bool = True):
+        self.total, self.label = total, label
         self.count = 0
         self._start = self._drawn = time.monotonic()
         self._enabled = enabled and sys.stderr.isatty()
@@ -33,9 +36,9 @@ class ProgressBar:
             return
         self._drawn = time.monotonic()
         seconds = self._drawn - self._start
-        filled = self.width * self.count // max(1, self.total)
+        filled = WIDTH * self.count // max(1, self.total)
         left = seconds / self.count * (self.total - self.count) if self.count else 0.0
-        bar = "#" * filled + "." * (self.width - filled)
+        bar = "#" * filled + "." * (WIDTH - filled)
         sys.stderr.write(
             f"\r\x1b[K{self.label} [{bar}] {self.count}/{self.total}, {seconds:.0f} s, "
             f"{left:.0f} s left"
