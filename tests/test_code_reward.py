@@ -7,13 +7,14 @@ import json
 import os
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from process_checks import sandbox_processes
 
 from roll_lite.rewards import code
 from roll_lite.rewards.code import last_code_block, passes_tests
-from roll_lite.sandbox.sandbox import Limits, Sandbox, SandboxError, SandboxUnavailable
+from roll_lite.sandbox.sandbox import Limits, Outcome, Sandbox, SandboxError, SandboxUnavailable
 from roll_lite.types import Prompt
 from roll_lite.workers.failures import RewardTimeout
 from roll_lite.workers.pool import RewardWorkers
@@ -151,16 +152,21 @@ def test_last_code_block(text, expected):
 
 
 def test_hanging_programs_take_their_time_and_no_more(judge, monkeypatch):
-    runs = []
-    run_program = code.run_program
-    monkeypatch.setattr(code, "run_program", lambda *a, **k: runs.append(k) or run_program(*a, **k))
     prompt = make_prompt(*["assert f(1) == 1"] * 10)
     endless = reply("def f(x):\n    while True: pass")
-    short = partial(judge, limits=Limits(seconds=0.4))
-    assert short(prompt, endless).value == 0 and len(runs) == 1
-    assert short(prompt, endless, partial=True, seconds=1.0).value == 0
-    first, second, third = (run["limits"].seconds for run in runs[1:])
-    assert first == second == 0.4 and third <= 0.2
+    short = partial(judge, limits=Limits(seconds=0.5))
+    assert short(prompt, endless).value == 0
+    taken = []  # by a clock of our own
+
+    def run_to_the_limit(source, *, limits, **more):
+        taken.append(limits.seconds)
+        return Outcome(kind="timeout", stdout="", stderr="", seconds=limits.seconds)
+
+    monkeypatch.setattr(code, "run_program", run_to_the_limit)
+    monkeypatch.setattr(code, "time", SimpleNamespace(monotonic=lambda: 100.0 + sum(taken)))
+    assert short(prompt, endless).value == 0 and taken == [0.5]
+    assert short(prompt, endless, partial=True, seconds=1.25).value == 0
+    assert taken[1:] == [0.5, 0.5, 0.25]
 
 
 def test_a_broken_sandbox_is_not_a_wrong_answer(judge, monkeypatch):
@@ -209,12 +215,12 @@ def test_in_workers(judge):
     prompt = make_prompt("assert f(3) == 9")
     replies = [reply(f"def f(x): return {n} * x") for n in range(6)] + ["no code"]
     replies.append(reply("def f(x):\n    while True: pass"))
-    reward = partial(judge, seconds=1.0)
+    reward = partial(judge, limits=Limits(seconds=1.0))
 
     async def score_all(workers):
         return await asyncio.gather(*(workers.score(prompt, text) for text in replies))
 
-    with RewardWorkers({"code": reward}, num_workers=2, seconds=5.0) as workers:
+    with RewardWorkers({"code": reward}, num_workers=2, seconds=60.0) as workers:
         scores = asyncio.run(score_all(workers))
         assert workers.metrics()["reward/errors"] == 0
     assert [score.value for score in scores] == [0, 0, 0, 1, 0, 0, 0, 0]
@@ -228,6 +234,7 @@ def test_a_worker_takes_its_sandbox_along(judge):
         with pytest.raises(RewardTimeout):
             asyncio.run(workers.score(prompt, endless))
         assert sandbox_processes() <= before
+    with RewardWorkers({"code": judge}, num_workers=1, seconds=60.0) as workers:
         right = asyncio.run(workers.score(prompt, reply("def f(x): return x * x")))
         assert right.value == 1
         assert len(sandbox_processes() - before) == 1
