@@ -26,7 +26,7 @@ def sandbox_processes() -> set[int]:
 
 
 def is_running(pid: int) -> bool:
-    """False for zombies too: whoever adopted them may be slow to reap them."""
+    """False for zombies too: the process that adopted them may be slow to reap them."""
     try:
         return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
     except OSError:

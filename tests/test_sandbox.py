@@ -236,7 +236,7 @@ def test_flood_of_every_descriptor(sandbox):
 
 @pytest.mark.parametrize("tests", ["", "assert True"])
 def test_inherits_no_descriptors_but_its_own(tests):
-    """Not even of a client that has so many that the sandbox's own have high numbers."""
+    """Even if the client has 400 open, so that the sandbox's own have high numbers."""
     program = """
         import os
         for number in range(3, 2000):
