@@ -26,7 +26,7 @@ from roll_lite.cluster.planner import BatchPlan, plan, render
 from roll_lite.cluster.role import RoleHandle, split
 from roll_lite.engine.service import EngineService
 from roll_lite.models.config import read_config
-from roll_lite.progress import Laps
+from roll_lite.progress import StepTimer
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rewards import registry
@@ -277,7 +277,7 @@ def train(
         rollout.start()
 
     for step in range((done or 0) + 1, cfg.steps + 1):
-        laps = Laps()
+        timer = StepTimer()
         try:
             groups = rollout.collect()
         except NothingLeft:  # keep what was learnt, and the dropped samples to look at
@@ -288,24 +288,24 @@ def train(
                 print(f"wrote {saved.save(step - 1)}; --resume continues from it")
                 run.note("checkpoint", step=step - 1)
             raise
-        laps.end("rollout")
+        timer.lap("rollout")
         if cfg.engines_sleep:
             models.engines.sleep()
         sequences = prepare(groups, cfg, models, state)
-        laps.end("prepare")
+        timer.lap("prepare")
         metrics = update(sequences, cfg, models, step)
-        laps.end("train")
+        timer.lap("train")
         if cfg.engines_sleep:
             models.engines.wake()
         models.sync.sync(step, cfg.on_new_weights)
         rollout.set_version(step)
-        laps.end("sync")
+        timer.lap("sync")
         metrics |= describe_groups(groups) | rollout.metrics() | rewards.metrics() | state.metrics
         if run.is_due(step, cfg.rollouts_every):
             run.write_rollouts(step, groups)
         run.note_samples(step, rollout.dropped())
-        laps.end("records")
-        metrics |= {"rollout/trained_samples": len(sequences)} | laps.metrics()
+        timer.lap("records")
+        metrics |= {"rollout/trained_samples": len(sequences)} | timer.metrics()
         if run.is_due(step, cfg.evaluation.eval_every):
             metrics |= evaluation.run(rollout)  # not part of the step's time
             run.note_samples(step, rollout.dropped())

@@ -1,4 +1,4 @@
-"""What asynchronous and synchronous rollouts should cost a step: two formulas, and a simulation.
+"""Predicted step times of asynchronous and synchronous rollouts: two formulas and a simulation.
 
 N samples of mean time m make a batch; g of four ranks generate, with K slots each; training takes t
 on four ranks, and t * 4 / n on n of them.
@@ -6,7 +6,7 @@ on four ranks, and t * 4 / n on n of them.
 Synchronous, four ranks generate, then four train: E[makespan] + t. The makespan is at least
 max(N m / 4K, E[longest of N]) and at most N m / 4K + (1 - 1/4K) E[longest of N] (Graham).
 Asynchronous, g ranks generate while 4 - g train: max(N m / gK, t * 4 / (4 - g)), if all slots are
-always busy and nothing that was generated is thrown away.
+always busy and no generated sample is dropped.
 """
 
 import heapq
@@ -24,29 +24,29 @@ MAKESPANS = 1000  # simulated for their mean: it has no closed form
 @dataclass(kw_only=True)
 class Workload:
     prompts_per_step: int = 16
-    """Prompts of a collect."""
+    """Prompts per collect."""
     samples_per_prompt: int = 8
     """Group size."""
     slots: int = 16
-    """Samples that one engine generates at a time."""
+    """Samples that one engine generates at the same time."""
     mean_seconds: float = 0.1
     """Mean time of a sample."""
     sigma: float = 1.0
-    """Of the lognormal distribution of times."""
+    """Sigma of the lognormal distribution of times."""
 
     @property
     def num_samples(self) -> int:
         return self.prompts_per_step * self.samples_per_prompt
 
     def seconds(self, prompt: int, index: int) -> float:
-        """The time of one sample, which is the same wherever and whenever it is generated."""
+        """Time of one sample; it depends on nothing else."""
         mu = math.log(self.mean_seconds) - self.sigma**2 / 2
         return random.Random(f"{prompt} {index}").lognormvariate(mu, self.sigma)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many ranks generate and how many train; all do both in turn, or each does one."""
+    """Numbers of ranks that generate and that train: all do both in turn, or each does one."""
 
     num_generate: int
     num_train: int
@@ -56,7 +56,7 @@ class Layout:
         return self.num_generate + self.num_train > NUM_RANKS
 
     def train_seconds(self, on_all_ranks: float) -> float:
-        """Of perfectly data-parallel training."""
+        """Training time on this layout, with perfect data-parallel scaling."""
         return on_all_ranks * NUM_RANKS / self.num_train
 
     def __str__(self) -> str:
@@ -69,17 +69,17 @@ SPLITS = [Layout(n, NUM_RANKS - n) for n in range(1, NUM_RANKS)]
 
 @dataclass(slots=True, kw_only=True)
 class Pace:
-    """How some steps went, measured or simulated."""
+    """Statistics of some steps, measured or simulated."""
 
     step_seconds: float
     idle_slots: float
     """Share of slots without a sample, over the time in which their ranks do not train."""
     gaps: dict[int, int]
-    """Samples trained on, by versions between their first token and their use."""
+    """Trained samples by staleness: versions between their first token and their use."""
     dropped: float
-    """Share of samples that were thrown away, generated to their end or not."""
+    """Share of samples that were dropped, finished or not."""
     trained_seconds: float
-    """Mean time of the samples trained on."""
+    """Mean time of the trained samples."""
 
 
 def expected_longest(work: Workload) -> float:
@@ -94,12 +94,12 @@ def expected_longest(work: Workload) -> float:
 
 
 def ideal_seconds(work: Workload, num_ranks: int) -> float:
-    """A batch with all slots of so many ranks always busy."""
+    """Time of a batch if all slots of `num_ranks` ranks are always busy."""
     return work.num_samples * work.mean_seconds / (work.slots * num_ranks)
 
 
 def makespan_bounds(work: Workload) -> tuple[float, float]:
-    """The least and the most that a batch takes on the slots of all ranks, on average."""
+    """Lower and upper bound of the mean time of a batch on the slots of all ranks."""
     ideal, longest = ideal_seconds(work, NUM_RANKS), expected_longest(work)
     return max(ideal, longest), ideal + (1 - 1 / (work.slots * NUM_RANKS)) * longest
 
@@ -125,7 +125,7 @@ class Simulation:
         self.trained: list[float] = []
         self.num_dropped = 0
         self.is_training = False
-        """From when a batch is taken until its update is there."""
+        """From the moment a batch is taken until its update is done."""
 
     def run(self, train_seconds: float, num_steps: int) -> Pace:
         start, busy = self.now, self.busy_seconds
@@ -197,14 +197,14 @@ class Simulation:
     def drop_stale(self) -> None:
         for prompt, samples in list(self.ready.items()):
             fresh = [s for s in samples if s[1] >= self.version - self.max_staleness]
-            kept = fresh if len(fresh) > 1 else []  # one alone has nothing to compare with
+            kept = fresh if len(fresh) > 1 else []  # a group of one has no baseline
             self.num_dropped += len(samples) - len(kept)
             self.ready[prompt] = kept
             if not kept:
                 del self.ready[prompt]
 
     def abort_stale(self) -> None:
-        """Incomplete groups of which no two samples will be fresh."""
+        """Drop incomplete groups that will have fewer than two fresh samples."""
         versions = {prompt: [s[1] for s in samples] for prompt, samples in self.ended.items()}
         for _, prompt, _, version in self.running:
             versions[prompt].append(version)
@@ -227,7 +227,7 @@ def simulate(
     warm_up: int,
     steps: int,
 ) -> Pace:
-    """`steps` of them, after some that are not counted."""
+    """Simulate `steps` steps after a warm-up."""
     simulation = Simulation(work, layout, max_staleness)
     simulation.run(train_seconds, warm_up)
     return simulation.run(train_seconds, steps)
@@ -236,7 +236,7 @@ def simulate(
 def expected_step(
     work: Workload, layout: Layout, max_staleness: int, train_seconds: float
 ) -> float:
-    """Seconds by formula, where a step is not left to simulation as a whole."""
+    """Seconds of a step by formula; only a synchronous makespan is simulated."""
     if max_staleness:
         return asynchronous_bound(work, layout, train_seconds)
     makespan = simulate(work, layout, 0, 0.0, warm_up=1, steps=MAKESPANS).step_seconds

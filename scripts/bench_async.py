@@ -1,12 +1,12 @@
-"""Asynchronous against synchronous rollouts on the same four ranks, beside what a model predicts.
+"""Asynchronous and synchronous rollouts on the same four ranks, compared with a model.
 
 torchrun --nproc-per-node 4 scripts/bench_async.py
 
 The coordinator, its ranks and their messages are real; engines and trainer sleep. A sample occupies
-one of an engine's slots for a lognormal time. Training on four ranks takes `train_ratio` of the
-time of a batch with all slots of four ranks always busy or, with --train-time-of collect, of the
-simulated mean time of a synchronous collect. Weights are there as soon as they are trained, and
-running samples go on under them. async_model.py has the formulas. The last line is JSON.
+one of an engine's slots for a lognormal time. Training on four ranks takes `train_ratio` times the
+time of a batch with all slots of four ranks always busy or, with --train-time-of collect, times the
+simulated mean time of a synchronous collect. New weights arrive as soon as they are trained, and
+running samples continue under them. async_model.py has the formulas. The last line is JSON.
 """
 
 import heapq
@@ -42,25 +42,25 @@ from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.types import Message, Prompt, SamplingParams, Turn
 
-NAP_SECONDS = 0.002  # an engine looks for letters so often
+NAP_SECONDS = 0.002  # how often an engine polls its mailbox
 
 
 @dataclass(kw_only=True)
 class Config(Workload):
     steps: int = 20
-    """Steps that are timed."""
+    """Timed steps."""
     warm_up: int = 3
-    """Steps before them, until generation ahead of training is in its steady state."""
+    """Steps before the timed ones, until generation ahead of training is in its steady state."""
     splits: tuple[int, ...] = (2, 3)
-    """Ranks that generate while the others train, in the asynchronous runs."""
+    """Number of generating ranks in the asynchronous runs; the other ranks train."""
     staleness: tuple[int, ...] = (0, 1, 2)
     """max_staleness of the asynchronous runs. With 0, generation and training take turns."""
     train_ratio: float = 0.5
     """Training time on four ranks, as a share of the generation time."""
     train_time_of: Literal["ideal", "collect"] = "ideal"
-    """Which generation time: with all slots always busy, or that of a synchronous collect."""
+    """Generation time of train_ratio: with all slots always busy, or of a synchronous collect."""
     long_run: int = 1000
-    """Steps of the simulation that gives expected values."""
+    """Steps of the simulation that computes expected values."""
 
 
 class SleepingEngine:
@@ -80,7 +80,7 @@ class SleepingEngine:
         self._version = version
 
     def busy_seconds(self) -> float:
-        """Of all slots together, so far."""
+        """Busy time of all slots together, so far."""
         self._count(time.monotonic())
         return self._busy_seconds
 
@@ -88,7 +88,7 @@ class SleepingEngine:
         if name == "submit":
             self._waiting.extend((key, request, index) for index in request.indices)
             return
-        self._count(time.monotonic())  # an abort, whose answer nobody waits for
+        self._count(time.monotonic())  # an abort, which needs no answer
         self._waiting = deque(item for item in self._waiting if item[0] != key)
         self._running = [item for item in self._running if item[1] != key]
         heapq.heapify(self._running)
@@ -158,7 +158,7 @@ def make_coordinator(cfg: Config, engines: RoleHandle, max_staleness: int) -> Co
         options=RolloutOptions(
             prompts_per_step=cfg.prompts_per_step,
             samples_per_prompt=cfg.samples_per_prompt,
-            # A further group comes before a slot is free, and no earlier than that.
+            # One more group is submitted just before a slot becomes free.
             samples_per_replica=cfg.slots + cfg.samples_per_prompt,
             max_staleness=max_staleness,
         ),
@@ -167,7 +167,7 @@ def make_coordinator(cfg: Config, engines: RoleHandle, max_staleness: int) -> Co
 
 
 class Measurement:
-    """The recipe's loop, of which all but the first steps count."""
+    """The recipe's loop; all but the warm-up steps count."""
 
     def __init__(self, cfg: Config, layout: Layout, engines: RoleHandle, trainer: RoleHandle):
         self.cfg, self.layout = cfg, layout
@@ -216,15 +216,15 @@ class Measurement:
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """One layout and max_staleness: what was expected of a step, and what came."""
+    """One layout and max_staleness: the step as expected and as measured."""
 
     layout: str
     max_staleness: int
     formula: float
     expected: Pace
-    """Of the long simulation."""
+    """From the long simulation."""
     simulated: Pace
-    """Of the samples that were measured."""
+    """From a simulation of the measured samples."""
     measured: Pace
 
     @property
@@ -234,7 +234,7 @@ class Row:
 
 
 def map_text(layouts: list[Layout]) -> str:
-    """Roles of all layouts at once; those of one layout are idle while others are measured."""
+    """The roles of all layouts; only those of the layout being measured are busy."""
     last = NUM_RANKS - 1
     return " ".join(
         f"train{i}=0-{layout.num_train - 1} generate{i}={NUM_RANKS - layout.num_generate}-{last}"
@@ -291,8 +291,8 @@ def main(cfg: Config) -> dict[str, Any]:
             f"a batch: ideally {ideal:.3f} s, simulated {makespan:.3f}, by formula {low:.3f} to "
             f"{high:.3f}; training on four ranks {train_seconds:.3f}\n"
             f"asynchronous by formula: {', '.join(f'{k} {v:.3f} s' for k, v in bounds.items())}\n"
-            "seconds of a step and speed-up by formula, by a long simulation (whose figures are in "
-            "brackets), by a simulation of the samples measured, and as measured"
+            "seconds per step and speed-up: by formula, by a long simulation (other figures in "
+            "brackets), by a simulation of the measured samples, and measured"
         )
         rows = measure_all(cfg, cluster, layouts, train_seconds)
     results = {"ideal": ideal, "makespan": makespan, "train_seconds": train_seconds}

@@ -1,16 +1,16 @@
-"""Generation speed of the engine on three workloads; the last line is JSON.
+"""Generation speed of the engine on three workloads. The last line is JSON.
 
     python scripts/bench_engine.py --shape qwen3-0.6b --workload R
     python scripts/bench_engine.py --model models/SmolLM2-135M-Instruct --workload N --repeats 3
     python scripts/bench_engine.py --workload C --device cpu --against transformers
-    TRITON_CACHE_DIR=$(mktemp -d) python scripts/bench_engine.py        # start-up, nothing compiled
+    TRITON_CACHE_DIR=$(mktemp -d) python scripts/bench_engine.py        # cold start
 
 Workload N: 256 requests, prompt and output lengths uniform in [100, 1024]. Workload R (one step of
 RL): 64 prompts of 200 tokens x 16 samples, output lengths uniform in [64, 512]. Workload C (for a
-CPU): 64 requests, prompts of 50 to 149 and outputs of 32 to 95 tokens. Temperature 1, no stop,
-logprobs always on. The roofline counts, step by step, the larger of two times: reading all weights
-and each sample's keys and values once, and the matrix products; at the rates of one H200. Start-up
-is from the start of the process to the first token.
+CPU): 64 requests, prompts of 50 to 149 and outputs of 32 to 95 tokens. Temperature 1, no stop
+tokens, logprobs always on. The roofline adds up, step by step, the larger of two times at the rates
+of one H200: reading all weights and each sample's keys and values once, and the matrix products.
+Start-up is the time from the start of the process to the first token.
 """
 
 import json
@@ -48,17 +48,17 @@ class Config:
     model: str | None = None
     """A Hugging Face folder instead of a shape."""
     workload: Literal["N", "R", "C"] = "R"
-    """Which requests."""
+    """Set of requests."""
     repeats: int = 3
-    """Timed runs after one that warms up; the median counts."""
+    """Timed runs after a warm-up run; the median counts."""
     kv_cache_gib: float | None = None
-    """Size of the cache; 80% of what is free on the device unless given."""
+    """Size of the KV cache; by default 80% of the free device memory."""
     requests: int | None = None
-    """Only the first so many requests."""
+    """Run only this number of requests."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run."""
+    """Device of the engine."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """bfloat16 on CUDA and float32 on a CPU unless given."""
+    """auto: bfloat16 on CUDA and float32 on a CPU."""
     against: Literal["none", "transformers"] = "none"
     """Also run transformers' generate on the same requests, all in one padded batch."""
 
@@ -90,12 +90,12 @@ WORKLOADS = {"N": workload_n, "R": workload_r, "C": workload_c}
 
 
 def roofline_seconds(model: Transformer, work: Work) -> float:
-    """The least time for the workload with all requests running at once, each prompt read once."""
+    """Least time of the workload if all requests run at once and each prompt is read once."""
     config = model.config
     width = model.embedding.element_size()
     head = model.head_weight.numel()
     blocks = sum(p.numel() for p in model.blocks.parameters())
-    weights = blocks + head  # an embedding that is not the head is only looked up
+    weights = blocks + head  # an untied embedding is only looked up
     key_bytes = config.num_layers * 2 * config.num_kv_heads * config.head_dim * width
     prefill_tokens = sum(len(prompt) for prompt in {tuple(prompt) for prompt, _ in work})
     seconds = 2 * blocks * prefill_tokens / FLOPS_PER_SECOND
@@ -113,7 +113,7 @@ def is_compile_cache_cold() -> bool:
 
 
 def transformers_seconds(cfg: Config, model: Transformer, work: Work) -> float:
-    """One padded batch until the longest reply is done, which is how generate works."""
+    """One padded batch until the longest reply is done, as `generate` works."""
     import transformers
 
     hf_config = read_hf_config(cfg.model) if cfg.model else dict(SHAPES[cfg.shape])
@@ -143,8 +143,7 @@ def transformers_seconds(cfg: Config, model: Transformer, work: Work) -> float:
     return time.perf_counter() - begin
 
 
-def main(cfg: Config) -> None:
-    is_cold = is_compile_cache_cold()
+def make_engine(cfg: Config) -> Engine:
     device = cfg.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -157,47 +156,57 @@ def main(cfg: Config) -> None:
     gib = cfg.kv_cache_gib
     if gib is None:
         gib = 0.8 * torch.cuda.mem_get_info()[0] / 2**30 if device == "cuda" else 2.0
-    engine = Engine(model, kv_cache_gib=gib)
-    print(engine)
-    engine.generate([Request(prompt_ids=[1, 2, 3], params=SamplingParams(max_tokens=2))])
-    startup = time.time() - STARTED
+    return Engine(model, kv_cache_gib=gib)
 
-    work = WORKLOADS[cfg.workload]()[: cfg.requests]
+
+def measure(engine: Engine, work: Work, repeats: int) -> list[float]:
+    """Seconds of a warm-up run, then of each repeat."""
     requests = [
         Request(prompt_ids=prompt, params=SamplingParams(max_tokens=length), seed=i)
         for i, (prompt, length) in enumerate(work)
     ]
     num_out = sum(length for _, length in work)
     seconds = []
-    for repeat in range(cfg.repeats + 1):
-        engine.pool.forget_all()  # prompts of the last run must not be found in the cache
+    for repeat in range(repeats + 1):
+        engine.pool.forget_all()  # no prefix-cache hits from the last run
         begin = time.perf_counter()
         turns = engine.generate(requests, progress=True)
         seconds.append(time.perf_counter() - begin)
         assert sum(len(turn.token_ids) for group in turns for turn in group) == num_out
-        print(
-            f"{'warm-up' if repeat == 0 else f'run {repeat}'}: {num_out / seconds[-1]:,.0f} tok/s"
-        )
+        name = f"run {repeat}" if repeat else "warm-up"
+        print(f"{name}: {num_out / seconds[-1]:,.0f} tok/s")
+    return seconds
 
-    median = statistics.median(seconds[1:])
+
+def main(cfg: Config) -> None:
+    is_cold = is_compile_cache_cold()
+    engine = make_engine(cfg)
+    print(engine)
+    engine.generate([Request(prompt_ids=[1, 2, 3], params=SamplingParams(max_tokens=2))])
+    startup = time.time() - STARTED
+    work = WORKLOADS[cfg.workload]()[: cfg.requests]
+    num_out = sum(length for _, length in work)
+    warm_up, *seconds = measure(engine, work, cfg.repeats)
+    median, weight = statistics.median(seconds), engine.model.embedding
+    on_cuda = weight.is_cuda
     result = {
         "shape": cfg.model or cfg.shape,
         "workload": cfg.workload,
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "dtype": str(dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads() if device == "cpu" else None,
+        "device": torch.cuda.get_device_name() if on_cuda else "cpu",
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "threads": None if on_cuda else torch.get_num_threads(),
         "backend": engine.runner.backend,
         "output_tokens": num_out,
-        "tokens_per_second": round(num_out / median, None if device == "cuda" else 1),
-        "warm_up_seconds": round(seconds[0], 2),
+        "tokens_per_second": round(num_out / median, None if on_cuda else 1),
+        "warm_up_seconds": round(warm_up, 2),
         "startup_seconds": round(startup, 2),
         "compile_cache": "cold" if is_cold else "warm",
         "preemptions": engine.scheduler.num_preempted,
     }
-    if device == "cuda":
+    if on_cuda:
         result |= cuda_results(engine, work, num_out, median)
     if cfg.against == "transformers":
-        theirs = transformers_seconds(cfg, model, work)
+        theirs = transformers_seconds(cfg, engine.model, work)
         result |= {
             "transformers_tokens_per_second": round(num_out / theirs, 1),
             "times_transformers": round(theirs / median, 2),
@@ -206,7 +215,7 @@ def main(cfg: Config) -> None:
 
 
 def cuda_results(engine: Engine, work: Work, num_out: int, median: float) -> dict[str, float]:
-    """Share of the roofline, memory, and what it costs to give the memory back and take it."""
+    """Share of the roofline, memory, and the time to release and restore the memory."""
     roof = roofline_seconds(engine.model, work)
     weights = {name: p.to("cpu") for name, p in engine.model.named_parameters()}
     free, total = torch.cuda.mem_get_info()

@@ -1,8 +1,8 @@
-"""How many samples a second the coordinator can start, score and hand out.
+"""Samples per second that the coordinator can start, score and return.
 
 python scripts/bench_rollout.py
 
-Engines answer at once, in the coordinator's own thread: what is measured is its own work alone.
+Engines answer at once, in the coordinator's thread, so only its own work is measured.
 The last line is JSON.
 """
 
@@ -24,19 +24,19 @@ from roll_lite.types import Prompt, SamplingParams, Turn
 @dataclass(kw_only=True)
 class Config:
     steps: int = 10
-    """Collects that are timed, after one that is not."""
+    """Timed collects, after a warm-up collect."""
     prompts_per_step: int = 256
-    """Prompts of a collect."""
+    """Prompts per collect."""
     samples_per_prompt: int = 8
     """Group size."""
     replicas: int = 4
-    """Engines that requests are spread over."""
+    """Engine replicas."""
     reply_tokens: int = 200
     """Length of every reply."""
 
 
 class InstantEngines:
-    """A role's handle whose replicas answer when they are pumped."""
+    """Stands in for the engines' RoleHandle; the replicas answer when they are pumped."""
 
     is_alone = True
 
@@ -75,7 +75,7 @@ class InstantEngines:
 
 
 class PlainChat:
-    """No tokenizer: its time is not the coordinator's."""
+    """No tokenizer, whose time would be measured too."""
 
     def encode(self, messages) -> list[int]:
         return list(range(100))
@@ -110,7 +110,7 @@ def main(cfg: Config) -> dict[str, float]:
         for _ in range(cfg.steps):
             num_samples += sum(len(group.samples) for group in rollout.collect())
         seconds = time.perf_counter() - start
-    print(f"{num_samples:,} samples in {seconds:.2f} s: {num_samples / seconds:,.0f} a second")
+    print(f"{num_samples:,} samples in {seconds:.2f} s: {num_samples / seconds:,.0f} per second")
     return {"samples_per_second": num_samples / seconds}
 
 

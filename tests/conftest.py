@@ -20,8 +20,7 @@ from roll_lite.cluster.device_map import DeviceMap, Role
 from roll_lite.cluster.groups import choose_device, make_places, start_group
 from roll_lite.cluster.rendezvous import read_launch
 from roll_lite.models.tiny import build_tiny
-from roll_lite.sandbox.program import SandboxUnavailable
-from roll_lite.sandbox.sandbox import Sandbox
+from roll_lite.sandbox.sandbox import Sandbox, SandboxUnavailable
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 sys.path.insert(0, str(RECIPES))

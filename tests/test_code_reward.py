@@ -3,7 +3,6 @@
 import ast
 import asyncio
 import builtins
-import contextlib
 import json
 import os
 from functools import partial
@@ -11,14 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from sandbox_processes import sandbox_processes
+from process_checks import sandbox_processes
 
 from roll_lite.rewards import code
 from roll_lite.rewards.code import last_code_block, passes_tests
-from roll_lite.sandbox.program import Limits, SandboxError, SandboxUnavailable
-from roll_lite.sandbox.sandbox import Sandbox
+from roll_lite.sandbox.sandbox import Limits, Sandbox, SandboxError, SandboxUnavailable
 from roll_lite.types import Prompt
-from roll_lite.workers.errors import RewardTimeout
+from roll_lite.workers.failures import RewardTimeout
 from roll_lite.workers.pool import RewardWorkers
 
 HUMANEVAL = os.environ.get("ROLL_LITE_HUMANEVAL")
@@ -229,14 +227,6 @@ def test_in_workers(judge):
     assert [score.value for score in scores] == [0, 0, 0, 1, 0, 0, 0, 0]
 
 
-def score_in_time(workers, prompt, text):
-    """The score of a program that is quick, unless the machine is busy: tried up to ten times."""
-    for _ in range(9):
-        with contextlib.suppress(RewardTimeout):
-            return asyncio.run(workers.score(prompt, text))
-    return asyncio.run(workers.score(prompt, text))
-
-
 def test_a_worker_takes_its_sandbox_along(judge):
     prompt = make_prompt("assert f(3) == 9")
     endless = reply("def f(x):\n    while True: pass")
@@ -245,7 +235,9 @@ def test_a_worker_takes_its_sandbox_along(judge):
         with pytest.raises(RewardTimeout):
             asyncio.run(workers.score(prompt, endless))
         assert sandbox_processes() <= before
-        assert score_in_time(workers, prompt, reply("def f(x): return x * x")).value == 1
+    with RewardWorkers({"code": judge}, num_workers=1, seconds=60.0) as workers:
+        right = asyncio.run(workers.score(prompt, reply("def f(x): return x * x")))
+        assert right.value == 1
         assert len(sandbox_processes() - before) == 1
     assert sandbox_processes() <= before
 

@@ -1,4 +1,4 @@
-"""Rewards find their way to workers by name, also from the recipe that is running."""
+"""Workers import rewards by name, including those of the running recipe."""
 
 import asyncio
 import os
@@ -10,13 +10,12 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from process_checks import SOURCES
 from worker_rewards import do
 
 from roll_lite.types import Prompt, Score
-from roll_lite.workers.errors import RewardCrash
+from roll_lite.workers.failures import RewardCrash
 from roll_lite.workers.pool import RewardWorkers
-
-SOURCES = str(Path(__file__).parent.parent / "src")
 
 
 def test_partial_functions_travel():
@@ -39,12 +38,12 @@ def test_what_cannot_be_imported_is_refused():
             RewardWorkers({"x": reward})
 
 
-def run_script(folder, script, *arguments):
-    """A recipe of its own, started as a user does."""
+def run_script(folder, script):
+    """Run a recipe as a user does."""
     path = folder / "recipe.py"
     path.write_text(dedent(script))
     done = subprocess.run(
-        [sys.executable, path, *arguments],
+        [sys.executable, path],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": SOURCES},
@@ -96,31 +95,30 @@ def test_rewards_of_the_recipe_itself(tmp_path):
     ]
 
 
-def test_a_recipe_that_imports_torch(tmp_path):
-    """Slow to start, once; no thread runs when workers are forked, and torch works in them."""
-    script = """
-        import asyncio, os, time
+def test_a_reward_that_imports_torch(tmp_path, monkeypatch):
+    """No thread runs when workers are forked, and torch works in them."""
+    module = """
+        import os
         import torch
-        from roll_lite.types import Prompt, Score
-        from roll_lite.workers.pool import RewardWorkers
+        from roll_lite.types import Score
 
         THREADS_AFTER_IMPORT = len(os.listdir("/proc/self/task"))
-        START = time.monotonic()
 
         def mine(prompt, reply):
             total = torch.ones(300, 300).mm(torch.ones(300, 300)).sum().item()
             return Score(value=total, parts={"threads": THREADS_AFTER_IMPORT})
-
-        async def main():
-            prompt = Prompt(id="p", messages=(), domain="d", ground_truth="")
-            with RewardWorkers({"d": mine}, num_workers=2, seconds=20) as workers:
-                print(await asyncio.gather(*(workers.score(prompt, "x") for _ in range(8))))
-
-        if __name__ == "__main__":
-            asyncio.run(main())
     """
+    (tmp_path / "module_with_torch.py").write_text(dedent(module))
+    monkeypatch.syspath_prepend(tmp_path)
+    from module_with_torch import mine
+
+    async def score_all():
+        prompt = Prompt(id="p", messages=(), domain="d", ground_truth="")
+        with RewardWorkers({"d": mine}, num_workers=2, seconds=60) as workers:
+            return await asyncio.gather(*(workers.score(prompt, "x") for _ in range(8)))
+
     expected = [Score(value=300.0**3, parts={"threads": 1.0})] * 8
-    assert run_script(tmp_path, script).strip() == str(expected)
+    assert asyncio.run(score_all()) == expected
 
 
 def test_a_reward_whose_module_fails(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Tests that run apart from the program mean what they mean beside it, and cannot be deceived."""
+"""Tests in their own process mean the same as in the program's, and cannot be deceived."""
 
 import json
 from collections import Counter, OrderedDict, deque
@@ -9,20 +9,17 @@ from textwrap import dedent
 
 import pytest
 
-from roll_lite.sandbox.program import SandboxError, SandboxUnavailable
-from roll_lite.sandbox.sandbox import Sandbox
-from roll_lite.sandbox.values import dumps, loads
+from roll_lite.sandbox.remote import dumps, loads
+from roll_lite.sandbox.sandbox import SandboxError
 
 
 @pytest.fixture(scope="module")
-def sandbox():
-    """With limits alone where the kernel allows no more: this is not about what it does."""
+def sandbox(request):
+    """Either kind will do: these tests are not about isolation."""
     try:
-        sandbox = Sandbox("full")
-    except SandboxUnavailable:
-        sandbox = Sandbox("rlimits")
-    with sandbox:
-        yield sandbox
+        return request.getfixturevalue("full")
+    except pytest.skip.Exception:
+        return request.getfixturevalue("rlimits")
 
 
 @pytest.mark.parametrize(
@@ -39,7 +36,7 @@ def sandbox():
 def test_data_comes_back_the_same(value):
     data = dumps(value, refer=None)
     json.loads(data)
-    result = loads(data, follow=None)
+    result = loads(data, resolve=None)
     assert result == value and type(result) is type(value)
 
 
@@ -247,14 +244,14 @@ def test_the_honest_program_passes(sandbox):
 
 @pytest.mark.parametrize("name", [name for name in DECEIVERS if " descriptor" not in name])
 def test_deceivers_are_what_they_say(sandbox, name):
-    """Beside the program there are tests that believe them, save for one that ends too early."""
+    """In the program's process some tests believe them, except for one that ends too early."""
     kinds = {sandbox.run(DECEIVERS[name], tests=t, tests_apart=False).kind for t in EXPECTATIONS}
     assert ("ok" in kinds) == (name != "ends where an error is expected")
 
 
 @pytest.mark.parametrize("call", ["process_vm_readv", "process_vm_writev", "ptrace"])
 def test_the_tests_process_is_out_of_reach(sandbox, call):
-    """Its memory is that of the program's parent, at the addresses of the program's own."""
+    """The tests' process is the program's parent, and has its memory at the same addresses."""
     program = f"""
         import ctypes, os
         text = ctypes.create_string_buffer(b"secret")
@@ -283,7 +280,7 @@ def test_what_cannot_cross_is_not_a_wrong_answer(sandbox):
 
 
 def test_the_program_may_not_ask_for_more_than_it_was_given(sandbox):
-    """Of the tests' functions it can only call those that it got, and see nothing of them."""
+    """It can call the functions that the tests passed to it, and look into none of them."""
     program = """
         def apply(function):
             try:

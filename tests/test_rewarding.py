@@ -3,10 +3,10 @@
 import json
 from itertools import islice
 
-import faulty_rewards
 import pytest
 import rlvr
 import sft
+import worker_rewards
 from conftest import make_reference
 from test_algorithms import make_toy
 from test_rlvr import samples_of, steps_of
@@ -15,7 +15,7 @@ from roll_lite.checks import from_flat
 from roll_lite.cluster.rendezvous import Launch
 from roll_lite.rewards.judge import judge_messages
 from roll_lite.tasks import prompts
-from roll_lite.workers.errors import RewardsBroken
+from roll_lite.workers.failures import RewardsBroken
 
 MATHS = [
     {"id": f"m{i}", "prompt": f"{i} + 1?", "domain": "math", "ground_truth": i + 1}
@@ -74,7 +74,7 @@ def maths(tmp_path, monkeypatch):
 
 def test_a_few_that_hang_or_crash_are_counted_and_the_run_goes_on(tiny_folder, tmp_path, maths):
     rows = run(
-        tiny_folder, tmp_path / "run", data=maths(faulty_rewards.sometimes_bad), steps=8,
+        tiny_folder, tmp_path / "run", data=maths(worker_rewards.sometimes_bad), steps=8,
         samples_per_prompt=8, reward_seconds=0.5, max_retries=0,
     )  # fmt: skip
     totals = {
@@ -89,7 +89,7 @@ def test_a_few_that_hang_or_crash_are_counted_and_the_run_goes_on(tiny_folder, t
 def test_when_half_of_them_fail_the_run_stops_and_shows_three(tiny_folder, tmp_path, maths):
     with pytest.raises(RewardsBroken, match=r"of the last \d+ rewards failed") as error:
         run(
-            tiny_folder, tmp_path / "run", data=maths(faulty_rewards.often_bad),
+            tiny_folder, tmp_path / "run", data=maths(worker_rewards.often_bad),
             samples_per_prompt=16, steps=20, max_refills=1000,
         )  # fmt: skip
     assert str(error.value).count("- prompt m") == 3

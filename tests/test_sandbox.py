@@ -1,22 +1,21 @@
-"""What programs may do, their limits, what is left of them, and what a result rests on."""
+"""What programs may do, their limits, what they leave behind, and what decides the result."""
 
 import os
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from sandbox_processes import SOURCES, sandbox_processes
+from process_checks import SOURCES, sandbox_processes, wait_until
 
-from roll_lite.sandbox.program import Limits, SandboxError
-from roll_lite.sandbox.sandbox import Sandbox, run_program
+from roll_lite.sandbox.sandbox import Limits, Sandbox, SandboxError, run_program
 
-QUICK = Limits(seconds=1.0)
+QUICK = Limits(seconds=0.5)
+"""For programs that reach their time limit."""
 
 
 # What programs may do
@@ -25,7 +24,7 @@ QUICK = Limits(seconds=1.0)
 def test_prints_reads_and_computes(sandbox):
     outcome = sandbox.run("import heapq\nprint(int(input()) * 2)\nprint('naïve ∑')", stdin="21\n")
     assert (outcome.kind, outcome.stdout, outcome.stderr) == ("ok", "42\nnaïve ∑\n", "")
-    assert 0 < outcome.seconds < 10
+    assert 0 < outcome.seconds <= 10
 
 
 def test_is_the_main_module_with_a_folder_of_its_own(sandbox):
@@ -94,7 +93,7 @@ def test_module_level_function():
 def test_infinite_loop(sandbox):
     outcome = sandbox.run("print('begun', flush=True)\nwhile True: pass", limits=QUICK)
     assert (outcome.kind, outcome.stdout) == ("timeout", "begun\n")
-    assert outcome.seconds < 3
+    assert 0.5 <= outcome.seconds < 30
 
 
 def test_sleeping_and_catching_everything(sandbox):
@@ -188,19 +187,20 @@ DAEMON = """
 
 
 def test_daemons_that_start_as_the_program_ends(rlimits):
-    """The moment at which a process has no parent is met now and then."""
+    """Many of them, so that the search now and then meets one whose parent is just ending."""
     before = sandbox_processes()
-    for _ in range(30):
-        rlimits.run(dedent(DAEMON), limits=Limits(seconds=5))
+    many = "import os\nfor _ in range(4):\n    if os.fork() == 0: break\n" + dedent(DAEMON)
+    for _ in range(8):
+        rlimits.run(many)
     assert sandbox_processes() <= before
 
 
 @pytest.mark.parametrize("ending", ["", "while True: pass", "os._exit(1)", "os.close(1)"])
 def test_daemons_end_with_the_program(sandbox, ending):
     before = sandbox_processes()
-    started = time.monotonic()
-    sandbox.run(dedent(DAEMON) + ending, limits=QUICK)
-    assert time.monotonic() - started < 5
+    is_endless = ending.startswith("while")
+    outcome = sandbox.run(dedent(DAEMON) + ending, limits=QUICK if is_endless else Limits())
+    assert (outcome.kind == "timeout") == is_endless  # it does not wait for the daemon
     assert sandbox_processes() <= before
 
 
@@ -212,9 +212,9 @@ def test_zombies_are_gone(sandbox):
 
 
 def test_closed_descriptors(sandbox):
-    program = "import os, time\nos.closerange(0, 1000)\ntime.sleep(0.3)"
-    outcome = sandbox.run(program, limits=QUICK)
-    assert outcome.kind in ("ok", "error") and outcome.seconds > 0.3
+    program = "import os, time\nos.closerange(0, 1000)\ntime.sleep(0.2)"
+    outcome = sandbox.run(program)
+    assert outcome.kind in ("ok", "error") and outcome.seconds > 0.2
     endless = "import os\nos.closerange(0, 1000)\nwhile True: pass"
     assert sandbox.run(endless, limits=QUICK).kind == "timeout"
 
@@ -228,7 +228,7 @@ def test_flood_of_every_descriptor(sandbox):
             except OSError:
                 pass
     """
-    flood = partial(sandbox.run, dedent(program), limits=QUICK)
+    flood = partial(sandbox.run, dedent(program))
     assert flood(tests="assert False").kind == "error"
     assert flood(tests="assert False", tests_apart=False).kind == "output"
     assert sandbox.run("print(1)").stdout == "1\n"
@@ -236,7 +236,7 @@ def test_flood_of_every_descriptor(sandbox):
 
 @pytest.mark.parametrize("tests", ["", "assert True"])
 def test_inherits_no_descriptors_but_its_own(tests):
-    """Not even of a client that has so many that the sandbox's own have high numbers."""
+    """Even if the client has 400 open, so that the sandbox's own have high numbers."""
     program = """
         import os
         for number in range(3, 2000):
@@ -274,25 +274,21 @@ def test_killed_client_leaves_nothing():
         [
             sys.executable,
             "-c",
-            "from roll_lite.sandbox.sandbox import Sandbox\n"
+            "from roll_lite.sandbox.sandbox import Limits, Sandbox\n"
             "sandbox = Sandbox('rlimits')\nprint('ready', flush=True)\n"
-            "sandbox.run('while True: pass')",
+            "sandbox.run('while True: pass', limits=Limits(seconds=300))",
         ],
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": SOURCES},
     )
     client.stdout.readline()
-    time.sleep(0.3)
-    assert len(sandbox_processes() - before) == 3  # zygote, keeper, program
+    wait_until(lambda: len(sandbox_processes() - before) == 3)  # zygote, monitor, program
     client.kill()
     client.wait()
-    deadline = time.monotonic() + 5
-    while sandbox_processes() - before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert sandbox_processes() <= before
+    wait_until(lambda: sandbox_processes() <= before)
 
 
-# What a result rests on
+# What decides the result
 
 
 CHEATS = {
@@ -331,14 +327,18 @@ CHEATS = {
 TESTS = "def check(g):\n    assert all([g(3) == 9, g(4) == 16])\ncheck(f)\n"
 
 
+@pytest.mark.parametrize("tests_apart", [True, False])
+def test_an_honest_program_passes(sandbox, tests_apart):
+    outcome = sandbox.run("def f(x): return x * x", tests=TESTS, tests_apart=tests_apart)
+    assert outcome.kind == "ok"
+
+
 @pytest.mark.parametrize("name", CHEATS)
 @pytest.mark.parametrize("tests_apart", [True, False])
 def test_only_tests_that_ran_count(sandbox, name, tests_apart):
-    run = partial(sandbox.run, tests=TESTS, tests_apart=tests_apart, limits=Limits(seconds=3))
-    assert run("def f(x): return x * x").kind == "ok"
     try:
-        assert run(CHEATS[name]).kind != "ok"
-    except SandboxError:  # with limits alone an ordinary user's program can kill its keeper
+        assert sandbox.run(CHEATS[name], tests=TESTS, tests_apart=tests_apart).kind != "ok"
+    except SandboxError:  # with limits alone an ordinary user's program can kill its monitor
         assert name == "kills its parent" and os.geteuid() != 0
 
 

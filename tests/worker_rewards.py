@@ -1,10 +1,12 @@
-"""Rewards for the tests of workers, which import them by name; what they do stands in the reply."""
+"""Rewards that tests import by name; the reply says what they do."""
 
 import ctypes
 import os
 import subprocess
 import sys
 import time
+import zlib
+from pathlib import Path
 
 from roll_lite.types import Score
 
@@ -34,17 +36,22 @@ def hang():
 
 
 def leave_children(marker):
-    """One of our own, and one that nobody is the parent of."""
+    """A child process, and a daemon whose parent has ended."""
     subprocess.Popen(["sleep", marker])
     daemon = "import os, sys\nif os.fork() == 0: os.setsid(); os.execvp('sleep', sys.argv)"
     subprocess.run([sys.executable, "-c", daemon, marker], check=True)
 
 
 def do(prompt, reply):
-    """The reply is a word and perhaps an argument."""
+    """The reply is a command with an optional argument."""
     what, _, argument = reply.partition(" ")
     if what == "hang":
+        if argument:
+            Path(argument).touch()  # says that it hangs now
         hang()
+    elif what == "await":
+        while not Path(argument).exists():
+            time.sleep(0.01)
     elif what == "sleep":
         time.sleep(float(argument))
     elif what == "crash":
@@ -76,3 +83,24 @@ def do(prompt, reply):
         os.closerange(3, 1000)
         hang()
     return 1.0
+
+
+def _percent(prompt, reply):
+    return zlib.crc32(f"{prompt.id} {reply}".encode()) % 100
+
+
+def sometimes_bad(prompt, reply):
+    """Hangs on one percent of replies and crashes on another; always on the same ones."""
+    percent = _percent(prompt, reply)
+    if percent == 0:
+        time.sleep(1000)
+    if percent == 1:
+        os.abort()
+    return float(len(reply))
+
+
+def often_bad(prompt, reply):
+    """Raises on half of the replies; always on the same ones."""
+    if _percent(prompt, reply) < 50:
+        raise KeyError("no such word")
+    return float(len(reply))

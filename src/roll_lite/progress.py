@@ -1,14 +1,17 @@
-"""How far something is, and where its time went."""
+"""A progress bar, and the timer of a training step."""
 
 import sys
 import time
 
+WIDTH = 24
+"""Characters of the bar."""
+
 
 class ProgressBar:
-    """On the terminal's last line; silent where standard error is not a terminal."""
+    """On the terminal's last line; prints nothing if standard error is not a terminal."""
 
-    def __init__(self, total: int, label: str, *, enabled: bool = True, width: int = 24):
-        self.total, self.label, self.width = total, label, width
+    def __init__(self, total: int, label: str, *, enabled: bool = True):
+        self.total, self.label = total, label
         self.count = 0
         self._start = self._drawn = time.monotonic()
         self._enabled = enabled and sys.stderr.isatty()
@@ -25,7 +28,7 @@ class ProgressBar:
             self.draw()
 
     def reach(self, count: int) -> None:
-        """So much is done by now."""
+        """Advance to a total count."""
         self.advance(count - self.count)
 
     def draw(self) -> None:
@@ -33,9 +36,9 @@ class ProgressBar:
             return
         self._drawn = time.monotonic()
         seconds = self._drawn - self._start
-        filled = self.width * self.count // max(1, self.total)
+        filled = WIDTH * self.count // max(1, self.total)
         left = seconds / self.count * (self.total - self.count) if self.count else 0.0
-        bar = "#" * filled + "." * (self.width - filled)
+        bar = "#" * filled + "." * (WIDTH - filled)
         sys.stderr.write(
             f"\r\x1b[K{self.label} [{bar}] {self.count}/{self.total}, {seconds:.0f} s, "
             f"{left:.0f} s left"
@@ -43,21 +46,21 @@ class ProgressBar:
         sys.stderr.flush()
 
     def clear(self) -> None:
-        """Free the line for other output; the next draw brings the bar back."""
+        """Clear the line for other output; the next draw shows the bar again."""
         if self._enabled:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
 
 
-class Laps:
-    """The seconds of a step, part by part: what is measured adds up to the whole."""
+class StepTimer:
+    """Seconds of the parts of a step, which add up to the whole step."""
 
     def __init__(self):
         self._last = time.perf_counter()
         self._seconds: dict[str, float] = {}
 
-    def end(self, name: str) -> None:
-        """What went on since the last lap is called so."""
+    def lap(self, name: str) -> None:
+        """Add the time since the last lap to the part `name`."""
         now = time.perf_counter()
         self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
         self._last = now

@@ -27,9 +27,8 @@ from roll_lite.rollout.turns import derive_seed
 from roll_lite.train.batch import TrainingSequence, pack, unpack
 from roll_lite.train.scorer import Scorer
 from roll_lite.types import AsyncReward, Message, Prompt, Reward, SamplingParams, Score
-from roll_lite.workers.calls import describe
+from roll_lite.workers.failures import ErrorBudget, describe
 from roll_lite.workers.pool import RewardWorkers
-from roll_lite.workers.tally import Tally
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +100,7 @@ class Rewards:
         """Engine roles that rewards query, for the coordinator."""
         self._by_domain: dict[str, AsyncReward] = {}
         self._pools: list[RewardWorkers] = []
-        self._tallies: list[Tally] = []
+        self._budgets: list[ErrorBudget] = []
         self._exits = ExitStack()
         if unasked := sorted(set(options.reward_roles) - set(domains)):
             raise ValueError(
@@ -133,7 +132,7 @@ class Rewards:
     def metrics(self) -> dict[str, float]:
         """Calls, seconds and failures since the last time."""
         totals: dict[str, float] = {}
-        for source in (*self._pools, *self._tallies):
+        for source in (*self._pools, *self._budgets):
             for name, value in source.metrics().items():
                 totals[name] = totals.get(name, 0.0) + value
         return totals
@@ -162,17 +161,17 @@ class Rewards:
 
     def _counted(self, reward: AsyncReward, options: RewardOptions) -> AsyncReward:
         """The same reward, with its failures counted like those of functions."""
-        tally = Tally(options.max_error_share)
-        self._tallies.append(tally)
+        budget = ErrorBudget(options.max_error_share)
+        self._budgets.append(budget)
 
         async def counted(prompt: Prompt, reply: str) -> Score:
             start = time.monotonic()
             try:
                 score = await reward(prompt, reply)
             except ValueError as error:  # no verdict, or too long; a RoleError ends the run
-                tally.record(prompt, reply, time.monotonic() - start, describe(error))
+                budget.record(prompt, reply, time.monotonic() - start, describe(error))
                 raise
-            tally.record(prompt, reply, time.monotonic() - start, None)
+            budget.record(prompt, reply, time.monotonic() - start, None)
             return score
 
         return counted

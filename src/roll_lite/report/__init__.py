@@ -1,1 +1,1 @@
-"""What a run leaves behind: its folder and its console lines."""
+"""The records of a run: its folder and its console lines."""

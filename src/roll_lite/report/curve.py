@@ -11,7 +11,7 @@ WIDTH = 50
 
 
 def read_metric(run_dir: str | Path, metric: str) -> list[tuple[int, float]]:
-    """(step, value) wherever the run recorded the metric."""
+    """(step, value) of every step that recorded the metric."""
     path = Path(run_dir) / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     points = [(row["step"], row[metric]) for row in rows if metric in row]
@@ -22,7 +22,7 @@ def read_metric(run_dir: str | Path, metric: str) -> list[tuple[int, float]]:
 
 
 def draw(points: list[tuple[int, float]]) -> str:
-    """A bar for each point, from zero to the largest value."""
+    """A bar for each point, scaled to the largest value."""
     top = max(*(value for _, value in points), 1e-12)
     return "\n".join(
         f"step {step:>5}  {value:8.4f}  {'#' * round(WIDTH * value / top)}"

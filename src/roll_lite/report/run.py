@@ -1,11 +1,12 @@
-"""A run's folder, which tools and people read later.
+"""The folder of a run.
 
 config.json      the options
-metrics.jsonl    a line for each step
-events.jsonl     a line for each sample that was dropped, its life and why; checkpoints, resumes
-rollouts/        step_*.jsonl: the samples that were trained on, a line each; its token_ids are what
-                 was read, then what was sampled, turn by turn, its logprobs those of the sampled
-tensorboard/     the metrics again, where the package tensorboard is installed
+metrics.jsonl    one line per step
+events.jsonl     one line per dropped sample, with its state changes and the reason; one line per
+                 checkpoint and resume
+rollouts/        step_*.jsonl: one line per sample that was trained on. token_ids holds, turn by
+                 turn, the tokens read and then those sampled; logprobs belong to the sampled
+tensorboard/     the metrics, if the package tensorboard is installed
 """
 
 import importlib.util
@@ -23,7 +24,7 @@ from roll_lite.types import Group, Sample
 
 
 class Run:
-    """Keeps a record of every step; prints one line for it."""
+    """Records every step, and prints one line for it."""
 
     def __init__(
         self,
@@ -34,13 +35,13 @@ class Run:
         shown: dict[str, str],
         resumed_at: int | None = None,
     ):
-        """`shown` names the metrics of the console line and how each is called there.
+        """`shown` maps the metrics of the console line to their labels.
 
-        A run that was `resumed_at` a step keeps the records up to it; others begin anew.
+        A run that is `resumed_at` a step keeps the records up to that step.
         """
         self.folder, self._shown = Path(folder), shown
         if resumed_at is not None:
-            self._forget_after(resumed_at)
+            self._drop_records_after(resumed_at)
         else:
             refuse_old_run(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -54,11 +55,11 @@ class Run:
             self.note("resumed", step=resumed_at)
 
     def is_due(self, step: int, every: int) -> bool:
-        """What is done after every so many steps, and after the last; 0 is after the last only."""
+        """Whether the step is a multiple of `every`, or the last; 0 means the last only."""
         return step == self._num_steps or (every > 0 and step % every == 0)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record a step and print the metrics a person watches."""
+        """Record the metrics of a step, and print those of the console line."""
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
         if self._board:
@@ -73,13 +74,13 @@ class Run:
         self._bar.draw()
 
     def note(self, event: str, step: int, **more: Any) -> None:
-        """Write down that something has happened."""
+        """Record an event."""
         self._write_events([{"event": event, "step": step, "time": time.time(), **more}])
 
     def note_samples(self, step: int, dropped: Iterable[tuple[Sample, str]]) -> None:
-        """Write down samples that nobody trains on, and why."""
+        """Record samples that are not trained on, and why."""
         self._write_events(
-            {"event": "sample", "step": step, "why": why, **_life(sample)}
+            {"event": "sample", "step": step, "why": why, **_history(sample)}
             for sample, why in dropped
         )
 
@@ -87,16 +88,16 @@ class Run:
         with (self.folder / "events.jsonl").open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
-    def _forget_after(self, step: int) -> None:
-        """Records of steps that will be done again."""
+    def _drop_records_after(self, step: int) -> None:
+        """Drop the records of steps that will be repeated."""
         for name in ("metrics.jsonl", "events.jsonl"):
             path = self.folder / name
             path.touch()
             partial = path.with_suffix(".partial")
             with path.open() as lines, partial.open("w") as kept:  # may be gigabytes
-                # A line that the end of the last run cut short is of a step after its checkpoint.
+                # A line that was cut off when the last run ended is newer than its checkpoint.
                 whole = (line for line in lines if line.endswith("}\n"))
-                # From step 0 on all is done again, what was measured before training included.
+                # A resume at step 0 repeats everything, including the metrics before training.
                 kept.writelines(line for line in whole if 0 < step >= json.loads(line)["step"])
             partial.rename(path)
 
@@ -106,7 +107,7 @@ class Run:
             self._board.close()
 
     def write_rollouts(self, step: int, groups: list[Group]) -> None:
-        """All about the samples that are trained on, or that were evaluated."""
+        """Record all samples of the groups in full."""
         (self.folder / "rollouts").mkdir(exist_ok=True)
         with (self.folder / "rollouts" / f"step_{step:05d}.jsonl").open("w") as file:
             for group in groups:
@@ -115,11 +116,11 @@ class Run:
 
 
 def refuse_old_run(folder: str | Path) -> None:
-    """For a run that begins: what another has left is not written over."""
+    """Raise ValueError if a new run would overwrite the records of another."""
     if (Path(folder) / "metrics.jsonl").exists():
         raise ValueError(
             f"run_dir={folder} holds the records of an earlier run; name another folder, remove "
-            "it, or, where a recipe has --resume, go on with it"
+            "it or, if the recipe has --resume, continue that run"
         )
 
 
@@ -128,7 +129,7 @@ def default_folder(recipe: str) -> str:
 
 
 def _open_tensorboard(folder: Path, resumed_at: int | None) -> Any:
-    """A writer, or None without the package."""
+    """A writer, or None if the package is not installed."""
     if importlib.util.find_spec("tensorboard") is None:
         return None
     from torch.utils.tensorboard import SummaryWriter
@@ -136,8 +137,8 @@ def _open_tensorboard(folder: Path, resumed_at: int | None) -> Any:
     return SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)
 
 
-def _life(sample: Sample) -> dict[str, Any]:
-    """When a sample was in which state, under which policy version."""
+def _history(sample: Sample) -> dict[str, Any]:
+    """The sample's state changes, each with its time and policy version."""
     return {
         "time": sample.events[-1].time,
         "prompt_id": sample.prompt.id,
@@ -151,7 +152,7 @@ def _life(sample: Sample) -> dict[str, Any]:
 
 
 def _row(sample: Sample) -> dict[str, Any]:
-    """Everything about a sample that a person would want to look up later."""
+    """Everything that is known about a sample."""
     ends = [0, *(len(turn.prompt_ids) + len(turn.token_ids) for turn in sample.turns)]
     turns = [
         {

@@ -10,8 +10,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from roll_lite.sandbox.program import Isolation, Limits
-from roll_lite.sandbox.sandbox import run_program
+from roll_lite.sandbox.sandbox import Isolation, Limits, run_program
 from roll_lite.types import Prompt, Score
 
 _BLOCK = re.compile(

@@ -11,7 +11,7 @@ from roll_lite.chat import Chat
 from roll_lite.cluster.errors import RoleError
 from roll_lite.envs.env import Env, Observation
 from roll_lite.types import Sample, Score, Turn
-from roll_lite.workers.errors import RewardsBroken
+from roll_lite.workers.failures import RewardsBroken
 
 ENDING = (bdb.BdbQuit, RewardsBroken, RoleError)
 """The person at the debugger wants to leave, going on is pointless, or a role is broken."""

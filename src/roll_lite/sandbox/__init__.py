@@ -1,1 +1,1 @@
-"""Untrusted Python programs, each run once in a process that can reach nothing. No torch here."""
+"""Runs untrusted Python programs, each once, in an isolated process. No torch here."""

@@ -1,4 +1,4 @@
-"""Runs a program, and then its tests, beside it in a process of their own or together with it."""
+"""Runs a program and its tests, in two processes or in one."""
 
 import atexit
 import builtins
@@ -16,28 +16,28 @@ from types import CodeType, ModuleType
 from typing import Any, NoReturn, TextIO
 
 from roll_lite.sandbox.processes import exit_code
-from roll_lite.sandbox.program import Job
 from roll_lite.sandbox.remote import (
-    OF_ONE,
-    OF_TWO,
+    OBJECT_OPERATIONS,
+    PAIR_OPERATIONS,
     CannotCross,
     Link,
     OtherSideEnded,
     ProgramNames,
     TestsLink,
 )
+from roll_lite.sandbox.sandbox import Job
 
 OUT_OF_MEMORY = 86
 """Exit code of a program that ended with a MemoryError."""
 CANNOT_CROSS = 87
-"""Exit code of tests that can only run together with the program."""
+"""Exit code of tests that can only run in the program's process."""
 _FILE = "program.py"
 _GRACE = 0.2
-"""Seconds in which a program may end after the conversation has."""
+"""Seconds that a program has to end after its connection to the tests has closed."""
 
 
 def run_and_exit(job: Job, note: int, token: bytes) -> NoReturn:
-    """The token goes to the descriptor when the tests have come to their end."""
+    """Writes the token to the descriptor `note` when the tests have run to their end."""
     sys.stdin, sys.stdout, sys.stderr = _open(0, "r"), _open(1, "w"), _open(2, "w")
     if not job.tests:
         os.close(note)
@@ -50,7 +50,7 @@ def run_and_exit(job: Job, note: int, token: bytes) -> NoReturn:
     if program == 0:
         os.close(note)
         ours.close()
-        job.tests, tests = "", None  # of which the program's process shall hold nothing
+        job.tests, tests = "", None  # the program must not find them in its memory
         _do_and_exit(lambda: _serve(job.source, theirs))
     theirs.close()
     _do_and_exit(lambda: _run_apart(tests, ours, program, note, token))
@@ -76,28 +76,28 @@ def _run_apart(
         raise SystemExit(OUT_OF_MEMORY if _ended_with(program) == OUT_OF_MEMORY else 1) from None
     os.write(note, token)
     connection.close()
-    _ended_with(program)  # which may have something to print yet
+    _ended_with(program)  # it may still have something to print
 
 
 def _ended_with(program: int) -> int | None:
-    """Its exit code; None where it goes on."""
+    """The program's exit code; None if it is still running."""
     has_ended, _, _ = select.select([os.pidfd_open(program)], [], [], _GRACE)
     return exit_code(os.waitpid(program, 0)[1]) if has_ended else None
 
 
 def _serve(source: str, connection: Connection) -> None:
-    """Load the program and answer what tests ask of it, until they end."""
+    """Load the program, and serve the tests' requests until they end."""
     known = set(dir(builtins))
     names = _load(source)
     more = {"isinstance": isinstance, "name": names.__getitem__}
-    link = Link(connection, OF_ONE | OF_TWO | more)
-    link.tell([name for name in names if name in known and not name.startswith("__")])
+    link = Link(connection, OBJECT_OPERATIONS | PAIR_OPERATIONS | more)
+    link.answer([name for name in names if name in known and not name.startswith("__")])
     with suppress(OtherSideEnded):
         link.await_answer()
 
 
 def _load(source: str) -> dict[str, Any]:
-    """Run the program as the main module; returns its names."""
+    """Run the program as the main module; return its global names."""
     module = ModuleType("__main__")
     sys.modules["__main__"], sys.argv = module, [_FILE]
     linecache.cache[_FILE] = (len(source), None, source.splitlines(True), _FILE)
@@ -106,7 +106,7 @@ def _load(source: str) -> dict[str, Any]:
 
 
 def _do_and_exit(action: Callable[[], object]) -> NoReturn:
-    """Ends as an interpreter would."""
+    """Run the action, then exit as the interpreter would."""
     code = 1
     try:
         action()
@@ -120,7 +120,7 @@ def _do_and_exit(action: Callable[[], object]) -> NoReturn:
     except CannotCross as error:
         print(error, file=sys.stderr)
         code = CANNOT_CROSS
-    except BaseException as error:  # whatever it raised: this is where the program ends
+    except BaseException as error:  # the program ends here, so report anything
         _print_traceback(error)
     _flush_and_exit(code)
 
@@ -143,7 +143,7 @@ def _requested_code(request: SystemExit) -> int:
 
 
 def _print_traceback(error: BaseException) -> None:
-    """From the program's own frames on."""
+    """Starting at the program's own frames."""
     frames = error.__traceback__
     while frames and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next

@@ -1,64 +1,62 @@
-"""The two ways to keep a program in: namespaces and Landlock, or resource limits alone.
+"""Two ways to isolate a program: namespaces with Landlock, or resource limits alone.
 
-Four processes take part. The zygote waits for jobs and forks a keeper for each; the keeper prepares
-the place, forks and watches; with namespaces its child is the init of a process namespace, which
-forks the program and takes everything with it when it ends.
+Four processes take part. The zygote forks a monitor for each job. The monitor prepares the
+isolation, forks, and watches. With namespaces its child is the init process of a pid namespace; it
+forks the program, and the whole namespace ends with it.
 """
 
 import math
 import os
 import resource
 import shutil
+import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 
 from roll_lite.sandbox import kernel
-from roll_lite.sandbox.jail import (
-    DEVICES,
-    TEMPORARY,
-    enter_jail,
-    mount_temporary,
-    python_folders,
-)
-from roll_lite.sandbox.landlock import restrict
-from roll_lite.sandbox.processes import end_orphans, exit_code, num_tasks_of
-from roll_lite.sandbox.program import Limits
+from roll_lite.sandbox.processes import exit_code, kill_orphans, num_tasks_of
+from roll_lite.sandbox.sandbox import Limits
 
 NOBODY = 65534
-EVERY_NAMESPACE = (
-    kernel.NEW_MOUNT | kernel.NEW_UTS | kernel.NEW_IPC | kernel.NEW_PID | kernel.NEW_NET
-)
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+TEMPORARY = "/tmp"
+_MAX_FILES = 4096
+_NAMESPACES = {
+    "mount namespace": kernel.NEW_MOUNT,
+    "pid namespace": kernel.NEW_PID,
+    "net namespace": kernel.NEW_NET,
+    "ipc namespace": kernel.NEW_IPC,
+    "uts namespace": kernel.NEW_UTS,
+}
 
 
 class Namespaces:
-    """Of users, processes, mounts, network, IPC and names; Landlock; no capabilities; limits."""
+    """User, pid, mount, network, IPC and UTS namespaces, Landlock, no capabilities, and limits."""
 
     def __init__(self):
-        """In the zygote, once: leave the machine's files behind."""
+        """In the zygote, once: leave the machine's file system."""
         self._proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._is_root = os.geteuid() == 0
-        uid, gid = os.geteuid(), os.getegid()
-        self._folders = python_folders()
-        if self._is_root:
-            kernel.unshare(kernel.NEW_MOUNT)
-        else:
-            kernel.unshare(kernel.NEW_USER | kernel.NEW_MOUNT)
-            kernel.map_user(0, uid, gid, self._proc)
-        enter_jail()
+        self._folders = _python_folders()
+        _enter_namespace(kernel.NEW_MOUNT, self._proc)
+        _enter_jail()
 
     def prepare(self, limits: Limits) -> None:
-        """In the keeper, before it forks."""
-        kernel.unshare(EVERY_NAMESPACE)
-        mount_temporary(limits.disk_mib)
+        """In the monitor, before it forks."""
+        kernel.unshare(sum(_NAMESPACES.values()))
+        options = f"mode=1777,size={limits.disk_mib}m,nr_inodes={_MAX_FILES}"
+        flags = kernel.NO_SUID | kernel.NO_DEVICES
+        kernel.mount("tmpfs", TEMPORARY, "tmpfs", flags, options)
 
     def enter(self, limits: Limits) -> None:
-        """In the keeper's child; returns in the process that is to run the program."""
+        """In the monitor's child; returns in the process that is to run the program."""
         if self._is_root:
-            become_nobody()
+            _become_nobody()
         uid, gid = os.geteuid(), os.getegid()
         kernel.unshare(kernel.NEW_USER)
         kernel.map_user(NOBODY, uid, gid, self._proc)
-        with suppress(OSError):  # where /proc/sys is read-only: the program gains nothing by them
+        with suppress(OSError):  # read-only /proc/sys; a nested namespace would gain it nothing
             kernel.write_file("sys/user/max_user_namespaces", "0", self._proc)
         kernel.set_inspectable(False)
         kernel.die_with_parent()
@@ -66,19 +64,19 @@ class Namespaces:
         if program:
             _wait_as_init(program)
         os.chdir(TEMPORARY)
-        set_limits(limits, max_tasks=limits.processes + 1)  # with init
+        _set_limits(limits, max_tasks=limits.processes + 1)  # init counts too
         kernel.drop_capabilities()
         kernel.forbid_new_privileges()
-        restrict(self._folders, [TEMPORARY, *filter(os.path.exists, DEVICES)])
+        kernel.restrict_access(self._folders, [TEMPORARY, *_devices()])
 
     def clean(self) -> None:
-        """In the keeper, after its child has ended, and all else in the namespaces with it."""
+        """In the monitor, after its child has ended; the kernel has removed the namespaces."""
 
 
 class ResourceLimits:
-    """Limits, another user where this is root, and an end to every process that was started.
+    """Limits, another user if this is root, and an end to every process that the program started.
 
-    The program sees the machine's files and network, as far as its user may.
+    The program can reach the machine's files and network as far as its user may.
     """
 
     def prepare(self, limits: Limits) -> None:
@@ -89,26 +87,124 @@ class ResourceLimits:
 
     def enter(self, limits: Limits) -> None:
         if os.geteuid() == 0:
-            become_nobody()
+            _become_nobody()
         os.chdir(self._folder)
         os.setsid()
         kernel.die_with_parent()
         kernel.set_inspectable(False)
-        set_limits(limits, max_tasks=limits.processes + num_tasks_of(os.geteuid()) - 1)
+        _set_limits(limits, max_tasks=limits.processes + num_tasks_of(os.geteuid()) - 1)
         kernel.forbid_new_privileges()
 
     def clean(self) -> None:
-        end_orphans()
-        remove_folder(self._folder)
+        kill_orphans()
+        _remove_folder(self._folder)
 
 
-def become_nobody() -> None:
+def missing_mechanisms() -> dict[str, str]:
+    """What `Namespaces` needs and the kernel refuses, with reasons; empty if nothing is missing."""
+    trials = {name: lambda f=flag: _enter_namespace(f) for name, flag in _NAMESPACES.items()}
+    trials |= {
+        "user namespace": lambda: kernel.unshare(kernel.NEW_USER),
+        "mounts of one's own": _try_mount,
+        "Landlock": _try_landlock,
+        "no_new_privs": kernel.forbid_new_privileges,
+    }
+    reasons = {name: _failure_of(trial) for name, trial in trials.items()}
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _failure_of(trial: Callable[[], None]) -> str:
+    """Why the trial fails in a forked process; empty if it succeeds."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            trial()
+        except BaseException as error:  # for example, a C library without the function
+            os.write(writing, str(error).encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as file:
+        reason = file.read()
+    os.waitpid(pid, 0)
+    return reason
+
+
+def _try_mount() -> None:
+    _enter_namespace(kernel.NEW_MOUNT)
+    kernel.mount("none", "/", None, kernel.RECURSIVE | kernel.PRIVATE)
+    kernel.mount("tmpfs", TEMPORARY, "tmpfs", kernel.NO_SUID, "size=1m")
+
+
+def _try_landlock() -> None:
+    kernel.forbid_new_privileges()
+    kernel.restrict_access(_python_folders(), [])
+
+
+def _enter_namespace(flag: int, proc: int | None = None) -> None:
+    """Enter a new namespace; users other than root need a user namespace for it."""
+    uid, gid = os.geteuid(), os.getegid()
+    if uid == 0:
+        kernel.unshare(flag)
+    else:
+        kernel.unshare(kernel.NEW_USER | flag)
+        kernel.map_user(0, uid, gid, os.open("/proc", os.O_PATH) if proc is None else proc)
+
+
+def _python_folders() -> list[str]:
+    """The interpreter's modules and the system libraries that they load."""
+    folders = [sys.base_prefix + "/lib", os.path.dirname(os.__file__)]
+    folders += ["/lib", "/lib64", "/usr/lib", "/usr/lib64"]
+    seen = [folder for folder in dict.fromkeys(folders) if os.path.isdir(folder)]
+    return [f for f in seen if not any(f.startswith(other + "/") for other in seen)]
+
+
+def _devices() -> list[str]:
+    return [path for path in DEVICES if os.path.exists(path)]
+
+
+def _enter_jail() -> None:
+    """In a new mount namespace: replace the root by one that has only what Python reads."""
+    kernel.mount("none", "/", None, kernel.RECURSIVE | kernel.PRIVATE)
+    devices = _devices()
+    paths = [*_python_folders(), *devices]
+    # Open the paths first: the new root is about to cover /tmp, where some of them may be.
+    opened = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in paths}
+    kernel.mount("tmpfs", TEMPORARY, "tmpfs", kernel.NO_SUID, "mode=755,size=1m")
+    for path, descriptor in opened.items():
+        _bind(f"/proc/self/fd/{descriptor}", TEMPORARY + path, is_device=path in devices)
+        os.close(descriptor)
+    os.makedirs(TEMPORARY + TEMPORARY, exist_ok=True)
+    os.symlink(TEMPORARY, TEMPORARY + "/dev/shm")  # semaphores are files there
+    kernel.pivot_root(TEMPORARY)
+    _remount_read_only("/", kernel.NO_SUID)
+
+
+def _bind(source: str, target: str, *, is_device: bool) -> None:
+    """Create the target and bind the source to it, folders read-only."""
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if is_device:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
+        kernel.mount(source, target, None, kernel.BIND)
+        return
+    os.makedirs(target, exist_ok=True)
+    kernel.mount(source, target, None, kernel.BIND | kernel.RECURSIVE)
+    kept = os.statvfs(target).f_flag & kernel.NO_EXEC  # a remount may not lift it
+    _remount_read_only(target, kernel.NO_SUID | kernel.NO_DEVICES | kept)
+
+
+def _remount_read_only(target: str, flags: int) -> None:
+    flags |= kernel.REMOUNT | kernel.BIND | kernel.READ_ONLY
+    kernel.mount("none", target, None, flags)
+
+
+def _become_nobody() -> None:
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
 
 
-def set_limits(limits: Limits, *, max_tasks: int) -> None:
+def _set_limits(limits: Limits, *, max_tasks: int) -> None:
     cpu_seconds = math.ceil(limits.seconds) + 1
     for what, bound in (
         (resource.RLIMIT_AS, limits.memory_mib << 20),
@@ -124,15 +220,15 @@ def set_limits(limits: Limits, *, max_tasks: int) -> None:
 
 
 def _wait_as_init(program: int) -> None:
-    """Reap whatever ends; end as the program did, and with that end everything."""
+    """Reap children until the program ends, then exit as it did, which ends the namespace."""
     while True:
         pid, status = os.wait()
         if pid == program:
             os._exit(exit_code(status))
 
 
-def remove_folder(folder: str) -> None:
-    """Also where a program has locked parts of it."""
+def _remove_folder(folder: str) -> None:
+    """Also if the program has removed permissions in it."""
     for parent, names, _ in os.walk(folder):
         for name in names:
             path = os.path.join(parent, name)

@@ -1,8 +1,11 @@
-"""System calls that Python does not offer: namespaces, mounts, capabilities."""
+"""System calls that Python does not offer: namespaces, mounts, capabilities, Landlock."""
 
 import ctypes
 import os
 import platform
+import struct
+from collections.abc import Iterable
+from ctypes import c_int, c_size_t, c_uint32, c_ulong
 
 NEW_MOUNT, NEW_UTS, NEW_IPC = 0x0002_0000, 0x0400_0000, 0x0800_0000
 NEW_USER, NEW_PID, NEW_NET = 0x1000_0000, 0x2000_0000, 0x4000_0000
@@ -26,35 +29,34 @@ def _checked(what: str, result: int) -> int:
     return result
 
 
-def syscall(what: str, number: int, *arguments: object) -> int:
-    """A call that has the same number on every machine, or whose number the caller looked up."""
+def _syscall(what: str, number: int, *arguments: object) -> int:
     return _checked(what, _libc.syscall(ctypes.c_long(number), *arguments))
 
 
 def unshare(flags: int) -> None:
-    _checked("unshare", _libc.unshare(ctypes.c_int(flags)))
+    _checked("unshare", _libc.unshare(c_int(flags)))
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
     encoded = [text.encode() if text is not None else None for text in (source, target, kind)]
-    result = _libc.mount(*encoded, ctypes.c_ulong(flags), options.encode())
+    result = _libc.mount(*encoded, c_ulong(flags), options.encode())
     _checked(f"mount {target}", result)
 
 
 def pivot_root(new_root: str) -> None:
-    """Make the folder, a mount point, the root; the old root is gone."""
+    """Make a folder that is a mount point the root, and unmount the old root."""
     number = _SYS_PIVOT_ROOT.get(platform.machine())
     if number is None:
         raise OSError(f"pivot_root: its number on {platform.machine()} is not known here")
     os.chdir(new_root)
-    syscall("pivot_root", number, b".", b".")  # the old root now lies on top of the new one
+    _syscall("pivot_root", number, b".", b".")  # mounts the old root on top of the new one
     _checked("umount2", _libc.umount2(b".", _DETACH))
     os.chdir("/")
 
 
 def _prctl(what: str, option: int, value: int) -> None:
-    rest = [ctypes.c_ulong(0)] * 3
-    _checked(f"prctl {what}", _libc.prctl(option, ctypes.c_ulong(value), *rest))
+    rest = [c_ulong(0)] * 3
+    _checked(f"prctl {what}", _libc.prctl(option, c_ulong(value), *rest))
 
 
 def die_with_parent() -> None:
@@ -72,21 +74,21 @@ def forbid_new_privileges() -> None:
 
 
 def set_inspectable(is_inspectable: bool) -> None:
-    """Whether processes of the same user may read this one's memory."""
+    """Whether processes of the same user may read this process's memory."""
     _prctl("DUMPABLE", _PR_SET_DUMPABLE, int(is_inspectable))
 
 
 def drop_capabilities() -> None:
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    _checked("capset", _libc.capset(header, (ctypes.c_uint32 * 6)()))
+    header = (c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    _checked("capset", _libc.capset(header, (c_uint32 * 6)()))
 
 
 def map_user(inside: int, outside_uid: int, outside_gid: int, proc: int) -> None:
-    """In a user namespace just entered: the only user and group, `inside`, are these outside.
+    """In a new user namespace: map its only user and group, `inside`, to these outside.
 
     `proc` is a descriptor of /proc.
     """
-    set_inspectable(True)  # else the files below belong to root
+    set_inspectable(True)  # otherwise the files below belong to root
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{inside} {outside_uid} 1"),
@@ -101,3 +103,45 @@ def write_file(path: str, text: str, folder: int) -> None:
         os.write(descriptor, text.encode())
     finally:
         os.close(descriptor)
+
+
+# Landlock: its system calls have the same numbers on every architecture.
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_GET_VERSION, _PATH_BENEATH = 1, 1
+
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
+_TRUNCATE, _USE_DEVICE = 1 << 14, 1 << 15
+_RIGHTS_OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _USE_DEVICE
+_READ = _EXECUTE | _READ_FILE | _READ_DIR
+_NUM_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
+"""Rights that each version of Landlock knows; 16 from version 5 on."""
+_TCP_BIND_CONNECT = 3
+_ABSTRACT_SOCKETS_SIGNALS = 3
+
+
+def restrict_access(readable: Iterable[str], writable: Iterable[str]) -> None:
+    """Allow this process only these files and folders; OSError without Landlock.
+
+    Also forbids TCP, and signals and abstract sockets to other processes, if the kernel's Landlock
+    can. Call `forbid_new_privileges` first.
+    """
+    version = _syscall("landlock", _CREATE_RULESET, None, c_size_t(0), c_uint32(_GET_VERSION))
+    all_rights = (1 << _NUM_RIGHTS.get(version, 16)) - 1
+    ruleset = struct.pack("=QQQ", all_rights, _TCP_BIND_CONNECT, _ABSTRACT_SOCKETS_SIGNALS)
+    size = 8 if version < 4 else 16 if version < 6 else 24
+    rules = _syscall("landlock", _CREATE_RULESET, ruleset, c_size_t(size), c_uint32(0))
+    for path in readable:
+        _allow(rules, path, _READ)
+    for path in writable:
+        _allow(rules, path, all_rights)
+    _syscall("landlock", _RESTRICT_SELF, c_int(rules), c_uint32(0))
+    os.close(rules)
+
+
+def _allow(rules: int, path: str, rights: int) -> None:
+    target = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    if not os.path.isdir(path):
+        rights &= _RIGHTS_OF_FILES
+    rule = struct.pack("=Qi", rights, target)
+    _syscall("landlock", _ADD_RULE, c_int(rules), c_int(_PATH_BENEATH), rule, c_uint32(0))
+    os.close(target)

@@ -1,4 +1,4 @@
-"""Who started whom, and the end of all that a process has started."""
+"""Process trees: finding the descendants of a process, and killing them all."""
 
 import os
 import signal
@@ -8,31 +8,31 @@ from pathlib import Path
 
 
 def exit_code(status: int) -> int:
-    """Of a process that was waited for, 0 to 255; a signal adds its number to 128."""
+    """From a wait status to 0..255; a signal gives 128 plus its number."""
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
 
 def children() -> set[int]:
-    """Of this process, zombies included."""
+    """Children of this process, zombies included."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # none at all, as nearly always: no need to look at every process
+    except ChildProcessError:  # none, the usual case: no need to scan /proc
         return set()
     return _children(os.getpid(), _parents())
 
 
-def end_tree(pid: int) -> int:
-    """Kill a child of this process with all that it started; returns its exit code, or -signal."""
-    _end(lambda: {pid} | _below(pid))
+def kill_tree(pid: int) -> int:
+    """Kill a child of this process and its descendants; returns its exit code, or -signal."""
+    _kill_all(lambda: {pid} | _descendants(pid))
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def end_orphans(known: Collection[int] = ()) -> None:
-    """Kill all children of this process but the known, with all that they started."""
-    # A look can miss a process whose parent ends meanwhile; it is our child then, and seen next.
-    while orphans := children() - set(known):
-        _end(lambda found=orphans: found | _below(os.getpid(), known))
+def kill_orphans(spared: Collection[int] = ()) -> None:
+    """Kill all children of this process except the spared, each with its descendants."""
+    # A scan can miss a process whose parent is just ending; the next scan sees it as our child.
+    while orphans := children() - set(spared):
+        _kill_all(lambda found=orphans: found | _descendants(os.getpid(), spared))
         for pid in orphans:
             os.waitpid(pid, 0)
 
@@ -41,15 +41,15 @@ def num_tasks_of(uid: int) -> int:
     """Processes and threads that the kernel counts against the user's limit."""
     num_tasks = 0
     for path in Path("/proc").glob("[0-9]*/status"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # it has just ended
             fields = dict(line.split(":", 1) for line in path.read_text().splitlines())
             if int(fields["Uid"].split()[0]) == uid:
                 num_tasks += int(fields["Threads"])
     return num_tasks
 
 
-def _end(find: Callable[[], set[int]]) -> None:
-    """Stopped first: who is stopped forks no more, so that the search comes to an end."""
+def _kill_all(find: Callable[[], set[int]]) -> None:
+    """Stop processes before killing them: a stopped process cannot fork, so the search ends."""
     stopped: set[int] = set()
     while new := find() - stopped:
         for pid in new:
@@ -59,11 +59,11 @@ def _end(find: Callable[[], set[int]]) -> None:
         _signal(pid, signal.SIGKILL)
 
 
-def _below(pid: int, apart_from: Collection[int] = ()) -> set[int]:
-    """Children, their children and so on; those left out with all of theirs."""
+def _descendants(pid: int, spared: Collection[int] = ()) -> set[int]:
+    """Children, their children and so on, without the spared and their descendants."""
     parents, found, new = _parents(), set(), {pid}
     while new:
-        new = {child for each in new for child in _children(each, parents)} - set(apart_from)
+        new = {child for each in new for child in _children(each, parents)} - set(spared)
         found |= new
     return found
 
@@ -73,7 +73,7 @@ def _children(pid: int, parents: dict[int, int]) -> set[int]:
 
 
 def _parents() -> dict[int, int]:
-    """The parent of every process."""
+    """The parent of every process on the machine."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

@@ -1,40 +1,115 @@
 """Calls between a program and its tests, which run in two processes.
 
-Tests hold the program's functions and objects as `Remote`s, and what these give them is data. No
-code of the program meets a value that the tests expect: a `Remote` equals no data, whatever the
-program says of it, and what the program patches is patched in its own process.
+Tests hold the program's functions and objects as `Remote`s; calling them returns data. No code of
+the program sees a value that the tests expect: a `Remote` equals no data, whatever the program
+claims, and what the program patches is patched in its own process.
+
+Values travel as JSON: data is copied, everything else is sent as a reference that only its own side
+can resolve. Instances of subclasses of data types arrive as the plain type.
 """
 
 import builtins
+import json
 import operator
 import sys
 import traceback
-from collections import deque
+from collections import Counter, OrderedDict, deque, namedtuple
 from collections.abc import Callable, Mapping
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from importlib import import_module
 from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
-from roll_lite.sandbox.values import dumps, loads
+_MAX_MESSAGE = 64 << 20
+"""Bytes."""
 
-_LONGEST = 64 << 20
-"""Bytes of a message."""
+Refer = Callable[[Any], list]
+"""Makes a reference to an object that is not data."""
+Resolve = Callable[[list], Any]
+"""Finds the object of a reference."""
+
+_SMALL = 2**63
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_MAPPINGS = (Counter, OrderedDict, dict)
+_LEAVES: dict[type, tuple[Callable, Callable]] = {
+    int: (hex, lambda text: int(text, 16)),
+    bytes: (bytes.hex, bytes.fromhex),
+    bytearray: (bytearray.hex, bytearray.fromhex),
+    complex: (lambda z: [z.real, z.imag], lambda pair: complex(*pair)),
+    range: (lambda r: [r.start, r.stop, r.step], lambda ends: range(*ends)),
+    Decimal: (str, Decimal),
+    Fraction: (str, Fraction),
+    datetime: (datetime.isoformat, datetime.fromisoformat),
+    date: (date.isoformat, date.fromisoformat),
+    timedelta: (lambda d: [d.days, d.seconds, d.microseconds], lambda parts: timedelta(*parts)),
+}
+_KINDS = {kind.__name__: kind for kind in (*_CONTAINERS, *_MAPPINGS, *_LEAVES)}
+
+
+def dumps(value: Any, refer: Refer) -> bytes:
+    return json.dumps(_encode(value, refer)).encode()
+
+
+def loads(data: bytes, resolve: Resolve) -> Any:
+    return _decode(json.loads(data), resolve)
+
+
+def _encode(value: Any, refer: Refer) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, str):
+        return "".join(value)  # a plain str, if it was a subclass
+    if isinstance(value, int) and -_SMALL < value < _SMALL:
+        return int(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return ["namedtuple", list(value._fields), [_encode(item, refer) for item in value]]
+    for kind in _CONTAINERS:
+        if isinstance(value, kind):
+            return [kind.__name__, [_encode(item, refer) for item in value]]
+    for kind in _MAPPINGS:
+        if isinstance(value, kind):
+            pairs = [[_encode(k, refer), _encode(v, refer)] for k, v in value.items()]
+            return [kind.__name__, pairs]
+    for kind, (pack, _) in _LEAVES.items():
+        if isinstance(value, kind):
+            return [kind.__name__, pack(value)]
+    return ["reference", refer(value)]
+
+
+def _decode(data: Any, resolve: Resolve) -> Any:
+    if not isinstance(data, list):
+        return data
+    name, *_, content = data
+    if name == "reference":
+        return resolve(content)
+    if name == "namedtuple":
+        return namedtuple("Row", data[1])(*(_decode(item, resolve) for item in content))
+    kind = _KINDS[name]
+    if kind in _CONTAINERS:
+        return kind(_decode(item, resolve) for item in content)
+    if kind in _MAPPINGS:
+        return kind({_decode(k, resolve): _decode(v, resolve) for k, v in content})
+    return _LEAVES[kind][1](content)
 
 
 class OtherSideEnded(BaseException):
-    """Not an Exception: tests that expect one must not take this for it."""
+    """Not an Exception: tests that expect one must not catch this."""
 
 
 class CannotCross(BaseException):
-    """The tests hand the program what is neither data nor a function."""
+    """The tests pass the program something that is neither data nor a function."""
 
 
 def _call(function: Callable, *args: Any, **keywords: Any) -> Any:
     return function(*args, **keywords)
 
 
-OF_ONE = {
+OBJECT_OPERATIONS = {
     "__call__": _call, "__getattr__": getattr, "__setattr__": setattr,
     "__getitem__": operator.getitem, "__setitem__": operator.setitem,
     "__delitem__": operator.delitem, "__len__": len, "__iter__": iter, "__next__": next,
@@ -44,8 +119,8 @@ OF_ONE = {
     "__enter__": lambda manager: manager.__enter__(),
     "__exit__": lambda manager, *error: manager.__exit__(None, None, None),
 }  # fmt: skip
-"""What tests may ask of any object of the program."""
-OF_TWO = {
+"""What tests may do with any object of the program."""
+PAIR_OPERATIONS = {
     name: getattr(operator, name)
     for name in (
         *("__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__add__", "__sub__", "__mul__"),
@@ -53,11 +128,12 @@ OF_TWO = {
         *("__and__", "__or__", "__xor__"),
     )
 }
-"""What they may ask of two of them, not of one and data: that would tell the program the data."""
+"""What tests may do with two objects of the program; with one and data, the program would learn the
+data."""
 
 
 class Remote:
-    """Something that is in the other process."""
+    """An object in the other process."""
 
     def __init__(self, link: "Link", number: int):
         vars(self).update(_remote_link=link, _remote_number=number)
@@ -79,34 +155,34 @@ def _special_method(name: str, *, needs_two: bool) -> Callable:
     return method
 
 
-for _name in OF_ONE:
+for _name in OBJECT_OPERATIONS:
     setattr(Remote, _name, _special_method(_name, needs_two=False))
-for _name in OF_TWO:
+for _name in PAIR_OPERATIONS:
     setattr(Remote, _name, _special_method(_name, needs_two=True))
 
 
 class Link:
-    """One end of the conversation: it asks, and answers what it is asked while it waits."""
+    """One end of the connection. It sends requests, and serves the other side's while it waits."""
 
     def __init__(self, connection: Connection, operations: Mapping[str, Callable]):
         self._connection, self._operations = connection, operations
         self._objects: list[Any] = []
-        """What the other side has heard of; they stay, so that an id means one of them."""
+        """Objects that the other side has references to, kept alive so that ids stay unique."""
         self._numbers: dict[int, int] = {}
         self._remotes: dict[int, Any] = {}
         self._errors: dict[type, int] = {}
-        """Numbers over there of exceptions that have a stand-in here."""
+        """The other side's numbers of exception classes that have a stand-in here."""
 
     def request(self, operation: str, *operands: Any, **keywords: Any) -> Any:
         self._send("do", operation, list(operands), keywords)
         return self.await_answer(operands)
 
     def await_answer(self, operands: tuple = ()) -> Any:
-        """The other side may change lists and the like that it was given."""
+        """The result; copies the other side's changes of mutable operands back into them."""
         while True:
             kind, *content = self._receive()
             if kind == "do":
-                self._answer(*content)
+                self._serve(*content)
             elif kind == "raised":
                 raise _exception(*content)
             else:
@@ -115,14 +191,14 @@ class Link:
                     _overwrite(operands[index], value)
                 return result
 
-    def tell(self, value: Any, changes: list[tuple[int, Any]] | None = None) -> None:
+    def answer(self, value: Any, changes: list[tuple[int, Any]] | None = None) -> None:
         self._send("value", value, changes or [])
 
     def perform(self, operation: str, operands: list, keywords: dict) -> Any:
         return self._operations[operation](*operands, **keywords)
 
     def refer(self, value: Any) -> list:
-        """See `follow`, on the other side."""
+        """A reference, which the other side resolves."""
         if isinstance(value, Remote):
             return ["yours", value._remote_number]
         if isinstance(value, ModuleType):
@@ -139,7 +215,7 @@ class Link:
             return ["error", number, value.__name__, _builtin_base(value).__name__]
         return ["mine", number]
 
-    def follow(self, reference: list) -> Any:
+    def resolve(self, reference: list) -> Any:
         kind, name, *more = reference
         if kind == "yours":
             return self._objects[name]
@@ -158,19 +234,19 @@ class Link:
         self._errors[made] = number
         return made
 
-    def _answer(self, operation: str, operands: list, keywords: dict) -> None:
+    def _serve(self, operation: str, operands: list, keywords: dict) -> None:
         before = [self._snapshot(operand) for operand in operands]
         try:
             result = self.perform(operation, operands, keywords)
-        except Exception as error:  # of any kind: it is the other side's to handle
+        except Exception as error:  # any exception is for the other side to handle
             args = [arg for arg in error.args if isinstance(arg, str | int | float)]
             self._send("raised", type(error), args, traceback.format_exc())
             return
         changed = [i for i, old in enumerate(before) if old != self._snapshot(operands[i])]
-        self.tell(result, [(index, operands[index]) for index in changed])
+        self.answer(result, [(index, operands[index]) for index in changed])
 
     def _snapshot(self, operand: Any) -> bytes | None:
-        """Of what can change in place."""
+        """The content of a mutable operand; None for others."""
         is_mutable = isinstance(operand, list | dict | set | bytearray | deque)
         return dumps(operand, self.refer) if is_mutable else None
 
@@ -182,14 +258,14 @@ class Link:
 
     def _receive(self) -> Any:
         try:
-            data = self._connection.recv_bytes(_LONGEST)
-        except (EOFError, OSError):  # or it speaks no language of ours
+            data = self._connection.recv_bytes(_MAX_MESSAGE)
+        except (EOFError, OSError):  # it has ended, or sent something that is not a message
             raise OtherSideEnded from None
-        return loads(data, self.follow)
+        return loads(data, self.resolve)
 
 
 class TestsLink(Link):
-    """The tests' end: it runs nothing for the program but functions that they gave it."""
+    """The tests' end: all it runs for the program are functions that the tests passed to it."""
 
     def __init__(self, connection: Connection):
         super().__init__(connection, {"__call__": _call})
@@ -215,7 +291,7 @@ class ProgramNames(dict):
 
     def __missing__(self, name: str) -> Any:
         if not hasattr(builtins, name):
-            return self._link.request("name", name)  # KeyError where there is none
+            return self._link.request("name", name)  # KeyError if the program has no such name
         if name in self._redefined:
             raise NameError(f"the program redefines {name}, which its tests use")
         raise KeyError(name)
@@ -234,14 +310,14 @@ def _overwrite(target: Any, value: Any) -> None:
 
 def _standard_module(name: str) -> ModuleType:
     if name.split(".")[0] not in sys.stdlib_module_names:
-        raise ImportError(f"{name} is no module of Python's")
+        raise ImportError(f"{name} is not in Python's standard library")
     return import_module(name)
 
 
 def _builtin_type(name: str) -> type:
     kind = getattr(builtins, name)
     if not isinstance(kind, type):
-        raise TypeError(f"{name} is no type")
+        raise TypeError(f"{name} is not a type")
     return kind
 
 

@@ -6,17 +6,15 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
+from typing import Literal
 
-from roll_lite.sandbox.program import (
-    Isolation,
-    Job,
-    Limits,
-    Outcome,
-    SandboxError,
-    SandboxUnavailable,
-)
+from roll_lite.checks import above, at_least
+
+Isolation = Literal["full", "rlimits"]
+Kind = Literal["ok", "error", "timeout", "memory", "output"]
 
 _PACKAGES = str(Path(__file__).parents[2])
 _START = (
@@ -24,6 +22,58 @@ _START = (
     "from roll_lite.sandbox.zygote import serve; sys.path.pop(); "
     "serve({descriptor}, {isolation!r})"
 )
+
+
+class SandboxError(RuntimeError):
+    """The sandbox itself failed; this says nothing about the program."""
+
+
+class SandboxUnavailable(SandboxError):
+    """This machine lacks something that the requested isolation needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    seconds: float = 10.0
+    """Wall time; also the CPU time of each process, rounded up."""
+    memory_mib: int = 512
+    """Address space of each process, including 30 MiB for the interpreter."""
+    processes: int = 16
+    """Processes and threads at a time, including the process of the tests."""
+    output_kib: int = 1024
+    """Standard output and standard error together."""
+    disk_mib: int = 64
+    """Files in the temporary folder (with isolation="rlimits", each file)."""
+    open_files: int = 64
+    """File descriptors of each process."""
+
+    def __post_init__(self):
+        above(0, self, "seconds")
+        at_least(64, self, "memory_mib")
+        at_least(2, self, "processes")
+        at_least(1, self, "output_kib", "disk_mib")
+        at_least(8, self, "open_files")
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """One run, as it is sent to the zygote."""
+
+    source: str
+    tests: str
+    tests_apart: bool
+    stdin: str
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    kind: Kind
+    """ok: exit code 0, and the tests, if there are any, ran to their end. timeout, memory and
+    output name the limit that the program broke. error: any other end."""
+    stdout: str
+    stderr: str
+    seconds: float
 
 
 def run_program(
@@ -35,7 +85,7 @@ def run_program(
     limits: Limits = Limits(),  # noqa: B008 (it is frozen)
     isolation: Isolation = "full",
 ) -> Outcome:
-    """Run a Python program once. See `Sandbox`, of which each process has one for this."""
+    """Run a Python program once, in a `Sandbox` that all calls of this process share."""
     return _sandbox_of_this_process(isolation).run(
         source, stdin=stdin, tests=tests, tests_apart=tests_apart, limits=limits
     )
@@ -44,9 +94,9 @@ def run_program(
 class Sandbox:
     """A process that forks programs, one at a time.
 
-    isolation="full" refuses (SandboxUnavailable) where the kernel lacks something that it needs.
-    "rlimits" ends programs at their limits, and protects against nothing else: files, network
-    and, unless this is root, the user's own processes are within their reach.
+    isolation="full" raises SandboxUnavailable if the kernel lacks something that it needs.
+    isolation="rlimits" enforces the limits and nothing else: the program can reach files, the
+    network and, unless this is root, the user's own processes.
     """
 
     def __init__(self, isolation: Isolation = "full"):
@@ -70,7 +120,7 @@ class Sandbox:
             reasons = "; ".join(f"{name} ({reason})" for name, reason in missing.items())
             raise SandboxUnavailable(
                 f"isolation='full' needs what this machine's kernel refuses: {reasons}. Run where "
-                "these are allowed, or, for programs that you trust, ask for isolation='rlimits'"
+                "these are allowed or, for programs that you trust, use isolation='rlimits'"
             )
 
     def run(
@@ -82,15 +132,15 @@ class Sandbox:
         tests_apart: bool = True,
         limits: Limits = Limits(),  # noqa: B008
     ) -> Outcome:
-        """`tests` is code that runs after the program, with its names; it must come to its end.
+        """`tests` is code that runs after the program, uses its names, and must run to its end.
 
-        It runs in a process of its own, which the program cannot reach, and gets data from it
-        (see `remote.py`). With tests_apart=False it runs in the program's own process, as if it
-        stood there: any test will do, and a program that wants to deceive it can.
+        The tests run in their own process, which the program cannot reach, and exchange data with
+        it (see `remote.py`). With tests_apart=False they run in the program's process, as if
+        appended to it: then any test works, but a malicious program can make them pass.
         """
         job = Job(source=source, stdin=stdin, tests=tests, tests_apart=tests_apart, limits=limits)
         with self._lock:
-            with suppress(BrokenPipeError):  # no answer will come, and that is what is reported
+            with suppress(BrokenPipeError):  # the zygote has ended, which _receive reports
                 self._zygote.send(job)
             outcome = self._receive()
         if isinstance(outcome, str):
@@ -111,20 +161,20 @@ class Sandbox:
         try:
             return self._zygote.recv()
         except (EOFError, ConnectionError):
+            code = self._process.wait()
             raise SandboxError(
-                f"the sandbox's process ended with {self._process.wait()}; its standard error says "
-                "why"
+                f"the sandbox's process ended with {code}; see its standard error for the reason"
             ) from None
 
 
 def _environment() -> dict[str, str]:
-    """Nothing of ours but where libraries lie; and sets have the same order every time."""
+    """Only the library path; a fixed hash seed gives sets the same order in every run."""
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     return kept | {"PYTHONHASHSEED": "0"}
 
 
 _open: dict[tuple[int, str], Sandbox] = {}
-"""By process and isolation: a fork must not share its parent's."""
+"""By process id and isolation, because a fork must not use its parent's sandbox."""
 
 
 def _sandbox_of_this_process(isolation: Isolation) -> Sandbox:

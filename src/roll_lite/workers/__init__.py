@@ -1,1 +1,1 @@
-"""Rewards in processes of their own, which may hang and crash. No torch here."""
+"""Reward functions in killable worker processes. No torch here."""

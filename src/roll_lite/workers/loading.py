@@ -1,4 +1,4 @@
-"""Rewards on their way to another process: by name, also those of the script that is running."""
+"""Sends reward functions to another process by name, including those of the running script."""
 
 import functools
 import importlib.util
@@ -14,7 +14,7 @@ from typing import Any
 from roll_lite.types import Reward
 
 MAIN_ELSEWHERE = "__mp_main__"
-"""The name of the running script in other processes, as for multiprocessing."""
+"""Name of the running script's module in other processes, as in multiprocessing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +25,22 @@ class PackedRewards:
 
 
 def pack_rewards(rewards: Mapping[str, Reward]) -> PackedRewards:
-    """Raises ValueError for what another process could not import."""
+    """Raises ValueError for rewards that another process cannot import."""
     main = sys.modules["__main__"]
+    main_file = getattr(main, "__file__", None)
     for domain, reward in rewards.items():
-        if objection := _objection(reward, getattr(main, "__file__", None)):
+        if objection := _objection(reward, main_file):
             raise ValueError(
                 f"rewards[{domain!r}]={reward!r} {objection}, so a worker process cannot import "
                 "it; define it with def at the top level of a file, or run it inline with "
                 "num_workers=0"
             )
-    sys.modules.setdefault(MAIN_ELSEWHERE, main)  # exceptions of its classes come back so named
-    return PackedRewards(
-        pickle.dumps(dict(rewards)), getattr(main, "__file__", None), main.__package__
-    )
+    sys.modules.setdefault(MAIN_ELSEWHERE, main)  # to unpickle exceptions that the script defines
+    return PackedRewards(pickle.dumps(dict(rewards)), main_file, main.__package__)
 
 
 def _objection(reward: Reward, main_file: str | None) -> str:
+    """Why another process cannot import the reward; empty if it can."""
     function = reward
     while isinstance(function, functools.partial):
         function = function.func
@@ -59,10 +59,12 @@ def _objection(reward: Reward, main_file: str | None) -> str:
 
 
 def unpack_rewards(packed: PackedRewards) -> dict[str, Reward]:
-    return _Unpickler(packed).load()
+    return _RewardUnpickler(packed).load()
 
 
-class _Unpickler(pickle.Unpickler):
+class _RewardUnpickler(pickle.Unpickler):
+    """Imports the coordinator's script on the first reference to it."""
+
     def __init__(self, packed: PackedRewards):
         super().__init__(io.BytesIO(packed.pickled))
         self._packed, self._main = packed, None
@@ -74,11 +76,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _import_main(packed: PackedRewards) -> ModuleType:
-    """Under another name, so that what it does when it is the main script is left out."""
+    """Import the script under another name, so that its `__main__` block does not run."""
     loader = SourceFileLoader(MAIN_ELSEWHERE, packed.main_file)
     spec = importlib.util.spec_from_loader(MAIN_ELSEWHERE, loader)
     module = importlib.util.module_from_spec(spec)
-    if packed.main_package:  # python -m package.script: its relative imports
+    if packed.main_package:  # python -m package.script may use relative imports
         module.__package__ = packed.main_package
     sys.modules["__main__"] = sys.modules[MAIN_ELSEWHERE] = module
     loader.exec_module(module)

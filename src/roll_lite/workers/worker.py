@@ -1,6 +1,7 @@
-"""A process that calls rewards, one after the other, until it is killed."""
+"""A worker process: runs reward calls one after another until it is killed."""
 
 import faulthandler
+import math
 import os
 import pickle
 import resource
@@ -9,25 +10,51 @@ import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
+from roll_lite.checks import above
 from roll_lite.sandbox.kernel import adopt_orphans, die_with_parent
-from roll_lite.types import Reward
-from roll_lite.workers.calls import Limits, describe, evaluate
+from roll_lite.types import Prompt, Reward, Score
+from roll_lite.workers.failures import describe
 
 OUT_OF_MEMORY = 86
 """Exit code of a worker whose reward ran out of memory."""
 SHOW_STACK = signal.SIGUSR1
-"""Makes a worker print what it is doing."""
+"""Makes a worker print its stack."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLimits:
+    seconds: float
+    """Wall time of one call."""
+    memory_gib: float
+    """Memory that a worker, and each of its children, may map in addition to what imports took."""
+    output_kib: int
+    """Output that one call may print."""
+
+    def __post_init__(self):
+        above(0, self, "seconds", "memory_gib", "output_kib")
+
+
+def evaluate(rewards: Mapping[str, Reward], prompt: Prompt, reply: str) -> Score:
+    score = rewards[prompt.domain](prompt, reply)
+    if not isinstance(score, Score):
+        score = Score(value=score)
+    parts = {name: float(part) for name, part in score.parts.items()}
+    score = Score(value=float(score.value), parts=parts)  # plain floats can always be pickled
+    if not math.isfinite(score.value):
+        raise ValueError(f"reward={score.value} is not a finite number")
+    return score
 
 
 def work_and_exit(
-    calls: Connection, output: int, rewards: Mapping[str, Reward], limits: Limits
+    calls: Connection, output: int, rewards: Mapping[str, Reward], limits: WorkerLimits
 ) -> NoReturn:
-    """What rewards print goes to `output`."""
-    _settle(output, limits)
+    """Serve calls until the connection closes. Rewards print to the descriptor `output`."""
+    _set_up(output, limits)
     with suppress(EOFError):
         while True:
             result = _call(rewards, calls.recv_bytes())
@@ -38,20 +65,20 @@ def work_and_exit(
 
 
 def _call(rewards: Mapping[str, Reward], payload: bytes) -> bytes:
-    """From a pickled prompt and reply to a pickled Score or Failure."""
+    """From a pickled prompt and reply to a pickled Score or RewardFailure."""
     try:
         return pickle.dumps(evaluate(rewards, *pickle.loads(payload)))
     except MemoryError:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(OUT_OF_MEMORY)
-    except BaseException as error:  # of any kind: rewards are the user's code
+    except BaseException as error:  # user code may raise anything
         return pickle.dumps(describe(error))
 
 
-def _settle(output: int, limits: Limits) -> None:
+def _set_up(output: int, limits: WorkerLimits) -> None:
     os.setsid()
-    adopt_orphans()  # so that what a reward leaves behind is found
+    adopt_orphans()  # so that the supervisor finds every process that a reward leaves behind
     die_with_parent()
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -67,6 +94,6 @@ def _settle(output: int, limits: Limits) -> None:
 
 
 def _address_space() -> int:
-    """Bytes that this process has mapped: with imported libraries far more than it uses."""
+    """Bytes that this process has mapped; imported libraries map far more than they use."""
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     return num_pages * resource.getpagesize()

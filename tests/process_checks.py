@@ -1,0 +1,41 @@
+"""Which processes run, for tests that start some and expect them to end."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+SOURCES = str(Path(__file__).parent.parent / "src")
+
+
+def processes_with(*texts: str) -> set[int]:
+    """Processes whose command line holds all the texts; zombies have no command line."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes()
+        except OSError:
+            continue
+        if all(text.encode() in command for text in texts):
+            found.add(int(path.parent.name))
+    return found
+
+
+def sandbox_processes() -> set[int]:
+    """Zygotes of these sources and all their forks, which share the command line."""
+    return processes_with("roll_lite.sandbox.zygote", SOURCES)
+
+
+def is_running(pid: int) -> bool:
+    """False for zombies too: the process that adopted them may be slow to reap them."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """The time is only a safety net."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
