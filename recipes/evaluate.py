@@ -20,12 +20,13 @@ from rlvr import INLINE, REWARDS
 
 from roll_lite import data
 from roll_lite.chat import Chat
-from roll_lite.checks import above, at_least, finite, flatten, read_only_if
+from roll_lite.checks import above, at_least, finite, read_only_if
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.device_map import format_table
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.engine.service import EngineService
 from roll_lite.models.config import read_config
+from roll_lite.options import flatten
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rewards import registry

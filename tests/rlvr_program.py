@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 
 import rlvr
 
-from roll_lite.checks import from_flat
+from roll_lite.options import from_flat
 
 GOOD = "abcdefghijklm"  # 13 of 98 tokens
 REPLY_TOKENS = 4

@@ -12,9 +12,9 @@ import rlvr
 import torch
 import transformers
 
-from roll_lite.checks import from_flat
 from roll_lite.models.hf import load_model
 from roll_lite.models.tiny import character_tokenizer
+from roll_lite.options import from_flat
 
 REPLY_TOKENS = 4
 GOOD = string.ascii_lowercase[:13]  # 13 of 98 tokens

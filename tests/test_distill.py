@@ -6,7 +6,7 @@ import torch
 from conftest import run_recipe
 from safetensors.torch import load_file
 
-from roll_lite.checks import from_flat
+from roll_lite.options import from_flat
 from roll_lite.report.curve import read_metric
 
 SHORT = {

@@ -9,7 +9,7 @@ from conftest import run_recipe
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from roll_lite.checks import from_flat
+from roll_lite.options import from_flat
 from roll_lite.report.curve import read_metric
 
 SHORT = {

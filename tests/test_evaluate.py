@@ -10,7 +10,7 @@ import evaluate
 import pytest
 import rlvr
 
-from roll_lite.checks import from_flat
+from roll_lite.options import from_flat
 from roll_lite.rollout import answers
 
 

@@ -10,12 +10,12 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "roll_lite"
 LAYERS = [  # top first; a name may import names below its line, and within its own package
     {"rewarding"},
-    {"on_policy", "reward_roles"},
     {"rollout", "train", "sync", "report"},
     {"cluster", "engine", "data", "workers"},
     {"models", "envs", "chat", "tasks"},
     {"rewards", "kernels"},
     {"sandbox"},
+    {"options"},
     {"types", "progress", "checks"},
 ]
 # Siblings that may meet: sync is where trainer and engine do.
@@ -24,6 +24,7 @@ TORCH_FREE = (
     "types",
     "progress",
     "checks",
+    "options",
     "tasks",
     "data",
     "rewards",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from training_data import double, random_sequences, rows_with_loss, slope, total_and_gradient
 
-from roll_lite.checks import from_flat
+from roll_lite.options import from_flat
 from roll_lite.train.batch import TrainingSequence, pack
 from roll_lite.train.distillation import DistillLoss
 from roll_lite.train.losses import LOSSES, PolicyLoss, ValueLoss, critic_metrics, sft_loss

@@ -12,7 +12,7 @@ import torch
 from conftest import RECIPES
 from transformers import AutoModelForCausalLM
 
-from roll_lite.checks import flatten, from_flat
+from roll_lite.options import flatten, from_flat
 from roll_lite.report.curve import draw, read_metric
 
 TASK = "reverse:5"

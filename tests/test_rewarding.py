@@ -11,8 +11,8 @@ from conftest import make_reference
 from test_algorithms import make_toy
 from test_rlvr import samples_of, steps_of
 
-from roll_lite.checks import from_flat
 from roll_lite.cluster.rendezvous import Launch
+from roll_lite.options import from_flat
 from roll_lite.rewards.judge import judge_messages
 from roll_lite.tasks import prompts
 from roll_lite.workers.failures import RewardsBroken

@@ -17,7 +17,7 @@ from rlvr_program import share_of_good_letters
 from safetensors.torch import load_file
 from test_algorithms import gain, make_toy, toy_folder  # noqa: F401 (a fixture)
 
-from roll_lite.checks import from_flat
+from roll_lite.options import from_flat
 from roll_lite.report.curve import read_metric
 
 PROGRAM = Path(__file__).parent / "rlvr_program.py"

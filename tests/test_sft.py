@@ -11,9 +11,9 @@ from conftest import RECIPES, run_recipe
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from roll_lite.checks import from_flat
 from roll_lite.models.attention import PackedAttention
 from roll_lite.models.hf import load_model
+from roll_lite.options import from_flat
 from roll_lite.report.curve import read_metric
 
 SHORT = {

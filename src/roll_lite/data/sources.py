@@ -10,7 +10,6 @@ from random import Random
 from typing import Any, Generic, TypeVar
 
 from roll_lite import tasks
-from roll_lite.checks import flatten
 from roll_lite.data.rows import (
     Dialogue,
     Preference,
@@ -18,6 +17,7 @@ from roll_lite.data.rows import (
     read_preferences,
     read_prompts,
 )
+from roll_lite.options import flatten
 
 T = TypeVar("T")
 DEFAULT_TASK = "reverse:5"

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from roll_lite.checks import flatten
+from roll_lite.options import flatten
 from roll_lite.progress import ProgressBar
 from roll_lite.types import Group, Sample
 

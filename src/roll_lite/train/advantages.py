@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Doc
 
-from roll_lite.checks import above, choose, read_only_if, with_options_of
+from roll_lite.checks import above, read_only_if
+from roll_lite.options import choose, with_options_of
 
 EQUAL = 1e-12  # numbers of a smaller variance are the same number, but for rounding
 EPSILON = 1e-6

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Doc
 
-from roll_lite.checks import above, at_least, choose, read_only_if, with_options_of
+from roll_lite.checks import above, at_least, read_only_if
+from roll_lite.options import choose, with_options_of
 from roll_lite.train.batch import AGGREGATIONS, MicroBatch, check_aggregation
 from roll_lite.train.kl import NO_KL, KLOptions
 

@@ -6,14 +6,8 @@ from typing import Annotated, Literal
 import pytest
 from typing_extensions import Doc
 
-from roll_lite.checks import (
-    check_choices,
-    choose,
-    flatten,
-    from_flat,
-    read_only_if,
-    with_options_of,
-)
+from roll_lite.checks import check_choices, read_only_if
+from roll_lite.options import choose, flatten, from_flat, with_options_of
 
 
 def ring(values, *, size: Annotated[int, Doc("its size.")] = 1):
