@@ -31,10 +31,9 @@ from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rewards import registry
 from roll_lite.rewards.math import last_number
-from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.coordinator import Coordinator, NothingLeft
 from roll_lite.rollout.evaluation import Evaluation, EvaluationOptions
-from roll_lite.rollout.garbage import rare_collections
-from roll_lite.rollout.in_flight import NothingLeft
+from roll_lite.rollout.event_loop import rare_collections
 from roll_lite.rollout.metrics import describe_groups
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.sync import WeightSync
@@ -130,7 +129,7 @@ class Config(Algorithm, RolloutOptions, EvaluationOptions, RewardOptions, Shapin
             )
         if self.runs_ahead:
             unread_with("max_staleness above 0", self, "extra_prompts", "engines_sleep")
-        elif self.surplus == "abort":
+        else:
             unread_with("max_staleness=0", self, "on_new_weights")
         if not self.resume:
             refuse_old_run(self.run_dir)
@@ -147,8 +146,8 @@ class Config(Algorithm, RolloutOptions, EvaluationOptions, RewardOptions, Shapin
 
     @property
     def runs_ahead(self) -> bool:
-        """Generation goes on beside training; if not, prompts that were too many may be kept."""
-        return self.max_staleness > 0 and self.surplus == "abort"
+        """Generation continues during training."""
+        return self.max_staleness > 0
 
     @property
     def evaluated(self) -> tuple[str, ...]:
@@ -220,7 +219,8 @@ def main(cfg: Config) -> list[float]:
             evaluation = Evaluation(held_out, cfg, params)
             rollout = Coordinator(
                 engines=models.engines, chat=chat, make_env=rewards, prompts=prompts,
-                params=params, options=cfg, seed=cfg.seed, asked=rewards.asked,
+                params=params, options=cfg, seed=cfg.seed,
+                min_samples=cfg.min_samples, reward_engines=rewards.asked,
             )  # fmt: skip
             with rollout, rare_collections():
                 train(cfg, models, rollout, rewards, evaluation)

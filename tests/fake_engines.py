@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 from roll_lite.engine.sequence import Request
-from roll_lite.engine.service import Answers, Load
+from roll_lite.engine.service import EngineReport, Load
 from roll_lite.envs.question import question_maker
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.options import RolloutOptions
-from roll_lite.rollout.turns import derive_seed
+from roll_lite.rollout.sample import derive_seed
 from roll_lite.types import Prompt, SamplingParams, Turn
 
 PARAMS = SamplingParams(max_tokens=8)
@@ -120,8 +120,8 @@ class FakeService:
         version, load = self.policy_version, Load(len(self.under_way), 0, 1)
         is_new = version != self.reported_version
         if self.turns or is_new:
-            begun = [(*sample, first) for sample, first in self.running.items()] if is_new else ()
-            self.place.report("answers", Answers(self.turns, [], load, version, begun))
+            firsts = [(*sample, first) for sample, first in self.running.items()] if is_new else ()
+            self.place.report("answers", EngineReport(self.turns, [], load, version, firsts))
             self.turns, self.reported_version = [], version
 
 

@@ -10,11 +10,11 @@ from roll_lite.cluster.cluster import Cluster
 from roll_lite.engine.service import EngineService
 from roll_lite.envs.question import question_maker
 from roll_lite.rollout.coordinator import Coordinator
-from roll_lite.rollout.filters import drop_failed
-from roll_lite.rollout.loops import PumpedLoop
+from roll_lite.rollout.event_loop import PumpedLoop
+from roll_lite.rollout.groups import drop_failed
 from roll_lite.rollout.metrics import describe_groups, pass_rates
 from roll_lite.rollout.options import RolloutOptions
-from roll_lite.rollout.turns import derive_seed
+from roll_lite.rollout.sample import derive_seed
 from roll_lite.tasks import prompts
 from roll_lite.types import Group, Sample, SamplingParams, Score
 

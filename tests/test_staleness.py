@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -17,9 +16,8 @@ from fake_engines import (
 )
 
 from roll_lite.engine.sequence import Request
-from roll_lite.engine.service import Answers, Load
-from roll_lite.rollout.options import RolloutOptions
-from roll_lite.rollout.replicas import Replicas
+from roll_lite.engine.service import EngineReport, Load
+from roll_lite.rollout.engines import EngineClient
 from roll_lite.types import SamplingParams, Turn
 
 
@@ -37,7 +35,8 @@ def test_asynchronous_samples_are_never_too_old(max_staleness, restart):
         for version in range(1, 16):
             groups = rollout.collect()
             gaps += [version - 1 - s.turns[0].versions[0][1] for g in groups for s in g.samples]
-            time.sleep(0.01)  # the training step
+            # The training step: a group completes, most others are still running.
+            wait_until(lambda: totals.update(m := rollout.metrics()) or m["rollout/groups_ready"])
             engines.load(version, restart)
             rollout.set_version(version)
             metrics = rollout.metrics()
@@ -65,43 +64,53 @@ def test_what_is_left_of_a_group_after_an_abort_is_asked_again(replica_fails):
         def post(self, replica, *letter):
             self.posts.append(letter)
 
+    def recorder(index, admitted, retried):
+        return SimpleNamespace(
+            on_admitted=lambda: admitted.append(index), on_retry=lambda: retried.append(index)
+        )
+
     def turn(reason):
         return Turn(prompt_ids=[1], token_ids=[], logprobs=[], finish_reason=reason, versions=[])
 
-    def answer(replicas, key, **reasons):
+    def answer(client, key, **reasons):
         turns = [(key, int(name[1:]), turn(reason)) for name, reason in reasons.items()]
-        replicas._on_report(0, "answers", Answers(turns, [], Load(0, 0, 0), 1))
+        assert not client.receive(0, "answers", EngineReport(turns, [], Load(0, 0, 0), 1))
 
     async def run(replica_fails):
-        engines, given, retried = Engines(), [], []
-        replicas = Replicas(engines, RolloutOptions(), on_fault=pytest.fail)
-        futures = [asyncio.get_running_loop().create_future() for _ in range(3)]
+        engines, admitted, retried = Engines(), [], []
+        client = EngineClient(engines)
         request = Request(prompt_ids=[1], params=SamplingParams(max_tokens=2), num_samples=3)
-        asked = replicas.ask(request, futures, given.append, retried.append)
-        key = asked.key
-        begun = [(key, 0, 0), (key, 1, 0)]
-        replicas._on_report(0, "answers", Answers([], [], Load(0, 0, 0), 1, begun))
-        assert asked.begun == {0: 0, 1: 0}
-        answer(replicas, key, s0="abort", s1="abort")
-        assert asked.begun == {}  # they begin again under whichever version there is then
+        pending = client.submit(request)
+        for index in range(3):
+            pending.join(index, recorder(index, admitted, retried))
+        key = pending.key
+        first_versions = [(key, 0, 0), (key, 1, 0)]
+        assert client.receive(0, "answers", EngineReport([], [], Load(0, 0, 0), 1, first_versions))
+        assert pending.first_versions == {0: 0, 1: 0}
+        answer(client, key, s0="abort", s1="abort")
+        assert pending.first_versions == {}  # they begin again, under the version of that time
         assert len(engines.posts) == 1  # the engine still has the third
         if replica_fails:
-            replicas._on_report(0, "failed", [key], "out of order")
+            client.receive(0, "failed", [key], "out of order")
         else:
-            answer(replicas, key, s2="stop")
+            answer(client, key, s2="stop")
         await asyncio.sleep(0)
         lost = [0, 1, 2] if replica_fails else [0, 1]
-        assert (given, retried) == ([0, 1, 2, *lost], lost)
+        assert (admitted, retried) == ([0, 1, 2, *lost], lost)
         if replica_fails:  # what it had aborted before is forgotten
-            answer(replicas, asked.key, s2="stop")
+            answer(client, pending.key, s2="stop")
             await asyncio.sleep(0)
         (_, _, first), (name, key, second) = engines.posts
         assert (list(first.indices), list(second.indices)) == ([0, 1, 2], lost)
-        assert (name, key) == ("submit", asked.key) and replicas._num_unfinished == [2]
-        answer(replicas, key, s0="stop", s1="length")
-        assert [future.result().finish_reason for future in futures] == ["stop", "length", "stop"]
+        assert (name, key) == ("submit", pending.key) and client._num_unfinished == [2]
+        answer(client, key, s0="stop", s1="length")
+        assert [future.result().finish_reason for future in pending.futures] == [
+            "stop",
+            "length",
+            "stop",
+        ]
         await asyncio.sleep(0)
-        assert replicas._num_unfinished == [0] and len(engines.posts) == 2
+        assert client._num_unfinished == [0] and len(engines.posts) == 2
 
     asyncio.run(run(replica_fails))
 
@@ -140,8 +149,8 @@ def test_groups_that_have_become_too_old_give_way(max_staleness):
             groups += rollout.collect()
             engines.load(version)
             rollout.set_version(version)
+            wait_until(lambda v=version: all(s.reported_version == v for s in engines.services))
             totals.update(rollout.metrics())
-        wait_until(lambda: all(s.reported_version == 12 for s in engines.services))
         metrics = rollout.metrics()
         totals.update(metrics)
         unfinished = [prompt["id"] for prompt, _ in rollout.state_dict()["unfinished"]]

@@ -9,9 +9,9 @@ from roll_lite.chat import Chat
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.envs.question import Question
 from roll_lite.rollout.coordinator import Coordinator
-from roll_lite.rollout.filters import drop_failed
+from roll_lite.rollout.groups import drop_failed
 from roll_lite.rollout.options import RolloutOptions
-from roll_lite.rollout.turns import derive_seed
+from roll_lite.rollout.sample import derive_seed
 from roll_lite.train.advantage_options import AdvantageOptions
 from roll_lite.train.advantages import Evidence, with_advantages
 from roll_lite.train.packing import MicroBatch, TrainingSequence, pack

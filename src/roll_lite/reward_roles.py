@@ -13,14 +13,14 @@ from roll_lite.chat import Chat
 from roll_lite.cluster.role import RoleHandle, split
 from roll_lite.engine.sequence import Request
 from roll_lite.rewards.judging import VERDICTS, VerdictError, judge_messages, parse_verdict
-from roll_lite.rollout.asking import Asking
-from roll_lite.rollout.turns import derive_seed
+from roll_lite.rollout.engines import EngineClient
+from roll_lite.rollout.sample import derive_seed
 from roll_lite.train.packing import TrainingSequence, pack, unpack
 from roll_lite.types import Message, Prompt, SamplingParams, Score
 
 
-class Judge(Asking):
-    """Asks a model whether a reply is right. Give it to the coordinator as one of its `asked`."""
+class Judge(EngineClient):
+    """Asks a model whether a reply is right. Pass it to the Coordinator in `reward_engines`."""
 
     def __init__(
         self,
