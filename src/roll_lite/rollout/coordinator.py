@@ -8,7 +8,7 @@
 The coroutines run in a thread on rank 0. In a world of one there is no thread: they run inside
 `collect`, which also pumps the engine. Calls go downwards:
 
-    Coordinator -> Groups -> SampleRun -> GroupTurns -> EngineClient -> the role of the engines
+    Coordinator -> Groups -> RunningGroup -> Episode -> EngineClient -> the engines' role handle
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from roll_lite.rollout.event_loop import LoopThread, PumpedLoop, Signal
 from roll_lite.rollout.groups import Groups, NothingLeft
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.prompts import PromptQueue, PromptSource, Visit
-from roll_lite.rollout.sample import SampleRunner
+from roll_lite.rollout.sample import RunningGroup, SampleRunner
 from roll_lite.types import Group, Prompt, Sample, SamplingParams
 
 __all__ = ["Coordinator", "NothingLeft"]
@@ -156,28 +156,27 @@ class Coordinator:
         params: SamplingParams,
         on_group: Callable[[int, Group], None],
     ) -> list[Group]:
-        groups = [
-            Group(prompt=prompt, samples=self._answerer.make_samples(prompt, num_samples))
-            for prompt in prompts
-        ]
-        with ProgressBar(len(groups), "answers") as bar:
+        running = [self._running_answer(prompt, num_samples, params) for prompt in prompts]
+        with ProgressBar(len(running), "answers") as bar:
 
-            async def answer(place: int, group: Group) -> None:
-                await self._answer_group(group, params)
+            async def answer(place: int) -> Group:
+                group = await running[place].run()
                 on_group(place, group)
                 bar.advance()
+                return group
 
-            answers = (answer(place, group) for place, group in enumerate(groups))
-            await self._signal.result_of(asyncio.gather(*answers))
+            answers = asyncio.gather(*map(answer, range(len(running))))
+            groups = await self._signal.result_of(answers)
         self._runner.dropped += self._answerer.take_dropped()
         return groups
 
-    async def _answer_group(self, group: Group, params: SamplingParams) -> None:
-        self._num_answered[group.prompt.id] += 1
+    def _running_answer(
+        self, prompt: Prompt, num_samples: int, params: SamplingParams
+    ) -> RunningGroup:
+        self._num_answered[prompt.id] += 1
         # Negative numbers, which no visit in training has: a prompt may be used for both.
-        visit = Visit(group.prompt, -self._num_answered[group.prompt.id])
-        turns = self._answerer.make_turns(visit, len(group.samples), params)
-        await self._answerer.run_group(group.samples, turns)
+        visit = Visit(prompt, -self._num_answered[prompt.id])
+        return RunningGroup(self._answerer, visit, num_samples, params)
 
     def _set_version(self, policy_version: int) -> None:
         self._engines.version.advance(policy_version)

@@ -5,7 +5,6 @@
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -14,25 +13,13 @@ from roll_lite.rollout.event_loop import Signal
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.prompts import PromptQueue, Visit
 from roll_lite.rollout.record import read_group, write_group
-from roll_lite.rollout.sample import LOST, GroupTurns, SampleRunner
+from roll_lite.rollout.sample import LOST, RunningGroup, SampleRunner
 from roll_lite.rollout.slots import Slots
-from roll_lite.types import Group, Sample, SamplingParams
+from roll_lite.types import Group, SamplingParams
 
 
 class NothingLeft(RuntimeError):
     """All groups of a step were dropped. Nothing is broken; other prompts may give groups."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunningGroup:
-    visit: Visit
-    samples: list[Sample]
-    turns: GroupTurns
-    task: asyncio.Task
-
-    @property
-    def domain(self) -> str:
-        return self.visit.prompt.domain
 
 
 class Groups:
@@ -168,13 +155,11 @@ class Groups:
 
     def _start(self, visit: Visit) -> None:
         number, self._num_started = self._num_started, self._num_started + 1
-        samples = self._runner.make_samples(visit.prompt, self._options.samples_per_prompt)
-        turns = self._runner.make_turns(visit, len(samples), self._params)
-        run = self._runner.run_group(samples, turns)
-        task = asyncio.get_running_loop().create_task(run)
-        self.running[number] = RunningGroup(visit, samples, turns, task)
-        self._slots.fill(visit.prompt.domain)
-        task.add_done_callback(lambda _: self._on_end(number))
+        group = RunningGroup(self._runner, visit, self._options.samples_per_prompt, self._params)
+        group.task = asyncio.get_running_loop().create_task(group.run())
+        self.running[number] = group
+        self._slots.fill(group.domain)
+        group.task.add_done_callback(lambda _: self._on_end(number))
 
     def _on_end(self, number: int) -> None:
         ended = self.running.pop(number, None)
@@ -187,7 +172,7 @@ class Groups:
         elif error := ended.task.exception():
             self._signal.fail(error)
         else:
-            self._keep_or_drop(number, Group(prompt=ended.visit.prompt, samples=ended.samples))
+            self._keep_or_drop(number, ended.task.result())
             self._feed()
             self._signal.notify()
 
@@ -294,7 +279,7 @@ class Groups:
         oldest = self._oldest_version
         for number, group in list(self.running.items()):
             left = [s for s in group.samples if s.state not in LOST]
-            versions = [group.turns.first_version(s) for s in left]
+            versions = [group.first_version(s) for s in left]
             stale = [s for s, v in zip(left, versions, strict=True) if v is not None and v < oldest]
             is_enough = len(left) - len(stale) >= self._min_samples
             if not stale or is_enough or group.task.done():

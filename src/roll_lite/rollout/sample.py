@@ -1,8 +1,8 @@
 """The life of a sample: queued, generating, stepping or scoring, until it is done or lost.
 
-`SampleRun` drives one sample through its environment and records its state changes; `GroupTurns`
-turns the model calls of a group into engine requests; `SampleRunner` runs groups and counts how
-their samples end. Everything here runs in the coordinator's event loop.
+`RunningGroup` starts the samples of a prompt and makes engine requests of their turns; `Episode`
+takes one sample through its environment; `SampleRunner` has what all samples share, and counts how
+they end. Everything here runs in the coordinator's event loop.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from roll_lite.engine.sequence import Request
 from roll_lite.envs.env import Env, Observation
 from roll_lite.rollout.engines import EngineClient, PendingRequest
 from roll_lite.rollout.prompts import Visit
-from roll_lite.types import Prompt, Sample, SamplingParams, Score, State, Turn
+from roll_lite.types import Group, Prompt, Sample, SamplingParams, Score, State, Turn
 from roll_lite.workers.errors import RewardsBroken
 
 LOST = ("filtered", "failed", "aborted")
@@ -36,48 +36,8 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest) >> 1
 
 
-class GroupTurns:
-    """The model calls of a group's samples, as engine requests.
-
-    All samples open alike, so one request reads the opening and forks it. Later turns stay on the
-    replica of the first, which has the conversation in its cache.
-    """
-
-    def __init__(self, engines: EngineClient, num_samples: int, params: SamplingParams, seed: int):
-        self.seed = seed
-        self._engines, self._num_samples, self._params = engines, num_samples, params
-        self._first: PendingRequest | None = None
-
-    async def generate(self, run: "SampleRun", token_ids: list[int]) -> Turn:
-        """The next turn of a sample."""
-        sample = run.sample
-        if sample.turns:
-            seed = derive_seed(self.seed, sample.index, len(sample.turns))
-            return await self._submit(token_ids, 1, seed).join(0, run)
-        if self._first is None:
-            self._first = self._submit(token_ids, self._num_samples, self.seed)
-        elif token_ids != self._first.request.prompt_ids:
-            raise ValueError(
-                f"sample {sample.index} of {sample.prompt.id} opens differently from its "
-                "group; an environment must depend on nothing but the prompt and the seed"
-            )
-        return await self._first.join(sample.index, run)
-
-    def first_version(self, sample: Sample) -> int | None:
-        """Policy version of a sample's first token; None if no engine has reported one."""
-        if sample.first_version is None and self._first is not None:
-            return self._first.first_versions.get(sample.index)
-        return sample.first_version
-
-    def _submit(self, token_ids: list[int], num_samples: int, seed: int) -> PendingRequest:
-        request = Request(
-            prompt_ids=token_ids, params=self._params, num_samples=num_samples, seed=seed
-        )
-        return self._engines.submit(request, same_replica_as=self._first)
-
-
 class SampleRunner:
-    """Runs the samples of groups and counts how they end."""
+    """What all samples are run with, and counts of how they end."""
 
     def __init__(
         self,
@@ -89,10 +49,9 @@ class SampleRunner:
         max_retries: int,
         deadline: float | None = None,
     ):
-        self.chat, self.make_env = chat, make_env
+        self.engines, self.chat, self.make_env, self.seed = engines, chat, make_env, seed
         self.max_retries, self.deadline = max_retries, deadline
         self.version = engines.version
-        self._engines, self._seed = engines, seed
         self.counts: Counter[str] = Counter()
         """Samples by how they ended, and retries."""
         self.dropped: list[tuple[Sample, str]] = []
@@ -104,13 +63,6 @@ class SampleRunner:
             self.enter(sample, "queued")
         self.counts["started"] += num_samples
         return samples
-
-    def make_turns(self, visit: Visit, num_samples: int, params: SamplingParams) -> GroupTurns:
-        seed = derive_seed(self._seed, visit.prompt.id, visit.number)
-        return GroupTurns(self._engines, num_samples, params, seed)
-
-    async def run_group(self, samples: list[Sample], turns: GroupTurns) -> None:
-        await asyncio.gather(*(SampleRun(self, sample, turns).run() for sample in samples))
 
     def enter(self, sample: Sample, state: State) -> None:
         sample.enter(state, self.version.current)
@@ -146,18 +98,73 @@ class SampleRunner:
         self.dropped.append((sample, reason))
 
 
-class SampleRun:
-    """One sample on its way through its environment."""
+class RunningGroup:
+    """The samples of one visit to a prompt, and their model calls as engine requests.
 
-    def __init__(self, runner: SampleRunner, sample: Sample, turns: GroupTurns):
-        self.sample, self._runner, self._turns = sample, runner, turns
+    All samples open alike, so one request reads the opening and forks it. Later turns stay on the
+    replica of the first, which has the conversation in its cache.
+    """
+
+    task: asyncio.Task
+    """Set by the caller that runs the group as a task."""
+
+    def __init__(
+        self, runner: SampleRunner, visit: Visit, num_samples: int, params: SamplingParams
+    ):
+        self.visit, self.samples = visit, runner.make_samples(visit.prompt, num_samples)
+        self.seed = derive_seed(runner.seed, visit.prompt.id, visit.number)
+        self._runner, self._params = runner, params
+        self._first: PendingRequest | None = None
+
+    @property
+    def domain(self) -> str:
+        return self.visit.prompt.domain
+
+    async def run(self) -> Group:
+        """Run all samples to their end."""
+        await asyncio.gather(*(Episode(self._runner, s, self).run() for s in self.samples))
+        return Group(prompt=self.visit.prompt, samples=self.samples)
+
+    async def generate(self, episode: "Episode", token_ids: list[int]) -> Turn:
+        """The next turn of a sample."""
+        sample = episode.sample
+        if sample.turns:
+            seed = derive_seed(self.seed, sample.index, len(sample.turns))
+            return await self._submit(token_ids, 1, seed).join(0, episode)
+        if self._first is None:
+            self._first = self._submit(token_ids, len(self.samples), self.seed)
+        elif token_ids != self._first.request.prompt_ids:
+            raise ValueError(
+                f"sample {sample.index} of {sample.prompt.id} opens differently from its "
+                "group; an environment must depend on nothing but the prompt and the seed"
+            )
+        return await self._first.join(sample.index, episode)
+
+    def first_version(self, sample: Sample) -> int | None:
+        """Policy version of a sample's first token; None if no engine has reported one."""
+        if sample.first_version is None and self._first is not None:
+            return self._first.first_versions.get(sample.index)
+        return sample.first_version
+
+    def _submit(self, token_ids: list[int], num_samples: int, seed: int) -> PendingRequest:
+        request = Request(
+            prompt_ids=token_ids, params=self._params, num_samples=num_samples, seed=seed
+        )
+        return self._runner.engines.submit(request, same_replica_as=self._first)
+
+
+class Episode:
+    """One sample in its environment, until it is done, failed or aborted."""
+
+    def __init__(self, runner: SampleRunner, sample: Sample, group: RunningGroup):
+        self.sample, self._runner, self._group = sample, runner, group
         self._timeout = asyncio.timeout(None)
 
     async def run(self) -> None:
-        """Play the episode. A sample that passes its deadline is aborted."""
+        """Play to the end. A sample that passes its deadline is aborted."""
         try:
             async with self._timeout:
-                await self._play(self._runner.make_env(self.sample.prompt))
+                await self._play_or_fail(self._runner.make_env(self.sample.prompt))
         except TimeoutError:
             self._runner.abort([self.sample])
 
@@ -171,10 +178,9 @@ class SampleRun:
     def on_retry(self) -> None:
         self._runner.retry(self.sample)
 
-    async def _play(self, env: Env) -> None:
-        """Reset, then generate and step until the episode ends; an error fails the sample."""
+    async def _play_or_fail(self, env: Env) -> None:
         try:
-            score = await self._episode(env)
+            score = await self._play(env)
         except FATAL:
             raise
         except Exception:  # any kind: environments and rewards are user code
@@ -183,13 +189,14 @@ class SampleRun:
             self.sample.score = score
             self._runner.enter(self.sample, "done")
 
-    async def _episode(self, env: Env) -> Score:
+    async def _play(self, env: Env) -> Score:
+        """Reset the environment, then generate and step until the episode is over."""
         sample, chat = self.sample, self._runner.chat
         total, parts = 0.0, Counter()
-        messages, _ = env.reset(self._turns.seed)
+        messages, _ = env.reset(self._group.seed)
         token_ids = chat.encode(messages)
         while True:
-            turn = await self._turns.generate(self, token_ids)
+            turn = await self._group.generate(self, token_ids)
             sample.add_turn(turn)
             if turn.finish_reason == "error":
                 raise ArithmeticError("the model gave logits that are not finite")
