@@ -1,4 +1,4 @@
-"""The coordinator over fake engines: many samples, every kind of trouble."""
+"""The coordinator over fake engines: many samples, every kind of failure."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ from roll_lite.rollout.sample import derive_seed
 
 
 class Troubled:
-    """A reward that raises now and then, which depends on the reply and the attempt alone."""
+    """A reward that sometimes raises, depending only on the reply and the attempt."""
 
     def __init__(self):
         self.attempts, self.lock = Counter(), threading.Lock()
@@ -42,7 +42,7 @@ class Troubled:
 
 
 def test_ten_thousand_samples_none_lost_none_twice():
-    """Delays, failures, a replica that dies, prompts without end, rewards that raise."""
+    """Delays, failures, a replica that dies, endless prompts, rewards that raise."""
     source = fake_prompts(endless_every=50)
     trouble = {"max_delay": 0.02, "failure_rate": 0.002, "dies": ((2, 300),)}
     handed_out, totals = [], Counter()
@@ -138,7 +138,7 @@ def test_groups_wait_for_a_replica_with_room():
 
 
 def test_a_deadline_does_not_count_the_wait_for_an_engine():
-    """The first group never ends and has all the room: others get theirs when it is aborted."""
+    """The first group is endless and takes all the room; the next start when it is aborted."""
     options = {"samples_per_prompt": 2, "prompts_per_step": 3, "samples_per_replica": 2}
     source = itertools.chain([next(fake_prompts(endless_every=1))], fake_prompts(1))
     with (
@@ -176,7 +176,7 @@ class Wayward:
 
 
 def test_a_sample_that_failed_while_its_group_waited_stays_failed():
-    """Its group gets room later; what has ended does not begin."""
+    """Its group is admitted later; a sample that has ended does not start."""
     options = {"samples_per_prompt": 2, "prompts_per_step": 2, "samples_per_replica": 2}
     with (
         FakeEngines(1, max_delay=0.05) as engines,
@@ -283,7 +283,7 @@ def test_when_refills_are_used_up_a_step_goes_on_with_what_is_left(num_replicas,
 
 @pytest.mark.parametrize(("num_left", "is_kept"), [(1, False), (2, True)])
 def test_a_group_of_one_sample_has_nothing_to_compare_with(num_left, is_kept):
-    """Rewards of the first prompt fail for all samples but so many."""
+    """Rewards of the first prompt fail for all but `num_left` samples."""
     left = itertools.count(num_left, -1)
 
     def reward(prompt, reply):
@@ -304,8 +304,8 @@ def test_a_group_of_one_sample_has_nothing_to_compare_with(num_left, is_kept):
 
 
 @pytest.mark.parametrize("max_retries", [0, 2])
-def test_a_request_is_asked_again_as_often_as_max_retries(max_retries):
-    """Of a group that fails wherever it is asked; MAX_FAILURES in a row need four replicas."""
+def test_a_request_is_retried_as_often_as_max_retries(max_retries):
+    """A group that fails on every replica; four replicas, so that none reaches MAX_FAILURES."""
     with (
         FakeEngines(4) as engines,
         coordinator_over(
@@ -331,7 +331,7 @@ def test_a_request_is_asked_again_as_often_as_max_retries(max_retries):
 
 
 def test_a_prompt_of_a_file_that_comes_again_after_a_resume_is_sampled_anew(tmp_path):
-    """Visits are counted on, so the second epoch is that of a run which was not interrupted."""
+    """Visit counts are saved, so the second epoch is that of an uninterrupted run."""
     path = tmp_path / "rows.jsonl"
     rows = [{"id": f"p{i}", "prompt": f"1 {i}", "domain": "fake"} for i in range(4)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -380,7 +380,7 @@ def test_rewards_that_always_raise_stop_the_run_with_their_traceback():
         rollout.collect()
 
 
-def test_when_all_replicas_die_the_run_ends_with_their_words():
+def test_when_all_replicas_die_the_run_ends_with_their_error():
     with (
         FakeEngines(2, dies=((0, 5), (1, 9))) as engines,
         coordinator_over(engines, prompts_per_step=8, max_retries=100) as rollout,
@@ -413,7 +413,7 @@ def test_faults_arrive_with_their_traceback_and_no_thread_is_left():
     assert threading.active_count() == threads
 
 
-def test_a_lost_rank_ends_whoever_waits():
+def test_a_lost_rank_ends_every_call_that_waits():
     source = fake_prompts(endless_every=1)
     with FakeEngines(2) as engines, coordinator_over(engines, source=source) as rollout:
 
@@ -428,7 +428,7 @@ def test_a_lost_rank_ends_whoever_waits():
             rollout.collect()
 
 
-def test_a_resumed_run_goes_on_with_what_was_kept_and_under_way():
+def test_a_resumed_run_continues_with_ready_and_unfinished_groups():
     options = {"samples_per_prompt": 2, "prompts_per_step": 8, "max_staleness": 1}
     with (
         FakeEngines(2, max_delay=0.01) as engines,

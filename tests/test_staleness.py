@@ -1,4 +1,4 @@
-"""Generation beside training: what is too old is dropped, counted and replaced."""
+"""Generation during training: stale samples are dropped, counted and replaced."""
 
 import asyncio
 import itertools
@@ -23,8 +23,8 @@ from roll_lite.types import SamplingParams, Turn
 
 @pytest.mark.parametrize("max_staleness", [0.5, 1, 2])
 @pytest.mark.parametrize("restart", [False, True])
-def test_asynchronous_samples_are_never_too_old(max_staleness, restart):
-    """Versions come while groups are under way; what is handed out keeps the bound."""
+def test_asynchronous_samples_are_never_too_stale(max_staleness, restart):
+    """Versions change while groups are running; the staleness of collected groups is bounded."""
     options = {"samples_per_prompt": 4, "prompts_per_step": 10, "max_staleness": max_staleness}
     totals, gaps, bound = Counter(), [], 10 * (1 + max_staleness)
     with (
@@ -52,8 +52,8 @@ def test_asynchronous_samples_are_never_too_old(max_staleness, restart):
 
 
 @pytest.mark.parametrize("replica_fails", [False, True])
-def test_what_is_left_of_a_group_after_an_abort_is_asked_again(replica_fails):
-    """Samples that had not begun end under the new weights, after the others were aborted."""
+def test_aborted_samples_of_a_request_are_sent_again(replica_fails):
+    """A sample that had not begun is answered after the running ones were aborted."""
 
     class Engines:
         role = SimpleNamespace(num_replicas=1)
@@ -136,8 +136,8 @@ def test_stale_samples_are_dropped_and_counted():
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2])
-def test_groups_that_have_become_too_old_give_way(max_staleness):
-    """Every fourth prompt is never answered: in the end such groups would take all places."""
+def test_running_groups_that_become_stale_are_replaced(max_staleness):
+    """Every fourth prompt is endless: otherwise such groups would take all the room."""
     source, groups, totals = fake_prompts(endless_every=4), [], Counter()
     options = {"samples_per_prompt": 2, "prompts_per_step": 4, "max_staleness": max_staleness}
     with (
@@ -185,8 +185,8 @@ def num_endless(engines):
     return sum(request.prompt_ids[0] == ENDLESS for request in requests)
 
 
-def test_groups_that_have_not_begun_are_not_too_old():
-    """Two groups without end have all slots; the others wait, and begin under the new version."""
+def test_groups_that_have_not_begun_are_not_stale():
+    """Two endless groups take all the room; the rest begin under the new version."""
     source = itertools.chain(
         itertools.islice(fake_prompts(endless_every=1), 2), itertools.islice(fake_prompts(), 2, 99)
     )
@@ -227,7 +227,7 @@ def test_a_group_goes_on_as_long_as_two_of_its_samples_can_be_used(num_begun, st
     assert under_way == (["p1", "p2"] if stale else ["p0", "p1"])
 
 
-def test_samples_that_begin_again_are_young_again():
+def test_restarted_samples_are_not_stale():
     options = {"samples_per_prompt": 2, "prompts_per_step": 2, "max_staleness": 1}
     stale = {}
     with (
@@ -249,8 +249,8 @@ def test_samples_that_begin_again_are_young_again():
     assert stale == {5: 0, 6: 0, 7: 8}
 
 
-def test_rewards_that_take_too_long_are_not_waited_for():
-    """All tokens are there and nobody generates: the turns say how old they are."""
+def test_samples_that_become_stale_while_they_are_scored_are_dropped():
+    """All tokens are sampled and no engine runs: the turns have the policy versions."""
 
     async def reward(prompt, reply):
         await asyncio.sleep(0 if int(prompt.id[1:]) > 7 else 60)
