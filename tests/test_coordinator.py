@@ -22,6 +22,7 @@ from roll_lite.data import Mixture
 from roll_lite.engine.sequence import Request
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.options import RolloutOptions
+from roll_lite.rollout.prompts import PromptQueue
 from roll_lite.rollout.sample import derive_seed
 
 
@@ -458,6 +459,12 @@ def test_a_resumed_run_continues_with_ready_and_unfinished_groups():
     for group in second:
         for sample in group.samples:
             check_sample(sample)
+
+
+def test_a_saved_position_in_prompts_is_not_ignored():
+    state = {"visits": {}, "unfinished": [], "prompts": {"position": 3}}
+    with pytest.raises(ValueError, match="a plain iterator cannot be moved"):
+        PromptQueue(fake_prompts()).load_state_dict(state)
 
 
 def test_prompts_that_end():
