@@ -27,9 +27,9 @@ from roll_lite.envs.question import Question
 from roll_lite.models.config import read_config
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rollout.coordinator import Coordinator
-from roll_lite.rollout.filters import drop_failed
+from roll_lite.rollout.groups import drop_failed
 from roll_lite.rollout.options import RolloutOptions
-from roll_lite.rollout.turns import derive_seed
+from roll_lite.rollout.sample import derive_seed
 from roll_lite.sync import WeightSync
 from roll_lite.train.advantages import AdvantageOptions
 from roll_lite.train.batch import MicroBatch, TrainingSequence, pack

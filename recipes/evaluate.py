@@ -30,11 +30,11 @@ from roll_lite.options import flatten
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rewards import registry
-from roll_lite.rollout.answers import AnswerFile
 from roll_lite.rollout.coordinator import Coordinator
-from roll_lite.rollout.filters import refuse_all_failed
+from roll_lite.rollout.groups import refuse_all_failed
 from roll_lite.rollout.metrics import pass_rates
 from roll_lite.rollout.options import RolloutOptions
+from roll_lite.rollout.record import AnswerFile
 from roll_lite.train.export import check_checkpoint, export_checkpoint
 from roll_lite.types import Group, Prompt, SamplingParams
 
@@ -168,7 +168,7 @@ def ask(
         params=params,
         options=RolloutOptions(samples_per_prompt=cfg.samples),
         seed=cfg.seed,
-        asked=rewards.asked,
+        reward_engines=rewards.engine_clients,
     ) as rollout:
         places = answers.missing
         rollout.answer(

@@ -32,10 +32,9 @@ from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rewards import registry
 from roll_lite.rewards.maths import last_number
-from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.coordinator import Coordinator, NothingLeft
 from roll_lite.rollout.evaluation import Evaluation, EvaluationOptions
-from roll_lite.rollout.garbage import rare_collections
-from roll_lite.rollout.in_flight import NothingLeft
+from roll_lite.rollout.event_loop import rare_collections
 from roll_lite.rollout.metrics import describe_groups
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.sync import WeightSync
@@ -124,7 +123,7 @@ class Config:
         if self.runs_ahead:
             unread_with("max_staleness above 0", self.rollout, "extra_prompts")
             unread_with("max_staleness above 0", self, "engines_sleep")
-        elif self.rollout.surplus == "abort":
+        else:
             unread_with("max_staleness=0", self, "on_new_weights")
         if not self.checkpoints.resume:
             refuse_old_run(self.run_dir)
@@ -171,7 +170,7 @@ class Config:
     @property
     def runs_ahead(self) -> bool:
         """Whether generation goes on beside training."""
-        return self.rollout.max_staleness > 0 and self.rollout.surplus == "abort"
+        return self.rollout.max_staleness > 0
 
     @property
     def eval_sources(self) -> tuple[str, ...]:
@@ -250,8 +249,8 @@ def main(cfg: Config) -> list[float]:
             evaluation = Evaluation(held_out, cfg.evaluation, params)
             rollout = Coordinator(
                 engines=models.engines, chat=chat, make_env=rewards, prompts=prompts,
-                params=params, options=cfg.rollout, seed=cfg.seed, asked=rewards.asked,
-                min_samples=cfg.min_samples,
+                params=params, options=cfg.rollout, min_samples=cfg.min_samples, seed=cfg.seed,
+                reward_engines=rewards.engine_clients,
             )  # fmt: skip
             with rollout, rare_collections():
                 train(cfg, models, rollout, rewards, evaluation)

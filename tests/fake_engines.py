@@ -1,4 +1,4 @@
-"""Engines that only pretend: they answer after given times, fail, die, and never lie about it."""
+"""Fake engines: they answer after given delays, fail and die, and report it truthfully."""
 
 import heapq
 import itertools
@@ -10,19 +10,19 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 from roll_lite.engine.sequence import Request
-from roll_lite.engine.service import Answers, Load
+from roll_lite.engine.service import EngineReport, Load
 from roll_lite.envs.question import question_maker
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.options import RolloutOptions
-from roll_lite.rollout.turns import derive_seed
+from roll_lite.rollout.sample import derive_seed
 from roll_lite.types import Prompt, SamplingParams, Turn
 
 PARAMS = SamplingParams(max_tokens=8)
-ENDLESS = 9999  # a prompt that begins with this id is never answered
+ENDLESS = 9999  # a prompt that begins with this id never gets an answer
 
 
 def fake_tokens(request, index):
-    """What a fake engine answers: depends on the request alone, like a real one."""
+    """The answer of a fake engine: it depends only on the request, like that of a real one."""
     r = random.Random(f"{request.seed} {index} {request.prompt_ids}")
     return [r.randrange(1000) for _ in range(r.randint(1, 4))]
 
@@ -31,9 +31,9 @@ class FakeService:
     """The interface of EngineService, without a model."""
 
     def __init__(self, place, max_delay=0.0, failure_rate=0.0, dies=(), seed=0, num_slots=None):
-        """`dies`: (replica, number of answers after which it raises for ever).
+        """`dies`: (replica, number of answers after which it always raises).
 
-        Of `num_slots` samples at a time the first token is there; the others have not begun.
+        At most `num_slots` samples run at a time; the rest have no first token yet.
         """
         self.place, self.max_delay, self.failure_rate = place, max_delay, failure_rate
         self.random = random.Random(f"{seed} {place.replica}")
@@ -47,7 +47,7 @@ class FakeService:
         return self.policy_version
 
     def load(self, version, restart=False):
-        """New weights; those under way go on under them, or are aborted."""
+        """New weights; running samples continue under them, or are aborted."""
         self.policy_version = version
         for key in list(self.under_way) if restart else ():
             self.receive("abort", key)
@@ -120,13 +120,13 @@ class FakeService:
         version, load = self.policy_version, Load(len(self.under_way), 0, 1)
         is_new = version != self.reported_version
         if self.turns or is_new:
-            begun = [(*sample, first) for sample, first in self.running.items()] if is_new else ()
-            self.place.report("answers", Answers(self.turns, [], load, version, begun))
+            firsts = [(*sample, first) for sample, first in self.running.items()] if is_new else ()
+            self.place.report("answers", EngineReport(self.turns, [], load, version, firsts))
             self.turns, self.reported_version = [], version
 
 
 class FakeEngines:
-    """A role's handle whose replicas are threads of this process."""
+    """A role handle whose replicas are threads of this process."""
 
     is_alone = False
 
@@ -206,7 +206,7 @@ class FakeChat:
 
 
 def fake_prompts(start=0, endless_every=0):
-    """Prompts p0, p1, ...; of which some are never answered."""
+    """Prompts p0, p1, ...; every `endless_every`-th never gets an answer."""
     for i in itertools.count(start):
         first = ENDLESS if endless_every and i % endless_every == endless_every - 1 else 1
         yield Prompt(
@@ -232,7 +232,7 @@ def coordinator_over(engines, reward=lambda prompt, reply: 0.0, source=None, see
 
 
 def check_sample(sample, visit=0, seed=3):
-    """Its tokens are those that its own request gives, whoever generated it."""
+    """Its tokens are those of its own request, whichever replica generated it."""
     seed = derive_seed(seed, sample.prompt.id, visit)
     request = Request(prompt_ids=sample.turns[0].prompt_ids, params=PARAMS, seed=seed)
     assert sample.turns[0].token_ids == fake_tokens(request, sample.index)

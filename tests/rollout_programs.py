@@ -1,4 +1,4 @@
-"""Programs that test_coordinator.py runs under torchrun: rollout_programs.py NAME RESULT_FILE."""
+"""Programs that test_rollout_ranks.py runs under torchrun: rollout_programs.py NAME RESULT_FILE."""
 
 import json
 import os
@@ -82,10 +82,10 @@ def synchronous(folder):
 
 
 def asynchronous(folder):
-    """Generation beside training; every way to treat running samples when weights come.
+    """Generation during training, with every choice for running samples when weights update.
 
-    Training takes no time, and an untrained model's replies are of very different lengths: some
-    are always under way when weights come, however fast the machine is.
+    Training takes no time, and an untrained model's replies have very different lengths: some
+    samples are always running when weights update, however fast the machine is.
     """
     gaps, totals, states = [], Counter(), Counter()
     with Cluster("generate=1-2 train=0", "cpu") as cluster:
@@ -121,7 +121,7 @@ def many(folder):
 
 
 def dying(folder):
-    """A rank is killed while everybody waits for samples."""
+    """A rank is killed while `collect` waits for samples."""
     with Cluster("generate=all", "cpu") as cluster:
         engines = cluster.role("generate", Service, folder=folder, kv_cache_gib=0.02)
         with coordinator(engines, folder, num_tokens=400, prompts_per_step=64) as rollout:

@@ -1,10 +1,9 @@
-"""The coordinator over fake engines: many samples, every kind of trouble."""
+"""The coordinator over fake engines: many samples, every kind of failure."""
 
 import itertools
 import json
 import random
 import threading
-import time
 from collections import Counter
 
 import pytest
@@ -23,11 +22,12 @@ from roll_lite.data import Mixture
 from roll_lite.engine.sequence import Request
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.options import RolloutOptions
-from roll_lite.rollout.turns import derive_seed
+from roll_lite.rollout.prompts import PromptQueue
+from roll_lite.rollout.sample import derive_seed
 
 
 class Troubled:
-    """A reward that raises now and then, which depends on the reply and the attempt alone."""
+    """A reward that sometimes raises, depending only on the reply and the attempt."""
 
     def __init__(self):
         self.attempts, self.lock = Counter(), threading.Lock()
@@ -43,7 +43,7 @@ class Troubled:
 
 
 def test_ten_thousand_samples_none_lost_none_twice():
-    """Delays, failures, a replica that dies, prompts without end, rewards that raise."""
+    """Delays, failures, a replica that dies, endless prompts, rewards that raise."""
     source = fake_prompts(endless_every=50)
     trouble = {"max_delay": 0.02, "failure_rate": 0.002, "dies": ((2, 300),)}
     handed_out, totals = [], Counter()
@@ -51,7 +51,7 @@ def test_ten_thousand_samples_none_lost_none_twice():
         FakeEngines(4, **trouble) as engines,
         coordinator_over(
             engines, Troubled(), source, samples_per_prompt=8, prompts_per_step=125,
-            extra_prompts=10, drop_equal=True, deadline=0.6, max_retries=3,
+            extra_prompts=10, drop_equal=True, deadline=5, max_retries=3,
         ) as rollout,
     ):  # fmt: skip
         for _ in range(10):
@@ -139,7 +139,7 @@ def test_groups_wait_for_a_replica_with_room():
 
 
 def test_a_deadline_does_not_count_the_wait_for_an_engine():
-    """The first group never ends and has all the room: others get theirs when it is aborted."""
+    """The first group is endless and takes all the room; the next start when it is aborted."""
     options = {"samples_per_prompt": 2, "prompts_per_step": 3, "samples_per_replica": 2}
     source = itertools.chain([next(fake_prompts(endless_every=1))], fake_prompts(1))
     with (
@@ -177,7 +177,7 @@ class Wayward:
 
 
 def test_a_sample_that_failed_while_its_group_waited_stays_failed():
-    """Its group gets room later; what has ended does not begin."""
+    """Its group is admitted later; a sample that has ended does not start."""
     options = {"samples_per_prompt": 2, "prompts_per_step": 2, "samples_per_replica": 2}
     with (
         FakeEngines(1, max_delay=0.05) as engines,
@@ -196,7 +196,7 @@ def test_a_sample_that_failed_while_its_group_waited_stays_failed():
 
 def test_evaluations_have_no_deadline():
     with (
-        FakeEngines(1, max_delay=0.5) as engines,
+        FakeEngines(1, max_delay=0.1) as engines,
         coordinator_over(engines, deadline=0.01) as rollout,
     ):
         asked = itertools.islice(fake_prompts(), 4)
@@ -240,27 +240,18 @@ def test_later_turns_stay_where_the_conversation_began():
     assert len(asked) == 9 * (1 + 2 * 2) and all(len(home) == 1 for home in homes.values())
 
 
-def test_surplus_groups_are_aborted_or_kept():
-    for surplus, staleness in (("abort", 0), ("keep", 1)):
-        source = fake_prompts(endless_every=5)
-        with (
-            FakeEngines(2, max_delay=0.005) as engines,
-            coordinator_over(
-                engines, source=source, samples_per_prompt=2, prompts_per_step=8, extra_prompts=8,
-                surplus=surplus, max_staleness=staleness,
-            ) as rollout,
-        ):  # fmt: skip
-            groups = rollout.collect() + rollout.collect()
-            assert len({group.prompt.id for group in groups}) == 16
-            metrics = rollout.metrics()
-            left = metrics["rollout/groups_in_flight"] + metrics["rollout/groups_ready"]
-            if surplus == "abort":
-                assert left == 0 and metrics["rollout/started"] == 2 * 2 * 16
-                assert metrics["rollout/aborted"] == 2 * 16
-                wait_until(lambda e=engines: not any(s.under_way for s in e.services))
-            else:
-                assert left == 8 and metrics["rollout/started"] == 2 * (16 + 8)
-                assert metrics["rollout/aborted"] == 0
+def test_surplus_groups_are_aborted():
+    options = {"samples_per_prompt": 2, "prompts_per_step": 8, "extra_prompts": 8}
+    with (
+        FakeEngines(2, max_delay=0.005) as engines,
+        coordinator_over(engines, source=fake_prompts(endless_every=5), **options) as rollout,
+    ):
+        groups = rollout.collect() + rollout.collect()
+        metrics = rollout.metrics()
+        wait_until(lambda: not any(s.under_way for s in engines.services))
+    assert len({group.prompt.id for group in groups}) == 16
+    assert metrics["rollout/groups_in_flight"] == metrics["rollout/groups_ready"] == 0
+    assert metrics["rollout/started"] == 2 * 2 * 16 and metrics["rollout/aborted"] == 2 * 16
 
 
 @pytest.mark.parametrize("num_replicas", [1, 3])
@@ -293,7 +284,7 @@ def test_when_refills_are_used_up_a_step_goes_on_with_what_is_left(num_replicas,
 
 @pytest.mark.parametrize(("num_left", "is_kept"), [(1, False), (2, True)])
 def test_a_group_of_one_sample_has_nothing_to_compare_with(num_left, is_kept):
-    """Rewards of the first prompt fail for all samples but so many."""
+    """Rewards of the first prompt fail for all but `num_left` samples."""
     left = itertools.count(num_left, -1)
 
     def reward(prompt, reply):
@@ -314,8 +305,8 @@ def test_a_group_of_one_sample_has_nothing_to_compare_with(num_left, is_kept):
 
 
 @pytest.mark.parametrize("max_retries", [0, 2])
-def test_a_request_is_asked_again_as_often_as_max_retries(max_retries):
-    """Of a group that fails wherever it is asked; MAX_FAILURES in a row need four replicas."""
+def test_a_request_is_retried_as_often_as_max_retries(max_retries):
+    """A group that fails on every replica; four replicas, so that none reaches MAX_FAILURES."""
     with (
         FakeEngines(4) as engines,
         coordinator_over(
@@ -341,7 +332,7 @@ def test_a_request_is_asked_again_as_often_as_max_retries(max_retries):
 
 
 def test_a_prompt_of_a_file_that_comes_again_after_a_resume_is_sampled_anew(tmp_path):
-    """Visits are counted on, so the second epoch is that of a run which was not interrupted."""
+    """Visit counts are saved, so the second epoch is that of an uninterrupted run."""
     path = tmp_path / "rows.jsonl"
     rows = [{"id": f"p{i}", "prompt": f"1 {i}", "domain": "fake"} for i in range(4)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -390,7 +381,7 @@ def test_rewards_that_always_raise_stop_the_run_with_their_traceback():
         rollout.collect()
 
 
-def test_when_all_replicas_die_the_run_ends_with_their_words():
+def test_when_all_replicas_die_the_run_ends_with_their_error():
     with (
         FakeEngines(2, dies=((0, 5), (1, 9))) as engines,
         coordinator_over(engines, prompts_per_step=8, max_retries=100) as rollout,
@@ -423,35 +414,39 @@ def test_faults_arrive_with_their_traceback_and_no_thread_is_left():
     assert threading.active_count() == threads
 
 
-def test_a_lost_rank_ends_whoever_waits():
+def test_a_lost_rank_ends_every_call_that_waits():
     source = fake_prompts(endless_every=1)
     with FakeEngines(2) as engines, coordinator_over(engines, source=source) as rollout:
-        threading.Timer(0.2, lambda: engines.on_failure(RuntimeError("rank 1 died"))).start()
+
+        def lose_a_rank():
+            wait_until(lambda: sum(len(s.under_way) for s in engines.services) == 3)
+            engines.on_failure(RuntimeError("rank 1 died"))
+
+        threading.Thread(target=lose_a_rank).start()
         with pytest.raises(RuntimeError, match="rank 1 died"):
             rollout.answer(itertools.islice(source, 3), num_samples=2, params=PARAMS)
         with pytest.raises(RuntimeError, match="rank 1 died"):
             rollout.collect()
 
 
-def test_a_resumed_run_goes_on_with_what_was_kept_and_under_way():
-    options = {"samples_per_prompt": 2, "prompts_per_step": 8, "extra_prompts": 6,
-               "surplus": "keep", "max_staleness": 1}  # fmt: skip
+def test_a_resumed_run_continues_with_ready_and_unfinished_groups():
+    options = {"samples_per_prompt": 2, "prompts_per_step": 8, "max_staleness": 1}
     with (
         FakeEngines(2, max_delay=0.01) as engines,
         coordinator_over(engines, source=fake_prompts(endless_every=4), **options) as rollout,
     ):
+        rollout.start()
         first = rollout.collect()
-        time.sleep(0.1)
+        wait_until(lambda: rollout.metrics()["rollout/groups_ready"] == 4)
         state = json.loads(json.dumps(rollout.state_dict()))
         num_seen = len(state["visits"])
         kept = [group["prompt"]["id"] for group in state["ready"]]
         under_way = [prompt["id"] for prompt, _ in state["unfinished"]]
-        assert len(under_way) >= 3 and len(kept) + len(under_way) == 6
-    options |= {"extra_prompts": 0, "surplus": "abort"}
+        assert len(under_way) == len(kept) == 4
     with (
         FakeEngines(2, max_delay=0.01) as engines,
         coordinator_over(
-            engines, source=fake_prompts(num_seen), deadline=0.5, **options
+            engines, source=fake_prompts(num_seen), deadline=1.0, **options
         ) as rollout,
     ):
         rollout.load_state_dict(state)
@@ -464,6 +459,12 @@ def test_a_resumed_run_goes_on_with_what_was_kept_and_under_way():
     for group in second:
         for sample in group.samples:
             check_sample(sample)
+
+
+def test_a_saved_position_in_prompts_is_not_ignored():
+    state = {"visits": {}, "unfinished": [], "prompts": {"position": 3}}
+    with pytest.raises(ValueError, match="a plain iterator cannot be moved"):
+        PromptQueue(fake_prompts()).load_state_dict(state)
 
 
 def test_prompts_that_end():
@@ -479,9 +480,6 @@ def test_prompts_that_end():
     ("options", "message"),
     [
         ({"samples_per_prompt": 0}, "samples_per_prompt=0 must be at least 1"),
-        ({"surplus": "sell"}, "surplus='sell' is not known"),
-        ({"surplus": "keep", "extra_prompts": 1}, "set max_staleness to 1 or more"),
-        ({"surplus": "keep", "max_staleness": 1}, "extra_prompts=0: there is never one too many"),
         ({"drop_equal": True, "samples_per_prompt": 1}, "drop_equal drops every group"),
         ({"min_group_reward": 0.9, "max_group_reward": 0.1}, "must not exceed"),
         ({"deadline": 0}, "deadline=0 must be above 0"),

@@ -11,7 +11,7 @@ import pytest
 import rlvr
 
 from roll_lite.options import from_flat
-from roll_lite.rollout import answers
+from roll_lite.rollout import record
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def scored(monkeypatch):
 @contextmanager
 def dying_after(num_groups, monkeypatch):
     """Nothing can be written any more after so many; gives the ids of those that were."""
-    original, written = answers.write_group, []
+    original, written = record.write_group, []
 
     def write_group(group):
         if len(written) == num_groups:
@@ -52,7 +52,7 @@ def dying_after(num_groups, monkeypatch):
         return original(group)
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
-        patch.setattr(answers, "write_group", write_group)
+        patch.setattr(record, "write_group", write_group)
         yield written
 
 

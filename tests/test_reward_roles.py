@@ -58,7 +58,7 @@ class Counting(EngineService):
         return self.most
 
 
-def rollout_over(engines, chat, reward, asked=(), **options):
+def rollout_over(engines, chat, reward, reward_engines=(), **options):
     return Coordinator(
         engines=engines,
         chat=chat,
@@ -67,7 +67,7 @@ def rollout_over(engines, chat, reward, asked=(), **options):
         params=SamplingParams(max_tokens=4, stop_ids=chat.stop_ids),
         options=RolloutOptions(**options),
         seed=0,
-        asked=asked,
+        reward_engines=reward_engines,
     )
 
 
@@ -84,7 +84,7 @@ def test_a_judge_is_asked_of_many_samples_at_once(tiny_folder):
             messages=lambda prompt, reply: ({"role": "user", "content": f"{prompt.id} {reply}"},),
         )  # fmt: skip
         params = SamplingParams(max_tokens=4, stop_ids=chat.stop_ids)
-        with rollout_over(engines, chat, judge, asked=[judge]) as rollout:
+        with rollout_over(engines, chat, judge, reward_engines=[judge]) as rollout:
             groups = rollout.answer(asked, num_samples=4, params=params)
         most = judges.most_running()
     samples = [sample for group in groups for sample in group.samples]
@@ -100,7 +100,7 @@ def test_a_judge_without_a_verdict_is_an_error_not_a_zero(tiny_folder):
         options = {"folder": tiny_folder, "kv_cache_gib": 0.05}
         engines = cluster.role("generate", EngineService, **options)
         judge = Judge(cluster.role("judge", EngineService, **options), chat, max_tokens=2)
-        with rollout_over(engines, chat, judge, asked=[judge], max_retries=0) as rollout:
+        with rollout_over(engines, chat, judge, reward_engines=[judge], max_retries=0) as rollout:
             (group,) = rollout.answer(
                 islice(prompts("reverse:3", seed=0), 1),
                 num_samples=2,
@@ -116,7 +116,7 @@ def test_a_judge_whom_no_coordinator_knows_says_so(tiny_folder):
     prompt = next(prompts("reverse:3", seed=0))
     with Cluster("judge=all", "cpu") as cluster:
         engines = cluster.role("judge", EngineService, folder=tiny_folder, kv_cache_gib=0.05)
-        with pytest.raises(RuntimeError, match="name this object in the coordinator's `asked`"):
+        with pytest.raises(RuntimeError, match="to the Coordinator in reward_engines"):
             asyncio.run(Judge(engines, Chat(tiny_folder))(prompt, "yes"))
 
 

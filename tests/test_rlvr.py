@@ -208,9 +208,8 @@ def test_what_was_generated_ahead_is_used_after_a_restart(toy_folder, tmp_path):
     assert gain(rows) > 0.6
 
 
-def test_surplus_that_is_kept_is_used_in_the_next_step(here, tmp_path):
-    options = {"extra_prompts": 4, "surplus": "keep", "max_staleness": 1.0}
-    rows = here("run", steps=6, **options)
+def test_groups_generated_ahead_are_used_in_the_next_step(here, tmp_path):
+    rows = here("run", steps=6, max_staleness=1.0)
     assert any(row["rollout/groups_ready"] + row["rollout/groups_in_flight"] for row in rows)
     assert max(row["rollout/max_staleness"] for row in rows) == 1
     ids = [s["prompt_id"] for step in range(1, 7) for s in samples_of(tmp_path / "run", step)]

@@ -18,7 +18,7 @@ from roll_lite.envs.question import question_maker
 from roll_lite.models.hf import load_model
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.options import RolloutOptions
-from roll_lite.rollout.turns import derive_seed
+from roll_lite.rollout.sample import derive_seed
 from roll_lite.tasks import prompts
 from roll_lite.types import SamplingParams
 
@@ -26,7 +26,7 @@ PROGRAMS = Path(__file__).parent / "rollout_programs.py"
 
 
 def test_alone_a_real_engine_gives_what_it_gives_by_itself(tiny_folder):
-    """The engine asked directly, with the seeds that groups have; there is no thread."""
+    """Compared with the engine itself, given the seeds of the groups; there is no thread."""
     chat, engine = Chat(tiny_folder), Engine(load_model(tiny_folder), kv_cache_gib=0.05)
     params = SamplingParams(max_tokens=12, stop_ids=chat.stop_ids)
     asked = list(itertools.islice(prompts("reverse:3", seed=0), 12))
@@ -61,11 +61,22 @@ def test_alone_a_real_engine_gives_what_it_gives_by_itself(tiny_folder):
     assert [[s.turns for s in g.samples] for g in groups] == [[[t] for t in g] for g in expected]
 
 
+def with_model(folder, tiny_folder):
+    """A folder for the results of programs, with a model in it."""
+    shutil.copytree(tiny_folder, folder / "model")
+    return folder
+
+
 @pytest.fixture
 def folder(tiny_folder, tmp_path):
-    """Where programs write their results, with a model in it."""
-    shutil.copytree(tiny_folder, tmp_path / "model")
-    return tmp_path
+    return with_model(tmp_path, tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_folder, tmp_path_factory):
+    """The samples of one rank."""
+    folder = with_model(tmp_path_factory.mktemp("alone"), tiny_folder)
+    return program("synchronous", 1, folder).result()
 
 
 def program(name, num_ranks, folder):
@@ -74,8 +85,7 @@ def program(name, num_ranks, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_real_engines_on_several_ranks_give_the_samples_of_one(folder, num_ranks):
-    alone = program("synchronous", 1, folder).result()
+def test_real_engines_on_several_ranks_give_the_samples_of_one(folder, alone, num_ranks):
     several = program("synchronous", num_ranks, folder).result()
     assert len(alone["rows"]) == 3 * 8 * 3
     assert several["rows"] == alone["rows"]
@@ -84,7 +94,7 @@ def test_real_engines_on_several_ranks_give_the_samples_of_one(folder, num_ranks
 
 
 @pytest.mark.slow
-def test_real_engines_generate_beside_training(folder):
+def test_real_engines_generate_during_training(folder):
     result = program("asynchronous", 3, folder).result()
     assert len(result["gaps"]) == 7 * 6 * 2 and set(result["states"]) == {"done"}
     assert min(result["gaps"]) >= 0 and max(result["gaps"]) == 1

@@ -1,24 +1,23 @@
-"""Every step has the domains that were drawn, whatever is dropped and however long it takes."""
+"""Every step has the domains that were drawn, however many groups are dropped or slow."""
 
 import asyncio
 import itertools
 import json
 import random
-import time
 from collections import Counter
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
-from fake_engines import PARAMS, FakeChat, FakeEngines, check_sample, fake_tokens
+from fake_engines import PARAMS, FakeChat, FakeEngines, check_sample, fake_tokens, wait_until
 
 from roll_lite.data import Mixture
 from roll_lite.engine.sequence import Request
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.record import write_group, write_prompt
+from roll_lite.rollout.sample import derive_seed
 from roll_lite.rollout.slots import Slots
-from roll_lite.rollout.turns import derive_seed
 from roll_lite.types import Group, Prompt
 
 
@@ -27,7 +26,7 @@ class Nature(NamedTuple):
 
     weight: float
     seconds: float
-    """A sample takes at most so long."""
+    """Longest time of a sample."""
     dropped: float
     """Share of groups whose rewards are equal."""
     broken: float
@@ -91,7 +90,6 @@ def domains_of(groups):
 MODES = {
     "synchronous": {},
     "aborts": {"extra_prompts": 7},
-    "keeps": {"extra_prompts": 7, "surplus": "keep", "max_staleness": 1},
     "asynchronous": {"max_staleness": 1},
 }
 
@@ -119,12 +117,10 @@ def test_every_collect_has_exactly_the_shares(tmp_path, mode, seed):
             groups += step
             engines.load(version)
             rollout.set_version(version)
-        is_busy = True
-        while is_busy:  # until what goes on beside has filled its slots
-            metrics = rollout.metrics()
-            totals.update(metrics)
-            is_busy = metrics["rollout/groups_in_flight"] > 0
-            time.sleep(0.01)
+        # Until the groups that are generated ahead have filled their slots.
+        wait_until(
+            lambda: totals.update(m := rollout.metrics()) or m["rollout/groups_in_flight"] == 0
+        )
         kept = rollout.state_dict()["ready"]
     samples = [sample for group in groups for sample in group.samples]
     ids = [(sample.prompt.id, sample.index) for sample in samples]
@@ -151,7 +147,7 @@ def test_shares_that_do_not_divide_a_step_are_made_up_for(tmp_path):
 
 @pytest.mark.parametrize("num_replicas", [1, 3])
 def test_replicas_change_nothing(tmp_path, num_replicas):
-    """Which prompts replace the dropped ones, and the order, do not depend on who was faster."""
+    """Which prompts replace dropped ones, and their order, do not depend on timing."""
     entries = write_files(tmp_path)
     with running(Mixture(entries, seed=1), num_replicas, prompts_per_step=10) as (rollout, _):
         ids = [group.prompt.id for _ in range(4) for group in rollout.collect()]
@@ -169,7 +165,7 @@ def test_replicas_change_nothing(tmp_path, num_replicas):
     assert ids == wanted
 
 
-@pytest.mark.parametrize("mode", ["aborts", "keeps", "asynchronous"])
+@pytest.mark.parametrize("mode", ["aborts", "asynchronous"])
 def test_a_resumed_run_keeps_the_shares(tmp_path, mode):
     entries, counts, ids = write_files(tmp_path), Counter(), []
     state = None
@@ -190,7 +186,7 @@ def test_a_resumed_run_keeps_the_shares(tmp_path, mode):
     assert len(ids) == len(set(ids)) == 63
 
 
-def test_what_is_waited_for_is_started_though_others_take_the_room(tmp_path):
+def test_groups_of_the_oldest_slots_are_started_though_ready_groups_fill_the_step(tmp_path):
     """A state whose complete groups are all of other domains than the oldest slots."""
     source = Mixture(write_files(tmp_path), seed=0)
     slow, hard = (
@@ -230,7 +226,7 @@ def test_prompts_that_cannot_be_asked_for_a_domain():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_without_refills_a_step_goes_on_with_what_is_left(tmp_path, seed):
-    """Of ten prompts of the mixture those that are kept; the next step asks ten again."""
+    """A step has those of ten prompts that are kept; the next step draws ten again."""
     source, missing = Mixture(write_files(tmp_path), seed=seed), 0
     drawn = Mixture(write_files(tmp_path), seed=seed)
     with running(source, prompts_per_step=10, max_refills=0) as (rollout, _):
@@ -243,8 +239,8 @@ def test_without_refills_a_step_goes_on_with_what_is_left(tmp_path, seed):
 
 
 @pytest.mark.parametrize("max_refills", [0, 1])
-def test_refills_are_bounded_beside_training(tmp_path, max_refills):
-    """What is started ahead for later steps is dropped as often, and not replaced more often."""
+def test_refills_are_bounded_during_training(tmp_path, max_refills):
+    """Groups started ahead for later steps are dropped as often, and not replaced more often."""
     source, totals, ahead = Mixture(write_files(tmp_path), seed=0), Counter(), []
     options = {"prompts_per_step": 10, "max_staleness": 1, "max_refills": max_refills}
     with running(source, **options) as (rollout, engines):
@@ -256,7 +252,7 @@ def test_refills_are_bounded_beside_training(tmp_path, max_refills):
             engines.load(version)
             rollout.set_version(version)
         totals.update(rollout.metrics())
-    assert min(ahead) > 0  # however much was dropped, something goes on beside training
+    assert min(ahead) > 0  # however many were dropped, some are generated during training
     assert totals["taken"] + totals["rollout/missing_groups"] == 8 * 10
     new = totals["rollout/started"] // 3 - totals["rollout/refilled"]
     assert 8 * 10 + 20 <= new <= 8 * 10 + 20 + totals["rollout/stale"]  # these are replaced
@@ -268,7 +264,7 @@ def test_refills_are_bounded_beside_training(tmp_path, max_refills):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_domain_that_teaches_nothing_leaves_its_places_empty(tmp_path, mode):
-    """All of one domain is dropped: nobody else gets its half of a step."""
+    """All groups of one domain are dropped: the other does not get its half of a step."""
 
     class Hopeless(Trial):
         async def step(self, action):

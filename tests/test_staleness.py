@@ -1,8 +1,7 @@
-"""Generation beside training: what is too old is dropped, counted and replaced."""
+"""Generation during training: stale samples are dropped, counted and replaced."""
 
 import asyncio
 import itertools
-import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -17,16 +16,15 @@ from fake_engines import (
 )
 
 from roll_lite.engine.sequence import Request
-from roll_lite.engine.service import Answers, Load
-from roll_lite.rollout.options import RolloutOptions
-from roll_lite.rollout.replicas import Replicas
+from roll_lite.engine.service import EngineReport, Load
+from roll_lite.rollout.engines import EngineClient
 from roll_lite.types import SamplingParams, Turn
 
 
 @pytest.mark.parametrize("max_staleness", [0.5, 1, 2])
 @pytest.mark.parametrize("restart", [False, True])
-def test_asynchronous_samples_are_never_too_old(max_staleness, restart):
-    """Versions come while groups are under way; what is handed out keeps the bound."""
+def test_asynchronous_samples_are_never_too_stale(max_staleness, restart):
+    """Versions change while groups are running; the staleness of collected groups is bounded."""
     options = {"samples_per_prompt": 4, "prompts_per_step": 10, "max_staleness": max_staleness}
     totals, gaps, bound = Counter(), [], 10 * (1 + max_staleness)
     with (
@@ -37,7 +35,8 @@ def test_asynchronous_samples_are_never_too_old(max_staleness, restart):
         for version in range(1, 16):
             groups = rollout.collect()
             gaps += [version - 1 - s.turns[0].versions[0][1] for g in groups for s in g.samples]
-            time.sleep(0.01)  # the training step
+            # The training step: a group completes, most others are still running.
+            wait_until(lambda: totals.update(m := rollout.metrics()) or m["rollout/groups_ready"])
             engines.load(version, restart)
             rollout.set_version(version)
             metrics = rollout.metrics()
@@ -53,8 +52,8 @@ def test_asynchronous_samples_are_never_too_old(max_staleness, restart):
 
 
 @pytest.mark.parametrize("replica_fails", [False, True])
-def test_what_is_left_of_a_group_after_an_abort_is_asked_again(replica_fails):
-    """Samples that had not begun end under the new weights, after the others were aborted."""
+def test_aborted_samples_of_a_request_are_sent_again(replica_fails):
+    """A sample that had not begun is answered after the running ones were aborted."""
 
     class Engines:
         role = SimpleNamespace(num_replicas=1)
@@ -65,43 +64,53 @@ def test_what_is_left_of_a_group_after_an_abort_is_asked_again(replica_fails):
         def post(self, replica, *letter):
             self.posts.append(letter)
 
+    def recorder(index, admitted, retried):
+        return SimpleNamespace(
+            on_admitted=lambda: admitted.append(index), on_retry=lambda: retried.append(index)
+        )
+
     def turn(reason):
         return Turn(prompt_ids=[1], token_ids=[], logprobs=[], finish_reason=reason, versions=[])
 
-    def answer(replicas, key, **reasons):
+    def answer(client, key, **reasons):
         turns = [(key, int(name[1:]), turn(reason)) for name, reason in reasons.items()]
-        replicas._on_report(0, "answers", Answers(turns, [], Load(0, 0, 0), 1))
+        assert not client.receive(0, "answers", EngineReport(turns, [], Load(0, 0, 0), 1))
 
     async def run(replica_fails):
-        engines, given, retried = Engines(), [], []
-        replicas = Replicas(engines, RolloutOptions(), on_fault=pytest.fail)
-        futures = [asyncio.get_running_loop().create_future() for _ in range(3)]
+        engines, admitted, retried = Engines(), [], []
+        client = EngineClient(engines)
         request = Request(prompt_ids=[1], params=SamplingParams(max_tokens=2), num_samples=3)
-        asked = replicas.ask(request, futures, given.append, retried.append)
-        key = asked.key
-        begun = [(key, 0, 0), (key, 1, 0)]
-        replicas._on_report(0, "answers", Answers([], [], Load(0, 0, 0), 1, begun))
-        assert asked.begun == {0: 0, 1: 0}
-        answer(replicas, key, s0="abort", s1="abort")
-        assert asked.begun == {}  # they begin again under whichever version there is then
+        pending = client.submit(request)
+        for index in range(3):
+            pending.join(index, recorder(index, admitted, retried))
+        key = pending.key
+        first_versions = [(key, 0, 0), (key, 1, 0)]
+        assert client.receive(0, "answers", EngineReport([], [], Load(0, 0, 0), 1, first_versions))
+        assert pending.first_versions == {0: 0, 1: 0}
+        answer(client, key, s0="abort", s1="abort")
+        assert pending.first_versions == {}  # they begin again, under the version of that time
         assert len(engines.posts) == 1  # the engine still has the third
         if replica_fails:
-            replicas._on_report(0, "failed", [key], "out of order")
+            client.receive(0, "failed", [key], "out of order")
         else:
-            answer(replicas, key, s2="stop")
+            answer(client, key, s2="stop")
         await asyncio.sleep(0)
         lost = [0, 1, 2] if replica_fails else [0, 1]
-        assert (given, retried) == ([0, 1, 2, *lost], lost)
+        assert (admitted, retried) == ([0, 1, 2, *lost], lost)
         if replica_fails:  # what it had aborted before is forgotten
-            answer(replicas, asked.key, s2="stop")
+            answer(client, pending.key, s2="stop")
             await asyncio.sleep(0)
         (_, _, first), (name, key, second) = engines.posts
         assert (list(first.indices), list(second.indices)) == ([0, 1, 2], lost)
-        assert (name, key) == ("submit", asked.key) and replicas._num_unfinished == [2]
-        answer(replicas, key, s0="stop", s1="length")
-        assert [future.result().finish_reason for future in futures] == ["stop", "length", "stop"]
+        assert (name, key) == ("submit", pending.key) and client._num_unfinished == [2]
+        answer(client, key, s0="stop", s1="length")
+        assert [future.result().finish_reason for future in pending.futures] == [
+            "stop",
+            "length",
+            "stop",
+        ]
         await asyncio.sleep(0)
-        assert replicas._num_unfinished == [0] and len(engines.posts) == 2
+        assert client._num_unfinished == [0] and len(engines.posts) == 2
 
     asyncio.run(run(replica_fails))
 
@@ -127,8 +136,8 @@ def test_stale_samples_are_dropped_and_counted():
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2])
-def test_groups_that_have_become_too_old_give_way(max_staleness):
-    """Every fourth prompt is never answered: in the end such groups would take all places."""
+def test_running_groups_that_become_stale_are_replaced(max_staleness):
+    """Every fourth prompt is endless: otherwise such groups would take all the room."""
     source, groups, totals = fake_prompts(endless_every=4), [], Counter()
     options = {"samples_per_prompt": 2, "prompts_per_step": 4, "max_staleness": max_staleness}
     with (
@@ -140,8 +149,8 @@ def test_groups_that_have_become_too_old_give_way(max_staleness):
             groups += rollout.collect()
             engines.load(version)
             rollout.set_version(version)
+            wait_until(lambda v=version: all(s.reported_version == v for s in engines.services))
             totals.update(rollout.metrics())
-        wait_until(lambda: all(s.reported_version == 12 for s in engines.services))
         metrics = rollout.metrics()
         totals.update(metrics)
         unfinished = [prompt["id"] for prompt, _ in rollout.state_dict()["unfinished"]]
@@ -176,8 +185,8 @@ def num_endless(engines):
     return sum(request.prompt_ids[0] == ENDLESS for request in requests)
 
 
-def test_groups_that_have_not_begun_are_not_too_old():
-    """Two groups without end have all slots; the others wait, and begin under the new version."""
+def test_groups_that_have_not_begun_are_not_stale():
+    """Two endless groups take all the room; the rest begin under the new version."""
     source = itertools.chain(
         itertools.islice(fake_prompts(endless_every=1), 2), itertools.islice(fake_prompts(), 2, 99)
     )
@@ -218,7 +227,7 @@ def test_a_group_goes_on_as_long_as_two_of_its_samples_can_be_used(num_begun, st
     assert under_way == (["p1", "p2"] if stale else ["p0", "p1"])
 
 
-def test_samples_that_begin_again_are_young_again():
+def test_restarted_samples_are_not_stale():
     options = {"samples_per_prompt": 2, "prompts_per_step": 2, "max_staleness": 1}
     stale = {}
     with (
@@ -240,8 +249,8 @@ def test_samples_that_begin_again_are_young_again():
     assert stale == {5: 0, 6: 0, 7: 8}
 
 
-def test_rewards_that_take_too_long_are_not_waited_for():
-    """All tokens are there and nobody generates: the turns say how old they are."""
+def test_samples_that_become_stale_while_they_are_scored_are_dropped():
+    """All tokens are sampled and no engine runs: the turns have the policy versions."""
 
     async def reward(prompt, reply):
         await asyncio.sleep(0 if int(prompt.id[1:]) > 7 else 60)

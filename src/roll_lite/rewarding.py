@@ -22,8 +22,8 @@ from roll_lite.envs.question import Question
 from roll_lite.models.config import ModelConfig, read_config
 from roll_lite.models.hf import has_value_head
 from roll_lite.rewards.judge import VERDICTS, VerdictError, judge_messages, parse_verdict
-from roll_lite.rollout.asking import Asking
-from roll_lite.rollout.turns import derive_seed
+from roll_lite.rollout.engines import EngineClient
+from roll_lite.rollout.sample import derive_seed
 from roll_lite.train.batch import TrainingSequence, pack, unpack
 from roll_lite.train.scorer import Scorer
 from roll_lite.types import AsyncReward, Message, Prompt, Reward, SamplingParams, Score
@@ -96,7 +96,7 @@ class Rewards:
                 f"there is no reward for domain {' and '.join(map(repr, missing))} of the prompts "
                 f"(a row without the field has ''); known domains: {', '.join(sorted(known))}"
             )
-        self.asked: list[Judge] = []
+        self.engine_clients: list[Judge] = []
         """Engine roles that rewards query, for the coordinator."""
         self._by_domain: dict[str, AsyncReward] = {}
         self._pools: list[RewardWorkers] = []
@@ -156,7 +156,7 @@ class Rewards:
         folder, cache = options.judge, options.judge_cache_gib
         engines = cluster.role("judge", EngineService, folder=folder, kv_cache_gib=cache)
         judge = Judge(engines, Chat(folder), max_tokens=options.judge_tokens)
-        self.asked.append(judge)
+        self.engine_clients.append(judge)
         return self._counted(judge, options)
 
     def _counted(self, reward: AsyncReward, options: RewardOptions) -> AsyncReward:
@@ -187,8 +187,8 @@ def _check_hears(device_map: DeviceMap) -> None:
             )
 
 
-class Judge(Asking):
-    """Asks a model whether a reply is right. The coordinator gets it as one of its `asked`."""
+class Judge(EngineClient):
+    """Asks a model whether a reply is right. Pass it to the Coordinator in `reward_engines`."""
 
     def __init__(
         self,

@@ -3,8 +3,8 @@
     generate = cluster.role("generate", EngineService, folder="models/tiny")
     generate.post(replica, "submit", key, Request(...))      # or "abort", key
 
-Reports are `("answers", Answers)` and `("failed", keys, traceback)`. On tensor-parallel ranks the
-first takes the requests, and the others follow it.
+Reports are `("answers", EngineReport)` and `("failed", keys, traceback)`. On tensor-parallel ranks
+the first takes the requests, and the others follow it.
 """
 
 import traceback
@@ -47,7 +47,7 @@ class Load(NamedTuple):
     num_free_pages: int
 
 
-class Answers(NamedTuple):
+class EngineReport(NamedTuple):
     """What an engine has to say after a step."""
 
     turns: list[tuple[Key, int, Turn]]
@@ -56,7 +56,7 @@ class Answers(NamedTuple):
     """Requests that the engine cannot answer, and why."""
     load: Load
     policy_version: int
-    begun: Sequence[tuple[Key, int, int]] = ()
+    first_versions: Sequence[tuple[Key, int, int]] = ()
     """When the policy version is new: key, index, and version of the first token, of all samples
     that go on. Those that are not here begin under the new version."""
 
@@ -172,11 +172,12 @@ class EngineService:
             num_waiting=len(scheduler.waiting),
             num_free_pages=self.engine.pool.num_free,
         )
-        begun = self._begun() if is_new else []
-        self.place.report("answers", Answers(self._turns, self._refused, load, version, begun))
+        first_versions = self._first_versions() if is_new else []
+        report = EngineReport(self._turns, self._refused, load, version, first_versions)
+        self.place.report("answers", report)
         self._turns, self._refused, self._reported_version = [], [], version
 
-    def _begun(self) -> list[tuple[Key, int, int]]:
+    def _first_versions(self) -> list[tuple[Key, int, int]]:
         return [
             (key, sequence.index, sequence.versions[0][1])
             for key, handle in self._handles.items()

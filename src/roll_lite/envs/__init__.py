@@ -1,1 +1,1 @@
-"""Environments: what a sample talks to. No torch here."""
+"""Environments, which samples interact with. No torch here."""

@@ -1,4 +1,4 @@
-"""A question as a one-turn environment: the reply ends the episode and is scored."""
+"""A question as an environment of one turn: the reply is scored, and the episode is over."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -26,12 +26,12 @@ class Question:
 
 
 def question_maker(rewards: Mapping[str, Reward | AsyncReward]) -> Callable[[Prompt], Question]:
-    """Makes the environment of a prompt, with the reward of the prompt's domain."""
+    """A function that makes the environment of a prompt, with the reward of its domain."""
 
     def make(prompt: Prompt) -> Question:
         if prompt.domain not in rewards:
             raise ValueError(
-                f"prompt {prompt.id} has domain={prompt.domain!r}, for which there is no reward; "
+                f"prompt {prompt.id} has domain={prompt.domain!r}, which has no reward; "
                 f"known domains: {', '.join(sorted(rewards))}"
             )
         return Question(prompt, rewards[prompt.domain])

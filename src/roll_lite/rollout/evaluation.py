@@ -1,4 +1,4 @@
-"""How a policy does on prompts that it is not trained on, while it is trained."""
+"""Evaluation during training: pass rates on held-out prompts."""
 
 import time
 from collections.abc import Sequence
@@ -6,25 +6,25 @@ from dataclasses import dataclass, replace
 
 from roll_lite.checks import at_least, finite
 from roll_lite.rollout.coordinator import Coordinator
-from roll_lite.rollout.filters import refuse_all_failed
+from roll_lite.rollout.groups import refuse_all_failed
 from roll_lite.rollout.metrics import pass_rates
 from roll_lite.types import Prompt, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOptions:
-    """Flat, so that the Config of a recipe can inherit them."""
+    """Evaluation on held-out prompts during training."""
 
-    eval_data: tuple[str, ...] = ()
-    """Files of prompts, or tasks, to evaluate on; if none, held-out questions of data's tasks."""
-    eval_prompts: int = 256
-    """At most so many of each."""
-    eval_samples: int = 1
-    """Replies to each: one is greedy, more are sampled at `temperature` (pass@1 and pass@k)."""
-    pass_reward: float = 1.0
-    """A reply passes with at least this reward."""
     eval_every: int = 10
-    """Evaluate after every so many steps, before the first and after the last."""
+    """Steps between evaluations; there is also one before the first step and after the last."""
+    eval_data: tuple[str, ...] = ()
+    """Prompt files or tasks to evaluate on; by default held-out questions of the tasks in data."""
+    eval_prompts: int = 256
+    """Most prompts to use of each file or task."""
+    eval_samples: int = 1
+    """Samples per prompt: 1 is greedy, more are sampled at `temperature` (pass@1 and pass@k)."""
+    pass_reward: float = 1.0
+    """Smallest reward with which a sample passes."""
 
     def __post_init__(self):
         at_least(1, self, "eval_prompts", "eval_samples", "eval_every")
@@ -32,19 +32,19 @@ class EvaluationOptions:
 
 
 class Evaluation:
-    """Always of the same prompts, whatever the seed of the run."""
+    """Evaluates on the same prompts every time, whatever the seed of the run."""
 
     def __init__(
         self, prompts: Sequence[Prompt], options: EvaluationOptions, params: SamplingParams
     ):
-        """`params` are those that the policy is trained with; one reply alone is greedy."""
+        """`params` are those of training; with one sample per prompt the temperature is 0."""
         self._prompts, self._options = prompts, options
         self._params = params if options.eval_samples > 1 else replace(params, temperature=0.0)
         self.rates: list[float] = []
         """Pass rates of all evaluations so far."""
 
     def run(self, rollout: Coordinator) -> dict[str, float]:
-        """Pass rates and how long it took; nothing where there are no prompts."""
+        """Pass rates and seconds; empty without prompts."""
         if not self._prompts:
             return {}
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a round of samples looks like, in numbers."""
+"""Metrics of groups: rewards, lengths, shares of domains, pass rates."""
 
 from collections.abc import Iterable
 from statistics import fmean
@@ -7,9 +7,9 @@ from roll_lite.types import Group, Sample
 
 
 def describe_groups(groups: list[Group]) -> dict[str, float]:
-    """Rewards and lengths of all samples, and what each domain got.
+    """Rewards and lengths of all samples, and the same for each domain.
 
-    Where a part of a reward has the name of one of these, these are shown.
+    A part of a reward does not replace a metric of the same name.
     """
     samples = [sample for group in groups for sample in group.samples]
     done = [sample for sample in samples if sample.state == "done"]
@@ -28,7 +28,7 @@ def describe_groups(groups: list[Group]) -> dict[str, float]:
 
 
 def _parts(prefix: str, done: list[Sample]) -> dict[str, float]:
-    """Means over the samples that have the part: not every domain has all of them."""
+    """Mean of each part of the reward, over the samples that have it."""
     values: dict[str, list[float]] = {}
     for sample in done:
         for name, value in sample.score.parts.items():
@@ -37,7 +37,7 @@ def _parts(prefix: str, done: list[Sample]) -> dict[str, float]:
 
 
 def _by_domain(groups: list[Group]) -> dict[str, float]:
-    """Reward, its parts and share of the groups, where there are several domains."""
+    """Reward, its parts and the share of groups, if there are several domains."""
     domains = _split(groups)
     metrics: dict[str, float] = {}
     for domain, members in domains.items() if len(domains) > 1 else ():
@@ -50,10 +50,10 @@ def _by_domain(groups: list[Group]) -> dict[str, float]:
 
 
 def pass_rates(groups: list[Group], pass_reward: float = 1.0) -> dict[str, float]:
-    """How many samples pass, and how many prompts have one that does; each domain on its own too.
+    """Share of samples that pass (pass@1), and of prompts with one that does (pass@k).
 
-    A sample passes with a reward of at least `pass_reward`. Failed samples are counted, and are
-    neither right nor wrong.
+    A sample passes with a reward of at least `pass_reward`. Failed samples count neither as passed
+    nor as not passed. With several domains, each also has metrics of its own.
     """
     domains = _split(groups)
     metrics = _pass_rates("eval", groups, pass_reward)
@@ -74,7 +74,7 @@ def _pass_rates(prefix: str, groups: list[Group], pass_reward: float) -> dict[st
     num_samples = max(len(group.samples) for group in groups)
     metrics = {
         f"{prefix}/reward": fmean(reward for group in rewards for reward in group),
-        # The mean of the groups' means: every prompt counts alike.
+        # The mean of the groups' means: every prompt has the same weight.
         f"{prefix}/pass@1": fmean(map(fmean, passed)),
     }
     return metrics | (

@@ -1,84 +1,230 @@
-"""The life of one sample: read, generate, step the environment, until the episode ends."""
+"""The life of a sample: queued, generating, stepping or scoring, until it is done or lost.
 
+`RunningGroup` starts the samples of a prompt and makes engine requests of their turns; `Episode`
+takes one sample through its environment; `SampleRunner` has what all samples share, and counts how
+they end. Everything here runs in the coordinator's event loop.
+"""
+
+import asyncio
 import bdb
+import hashlib
 import inspect
 import math
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterable
 
 from roll_lite.chat import Chat
 from roll_lite.cluster.errors import RoleError
+from roll_lite.engine.sequence import Request
 from roll_lite.envs.env import Env, Observation
-from roll_lite.types import Sample, Score, Turn
+from roll_lite.rollout.engines import EngineClient, PendingRequest
+from roll_lite.rollout.prompts import Visit
+from roll_lite.types import Group, Prompt, Sample, SamplingParams, Score, State, Turn
 from roll_lite.workers.failures import RewardsBroken
 
-ENDING = (bdb.BdbQuit, RewardsBroken, RoleError)
-"""The person at the debugger wants to leave, going on is pointless, or a role is broken."""
-Generate = Callable[[list[int]], Awaitable[Turn]]
-"""From the ids of a conversation to the model's next turn; the sample is queued till it begins."""
+LOST = ("filtered", "failed", "aborted")
+ENDS = ("done", *LOST)
+FATAL = (bdb.BdbQuit, RewardsBroken, RoleError)
+"""Errors that end the run rather than one sample: a debugger that was left, rewards that fail too
+often, a broken role."""
 
 
-async def run_sample(
-    sample: Sample,
-    env: Env,
-    seed: int,
-    chat: Chat,
-    generate: Generate,
-    version: Callable[[], int],
-    max_retries: int = 0,
-    on_retry: Callable[[Sample], None] = lambda sample: None,
-) -> None:
-    """Drive one episode. An environment or reward that goes on raising fails the sample, visibly.
+def derive_seed(*parts: int | str) -> int:
+    """63 bits that depend on all parts and their order."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
 
-    A step is tried again up to `max_retries` times, and `on_retry` is told of it.
+
+class SampleRunner:
+    """What all samples are run with, and counts of how they end."""
+
+    def __init__(
+        self,
+        *,
+        engines: EngineClient,
+        chat: Chat,
+        make_env: Callable[[Prompt], Env],
+        seed: int,
+        max_retries: int,
+        deadline: float | None = None,
+    ):
+        self.engines, self.chat, self.make_env, self.seed = engines, chat, make_env, seed
+        self.max_retries, self.deadline = max_retries, deadline
+        self.version = engines.version
+        self.counts: Counter[str] = Counter()
+        """Samples by how they ended, and retries."""
+        self.dropped: list[tuple[Sample, str]] = []
+        """Samples that are in no group, or failed, each with the reason."""
+
+    def make_samples(self, prompt: Prompt, num_samples: int) -> list[Sample]:
+        samples = [Sample(prompt=prompt, index=index) for index in range(num_samples)]
+        for sample in samples:
+            self.enter(sample, "queued")
+        self.counts["started"] += num_samples
+        return samples
+
+    def enter(self, sample: Sample, state: State) -> None:
+        sample.enter(state, self.version.current)
+
+    def retry(self, sample: Sample) -> None:
+        self.enter(sample, "retried")
+        self.counts["retried"] += 1
+
+    def fail(self, sample: Sample, error: str) -> None:
+        sample.error = error
+        self._drop(sample, "failed", "failed", "failed")
+
+    def abort(self, samples: Iterable[Sample]) -> None:
+        """Drop the samples that have not ended."""
+        for sample in samples:
+            if sample.state not in ENDS:
+                self._drop(sample, "aborted", "aborted", "aborted")
+
+    def discard(self, samples: Iterable[Sample], count: str, reason: str = "") -> None:
+        """Drop the samples that are done or still running; they count as `count`."""
+        for sample in samples:
+            if sample.state not in LOST:
+                self._drop(sample, "filtered", count, reason or count)
+
+    def take_dropped(self) -> list[tuple[Sample, str]]:
+        """Those since the last call."""
+        dropped, self.dropped = self.dropped, []
+        return dropped
+
+    def _drop(self, sample: Sample, state: State, count: str, reason: str) -> None:
+        self.enter(sample, state)
+        self.counts[count] += 1
+        self.dropped.append((sample, reason))
+
+
+class RunningGroup:
+    """The samples of one visit to a prompt, and their model calls as engine requests.
+
+    All samples open alike, so one request reads the opening and forks it. Later turns stay on the
+    replica of the first, which has the conversation in its cache.
     """
-    total, parts = 0.0, Counter()
-    try:
-        messages, _ = env.reset(seed)
+
+    task: asyncio.Task
+    """Set by the caller that runs the group as a task."""
+
+    def __init__(
+        self, runner: SampleRunner, visit: Visit, num_samples: int, params: SamplingParams
+    ):
+        self.visit, self.samples = visit, runner.make_samples(visit.prompt, num_samples)
+        self.seed = derive_seed(runner.seed, visit.prompt.id, visit.number)
+        self._runner, self._params = runner, params
+        self._first: PendingRequest | None = None
+
+    @property
+    def domain(self) -> str:
+        return self.visit.prompt.domain
+
+    async def run(self) -> Group:
+        """Run all samples to their end."""
+        await asyncio.gather(*(Episode(self._runner, s, self).run() for s in self.samples))
+        return Group(prompt=self.visit.prompt, samples=self.samples)
+
+    async def generate(self, episode: "Episode", token_ids: list[int]) -> Turn:
+        """The next turn of a sample."""
+        sample = episode.sample
+        if sample.turns:
+            seed = derive_seed(self.seed, sample.index, len(sample.turns))
+            return await self._submit(token_ids, 1, seed).join(0, episode)
+        if self._first is None:
+            self._first = self._submit(token_ids, len(self.samples), self.seed)
+        elif token_ids != self._first.request.prompt_ids:
+            raise ValueError(
+                f"sample {sample.index} of {sample.prompt.id} opens differently from its "
+                "group; an environment must depend on nothing but the prompt and the seed"
+            )
+        return await self._first.join(sample.index, episode)
+
+    def first_version(self, sample: Sample) -> int | None:
+        """Policy version of a sample's first token; None if no engine has reported one."""
+        if sample.first_version is None and self._first is not None:
+            return self._first.first_versions.get(sample.index)
+        return sample.first_version
+
+    def _submit(self, token_ids: list[int], num_samples: int, seed: int) -> PendingRequest:
+        request = Request(
+            prompt_ids=token_ids, params=self._params, num_samples=num_samples, seed=seed
+        )
+        return self._runner.engines.submit(request, same_replica_as=self._first)
+
+
+class Episode:
+    """One sample in its environment, until it is done, failed or aborted."""
+
+    def __init__(self, runner: SampleRunner, sample: Sample, group: RunningGroup):
+        self.sample, self._runner, self._group = sample, runner, group
+        self._timeout = asyncio.timeout(None)
+
+    async def run(self) -> None:
+        """Play to the end. A sample that passes its deadline is aborted."""
+        try:
+            async with self._timeout:
+                await self._play_or_fail(self._runner.make_env(self.sample.prompt))
+        except TimeoutError:
+            self._runner.abort([self.sample])
+
+    def on_admitted(self) -> None:
+        """The deadline counts from the first admission, not from the queue."""
+        self._runner.enter(self.sample, "generating")
+        if self._runner.deadline is not None and self._timeout.when() is None:
+            now = asyncio.get_running_loop().time()
+            self._timeout.reschedule(now + self._runner.deadline)
+
+    def on_retry(self) -> None:
+        self._runner.retry(self.sample)
+
+    async def _play_or_fail(self, env: Env) -> None:
+        try:
+            score = await self._play(env)
+        except FATAL:
+            raise
+        except Exception:  # any kind: environments and rewards are user code
+            self._runner.fail(self.sample, traceback.format_exc())
+        else:
+            self.sample.score = score
+            self._runner.enter(self.sample, "done")
+
+    async def _play(self, env: Env) -> Score:
+        """Reset the environment, then generate and step until the episode is over."""
+        sample, chat = self.sample, self._runner.chat
+        total, parts = 0.0, Counter()
+        messages, _ = env.reset(self._group.seed)
         token_ids = chat.encode(messages)
         while True:
-            turn = await generate(token_ids)
+            turn = await self._group.generate(self, token_ids)
             sample.add_turn(turn)
             if turn.finish_reason == "error":
                 raise ArithmeticError("the model gave logits that are not finite")
             sample.reply = chat.decode(turn.token_ids)
-            sample.enter(getattr(env, "step_state", "stepping"), version())
-            messages, reward, is_over, info = await _step(sample, env, max_retries, on_retry)
+            self._runner.enter(sample, getattr(env, "step_state", "stepping"))
+            messages, reward, is_over, info = await self._step(env)
             total += reward
             parts.update(info.get("parts", {}))
             if is_over:
-                break
+                return Score(value=total, parts=dict(parts))
             token_ids = chat.continue_with(sample.token_ids, messages)
-    except ENDING:
-        raise
-    except Exception:  # of any kind: it becomes the sample's error, and is counted
-        sample.error = traceback.format_exc()
-        sample.enter("failed", version())
-        return
-    sample.score = Score(value=total, parts=dict(parts))
-    sample.enter("done", version())
 
+    async def _step(self, env: Env) -> tuple[Observation, float, bool, dict]:
+        """The environment's answer to the last turn; only the last attempt may raise."""
+        for _ in range(self._runner.max_retries):
+            try:
+                return await self._try_step(env)
+            except FATAL:
+                raise
+            except Exception:  # any kind: environments and rewards are user code
+                self.on_retry()
+        return await self._try_step(env)
 
-async def _step(
-    sample: Sample, env: Env, max_retries: int, on_retry: Callable[[Sample], None]
-) -> tuple[Observation, float, bool, dict]:
-    """The environment's answer to the sample's last turn; the last try may raise."""
-    for _ in range(max_retries):
-        try:
-            return await _try_step(sample, env)
-        except ENDING:
-            raise
-        except Exception:  # of any kind: rewards are the user's code
-            on_retry(sample)
-    return await _try_step(sample, env)
-
-
-async def _try_step(sample: Sample, env: Env) -> tuple[Observation, float, bool, dict]:
-    result = env.step(sample.reply)
-    if inspect.isawaitable(result):
-        result = await result
-    messages, reward, terminated, truncated, info = result
-    if not math.isfinite(reward):
-        raise ValueError(f"reward={reward} is not a finite number")
-    return messages, reward, terminated or truncated, info
+    async def _try_step(self, env: Env) -> tuple[Observation, float, bool, dict]:
+        result = env.step(self.sample.reply)
+        if inspect.isawaitable(result):
+            result = await result
+        messages, reward, terminated, truncated, info = result
+        if not math.isfinite(reward):
+            raise ValueError(f"reward={reward} is not a finite number")
+        return messages, reward, terminated or truncated, info

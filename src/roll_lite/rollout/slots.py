@@ -1,7 +1,7 @@
-"""Which domains are to be trained on: slots, in the order in which prompts were drawn.
+"""Slots: which domains to train on, in the order in which prompts were drawn.
 
-A slot is filled by a group of its domain, no matter which. When a group is dropped its slot stays,
-so neither filters nor the length of replies change the shares of the domains.
+Every prompt that is drawn adds a slot of its domain, which any group of that domain may fill. When
+a group is dropped its slot stays, so neither filters nor slow samples change the domains' shares.
 """
 
 from collections import Counter, defaultdict, deque
@@ -15,11 +15,11 @@ from roll_lite.types import Group
 class Slot:
     domain: str
     is_given_up: bool = False
-    """Its group was dropped, and is not replaced."""
+    """Its group was dropped and is not replaced."""
 
 
 class Slots:
-    """Groups count for the oldest slots of their domain."""
+    """A queue of slots. The groups of a domain fill its oldest slots."""
 
     def __init__(self, domains: Iterable[str] = (), given_up: Collection[int] = ()):
         """`given_up` are indices."""
@@ -40,7 +40,7 @@ class Slots:
         return len(self._slots)
 
     def add(self, domain: str) -> None:
-        """The youngest slot, vacant."""
+        """Append a vacant slot."""
         self._slots.append(Slot(domain))
 
     def fill(self, domain: str) -> None:
@@ -48,28 +48,28 @@ class Slots:
         self._num_filled[domain] += 1
 
     def vacate(self, domain: str) -> None:
-        """A group is gone, and another may take its slot."""
+        """A group is gone; another may take its slot."""
         self._num_filled[domain] -= 1
 
     def give_up(self, domain: str, rank: int = -1) -> None:
-        """A group is gone, and its slot stays empty: the one of this rank among its domain's."""
+        """A group is gone, and its slot stays empty: number `rank` of the domain's slots."""
         self._num_filled[domain] -= 1
         own = [slot for slot in self._slots if slot.domain == domain and not slot.is_given_up]
         own[rank].is_given_up = True
         self._num_given_up += 1
 
     def revive(self) -> None:
-        """What was given up may be filled after all."""
+        """Slots that were given up may be filled again."""
         for slot in self._slots:
             slot.is_given_up = False
         self._num_given_up = 0
 
     def close(self, index: int) -> None:
-        """Nothing will ever fill a vacant slot."""
+        """Remove a vacant slot that nothing can fill."""
         del self._slots[index]
 
     def first_vacant(self) -> tuple[int, str | None]:
-        """Index and domain of the first vacant slot; if there is none, of a new one: None."""
+        """Index and domain of the first vacant slot; the end and None if there is none."""
         if self._num_filled.total() + self._num_given_up < len(self._slots):
             left = self._num_filled.copy()
             for index, slot in enumerate(self._slots):
@@ -84,7 +84,7 @@ class Slots:
         return next((i for i, slot in enumerate(self._slots) if not slot.is_given_up), None)
 
     def match(self, num_slots: int, ready: Mapping[int, Group]) -> list[int] | None:
-        """For each of the oldest slots the oldest group of its domain; None while one lacks."""
+        """The oldest group of its domain for each of the oldest slots; None if one is missing."""
         wanted = [slot.domain for slot in self._slots[:num_slots] if not slot.is_given_up]
         if len(ready) < len(wanted):
             return None
@@ -96,7 +96,7 @@ class Slots:
         return [by_domain[domain].popleft() for domain in wanted]
 
     def release(self, num_slots: int) -> int:
-        """The oldest slots and the groups in them are used; how many were given up."""
+        """Remove the oldest slots with their groups; returns how many had been given up."""
         released = self._slots[:num_slots]
         del self._slots[:num_slots]
         self._num_filled.subtract(slot.domain for slot in released if not slot.is_given_up)

@@ -1,0 +1,254 @@
+"""Engine replicas of a role: which replica answers which request, and what happens if it fails.
+
+Everything here runs in the coordinator's event loop. A request goes to the replica with the fewest
+unfinished samples, once that replica has room. The requests of a replica that fails go to another;
+a replica that fails MAX_FAILURES times in a row gets no more.
+"""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any, Protocol
+
+from roll_lite.cluster.errors import RoleError
+from roll_lite.cluster.role import RoleHandle
+from roll_lite.engine.sequence import Request
+from roll_lite.engine.service import EngineReport, Load
+from roll_lite.rollout.options import RolloutOptions
+from roll_lite.types import Turn
+
+MAX_FAILURES = 3  # of a replica, in a row
+_KEYS = count(1)  # never reused: an engine may outlive the client that sent a request
+
+
+class PolicyVersion:
+    """The newest policy version that an engine has reported or the recipe has announced."""
+
+    def __init__(self, current: int = 0):
+        self.current = current
+
+    def advance(self, version: int) -> None:
+        self.current = max(self.current, version)
+
+
+class WaitingSample(Protocol):
+    """A sample that waits for a turn, as its request sees it."""
+
+    def on_admitted(self) -> None:
+        """An engine has the request: it no longer waits for room."""
+
+    def on_retry(self) -> None:
+        """The turn has to be generated again."""
+
+
+@dataclass(slots=True, eq=False)
+class PendingRequest:
+    """A request, with a future for each of its samples. Cancelling a future drops the sample."""
+
+    request: Request
+    futures: list[asyncio.Future]
+    samples: dict[int, WaitingSample] = field(default_factory=dict)
+    """Samples that have joined, by index."""
+    replica: int | None = None
+    """The replica that has the request; None while it waits for room."""
+    key: int = 0
+    num_failures: int = 0
+    num_counted: int = 0
+    """Samples that count towards the load of the replica."""
+    aborted: set[int] = field(default_factory=set)
+    """Samples that the engine aborted because new weights arrived."""
+    first_versions: dict[int, int] = field(default_factory=dict)
+    """Policy version of the first token by sample, as far as the engine has reported it."""
+
+    @property
+    def unfinished(self) -> list[int]:
+        return [i for i, future in enumerate(self.futures) if not future.done()]
+
+    def join(self, index: int, sample: WaitingSample) -> asyncio.Future:
+        """The future of a sample, which is told from now on what becomes of the request."""
+        self.samples[index] = sample
+        if self.replica is not None:
+            sample.on_admitted()
+        return self.futures[index]
+
+    def on_admitted(self) -> None:
+        for sample in self._waiting():
+            sample.on_admitted()
+
+    def on_retry(self) -> None:
+        for sample in self._waiting():
+            sample.on_retry()
+
+    def fail(self, error: type[Exception], text: str) -> None:
+        for index in self.unfinished:
+            self.futures[index].set_exception(error(text))
+
+    def _waiting(self) -> list[WaitingSample]:
+        """Unfinished samples that have joined; others may join later, or never."""
+        return [self.samples[index] for index in self.unfinished if index in self.samples]
+
+
+class EngineClient:
+    """Sends requests to the replicas of an engine role and receives their reports."""
+
+    def __init__(self, engines: RoleHandle, options: RolloutOptions | None = None):
+        self.engines = engines
+        self._options = options or RolloutOptions()
+        num_replicas = engines.role.num_replicas
+        self.version = PolicyVersion()
+        self.loads: list[Load | None] = [None] * num_replicas
+        self.is_connected = False
+        """Whether a coordinator brings the reports of the engines."""
+        self.is_lost = False
+        """No replica can be reached any more."""
+        self._queue: deque[PendingRequest] = deque()
+        self._pending: dict[int, PendingRequest] = {}
+        self._num_unfinished = [0] * num_replicas
+        self._num_failures = [0] * num_replicas
+
+    async def ask(self, request: Request) -> Turn:
+        """The answer to a request for one sample."""
+        if not self.is_connected:
+            raise RuntimeError(
+                f"no coordinator brings the answers of role {self.engines.role.name}; pass this "
+                "object to the Coordinator in reward_engines"
+            )
+        return await self.submit(request).futures[0]
+
+    def submit(
+        self, request: Request, same_replica_as: PendingRequest | None = None
+    ) -> PendingRequest:
+        """Have a request answered.
+
+        `same_replica_as` is an earlier request whose tokens this one continues: they are in the
+        cache of its replica.
+        """
+        loop = asyncio.get_running_loop()
+        futures = [loop.create_future() for _ in range(request.num_samples)]
+        pending = PendingRequest(request, futures, num_counted=len(futures))
+        for future in futures:
+            future.add_done_callback(lambda _: self._on_done(pending))
+        if same_replica_as is not None and not self._is_broken(same_replica_as.replica):
+            self._send(pending, same_replica_as.replica)
+        else:
+            self._queue.append(pending)
+            self._dispatch()
+        return pending
+
+    def receive(self, replica: int, kind: str, *args: Any) -> bool:
+        """Take the report of a replica; whether it names first versions of running samples.
+
+        Raises when no replica is left that works.
+        """
+        if kind == "failed":
+            self._on_failed(replica, *args)
+            return False
+        return self._on_report(replica, *args)
+
+    def _dispatch(self) -> None:
+        """Send waiting requests to replicas with room, in the order they came."""
+        while self._queue and not self.is_lost:
+            replica, pending = self._least_loaded(), self._queue[0]
+            load = self._num_unfinished[replica]
+            if load and load + pending.num_counted > self._options.samples_per_replica:
+                return
+            self._queue.popleft()
+            if pending.unfinished:
+                self._send(pending, replica)
+
+    def _send(self, pending: PendingRequest, replica: int) -> None:
+        pending.replica, pending.key = replica, next(_KEYS)
+        self._num_unfinished[replica] += pending.num_counted
+        self._pending[pending.key] = pending
+        self._post(replica, "submit", pending.key, pending.request)
+        pending.on_admitted()
+
+    def _least_loaded(self, exclude: int | None = None) -> int:
+        working = [r for r in range(len(self._num_unfinished)) if not self._is_broken(r)]
+        preferred = [r for r in working if r != exclude]
+        return min(preferred or working, key=lambda r: self._num_unfinished[r])
+
+    def _is_broken(self, replica: int) -> bool:
+        return self._num_failures[replica] >= MAX_FAILURES
+
+    def _post(self, replica: int, *message: Any) -> None:
+        if self.is_lost:
+            return
+        try:
+            self.engines.post(replica, *message)
+        except RoleError:  # a rank is lost, and with it the whole run
+            self.is_lost = True
+            raise
+
+    def _on_done(self, pending: PendingRequest) -> None:
+        """One of the futures has a turn or an error, or was cancelled."""
+        pending.num_counted -= 1
+        if pending.replica is None:
+            return
+        self._num_unfinished[pending.replica] -= 1
+        if pending.key in self._pending and not pending.unfinished:
+            del self._pending[pending.key]
+            if any(future.cancelled() for future in pending.futures):
+                self._post(pending.replica, "abort", pending.key)
+        elif pending.key in self._pending:
+            self._repeat_aborted(pending)  # the engine may have nothing else of it
+        self._dispatch()
+
+    def _on_report(self, replica: int, report: EngineReport) -> bool:
+        self.version.advance(report.policy_version)
+        self.loads[replica] = report.load
+        if report.turns:
+            self._num_failures[replica] = 0
+        for key, index, turn in report.turns:
+            if pending := self._pending.get(key):
+                self._on_turn(pending, index, turn)
+        for key, reason in report.refused:
+            if pending := self._pending.get(key):
+                pending.fail(ValueError, reason)
+        for key, index, version in report.first_versions:
+            if pending := self._pending.get(key):
+                pending.first_versions[index] = version
+        return bool(report.first_versions)
+
+    def _on_turn(self, pending: PendingRequest, index: int, turn: Turn) -> None:
+        if pending.futures[index].done():
+            return
+        if turn.finish_reason != "abort":
+            pending.futures[index].set_result(turn)
+            return
+        # Not cancelled here: new weights arrived, and running samples restart.
+        pending.aborted.add(index)
+        pending.first_versions.pop(index, None)
+        self._repeat_aborted(pending)
+
+    def _repeat_aborted(self, pending: PendingRequest) -> None:
+        """Send the request again once the engine has nothing of it left."""
+        if pending.unfinished and pending.aborted.issuperset(pending.unfinished):
+            self._resend(pending, pending.replica)
+
+    def _on_failed(self, replica: int, keys: list[int], text: str) -> None:
+        self._num_failures[replica] += 1
+        if all(map(self._is_broken, range(len(self._num_failures)))):
+            self.is_lost = True
+            raise RuntimeError(f"no engine replica works any more; the last error:\n{text}")
+        for key in keys:
+            pending = self._pending.get(key)
+            if pending is None or not pending.unfinished:
+                continue
+            pending.num_failures += 1
+            if pending.num_failures > self._options.max_retries:
+                error = f"engines failed {pending.num_failures} times; the last error:\n{text}"
+                pending.fail(RuntimeError, error)
+            else:
+                self._resend(pending, self._least_loaded(exclude=replica))
+
+    def _resend(self, pending: PendingRequest, replica: int) -> None:
+        """Send a request again for its unfinished samples, with the same random numbers."""
+        del self._pending[pending.key]
+        pending.request = replace(pending.request, wanted=tuple(pending.unfinished))
+        pending.aborted.clear()
+        pending.first_versions.clear()
+        self._num_unfinished[pending.replica] -= pending.num_counted
+        pending.on_retry()
+        self._send(pending, replica)

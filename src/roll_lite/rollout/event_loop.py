@@ -1,0 +1,159 @@
+"""Where the coordinator's event loop runs: in a thread, or, in a world of one, inside each call."""
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+CLOSE_SECONDS = 5.0  # for rewards that are running to come to an end
+IDLE_SECONDS = 0.0005  # between two pumps when no engine has work
+GC_THRESHOLDS = (20_000, 20, 50)
+
+
+class Signal:
+    """Wakes the call that waits for groups: they have changed, or an error ends the run."""
+
+    def __init__(self):
+        self.error: BaseException | None = None
+        """The first error that ends the run; every later call raises it."""
+        self._changed, self._failed = asyncio.Event(), asyncio.Event()
+
+    def notify(self) -> None:
+        self._changed.set()
+
+    def fail(self, error: BaseException) -> None:
+        self.error = self.error or error
+        self._changed.set()
+        self._failed.set()
+
+    async def wait(self) -> None:
+        """Until the next `notify` or `fail`."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    async def result_of(self, future: asyncio.Future) -> Any:
+        """The result of a future, unless an error ends the run first."""
+        failed = asyncio.ensure_future(self._failed.wait())
+        try:
+            await asyncio.wait([future, failed], return_when=asyncio.FIRST_COMPLETED)
+            if not future.done():
+                raise self.error
+            return future.result()
+        finally:
+            failed.cancel()
+            future.cancel()
+            await asyncio.gather(future, return_exceptions=True)
+
+
+class LoopThread:
+    """An event loop in a thread, which runs while the recipe does something else."""
+
+    def __init__(self, signal: Signal):
+        """Exceptions in callbacks, which asyncio would only log, go to the signal."""
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(partial(_handle, signal))
+        # A daemon: a reward that never returns must not keep the process alive.
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def call(self, function: Callable[..., None], *args: Any) -> None:
+        """Have a function called in the loop; from any thread."""
+        with suppress(RuntimeError):  # the loop is closed: nothing waits for it
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def close(self) -> None:
+        """Cancel all tasks and end the thread."""
+        ended = asyncio.run_coroutine_threadsafe(_cancel_other_tasks(), self._loop)
+        ended.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
+        self._thread.join(CLOSE_SECONDS)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+class PumpedLoop:
+    """An event loop of the calling thread, for a world of one: it also pumps the engines."""
+
+    def __init__(self, pump: Callable[[], bool], signal: Signal):
+        """`pump` lets the engines do one piece of work; it returns whether more may be left."""
+        self._loop = StoppedClockLoop()
+        self._loop.set_exception_handler(partial(_handle, signal))
+        self._pump = pump
+
+    def run(self, coroutine: Coroutine) -> Any:
+        with self._loop.running_clock():
+            return self._loop.run_until_complete(self._pump_until_done(coroutine))
+
+    def call(self, function: Callable[..., None], *args: Any) -> None:
+        function(*args)
+
+    def close(self) -> None:
+        with self._loop.running_clock():
+            self._loop.run_until_complete(_cancel_other_tasks())
+        self._loop.close()
+
+    async def _pump_until_done(self, coroutine: Coroutine) -> Any:
+        task = asyncio.ensure_future(coroutine)
+        is_busy = True
+        try:
+            while True:
+                await asyncio.sleep(0 if is_busy else IDLE_SECONDS)
+                if task.done():
+                    return task.result()
+                is_busy = self._pump()
+        finally:
+            task.cancel()
+
+
+class StoppedClockLoop(asyncio.SelectorEventLoop):
+    """Its clock stops while it does not run, so training does not use up a sample's deadline."""
+
+    def __init__(self):
+        self._stopped = 0.0
+        super().__init__()
+        self._stopped_at = time.monotonic()
+
+    def time(self) -> float:
+        return time.monotonic() - self._stopped
+
+    @contextmanager
+    def running_clock(self) -> Iterator[None]:
+        self._stopped += time.monotonic() - self._stopped_at
+        try:
+            yield
+        finally:
+            self._stopped_at = time.monotonic()
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Collect garbage less often, and only among new objects: a quarter more samples per second."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
+def _handle(signal: Signal, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    if "handle" in context and "exception" in context:
+        signal.fail(context["exception"])
+    else:  # such as a future whose exception was never retrieved
+        loop.default_exception_handler(context)
+
+
+async def _cancel_other_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,329 @@
+"""Groups of samples: started as room allows, filtered when they end, kept until a step takes them.
+
+`Groups` runs in the coordinator's event loop.
+"""
+
+import asyncio
+from collections import Counter
+from statistics import fmean
+from typing import Any
+
+from roll_lite.progress import ProgressBar
+from roll_lite.rollout.event_loop import Signal
+from roll_lite.rollout.options import RolloutOptions
+from roll_lite.rollout.prompts import PromptQueue, Visit
+from roll_lite.rollout.record import read_group, write_group
+from roll_lite.rollout.sample import LOST, RunningGroup, SampleRunner
+from roll_lite.rollout.slots import Slots
+from roll_lite.types import Group, SamplingParams
+
+
+class NothingLeft(RuntimeError):
+    """All groups of a step were dropped. Nothing is broken; other prompts may give groups."""
+
+
+class Groups:
+    """Groups that are running, and complete groups that no step has taken yet."""
+
+    def __init__(
+        self,
+        runner: SampleRunner,
+        prompts: PromptQueue,
+        options: RolloutOptions,
+        params: SamplingParams,
+        min_samples: int,
+        signal: Signal,
+    ):
+        """A group with fewer than `min_samples` left is dropped."""
+        self._runner, self._prompts, self._options = runner, prompts, options
+        self._params, self._min_samples, self._signal = params, min_samples, signal
+        self._version = runner.version
+        self._num_started = 0
+        self.running: dict[int, RunningGroup] = {}
+        self.ready: dict[int, Group] = {}
+        """Complete groups, by the order in which their prompts were drawn."""
+        self.rewards: list[float] = []
+        """Of all samples scored since the last metrics, also in dropped groups."""
+        self._checked: dict[int, int] = {}
+        """The policy version at which a ready group was last checked for stale samples."""
+        self._slots = Slots()
+        self._is_continuous = False
+        """Whether groups are started while no `take` waits for them."""
+        self._num_awaited = 0
+        """Groups that a `take` waits for."""
+        self._num_taken: Counter[int] = Counter()
+        """Slots by policy version: those of the current one are in training, or given up."""
+        self._num_refills = 0
+        """Since the last `take`."""
+        self._dropped: Counter[tuple[str, str]] = Counter()
+        """Groups dropped since the last `take`, by domain and reason."""
+        self._last_error = ""
+
+    def start(self) -> None:
+        """Keep groups running from now on, as many as max_staleness allows."""
+        self._is_continuous = True
+        self._feed()
+
+    def stop(self) -> None:
+        """Start no more groups, not even for one that ends at this moment."""
+        self._is_continuous = False
+
+    async def take(self, num_groups: int, bar: ProgressBar) -> list[Group]:
+        """The oldest complete groups for the oldest slots.
+
+        Fewer when the prompts have ended, or when too many groups were dropped to replace them all.
+        """
+        self._num_awaited = num_groups
+        try:
+            num_slots, numbers = await self._wait_for(num_groups, bar)
+        finally:
+            self._num_awaited = 0
+        taken = self._release(num_slots, numbers)
+        if not self._is_continuous:
+            await self._abort_surplus()
+            self._slots.revive()  # the next step starts afresh
+        self._feed()
+        return taken
+
+    def refresh(self) -> None:
+        """Drop what is too stale, after a new policy version or news about running samples."""
+        self._drop_stale()
+        self._abort_stale()
+        self._feed()
+        self._signal.notify()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "ready": [write_group(group) for _, group in sorted(self.ready.items())],
+            "slots": self._slots.domains,
+            "given_up": self._slots.given_up,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Complete groups of an earlier run, which come first, and the slots of all its groups."""
+        self.ready = {number: read_group(record) for number, record in enumerate(state["ready"])}
+        self._num_started = len(self.ready)
+        self._slots = Slots(state["slots"], state.get("given_up", ()))
+        for group in self.ready.values():
+            self._slots.fill(group.prompt.domain)
+
+    async def _wait_for(self, num_groups: int, bar: ProgressBar) -> tuple[int, list[int]]:
+        """How many slots to release, and the numbers of the groups that fill them."""
+        while True:
+            if self._signal.error:
+                raise self._signal.error
+            self._drop_stale()
+            self._feed()
+            num_slots = self._num_due(num_groups)
+            if (numbers := self._slots.match(num_slots, self.ready)) is not None:
+                return num_slots, numbers
+            bar.reach(len(self.ready))
+            await self._signal.wait()
+
+    def _release(self, num_slots: int, numbers: list[int]) -> list[Group]:
+        taken = [self.ready.pop(number) for number in numbers]
+        num_given_up = self._slots.release(num_slots)
+        self._runner.counts["missing"] += num_given_up
+        self._runner.counts["done"] += sum(len(group.samples) for group in taken)
+        self._dropped.clear()
+        self._num_refills = 0
+        version, num_used = self._version.current, len(taken) + num_given_up
+        self._num_taken = Counter({version: self._num_taken[version] + num_used})
+        return taken
+
+    def _feed(self) -> None:
+        """Start groups while there is room, and in any case those that a `take` waits for."""
+        while not self._signal.error:
+            index, domain = self._slots.first_vacant()
+            if index >= self._num_wanted():
+                return
+            visit = self._prompts.draw(domain)
+            if visit is None and domain is None:
+                return
+            if domain is not None and (visit is None or visit.prompt.domain != domain):
+                self._slots.close(index)
+            if visit is not None:
+                if visit.prompt.domain != domain:
+                    self._slots.add(visit.prompt.domain)
+                self._start(visit)
+
+    def _num_wanted(self) -> int:
+        if self._is_continuous:
+            in_training = self._num_taken[self._version.current]
+            return max(self._num_awaited, self._options.max_in_flight - in_training)
+        return self._num_awaited + self._options.extra_prompts if self._num_awaited else 0
+
+    def _start(self, visit: Visit) -> None:
+        number, self._num_started = self._num_started, self._num_started + 1
+        group = RunningGroup(self._runner, visit, self._options.samples_per_prompt, self._params)
+        group.task = asyncio.get_running_loop().create_task(group.run())
+        self.running[number] = group
+        self._slots.fill(group.domain)
+        group.task.add_done_callback(lambda _: self._on_end(number))
+
+    def _on_end(self, number: int) -> None:
+        ended = self.running.pop(number, None)
+        if ended is None:  # it was too stale
+            return
+        if ended.task.cancelled():
+            self._slots.vacate(ended.domain)
+            self._runner.abort(ended.samples)
+            self._runner.discard(ended.samples, "aborted")
+        elif error := ended.task.exception():
+            self._signal.fail(error)
+        else:
+            self._keep_or_drop(number, ended.task.result())
+            self._feed()
+            self._signal.notify()
+
+    def _keep_or_drop(self, number: int, group: Group) -> None:
+        done = [sample for sample in group.samples if sample.state == "done"]
+        rewards = [sample.score.value for sample in done]
+        self.rewards += rewards
+        if reason := self._objection(group, rewards):
+            self._drop(number, group, reason)
+        else:
+            group.samples = done
+            self.ready[number] = group
+
+    def _objection(self, group: Group, rewards: list[float]) -> str | None:
+        """Why a group is not to be trained on, if there is a reason."""
+        low, high = self._options.min_group_reward, self._options.max_group_reward
+        if len(rewards) < self._min_samples:
+            is_late = any(sample.state == "aborted" for sample in group.samples)
+            return f"had too few samples left{' at the deadline' if is_late else ''}"
+        if self._options.drop_equal and len(set(rewards)) == 1:
+            return "had equal rewards"
+        if low is not None and fmean(rewards) < low:
+            return f"had a mean reward below {low}"
+        if high is not None and fmean(rewards) > high:
+            return f"had a mean reward above {high}"
+        return None
+
+    def _drop(self, number: int, group: Group, reason: str) -> None:
+        """Leave the slot to another group, as long as the step has refills."""
+        domain = group.prompt.domain
+        if self._num_refills < self._options.max_refills * self._options.prompts_per_step:
+            self._num_refills += 1
+            self._runner.counts["refilled"] += 1
+            self._slots.vacate(domain)
+        elif self._is_continuous:  # the step that the group was for gets one less
+            self._slots.give_up(domain, self._rank(number, domain))
+        else:  # a surplus group may take its place
+            self._slots.give_up(domain)
+        self._runner.discard(group.samples, "filtered", f"its group {reason}")
+        self._dropped[domain, reason] += 1
+        errors = [sample.error for sample in group.samples if sample.error]
+        self._last_error = errors[-1] if errors else self._last_error
+
+    def _rank(self, number: int, domain: str) -> int:
+        """Place among the groups of a domain, by the order in which their prompts were drawn."""
+        running = [n for n, group in self.running.items() if group.domain == domain]
+        ready = [n for n, group in self.ready.items() if group.prompt.domain == domain]
+        return sum(other < number for other in running + ready)
+
+    def _num_due(self, num_groups: int) -> int:
+        """How many slots a step releases, including those that were given up.
+
+        Groups of later slots wait for their own step, so a domain that is slow or often filtered
+        keeps its share. Only if all slots of the step were given up does it take the next group.
+        If none is left at all, every slot is released, and the caller may start afresh.
+        """
+        first = self._slots.first_kept()
+        if first is None and len(self._slots):
+            self._runner.counts["missing"] += self._slots.release(len(self._slots))
+            raise self._nothing_left()
+        return max(num_groups, (first or 0) + 1)
+
+    def _nothing_left(self) -> NothingLeft:
+        has_domains = len({domain for domain, _ in self._dropped} | set(self._slots.domains)) > 1
+        reasons = ", ".join(
+            f"{count} {f'of {domain} ' if has_domains else ''}{reason}"
+            for (domain, reason), count in self._dropped.most_common()
+        )
+        text = (
+            f"all {self._dropped.total()} groups of one step were dropped: {reasons}; "
+            f"max_refills={self._options.max_refills} allows "
+            f"{self._options.max_refills * self._options.prompts_per_step}. "
+            "Raise it, filter less, or choose prompts of another difficulty"
+        )
+        error = f". The last error:\n{self._last_error}" if self._last_error else ""
+        return NothingLeft(text + error)
+
+    @property
+    def _oldest_version(self) -> int:
+        """The oldest version of a first token that may be used."""
+        return self._version.current - self._options.max_version_gap
+
+    def _drop_stale(self) -> None:
+        """Drop stale samples of complete groups, and groups with too few samples left."""
+        version, oldest = self._version.current, self._oldest_version
+        for number, group in list(self.ready.items()):
+            if self._checked.get(number) == version:
+                continue
+            self._checked[number] = version
+            stale = [s for s in group.samples if s.first_version < oldest]
+            self._runner.discard(stale, "stale", "too old")
+            group.samples = [s for s in group.samples if s.state == "done"]
+            if len(group.samples) < self._min_samples:
+                self._runner.discard(group.samples, "filtered", "the others were too old")
+                self._slots.vacate(group.prompt.domain)
+                del self.ready[number]
+        self._checked = {number: self._checked[number] for number in self.ready}
+
+    def _abort_stale(self) -> None:
+        """Abort running groups that will have too few samples that are young enough.
+
+        A sample that has not begun is not stale.
+        """
+        oldest = self._oldest_version
+        for number, group in list(self.running.items()):
+            left = [s for s in group.samples if s.state not in LOST]
+            versions = [group.first_version(s) for s in left]
+            stale = [s for s, v in zip(left, versions, strict=True) if v is not None and v < oldest]
+            is_enough = len(left) - len(stale) >= self._min_samples
+            if not stale or is_enough or group.task.done():
+                continue
+            self._runner.discard(stale, "stale", "too old")
+            self._runner.discard(left, "filtered", "the others were too old")
+            self._slots.vacate(group.domain)
+            del self.running[number]
+            group.task.cancel()
+
+    async def _abort_surplus(self) -> None:
+        tasks = [running.task for running in self.running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for group in self.ready.values():
+            self._runner.discard(group.samples, "aborted", "one too many")
+            self._slots.vacate(group.prompt.domain)
+        self.ready.clear()
+
+
+def drop_failed(groups: list[Group], *, min_samples: int = 2) -> list[Group]:
+    """Groups without their failed and aborted samples.
+
+    A group with fewer than `min_samples` left is dropped: one sample has nothing to compare with.
+    """
+    kept = [
+        Group(prompt=group.prompt, samples=[s for s in group.samples if s.state == "done"])
+        for group in groups
+    ]
+    kept = [group for group in kept if len(group.samples) >= min_samples]
+    if not kept:
+        raise _all_failed(groups, min_samples)
+    return kept
+
+
+def refuse_all_failed(groups: list[Group]) -> None:
+    if not any(sample.state == "done" for group in groups for sample in group.samples):
+        raise _all_failed(groups, 1)
+
+
+def _all_failed(groups: list[Group], min_samples: int) -> RuntimeError:
+    errors = [sample.error for group in groups for sample in group.samples if sample.error]
+    return RuntimeError(
+        f"no group has {min_samples} samples left: {len(errors)} samples failed. "
+        "The first error:\n" + (errors[0] if errors else "(none)")
+    )
