@@ -26,6 +26,7 @@ from roll_lite.cluster.role import RoleHandle, split
 from roll_lite.cluster.world import device_bytes
 from roll_lite.engine.service import EngineService
 from roll_lite.models.config import read_config
+from roll_lite.models.cost import SequenceCost
 from roll_lite.progress import Laps
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rewarding import RewardOptions, Rewards
@@ -41,7 +42,6 @@ from roll_lite.sync import WeightSync
 from roll_lite.train.advantage_options import AdvantageState
 from roll_lite.train.advantages import Evidence, with_advantages
 from roll_lite.train.algorithm import Algorithm
-from roll_lite.train.balance import Cost
 from roll_lite.train.checkpoint import Checkpoints
 from roll_lite.train.losses import critic_metrics
 from roll_lite.train.options import Training
@@ -343,7 +343,7 @@ def update(
     sequences: list[TrainingSequence], cfg: Config, models: Models, step: int
 ) -> dict[str, float]:
     """The round's optimizer steps: `epochs` passes of `updates_per_step` each."""
-    cost, policy_updates, critic_updates = Cost.of(read_config(cfg.model)), [], []
+    cost, policy_updates, critic_updates = SequenceCost.of(read_config(cfg.model)), [], []
 
     def update_once(
         trainer: RoleHandle, done: int, part: list[TrainingSequence], **options

@@ -13,16 +13,15 @@ from roll_lite.cluster.memory import (
     MAX_RUNNING,
     PAGE_TOKENS,
     USABLE,
-    Memory,
-    count_parameters,
+    RankMemory,
     format_bytes,
-    kv_bytes_per_token,
     role_memory,
     together,
     train_memory,
     usable_bytes,
 )
 from roll_lite.models.config import ModelConfig
+from roll_lite.models.cost import count_parameters, kv_bytes_per_token
 
 CPU_CACHE_GIB = 1.0  # of an engine whose kv_cache_gib is not given, where no device sets a limit
 
@@ -83,7 +82,7 @@ class RankPlan:
 
     ranks: tuple[int, ...]
     roles: tuple[str, ...]
-    memory: Memory
+    memory: RankMemory
     samples_at_once: int
     """Samples that the engine's cache holds at full length; 0 without an engine."""
 
@@ -138,7 +137,7 @@ def _share(total: int, num_parts: int) -> int:
     return -(-total // num_parts) if num_parts else 0
 
 
-def _role_memory(draft: Plan, role: Role, microbatch: int | None = None) -> Memory:
+def _role_memory(draft: Plan, role: Role, microbatch: int | None = None) -> RankMemory:
     """Of one role on one of its ranks, an engine's cache not counted."""
     batch = draft.batch
     if role.name == "generate":
@@ -301,7 +300,7 @@ def render(plan: Plan) -> str:
 
 
 def _memory_table(parts: tuple[RankPlan, ...]) -> str:
-    columns = [field.name for field in fields(Memory)]
+    columns = [field.name for field in fields(RankMemory)]
     rows = [["ranks", "holds", *(name.replace("_", " ") for name in columns), "total"]]
     for part in parts:
         sizes = [format_bytes(getattr(part.memory, name)) for name in columns]

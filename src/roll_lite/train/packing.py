@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from roll_lite.models.attention import PackedAttention
+from roll_lite.models.cost import BY_LENGTH, SequenceCost
 from roll_lite.train.aggregation import row_weights
-from roll_lite.train.balance import BY_LENGTH, Cost, spread
+from roll_lite.train.balance import spread
 
 NUMBERS = ("logprobs", "old_logprobs", "reference_logprobs", "advantages", "values", "returns")
 TENSORS = ("teacher_ids", "teacher_logprobs")
@@ -102,7 +103,7 @@ def pack(
     aggregation: str = "token_mean",
     constant: float | None = None,
     together: int = 1,
-    cost: Cost = BY_LENGTH,
+    cost: SequenceCost = BY_LENGTH,
 ) -> list[MicroBatch]:
     """Cut a batch into micro-batches of at most so many tokens, the same number for every shard.
 

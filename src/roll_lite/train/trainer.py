@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll_lite.cluster.groups import Place
-from roll_lite.models.flops import device_flops, training_flops
+from roll_lite.models.cost import device_flops, training_flops
 from roll_lite.models.hf import save_state, stored_dtype
 from roll_lite.models.layers import Checkpointing
 from roll_lite.models.lora import LoraOptions, adapters, merge
