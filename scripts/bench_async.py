@@ -35,8 +35,8 @@ from async_model import (
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.groups import Place
 from roll_lite.cluster.role import RoleHandle
-from roll_lite.engine.sequence import Request
-from roll_lite.engine.service import Answers, Load
+from roll_lite.engine.request import Request
+from roll_lite.engine.service import EngineReport, Load
 from roll_lite.envs.question import question_maker
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.options import RolloutOptions
@@ -105,7 +105,7 @@ class SleepingEngine:
             self._begin(now, *self._waiting.popleft())
         if turns or is_new:
             load = Load(len(self._running), len(self._waiting), 0)
-            self._place.report("answers", Answers(turns, [], load, self._version, begun))
+            self._place.report("answers", EngineReport(turns, [], load, self._version, begun))
             self._reported_version = self._version
         if self._running:
             time.sleep(min(NAP_SECONDS, max(0.0, self._running[0][0] - time.monotonic())))

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import tyro
 
-from roll_lite.engine.service import Answers, Load
+from roll_lite.engine.service import EngineReport, Load
 from roll_lite.envs.question import question_maker
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.options import RolloutOptions
@@ -70,7 +70,7 @@ class InstantEngines:
         for replica, turns in enumerate(self._turns):
             if turns:
                 self._turns[replica] = []
-                self._on_report(replica, "answers", Answers(turns, [], Load(0, 0, 0), 0))
+                self._on_report(replica, "answers", EngineReport(turns, [], Load(0, 0, 0), 0))
         return any(self._turns)
 
 

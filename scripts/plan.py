@@ -17,7 +17,7 @@ from roll_lite.checks import above, at_least
 from roll_lite.cluster.device_map import DeviceMap, auto_device_map, parse_device_map
 from roll_lite.cluster.planner import BatchPlan, plan, render
 from roll_lite.models.config import ModelConfig, read_config
-from roll_lite.models.shapes import SHAPES, shape_config
+from roll_lite.models.presets import SHAPES, shape_config
 
 
 @dataclass(kw_only=True)

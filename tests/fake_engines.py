@@ -9,8 +9,8 @@ import traceback
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-from roll_lite.engine.sequence import Request
-from roll_lite.engine.service import Answers, Load
+from roll_lite.engine.request import Request
+from roll_lite.engine.service import EngineReport, Load
 from roll_lite.envs.question import question_maker
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.options import RolloutOptions
@@ -121,7 +121,7 @@ class FakeService:
         is_new = version != self.reported_version
         if self.turns or is_new:
             begun = [(*sample, first) for sample, first in self.running.items()] if is_new else ()
-            self.place.report("answers", Answers(self.turns, [], load, version, begun))
+            self.place.report("answers", EngineReport(self.turns, [], load, version, begun))
             self.turns, self.reported_version = [], version
 
 

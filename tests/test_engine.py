@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from roll_lite.chat import Chat
 from roll_lite.engine.engine import Engine
+from roll_lite.engine.request import Request
 from roll_lite.engine.sampler import gumbel, noise_key, sample, truncate
-from roll_lite.engine.sequence import Request
 from roll_lite.models.attention import PackedAttention
 from roll_lite.models.hf import load_model
 from roll_lite.types import SamplingParams

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from roll_lite.engine.lockstep import Lockstep
+from roll_lite.engine.tensor_parallel import Lockstep
 
 SECONDS = 10  # a rank that waits so long waits for ever
 
@@ -29,7 +29,7 @@ class Channel:
 
 
 class Engine:
-    """What Lockstep needs of a RanksEngine; work is a number of steps that is left."""
+    """What Lockstep needs of a TensorParallelEngine; work is a number of steps that is left."""
 
     def __init__(self, channel, is_first):
         self.channel, self.is_first, self.left, self.num_steps = channel, is_first, 0, 0
@@ -57,14 +57,14 @@ def run_rank(engine, inbox, num_messages, meet, errors):
                 kind, number = inbox.get(timeout=SECONDS)
                 num_messages, is_busy = num_messages - 1, True
                 if kind == "letter":
-                    lockstep.count_letter()
+                    lockstep.count_post()
                     engine.left += number
                 else:
                     calls.add(number)
             if num_run + 1 in calls:
                 num_run += 1
                 calls.remove(num_run)
-                lockstep.make_way(num_run)
+                lockstep.pause_for_call(num_run)
                 meet.wait(timeout=SECONDS)  # the collective inside of the call
                 engine.left += num_run % 2  # a call may leave work, too
                 is_busy = True

@@ -11,7 +11,7 @@ from training_data import random_sequences
 
 from roll_lite.cluster.codec import decode, encode
 from roll_lite.models.cost import SequenceCost
-from roll_lite.models.shapes import shape_config
+from roll_lite.models.presets import shape_config
 from roll_lite.train.balance import spread
 from roll_lite.train.packing import (
     NUMBERS,

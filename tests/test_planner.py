@@ -27,9 +27,9 @@ from roll_lite.engine.engine import MAX_PREFILL_TOKENS, Engine
 from roll_lite.engine.runner import cache_shape
 from roll_lite.models.config import parse_config
 from roll_lite.models.cost import count_parameters, kv_bytes_per_token, saved_bytes_per_token
+from roll_lite.models.fsdp import shard
 from roll_lite.models.logprobs import CUDA_CHUNK_ROWS
-from roll_lite.models.parallel import shard
-from roll_lite.models.shapes import SHAPES, shape_config
+from roll_lite.models.presets import SHAPES, shape_config
 from roll_lite.models.transformer import Transformer
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "plan.py"

@@ -12,10 +12,10 @@ from conftest import make_reference
 
 from roll_lite.engine import sampler
 from roll_lite.engine.engine import Engine
-from roll_lite.engine.ranks import RanksEngine
-from roll_lite.engine.sequence import Request
+from roll_lite.engine.request import Request
+from roll_lite.engine.tensor_parallel import TensorParallelEngine
 from roll_lite.models.hf import load_model
-from roll_lite.models.tensor import TensorShard
+from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.types import SamplingParams
 
 
@@ -46,7 +46,7 @@ def run_workload(engine, folders):
     engine.abort(handles[3].id)
     for _ in range(6):
         engine.step()
-    if isinstance(engine, RanksEngine):
+    if isinstance(engine, TensorParallelEngine):
         engine.pause()
     load_other(engine, folders)
     while engine.has_work:
@@ -72,7 +72,7 @@ def run_rank(rank, folders, store, out):
     )  # fmt: skip
     shard = TensorShard.of(dist.group.WORLD)
     model = load_model(folders[0], shard=shard)
-    engine = RanksEngine(
+    engine = TensorParallelEngine(
         model, control=dist.new_group(backend="gloo"), kv_cache_gib=3e-4, max_prefill_tokens=50,
         page_size=4, burst=3,
     )  # fmt: skip

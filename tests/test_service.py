@@ -12,7 +12,7 @@ from test_cluster import Program, run_failing
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.errors import RoleError
 from roll_lite.engine.engine import Engine
-from roll_lite.engine.sequence import Request
+from roll_lite.engine.request import Request
 from roll_lite.engine.service import EngineService
 from roll_lite.models.hf import load_model
 from roll_lite.types import SamplingParams
@@ -110,7 +110,7 @@ def test_with_new_weights_an_engine_says_what_goes_on_and_since_when(
     turns = {key: turn for a in answers for key, _, turn in a.turns}
     first = {key: turn.versions[0][1] for key, turn in turns.items()}
     assert first == {"a": 0, "b": 0, "c": 4, "d": 4}
-    told = [(a.policy_version, *sample) for a in answers for sample in a.begun]
+    told = [(a.policy_version, *sample) for a in answers for sample in a.first_versions]
     assert told == ([(4, "a", 0, 0), (4, "b", 0, 0)] if running == "go_on" else [])
     aborted = [key for key, turn in turns.items() if turn.finish_reason == "abort"]
     assert aborted == (["a", "b"] if running == "abort" else [])

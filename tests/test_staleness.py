@@ -16,8 +16,8 @@ from fake_engines import (
     wait_until,
 )
 
-from roll_lite.engine.sequence import Request
-from roll_lite.engine.service import Answers, Load
+from roll_lite.engine.request import Request
+from roll_lite.engine.service import EngineReport, Load
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.replicas import Replicas
 from roll_lite.types import SamplingParams, Turn
@@ -70,7 +70,7 @@ def test_what_is_left_of_a_group_after_an_abort_is_asked_again(replica_fails):
 
     def answer(replicas, key, **reasons):
         turns = [(key, int(name[1:]), turn(reason)) for name, reason in reasons.items()]
-        replicas._on_report(0, "answers", Answers(turns, [], Load(0, 0, 0), 1))
+        replicas._on_report(0, "answers", EngineReport(turns, [], Load(0, 0, 0), 1))
 
     async def run(replica_fails):
         engines, given, retried = Engines(), [], []
@@ -80,7 +80,7 @@ def test_what_is_left_of_a_group_after_an_abort_is_asked_again(replica_fails):
         asked = replicas.ask(request, futures, given.append, retried.append)
         key = asked.key
         begun = [(key, 0, 0), (key, 1, 0)]
-        replicas._on_report(0, "answers", Answers([], [], Load(0, 0, 0), 1, begun))
+        replicas._on_report(0, "answers", EngineReport([], [], Load(0, 0, 0), 1, begun))
         assert asked.begun == {0: 0, 1: 0}
         answer(replicas, key, s0="abort", s1="abort")
         assert asked.begun == {}  # they begin again under whichever version there is then

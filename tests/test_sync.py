@@ -10,7 +10,7 @@ import torch
 from conftest import make_reference
 
 from roll_lite.cluster.device_map import parse_device_map
-from roll_lite.models.tensor import cut_dimension
+from roll_lite.models.tensor_parallel import cut_dimension
 from roll_lite.sync import row_sums
 
 TESTS = Path(__file__).parent

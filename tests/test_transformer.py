@@ -7,9 +7,8 @@ from conftest import make_reference
 from roll_lite.models.attention import PackedAttention
 from roll_lite.models.config import UnsupportedModelError, parse_config
 from roll_lite.models.hf import load_model, pieces
-from roll_lite.models.linear import linear
 from roll_lite.models.logprobs import scaled_logits
-from roll_lite.models.pointwise import silu_mul
+from roll_lite.models.ops import linear, silu_mul
 
 LENGTHS = (1, 7, 30, 129)
 

@@ -11,7 +11,7 @@ from itertools import count
 
 from roll_lite.chat import Chat
 from roll_lite.cluster.role import RoleHandle, split
-from roll_lite.engine.sequence import Request
+from roll_lite.engine.request import Request
 from roll_lite.rewards.judging import VERDICTS, VerdictError, judge_messages, parse_verdict
 from roll_lite.rollout.asking import Asking
 from roll_lite.rollout.turns import derive_seed

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from roll_lite.cluster.groups import Place
 from roll_lite.engine.engine import Engine, Running
-from roll_lite.models.tensor import TensorShard, cut_dimension
+from roll_lite.models.tensor_parallel import TensorShard, cut_dimension
 from roll_lite.models.transformer import Transformer
 from roll_lite.train.trainer import Trainer
 

@@ -93,7 +93,7 @@ class Cluster:
         role = self._all_roles[name]
         contents = [((cls,), kwargs)] * role.num_replicas
         self._issuer.issue(Request(role, BUILD, contents, "first", self.deadline)).result()
-        if role.tp > 1 and hasattr(cls, "make_way"):
+        if role.tp > 1 and hasattr(cls, "pause_for_call"):
             self._issuer.bind(role)
         return RoleHandle(self._issuer, role, cls, self.deadline, self.world_size == 1)
 

@@ -190,8 +190,8 @@ class Worker:
     def _answer(self, order: Order) -> Reply:
         is_local = not isinstance(order.content, Message)
         try:
-            for role in self._roles_with("make_way"):
-                self._objects[role].make_way(order.ticket)
+            for role in self._roles_with("pause_for_call"):
+                self._objects[role].pause_for_call(order.ticket)
             args, kwargs = order.content if is_local else decode(order.content)
             value = self.perform(order.role, order.method, args, kwargs)
             if not order.is_wanted:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from roll_lite.engine.blocks import KeyBlocks, block_attention
-from roll_lite.models.rotary import Projected
+from roll_lite.engine.torch_attention import KeyBlocks, block_attention
+from roll_lite.models.attention import Projected
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class TritonPrefill:
     where: PrefillPlaces
 
     def __call__(self, layer: int, projected: Projected) -> Tensor:
-        from roll_lite.kernels.prefill import paged_prefill
+        from roll_lite.kernels.paged_attention import paged_prefill
 
         w = self.where
         k_pages, v_pages = w.cache[layer]
@@ -118,7 +118,7 @@ class TritonDecode:
     where: DecodePlaces
 
     def __call__(self, layer: int, projected: Projected) -> Tensor:
-        from roll_lite.kernels.decode import paged_decode
+        from roll_lite.kernels.paged_attention import paged_decode
 
         w = self.where
         k_pages, v_pages = w.cache[layer]
@@ -168,7 +168,7 @@ def _rotate_into_cache(
     """The same in one kernel, for heads whose size is a power of two."""
     if not _is_power_of_two(k_pages.shape[-1]):
         return _write(projected, slots_T, k_pages, v_pages)
-    from roll_lite.kernels.qkv import rotate_into_cache
+    from roll_lite.kernels.rotary import rotate_into_cache
 
     q_norm, k_norm, eps = None, None, 0.0
     if projected.q_norm is not None:

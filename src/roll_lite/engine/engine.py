@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from roll_lite.engine.arena import Memory, check_fit, move_to_arena, write
 from roll_lite.engine.attention import PAGE_SIZE, choose_backend
-from roll_lite.engine.memory import Memory
 from roll_lite.engine.pages import PagePool
+from roll_lite.engine.request import Handle, OnTurn, Request, Sequence, check_request
 from roll_lite.engine.runner import Flight, Runner, Sampled, pages_within
 from roll_lite.engine.sampler import noise_key
 from roll_lite.engine.scheduler import Chunk, Scheduler
-from roll_lite.engine.sequence import Handle, OnTurn, Request, Sequence, check_request
-from roll_lite.engine.weights import check_fit, take_over, write
 from roll_lite.models.transformer import Transformer
 from roll_lite.progress import ProgressBar
 from roll_lite.types import Turn
@@ -55,7 +54,7 @@ class Engine:
         texts.
         """
         self.model = model.requires_grad_(False)
-        self._weights = take_over(model)
+        self._weights = move_to_arena(model)
         self.policy_version = 0
         weight, config = model.embedding, model.config
         backend = choose_backend(backend, weight.device, weight.dtype, config.head_dim)

@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from roll_lite.engine.arena import Memory
 from roll_lite.engine.attention import BACKENDS, DecodePlaces, PrefillPlaces
-from roll_lite.engine.batch import SCRATCH_PAGE, Batch, Rows
-from roll_lite.engine.memory import Memory
+from roll_lite.engine.request import Sequence
+from roll_lite.engine.rows import SCRATCH_PAGE, Batch, Rows
 from roll_lite.engine.sampler import sample, truncate
 from roll_lite.engine.scheduler import Chunk
-from roll_lite.engine.sequence import Sequence
-from roll_lite.models.linear import linear
 from roll_lite.models.logprobs import row_chunks
+from roll_lite.models.ops import linear
 from roll_lite.models.transformer import Transformer
 
 ROW_BUCKETS = (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from roll_lite.models.logprobs import pick_logprobs, scale
-from roll_lite.models.tensor import TensorShard
+from roll_lite.models.tensor_parallel import TensorShard
 
 CANDIDATES = 1024
 """Entries that each rank sends for top-k, top-p and min-p."""

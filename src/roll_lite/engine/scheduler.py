@@ -8,7 +8,7 @@ from collections import deque
 from typing import NamedTuple
 
 from roll_lite.engine.pages import PagePool
-from roll_lite.engine.sequence import Sequence
+from roll_lite.engine.request import Sequence
 
 
 class Chunk(NamedTuple):

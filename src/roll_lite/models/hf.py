@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from roll_lite.models.config import ModelConfig, read_config, read_hf_config
-from roll_lite.models.tensor import TensorShard, cut_dimension
+from roll_lite.models.tensor_parallel import TensorShard, cut_dimension
 from roll_lite.models.transformer import Head, Transformer
 
 INDEX = "model.safetensors.index.json"

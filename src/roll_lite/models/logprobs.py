@@ -7,8 +7,8 @@ the head in chunks, and the backward pass computes each chunk's logits again.
 import torch
 from torch import Tensor
 
-from roll_lite.models.linear import linear
-from roll_lite.models.tensor import TensorShard
+from roll_lite.models.ops import linear
+from roll_lite.models.tensor_parallel import TensorShard
 
 CHUNK_ROWS = 512
 CUDA_CHUNK_ROWS = 2048  # fewer additions to the head's gradient, whose logits stay in 16 bits

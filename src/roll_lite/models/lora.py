@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from roll_lite.models.tensor import TensorShard
+from roll_lite.models.tensor_parallel import TensorShard
 
 TARGETS = {
     "qkv": "attention.qkv",

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from roll_lite.cluster.role import RoleHandle
-from roll_lite.engine.sequence import Request
+from roll_lite.engine.request import Request
 from roll_lite.rollout.loops import LoopThread, PumpedLoop
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.replicas import Replicas

@@ -14,8 +14,8 @@ from typing import Any
 
 from roll_lite.cluster.errors import RoleError
 from roll_lite.cluster.role import RoleHandle
-from roll_lite.engine.sequence import Request
-from roll_lite.engine.service import Answers, Load
+from roll_lite.engine.request import Request
+from roll_lite.engine.service import EngineReport, Load
 from roll_lite.rollout.loops import LoopThread, PumpedLoop
 from roll_lite.rollout.options import RolloutOptions
 
@@ -174,7 +174,7 @@ class Replicas:
             self._repeat_aborted(asked)  # others of it may be all that the engine still had
         self._dispatch()
 
-    def _on_answers(self, replica: int, answers: Answers) -> None:
+    def _on_answers(self, replica: int, answers: EngineReport) -> None:
         self.policy_version = max(self.policy_version, answers.policy_version)
         self.loads[replica] = answers.load
         if answers.turns:
@@ -190,10 +190,10 @@ class Replicas:
         for key, why in answers.refused:
             if asked := self._asked.get(key):
                 self._fail(asked, ValueError, why)
-        for key, index, version in answers.begun:
+        for key, index, version in answers.first_versions:
             if asked := self._asked.get(key):
                 asked.begun[index] = version
-        if answers.begun:
+        if answers.first_versions:
             self._on_begun()
 
     def _on_abort(self, asked: Asked, index: int) -> None:

@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Protocol
 
-from roll_lite.engine.sequence import Request
+from roll_lite.engine.request import Request
 from roll_lite.rollout.replicas import Asked, OnSample
 from roll_lite.types import Sample, SamplingParams, Turn
 

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from roll_lite.cluster.groups import Place
-from roll_lite.models.layers import Checkpointing
+from roll_lite.models.fsdp import shard
 from roll_lite.models.lora import LoraOptions, add_adapters
-from roll_lite.models.parallel import shard
-from roll_lite.models.source import open_model
-from roll_lite.models.tensor import TensorShard
-from roll_lite.models.transformer import Head
+from roll_lite.models.presets import open_model
+from roll_lite.models.tensor_parallel import TensorShard
+from roll_lite.models.transformer import Checkpointing, Head
 from roll_lite.train.packing import MicroBatch
 
 

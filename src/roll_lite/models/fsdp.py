@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from roll_lite.models.layers import Checkpointing
-from roll_lite.models.tensor import TensorShard, cut_dimension
-from roll_lite.models.transformer import Transformer
+from roll_lite.models.tensor_parallel import TensorShard, cut_dimension
+from roll_lite.models.transformer import Checkpointing, Transformer
 
 UNIT_PARAMETERS = 2**25  # that FSDP gathers at once, at most, unless a block alone has more
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll_lite.engine.sequence import MAX_STOP_IDS, Sequence
+from roll_lite.engine.request import MAX_STOP_IDS, Sequence
 
 SCRATCH_PAGE = 0
 """Rows without a sequence write here."""
