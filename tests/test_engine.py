@@ -551,7 +551,7 @@ def test_a_wake_that_fails_can_be_repeated(qwen, monkeypatch):
     engine = engine_with(copy.deepcopy(model), num_pages=20)
     engine.sleep()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.runner.memory, "take_again", lambda: (_ for _ in ()).throw(OSError()))
+        patch.setattr(engine.runner.arena, "restore", lambda: (_ for _ in ()).throw(OSError()))
         with pytest.raises(OSError):
             engine.wake()
     with pytest.raises(RuntimeError, match="call wake"):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll_lite.cluster.groups import Place
-from roll_lite.engine.engine import Engine, Running
+from roll_lite.engine.engine import Engine, OnNewWeights
 from roll_lite.models.tensor_parallel import TensorShard, cut_dimension
 from roll_lite.models.transformer import Transformer
 from roll_lite.train.trainer import Trainer
@@ -40,7 +40,7 @@ class WeightSync:
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=self.place.group)
         return bool(flag)
 
-    def sync(self, version: int, running: Running = "go_on") -> dict[str, float]:
+    def sync(self, version: int, running: OnNewWeights = "go_on") -> dict[str, float]:
         """Bring all engines to the trainer's weights, and check that they hold them."""
         start = time.perf_counter()
         arrived: dict[str, Tensor] = {}
