@@ -42,7 +42,7 @@ def sample(
     if logits_RV.is_cuda:
         from roll_lite.kernels.sample import sample as fused
 
-        exchange = shard.side_by_side if shard else None
+        exchange = shard.gather if shard else None
         return fused(logits_RV, temperatures_R, is_greedy_R, keys_R2, positions_R, first, exchange)
     has_greedy, found = bool(is_greedy_R.any()), []
     for rows in _small_chunks(logits_RV):
@@ -52,15 +52,15 @@ def sample(
             noise_CV.masked_fill_(is_greedy_R[rows, None], 0.0)
         best_C, ids_C = noise_CV.add_(logits_CV).max(-1)
         logit_C = logits_CV.gather(1, ids_C[:, None])[:, 0]
-        found.append((ids_C, best_C, logit_C, pick_logprobs(logits_CV, ids_C)[0]))
+        found.append((ids_C, best_C, logit_C, pick_logprobs(logits_CV, ids_C)))
     ids_R, best_R, logit_R, logprobs_R = (torch.cat(x) for x in zip(*found, strict=True))
     if shard is None:
         return ids_R, logprobs_R
     # Not logsumexp, whose rounding depends on the number of rows. Where truncation has removed all
     # of this rank's entries, the best is -inf and log_softmax nan.
     lse_R = (logit_R - logprobs_R).masked_fill_(logit_R == -torch.inf, -torch.inf)
-    best_RS, logit_RS, lse_RS = (shard.side_by_side(x[:, None]) for x in (best_R, logit_R, lse_R))
-    ids_RS = shard.side_by_side(ids_R[:, None] + first)
+    best_RS, logit_RS, lse_RS = (shard.gather(x[:, None]) for x in (best_R, logit_R, lse_R))
+    ids_RS = shard.gather(ids_R[:, None] + first)
     winner_R1 = best_RS.argmax(-1, keepdim=True)
     logprobs_R = logit_RS.gather(1, winner_R1)[:, 0] - lse_RS.logsumexp(-1)
     return ids_RS.gather(1, winner_R1)[:, 0], logprobs_R
@@ -126,14 +126,14 @@ def _last_left_over_ranks(logits_RV: Tensor, shard: TensorShard, *options: Tenso
     """
     for num_candidates in (min(CANDIDATES, logits_RV.shape[1]), logits_RV.shape[1]):
         largest_RC, order_RC = logits_RV.topk(num_candidates)
-        sorted_RN = shard.side_by_side(largest_RC).sort(dim=-1, descending=True).values
+        sorted_RN = shard.gather(largest_RC).sort(dim=-1, descending=True).values
         temperature_R1 = options[0][:, None]
         others_RV = logits_RV.scatter(1, order_RC, -torch.inf) / temperature_R1
         others_R1 = others_RV.logsumexp(-1, keepdim=True) * temperature_R1  # as one logit
-        whole_RV = torch.cat([sorted_RN, shard.side_by_side(others_R1)], -1)
+        whole_RV = torch.cat([sorted_RN, shard.gather(others_R1)], -1)
         last_R1 = _last_left(sorted_RN, whole_RV, *options)
         # Above every rank's smallest candidate the list is complete.
-        floor_R1 = shard.side_by_side(largest_RC[:, -1:]).amax(-1, keepdim=True)
+        floor_R1 = shard.gather(largest_RC[:, -1:]).amax(-1, keepdim=True)
         if num_candidates == logits_RV.shape[1] or bool((last_R1 > floor_R1).all()):
             return last_R1
     raise AssertionError("all entries are always enough")

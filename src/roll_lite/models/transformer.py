@@ -152,7 +152,7 @@ class Block(nn.Module):
         return x_TH if self.shard is None else self.shard.spread(x_TH)
 
     def _whole(self, partial_TH: Tensor) -> Tensor:
-        return partial_TH if self.shard is None else self.shard.add_up(partial_TH)
+        return partial_TH if self.shard is None else self.shard.all_reduce(partial_TH)
 
 
 def _keep_products(context, operator, *args, **kwargs) -> CheckpointPolicy:
