@@ -97,7 +97,7 @@ def test_wrong_shapes_are_named(folder):
 def test_truncated_files_are_named(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a whole"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a complete"):
         load_model(folder)
 
 
