@@ -5,13 +5,14 @@ plain torch (CPU, fp32, and the reference for the other two).
 """
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from roll_lite.engine.torch_attention import KeyBlocks, block_attention
-from roll_lite.models.attention import Projected
+from roll_lite.models.attention import Attend, Projected
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class DecodeMetadata:
     """One new token per sequence."""
 
     cache: Tensor
-    slots_B: Tensor
+    slots_T: Tensor
     page_table_BP: Tensor
     lengths_B: Tensor
     """Keys of each sequence, including the new one."""
@@ -48,30 +49,26 @@ class DecodeMetadata:
     """Zeros; counters of the triton kernel."""
 
 
-class TorchPrefill:
-    def __init__(self, meta: PrefillMetadata):
-        self.meta = meta
-        _clear_new_pages(meta.cache, meta.slots_T)
-        lengths_B = meta.cu_seqlens.diff()
-        self.keys = KeyBlocks.of_chunks(meta.starts_B, lengths_B, meta.page_table_BP, meta.cache)
-
-    def __call__(self, layer: int, projected: Projected) -> Tensor:
-        return _attend_blocks(self.meta.cache[layer], self.meta.slots_T, self.keys, projected)
+Metadata = PrefillMetadata | DecodeMetadata
 
 
-class TorchDecode:
-    def __init__(self, meta: DecodeMetadata):
-        self.meta = meta
-        _clear_new_pages(meta.cache, meta.slots_B)
-        self.keys = KeyBlocks.of_chunks(
-            meta.lengths_B - 1,
-            torch.ones_like(meta.lengths_B),
-            meta.page_table_BP,
-            meta.cache,
-        )
+def torch_prefill(meta: PrefillMetadata) -> Attend:
+    return _torch_attention(meta, meta.starts_B, meta.cu_seqlens.diff())
 
-    def __call__(self, layer: int, projected: Projected) -> Tensor:
-        return _attend_blocks(self.meta.cache[layer], self.meta.slots_B, self.keys, projected)
+
+def torch_decode(meta: DecodeMetadata) -> Attend:
+    return _torch_attention(meta, meta.lengths_B - 1, torch.ones_like(meta.lengths_B))
+
+
+def _torch_attention(meta: Metadata, starts_B: Tensor, lengths_B: Tensor) -> Attend:
+    _clear_new_pages(meta.cache, meta.slots_T)
+    keys = KeyBlocks.of_chunks(starts_B, lengths_B, meta.page_table_BP, meta.cache)
+
+    def attend(layer: int, projected: Projected) -> Tensor:
+        pages = meta.cache[layer]
+        return block_attention(_write(projected, meta.slots_T, *pages), *pages, keys)
+
+    return attend
 
 
 def _clear_new_pages(cache: Tensor, slots_T: Tensor) -> None:
@@ -84,12 +81,6 @@ def _clear_new_pages(cache: Tensor, slots_T: Tensor) -> None:
     cache[:, :, slots_T[slots_T % page_size == 0] // page_size] = 0
 
 
-def _attend_blocks(
-    layer_cache: Tensor, slots_T: Tensor, keys: KeyBlocks, projected: Projected
-) -> Tensor:
-    return block_attention(_write(projected, slots_T, *layer_cache), *layer_cache, keys)
-
-
 def _write(projected: Projected, slots_T: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
     """Write keys and values to their slots; returns the rotated queries."""
     q_THD, k_TKD, v_TKD = projected.rotated()
@@ -98,68 +89,49 @@ def _write(projected: Projected, slots_T: Tensor, k_pages: Tensor, v_pages: Tens
     return q_THD
 
 
-@dataclass(frozen=True, slots=True)
-class TritonPrefill:
-    meta: PrefillMetadata
+def triton_prefill(meta: PrefillMetadata) -> Attend:
+    from roll_lite.kernels.paged_attention import paged_prefill
 
-    def __call__(self, layer: int, projected: Projected) -> Tensor:
-        from roll_lite.kernels.paged_attention import paged_prefill
-
-        meta = self.meta
-        k_pages, v_pages = meta.cache[layer]
-        return paged_prefill(
-            _rotate_into_cache(projected, meta.slots_T, k_pages, v_pages), k_pages, v_pages,
-            meta.page_table_BP, meta.cu_seqlens, meta.starts_B, meta.max_seqlen,
-        )  # fmt: skip
+    options = meta.page_table_BP, meta.cu_seqlens, meta.starts_B, meta.max_seqlen
+    return _kernel_attention(meta, lambda q, k, v: paged_prefill(q, k, v, *options))
 
 
-@dataclass(frozen=True, slots=True)
-class TritonDecode:
-    meta: DecodeMetadata
+def triton_decode(meta: DecodeMetadata) -> Attend:
+    from roll_lite.kernels.paged_attention import paged_decode
 
-    def __call__(self, layer: int, projected: Projected) -> Tensor:
-        from roll_lite.kernels.paged_attention import paged_decode
-
-        meta = self.meta
-        k_pages, v_pages = meta.cache[layer]
-        return paged_decode(
-            _rotate_into_cache(projected, meta.slots_B, k_pages, v_pages), k_pages, v_pages,
-            meta.page_table_BP, meta.lengths_B, meta.max_length, meta.finished_BK,
-        )  # fmt: skip
+    options = meta.page_table_BP, meta.lengths_B, meta.max_length, meta.finished_BK
+    return _kernel_attention(meta, lambda q, k, v: paged_decode(q, k, v, *options))
 
 
-@dataclass(frozen=True, slots=True)
-class FlashPrefill:
-    meta: PrefillMetadata
+def flash_prefill(meta: PrefillMetadata) -> Attend:
+    from flash_attn import flash_attn_varlen_func
 
-    def __call__(self, layer: int, projected: Projected) -> Tensor:
-        from flash_attn import flash_attn_varlen_func
-
-        meta = self.meta
-        k_pages, v_pages = meta.cache[layer]
-        keys = meta.starts_B + meta.cu_seqlens.diff()
-        return flash_attn_varlen_func(
-            _rotate_into_cache(projected, meta.slots_T, k_pages, v_pages), k_pages, v_pages,
-            meta.cu_seqlens, torch.nn.functional.pad(keys.cumsum(0), (1, 0)).int(),
-            meta.max_seqlen, meta.max_length, causal=True, block_table=meta.page_table_BP,
-        )  # fmt: skip
+    lengths_B = meta.starts_B + meta.cu_seqlens.diff()
+    cu_keys = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0)).int()
+    options = meta.cu_seqlens, cu_keys, meta.max_seqlen, meta.max_length
+    pages = {"causal": True, "block_table": meta.page_table_BP}
+    return _kernel_attention(
+        meta, lambda q, k, v: flash_attn_varlen_func(q, k, v, *options, **pages)
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class FlashDecode:
-    meta: DecodeMetadata
+def flash_decode(meta: DecodeMetadata) -> Attend:
+    from flash_attn import flash_attn_with_kvcache
 
-    def __call__(self, layer: int, projected: Projected) -> Tensor:
-        from flash_attn import flash_attn_with_kvcache
+    options = {
+        "cache_seqlens": meta.lengths_B.int(), "block_table": meta.page_table_BP, "causal": True
+    }  # fmt: skip
+    return _kernel_attention(
+        meta, lambda q, k, v: flash_attn_with_kvcache(q[:, None], k, v, **options)[:, 0]
+    )
 
-        meta = self.meta
-        k_pages, v_pages = meta.cache[layer]
-        q_BHD = _rotate_into_cache(projected, meta.slots_B, k_pages, v_pages)
-        out = flash_attn_with_kvcache(
-            q_BHD[:, None], k_pages, v_pages, cache_seqlens=meta.lengths_B.int(),
-            block_table=meta.page_table_BP, causal=True,
-        )  # fmt: skip
-        return out[:, 0]
+
+def _kernel_attention(meta: Metadata, kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Attend:
+    def attend(layer: int, projected: Projected) -> Tensor:
+        pages = meta.cache[layer]
+        return kernel(_rotate_into_cache(projected, meta.slots_T, *pages), *pages)
+
+    return attend
 
 
 def _rotate_into_cache(
@@ -181,9 +153,9 @@ def _rotate_into_cache(
 
 
 BACKENDS = {
-    "triton": (TritonPrefill, TritonDecode),
-    "flash_attn": (FlashPrefill, FlashDecode),
-    "torch": (TorchPrefill, TorchDecode),
+    "triton": (triton_prefill, triton_decode),
+    "flash_attn": (flash_prefill, flash_decode),
+    "torch": (torch_prefill, torch_decode),
 }
 PAGE_SIZE = {"triton": 16, "flash_attn": 256, "torch": 64}
 """flash-attn needs a multiple of 256; `torch` can read pages in place if they are its blocks."""

@@ -275,7 +275,7 @@ class Runner:
         attend = BACKENDS[self.backend][1](
             DecodeMetadata(
                 cache=self.cache,
-                slots_B=page_B * self.page_size + positions_B % self.page_size,
+                slots_T=page_B * self.page_size + positions_B % self.page_size,
                 page_table_BP=rows.page_table,
                 lengths_B=torch.where(is_active_B, rows.lengths, 1),  # inactive: one key
                 max_length=max_length,
