@@ -26,6 +26,7 @@ from roll_lite.cluster.planner import BatchPlan, plan, render
 from roll_lite.cluster.role import RoleHandle, split
 from roll_lite.engine.service import EngineService
 from roll_lite.models.config import read_config
+from roll_lite.models.cost import SequenceCost
 from roll_lite.options import flatten
 from roll_lite.progress import StepTimer
 from roll_lite.report.run import Run, default_folder, refuse_old_run
@@ -39,7 +40,6 @@ from roll_lite.rollout.metrics import describe_groups
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.sync import WeightSync
 from roll_lite.train.advantages import AdvantageOptions
-from roll_lite.train.balance import Cost
 from roll_lite.train.batch import TrainingSequence, equal_parts, pack
 from roll_lite.train.checkpoint import CheckpointOptions, Checkpoints, RunState
 from roll_lite.train.kl import KLOptions
@@ -375,7 +375,7 @@ def update(
     sequences: list[TrainingSequence], cfg: Config, models: Models, step: int
 ) -> dict[str, float]:
     """The step's optimizer updates: `epochs` passes of `updates_per_step` each."""
-    cost, policy_updates, critic_updates = Cost.of(read_config(cfg.model)), [], []
+    cost, policy_updates, critic_updates = SequenceCost.of(read_config(cfg.model)), [], []
 
     def update_once(
         trainer: RoleHandle, done: int, part: list[TrainingSequence], **options

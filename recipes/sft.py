@@ -18,8 +18,8 @@ from roll_lite.checks import at_least, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import split
 from roll_lite.models.config import read_config
+from roll_lite.models.cost import SequenceCost
 from roll_lite.report.run import Run, default_folder, refuse_old_run
-from roll_lite.train.balance import Cost
 from roll_lite.train.batch import TrainingSequence, pack
 from roll_lite.train.checkpoint import CheckpointOptions, Checkpoints, RunState
 from roll_lite.train.encoding import encode_dialogues, fit
@@ -112,7 +112,7 @@ def main(cfg: Config) -> None:
         done = saved.resume() if cfg.checkpoints.resume else None
         run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
         encode = partial(encode_rows, Chat(cfg.model), model_config.max_positions, cfg)
-        num_shards, cost = trainer.role.num_replicas, Cost.of(model_config)
+        num_shards, cost = trainer.role.num_replicas, SequenceCost.of(model_config)
         validation, _ = encode(held_out)
         if cfg.data is not None and cfg.too_long == "error":
             encode(rows.rows)  # refuse a dialogue that does not fit now, not in mid-run

@@ -35,7 +35,7 @@ from async_model import (
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.groups import Place
 from roll_lite.cluster.role import RoleHandle
-from roll_lite.engine.sequence import Request
+from roll_lite.engine.request import Request
 from roll_lite.engine.service import EngineReport, Load
 from roll_lite.envs.question import question_maker
 from roll_lite.rollout.coordinator import Coordinator

@@ -14,7 +14,7 @@ from timing import run_times
 
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.engine.service import EngineService
-from roll_lite.models.shapes import shape_config
+from roll_lite.models.presets import shape_config
 from roll_lite.sync import WeightSync
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule

@@ -1,10 +1,10 @@
-"""Plan a run without starting it: who runs where, bytes per rank, a step's work, warnings.
+"""Plan a run without starting it: roles and bytes per rank, the work of a step, warnings.
 
     python scripts/plan.py --model qwen3-8b --world-size 8
     python scripts/plan.py --model qwen3-8b --world-size 16 --device-map "train=0-7 generate=8-15"
     python scripts/plan.py --model models/tiny --world-size 2 --device-gib None       # on a CPU
 
-No GPU, no torch, no download: a shape by name or a folder's config.json is enough.
+Needs no GPU, no torch and no download: only the name of a shape, or a folder's config.json.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from roll_lite.checks import above, at_least
 from roll_lite.cluster.device_map import DeviceMap, auto_device_map, parse_device_map
 from roll_lite.cluster.planner import BatchPlan, plan, render
 from roll_lite.models.config import ModelConfig, read_config
-from roll_lite.models.shapes import SHAPES, shape_config
+from roll_lite.models.presets import SHAPES, shape_config
 
 
 @dataclass(kw_only=True)
@@ -25,35 +25,35 @@ class Config:
     model: str = "qwen3-0.6b"
     """Hugging Face folder, or smollm2-135m, qwen3-0.6b, qwen2.5-7b, qwen3-8b or llama-3.1-70b."""
     world_size: int = 8
-    """Processes of the run, one per device."""
+    """Number of processes, one per device."""
     ranks_per_node: int = 8
-    """Devices of one machine; auto lays no tensor-parallel engine across two."""
+    """Devices per machine; auto never splits a tensor-parallel engine over two machines."""
     device_map: str = "auto"
     """auto, or roles with their ranks: "train=0-3,tp=2 generate=4-7 reference=0-3"."""
     reference: bool = True
-    """With auto: whether the run compares with a reference model."""
+    """With auto: whether the run has a reference model."""
     allow_idle: bool = False
     """Accept a device map that leaves ranks without a role."""
     device_gib: float | None = 80.0
-    """Memory of one device; None is a CPU: fp32, and no limit."""
+    """Memory of one device; None means CPU: fp32, no limit."""
     prompts_per_step: int = 32
-    """Prompts of one round."""
+    """Prompts per step."""
     samples_per_prompt: int = 8
-    """Group size: replies that are compared with each other."""
+    """Group size: samples of one prompt that are compared with each other."""
     prompt_tokens: int = 256
-    """Longest prompt."""
+    """Longest prompt, in tokens."""
     max_tokens: int = 1024
-    """Longest reply."""
+    """Longest reply, in tokens."""
     updates_per_step: int = 1
-    """Optimizer steps per round, each on an equal part of its samples."""
+    """Optimizer steps per step, each on an equal part of its samples."""
     tokens_per_microbatch: int = 16384
-    """Memory budget of one forward and backward pass."""
+    """Packed tokens of one forward and backward pass."""
     checkpointing: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again, to save memory."""
+    """Activation checkpointing: what the backward pass recomputes."""
     moments: Literal["float32", "bfloat16"] = "float32"
-    """The optimizer's."""
+    """Dtype of the optimizer's moments."""
     kv_cache_gib: float | None = None
-    """Cache of the engine on each rank; None is what its samples need, as far as there is room."""
+    """KV cache per rank; None means what its samples need, or as much of that as fits."""
 
     def __post_init__(self):
         at_least(1, self, "world_size", "ranks_per_node", "max_tokens")
@@ -76,7 +76,7 @@ def device_bytes(cfg: Config) -> int | None:
 
 
 def device_map(cfg: Config, config: ModelConfig) -> tuple[DeviceMap, list[str]]:
-    """The map, and why it is so."""
+    """The device map, and the reasons for it."""
     if cfg.device_map == "auto":
         roles = ["train", "generate", *(["reference"] if cfg.reference else [])]
         return auto_device_map(cfg.world_size, config, device_bytes(cfg), roles, cfg.ranks_per_node)

@@ -89,12 +89,12 @@ def make_reference(family: str, seed: int = 0, **more):
     return model
 
 
-@pytest.fixture(params=FAMILIES)
-def family_folder(request, tmp_path):
+@pytest.fixture(scope="session", params=FAMILIES)
+def family_folder(request, tmp_path_factory):
     """(reference model, folder) of each family."""
-    reference = make_reference(request.param)
-    reference.save_pretrained(tmp_path / request.param)
-    return reference, tmp_path / request.param
+    reference, folder = make_reference(request.param), tmp_path_factory.mktemp(request.param)
+    reference.save_pretrained(folder)
+    return reference, folder
 
 
 @pytest.fixture(scope="session")

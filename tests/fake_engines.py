@@ -9,7 +9,7 @@ import traceback
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-from roll_lite.engine.sequence import Request
+from roll_lite.engine.request import Request
 from roll_lite.engine.service import EngineReport, Load
 from roll_lite.envs.question import question_maker
 from roll_lite.rollout.coordinator import Coordinator

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from roll_lite.cluster.cluster import Cluster
-from roll_lite.engine.sequence import Request
+from roll_lite.engine.request import Request
 from roll_lite.engine.service import EngineService
 from roll_lite.models.hf import load_model
 from roll_lite.types import SamplingParams

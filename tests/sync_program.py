@@ -11,10 +11,10 @@ from roll_lite.cluster.device_map import parse_device_map
 from roll_lite.cluster.rendezvous import read_launch
 from roll_lite.cluster.role import split
 from roll_lite.engine.engine import Engine
-from roll_lite.engine.ranks import RanksEngine
+from roll_lite.engine.tensor_parallel import TensorParallelEngine
 from roll_lite.models.hf import load_model
 from roll_lite.models.lora import LoraOptions
-from roll_lite.models.tensor import TensorShard
+from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.sync import WeightSync
 from roll_lite.train.batch import pack
 from roll_lite.train.losses import sft_loss
@@ -31,7 +31,9 @@ class Holder:
         shard = TensorShard.of(place.mesh["tp"].get_group()) if place.tp > 1 else None
         model = load_model(folder, dtype=place.dtype, shard=shard)
         control = {"control": place.control} if shard else {}
-        self.engine = (RanksEngine if shard else Engine)(model, kv_cache_gib=0.01, **control)
+        self.engine = (TensorParallelEngine if shard else Engine)(
+            model, kv_cache_gib=0.01, **control
+        )
         self.place = place
 
     def held(self):

@@ -10,8 +10,9 @@ import torch
 from training_data import random_sequences
 
 from roll_lite.cluster.wire import decode, encode
-from roll_lite.models.shapes import shape_config
-from roll_lite.train.balance import Cost, spread
+from roll_lite.models.cost import SequenceCost
+from roll_lite.models.presets import shape_config
+from roll_lite.train.balance import spread
 from roll_lite.train.batch import (
     NUMBERS,
     MicroBatch,
@@ -161,7 +162,7 @@ def test_shards_are_even_and_within_the_budget(seed, num_shards):
     generator = random.Random(seed)
     num, capacity = generator.randint(150, 400), 4096
     lengths = [min(capacity, int(generator.lognormvariate(5.5, 1.0)) + 2) for _ in range(num)]
-    cost = Cost.of(shape_config("qwen3-0.6b"))
+    cost = SequenceCost.of(shape_config("qwen3-0.6b"))
     costs = [cost(length) for length in lengths]
     bins = spread(lengths, costs, capacity, num_shards)
     assert sorted(i for members in bins for i in members) == list(range(num))
@@ -195,7 +196,7 @@ def test_even_cost_is_not_even_length():
 
 def test_cost_counts_the_flops_of_blocks():
     """SmolLM2's 134.5M parameters are 106.2M in blocks and 28.3M in the tied embedding."""
-    cost = Cost.of(shape_config("smollm2-135m"))
+    cost = SequenceCost.of(shape_config("smollm2-135m"))
     assert cost.linear == pytest.approx(2 * 106.2e6, rel=1e-3)
     pairs = 4 * 9 * 64 * 30  # flops: scores and values, heads of 64, layers
     assert cost(10) == pytest.approx(10 * cost.linear + pairs * 10 * 10 / 2)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from roll_lite.models.shapes import shape_config
+from roll_lite.models.presets import shape_config
 from roll_lite.train import shards
 from roll_lite.train.checkpoint import Checkpoints, read_pieces, verify
 from roll_lite.train.shards import (

@@ -19,7 +19,7 @@ from fake_engines import (
 )
 
 from roll_lite.data import Mixture
-from roll_lite.engine.sequence import Request
+from roll_lite.engine.request import Request
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.prompts import PromptQueue

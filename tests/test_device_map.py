@@ -10,7 +10,7 @@ from roll_lite.cluster.device_map import (
     parse_device_map,
 )
 from roll_lite.models.config import parse_config
-from roll_lite.models.shapes import SHAPES, shape_config
+from roll_lite.models.presets import SHAPES, shape_config
 
 QWEN = shape_config("qwen3-8b")  # 8 kv heads, 12288 intermediate, 151936 = 2^7 x 1187 vocabulary
 TINY = parse_config(SHAPES["qwen3-0.6b"] | {"vocab_size": 71, "hidden_size": 128})

@@ -97,7 +97,7 @@ def test_wrong_shapes_are_named(folder):
 def test_truncated_files_are_named(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a whole"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a complete"):
         load_model(folder)
 
 
@@ -119,7 +119,7 @@ def test_a_shard_that_is_not_there_is_named(folder, tmp_path, monkeypatch):
 
 def test_a_truncated_index_is_named(folder):
     (folder / hf.INDEX).write_text('{"weight_map": {"a"')
-    with pytest.raises(CheckpointError, match=r"index\.json is not a whole index"):
+    with pytest.raises(CheckpointError, match=r"index\.json is not a valid index"):
         load_model(folder)
 
 

@@ -5,18 +5,22 @@ import torch
 
 pytest.importorskip("triton")
 
-from roll_lite.engine.blocks import KeyBlocks, block_attention
+
 from roll_lite.engine.sampler import gumbel, noise_key
-from roll_lite.kernels import backward
-from roll_lite.kernels.backward import add_norm_backward, rotate_backward, silu_mul_backward
-from roll_lite.kernels.decode import paged_decode
+from roll_lite.engine.torch_attention import KeyBlocks, block_attention
+from roll_lite.kernels import pointwise, rotary
 from roll_lite.kernels.logprobs import backward_in_place, summarize
-from roll_lite.kernels.pointwise import add_norm, silu_mul
-from roll_lite.kernels.prefill import paged_prefill
-from roll_lite.kernels.qkv import rotate_into_cache
+from roll_lite.kernels.paged_attention import paged_decode, paged_prefill
+from roll_lite.kernels.pointwise import (
+    add_norm,
+    add_norm_backward,
+    silu_mul,
+    silu_mul_backward,
+)
+from roll_lite.kernels.rotary import rotate_backward, rotate_into_cache
 from roll_lite.kernels.sample import sample
-from roll_lite.models.layers import RMSNorm
-from roll_lite.models.rotary import rotate
+from roll_lite.models.ops import rotate
+from roll_lite.models.transformer import RMSNorm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
@@ -324,7 +328,7 @@ def test_silu_mul_gradient():
 
 @pytest.mark.parametrize(("T", "H"), [(5, 48), (20, 576), (1, 4096)])
 def test_add_norm_gradient(monkeypatch, T, H):
-    monkeypatch.setattr(backward, "PROGRAMS", 8)  # some have several tokens
+    monkeypatch.setattr(pointwise, "PROGRAMS", 8)  # some have several tokens
     torch.manual_seed(H)
     x, grad_x, grad_normed = (torch.randn(T, H, device=DEVICE, dtype=DTYPE) for _ in range(3))
     weight = (1 + 0.2 * torch.randn(H)).to(DEVICE, DTYPE)
@@ -339,7 +343,7 @@ def test_add_norm_gradient(monkeypatch, T, H):
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize(("T", "K", "group", "D"), [(5, 2, 2, 32), (9, 3, 3, 64), (4, 1, 1, 128)])
 def test_rotation_gradient(monkeypatch, T, K, group, D, has_norm):
-    monkeypatch.setattr(backward, "PROGRAMS", 8)
+    monkeypatch.setattr(rotary, "PROGRAMS", 8)
     torch.manual_seed(0)
     qkv = torch.randn(T, K, group + 2, D, device=DEVICE, dtype=DTYPE)
     angles = torch.rand(T, D // 2, device=DEVICE) * 9

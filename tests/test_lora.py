@@ -79,7 +79,7 @@ def test_targets_choose_the_weights(place, folder):
     ("options", "message"),
     [
         ({"rank": 0}, "lora rank=0 must be at least 1"),
-        ({"targets": ("q_proj",)}, "targets=q_proj are not known; known are qkv, out, gate_up"),
+        ({"targets": ("q_proj",)}, "targets=q_proj are not known; use qkv, out, gate_up"),
         ({"targets": ()}, "targets are empty"),
     ],
 )

@@ -15,12 +15,9 @@ from conftest import FAMILIES, SMALL
 from roll_lite.cluster import memory
 from roll_lite.cluster.device_map import auto_device_map, parse_device_map
 from roll_lite.cluster.memory import (
-    Memory,
-    count_parameters,
+    RankMemory,
     engine_bytes,
-    kv_bytes_per_token,
     reference_memory,
-    saved_bytes_per_token,
     together,
     train_memory,
 )
@@ -29,9 +26,10 @@ from roll_lite.engine.attention import PAGE_SIZE
 from roll_lite.engine.engine import MAX_PREFILL_TOKENS, Engine
 from roll_lite.engine.runner import cache_shape
 from roll_lite.models.config import parse_config
+from roll_lite.models.cost import count_parameters, kv_bytes_per_token, saved_bytes_per_token
+from roll_lite.models.fsdp import shard
 from roll_lite.models.logprobs import CUDA_CHUNK_ROWS
-from roll_lite.models.parallel import shard
-from roll_lite.models.shapes import SHAPES, shape_config
+from roll_lite.models.presets import SHAPES, shape_config
 from roll_lite.models.transformer import Transformer
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "plan.py"
@@ -97,11 +95,11 @@ def test_bytes_by_hand():
     assert saved_bytes_per_token(HAND, 1, 2) == 2 * block + 2 * 3 * 8 + 4 * (1 + 4) == 628
     # a chunk of 2048 x 10; the head's gradient in fp32 and in bf16; that of the hidden states
     head = 2 * 2048 * 10 + 6 * 10 * 8 + 100 * 2 * 8
-    assert train_memory(HAND, 4, 1, 100, 2) == Memory(
+    assert train_memory(HAND, 4, 1, 100, 2) == RankMemory(
         weights=4 * 434, gradients=4 * 434, optimizer=8 * 434, gathered=2 * 1736,
         activations=62_800 + head,
     )  # fmt: skip
-    assert reference_memory(HAND, 4, 1, 100, 2) == Memory(
+    assert reference_memory(HAND, 4, 1, 100, 2) == RankMemory(
         weights=2 * 434, gathered=2 * 1736,
         activations=100 * 2 * (2 * 8 + 3 * 16) + 6 * 2048 * 10,
     )  # fmt: skip
@@ -176,9 +174,9 @@ def test_the_planner_knows_the_sizes_that_the_code_works_in():
 
 
 def test_roles_on_one_rank_add_up_what_stays_and_take_turns_with_the_rest():
-    train = Memory(weights=1, gradients=2, optimizer=3, gathered=10, activations=50)
-    engine = Memory(weights=5, activations=55, kv_cache=100)
-    assert together([train, engine]) == Memory(
+    train = RankMemory(weights=1, gradients=2, optimizer=3, gathered=10, activations=50)
+    engine = RankMemory(weights=5, activations=55, kv_cache=100)
+    assert together([train, engine]) == RankMemory(
         weights=6, gradients=2, optimizer=3, gathered=10, activations=50, kv_cache=100
     )
     assert together([]).total == 0

@@ -12,7 +12,7 @@ from test_cluster import Program, run_failing
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.errors import RoleError
 from roll_lite.engine.engine import Engine
-from roll_lite.engine.sequence import Request
+from roll_lite.engine.request import Request
 from roll_lite.engine.service import EngineService
 from roll_lite.models.hf import load_model
 from roll_lite.types import SamplingParams

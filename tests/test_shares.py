@@ -12,7 +12,7 @@ import pytest
 from fake_engines import PARAMS, FakeChat, FakeEngines, check_sample, fake_tokens, wait_until
 
 from roll_lite.data import Mixture
-from roll_lite.engine.sequence import Request
+from roll_lite.engine.request import Request
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.record import write_group, write_prompt

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from roll_lite.chat import Chat
 from roll_lite.engine.engine import Engine
-from roll_lite.engine.sequence import Request
+from roll_lite.engine.request import Request
 from roll_lite.models.hf import load_model, save_model
 from roll_lite.types import SamplingParams
 

@@ -15,7 +15,7 @@ from fake_engines import (
     wait_until,
 )
 
-from roll_lite.engine.sequence import Request
+from roll_lite.engine.request import Request
 from roll_lite.engine.service import EngineReport, Load
 from roll_lite.rollout.engines import EngineClient
 from roll_lite.types import SamplingParams, Turn

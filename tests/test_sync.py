@@ -10,8 +10,8 @@ import torch
 from conftest import make_reference
 
 from roll_lite.cluster.device_map import parse_device_map
-from roll_lite.models.tensor import cut_dimension
-from roll_lite.sync import row_sums
+from roll_lite.models.tensor_parallel import cut_dimension
+from roll_lite.sync import row_checksums
 
 TESTS = Path(__file__).parent
 
@@ -65,6 +65,6 @@ def test_sums_see_bits_and_order(shape, dtype):
     x = torch.randn(shape).to(dtype)
     flipped = x.clone()
     flipped.view(torch.int32 if dtype == torch.float32 else torch.int16).view(-1)[3] ^= 1
-    assert (row_sums(x) != row_sums(flipped)).sum() == 1
-    assert not torch.equal(row_sums(x), row_sums(x.flip(-1 if x.ndim == 1 else -2)))
-    assert torch.equal(row_sums(x), row_sums(x.clone()))
+    assert (row_checksums(x) != row_checksums(flipped)).sum() == 1
+    assert not torch.equal(row_checksums(x), row_checksums(x.flip(-1 if x.ndim == 1 else -2)))
+    assert torch.equal(row_checksums(x), row_checksums(x.clone()))

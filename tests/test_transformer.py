@@ -6,10 +6,9 @@ from conftest import make_reference
 
 from roll_lite.models.attention import PackedAttention
 from roll_lite.models.config import UnsupportedModelError, parse_config
-from roll_lite.models.hf import load_model, pieces
-from roll_lite.models.linear import linear
+from roll_lite.models.hf import load_model, tensor_slices
 from roll_lite.models.logprobs import scaled_logits
-from roll_lite.models.pointwise import silu_mul
+from roll_lite.models.ops import linear, silu_mul
 
 LENGTHS = (1, 7, 30, 129)
 
@@ -87,7 +86,7 @@ def test_gradients_equal_transformers(family, tmp_path):
     reference(ids[None], labels=ids[None]).loss.backward()
     theirs = {name: p.grad for name, p in reference.named_parameters()}
     ours = dict(model.named_parameters())
-    for piece in pieces(model.config):
+    for piece in tensor_slices(model.config):
         grad = ours[piece.parameter].grad[piece.index].reshape(piece.hf_shape)
         expected = theirs[piece.hf_name]
         assert (grad - expected).abs().max() <= 1e-5 * expected.abs().max(), piece.hf_name

@@ -16,7 +16,7 @@ from roll_lite.checks import above, at_least, read_only_if
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.device_map import DeviceMap
 from roll_lite.cluster.role import RoleHandle, split
-from roll_lite.engine.sequence import Request
+from roll_lite.engine.request import Request
 from roll_lite.engine.service import EngineService
 from roll_lite.envs.question import Question
 from roll_lite.models.config import ModelConfig, read_config

@@ -1,4 +1,4 @@
-"""Weights from the trainer to the engine: the only file that knows both."""
+"""Weights from the trainers to the engines: the only module that knows both."""
 
 import time
 from collections import deque
@@ -10,20 +10,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll_lite.cluster.groups import Place
-from roll_lite.engine.engine import Engine, Running
-from roll_lite.models.tensor import TensorShard, cut_dimension
+from roll_lite.engine.engine import Engine, OnNewWeights
+from roll_lite.models.tensor_parallel import TensorShard, cut_dimension
 from roll_lite.models.transformer import Transformer
 from roll_lite.train.trainer import Trainer
 
-BUCKET_BYTES = 256 * 2**20  # that travel at once to ranks without a trainer
+BUCKET_BYTES = 256 * 2**20  # per broadcast to ranks without a trainer
 
 
 class WeightSync:
-    """The sync role, on all ranks of train and generate: weights for any pair of layouts.
+    """The sync role, on all ranks of train and generate, for any pair of layouts.
 
-    Train's ranks put a parameter together, train's first rank sends it to those that have no
-    trainer, and each engine takes its part. Where every engine shares its rank with the trainer of
-    the same part, nothing but FSDP's own gathering travels.
+    Train's ranks gather each parameter, train's first rank broadcasts it to ranks without a
+    trainer, and each engine takes its shard. If every engine is on the rank of the trainer with the
+    same shard (aligned), FSDP's gathering is the only communication.
     """
 
     def __init__(self, *, place: Place, places: Mapping[str, Place], siblings: Mapping[str, Any]):
@@ -40,32 +40,32 @@ class WeightSync:
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=self.place.group)
         return bool(flag)
 
-    def sync(self, version: int, running: Running = "go_on") -> dict[str, float]:
-        """Bring all engines to the trainer's weights, and check that they hold them."""
+    def sync(self, version: int, running: OnNewWeights = "go_on") -> dict[str, float]:
+        """Load the trainer's weights into all engines, and verify checksums."""
         start = time.perf_counter()
         arrived: dict[str, Tensor] = {}
         taken: dict[str, Tensor] = {}
-        weights = self._aligned() if self.is_aligned else self._wholes(arrived)
+        weights = self._aligned() if self.is_aligned else self._gathered(arrived)
         if self.engine is None:
-            deque(weights, maxlen=0)  # takes part in the collectives
+            deque(weights, maxlen=0)  # only takes part in the collectives
         else:
-            self.engine.load_weights(_noting(weights, taken), version, running)
-        sent = self._sums_of_source(arrived) if self.feed else arrived
-        # Nobody waits for anybody any more: who finds something wrong may raise.
+            self.engine.load_weights(_recording(weights, taken), version, running)
+        sent = self._source_checksums(arrived) if self.feed else arrived
+        # No collective follows, so a rank may raise here.
         _compare(version, "what arrived is not what was sent", sent, arrived)
         if self.engine:
-            held = {name: row_sums(p) for name, p in self.engine.model.named_parameters()}
+            held = {name: row_checksums(p) for name, p in self.engine.model.named_parameters()}
             _compare(version, "the engine does not hold what it got", taken, held)
         return {"time/sync": time.perf_counter() - start}
 
     def _find_source(self) -> int:
-        """The rank within feed that has a trainer."""
+        """The rank within the feed group that has a trainer."""
         flags = torch.tensor([self.trainer is not None], device=self.place.device)
         everyone = [torch.empty_like(flags) for _ in range(self.feed.group.size())]
         dist.all_gather(everyone, flags, group=self.feed.group)
         return [bool(flag) for flag in everyone].index(True)
 
-    def _sums_of_source(self, arrived: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _source_checksums(self, arrived: dict[str, Tensor]) -> dict[str, Tensor]:
         sums = torch.cat(list(arrived.values()))
         dist.broadcast(sums, group_src=self._source, group=self.feed.group)
         parts = sums.split([len(rows) for rows in arrived.values()])
@@ -74,8 +74,8 @@ class WeightSync:
     def _aligned(self) -> Iterator[tuple[str, Tensor]]:
         return self.trainer.whole_parameters(self.place.dtype, only_part=True)
 
-    def _wholes(self, arrived: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Parameters as they come, cut for the engine; `arrived` gets their sums."""
+    def _gathered(self, arrived: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Parameters bucket by bucket, cut for the engine; fills `arrived` with their checksums."""
         for bucket in self._buckets():
             if self.feed:
                 flat = torch.cat([tensor.flatten() for tensor in bucket.values()])
@@ -87,13 +87,13 @@ class WeightSync:
                     for name, part, shape in zip(bucket, parts, shapes, strict=True)
                 }
             for name, tensor in bucket.items():
-                arrived[name] = row_sums(tensor)
+                arrived[name] = row_checksums(tensor)
                 yield name, self._cut(name, tensor)
 
     def _buckets(self) -> Iterator[dict[str, Tensor]]:
-        """Whole parameters, about BUCKET_BYTES at a time; empty ones where there is no trainer."""
+        """Whole parameters, about BUCKET_BYTES at a time; uninitialised without a trainer."""
         bucket, size = {}, 0
-        for name, tensor in self._sent():
+        for name, tensor in self._whole_parameters():
             bucket[name] = tensor
             size += tensor.nbytes
             if size >= BUCKET_BYTES:
@@ -102,7 +102,7 @@ class WeightSync:
         if bucket:
             yield bucket
 
-    def _sent(self) -> Iterator[tuple[str, Tensor]]:
+    def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         if self.trainer:
             yield from self.trainer.whole_parameters(self.place.dtype)
             return
@@ -120,18 +120,18 @@ class WeightSync:
         return tensor.chunk(shard.size, dimension)[shard.rank]
 
 
-def row_sums(tensor: Tensor) -> Tensor:
-    """Checksums, one for each row: hardly a change of bits, or of the order of rows, keeps them."""
+def row_checksums(tensor: Tensor) -> Tensor:
+    """Checksums per row, so that swapped rows are found as well as changed bits."""
     width = torch.int32 if tensor.element_size() == 4 else torch.int16
     bits = tensor.detach().contiguous().view(width)
     return bits.view(-1, bits.shape[-1] if bits.ndim > 1 else 1).sum(1, dtype=torch.int64)
 
 
-def _noting(
+def _recording(
     weights: Iterable[tuple[str, Tensor]], sums: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in weights:
-        sums[name] = row_sums(tensor)
+        sums[name] = row_checksums(tensor)
         yield name, tensor
 
 
@@ -140,7 +140,7 @@ def _compare(
 ) -> None:
     if not expected:
         return
-    # All at once: to launch a kernel for each parameter takes longer than it runs.
+    # All at once: a kernel launch per parameter would take longer than the comparison.
     is_same = torch.cat(list(expected.values())) == torch.cat([found[name] for name in expected])
     if is_same.all():
         return

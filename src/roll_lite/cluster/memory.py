@@ -1,8 +1,6 @@
-"""Bytes that a model takes on one rank, by role. Pure arithmetic: no torch, no device.
+"""Bytes that each role takes on one rank. Pure arithmetic: no torch, no device.
 
-H hidden, F intermediate, V vocabulary, D head; `width` is the bytes of an element that models
-compute in: 2 (bf16) on a GPU, 4 (fp32) on a CPU. Of `tp` ranks each holds one share of the heads,
-of F and of V.
+`width` is the bytes of an element that models compute in: 2 (bf16) on a GPU, 4 (fp32) on a CPU.
 """
 
 from collections.abc import Iterable
@@ -10,53 +8,41 @@ from dataclasses import dataclass
 from math import ceil
 
 from roll_lite.models.config import ModelConfig
+from roll_lite.models.cost import (
+    block_bytes_per_token,
+    count_parameters,
+    kv_bytes_per_token,
+    saved_bytes_per_token,
+    workspace_bytes_per_token,
+)
 
 USABLE = 0.9
-"""Share of a device to plan with; the rest is for CUDA, communication buffers and fragments."""
+"""Share of a device to plan with; the rest is for CUDA, communication buffers and fragmentation."""
 LOGPROB_ROWS = 2048  # models/logprobs.py: rows that go through the head at once on a GPU
-PAGE_TOKENS = 16  # the engine's cache is handed out in pages of so many tokens
+PAGE_TOKENS = 16  # tokens in a page of the engine's KV cache
 MAX_PREFILL_TOKENS = 32768  # of one engine step
 MAX_RUNNING = 1024  # samples that one engine decodes at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """Bytes on one rank at the fullest moment of a step."""
+class RankMemory:
+    """Bytes on one rank at the peak of a step."""
 
     weights: int = 0
     """Shards of the fp32 masters and of the reference, and the engine's own copy."""
     gradients: int = 0
-    """fp32, in shards."""
+    """fp32 shards."""
     optimizer: int = 0
-    """AdamW's two fp32 moments, in shards."""
+    """Shards of AdamW's two moments."""
     gathered: int = 0
-    """Whole weights of the modules at work, while they are at work."""
+    """Unsharded weights of the modules that FSDP has gathered."""
     activations: int = 0
     kv_cache: int = 0
 
     @property
     def total(self) -> int:
-        stays = self.weights + self.gradients + self.optimizer + self.kv_cache
-        return stays + self.gathered + self.activations
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterCounts:
-    block: int
-    """Of one decoder block."""
-    root: int
-    """Of the embedding, the last norm and, unless tied, the head."""
-    total: int
-
-
-def count_parameters(config: ModelConfig) -> ParameterCounts:
-    H, F, D = config.hidden_size, config.intermediate_size, config.head_dim
-    qkv_rows = (config.num_heads + 2 * config.num_kv_heads) * D
-    block = qkv_rows * H + config.num_heads * D * H  # qkv and out
-    block += 3 * F * H + 2 * H  # gate, up, down, and the two norms
-    block += qkv_rows * config.qkv_bias + 2 * D * config.qk_norm
-    root = config.vocab_size * H * (1 if config.tied_head else 2) + H
-    return ParameterCounts(block=block, root=root, total=config.num_layers * block + root)
+        resident = self.weights + self.gradients + self.optimizer + self.kv_cache
+        return resident + self.gathered + self.activations
 
 
 def train_memory(
@@ -68,15 +54,15 @@ def train_memory(
     *,
     checkpointing: str = "none",
     moment_bytes: int = 4,
-) -> Memory:
-    """FSDP2 over the role's ranks: fp32 masters and gradients; compute in `width`."""
+) -> RankMemory:
+    """FSDP2 over the role's ranks: fp32 masters and gradients, compute in `width`."""
     counts = count_parameters(config)
     shard = ceil(counts.total / num_ranks)
     saved = tokens * saved_bytes_per_token(config, tp, width, checkpointing)
     saved += _backward_bytes(config, tp, tokens, width, checkpointing)
-    # The root's gradients are reduced last (in `width` and fp32), when nothing saved is left.
+    # The root's gradients are reduced last (in `width` and fp32), after all activations are freed.
     root_gradients = (width + 4) * counts.root // tp
-    return Memory(
+    return RankMemory(
         weights=4 * shard,
         gradients=4 * shard,
         optimizer=2 * moment_bytes * shard,
@@ -87,35 +73,37 @@ def train_memory(
 
 def reference_memory(
     config: ModelConfig, num_ranks: int, tp: int, tokens: int, width: int
-) -> Memory:
-    """A frozen model in shards of the compute dtype, gathered block by block to run forward."""
-    chunk = (width + 4) * LOGPROB_ROWS * config.vocab_size // tp  # a teacher's are also in fp32
-    return Memory(
+) -> RankMemory:
+    """A frozen model sharded in the compute dtype, gathered block by block to run forward."""
+    chunk = (width + 4) * LOGPROB_ROWS * config.vocab_size // tp  # a teacher also has them in fp32
+    return RankMemory(
         weights=width * ceil(count_parameters(config).total / num_ranks),
         gathered=gathered_bytes(config, tp, width),
-        activations=tokens * _forward_bytes_per_token(config, tp, width) + chunk,
+        activations=tokens * workspace_bytes_per_token(config, tp, width) + chunk,
     )
 
 
-def engine_memory(config: ModelConfig, num_ranks: int, tp: int, tokens: int, width: int) -> Memory:
-    """An engine's own weights and the prefill of so many tokens. Its cache comes on top."""
+def engine_memory(
+    config: ModelConfig, num_ranks: int, tp: int, tokens: int, width: int
+) -> RankMemory:
+    """An engine's weights and a prefill of `tokens`; the KV cache is not included."""
     tokens = min(tokens, MAX_PREFILL_TOKENS)
-    return Memory(
+    return RankMemory(
         weights=engine_bytes(config, tp, 0, width),
-        activations=tokens * _forward_bytes_per_token(config, tp, width),
+        activations=tokens * workspace_bytes_per_token(config, tp, width),
     )
 
 
 def role_memory(
     name: str, config: ModelConfig, num_ranks: int, tp: int, tokens: int, width: int
-) -> Memory:
-    """Of a role on each of its ranks, when a pass has so many tokens; without an engine's cache."""
+) -> RankMemory:
+    """Memory of a role on each of its ranks for passes of `tokens`; without the KV cache."""
     known = {
         "train": train_memory,
-        "critic": train_memory,  # its head is a little smaller
+        "critic": train_memory,  # slightly too much: its head is smaller
         "generate": engine_memory,
         "reference": reference_memory,
-        "judge": engine_memory,  # taken to be as large as the policy, like the next
+        "judge": engine_memory,  # judge and reward model are assumed to be as large as the policy
         "reward_model": reference_memory,
     }
     if name not in known:
@@ -124,89 +112,39 @@ def role_memory(
 
 
 def engine_bytes(config: ModelConfig, tp: int, cache_tokens: int, width: int = 2) -> int:
-    """Of an engine at rest: its weights and its cache."""
+    """An idle engine: its weights and its KV cache."""
     weights = width * ceil(count_parameters(config).total / tp)
     return weights + cache_tokens * kv_bytes_per_token(config, tp, width)
 
 
-def kv_bytes_per_token(config: ModelConfig, tp: int, width: int) -> int:
-    """Keys and values of one token in all layers."""
-    return config.num_layers * 2 * config.num_kv_heads // tp * config.head_dim * width
-
-
 def gathered_bytes(config: ModelConfig, tp: int, width: int) -> int:
-    """The root stays whole from forward to backward; a block is at work, the next is on its way."""
+    """The root stays gathered from forward to backward, beside a block and the prefetched next."""
     counts = count_parameters(config)
     return width * (counts.root + min(2, config.num_layers) * counts.block) // tp
-
-
-def saved_bytes_per_token(
-    config: ModelConfig, tp: int, width: int, checkpointing: str = "none"
-) -> int:
-    """What is kept of a packed token from forward to backward."""
-    H, D = config.hidden_size, config.head_dim
-    block = width * 2 * H  # full checkpointing: the residual stream, and what is added to it next
-    if checkpointing == "none":
-        block = block_bytes_per_token(config, tp, width)
-    elif checkpointing == "selective":
-        F, heads = config.intermediate_size // tp, config.num_heads // tp
-        qkv = (config.num_heads + 2 * config.num_kv_heads) // tp * D
-        # And the products: qkv, attention and its log-sum-exp, `out`, gate and up; `down` is there.
-        block += width * (qkv + heads * D + H + 2 * F) + 4 * heads
-    # Once: the last norm in and out, its rows that carry loss, its 1/rms, cos and sin.
-    return config.num_layers * block + width * 3 * H + 4 * (1 + D)
-
-
-def block_bytes_per_token(config: ModelConfig, tp: int, width: int) -> int:
-    """What autograd keeps in one block, whose pointwise parts are fused."""
-    H, F, D = config.hidden_size, config.intermediate_size // tp, config.head_dim
-    heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
-    elements = (
-        H  # the residual stream, for the attention norm
-        + H  # that norm's output, for qkv
-        + heads * D  # rotated queries, for attention
-        + kv_heads * D  # rotated keys, for attention
-        + kv_heads * D  # values, for attention
-        + heads * D  # attention's output, for attention and `out`
-        + H  # the residual stream, for the MLP norm
-        + H  # that norm's output, for gate_up
-        + 2 * F  # gate and up, for silu and the product
-        + F  # the product, for down
-    )
-    fp32 = 2 + heads  # 1/rms of both norms, and attention's log-sum-exp
-    if config.qk_norm:
-        elements += (heads + 2 * kv_heads) * D  # qkv before its norms
-        fp32 += heads + kv_heads  # 1/rms of every normed head
-    return width * elements + 4 * fp32
 
 
 def _backward_bytes(
     config: ModelConfig, tp: int, num_tokens: int, width: int, checkpointing: str
 ) -> int:
-    """Beside what forward saved, at the fuller of two moments of the backward pass."""
-    H, F, V = config.hidden_size, config.intermediate_size // tp, config.vocab_size // tp
-    # The head, in chunks of rows: a chunk's logits, which become their gradient; the head's
-    # gradient in fp32, and what a chunk adds to it; the gradient of the hidden states.
+    """Peak of the backward pass beyond what forward saved: in the head or in a block."""
+    H, V = config.hidden_size, config.vocab_size // tp
+    # Head, in chunks of rows: a chunk's logits, which become their gradient; the head's gradient
+    # in fp32, and what a chunk adds to it; the gradient of the hidden states.
     head = width * LOGPROB_ROWS * V + (4 + width) * V * H + num_tokens * width * H
-    # A block. Its own gradients whole, in `width` and in fp32 to be reduced; the head's gradient;
-    # gradients of the residual stream, of gate and up, and of the product.
+    # Block: its unsharded gradients in `width`, and in fp32 to be reduced; the head's gradient;
+    # gradients of activations.
     block = (width + 4) * count_parameters(config).block // tp + width * V * H
-    block += num_tokens * width * (2 * H + 3 * F)
-    if checkpointing != "none":  # and what the block computes again
+    block += num_tokens * workspace_bytes_per_token(config, tp, width)
+    if checkpointing != "none":  # recomputed activations
         block += num_tokens * block_bytes_per_token(config, tp, width)
     return max(head, block)
 
 
-def _forward_bytes_per_token(config: ModelConfig, tp: int, width: int) -> int:
-    """Without autograd: the residual stream, its norm, gate and up, and their product."""
-    return width * (2 * config.hidden_size + 3 * config.intermediate_size // tp)
-
-
-def together(memories: Iterable[Memory]) -> Memory:
-    """Roles on one rank: what stays adds up; they take turns, so the work of only one counts."""
+def together(memories: Iterable[RankMemory]) -> RankMemory:
+    """Roles on one rank take turns: resident bytes add up, of the rest only the largest counts."""
     memories = list(memories)
-    busiest = max(memories, key=lambda m: m.gathered + m.activations, default=Memory())
-    return Memory(
+    busiest = max(memories, key=lambda m: m.gathered + m.activations, default=RankMemory())
+    return RankMemory(
         weights=sum(m.weights for m in memories),
         gradients=sum(m.gradients for m in memories),
         optimizer=sum(m.optimizer for m in memories),
@@ -217,7 +155,7 @@ def together(memories: Iterable[Memory]) -> Memory:
 
 
 def least_bytes(config: ModelConfig, roles: Iterable[str], num_ranks: int) -> int:
-    """Of train and reference on all these ranks of a GPU cluster, before any micro-batch."""
+    """All roles but generate, on all GPU ranks, before any micro-batch."""
     names = [name for name in roles if name != "generate"]
     return together(role_memory(name, config, num_ranks, 1, 0, 2) for name in names).total
 

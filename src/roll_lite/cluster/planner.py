@@ -1,4 +1,4 @@
-"""What every rank will hold and do, worked out before anything starts. No torch, no device.
+"""Plans a run before it starts: roles, bytes and work of every rank. No torch, no device.
 
 print(render(plan(config, device_map, BatchPlan(), device_bytes=80 * 2**30)))
 """
@@ -14,23 +14,22 @@ from roll_lite.cluster.memory import (
     MAX_RUNNING,
     PAGE_TOKENS,
     USABLE,
-    Memory,
-    count_parameters,
+    RankMemory,
     format_bytes,
-    kv_bytes_per_token,
     role_memory,
     together,
     train_memory,
     usable_bytes,
 )
 from roll_lite.models.config import ModelConfig
+from roll_lite.models.cost import count_parameters, kv_bytes_per_token
 
-CPU_CACHE_GIB = 1.0  # of an engine whose kv_cache_gib is not given, where no device sets a limit
+CPU_CACHE_GIB = 1.0  # default of kv_cache_gib on a CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """A step's work. Every sample is taken to be as long as it may get."""
+    """The work of one step, with all samples at their maximum length."""
 
     prompts_per_step: int = 32
     samples_per_prompt: int = 8
@@ -61,31 +60,31 @@ class BatchPlan:
 
     @property
     def packed_tokens(self) -> int:
-        """Of one sample in a micro-batch: its last token is only a target."""
+        """Tokens of a sample in a micro-batch: its last token is only a target."""
         return self.sample_tokens - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Shares of one step: the largest, where they are not equal; 0 without the role."""
+    """Work per rank in one step: the largest share if uneven; 0 without the role."""
 
     samples_per_rank: int
-    """Of one data-parallel rank of train."""
+    """Per data-parallel rank of train."""
     tokens_per_rank: int
     microbatches_per_rank: int
     samples_per_replica: int
-    """Of one engine."""
+    """Per engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """Ranks that hold the same."""
+    """Ranks with the same roles and memory."""
 
     ranks: tuple[int, ...]
     roles: tuple[str, ...]
-    memory: Memory
+    memory: RankMemory
     samples_at_once: int
-    """Samples that the engine's cache holds at full length; 0 without an engine."""
+    """Full-length samples that fit the engine's KV cache; 0 without an engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ class Plan:
     device_map: DeviceMap
     batch: BatchPlan
     device_bytes: int | None
-    """None on a CPU: fp32 throughout, and no limit."""
+    """None on a CPU: fp32, no limit."""
     step: StepPlan
     ranks: tuple[RankPlan, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -106,7 +105,7 @@ class Plan:
 
     @property
     def cached_bytes(self) -> int:
-        """Of one sample on one rank of an engine: whole pages, as if no prompt were shared."""
+        """KV cache of one sample on one rank: whole pages, no shared prompt."""
         tokens = _share(self.batch.sample_tokens, PAGE_TOKENS) * PAGE_TOKENS
         return tokens * kv_bytes_per_token(self.config, self.device_map["generate"].tp, self.width)
 
@@ -114,10 +113,10 @@ class Plan:
 def plan(
     config: ModelConfig, device_map: DeviceMap, batch: BatchPlan, device_bytes: int | None
 ) -> Plan:
-    """The whole plan; what will not fit, or leaves ranks waiting, is in its warnings."""
+    """Plan a run; warnings name what does not fit and which ranks would wait."""
     draft = Plan(config, device_map, batch, device_bytes, _plan_step(device_map, batch))
     draft = replace(draft, ranks=_plan_ranks(draft))
-    return replace(draft, warnings=(*_misfits(draft), *_idlers(draft)))
+    return replace(draft, warnings=(*_does_not_fit(draft), *_idle_ranks(draft)))
 
 
 def _plan_step(device_map: DeviceMap, batch: BatchPlan) -> StepPlan:
@@ -134,12 +133,12 @@ def _plan_step(device_map: DeviceMap, batch: BatchPlan) -> StepPlan:
 
 
 def _share(total: int, num_parts: int) -> int:
-    """The largest of parts as equal as can be."""
+    """The largest part of an even split; 0 without parts."""
     return -(-total // num_parts) if num_parts else 0
 
 
-def _role_memory(draft: Plan, role: Role, microbatch: int | None = None) -> Memory:
-    """Of one role on one of its ranks, an engine's cache not counted."""
+def _role_memory(draft: Plan, role: Role, microbatch: int | None = None) -> RankMemory:
+    """Memory of one role on one of its ranks, without the KV cache."""
     batch = draft.batch
     if role.name == "generate":
         tokens = draft.step.samples_per_replica * batch.prompt_tokens
@@ -156,7 +155,7 @@ def _role_memory(draft: Plan, role: Role, microbatch: int | None = None) -> Memo
 
 
 def _plan_ranks(draft: Plan) -> tuple[RankPlan, ...]:
-    """Ranks with the same roles and the same cache, together."""
+    """Memory of all ranks, grouped by roles and KV cache."""
     device_map, num_samples = draft.device_map, draft.step.samples_per_replica
     parts = {role.name: _role_memory(draft, role) for role in device_map.roles}
     roles: dict[int, tuple[str, ...]] = dict.fromkeys(range(device_map.world_size), ())
@@ -184,17 +183,17 @@ def _plan_ranks(draft: Plan) -> tuple[RankPlan, ...]:
     )
 
 
-def _cache_bytes(draft: Plan, others: int) -> int:
-    """Of the cache on each rank of an engine, beside what the fullest of these ranks holds."""
+def _cache_bytes(draft: Plan, held: int) -> int:
+    """KV cache on each rank of an engine, beside the bytes `held` by the fullest of its ranks."""
     gib = draft.batch.kv_cache_gib
     if gib is not None or draft.device_bytes is None:
         return int((gib or CPU_CACHE_GIB) * 2**30)
     wanted = draft.step.samples_per_replica * draft.cached_bytes
-    return max(0, min(wanted, usable_bytes(draft.device_bytes) - others))
+    return max(0, min(wanted, usable_bytes(draft.device_bytes) - held))
 
 
-def _misfits(draft: Plan) -> Iterator[str]:
-    """What will not fit: a sample in a pass or in the model, a rank's bytes in its device."""
+def _does_not_fit(draft: Plan) -> Iterator[str]:
+    """Warnings about what does not fit the model, a micro-batch or a device."""
     batch, limit = draft.batch, draft.config.max_positions
     if batch.sample_tokens > limit:
         yield (
@@ -220,7 +219,7 @@ def _misfits(draft: Plan) -> Iterator[str]:
 
 
 def _remedy(draft: Plan, part: RankPlan) -> str:
-    """What would make room on these ranks, at least for one sample in the cache."""
+    """Options that make room on these ranks, at least for one sample in the KV cache."""
     remedies, batch, tokens = [], draft.batch, _fitting_tokens(draft, part)
     if batch.packed_tokens <= tokens < batch.tokens_per_microbatch:
         remedies.append(f"lower tokens_per_microbatch to {tokens}")
@@ -234,7 +233,7 @@ def _remedy(draft: Plan, part: RankPlan) -> str:
 
 
 def _fitting_tokens(draft: Plan, part: RankPlan) -> int:
-    """The largest tokens_per_microbatch with which these ranks fit, -1 if none does."""
+    """The largest tokens_per_microbatch that fits these ranks; -1 if none does."""
     roles = [draft.device_map[name] for name in part.roles]
     one_sample = draft.cached_bytes if "generate" in part.roles else 0
 
@@ -246,8 +245,8 @@ def _fitting_tokens(draft: Plan, part: RankPlan) -> int:
     return bisect_right(range(draft.batch.tokens_per_microbatch + 1), usable, key=total) - 1
 
 
-def _idlers(draft: Plan) -> Iterator[str]:
-    """Who has nothing to do, or waits for others."""
+def _idle_ranks(draft: Plan) -> Iterator[str]:
+    """Warnings about ranks that idle or wait."""
     device_map, batch = draft.device_map, draft.batch
     if device_map.idle_ranks:
         yield f"ranks {format_ranks(device_map.idle_ranks)} have no role: give them one"
@@ -268,7 +267,7 @@ def _uneven(num_samples: int, num_parts: int, what: str) -> Iterator[str]:
 
 
 def render(plan: Plan) -> str:
-    """The plan as text. Ranks that hold the same are one line."""
+    """The plan as text, with one line for ranks that hold the same."""
     step, batch, counts = plan.step, plan.batch, count_parameters(plan.config)
     dtype, device = "fp32", "CPU, no limit"
     if plan.device_bytes is not None:
@@ -301,7 +300,7 @@ def render(plan: Plan) -> str:
 
 
 def _memory_table(parts: tuple[RankPlan, ...]) -> str:
-    columns = [field.name for field in fields(Memory)]
+    columns = [field.name for field in fields(RankMemory)]
     rows = [["ranks", "holds", *(name.replace("_", " ") for name in columns), "total"]]
     for part in parts:
         sizes = [format_bytes(getattr(part.memory, name)) for name in columns]

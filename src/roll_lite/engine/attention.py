@@ -1,28 +1,29 @@
-"""Attention through the paged cache. The cache is one tensor (layer, k or v, page, slot, K, D).
+"""Attention through the paged KV cache, one tensor (layer, k or v, page, slot, K, D).
 
-Backends: `triton` (CUDA, 16 bits) reads the pages where they are; `flash_attn` calls that package;
-`torch` is plain torch (CPU, fp32, and the reference of the others).
+Backends: `triton` (CUDA, 16 bits) has its own kernels; `flash_attn` calls that package; `torch` is
+plain torch (CPU, fp32, and the reference for the other two).
 """
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from roll_lite.engine.blocks import KeyBlocks, block_attention
-from roll_lite.models.rotary import Projected
+from roll_lite.engine.torch_attention import KeyBlocks, block_attention
+from roll_lite.models.attention import Attend, Projected
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillPlaces:
-    """Chunks of several sequences, packed, each after what its pages hold already."""
+class PrefillMetadata:
+    """Packed chunks of several sequences, each continuing what its pages already hold."""
 
     cache: Tensor
     slots_T: Tensor
-    """Where the tokens' keys and values go, counted over all pages."""
+    """Slots for the tokens' keys and values, numbered over all pages."""
     page_table_BP: Tensor
-    """Page ids of each sequence; rows are filled up with any page."""
+    """Page ids of each sequence; rows are padded with any page."""
     starts_B: Tensor
     """Position of each chunk's first token."""
     cu_seqlens: Tensor
@@ -30,145 +31,116 @@ class PrefillPlaces:
     max_seqlen: int
     """Tokens of the longest chunk."""
     max_length: int
-    """Position after the last token of any chunk."""
+    """Longest sequence, including what its pages hold."""
 
 
 @dataclass(frozen=True, slots=True)
-class DecodePlaces:
+class DecodeMetadata:
     """One new token per sequence."""
 
     cache: Tensor
-    slots_B: Tensor
+    slots_T: Tensor
     page_table_BP: Tensor
     lengths_B: Tensor
-    """Keys of each sequence, the new one included."""
+    """Keys of each sequence, including the new one."""
     max_length: int
-    """No sequence is longer."""
+    """Upper bound of the lengths."""
     finished_BK: Tensor
-    """Zeros for the triton kernel to count with."""
+    """Zeros; counters of the triton kernel."""
 
 
-class TorchPrefill:
-    def __init__(self, where: PrefillPlaces):
-        self.where = where
-        _clear_begun_pages(where.cache, where.slots_T)
-        lengths_B = where.cu_seqlens.diff()
-        self.keys = KeyBlocks.of_chunks(where.starts_B, lengths_B, where.page_table_BP, where.cache)
-
-    def __call__(self, layer: int, projected: Projected) -> Tensor:
-        return _attend_blocks(self.where.cache[layer], self.where.slots_T, self.keys, projected)
+Metadata = PrefillMetadata | DecodeMetadata
 
 
-class TorchDecode:
-    def __init__(self, where: DecodePlaces):
-        self.where = where
-        _clear_begun_pages(where.cache, where.slots_B)
-        self.keys = KeyBlocks.of_chunks(
-            where.lengths_B - 1,
-            torch.ones_like(where.lengths_B),
-            where.page_table_BP,
-            where.cache,
-        )
-
-    def __call__(self, layer: int, projected: Projected) -> Tensor:
-        return _attend_blocks(self.where.cache[layer], self.where.slots_B, self.keys, projected)
+def torch_prefill(meta: PrefillMetadata) -> Attend:
+    return _torch_attention(meta, meta.starts_B, meta.cu_seqlens.diff())
 
 
-def _clear_begun_pages(cache: Tensor, slots_T: Tensor) -> None:
+def torch_decode(meta: DecodeMetadata) -> Attend:
+    return _torch_attention(meta, meta.lengths_B - 1, torch.ones_like(meta.lengths_B))
+
+
+def _torch_attention(meta: Metadata, starts_B: Tensor, lengths_B: Tensor) -> Attend:
+    _clear_new_pages(meta.cache, meta.slots_T)
+    keys = KeyBlocks.of_chunks(starts_B, lengths_B, meta.page_table_BP, meta.cache)
+
+    def attend(layer: int, projected: Projected) -> Tensor:
+        pages = meta.cache[layer]
+        return block_attention(_write(projected, meta.slots_T, *pages), *pages, keys)
+
+    return attend
+
+
+def _clear_new_pages(cache: Tensor, slots_T: Tensor) -> None:
     """Zero the pages whose first slot is written now, in all layers.
 
-    A block of keys is read to its end, past the end of a sequence, where an earlier owner of the
-    page may have left nan; and 0 times nan is nan.
+    A block of keys is read beyond the end of a sequence, where an earlier owner of the page may
+    have left nan; and 0 times nan is nan.
     """
     page_size = cache.shape[3]
     cache[:, :, slots_T[slots_T % page_size == 0] // page_size] = 0
 
 
-def _attend_blocks(
-    layer_cache: Tensor, slots_T: Tensor, keys: KeyBlocks, projected: Projected
-) -> Tensor:
-    return block_attention(_write(projected, slots_T, *layer_cache), *layer_cache, keys)
-
-
 def _write(projected: Projected, slots_T: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
-    """Rotated queries; keys and values go to their slots."""
+    """Write keys and values to their slots; returns the rotated queries."""
     q_THD, k_TKD, v_TKD = projected.rotated()
     k_pages.flatten(0, 1)[slots_T] = k_TKD
     v_pages.flatten(0, 1)[slots_T] = v_TKD
     return q_THD
 
 
-@dataclass(frozen=True, slots=True)
-class TritonPrefill:
-    where: PrefillPlaces
+def triton_prefill(meta: PrefillMetadata) -> Attend:
+    from roll_lite.kernels.paged_attention import paged_prefill
 
-    def __call__(self, layer: int, projected: Projected) -> Tensor:
-        from roll_lite.kernels.prefill import paged_prefill
-
-        w = self.where
-        k_pages, v_pages = w.cache[layer]
-        return paged_prefill(
-            _rotate_into_cache(projected, w.slots_T, k_pages, v_pages), k_pages, v_pages,
-            w.page_table_BP, w.cu_seqlens, w.starts_B, w.max_seqlen,
-        )  # fmt: skip
+    options = meta.page_table_BP, meta.cu_seqlens, meta.starts_B, meta.max_seqlen
+    return _kernel_attention(meta, lambda q, k, v: paged_prefill(q, k, v, *options))
 
 
-@dataclass(frozen=True, slots=True)
-class TritonDecode:
-    where: DecodePlaces
+def triton_decode(meta: DecodeMetadata) -> Attend:
+    from roll_lite.kernels.paged_attention import paged_decode
 
-    def __call__(self, layer: int, projected: Projected) -> Tensor:
-        from roll_lite.kernels.decode import paged_decode
-
-        w = self.where
-        k_pages, v_pages = w.cache[layer]
-        return paged_decode(
-            _rotate_into_cache(projected, w.slots_B, k_pages, v_pages), k_pages, v_pages,
-            w.page_table_BP, w.lengths_B, w.max_length, w.finished_BK,
-        )  # fmt: skip
+    options = meta.page_table_BP, meta.lengths_B, meta.max_length, meta.finished_BK
+    return _kernel_attention(meta, lambda q, k, v: paged_decode(q, k, v, *options))
 
 
-@dataclass(frozen=True, slots=True)
-class FlashPrefill:
-    where: PrefillPlaces
+def flash_prefill(meta: PrefillMetadata) -> Attend:
+    from flash_attn import flash_attn_varlen_func
 
-    def __call__(self, layer: int, projected: Projected) -> Tensor:
-        from flash_attn import flash_attn_varlen_func
-
-        w = self.where
-        k_pages, v_pages = w.cache[layer]
-        keys = w.starts_B + w.cu_seqlens.diff()
-        return flash_attn_varlen_func(
-            _rotate_into_cache(projected, w.slots_T, k_pages, v_pages), k_pages, v_pages,
-            w.cu_seqlens, torch.nn.functional.pad(keys.cumsum(0), (1, 0)).int(),
-            w.max_seqlen, w.max_length, causal=True, block_table=w.page_table_BP,
-        )  # fmt: skip
+    lengths_B = meta.starts_B + meta.cu_seqlens.diff()
+    cu_keys = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0)).int()
+    options = meta.cu_seqlens, cu_keys, meta.max_seqlen, meta.max_length
+    pages = {"causal": True, "block_table": meta.page_table_BP}
+    return _kernel_attention(
+        meta, lambda q, k, v: flash_attn_varlen_func(q, k, v, *options, **pages)
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class FlashDecode:
-    where: DecodePlaces
+def flash_decode(meta: DecodeMetadata) -> Attend:
+    from flash_attn import flash_attn_with_kvcache
 
-    def __call__(self, layer: int, projected: Projected) -> Tensor:
-        from flash_attn import flash_attn_with_kvcache
+    options = {
+        "cache_seqlens": meta.lengths_B.int(), "block_table": meta.page_table_BP, "causal": True
+    }  # fmt: skip
+    return _kernel_attention(
+        meta, lambda q, k, v: flash_attn_with_kvcache(q[:, None], k, v, **options)[:, 0]
+    )
 
-        w = self.where
-        k_pages, v_pages = w.cache[layer]
-        q_BHD = _rotate_into_cache(projected, w.slots_B, k_pages, v_pages)
-        out = flash_attn_with_kvcache(
-            q_BHD[:, None], k_pages, v_pages, cache_seqlens=w.lengths_B.int(),
-            block_table=w.page_table_BP, causal=True,
-        )  # fmt: skip
-        return out[:, 0]
+
+def _kernel_attention(meta: Metadata, kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Attend:
+    def attend(layer: int, projected: Projected) -> Tensor:
+        pages = meta.cache[layer]
+        return kernel(_rotate_into_cache(projected, meta.slots_T, *pages), *pages)
+
+    return attend
 
 
 def _rotate_into_cache(
     projected: Projected, slots_T: Tensor, k_pages: Tensor, v_pages: Tensor
 ) -> Tensor:
-    """The same in one kernel, for heads whose size is a power of two."""
+    """`_write` in one kernel, for head sizes that are powers of two."""
     if not _is_power_of_two(k_pages.shape[-1]):
         return _write(projected, slots_T, k_pages, v_pages)
-    from roll_lite.kernels.qkv import rotate_into_cache
+    from roll_lite.kernels.rotary import rotate_into_cache
 
     q_norm, k_norm, eps = None, None, 0.0
     if projected.q_norm is not None:
@@ -181,12 +153,12 @@ def _rotate_into_cache(
 
 
 BACKENDS = {
-    "triton": (TritonPrefill, TritonDecode),
-    "flash_attn": (FlashPrefill, FlashDecode),
-    "torch": (TorchPrefill, TorchDecode),
+    "triton": (triton_prefill, triton_decode),
+    "flash_attn": (flash_prefill, flash_decode),
+    "torch": (torch_prefill, torch_decode),
 }
 PAGE_SIZE = {"triton": 16, "flash_attn": 256, "torch": 64}
-"""flash-attn wants a multiple of 256; `torch` reads pages where they are if they are its blocks."""
+"""flash-attn needs a multiple of 256; `torch` can read pages in place if they are its blocks."""
 
 
 def _is_power_of_two(n: int) -> bool:
@@ -194,7 +166,7 @@ def _is_power_of_two(n: int) -> bool:
 
 
 def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """The kernels are for 16-bit heads, ours for sizes that are powers of two."""
+    """Both kernels need 16 bits; triton also needs a head size that is a power of two."""
     is_16_bit = device.type == "cuda" and dtype != torch.float32
     usable = {
         "triton": is_16_bit and head_dim >= 16 and _is_power_of_two(head_dim),

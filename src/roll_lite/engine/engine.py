@@ -12,21 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from roll_lite.engine.arena import Arena, check_fit, move_to_arena, write
 from roll_lite.engine.attention import PAGE_SIZE, choose_backend
-from roll_lite.engine.memory import Memory
 from roll_lite.engine.pages import PagePool
-from roll_lite.engine.runner import Flight, Runner, Sampled, pages_within
+from roll_lite.engine.request import Handle, OnTurn, Request, Sequence, check_request
+from roll_lite.engine.runner import InFlightBatch, Runner, SampledTokens, pages_within
 from roll_lite.engine.sampler import noise_key
 from roll_lite.engine.scheduler import Chunk, Scheduler
-from roll_lite.engine.sequence import Handle, OnTurn, Request, Sequence, check_request
-from roll_lite.engine.weights import check_fit, take_over, write
 from roll_lite.models.transformer import Transformer
 from roll_lite.progress import ProgressBar
 from roll_lite.types import Turn
 
 MAX_PREFILL_TOKENS = {"cuda": 32768, "cpu": 1024}
-Running = Literal["go_on", "finish", "abort"]
-"""What happens to running samples when new weights come."""
+OnNewWeights = Literal["go_on", "finish", "abort"]
+"""What running samples do when weights update: continue, finish first, or end."""
 
 
 class Engine:
@@ -43,19 +42,17 @@ class Engine:
         launch_ahead: bool | None = None,
         decode: Callable[[list[int]], str] | None = None,
     ):
-        """The model's parameters move to memory of the engine.
+        """The model's parameters move to arenas of the engine.
 
-        `kv_cache_gib` is taken at once; when it runs short the newest samples wait.
-
-        `max_prefill_tokens` are computed in one go: 32,768 on CUDA, 1,024 on a CPU, whose caches
-        hold no more. `burst` is the number of tokens that everyone decodes before the host looks
-        at them: 16 under CUDA graphs, 1 where nothing is gained by more. `backend` is triton,
-        flash_attn or torch. `launch_ahead` keeps the device busy while the host looks at the last
-        burst; not on a CPU, which does both. `decode` turns ids into text, for requests with stop
-        texts.
+        - `kv_cache_gib` is allocated at once; when it runs short the newest samples wait.
+        - `max_prefill_tokens` per step: 32,768 on CUDA, 1,024 on a CPU, to fit its caches.
+        - `burst`: tokens that are decoded before the host reads them; 16 on CUDA, 1 on a CPU.
+        - `backend`: auto, triton, flash_attn or torch.
+        - `launch_ahead`: launch the next burst before the host has read the last one; CUDA only.
+        - `decode` turns token ids into text, for requests with stop texts.
         """
         self.model = model.requires_grad_(False)
-        self._weights = take_over(model)
+        self._weights = move_to_arena(model)
         self.policy_version = 0
         weight, config = model.embedding, model.config
         backend = choose_backend(backend, weight.device, weight.dtype, config.head_dim)
@@ -80,16 +77,16 @@ class Engine:
         self.launch_ahead = weight.is_cuda if launch_ahead is None else launch_ahead
         self._needs_weights = False
         self._decode_text = decode
-        self._flight: Flight | None = None
+        self._in_flight: InFlightBatch | None = None
         self._rows_are_stale = False
-        """Whether a sequence ended that the device goes on with."""
+        """Whether the device still decodes a sequence that has ended."""
         self._ended: list[Sequence] = []
-        """Not yet reported."""
+        """Sequences whose turns are not yet reported."""
         self._handles: dict[int, Handle] = {}
         self._next_id = 0
 
     def __str__(self) -> str:
-        gib = self.runner.memory.bytes.numel() / 2**30
+        gib = self.runner.arena.bytes.numel() / 2**30
         ranks = f" on {self.model.shard.size} ranks" if self.model.shard else ""
         return (
             f"engine{ranks}: {self.runner.backend} attention, cache of {self.pool.num_pages:,} "
@@ -116,7 +113,7 @@ class Engine:
         return handle
 
     def abort(self, request_id: int) -> None:
-        """End a request's unfinished samples with what they have; an unknown id is harmless."""
+        """End a request's unfinished samples with the tokens they have; ignores unknown ids."""
         handle = self._handles.get(request_id)
         unfinished = [s for s in handle.sequences if s.finish_reason is None] if handle else []
         for sequence in unfinished:
@@ -137,31 +134,31 @@ class Engine:
         return bool(self._handles)
 
     def step(self) -> None:
-        """Take in what the device has finished, and give it more to do.
+        """Collect what the device has finished, and launch more work.
 
-        Prompts come first: the more sequences decode together, the better. Callbacks come last of
-        all, when everything is in order and the device is busy: they may submit, abort and load.
+        Prefill comes first: the more sequences decode together, the better. Callbacks come last,
+        when the state is consistent and the device is busy: they may submit, abort and load.
         """
         if not self.is_ready:
             raise RuntimeError("the engine has no weights since sleep(); call load_weights()")
         with self._working():
-            if flight := self._decode_on():
-                earlier, self._flight = self._flight, flight
-                self._land(earlier)
+            if launched := self._decode_ahead():
+                earlier, self._in_flight = self._in_flight, launched
+                self._collect(earlier)
                 return
-            if self._flight and self._flight.rows:
-                self._land_last()
+            if self._in_flight and self._in_flight.rows:
+                self._drain()
             if chunks := self.scheduler.schedule_prefill():
-                earlier, self._flight = self._flight, self._prefill(chunks)
-                self._land(earlier)  # another prefill, while the device works on this one
+                earlier, self._in_flight = self._in_flight, self._prefill(chunks)
+                self._collect(earlier)  # an earlier prefill, while the device runs this one
             else:
-                self._land_last()
+                self._drain()
                 if self.scheduler.running:
-                    self._flight = self._decode()
+                    self._in_flight = self._decode()
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Whatever fails inside, the pages are not trusted and nobody who ended is forgotten."""
+        """After an error no page is trusted; samples that ended are reported in any case."""
         try:
             yield
         except BaseException:
@@ -171,17 +168,17 @@ class Engine:
             self._report()
 
     def _start_over(self) -> None:
-        """Everyone is computed again: nobody knows what the pages hold, or what the device does."""
-        self._flight = None
+        """Recompute all sequences: the content of the pages is unknown."""
+        self._in_flight = None
         for sequence in [s for s in self.scheduler.running if s.finish_reason]:
             self._take_out(sequence)
         self.scheduler.preempt_all()
         self.pool.forget_all()
 
     def generate(self, requests: list[Request], progress: bool = False) -> list[list[Turn]]:
-        """Answer all requests; the turns of each, in order."""
+        """Run all requests to the end; returns the turns of each, in order."""
         num_samples = sum(len(request.indices) for request in requests)
-        for request in requests:  # before any is submitted
+        for request in requests:  # all, before any is submitted
             self._check(request)
         with ProgressBar(num_samples, "generate", enabled=progress) as bar:
             handles = [self.submit(r, lambda index, turn: bar.advance()) for r in requests]
@@ -194,66 +191,66 @@ class Engine:
         self,
         weights: Iterable[tuple[str, Tensor]],
         policy_version: int,
-        running: Running = "go_on",
+        running: OnNewWeights = "go_on",
     ) -> None:
-        """Copy weights in place, from a collection or as they come.
+        """Copy weights in place, from a collection or a stream.
 
-        Running samples go on under them, prefilled again; or finish first under the old ones; or
-        are aborted. Requests that wait are answered under the new weights in any case.
+        Running samples continue under the new weights after another prefill (`go_on`), or first
+        finish under the old ones, or are aborted. Waiting requests get the new weights.
         """
-        if isinstance(weights, Collection):  # a stream is checked as it comes
+        if isinstance(weights, Collection):  # a stream is checked as it arrives
             check_fit(self.model, {name: tensor.shape for name, tensor in weights})
         if not self._is_awake:
-            raise RuntimeError("the engine sleeps; call wake() before load_weights()")
+            raise RuntimeError("the engine is asleep; call wake() before load_weights()")
         if running not in ("go_on", "finish", "abort"):
             raise ValueError(f"running={running!r} is not known; use go_on, finish or abort")
         if running == "finish" and self._needs_weights:
-            raise ValueError("running='finish' needs the weights that sleep() gave away; use go_on")
+            raise ValueError("running='finish' needs the weights that sleep() released; use go_on")
         with self._working():
-            self._make_way(running)
-            self._needs_weights = True  # until all of them are there
+            self._clear(running)
+            self._needs_weights = True  # until all have arrived
             write(self.model, weights)
             self.policy_version = policy_version
             self._needs_weights = False
 
     def sleep(self) -> None:
-        """Give the memory of cache and weights back to the device; addresses stay reserved.
+        """Release the memory of KV cache and weights; addresses stay reserved.
 
         Running samples wait, and are prefilled again after wake() and load_weights().
         """
         with self._working():
-            self._make_way("go_on")
+            self._clear("go_on")
             self._needs_weights = True
-            for memory in self._memories:
-                if memory.is_held:
-                    memory.give_back()
+            for arena in self._arenas:
+                if arena.is_held:
+                    arena.release()
 
     def wake(self) -> None:
-        """Take the memory again. The weights that were in it are gone: load_weights() is next."""
-        for memory in self._memories:
-            if not memory.is_held:
-                memory.take_again()
+        """Restore the memory that sleep() released. Its weights are lost: call load_weights()."""
+        for arena in self._arenas:
+            if not arena.is_held:
+                arena.restore()
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has the weights and the memory to step with."""
+        """Whether the engine has weights and memory, so that it can step."""
         return self._is_awake and not self._needs_weights
 
     @property
-    def _memories(self) -> list[Memory]:
-        return [*self._weights, self.runner.memory]
+    def _arenas(self) -> list[Arena]:
+        return [*self._weights, self.runner.arena]
 
     @property
     def _is_awake(self) -> bool:
-        return all(memory.is_held for memory in self._memories)
+        return all(arena.is_held for arena in self._arenas)
 
-    def _make_way(self, running: Running) -> None:
-        """Leave nothing in the cache or on the device."""
+    def _clear(self, running: OnNewWeights) -> None:
+        """Leave nothing in the KV cache or running on the device."""
         if running == "finish":
             self._finish_running()
-        self._land_last()
+        self._drain()
         if running == "abort":
-            for sequence in self.scheduler.begun():
+            for sequence in self.scheduler.started():
                 for sample in (sequence, *sequence.followers):
                     self._abort(sample)
         self.scheduler.preempt_all()
@@ -262,42 +259,42 @@ class Engine:
     def _finish_running(self) -> None:
         self.scheduler.is_closed = True
         try:
-            while self.scheduler.begun() or self._flight:
+            while self.scheduler.started() or self._in_flight:
                 self.step()
         finally:
             self.scheduler.is_closed = False
 
-    def _decode(self) -> Flight:
-        """A burst of everyone who runs."""
+    def _decode(self) -> InFlightBatch:
+        """Launch a burst of all running sequences."""
         self._rows_are_stale = False
         num_steps = self._num_steps(0)
-        self.scheduler.make_room(num_steps)
+        self.scheduler.reserve(num_steps)
         return self.runner.decode(self.scheduler.running, num_steps)
 
-    def _decode_on(self) -> Flight | None:
-        """Launch the next burst before the last one has landed, if it is of the same rows."""
-        flight, running = self._flight, self.scheduler.running
-        if not self.launch_ahead or not flight or not flight.rows or not running:
+    def _decode_ahead(self) -> InFlightBatch | None:
+        """Launch the next burst before the last is collected, if it has the same rows."""
+        earlier, running = self._in_flight, self.scheduler.running
+        if not self.launch_ahead or not earlier or not earlier.rows or not running:
             return None
         num_rows = self.runner.num_rows
         if (
             self._rows_are_stale
-            or self.scheduler.has_newcomers
-            or num_rows(len(running)) != num_rows(len(flight.sequences))
+            or self.scheduler.may_prefill
+            or num_rows(len(running)) != num_rows(len(earlier.sequences))
         ):
             return None
-        before = len(flight.token_ids_SN)
+        before = len(earlier.token_ids_SN)
         num_steps = self._num_steps(before)
-        if num_steps < 1 or not self.scheduler.make_room_for_all(before + num_steps):
+        if num_steps < 1 or not self.scheduler.reserve_without_preemption(before + num_steps):
             return None
-        return self.runner.decode_on(num_steps, before)
+        return self.runner.decode_ahead(num_steps, before)
 
-    def _num_steps(self, num_under_way: int) -> int:
+    def _num_steps(self, num_in_flight: int) -> int:
         longest = max(s.max_length - s.length for s in self.scheduler.running)
-        return min(self.burst, longest - num_under_way)
+        return min(self.burst, longest - num_in_flight)
 
-    def _prefill(self, chunks: list[Chunk]) -> Flight:
-        """Compute chunks; the first token of every sequence whose prompt is complete."""
+    def _prefill(self, chunks: list[Chunk]) -> InFlightBatch:
+        """Launch chunks; sequences whose prompt is then complete sample their first token."""
         readers, copies = [], []
         for i, chunk in enumerate(chunks):
             if chunk.is_last:
@@ -307,18 +304,19 @@ class Engine:
                 readers += [(i, s) for s in (leader, *followers) if s.pages]
         return self.runner.prefill(chunks, readers, copies)
 
-    def _land_last(self) -> None:
-        flight, self._flight = self._flight, None
-        self._land(flight)
+    def _drain(self) -> None:
+        """Collect what is in flight, and launch nothing."""
+        launched, self._in_flight = self._in_flight, None
+        self._collect(launched)
 
-    def _land(self, flight: Flight | None) -> None:
-        """Wait for a flight, and hand out what it brought."""
-        for sampled in self.runner.land(flight) if flight else ():
+    def _collect(self, launched: InFlightBatch | None) -> None:
+        """Wait for a batch, and append its tokens to their sequences."""
+        for sampled in self.runner.collect(launched) if launched else ():
             if sampled.sequence.finish_reason is None:  # not aborted meanwhile
                 self._extend(sampled)
 
-    def _extend(self, sampled: Sampled) -> None:
-        """Append what was sampled; a sequence that ends with it is taken out."""
+    def _extend(self, sampled: SampledTokens) -> None:
+        """Append sampled tokens; a sequence that ends with them is taken out."""
         sequence, token_ids, logprobs = sampled.sequence, sampled.token_ids, sampled.logprobs
         if not sampled.is_finite:
             num_good = int(np.isfinite(logprobs).argmin())
@@ -345,14 +343,14 @@ class Engine:
 
         if is_stopped(len(sampled)):
             old = len(sampled) - num_new
-            sequence.cut(next(n for n in range(old + 1, len(sampled) + 1) if is_stopped(n)))
+            sequence.truncate(next(n for n in range(old + 1, len(sampled) + 1) if is_stopped(n)))
             sequence.finish_reason = "stop"
             self._rows_are_stale = True
 
     def _suspect(self, sequence: Sequence) -> None:
-        """Its logits are not finite: compute it once more, sharing nothing; then give it up.
+        """Handle logits that are not finite: recompute once without shared pages, then fail.
 
-        It may have got the trouble from pages that it shares with the one who has it.
+        The cause may be a page shared with another sequence.
         """
         self._rows_are_stale = True
         self.pool.forget(sequence.pages)
@@ -364,7 +362,7 @@ class Engine:
             self.scheduler.preempt(sequence)
 
     def _report(self) -> None:
-        """Give the turns of ended sequences to those who wait for them."""
+        """Store the turns of ended sequences, and call their callbacks."""
         ended, self._ended = self._ended, []
         handles = [self._handles[sequence.request_id] for sequence in ended]
         for handle, sequence in zip(handles, ended, strict=True):
@@ -376,14 +374,14 @@ class Engine:
             if handle.on_turn:
                 try:
                     handle.on_turn(sequence.index, handle.turns[sequence.index])
-                except BaseException as error:  # the others wait for theirs
+                except BaseException as error:  # after all callbacks
                     errors.append(error)
         if errors:
             raise errors[0]
 
     def _check(self, request: Request) -> None:
-        in_cache = self.pool.num_pages * self.pool.page_size
-        check_request(request, self.model.config, in_cache)
+        cache_tokens = self.pool.num_pages * self.pool.page_size
+        check_request(request, self.model.config, cache_tokens)
         if request.params.stop and self._decode_text is None:
             raise ValueError(
                 f"stop={request.params.stop!r} needs text; give the engine Engine(decode=...)"

@@ -1,8 +1,9 @@
-"""Runs the model for the engine: prefills prompts, and decodes in bursts.
+"""Runs the model for the engine: prefills prompts and decodes in bursts.
 
-A burst is a number of decoding steps with one read-back at its end. A step (embedding, layers,
+A burst is a number of decode steps with one read-back at its end. A step (embedding, layers,
 head, sampling, stop and length tests) advances the rows on the device; on CUDA it is captured once
-per batch size and replayed. Launching does not wait for the device (capturing does); `land` does.
+per batch size and replayed. Launching does not wait for the device (capturing does); only `collect`
+does.
 """
 
 from collections.abc import Callable
@@ -13,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from roll_lite.engine.attention import BACKENDS, DecodePlaces, PrefillPlaces
-from roll_lite.engine.batch import SCRATCH_PAGE, Batch, Rows
-from roll_lite.engine.memory import Memory
+from roll_lite.engine.arena import Arena
+from roll_lite.engine.attention import BACKENDS, DecodeMetadata, PrefillMetadata
+from roll_lite.engine.request import Sequence
+from roll_lite.engine.rows import SCRATCH_PAGE, DecodeBatch, RowTensors
 from roll_lite.engine.sampler import sample, truncate
 from roll_lite.engine.scheduler import Chunk
-from roll_lite.engine.sequence import Sequence
-from roll_lite.models.linear import linear
 from roll_lite.models.logprobs import row_chunks
+from roll_lite.models.ops import linear
 from roll_lite.models.transformer import Transformer
 
 ROW_BUCKETS = (
@@ -33,20 +34,20 @@ TRUNCATION = {"top_k": torch.int64, "top_p": torch.float32, "min_p": torch.float
 
 
 @dataclass(slots=True)
-class Flight:
-    """Work that was given to the device, and where its results will be."""
+class InFlightBatch:
+    """A prefill or burst that was launched on the device, and where its results will be."""
 
     sequences: list[Sequence]
     token_ids_SN: Tensor
     logprobs_SN: Tensor
     rows: tuple[Tensor, Tensor] | None
-    """Of a burst: the last token of each row, and its length."""
+    """After a burst: the last token and the length of each row; None after a prefill."""
     ready: torch.cuda.Event | None
 
 
 @dataclass(slots=True)
-class Sampled:
-    """What a flight brought for one sequence."""
+class SampledTokens:
+    """What a batch sampled for one sequence."""
 
     sequence: Sequence
     token_ids: np.ndarray
@@ -69,10 +70,10 @@ class Runner:
         self.device = model.embedding.device
         self.page_size, self.max_num_seqs = page_size, max_num_seqs
         shape, dtype = cache_shape(model, num_pages, page_size), model.embedding.dtype
-        self.memory = Memory(torch.Size(shape).numel() * dtype.itemsize, self.device)
-        self.cache = self.memory.tensor(shape, dtype)
+        self.arena = Arena(torch.Size(shape).numel() * dtype.itemsize, self.device)
+        self.cache = self.arena.tensor(shape, dtype)
         longest = min(model.config.max_positions, num_pages * page_size)
-        self.batch = Batch(max_num_seqs, -(-longest // page_size), self.device)
+        self.batch = DecodeBatch(max_num_seqs, -(-longest // page_size), self.device)
         zeros = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._step_index = zeros
         self._out_ids = zeros.new_zeros(max_burst, max_num_seqs)
@@ -85,10 +86,10 @@ class Runner:
     @torch.inference_mode()
     def prefill(
         self, chunks: list[Chunk], readers: list[tuple[int, Sequence]], copies: list
-    ) -> Flight:
-        """Compute chunks into the cache, copy pages, sample the first token of each reader.
+    ) -> InFlightBatch:
+        """Compute chunks into the KV cache, copy pages, sample the first token of each reader.
 
-        A reader is a chunk's index and a sequence that goes on after it.
+        A reader is a chunk's index and a sequence that continues from it.
         """
         hidden_CH = self._hidden(chunks)
         if copies:
@@ -96,7 +97,7 @@ class Runner:
         sequences = [sequence for _, sequence in readers]
         rows = self._tensor([chunk for chunk, _ in readers])
         ids, logprobs = self._sample(hidden_CH[rows], sequences)
-        return self._launched(sequences, ids[None], logprobs[None])
+        return self._launch(sequences, ids[None], logprobs[None])
 
     def _hidden(self, chunks: list[Chunk]) -> Tensor:
         """The hidden state of each chunk's last token."""
@@ -114,7 +115,7 @@ class Runner:
         slots = page_table[np.repeat(np.arange(len(chunks)), lengths), page]
         ends_C = self._tensor(ends)
         attend = BACKENDS[self.backend][0](
-            PrefillPlaces(
+            PrefillMetadata(
                 cache=self.cache,
                 slots_T=self._tensor(slots * self.page_size + slot),
                 page_table_BP=self._tensor(page_table, torch.int32),
@@ -130,7 +131,7 @@ class Runner:
         return hidden_TH[ends_C - 1]
 
     def _sample(self, hidden_RH: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
-        """The next token of each sequence, from its row, and that token's logprob."""
+        """The next token of each sequence, sampled from its row, and its logprob."""
         temperatures_R = self._tensor([s.params.temperature or 1.0 for s in sequences], float)
         is_greedy_R = self._tensor([s.params.temperature == 0 for s in sequences], bool)
         keys_R2 = self._tensor([s.noise_key for s in sequences]).view(-1, 2)
@@ -150,8 +151,8 @@ class Runner:
         return torch.cat(ids), torch.cat(logprobs)
 
     @torch.inference_mode()
-    def decode(self, sequences: list[Sequence], num_steps: int) -> Flight:
-        """A burst: what each sequence samples in up to so many steps, until it ends."""
+    def decode(self, sequences: list[Sequence], num_steps: int) -> InFlightBatch:
+        """A burst: each sequence samples up to `num_steps` tokens, until it ends."""
         self.batch.place(sequences)
         num_rows = self.num_rows(len(sequences))
         run = self._step_runner(num_rows, int(self.batch.lengths().max()) + num_steps - 1)
@@ -159,10 +160,10 @@ class Runner:
         return self._burst(run, num_steps)
 
     @torch.inference_mode()
-    def decode_on(self, num_steps: int, num_steps_before: int) -> Flight:
-        """A burst of the same rows, given to the device while it is still busy with the last.
+    def decode_ahead(self, num_steps: int, num_steps_before: int) -> InFlightBatch:
+        """The next burst of the same rows, launched while the device still runs the last one.
 
-        Rows that end in the last burst are at rest in this one.
+        Rows that end in the last burst are inactive in this one.
         """
         self.batch.add_pages()
         longest = int(self.batch.lengths().max()) + num_steps_before + num_steps - 1
@@ -171,27 +172,27 @@ class Runner:
         self.batch.upload_pages(num_rows)
         return self._burst(run, num_steps)
 
-    def _burst(self, run: Callable[[], object], num_steps: int) -> Flight:
+    def _burst(self, run: Callable[[], object], num_steps: int) -> InFlightBatch:
         self._step_index.zero_()
         for _ in range(num_steps):
             run()
         n = len(self.batch.sequences)
         rows = self.batch.on_device.first(n)
-        return self._launched(
+        return self._launch(
             list(self.batch.sequences),
             self._out_ids[:num_steps, :n],
             self._out_logprobs[:num_steps, :n],
             (rows.token_ids, rows.lengths),
         )
 
-    def _launched(
+    def _launch(
         self,
         sequences: list[Sequence],
         ids_SN: Tensor,
         logprobs_SN: Tensor,
         rows: tuple[Tensor, Tensor] | None = None,
-    ) -> Flight:
-        """Send results on their way to the host."""
+    ) -> InFlightBatch:
+        """Start copying results to the host."""
         results, ready = (ids_SN, logprobs_SN, *(rows or ())), None
         if self.device.type == "cuda":
             results = [x.to("cpu", non_blocking=True) for x in results]
@@ -200,30 +201,30 @@ class Runner:
         else:
             results = [x.clone() for x in results]
         ids_SN, logprobs_SN, *rows = results
-        return Flight(sequences, ids_SN, logprobs_SN, tuple(rows) or None, ready)
+        return InFlightBatch(sequences, ids_SN, logprobs_SN, tuple(rows) or None, ready)
 
-    def land(self, flight: Flight) -> list[Sampled]:
-        """Wait for a flight; what it brought."""
-        if flight.ready:
-            flight.ready.synchronize()
-        ids_NS = flight.token_ids_SN.numpy().T.copy()
-        logprobs_NS = flight.logprobs_SN.numpy().T.copy()
+    def collect(self, launched: InFlightBatch) -> list[SampledTokens]:
+        """Wait for a batch and return what it sampled."""
+        if launched.ready:
+            launched.ready.synchronize()
+        ids_NS = launched.token_ids_SN.numpy().T.copy()
+        logprobs_NS = launched.logprobs_SN.numpy().T.copy()
         counts = np.ones(len(ids_NS), dtype=np.int64)
-        if flight.rows:
-            last_ids, lengths = (x.numpy() for x in flight.rows)
+        if launched.rows:
+            last_ids, lengths = (x.numpy() for x in launched.rows)
             counts = lengths - self.batch.lengths()
             self.batch.advanced(last_ids, lengths)
         is_sampled = np.arange(ids_NS.shape[1]) < counts[:, None]
         is_finite = (np.isfinite(logprobs_NS) | ~is_sampled).all(1).tolist()
         return [
-            Sampled(sequence, ids[:count], logprobs[:count], finite)
+            SampledTokens(sequence, ids[:count], logprobs[:count], finite)
             for sequence, ids, logprobs, count, finite in zip(
-                flight.sequences, ids_NS, logprobs_NS, counts.tolist(), is_finite, strict=True
+                launched.sequences, ids_NS, logprobs_NS, counts.tolist(), is_finite, strict=True
             )
         ]
 
     def num_rows(self, num_sequences: int) -> int:
-        """Rows to compute with: one of a few sizes where graphs are captured for them."""
+        """Rows to compute with: rounded up to a bucket where CUDA graphs are used."""
         if not self._use_graphs:
             return num_sequences
         rounded = -(-num_sequences // LARGE_BUCKET) * LARGE_BUCKET
@@ -231,7 +232,7 @@ class Runner:
         return min(num_rows, self.max_num_seqs)
 
     def _step_runner(self, num_rows: int, max_length: int) -> Callable[[], object]:
-        """A callable that runs one step: the step itself, or its captured graph."""
+        """A callable that runs one decode step: the step itself, or its captured graph."""
         is_truncated = any(sequence.params.is_truncated for sequence in self.batch.sequences)
         if self._use_graphs:
             num_splits = -(-max_length // LENGTH_BUCKET)
@@ -240,7 +241,7 @@ class Runner:
         def step() -> None:
             self._step(self.batch.on_device.first(num_rows), max_length, is_truncated)
 
-        # Truncation over ranks looks at numbers on the host, which a graph cannot.
+        # Truncation over ranks reads numbers on the host, which a graph cannot.
         if not self._use_graphs or (is_truncated and self.model.shard):
             return step
         key = (num_rows, max_length, is_truncated)
@@ -249,34 +250,34 @@ class Runner:
         return self._graphs[key].replay
 
     def _capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Rows at rest stay at rest, so the runs before a capture change nothing that matters."""
-        held = self.batch.put_to_rest()
+        """Capture with all rows inactive, so that the warm-up run changes nothing."""
+        held = self.batch.deactivate()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._step_index.zero_()
-            step()  # compiles kernels, sets up cuBLAS
+            step()  # compiles kernels, initialises cuBLAS
         torch.cuda.current_stream().wait_stream(stream)
         self._step_index.zero_()
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._graphs.values())).pool() if self._graphs else None
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             step()
-        self.batch.bring_back(held)
+        self.batch.restore(held)
         return graph
 
-    def _step(self, rows: Rows, max_length: int, is_truncated: bool) -> None:
-        """One token for every row that is not at rest."""
+    def _step(self, rows: RowTensors, max_length: int, is_truncated: bool) -> None:
+        """One token for every active row."""
         is_active_B = rows.lengths < rows.limits
         positions_B = rows.lengths - 1
         page_B = rows.page_table.gather(1, (positions_B // self.page_size)[:, None])[:, 0]
-        page_B = torch.where(is_active_B, page_B, SCRATCH_PAGE)  # others may own the pages by now
+        page_B = torch.where(is_active_B, page_B, SCRATCH_PAGE)  # its page may be reassigned
         attend = BACKENDS[self.backend][1](
-            DecodePlaces(
+            DecodeMetadata(
                 cache=self.cache,
-                slots_B=page_B * self.page_size + positions_B % self.page_size,
+                slots_T=page_B * self.page_size + positions_B % self.page_size,
                 page_table_BP=rows.page_table,
-                lengths_B=torch.where(is_active_B, rows.lengths, 1),  # rest costs next to nothing
+                lengths_B=torch.where(is_active_B, rows.lengths, 1),  # inactive: one key
                 max_length=max_length,
                 finished_BK=self._finished_BK,
             )
@@ -306,7 +307,7 @@ class Runner:
         self.cache[:, :, target] = self.cache[:, :, source]
 
     def _tensor(self, values, dtype: torch.dtype | type = torch.int64) -> Tensor:
-        """On the device; from pinned memory, so that the host does not wait for its turn."""
+        """On the device; copied from pinned memory, so that the host does not wait."""
         dtype = {float: torch.float32, bool: torch.bool}.get(dtype, dtype)
         tensor = torch.as_tensor(values).to(dtype)
         if self.device.type == "cuda":
@@ -320,12 +321,12 @@ def cache_shape(model: Transformer, num_pages: int, page_size: int) -> tuple[int
 
 
 def pages_within(kv_cache_gib: float, model: Transformer, page_size: int) -> int:
-    """Pages that a cache of so many GiB has, or an error if it has none."""
+    """Number of pages in a KV cache of this size."""
     page_bytes = torch.Size(cache_shape(model, 1, page_size)).numel()
     page_bytes *= model.embedding.element_size()
     num_pages = int(kv_cache_gib * 2**30) // page_bytes
     if num_pages < 1:
         raise ValueError(
-            f"kv_cache_gib={kv_cache_gib} holds no page of {page_bytes} bytes; raise it"
+            f"kv_cache_gib={kv_cache_gib} is less than one page of {page_bytes} bytes; raise it"
         )
     return num_pages

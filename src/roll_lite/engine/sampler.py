@@ -1,4 +1,4 @@
-"""Sampling by counted noise: a token depends on (seed, sample, position), not on who else runs.
+"""Sampling with counter-based noise: a token depends on (seed, sample, position), not on the batch.
 
 Gumbel-max: the argmax of logits plus Gumbel noise is a draw from their softmax. The noise of each
 vocabulary entry is a hash of the sequence's key, the position and the entry.
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from roll_lite.models.logprobs import pick_logprobs, scale
-from roll_lite.models.tensor import TensorShard
+from roll_lite.models.tensor_parallel import TensorShard
 
 CANDIDATES = 1024
-"""Entries that each rank sends for top-k, top-p and min-p."""
+"""Vocabulary entries that each rank sends for top-k, top-p and min-p."""
 _MASK = 0xFFFFFFFF
-_GOLDEN = 0x9E3779B9 - 2**32  # spreads entries over all 32 bits; as a signed number
+_GOLDEN = 0x9E3779B9 - 2**32  # spreads entries over all 32 bits; as a signed integer
 
 
 def noise_key(seed: int, index: int) -> tuple[int, int]:
-    """64 bits that name the random numbers of one sample, as two 32-bit words."""
+    """The 64-bit key of one sample's random numbers, as two 32-bit words."""
     x = (seed * 0x9E3779B97F4A7C15 + index * 0xD1B54A32D192ED03 + 0x8CB92BA72F3D8DD7) % 2**64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
@@ -33,16 +33,16 @@ def sample(
     positions_R: Tensor,
     shard: TensorShard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Token ids, and fp32 logprobs of them under the scaled logits that they were drawn from.
+    """Token ids, and their fp32 logprobs under the scaled logits that they were drawn from.
 
-    With a shard the logits are its part of the vocabulary, and ranks exchange their best entry.
+    With a shard, the logits are this rank's vocabulary entries; ranks exchange their best one.
     """
     num_entries = logits_RV.shape[1]
     first = shard.rank * num_entries if shard else 0
     if logits_RV.is_cuda:
         from roll_lite.kernels.sample import sample as fused
 
-        exchange = shard.side_by_side if shard else None
+        exchange = shard.gather if shard else None
         return fused(logits_RV, temperatures_R, is_greedy_R, keys_R2, positions_R, first, exchange)
     has_greedy, found = bool(is_greedy_R.any()), []
     for rows in _small_chunks(logits_RV):
@@ -52,22 +52,22 @@ def sample(
             noise_CV.masked_fill_(is_greedy_R[rows, None], 0.0)
         best_C, ids_C = noise_CV.add_(logits_CV).max(-1)
         logit_C = logits_CV.gather(1, ids_C[:, None])[:, 0]
-        found.append((ids_C, best_C, logit_C, pick_logprobs(logits_CV, ids_C)[0]))
+        found.append((ids_C, best_C, logit_C, pick_logprobs(logits_CV, ids_C)))
     ids_R, best_R, logit_R, logprobs_R = (torch.cat(x) for x in zip(*found, strict=True))
     if shard is None:
         return ids_R, logprobs_R
-    # Not logsumexp: how it rounds depends on the number of rows. Where truncation has left nothing
-    # of this part, the best is -inf and log_softmax nan.
+    # Not logsumexp, whose rounding depends on the number of rows. Where truncation has removed all
+    # of this rank's entries, the best is -inf and log_softmax nan.
     lse_R = (logit_R - logprobs_R).masked_fill_(logit_R == -torch.inf, -torch.inf)
-    best_RS, logit_RS, lse_RS = (shard.side_by_side(x[:, None]) for x in (best_R, logit_R, lse_R))
-    ids_RS = shard.side_by_side(ids_R[:, None] + first)
+    best_RS, logit_RS, lse_RS = (shard.gather(x[:, None]) for x in (best_R, logit_R, lse_R))
+    ids_RS = shard.gather(ids_R[:, None] + first)
     winner_R1 = best_RS.argmax(-1, keepdim=True)
     logprobs_R = logit_RS.gather(1, winner_R1)[:, 0] - lse_RS.logsumexp(-1)
     return ids_RS.gather(1, winner_R1)[:, 0], logprobs_R
 
 
 def _small_chunks(logits_RV: Tensor) -> list[slice]:
-    """A few rows at a time, so that what is computed of them stays in the CPU's cache."""
+    """A few rows at a time, so that intermediates stay in the CPU's cache."""
     num_rows = max(1, 2**18 // logits_RV.shape[1])
     return [slice(i, i + num_rows) for i in range(0, len(logits_RV), num_rows)]
 
@@ -80,10 +80,10 @@ def truncate(
     min_p_R: Tensor,
     shard: TensorShard | None = None,
 ) -> Tensor:
-    """Logits with -inf for the tokens that top-k, then top-p, then min-p leave out.
+    """Logits with -inf for the tokens that top-k, then top-p, then min-p remove.
 
-    The rest keeps its logits, so that sampling and logprobs are of the distribution that is left.
-    Tokens as likely as the last one that is left are left too.
+    The remaining logits are unchanged, so sampling and logprobs use the truncated distribution.
+    Tokens as likely as the last remaining one remain too.
     """
     options = (temperatures_R, top_k_R, top_p_R, min_p_R)
     logits_RV = logits_RV.float()
@@ -103,7 +103,7 @@ def _last_left(
     top_p_R: Tensor,
     min_p_R: Tensor,
 ) -> Tensor:
-    """The smallest logit that is left, of the largest ones in order; `whole_RV` has them all."""
+    """The smallest remaining logit, from the largest in order; `whole_RV` holds all of them."""
     rank_N = torch.arange(sorted_RN.shape[1], device=sorted_RN.device)
     scaled_RN = sorted_RN / temperatures_R[:, None]
     has_top_k_R1 = top_k_R[:, None] > 0
@@ -112,7 +112,7 @@ def _last_left(
     in_top_k_R1 = scaled_RN.masked_fill(~is_left_RN, -torch.inf).logsumexp(-1, keepdim=True)
     probs_RN = (scaled_RN - torch.where(has_top_k_R1, in_top_k_R1, total_R1)).exp()
     probs_RN.masked_fill_(~is_left_RN, 0.0)
-    # A sum in fp32 reaches 1 before its tail: rows without top-p must not lose that.
+    # An fp32 sum reaches 1 before the tail; rows without top-p must keep their tail.
     is_left_RN &= (probs_RN.cumsum(-1) - probs_RN < top_p_R[:, None]) | (top_p_R[:, None] >= 1)
     is_left_RN &= probs_RN >= min_p_R[:, None] * probs_RN[:, :1]
     num_left_R1 = is_left_RN.sum(-1, keepdim=True).clamp(min=1)
@@ -120,20 +120,20 @@ def _last_left(
 
 
 def _last_left_over_ranks(logits_RV: Tensor, shard: TensorShard, *options: Tensor) -> Tensor:
-    """The same when each rank has a part of the vocabulary: from the largest entries of each.
+    """`_last_left` for a sharded vocabulary, from the largest entries of each rank.
 
-    Where these turn out too few (a flat distribution, a large top-p), from all entries.
+    Where these are too few (a flat distribution, a large top-p), from all entries.
     """
     for num_candidates in (min(CANDIDATES, logits_RV.shape[1]), logits_RV.shape[1]):
         largest_RC, order_RC = logits_RV.topk(num_candidates)
-        sorted_RN = shard.side_by_side(largest_RC).sort(dim=-1, descending=True).values
+        sorted_RN = shard.gather(largest_RC).sort(dim=-1, descending=True).values
         temperature_R1 = options[0][:, None]
         others_RV = logits_RV.scatter(1, order_RC, -torch.inf) / temperature_R1
         others_R1 = others_RV.logsumexp(-1, keepdim=True) * temperature_R1  # as one logit
-        whole_RV = torch.cat([sorted_RN, shard.side_by_side(others_R1)], -1)
+        whole_RV = torch.cat([sorted_RN, shard.gather(others_R1)], -1)
         last_R1 = _last_left(sorted_RN, whole_RV, *options)
-        # Above every rank's smallest candidate the list has no gaps.
-        floor_R1 = shard.side_by_side(largest_RC[:, -1:]).amax(-1, keepdim=True)
+        # Above every rank's smallest candidate the list is complete.
+        floor_R1 = shard.gather(largest_RC[:, -1:]).amax(-1, keepdim=True)
         if num_candidates == logits_RV.shape[1] or bool((last_R1 > floor_R1).all()):
             return last_R1
     raise AssertionError("all entries are always enough")
@@ -150,7 +150,7 @@ def gumbel(keys_R2: Tensor, positions_R: Tensor, first: int, end: int) -> Tensor
 
 
 def _words(keys_R2: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Two 32-bit words that name the noise of a row."""
+    """Two 32-bit words that seed the noise of a row."""
     key0_R, key1_R = keys_R2.to(torch.int32).unbind(1)
     positions_R = positions_R.to(torch.int32)
     first_R = _mix(_mix(positions_R ^ key0_R) ^ key1_R)
@@ -170,5 +170,5 @@ def _mix(x: Tensor, also: Tensor | None = None) -> Tensor:
 
 
 def _shift(x: Tensor, num_bits: int) -> Tensor:
-    """To the right, filled up with zeros."""
+    """Logical shift to the right."""
     return (x >> num_bits).bitwise_and_((1 << 32 - num_bits) - 1)

@@ -1,14 +1,14 @@
-"""Decides, step by step, who is prefilled, who decodes and who gives up pages. Never reads a clock.
+"""Decides, step by step, which sequences are prefilled, decode or are preempted.
 
-The oldest sequence always makes progress: it alone fits the pool (checked at submit), and only
-sequences younger than it are preempted in its favour.
+The scheduler never reads a clock. The oldest sequence always makes progress: it alone fits the pool
+(checked at submit), and only younger sequences are preempted in its favour.
 """
 
 from collections import deque
 from typing import NamedTuple
 
 from roll_lite.engine.pages import PagePool
-from roll_lite.engine.sequence import Sequence
+from roll_lite.engine.request import Sequence
 
 
 class Chunk(NamedTuple):
@@ -31,26 +31,26 @@ class Scheduler:
         self.max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
-        """Have pages for all of their tokens, and some of these computed."""
+        """Have pages for all of their tokens, and some of the tokens computed."""
         self.is_closed = False
-        """Nobody new is admitted: those who have begun finish first."""
+        """While True no new sequence is admitted, so that those that have started can finish."""
         self.running: list[Sequence] = []
         """Oldest first."""
         self._refused_with: int | None = None
-        """Free pages when the first who waits was last refused."""
+        """Number of free pages when the first waiting sequence was last refused."""
         self.num_preempted = 0
         self.num_reused_tokens = 0
 
     def schedule_prefill(self) -> list[Chunk]:
-        """What to compute under the token budget: sequences begun before, then waiting ones."""
+        """What to compute under the token budget: partly computed sequences, then waiting ones."""
         chunks: list[Chunk] = []
         budget = self.max_prefill_tokens
         while budget > 0 and (self.prefilling or self._admit()):
             sequence = self.prefilling[0]
             start = sequence.num_computed
             end = sequence.num_computed = min(sequence.length, start + budget)
-            # All keys of a step are written before any is read, so even sequences of this very
-            # step may share these pages.
+            # All keys of a step are written before any is read, so sequences of this same step
+            # may share these pages already.
             if not sequence.is_suspect:
                 self.pool.remember(sequence.token_ids, sequence.pages, end)
             chunks.append(Chunk(sequence, start, end))
@@ -61,14 +61,14 @@ class Scheduler:
         return chunks
 
     def _admit(self) -> bool:
-        """Give the first who waits its pages, some of them found with the right content."""
+        """Give the first waiting sequence its pages, some of them from the prefix cache."""
         if not self.waiting or self._is_full():
             return False
         sequence = self.waiting[0]
         if self.is_closed and sequence.num_sampled == 0:
             return False
         num_tokens = sequence.length
-        # The last token is always computed: its hidden state predicts the next.
+        # The last token is always computed: its hidden state predicts the next token.
         max_pages = 0 if sequence.is_suspect else (num_tokens - 1) // self.pool.page_size
         found = self.pool.find(sequence.token_ids, max_pages)
         shared = self.pool.share(found)
@@ -86,12 +86,12 @@ class Scheduler:
         return True
 
     def _has_room(self, num_pages: int) -> bool:
-        """With a burst for everyone to spare, so that the newcomer is not preempted at once."""
+        """With pages to spare for a burst of all, so that the new one is not preempted at once."""
         spare = (len(self.running) + 1) * self._pages_per_burst
         return self.pool.num_free >= num_pages + spare
 
-    def begun(self) -> list[Sequence]:
-        """Those who have been admitted and have not ended, also if they were preempted."""
+    def started(self) -> list[Sequence]:
+        """Sequences that were admitted and have not ended, including preempted ones."""
         preempted = [sequence for sequence in self.waiting if sequence.num_sampled > 0]
         return [*self.running, *self.prefilling, *preempted]
 
@@ -99,9 +99,9 @@ class Scheduler:
         return len(self.running) + len(self.prefilling) >= self.max_num_seqs
 
     def fork(self, leader: Sequence) -> list[tuple[int, int]]:
-        """Let the leader's followers share its prefilled prompt; page copies (from, to) to make.
+        """Let the leader's followers share its prefilled prompt; returns page copies (from, to).
 
-        Followers for whom there is no room wait to be prefilled on their own.
+        Followers without room wait to be prefilled on their own.
         """
         copies = []
         followers, leader.followers = leader.followers, []
@@ -118,14 +118,14 @@ class Scheduler:
         return copies
 
     @property
-    def has_newcomers(self) -> bool:
-        """Whether a prefill may be due."""
+    def may_prefill(self) -> bool:
+        """Whether `schedule_prefill` may have something to compute."""
         if self.prefilling or not self.waiting or self._is_full():
             return bool(self.prefilling)
         return self._refused_with is None or self.pool.num_free > self._refused_with
 
-    def make_room(self, num_steps: int) -> None:
-        """Give everyone who runs pages for so many steps, taken from the newest if need be."""
+    def reserve(self, num_steps: int) -> None:
+        """Give running sequences pages for `num_steps`, preempting the newest if need be."""
         survivors: list[Sequence] = []
         queue = deque(self.running)
         while queue:
@@ -140,8 +140,8 @@ class Scheduler:
             survivors.append(sequence)
         self.running = survivors
 
-    def make_room_for_all(self, num_steps: int) -> bool:
-        """The same if nobody has to be preempted for it, else nothing."""
+    def reserve_without_preemption(self, num_steps: int) -> bool:
+        """Give all running sequences pages for `num_steps`, or none of them; returns which."""
         missing = [self._missing(sequence, num_steps) for sequence in self.running]
         if sum(missing) > self.pool.num_free:
             return False
@@ -155,30 +155,30 @@ class Scheduler:
         return max(0, self.pool.pages_for(num_keys) - len(sequence.pages))
 
     def preempt_all(self) -> None:
-        """Send everyone back to be prefilled again, oldest first."""
+        """Send all sequences back to be prefilled again, oldest first."""
         for sequences in (self.prefilling, self.running):
             while sequences:
                 self._send_back(sequences.pop())
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a finished or aborted sequence out; what it computed may serve others."""
-        for place in (self.running, self.prefilling, self.waiting):
-            if sequence in place:
-                place.remove(sequence)
+        """Take a finished or aborted sequence out; its pages stay in the prefix cache."""
+        for queue in (self.running, self.prefilling, self.waiting):
+            if sequence in queue:
+                queue.remove(sequence)
                 break
         self._refused_with = None
-        self._give_back_pages(sequence)
+        self._release_pages(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._send_back(sequence)
 
     def _send_back(self, sequence: Sequence) -> None:
-        self._give_back_pages(sequence)
+        self._release_pages(sequence)
         self.waiting.appendleft(sequence)
         self.num_preempted += 1
 
-    def _give_back_pages(self, sequence: Sequence) -> None:
+    def _release_pages(self, sequence: Sequence) -> None:
         # A running sequence's last token has been sampled, but not computed.
         num_computed = min(sequence.num_computed, sequence.length - 1)
         if not sequence.is_suspect:

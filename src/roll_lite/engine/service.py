@@ -1,10 +1,10 @@
-"""An engine as the worker of a role: requests come by post, turns go back as reports.
+"""An engine as a role's worker object: requests arrive as posts, turns leave as reports.
 
     generate = cluster.role("generate", EngineService, folder="models/tiny")
     generate.post(replica, "submit", key, Request(...))      # or "abort", key
 
 Reports are `("answers", EngineReport)` and `("failed", keys, traceback)`. On tensor-parallel ranks
-the first takes the requests, and the others follow it.
+the first rank takes the requests and leads; the other ranks follow it.
 """
 
 import traceback
@@ -18,18 +18,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from roll_lite.engine.engine import Engine
-from roll_lite.engine.lockstep import Lockstep
-from roll_lite.engine.ranks import RanksEngine
-from roll_lite.engine.sequence import Handle, Request
-from roll_lite.models.source import open_model
-from roll_lite.models.tensor import TensorShard
+from roll_lite.engine.request import Handle, Request
+from roll_lite.engine.tensor_parallel import Lockstep, TensorParallelEngine
+from roll_lite.models.presets import open_model
+from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.types import Turn
 
 Key = Hashable
 
 
-class Place(Protocol):
-    """What the service reads of its place in the cluster."""
+class EnginePlace(Protocol):
+    """What the service needs to know about its place in the cluster."""
 
     tp: int
     tp_rank: int
@@ -43,35 +42,33 @@ class Place(Protocol):
 class Load(NamedTuple):
     num_running: int
     num_waiting: int
-    """Requests, of one or several samples, that have not begun."""
+    """Requests, of one or several samples, that have not started."""
     num_free_pages: int
 
 
 class EngineReport(NamedTuple):
-    """What an engine has to say after a step."""
+    """What an engine reports after a step."""
 
     turns: list[tuple[Key, int, Turn]]
-    """The key of the request, the index of the sample, and how it went on."""
+    """Finished samples: the request's key, the sample's index, its turn."""
     refused: list[tuple[Key, str]]
-    """Requests that the engine cannot answer, and why."""
+    """Requests that the engine cannot serve, and why."""
     load: Load
     policy_version: int
     first_versions: Sequence[tuple[Key, int, int]] = ()
-    """When the policy version is new: key, index, and version of the first token, of all samples
-    that go on. Those that are not here begin under the new version."""
+    """Only when the policy version is new: (key, index, version of the first token) of every sample
+    that continues. Samples not listed start under the new version."""
 
 
 class EngineService:
-    def __init__(self, folder: str | Path, *, place: Place, **options: Any):
-        """`options` are the engine's.
-
-        A folder like shape:qwen3-0.6b stands for random weights of that shape, to measure with.
-        """
+    def __init__(self, folder: str | Path, *, place: EnginePlace, **options: Any):
+        """`options` are those of Engine. `folder` may be a shape such as shape:qwen3-0.6b, which
+        stands for random weights, for benchmarks."""
         self.place = place
         shard = TensorShard.of(place.mesh["tp"].get_group()) if place.tp > 1 else None
         model = open_model(folder, device=place.device, dtype=place.dtype, shard=shard)
         self.engine: Engine = (
-            RanksEngine(model, control=place.control, **options)
+            TensorParallelEngine(model, control=place.control, **options)
             if shard
             else Engine(model, **options)
         )
@@ -81,7 +78,7 @@ class EngineService:
         self._reported_version: int | None = None
         self._lockstep = Lockstep(self.engine) if shard else None
 
-    # Calls
+    # Role calls
 
     def describe(self) -> str:
         return str(self.engine)
@@ -95,11 +92,11 @@ class EngineService:
     def wake(self) -> None:
         self.engine.wake()
 
-    # What the worker thread runs between calls
+    # Run by the rank's worker thread between calls
 
     def receive(self, name: str, *args: Any) -> None:
         if self._lockstep:
-            self._lockstep.count_letter()
+            self._lockstep.count_post()
         if name == "submit":
             self._submit(*args)
         elif name == "abort":
@@ -108,7 +105,7 @@ class EngineService:
             raise ValueError(f"an engine does not know {name!r}; use submit or abort")
 
     def work(self) -> bool:
-        """One step, and a report of what it brought; whether there may be more to do."""
+        """Run one step and report its results; returns whether there may be more to do."""
         if self.place.tp_rank > 0:
             return self._follow()
         is_busy = self.engine.has_work and self.engine.is_ready
@@ -120,7 +117,7 @@ class EngineService:
         return is_busy
 
     def pause_for_call(self, ticket: int) -> None:
-        """All ranks of the replica stop working together: a call comes."""
+        """Stop the joint work of the replica's ranks, so that all can run the call `ticket`."""
         if self._lockstep:
             self._lockstep.pause_for_call(ticket)
 
@@ -148,15 +145,15 @@ class EngineService:
     def _step(self) -> None:
         try:
             self.engine.step()
-        except Exception:  # of any kind: others can answer what this engine cannot
-            if self.place.tp > 1:  # its ranks are no longer alike
+        except Exception:  # of any kind: another replica may serve what this one cannot
+            if self.place.tp > 1:  # its ranks are no longer in the same state
                 raise
-            self._give_up()
+            self._fail_all()
 
-    def _give_up(self) -> None:
-        """Have everything that is under way asked of somebody else."""
+    def _fail_all(self) -> None:
+        """Report all unfinished requests as failed; the coordinator sends them elsewhere."""
         text, keys = traceback.format_exc(), list(self._handles)
-        self._report()  # what has ended before
+        self._report()  # samples that finished before
         self.engine.abort_all()
         self._turns.clear()
         self.place.report("failed", keys, text)

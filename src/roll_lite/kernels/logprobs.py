@@ -1,6 +1,6 @@
-"""The head's pointwise part for training: what a row of logits sums up to, and its gradient.
+"""The head's pointwise part in training: log-sum-exp and mean of each row of logits, and gradients.
 
-One program a row. Logits are read once in each direction, in the dtype they were computed in.
+One program per row. Each direction reads the logits once, in the dtype they were computed in.
 """
 
 import torch
@@ -12,7 +12,7 @@ BLOCK = 4096
 
 
 def summarize(logits_CV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log of the sum of exponentials of the scaled logits, and their mean under the softmax."""
+    """Log-sum-exp of the scaled logits, and their mean under the softmax."""
     C, V = logits_CV.shape
     lse_C = torch.empty(C, dtype=torch.float32, device=logits_CV.device)
     mean_C = torch.empty_like(lse_C)
@@ -51,7 +51,7 @@ def backward_in_place(
     grad_entropy_C: Tensor,
     temperature: float,
 ) -> Tensor:
-    """The gradient of the logits, written over them. Ids that are not in 0..V-1 match no column."""
+    """The gradient of the logits, written over them. Ids outside 0..V-1 match no column."""
     C, V = logits_CV.shape
     if C:
         block = min(BLOCK, triton.next_power_of_2(V))

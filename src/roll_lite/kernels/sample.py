@@ -1,4 +1,4 @@
-"""Sampling in one pass over the logits: the token, and its logprob, without a copy in fp32."""
+"""Sampling in one pass over the logits: token and logprob, without an fp32 copy."""
 
 from collections.abc import Callable
 
@@ -20,10 +20,10 @@ def sample(
     first: int = 0,
     exchange: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Token ids and fp32 logprobs, by Gumbel-max with counted noise.
+    """Token ids and fp32 logprobs, by Gumbel-max with counter-based noise.
 
-    Where the logits are only the part of the vocabulary that begins at entry `first`, `exchange`
-    puts the columns of all parts side by side: a few numbers a row.
+    With a sharded vocabulary, `first` is the shard's first entry and `exchange` concatenates the
+    columns of all shards: a few numbers per row.
     """
     R, V = logits_RV.shape
     device = logits_RV.device

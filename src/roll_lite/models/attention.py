@@ -1,6 +1,6 @@
-"""Attention over packed sequences, for training. The engine's paged attention has the same call.
+"""Attention over packed sequences, for training.
 
-A block knows neither: it calls `attend(layer, projected)` and gets (T, heads, D) back.
+A block calls `attend(layer, projected)`; the engine's paged attention has the same signature.
 """
 
 import functools
@@ -11,16 +11,41 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from roll_lite.models.rotary import Projected
+from roll_lite.models.ops import norm_and_rotate
+
+
+@dataclass(frozen=True, slots=True)
+class Projected:
+    """Queries, keys and values of a layer, before q/k norm and rotation.
+
+    Attention backends may fuse these steps; `rotated` is the reference.
+    """
+
+    qkv_TKGD: Tensor
+    """(T, K, G + 2, D): the queries of each kv head, then its key, then its value."""
+    cos_TD: Tensor
+    sin_TD: Tensor
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+
+    def rotated(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q (T, heads, D), k and v (T, K, D)."""
+        norms, eps = (None, None), 0.0
+        if self.q_norm is not None:
+            norms = self.q_norm.spread_weight, self.k_norm.spread_weight
+            eps = self.q_norm.eps
+        return norm_and_rotate(self.qkv_TKGD, self.cos_TD, self.sin_TD, *norms, eps)
+
 
 Attend = Callable[[int, Projected], Tensor]
+"""(layer, projected) -> (T, heads, D)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedAttention:
-    """Causal attention within each of several sequences laid end to end, without padding them."""
+    """Causal attention within each of several sequences, packed end to end without padding."""
 
     cu_seqlens: Tensor
     """int32, (sequences + 1,): where each sequence starts, then the total."""
@@ -41,7 +66,7 @@ class PackedAttention:
         )  # fmt: skip
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Sequences of similar length at a time, so that little is padded."""
+        """Sequences of similar length together, so that little is padded."""
         starts = self.cu_seqlens.tolist()
         lengths = [end - start for start, end in pairwise(starts)]
         if max(lengths) <= 2 * min(lengths):
@@ -68,7 +93,7 @@ def _similar(lengths: list[int]) -> list[list[int]]:
 
 
 def _padded_sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
-    """Sequences end to end, padded on the right, where causal attention never looks."""
+    """Pads on the right, which causal attention never sees."""
     column = torch.arange(max(lengths), device=q.device)
     is_token_BL = column < torch.tensor(lengths, device=q.device)[:, None]
 
@@ -86,13 +111,13 @@ def _padded_sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
 
 @functools.cache
 def _varlen_kernel() -> Callable[..., Tensor]:
-    """flash-attn where it is installed (extra `[flash]`), else the kernel that torch carries."""
+    """flash-attn where it is installed (extra `[flash]`), else torch's own kernel."""
     try:
         from flash_attn import flash_attn_varlen_func
     except ImportError:
         from torch.nn.attention.varlen import varlen_attn
 
-        # torch 2.11 takes grouped heads as they come; later versions want to be told.
+        # torch 2.11 accepts grouped heads as they are; later versions need enable_gqa.
         known = inspect.signature(varlen_attn).parameters
         grouped = {"enable_gqa": True} if "enable_gqa" in known else {}
         return functools.partial(varlen_attn, window_size=(-1, 0), **grouped)

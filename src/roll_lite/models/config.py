@@ -9,7 +9,7 @@ SUPPORTED_ROPE = ("default", "linear", "llama3")
 
 
 class UnsupportedModelError(ValueError):
-    """A config.json asks for something this transformer does not compute."""
+    """A config.json needs something that this transformer does not compute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,11 +18,11 @@ class RopeConfig:
     kind: str = "default"
     """One of SUPPORTED_ROPE."""
     factor: float = 1.0
-    """How much longer than the original context the scaled one is (linear, llama3)."""
+    """Scaled over original context length (linear, llama3)."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_positions: int = 8192
-    """llama3: the context length of pre-training."""
+    """Context length of pre-training (llama3)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class ModelConfig:
     norm_eps: float
     rope: RopeConfig
     max_positions: int
-    """The longest sequence the model is exact for."""
+    """The longest sequence for which our attention is exact."""
     tied_head: bool
     qkv_bias: bool
     qk_norm: bool
@@ -60,7 +60,7 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def read_hf_config(folder: str | Path) -> dict:
-    """The config.json of a model folder as it stands."""
+    """The config.json of a model folder, unparsed."""
     path = Path(folder) / "config.json"
     try:
         return json.loads(path.read_text())
@@ -74,7 +74,7 @@ def read_hf_config(folder: str | Path) -> dict:
 
 
 def parse_config(hf: dict) -> ModelConfig:
-    """Translate a Hugging Face config, refusing by name whatever the transformer cannot do."""
+    """Translate a Hugging Face config; refuses by name what the transformer does not support."""
     model_type = hf.get("model_type")
     if model_type not in SUPPORTED_MODELS:
         raise UnsupportedModelError(
@@ -100,7 +100,7 @@ def parse_config(hf: dict) -> ModelConfig:
 
 
 def _required(fields: dict, name: str) -> int | float:
-    """A positive number, or an error that names the field."""
+    """A field that must be a positive number."""
     value = fields.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
         raise UnsupportedModelError(f"{name}={value!r} in config.json must be a positive number")
@@ -123,7 +123,7 @@ def _refuse_unsupported(hf: dict) -> None:
 
 
 def _exact_positions(hf: dict) -> int:
-    """Attention here is full, which equals a sliding window for sequences no longer than it."""
+    """Our attention is full, which equals a sliding window within the window's length."""
     limit, window = _required(hf, "max_position_embeddings"), hf.get("sliding_window")
     layer_types = set(hf.get("layer_types") or ())
     if other := layer_types - {"full_attention", "sliding_attention"}:

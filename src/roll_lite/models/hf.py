@@ -1,6 +1,6 @@
-"""Hugging Face model folders: read into the fused layout, write what transformers loads.
+"""Hugging Face model folders: read into the fused layout, and written for transformers to load.
 
-A folder appears by rename, so nobody ever sees half of one. Pickle is neither read nor written.
+A folder appears by rename, so it is never seen half-written. Pickle is neither read nor written.
 """
 
 import json
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from roll_lite.models.config import ModelConfig, read_config, read_hf_config
-from roll_lite.models.tensor import TensorShard, cut_dimension
+from roll_lite.models.tensor_parallel import TensorShard, cut_dimension
 from roll_lite.models.transformer import Head, Transformer
 
 INDEX = "model.safetensors.index.json"
@@ -30,54 +30,54 @@ COMPANION_FILES = (
 
 
 class CheckpointError(ValueError):
-    """A model folder whose tensors are not those its config.json promises."""
+    """The tensors of a model folder do not match its config.json."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """One Hugging Face tensor and the part of our parameter it is."""
+class TensorSlice:
+    """One Hugging Face tensor, and which slice of our parameter it is."""
 
     hf_name: str
     hf_shape: tuple[int, ...]
     parameter: str
     index: tuple = ()
-    """Into the parameter; the part has the same numbers in the same order as the HF tensor."""
+    """Into the parameter; the slice has the same numbers in the same order as the HF tensor."""
 
 
-def pieces(config: ModelConfig, head: Head = "language") -> list[Piece]:
+def tensor_slices(config: ModelConfig, head: Head = "language") -> list[TensorSlice]:
     """Every tensor of a folder of this shape, in file order."""
-    H, F, V, D = config.hidden_size, config.intermediate_size, config.vocab_size, config.head_dim
-    K, G = config.num_kv_heads, config.group_size
-    result = [Piece("model.embed_tokens.weight", (V, H), "embedding")]
-    everything = slice(None)
-    for layer in range(config.num_layers):
-        ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
-        result += [
-            Piece(theirs + "input_layernorm.weight", (H,), ours + "attention_norm.weight"),
-            Piece(theirs + "post_attention_layernorm.weight", (H,), ours + "mlp_norm.weight"),
-            Piece(theirs + "self_attn.o_proj.weight", (H, K * G * D), ours + "attention.out"),
-            Piece(theirs + "mlp.gate_proj.weight", (F, H), ours + "mlp.gate_up", (0,)),
-            Piece(theirs + "mlp.up_proj.weight", (F, H), ours + "mlp.gate_up", (1,)),
-            Piece(theirs + "mlp.down_proj.weight", (H, F), ours + "mlp.down"),
-        ]
-        for name, heads, part in (("q", K * G, slice(0, G)), ("k", K, G), ("v", K, G + 1)):
-            index, projection = (everything, part), f"{theirs}self_attn.{name}_proj."
-            result.append(
-                Piece(projection + "weight", (heads * D, H), ours + "attention.qkv", index)
-            )
-            if config.qkv_bias:
-                result.append(
-                    Piece(projection + "bias", (heads * D,), ours + "attention.qkv_bias", index)
-                )
-            if config.qk_norm and name != "v":
-                norm = f"{name}_norm.weight"
-                result.append(Piece(f"{theirs}self_attn.{norm}", (D,), f"{ours}attention.{norm}"))
-    result.append(Piece("model.norm.weight", (H,), "norm.weight"))
+    H, V = config.hidden_size, config.vocab_size
+    slices = [TensorSlice("model.embed_tokens.weight", (V, H), "embedding")]
+    slices += [
+        TensorSlice(f"model.layers.{layer}.{hf_name}", shape, f"blocks.{layer}.{parameter}", index)
+        for layer in range(config.num_layers)
+        for hf_name, shape, parameter, index in _block_slices(config)
+    ]
+    slices.append(TensorSlice("model.norm.weight", (H,), "norm.weight"))
     if head == "value":
-        result.append(Piece("score.weight", (1, H), "value_head"))
+        slices.append(TensorSlice("score.weight", (1, H), "value_head"))
     elif not config.tied_head:
-        result.append(Piece("lm_head.weight", (V, H), "lm_head"))
-    return result
+        slices.append(TensorSlice("lm_head.weight", (V, H), "lm_head"))
+    return slices
+
+
+def _block_slices(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], str, tuple]]:
+    """The fields of TensorSlice for one block, with names relative to it."""
+    H, F, D = config.hidden_size, config.intermediate_size, config.head_dim
+    K, G = config.num_kv_heads, config.group_size
+    yield "input_layernorm.weight", (H,), "attention_norm.weight", ()
+    yield "post_attention_layernorm.weight", (H,), "mlp_norm.weight", ()
+    yield "self_attn.o_proj.weight", (H, K * G * D), "attention.out", ()
+    yield "mlp.gate_proj.weight", (F, H), "mlp.gate_up", (0,)
+    yield "mlp.up_proj.weight", (F, H), "mlp.gate_up", (1,)
+    yield "mlp.down_proj.weight", (H, F), "mlp.down", ()
+    for name, heads, rows in (("q", K * G, slice(0, G)), ("k", K, G), ("v", K, G + 1)):
+        index, projection = (slice(None), rows), f"self_attn.{name}_proj"
+        yield f"{projection}.weight", (heads * D, H), "attention.qkv", index
+        if config.qkv_bias:
+            yield f"{projection}.bias", (heads * D,), "attention.qkv_bias", index
+        if config.qk_norm and name != "v":
+            yield f"self_attn.{name}_norm.weight", (D,), f"attention.{name}_norm.weight", ()
 
 
 def load_model(
@@ -88,13 +88,13 @@ def load_model(
     head: Head = "language",
     shard: TensorShard | None = None,
 ) -> Transformer:
-    """A model with the folder's weights. A folder without a value head gets one of zeros."""
+    """A model with the folder's weights. A missing value head is initialised with zeros."""
     folder = Path(folder)
     config = read_config(folder)
     with torch.device("meta"):
         model = Transformer(config, head, shard)
         whole = dict(Transformer(config, head).named_parameters())
-    wanted = pieces(config, head)
+    wanted = tensor_slices(config, head)
     files = _tensor_files(folder)
     if head == "value" and "score.weight" not in files:
         wanted.pop()
@@ -103,46 +103,46 @@ def load_model(
         name: torch.zeros(parameter.shape, dtype=dtype, device=device)
         for name, parameter in model.named_parameters()
     }
-    for piece, tensor in _read(folder, wanted, files):
-        tensor = tensor.reshape(whole[piece.parameter][piece.index].shape)
+    for part, tensor in _read(folder, wanted, files):
+        tensor = tensor.reshape(whole[part.parameter][part.index].shape)
         if shard:
-            tensor = _cut_piece(piece, tensor, shard)
-        state[piece.parameter][piece.index].copy_(tensor)
+            tensor = _cut_slice(part, tensor, shard)
+        state[part.parameter][part.index].copy_(tensor)
     model.load_state_dict(state, assign=True)
     return model
 
 
-def _cut_piece(piece: Piece, tensor: Tensor, shard: TensorShard) -> Tensor:
-    """A rank's part of a piece, whose index may have taken dimensions of the parameter away."""
-    dimension = cut_dimension(piece.parameter)
+def _cut_slice(part: TensorSlice, tensor: Tensor, shard: TensorShard) -> Tensor:
+    """A rank's part of a slice, whose index may have removed dimensions of the parameter."""
+    dimension = cut_dimension(part.parameter)
     if dimension is None:
         return tensor
-    dimension -= sum(isinstance(index, int) for index in piece.index[:dimension])
+    dimension -= sum(isinstance(index, int) for index in part.index[:dimension])
     return tensor.chunk(shard.size, dimension)[shard.rank]
 
 
 def has_value_head(folder: str | Path) -> bool:
-    """Whether the folder has a scalar head of its own."""
+    """Whether the folder has a scalar head."""
     return "score.weight" in _tensor_files(Path(folder))
 
 
 def stored_dtype(folder: str | Path) -> torch.dtype:
-    """The dtype that a folder's config.json names for its weights."""
+    """The dtype of the weights according to config.json."""
     hf_config = read_hf_config(folder)
     return getattr(torch, hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32")
 
 
 def save_model(folder: str | Path, model: Transformer, *, like: str | Path) -> Path:
-    """Write the model with the config and tokenizer of the folder it came from (`like`)."""
+    """Write the model, with config and tokenizer of the folder that it was loaded from (`like`)."""
     return save_state(folder, dict(model.named_parameters()), model.config, like=like)
 
 
 def hf_tensors(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Parameters by our names -> tensors by Hugging Face's."""
+    """Parameters by our names -> tensors by Hugging Face's names."""
     head = "value" if "value_head" in state else "language"
     return {
-        piece.hf_name: state[piece.parameter].detach()[piece.index].reshape(piece.hf_shape)
-        for piece in pieces(config, head)
+        part.hf_name: state[part.parameter].detach()[part.index].reshape(part.hf_shape)
+        for part in tensor_slices(config, head)
     }
 
 
@@ -151,7 +151,7 @@ def save_state(
 ) -> Path:
     """Write parameters, by our names, as a Hugging Face folder."""
     hf_config = read_hf_config(like)
-    if "value_head" in state:  # what transformers calls a model with a scalar `score`
+    if "value_head" in state:  # the class in transformers that has a scalar `score`
         names = [
             n.replace("ForCausalLM", "ForSequenceClassification")
             for n in hf_config.get("architectures") or ()
@@ -172,7 +172,7 @@ def write_folder(
     tensors: dict[str, Tensor],
     add_files: Callable[[Path], object],
 ) -> Path:
-    """Write a Hugging Face folder beside its place, then rename it there."""
+    """Write a Hugging Face folder under a temporary name, then rename it."""
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
@@ -199,8 +199,8 @@ def _fill_folder(
     _write_tensors(partial, tensors)
     add_files(partial)
     for file in partial.iterdir():
-        file.chmod(0o644)  # safetensors would keep it from other users
-        with file.open("rb") as handle:  # on disk before the name says so
+        file.chmod(0o644)  # safetensors writes 0600
+        with file.open("rb") as handle:  # on disk before the rename
             os.fsync(handle.fileno())
 
 
@@ -242,26 +242,26 @@ def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:
-    """Which file of the folder holds each tensor."""
+    """Tensor name -> file of the folder that holds it."""
     if (folder / INDEX).exists():
         try:
             return json.loads((folder / INDEX).read_text())["weight_map"]
         except (json.JSONDecodeError, KeyError) as error:
-            raise CheckpointError(f"{folder / INDEX} is not a whole index: {error!r}") from None
+            raise CheckpointError(f"{folder / INDEX} is not a valid index: {error!r}") from None
     if (folder / "model.safetensors").exists():
         with _open(folder / "model.safetensors") as file:
             return dict.fromkeys(file.keys(), "model.safetensors")
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
         raise CheckpointError(
-            f"{folder} holds only pickled weights, which can run any code when they are read. "
-            "Convert it once where you trust it: transformers' "
+            f"{folder} holds only pickled weights, and reading those can run arbitrary code. "
+            "If you trust them, convert them once: transformers' "
             "`AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)` writes safetensors."
         )
     raise CheckpointError(f"{folder} has no model.safetensors and no {INDEX}")
 
 
-def _check_names(folder: Path, wanted: list[Piece], files: dict[str, str]) -> None:
-    names = {piece.hf_name for piece in wanted}
+def _check_names(folder: Path, wanted: list[TensorSlice], files: dict[str, str]) -> None:
+    names = {part.hf_name for part in wanted}
     missing = sorted(names - files.keys())
     extra = sorted(name for name in files.keys() - names if not name.endswith(IGNORED_SUFFIXES))
     # A tied head stored twice and the unused language head of a value model are harmless.
@@ -279,24 +279,24 @@ def _some(names: list[str], limit: int = 8) -> str:
 
 
 def _read(
-    folder: Path, wanted: list[Piece], files: dict[str, str]
-) -> Iterator[tuple[Piece, Tensor]]:
-    """The wanted tensors, one file after the other, with their shapes checked."""
+    folder: Path, wanted: list[TensorSlice], files: dict[str, str]
+) -> Iterator[tuple[TensorSlice, Tensor]]:
+    """The wanted tensors, file by file, with their shapes checked."""
     wrong = []
-    for name in sorted({files[piece.hf_name] for piece in wanted}):
+    for name in sorted({files[part.hf_name] for part in wanted}):
         with _open(folder / name) as file:
-            for piece in wanted:
-                if files[piece.hf_name] != name:
+            for part in wanted:
+                if files[part.hf_name] != name:
                     continue
-                tensor = _tensor(file, folder / name, piece.hf_name)
-                if tuple(tensor.shape) == piece.hf_shape:
-                    yield piece, tensor
+                tensor = _tensor(file, folder / name, part.hf_name)
+                if tuple(tensor.shape) == part.hf_shape:
+                    yield part, tensor
                 else:
                     wrong.append(
-                        f"{piece.hf_name} is {tuple(tensor.shape)}, expected {piece.hf_shape}"
+                        f"{part.hf_name} is {tuple(tensor.shape)}, expected {part.hf_shape}"
                     )
     if wrong:
-        raise CheckpointError(f"{folder} has tensors of other shapes: {_some(wrong)}")
+        raise CheckpointError(f"{folder} has tensors of unexpected shapes: {_some(wrong)}")
 
 
 def _open(path: Path):
@@ -306,7 +306,7 @@ def _open(path: Path):
         raise CheckpointError(f"{path} is named by the index but does not exist") from None
     except SafetensorError as error:
         raise CheckpointError(
-            f"{path} is not a whole safetensors file ({error}); copy or download it again"
+            f"{path} is not a complete safetensors file ({error}); copy or download it again"
         ) from None
 
 

@@ -1,17 +1,17 @@
-"""From hidden states to logprobs: the one path that training and generation share.
+"""From hidden states to logprobs, for training and generation alike.
 
-All logits of a batch would cost megabytes a token (a 152k vocabulary in fp32), so rows go through
-the head in chunks, and the backward pass computes each chunk's logits again.
+Logits of a 152k vocabulary take 0.6 MB per token in fp32, so rows go through the head in chunks,
+and the backward pass recomputes each chunk's logits.
 """
 
 import torch
 from torch import Tensor
 
-from roll_lite.models.linear import linear
-from roll_lite.models.tensor import TensorShard
+from roll_lite.models.ops import linear
+from roll_lite.models.tensor_parallel import TensorShard
 
 CHUNK_ROWS = 512
-CUDA_CHUNK_ROWS = 2048  # fewer additions to the head's gradient, whose logits stay in 16 bits
+CUDA_CHUNK_ROWS = 2048  # its logits stay in 16 bits
 
 
 def scaled_logits(hidden_RH: Tensor, head_VH: Tensor, temperature: Tensor | float) -> Tensor:
@@ -26,10 +26,9 @@ def scale(logits_RV: Tensor, temperature: Tensor | float) -> Tensor:
     return logits_RV if temperature == 1.0 else logits_RV / temperature
 
 
-def pick_logprobs(logits_RV: Tensor, token_ids_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Logprob of one token per row of fp32 logits, and all logprobs."""
-    logp_RV = torch.log_softmax(logits_RV, dim=-1)
-    return logp_RV.gather(1, token_ids_R[:, None])[:, 0], logp_RV
+def pick_logprobs(logits_RV: Tensor, token_ids_R: Tensor) -> Tensor:
+    """Logprob of one token per row of fp32 logits."""
+    return torch.log_softmax(logits_RV, dim=-1).gather(1, token_ids_R[:, None])[:, 0]
 
 
 def row_chunks(num_rows: int, size: int = CHUNK_ROWS) -> list[slice]:
@@ -45,8 +44,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """fp32 logprobs of the given tokens, and the entropy of each row's distribution.
 
-    `token_ids` has one token for each row, (R,), or several, (R, K). With a shard the head is this
-    rank's part of the vocabulary, and ranks exchange a few numbers for each row.
+    `token_ids` has one token per row, (R,), or several, (R, K). With a shard, the head is this
+    rank's part of the vocabulary, and ranks exchange a few numbers per row.
     """
     return _TokenLogprobs.apply(hidden_RH, head_VH, token_ids, temperature, shard)
 
@@ -61,7 +60,7 @@ def top_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Ids and fp32 logprobs, each (R, k), of the likeliest tokens, the likeliest first.
 
-    With `num_entries`, of the distribution over so many first entries of the vocabulary.
+    With `num_entries`, of the distribution over the first `num_entries` of the vocabulary.
     """
     first = shard.rank * len(head_VH) if shard else 0
     found = [hidden_RH.new_empty(0, k, dtype=dtype) for dtype in (torch.int64, torch.float32)]
@@ -73,8 +72,8 @@ def top_logprobs(
         lse_C1 = scaled_CV.logsumexp(-1, keepdim=True)
         best_CK, ids_CK = scaled_CV.topk(min(k, len(head_VH)), dim=-1)
         if shard:
-            lse_C1 = shard.side_by_side(lse_C1).logsumexp(-1, keepdim=True)
-            best_CK, ids_CK = (shard.side_by_side(x) for x in (best_CK, ids_CK + first))
+            lse_C1 = shard.gather(lse_C1).logsumexp(-1, keepdim=True)
+            best_CK, ids_CK = (shard.gather(x) for x in (best_CK, ids_CK + first))
             best_CK, places_CK = best_CK.topk(k, dim=-1)
             ids_CK = ids_CK.gather(1, places_CK)
         parts.append([ids_CK, best_CK - lse_C1])
@@ -94,7 +93,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.first = first = shard.rank * len(head_VH) if shard else 0
         for rows in _chunks(hidden_RH):
             logits_CV = linear(hidden_RH[rows], head_VH)
-            found = _look_at(logits_CV, token_ids_RK[rows] - first, temperature, shard)
+            found = _logprobs_and_entropy(logits_CV, token_ids_RK[rows] - first, temperature, shard)
             logprobs_RK[rows], entropy_R[rows], lse_R[rows] = found
         ctx.save_for_backward(hidden_RH, head_VH, token_ids_RK, entropy_R, lse_R)
         ctx.temperature, ctx.shard = temperature, shard
@@ -105,7 +104,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_RH, head_VH, token_ids_RK, entropy_R, lse_R = ctx.saved_tensors
         grad_logprobs_RK = grad_logprobs.view(token_ids_RK.shape)
         grad_hidden = torch.zeros_like(hidden_RH)
-        # Chunks of a bf16 head are summed in fp32, so the gradient does not depend on their number.
+        # Chunks are summed in fp32, so a bf16 gradient does not depend on their number.
         grad_head = None
         if ctx.needs_input_grad[1]:
             grad_head = torch.zeros_like(head_VH, dtype=torch.float32)
@@ -130,10 +129,10 @@ def _chunks(hidden_RH: Tensor) -> list[slice]:
     return row_chunks(len(hidden_RH), CUDA_CHUNK_ROWS if hidden_RH.is_cuda else CHUNK_ROWS)
 
 
-def _look_at(
+def _logprobs_and_entropy(
     logits_CV: Tensor, token_ids_CK: Tensor, temperature: float, shard: TensorShard | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprobs of tokens, entropies, and the log of the sum of exponentials over all ranks."""
+    """Logprobs of tokens, entropies and log-sum-exps, over all ranks."""
     if shard is None and not logits_CV.is_cuda:  # the same bits as the engine's
         scaled_CV = scale(logits_CV, temperature)
         logp_CV = torch.log_softmax(scaled_CV, dim=-1)
@@ -143,7 +142,7 @@ def _look_at(
     is_here_CK = (token_ids_CK >= 0) & (token_ids_CK < logits_CV.shape[1])
     chosen_CK = scale(logits_CV.gather(1, token_ids_CK * is_here_CK), temperature)
     if shard:
-        lse_CS = shard.side_by_side(lse_C[:, None])
+        lse_CS = shard.gather(lse_C[:, None])
         share_C = (lse_C - lse_CS.logsumexp(-1)).exp()
         lse_C = lse_CS.logsumexp(-1)
         mean_C = shard.sum_in_place(share_C * mean_C)
@@ -152,7 +151,7 @@ def _look_at(
 
 
 def _summarize(logits_CV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log of the sum of exponentials of the scaled logits, and their mean under the softmax."""
+    """Log-sum-exp of the scaled logits, and their mean under the softmax."""
     if logits_CV.is_cuda:
         from roll_lite.kernels.logprobs import summarize
 
@@ -170,7 +169,7 @@ def _grad_logits(
     grad_entropy_C: Tensor,
     temperature: float,
 ) -> Tensor:
-    """Of the logits before they were scaled; they may be overwritten."""
+    """Gradient of the unscaled logits, which may be overwritten."""
     if logits_CV.is_cuda:
         from roll_lite.kernels.logprobs import backward_in_place
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from roll_lite.models.tensor import TensorShard
+from roll_lite.models.tensor_parallel import TensorShard
 
 TARGETS = {
     "qkv": "attention.qkv",
@@ -19,14 +19,14 @@ TARGETS = {
     "gate_up": "mlp.gate_up",
     "down": "mlp.down",
 }
-"""Target names, and the weights of a block that they stand for."""
+"""Names of targets, and the block's weight that each adapts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraOptions:
     rank: int = 16
     alpha: float = 32.0
-    """Adapters count alpha / rank times."""
+    """Adapters are scaled by alpha / rank."""
     targets: tuple[str, ...] = tuple(TARGETS)
     seed: int = 0
 
@@ -39,7 +39,7 @@ class LoraOptions:
             raise ValueError(f"lora rank={self.rank} must be at least 1")
         if unknown := [name for name in self.targets if name not in TARGETS]:
             raise ValueError(
-                f"lora targets={','.join(unknown)} are not known; known are {', '.join(TARGETS)}"
+                f"lora targets={','.join(unknown)} are not known; use {', '.join(TARGETS)}"
             )
         if not self.targets:
             raise ValueError(f"lora targets are empty; give some of {', '.join(TARGETS)}")
@@ -48,45 +48,44 @@ class LoraOptions:
 def lora_options(
     rank: int, alpha: float, targets: tuple[str, ...] = tuple(TARGETS)
 ) -> LoraOptions | None:
-    """The options of a run, whose rank 0 trains all weights instead."""
+    """LoRA options, or None for rank 0, which trains all weights."""
     return LoraOptions(rank=rank, alpha=alpha, targets=targets) if rank else None
 
 
 class Adapter(nn.Module):
-    """With a `shard`, one of the two matrices is cut like the weight, and the other is whole."""
+    """With a `shard`, one matrix is cut like the weight, and the other is whole on every rank.
 
-    def __init__(self, weight: Tensor, rank: int, scale: float, shard: TensorShard | None):
+    `cuts_up`: `up` is the cut one (outputs are sharded), else `down` (inputs are sharded).
+    """
+
+    def __init__(
+        self, weight: Tensor, options: LoraOptions, shard: TensorShard | None, cuts_up: bool
+    ):
         super().__init__()
+        rank = options.rank
         self.down = nn.Parameter(torch.empty(rank, weight.shape[-1]))
         self.up = nn.Parameter(torch.empty(*weight.shape[:-1], rank))
-        self.scale, self.shard = scale, shard
+        self.scale, self.shard, self.cuts_up = options.scale, shard, cuts_up
         self.is_on = True
 
     def forward(self, x: Tensor) -> Tensor:
         down, up = self.down, self.up.flatten(0, -2)
-        if self.shard is not None:  # of the cut one this changes nothing but its gradient
-            down, up = self._whole_ones(down, up)
+        if self.shard is not None and self.cuts_up:  # the whole one's gradient sums over ranks
+            down = self.shard.spread(down)
+        elif self.shard is not None:
+            up = self.shard.spread(up)
         return F.linear(F.linear(x, down), up) * self.scale
-
-    def _whole_ones(self, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        if self.cuts_up:
-            return self.shard.spread(down), up
-        return down, self.shard.spread(up)
-
-    cuts_up = True
-    """The cut matrix is `up` (the outputs are split over ranks), else `down` (the inputs are)."""
 
 
 def add_adapters(model: nn.Module, options: LoraOptions) -> None:
-    """Freeze the model and give its blocks adapters, in fp32, that change nothing yet."""
+    """Freeze the model and add fp32 adapters to its blocks, initially without effect."""
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(options.seed)
     for block in model.blocks:
         for target in options.targets:
             module = block.get_submodule(TARGETS[target].split(".")[0])
             weight = getattr(module, target)
-            adapter = Adapter(weight, options.rank, options.scale, model.shard)
-            adapter.cuts_up = target in ("qkv", "gate_up")
+            adapter = Adapter(weight, options, model.shard, target in ("qkv", "gate_up"))
             adapter.to(weight.device)
             _initialize(adapter, generator)
             setattr(module, f"{target}_adapter", adapter)
@@ -94,7 +93,7 @@ def add_adapters(model: nn.Module, options: LoraOptions) -> None:
 
 @torch.no_grad()
 def _initialize(adapter: Adapter, generator: torch.Generator) -> None:
-    """Ranks draw the whole matrix and keep their part, so the layout does not matter."""
+    """Ranks draw the whole matrix and keep their part, so the layout makes no difference."""
     adapter.up.zero_()
     rank, local = adapter.down.shape
     is_cut = adapter.shard is not None and not adapter.cuts_up
@@ -107,7 +106,7 @@ def _initialize(adapter: Adapter, generator: torch.Generator) -> None:
 
 
 def merge(weight: Tensor, down: Tensor, up: Tensor, options: LoraOptions) -> Tensor:
-    """The weight that does what weight and adapter do together."""
+    """The weight with the adapter merged into it."""
     return (weight.float() + options.scale * (up @ down)).to(weight.dtype)
 
 

@@ -2,7 +2,7 @@
 
     python -m roll_lite.models.tiny models/tiny
 
-It is an ordinary Hugging Face folder (Qwen3 shape): nothing else in the system knows it is tiny.
+It is an ordinary Hugging Face folder (Qwen3 shape), used like any other model.
 """
 
 import argparse

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from roll_lite.cluster.errors import RoleError
 from roll_lite.cluster.role import RoleHandle
-from roll_lite.engine.sequence import Request
+from roll_lite.engine.request import Request
 from roll_lite.engine.service import EngineReport, Load
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.types import Turn

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 from roll_lite.chat import Chat
 from roll_lite.cluster.errors import RoleError
-from roll_lite.engine.sequence import Request
+from roll_lite.engine.request import Request
 from roll_lite.envs.env import Env, Observation
 from roll_lite.rollout.engines import EngineClient, PendingRequest
 from roll_lite.rollout.prompts import Visit

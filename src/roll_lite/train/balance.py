@@ -2,40 +2,10 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
-
-from roll_lite.models.config import ModelConfig
 
 Bin = list[int]
 """Indices of the items in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Work of a sequence: linear * length + quadratic * length^2, in any unit."""
-
-    linear: float = 1.0
-    quadratic: float = 0.0
-
-    @classmethod
-    def of(cls, config: ModelConfig) -> "Cost":
-        """Flops of the blocks' forward pass; the backward pass is a multiple of it.
-
-        Matrices cost two flops a weight and token. Scores and their use cost 4 D a head and pair
-        of tokens, and half of the length^2 pairs are causal.
-        """
-        width = config.num_heads * config.head_dim
-        kv_width = config.num_kv_heads * config.head_dim
-        attention = config.hidden_size * (2 * width + 2 * kv_width)
-        weights = attention + 3 * config.hidden_size * config.intermediate_size
-        return cls(2.0 * weights * config.num_layers, 2.0 * width * config.num_layers)
-
-    def __call__(self, length: int) -> float:
-        return self.linear * length + self.quadratic * length * length
-
-
-BY_LENGTH = Cost()
 
 
 def spread(

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from roll_lite.models.attention import PackedAttention
-from roll_lite.train.balance import BY_LENGTH, Cost, spread
+from roll_lite.models.cost import BY_LENGTH, SequenceCost
+from roll_lite.train.balance import spread
 
 AGGREGATIONS = (
     "token_mean",
@@ -105,7 +106,7 @@ def pack(
     aggregation: str = "token_mean",
     constant: float | None = None,
     together: int = 1,
-    cost: Cost = BY_LENGTH,
+    cost: SequenceCost = BY_LENGTH,
 ) -> list[MicroBatch]:
     """Split a batch into micro-batches of at most `tokens_per_microbatch` tokens.
 

@@ -8,12 +8,11 @@ from torch import Tensor
 
 from roll_lite.cluster.groups import Place
 from roll_lite.cluster.role import Method, split
-from roll_lite.models.layers import Checkpointing
+from roll_lite.models.fsdp import shard
 from roll_lite.models.lora import LoraOptions, add_adapters
-from roll_lite.models.parallel import shard
-from roll_lite.models.source import open_model
-from roll_lite.models.tensor import TensorShard
-from roll_lite.models.transformer import Head
+from roll_lite.models.presets import open_model
+from roll_lite.models.tensor_parallel import TensorShard
+from roll_lite.models.transformer import Checkpointing, Head
 from roll_lite.progress import ProgressBar
 from roll_lite.train.batch import MicroBatch, TrainingSequence, pack, unpack
 

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll_lite.cluster.groups import Place
-from roll_lite.models.flops import device_flops, training_flops
+from roll_lite.models.cost import device_flops, training_flops
+from roll_lite.models.fsdp import gradient_norm, rectangle, whole
 from roll_lite.models.hf import save_state, stored_dtype
-from roll_lite.models.layers import Checkpointing
 from roll_lite.models.lora import LoraOptions, adapters, merge
-from roll_lite.models.parallel import gradient_norm, rectangle, whole
-from roll_lite.models.transformer import Head
+from roll_lite.models.transformer import Checkpointing, Head
 from roll_lite.train.batch import MicroBatch
 from roll_lite.train.checkpoint import read_pieces, verify
 from roll_lite.train.losses import Loss

@@ -5,7 +5,7 @@ from conftest import make_reference
 from torch.utils.flop_counter import FlopCounterMode
 
 from roll_lite.models.attention import PackedAttention
-from roll_lite.models.flops import forward_flops, training_flops
+from roll_lite.models.cost import forward_flops, training_flops
 from roll_lite.models.hf import load_model
 
 

@@ -1,5 +1,7 @@
-"""The running sequences as rows of tensors that stay at their addresses, so that graphs may point
-at them. Edited on the host between bursts, advanced on the device within one."""
+"""The decode batch: one row per running sequence, in tensors that never move, for CUDA graphs.
+
+The host edits rows between bursts; the device advances them within a burst.
+"""
 
 from dataclasses import dataclass, fields
 
@@ -7,22 +9,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll_lite.engine.sequence import MAX_STOP_IDS, Sequence
+from roll_lite.engine.request import MAX_STOP_IDS, Sequence
 
 SCRATCH_PAGE = 0
-"""Rows without a sequence write here."""
+"""Where inactive rows write."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """One row per sequence."""
+class RowTensors:
+    """Tensors with one row per sequence."""
 
     token_ids: Tensor
-    """The last token, whose key and value are not in the cache yet."""
+    """The last token, whose key and value are not in the KV cache yet."""
     lengths: Tensor
-    """Tokens so far, prompt included."""
+    """Tokens so far, including the prompt."""
     limits: Tensor
-    """The length at which the sequence ends; a row with lengths == limits is at rest."""
+    """The length at which the sequence ends; a row with lengths == limits is inactive."""
     temperatures: Tensor
     is_greedy: Tensor
     top_k: Tensor
@@ -31,16 +33,16 @@ class Rows:
     keys: Tensor
     """Noise keys, (rows, 2)."""
     stop_ids: Tensor
-    """(rows, MAX_STOP_IDS), filled up with -1."""
+    """(rows, MAX_STOP_IDS), padded with -1."""
     page_table: Tensor
-    """(rows, pages), filled up with the scratch page."""
+    """(rows, pages), padded with the scratch page."""
 
     @staticmethod
-    def empty(num_rows: int, num_pages: int, **options) -> "Rows":
+    def empty(num_rows: int, num_pages: int, **options) -> "RowTensors":
         def full(*shape: int, fill: float = 0, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.full((num_rows, *shape), fill, dtype=dtype, **options)
 
-        return Rows(
+        return RowTensors(
             token_ids=full(),
             lengths=full(fill=1),
             limits=full(fill=1),
@@ -54,24 +56,24 @@ class Rows:
             page_table=full(num_pages, fill=SCRATCH_PAGE, dtype=torch.int32),
         )
 
-    def first(self, num_rows: int) -> "Rows":
-        return Rows(*(getattr(self, field.name)[:num_rows] for field in fields(self)))
+    def first(self, num_rows: int) -> "RowTensors":
+        return RowTensors(*(getattr(self, field.name)[:num_rows] for field in fields(self)))
 
 
-class Batch:
+class DecodeBatch:
     def __init__(self, max_num_seqs: int, max_pages: int, device: torch.device):
         pinned = {"pin_memory": True} if device.type == "cuda" else {}
-        self._host = Rows.empty(max_num_seqs, max_pages, **pinned)
-        self.on_device = Rows.empty(max_num_seqs, max_pages, device=device)
-        self._edit = {f.name: getattr(self._host, f.name).numpy() for f in fields(Rows)}
-        self._blank = Rows.empty(1, max_pages, device="cpu")
+        self._host = RowTensors.empty(max_num_seqs, max_pages, **pinned)
+        self.on_device = RowTensors.empty(max_num_seqs, max_pages, device=device)
+        self._edit = {f.name: getattr(self._host, f.name).numpy() for f in fields(RowTensors)}
+        self._blank = RowTensors.empty(1, max_pages, device="cpu")
         self.sequences: list[Sequence] = []
         """By row."""
         self._placed: list[tuple[list[int], int]] = []
-        """By row: the page list that the row was filled from, and how much of it."""
+        """By row: the page list that the row was filled from, and how many of its pages."""
 
     def place(self, sequences: list[Sequence]) -> None:
-        """Give each of these a row, and the rows of all others away."""
+        """Give each of these sequences a row, and free all other rows."""
         wanted = set(sequences)
         self._keep([row for row, held in enumerate(self.sequences) if held in wanted])
         known = {sequence: row for row, sequence in enumerate(self.sequences)}
@@ -84,31 +86,28 @@ class Batch:
             self._refresh(row, sequence)
 
     def add_pages(self) -> None:
-        """Note the pages that sequences have got since, while their rows go on."""
+        """Add pages that were reserved since, while the device still advances the rows."""
         for row, sequence in enumerate(self.sequences):
             if sequence.finish_reason is None:
                 self._refresh(row, sequence)
 
     def lengths(self) -> np.ndarray:
-        """By row, as the host knows them."""
+        """By row, as of the last burst that was collected."""
         return self._edit["lengths"][: len(self.sequences)].copy()
 
-    def put_to_rest(self) -> Rows:
-        """Put all rows on the device to rest, on the scratch page; what they were."""
-        held = Rows(*(getattr(self.on_device, field.name).clone() for field in fields(Rows)))
-        self._write(self._blank)
+    def deactivate(self) -> RowTensors:
+        """Make all rows on the device inactive, on the scratch page; returns a copy to restore."""
+        held = RowTensors(*(getattr(self.on_device, f.name).clone() for f in fields(RowTensors)))
+        self.restore(self._blank)
         return held
 
-    def bring_back(self, held: Rows) -> None:
-        self._write(held)
-
-    def _write(self, rows: Rows) -> None:
-        for field in fields(Rows):
+    def restore(self, rows: RowTensors) -> None:
+        for field in fields(RowTensors):
             getattr(self.on_device, field.name).copy_(getattr(rows, field.name))
 
     def upload(self, num_rows: int) -> None:
-        """All that the host knows of the rows; nothing may be under way that moves them on."""
-        for field in fields(Rows):
+        """Copy the host's rows to the device, which must not be advancing them."""
+        for field in fields(RowTensors):
             self._upload(field.name, num_rows)
 
     def upload_pages(self, num_rows: int) -> None:
@@ -119,14 +118,14 @@ class Batch:
         getattr(self.on_device, name)[:num_rows].copy_(source, non_blocking=True)
 
     def advanced(self, token_ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Note on the host how far the rows have come on the device."""
+        """Record on the host how far the device has advanced the rows."""
         self._edit["token_ids"][: len(token_ids)] = token_ids
         self._edit["lengths"][: len(lengths)] = lengths
 
     def _refresh(self, row: int, sequence: Sequence) -> None:
         pages, edit = sequence.pages, self._edit
         placed, count = self._placed[row]
-        if placed is not pages:  # new here, or prefilled again
+        if placed is not pages:  # a new sequence, or one that was prefilled again
             params = sequence.params
             edit["token_ids"][row] = sequence.token_ids[-1]
             edit["lengths"][row] = sequence.length
@@ -139,14 +138,14 @@ class Batch:
             edit["keys"][row] = sequence.noise_key
             edit["stop_ids"][row] = -1
             edit["stop_ids"][row, : len(params.stop_ids)] = params.stop_ids
-            edit["page_table"][row] = SCRATCH_PAGE  # no page of an earlier sequence stays
+            edit["page_table"][row] = SCRATCH_PAGE  # no page of an earlier sequence remains
             count = 0
         if count != len(pages):
             edit["page_table"][row, count : len(pages)] = pages[count:]
             self._placed[row] = (pages, len(pages))
 
     def _keep(self, rows: list[int]) -> None:
-        """These rows close up, in their order; those behind them become blank."""
+        """Keep these rows, moved to the front in their order; blank the rest."""
         count = len(self.sequences)
         if len(rows) == count:
             return

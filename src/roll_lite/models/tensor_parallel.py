@@ -1,8 +1,7 @@
-"""Tensor parallelism: which part of each parameter a rank holds, and how ranks add up.
+"""Tensor parallelism: which part of each parameter a rank holds, and how partial results add up.
 
-Engine and trainer run the same modules of local size, with the explicit reductions below; the
-trainer's have gradients. The dimension along which a parameter is cut is a whole set of heads, of
-MLP columns or of vocabulary entries.
+Engine and trainer run the same modules of local size, with the explicit collectives below; in
+training these have gradients. Parameters are cut along heads, MLP columns or vocabulary entries.
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ CUT_DIMENSION = {
     "gate_up_adapter.up": 1,
     "down_adapter.down": 1,
 }
-"""By the end of a parameter's name; all others are held whole by every rank."""
+"""By the end of a parameter's name; every rank holds all other parameters whole."""
 
 
 def cut_dimension(name: str) -> int | None:
@@ -64,36 +63,30 @@ class TensorShard:
         local_T = token_ids_T - self.rank * len(embedding_VH)
         is_here_T = (local_T >= 0) & (local_T < len(embedding_VH))
         x_TH = torch.nn.functional.embedding(local_T * is_here_T, embedding_VH)
-        return self.add_up(torch.where(is_here_T[:, None], x_TH, 0.0))
+        return self.all_reduce(torch.where(is_here_T[:, None], x_TH, 0.0))
 
-    def add_up(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in place where no gradient is wanted.
-
-        What follows is computed alike on all ranks, so the gradient comes back whole to each.
-        """
-        return _AddUp.apply(x, self) if torch.is_grad_enabled() else self.sum_in_place(x)
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, in place without gradients; backward is the identity, because
+        what follows is the same on all ranks (Megatron's g)."""
+        return _AllReduce.apply(x, self) if torch.is_grad_enabled() else self.sum_in_place(x)
 
     def spread(self, x: Tensor) -> Tensor:
-        """What all ranks have alike, on its way into parts: gradients of the parts add up."""
+        """The identity on its way into sharded modules; backward sums over ranks (Megatron's f)."""
         return _Spread.apply(x, self) if torch.is_grad_enabled() else x
 
     def sum_in_place(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, group=self.group)
         return x
 
-    def side_by_side(self, x_RN: Tensor) -> Tensor:
-        """All ranks' columns: (R, size * N)."""
-        return self.gather(x_RN, 1)
-
-    def gather(self, x: Tensor, dimension: int) -> Tensor:
-        """All ranks' parts, in the order of ranks along a dimension."""
+    def gather(self, x: Tensor, dimension: int = 1) -> Tensor:
+        """All ranks' parts, concatenated in the order of ranks."""
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x, group=self.group)
         return torch.cat(parts, dimension)
 
 
-class _AddUp(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, shard):
         return shard.sum_in_place(x.clone())

@@ -1,4 +1,4 @@
-"""A request, and the sequences that answer it."""
+"""A request, and the sequences that it generates."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from roll_lite.models.config import ModelConfig
 from roll_lite.types import FinishReason, SamplingParams, Turn
 
 OnTurn = Callable[[int, Turn], None]
-"""Called with a sample's index and its turn the moment the sample ends."""
+"""Called with a sample's index and its turn as soon as the sample ends."""
 MAX_STOP_IDS = 8
 
 
@@ -20,17 +20,17 @@ class Request:
     num_samples: int = 1
     """The prompt is computed once and forked into this many samples."""
     seed: int = 0
-    """Names the request's random numbers: the same seed and prompt give the same samples."""
+    """The same seed and prompt give the same samples."""
     wanted: tuple[int, ...] | None = None
-    """Which of the samples to generate, where others are known already; None is all."""
+    """Indices of the samples to generate, if the others are known already; None means all."""
 
     @property
     def indices(self) -> range | tuple[int, ...]:
         return range(self.num_samples) if self.wanted is None else self.wanted
 
 
-def check_request(request: Request, config: ModelConfig, in_cache: int) -> None:
-    """Refuse what the model or a cache of so many tokens cannot answer."""
+def check_request(request: Request, config: ModelConfig, cache_tokens: int) -> None:
+    """Refuse a request that does not fit the model or a KV cache of `cache_tokens`."""
     ids, params = request.prompt_ids, request.params
     if not ids:
         raise ValueError("prompt_ids is empty; a request needs at least one token")
@@ -40,9 +40,7 @@ def check_request(request: Request, config: ModelConfig, in_cache: int) -> None:
             f"0..{config.vocab_size - 1}"
         )
     if len(params.stop_ids) > MAX_STOP_IDS:
-        raise ValueError(
-            f"stop_ids has {len(params.stop_ids)} ids; at most {MAX_STOP_IDS} are held"
-        )
+        raise ValueError(f"stop_ids has {len(params.stop_ids)} ids; use at most {MAX_STOP_IDS}")
     if request.num_samples < 1:
         raise ValueError(f"num_samples={request.num_samples} must be at least 1")
     indices, known = request.indices, set(range(request.num_samples))
@@ -51,17 +49,17 @@ def check_request(request: Request, config: ModelConfig, in_cache: int) -> None:
             f"wanted={request.wanted} must name some of the samples 0..{request.num_samples - 1}, "
             "each once"
         )
-    if len(ids) + params.max_tokens > min(config.max_positions, in_cache):
+    if len(ids) + params.max_tokens > min(config.max_positions, cache_tokens):
         raise ValueError(
             f"{len(ids)} prompt tokens + max_tokens={params.max_tokens} exceed the "
-            f"model's {config.max_positions} positions or the cache's {in_cache} tokens; "
+            f"model's {config.max_positions} positions or the cache's {cache_tokens} tokens; "
             "shorten the request or raise kv_cache_gib"
         )
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """One sample being generated. Its cache holds every token but the last, once it runs."""
+    """One sample being generated. Once it runs, the KV cache holds all its tokens but the last."""
 
     request_id: int
     index: int
@@ -69,20 +67,20 @@ class Sequence:
     noise_key: tuple[int, int]
     prompt_ids: list[int]
     length: int = 0
-    """Tokens so far, prompt included."""
+    """Tokens so far, including the prompt."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     """Tokens whose keys and values are in the pages."""
     followers: list["Sequence"] = field(default_factory=list)
-    """Samples of the same prompt that wait to be forked from this one's prefill."""
+    """Samples of the same prompt, to be forked from this one after its prefill."""
     finish_reason: FinishReason | None = None
     is_suspect: bool = False
     """Its logits were not finite once: it shares no pages any more."""
     _token_ids: list[int] = field(default_factory=list)
     _logprobs: list[float] = field(default_factory=list)
     _new: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    """Ids and logprobs as they came from the device, not yet in the lists above."""
+    """Token ids and logprobs from the device that are not yet in the lists above."""
 
     def __post_init__(self):
         self._token_ids = list(self.prompt_ids)
@@ -90,8 +88,8 @@ class Sequence:
 
     @property
     def token_ids(self) -> list[int]:
-        """The prompt, then what was sampled."""
-        self._settle()
+        """The prompt, then the sampled tokens."""
+        self._flush()
         return self._token_ids
 
     @property
@@ -103,7 +101,7 @@ class Sequence:
         return len(self.prompt_ids) + self.params.max_tokens
 
     def extend(self, token_ids: np.ndarray, logprobs: np.ndarray, policy_version: int) -> None:
-        """Append what was sampled; only its last token can end the turn."""
+        """Append sampled tokens; only the last of them can end the turn."""
         if len(token_ids) == 0:
             return
         if not self.versions or self.versions[-1][1] != policy_version:
@@ -116,16 +114,16 @@ class Sequence:
         elif self.length == self.max_length:
             self.finish_reason = "length"
 
-    def cut(self, num_sampled: int) -> None:
-        """Drop what was sampled after the first so many tokens."""
-        self._settle()
+    def truncate(self, num_sampled: int) -> None:
+        """Keep only the first `num_sampled` sampled tokens."""
+        self._flush()
         del self._token_ids[len(self.prompt_ids) + num_sampled :]
         del self._logprobs[num_sampled:]
         self.length = len(self._token_ids)
         self.num_computed = min(self.num_computed, self.length)
 
     def turn(self) -> Turn:
-        self._settle()
+        self._flush()
         return Turn(
             prompt_ids=list(self.prompt_ids),
             token_ids=self._token_ids[len(self.prompt_ids) :],
@@ -134,8 +132,8 @@ class Sequence:
             versions=[run for run in self.versions if run[0] < self.num_sampled],
         )
 
-    def _settle(self) -> None:
-        """Most bursts of a sequence are looked at once, when it ends."""
+    def _flush(self) -> None:
+        """Converting once, when a sequence ends, is cheaper than after every burst."""
         for token_ids, logprobs in self._new:
             self._token_ids += token_ids.tolist()
             self._logprobs += logprobs.tolist()
@@ -144,7 +142,7 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    """A submitted request. `turns[i]` is None until sample i has ended, or if nobody wants it."""
+    """A submitted request. `turns[i]` is None until sample i has ended, and if it is not wanted."""
 
     id: int
     turns: list[Turn | None]

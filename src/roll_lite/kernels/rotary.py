@@ -1,82 +1,88 @@
-"""Gradients of the fused pointwise parts, for training on CUDA.
-
-Sums over tokens (gradients of norms' weights) are made in a fixed order: each program adds up its
-tokens, and the programs' sums are added afterwards.
-"""
+"""From the fused qkv projection to rotated queries, and keys and values in the KV cache."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 512  # that share the tokens where weights have gradients
+from roll_lite.kernels.pointwise import PROGRAMS
 
 
-def silu_mul_backward(gate_up_TF: Tensor, grad_TF: Tensor) -> Tensor:
-    T, F2 = gate_up_TF.shape
-    out = torch.empty_like(gate_up_TF)
-    block = min(1024, triton.next_power_of_2(F2 // 2))
-    if T:
-        _silu_mul_backward[(T, triton.cdiv(F2 // 2, block))](
-            gate_up_TF, grad_TF, out, F2 // 2, BLOCK=block, num_warps=4
-        )
-    return out
+def rotate_into_cache(
+    qkv_TKGD: Tensor,
+    cos_TD: Tensor,
+    sin_TD: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    slots_T: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+) -> Tensor:
+    """Norm (if the model does) and rotate; write k and v to their slots; return queries (T, H, D).
 
-
-@triton.jit
-def _silu_mul_backward(gate_up_ptr, grad_ptr, out_ptr, F, BLOCK: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    ok = f < F
-    gate = tl.load(gate_up_ptr + token * 2 * F + f, mask=ok).to(tl.float32)
-    up = tl.load(gate_up_ptr + token * 2 * F + F + f, mask=ok).to(tl.float32)
-    grad = tl.load(grad_ptr + token * F + f, mask=ok).to(tl.float32)
-    sigmoid = 1 / (1 + tl.exp(-gate))
-    dtype = out_ptr.dtype.element_ty
-    grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
-    tl.store(out_ptr + token * 2 * F + f, grad_gate.to(dtype), mask=ok)
-    tl.store(out_ptr + token * 2 * F + F + f, (grad * gate * sigmoid).to(dtype), mask=ok)
-
-
-def add_norm_backward(
-    x_TH: Tensor, weight_H: Tensor, eps: float, grad_x_TH: Tensor, grad_normed_TH: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the sum x, which are those of both its parts, and of the weight."""
-    T, H = x_TH.shape
-    out = torch.empty_like(x_TH)
-    programs = max(1, min(PROGRAMS, T))
-    sums = torch.zeros(programs, H, dtype=torch.float32, device=x_TH.device)
-    block = triton.next_power_of_2(H)
-    _add_norm_backward[(programs,)](
-        x_TH, weight_H, grad_x_TH, grad_normed_TH, out, sums, T, H, eps,
-        BLOCK=block, num_warps=min(16, max(1, block // 256)),
+    `qkv_TKGD` is (T, K, G + 2, D): the queries of a kv head, its key, its value. cos and sin are
+    (T, D/2). Slots are numbered over all pages (page, slot, K, D).
+    """
+    T, K, rows, D = qkv_TKGD.shape
+    q_THD = torch.empty(T, K * (rows - 2), D, dtype=qkv_TKGD.dtype, device=qkv_TKGD.device)
+    _rotate_into_cache[(T, K)](
+        qkv_TKGD, cos_TD, sin_TD, q_norm, k_norm, slots_T, q_THD, k_pages, v_pages,
+        eps, K, qkv_TKGD.stride(0), k_pages.stride(1), k_pages.stride(2),
+        GROUP=rows - 2, ROWS_PAD=triton.next_power_of_2(rows), HALF=D // 2,
+        HAS_NORM=q_norm is not None, num_warps=1 if rows * D <= 512 else 2,
     )  # fmt: skip
-    return out, sums.sum(0).to(weight_H.dtype)
+    return q_THD
 
 
 @triton.jit
-def _add_norm_backward(
-    x_ptr, weight_ptr, grad_x_ptr, grad_normed_ptr, out_ptr, sums_ptr, T, H, eps,
-    BLOCK: tl.constexpr,
+def _rotate_into_cache(
+    qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, slot_ptr, q_ptr, k_ptr, v_ptr,
+    eps, num_kv_heads, token_stride, slot_stride, head_stride,
+    GROUP: tl.constexpr, ROWS_PAD: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    h = tl.arange(0, BLOCK)
-    ok = h < H
-    weight = tl.load(weight_ptr + h, mask=ok, other=0.0).to(tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    stride = H + 0 * program.to(tl.int64)  # offsets may pass 32 bits
-    for token in range(program, T, tl.num_programs(0)):
-        offset = token * stride + h
-        x = tl.load(x_ptr + offset, mask=ok, other=0.0).to(tl.float32)
-        grad_normed = tl.load(grad_normed_ptr + offset, mask=ok, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
-        unit = x * scale
-        total += grad_normed * unit
-        grad_unit = grad_normed * weight
-        grad = scale * (grad_unit - unit * (tl.sum(grad_unit * unit, 0) / H))
-        grad += tl.load(grad_x_ptr + offset, mask=ok, other=0.0).to(tl.float32)
-        tl.store(out_ptr + offset, grad.to(out_ptr.dtype.element_ty), mask=ok)
-    tl.store(sums_ptr + program * H + h, total, mask=ok)
+    token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.arange(0, ROWS_PAD)
+    d = tl.arange(0, HALF)
+    D: tl.constexpr = 2 * HALF
+    offset = token * token_stride + (kv_head * (GROUP + 2) + row)[:, None] * D + d[None, :]
+    exists = (row < GROUP + 2)[:, None]
+    first = tl.load(qkv_ptr + offset, mask=exists, other=0.0)
+    second = tl.load(qkv_ptr + offset + HALF, mask=exists, other=0.0)
+    dtype = first.dtype
+
+    # The value row is stored as it is.
+    slot = tl.load(slot_ptr + token).to(tl.int64) * slot_stride + kv_head * head_stride
+    is_value = (row == GROUP + 1)[:, None] & (d >= 0)[None, :]
+    tl.store(v_ptr + slot + d[None, :] + 0 * row[:, None], first, mask=is_value)
+    tl.store(v_ptr + slot + HALF + d[None, :] + 0 * row[:, None], second, mask=is_value)
+
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    if HAS_NORM:
+        mean_square = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D
+        scale = tl.rsqrt(mean_square + eps)[:, None]
+        is_query = (row < GROUP)[:, None]
+        first *= scale * tl.where(
+            is_query, tl.load(q_norm_ptr + d)[None, :], tl.load(k_norm_ptr + d)[None, :]
+        ).to(tl.float32)
+        second *= scale * tl.where(
+            is_query,
+            tl.load(q_norm_ptr + HALF + d)[None, :],
+            tl.load(k_norm_ptr + HALF + d)[None, :],
+        ).to(tl.float32)
+        first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+    cos = tl.load(cos_ptr + token * HALF + d).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + token * HALF + d).to(tl.float32)[None, :]
+    rotated_first = (first * cos - second * sin).to(dtype)
+    rotated_second = (second * cos + first * sin).to(dtype)
+
+    q_offset = ((token * num_kv_heads + kv_head) * GROUP + row)[:, None] * D + d[None, :]
+    is_query = (row < GROUP)[:, None] & (d >= 0)[None, :]
+    tl.store(q_ptr + q_offset, rotated_first, mask=is_query)
+    tl.store(q_ptr + q_offset + HALF, rotated_second, mask=is_query)
+    is_key = (row == GROUP)[:, None] & (d >= 0)[None, :]
+    tl.store(k_ptr + slot + d[None, :] + 0 * row[:, None], rotated_first, mask=is_key)
+    tl.store(k_ptr + slot + HALF + d[None, :] + 0 * row[:, None], rotated_second, mask=is_key)
 
 
 def rotate_backward(
@@ -92,9 +98,9 @@ def rotate_backward(
     *,
     shape: torch.Size,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of the projection, and of the norms' weights where the model has them.
+    """Gradients of the projection, and of the norm weights if the model has them.
 
-    The projection itself, whose `shape` is (T, K, G + 2, D), is needed only with norms.
+    The projection, whose `shape` is (T, K, G + 2, D), is needed only with norms.
     """
     T, K, rows, D = shape
     out = torch.empty(shape, dtype=grad_q_THD.dtype, device=grad_q_THD.device)
@@ -178,7 +184,7 @@ def _rotate_backward(
 
 @triton.jit
 def _of_rows(q_ptr, k_ptr, is_query, ok):
-    """The weights of queries' norm, and in the other rows of the key's."""
+    """The weights of the query norm in query rows, of the key norm in all others."""
     of_query = tl.load(q_ptr, mask=ok, other=0.0).to(tl.float32)
     of_key = tl.load(k_ptr, mask=ok, other=0.0).to(tl.float32)
     return tl.where(is_query, of_query, of_key)

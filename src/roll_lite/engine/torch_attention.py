@@ -1,9 +1,8 @@
-"""Paged attention in plain torch: for a CPU, for fp32, and as the reference of the kernels.
+"""Paged attention in plain torch: for CPU, for fp32, and as the reference for the kernels.
 
-Each query goes by itself (or in a tile of neighbours, where that gives the same bits), keys come in
-blocks of one size, and blocks are merged by the sums of their weights. Prefill and decoding are the
-same sums in the same order, whatever else is computed beside them: a query's result depends on its
-own keys alone, to the last bit.
+Queries are computed one by one (or in tiles of neighbours, where that gives the same bits), keys in
+blocks of a fixed size, and blocks are merged by their log-sum-exp. Prefill and decode do the same
+sums in the same order in any batch: a query's result depends only on its own keys, to the last bit.
 """
 
 from collections.abc import Iterator
@@ -12,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-KEYS = 64
-TILE = 8  # queries at neighbouring positions, the first a multiple of it; they share their keys
-MANY = 1024  # blocks to gather at a time
+KEYS = 64  # of a block
+TILE = 8  # queries at neighbouring positions, starting at a multiple of TILE; they share keys
+GATHERED_BLOCKS = 1024  # at a time
 _is_same: dict[tuple, bool] = {}
 
 
@@ -33,31 +32,31 @@ class SharedBlock:
 
 @dataclass(frozen=True, slots=True)
 class OwnBlocks:
-    """All blocks of keys that single queries of many sequences see, one query to a block."""
+    """All blocks of keys that single queries of many sequences see, one query per block."""
 
     owner_N: Tensor
-    """The place of each block's query."""
+    """Place of each block's query in the sorted order."""
     mask: Tensor
     """(blocks, 1, 1, keys), 0 or -inf."""
     pages: Tensor | slice
-    """Ids (blocks, pages), or a part of the cache that has the blocks in a row; where it has others
-    between them, these have any owner and nobody asks for their result."""
+    """Ids (blocks, pages), or a slice of the cache that contains the blocks; results of pages in
+    the slice that are no block of these are not used."""
     merges: list[tuple[slice, Tensor]]
-    """Of the first blocks, the second ones and so on: places of queries, and the block of each."""
+    """For first blocks, second blocks and so on: places of queries, and the block of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyBlocks:
-    """What of attention is the same for all layers.
+    """The part of attention that is the same for all layers.
 
-    Tiles of a sequence stand together, then come all other queries, those that see most first: who
-    sees a block of keys is always a slice.
+    Queries are sorted: first the tiles of each sequence, then all other queries, those with most
+    keys first. So the queries that see a block of keys are always a slice.
     """
 
     order_T: Tensor
-    """Which query stands at each place."""
+    """The query at each place."""
     places_T: Tensor
-    """Where each query stands."""
+    """The place of each query."""
     shared: list[SharedBlock]
     own: OwnBlocks | None
 
@@ -67,8 +66,8 @@ class KeyBlocks:
     ) -> "KeyBlocks":
         """Sequence b has `lengths_B[b]` queries, the first at position `starts_B[b]`.
 
-        `cache` is any tensor (..., page, slot, kv head, D). Where a sequence's last page has slots
-        left, they must hold zeros or anything else finite.
+        `cache` is any tensor (..., page, slot, kv head, D). Unused slots of a sequence's last page
+        must hold finite numbers.
         """
         owner_T = torch.arange(len(starts_B), device=starts_B.device).repeat_interleave(lengths_B)
         row_T = torch.arange(len(owner_T), device=starts_B.device)
@@ -100,9 +99,9 @@ def _block_size(cache: Tensor) -> int:
 def _pages_and_mask(
     first_key_N: Tensor, position_N: Tensor, last_N: Tensor, cache: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Which of a sequence's pages a block has, and what a query at a position sees of it.
+    """The pages of each block, and the mask for a query at a position.
 
-    Pages past a sequence's end may hold anything: its last page stands in for them.
+    Pages beyond a sequence's end may hold anything, so its last page replaces them.
     """
     key_S = torch.arange(_block_size(cache), device=position_N.device)
     key_NS = first_key_N[:, None] + key_S
@@ -116,7 +115,7 @@ def _pages_and_mask(
 def _shared_blocks(
     position_N: Tensor, start: int, page_table_P: Tensor, cache: Tensor
 ) -> Iterator[SharedBlock]:
-    """Blocks of a sequence for those of its queries that stand together, at ascending positions."""
+    """Blocks of one sequence for its tiles, whose queries are at ascending positions."""
     size = _block_size(cache)
     for first in range(0, int(position_N[-1]) + 1, size):
         begin = int((position_N < first).sum())
@@ -133,7 +132,7 @@ def _shared_blocks(
 
 
 def _own_blocks(position_N: Tensor, start: int, page_table_NP: Tensor, cache: Tensor) -> OwnBlocks:
-    """Blocks of queries at descending positions, each with a row of the page table."""
+    """Blocks of single queries at descending positions, each with its row of the page table."""
     size = _block_size(cache)
     firsts = range(0, int(position_N[0]) + 1, size)
     counts = [int((position_N >= first).sum()) for first in firsts]
@@ -147,7 +146,7 @@ def _own_blocks(position_N: Tensor, start: int, page_table_NP: Tensor, cache: Te
     block_N = torch.arange(len(owner_N), device=owner_N.device)
     places = [slice(start, start + count) for count in counts]
     owner_N = owner_N + start
-    if pages := _in_a_row(page_NP):
+    if pages := _contiguous(page_NP):
         block_N = page_NP[:, 0].long() - pages.start
         num_blocks = pages.stop - pages.start
         owner_N = owner_N.new_full((num_blocks,), start).index_copy_(0, block_N, owner_N)
@@ -156,8 +155,8 @@ def _own_blocks(position_N: Tensor, start: int, page_table_NP: Tensor, cache: Te
     return OwnBlocks(owner_N, mask, pages or page_NP, merges)
 
 
-def _in_a_row(page_NP: Tensor) -> slice | None:
-    """The part of the cache to read as it is: blocks are pages, all different, hardly any else."""
+def _contiguous(page_NP: Tensor) -> slice | None:
+    """A slice of the cache to read in place, if it has each block once and little else."""
     first, end = int(page_NP.min()), int(page_NP.max()) + 1
     if page_NP.shape[1] > 1 or end - first > 1.5 * len(page_NP):
         return None
@@ -167,7 +166,7 @@ def _in_a_row(page_NP: Tensor) -> slice | None:
 
 def block_attention(q_THD: Tensor, k_pages: Tensor, v_pages: Tensor, keys: KeyBlocks) -> Tensor:
     """(T, H, D) queries against pages (page, slot, K, D)."""
-    # (T, K, G, D): heads of a group share keys, as if they were so many queries.
+    # (T, K, G, D): heads of a group share keys, as if they were queries.
     q = q_THD.index_select(0, keys.order_T).unflatten(1, (k_pages.shape[2], -1))
     out = torch.empty_like(q, dtype=torch.float32)
     lse = out.new_empty(q.shape[:3])
@@ -178,7 +177,7 @@ def block_attention(q_THD: Tensor, k_pages: Tensor, v_pages: Tensor, keys: KeyBl
             so_far_out.copy_(seen_out)
             so_far_lse.copy_(seen_lse)
             return
-        # Not logaddexp: how it rounds depends on where in a tensor a number stands.
+        # Not logaddexp, whose rounding depends on the index of a number in its tensor.
         total = (so_far_lse - seen_lse).abs_().neg_().exp_().log1p_()
         total += torch.maximum(so_far_lse, seen_lse)
         so_far_out *= so_far_lse.sub_(total).exp_()[..., None]
@@ -203,7 +202,7 @@ def _attend_own(
         k, v = (x[own.pages].transpose(1, 2) for x in (k_pages, v_pages))
         return _attend(q[own.owner_N], k, v, own.mask)
     found = []
-    parts = (x.split(MANY) for x in (own.owner_N, own.pages, own.mask))
+    parts = (x.split(GATHERED_BLOCKS) for x in (own.owner_N, own.pages, own.mask))
     for owner_N, page_NP, mask in zip(*parts, strict=True):
         k, v = (_gathered(x, page_NP) for x in (k_pages, v_pages))
         found.append(_attend(q[owner_N], k, v, mask))
@@ -212,7 +211,7 @@ def _attend_own(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to one block of keys, and the log of its weights' sum; one block may be for all."""
+    """Attention to one block of keys per query, or one for all queries; and its log-sum-exp."""
     k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)
@@ -222,7 +221,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tens
 
 
 def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for one block, with the queries of a tile side by side like heads of a group."""
+    """`_attend` to one block, with the queries of a tile treated like heads of a group."""
     num_heads = q.shape[2]
     q = q.unflatten(0, (-1, TILE)).transpose(1, 2).flatten(2, 3)
     mask = mask.view(len(q), 1, TILE, 1, -1).expand(-1, -1, -1, num_heads, -1).flatten(2, 3)
@@ -233,9 +232,10 @@ def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor
 
 
 def _are_the_same_bits(q: Tensor, k: Tensor) -> bool:
-    """Whether tiles give what single queries do; one try tells, as kernels go by shapes alone.
+    """Whether tiles give the same bits as single queries.
 
-    Weighted values cancel, so that the order of adding up shows in what is left, in 16 bits too.
+    A kernel's order of additions depends on shapes alone, so one trial decides. The trial's
+    weighted values cancel, so that a different order shows even in 16 bits.
     """
     num_kv_heads, num_keys, head_dim = k.shape[1:]
     key = q.dtype, q.device.type, q.shape[1:], num_keys, torch.get_num_threads()

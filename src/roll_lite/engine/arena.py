@@ -1,19 +1,24 @@
-"""Device memory that can be given back and taken again at the same address.
+"""Device memory that can be released and mapped again at the same address.
 
-On CUDA the address range is reserved once and physical memory is mapped into it by the driver, so
-captured graphs stay valid while others use the memory in between.
+On CUDA the address range is reserved once and the driver maps physical memory into it, so captured
+graphs stay valid while the trainer uses the memory in between.
 """
 
 import ctypes
 import functools
+from collections.abc import Iterable
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-_DEVICE, _PINNED, _READ_WRITE = 1, 1, 3  # of the driver's enumerations
+from roll_lite.models.transformer import Transformer
+
+_DEVICE, _PINNED, _READ_WRITE = 1, 1, 3  # enumerators of the CUDA driver API
 
 
-class Memory:
+class Arena:
     """Zeroed bytes on a device."""
 
     def __init__(self, num_bytes: int, device: torch.device):
@@ -31,12 +36,12 @@ class Memory:
         return self.bytes.untyped_storage().data_ptr()
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
-        """A tensor of this memory, from a byte offset on."""
+        """A view of this memory at a byte offset."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         return self.bytes[offset : offset + num_bytes].view(dtype).view(shape)
 
-    def give_back(self) -> None:
-        """Tensors of this memory must not be touched until it is taken again."""
+    def release(self) -> None:
+        """Tensors in the arena must not be touched until `restore`."""
         if self._mapping:
             torch.cuda.synchronize(self.bytes.device)
             self._mapping.unmap()
@@ -45,13 +50,60 @@ class Memory:
             self.bytes.untyped_storage().resize_(0)
         self.is_held = False
 
-    def take_again(self) -> None:
+    def restore(self) -> None:
+        """The memory again, zeroed."""
         if self._mapping:
             self._mapping.map()
         else:
             self.bytes.untyped_storage().resize_(self._num_bytes)
         self.bytes.zero_()
         self.is_held = True
+
+
+_ARENAS: WeakKeyDictionary[Transformer, list[Arena]] = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def move_to_arena(model: Transformer) -> list[Arena]:
+    """Move the parameters into arenas, one per block; engines of one model share them."""
+    if not _is_in_arena(model):
+        rest = [p for name, p in model.named_parameters() if not name.startswith("blocks.")]
+        parts = [*(list(block.parameters()) for block in model.blocks), rest]
+        _ARENAS[model] = [_move(part, model.embedding.device) for part in parts]
+    return _ARENAS[model]
+
+
+def check_fit(model: Transformer, shapes: dict[str, torch.Size]) -> None:
+    """Refuse weights whose names and shapes are not exactly the model's."""
+    wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if wanted != shapes:
+        differing = sorted(name for name, _ in wanted.items() ^ shapes.items())
+        raise ValueError(f"new weights do not fit the model: {', '.join(dict.fromkeys(differing))}")
+
+
+def write(model: Transformer, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy weights in place as they arrive."""
+    parameters, shapes = dict(model.named_parameters()), {}
+    for name, tensor in weights:
+        shapes[name] = tensor.shape
+        if name in parameters and parameters[name].shape == tensor.shape:
+            parameters[name].copy_(tensor)
+    check_fit(model, shapes)
+
+
+def _move(parameters: list[nn.Parameter], device: torch.device) -> Arena:
+    starts = np.cumsum([0] + [-(-p.nbytes // 256) * 256 for p in parameters]).tolist()
+    arena = Arena(starts[-1], device)
+    for parameter, start in zip(parameters, starts[:-1], strict=True):
+        view = arena.tensor(tuple(parameter.shape), parameter.dtype, start)
+        view.copy_(parameter)
+        parameter.data = view
+    return arena
+
+
+def _is_in_arena(model: Transformer) -> bool:
+    addresses = {arena.address for arena in _ARENAS.get(model, ())}
+    return all(p.untyped_storage().data_ptr() in addresses for p in model.parameters())
 
 
 class _Location(ctypes.Structure):
@@ -77,10 +129,10 @@ class _Access(ctypes.Structure):
 
 
 class _Mapping:
-    """A reserved range of addresses with physical memory behind it, or none."""
+    """A reserved address range, with physical memory mapped into it or not."""
 
     def __init__(self, num_bytes: int, device: torch.device):
-        torch.cuda.current_stream(device)  # makes sure of a context
+        torch.cuda.current_stream(device)  # creates a context
         index = torch.cuda.current_device() if device.index is None else device.index
         self._location = _Location(_DEVICE, index)
         self._properties = _Properties(type=_PINNED, location=self._location)
@@ -107,12 +159,12 @@ class _Mapping:
 
     def map(self) -> None:
         size, handle = ctypes.c_size_t(self._size), ctypes.c_uint64()
-        torch.cuda.empty_cache()  # what torch keeps for later is not free for the driver
+        torch.cuda.empty_cache()  # memory cached by torch is not free for the driver
         _driver("cuMemCreate", ctypes.byref(handle), size, self._property_ref, ctypes.c_uint64(0))
         try:
             _driver("cuMemMap", self._address, size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
         finally:
-            _driver("cuMemRelease", handle)  # the mapping alone keeps it alive now
+            _driver("cuMemRelease", handle)  # now only the mapping keeps it alive
         self._is_mapped = True
         access = _Access(self._location, _READ_WRITE)
         try:
@@ -131,7 +183,11 @@ class _Mapping:
                 torch.cuda.synchronize()
                 self.unmap()
             _driver("cuMemAddressFree", self._address, ctypes.c_size_t(self._size))
-        except (AttributeError, RuntimeError, TypeError):  # half made, or the process is ending
+        except (
+            AttributeError,
+            RuntimeError,
+            TypeError,
+        ):  # half built, or at exit
             pass
 
 

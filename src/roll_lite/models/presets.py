@@ -1,7 +1,14 @@
-"""Shapes of well-known models by name, as their config.json has them: sizes without a download."""
+"""Models by name: a Hugging Face folder, or the shape of a well-known model (no download)."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from roll_lite.models.config import ModelConfig, parse_config
 
+if TYPE_CHECKING:
+    from roll_lite.models.transformer import Transformer
+
+SHAPE = "shape:"
 SHAPES: dict[str, dict] = {
     "smollm2-135m": {
         "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
@@ -50,3 +57,13 @@ def shape_config(name: str) -> ModelConfig:
     if name not in SHAPES:
         raise ValueError(f"shape={name!r} is not known; use one of {', '.join(SHAPES)}")
     return parse_config(SHAPES[name])
+
+
+def open_model(source: str | Path, **options: Any) -> "Transformer":
+    """`source` is a folder, or a shape with random weights for benchmarks: shape:qwen3-0.6b."""
+    from roll_lite.models.hf import load_model  # not above: sizes alone need no torch
+    from roll_lite.models.transformer import random_model
+
+    if str(source).startswith(SHAPE):
+        return random_model(shape_config(str(source).removeprefix(SHAPE)), **options)
+    return load_model(source, **options)

@@ -1,7 +1,7 @@
-"""How a model in training is spread over ranks: tensor parallel within a replica, FSDP2 over them.
+"""How a model in training is sharded: tensor parallel within a replica, FSDP2 over replicas.
 
-Tensor-parallel modules already have the size of a rank's part (`models/tensor.py`); FSDP2 cuts
-these parts again over the data-parallel ranks. So a rank holds a rectangle of every parameter.
+Tensor-parallel modules already have local sizes (`models/tensor_parallel.py`); FSDP2 shards these
+again over the data-parallel ranks. So each rank holds a rectangle of every parameter.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from roll_lite.models.layers import Checkpointing
-from roll_lite.models.tensor import TensorShard, cut_dimension
-from roll_lite.models.transformer import Transformer
+from roll_lite.models.tensor_parallel import TensorShard, cut_dimension
+from roll_lite.models.transformer import Checkpointing, Transformer
 
-UNIT_PARAMETERS = 2**25  # that FSDP gathers at once, at most, unless a block alone has more
+UNIT_PARAMETERS = 2**25  # that FSDP gathers at once, at most, unless one block has more
 
 
 def shard(
@@ -25,11 +24,11 @@ def shard(
     compute_dtype: torch.dtype,
     checkpointing: Checkpointing = "none",
 ) -> Transformer:
-    """FSDP2 over the (data-parallel) mesh: shards, gathered in `compute_dtype` unit by unit.
+    """FSDP2 over the data-parallel mesh; parameters are gathered in `compute_dtype` unit by unit.
 
-    Gradients of ranks are added up, not averaged: the rows' weights are of the whole batch.
+    Gradients are summed over ranks, not averaged: loss weights are normalised over the whole batch.
     """
-    # What a block gets stays as it is: its rotation is in fp32, as in the engine.
+    # Inputs are not cast: rotation is in fp32, as in the engine.
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -49,9 +48,7 @@ def shard(
 
 
 def _units(model: Transformer) -> list[list[nn.Module]]:
-    """Blocks that are gathered together: handling each of many small ones takes the host longer
-    than the device computes with it.
-    """
+    """Blocks that are gathered together: with many small ones, the host would be the bottleneck."""
     size = sum(parameter.numel() for parameter in model.blocks[0].parameters())
     count = max(1, UNIT_PARAMETERS // size)
     blocks = list(model.blocks)
@@ -59,23 +56,23 @@ def _units(model: Transformer) -> list[list[nn.Module]]:
 
 
 def shard_dimension(shape: torch.Size, num_ranks: int) -> int:
-    """The first dimension that divides evenly; the first one (unevenly) if there is none."""
+    """The first dimension that divides evenly, else dimension 0 (unevenly)."""
     return next((d for d, size in enumerate(shape) if size % num_ranks == 0), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """Which part of a whole parameter a rank holds."""
+    """The part of a parameter that a rank holds."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Of the whole parameter."""
     offsets: tuple[int, ...]
     is_copy: bool
-    """A tensor-parallel rank before this one holds the same."""
+    """Whether an earlier tensor-parallel rank holds the same part."""
 
 
 def rectangle(name: str, parameter: DTensor, tensor_shard: TensorShard | None) -> Rectangle:
-    """Of a parameter that was spread by `shard`."""
+    """The rectangle of a parameter that `shard` has sharded."""
     shape, offsets = list(parameter.shape), [0] * parameter.ndim
     (placement,) = parameter.placements
     chunk = -(-shape[placement.dim] // parameter.device_mesh.size())
@@ -96,8 +93,8 @@ def whole(
     tensor_shard: TensorShard | None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The whole parameter, on every rank, cast before it travels. All ranks call this together."""
-    if parameter.device_mesh.size() == 1:  # a DTensor's handling takes longer than the copy
+    """The whole parameter, on every rank, cast before communication. A collective call."""
+    if parameter.device_mesh.size() == 1:  # DTensor overhead exceeds the copy
         held = parameter.to_local()
         tensor = held if dtype is None else held.to(dtype)
     else:
@@ -113,7 +110,7 @@ def gradient_norm(
     tensor_shard: TensorShard | None,
     group: torch.distributed.ProcessGroup,
 ) -> Tensor:
-    """Of the whole gradient: squares of all ranks' parts, each part counted once."""
+    """The norm of the whole gradient: every rank's part counts once."""
     norms, counts = [], []
     for name, parameter in parameters.items():
         is_shared = tensor_shard is not None and cut_dimension(name) is None
