@@ -11,7 +11,7 @@ from roll_lite.rollout.metrics import pass_rates
 from roll_lite.types import Prompt, SamplingParams
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluationOptions:
     eval_every: int = 10
     """Steps between evaluations; there is also one before the first step and after the last."""

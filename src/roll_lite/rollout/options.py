@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from roll_lite.checks import above, at_least, finite
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RolloutOptions:
     samples_per_prompt: int = 8
     """Samples per prompt: the group size."""
