@@ -55,7 +55,7 @@ def test_rlvr_learns(warm_model, tmp_path):
     assert rows[5]["mismatch/logprob_max"] < 1e-4  # training and generation agree
     written = json.loads((tmp_path / "run" / "config.json").read_text())
     again = from_flat(rlvr.Config, **written | {"resume": True})
-    assert flatten(again) == json.loads(json.dumps(flatten(cfg))) | {"resume": True}
+    assert flatten(again) == flatten(cfg) | {"resume": True}
     assert written["samples_per_prompt"] == 8 and written["model"] == cfg.model
     lines = (tmp_path / "run" / "rollouts" / "step_00010.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in lines]

@@ -33,7 +33,8 @@ def flatten(options: Any) -> dict[str, Any]:
 
 
 def from_flat(config: type[T], **options: Any) -> T:
-    """A Config from flat names, as on the command line: each goes to the part that has it."""
+    """A Config from flat names, as on the command line and in config.json."""
+    options = {n: tuple(v) if isinstance(v, list) else v for n, v in options.items()}  # of JSON
     values = {}
     for field in fields(config):
         if is_dataclass(part := field.default):
