@@ -43,13 +43,7 @@ from roll_lite.train.advantages import AdvantageOptions
 from roll_lite.train.batch import TrainingSequence, equal_parts, pack
 from roll_lite.train.checkpoint import CheckpointOptions, Checkpoints, RunState
 from roll_lite.train.kl import KLOptions
-from roll_lite.train.losses import (
-    CriticOptions,
-    LossOptions,
-    PolicyLoss,
-    ValueLoss,
-    critic_metrics,
-)
+from roll_lite.train.losses import CriticOptions, LossOptions, PolicyLoss, ValueLoss, critic_metrics
 from roll_lite.train.optimizer import TrainingOptions
 from roll_lite.train.scorer import Scorer, score_over_ranks
 from roll_lite.train.sequences import (
@@ -261,7 +255,7 @@ def main(cfg: Config) -> list[float]:
 def train(
     cfg: Config, models: Models, rollout: Coordinator, rewards: Rewards, evaluation: Evaluation
 ) -> None:
-    state = AdvantageState(cfg.kl)
+    state, checkpoint_every = AdvantageState(cfg.kl), cfg.checkpoints.checkpoint_every
     checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.checkpoints.keep_last)
     fixed = {name: value for name, value in flatten(cfg).items() if name in FIXED}
     saved = RunState(checkpoints, models.trained, {"rollout": rollout, "advantages": state}, fixed)
@@ -282,9 +276,7 @@ def train(
             groups = rollout.collect()
         except NothingLeft:  # keep what was learnt, and the dropped samples to look at
             run.note_samples(step, rollout.dropped())
-            if step - 1 > (done or 0) and not run.is_due(
-                step - 1, cfg.checkpoints.checkpoint_every
-            ):
+            if step - 1 > (done or 0) and not run.is_due(step - 1, checkpoint_every):
                 print(f"wrote {saved.save(step - 1)}; --resume continues from it")
                 run.note("checkpoint", step=step - 1)
             raise
@@ -310,7 +302,7 @@ def train(
             metrics |= evaluation.run(rollout)  # not part of the step's time
             run.note_samples(step, rollout.dropped())
         run.log(step, metrics)
-        if run.is_due(step, cfg.checkpoints.checkpoint_every):
+        if run.is_due(step, checkpoint_every):
             start = time.perf_counter()
             saved.save(step, higher=metrics.get("eval/pass@1"))
             run.note("checkpoint", step=step, seconds=time.perf_counter() - start)
