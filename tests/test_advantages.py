@@ -145,3 +145,16 @@ def test_gigpo_compares_steps_that_saw_the_same():
     )
     assert [len(steps) for steps in found] == [2, 3, 1, 2, 2]
     assert flat(found) == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_wrong_signature_is_named(monkeypatch):
+    def unknown(reward_S: torch.Tensor, groups_S: torch.Tensor) -> estimators.PerSample: ...
+
+    def without_unit(rewards_S: torch.Tensor): ...
+
+    monkeypatch.setitem(estimators.ADVANTAGES, "grpo", unknown)
+    with pytest.raises(TypeError, match="advantage grpo asks for reward_S; .* among rewards_S"):
+        estimators.AdvantageOptions()
+    monkeypatch.setitem(estimators.ADVANTAGES, "grpo", without_unit)
+    with pytest.raises(TypeError, match="advantage grpo must return PerSample, PerTurn or"):
+        estimators.AdvantageOptions()

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 from typing_extensions import Doc
 
@@ -47,15 +47,32 @@ def from_flat(config: type[T], **options: Any) -> T:
     return config(**values)
 
 
+class Keyword(NamedTuple):
+    """An option of a function: one of its keyword-only parameters."""
+
+    kind: Any
+    default: Any
+    help: str
+
+
 @cache
-def keywords(function: Callable) -> dict[str, tuple[Any, Any]]:
-    """The options of a function: type (with its Doc) and default of each keyword-only parameter."""
-    hints = get_type_hints(function, include_extras=True)
-    return {
-        name: (hints[name], parameter.default)
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    }
+def keywords(function: Callable) -> dict[str, Keyword]:
+    """The options of a function by name; the help of one is the Doc in its Annotated type."""
+    hints, found = get_type_hints(function, include_extras=True), {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is not parameter.KEYWORD_ONLY:
+            continue
+        if name not in hints or parameter.default is parameter.empty:
+            raise TypeError(
+                f"option {name} of {function.__name__} needs a type and a default, as in "
+                f'{name}: Annotated[float, Doc("what it does.")] = 1.0'
+            )
+        kind, *more = (
+            get_args(hints[name]) if hasattr(hints[name], "__metadata__") else [hints[name]]
+        )
+        docs = [item.documentation for item in more if isinstance(item, Doc)]
+        found[name] = Keyword(kind, parameter.default, " ".join(docs))
+    return found
 
 
 def with_options_of(field: str, table: Mapping[str, Callable]) -> Callable[[type], type]:
@@ -68,12 +85,12 @@ def with_options_of(field: str, table: Mapping[str, Callable]) -> Callable[[type
     def add_fields(cls: type) -> type:
         cls.__annotations__[field] = Literal[tuple(table)]
         for name, readers in _readers(table).items():
-            hint, default = keywords(table[readers[0]])[name]
-            kind, doc = get_args(hint)
-            if any(keywords(table[reader])[name][1] != default for reader in readers):
-                own = ", ".join(f"{keywords(table[r])[name][1]} for {r}" for r in readers)
-                kind, default, doc = kind | None, None, Doc(f"{doc.documentation} None is {own}.")
-            help_text = f"{', '.join(readers)}: {doc.documentation}"
+            kind, default, text = keywords(table[readers[0]])[name]
+            defaults = {reader: keywords(table[reader])[name].default for reader in readers}
+            if len(set(defaults.values())) > 1:
+                own = ", ".join(f"{value} for {reader}" for reader, value in defaults.items())
+                kind, default, text = kind | None, None, f"{text} None is {own}."
+            help_text = f"{', '.join(readers)}: {text}"
             cls.__annotations__[name] = Annotated[kind, Doc(help_text)]
             setattr(cls, name, default)
         return cls

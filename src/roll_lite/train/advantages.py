@@ -31,6 +31,10 @@ from roll_lite.options import choose, with_options_of
 EQUAL = 1e-12  # numbers of a smaller variance are the same number, but for rounding
 EPSILON = 1e-6
 
+INPUTS = (
+    "rewards_S", "rewards_R", "scores_S", "groups_S", "sequence_R", "logprobs_R", "values_R",
+    "teacher_logprobs", "turn_rewards", "observations",
+)  # fmt: skip
 PerSample = Annotated[Tensor, "(S,)"]
 PerToken = Annotated[Tensor, "(R,)"]
 PerTurn = Annotated[list[list[float]], "a list for each sample"]
@@ -216,7 +220,8 @@ class AdvantageOptions:
     """Clip rewards to this magnitude, after normalisation."""
 
     def __post_init__(self):
-        _ = self.estimator  # refuses an unknown name, and options that it does not read
+        # Refuse an unknown name, options that it does not read, and a wrong signature.
+        _ = self.estimator, self.inputs, self.unit
         above(0, self, "reward_clip", "advantage_clip")
         condition = f"an advantage that reads rewards, not {self.advantage!r}"
         read_only_if(self.reads_rewards, condition, self, "reward_norm", "reward_clip")
@@ -231,7 +236,13 @@ class AdvantageOptions:
     def inputs(self) -> list[str]:
         """What the estimator reads: its positional parameters."""
         parameters = inspect.signature(ADVANTAGES[self.advantage]).parameters.values()
-        return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if unknown := [name for name in names if name not in INPUTS]:
+            raise TypeError(
+                f"advantage {self.advantage} asks for {', '.join(unknown)}; the positional "
+                f"parameters of an estimator are among {', '.join(INPUTS)}, its options keyword-only"
+            )
+        return names
 
     @property
     def reads_rewards(self) -> bool:
@@ -248,7 +259,12 @@ class AdvantageOptions:
     @property
     def unit(self) -> object:
         """What an advantage belongs to: PerSample, PerTurn or PerToken."""
-        return get_type_hints(ADVANTAGES[self.advantage], include_extras=True)["return"]
+        unit = get_type_hints(ADVANTAGES[self.advantage], include_extras=True).get("return")
+        if unit not in (PerSample, PerTurn, PerToken):
+            raise TypeError(
+                f"advantage {self.advantage} must return PerSample, PerTurn or PerToken; annotate it"
+            )
+        return unit
 
     @property
     def compares_samples(self) -> bool:
