@@ -240,7 +240,7 @@ class AdvantageOptions:
         if unknown := [name for name in names if name not in INPUTS]:
             raise TypeError(
                 f"advantage {self.advantage} asks for {', '.join(unknown)}; the positional "
-                f"parameters of an estimator are among {', '.join(INPUTS)}, its options keyword-only"
+                f"parameters of an estimator are among {', '.join(INPUTS)}; options are keyword-only"
             )
         return names
 
@@ -262,7 +262,7 @@ class AdvantageOptions:
         unit = get_type_hints(ADVANTAGES[self.advantage], include_extras=True).get("return")
         if unit not in (PerSample, PerTurn, PerToken):
             raise TypeError(
-                f"advantage {self.advantage} must return PerSample, PerTurn or PerToken; annotate it"
+                f"advantage {self.advantage} needs a return type: PerSample, PerTurn or PerToken"
             )
         return unit
 
