@@ -75,9 +75,8 @@ def keywords(function: Callable) -> dict[str, Keyword]:
                 f"option {name} of {function.__name__} needs a type and a default, as in "
                 f'{name}: Annotated[float, Doc("what it does.")] = 1.0'
             )
-        kind, *more = (
-            get_args(hints[name]) if hasattr(hints[name], "__metadata__") else [hints[name]]
-        )
+        hint = hints[name]
+        kind, *more = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         docs = [item.documentation for item in more if isinstance(item, Doc)]
         found[name] = Keyword(kind, parameter.default, " ".join(docs))
     return found

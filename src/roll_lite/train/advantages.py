@@ -240,7 +240,7 @@ class AdvantageOptions:
         if unknown := [name for name in names if name not in INPUTS]:
             raise TypeError(
                 f"advantage {self.advantage} asks for {', '.join(unknown)}; the positional "
-                f"parameters of an estimator are among {', '.join(INPUTS)}; options are keyword-only"
+                f"parameters of an estimator are among {', '.join(INPUTS)}, options keyword-only"
             )
         return names
 
