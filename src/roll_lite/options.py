@@ -21,6 +21,7 @@ from typing import (
     NamedTuple,
     TypeVar,
     get_args,
+    get_origin,
     get_type_hints,
 )
 
