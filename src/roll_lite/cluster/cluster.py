@@ -194,7 +194,7 @@ class Cluster:
         _set_signals({signal.SIGTERM: lambda *_: self._request_exit(128 + signal.SIGTERM)})
         self._exiting.wait()
         heartbeat.stop()
-        self._exit_rank(linger=processes[0].is_on_this_host)
+        self._exit_rank()
 
     def _form_groups(self, store: dist.Store) -> None:
         # The collectives' own timeout comes after the watchdog's, whose error says more.
@@ -222,13 +222,12 @@ class Cluster:
             self._exit_code, self._exit_reason = exit_code, reason
             self._exiting.set()
 
-    def _exit_rank(self, linger: bool) -> NoReturn:
+    def _exit_rank(self) -> NoReturn:
         is_idle = self._worker.stop(EXIT_SECONDS if self._exit_code == 0 else 0)
         if self._exit_reason:
             print(f"rank {self._launch.rank} exits: {self._exit_reason}", file=sys.stderr)
         if self._exit_code or not is_idle:
-            if linger:
-                time.sleep(LINGER_SECONDS)
+            time.sleep(LINGER_SECONDS)
             _exit_now(self._exit_code or 1)
         _disconnect()
         raise SystemExit(0)

@@ -22,7 +22,6 @@ from roll_lite.cluster.errors import (
     role_error,
     summarise,
 )
-from roll_lite.cluster.rendezvous import RankProcess
 from roll_lite.cluster.wire import Mailbox, Message, Post
 from roll_lite.cluster.worker import BARRIER, RankCall, RankReply, Worker
 
@@ -110,7 +109,7 @@ class Call:
 class Controller:
     """Issues calls and posts to all ranks, and receives their replies and reports."""
 
-    def __init__(self, worker: Worker, device_map: DeviceMap, processes: Sequence[RankProcess]):
+    def __init__(self, worker: Worker, device_map: DeviceMap, processes: Sequence[str]):
         self._worker = worker
         self._device_map = device_map
         self._processes = processes
