@@ -105,7 +105,7 @@ class Watchdog:
         statuses[self._worker.rank] = self._worker.status()
         for call in self._controller.pending():
             times = [_seconds_in(call, statuses.get(rank)) for rank in call.unanswered]
-            if max(times, default=0.0) > call.spec.deadline:
+            if max(times, default=0.0) > call.deadline:
                 self._controller.fail(self._deadline_error(call, max(times)))
                 return
 
@@ -115,15 +115,14 @@ class Watchdog:
         waiting = [rank for rank, stack in stacks.items() if "torch/distributed" in stack]
         stuck = [rank for rank in stacks if rank not in waiting] or waiting
         lines = [
-            f"{call.spec.label} is not done on {name_ranks(stuck)} after {seconds:.1f} s; "
-            f"its deadline is {call.spec.deadline:g} s"
+            f"{call.label} is not done on {name_ranks(stuck)} after {seconds:.1f} s; "
+            f"its deadline is {call.deadline:g} s"
         ]
         if waiting and waiting != stuck:
             lines.append(f"  waiting in a collective: {name_ranks(waiting)}")
         for rank in sorted(stacks, key=lambda rank: (rank not in stuck, rank)):
             lines += [f"--- rank {rank} ({self._processes[rank]}) is at ---", stacks[rank].rstrip()]
-        spec = call.spec
-        return RoleError("\n".join(lines), role=spec.role.name, method=spec.method, rank=stuck[0])
+        return RoleError("\n".join(lines), role=call.role.name, method=call.method, rank=stuck[0])
 
     def _collect_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         own = self._worker.rank
