@@ -396,7 +396,7 @@ def test_alone_calls_are_plain_calls(capsys):
         assert (error.role, error.method, error.rank) == ("train", "divide", 0)
         assert error.__cause__.__traceback__.tb_next.tb_next.tb_frame.f_code.co_name == "divide"
     assert not dist.is_initialized()
-    assert capsys.readouterr().out.startswith("role      ranks  tp  replicas  note\ntrain")
+    assert capsys.readouterr().out.startswith("role      ranks  tp  replicas\ntrain")
 
 
 def test_the_map_can_be_chosen(capsys):
