@@ -40,7 +40,7 @@ class Message(NamedTuple):
 
     pickled: bytes
     tensors: list[torch.Tensor]
-    """Tensors found in the value, not copied."""
+    """Tensors found in the value; only views of larger storages are copied."""
     numbers: dict[str, torch.Tensor]
     """Contents of the long lists, by array code."""
 
@@ -88,7 +88,7 @@ class _Pickler(pickle.Pickler):
             )
         tensor = tensor.detach()
         if tensor.untyped_storage().nbytes() > tensor.nbytes:
-            tensor = _with_own_storage(tensor)
+            tensor = tensor.clone()  # RPC would send the whole storage of a view
         self.tensors.append(tensor)
         return "tensor", len(self.tensors) - 1
 
@@ -103,14 +103,6 @@ class _Pickler(pickle.Pickler):
             numbers.extend(data)
             return type(values).__name__, code, len(numbers) - len(data), len(numbers)
         return None
-
-
-def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """A view without the rest of its storage, which RPC would send as well."""
-    if not view.numel():
-        return view.clone()
-    bytes_at_same_address = view.contiguous().view(-1).view(torch.uint8).numpy()
-    return torch.from_numpy(bytes_at_same_address).view(view.dtype).view(view.shape)
 
 
 class _Unpickler(pickle.Unpickler):
