@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from roll_lite.checks import above, at_least
 
@@ -76,19 +76,12 @@ class Outcome:
     seconds: float
 
 
-def run_program(
-    source: str,
-    *,
-    stdin: str = "",
-    tests: str = "",
-    tests_apart: bool = True,
-    limits: Limits = Limits(),  # noqa: B008 (it is frozen)
-    isolation: Isolation = "full",
-) -> Outcome:
-    """Run a Python program once, in a `Sandbox` that all calls of this process share."""
-    return _sandbox_of_this_process(isolation).run(
-        source, stdin=stdin, tests=tests, tests_apart=tests_apart, limits=limits
-    )
+def run_program(source: str, *, isolation: Isolation = "full", **options: Any) -> Outcome:
+    """Run a Python program once, in a `Sandbox` that all calls of this process share.
+
+    The options are those of `Sandbox.run`.
+    """
+    return _sandbox_of_this_process(isolation).run(source, **options)
 
 
 class Sandbox:
@@ -130,7 +123,7 @@ class Sandbox:
         stdin: str = "",
         tests: str = "",
         tests_apart: bool = True,
-        limits: Limits = Limits(),  # noqa: B008
+        limits: Limits = Limits(),  # noqa: B008 (it is frozen)
     ) -> Outcome:
         """`tests` is code that runs after the program, uses its names, and must run to its end.
 
