@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -105,12 +104,7 @@ class Cluster:
         _set_signals(handlers | {signal.SIGTERM: self._on_sigterm})
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        frames: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
         if self.world_size == 1:
             dist.destroy_process_group()
             return
