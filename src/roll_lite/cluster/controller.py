@@ -205,7 +205,7 @@ class Controller:
                 if listener:
                     listener(post.replica, *wire.decode(post.content))
             except Exception as error:  # of any kind: it must not end the thread that brought it
-                failure = describe_exception(self._worker.rank, error, own_frames=0)
+                failure = describe_exception(self._worker.rank, error)
                 self.on_fault(post.role, "report", failure)
 
     def on_fault(self, role: str, method: str, failure: RankFailure) -> None:
