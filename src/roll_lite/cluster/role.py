@@ -102,11 +102,7 @@ class RoleHandle:
     """
 
     def __init__(
-        self,
-        controller: Controller | LocalController,
-        role: Role,
-        cls: type,
-        deadline: float,
+        self, controller: Controller | LocalController, role: Role, cls: type, deadline: float
     ):
         self.role = role
         self.is_alone = isinstance(controller, LocalController)

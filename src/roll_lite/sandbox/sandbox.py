@@ -60,10 +60,14 @@ class Job:
     """One run, as it is sent to the zygote."""
 
     source: str
-    tests: str
-    tests_apart: bool
-    stdin: str
-    limits: Limits
+    stdin: str = ""
+    tests: str = ""
+    """Code that runs after the program, uses its names, and must run to its end."""
+    tests_apart: bool = True
+    """Run the tests in their own process, which the program cannot reach, and which exchanges data
+    with it (see `remote.py`). False runs them in the program's process, as if appended to it: then
+    any test works, but a malicious program can make them pass."""
+    limits: Limits = Limits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +83,7 @@ class Outcome:
 def run_program(source: str, *, isolation: Isolation = "full", **options: Any) -> Outcome:
     """Run a Python program once, in a `Sandbox` that all calls of this process share.
 
-    The options are those of `Sandbox.run`.
+    The options are the fields of `Job`.
     """
     return _sandbox_of_this_process(isolation).run(source, **options)
 
@@ -116,22 +120,9 @@ class Sandbox:
                 "these are allowed or, for programs that you trust, use isolation='rlimits'"
             )
 
-    def run(
-        self,
-        source: str,
-        *,
-        stdin: str = "",
-        tests: str = "",
-        tests_apart: bool = True,
-        limits: Limits = Limits(),  # noqa: B008 (it is frozen)
-    ) -> Outcome:
-        """`tests` is code that runs after the program, uses its names, and must run to its end.
-
-        The tests run in their own process, which the program cannot reach, and exchange data with
-        it (see `remote.py`). With tests_apart=False they run in the program's process, as if
-        appended to it: then any test works, but a malicious program can make them pass.
-        """
-        job = Job(source=source, stdin=stdin, tests=tests, tests_apart=tests_apart, limits=limits)
+    def run(self, source: str, **options: Any) -> Outcome:
+        """Run a Python program once; the options are the fields of `Job`."""
+        job = Job(source=source, **options)
         with self._lock:
             with suppress(BrokenPipeError):  # the zygote has ended, which _receive reports
                 self._zygote.send(job)
