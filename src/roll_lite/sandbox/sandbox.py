@@ -111,13 +111,13 @@ class Sandbox:
             start_new_session=True,
         )
         theirs.close()
-        missing = self._receive()
-        if missing:
+        problem = self._receive()
+        if problem:
             self.close()
-            reasons = "; ".join(f"{name} ({reason})" for name, reason in missing.items())
             raise SandboxUnavailable(
-                f"isolation='full' needs what this machine's kernel refuses: {reasons}. Run where "
-                "these are allowed or, for programs that you trust, use isolation='rlimits'"
+                f"isolation={isolation!r} does not work on this machine: {problem}. Run where the "
+                "kernel allows namespaces, mounts and Landlock; for programs that you trust, "
+                "isolation='rlimits' is enough"
             )
 
     def run(self, source: str, **options: Any) -> Outcome:
@@ -141,7 +141,7 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _receive(self) -> Outcome | str | dict[str, str]:
+    def _receive(self) -> Outcome | str:
         try:
             return self._zygote.recv()
         except (EOFError, ConnectionError):
