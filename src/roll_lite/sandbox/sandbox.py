@@ -7,6 +7,7 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, Literal
@@ -85,7 +86,7 @@ def run_program(source: str, *, isolation: Isolation = "full", **options: Any) -
 
     The options are the fields of `Job`.
     """
-    return _sandbox_of_this_process(isolation).run(source, **options)
+    return _shared_sandbox(os.getpid(), isolation).run(source, **options)
 
 
 class Sandbox:
@@ -157,13 +158,9 @@ def _environment() -> dict[str, str]:
     return kept | {"PYTHONHASHSEED": "0"}
 
 
-_open: dict[tuple[int, str], Sandbox] = {}
-"""By process id and isolation, because a fork must not use its parent's sandbox."""
-
-
-def _sandbox_of_this_process(isolation: Isolation) -> Sandbox:
-    key = os.getpid(), isolation
-    if key not in _open:
-        _open[key] = Sandbox(isolation)
-        atexit.register(_open[key].close)
-    return _open[key]
+@cache
+def _shared_sandbox(pid: int, isolation: Isolation) -> Sandbox:
+    """One for each process: a fork must not use its parent's sandbox."""
+    sandbox = Sandbox(isolation)
+    atexit.register(sandbox.close)
+    return sandbox
