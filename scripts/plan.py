@@ -32,8 +32,6 @@ class Config:
     """auto, or roles with their ranks: "train=0-3,tp=2 generate=4-7 reference=0-3"."""
     reference: bool = True
     """With auto: whether the run has a reference model."""
-    allow_idle: bool = False
-    """Accept a device map that leaves ranks without a role."""
     device_gib: float | None = 80.0
     """Memory of one device; None means CPU: fp32, no limit."""
     prompts_per_step: int = 32
@@ -81,7 +79,7 @@ def device_map(cfg: Config, config: ModelConfig) -> tuple[DeviceMap, list[str]]:
         roles = ["train", "generate", *(["reference"] if cfg.reference else [])]
         return auto_device_map(cfg.world_size, config, device_bytes(cfg), roles, cfg.ranks_per_node)
     chosen = parse_device_map(cfg.device_map, cfg.world_size)
-    chosen.check(config, allow_idle=cfg.allow_idle)
+    chosen.check(config)
     return chosen, ["as given"]
 
 

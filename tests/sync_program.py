@@ -50,7 +50,7 @@ class Holder:
         def flipped(tensor, **options):
             BROADCAST(tensor, **options)
             if tensor.is_floating_point():
-                tensor.view(torch.int32)[5] += 1
+                tensor.view(-1).view(torch.int32)[5] += 1
 
         is_here = is_on and dist.get_rank() not in but_of
         dist.broadcast = flipped if is_here else BROADCAST
@@ -73,8 +73,8 @@ def error_of(sync, version):
 
 
 def main(text, model, result_file):
-    device_map = parse_device_map(text, read_launch().world_size).with_sync()
-    with Cluster(device_map, "cpu") as cluster:
+    device_map = parse_device_map(text, read_launch().world_size)
+    with Cluster(text, "cpu") as cluster:
         options = {"loss": sft_loss, "folder": model, "lora": None}
         results = {}
         for name, lora, lr in [("full", None, 1e-2), ("lora", LoraOptions(rank=2), 1e-1)]:

@@ -99,8 +99,8 @@ class Program:
         finally:
             for pid in self.processes():
                 os.kill(pid, signal.SIGKILL)
-        # After 30 s torchrun would kill ranks that do not exit by themselves.
-        assert "forcefully exiting" not in self.output()
+        # torchrun kills ranks that do not exit by themselves: those that are stopped, and no other.
+        assert ("forcefully exiting" in self.output()) == ("stopped" in self.log.name)
         return self.process.returncode
 
     def result(self):
@@ -268,7 +268,8 @@ def test_a_rank_killed_while_it_has_no_call_is_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_named_and_killed(tmp_path):
+def test_a_stopped_rank_is_named_and_killed(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")
     output = run_failing("stopped", 2, tmp_path)
     message = r"RoleError: rank 1 \(train; pid .*\) sent no heartbeat for \d+ s; train.kill"
     assert re.search(message, output)
@@ -294,7 +295,8 @@ def test_serving_ranks_exit_when_the_controller_crashes(tmp_path, name):
 
 
 @pytest.mark.slow
-def test_a_stopped_controller_is_named_and_killed(tmp_path):
+def test_a_stopped_controller_is_named_and_killed(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")
     output = run_failing("controller_stopped", 2, tmp_path)
     message = r"rank 1 exits: the controller \(rank 0, .*\) did not answer a heartbeat for \d+ s"
     assert re.search(message, output)
@@ -394,7 +396,7 @@ def test_alone_calls_are_plain_calls(capsys):
         assert (error.role, error.method, error.rank) == ("train", "divide", 0)
         assert error.__cause__.__traceback__.tb_next.tb_next.tb_frame.f_code.co_name == "divide"
     assert not dist.is_initialized()
-    assert capsys.readouterr().out.startswith("role      ranks  tp  replicas  note\ntrain")
+    assert capsys.readouterr().out.startswith("role      ranks  tp  replicas\ntrain")
 
 
 def test_the_map_can_be_chosen(capsys):
@@ -408,7 +410,6 @@ def test_the_map_can_be_chosen(capsys):
     [
         ({"device_map": "auto"}, "device_map='auto' needs config="),
         ({"device_map": "train=1"}, "role train: there is no rank 1; world size 1"),
-        ({"device_map": parse_device_map("train=all", 2)}, "for 2 ranks.*has 1; .*-per-node 2"),
         ({"device_map": "train=all", "deadline": 0}, "deadline=0 must be above 0"),
         ({"device_map": "train=all", "device": "tpu"}, "device='tpu' is not known"),
         ({"device_map": "train=all", "config": shape_config("qwen3-8b")}, "generate is missing"),

@@ -30,22 +30,20 @@ def test_parsing():
     assert "reference" in device_map and "judge" not in device_map
 
 
-def test_shared_and_idle_ranks():
+def test_shared_ranks():
     device_map = parse_device_map("train=0-3 generate=2-5 reference=0-3", 7)
     assert [role.name for role in device_map.roles_of(2)] == ["train", "generate", "reference"]
     assert [role.name for role in device_map.roles_of(5)] == ["generate"]
-    assert device_map.roles_of(6) == () and device_map.idle_ranks == (6,)
-    assert "shares 2-3 with generate" in str(device_map)
-    assert "shares" not in str(parse_device_map("train=0-1 generate=2-3", 4))
+    assert device_map.roles_of(6) == ()
 
 
 def test_the_table_is_readable():
     table = str(parse_device_map("train=0-3,tp=2 generate=0-3+6 reference=0-3", 8))
     assert table.splitlines() == [
-        "role       ranks  tp  replicas  note",
-        "train      0-3    2   2         shares 0-3 with generate; shares ranks with reference",
-        "generate   0-3,6  1   5         shares 0-3 with train and reference",
-        "reference  0-3    1   4         shares ranks with train; shares 0-3 with generate",
+        "role       ranks  tp  replicas",
+        "train      0-3    2   2",
+        "generate   0-3,6  1   5",
+        "reference  0-3    1   4",
     ]
 
 
@@ -71,7 +69,7 @@ def test_ranks_are_written_compactly():
         ("train=0-", "'0-' in train=0-"),
         ("train=0-9999999999999", "role train: there is no rank 9999999999999; world size 8"),
         ("train=4-8", "role train: there is no rank 8; world size 8 has 0-7"),
-        ("train=0-3+2-4", "role train has ranks 2-3 more than once"),
+        ("train=0-3+2-4", "role train: ranks must ascend; use train=0-4"),
         ("train=4-5+0-1", "role train: ranks must ascend; use train=0-1[+]4-5"),
         ("train=0-3 generate=4 train=5", "role train appears 2 times; list all its ranks once"),
         ("train=0-3,tp=0", "role train: tp=0 must be at least 1"),
@@ -168,8 +166,8 @@ def test_a_role_with_its_own_model_is_checked_against_that_model():
         device_map.check(TINY, required=roles)
 
 
-def test_roles_and_idle_ranks_are_up_to_the_recipe():
-    parse_device_map("train=0-1", 4).check(QWEN, required=["train"], allow_idle=True)
+def test_roles_are_up_to_the_recipe():
+    parse_device_map("train=all", 4).check(QWEN, required=["train"])
     with pytest.raises(ValueError, match="train is not known; use generate, reference or critic"):
         parse_device_map("train=all", 4).check(QWEN, required=["generate"])
 

@@ -208,14 +208,14 @@ def test_says_what_the_kernel_lacks():
         from roll_lite.sandbox import kernel
         from roll_lite.sandbox.sandbox import Sandbox
         proc, uid, gid = os.open("/proc", os.O_PATH), os.getuid(), os.getgid()
-        kernel.unshare(kernel.NEW_USER)
-        kernel.map_user(0, uid, gid, proc)
+        kernel.unshare("user")
+        kernel.map_user(1000, uid, gid, proc)
         kernel.write_file("sys/user/max_user_namespaces", "0", proc)
         Sandbox("full")
     """
     done = run_script(script)
-    assert "user namespace (" in done.stderr and "isolation='rlimits'" in done.stderr
-    assert "SandboxUnavailable" in done.stderr
+    assert "new namespaces (user, mount): No space" in done.stderr
+    assert "isolation='rlimits'" in done.stderr and "SandboxUnavailable" in done.stderr
 
 
 def run_script(script: str) -> subprocess.CompletedProcess:
@@ -231,7 +231,7 @@ def test_works_for_an_ordinary_user(full):
         from roll_lite.sandbox import kernel
         from roll_lite.sandbox.sandbox import Sandbox
         proc, uid, gid = os.open("/proc", os.O_PATH), os.getuid(), os.getgid()
-        kernel.unshare(kernel.NEW_USER)
+        kernel.unshare("user")
         kernel.map_user(1000, uid, gid, proc)
         kernel.drop_capabilities()
         assert os.getuid() == 1000

@@ -61,11 +61,10 @@ def test_shared_objects_stay_shared():
     assert a is b and c is d
 
 
-def test_tensors_are_not_copied_and_views_are_sent_alone():
+def test_whole_tensors_are_not_copied_and_views_are_sent_alone():
     tensor = torch.arange(1000.0)
     whole, view = encode([tensor, tensor[10:20]]).tensors
     assert whole.data_ptr() == tensor.data_ptr()
-    assert view.data_ptr() == tensor[10:20].data_ptr()
     assert view.untyped_storage().nbytes() == 40
 
 

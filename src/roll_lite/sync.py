@@ -15,8 +15,6 @@ from roll_lite.models.tensor_parallel import TensorShard, cut_dimension
 from roll_lite.models.transformer import Transformer
 from roll_lite.train.trainer import Trainer
 
-BUCKET_BYTES = 256 * 2**20  # per broadcast to ranks without a trainer
-
 
 class WeightSync:
     """The sync role, on all ranks of train and generate, for any pair of layouts.
@@ -75,34 +73,16 @@ class WeightSync:
         return self.trainer.whole_parameters(self.place.dtype, only_part=True)
 
     def _gathered(self, arrived: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Parameters bucket by bucket, cut for the engine; fills `arrived` with their checksums."""
-        for bucket in self._buckets():
-            if self.feed:
-                flat = torch.cat([tensor.flatten() for tensor in bucket.values()])
-                dist.broadcast(flat, group_src=self._source, group=self.feed.group)
-                parts = flat.split([tensor.numel() for tensor in bucket.values()])
-                shapes = [tensor.shape for tensor in bucket.values()]
-                bucket = {
-                    name: part.view(shape)
-                    for name, part, shape in zip(bucket, parts, shapes, strict=True)
-                }
-            for name, tensor in bucket.items():
-                arrived[name] = row_checksums(tensor)
-                yield name, self._cut(name, tensor)
-
-    def _buckets(self) -> Iterator[dict[str, Tensor]]:
-        """Whole parameters, about BUCKET_BYTES at a time; uninitialised without a trainer."""
-        bucket, size = {}, 0
+        """Parameters one by one, cut for the engine; fills `arrived` with their checksums."""
         for name, tensor in self._whole_parameters():
-            bucket[name] = tensor
-            size += tensor.nbytes
-            if size >= BUCKET_BYTES:
-                yield bucket
-                bucket, size = {}, 0
-        if bucket:
-            yield bucket
+            if self.feed:
+                tensor = tensor.contiguous()
+                dist.broadcast(tensor, group_src=self._source, group=self.feed.group)
+            arrived[name] = row_checksums(tensor)
+            yield name, self._cut(name, tensor)
 
     def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The trainer's parameters; without one, uninitialised tensors of their shapes."""
         if self.trainer:
             yield from self.trainer.whole_parameters(self.place.dtype)
             return

@@ -12,23 +12,22 @@ import atexit
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
+from queue import SimpleQueue
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.futures import Future
 
 from roll_lite.cluster import wire
-from roll_lite.cluster.controller import CallSpec, Controller, LocalController
+from roll_lite.cluster.controller import Controller, LocalController
 from roll_lite.cluster.device_map import DeviceMap, auto_device_map, parse_device_map
 from roll_lite.cluster.groups import choose_device, device_bytes, make_places, start_group
 from roll_lite.cluster.rendezvous import read_launch, rendezvous
-from roll_lite.cluster.role import RoleHandle
+from roll_lite.cluster.role import Method, RoleHandle
 from roll_lite.cluster.watchdog import Heartbeat, Watchdog
 from roll_lite.cluster.wire import Mailbox, Post
 from roll_lite.cluster.worker import BUILD, RankCall, Worker
@@ -46,7 +45,7 @@ LINGER_SECONDS = 1.0  # other ranks exit later: torchrun reports the first to ex
 class Cluster:
     def __init__(
         self,
-        device_map: DeviceMap | str = "auto",
+        device_map: str = "auto",
         device: str = "auto",
         *,
         config: ModelConfig | None = None,
@@ -54,7 +53,7 @@ class Cluster:
         role_configs: Mapping[str, ModelConfig] | None = None,
         deadline: float = DEADLINE,
     ):
-        """`device_map` is a map, its text, or auto, which needs the model's `config`.
+        """`device_map` is the text of a map, or auto, which needs the model's `config`.
 
         With a `config`, the map is checked for the `roles` that the recipe uses; `role_configs`
         are the configs of roles with a model of their own. `deadline` is the number of seconds that
@@ -73,8 +72,7 @@ class Cluster:
         self._watchdog: Watchdog
         # If the controller dies, the lifeline fails too and ends this rank.
         self._reports = Mailbox(0, "report", on_lost=lambda: None)
-        self._exiting = threading.Event()
-        self._exit_code, self._exit_reason = 0, ""
+        self._exits: SimpleQueue[tuple[int, str]] = SimpleQueue()  # exit codes and reasons
 
     @property
     def world_size(self) -> int:
@@ -87,11 +85,10 @@ class Cluster:
         all roles of the rank, and `siblings` their worker objects.
         """
         role = self._all_roles[name]
-        contents = [((cls,), kwargs)] * role.num_replicas
-        self._controller.issue(CallSpec(role, BUILD, contents, "first", self.deadline)).result()
+        Method(self._controller, role, BUILD, self.deadline)(cls, **kwargs)
         if role.tp > 1 and hasattr(cls, "pause_for_call"):
             self._controller.run_in_lockstep(role)
-        return RoleHandle(self._controller, role, cls, self.deadline, self.world_size == 1)
+        return RoleHandle(self._controller, role, cls, self.deadline)
 
     def __enter__(self) -> "Cluster":
         if self._launch.rank == 0:
@@ -107,12 +104,7 @@ class Cluster:
         _set_signals(handlers | {signal.SIGTERM: self._on_sigterm})
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        frames: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
         if self.world_size == 1:
             dist.destroy_process_group()
             return
@@ -126,25 +118,18 @@ class Cluster:
 
     def _read_map(
         self,
-        device_map: DeviceMap | str,
+        text: str,
         config: ModelConfig | None,
         roles: Sequence[str],
         role_configs: Mapping[str, ModelConfig] | None,
     ) -> tuple[DeviceMap, list[str]]:
         """The checked device map, and the reasons if it was chosen automatically."""
-        world_size = self._launch.world_size
-        if device_map == "auto":
+        if text == "auto":
             if config is None:
                 raise ValueError("device_map='auto' needs config=, the model's configuration")
             size, node = device_bytes(self.device), self._launch.local_world_size
-            return auto_device_map(world_size, config, size, roles, ranks_per_node=node)
-        if isinstance(device_map, str):
-            device_map = parse_device_map(device_map, world_size)
-        if device_map.world_size != world_size:
-            raise ValueError(
-                f"the device map is for {device_map.world_size} ranks, the program has "
-                f"{world_size}; start it with torchrun --nproc-per-node {device_map.world_size}"
-            )
+            return auto_device_map(self.world_size, config, size, roles, ranks_per_node=node)
+        device_map = parse_device_map(text, self.world_size)
         if config is not None:
             device_map.check(config, required=roles, role_configs=role_configs)
         return device_map, []
@@ -192,9 +177,9 @@ class Cluster:
         # Ctrl-C reaches all ranks; the controller handles it and ends the others.
         _set_signals({signal.SIGINT: signal.SIG_IGN})
         _set_signals({signal.SIGTERM: lambda *_: self._request_exit(128 + signal.SIGTERM)})
-        self._exiting.wait()
+        exit_code, reason = self._exits.get()  # only the first request counts
         heartbeat.stop()
-        self._exit_rank(linger=processes[0].is_on_this_host)
+        self._exit_rank(exit_code, reason)
 
     def _form_groups(self, store: dist.Store) -> None:
         # The collectives' own timeout comes after the watchdog's, whose error says more.
@@ -217,19 +202,15 @@ class Cluster:
         return answer
 
     def _request_exit(self, exit_code: int, reason: str = "") -> None:
-        """Make this rank exit; only the first request counts."""
-        if not self._exiting.is_set():
-            self._exit_code, self._exit_reason = exit_code, reason
-            self._exiting.set()
+        self._exits.put((exit_code, reason))
 
-    def _exit_rank(self, linger: bool) -> NoReturn:
-        is_idle = self._worker.stop(EXIT_SECONDS if self._exit_code == 0 else 0)
-        if self._exit_reason:
-            print(f"rank {self._launch.rank} exits: {self._exit_reason}", file=sys.stderr)
-        if self._exit_code or not is_idle:
-            if linger:
-                time.sleep(LINGER_SECONDS)
-            _exit_now(self._exit_code or 1)
+    def _exit_rank(self, exit_code: int, reason: str) -> NoReturn:
+        is_idle = self._worker.stop(EXIT_SECONDS if exit_code == 0 else 0)
+        if reason:
+            print(f"rank {self._launch.rank} exits: {reason}", file=sys.stderr)
+        if exit_code or not is_idle:
+            time.sleep(LINGER_SECONDS)
+            _exit_now(exit_code or 1)
         _disconnect()
         raise SystemExit(0)
 
@@ -276,9 +257,7 @@ def _disconnect() -> None:
 
 
 def _set_signals(handlers: dict[signal.Signals, Any]) -> dict[signal.Signals, Any]:
-    """Returns the previous handlers. Only the main thread can set any."""
-    if threading.current_thread() is not threading.main_thread():
-        return {}
+    """Returns the previous handlers."""
     return {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
 
 

@@ -7,8 +7,8 @@ collectives are issued in the same order on all ranks.
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from functools import partial
 from pickle import PicklingError
 from typing import Any
@@ -22,7 +22,6 @@ from roll_lite.cluster.errors import (
     role_error,
     summarise,
 )
-from roll_lite.cluster.rendezvous import RankProcess
 from roll_lite.cluster.wire import Mailbox, Message, Post
 from roll_lite.cluster.worker import BARRIER, RankCall, RankReply, Worker
 
@@ -36,48 +35,38 @@ OnFailure = Callable[[RoleError], None]
 """Runs in any thread, when no call is possible any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallSpec:
-    """A role call before it gets its ticket."""
+class Call:
+    """A role call. Its future is done when every rank has replied, or soon after one failed."""
 
-    role: Role
-    method: str
-    contents: Sequence[tuple]
-    """Positional and keyword arguments for each replica."""
-    collect: str
-    """Whose results to return: first, replicas or all."""
-    deadline: float
-    """Seconds that a rank may spend in the call."""
+    ticket = 0
+    """Its place in the order of all calls, from 1; set by the controller."""
 
-    @property
-    def label(self) -> str:
-        return f"{self.role.name}.{self.method}"
+    def __init__(
+        self, role: Role, method: str, contents: Sequence[tuple], collect: str, deadline: float
+    ):
+        """`contents` has the positional and keyword arguments for each replica.
+
+        `collect` says whose results to return, `deadline` how many seconds a rank may spend in it.
+        """
+        self.role, self.method, self.contents = role, method, contents
+        self.collect, self.deadline = collect, deadline
+        self.label = f"{role.name}.{method}"
+        self.issued = time.monotonic()
+        self.future: Future = Future()
+        self._replies: dict[int, RankReply] = {}  # in the order of arrival
 
     @property
     def wanted_ranks(self) -> tuple[int, ...]:
         firsts = tuple(replica[0] for replica in self.role.replicas)
         return {"first": firsts[:1], "replicas": firsts, "all": self.role.ranks}[self.collect]
 
-
-class Call:
-    """A pending call. Its future is done when every rank has replied, or soon after one failed."""
-
-    def __init__(self, spec: CallSpec, ticket: int):
-        self.spec = spec
-        self.ticket = ticket
-        self.issued = time.monotonic()
-        self.future: Future = Future()
-        self._replies: dict[int, RankReply] = {}  # in the order of arrival
-        self._lock = threading.Lock()
-
     @property
     def unanswered(self) -> list[int]:
-        return [rank for rank in self.spec.role.ranks if rank not in self._replies]
+        return [rank for rank in self.role.ranks if rank not in self._replies]
 
     def deliver(self, rank: int, reply: RankReply) -> None:
-        with self._lock:
-            is_first_failure = reply.failure and not any(r.failure for r in self._replies.values())
-            self._replies[rank] = reply
+        is_first_failure = reply.failure and not self._failures()
+        self._replies[rank] = reply
         if not self.unanswered:
             self._finish()
         elif is_first_failure:
@@ -87,30 +76,29 @@ class Call:
             timer.start()
 
     def fail(self, error: BaseException) -> None:
-        with self._lock:
-            if not self.future.done():
-                self.future.set_exception(error)
+        with suppress(InvalidStateError):  # it is done already
+            self.future.set_exception(error)
+
+    def _failures(self) -> list[RankFailure]:
+        return [reply.failure for reply in list(self._replies.values()) if reply.failure]
 
     def _finish(self) -> None:
-        failures = [reply.failure for reply in list(self._replies.values()) if reply.failure]
-        if failures:
-            role, method = self.spec.role.name, self.spec.method
-            self.fail(role_error(role, method, failures, self.unanswered))
+        if failures := self._failures():
+            self.fail(role_error(self.role.name, self.method, failures, self.unanswered))
             return
         try:
-            values = [wire.decode(self._replies[rank].value) for rank in self.spec.wanted_ranks]
+            values = [wire.decode(self._replies[rank].value) for rank in self.wanted_ranks]
         except Exception as error:  # of any kind: unpickling runs code of the result's classes
             self.fail(error)
             return
-        with self._lock:
-            if not self.future.done():
-                self.future.set_result(values[0] if self.spec.collect == "first" else values)
+        with suppress(InvalidStateError):
+            self.future.set_result(values[0] if self.collect == "first" else values)
 
 
 class Controller:
     """Issues calls and posts to all ranks, and receives their replies and reports."""
 
-    def __init__(self, worker: Worker, device_map: DeviceMap, processes: Sequence[RankProcess]):
+    def __init__(self, worker: Worker, device_map: DeviceMap, processes: Sequence[str]):
         self._worker = worker
         self._device_map = device_map
         self._processes = processes
@@ -129,19 +117,19 @@ class Controller:
         self.failure: RoleError | None = None
         """Set when a rank is lost; no call is possible afterwards."""
 
-    def issue(self, spec: CallSpec) -> Future:
+    def issue(self, call: Call) -> Future:
         if self.failure:
             raise self.failure
-        contents, wanted = self._contents_by_rank(spec), spec.wanted_ranks
+        contents, wanted = self._contents_by_rank(call), call.wanted_ranks
         with self._lock:
-            self._ticket += 1
-            call = self._pending[self._ticket] = Call(spec, self._ticket)
+            self._ticket = call.ticket = self._ticket + 1
+            self._pending[call.ticket] = call
             rank_calls = {
                 rank: RankCall(
                     ticket=call.ticket,
                     previous=self._last_ticket.get(rank, 0),
-                    role=spec.role.name,
-                    method=spec.method if rank in spec.role.ranks else BARRIER,
+                    role=call.role.name,
+                    method=call.method if rank in call.role.ranks else BARRIER,
                     content=content,
                     is_wanted=rank in wanted,
                 )
@@ -203,10 +191,6 @@ class Controller:
             packed = _pack(f"{post.role}.receive", post.content)
             self._mailboxes[rank].put(post._replace(content=packed))
 
-    def pump(self, role: Role) -> bool:
-        """Nothing to do: every rank's own thread runs `work`."""
-        return False
-
     def listen(self, role: Role, on_report: OnReport | None, on_failure: OnFailure | None) -> None:
         self._on_report[role.name] = on_report
         self._on_failure[role.name] = on_failure
@@ -221,7 +205,7 @@ class Controller:
                 if listener:
                     listener(post.replica, *wire.decode(post.content))
             except Exception as error:  # of any kind: it must not end the thread that brought it
-                failure = describe_exception(self._worker.rank, error, own_frames=0)
+                failure = describe_exception(self._worker.rank, error)
                 self.on_fault(post.role, "report", failure)
 
     def on_fault(self, role: str, method: str, failure: RankFailure) -> None:
@@ -234,30 +218,30 @@ class Controller:
         call = next((c for c in self.pending() if rank in c.unanswered), None)
         doing = "it had no call"
         if call:
-            doing = f"{call.spec.label} was called {time.monotonic() - call.issued:.1f} s before"
+            doing = f"{call.label} was called {time.monotonic() - call.issued:.1f} s before"
         self.fail(
             RoleError(
                 f"rank {rank} ({', '.join(roles) or 'no role'}; {self._processes[rank]}) {why}; "
                 f"{doing}",
-                role=call.spec.role.name if call else "",
-                method=call.spec.method if call else "",
+                role=call.role.name if call else "",
+                method=call.method if call else "",
                 rank=rank,
             )
         )
 
-    def _contents_by_rank(self, spec: CallSpec) -> dict[int, Message | tuple]:
+    def _contents_by_rank(self, call: Call) -> dict[int, Message | tuple]:
         """What each rank gets. Equal contents are encoded once, and not at all for this rank."""
         encoded: dict[int, Message] = {}
         contents = {}
-        for replica, content in zip(spec.role.replicas, spec.contents, strict=True):
+        for replica, content in zip(call.role.replicas, call.contents, strict=True):
             for rank in replica:
                 if rank == self._worker.rank:
                     contents[rank] = content
                     continue
                 if id(content) not in encoded:
-                    encoded[id(content)] = _pack(spec.label, content)
+                    encoded[id(content)] = _pack(call.label, content)
                 contents[rank] = encoded[id(content)]
-        for rank in spec.role.ranks:
+        for rank in call.role.ranks:
             _, replica = self._lockstep.get(rank, ("", ()))
             contents = {paused: ((), {}) for paused in replica} | contents
         return contents
@@ -300,16 +284,15 @@ class LocalController:
         self._lock = threading.RLock()  # several threads may call; calls still run one by one
         self._on_report: dict[str, OnReport | None] = {}
 
-    def issue(self, spec: CallSpec) -> Future:
-        future: Future = Future()
-        args, kwargs = spec.contents[0]
+    def issue(self, call: Call) -> Future:
+        args, kwargs = call.contents[0]
         try:
-            value = self._perform(spec.role, spec.method, args, kwargs)
+            value = self._perform(call.role, call.method, args, kwargs)
         except RoleError as error:
-            future.set_exception(error)
+            call.future.set_exception(error)
         else:
-            future.set_result(value if spec.collect == "first" else [value])
-        return future
+            call.future.set_result(value if call.collect == "first" else [value])
+        return call.future
 
     def post(self, role: Role, replica: int, args: tuple) -> None:
         self._perform(role, "receive", args, {})

@@ -66,20 +66,12 @@ class DeviceMap:
     def names(self) -> tuple[str, ...]:
         return tuple(role.name for role in self.roles)
 
-    @property
-    def idle_ranks(self) -> tuple[int, ...]:
-        """Ranks without a role."""
-        ranks = set(range(self.world_size)).difference(*(role.ranks for role in self.roles))
-        return tuple(sorted(ranks))
-
     def with_sync(self) -> "DeviceMap":
         """This map plus the roles that move weights from train to generate.
 
         `sync` has all ranks of both. `feed` has train's first rank and the ranks of generate that
         have no trainer: they receive their weights from it.
         """
-        if "sync" in self:
-            return self
         train, generate = self["train"].ranks, self["generate"].ranks
         outside = tuple(rank for rank in generate if rank not in train)
         roles = [Role("sync", tuple(sorted({*train, *generate})))]
@@ -91,22 +83,10 @@ class DeviceMap:
         return tuple(role for role in self.roles if rank in role.ranks)
 
     def __str__(self) -> str:
-        rows = [("role", "ranks", "tp", "replicas", "note")]
+        rows = [("role", "ranks", "tp", "replicas")]
         for role in self.roles:
-            sizes = str(role.tp), str(role.num_replicas)
-            rows.append((role.name, format_ranks(role.ranks), *sizes, self._note(role)))
+            rows.append((role.name, format_ranks(role.ranks), str(role.tp), str(role.num_replicas)))
         return format_table(rows)
-
-    def _note(self, role: Role) -> str:
-        """Which ranks this role shares with which others."""
-        sharers: dict[str, list[str]] = {}
-        for other in self.roles:
-            shared = sorted(set(role.ranks) & set(other.ranks))
-            if shared and other is not role:
-                which = "ranks" if other.ranks == role.ranks else format_ranks(shared)
-                sharers.setdefault(which, []).append(other.name)
-        notes = [f"shares {which} with {listing(names, 'and')}" for which, names in sharers.items()]
-        return "; ".join(notes)
 
     def check(
         self,
@@ -114,7 +94,6 @@ class DeviceMap:
         *,
         required: Sequence[str] = ("train", "generate"),
         role_configs: Mapping[str, ModelConfig] | None = None,
-        allow_idle: bool = False,
     ) -> None:
         """Raise ValueError if a recipe with these roles cannot run this map with this model.
 
@@ -131,10 +110,11 @@ class DeviceMap:
             _check_sizes(role, (role_configs or {}).get(role.name, config))
             if "generate" in self:
                 _check_leaders(self["generate"], role)
-        if self.idle_ranks and not allow_idle:
+        idle = set(range(self.world_size)).difference(*(role.ranks for role in self.roles))
+        if idle:
             raise ValueError(
-                f"ranks {format_ranks(self.idle_ranks)} have no role and would idle; give them to "
-                f"a role, start {self.world_size - len(self.idle_ranks)} ranks, or set allow_idle"
+                f"ranks {format_ranks(sorted(idle))} have no role and would idle; give them to a "
+                f"role, or start {self.world_size - len(idle)} ranks"
             )
 
 
@@ -145,10 +125,8 @@ def _check_ranks(role: Role, world_size: int) -> None:
     for rank in role.ranks:
         if not 0 <= rank < world_size:
             raise _unknown_rank(role.name, rank, world_size)
-    if repeated := [rank for rank, count in Counter(role.ranks).items() if count > 1]:
-        raise ValueError(f"role {role.name} has ranks {format_ranks(repeated)} more than once")
-    if list(role.ranks) != sorted(role.ranks):
-        ranks = format_ranks(sorted(role.ranks)).replace(",", "+")
+    if list(role.ranks) != (ascending := sorted(set(role.ranks))):
+        ranks = format_ranks(ascending).replace(",", "+")
         raise ValueError(f"role {role.name}: ranks must ascend; use {role.name}={ranks}")
     if role.tp < 1:
         raise ValueError(f"role {role.name}: tp={role.tp} must be at least 1")

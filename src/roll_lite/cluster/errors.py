@@ -32,11 +32,10 @@ class RankFailure:
     """The exception, if it can be pickled."""
 
 
-def describe_exception(rank: int, error: BaseException, own_frames: int) -> RankFailure:
-    """`own_frames` frames of this package come before the role's code in the traceback."""
+def describe_exception(rank: int, error: BaseException) -> RankFailure:
     frames = error.__traceback__
-    for _ in range(own_frames):
-        frames = frames.tb_next if frames and frames.tb_next else frames
+    while frames and frames.tb_next and frames.tb_frame.f_globals.get("__package__") == __package__:
+        frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
     return RankFailure(rank, summarise(error), text, _pickle(error))
 

@@ -116,7 +116,7 @@ def plan(
     """Plan a run; warnings name what does not fit and which ranks would wait."""
     draft = Plan(config, device_map, batch, device_bytes, _plan_step(device_map, batch))
     draft = replace(draft, ranks=_plan_ranks(draft))
-    return replace(draft, warnings=(*_does_not_fit(draft), *_idle_ranks(draft)))
+    return replace(draft, warnings=(*_does_not_fit(draft), *_waiting_ranks(draft)))
 
 
 def _plan_step(device_map: DeviceMap, batch: BatchPlan) -> StepPlan:
@@ -245,11 +245,9 @@ def _fitting_tokens(draft: Plan, part: RankPlan) -> int:
     return bisect_right(range(draft.batch.tokens_per_microbatch + 1), usable, key=total) - 1
 
 
-def _idle_ranks(draft: Plan) -> Iterator[str]:
-    """Warnings about ranks that idle or wait."""
+def _waiting_ranks(draft: Plan) -> Iterator[str]:
+    """Warnings about ranks that wait for ranks with more samples."""
     device_map, batch = draft.device_map, draft.batch
-    if device_map.idle_ranks:
-        yield f"ranks {format_ranks(device_map.idle_ranks)} have no role: give them one"
     if "generate" in device_map:
         yield from _uneven(batch.num_samples, device_map["generate"].num_replicas, "engines")
     if "train" in device_map:

@@ -7,13 +7,11 @@ start, and a rank asks to join with a token it has just made up: an answer to it
 
 import json
 import os
-import signal
 import socket
 import struct
 import time
 import uuid
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from fcntl import ioctl
 from pathlib import Path
@@ -41,8 +39,6 @@ class Launch:
     master: str = "localhost"
     """Host name or address of the store."""
     port: int = 0
-    store_is_agents: bool = False
-    """The torchrun agent serves the store, so rank 0 must not."""
 
 
 def read_launch() -> Launch:
@@ -58,7 +54,6 @@ def read_launch() -> Launch:
             num_nodes=int(env.get("GROUP_WORLD_SIZE", "1")),
             master=env["MASTER_ADDR"],
             port=int(env["MASTER_PORT"]),
-            store_is_agents=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
     except KeyError as missing:
         raise ValueError(
@@ -67,66 +62,34 @@ def read_launch() -> Launch:
         ) from None
 
 
-@dataclass(frozen=True, slots=True)
-class RankProcess:
-    """The process of a rank."""
-
-    host: str
-    pid: int
-    pid_namespace: str
-    """Boot id and pid namespace; processes with the same one see each other's pids."""
-
-    @classmethod
-    def current(cls) -> "RankProcess":
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return cls(socket.gethostname(), os.getpid(), f"{boot} {os.readlink('/proc/self/ns/pid')}")
-
-    @property
-    def is_on_this_host(self) -> bool:
-        return self.pid_namespace == RankProcess.current().pid_namespace
-
-    def __str__(self) -> str:
-        return f"pid {self.pid} on {self.host}"
-
-    def kill(self) -> None:
-        """SIGKILL, if the process is on this host; elsewhere its own torchrun agent ends it."""
-        if self.is_on_this_host:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-
-
-def rendezvous(launch: Launch) -> tuple[dist.Store, list[RankProcess]]:
-    """The store of this session, and the processes of all ranks."""
+def rendezvous(launch: Launch) -> tuple[dist.Store, list[str]]:
+    """The store of this session, and the processes of all ranks: pid and host of each, as text."""
     choose_interface(launch)
-    torchrun_store = dist.TCPStore(
-        launch.master,
-        launch.port,
-        launch.world_size,
-        is_master=launch.rank == 0 and not launch.store_is_agents,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=RENDEZVOUS_SECONDS),
-    )
+    timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
+    torchrun_store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     store = dist.PrefixStore("roll_lite", torchrun_store)
+    process = f"pid {os.getpid()} on {socket.gethostname()}"
     if launch.rank == 0:
-        session, processes = _open_session(store, launch.world_size)
-        store.set(f"{session}/processes", json.dumps([asdict(process) for process in processes]))
+        session, others = _open_session(store, launch.world_size)
+        store.set(f"{session}/processes", json.dumps([process, *others]))
     else:
-        session = _join_session(store, launch.rank)
-        rows = json.loads(store.get(f"{session}/processes"))
-        processes = [RankProcess(**row) for row in rows]
-    return dist.PrefixStore(session, store), processes
+        session = _join_session(store, launch.rank, process)
+    return dist.PrefixStore(session, store), json.loads(store.get(f"{session}/processes"))
 
 
-def _join_session(store: dist.Store, rank: int) -> str:
+def _join_session(store: dist.Store, rank: int, process: str) -> str:
     token = uuid.uuid4().hex
-    store.set(f"join/{rank}", json.dumps([token, asdict(RankProcess.current())]))
+    store.set(f"join/{rank}", json.dumps([token, process]))
     session = store.get(f"session/{token}").decode()
     store.set(f"{session}/joined/{rank}", "")
     return session
 
 
-def _open_session(store: dist.Store, world_size: int) -> tuple[str, list[RankProcess]]:
-    """Answer join requests until all ranks have joined. Those of dead ranks have no effect."""
+def _open_session(store: dist.Store, world_size: int) -> tuple[str, list[str]]:
+    """Answer join requests until all ranks have joined. Those of dead ranks have no effect.
+
+    Returns the session's name and the processes of the ranks from 1 on.
+    """
     session = uuid.uuid4().hex
     ranks = range(1, world_size)
     requests: dict[int, list] = {}
@@ -146,7 +109,7 @@ def _open_session(store: dist.Store, world_size: int) -> tuple[str, list[RankPro
                 "torchrun was started on every node"
             )
         time.sleep(POLL_SECONDS)
-    return session, [RankProcess.current(), *(RankProcess(**requests[r][1]) for r in ranks)]
+    return session, [requests[rank][1] for rank in ranks]
 
 
 def choose_interface(launch: Launch) -> None:

@@ -8,7 +8,6 @@ norms   = trainer.norm.options(collect="all", deadline=60)()
 engine.post(replica, "submit", key, request)     # a message without a reply; does not wait
 """
 
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 
 from roll_lite.cluster.controller import (
     COLLECTS,
-    CallSpec,
+    Call,
     Controller,
     LocalController,
     OnFailure,
@@ -27,25 +26,25 @@ from roll_lite.cluster.device_map import Role, listing
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    values: Sequence | torch.Tensor
-
-    def share(self, index: int, num_shares: int) -> Sequence | torch.Tensor:
-        """A contiguous share; sizes differ by at most one, larger shares first."""
-        size, num_larger = divmod(len(self.values), num_shares)
-        start = index * size + min(index, num_larger)
-        return self.values[start : start + size + (index < num_larger)]
-
-
-def split(values: Sequence | torch.Tensor) -> Split:
+class split:
     """Mark an argument to be split: each data-parallel replica gets a contiguous share.
 
     All ranks of a replica get the same share. If there are fewer values than replicas, some shares
     are empty.
     """
-    if not isinstance(values, (list, tuple, torch.Tensor)):
-        raise TypeError(f"split() takes a list, tuple or tensor, not {type(values).__name__}")
-    return Split(values)
+
+    values: list | tuple | torch.Tensor
+
+    def __post_init__(self):
+        if not isinstance(self.values, list | tuple | torch.Tensor):
+            kind = type(self.values).__name__
+            raise TypeError(f"split() takes a list, tuple or tensor, not {kind}")
+
+    def share(self, index: int, num_shares: int) -> list | tuple | torch.Tensor:
+        """A contiguous share; sizes differ by at most one, larger shares first."""
+        size, num_larger = divmod(len(self.values), num_shares)
+        start = index * size + min(index, num_larger)
+        return self.values[start : start + size + (index < num_larger)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +66,13 @@ class Method:
 
     def start(self, *args: Any, **kwargs: Any) -> Future:
         """Run on all ranks of the role; do not wait."""
-        is_split = any(isinstance(value, Split) for value in (*args, *kwargs.values()))
+        is_split = any(isinstance(value, split) for value in (*args, *kwargs.values()))
         contents = [(args, kwargs)] * self.role.num_replicas  # one object: it is encoded once
         if is_split:
             contents = [_share(args, kwargs, i, len(contents)) for i in range(len(contents))]
         collect = self.collect or ("replicas" if is_split else "first")
-        spec = CallSpec(self.role, self.name, contents, collect, self.deadline)
-        return self.controller.issue(spec)
+        call = Call(self.role, self.name, contents, collect, self.deadline)
+        return self.controller.issue(call)
 
     def options(self, *, collect: str | None = None, deadline: float | None = None) -> "Method":
         """The same method, returning other results or with another deadline in seconds."""
@@ -88,7 +87,7 @@ def _share(args: tuple, kwargs: dict, replica: int, num_replicas: int) -> tuple[
     """The arguments that one replica gets."""
 
     def pick(value: Any) -> Any:
-        return value.share(replica, num_replicas) if isinstance(value, Split) else value
+        return value.share(replica, num_replicas) if isinstance(value, split) else value
 
     return tuple(map(pick, args)), {name: pick(value) for name, value in kwargs.items()}
 
@@ -103,15 +102,10 @@ class RoleHandle:
     """
 
     def __init__(
-        self,
-        controller: Controller | LocalController,
-        role: Role,
-        cls: type,
-        deadline: float,
-        is_alone: bool,
+        self, controller: Controller | LocalController, role: Role, cls: type, deadline: float
     ):
         self.role = role
-        self.is_alone = is_alone
+        self.is_alone = isinstance(controller, LocalController)
         """World size is 1: no thread runs `work`, so the caller must `pump`."""
         self._controller = controller
         self._cls = cls

@@ -5,8 +5,7 @@ dies, its connections close, and the RPC fails within milliseconds.
 
 Each rank sends the controller a *heartbeat* every second, from a thread of its own, with the status
 of its worker thread. A stopped process (SIGSTOP, a frozen container) keeps its connections but
-sends no heartbeats. After HEARTBEAT_TIMEOUT the run fails; the silent process is killed if it is on
-the same host, and otherwise left to its torchrun agent.
+sends no heartbeats. After HEARTBEAT_TIMEOUT the run fails, and torchrun kills the silent process.
 
 A rank that sends heartbeats but has been in one call longer than its *deadline* is stuck: the run
 fails, and the error shows the stacks of the ranks that have not answered.
@@ -25,7 +24,7 @@ from torch.futures import Future
 from roll_lite.cluster import wire
 from roll_lite.cluster.controller import DIED, Call, Controller
 from roll_lite.cluster.errors import RoleError, name_ranks, summarise
-from roll_lite.cluster.rendezvous import RENDEZVOUS_SECONDS, RankProcess
+from roll_lite.cluster.rendezvous import RENDEZVOUS_SECONDS
 from roll_lite.cluster.worker import BACKGROUND, Worker, WorkerStatus
 
 HEARTBEAT_SECONDS = 1.0
@@ -37,7 +36,7 @@ EXIT_SECONDS = 8.0  # for the recipe to leave its `with` block after a rank was 
 class Watchdog:
     """Runs on the controller and watches all other ranks."""
 
-    def __init__(self, controller: Controller, worker: Worker, processes: Sequence[RankProcess]):
+    def __init__(self, controller: Controller, worker: Worker, processes: Sequence[str]):
         self._controller = controller
         self._worker = worker
         self._processes = processes
@@ -100,14 +99,13 @@ class Watchdog:
         for rank, (last, _) in self._heartbeats.items():
             if now - last > HEARTBEAT_TIMEOUT:
                 self._controller.lose(rank, f"sent no heartbeat for {now - last:.0f} s")
-                self._processes[rank].kill()
 
     def _check_deadlines(self) -> None:
         statuses = {rank: status for rank, (_, status) in self._heartbeats.items()}
         statuses[self._worker.rank] = self._worker.status()
         for call in self._controller.pending():
             times = [_seconds_in(call, statuses.get(rank)) for rank in call.unanswered]
-            if max(times, default=0.0) > call.spec.deadline:
+            if max(times, default=0.0) > call.deadline:
                 self._controller.fail(self._deadline_error(call, max(times)))
                 return
 
@@ -117,15 +115,14 @@ class Watchdog:
         waiting = [rank for rank, stack in stacks.items() if "torch/distributed" in stack]
         stuck = [rank for rank in stacks if rank not in waiting] or waiting
         lines = [
-            f"{call.spec.label} is not done on {name_ranks(stuck)} after {seconds:.1f} s; "
-            f"its deadline is {call.spec.deadline:g} s"
+            f"{call.label} is not done on {name_ranks(stuck)} after {seconds:.1f} s; "
+            f"its deadline is {call.deadline:g} s"
         ]
         if waiting and waiting != stuck:
             lines.append(f"  waiting in a collective: {name_ranks(waiting)}")
         for rank in sorted(stacks, key=lambda rank: (rank not in stuck, rank)):
             lines += [f"--- rank {rank} ({self._processes[rank]}) is at ---", stacks[rank].rstrip()]
-        spec = call.spec
-        return RoleError("\n".join(lines), role=spec.role.name, method=spec.method, rank=stuck[0])
+        return RoleError("\n".join(lines), role=call.role.name, method=call.method, rank=stuck[0])
 
     def _collect_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         own = self._worker.rank
@@ -151,10 +148,8 @@ def _seconds_in(call: Call, status: WorkerStatus | None) -> float:
 class Heartbeat:
     """Runs on every other rank: sends its heartbeats, and watches the controller and torchrun."""
 
-    def __init__(
-        self, worker: Worker, controller: RankProcess, on_lost: Callable[[int, str], None]
-    ):
-        """`on_lost(exit_code, reason)` ends this rank."""
+    def __init__(self, worker: Worker, controller: str, on_lost: Callable[[int, str], None]):
+        """`on_lost(exit_code, reason)` ends this rank; `controller` is the process of rank 0."""
         self._worker = worker
         self._controller = controller
         self._on_lost = on_lost
@@ -192,4 +187,3 @@ class Heartbeat:
         if silence > HEARTBEAT_TIMEOUT:
             who = f"the controller (rank 0, {self._controller})"
             self._on_lost(1, f"{who} did not answer a heartbeat for {silence:.0f} s")
-            self._controller.kill()

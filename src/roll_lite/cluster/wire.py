@@ -27,7 +27,6 @@ NUM_THREADS = 4
 SHUTDOWN_SECONDS = 5.0
 _handlers: dict[str, Handler] = {}
 _lifelines: list[Future] = []
-_rendezvous_result: list[Any] = []
 
 
 class Message(NamedTuple):
@@ -40,7 +39,7 @@ class Message(NamedTuple):
 
     pickled: bytes
     tensors: list[torch.Tensor]
-    """Tensors found in the value, not copied."""
+    """Tensors found in the value; only views of larger storages are copied."""
     numbers: dict[str, torch.Tensor]
     """Contents of the long lists, by array code."""
 
@@ -88,7 +87,7 @@ class _Pickler(pickle.Pickler):
             )
         tensor = tensor.detach()
         if tensor.untyped_storage().nbytes() > tensor.nbytes:
-            tensor = _with_own_storage(tensor)
+            tensor = tensor.clone()  # RPC would send the whole storage of a view
         self.tensors.append(tensor)
         return "tensor", len(self.tensors) - 1
 
@@ -103,14 +102,6 @@ class _Pickler(pickle.Pickler):
             numbers.extend(data)
             return type(values).__name__, code, len(numbers) - len(data), len(numbers)
         return None
-
-
-def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """A view without the rest of its storage, which RPC would send as well."""
-    if not view.numel():
-        return view.clone()
-    bytes_at_same_address = view.contiguous().view(-1).view(torch.uint8).numpy()
-    return torch.from_numpy(bytes_at_same_address).view(view.dtype).view(view.shape)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -135,10 +126,9 @@ def connect(store: dist.Store, rank: int, world_size: int, handlers: dict[str, H
     Handlers run in threads of the RPC agent, out of order: they only look up or enqueue.
     """
     _handlers.update(handlers)
-    if not _rendezvous_result:  # a scheme can be registered once per process
-        dist.register_rendezvous_handler("rolllite", _rendezvous)
-    _rendezvous_result[:] = store, rank, world_size
     # init_rpc takes no store, and the environment's may hold addresses from before a restart.
+    rendezvous = iter([(store, rank, world_size)])
+    dist.register_rendezvous_handler("rolllite", lambda url, **options: rendezvous)
     # Sockets only: the shared-memory transport polls, which costs every rank a core.
     options = rpc.TensorPipeRpcBackendOptions(
         init_method="rolllite://", num_worker_threads=NUM_THREADS, _transports=["uv"]
@@ -146,10 +136,6 @@ def connect(store: dist.Store, rank: int, world_size: int, handlers: dict[str, H
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated, without a replacement
         rpc.init_rpc(f"rank{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
-
-
-def _rendezvous(url: str, **options: Any):
-    yield tuple(_rendezvous_result)
 
 
 def send(rank: int, name: str, *args: Any, timeout: float = 0) -> Future:

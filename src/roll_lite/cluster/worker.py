@@ -23,7 +23,6 @@ from roll_lite.cluster.wire import Message, Post, decode, encode
 BUILD = "__init__"  # the method of a call that makes the worker objects
 BARRIER = "barrier"  # on the replica's ranks outside the called role: pause, and run nothing
 BACKGROUND = 0  # in place of a ticket while the thread runs `work` or `receive`
-OWN_FRAMES = 2  # _answer and perform, above the role's code in a traceback
 
 
 class RankCall(NamedTuple):
@@ -167,7 +166,7 @@ class Worker:
             return getattr(self._objects[role], method)(*args())
         except BaseException as error:  # the controller must hear of any kind
             self._has_fault = True
-            self.on_fault(role, method, describe_exception(self.rank, error, own_frames=1))
+            self.on_fault(role, method, describe_exception(self.rank, error))
             return None
         finally:
             self._current = None
@@ -194,4 +193,4 @@ class Worker:
                 return RankReply()
             return RankReply(value if is_local else encode(value))
         except BaseException as error:  # the controller must hear of any kind
-            return RankReply(failure=describe_exception(self.rank, error, own_frames=OWN_FRAMES))
+            return RankReply(failure=describe_exception(self.rank, error))

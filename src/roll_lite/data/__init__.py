@@ -30,26 +30,3 @@ from roll_lite.data.sources import (
     task_dialogues,
     task_preferences,
 )
-
-__all__ = [
-    "DEFAULT_TASK",
-    "DIALOGUES",
-    "PREFERENCES",
-    "PROMPTS",
-    "Dialogue",
-    "Endless",
-    "Mixture",
-    "Preference",
-    "Row",
-    "Shuffled",
-    "check_source",
-    "fixed_options",
-    "held_out",
-    "parse_mixture",
-    "read_dialogues",
-    "read_preferences",
-    "read_prompts",
-    "read_rows",
-    "task_dialogues",
-    "task_preferences",
-]

@@ -11,7 +11,6 @@ import resource
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 
 from roll_lite.sandbox import kernel
@@ -22,13 +21,6 @@ NOBODY = 65534
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 TEMPORARY = "/tmp"
 _MAX_FILES = 4096
-_NAMESPACES = {
-    "mount namespace": kernel.NEW_MOUNT,
-    "pid namespace": kernel.NEW_PID,
-    "net namespace": kernel.NEW_NET,
-    "ipc namespace": kernel.NEW_IPC,
-    "uts namespace": kernel.NEW_UTS,
-}
 
 
 class Namespaces:
@@ -39,12 +31,12 @@ class Namespaces:
         self._proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._is_root = os.geteuid() == 0
         self._folders = _python_folders()
-        _enter_namespace(kernel.NEW_MOUNT, self._proc)
+        _enter_mount_namespace(self._proc)
         _enter_jail()
 
     def prepare(self, limits: Limits) -> None:
         """In the monitor, before it forks."""
-        kernel.unshare(sum(_NAMESPACES.values()))
+        kernel.unshare("mount", "pid", "net", "ipc", "uts")
         options = f"mode=1777,size={limits.disk_mib}m,nr_inodes={_MAX_FILES}"
         flags = kernel.NO_SUID | kernel.NO_DEVICES
         kernel.mount("tmpfs", TEMPORARY, "tmpfs", flags, options)
@@ -54,7 +46,7 @@ class Namespaces:
         if self._is_root:
             _become_nobody()
         uid, gid = os.geteuid(), os.getegid()
-        kernel.unshare(kernel.NEW_USER)
+        kernel.unshare("user")
         kernel.map_user(NOBODY, uid, gid, self._proc)
         with suppress(OSError):  # read-only /proc/sys; a nested namespace would gain it nothing
             kernel.write_file("sys/user/max_user_namespaces", "0", self._proc)
@@ -100,55 +92,14 @@ class ResourceLimits:
         _remove_folder(self._folder)
 
 
-def missing_mechanisms() -> dict[str, str]:
-    """What `Namespaces` needs and the kernel refuses, with reasons; empty if nothing is missing."""
-    trials = {name: lambda f=flag: _enter_namespace(f) for name, flag in _NAMESPACES.items()}
-    trials |= {
-        "user namespace": lambda: kernel.unshare(kernel.NEW_USER),
-        "mounts of one's own": _try_mount,
-        "Landlock": _try_landlock,
-        "no_new_privs": kernel.forbid_new_privileges,
-    }
-    reasons = {name: _failure_of(trial) for name, trial in trials.items()}
-    return {name: reason for name, reason in reasons.items() if reason}
-
-
-def _failure_of(trial: Callable[[], None]) -> str:
-    """Why the trial fails in a forked process; empty if it succeeds."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            trial()
-        except BaseException as error:  # for example, a C library without the function
-            os.write(writing, str(error).encode())
-        os._exit(0)
-    os.close(writing)
-    with open(reading, encoding="utf-8") as file:
-        reason = file.read()
-    os.waitpid(pid, 0)
-    return reason
-
-
-def _try_mount() -> None:
-    _enter_namespace(kernel.NEW_MOUNT)
-    kernel.mount("none", "/", None, kernel.RECURSIVE | kernel.PRIVATE)
-    kernel.mount("tmpfs", TEMPORARY, "tmpfs", kernel.NO_SUID, "size=1m")
-
-
-def _try_landlock() -> None:
-    kernel.forbid_new_privileges()
-    kernel.restrict_access(_python_folders(), [])
-
-
-def _enter_namespace(flag: int, proc: int | None = None) -> None:
-    """Enter a new namespace; users other than root need a user namespace for it."""
+def _enter_mount_namespace(proc: int) -> None:
+    """Users other than root need a user namespace for it; `proc` is a descriptor of /proc."""
     uid, gid = os.geteuid(), os.getegid()
     if uid == 0:
-        kernel.unshare(flag)
+        kernel.unshare("mount")
     else:
-        kernel.unshare(kernel.NEW_USER | flag)
-        kernel.map_user(0, uid, gid, os.open("/proc", os.O_PATH) if proc is None else proc)
+        kernel.unshare("user", "mount")
+        kernel.map_user(0, uid, gid, proc)
 
 
 def _python_folders() -> list[str]:

@@ -7,8 +7,10 @@ import struct
 from collections.abc import Iterable
 from ctypes import c_int, c_size_t, c_uint32, c_ulong
 
-NEW_MOUNT, NEW_UTS, NEW_IPC = 0x0002_0000, 0x0400_0000, 0x0800_0000
-NEW_USER, NEW_PID, NEW_NET = 0x1000_0000, 0x2000_0000, 0x4000_0000
+_NAMESPACES = {
+    "mount": 0x0002_0000, "uts": 0x0400_0000, "ipc": 0x0800_0000,
+    "user": 0x1000_0000, "pid": 0x2000_0000, "net": 0x4000_0000,
+}  # fmt: skip
 
 READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC = 1, 2, 4, 8
 REMOUNT, BIND, RECURSIVE, PRIVATE = 32, 4096, 16384, 1 << 18
@@ -33,8 +35,10 @@ def _syscall(what: str, number: int, *arguments: object) -> int:
     return _checked(what, _libc.syscall(ctypes.c_long(number), *arguments))
 
 
-def unshare(flags: int) -> None:
-    _checked("unshare", _libc.unshare(c_int(flags)))
+def unshare(*namespaces: str) -> None:
+    """Move this process to new namespaces."""
+    flags = sum(_NAMESPACES[name] for name in namespaces)
+    _checked(f"new namespaces ({', '.join(namespaces)})", _libc.unshare(c_int(flags)))
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:

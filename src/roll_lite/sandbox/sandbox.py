@@ -7,9 +7,10 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from roll_lite.checks import above, at_least
 
@@ -60,10 +61,14 @@ class Job:
     """One run, as it is sent to the zygote."""
 
     source: str
-    tests: str
-    tests_apart: bool
-    stdin: str
-    limits: Limits
+    stdin: str = ""
+    tests: str = ""
+    """Code that runs after the program, uses its names, and must run to its end."""
+    tests_apart: bool = True
+    """Run the tests in their own process, which the program cannot reach, and which exchanges data
+    with it (see `remote.py`). False runs them in the program's process, as if appended to it: then
+    any test works, but a malicious program can make them pass."""
+    limits: Limits = Limits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,19 +81,12 @@ class Outcome:
     seconds: float
 
 
-def run_program(
-    source: str,
-    *,
-    stdin: str = "",
-    tests: str = "",
-    tests_apart: bool = True,
-    limits: Limits = Limits(),  # noqa: B008 (it is frozen)
-    isolation: Isolation = "full",
-) -> Outcome:
-    """Run a Python program once, in a `Sandbox` that all calls of this process share."""
-    return _sandbox_of_this_process(isolation).run(
-        source, stdin=stdin, tests=tests, tests_apart=tests_apart, limits=limits
-    )
+def run_program(source: str, *, isolation: Isolation = "full", **options: Any) -> Outcome:
+    """Run a Python program once, in a `Sandbox` that all calls of this process share.
+
+    The options are the fields of `Job`.
+    """
+    return _shared_sandbox(os.getpid(), isolation).run(source, **options)
 
 
 class Sandbox:
@@ -114,31 +112,18 @@ class Sandbox:
             start_new_session=True,
         )
         theirs.close()
-        missing = self._receive()
-        if missing:
+        problem = self._receive()
+        if problem:
             self.close()
-            reasons = "; ".join(f"{name} ({reason})" for name, reason in missing.items())
             raise SandboxUnavailable(
-                f"isolation='full' needs what this machine's kernel refuses: {reasons}. Run where "
-                "these are allowed or, for programs that you trust, use isolation='rlimits'"
+                f"isolation={isolation!r} does not work on this machine: {problem}. Run where the "
+                "kernel allows namespaces, mounts and Landlock; for programs that you trust, "
+                "isolation='rlimits' is enough"
             )
 
-    def run(
-        self,
-        source: str,
-        *,
-        stdin: str = "",
-        tests: str = "",
-        tests_apart: bool = True,
-        limits: Limits = Limits(),  # noqa: B008
-    ) -> Outcome:
-        """`tests` is code that runs after the program, uses its names, and must run to its end.
-
-        The tests run in their own process, which the program cannot reach, and exchange data with
-        it (see `remote.py`). With tests_apart=False they run in the program's process, as if
-        appended to it: then any test works, but a malicious program can make them pass.
-        """
-        job = Job(source=source, stdin=stdin, tests=tests, tests_apart=tests_apart, limits=limits)
+    def run(self, source: str, **options: Any) -> Outcome:
+        """Run a Python program once; the options are the fields of `Job`."""
+        job = Job(source=source, **options)
         with self._lock:
             with suppress(BrokenPipeError):  # the zygote has ended, which _receive reports
                 self._zygote.send(job)
@@ -157,7 +142,7 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _receive(self) -> Outcome | str | dict[str, str]:
+    def _receive(self) -> Outcome | str:
         try:
             return self._zygote.recv()
         except (EOFError, ConnectionError):
@@ -173,13 +158,9 @@ def _environment() -> dict[str, str]:
     return kept | {"PYTHONHASHSEED": "0"}
 
 
-_open: dict[tuple[int, str], Sandbox] = {}
-"""By process id and isolation, because a fork must not use its parent's sandbox."""
-
-
-def _sandbox_of_this_process(isolation: Isolation) -> Sandbox:
-    key = os.getpid(), isolation
-    if key not in _open:
-        _open[key] = Sandbox(isolation)
-        atexit.register(_open[key].close)
-    return _open[key]
+@cache
+def _shared_sandbox(pid: int, isolation: Isolation) -> Sandbox:
+    """One for each process: a fork must not use its parent's sandbox."""
+    sandbox = Sandbox(isolation)
+    atexit.register(sandbox.close)
+    return sandbox

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from roll_lite.sandbox.harness import CANNOT_CROSS, OUT_OF_MEMORY, run_and_exit
-from roll_lite.sandbox.isolation import Namespaces, ResourceLimits, missing_mechanisms
+from roll_lite.sandbox.isolation import Namespaces, ResourceLimits
 from roll_lite.sandbox.processes import exit_code
 from roll_lite.sandbox.sandbox import Job, Kind, Outcome, SandboxError
 
@@ -34,29 +34,26 @@ _MAX_DESCRIPTORS = 256
 
 
 def serve(descriptor: int, isolation: str) -> None:
-    """Run jobs one after another. The first answer names the kernel mechanisms that are missing."""
+    """Run jobs one after another. The first answer says why the isolation fails, or nothing."""
     client = Connection(os.dup(descriptor))  # a low number, so that programs close it
     os.close(descriptor)
     for name in PRELOADED:
         import_module(name)
-    missing, place = {}, ResourceLimits()
-    if isolation == "full":
-        missing = missing_mechanisms()
-        try:
-            place = place if missing else Namespaces()
-        except OSError as error:
-            missing = {"a file system without the machine's files": str(error)}
-    client.send(missing)
-    if missing:
-        return
     resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_DESCRIPTORS, _MAX_DESCRIPTORS))
+    try:
+        place = Namespaces() if isolation == "full" else ResourceLimits()
+    except (OSError, AttributeError) as error:  # AttributeError: a C library without the function
+        client.send(str(error))
+        return
+    trial = pickle.loads(_run(Job(source=""), place, client))
+    client.send(trial.strip().splitlines()[-1] if isinstance(trial, str) else "")
     with suppress(EOFError, ConnectionError):  # the client has closed or ended
         while True:
-            _run(client.recv(), place, client)
+            client.send_bytes(_run(client.recv(), place, client))
 
 
-def _run(job: Job, place: Namespaces | ResourceLimits, client: Connection) -> None:
-    """Run a job in a forked monitor, because the monitor enters namespaces."""
+def _run(job: Job, place: Namespaces | ResourceLimits, client: Connection) -> bytes:
+    """Run a job in a forked monitor, because the monitor enters namespaces; a pickled answer."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -65,7 +62,7 @@ def _run(job: Job, place: Namespaces | ResourceLimits, client: Connection) -> No
     with open(reading, "rb") as file:
         answer = file.read()
     status = os.waitpid(pid, 0)[1]
-    client.send_bytes(answer or pickle.dumps(f"the monitor of a program ended with {status}"))
+    return answer or pickle.dumps(f"the monitor of a program ended with {status}")
 
 
 def _monitor_and_exit(
@@ -123,7 +120,8 @@ class Monitor:
             os.closerange(note + 1, _MAX_DESCRIPTORS)
             os.write(note, _STARTED)
         except BaseException as error:
-            os.write(2, f"{type(error).__name__}: {error}".encode())
+            where = traceback.extract_tb(error.__traceback__)[-1].name
+            os.write(2, f"{type(error).__name__} in {where}: {error}".encode())
             os._exit(1)
         run_and_exit(self._job, note, self._token)
 

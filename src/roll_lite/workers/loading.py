@@ -44,11 +44,6 @@ def _objection(reward: Reward, main_file: str | None) -> str:
     function = reward
     while isinstance(function, functools.partial):
         function = function.func
-    name = getattr(function, "__qualname__", "")
-    if "<lambda>" in name:
-        return "is a lambda"
-    if "<locals>" in name:
-        return "is defined inside a function"
     if getattr(function, "__module__", None) == "__main__" and main_file is None:
         return "was defined in an interactive session"
     try:

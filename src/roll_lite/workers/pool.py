@@ -17,7 +17,6 @@ from multiprocessing import Pipe
 from roll_lite.types import Prompt, Reward, Score
 from roll_lite.workers.failures import ErrorBudget, RewardFailure, describe
 from roll_lite.workers.loading import pack_rewards
-from roll_lite.workers.supervisor import Setup
 from roll_lite.workers.worker import WorkerLimits, evaluate
 
 Answer = tuple[float, Score | RewardFailure]
@@ -59,10 +58,7 @@ class RewardWorkers:
         self._rewards, self._budget = dict(rewards), ErrorBudget(max_error_share)
         self._supervisor = None
         if num_workers:
-            packed = pack_rewards(self._rewards)
-            self._supervisor = SupervisorLink(
-                Setup(rewards=packed, num_workers=num_workers, limits=limits)
-            )
+            self._supervisor = SupervisorLink(self._rewards, num_workers, limits)
 
     async def score(self, prompt: Prompt, reply: str) -> Score:
         """From any event loop. RewardsBroken ends the run; any other exception fails one call."""
@@ -110,8 +106,9 @@ class RewardWorkers:
 class SupervisorLink:
     """Starts the supervisor process, and matches its answers to the calls."""
 
-    def __init__(self, setup: Setup):
+    def __init__(self, rewards: Mapping[str, Reward], num_workers: int, limits: WorkerLimits):
         """Raises RuntimeError if the supervisor cannot import the rewards."""
+        setup = pack_rewards(rewards), num_workers, limits
         self._connection, theirs = Pipe()
         path = [str(folder) or os.getcwd() for folder in sys.path]
         start = _START.format(path=path, descriptor=theirs.fileno())

@@ -22,7 +22,7 @@ from roll_lite.sandbox.kernel import adopt_orphans
 from roll_lite.sandbox.processes import children, kill_orphans, kill_tree
 from roll_lite.types import Reward
 from roll_lite.workers.failures import RewardFailure
-from roll_lite.workers.loading import PackedRewards, unpack_rewards
+from roll_lite.workers.loading import unpack_rewards
 from roll_lite.workers.worker import OUT_OF_MEMORY, SHOW_STACK, WorkerLimits, work_and_exit
 
 _CHUNK = 1 << 16
@@ -30,15 +30,6 @@ _SHOWN = 4000
 """Bytes of a worker's output that an error shows."""
 _STACK_SECONDS, _STACK_READS = 0.1, 20
 """How long to wait for each piece of a hanging worker's stack, and how many pieces to read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """The first message to the supervisor. It answers with a string: empty, or an import error."""
-
-    rewards: PackedRewards
-    num_workers: int
-    limits: WorkerLimits
 
 
 @dataclass(slots=True, eq=False)
@@ -99,15 +90,21 @@ class WorkerProcess:
 
 
 class Supervisor:
-    def __init__(self, client: Connection, rewards: Mapping[str, Reward], setup: Setup):
-        self._client, self._rewards, self._limits = client, rewards, setup.limits
+    def __init__(
+        self,
+        client: Connection,
+        rewards: Mapping[str, Reward],
+        num_workers: int,
+        limits: WorkerLimits,
+    ):
+        self._client, self._rewards, self._limits = client, rewards, limits
         self._from_imports = children()
         """Processes that the rewards' modules started on import."""
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._workers: list[WorkerProcess] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(client, selectors.EVENT_READ)
-        for _ in range(setup.num_workers):
+        for _ in range(num_workers):
             self._add_worker()
 
     def serve(self) -> None:
@@ -223,15 +220,18 @@ class Supervisor:
 
 
 def serve(descriptor: int) -> None:
-    """Run the supervisor process, which `pool.SupervisorLink` starts."""
+    """Run the supervisor process, which `pool.SupervisorLink` starts.
+
+    It answers the first message with a string: empty, or an import error.
+    """
     client = Connection(descriptor)
     adopt_orphans()
-    setup = client.recv()
+    packed, num_workers, limits = client.recv()
     try:
-        rewards = unpack_rewards(setup.rewards)
+        rewards = unpack_rewards(packed)
     except BaseException:  # importing the user's modules may raise anything
         client.send(traceback.format_exc())
         sys.exit(1)
-    supervisor = Supervisor(client, rewards, setup)
+    supervisor = Supervisor(client, rewards, num_workers, limits)
     client.send("")
     supervisor.serve()
