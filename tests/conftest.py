@@ -155,14 +155,15 @@ def imitator(small_folder, shared_folder):
     import sft  # a recipe: only now is its folder on the path
 
     run_dir = shared_folder / "imitator"
-    cfg = from_flat(sft.Config, 
-        model=str(small_folder), task="reverse:2", careless=0.7, steps=150, dialogues_per_step=64,
-        warmup_steps=5, lr=1e-2, validate_every=50, validation_dialogues=64, run_dir=str(run_dir),
-    )  # fmt: skip
+    options = {
+        "model": str(small_folder), "task": "reverse:2", "careless": 0.7, "steps": 150,
+        "dialogues_per_step": 64, "warmup_steps": 5, "lr": 1e-2, "validate_every": 50,
+        "validation_dialogues": 64, "run_dir": str(run_dir),
+    }  # fmt: skip
     with (shared_folder / "imitator.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker makes it, or has made it
         if not (run_dir / "model").exists():
-            sft.main(cfg)
+            sft.main(from_flat(sft.Config, **options))
     return run_dir
 
 
