@@ -1,6 +1,8 @@
 """Small models of every family, made by transformers, which is the reference throughout."""
 
+import fcntl
 import os
+import runpy
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ import transformers
 from roll_lite.cluster.device_map import DeviceMap, Role
 from roll_lite.cluster.groups import choose_device, make_places, start_group
 from roll_lite.cluster.rendezvous import read_launch
-from roll_lite.models.tiny import build_tiny
+from roll_lite.models.tiny import build_tiny, character_tokenizer
 from roll_lite.options import from_flat
 from roll_lite.sandbox.sandbox import Sandbox, SandboxUnavailable
 
@@ -97,6 +99,42 @@ def family_folder(request, tmp_path_factory):
     return reference, folder
 
 
+def make_toy(folder, **changes):
+    """One layer, random weights, one token per character: it learns easy things in a second."""
+    tokenizer = character_tokenizer()
+    sizes = {
+        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+        "max_position_embeddings": 64,
+    } | changes  # fmt: skip
+    config = transformers.Qwen3Config(
+        tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, **sizes
+    )
+    torch.manual_seed(0)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory):
+    """A folder that all workers of this test run share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
+def toy_folder(tmp_path_factory):
+    return make_toy(tmp_path_factory.mktemp("models") / "toy")
+
+
+@pytest.fixture(scope="session")
+def small_folder(tmp_path_factory):
+    """Twice as wide as the toy: it learns to reverse two letters."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return make_toy(tmp_path_factory.mktemp("models") / "small", **sizes)
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
     return build_tiny(tmp_path_factory.mktemp("models") / "tiny")
@@ -109,16 +147,23 @@ def place():
 
 
 @pytest.fixture(scope="session")
-def imitator(tiny_folder, tmp_path_factory):
-    """The run folder of a short fine-tuning on two-letter words, half of it on careless replies."""
+def imitator(small_folder, shared_folder):
+    """The run folder of a fine-tuning on two-letter words, mostly on careless replies.
+
+    As in the quickstart, but for a model that is small enough to get there in a few seconds.
+    """
     import sft  # a recipe: only now is its folder on the path
 
-    run_dir = tmp_path_factory.mktemp("imitator") / "run"
-    cfg = from_flat(sft.Config, 
-        model=str(tiny_folder), task="reverse:2", careless=0.5, steps=60, dialogues_per_step=16,
-        warmup_steps=5, lr=2e-3, validate_every=30, validation_dialogues=64, run_dir=str(run_dir),
-    )  # fmt: skip
-    sft.main(cfg)
+    run_dir = shared_folder / "imitator"
+    options = {
+        "model": str(small_folder), "task": "reverse:2", "careless": 0.7, "steps": 150,
+        "dialogues_per_step": 64, "warmup_steps": 5, "lr": 1e-2, "validate_every": 50,
+        "validation_dialogues": 64, "run_dir": str(run_dir),
+    }  # fmt: skip
+    with (shared_folder / "imitator.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker makes it, or has made it
+        if not (run_dir / "model").exists():
+            sft.main(from_flat(sft.Config, **options))
     return run_dir
 
 
@@ -142,6 +187,23 @@ def rlimits():
 @pytest.fixture(params=["full", "rlimits"])
 def sandbox(request):
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs a script as a command does, but in this process; returns exit code and output."""
+
+    def run(script, *arguments):
+        monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        return code, "".join(capsys.readouterr())
+
+    return run
 
 
 def run_recipe(recipe, *arguments, num_ranks=1):

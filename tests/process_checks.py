@@ -1,5 +1,6 @@
 """Which processes run, for tests that start some and expect them to end."""
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +22,29 @@ def processes_with(*texts: str) -> set[int]:
 
 
 def sandbox_processes() -> set[int]:
-    """Zygotes of these sources and all their forks, which share the command line."""
-    return processes_with("roll_lite.sandbox.zygote", SOURCES)
+    """Zygotes of these sources and all their forks, which share the command line.
+
+    Without those of pytest's other workers, which run tests of sandboxes at the same time.
+    """
+    found = processes_with("roll_lite.sandbox.zygote", SOURCES)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return found
+    return {pid for pid in found if not _is_of_another_worker(pid)}
+
+
+def _is_of_another_worker(pid: int) -> bool:
+    """Whether it descends from a child of pytest's controller that is not this process."""
+    above, here = pid, None
+    while above > 1 and above not in (os.getpid(), os.getppid()):
+        try:
+            stat = Path(f"/proc/{above}/stat").read_text()
+        except OSError:  # it ended meanwhile, and another process adopted its children
+            if above == pid:
+                return True  # there is none
+            above = pid
+            continue
+        above, here = int(stat.rpartition(")")[2].split()[1]), above
+    return above == os.getppid() and here != os.getpid()
 
 
 def is_running(pid: int) -> bool:

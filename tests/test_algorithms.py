@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 import rlvr
 import torch
-import transformers
 
 from roll_lite.models.hf import load_model
-from roll_lite.models.tiny import character_tokenizer
 from roll_lite.options import from_flat
 
 REPLY_TOKENS = 4
@@ -22,28 +20,6 @@ GOOD = string.ascii_lowercase[:13]  # 13 of 98 tokens
 
 def share_of_good_letters(prompt, reply):
     return sum(letter in GOOD for letter in reply) / REPLY_TOKENS
-
-
-@pytest.fixture(scope="module")
-def toy_folder(tmp_path_factory):
-    return make_toy(tmp_path_factory.mktemp("models") / "toy")
-
-
-def make_toy(folder, **changes):
-    """One layer, random weights, one token per character."""
-    tokenizer = character_tokenizer()
-    sizes = {
-        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64,
-        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-        "max_position_embeddings": 64,
-    } | changes  # fmt: skip
-    config = transformers.Qwen3Config(
-        tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, **sizes
-    )
-    torch.manual_seed(0)
-    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
@@ -86,15 +62,14 @@ def test_it_learns(train, options):
     assert any(metrics["loss/clip_fraction"] > 0 for metrics in steps)
 
 
-@pytest.mark.parametrize("options", ALGORITHMS.values(), ids=ALGORITHMS)
-def test_with_the_wrong_sign_it_does_not_learn(train, options, monkeypatch):
+def test_with_the_wrong_sign_it_does_not_learn(train, monkeypatch):
     def flipped(*arguments):
         sequences = with_advantages(*arguments)
         return [dataclasses.replace(s, advantages=[-a for a in s.advantages]) for s in sequences]
 
     with_advantages = rlvr.with_advantages
     monkeypatch.setattr(rlvr, "with_advantages", flipped)
-    steps = train(steps=12, epochs=2, **options)
+    steps = train(steps=12, epochs=2)
     assert gain(steps) < -0.05
 
 
@@ -166,10 +141,10 @@ def test_a_critic_in_warm_up_learns_what_replies_are_worth_and_the_policy_waits(
 # ---- the reference
 
 
-def test_the_reference_is_the_starting_model_unless_another_is_named(train, tiny_folder, tmp_path):
+def test_the_reference_is_the_starting_model_unless_another_is_named(train, small_folder, tmp_path):
     (metrics,) = train(steps=1, kl_coef=0.1)
     assert abs(metrics["loss/kl"]) < 1e-6
-    (metrics,) = train(steps=1, kl_coef=0.1, reference=str(tiny_folder), run_dir=tmp_path / "b")
+    (metrics,) = train(steps=1, kl_coef=0.1, reference=str(small_folder), run_dir=tmp_path / "b")
     assert metrics["loss/kl"] > 1e-2
 
 

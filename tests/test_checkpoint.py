@@ -1,11 +1,12 @@
 """Checkpoints: nothing half-written or damaged is ever used, and what is kept is what should be."""
 
+import itertools
 import multiprocessing
 import os
 import random
 import resource
 import signal
-import time
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -129,31 +130,48 @@ def test_when_none_is_whole_all_problems_are_listed(tmp_path):
     assert "step-00000002/manifest.json cannot be read: No such file" in str(error.value)
 
 
-def write_for_ever(folder, ready):
-    """Resume, then write checkpoints until killed, sometimes one that is there already."""
+CHANGES = ("open", "os.mkdir", "os.rename")  # audit events of what a save does to files
+
+
+def write_for_ever(folder, sender, num_changes, waits):
+    """Resume, then write checkpoints until killed, sometimes one that is there already.
+
+    Before a change of files of the number given, tell; then wait there for the end, or go on.
+    """
+
+    def tell(event, arguments):
+        nonlocal num_changes
+        if event in CHANGES and not (event == "open" and arguments[1] != "wb"):
+            num_changes -= 1
+            if num_changes == 0:
+                sender.send_bytes(b"now")
+                while waits:
+                    signal.pause()
+
     checkpoints = Checkpoints(folder, keep_last=2)
     newest = checkpoints.newest_whole(verify)
     step = read_manifest(newest).step if newest else 0
-    ready.send_bytes(b"")
+    sys.addaudithook(tell)
     while True:
         step += 1
         for _ in range(1 + (step % 3 == 0)):
             save(checkpoints, step, width=5000)
 
 
-def test_killed_at_any_moment_the_newest_checkpoint_is_whole(tmp_path):
-    context, rng = multiprocessing.get_context("forkserver"), random.Random(0)
-    context.set_forkserver_preload(["roll_lite.train.checkpoint"])
-    start = time.perf_counter()
+def test_killed_at_any_moment_the_newest_checkpoint_is_whole(tmp_path, monkeypatch):
+    """Before a known change of files; and a little later, anywhere in this save or in another."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # imported once, not by each writer
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     save(Checkpoints(tmp_path), 1, width=5000)
-    one_save = time.perf_counter() - start
     steps, num_half_written = [1], 0
-    for _ in range(30):
+    for num_changes, waits in itertools.product(range(1, 13), (True, False)):
         receiver, sender = context.Pipe(duplex=False)
-        writer = context.Process(target=write_for_ever, args=(tmp_path, sender), daemon=True)
+        arguments = (tmp_path, sender, num_changes, waits)
+        writer = context.Process(target=write_for_ever, args=arguments, daemon=True)
         writer.start()
+        sender.close()  # so that a writer that fails ends the wait for it
         receiver.recv_bytes()
-        time.sleep(rng.uniform(0, 5 * one_save))
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
         num_half_written += any(tmp_path.glob(".step-*.partial"))

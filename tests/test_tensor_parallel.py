@@ -73,7 +73,7 @@ def run_rank(rank, folders, store, out):
         init_method=f"file://{store}",
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=5 * SECONDS),
     )  # fmt: skip
     shard = TensorShard.of(dist.group.WORLD)
     model = load_model(folders[0], shard=shard)
