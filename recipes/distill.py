@@ -140,7 +140,7 @@ def main(cfg: Config) -> None:
         )  # fmt: skip
         done = saved.resume() if cfg.checkpoints.resume else None
         run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
-        make_batch = JudgedSamples(cfg, models) if cfg.on_policy else TaughtDialogues(cfg, models)
+        make_batch = OnPolicyBatches(cfg, models) if cfg.on_policy else TeacherBatches(cfg, models)
         if cfg.data is not None and not cfg.on_policy:
             make_batch.encode(rows.rows)  # refuse a row that does not fit now, not in mid-run
         if held_out and not done:
@@ -174,7 +174,7 @@ def make_roles(cfg: Config, cluster: Cluster) -> Models:
     return Models(student, teacher, engines, sync)
 
 
-class TaughtDialogues:
+class TeacherBatches:
     """Makes batches of dialogues with the teacher's likeliest tokens."""
 
     def __init__(self, cfg: Config, models: Models):
@@ -194,7 +194,7 @@ class TaughtDialogues:
         return batch, {"time/teacher": time.perf_counter() - start}
 
 
-class JudgedSamples:
+class OnPolicyBatches:
     """Makes batches of the student's samples; a token's advantage is the teacher's logprob of it
     minus the student's."""
 
@@ -212,7 +212,7 @@ class JudgedSamples:
         start = time.perf_counter()
         groups = self._sample(prompts, num_updates)
         sampled = time.perf_counter()
-        sequences = self._judge(groups)
+        sequences = self._score(groups)
         num_tokens = sum(sum(sequence.loss_mask) for sequence in sequences)
         num_shards = self._models.student.role.num_replicas
         budget = self._cfg.training.tokens_per_microbatch
@@ -240,7 +240,7 @@ class JudgedSamples:
             groups = rollout.answer(prompts, num_samples=cfg.samples_per_prompt, params=params)
         return drop_failed(groups, min_samples=1)
 
-    def _judge(self, groups: list[Group]) -> list[TrainingSequence]:
+    def _score(self, groups: list[Group]) -> list[TrainingSequence]:
         sequences, teacher = plain_sequences(groups), self._models.teacher
         budget = self._cfg.training.tokens_per_microbatch
         scores = ModelScores(

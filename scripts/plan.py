@@ -43,7 +43,7 @@ class Config:
     max_tokens: int = 1024
     """Longest reply, in tokens."""
     updates_per_step: int = 1
-    """Optimizer steps per step, each on an equal part of its samples."""
+    """Optimizer updates per step, each on an equal part of its samples."""
     tokens_per_microbatch: int = 16384
     """Packed tokens of one forward and backward pass."""
     checkpointing: Literal["none", "selective", "full"] = "none"

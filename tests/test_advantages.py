@@ -5,9 +5,10 @@ import statistics
 
 import pytest
 import torch
-from training_data import flat, standardised
+from training_data import flat, make_groups, standardised
 
 from roll_lite.train import advantages as estimators
+from roll_lite.train.sequences import with_advantages
 
 REWARDS = [[0.0, 1.0, 0.0, 0.5, 1.0], [2.0, -1.0], [0.3, 0.3, 0.3], [7.0]]
 
@@ -158,3 +159,13 @@ def test_a_wrong_signature_is_named(monkeypatch):
     monkeypatch.setitem(estimators.ADVANTAGES, "grpo", without_unit)
     with pytest.raises(TypeError, match="advantage grpo needs a return type: PerSample"):
         estimators.AdvantageOptions()
+
+
+def test_an_estimator_may_read_scores_alone(monkeypatch):
+    def scores(scores_S: torch.Tensor, groups_S: torch.Tensor) -> estimators.PerSample:
+        return scores_S
+
+    monkeypatch.setitem(estimators.ADVANTAGES, "grpo", scores)
+    options = estimators.AdvantageOptions(reward_clip=0.5)
+    low, high = with_advantages(make_groups([[0.25, 1.0]]), options)
+    assert (low.advantages[-1], high.advantages[-1]) == (0.25, 0.5)

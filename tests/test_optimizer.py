@@ -85,5 +85,7 @@ def test_schedules(kind):
 def test_bad_schedules_are_refused():
     with pytest.raises(ValueError, match=r"schedule='step' is not known; use one of constant"):
         TrainingOptions(schedule="step")
+    with pytest.raises(ValueError, match=r"kind='step' is not known; use one of constant"):
+        Schedule(lr=1.0, kind="step")
     with pytest.raises(ValueError, match=r"'cosine' needs the number of steps"):
         Schedule(lr=1.0, kind="cosine")

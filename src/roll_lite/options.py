@@ -86,12 +86,12 @@ def keywords(function: Callable) -> dict[str, Keyword]:
 def with_options_of(field: str, table: Mapping[str, Callable]) -> Callable[[type], type]:
     """Decorates a class, below @dataclass, whose `field` names a function of the table.
 
-    Adds a field for each option of the functions. Where functions have different defaults for an
+    Adds a field for each option of the functions, after `field`. Where functions have different defaults for an
     option, the field's default is None, which leaves it to the function.
     """
 
     def add_fields(cls: type) -> type:
-        cls.__annotations__[field] = Literal[tuple(table)]
+        own_fields, cls.__annotations__ = cls.__annotations__, {field: Literal[tuple(table)]}
         for name, readers in _readers(table).items():
             kind, default, text = keywords(table[readers[0]])[name]
             defaults = {reader: keywords(table[reader])[name].default for reader in readers}
@@ -101,6 +101,7 @@ def with_options_of(field: str, table: Mapping[str, Callable]) -> Callable[[type
             help_text = f"{', '.join(readers)}: {text}"
             cls.__annotations__[name] = Annotated[kind, Doc(help_text)]
             setattr(cls, name, default)
+        cls.__annotations__ |= {n: hint for n, hint in own_fields.items() if n != field}
         return cls
 
     return add_fields

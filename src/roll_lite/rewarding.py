@@ -102,13 +102,13 @@ class Rewards:
         self._pools: list[RewardWorkers] = []
         self._budgets: list[ErrorBudget] = []
         self._exits = ExitStack()
-        if unasked := sorted(set(options.reward_roles) - set(domains)):
+        if unused := sorted(set(options.reward_roles) - set(domains)):
             raise ValueError(
-                f"{unasked[0]} is given, but no prompt has domain {unasked[0]}; leave it out, or "
+                f"{unused[0]} is given, but no prompt has domain {unused[0]}; leave it out, or "
                 "name the domain in the rows that it is to score"
             )
         if options.judge is not None:
-            _check_hears(cluster.device_map)
+            _check_judge_ranks(cluster.device_map)
             self._by_domain["judge"] = self._make_judge(options, cluster)
         if options.reward_model is not None:
             folder = options.reward_model
@@ -177,12 +177,12 @@ class Rewards:
         return counted
 
 
-def _check_hears(device_map: DeviceMap) -> None:
+def _check_judge_ranks(device_map: DeviceMap) -> None:
     """Ranks of a tensor-parallel engine follow its first rank, and receive nothing else."""
     for replica in device_map["generate"].replicas:
-        if deaf := sorted(set(replica[1:]) & set(device_map["judge"].ranks)):
+        if followers := sorted(set(replica[1:]) & set(device_map["judge"].ranks)):
             raise ValueError(
-                f"judge is on rank {deaf[0]}, which follows rank {replica[0]} in generate and "
+                f"judge is on rank {followers[0]}, which follows rank {replica[0]} in generate and "
                 "cannot receive requests meanwhile; give the judge other ranks"
             )
 

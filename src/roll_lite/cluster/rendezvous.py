@@ -39,6 +39,8 @@ class Launch:
     master: str = "localhost"
     """Host name or address of the store."""
     port: int = 0
+    store_is_agents: bool = False
+    """The torchrun agent serves the store, so rank 0 must not."""
 
 
 def read_launch() -> Launch:
@@ -54,6 +56,7 @@ def read_launch() -> Launch:
             num_nodes=int(env.get("GROUP_WORLD_SIZE", "1")),
             master=env["MASTER_ADDR"],
             port=int(env["MASTER_PORT"]),
+            store_is_agents=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
     except KeyError as missing:
         raise ValueError(
@@ -65,8 +68,15 @@ def read_launch() -> Launch:
 def rendezvous(launch: Launch) -> tuple[dist.Store, list[str]]:
     """The store of this session, and the processes of all ranks: pid and host of each, as text."""
     choose_interface(launch)
-    timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
-    torchrun_store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    # Not torch's own rendezvous: some versions prefix keys with a node's count of restarts.
+    torchrun_store = dist.TCPStore(
+        launch.master,
+        launch.port,
+        launch.world_size,
+        is_master=launch.rank == 0 and not launch.store_is_agents,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=RENDEZVOUS_SECONDS),
+    )
     store = dist.PrefixStore("roll_lite", torchrun_store)
     process = f"pid {os.getpid()} on {socket.gethostname()}"
     if launch.rank == 0:

@@ -30,7 +30,7 @@ class RolloutOptions:
     the run stops."""
     extra_prompts: int = 0
     """Groups to start beyond prompts_per_step, so that a step need not wait for the slowest; the
-    surplus is aborted. No effect with max_staleness above 0, which sets the number of groups."""
+    surplus is aborted. Not with max_staleness above 0, which sets the number of groups."""
     deadline: float | None = None
     """Seconds until an unfinished sample is aborted, from its admission to an engine to the end of
     scoring. Evaluation has no deadline."""

@@ -3,13 +3,12 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from roll_lite.rollout.record import read_prompt, write_prompt
 from roll_lite.types import Prompt
 
 
-@runtime_checkable
 class PromptSource(Protocol):
     """An iterator of prompts that can be resumed and asked for a domain, such as data.Mixture."""
 
@@ -65,7 +64,14 @@ class PromptQueue:
     """Draws the prompts to sample next and numbers their visits."""
 
     def __init__(self, prompts: PromptSource | Iterator[Prompt]):
-        self._source = prompts if isinstance(prompts, PromptSource) else PlainPrompts(prompts)
+        methods = ("next_of", "comes_again", "state_dict", "load_state_dict")
+        missing = [name for name in methods if not hasattr(prompts, name)]
+        if 0 < len(missing) < len(methods):
+            raise TypeError(
+                f"{type(prompts).__name__} has no {' and no '.join(missing)}; a PromptSource has "
+                f"all of {', '.join(methods)}, a plain iterator none"
+            )
+        self._source = PlainPrompts(prompts) if missing else prompts
         self._num_visits: Counter[str] = Counter()
         self._unfinished: list[Visit] = []
         """Visits that a stopped run had not finished; they come first."""

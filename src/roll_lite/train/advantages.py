@@ -246,7 +246,7 @@ class AdvantageOptions:
 
     @property
     def reads_rewards(self) -> bool:
-        return not {"rewards_S", "rewards_R"}.isdisjoint(self.inputs)
+        return not {"rewards_S", "rewards_R", "scores_S"}.isdisjoint(self.inputs)
 
     @property
     def needs_critic(self) -> bool:

@@ -71,7 +71,7 @@ def _even(
 def _fill(
     items: Bin, costs: Sequence[float], lengths: Sequence[int], num_bins: int, capacity: int
 ) -> list[Bin] | None:
-    """One shard's items in exactly so many bins: even ones, or else tight ones, or None."""
+    """One shard's items in exactly `num_bins` bins: even ones, else tight ones, or None."""
     bins = _even(items, costs, lengths, num_bins, capacity) or _best_fit(items, lengths, capacity)
     return bins + [[] for _ in range(num_bins - len(bins))] if len(bins) <= num_bins else None
 

@@ -39,7 +39,7 @@ Loss = Callable[[Tensor, Tensor, MicroBatch], LossResult]
 ClipLow = Annotated[float, Doc("probability ratios are clipped below 1 - clip_low.")]
 ClipHigh = Annotated[float, Doc("probability ratios are clipped above 1 + clip_high.")]
 DualClip = Annotated[
-    float | None, Doc("where the advantage is negative, bounds the loss to this times -advantage.")
+    float | None, Doc("upper bound of the loss where A < 0, as a multiple of |A|.")
 ]
 RatioCap = Annotated[float, Doc("importance weights are at most this.")]
 Tau = Annotated[float, Doc("strength of the pull towards the policy that sampled.")]
@@ -277,6 +277,9 @@ class ValueLoss:
     """The critic's 0.5 (V - return)^2, pessimistic about changes of more than `clip` (PPO)."""
 
     clip: float | None = None
+
+    def __post_init__(self):
+        above(0, self, "clip")
 
     def __call__(self, values_R: Tensor, batch: MicroBatch) -> LossResult:
         """Explained variance is 1 - value_error / (return_square - return^2) of a whole batch."""

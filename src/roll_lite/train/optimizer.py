@@ -85,6 +85,7 @@ class Schedule:
     """Steps of the whole run; linear and cosine need it."""
 
     def __post_init__(self):
+        check_choices(self)
         if self.kind != "constant" and not self.num_steps:
             raise ValueError(f"schedule={self.kind!r} needs the number of steps of the run")
 
