@@ -490,3 +490,15 @@ def test_prompts_that_end():
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         RolloutOptions(**options)
+
+
+def test_half_a_prompt_source_is_refused():
+    class Half:
+        def __next__(self): ...
+
+        def state_dict(self): ...
+
+        def load_state_dict(self, state): ...
+
+    with pytest.raises(TypeError, match="Half has no next_of and no comes_again"):
+        PromptQueue(Half())

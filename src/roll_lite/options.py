@@ -86,8 +86,8 @@ def keywords(function: Callable) -> dict[str, Keyword]:
 def with_options_of(field: str, table: Mapping[str, Callable]) -> Callable[[type], type]:
     """Decorates a class, below @dataclass, whose `field` names a function of the table.
 
-    Adds a field for each option of the functions, after `field`. Where functions have different defaults for an
-    option, the field's default is None, which leaves it to the function.
+    Adds a field for each option of the functions, after `field`. Where functions have different
+    defaults for an option, the field's default is None, which leaves it to the function.
     """
 
     def add_fields(cls: type) -> type:
