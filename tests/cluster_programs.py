@@ -120,7 +120,7 @@ def calls():
         out["errors"] = check_errors(cluster, roles)
         out["after_errors"] = roles["train"].total(split([1, 2, 3]))
         out["same_everywhere"] = generate_and_train(cluster)
-        roles["left"].note.start("late")  # nobody waits for it: leaving the block does
+        roles["left"].note.start("late")  # not waited for here; leaving the block does
         start = time.monotonic()
     out["leaving"] = time.monotonic() - start
     return out

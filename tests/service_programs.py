@@ -140,7 +140,7 @@ class Faulty:
 
 
 def faulty(letter):
-    """An object raises where nobody waits for it; the recipe sits somewhere else."""
+    """An object raises while no call waits for it, and the recipe is elsewhere."""
     with Cluster("train=all") as cluster:
         train = cluster.role("train", Faulty)
         failures = queue.Queue()

@@ -236,7 +236,7 @@ def test_random_workloads_lose_nothing(qwen, seed, num_rounds, ahead, page_size)
         handles.append((request, engine.submit(request, lambda i, turn: ended.append((number, i)))))
 
     for i in range(num_rounds):
-        # Busy times and quiet ones, when nobody waits.
+        # Busy times and quiet ones, when no request waits.
         for _ in range(r.choice([0, 0, 1, 3]) if i % 50 < 30 else 0):
             submit()
         if r.random() < 0.1 and handles:
@@ -641,7 +641,7 @@ def test_a_model_that_breaks_fails_its_requests_and_no_others(qwen):
     _, model = qwen
     model = copy.deepcopy(model)
     with torch.no_grad():
-        model.embedding[150] = float("nan")  # a token that breaks whoever reads it
+        model.embedding[150] = float("nan")  # a token that breaks every sequence that reads it
         model.lm_head = torch.nn.Parameter(model.embedding.nan_to_num())
     engine = engine_with(model, num_pages=80, burst=4)
     (good,), (bad,) = engine.generate(

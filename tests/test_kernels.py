@@ -156,7 +156,7 @@ def test_a_query_gets_the_same_bits_among_others_and_alone(K, group, D, page_siz
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pages_in_a_row_are_read_where_they_are(dtype):
-    """The same bits as of pages that are gathered; pages of nobody between them hold nan."""
+    """The same bits as of pages that are gathered; unused pages between them hold nan."""
     torch.manual_seed(0)
     K, group, D = 3, 3, 64
     lengths = torch.tensor([200, 1, 64, 65, 130])

@@ -161,7 +161,7 @@ def test_running_groups_that_become_stale_are_replaced(max_staleness):
     ids = [(s.prompt.id, s.index) for g in groups for s in g.samples]
     ids += [(s.prompt.id, s.index) for s, _ in dropped]
     assert len(ids) == len(set(ids))
-    assert {(why, s.state) for s, why in dropped} == {("too old", "filtered")}
+    assert {(why, s.state) for s, why in dropped} == {("too stale", "filtered")}
     num_drawn = int(next(source).id[1:])
     gone = {s.prompt.id for s, _ in dropped if is_endless(s.prompt.id)}
     assert gone.isdisjoint(endless)
@@ -203,7 +203,7 @@ def test_groups_that_have_not_begun_are_not_stale():
     assert [group.prompt.id for group in groups] == ["p2", "p3", "p4", "p5"]
     assert {s.first_version for g in groups for s in g.samples} == {5}
     assert [(s.prompt.id, why) for s, why in dropped] == [
-        (prompt_id, "too old") for prompt_id in ("p0", "p0", "p1", "p1")
+        (prompt_id, "too stale") for prompt_id in ("p0", "p0", "p1", "p1")
     ]
 
 
@@ -223,7 +223,7 @@ def test_a_group_goes_on_as_long_as_two_of_its_samples_can_be_used(num_begun, st
         under_way = [prompt["id"] for prompt, _ in rollout.state_dict()["unfinished"]]
         why = Counter(why for _, why in rollout.dropped())
     assert (totals["rollout/stale"], totals["rollout/filtered"]) == (stale, filtered)
-    assert why == Counter({"too old": stale, "the others were too old": filtered})
+    assert why == Counter({"too stale": stale, "its group became too stale": filtered})
     assert under_way == (["p1", "p2"] if stale else ["p0", "p1"])
 
 

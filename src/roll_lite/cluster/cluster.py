@@ -174,7 +174,7 @@ class Cluster:
         wire.connect(store, self._launch.rank, self.world_size, handlers)
         heartbeat.start()
         self._form_groups(store)
-        # Ctrl-C reaches all ranks; the controller handles it and ends the others.
+        # Ctrl-C reaches all ranks; the controller handles it and ends the other ranks.
         _set_signals({signal.SIGINT: signal.SIG_IGN})
         _set_signals({signal.SIGTERM: lambda *_: self._request_exit(128 + signal.SIGTERM)})
         exit_code, reason = self._exits.get()  # only the first request counts

@@ -22,7 +22,7 @@ class Request:
     seed: int = 0
     """The same seed and prompt give the same samples."""
     wanted: tuple[int, ...] | None = None
-    """Indices of the samples to generate, if the others are known already; None means all."""
+    """Indices of the samples to generate, if some are known already; None means all."""
 
     @property
     def indices(self) -> range | tuple[int, ...]:

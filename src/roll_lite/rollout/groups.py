@@ -263,10 +263,10 @@ class Groups:
                 continue
             self._checked[number] = version
             stale = [s for s in group.samples if s.first_version < oldest]
-            self._runner.discard(stale, "stale", "too old")
+            self._runner.discard(stale, "stale", "too stale")
             group.samples = [s for s in group.samples if s.state == "done"]
             if len(group.samples) < self._min_samples:
-                self._runner.discard(group.samples, "filtered", "the others were too old")
+                self._runner.discard(group.samples, "filtered", "its group became too stale")
                 self._slots.vacate(group.prompt.domain)
                 del self.ready[number]
         self._checked = {number: self._checked[number] for number in self.ready}
@@ -284,8 +284,8 @@ class Groups:
             is_enough = len(left) - len(stale) >= self._min_samples
             if not stale or is_enough or group.task.done():
                 continue
-            self._runner.discard(stale, "stale", "too old")
-            self._runner.discard(left, "filtered", "the others were too old")
+            self._runner.discard(stale, "stale", "too stale")
+            self._runner.discard(left, "filtered", "its group became too stale")
             self._slots.vacate(group.domain)
             del self.running[number]
             group.task.cancel()

@@ -310,7 +310,7 @@ def check_aggregation(aggregation: str, constant: float | None) -> None:
     if (constant is not None) != (aggregation == "seq_mean_token_sum_const"):
         raise ValueError(
             f"constant={constant} with aggregation={aggregation!r}; seq_mean_token_sum_const "
-            "needs one (the longest reply, say), the others read none"
+            "needs one (the longest reply, say), other aggregations read none"
         )
     if constant is not None and not constant > 0:
         raise ValueError(f"constant={constant} must be above 0")

@@ -174,7 +174,7 @@ class LossOptions:
     """Policy loss."""
     aggregation: Literal[AGGREGATIONS] | None = None
     """How tokens are averaged; None is seq_mean_token_mean for gspo, topr and kimi, and token_mean
-    for the others."""
+    for other losses."""
     constant: float | None = None
     """seq_mean_token_sum_const: the divisor of sums, such as the longest reply (Dr. GRPO)."""
     entropy_coef: float = 0.0
