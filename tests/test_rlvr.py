@@ -205,7 +205,11 @@ def test_what_was_generated_ahead_is_used_after_a_restart(toy_folder, tmp_path):
     assert [row["step"] for row in rows] == list(range(1, 31))
     ids = [[s["prompt_id"] for s in samples_of(tmp_path / "run", step)] for step in range(1, 31)]
     prompts = [list(dict.fromkeys(step)) for step in ids]
-    assert len({p for step in prompts for p in step}) == sum(map(len, prompts)) == 30 * 8
+    num_used = sum(map(len, prompts))
+    assert len({p for step in prompts for p in step}) == num_used
+    # Once nearly all rewards are equal, a step may drop more groups than it may replace.
+    assert num_used + sum(row.get("rollout/missing_groups", 0) for row in rows) == 30 * 8
+    assert num_used > 0.9 * 30 * 8
     assert gain(rows) > 0.6
 
 
