@@ -308,6 +308,19 @@ def test_what_a_loss_lacks_is_named(loss, field):
         loss(micro.values_R, micro.values_R, micro)
 
 
+@pytest.mark.parametrize("name", ["its loss", "loss/size"])
+def test_a_loss_that_averages_is_refused(name, monkeypatch):
+    def averaging(logprobs_R, delta_R, advantages_R, batch):
+        size_R = logprobs_R.detach()
+        is_loss = name == "its loss"
+        loss = -logprobs_R.mean() if is_loss else -logprobs_R
+        return loss, {"loss/size": size_R if is_loss else size_R.mean()}
+
+    monkeypatch.setitem(LOSSES, "reinforce", averaging)
+    with pytest.raises(ValueError, match=f"loss='reinforce' returned {name} of shape"):
+        measured(policy_loss(loss="reinforce"), policy_sequences())
+
+
 # ---- the critic
 
 

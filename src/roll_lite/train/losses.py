@@ -229,6 +229,12 @@ class PolicyLoss:
         denominator_R = required(batch, "old_logprobs_R" if is_old else "logprobs_R")
         delta_R, advantages_R = logprobs_R - denominator_R, required(batch, "advantages_R")
         loss_R, measurements = options.function(logprobs_R, delta_R, advantages_R, batch)
+        for name, rows in {"its loss": loss_R, **measurements}.items():
+            if rows.shape != logprobs_R.shape:
+                raise ValueError(
+                    f"loss={options.loss!r} returned {name} of shape {tuple(rows.shape)}, not "
+                    f"{tuple(logprobs_R.shape)}: return one number per row; the trainer averages"
+                )
         measurements["loss/entropy"] = entropy_R
         if is_old and batch.logprobs_R is not None:
             measurements |= _mismatch(denominator_R - batch.logprobs_R)
