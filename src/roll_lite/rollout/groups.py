@@ -43,7 +43,7 @@ class Groups:
         self.ready: dict[int, Group] = {}
         """Complete groups, by the order in which their prompts were drawn."""
         self.rewards: list[float] = []
-        """Of all samples scored since the last metrics, also in dropped groups."""
+        """Rewards of all samples scored since the last metrics, also in dropped groups."""
         self._checked: dict[int, int] = {}
         """The policy version at which a ready group was last checked for stale samples."""
         self._slots = Slots()

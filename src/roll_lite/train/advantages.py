@@ -19,6 +19,7 @@ parameters are its options on the command line. The return type says what an adv
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Literal, get_type_hints
 
 import torch
@@ -228,7 +229,7 @@ class AdvantageOptions:
         if not 0 <= (1.0 if self.gamma is None else self.gamma) <= 1 or not 0 <= self.lam <= 1:
             raise ValueError(f"gamma={self.gamma} and lam={self.lam} must lie between 0 and 1")
 
-    @property
+    @cached_property
     def estimator(self) -> Callable:
         return choose(ADVANTAGES, "advantage", self)
 

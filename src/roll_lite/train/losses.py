@@ -20,6 +20,7 @@ aggregation seq_mean_token_mean makes the batch's loss the mean over sequences.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Literal
 
 import torch
@@ -207,7 +208,7 @@ class LossOptions:
         read_only_if(corrects, f"correction={level}", self, "correction_cap")
         read_only_if(rejects, f"rejection={level}", self, "rejection_low", "rejection_high")
 
-    @property
+    @cached_property
     def function(self) -> Callable[..., LossResult]:
         return choose(LOSSES, "loss", self)
 
