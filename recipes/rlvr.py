@@ -64,7 +64,8 @@ class Config:
     """Hugging Face folder to start from."""
     data: tuple[str, ...] = ("reverse:5",)
     """What to learn: files of prompts, or tasks: addition:N (digits), reverse:N or counting:N
-    (letters), instructions:N (instructions per prompt). Several are mixed by weight, as in math.jsonl@0.7 code.jsonl@0.3."""
+    (letters), instructions:N (how many at once). Several are mixed by weight, as in
+    math.jsonl@0.7 code.jsonl@0.3."""
     steps: int = 40
     """Training steps: generate, score, train."""
     run_dir: str = field(default_factory=partial(default_folder, "rlvr"))
