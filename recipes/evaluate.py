@@ -15,10 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rlvr import INLINE, REWARDS
 
-from roll_lite import data
+from roll_lite import command, data
 from roll_lite.chat import Chat
 from roll_lite.checks import above, at_least, finite, read_only_if
 from roll_lite.cluster.cluster import Cluster
@@ -194,6 +193,4 @@ def table(metrics: dict[str, float], groups: list[Group], num_samples: int) -> s
 
 
 if __name__ == "__main__":
-    main(
-        tyro.cli(Config, description=__doc__.split("\n\n")[0], config=(tyro.conf.OmitArgPrefixes,))
-    )
+    command.run(main, Config, __doc__)

@@ -10,14 +10,11 @@ python recipes/rlvr.py --advantage gae --loss ppo ...       # PPO with a critic;
 python -m pdb recipes/rlvr.py ...      # one process: break anywhere, also in a reward
 """
 
-import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-import tyro
-
-from roll_lite import data
+from roll_lite import command, data
 from roll_lite.chat import Chat
 from roll_lite.checks import above, at_least, read_only_if, unread_with
 from roll_lite.cluster.cluster import Cluster
@@ -33,7 +30,7 @@ from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rewards import registry
 from roll_lite.rewards.maths import last_number
-from roll_lite.rollout.coordinator import Coordinator, NothingLeft
+from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.evaluation import Evaluation, EvaluationOptions
 from roll_lite.rollout.event_loop import rare_collections
 from roll_lite.rollout.metrics import describe_groups
@@ -41,7 +38,7 @@ from roll_lite.rollout.options import RolloutOptions
 from roll_lite.sync import WeightSync
 from roll_lite.train.advantages import AdvantageOptions
 from roll_lite.train.batch import TrainingSequence, equal_parts, pack
-from roll_lite.train.checkpoint import CheckpointOptions, Checkpoints, RunState
+from roll_lite.train.checkpoint import CheckpointOptions, RunState
 from roll_lite.train.kl import KLOptions
 from roll_lite.train.losses import CriticOptions, LossOptions, PolicyLoss, ValueLoss, critic_metrics
 from roll_lite.train.optimizer import TrainingOptions
@@ -226,6 +223,9 @@ FIXED = "model", "seed", "lora_rank", "lora_alpha", "lora_targets", "advantage"
 
 def main(cfg: Config) -> list[float]:
     """Returns the held-out pass rates, the first from before training or from where it resumed."""
+    if cfg.plan:
+        print(describe_plan(cfg))
+        return []
     with Cluster(cfg.device_map, cfg.device, **cfg.cluster_options) as cluster:
         prompts = data.Mixture(cfg.data, seed=f"rlvr-{cfg.seed}")
         held_out = []
@@ -248,68 +248,62 @@ def main(cfg: Config) -> list[float]:
                 reward_engines=rewards.engine_clients,
             )  # fmt: skip
             with rollout, rare_collections():
-                train(cfg, models, rollout, rewards, evaluation)
+                train(cfg, cluster, models, rollout, rewards, evaluation)
         print(f"model: {models.policy.export(f'{cfg.run_dir}/model')}")
     return evaluation.rates
 
 
 def train(
-    cfg: Config, models: Models, rollout: Coordinator, rewards: Rewards, evaluation: Evaluation
-) -> None:
-    state, checkpoint_every = AdvantageState(cfg.kl), cfg.checkpoints.checkpoint_every
-    checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.checkpoints.keep_last)
+    cfg: Config, cluster: Cluster, models: Models,
+    rollout: Coordinator, rewards: Rewards, evaluation: Evaluation,
+) -> None:  # fmt: skip
+    state, stop = AdvantageState(cfg.kl), cluster.stop_request()
     fixed = {name: value for name, value in flatten(cfg).items() if name in FIXED}
-    saved = RunState(checkpoints, models.trained, {"rollout": rollout, "advantages": state}, fixed)
-    done = saved.resume() if cfg.checkpoints.resume else None
-    run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
-    if done:
-        models.sync.sync(done)
-        rollout.set_version(done)
+    parts = {"rollout": rollout, "advantages": state}
+    saved = RunState(cfg.run_dir, cfg.checkpoints, models.trained, parts, fixed)
+    resumed_at = saved.resumed_at
+    run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=resumed_at)
+    if resumed_at:
+        models.sync.sync(resumed_at)
+        rollout.set_version(resumed_at)
     else:
         run.log(0, evaluation.run(rollout))
         run.note_samples(0, rollout.dropped())  # by the evaluation
     if cfg.runs_ahead:
         rollout.start()
-
-    for step in range((done or 0) + 1, cfg.steps + 1):
-        timer = StepTimer()
-        try:
+    stop.listen(rollout.stop)
+    with saved.kept(run, stop, lambda: run.note_samples(saved.step + 1, rollout.dropped())):
+        for step in range(saved.step + 1, cfg.steps + 1):
+            timer = StepTimer()
             groups = rollout.collect()
-        except NothingLeft:  # keep what was learnt, and the dropped samples to look at
+            timer.lap("rollout")
+            if cfg.engines_sleep:
+                models.engines.sleep()
+            sequences = prepare(groups, cfg, models, state)
+            timer.lap("prepare")
+            metrics = update(sequences, cfg, models, step)
+            timer.lap("train")
+            if cfg.engines_sleep:
+                models.engines.wake()
+            models.sync.sync(step, cfg.on_new_weights)
+            rollout.set_version(step)
+            saved.step = step
+            timer.lap("sync")
+            metrics |= describe_groups(groups) | rollout.metrics() | rewards.metrics()
+            if run.is_due(step, cfg.rollouts_every):
+                run.write_rollouts(step, groups)
             run.note_samples(step, rollout.dropped())
-            if step - 1 > (done or 0) and not run.is_due(step - 1, checkpoint_every):
-                print(f"wrote {saved.save(step - 1)}; --resume continues from it")
-                run.note("checkpoint", step=step - 1)
-            raise
-        timer.lap("rollout")
-        if cfg.engines_sleep:
-            models.engines.sleep()
-        sequences = prepare(groups, cfg, models, state)
-        timer.lap("prepare")
-        metrics = update(sequences, cfg, models, step)
-        timer.lap("train")
-        if cfg.engines_sleep:
-            models.engines.wake()
-        models.sync.sync(step, cfg.on_new_weights)
-        rollout.set_version(step)
-        timer.lap("sync")
-        metrics |= describe_groups(groups) | rollout.metrics() | rewards.metrics() | state.metrics
-        if run.is_due(step, cfg.rollouts_every):
-            run.write_rollouts(step, groups)
-        run.note_samples(step, rollout.dropped())
-        timer.lap("records")
-        metrics |= {"rollout/trained_samples": len(sequences)} | timer.metrics()
-        if run.is_due(step, cfg.evaluation.eval_every):
-            metrics |= evaluation.run(rollout)  # not part of the step's time
-            run.note_samples(step, rollout.dropped())
-        run.log(step, metrics)
-        if run.is_due(step, checkpoint_every):
-            start = time.perf_counter()
-            saved.save(step, higher=metrics.get("eval/pass@1"))
-            run.note("checkpoint", step=step, seconds=time.perf_counter() - start)
+            timer.lap("records")
+            metrics |= state.metrics | timer.metrics()
+            metrics["rollout/trained_samples"] = len(sequences)
+            if run.is_due(step, cfg.evaluation.eval_every):
+                metrics |= evaluation.run(rollout)  # not part of the step's time
+                run.note_samples(step, rollout.dropped())
+            run.log(step, metrics)
+            saved.end_step(run, step, higher=metrics.get("eval/pass@1"))
     run.close()
     if rates := evaluation.rates:
-        since = f", the first since step {done}" if done else ""
+        since = f", the first since step {resumed_at}" if resumed_at else ""
         print(f"held-out pass rate {rates[0]:.3f} -> {rates[-1]:.3f}{since}")
 
 
@@ -410,7 +404,4 @@ def describe_plan(cfg: Config) -> str:
 
 
 if __name__ == "__main__":
-    cfg = tyro.cli(
-        Config, description=__doc__.split("\n\n")[0], config=(tyro.conf.OmitArgPrefixes,)
-    )
-    print(describe_plan(cfg)) if cfg.plan else main(cfg)
+    command.run(main, Config, __doc__, fixed=FIXED)

@@ -8,6 +8,7 @@ from roll_lite.checks import at_least, finite
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.groups import refuse_all_failed
 from roll_lite.rollout.metrics import pass_rates
+from roll_lite.stopping import Stopped
 from roll_lite.types import Prompt, SamplingParams
 
 
@@ -44,12 +45,15 @@ class Evaluation:
         """Pass rates of all evaluations so far."""
 
     def run(self, rollout: Coordinator) -> dict[str, float]:
-        """Pass rates and seconds; empty without prompts."""
+        """Pass rates and seconds; empty without prompts, and when the run is to stop."""
         if not self._prompts:
             return {}
         start = time.perf_counter()
         num_samples = self._options.eval_samples
-        groups = rollout.answer(self._prompts, num_samples=num_samples, params=self._params)
+        try:
+            groups = rollout.answer(self._prompts, num_samples=num_samples, params=self._params)
+        except Stopped:  # the step itself is complete; its end notices the request
+            return {}
         refuse_all_failed(groups)
         metrics = pass_rates(groups, self._options.pass_reward)
         self.rates.append(metrics["eval/pass@1"])

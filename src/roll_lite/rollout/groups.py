@@ -15,10 +15,11 @@ from roll_lite.rollout.prompts import PromptQueue, Visit
 from roll_lite.rollout.record import read_group, write_group
 from roll_lite.rollout.sample import LOST, RunningGroup, SampleRunner
 from roll_lite.rollout.slots import Slots
+from roll_lite.stopping import Ended
 from roll_lite.types import Group, SamplingParams
 
 
-class NothingLeft(RuntimeError):
+class NothingLeft(Ended):
     """All groups of a step were dropped. Nothing is broken; other prompts may give groups."""
 
 

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Literal
 
+from roll_lite.stopping import Ended
 from roll_lite.types import Prompt
 
 WINDOW = 200
@@ -29,7 +30,7 @@ class RewardError(RuntimeError):
     """The reward raised an exception that cannot be pickled; the message holds its traceback."""
 
 
-class RewardsBroken(RuntimeError):
+class RewardsBroken(Ended):
     """The share of failed calls is too high: the rewards themselves are broken."""
 
 
