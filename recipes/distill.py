@@ -32,6 +32,7 @@ from roll_lite.sync import WeightSync
 from roll_lite.train.advantages import AdvantageOptions
 from roll_lite.train.batch import MicroBatch, TrainingSequence, pack
 from roll_lite.train.checkpoint import CheckpointOptions, RunState
+from roll_lite.train.defaults import choose_defaults
 from roll_lite.train.distillation import DistillLoss, pack_taught
 from roll_lite.train.encoding import check_vocabulary, encode_fitting
 from roll_lite.train.losses import PolicyLoss
@@ -69,8 +70,8 @@ class Config:
     """Learn from the student's own samples, by policy gradient on the teacher's logprobs."""
     samples_per_prompt: int = 4
     """on_policy: samples of each prompt."""
-    max_tokens: int = 16
-    """on_policy: longest reply, in tokens."""
+    max_tokens: int | None = None
+    """on_policy: longest reply, in tokens; None chooses by the model's size."""
     kv_cache_gib: float = 1.0
     """on_policy: KV cache of each engine, in GiB."""
     validation_data: str | None = None
@@ -128,6 +129,7 @@ def main(cfg: Config) -> None:
     config, role_configs = read_config(cfg.model), {"teacher": read_config(cfg.teacher)}
     options = {"roles": roles, "config": config, "role_configs": role_configs}
     with Cluster(device_map, cfg.device, **options) as cluster:
+        cfg = choose_defaults(cfg, lr="sft", **({"max_tokens": "reply"} if cfg.on_policy else {}))
         source = data.PROMPTS if cfg.on_policy else data.DIALOGUES
         rows = source.training(cfg.data, cfg.task, f"distill-{cfg.seed}")
         held_out = source.validation(cfg.validation_data, cfg.data, cfg.task, cfg.validation_rows)

@@ -21,6 +21,7 @@ from roll_lite.models.config import read_config
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.train.batch import MicroBatch, TrainingSequence
 from roll_lite.train.checkpoint import CheckpointOptions, RunState
+from roll_lite.train.defaults import choose_defaults
 from roll_lite.train.encoding import check_vocabulary, encode_preferences
 from roll_lite.train.optimizer import TrainingOptions
 from roll_lite.train.preference import DPOLoss, pack_pairs, with_reference
@@ -60,7 +61,7 @@ class Config:
     tp: int = 1
     """Tensor-parallel ranks per model."""
     loss: DPOLoss = DPOLoss()
-    training: TrainingOptions = TrainingOptions(lr=1e-4, warmup_steps=5)
+    training: TrainingOptions = TrainingOptions(warmup_steps=5)
     checkpoints: CheckpointOptions = CheckpointOptions()
 
     def __post_init__(self):
@@ -91,6 +92,7 @@ def main(cfg: Config) -> None:
     roles, configs = ["train", *others], {"config": read_config(cfg.model), "role_configs": others}
     device_map = " ".join(f"{role}=all,tp={cfg.tp}" for role in roles)
     with Cluster(device_map, cfg.device, roles=roles, **configs) as cluster:
+        cfg = choose_defaults(cfg, lr="preference")
         pairs = training_pairs(cfg)
         held_out = data.PREFERENCES.validation(
             cfg.validation_data, cfg.data, cfg.task, cfg.validation_pairs

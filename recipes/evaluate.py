@@ -34,6 +34,7 @@ from roll_lite.rollout.groups import refuse_all_failed
 from roll_lite.rollout.metrics import pass_rates
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.record import AnswerFile
+from roll_lite.train.defaults import choose_defaults
 from roll_lite.train.export import check_checkpoint, export_checkpoint
 from roll_lite.types import Group, Prompt, SamplingParams
 
@@ -50,8 +51,8 @@ class Config:
     """At most this many prompts of each source; None is all of a file and 256 of a task."""
     samples: int = 1
     """Replies to each prompt; more than one adds pass@k."""
-    max_tokens: int = 16
-    """Longest reply, in tokens."""
+    max_tokens: int | None = None
+    """Longest reply, in tokens; None chooses by the model's size, and prints it."""
     temperature: float | None = None
     """Sampling temperature; None is greedy for one sample and 1 for several."""
     top_k: int = 0
@@ -101,7 +102,7 @@ class Config:
     @property
     def params(self) -> SamplingParams:
         return SamplingParams(
-            max_tokens=self.max_tokens,
+            max_tokens=self.max_tokens or 1,  # chosen in main
             temperature=self.chosen_temperature,
             top_k=self.top_k,
             top_p=self.top_p,
@@ -121,6 +122,7 @@ def main(cfg: Config) -> dict[str, float]:
     device_map = cfg.device_map or " ".join(f"{role}=all" for role in roles)
     configs = {"config": read_config(cfg.model), "role_configs": cfg.rewards.reward_configs}
     with Cluster(device_map, cfg.device, roles=roles, **configs) as cluster:
+        cfg = choose_defaults(cfg, max_tokens="reply")
         prompts = data.held_out(cfg.data, cfg.prompts, of_tasks=256)
         registry.check_prompts(prompts, REWARDS | INLINE)
         answers = AnswerFile(f"{cfg.run_dir}/answers.jsonl", prompts, asked_with(cfg))

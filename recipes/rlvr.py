@@ -10,7 +10,7 @@ python recipes/rlvr.py --advantage gae --loss ppo ...       # PPO with a critic;
 python -m pdb recipes/rlvr.py ...      # one process: break anywhere, also in a reward
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -39,8 +39,16 @@ from roll_lite.sync import WeightSync
 from roll_lite.train.advantages import AdvantageOptions
 from roll_lite.train.batch import TrainingSequence, equal_parts, pack
 from roll_lite.train.checkpoint import CheckpointOptions, RunState
+from roll_lite.train.defaults import choose_defaults, reply_tokens
 from roll_lite.train.kl import KLOptions
-from roll_lite.train.losses import CriticOptions, LossOptions, PolicyLoss, ValueLoss, critic_metrics
+from roll_lite.train.losses import (
+    OF_SEQUENCES,
+    CriticOptions,
+    LossOptions,
+    PolicyLoss,
+    ValueLoss,
+    critic_metrics,
+)
 from roll_lite.train.optimizer import TrainingOptions
 from roll_lite.train.scorer import Scorer, score_over_ranks
 from roll_lite.train.sequences import (
@@ -94,7 +102,7 @@ class Config:
     """Print what the run would hold in memory and do in a step, and exit."""
     rollout: RolloutOptions = RolloutOptions()
     lengths: LengthOptions = LengthOptions()
-    training: TrainingOptions = TrainingOptions(lr=3e-4)
+    training: TrainingOptions = TrainingOptions()
     advantages: AdvantageOptions = AdvantageOptions()
     policy_loss: LossOptions = LossOptions()
     kl: KLOptions = KLOptions()
@@ -126,6 +134,12 @@ class Config:
                 f"advantage={chosen!r} needs {LACKING[chosen]}, which this recipe does not have; "
                 "use another advantage"
             )
+        loss = self.policy_loss.loss
+        if loss in OF_SEQUENCES and self.advantages.differs_by_token(self.kl.is_in("reward")):
+            raise ValueError(
+                f"loss={loss!r} has one advantage per sequence; advantage={chosen!r} gives each "
+                "token its own with these options; use loss=ppo or cispo, or advantage=grpo"
+            )
         critic = ("critic_lr", "value_clip", "critic_warmup_steps")
         read_only_if(self.advantages.needs_critic, "advantage='gae'", self.critic, *critic)
         if self.critic.critic_warmup_steps > self.steps > 0:
@@ -135,8 +149,9 @@ class Config:
             )
 
     def _check_sizes(self) -> None:
-        max_positions = read_config(self.model).max_positions
-        max_tokens, budget = self.lengths.max_tokens, self.training.tokens_per_microbatch
+        config, budget = read_config(self.model), self.training.tokens_per_microbatch
+        max_positions = config.max_positions
+        max_tokens = self.lengths.max_tokens or reply_tokens(config)
         if max_tokens >= min(max_positions, budget):
             raise ValueError(
                 f"max_tokens={max_tokens} must be below the model's {max_positions} positions and "
@@ -158,6 +173,20 @@ class Config:
         """A policy with adapters is its own reference, unless another is named."""
         has_own = self.training.lora_rank > 0 and self.kl.reference is None
         return self.kl.kl_coef > 0 and not has_own
+
+    @property
+    def chosen_advantages(self) -> AdvantageOptions:
+        """Kimi's advantage is not divided by the deviation, unless the options say so."""
+        is_open = self.advantages.divide_by_std is None and self.advantages.advantage == "grpo"
+        if self.policy_loss.loss == "kimi" and is_open:
+            return replace(self.advantages, divide_by_std=False)
+        return self.advantages
+
+    @property
+    def default_kinds(self) -> dict[str, str]:
+        """Options that depend on the model's size, where they are not given."""
+        critic = {"critic_lr": "critic"} if self.advantages.needs_critic else {}
+        return {"lr": "rl", "max_tokens": "reply"} | critic
 
     @property
     def runs_ahead(self) -> bool:
@@ -227,6 +256,7 @@ def main(cfg: Config) -> list[float]:
         print(describe_plan(cfg))
         return []
     with Cluster(cfg.device_map, cfg.device, **cfg.cluster_options) as cluster:
+        cfg = choose_defaults(cfg, **cfg.default_kinds)
         prompts = data.Mixture(cfg.data, seed=f"rlvr-{cfg.seed}")
         held_out = []
         if cfg.eval_sources:
@@ -350,7 +380,7 @@ def prepare(
         values=score(models.critic, "values") if models.critic else None,
         reference_logprobs=reference if cfg.kl.is_in("reward") else None,
     )
-    sequences = with_advantages(groups, cfg.advantages, scores, state)
+    sequences = with_advantages(groups, cfg.chosen_advantages, scores, state)
     if cfg.kl.is_in("loss"):
         sequences = with_field(sequences, "reference_logprobs", reference)
     if cfg.policy_loss.denominator == "old":
@@ -386,6 +416,7 @@ def update(
 
 def describe_plan(cfg: Config) -> str:
     """Memory and work of a step, computed without starting anything."""
+    cfg = choose_defaults(cfg, **cfg.default_kinds)
     chat, config = Chat(cfg.model), read_config(cfg.model)
     prompts = data.Mixture(cfg.data, seed=0)
     batch = BatchPlan(

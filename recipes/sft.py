@@ -20,6 +20,7 @@ from roll_lite.models.cost import SequenceCost
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.train.batch import TrainingSequence, pack
 from roll_lite.train.checkpoint import CheckpointOptions, RunState
+from roll_lite.train.defaults import choose_defaults
 from roll_lite.train.encoding import encode_dialogues, fit
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import TrainingOptions
@@ -90,6 +91,7 @@ def main(cfg: Config) -> None:
     device_map = cfg.device_map or f"train=all,tp={cfg.tp}"
     model_config = read_config(cfg.model)
     with Cluster(device_map, cfg.device, config=model_config, roles=["train"]) as cluster:
+        cfg = choose_defaults(cfg, lr="sft")
         rows = data.DIALOGUES.training(cfg.data, cfg.task, f"sft-{cfg.seed}", careless=cfg.careless)
         held_out = data.DIALOGUES.validation(
             cfg.validation_data, cfg.data, cfg.task, cfg.validation_dialogues

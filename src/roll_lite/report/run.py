@@ -23,6 +23,7 @@ import numpy as np
 
 from roll_lite.options import flatten
 from roll_lite.progress import ProgressBar
+from roll_lite.report.hints import Hints
 from roll_lite.types import Group, Sample
 
 HISTORY = "history"
@@ -52,6 +53,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         print(f"run folder: {self.folder}", flush=True)
         self._write_config(config, resumed_at or 0)
+        self._hints = Hints()
         self._bar = ProgressBar(num_steps, "steps")
         self._num_steps, self._width = num_steps, len(str(num_steps))
         self._board = _open_tensorboard(self.folder / "tensorboard", resumed_at)
@@ -74,6 +76,9 @@ class Run:
         ]
         self._bar.count = step
         self.print(f"step {step:>{self._width}}  " + "  ".join(parts))
+        for hint in self._hints.read(metrics):
+            self.print(f"hint: {hint}")
+            self.note("hint", step=step, text=hint)
 
     def print(self, text: str) -> None:
         """Print a line above the progress bar."""

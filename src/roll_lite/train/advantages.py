@@ -40,7 +40,10 @@ PerSample = Annotated[Tensor, "(S,)"]
 PerToken = Annotated[Tensor, "(R,)"]
 PerTurn = Annotated[list[list[float]], "a list for each sample"]
 
-DivideByStd = Annotated[bool, Doc("divide by the group's standard deviation; off is Dr. GRPO.")]
+DivideByStd = Annotated[
+    bool | None,
+    Doc("divide by the group's standard deviation; off is Dr. GRPO. None is off for loss kimi."),
+]
 Gamma = Annotated[float, Doc("discount from token to token (gigpo: from turn to turn).")]
 Lam = Annotated[float, Doc("lambda; 1 is return minus value, lower trusts the critic more.")]
 Baseline = Annotated[
@@ -49,12 +52,12 @@ Baseline = Annotated[
 StepWeight = Annotated[float, Doc("weight of a turn's advantage beside the episode's.")]
 
 
-def grpo(rewards_S: Tensor, groups_S: Tensor, *, divide_by_std: DivideByStd = True) -> PerSample:
+def grpo(rewards_S: Tensor, groups_S: Tensor, *, divide_by_std: DivideByStd = None) -> PerSample:
     """Reward minus the group's mean, over its (sample) standard deviation.
 
     Equal rewards, or a group of one, give 0. Without the division this is Dr. GRPO.
     """
-    return standardise(rewards_S, groups_S, divide_by_std=divide_by_std)
+    return standardise(rewards_S, groups_S, divide_by_std=divide_by_std is not False)
 
 
 def rloo(rewards_S: Tensor, groups_S: Tensor) -> PerSample:
@@ -117,7 +120,7 @@ def gigpo(
     *,
     gamma: Gamma = 0.95,
     step_weight: StepWeight = 1.0,
-    divide_by_std: DivideByStd = True,
+    divide_by_std: DivideByStd = None,
 ) -> PerTurn:
     """The episode's advantage in its group, plus that of the turn among its peers.
 
@@ -248,6 +251,11 @@ class AdvantageOptions:
     @property
     def reads_rewards(self) -> bool:
         return not {"rewards_S", "rewards_R", "scores_S"}.isdisjoint(self.inputs)
+
+    def differs_by_token(self, kl_in_reward: bool) -> bool:
+        """Whether the tokens of a sequence may have different advantages."""
+        has_discount = self.gamma not in (None, 1) or kl_in_reward
+        return self.advantage in ("gae", "gigpo", "opd") or (self.unit == PerToken and has_discount)
 
     @property
     def needs_critic(self) -> bool:
