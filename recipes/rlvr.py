@@ -10,6 +10,7 @@ python recipes/rlvr.py --advantage gae --loss ppo ...       # PPO with a critic;
 python -m pdb recipes/rlvr.py ...      # one process: break anywhere, also in a reward
 """
 
+import sys
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -19,8 +20,10 @@ from roll_lite.chat import Chat
 from roll_lite.checks import above, at_least, read_only_if, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.groups import device_bytes
-from roll_lite.cluster.planner import BatchPlan, plan, render
+from roll_lite.cluster.plan_report import render
+from roll_lite.cluster.planner import BatchPlan, Plan
 from roll_lite.cluster.role import RoleHandle, split
+from roll_lite.cluster.speed import Machine
 from roll_lite.engine.service import EngineService
 from roll_lite.models.config import read_config
 from roll_lite.models.cost import SequenceCost
@@ -99,7 +102,8 @@ class Config:
     """Write the samples of every N-th step, and of the last; 0 writes the last step only. A sampled
     token takes about 20 bytes."""
     plan: bool = False
-    """Print what the run would hold in memory and do in a step, and exit."""
+    """Print what the run would hold in memory and do in a step, and exit: with 1 if it would not
+    fit."""
     rollout: RolloutOptions = RolloutOptions()
     lengths: LengthOptions = LengthOptions()
     training: TrainingOptions = TrainingOptions()
@@ -209,6 +213,7 @@ class Config:
             "roles": ["train", "generate", *chosen, *self.rewards.reward_roles],
             "config": read_config(self.model),
             "role_configs": self.rewards.reward_configs | reference,
+            "auto_options": self.training.memory_options | {"engines_sleep": self.engines_sleep},
         }
 
 
@@ -253,8 +258,9 @@ FIXED = "model", "seed", "lora_rank", "lora_alpha", "lora_targets", "advantage"
 def main(cfg: Config) -> list[float]:
     """Returns the held-out pass rates, the first from before training or from where it resumed."""
     if cfg.plan:
-        print(describe_plan(cfg))
-        return []
+        planned, machine = make_plan(cfg)
+        print(render(planned, machine))
+        sys.exit(0 if planned.fits else 1)
     with Cluster(cfg.device_map, cfg.device, **cfg.cluster_options) as cluster:
         cfg = choose_defaults(cfg, **cfg.default_kinds)
         prompts = data.Mixture(cfg.data, seed=f"rlvr-{cfg.seed}")
@@ -414,24 +420,35 @@ def update(
     return combine(policy_updates) | of_critic
 
 
-def describe_plan(cfg: Config) -> str:
+def make_plan(cfg: Config) -> tuple[Plan, Machine | None]:
     """Memory and work of a step, computed without starting anything."""
     cfg = choose_defaults(cfg, **cfg.default_kinds)
-    chat, config = Chat(cfg.model), read_config(cfg.model)
+    chat, training = Chat(cfg.model), cfg.training
     prompts = data.Mixture(cfg.data, seed=0)
+    is_own_reference = cfg.kl.kl_coef > 0 and not cfg.loads_reference
     batch = BatchPlan(
         prompts_per_step=cfg.rollout.prompts_per_step,
         samples_per_prompt=cfg.rollout.samples_per_prompt,
         prompt_tokens=max(len(chat.encode(next(prompts).messages)) for _ in range(64)),
         reply_tokens=cfg.lengths.max_tokens,
-        tokens_per_microbatch=cfg.training.tokens_per_microbatch,
+        tokens_per_microbatch=training.tokens_per_microbatch,
         updates_per_step=cfg.updates_per_step,
+        epochs=cfg.epochs,
+        policy_scores=is_own_reference + (cfg.policy_loss.denominator == "old"),
+        max_staleness=cfg.rollout.max_staleness,
         kv_cache_gib=cfg.kv_cache_gib,
-        checkpointing=cfg.training.checkpointing,
-        moments=cfg.training.moments,
+        judge_cache_gib=cfg.rewards.judge_cache_gib,
+        engines_sleep=cfg.engines_sleep,
+        checkpointing=training.checkpointing,
+        moments=training.moments,
+        lora_rank=training.lora_rank,
+        lora_targets=training.lora_targets,
     )
-    cluster = Cluster(cfg.device_map, cfg.device, **cfg.cluster_options)  # not entered
-    return render(plan(config, cluster.device_map, batch, device_bytes(cluster.device)))
+    options = cfg.cluster_options
+    options["auto_options"]["must_fit"] = False
+    cluster = Cluster(cfg.device_map, cfg.device, **options)  # not entered
+    sizes = cluster.device_map, batch, device_bytes(cluster.device), options["role_configs"]
+    return Plan(options["config"], *sizes), cluster.machine
 
 
 if __name__ == "__main__":

@@ -1,29 +1,34 @@
-"""Plan a run without starting it: roles and bytes per rank, the work of a step, warnings.
+"""Plan a run without starting it: bytes per rank, the work and seconds of a step, what to change.
 
     python scripts/plan.py --model qwen3-8b --world-size 8
     python scripts/plan.py --model qwen3-8b --world-size 16 --device-map "train=0-7 generate=8-15"
-    python scripts/plan.py --model models/tiny --world-size 2 --device-gib None       # on a CPU
+    python scripts/plan.py --model qwen3-32b --lora-rank 16 --checkpointing full
+    python scripts/plan.py --model models/tiny --device-gib None --max-tokens 64      # on a CPU
 
-Needs no GPU, no torch and no download: only the name of a shape, or a folder's config.json.
+Needs no GPU, no torch and no download: only the name of a shape, or a folder's config.json. Exits
+with 1 if the run would not fit.
 """
 
+import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import tyro
 
-from roll_lite.checks import above, at_least
+from roll_lite.checks import above, at_least, unread_with
 from roll_lite.cluster.device_map import DeviceMap, auto_device_map, parse_device_map
-from roll_lite.cluster.planner import BatchPlan, plan, render
-from roll_lite.models.config import ModelConfig, read_config
-from roll_lite.models.presets import SHAPES, shape_config
+from roll_lite.cluster.plan_report import render
+from roll_lite.cluster.planner import BatchPlan, Plan
+from roll_lite.cluster.speed import Machine, known_gpu
+from roll_lite.models.config import ModelConfig
+from roll_lite.models.presets import planned_config
 
 
 @dataclass(kw_only=True)
 class Config:
     model: str = "qwen3-0.6b"
-    """Hugging Face folder, or smollm2-135m, qwen3-0.6b, qwen2.5-7b, qwen3-8b or llama-3.1-70b."""
+    """Hugging Face folder, or a shape: qwen3-0.6b, 1.7b, 4b, 8b, 14b, 32b, 30b-a3b or 235b-a22b;
+    llama-3.2-1b or 3b, llama-3.1-8b, 70b or 405b; qwen2.5-7b; smollm2-135m."""
     world_size: int = 8
     """Number of processes, one per device."""
     ranks_per_node: int = 8
@@ -31,9 +36,11 @@ class Config:
     device_map: str = "auto"
     """auto, or roles with their ranks: "train=0-3,tp=2 generate=4-7 reference=0-3"."""
     reference: bool = True
-    """With auto: whether the run has a reference model."""
+    """With auto: whether the run has a reference model; with LoRA the policy is its own."""
     device_gib: float | None = 80.0
     """Memory of one device; None means CPU: fp32, no limit."""
+    gpu: Literal["H100", "H200", "A100", "L40S", "B200"] = "H100"
+    """Kind of device, for the seconds of a step; its memory is device_gib."""
     prompts_per_step: int = 32
     """Prompts per step."""
     samples_per_prompt: int = 8
@@ -50,6 +57,12 @@ class Config:
     """Activation checkpointing: what the backward pass recomputes."""
     moments: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the optimizer's moments."""
+    lora_rank: int = 0
+    """Train LoRA adapters of this rank instead of all weights; 0 is off."""
+    engines_sleep: bool = False
+    """Engines give their memory to the trainer while it works."""
+    max_staleness: int = 0
+    """Above 0, engines on ranks of their own generate while the trainer works."""
     kv_cache_gib: float | None = None
     """KV cache per rank; None means what its samples need, or as much of that as fits."""
 
@@ -57,16 +70,10 @@ class Config:
         at_least(1, self, "world_size", "ranks_per_node", "max_tokens")
         if self.device_gib is not None:
             above(0, self, "device_gib")
+        if self.max_staleness:
+            unread_with("max_staleness above 0", self, "engines_sleep")
         batch_plan(self)
-        device_map(self, model_config(self.model))
-
-
-def model_config(model: str) -> ModelConfig:
-    if model in SHAPES:
-        return shape_config(model)
-    if not Path(model).is_dir():
-        raise ValueError(f"model={model!r} is neither a folder nor one of {', '.join(SHAPES)}")
-    return read_config(model)
+        device_map(self, planned_config(self.model))
 
 
 def device_bytes(cfg: Config) -> int | None:
@@ -76,8 +83,12 @@ def device_bytes(cfg: Config) -> int | None:
 def device_map(cfg: Config, config: ModelConfig) -> tuple[DeviceMap, list[str]]:
     """The device map, and the reasons for it."""
     if cfg.device_map == "auto":
-        roles = ["train", "generate", *(["reference"] if cfg.reference else [])]
-        return auto_device_map(cfg.world_size, config, device_bytes(cfg), roles, cfg.ranks_per_node)
+        has_reference = cfg.reference and not cfg.lora_rank  # which is its own
+        roles = ["train", "generate", *(["reference"] if has_reference else [])]
+        return auto_device_map(
+            cfg.world_size, config, device_bytes(cfg), roles, cfg.ranks_per_node,
+            engines_sleep=cfg.engines_sleep, must_fit=False, **batch_plan(cfg).train_options,
+        )  # fmt: skip
     chosen = parse_device_map(cfg.device_map, cfg.world_size)
     chosen.check(config)
     return chosen, ["as given"]
@@ -94,16 +105,25 @@ def batch_plan(cfg: Config) -> BatchPlan:
         kv_cache_gib=cfg.kv_cache_gib,
         checkpointing=cfg.checkpointing,
         moments=cfg.moments,
+        lora_rank=cfg.lora_rank,
+        policy_scores=int(cfg.reference and cfg.lora_rank > 0),
+        engines_sleep=cfg.engines_sleep,
+        max_staleness=cfg.max_staleness,
     )
 
 
-def main(cfg: Config) -> None:
-    config = model_config(cfg.model)
+def main(cfg: Config) -> bool:
+    """Returns whether the run would fit."""
+    config = planned_config(cfg.model)
     chosen, reasons = device_map(cfg, config)
     for reason in reasons:
         print(f"device map: {reason}")
-    print(render(plan(config, chosen, batch_plan(cfg), device_bytes(cfg))))
+    planned = Plan(config, chosen, batch_plan(cfg), device_bytes(cfg))
+    is_gpu = cfg.device_gib is not None
+    print(render(planned, Machine(known_gpu(cfg.gpu), cfg.ranks_per_node) if is_gpu else None))
+    return planned.fits
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__.split("\n\n")[0]))
+    fits = main(tyro.cli(Config, description=__doc__.split("\n\n")[0]))
+    sys.exit(0 if fits else 1)

@@ -34,7 +34,9 @@ def test_rates_go_by_size(toy_folder, monkeypatch, capsys):
     found = chosen(monkeypatch, cfg, "qwen3-0.6b")
     assert (found["lr"], found["max_tokens"]) == (2e-6, 1024)
     assert chosen(monkeypatch, cfg, "qwen3-8b")["lr"] == 1e-6
-    assert chosen(monkeypatch, config(toy_folder, lora_rank=4), "qwen3-8b")["lr"] == 1e-5
+    assert chosen(monkeypatch, config(toy_folder, lora_rank=4), "qwen3-8b")["lr"] == pytest.approx(
+        1e-5
+    )
     critic = config(toy_folder, advantage="gae", loss="ppo")
     assert chosen(monkeypatch, critic, "qwen3-8b")["critic_lr"] == 1e-5
 

@@ -213,6 +213,24 @@ def test_auto_raises_tp_on_smaller_devices_and_says_what_less_would_take():
     assert "tp=2 would take 37.0 GiB" in reasons[1]
 
 
+def test_auto_knows_adapters_and_engines_that_sleep():
+    """8B on 80 GiB: frozen 15.3 GiB and an engine of 19.8 fit; masters and moments never do. On
+    two ranks these take 61 GiB beside gradients and gathered weights, and 46 beside the engine."""
+    roles = ["train", "generate"]
+    for options, num_ranks in (({"lora_rank": 16}, 1), ({"engines_sleep": True}, 2)):
+        with pytest.raises(ValueError, match="do not fit on"):
+            auto_device_map(num_ranks, QWEN, 80 * GIB, roles)
+        device_map, _ = auto_device_map(num_ranks, QWEN, 80 * GIB, roles, **options)
+        assert device_map["generate"].tp == 1
+    device_map, reasons = auto_device_map(1, QWEN, 80 * GIB, roles, must_fit=False)
+    assert "of 72.0 GiB" in reasons[1]
+
+
+def test_a_map_is_written_as_it_is_read():
+    for text in ("train=0-3+6,tp=5 generate=all", "train=all,tp=4 generate=0-3"):
+        assert parse_device_map(text, 8 if "all," in text else 7).text == text
+
+
 def test_auto_places_no_engine_across_nodes():
     llama = shape_config("llama-3.1-70b")
     assert auto_device_map(64, llama, 80 * GIB, ALL_ROLES)[0]["generate"].tp == 8

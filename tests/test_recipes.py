@@ -131,6 +131,8 @@ def test_a_plan_starts_nothing(imitator, tmp_path, command):
     arguments = ["--model", f"{imitator}/model", "--plan", "--run-dir", str(tmp_path / "run")]
     code, printed = command(RECIPES / "rlvr.py", *arguments)
     assert code == 0 and "step: 32 prompts x 8 samples" in printed
+    code, printed = command(RECIPES / "rlvr.py", *arguments, "--kv-cache-gib", "1e-5")
+    assert code == 1 and "does not fit: rank 0 has a KV cache of" in printed
     assert not (tmp_path / "run").exists()
 
 

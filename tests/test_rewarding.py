@@ -10,6 +10,7 @@ import worker_rewards
 from conftest import make_reference, make_toy
 from test_rlvr import samples_of, steps_of
 
+from roll_lite.cluster.plan_report import render
 from roll_lite.cluster.rendezvous import Launch
 from roll_lite.options import from_flat
 from roll_lite.rewards.judge import judge_messages
@@ -115,7 +116,7 @@ def test_the_ranks_of_a_judge_are_checked_against_its_own_model(tiny_folder, tmp
         cfg = from_flat(
             rlvr.Config, model=str(tiny_folder), run_dir=str(tmp_path / "run"), **changes
         )
-        return rlvr.describe_plan(cfg)
+        return render(*rlvr.make_plan(cfg))
 
     for role, more in (("judge", {}), ("reference", {"kl_coef": 0.1})):
         device_map = f"train=all generate=all {role}=all,tp=2"

@@ -66,6 +66,21 @@ def rollout_with(engine, chat, reward, seed=0):
     return rollout_of(engine, chat, question_maker({"reverse": reward}), seed)
 
 
+def test_it_works_in_a_thread_with_an_event_loop_as_in_a_notebook(engine, chat):
+    def replies(seed):
+        with rollout_with(engine, chat, lambda prompt, reply: 1.0, seed) as rollout:
+            groups = rollout.answer(some_prompts(2), num_samples=2, params=params(chat))
+            again = rollout.answer(some_prompts(2), num_samples=2, params=params(chat))
+        return [sample.reply for group in (*groups, *again) for sample in group.samples]
+
+    async def cell():
+        with rollout_of(engine, chat, None) as rollout, pytest.raises(TypeError, match="NoneType"):
+            rollout.answer(some_prompts(1), num_samples=1, params=params(chat))
+        return replies(0)
+
+    assert asyncio.run(cell()) == replies(0) != replies(1)
+
+
 def test_every_sample_is_scored_once_with_its_own_text(engine, chat):
     seen = []
 

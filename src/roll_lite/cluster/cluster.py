@@ -25,9 +25,16 @@ from torch.futures import Future
 from roll_lite.cluster import wire
 from roll_lite.cluster.controller import Controller, LocalController
 from roll_lite.cluster.device_map import DeviceMap, auto_device_map, parse_device_map
-from roll_lite.cluster.groups import choose_device, device_bytes, make_places, start_group
+from roll_lite.cluster.groups import (
+    choose_device,
+    device_bytes,
+    device_name,
+    make_places,
+    start_group,
+)
 from roll_lite.cluster.rendezvous import read_launch, rendezvous
 from roll_lite.cluster.role import Method, RoleHandle
+from roll_lite.cluster.speed import Machine, known_gpu
 from roll_lite.cluster.watchdog import Heartbeat, Watchdog
 from roll_lite.cluster.wire import Mailbox, Post
 from roll_lite.cluster.worker import BUILD, RankCall, Worker
@@ -52,9 +59,11 @@ class Cluster:
         config: ModelConfig | None = None,
         roles: Sequence[str] = ("train", "generate"),
         role_configs: Mapping[str, ModelConfig] | None = None,
+        auto_options: Mapping[str, Any] | None = None,
         deadline: float = DEADLINE,
     ):
-        """`device_map` is the text of a map, or auto, which needs the model's `config`.
+        """`device_map` is the text of a map, or auto, which needs the model's `config` and has
+        `auto_options`, those of `auto_device_map`.
 
         With a `config`, the map is checked for the `roles` that the recipe uses; `role_configs`
         are the configs of roles with a model of their own. `deadline` is the number of seconds that
@@ -65,7 +74,9 @@ class Cluster:
         self.deadline = deadline
         self._launch = read_launch()
         self.device = choose_device(device, self._launch)
-        self.device_map, self._reasons = self._read_map(device_map, config, roles, role_configs)
+        self.device_map, self._reasons = self._read_map(
+            device_map, config, roles, role_configs, auto_options or {}
+        )
         needs_sync = "train" in self.device_map and "generate" in self.device_map
         self._all_roles = self.device_map.with_sync() if needs_sync else self.device_map
         self._worker = Worker(self._launch.rank, self.device)
@@ -78,6 +89,12 @@ class Cluster:
     @property
     def world_size(self) -> int:
         return self._launch.world_size
+
+    @property
+    def machine(self) -> Machine | None:
+        """For the planner: the GPU if its speed is known, and ranks per node."""
+        gpu = known_gpu(device_name(self.device))
+        return Machine(gpu, self._launch.local_world_size) if gpu else None
 
     def role(self, name: str, cls: type, **kwargs: Any) -> RoleHandle:
         """Make a worker object `cls(**kwargs)` on each rank of the role; waits until all are made.
@@ -124,13 +141,14 @@ class Cluster:
         config: ModelConfig | None,
         roles: Sequence[str],
         role_configs: Mapping[str, ModelConfig] | None,
+        auto_options: Mapping[str, Any],
     ) -> tuple[DeviceMap, list[str]]:
         """The checked device map, and the reasons if it was chosen automatically."""
         if text == "auto":
             if config is None:
                 raise ValueError("device_map='auto' needs config=, the model's configuration")
             size, node = device_bytes(self.device), self._launch.local_world_size
-            return auto_device_map(self.world_size, config, size, roles, ranks_per_node=node)
+            return auto_device_map(self.world_size, config, size, roles, node, **auto_options)
         device_map = parse_device_map(text, self.world_size)
         if config is not None:
             device_map.check(config, required=roles, role_configs=role_configs)

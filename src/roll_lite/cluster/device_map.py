@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
+from typing import Any
 
-from roll_lite.cluster.memory import engine_bytes, format_bytes, least_bytes, usable_bytes
+from roll_lite.cluster.memory import engine_bytes, format_bytes, least_memory, usable_bytes
 from roll_lite.models.config import ModelConfig
 
 SYNTAX = "write role=RANKS or role=RANKS,tp=N, with RANKS like 0-3, 5, 0-1+4-5 or all"
@@ -78,6 +79,16 @@ class DeviceMap:
         if outside:
             roles.append(Role("feed", tuple(sorted((train[0], *outside)))))
         return DeviceMap((*self.roles, *roles), self.world_size)
+
+    @property
+    def text(self) -> str:
+        """As `parse_device_map` reads it."""
+        return " ".join(self._role_text(role) for role in self.roles)
+
+    def _role_text(self, role: Role) -> str:
+        is_all = len(role.ranks) == self.world_size
+        ranks = "all" if is_all else format_ranks(role.ranks).replace(",", "+")
+        return f"{role.name}={ranks}" + (f",tp={role.tp}" if role.tp > 1 else "")
 
     def roles_of(self, rank: int) -> tuple[Role, ...]:
         return tuple(role for role in self.roles if rank in role.ranks)
@@ -214,14 +225,31 @@ def auto_device_map(
     device_bytes: int | None,
     roles: Sequence[str],
     ranks_per_node: int = 8,
+    *,
+    engines_sleep: bool = False,
+    must_fit: bool = True,
+    **train: Any,
 ) -> tuple[DeviceMap, list[str]]:
     """All roles on all ranks, with the smallest tp for generate that fits; also the reasons.
 
-    `device_bytes` is the memory of one device, None on a CPU.
+    `device_bytes` is the memory of one device, None on a CPU; `train` are options of
+    `train_memory`. If no tp fits, it is a ValueError, or without `must_fit` the largest.
     """
     tp, why = 1, "tp=1: on a CPU there is no device memory to save"
     if device_bytes is not None:
-        tp, why = _smallest_tp(world_size, config, device_bytes, roles, ranks_per_node)
+        others = least_memory(config, roles, world_size, **train)
+        idle = others.idle.total if engines_sleep else others.total
+        tp, why, fits = _smallest_tp(
+            _engine_sizes(world_size, config, roles, ranks_per_node),
+            others.total, idle, usable_bytes(device_bytes),
+        )  # fmt: skip
+        if must_fit and not fits:
+            raise ValueError(
+                f"{listing(roles, 'and')} do not fit on {world_size} ranks: with tp={tp}, the "
+                f"largest possible, {why}; use more ranks, larger devices or a smaller model "
+                "(scripts/plan.py says which options help)"
+            )
+        why = f"tp={tp}: {why}"
     ranks = tuple(range(world_size))
     chosen = tuple(Role(name, ranks, tp if name == "generate" else 1) for name in roles)
     device_map = DeviceMap(chosen, world_size)
@@ -230,28 +258,38 @@ def auto_device_map(
     return device_map, [f"{listing(roles, 'and')} on {where}", why]
 
 
-def _smallest_tp(
-    world_size: int, config: ModelConfig, device_bytes: int, roles: Sequence[str], node: int
-) -> tuple[int, str]:
-    """The smallest power of two at which an engine fits next to the other roles, and why."""
-    others, usable = least_bytes(config, roles, world_size), usable_bytes(device_bytes)
-    largest = gcd(world_size, *_sharded_sizes(config).values()) if "generate" in roles else 1
+def _engine_sizes(
+    world_size: int, config: ModelConfig, roles: Sequence[str], node: int
+) -> dict[int, int]:
+    """Bytes of an engine by its tp, for each power of two that is possible."""
+    if "generate" not in roles:
+        return {1: 0}
+    largest = gcd(world_size, *_sharded_sizes(config).values())
     if world_size > node:
         largest = gcd(largest, node)  # no engine spans two nodes
+    powers = [2**i for i in range(largest.bit_length()) if largest % 2**i == 0]
+    return {tp: engine_bytes(config, tp, USEFUL_CACHE_TOKENS) for tp in powers}
+
+
+def _smallest_tp(
+    engines: Mapping[int, int], others: int, idle: int, usable: int
+) -> tuple[int, str, bool]:
+    """The smallest tp at which an engine fits next to the other roles; why; whether one fits.
+
+    `idle` is what the other roles hold while the engine is awake.
+    """
     tried = ""
-    for tp in [2**i for i in range(largest.bit_length()) if largest % 2**i == 0]:
-        engine = engine_bytes(config, tp, USEFUL_CACHE_TOKENS) if "generate" in roles else 0
+    for tp, engine in engines.items():
+        total = max(others, idle + engine)
         needed = f"{format_bytes(others)} to train before any micro-batch"
         if engine:
             needed += f" and {format_bytes(engine)} to generate with {USEFUL_CACHE_TOKENS} tokens"
-        needed += f" take {format_bytes(others + engine)} of {format_bytes(usable)} per rank"
-        if others + engine <= usable:
-            return tp, f"tp={tp}: {needed}{tried}"
-        tried = f"; tp={tp} would take {format_bytes(others + engine)}"
-    raise ValueError(
-        f"{listing(roles, 'and')} do not fit on {world_size} ranks: with tp={tp}, the largest "
-        f"possible, {needed}; use more ranks, larger devices or a smaller model"
-    )
+        needed += " in turn" if idle < others else ""
+        needed += f" take {format_bytes(total)} of {format_bytes(usable)} per rank"
+        if total <= usable:
+            return tp, needed + tried, True
+        tried = f"; tp={tp} would take {format_bytes(total)}"
+    return tp, needed, False
 
 
 def divisors(number: int) -> list[int]:

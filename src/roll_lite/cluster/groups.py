@@ -64,6 +64,10 @@ def device_bytes(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if is_cuda else None
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
 def choose_backend(device: torch.device, launch: Launch) -> str:
     """nccl if each rank has a GPU of its own; ranks that share one need gloo."""
     if device.type == "cpu":

@@ -3,12 +3,14 @@
 `width` is the bytes of an element that models compute in: 2 (bf16) on a GPU, 4 (fp32) on a CPU.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 from roll_lite.models.config import ModelConfig
 from roll_lite.models.cost import (
+    adapter_parameters,
     block_bytes_per_token,
     count_parameters,
     kv_bytes_per_token,
@@ -22,6 +24,7 @@ LOGPROB_ROWS = 2048  # models/logprobs.py: rows that go through the head at once
 PAGE_TOKENS = 16  # tokens in a page of the engine's KV cache
 MAX_PREFILL_TOKENS = 32768  # of one engine step
 MAX_RUNNING = 1024  # samples that one engine decodes at once
+LORA_TARGETS = ("qkv", "out", "gate_up", "down")  # models/lora.py: all projections of a block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,11 @@ class RankMemory:
         resident = self.weights + self.gradients + self.optimizer + self.kv_cache
         return resident + self.gathered + self.activations
 
+    @property
+    def idle(self) -> "RankMemory":
+        """What stays while the role waits: a trainer keeps no gradients between its updates."""
+        return RankMemory(weights=self.weights, optimizer=self.optimizer, kv_cache=self.kv_cache)
+
 
 def train_memory(
     config: ModelConfig,
@@ -54,19 +62,35 @@ def train_memory(
     *,
     checkpointing: str = "none",
     moment_bytes: int = 4,
+    lora_rank: int = 0,
+    lora_targets: Collection[str] = LORA_TARGETS,
 ) -> RankMemory:
-    """FSDP2 over the role's ranks: fp32 masters and gradients, compute in `width`."""
-    counts = count_parameters(config)
-    shard = ceil(counts.total / num_ranks)
-    saved = tokens * saved_bytes_per_token(config, tp, width, checkpointing)
-    saved += _backward_bytes(config, tp, tokens, width, checkpointing)
+    """FSDP2 over the role's ranks: fp32 masters and gradients, compute in `width`.
+
+    With LoRA the model is frozen in `width`, and masters, gradients and moments are those of the
+    adapters. Inputs of projections without adapters are counted as kept, which is slightly too
+    much.
+    """
+    counts, targets = count_parameters(config), lora_targets if lora_rank else ()
+    adapters = adapter_parameters(config, lora_rank, targets)  # of a block
+    trained = config.num_layers * adapters if lora_rank else counts.total
+    shard = ceil(trained / num_ranks)
+    frozen = width * ceil(counts.total / num_ranks) if lora_rank else 0
+    per_token = saved_bytes_per_token(config, tp, width, checkpointing)
+    if checkpointing != "full":
+        per_token += config.num_layers * width * lora_rank * len(targets)
+    trained_block = adapters if lora_rank else counts.block
+    trained_head = 0 if lora_rank else config.vocab_size * config.hidden_size
+    saved = tokens * per_token + _backward_bytes(
+        config, tp, tokens, width, checkpointing, trained_block // tp, trained_head // tp
+    )
     # The root's gradients are reduced last (in `width` and fp32), after all activations are freed.
-    root_gradients = (width + 4) * counts.root // tp
+    root_gradients = 0 if lora_rank else (width + 4) * counts.root // tp
     return RankMemory(
-        weights=4 * shard,
+        weights=4 * shard + frozen,
         gradients=4 * shard,
         optimizer=2 * moment_bytes * shard,
-        gathered=gathered_bytes(config, tp, width),
+        gathered=gathered_bytes(config, tp, width, adapters),
         activations=max(saved, root_gradients),
     )
 
@@ -95,20 +119,33 @@ def engine_memory(
 
 
 def role_memory(
-    name: str, config: ModelConfig, num_ranks: int, tp: int, tokens: int, width: int
+    name: str,
+    config: ModelConfig,
+    num_ranks: int,
+    tp: int,
+    tokens: int,
+    width: int,
+    **train: Any,
 ) -> RankMemory:
-    """Memory of a role on each of its ranks for passes of `tokens`; without the KV cache."""
+    """Memory of a role on each of its ranks for passes of `tokens`; without the KV cache.
+
+    `train` are options of `train_memory`; a critic has no adapters.
+    """
+    sizes = num_ranks, tp, tokens, width
+    if name == "train":
+        return train_memory(config, *sizes, **train)
+    if name == "critic":  # slightly too much: its head is smaller
+        return train_memory(config, *sizes, **train | {"lora_rank": 0})
     known = {
-        "train": train_memory,
-        "critic": train_memory,  # slightly too much: its head is smaller
         "generate": engine_memory,
         "reference": reference_memory,
-        "judge": engine_memory,  # judge and reward model are assumed to be as large as the policy
+        "judge": engine_memory,
         "reward_model": reference_memory,
     }
     if name not in known:
-        raise ValueError(f"the memory of role {name} is not known; known are {', '.join(known)}")
-    return known[name](config, num_ranks, tp, tokens, width)
+        names = ", ".join(("train", "critic", *known))
+        raise ValueError(f"the memory of role {name} is not known; known are {names}")
+    return known[name](config, *sizes)
 
 
 def engine_bytes(config: ModelConfig, tp: int, cache_tokens: int, width: int = 2) -> int:
@@ -117,23 +154,35 @@ def engine_bytes(config: ModelConfig, tp: int, cache_tokens: int, width: int = 2
     return weights + cache_tokens * kv_bytes_per_token(config, tp, width)
 
 
-def gathered_bytes(config: ModelConfig, tp: int, width: int) -> int:
-    """The root stays gathered from forward to backward, beside a block and the prefetched next."""
+def gathered_bytes(config: ModelConfig, tp: int, width: int, adapters: int = 0) -> int:
+    """The root stays gathered from forward to backward, beside a block and the prefetched next.
+
+    `adapters` are the parameters that LoRA adds to a block.
+    """
     counts = count_parameters(config)
-    return width * (counts.root + min(2, config.num_layers) * counts.block) // tp
+    return width * (counts.root + min(2, config.num_layers) * (counts.block + adapters)) // tp
 
 
 def _backward_bytes(
-    config: ModelConfig, tp: int, num_tokens: int, width: int, checkpointing: str
+    config: ModelConfig,
+    tp: int,
+    num_tokens: int,
+    width: int,
+    checkpointing: str,
+    trained_block: int,
+    trained_head: int,
 ) -> int:
-    """Peak of the backward pass beyond what forward saved: in the head or in a block."""
+    """Peak of the backward pass beyond what forward saved: in the head or in a block.
+
+    `trained_block` and `trained_head` are parameters with a gradient on this rank.
+    """
     H, V = config.hidden_size, config.vocab_size // tp
     # Head, in chunks of rows: a chunk's logits, which become their gradient; the head's gradient
     # in fp32, and what a chunk adds to it; the gradient of the hidden states.
-    head = width * LOGPROB_ROWS * V + (4 + width) * V * H + num_tokens * width * H
+    head = width * LOGPROB_ROWS * V + (4 + width) * trained_head + num_tokens * width * H
     # Block: its unsharded gradients in `width`, and in fp32 to be reduced; the head's gradient;
     # gradients of activations.
-    block = (width + 4) * count_parameters(config).block // tp + width * V * H
+    block = (width + 4) * trained_block + width * trained_head
     block += num_tokens * workspace_bytes_per_token(config, tp, width)
     if checkpointing != "none":  # recomputed activations
         block += num_tokens * block_bytes_per_token(config, tp, width)
@@ -154,10 +203,12 @@ def together(memories: Iterable[RankMemory]) -> RankMemory:
     )
 
 
-def least_bytes(config: ModelConfig, roles: Iterable[str], num_ranks: int) -> int:
+def least_memory(
+    config: ModelConfig, roles: Iterable[str], num_ranks: int, **train: Any
+) -> RankMemory:
     """All roles but generate, on all GPU ranks, before any micro-batch."""
     names = [name for name in roles if name != "generate"]
-    return together(role_memory(name, config, num_ranks, 1, 0, 2) for name in names).total
+    return together(role_memory(name, config, num_ranks, 1, 0, 2, **train) for name in names)
 
 
 def usable_bytes(device_bytes: int) -> int:

@@ -1,35 +1,35 @@
 """Plans a run before it starts: roles, bytes and work of every rank. No torch, no device.
 
-print(render(plan(config, device_map, BatchPlan(), device_bytes=80 * 2**30)))
+print(render(Plan(config, device_map, BatchPlan(), device_bytes=80 * 2**30)))  # in plan_report
 """
 
-from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, Literal
 
 from roll_lite.checks import above, at_least, check_choices
-from roll_lite.cluster.device_map import DeviceMap, Role, format_ranks, format_table, listing
+from roll_lite.cluster.device_map import DeviceMap, Role, format_ranks
 from roll_lite.cluster.memory import (
+    LORA_TARGETS,
     MAX_RUNNING,
     PAGE_TOKENS,
-    USABLE,
     RankMemory,
     format_bytes,
     role_memory,
     together,
-    train_memory,
     usable_bytes,
 )
-from roll_lite.models.config import ModelConfig
-from roll_lite.models.cost import count_parameters, kv_bytes_per_token
+from roll_lite.models.config import MixtureConfig, ModelConfig
+from roll_lite.models.cost import kv_bytes_per_token
 
 CPU_CACHE_GIB = 1.0  # default of kv_cache_gib on a CPU
+ENGINES = ("generate", "judge", "reward_model")  # roles that work while samples are generated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """The work of one step, with all samples at their maximum length."""
+    """The work of one step, with all samples at their maximum length, and what saves memory."""
 
     prompts_per_step: int = 32
     samples_per_prompt: int = 8
@@ -37,15 +37,30 @@ class BatchPlan:
     reply_tokens: int = 1024
     tokens_per_microbatch: int = 16384
     updates_per_step: int = 1
+    epochs: int = 1
+    """Passes over the samples of a step."""
+    policy_scores: int = 0
+    """Forward passes of the policy before the update, for old or reference logprobs."""
+    max_staleness: int = 0
+    """Above 0, engines with ranks of their own generate while the trainer works."""
     kv_cache_gib: float | None = None
     """Per rank; None is what all samples of a replica need, or as much of that as is free."""
+    judge_cache_gib: float = 0.0
+    """KV cache of a judge, per rank."""
+    engines_sleep: bool = False
+    """Engines have no weights and no KV cache while the trainer works."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """What the backward pass recomputes."""
     moments: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the optimizer's moments."""
+    lora_rank: int = 0
+    """0 trains all weights."""
+    lora_targets: tuple[str, ...] = LORA_TARGETS
 
     def __post_init__(self):
-        at_least(1, self, *(f.name for f in fields(self) if f.type is int))
+        numbers = [field for field in fields(self) if field.type is int]
+        at_least(0, self, *(field.name for field in numbers if field.default == 0))
+        at_least(1, self, *(field.name for field in numbers if field.default > 0))
         check_choices(self)
         if self.kv_cache_gib is not None:
             above(0, self, "kv_cache_gib")
@@ -63,10 +78,20 @@ class BatchPlan:
         """Tokens of a sample in a micro-batch: its last token is only a target."""
         return self.sample_tokens - 1
 
+    @property
+    def train_options(self) -> dict[str, Any]:
+        """Keyword arguments of `train_memory`."""
+        return {
+            "checkpointing": self.checkpointing,
+            "moment_bytes": 4 if self.moments == "float32" else 2,
+            "lora_rank": self.lora_rank,
+            "lora_targets": self.lora_targets,
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Work per rank in one step: the largest share if uneven; 0 without the role."""
+    """Work per rank in one pass over a step: the largest share if uneven; 0 without the role."""
 
     samples_per_rank: int
     """Per data-parallel rank of train."""
@@ -82,21 +107,28 @@ class RankPlan:
 
     ranks: tuple[int, ...]
     roles: tuple[str, ...]
-    memory: RankMemory
+    phases: Mapping[str, RankMemory]
+    """What they hold and when: with engines that sleep there are two phases."""
+    needed: int
+    """Peak with a KV cache of its fixed size, or of one sample."""
     samples_at_once: int
     """Full-length samples that fit the engine's KV cache; 0 without an engine."""
 
+    @property
+    def memory(self) -> RankMemory:
+        """At the peak."""
+        return max(self.phases.values(), key=lambda memory: memory.total)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class Plan:
     config: ModelConfig
     device_map: DeviceMap
     batch: BatchPlan
     device_bytes: int | None
     """None on a CPU: fp32, no limit."""
-    step: StepPlan
-    ranks: tuple[RankPlan, ...] = ()
-    warnings: tuple[str, ...] = ()
+    role_configs: Mapping[str, ModelConfig] = field(default_factory=dict)
+    """Models of roles that are not the policy's."""
 
     @property
     def width(self) -> int:
@@ -104,204 +136,191 @@ class Plan:
         return 4 if self.device_bytes is None else 2
 
     @property
-    def cached_bytes(self) -> int:
+    def sample_bytes(self) -> int:
         """KV cache of one sample on one rank: whole pages, no shared prompt."""
-        tokens = _share(self.batch.sample_tokens, PAGE_TOKENS) * PAGE_TOKENS
+        tokens = share(self.batch.sample_tokens, PAGE_TOKENS) * PAGE_TOKENS
         return tokens * kv_bytes_per_token(self.config, self.device_map["generate"].tp, self.width)
 
+    @property
+    def fixed_cache(self) -> int | None:
+        """Bytes of an engine's KV cache on each of its ranks, if they do not depend on what is
+        free."""
+        gib = self.batch.kv_cache_gib
+        is_fixed = gib is not None or self.device_bytes is None
+        return int((gib or CPU_CACHE_GIB) * 2**30) if is_fixed else None
 
-def plan(
-    config: ModelConfig, device_map: DeviceMap, batch: BatchPlan, device_bytes: int | None
-) -> Plan:
-    """Plan a run; warnings name what does not fit and which ranks would wait."""
-    draft = Plan(config, device_map, batch, device_bytes, _plan_step(device_map, batch))
-    draft = replace(draft, ranks=_plan_ranks(draft))
-    return replace(draft, warnings=(*_does_not_fit(draft), *_waiting_ranks(draft)))
+    @cached_property
+    def step(self) -> StepPlan:
+        return _plan_step(self.device_map, self.batch)
+
+    @cached_property
+    def ranks(self) -> tuple[RankPlan, ...]:
+        return _plan_ranks(self)
+
+    @property
+    def needed(self) -> int:
+        """Bytes that the fullest rank needs."""
+        return max(part.needed for part in self.ranks)
+
+    @property
+    def fits_devices(self) -> bool:
+        return self.device_bytes is None or self.needed <= usable_bytes(self.device_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+    @cached_property
+    def problems(self) -> tuple[str, ...]:
+        """Why this cannot run."""
+        return tuple(_problems(self))
+
+    @cached_property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(_warnings(self))
 
 
 def _plan_step(device_map: DeviceMap, batch: BatchPlan) -> StepPlan:
     num_trainers = device_map["train"].num_replicas if "train" in device_map else 0
     num_engines = device_map["generate"].num_replicas if "generate" in device_map else 0
-    in_update = _share(_share(batch.num_samples, batch.updates_per_step), num_trainers)
+    in_update = share(share(batch.num_samples, batch.updates_per_step), num_trainers)
     in_microbatch = max(1, batch.tokens_per_microbatch // batch.packed_tokens)
     return StepPlan(
         samples_per_rank=in_update * batch.updates_per_step,
         tokens_per_rank=in_update * batch.updates_per_step * batch.sample_tokens,
-        microbatches_per_rank=_share(in_update, in_microbatch) * batch.updates_per_step,
-        samples_per_replica=_share(batch.num_samples, num_engines),
+        microbatches_per_rank=share(in_update, in_microbatch) * batch.updates_per_step,
+        samples_per_replica=share(batch.num_samples, num_engines),
     )
 
 
-def _share(total: int, num_parts: int) -> int:
+def share(total: int, num_parts: int) -> int:
     """The largest part of an even split; 0 without parts."""
     return -(-total // num_parts) if num_parts else 0
 
 
-def _role_memory(draft: Plan, role: Role, microbatch: int | None = None) -> RankMemory:
+def _role_memory(plan: Plan, role: Role) -> RankMemory:
     """Memory of one role on one of its ranks, without the KV cache."""
-    batch = draft.batch
+    batch = plan.batch
     if role.name == "generate":
-        tokens = draft.step.samples_per_replica * batch.prompt_tokens
+        tokens = plan.step.samples_per_replica * batch.prompt_tokens
     else:
-        samples = _share(_share(batch.num_samples, batch.updates_per_step), role.num_replicas)
-        limit = batch.tokens_per_microbatch if microbatch is None else microbatch
-        tokens = min(limit, samples * batch.packed_tokens)
-    sizes = len(role.ranks), role.tp, tokens, draft.width
-    if role.name == "train":
-        moment_bytes = 4 if batch.moments == "float32" else 2
-        options = {"checkpointing": batch.checkpointing, "moment_bytes": moment_bytes}
-        return train_memory(draft.config, *sizes, **options)
-    return role_memory(role.name, draft.config, *sizes)
+        samples = share(share(batch.num_samples, batch.updates_per_step), role.num_replicas)
+        tokens = min(batch.tokens_per_microbatch, samples * batch.packed_tokens)
+    config = plan.role_configs.get(role.name, plan.config)
+    sizes = len(role.ranks), role.tp, tokens, plan.width
+    held = role_memory(role.name, config, *sizes, **batch.train_options)
+    return replace(held, kv_cache=int(batch.judge_cache_gib * 2**30 * (role.name == "judge")))
 
 
-def _plan_ranks(draft: Plan) -> tuple[RankPlan, ...]:
+def _phases(plan: Plan, names: tuple[str, ...], parts: dict[str, RankMemory]) -> tuple:
+    """Memory of these roles while the engine is awake, and while it sleeps, if it does."""
+    if not (plan.batch.engines_sleep and "generate" in names and len(names) > 1):
+        return (together(parts[name] for name in names),)
+    awake = together(parts[name] if name in ENGINES else parts[name].idle for name in names)
+    return awake, together(parts[name] for name in names if name != "generate")
+
+
+def _plan_ranks(plan: Plan) -> tuple[RankPlan, ...]:
     """Memory of all ranks, grouped by roles and KV cache."""
-    device_map, num_samples = draft.device_map, draft.step.samples_per_replica
-    parts = {role.name: _role_memory(draft, role) for role in device_map.roles}
+    device_map = plan.device_map
+    parts = {role.name: _role_memory(plan, role) for role in device_map.roles}
     roles: dict[int, tuple[str, ...]] = dict.fromkeys(range(device_map.world_size), ())
     for role in device_map.roles:
         for rank in role.ranks:
             roles[rank] += (role.name,)
-    held = {names: together(parts[name] for name in names) for names in set(roles.values())}
-    caches, sample_bytes = dict.fromkeys(roles, 0), 1
+    phases = {names: _phases(plan, names, parts) for names in set(roles.values())}
+    caches = dict.fromkeys(roles, 0)
     if "generate" in device_map:
-        sample_bytes = draft.cached_bytes
         for replica in device_map["generate"].replicas:
-            fullest = max(held[roles[rank]].total for rank in replica)
-            caches |= dict.fromkeys(replica, _cache_bytes(draft, fullest))
+            fullest = max(phases[roles[rank]][0].total for rank in replica)
+            caches |= dict.fromkeys(replica, _cache_bytes(plan, fullest))
     groups: dict[tuple[tuple[str, ...], int], list[int]] = {}
     for rank in roles:
         groups.setdefault((roles[rank], caches[rank]), []).append(rank)
     return tuple(
-        RankPlan(
-            ranks=tuple(ranks),
-            roles=names,
-            memory=replace(held[names], kv_cache=cache),
-            samples_at_once=min(cache // sample_bytes, num_samples, MAX_RUNNING),
-        )
+        _rank_plan(plan, ranks, names, cache, *phases[names])
         for (names, cache), ranks in groups.items()
     )
 
 
-def _cache_bytes(draft: Plan, held: int) -> int:
+def _rank_plan(
+    plan: Plan,
+    ranks: list[int],
+    names: tuple[str, ...],
+    cache: int,
+    awake: RankMemory,
+    asleep: RankMemory | None = None,
+) -> RankPlan:
+    holds = "+".join(names) or "nothing"
+    phases = {holds: replace(awake, kv_cache=awake.kv_cache + cache)}
+    at_once = least = 0
+    if "generate" in names:
+        at_once = min(cache // plan.sample_bytes, plan.step.samples_per_replica, MAX_RUNNING)
+        least = plan.sample_bytes if plan.fixed_cache is None else cache
+    needed = awake.total + least
+    if asleep is not None:
+        phases = {f"{holds}, engine awake": phases[holds], f"{holds}, engine asleep": asleep}
+        needed = max(needed, asleep.total)
+    return RankPlan(
+        ranks=tuple(ranks), roles=names, phases=phases, needed=needed, samples_at_once=at_once
+    )
+
+
+def _cache_bytes(plan: Plan, held: int) -> int:
     """KV cache on each rank of an engine, beside the bytes `held` by the fullest of its ranks."""
-    gib = draft.batch.kv_cache_gib
-    if gib is not None or draft.device_bytes is None:
-        return int((gib or CPU_CACHE_GIB) * 2**30)
-    wanted = draft.step.samples_per_replica * draft.cached_bytes
-    return max(0, min(wanted, usable_bytes(draft.device_bytes) - held))
+    if plan.fixed_cache is not None:
+        return plan.fixed_cache
+    wanted = plan.step.samples_per_replica * plan.sample_bytes
+    return max(0, min(wanted, usable_bytes(plan.device_bytes) - held))
 
 
-def _does_not_fit(draft: Plan) -> Iterator[str]:
-    """Warnings about what does not fit the model, a micro-batch or a device."""
-    batch, limit = draft.batch, draft.config.max_positions
+def _problems(plan: Plan) -> Iterator[str]:
+    """What does not fit the model, a micro-batch, a KV cache or a device."""
+    batch, limit = plan.batch, plan.config.max_positions
     if batch.sample_tokens > limit:
         yield (
             f"a sample of {batch.sample_tokens} tokens exceeds the model's {limit} positions; "
-            "lower prompt_tokens or reply_tokens"
+            "lower prompt_tokens or max_tokens"
         )
-    if "train" in draft.device_map and batch.packed_tokens > batch.tokens_per_microbatch:
+    if "train" in plan.device_map and batch.packed_tokens > batch.tokens_per_microbatch:
         yield (
             f"a sample of {batch.packed_tokens} tokens does not fit a micro-batch; raise "
             f"tokens_per_microbatch={batch.tokens_per_microbatch}"
         )
-    usable = usable_bytes(draft.device_bytes or 0)
-    for part in draft.ranks:
-        ranks, total = f"ranks {format_ranks(part.ranks)}", part.memory.total
-        if draft.device_bytes is not None and total > usable:
-            room = f"{format_bytes(usable)} of {format_bytes(draft.device_bytes)}"
-            yield f"{ranks} need {format_bytes(total)} but have {room}; {_remedy(draft, part)}"
+    for part in plan.ranks:
+        ranks = f"each of ranks {format_ranks(part.ranks)}"
+        if len(part.ranks) == 1:
+            ranks = f"rank {part.ranks[0]}"
+        if plan.device_bytes is not None and part.needed > usable_bytes(plan.device_bytes):
+            usable, whole = usable_bytes(plan.device_bytes), plan.device_bytes
+            yield (
+                f"{ranks} needs {format_bytes(part.needed)} but has "
+                f"{format_bytes(usable)} of {format_bytes(whole)}"
+            )
         elif "generate" in part.roles and not part.samples_at_once:
-            cache, sample = format_bytes(part.memory.kv_cache), format_bytes(draft.cached_bytes)
-            is_free = batch.kv_cache_gib is None and draft.device_bytes is not None
-            remedy = _remedy(draft, part) if is_free else "raise kv_cache_gib"
-            yield f"{ranks}: a cache of {cache} holds no sample, which takes {sample}; {remedy}"
+            cache, sample = format_bytes(plan.fixed_cache), format_bytes(plan.sample_bytes)
+            yield (
+                f"{ranks} has a KV cache of {cache}, which holds no sample of {sample}; raise "
+                "kv_cache_gib"
+            )
 
 
-def _remedy(draft: Plan, part: RankPlan) -> str:
-    """Options that make room on these ranks, at least for one sample in the KV cache."""
-    remedies, batch, tokens = [], draft.batch, _fitting_tokens(draft, part)
-    if batch.packed_tokens <= tokens < batch.tokens_per_microbatch:
-        remedies.append(f"lower tokens_per_microbatch to {tokens}")
-    if "train" in part.roles and batch.checkpointing != "full":
-        remedies.append("set checkpointing=full")
-    if batch.kv_cache_gib is not None and "generate" in part.roles:
-        remedies.append(f"lower kv_cache_gib={batch.kv_cache_gib}")
-    if parallel := [name for name in part.roles if name != "reference"]:
-        remedies.append(f"raise the tp of {' and '.join(parallel)}")
-    return listing([*remedies, "use more or larger devices"], "or")
-
-
-def _fitting_tokens(draft: Plan, part: RankPlan) -> int:
-    """The largest tokens_per_microbatch that fits these ranks; -1 if none does."""
-    roles = [draft.device_map[name] for name in part.roles]
-    one_sample = draft.cached_bytes if "generate" in part.roles else 0
-
-    def total(tokens: int) -> int:
-        held = together(_role_memory(draft, role, tokens) for role in roles).total
-        return held + max(part.memory.kv_cache, one_sample)
-
-    usable = usable_bytes(draft.device_bytes or 0)
-    return bisect_right(range(draft.batch.tokens_per_microbatch + 1), usable, key=total) - 1
-
-
-def _waiting_ranks(draft: Plan) -> Iterator[str]:
-    """Warnings about ranks that wait for ranks with more samples."""
-    device_map, batch = draft.device_map, draft.batch
+def _warnings(plan: Plan) -> Iterator[str]:
+    """What cannot run yet, and ranks that wait for ranks with more samples."""
+    device_map, batch = plan.device_map, plan.batch
+    if isinstance(plan.config, MixtureConfig):
+        yield "a mixture of experts is planned only, and cannot be trained yet"
     if "generate" in device_map:
         yield from _uneven(batch.num_samples, device_map["generate"].num_replicas, "engines")
     if "train" in device_map:
-        in_update = _share(batch.num_samples, batch.updates_per_step)
+        in_update = share(batch.num_samples, batch.updates_per_step)
         yield from _uneven(in_update, device_map["train"].num_replicas, "ranks of train")
 
 
 def _uneven(num_samples: int, num_parts: int, what: str) -> Iterator[str]:
     if fewer := -num_samples % num_parts:
-        share = _share(num_samples, num_parts)
+        most = share(num_samples, num_parts)
         yield (
             f"{num_samples} samples do not divide over {num_parts} {what}: {fewer} get "
-            f"{share - 1} and wait for those with {share}; use a multiple of {num_parts}"
+            f"{most - 1} and wait for those with {most}; use a multiple of {num_parts}"
         )
-
-
-def render(plan: Plan) -> str:
-    """The plan as text, with one line for ranks that hold the same."""
-    step, batch, counts = plan.step, plan.batch, count_parameters(plan.config)
-    dtype, device = "fp32", "CPU, no limit"
-    if plan.device_bytes is not None:
-        dtype, device = "bf16", f"{format_bytes(plan.device_bytes)}, planned to {USABLE:.0%}"
-    lines = [
-        f"model: {counts.total:,} parameters, {format_bytes(plan.width * counts.total)} in {dtype}",
-        f"device: {device}",
-        "",
-        str(plan.device_map),
-        "",
-        _memory_table(plan.ranks),
-        "",
-        f"step: {batch.prompts_per_step} prompts x {batch.samples_per_prompt} samples of up to "
-        f"{batch.sample_tokens:,} tokens: {batch.num_samples:,} samples, "
-        f"{batch.num_samples * batch.sample_tokens:,} tokens",
-    ]
-    if step.samples_per_rank:
-        lines.append(
-            f"train, per data-parallel rank: {step.samples_per_rank:,} samples, "
-            f"{step.tokens_per_rank:,} tokens, {step.microbatches_per_rank:,} micro-batches of up "
-            f"to {batch.tokens_per_microbatch:,} tokens, updates_per_step={batch.updates_per_step}"
-        )
-    if step.samples_per_replica:
-        at_once = sorted({part.samples_at_once for part in plan.ranks if "generate" in part.roles})
-        lines.append(
-            f"generate, per engine: {step.samples_per_replica:,} samples, "
-            f"{listing(at_once, 'or')} of them at once"
-        )
-    return "\n".join([*lines, "", *(f"warning: {text}" for text in plan.warnings)]).rstrip()
-
-
-def _memory_table(parts: tuple[RankPlan, ...]) -> str:
-    columns = [field.name for field in fields(RankMemory)]
-    rows = [["ranks", "holds", *(name.replace("_", " ") for name in columns), "total"]]
-    for part in parts:
-        sizes = [format_bytes(getattr(part.memory, name)) for name in columns]
-        holds = "+".join(part.roles) or "nothing"
-        rows.append([format_ranks(part.ranks), holds, *sizes, format_bytes(part.memory.total)])
-    return format_table(rows)

@@ -1,7 +1,7 @@
 """The shape of a decoder, read from a Hugging Face config.json."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
@@ -55,6 +55,15 @@ class ModelConfig:
         return self.num_heads // self.num_kv_heads
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureConfig(ModelConfig):
+    """A mixture of experts: `intermediate_size` is that of one expert. Only the planner reads it;
+    the transformer has no such MLP."""
+
+    num_experts: int
+    experts_per_token: int
+
+
 def read_config(folder: str | Path) -> ModelConfig:
     return parse_config(read_hf_config(folder))
 
@@ -96,6 +105,21 @@ def parse_config(hf: dict) -> ModelConfig:
         tied_head=bool(hf.get("tie_word_embeddings")),
         qkv_bias=model_type == "qwen2",
         qk_norm=model_type == "qwen3",
+    )
+
+
+def parse_planned_config(hf: dict) -> ModelConfig:
+    """Like `parse_config`, and also of a mixture of experts, which can be planned but not run."""
+    if hf.get("model_type") != "qwen3_moe":
+        return parse_config(hf)
+    if hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1:
+        raise UnsupportedModelError("only a mixture with experts in every layer can be planned")
+    hf = hf | {"model_type": "qwen3", "intermediate_size": _required(hf, "moe_intermediate_size")}
+    dense = parse_config(hf)
+    return MixtureConfig(
+        **{field.name: getattr(dense, field.name) for field in fields(dense)},
+        num_experts=_required(hf, "num_experts"),
+        experts_per_token=_required(hf, "num_experts_per_tok"),
     )
 
 

@@ -5,9 +5,10 @@ V vocabulary, D head; `width` is the bytes of an element that models compute in:
 4 (fp32) on a CPU. Each of `tp` ranks holds an equal share of the heads, of F and of V.
 """
 
+from collections.abc import Collection
 from dataclasses import astuple, dataclass
 
-from roll_lite.models.config import ModelConfig
+from roll_lite.models.config import MixtureConfig, ModelConfig
 
 DENSE_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
 """Peak flops per second by a part of the device's name, as published by the vendors (SXM)."""
@@ -63,6 +64,8 @@ def attention_cost(config: ModelConfig, tp: int = 1) -> ModuleCost:
 
 
 def mlp_cost(config: ModelConfig, tp: int = 1) -> ModuleCost:
+    if isinstance(config, MixtureConfig):
+        return _mixture_cost(config, tp)
     H, F = config.hidden_size, config.intermediate_size // tp
     weights = 3 * config.intermediate_size * H
     return ModuleCost(
@@ -71,6 +74,24 @@ def mlp_cost(config: ModelConfig, tp: int = 1) -> ModuleCost:
         saved=H + 3 * F,  # the input; gate and up, for silu and the product; the product, for down
         products=2 * F,  # gate and up; the output of down is in the residual stream
         workspace=3 * F,
+    )
+
+
+def _mixture_cost(config: MixtureConfig, tp: int) -> ModuleCost:
+    """Experts on tokens that are copied once for each of their experts, sorted, and summed again.
+
+    Each of `tp` ranks holds an equal share of every expert.
+    """
+    H, E, K = config.hidden_size, config.num_experts, config.experts_per_token
+    expert, F = 3 * config.intermediate_size * H, K * config.intermediate_size // tp
+    return ModuleCost(
+        parameters=E * (expert + H),
+        active_parameters=K * expert + E * H,
+        saved=H + 2 * K * H + 3 * F,  # as of a dense MLP; the copies, and their outputs
+        saved_fp32=E,  # the router's probabilities
+        products=K * H + 2 * F,
+        products_fp32=E,
+        workspace=2 * K * H + 3 * F,
     )
 
 
@@ -97,6 +118,28 @@ def count_parameters(config: ModelConfig) -> ParameterCounts:
     root = config.vocab_size * config.hidden_size * (1 if config.tied_head else 2)
     root += config.hidden_size
     return ParameterCounts(block=block, root=root, total=config.num_layers * block + root)
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """Parameters that one token uses: all but the other experts, and as published an untied
+    embedding."""
+    mlp = mlp_cost(config)
+    idle = config.num_layers * (mlp.parameters - mlp.active_parameters)
+    return count_parameters(config).total - idle
+
+
+def adapter_parameters(config: ModelConfig, rank: int, targets: Collection[str]) -> int:
+    """Of one block's LoRA adapters, each of two matrices: inputs to `rank`, `rank` to outputs."""
+    H, F, heads = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+    keys = config.num_kv_heads * config.head_dim
+    experts = config.num_experts if isinstance(config, MixtureConfig) else 1
+    sizes = {
+        "qkv": H + heads + 2 * keys,
+        "out": heads + H,
+        "gate_up": experts * (H + 2 * F),
+        "down": experts * (F + H),
+    }
+    return rank * sum(sizes[target] for target in targets)
 
 
 def kv_bytes_per_token(config: ModelConfig, tp: int, width: int) -> int:

@@ -173,12 +173,14 @@ def command(*args: str) -> str:
 
     Under torchrun it is without rendezvous options.
     """
-    launch = ["python"]
+    installed = sys.argv[0].split() if sys.argv[0].startswith("roll-lite ") else []
+    program = installed or ["python", sys.argv[0]]
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        launch = ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
-        if os.environ["GROUP_WORLD_SIZE"] != "1":
-            launch += ["--nnodes", os.environ["GROUP_WORLD_SIZE"]]
-    return shlex.join([*launch, sys.argv[0], *(args or sys.argv[1:])])
+        nodes = os.environ["GROUP_WORLD_SIZE"]
+        program = ["-m", "roll_lite", *installed[1:]] if installed else program[1:]
+        program = ["--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], *program]
+        program = ["torchrun", *(["--nnodes", nodes] if nodes != "1" else []), *program]
+    return shlex.join([*program, *(args or sys.argv[1:])])
 
 
 def default_folder(recipe: str) -> str:

@@ -5,6 +5,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -78,7 +79,7 @@ class LoopThread:
 
 
 class PumpedLoop:
-    """An event loop of the calling thread, for a world of one: it also pumps the engines."""
+    """An event loop inside each call, for a world of one: it also pumps the engines."""
 
     def __init__(self, pump: Callable[[], bool], signal: Signal):
         """`pump` lets the engines do one piece of work; it returns whether more may be left."""
@@ -88,14 +89,14 @@ class PumpedLoop:
 
     def run(self, coroutine: Coroutine) -> Any:
         with self._loop.running_clock():
-            return self._loop.run_until_complete(self._pump_until_done(coroutine))
+            return _run_until_complete(self._loop, self._pump_until_done(coroutine))
 
     def call(self, function: Callable[..., None], *args: Any) -> None:
         function(*args)
 
     def close(self) -> None:
         with self._loop.running_clock():
-            self._loop.run_until_complete(_cancel_other_tasks())
+            _run_until_complete(self._loop, _cancel_other_tasks())
         self._loop.close()
 
     async def _pump_until_done(self, coroutine: Coroutine) -> Any:
@@ -109,6 +110,22 @@ class PumpedLoop:
                 is_busy = self._pump()
         finally:
             task.cancel()
+
+
+def _run_until_complete(loop: asyncio.AbstractEventLoop, coroutine: Coroutine) -> Any:
+    """In this thread; in another one if this one already runs an event loop, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return loop.run_until_complete(coroutine)
+    task = loop.create_task(coroutine)
+    with ThreadPoolExecutor(1, "rollout") as threads:
+        ended = threads.submit(loop.run_until_complete, task)
+        try:
+            return ended.result()
+        except KeyboardInterrupt:
+            loop.call_soon_threadsafe(task.cancel)
+            raise
 
 
 class StoppedClockLoop(asyncio.SelectorEventLoop):

@@ -22,14 +22,29 @@ from roll_lite.train.shards import (
 MASTERS = "policy.model."
 
 
-def check_checkpoint(checkpoint: str | Path, base: str | Path) -> Manifest:
-    """Refuse a folder that is no checkpoint, or a checkpoint of another model than `base`."""
+def base_model(checkpoint: str | Path) -> Path:
+    """The model that training started from, as the checkpoint names it."""
+    folder = Path(_manifest(checkpoint).state["controller"]["fixed"]["model"])
+    if not folder.is_dir():
+        raise ValueError(
+            f"{checkpoint} was trained from the model {folder}, which is not here; name it with "
+            "--model, or start in the folder where training was started"
+        )
+    return folder
+
+
+def _manifest(checkpoint: str | Path) -> Manifest:
     if not (Path(checkpoint) / MANIFEST).is_file():
         raise ValueError(
             f"{checkpoint} is not the folder of a checkpoint: it has no {MANIFEST}; name one like "
             "RUN_DIR/checkpoints/step-00000100"
         )
-    manifest = read_manifest(checkpoint)
+    return read_manifest(checkpoint)
+
+
+def check_checkpoint(checkpoint: str | Path, base: str | Path) -> Manifest:
+    """Refuse a folder that is no checkpoint, or a checkpoint of another model than `base`."""
+    manifest = _manifest(checkpoint)
     check_architecture(manifest, read_config(base))
     if manifest.kind == "adapter":
         _check_base(checkpoint, manifest, Path(base))

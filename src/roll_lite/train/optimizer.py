@@ -68,6 +68,16 @@ class TrainingOptions:
         }
 
     @property
+    def memory_options(self) -> dict[str, Any]:
+        """Keyword arguments of the planner's `train_memory`."""
+        return {
+            "checkpointing": self.checkpointing,
+            "moment_bytes": getattr(torch, self.moments).itemsize,
+            "lora_rank": self.lora_rank,
+            "lora_targets": self.lora_targets,
+        }
+
+    @property
     def policy_options(self) -> dict[str, Any]:
         """Keyword arguments of the policy's Trainer, which may have adapters."""
         lora = lora_options(self.lora_rank, self.lora_alpha, self.lora_targets)

@@ -1,0 +1,252 @@
+"""Seconds that the parts of a step take on GPUs. Pure arithmetic: no torch, no device.
+
+Published rates of a GPU, times the shares of them that this code reached on one H200
+(docs/benchmarks.md compares). Traffic between ranks is counted by bytes and was not measured; the
+time of rewards and of the host is not counted.
+"""
+
+from dataclasses import dataclass
+
+from roll_lite.cluster.device_map import Role
+from roll_lite.cluster.planner import Plan, share
+from roll_lite.models.config import MixtureConfig, ModelConfig
+from roll_lite.models.cost import (
+    adapter_parameters,
+    block_cost,
+    count_parameters,
+    device_flops,
+    forward_flops,
+    kv_bytes_per_token,
+    mlp_cost,
+)
+
+MEMORY_RATES = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.04e12, "L40S": 0.86e12, "B200": 8e12}
+LINK_RATES = {"H200": 450e9, "H100": 450e9, "A100": 300e9, "L40S": 32e9, "B200": 900e9}
+"""Bytes per second of memory and, in one direction, of NVLink (L40S: PCIe), as published."""
+NETWORK_RATE = 50e9
+"""Bytes per second and GPU between machines: 400 Gbit/s."""
+
+PRODUCTS_SHARE = 0.79  # of the published flops, in large matrix products
+ATTENTION_SHARE = 0.16  # of the published flops, in attention of packed sequences of 2,048 tokens
+MEMORY_SHARE = 0.89
+POINTWISE_BYTES = 160
+"""Traffic of all that is no product, per token, layer and unit of the hidden size, in one of the
+three parts of a pass: forward, and gradients of inputs and of weights."""
+UPDATE_BYTES = 28  # of AdamW, per parameter: gradient, master and two moments; all but one written
+DECODE_SHARE = 0.85  # of what decoding's products and bytes take one after the other
+LAYER_SECONDS = 35e-6  # starting a layer's kernels in a decoding step
+REDUCE_SECONDS = 20e-6  # one small all-reduce between tensor-parallel ranks; assumed
+SLEEP_SECONDS = 0.4  # sleep() and wake()
+SYNC_SECONDS = 0.02  # of the host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """What a GPU reaches, per second."""
+
+    name: str
+    products: float
+    """Flops of matrix products."""
+    attention: float
+    """Flops of attention in training."""
+    memory: float
+    """Bytes."""
+    link: float
+    """Bytes to other GPUs of the machine."""
+
+
+def known_gpu(name: str) -> Gpu | None:
+    """By a part of the device's name; None if it is not known."""
+    part = next((part for part in MEMORY_RATES if part in name), None)
+    if part is None:
+        return None
+    flops = device_flops(part)
+    return Gpu(
+        name=part,
+        products=PRODUCTS_SHARE * flops,
+        attention=ATTENTION_SHARE * flops,
+        memory=MEMORY_SHARE * MEMORY_RATES[part],
+        link=LINK_RATES[part],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where a plan would run."""
+
+    gpu: Gpu
+    ranks_per_node: int = 8
+
+    def rate(self, role: Role) -> float:
+        """Bytes per second between a role's ranks: NVLink in one machine, else the network."""
+        nodes = {rank // self.ranks_per_node for rank in role.ranks}
+        return self.gpu.link if len(nodes) == 1 else NETWORK_RATE
+
+
+def step_seconds(plan: Plan, machine: Machine) -> dict[str, float]:
+    """Seconds of the parts of a step, and of the whole, `step`.
+
+    Parts follow each other, unless the engines run ahead on ranks of their own.
+    """
+    device_map, batch = plan.device_map, plan.batch
+    seconds = {}
+    for name in ("reward_model", "reference", "critic"):
+        if name in device_map:
+            seconds[name] = _score_seconds(plan, device_map[name], machine.gpu)
+    if "critic" in device_map:
+        seconds["critic"] += _train_seconds(plan, device_map["critic"], machine, lora_rank=0)
+    train, generate = device_map["train"], device_map["generate"]
+    seconds["train"] = _train_seconds(plan, train, machine, batch.lora_rank)
+    seconds["train"] += batch.policy_scores * _score_seconds(plan, train, machine.gpu)
+    seconds["sync"] = sync_seconds(plan.config, machine.gpu, machine.rate(train), len(train.ranks))
+    seconds["sync"] += SLEEP_SECONDS * batch.engines_sleep
+    others, generating = sum(seconds.values()), _generate_seconds(plan, machine.gpu)
+    runs_ahead = batch.max_staleness and set(train.ranks).isdisjoint(generate.ranks)
+    whole = max(generating, others) if runs_ahead else generating + others
+    return {"generate": generating, **seconds, "step": whole}
+
+
+def _generate_seconds(plan: Plan, gpu: Gpu) -> float:
+    batch, num_samples = plan.batch, plan.step.samples_per_replica
+    at_once = min(part.samples_at_once for part in plan.ranks if "generate" in part.roles)
+    return generate_seconds(
+        plan.config, gpu, plan.device_map["generate"].tp,
+        num_samples=num_samples, num_prompts=num_samples / batch.samples_per_prompt,
+        at_once=max(1, at_once),
+        prompt_tokens=batch.prompt_tokens, reply_tokens=batch.reply_tokens,
+    )  # fmt: skip
+
+
+def _work(plan: Plan, role: Role) -> "Pass":
+    """The samples of a step on one replica of a role."""
+    samples, batch = share(plan.batch.num_samples, role.num_replicas), plan.batch
+    return Pass(num_samples=samples, length=batch.packed_tokens, num_rows=batch.reply_tokens)
+
+
+def _score_seconds(plan: Plan, role: Role, gpu: Gpu) -> float:
+    config = plan.role_configs.get(role.name, plan.config)
+    return score_seconds(config, gpu, role.tp, _work(plan, role))
+
+
+def _train_seconds(plan: Plan, role: Role, machine: Machine, lora_rank: int) -> float:
+    """All epochs and updates of a step. Weights and gradients travel while others are computed."""
+    config, batch, is_frozen = plan.config, plan.batch, lora_rank > 0
+    computing = train_seconds(
+        config, machine.gpu, role.tp, _work(plan, role),
+        checkpointing=batch.checkpointing, is_frozen=is_frozen,
+    )  # fmt: skip
+    travelling = plan.step.microbatches_per_rank * shard_seconds(
+        config, machine.rate(role), role.num_replicas, role.tp, is_frozen
+    )
+    trained = count_parameters(config).total
+    if is_frozen:
+        trained = config.num_layers * adapter_parameters(config, lora_rank, batch.lora_targets)
+    update = batch.updates_per_step * update_seconds(trained / len(role.ranks), machine.gpu)
+    return batch.epochs * (max(computing, travelling) + update)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """Samples that go through a model, on all tensor-parallel ranks of a replica."""
+
+    num_samples: float
+    length: int
+    """Packed tokens of a sample."""
+    num_rows: int
+    """Its tokens with a loss."""
+
+    @property
+    def num_tokens(self) -> float:
+        return self.num_samples * self.length
+
+    def forward(self, config: ModelConfig, gpu: Gpu) -> tuple[float, float, float, float]:
+        """Seconds of products in the blocks, products in the head, attention, and all else."""
+        tokens, pairs = self.num_tokens, self.num_samples * self.length * (self.length + 1) / 2
+        rows = self.num_samples * self.num_rows
+        blocks = forward_flops(config, num_tokens=tokens, num_pairs=0, num_rows=0)
+        head = forward_flops(config, num_tokens=0, num_pairs=0, num_rows=rows)
+        attention = forward_flops(config, num_tokens=0, num_pairs=pairs, num_rows=0)
+        other = POINTWISE_BYTES * tokens * config.num_layers * config.hidden_size
+        rates = gpu.products, gpu.products, gpu.attention, gpu.memory
+        return tuple(x / y for x, y in zip((blocks, head, attention, other), rates, strict=True))
+
+
+def score_seconds(config: ModelConfig, gpu: Gpu, tp: int, work: Pass) -> float:
+    """A forward pass of a frozen model."""
+    return sum(work.forward(config, gpu)) / tp + _reduce_seconds(config, gpu, tp, work, 1)
+
+
+def train_seconds(
+    config: ModelConfig, gpu: Gpu, tp: int, work: Pass, *, checkpointing: str, is_frozen: bool
+) -> float:
+    """Forward and backward; with LoRA the model is frozen, and has no gradients of weights."""
+    blocks, head, attention, other = work.forward(config, gpu)
+    seconds = (2 if is_frozen else 3) * (blocks + head) + 3 * (attention + other)
+    if checkpointing != "none":
+        seconds += other
+    if checkpointing == "full":
+        seconds += blocks + attention
+    passes = 3 if checkpointing == "full" else 2
+    return seconds / tp + _reduce_seconds(config, gpu, tp, work, passes)
+
+
+def _reduce_seconds(config: ModelConfig, gpu: Gpu, tp: int, work: Pass, passes: int) -> float:
+    """Two sums of hidden states in every layer, over the tensor-parallel ranks, in bf16."""
+    num_bytes = 2 * 2 * config.num_layers * config.hidden_size * work.num_tokens
+    return passes * num_bytes * 2 * (tp - 1) / tp / gpu.link
+
+
+def shard_seconds(
+    config: ModelConfig, rate: float, num_replicas: int, tp: int, is_frozen: bool
+) -> float:
+    """FSDP's traffic for one micro-batch: weights in bf16, twice, and gradients in fp32."""
+    width = 4 if is_frozen else 8
+    share = (num_replicas - 1) / num_replicas
+    return width * count_parameters(config).total / tp * share / rate
+
+
+def update_seconds(num_parameters: float, gpu: Gpu) -> float:
+    """AdamW on this rank's share of the trained parameters."""
+    return UPDATE_BYTES * num_parameters / gpu.memory
+
+
+def sync_seconds(config: ModelConfig, gpu: Gpu, rate: float, num_ranks: int) -> float:
+    """Weights to the engines: masters are cast, gathered and copied; both ends are checked."""
+    num_parameters = count_parameters(config).total
+    gathered = 2 * num_parameters * (num_ranks - 1) / num_ranks
+    return SYNC_SECONDS + 12 * num_parameters / gpu.memory + gathered / rate
+
+
+def generate_seconds(
+    config: ModelConfig,
+    gpu: Gpu,
+    tp: int,
+    *,
+    num_samples: int,
+    num_prompts: float,
+    at_once: int,
+    prompt_tokens: int,
+    reply_tokens: int,
+) -> float:
+    """One engine: each prompt is read once, and every sample has `reply_tokens` tokens."""
+    head = config.vocab_size * config.hidden_size
+    block, layers = block_cost(config), config.num_layers
+    steps = max(1.0, num_samples / at_once) * reply_tokens
+    reading = 2 * (layers * _read_parameters(config, at_once) + head) / gpu.memory
+    products = 2 * (layers * block.active_parameters + head) * at_once / gpu.products
+    prefill = 2 * layers * block.active_parameters * num_prompts * prompt_tokens / gpu.products
+    seen = num_samples * (prompt_tokens * reply_tokens + reply_tokens**2 / 2)
+    keys = seen * kv_bytes_per_token(config, tp, 2) / gpu.memory
+    fixed = LAYER_SECONDS + (2 * REDUCE_SECONDS if tp > 1 else 0)
+    seconds = (prefill + steps * max(reading, products)) / tp + keys
+    return seconds / DECODE_SHARE + steps * layers * fixed
+
+
+def _read_parameters(config: ModelConfig, num_rows: int) -> float:
+    """Weights of a block that a decoding step of `num_rows` reads: of experts, those it uses."""
+    block = block_cost(config)
+    if not isinstance(config, MixtureConfig):
+        return block.active_parameters
+    unused = (1 - config.experts_per_token / config.num_experts) ** num_rows
+    experts = 3 * config.intermediate_size * config.hidden_size * config.num_experts
+    return block.active_parameters - mlp_cost(config).active_parameters + experts * (1 - unused)

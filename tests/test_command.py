@@ -1,0 +1,151 @@
+"""The command roll-lite: recipes by name, copies of them, exported checkpoints; and the wheel."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import RECIPES, make_reference
+from training_data import random_sequences
+
+from roll_lite import __main__ as roll_lite_command
+from roll_lite import export
+from roll_lite.cluster.cluster import Cluster
+from roll_lite.models.config import read_config
+from roll_lite.models.hf import hf_tensors
+from roll_lite.models.lora import LoraOptions
+from roll_lite.train.batch import pack
+from roll_lite.train.checkpoint import Checkpoints, RunState
+from roll_lite.train.losses import sft_loss
+from roll_lite.train.optimizer import Schedule
+from roll_lite.train.trainer import Trainer
+
+ROOT = RECIPES.parent
+NAMES = ["distill", "dpo", "evaluate", "rlvr", "sft"]
+
+
+@pytest.fixture
+def roll_lite(monkeypatch, capsys):
+    """Runs the command in this process; returns exit code, output and errors."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["roll-lite", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            roll_lite_command.main()
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_recipes_run_by_name(roll_lite, tiny_folder, tmp_path):
+    code, printed, _ = roll_lite("rlvr", "--model", tiny_folder, "--plan", "--run-dir", tmp_path)
+    assert code == 0 and "step: 32 prompts x 8 samples" in printed
+    code, printed, _ = roll_lite("evaluate", "--help")  # which imports another recipe
+    assert code == 0 and "pass@k of several samples" in printed
+
+
+def test_recipes_are_the_same_modules_however_they_are_imported():
+    from roll_lite.recipes import evaluate, rlvr
+
+    assert evaluate.INLINE is rlvr.INLINE and rlvr is sys.modules["rlvr"]
+    with pytest.raises(ImportError, match="poetry"):
+        from roll_lite.recipes import poetry  # noqa: F401
+
+
+def test_what_it_cannot_do_it_says(roll_lite):
+    code, printed, _ = roll_lite()
+    assert code == 0 and all(f"\n  {name} " in printed for name in NAMES)
+    for words in (["poetry"], ["eject", "poetry", "mine"], ["eject", "rlvr"]):
+        code, _, errors = roll_lite(*words)
+        assert code == 2 and f"roll-lite {' '.join(words)} is not understood" in errors
+
+
+def test_a_recipe_is_copied_with_what_it_imports(roll_lite, tmp_path):
+    code, printed, _ = roll_lite("eject", "evaluate", tmp_path / "mine")
+    assert code == 0 and f"wrote {tmp_path}/mine/rlvr.py" in printed
+    for name in ("evaluate.py", "rlvr.py"):
+        assert (tmp_path / "mine" / name).read_text() == (RECIPES / name).read_text()
+    assert "exists; remove it" in roll_lite("eject", "rlvr", tmp_path / "mine")[0]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "rlvr.py").write_text("# edited")
+    roll_lite("eject", "evaluate", tmp_path / "other")
+    assert (tmp_path / "other" / "rlvr.py").read_text() == "# edited"
+
+
+@pytest.mark.parametrize("lora", [None, LoraOptions(rank=2, alpha=4.0)])
+def test_a_checkpoint_becomes_the_folder_of_its_model(lora, tmp_path, capsys):
+    base = tmp_path / "base"
+    make_reference("qwen3").save_pretrained(base)
+    fixed = {"model": str(base)}
+    if lora:
+        fixed |= {"lora_rank": 2, "lora_alpha": 4.0, "lora_targets": list(lora.targets)}
+    options = {"folder": base, "loss": sft_loss, "schedule": Schedule(lr=1e-2)}
+    with Cluster("train=0", "cpu") as cluster:
+        trainer = cluster.role("train", Trainer, **options, lora=lora)
+        trainer.step(pack(random_sequences(), 10**6))
+        path = RunState(Checkpoints(tmp_path / "checkpoints"), [trainer], {}, fixed).save(1)
+        trained = hf_tensors(trainer.state(), read_config(base))
+    out = tmp_path / "out"
+    assert export.main([str(path), str(out)]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert all(torch.equal(model[name], tensor) for name, tensor in trained.items())
+    assert export.main([str(path), str(out)]) == 2
+    assert "out exists; remove it" in capsys.readouterr().err
+    base.rename(tmp_path / "moved")
+    assert export.main([str(path), str(tmp_path / "again")]) == 2
+    assert "which is not here; name it with --model" in capsys.readouterr().err
+
+
+def test_what_is_no_checkpoint_is_not_exported(tmp_path, toy_folder, roll_lite):
+    code, _, errors = roll_lite("export", toy_folder, tmp_path / "out")
+    assert code == 2 and "is not the folder of a checkpoint: it has no manifest.json" in errors
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_library_command_and_recipes(tiny_folder, tmp_path):
+    """Installed outside the clone, without its dependencies, which are there already."""
+    source = tmp_path / "source"  # building leaves files behind
+    for name in ("src", "recipes"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True)
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    build = ["wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path / "wheels", source]
+    subprocess.run([*pip, *build], check=True, capture_output=True)
+    (wheel,) = (tmp_path / "wheels").glob("roll_lite-*.whl")
+    target = tmp_path / "site"
+    subprocess.run([*pip, "install", "--no-deps", "--target", target, wheel], check=True)
+    env = os.environ | {"PYTHONPATH": str(target), "OMP_NUM_THREADS": "1"}
+
+    def run(*command):
+        done = subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run(target / "bin" / "roll-lite", "sft", "--model", tiny_folder, "--task", "reverse:2",
+        "--steps", "2", "--run-dir", "runs/sft", "--checkpoint-every", "2",
+        "--dialogues-per-step", "4", "--validation-dialogues", "4")  # fmt: skip
+    assert (tmp_path / "runs/sft/model/model.safetensors").is_file()
+    small = ["--model", "runs/sft/model", "--prompts-per-step", "2", "--steps", "1"]
+    small += ["--eval-prompts", "4"]
+    run(sys.executable, "-m", "roll_lite.recipes.rlvr", *small, "--run-dir", "runs/a")
+    run(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "roll_lite",
+        "rlvr", *small, "--run-dir", "runs/b")  # fmt: skip
+    run(target / "bin" / "roll-lite", "eject", "evaluate", "mine")
+    printed = run(sys.executable, "mine/evaluate.py", "--model", "runs/sft/model", "--prompts", "4")
+    assert "pass@1" in printed
+    (checkpoint,) = Path(tmp_path / "runs/sft/checkpoints").glob("step-*")
+    run(sys.executable, "-m", "roll_lite.export", checkpoint, "out", "--model", tiny_folder)
+    files = [tmp_path / folder / "model.safetensors" for folder in ("out", "runs/sft/model")]
+    assert files[0].read_bytes() == files[1].read_bytes()
