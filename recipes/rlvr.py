@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import tyro
 
 from roll_lite import data
-from roll_lite.chat import Chat
+from roll_lite.chat import Chat, ChatOptions
 from roll_lite.checks import above, at_least, read_only_if, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.groups import device_bytes
@@ -94,6 +94,7 @@ class Config:
     token takes about 20 bytes."""
     plan: bool = False
     """Print what the run would hold in memory and do in a step, and exit."""
+    chat: ChatOptions = ChatOptions()
     rollout: RolloutOptions = RolloutOptions()
     lengths: LengthOptions = LengthOptions()
     training: TrainingOptions = TrainingOptions(lr=3e-4)
@@ -220,7 +221,7 @@ SHOWN = {
     "loss/kl": "kl", "critic/explained_variance": "explained variance",
     "time/rollout": "rollout s", "time/train": "train s", "time/step": "step s",
 }  # fmt: skip
-FIXED = "model", "seed", "lora_rank", "lora_alpha", "lora_targets", "advantage"
+FIXED = "model", "seed", "template_args", "lora_rank", "lora_alpha", "lora_targets", "advantage"
 
 
 def main(cfg: Config) -> list[float]:
@@ -230,11 +231,13 @@ def main(cfg: Config) -> list[float]:
         held_out = []
         if cfg.eval_sources:
             held_out = data.held_out(cfg.eval_sources, cfg.evaluation.eval_prompts)
+        chat = Chat(cfg.model, **cfg.chat.arguments)
+        chat.check_prompts([*prompts.rows, *held_out])
         registry.check_prompts([*prompts.rows, *held_out], REWARDS | INLINE)
         domains = {*prompts.domains, *(prompt.domain for prompt in held_out)}
         budget = cfg.training.tokens_per_microbatch
         with Rewards(REWARDS, INLINE, domains, cfg.rewards, cluster, budget) as rewards:
-            chat, models = Chat(cfg.model), make_roles(cfg, cluster)
+            models = make_roles(cfg, cluster)
             params = SamplingParams(
                 max_tokens=cfg.lengths.max_tokens,
                 temperature=cfg.temperature,
@@ -391,7 +394,7 @@ def update(
 
 def describe_plan(cfg: Config) -> str:
     """Memory and work of a step, computed without starting anything."""
-    chat, config = Chat(cfg.model), read_config(cfg.model)
+    chat, config = Chat(cfg.model, **cfg.chat.arguments), read_config(cfg.model)
     prompts = data.Mixture(cfg.data, seed=0)
     batch = BatchPlan(
         prompts_per_step=cfg.rollout.prompts_per_step,

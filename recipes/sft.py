@@ -13,7 +13,7 @@ from typing import Literal
 import tyro
 
 from roll_lite import data
-from roll_lite.chat import Chat
+from roll_lite.chat import Chat, ChatOptions
 from roll_lite.checks import at_least, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import split
@@ -63,6 +63,7 @@ class Config:
     """Ranks that train, as in train=0-3,tp=2; all ranks unless given."""
     tp: int = 1
     """Tensor-parallel ranks per model."""
+    chat: ChatOptions = ChatOptions()
     training: TrainingOptions = TrainingOptions(warmup_steps=20)
     checkpoints: CheckpointOptions = CheckpointOptions()
 
@@ -85,6 +86,9 @@ SHOWN = {
     "loss/skipped_steps": "skipped", "data/truncated": "cut",
     "train/tokens_per_second": "tokens/s", "time/step": "step s",
 }  # fmt: skip
+FIXED = (
+    "model", "task", "seed", "careless", "template_args", "lora_rank", "lora_alpha", "lora_targets",
+)  # fmt: skip
 
 
 def main(cfg: Config) -> None:
@@ -95,6 +99,7 @@ def main(cfg: Config) -> None:
         held_out = data.DIALOGUES.validation(
             cfg.validation_data, cfg.data, cfg.task, cfg.validation_dialogues
         )
+        chat = Chat(cfg.model, **cfg.chat.arguments)
         trainer = cluster.role(
             "train",
             Trainer,
@@ -105,13 +110,10 @@ def main(cfg: Config) -> None:
             **cfg.training.policy_options,
         )
         checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.checkpoints.keep_last)
-        fixed = data.fixed_options(
-            cfg, "model", "task", "seed", "careless", "lora_rank", "lora_alpha", "lora_targets"
-        )
-        saved = RunState(checkpoints, [trainer], {"rows": rows}, fixed)
+        saved = RunState(checkpoints, [trainer], {"rows": rows}, data.fixed_options(cfg, *FIXED))
         done = saved.resume() if cfg.checkpoints.resume else None
         run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
-        encode = partial(encode_rows, Chat(cfg.model), model_config.max_positions, cfg)
+        encode = partial(encode_rows, chat, model_config.max_positions, cfg)
         num_shards, cost = trainer.role.num_replicas, SequenceCost.of(model_config)
         validation, _ = encode(held_out)
         if cfg.data is not None and cfg.too_long == "error":
