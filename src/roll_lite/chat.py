@@ -125,11 +125,14 @@ class Chat:
         return self._ids(self._render(messages, add_generation_prompt=False))
 
     def check_prompts(self, prompts: Iterable[Prompt]) -> None:
-        """Raise ValueError for a prompt that the template refuses, by the roles of its messages."""
-        first = {tuple(m["role"] for m in p.messages): p for p in reversed(list(prompts))}
-        for prompt in first.values():
-            with _naming(prompt.id):
-                self._prompt_text(prompt.messages)
+        """Raise ValueError for the first prompt whose roles the template refuses."""
+        accepted: set[tuple[str, ...]] = set()
+        for prompt in prompts:
+            roles = tuple(message["role"] for message in prompt.messages)
+            if roles not in accepted:
+                with _naming(prompt.id):
+                    self._prompt_text(prompt.messages)
+                accepted.add(roles)
 
     def has_vocabulary_of(self, other: "Chat") -> bool:
         """Whether both tokenizers have the same vocabulary."""
