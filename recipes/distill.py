@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from roll_lite import command, data
-from roll_lite.chat import Chat
+from roll_lite.chat import Chat, ChatOptions
 from roll_lite.checks import above, at_least, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle, split
@@ -84,6 +84,7 @@ class Config:
     """auto, cpu or cuda."""
     device_map: str | None = None
     """Ranks of train, teacher and (on_policy) generate; None puts every role on all ranks."""
+    chat: ChatOptions = ChatOptions()
     divergence: DistillLoss = DistillLoss()
     training: TrainingOptions = TrainingOptions(warmup_steps=10)
     checkpoints: CheckpointOptions = CheckpointOptions()
@@ -109,7 +110,7 @@ SHOWN = {
     "train/tokens_per_second": "tokens/s", "time/step": "step s",
 }  # fmt: skip
 FIXED = (
-    "model", "teacher", "task", "seed", "on_policy", "kind",
+    "model", "teacher", "task", "seed", "on_policy", "kind", "template_args",
     "lora_rank", "lora_alpha", "lora_targets",
 )  # fmt: skip
 
@@ -133,12 +134,16 @@ def main(cfg: Config) -> None:
         source = data.PROMPTS if cfg.on_policy else data.DIALOGUES
         rows = source.training(cfg.data, cfg.task, f"distill-{cfg.seed}")
         held_out = source.validation(cfg.validation_data, cfg.data, cfg.task, cfg.validation_rows)
+        chat = Chat(cfg.model, **cfg.chat.arguments)
+        if cfg.on_policy:
+            chat.check_prompts([*(rows.rows if cfg.data else ()), *held_out])
         models = make_roles(cfg, cluster)
         fixed = data.fixed_options(cfg, *FIXED)
         saved = RunState(cfg.run_dir, cfg.checkpoints, [models.student], {"rows": rows}, fixed)
         resumed_at = saved.resumed_at
         run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=resumed_at)
-        make_batch = OnPolicyBatches(cfg, models) if cfg.on_policy else TeacherBatches(cfg, models)
+        make_batches = OnPolicyBatches if cfg.on_policy else TeacherBatches
+        make_batch = make_batches(cfg, models, chat)
         if cfg.data is not None and not cfg.on_policy:
             make_batch.encode(rows.rows)  # refuse a row that does not fit now, not in mid-run
         if held_out and not resumed_at:
@@ -175,11 +180,11 @@ def make_roles(cfg: Config, cluster: Cluster) -> Models:
 class TeacherBatches:
     """Makes batches of dialogues with the teacher's likeliest tokens."""
 
-    def __init__(self, cfg: Config, models: Models):
+    def __init__(self, cfg: Config, models: Models, chat: Chat):
         self._cfg, self._models = cfg, models
         self._budget = cfg.training.tokens_per_microbatch
         folders = cfg.model, cfg.teacher
-        self.encode = partial(encode_fitting, Chat(cfg.model), self._budget, folders)
+        self.encode = partial(encode_fitting, chat, self._budget, folders)
 
     def __call__(
         self, dialogues: list[data.Dialogue], num_updates: int
@@ -196,8 +201,8 @@ class OnPolicyBatches:
     """Makes batches of the student's samples; a token's advantage is the teacher's logprob of it
     minus the student's."""
 
-    def __init__(self, cfg: Config, models: Models):
-        self._cfg, self._models, self._chat = cfg, models, Chat(cfg.model)
+    def __init__(self, cfg: Config, models: Models, chat: Chat):
+        self._cfg, self._models, self._chat = cfg, models, chat
         self._version = models.engines.version()
 
     def __call__(

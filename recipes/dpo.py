@@ -13,7 +13,7 @@ from functools import partial
 from itertools import islice
 
 from roll_lite import command, data
-from roll_lite.chat import Chat
+from roll_lite.chat import Chat, ChatOptions
 from roll_lite.checks import at_least, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle, split
@@ -60,6 +60,7 @@ class Config:
     """auto, cpu or cuda."""
     tp: int = 1
     """Tensor-parallel ranks per model."""
+    chat: ChatOptions = ChatOptions()
     loss: DPOLoss = DPOLoss()
     training: TrainingOptions = TrainingOptions(warmup_steps=5)
     checkpoints: CheckpointOptions = CheckpointOptions()
@@ -84,6 +85,7 @@ SHOWN = {
 }  # fmt: skip
 FIXED = (
     "model", "task", "seed", "kind", "beta", "lora_rank", "lora_alpha", "lora_targets", "reference",
+    "template_args",
 )  # fmt: skip
 
 
@@ -97,6 +99,7 @@ def main(cfg: Config) -> None:
         held_out = data.PREFERENCES.validation(
             cfg.validation_data, cfg.data, cfg.task, cfg.validation_pairs
         )
+        chat, budget = Chat(cfg.model, **cfg.chat.arguments), cfg.training.tokens_per_microbatch
         trainer = cluster.role(
             "train",
             Trainer,
@@ -105,7 +108,6 @@ def main(cfg: Config) -> None:
             schedule=cfg.training.schedule_over(cfg.steps),
             **cfg.training.policy_options,
         )
-        chat, budget = Chat(cfg.model), cfg.training.tokens_per_microbatch
         # Before a checkpoint is loaded, while the trainer is still the starting policy.
         encoded = with_reference(
             encode_preferences(chat, [*pairs, *held_out], budget),

@@ -18,7 +18,7 @@ from typing import Any
 from rlvr import INLINE, REWARDS
 
 from roll_lite import command, data
-from roll_lite.chat import Chat
+from roll_lite.chat import Chat, ChatOptions
 from roll_lite.checks import above, at_least, finite, read_only_if
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.device_map import format_table
@@ -73,6 +73,7 @@ class Config:
     """auto, cpu or cuda."""
     device_map: str | None = None
     """Ranks of the engines, as in generate=all,tp=2; None puts every role on all ranks."""
+    chat: ChatOptions = ChatOptions()
     rewards: RewardOptions = RewardOptions()
 
     def __post_init__(self):
@@ -113,6 +114,7 @@ class Config:
 FIXED = (
     "model", "checkpoint", "data", "samples", "temperature", "top_k", "top_p", "min_p",
     "max_tokens", "seed", "judge", "judge_tokens", "reward_model",
+    "template_args", "judge_template_args",
 )  # fmt: skip
 SHOWN = {"eval/pass@1": "pass@1", "eval/failed": "failed", "eval/reply_tokens": "tokens"}
 
@@ -125,6 +127,8 @@ def main(cfg: Config) -> dict[str, float]:
         cfg = choose_defaults(cfg, max_tokens="reply")
         prompts = data.held_out(cfg.data, cfg.prompts, of_tasks=256)
         registry.check_prompts(prompts, REWARDS | INLINE)
+        chat = Chat(cfg.model, **cfg.chat.arguments)
+        chat.check_prompts(prompts)
         answers = AnswerFile(f"{cfg.run_dir}/answers.jsonl", prompts, asked_with(cfg))
         run = Run(cfg.run_dir, cfg, num_steps=0, shown=SHOWN)
         folder = cfg.model
@@ -136,7 +140,7 @@ def main(cfg: Config) -> dict[str, float]:
         start = time.perf_counter()
         domains = {prompt.domain for prompt in prompts}
         with Rewards(REWARDS, INLINE, domains, cfg.rewards, cluster) as rewards:
-            groups = ask(cfg, prompts, answers, engines, Chat(folder), rewards)
+            groups = ask(cfg, prompts, answers, engines, chat, rewards)
         refuse_all_failed(groups)
         metrics = pass_rates(groups, cfg.pass_reward)
         metrics["time/rollout"] = time.perf_counter() - start

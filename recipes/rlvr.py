@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from roll_lite import command, data
-from roll_lite.chat import Chat
+from roll_lite.chat import Chat, ChatOptions
 from roll_lite.checks import above, at_least, read_only_if, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.groups import device_bytes
@@ -104,6 +104,7 @@ class Config:
     plan: bool = False
     """Print what the run would hold in memory and do in a step, and exit: with 1 if it would not
     fit."""
+    chat: ChatOptions = ChatOptions()
     rollout: RolloutOptions = RolloutOptions()
     lengths: LengthOptions = LengthOptions()
     training: TrainingOptions = TrainingOptions()
@@ -252,7 +253,7 @@ SHOWN = {
     "loss/kl": "kl", "critic/explained_variance": "explained variance",
     "time/rollout": "rollout s", "time/train": "train s", "time/step": "step s",
 }  # fmt: skip
-FIXED = "model", "seed", "lora_rank", "lora_alpha", "lora_targets", "advantage"
+FIXED = "model", "seed", "template_args", "lora_rank", "lora_alpha", "lora_targets", "advantage"
 
 
 def main(cfg: Config) -> list[float]:
@@ -267,11 +268,13 @@ def main(cfg: Config) -> list[float]:
         held_out = []
         if cfg.eval_sources:
             held_out = data.held_out(cfg.eval_sources, cfg.evaluation.eval_prompts)
+        chat = Chat(cfg.model, **cfg.chat.arguments)
+        chat.check_prompts([*prompts.rows, *held_out])
         registry.check_prompts([*prompts.rows, *held_out], REWARDS | INLINE)
         domains = {*prompts.domains, *(prompt.domain for prompt in held_out)}
         budget = cfg.training.tokens_per_microbatch
         with Rewards(REWARDS, INLINE, domains, cfg.rewards, cluster, budget) as rewards:
-            chat, models = Chat(cfg.model), make_roles(cfg, cluster)
+            models = make_roles(cfg, cluster)
             params = SamplingParams(
                 max_tokens=cfg.lengths.max_tokens,
                 temperature=cfg.temperature,
@@ -423,7 +426,7 @@ def update(
 def make_plan(cfg: Config) -> tuple[Plan, Machine | None]:
     """Memory and work of a step, computed without starting anything."""
     cfg = choose_defaults(cfg, **cfg.default_kinds)
-    chat, training = Chat(cfg.model), cfg.training
+    chat, training = Chat(cfg.model, **cfg.chat.arguments), cfg.training
     prompts = data.Mixture(cfg.data, seed=0)
     is_own_reference = cfg.kl.kl_coef > 0 and not cfg.loads_reference
     batch = BatchPlan(

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Literal
 
 from roll_lite import command, data
-from roll_lite.chat import Chat
+from roll_lite.chat import Chat, ChatOptions
 from roll_lite.checks import at_least, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import split
@@ -62,6 +62,7 @@ class Config:
     """Ranks that train, as in train=0-3,tp=2; all ranks unless given."""
     tp: int = 1
     """Tensor-parallel ranks per model."""
+    chat: ChatOptions = ChatOptions()
     training: TrainingOptions = TrainingOptions(warmup_steps=20)
     checkpoints: CheckpointOptions = CheckpointOptions()
 
@@ -84,7 +85,9 @@ SHOWN = {
     "loss/skipped_steps": "skipped", "data/truncated": "cut",
     "train/tokens_per_second": "tokens/s", "time/step": "step s",
 }  # fmt: skip
-FIXED = "model", "task", "seed", "careless", "lora_rank", "lora_alpha", "lora_targets"
+FIXED = (
+    "model", "task", "seed", "careless", "template_args", "lora_rank", "lora_alpha", "lora_targets",
+)  # fmt: skip
 
 
 def main(cfg: Config) -> None:
@@ -96,6 +99,7 @@ def main(cfg: Config) -> None:
         held_out = data.DIALOGUES.validation(
             cfg.validation_data, cfg.data, cfg.task, cfg.validation_dialogues
         )
+        chat = Chat(cfg.model, **cfg.chat.arguments)
         trainer = cluster.role(
             "train",
             Trainer,
@@ -109,7 +113,7 @@ def main(cfg: Config) -> None:
         saved = RunState(cfg.run_dir, cfg.checkpoints, [trainer], {"rows": rows}, fixed)
         resumed_at = saved.resumed_at
         run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=resumed_at)
-        encode = partial(encode_rows, Chat(cfg.model), model_config.max_positions, cfg)
+        encode = partial(encode_rows, chat, model_config.max_positions, cfg)
         num_shards, cost = trainer.role.num_replicas, SequenceCost.of(model_config)
         validation, _ = encode(held_out)
         if cfg.data is not None and cfg.too_long == "error":

@@ -1,11 +1,14 @@
 """Chat encoding against the tokenizer's own template."""
 
 import json
+from functools import cache
 
 import pytest
+from chat_templates import R1_EOS, TEMPLATES, save_tokenizer
 
-from roll_lite.chat import Chat
+from roll_lite.chat import Chat, ChatOptions
 from roll_lite.models.tiny import character_tokenizer
+from roll_lite.types import Prompt
 
 QUESTION = {"role": "user", "content": "What is 12 + 3?"}
 ANSWER = {"role": "assistant", "content": "15"}
@@ -43,9 +46,9 @@ def chat(request, tmp_path):
     return chat_with(tmp_path, template, **special)
 
 
-def template_ids(chat, messages, generation=True):
+def template_ids(chat, messages, generation=True, **arguments):
     return chat.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=generation, return_dict=False
+        messages, add_generation_prompt=generation, return_dict=False, **arguments
     )
 
 
@@ -65,23 +68,207 @@ def test_a_reply_cut_short_is_closed(chat):
     assert chat.continue_with(sampled, [MORE]) == template_ids(chat, [QUESTION, ANSWER, MORE])
 
 
-def test_dialogue_masks_exactly_what_the_assistant_says(chat):
-    first, (ids, mask) = chat.encode_dialogues(
-        [[QUESTION, ANSWER], [QUESTION, ANSWER, MORE, ANSWER]]
-    )
-    assert [first] == chat.encode_dialogues([[QUESTION, ANSWER]])
-    assert first[0] == template_ids(chat, [QUESTION, ANSWER], generation=False)[: len(first[0])]
-    said = [t for t, m in zip(ids, mask, strict=True) if m]
-    assert chat.tokenizer.decode(said) == "15<|im_end|>15<|im_end|>"
-    whole = template_ids(chat, [QUESTION, ANSWER, MORE, ANSWER], generation=False)
-    assert ids == whole[: len(ids)]
-    assert chat.tokenizer.decode(whole[len(ids) :]).strip() == ""
+def said(*turns):
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """The folder of a published template."""
+    return cache(lambda name: save_tokenizer(name, tmp_path_factory.mktemp(name)))
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+THOUGHTS = "<think>\nEasy: 15.\n</think>\n\n15, of course."
+DIALOGUES = {
+    "one": said("What is 12 + 3?", "15"),
+    "words": said("Greet me", "the best to you. See\n\nyou!"),
+    "three": said("What is 12 + 3?", "15", "And\n7?", "22, I think.", "Thanks!", "Sure."),
+    "system": [SYSTEM, *said("Hi", "to you", "More", "No")],
+    "thoughts": said("12 + 3?", THOUGHTS),
+    "twice": said("12 + 3?", THOUGHTS, "Sure?", THOUGHTS),
+    "mixed": said("12 + 3?", THOUGHTS, "Sure?", "Yes."),
+    "newline": said("Hi", "\nto you"),
+    "dot": said("Hi", ". Hi"),
+    "empty": said("Hi", ""),
+}
+# Ids differ from those of the whole text where a token would reach over the end of the prompt,
+# and a model that is sampled from never reads such a token.
+SEAMS = {
+    ("qwen2.5", "newline"), ("smollm2", "newline"), ("qwen3-instruct-2507", "newline"),
+    ("mistral-v0.2", "dot"), 
+    *(("qwen3-thinking-2507", name) for name in DIALOGUES.keys() - {"thoughts", "twice"}),
+}  # fmt: skip
+# R1's template never writes the thoughts of a reply; Nemo's forgets the system message in finished
+# conversations.
+NEVER_WRITTEN = {("mistral-nemo", "system"), *(("r1-distill", name) for name in DIALOGUES)}
+
+
+def runs(sequences):
+    """For each learned run of tokens: the ids before it, and its ids."""
+    for ids, mask in sequences:
+        starts = [i for i, learned in enumerate(mask) if learned and not mask[i - 1]]
+        for start in starts:
+            length = ([*mask, False]).index(False, start) - start
+            yield ids[:start], ids[start : start + length]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_is_learned_follows_what_is_sampled_from(folder_of, name):
+    """Published templates: every reply is learned once, after the template's ids of its prompt."""
+    chat = Chat(folder_of(name))
+    for messages in DIALOGUES.values():
+        if name == "mistral-v0.2" and messages[0] == SYSTEM:
+            continue
+        (sequences,) = chat.encode_dialogues([("d", messages)])
+        ends = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        prompts = [template_ids(chat, messages[:end]) for end in ends]
+        assert [read for read, _ in runs(sequences)] == prompts
+        assert prompts == [chat.encode(messages[:end]) for end in ends]
+        for _, reply in runs(sequences):
+            assert reply.index(chat.end_of_turn) == len(reply) - 1
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_dialogue_is_what_the_template_writes(folder_of, name):
+    """The last sequence is the whole conversation, up to the end of its last turn."""
+    chat = Chat(folder_of(name))
+    for kind, messages in DIALOGUES.items():
+        if (name, kind) in NEVER_WRITTEN or (name == "mistral-v0.2" and kind == "system"):
+            continue
+        (sequences,) = chat.encode_dialogues([("d", messages)])
+        ids, whole = sequences[-1][0], template_ids(chat, messages, generation=False)
+        assert chat.tokenizer.decode(whole).startswith(chat.tokenizer.decode(ids))
+        assert (ids == whole[: len(ids)]) == ((name, kind) not in SEAMS)
+        assert chat.end_of_turn not in whole[len(ids) :]
+
+
+@pytest.mark.parametrize(
+    "name, arguments, reply, learned",
+    [
+        ("qwen3", {}, "15", "<think>\n\n</think>\n\n15<|im_end|>"),
+        ("qwen3", {}, THOUGHTS, f"{THOUGHTS}<|im_end|>"),
+        ("qwen3", {"enable_thinking": False}, "15", "15<|im_end|>"),
+        ("qwen3-instruct-2507", {}, "15", "15<|im_end|>"),
+        ("qwen3-thinking-2507", {}, "15", "\n</think>\n\n15<|im_end|>"),
+        ("qwen3-thinking-2507", {}, THOUGHTS, f"{THOUGHTS[8:]}<|im_end|>"),
+        ("qwen3-thinking-2507", {}, THOUGHTS[8:], f"{THOUGHTS[8:]}<|im_end|>"),  # as it is sampled
+        ("r1-distill", {}, "15", f"\n</think>\n\n15{R1_EOS}"),
+        ("r1-distill", {}, THOUGHTS, f"{THOUGHTS[8:]}{R1_EOS}"),
+        ("r1-distill", {}, THOUGHTS[8:], f"{THOUGHTS[8:]}{R1_EOS}"),
+        ("llama2", {}, "15", " 15 </s>"),
+        ("llama3.1", {}, " 15 ", "15<|eot_id|>"),
+        ("mistral-v0.2", {}, "15", "15</s>"),
+    ],
+)
+def test_thoughts_are_there_once(folder_of, name, arguments, reply, learned):
+    chat = Chat(folder_of(name), **arguments)
+    ((read, ids),) = chat.encode_replies([("d", said("12 + 3?", reply))])
+    assert read == template_ids(chat, said("12 + 3?"), **arguments)
+    # Decoded behind another token: a tokenizer like Llama 2's drops a space at the start.
+    assert chat.tokenizer.decode([*read, *ids]) == chat.tokenizer.decode(read) + learned
+
+
+def test_conversations_that_lose_their_thoughts_become_several_sequences(folder_of):
+    def count(name, kind, **arguments):
+        (sequences,) = Chat(folder_of(name), **arguments).encode_dialogues([("", DIALOGUES[kind])])
+        return len(sequences)
+
+    assert count("qwen3", "three") == count("qwen3-thinking-2507", "three") == 3
+    assert count("qwen3", "three", enable_thinking=False) == 3
+    assert count("qwen3-instruct-2507", "three") == 1 and count("qwen3-instruct-2507", "twice") == 2
+    for name in ("qwen2.5", "smollm2", "llama2", "llama3", "llama3.2", "mistral-v0.2"):
+        assert count(name, "three") == 1
+
+
+def test_spaces_of_sentencepiece_tokenizers_are_those_of_the_whole_text(folder_of):
+    """Such a tokenizer writes ▁ before every text, so before a reply that is tokenised alone."""
+    pieces = {}
+    for name in ("llama2", "mistral-v0.2"):
+        chat = Chat(folder_of(name))
+        ((read, ids),) = chat.encode_replies([("d", said("a", "to 1"))])
+        pieces[name] = chat.tokenizer.convert_ids_to_tokens([*read[-2:], *ids])
+    assert pieces["llama2"] == ["T", "]", "▁t", "o", "▁1", "▁", "</s>"]
+    assert pieces["mistral-v0.2"] == ["T", "]", "t", "o", "▁1", "</s>"]
+    chat = Chat(folder_of("llama2"))
+    cut_short = chat.encode(said("a")) + chat.tokenizer.convert_tokens_to_ids(["▁t", "o"])
+    ids = chat.continue_with(cut_short, said("b"))
+    assert ids == template_ids(chat, said("a", "to", "b"))
+
+
+def test_dialogues_of_different_lengths_keep_their_order(chat):
+    dialogues = [("a", [QUESTION, ANSWER]), ("b", [QUESTION, ANSWER, MORE, ANSWER])]
+    first, second = chat.encode_dialogues(dialogues)
+    assert [first] == chat.encode_dialogues(dialogues[:1])
+    assert [second] == chat.encode_dialogues(dialogues[1:])
+    learned = [chat.tokenizer.decode(ids) for _, ids in runs(second)]
+    assert [text.removeprefix("<think></think>") for text in learned] == ["15<|im_end|>"] * 2
 
 
 @pytest.mark.parametrize("messages", [[QUESTION], [ANSWER], [QUESTION, ANSWER, ANSWER], []])
 def test_a_dialogue_that_does_not_alternate_is_refused(chat, messages):
-    with pytest.raises(ValueError, match="must alternate"):
-        chat.encode_dialogues([[QUESTION, ANSWER], messages])
+    with pytest.raises(ValueError, match=r"b: .*must alternate"):
+        chat.encode_dialogues([("a", [QUESTION, ANSWER]), ("b", messages)])
+
+
+def prompt_of(name, messages):
+    return Prompt(id=name, messages=messages, domain="", ground_truth="")
+
+
+def test_a_row_that_the_template_refuses_is_named(folder_of):
+    mistral = Chat(folder_of("mistral-v0.2"))
+    refused = r"x line 2: .*roles system, user.* \(roles must alternate\); .*user's first message"
+    with pytest.raises(ValueError, match=refused):
+        mistral.encode_replies(
+            [("x line 1", [QUESTION, ANSWER]), ("x line 2", DIALOGUES["system"])]
+        )
+    prompts = [(QUESTION,), (SYSTEM, QUESTION), (QUESTION, QUESTION), (SYSTEM, QUESTION)]
+    prompts = [prompt_of(f"x line {i}", m) for i, m in enumerate(prompts, start=1)]
+    mistral.check_prompts(prompts[:1])
+    with pytest.raises(ValueError, match=refused):
+        mistral.check_prompts(prompts[:2])
+    with pytest.raises(ValueError, match=r"x line 3: .*roles user, user .*join neighbouring"):
+        mistral.check_prompts(prompts[2:])
+    Chat(folder_of("qwen3")).check_prompts(prompts)
+    twice = prompt_of("x", (SYSTEM, {"role": "system", "content": "No."}, QUESTION))
+    Chat(folder_of("qwen3")).check_prompts([twice])
+
+
+def test_a_template_that_drops_the_system_message_is_refused(tmp_path):
+    chat = chat_with(tmp_path, LLAMA2.replace("{% else %}", "{% elif m.role == 'assistant' %}"))
+    with pytest.raises(ValueError, match="leaves out the system message; put its text into"):
+        chat.encode([SYSTEM, QUESTION])
+
+
+def test_thoughts_where_the_template_asks_for_none_are_refused(folder_of):
+    chat = Chat(folder_of("qwen3"), enable_thinking=False)
+    with pytest.raises(
+        ValueError, match=r"x line 1: the reply has thoughts .*change template_args"
+    ):
+        chat.encode_replies([("x line 1", DIALOGUES["thoughts"])])
+
+
+def test_template_arguments(folder_of):
+    given = ("enable_thinking=False", "n=3", "text=a=b c", 'l=["x"]')
+    arguments = {"enable_thinking": False, "n": 3, "text": "a=b c", "l": ["x"]}
+    assert ChatOptions(template_args=given).arguments == arguments
+    assert ChatOptions().arguments == {}
+    with pytest.raises(ValueError, match="template_args='thinking' is not NAME=VALUE"):
+        ChatOptions(template_args=("thinking",))
+    with pytest.raises(ValueError, match=r"'enable_thinkin'.* does not read; .*enable_thinking"):
+        Chat(folder_of("qwen3"), enable_thinkin=False)
+    with pytest.raises(ValueError, match=r"'enable_thinking'.* does not read; it reads no arg"):
+        Chat(folder_of("qwen2.5"), enable_thinking=False)
+    with pytest.raises(ValueError, match="'messages'"):
+        Chat(folder_of("qwen2.5"), messages=[])
+
+
+def test_todays_date_is_always_the_same(folder_of):
+    chat, dated = Chat(folder_of("llama3.2")), Chat(folder_of("llama3.2"), date_string="3 May 2026")
+    assert "Today Date: 26 Jul 2024\n" in chat.tokenizer.decode(chat.encode([QUESTION]))
+    assert chat.encode([QUESTION]) == Chat(folder_of("llama3.1")).encode([QUESTION])
+    assert "Today Date: 3 May 2026\n" in chat.tokenizer.decode(dated.encode([QUESTION]))
 
 
 def test_stop_ids_come_from_template_tokenizer_and_generation_config(tmp_path):
@@ -102,6 +289,15 @@ def test_a_tokenizer_without_template_is_refused(tmp_path):
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no chat template"):
+        Chat(tmp_path)
+
+
+def test_a_folder_without_tokenizer_is_refused_and_no_hub_is_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("asked a model hub"))
+    with pytest.raises(ValueError, match="no/folder is not a folder; give a Hugging Face folder"):
+        Chat("no/folder")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ValueError, match=r"has no tokenizer; copy tokenizer\.json and"):
         Chat(tmp_path)
 
 

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from chat_templates import save_tokenizer
 
 from roll_lite.chat import Chat
 from roll_lite.data import Dialogue, Preference
@@ -34,6 +35,19 @@ def test_dialogues_learn_all_replies_and_pairs_only_the_last(tiny_folder):
     pairs = encode_preferences(chat, [row, other], 1000)
     assert pairs[0] == (chosen, rejected)
     assert [learnt(chat, sequence) for sequence in pairs[1]] == ["4.", "5."]
+
+
+def test_a_conversation_that_drops_thoughts_is_learned_reply_by_reply(tmp_path):
+    """Qwen3's template: of the replies before the last, only the answer is read."""
+    chat = Chat(save_tokenizer("qwen3", tmp_path))
+    messages = said("hi", "<think>\nhm\n</think>\n\nyo", "1?", "2")
+    first, last = encode_dialogues(chat, [Dialogue(id="d", messages=messages)])
+    assert learnt(chat, first) == "<think>\nhm\n</think>\n\nyo."
+    assert learnt(chat, last) == "<think>\n\n</think>\n\n2." and (first.id, last.id) == ("d", "d")
+    row = Preference(id="p", messages=messages[:-1], chosen="2", rejected="<think>\n3</think>3")
+    ((chosen, rejected),) = encode_preferences(chat, [row], 1000)
+    assert chosen.token_ids == last.token_ids and chosen.loss_mask == last.loss_mask
+    assert learnt(chat, rejected) == "<think>\n3\n</think>\n\n3."
 
 
 def test_what_is_too_long_is_named_or_cut(tiny_folder):

@@ -2,9 +2,13 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 
+import distill
+import dpo
+import evaluate
 import pytest
 import rlvr
 import sft
@@ -12,6 +16,7 @@ import torch
 from conftest import RECIPES
 from transformers import AutoModelForCausalLM
 
+from roll_lite.chat import Chat
 from roll_lite.options import flatten, from_flat
 from roll_lite.report.curve import draw, read_metric
 from roll_lite.report.run import read_options
@@ -48,6 +53,45 @@ def test_rlvr_learns(imitator, tmp_path):
         assert sample["turns"][0]["versions"] == [[0, 11]]
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert "step    12" in draw(read_metric(tmp_path / "run", "eval/pass@1"))
+
+
+@pytest.fixture
+def loud_folder(tiny_folder, tmp_path):
+    """The tiny model with a template that reads an argument, and refuses system messages."""
+    folder = shutil.copytree(tiny_folder, tmp_path / "loud")
+    template = (folder / "chat_template.jinja").read_text()
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    loud = "{% if add_generation_prompt and loud %}!{% endif %}"
+    (folder / "chat_template.jinja").write_text(refusal + template + loud)
+    return folder
+
+
+def test_template_arguments_reach_the_model(loud_folder, tmp_path):
+    run = tmp_path / "run"
+    options = {"model": str(loud_folder), "template_args": ("loud=true",), "run_dir": str(run)}
+    evaluate.main(from_flat(evaluate.Config, prompts=1, max_tokens=2, **options))
+    (line,) = (run / "rollouts" / "step_00000.jsonl").read_text().splitlines()
+    ids, chat = json.loads(line)["token_ids"], Chat(loud_folder)
+    assert ids[:-2] == chat.encode(json.loads(line)["messages"]) + chat.tokenizer.encode("!")
+    assert json.loads((run / "config.json").read_text())["template_args"] == ["loud=true"]
+
+
+@pytest.mark.parametrize("recipe", [rlvr, evaluate, sft, dpo, distill], ids=lambda r: r.__name__)
+def test_arguments_and_rows_that_the_template_refuses_are_named(recipe, loud_folder, tmp_path):
+    system, user = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
+    replies = {"reply": "a", "chosen": "a", "rejected": "b", "domain": "reverse"}
+    rows = [{"prompt": "u"} | replies, {"prompt": [system, user]} | replies]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = str(tmp_path / "d.jsonl")
+    options = {"model": str(loud_folder), "data": (path,) if recipe in (rlvr, evaluate) else path}
+    options |= {"teacher": str(loud_folder)} if recipe is distill else {}
+    options |= {"run_dir": str(tmp_path / "run")}
+    with pytest.raises(ValueError, match=r"'lowd', which the chat template of .*; it reads loud"):
+        recipe.main(from_flat(recipe.Config, **options, template_args=("lowd=true",)))
+    with pytest.raises(
+        ValueError, match=r"d\.jsonl line 2.*: the chat template refuses .*no system"
+    ):
+        recipe.main(from_flat(recipe.Config, **options))
 
 
 @pytest.mark.slow

@@ -1,30 +1,68 @@
 """Chat templates and the tokenizer: messages become ids once and are never re-tokenised."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date
+from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoTokenizer
+import jinja2.meta
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from roll_lite.types import Message
+from roll_lite.types import Message, Prompt
 
+DATE = date(2024, 7, 26)
+"""What templates write that show today's date: a run, its resumption and the evaluation of its
+model read the same. It is the date that Llama's templates fall back to."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+OPEN_THOUGHTS, CLOSE_THOUGHTS = "<think>", "</think>"
 _QUESTION = {"role": "user", "content": "?"}
 _MARK = "\u2063reply\u2063"  # placeholder for a reply in the rendered template
-_AT_ONCE = 1024  # dialogues per tokenizer call: faster than one by one, with bounded memory
+_AT_ONCE = 1024  # replies per tokenizer call: faster than one by one, with bounded memory
+_NOT_ARGUMENTS = {
+    "messages", "add_generation_prompt", "raise_exception", "strftime_now", "namespace",
+    "bos_token", "eos_token", "unk_token", "pad_token",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """Chat template."""
+
+    template_args: tuple[str, ...] | None = None
+    """NAME=VALUE that the model's chat template reads, as in enable_thinking=false."""
+
+    def __post_init__(self):
+        for entry in self.template_args or ():
+            if not re.match(r"\w+=", entry):
+                raise ValueError(
+                    f"template_args={entry!r} is not NAME=VALUE, as in enable_thinking=false"
+                )
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        pairs = (entry.split("=", 1) for entry in self.template_args or ())
+        return {name: _parse_value(text) for name, text in pairs}
 
 
 class Chat:
     """Encodes conversations by the chat template of a model folder."""
 
-    def __init__(self, folder: str | Path):
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        if not self.tokenizer.chat_template:
-            raise ValueError(
-                f"the tokenizer of {folder} has no chat template; take the model's chat variant, "
-                "or put a chat_template.jinja into the folder"
-            )
+    def __init__(self, folder: str | Path, /, **template_args: Any):
+        self.tokenizer = _load_tokenizer(Path(folder))
+        template = _with_fixed_date(self.tokenizer.get_chat_template())
+        _check_arguments(template_args, template, folder)
+        self.tokenizer.chat_template, self._template_args = template, template_args
         self._last_encoded: tuple[tuple | None, list[int]] = None, []
+        # SentencePiece tokenizers put a space before a text, but not behind a newline.
+        self._lead = "" if self._ids("\na")[-1:] == self._ids("a") else "\n"
         self.end_of_turn = self._end_of_turn()
+        self._opening = self._render([_QUESTION])
+        self._turn_end, self._after_turn = self._text_after_reply()
         self.stop_ids = _stop_ids(Path(folder), self.end_of_turn, self.tokenizer.eos_token_id)
         """Sampling one of these ends a turn."""
 
@@ -33,7 +71,7 @@ class Chat:
         # The samples of a group have the same messages, one after the other.
         key = tuple(tuple(message.items()) for message in messages)
         if self._last_encoded[0] != key:
-            self._last_encoded = key, self._ids(self._render(messages))
+            self._last_encoded = key, self._ids(self._prompt_text(messages))
         return list(self._last_encoded[1])
 
     def continue_with(self, token_ids: list[int], messages: Sequence[Message]) -> list[int]:
@@ -43,24 +81,58 @@ class Chat:
         template puts after a reply is encoded.
         """
         _, after = self._around_reply([_QUESTION], messages)
-        return self._join(token_ids, self._ids(after))
+        (after_ids,) = self._continuations([after])
+        if token_ids and token_ids[-1] in self.stop_ids and self.end_of_turn in after_ids:
+            after_ids = after_ids[after_ids.index(self.end_of_turn) + 1 :]
+        return token_ids + after_ids
 
     def encode_dialogues(
-        self, dialogues: Sequence[Sequence[Message]]
-    ) -> list[tuple[list[int], list[bool]]]:
-        """Ids of whole conversations, and masks of the assistant's tokens, stop tokens included."""
+        self, dialogues: Sequence[tuple[str, Sequence[Message]]]
+    ) -> list[list[tuple[list[int], list[bool]]]]:
+        """Ids of named conversations, and masks of what the assistant says, stop tokens included.
+
+        The ids before a reply are always `encode` of the messages before it. Where a template
+        writes the last reply differently from earlier ones (Qwen3 drops earlier thoughts), one
+        sequence cannot have that for all replies, and a conversation becomes several.
+        """
+        replies = [_up_to_replies(name, messages) for name, messages in dialogues]
+        encoded = iter(self.encode_replies([reply for group in replies for reply in group]))
+        return [_join_replies(islice(encoded, len(group))) for group in replies]
+
+    def encode_replies(
+        self, replies: Sequence[tuple[str, Sequence[Message]]]
+    ) -> list[tuple[list[int], list[int]]]:
+        """Of named conversations that end with a reply: the ids before it, and the reply's.
+
+        The first are `encode` of the messages before the reply; the second end with a stop token.
+        """
         encoded = []
-        for start in range(0, len(dialogues), _AT_ONCE):
-            part = [list(self._texts(m)) for m in dialogues[start : start + _AT_ONCE]]
-            texts = list({text: None for turns in part for turn in turns for text in turn})
-            found = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-            ids_of = dict(zip(texts, found, strict=True))
-            encoded += [self._assemble(turns, ids_of) for turns in part]
+        for start in range(0, len(replies), _AT_ONCE):
+            texts = []
+            for name, messages in replies[start : start + _AT_ONCE]:
+                with _naming(name):
+                    prompt = self._prompt_text(messages[:-1])
+                    texts.append((prompt, self._reply_text(messages[-1])))
+            prompts, said = zip(*texts, strict=True)
+            distinct = list(dict.fromkeys(prompts))
+            ids_of = dict(zip(distinct, self._ids_of_all(distinct), strict=True))
+            said_ids = map(self._ended, self._continuations(said))
+            encoded += [(ids_of[p], s) for p, s in zip(prompts, said_ids, strict=True)]
         return encoded
 
     def encode_whole(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a finished conversation, exactly as the template renders it."""
         return self._ids(self._render(messages, add_generation_prompt=False))
+
+    def check_prompts(self, prompts: Iterable[Prompt]) -> None:
+        """Raise ValueError for the first prompt whose roles the template refuses."""
+        accepted: set[tuple[str, ...]] = set()
+        for prompt in prompts:
+            roles = tuple(message["role"] for message in prompt.messages)
+            if roles not in accepted:
+                with _naming(prompt.id):
+                    self._prompt_text(prompt.messages)
+                accepted.add(roles)
 
     def has_vocabulary_of(self, other: "Chat") -> bool:
         """Whether both tokenizers have the same vocabulary."""
@@ -69,30 +141,32 @@ class Chat:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def _texts(self, messages: Sequence[Message]) -> Iterator[tuple[str, str, str]]:
-        """Of each reply: the text before it, a prefix some templates add to it, and the reply."""
-        turns = _split_at_replies(messages)
-        for i, (read, reply) in enumerate(turns):
-            before = self._around_reply([_QUESTION], read)[1] if i else self._render(read)
-            yield before, self._lead(read, is_last=i + 1 == len(turns)), reply["content"]
+    def _prompt_text(self, messages: Sequence[Message]) -> str:
+        text = self._render(messages)
+        for message in messages:
+            if message["role"] == "system" and message["content"].strip() not in text:
+                raise ValueError(
+                    "the chat template leaves out the system message; put its text into the "
+                    "user's first message"
+                )
+        return text
 
-    def _assemble(
-        self, turns: Sequence[tuple[str, str, str]], ids_of: Mapping[str, list[int]]
-    ) -> tuple[list[int], list[bool]]:
-        """A conversation's ids and mask from the ids of its texts."""
-        ids, mask = [], []
-        for before, lead, reply in turns:
-            ids = self._join(ids, ids_of[before]) + ids_of[lead]
-            mask += [False] * (len(ids) - len(mask))
-            said = [*ids_of[reply], self.end_of_turn]
-            ids, mask = ids + said, mask + [True] * len(said)
-        return ids, mask
-
-    def _join(self, token_ids: list[int], after_ids: list[int]) -> list[int]:
-        """Append, without repeating the end-of-turn token that the reply may already end with."""
-        if token_ids and token_ids[-1] in self.stop_ids and self.end_of_turn in after_ids:
-            after_ids = after_ids[after_ids.index(self.end_of_turn) + 1 :]
-        return token_ids + after_ids
+    def _reply_text(self, reply: Message) -> str:
+        """What the model writes after a prompt, with the end of the turn."""
+        content = reply["content"]
+        text = self._render([_QUESTION, reply], add_generation_prompt=False)
+        has_thoughts = CLOSE_THOUGHTS in content
+        drops_thoughts = has_thoughts and CLOSE_THOUGHTS not in text  # as R1's template does
+        if text.startswith(self._opening) and not drops_thoughts:
+            return text[len(self._opening) :].removesuffix(self._after_turn)
+        if self._opening.rstrip().endswith(OPEN_THOUGHTS):
+            content = _in_thoughts(content)
+        elif has_thoughts and self._opening.rstrip().endswith(CLOSE_THOUGHTS):
+            raise ValueError(
+                f"the reply has thoughts ({CLOSE_THOUGHTS}), but the chat template asks for one "
+                "without; take them out, or change template_args"
+            )
+        return content + self._turn_end
 
     def _end_of_turn(self) -> int:
         """The special token that the template puts after a reply; eos if there is none."""
@@ -106,11 +180,11 @@ class Chat:
             )
         return end_of_turn
 
-    def _lead(self, read: Sequence[Message], is_last: bool) -> str:
-        """The text between generation prompt and reply, such as Qwen3's empty thoughts."""
-        opening = self._render(read)
-        before, _ = self._around_reply(read, [] if is_last else [_QUESTION])
-        return before[len(opening) :] if before.startswith(opening) else ""
+    def _text_after_reply(self) -> tuple[str, str]:
+        """What the template writes after a reply: up to the end of the turn, and after it."""
+        _, after = self._around_reply([_QUESTION], [])
+        space, token, tail = after.partition(self.tokenizer.convert_ids_to_tokens(self.end_of_turn))
+        return (space + token, tail) if token else ("", after)
 
     def _around_reply(self, before: Sequence[Message], after: Sequence[Message]) -> tuple[str, str]:
         """The template's text before and after a reply between these messages."""
@@ -120,12 +194,54 @@ class Chat:
         return opening, ending
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        return self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt,
+                **self._template_args,
+            )  # fmt: skip
+        except jinja2.TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ValueError(
+                f"the chat template refuses the roles {roles} ({error}); join neighbouring "
+                "messages of one role, and put a system message into the user's first message"
+            ) from None
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _ids_of_all(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+
+    def _continuations(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of texts that go on where others ended."""
+        num_lead = len(self._ids(self._lead))
+        return [ids[num_lead:] for ids in self._ids_of_all([self._lead + text for text in texts])]
+
+    def _ended(self, reply_ids: list[int]) -> list[int]:
+        """With a stop token at the end, which few templates do not write."""
+        is_ended = reply_ids[-1:] == [self.end_of_turn]
+        return reply_ids if is_ended else [*reply_ids, self.end_of_turn]
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder; a model hub is never asked."""
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} is not a folder; give a Hugging Face folder, or make one: "
+            "`python -m roll_lite.models.tiny` or `python scripts/get_smollm2.py`"
+        )
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ValueError(
+            f"{folder} has no tokenizer; copy tokenizer.json and tokenizer_config.json of its "
+            "model into it"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer of {folder} has no chat template; take the model's chat variant, "
+            "or put a chat_template.jinja into the folder"
+        )
+    return tokenizer
 
 
 def _stop_ids(folder: Path, *ids: int | None) -> tuple[int, ...]:
@@ -136,16 +252,84 @@ def _stop_ids(folder: Path, *ids: int | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for i in [*ids, *more] if i is not None))
 
 
-def _split_at_replies(messages: Sequence[Message]) -> list[tuple[list[Message], Message]]:
-    """(messages that the model reads, its reply) for each assistant message."""
-    turns, read = [], []
-    for message in messages:
-        if message["role"] == "assistant":
-            turns.append((read, message))
-            read = []
+# ---- arguments of the template
+
+
+def _parse_value(text: str) -> Any:
+    """A truth value, another JSON value, or plain text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _check_arguments(arguments: dict[str, Any], template: str, folder: str | Path) -> None:
+    """Refuse arguments that the template does not read."""
+    read = _variables(template) - _NOT_ARGUMENTS
+    if unread := sorted(set(arguments) - read):
+        raise ValueError(
+            f"template_args names {unread[0]!r}, which the chat template of {folder} does not "
+            f"read; it reads {', '.join(sorted(read)) or 'no arguments'}"
+        )
+
+
+def _variables(template: str) -> set[str]:
+    """Names that a template looks up, among them a few that it sets itself."""
+    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # a tag of transformers
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    return jinja2.meta.find_undeclared_variables(environment.parse(plain))
+
+
+def _with_fixed_date(template: str) -> str:
+    """The template with DATE where it asks for today's."""
+    call = r"""strftime_now\((["'])(.*?)\1\)"""
+    return re.sub(call, lambda found: repr(DATE.strftime(found[2])), template)
+
+
+# ---- replies
+
+
+def _up_to_replies(name: str, messages: Sequence[Message]) -> list[tuple[str, Sequence[Message]]]:
+    """For each reply, the conversation up to it."""
+    roles = [message["role"] for message in messages]
+    is_reply = [role == "assistant" for role in roles]
+    ends_well = is_reply[-1:] == [True] and not is_reply[0]
+    if not ends_well or any(a and b for a, b in pairwise(is_reply)):
+        raise ValueError(
+            f"{name}: a dialogue must alternate and end with the assistant; roles: {roles}"
+        )
+    return [(name, messages[: i + 1]) for i, found in enumerate(is_reply) if found]
+
+
+def _join_replies(
+    replies: Iterable[tuple[list[int], list[int]]],
+) -> list[tuple[list[int], list[bool]]]:
+    """Replies whose context begins with the sequence before them continue that sequence."""
+    sequences: list[tuple[list[int], list[bool]]] = []
+    for context, said in replies:
+        ids, mask = sequences[-1] if sequences else ([], [])
+        if context[: len(ids)] == ids:
+            del sequences[-1:]
         else:
-            read.append(message)
-    if read or not turns or not all(before for before, _ in turns):
-        roles = [message["role"] for message in messages]
-        raise ValueError(f"a dialogue must alternate and end with the assistant; roles: {roles}")
-    return turns
+            mask = []
+        mask = mask + [False] * (len(context) - len(mask)) + [True] * len(said)
+        sequences.append((context + said, mask))
+    return sequences
+
+
+def _in_thoughts(reply: str) -> str:
+    """A reply as it continues thoughts that the prompt opened."""
+    if CLOSE_THOUGHTS not in reply:
+        return f"\n{CLOSE_THOUGHTS}\n\n{reply}"
+    return reply.lstrip().removeprefix(OPEN_THOUGHTS).lstrip("\n")
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Errors say which row they are about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None

@@ -78,8 +78,9 @@ def changed(options: Any, names: Iterable[str]) -> Iterator[tuple[str, Any, Any]
 def refuse_changes(folder: Path, written: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
     """Refuse to resume a run with other values of its fixed options than were `written`."""
     here = json.loads(json.dumps(fixed))  # as JSON reads it back
-    if changed := [name for name in here if here[name] != written.get(name)]:
-        listed = ", ".join(f"{n}={here[n]!r} (was {written.get(n)!r})" for n in changed)
+    known = [name for name in here if name in written]  # the run may be older than the option
+    if changed := [name for name in known if here[name] != written[name]]:
+        listed = ", ".join(f"{n}={here[n]!r} (was {written[n]!r})" for n in changed)
         raise ValueError(
             f"the run in {folder} cannot be resumed with {listed}; give what it was "
             "started with, or name another run_dir"

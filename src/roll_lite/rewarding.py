@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import count
 
-from roll_lite.chat import Chat
+from roll_lite.chat import Chat, ChatOptions
 from roll_lite.checks import above, at_least, read_only_if
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.device_map import DeviceMap
@@ -47,6 +47,8 @@ class RewardOptions:
     """Longest verdict of the judge, in tokens."""
     judge_cache_gib: float = 1.0
     """KV cache of each judge engine, in GiB."""
+    judge_template_args: tuple[str, ...] | None = None
+    """NAME=VALUE that the judge's chat template reads, as in enable_thinking=false."""
     reward_model: str | None = None
     """Folder of a model with a scalar head, which scores prompts of domain reward_model."""
 
@@ -54,7 +56,9 @@ class RewardOptions:
         at_least(0, self, "reward_workers")
         at_least(1, self, "judge_tokens")
         above(0, self, "reward_seconds", "judge_cache_gib")
-        read_only_if(self.judge is not None, "a judge", self, "judge_tokens", "judge_cache_gib")
+        of_judge = ("judge_tokens", "judge_cache_gib", "judge_template_args")
+        read_only_if(self.judge is not None, "a judge", self, *of_judge)
+        _ = self.judge_chat  # refuses what is not NAME=VALUE
         if not 0 <= self.max_error_share <= 1:
             raise ValueError(f"max_error_share={self.max_error_share} must be from 0 to 1 (never)")
         _ = self.reward_configs  # refuses a folder that is no model
@@ -63,6 +67,10 @@ class RewardOptions:
                 f"reward_model={self.reward_model!r} has no tensor score.weight, so it gives no "
                 "number; name a sequence classifier with one label"
             )
+
+    @property
+    def judge_chat(self) -> ChatOptions:
+        return ChatOptions(template_args=self.judge_template_args)
 
     @property
     def reward_roles(self) -> list[str]:
@@ -155,7 +163,9 @@ class Rewards:
     def _make_judge(self, options: RewardOptions, cluster: Cluster) -> AsyncReward:
         folder, cache = options.judge, options.judge_cache_gib
         engines = cluster.role("judge", EngineService, folder=folder, kv_cache_gib=cache)
-        judge = Judge(engines, Chat(folder), max_tokens=options.judge_tokens)
+        judge = Judge(
+            engines, Chat(folder, **options.judge_chat.arguments), max_tokens=options.judge_tokens
+        )
         self.engine_clients.append(judge)
         return self._counted(judge, options)
 

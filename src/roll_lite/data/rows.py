@@ -101,7 +101,10 @@ class Row:
     def _message(self, where: str, entry: Any) -> Message:
         role, content = (self._object(where, entry).get(name) for name in ("role", "content"))
         if role not in ROLES:
-            raise self.error(f"{where} has role {role!r}, not one of {', '.join(ROLES)}")
+            raise self.error(
+                f"{where} has role {role!r}, not one of {', '.join(ROLES)} (write what a tool "
+                "returns as a message of the user)"
+            )
         if not isinstance(content, str):
             found = TYPE_NAMES[type(content)]
             raise self.error(f"{where} has {found} instead of text as its content")

@@ -1,7 +1,6 @@
 """From rows of data to sequences to train on."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from roll_lite.chat import Chat
@@ -9,19 +8,23 @@ from roll_lite.data import Dialogue, Preference
 from roll_lite.models.config import read_config
 from roll_lite.train.batch import TrainingSequence, truncate
 from roll_lite.train.preference import Pair, check_pairs_fit
-from roll_lite.types import Message
 
 
 def encode_dialogues(chat: Chat, dialogues: Iterable[Dialogue]) -> list[TrainingSequence]:
-    """Loss on all of the assistant's turns."""
-    return _encode(chat, [(dialogue.id, dialogue.messages) for dialogue in dialogues])
+    """Loss on all of the assistant's turns; mostly one sequence for each dialogue."""
+    named = [(dialogue.id, dialogue.messages) for dialogue in dialogues]
+    return [
+        TrainingSequence(id=name, token_ids=token_ids, loss_mask=loss_mask)
+        for (name, _), sequences in zip(named, chat.encode_dialogues(named), strict=True)
+        for token_ids, loss_mask in sequences
+    ]
 
 
 def encode_preferences(
     chat: Chat, preferences: Iterable[Preference], tokens_per_microbatch: int
 ) -> list[Pair]:
     """Loss on the chosen and the rejected reply alone; both must fit in one micro-batch."""
-    replies = [
+    named = [
         (
             f"{row.id} {field}",
             (*row.messages, {"role": "assistant", "content": getattr(row, field)}),
@@ -29,27 +32,17 @@ def encode_preferences(
         for row in preferences
         for field in ("chosen", "rejected")
     ]
-    sequences = [_last_turn(sequence) for sequence in _encode(chat, replies)]
+    sequences = [
+        TrainingSequence(
+            id=name,
+            token_ids=read + said,
+            loss_mask=[False] * len(read) + [True] * len(said),
+        )
+        for (name, _), (read, said) in zip(named, chat.encode_replies(named), strict=True)
+    ]
     pairs = list(zip(sequences[::2], sequences[1::2], strict=True))
     check_pairs_fit(pairs, tokens_per_microbatch)
     return pairs
-
-
-def _encode(chat: Chat, named: Sequence[tuple[str, Sequence[Message]]]) -> list[TrainingSequence]:
-    encoded = chat.encode_dialogues([messages for _, messages in named])
-    return [
-        TrainingSequence(id=name, token_ids=token_ids, loss_mask=loss_mask)
-        for (name, _), (token_ids, loss_mask) in zip(named, encoded, strict=True)
-    ]
-
-
-def _last_turn(sequence: TrainingSequence) -> TrainingSequence:
-    """Loss on the assistant's last turn alone; earlier turns belong to the prompt."""
-    start = len(sequence.loss_mask)
-    while start and sequence.loss_mask[start - 1]:
-        start -= 1
-    mask = [i >= start for i in range(len(sequence.loss_mask))]
-    return replace(sequence, loss_mask=mask)
 
 
 def fit(
