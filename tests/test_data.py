@@ -87,7 +87,7 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
         ("prompts", {"prompt": "a", "tests": {}}, "'tests' is an object instead of a list"),
         ("prompts", {"prompt": "a", "tests": [{}, "b"]}, r"tests\[1\] is text instead of an obj"),
         ("prompts", ["prompt"], "a list instead of an object"),
-        ("prompts", '{"prompt": "a"', r"not JSON \(.*delimiter.*; a prompt row has prompt"),
+        ("prompts", '{"prompt": "a"', r"not JSON: .*delimiter.*; a prompt row has prompt"),
     ],
 )
 def test_bad_rows_are_named_by_file_line_and_field(tmp_path, read, row, problem):
@@ -103,7 +103,7 @@ def test_files_without_rows_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere\.jsonl is not a file"):
         data.read_dialogues(tmp_path / "nowhere.jsonl")
     (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "\xff"}')
-    with pytest.raises(ValueError, match=r"line 1: not JSON.*utf-8"):
+    with pytest.raises(ValueError, match=r"line 1: not UTF-8"):
         data.read_prompts(tmp_path / "rows.jsonl")
 
 
@@ -158,3 +158,25 @@ def test_one_source_at_a_time():
         data.check_source("x.jsonl", "reverse:3")
     with pytest.raises(ValueError, match="task='poetry:3'"):
         data.check_source(None, "poetry:3")
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"prompt": "caf\xe9"}', "not UTF-8: invalid continuation byte, at byte 16"),
+        (b'{"prompt": "a", "ground_truth": ' + b"7" * 5000 + b"}", "more than 4,300 digits"),
+        (
+            b'{"prompt": "a", "tests": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+            "nested too deeply",
+        ),
+        (rb'{"prompt": "\ud83d"}', "half of a surrogate pair"),
+        (b'{"prompt": "a"', "not JSON: "),
+    ],
+    ids=["utf8", "digits", "depth", "surrogate", "cut"],
+)
+def test_lines_that_are_no_rows_are_named(tmp_path, line, problem):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"prompt": "\\ud83d\\ude00"}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=r"rows.jsonl line 2: ") as error:
+        data.read_prompts(path)
+    assert problem in str(error.value) and "a prompt row has prompt" in str(error.value)

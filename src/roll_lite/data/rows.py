@@ -4,6 +4,7 @@ A malformed row raises ValueError with the file, the line, the field and what wa
 """
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -153,11 +154,22 @@ def read_rows(path: str | Path, parse: Callable[[Row], T], expected: str) -> lis
 def _row(where: str, number: int, line: bytes, expected: str) -> Row:
     try:
         fields = json.loads(line)
+        if b"\\ud" in line.lower():  # half of a pair is no text, and no tokenizer takes it
+            json.dumps(fields, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        problem = f"{error.msg}, at character {error.pos + 1}"
-        raise ValueError(f"{where}: not JSON ({problem}); {expected}") from None
+        problem = f"not JSON: {error.msg}, at character {error.pos + 1}"
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error}); {expected}") from None
+        problem = f"not UTF-8: {error.reason}, at byte {error.start + 1}"
+    except UnicodeEncodeError:
+        problem = "half of a surrogate pair (\\ud800 to \\udfff), which is no text"
+    except RecursionError:
+        problem = "nested too deeply"
+    except ValueError:
+        problem = f"a number of more than {sys.get_int_max_str_digits():,} digits; write it as text"
+    else:
+        problem = ""
+    if problem:
+        raise ValueError(f"{where}: {problem}; {expected}")
     if not isinstance(fields, dict):
         raise ValueError(f"{where}: {TYPE_NAMES[type(fields)]} instead of an object; {expected}")
     return Row(where, number, fields, expected, line)
