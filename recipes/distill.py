@@ -15,9 +15,7 @@ from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
-import tyro
-
-from roll_lite import data
+from roll_lite import command, data
 from roll_lite.chat import Chat
 from roll_lite.checks import above, at_least, unread_with
 from roll_lite.cluster.cluster import Cluster
@@ -33,7 +31,8 @@ from roll_lite.rollout.sample import derive_seed
 from roll_lite.sync import WeightSync
 from roll_lite.train.advantages import AdvantageOptions
 from roll_lite.train.batch import MicroBatch, TrainingSequence, pack
-from roll_lite.train.checkpoint import CheckpointOptions, Checkpoints, RunState
+from roll_lite.train.checkpoint import CheckpointOptions, RunState
+from roll_lite.train.defaults import choose_defaults
 from roll_lite.train.distillation import DistillLoss, pack_taught
 from roll_lite.train.encoding import check_vocabulary, encode_fitting
 from roll_lite.train.losses import PolicyLoss
@@ -71,8 +70,8 @@ class Config:
     """Learn from the student's own samples, by policy gradient on the teacher's logprobs."""
     samples_per_prompt: int = 4
     """on_policy: samples of each prompt."""
-    max_tokens: int = 16
-    """on_policy: longest reply, in tokens."""
+    max_tokens: int | None = None
+    """on_policy: longest reply, in tokens; None chooses by the model's size."""
     kv_cache_gib: float = 1.0
     """on_policy: KV cache of each engine, in GiB."""
     validation_data: str | None = None
@@ -130,31 +129,30 @@ def main(cfg: Config) -> None:
     config, role_configs = read_config(cfg.model), {"teacher": read_config(cfg.teacher)}
     options = {"roles": roles, "config": config, "role_configs": role_configs}
     with Cluster(device_map, cfg.device, **options) as cluster:
+        cfg = choose_defaults(cfg, lr="sft", **({"max_tokens": "reply"} if cfg.on_policy else {}))
         source = data.PROMPTS if cfg.on_policy else data.DIALOGUES
         rows = source.training(cfg.data, cfg.task, f"distill-{cfg.seed}")
         held_out = source.validation(cfg.validation_data, cfg.data, cfg.task, cfg.validation_rows)
         models = make_roles(cfg, cluster)
-        saved = RunState(
-            Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.checkpoints.keep_last),
-            [models.student], {"rows": rows}, data.fixed_options(cfg, *FIXED),
-        )  # fmt: skip
-        done = saved.resume() if cfg.checkpoints.resume else None
-        run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
+        fixed = data.fixed_options(cfg, *FIXED)
+        saved = RunState(cfg.run_dir, cfg.checkpoints, [models.student], {"rows": rows}, fixed)
+        resumed_at = saved.resumed_at
+        run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=resumed_at)
         make_batch = OnPolicyBatches(cfg, models) if cfg.on_policy else TeacherBatches(cfg, models)
         if cfg.data is not None and not cfg.on_policy:
             make_batch.encode(rows.rows)  # refuse a row that does not fit now, not in mid-run
-        if held_out and not done:
+        if held_out and not resumed_at:
             run.log(0, {"eval/kl": kl_to_teacher(models, *make_batch(held_out, 0))})
-        for step in range((done or 0) + 1, cfg.steps + 1):
-            start = time.perf_counter()
-            batch, metrics = make_batch(rows.take(cfg.rows_per_step), step - 1)
-            metrics |= models.student.step(split(batch))[0]
-            metrics["time/step"] = time.perf_counter() - start
-            if held_out and run.is_due(step, cfg.validate_every):
-                metrics["eval/kl"] = kl_to_teacher(models, *make_batch(held_out, step))
-            run.log(step, metrics)
-            if run.is_due(step, cfg.checkpoints.checkpoint_every):
-                saved.save(step, lower=metrics.get("eval/kl"))
+        with saved.kept(run, cluster.stop_request()):
+            for step in range(saved.step + 1, cfg.steps + 1):
+                start = time.perf_counter()
+                batch, metrics = make_batch(rows.take(cfg.rows_per_step), step - 1)
+                metrics |= models.student.step(split(batch))[0]
+                metrics["time/step"] = time.perf_counter() - start
+                if held_out and run.is_due(step, cfg.validate_every):
+                    metrics["eval/kl"] = kl_to_teacher(models, *make_batch(held_out, step))
+                run.log(step, metrics)
+                saved.end_step(run, step, lower=metrics.get("eval/kl"))
         run.close()
         print(f"model: {models.student.export(f'{cfg.run_dir}/model')}")
 
@@ -262,6 +260,4 @@ def kl_to_teacher(models: Models, batch: list[MicroBatch], metrics: dict[str, fl
 
 
 if __name__ == "__main__":
-    main(
-        tyro.cli(Config, description=__doc__.split("\n\n")[0], config=(tyro.conf.OmitArgPrefixes,))
-    )
+    command.run(main, Config, __doc__, fixed=FIXED)

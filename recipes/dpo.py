@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
-import tyro
-
-from roll_lite import data
+from roll_lite import command, data
 from roll_lite.chat import Chat
 from roll_lite.checks import at_least, unread_with
 from roll_lite.cluster.cluster import Cluster
@@ -22,7 +20,8 @@ from roll_lite.cluster.role import RoleHandle, split
 from roll_lite.models.config import read_config
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.train.batch import MicroBatch, TrainingSequence
-from roll_lite.train.checkpoint import CheckpointOptions, Checkpoints, RunState
+from roll_lite.train.checkpoint import CheckpointOptions, RunState
+from roll_lite.train.defaults import choose_defaults
 from roll_lite.train.encoding import check_vocabulary, encode_preferences
 from roll_lite.train.optimizer import TrainingOptions
 from roll_lite.train.preference import DPOLoss, pack_pairs, with_reference
@@ -62,7 +61,7 @@ class Config:
     tp: int = 1
     """Tensor-parallel ranks per model."""
     loss: DPOLoss = DPOLoss()
-    training: TrainingOptions = TrainingOptions(lr=1e-4, warmup_steps=5)
+    training: TrainingOptions = TrainingOptions(warmup_steps=5)
     checkpoints: CheckpointOptions = CheckpointOptions()
 
     def __post_init__(self):
@@ -93,6 +92,7 @@ def main(cfg: Config) -> None:
     roles, configs = ["train", *others], {"config": read_config(cfg.model), "role_configs": others}
     device_map = " ".join(f"{role}=all,tp={cfg.tp}" for role in roles)
     with Cluster(device_map, cfg.device, roles=roles, **configs) as cluster:
+        cfg = choose_defaults(cfg, lr="preference")
         pairs = training_pairs(cfg)
         held_out = data.PREFERENCES.validation(
             cfg.validation_data, cfg.data, cfg.task, cfg.validation_pairs
@@ -116,24 +116,22 @@ def main(cfg: Config) -> None:
         num_shards = trainer.role.num_replicas
         packed = partial(pack_pairs, tokens_per_microbatch=budget, num_shards=num_shards)
         validation = packed(encoded[len(pairs) :]) if held_out else []
-        checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.checkpoints.keep_last)
         fixed = data.fixed_options(cfg, *FIXED)
-        saved = RunState(checkpoints, [trainer], {"rows": rows}, fixed)
-        done = saved.resume() if cfg.checkpoints.resume else None
-        run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
-        if validation and not done:
+        saved = RunState(cfg.run_dir, cfg.checkpoints, [trainer], {"rows": rows}, fixed)
+        resumed_at = saved.resumed_at
+        run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=resumed_at)
+        if validation and not resumed_at:
             run.log(0, validate(trainer, validation))
-        for step in range((done or 0) + 1, cfg.steps + 1):
-            start = time.perf_counter()
-            batch = packed(rows.take(cfg.pairs_per_step))
-            metrics = trainer.step(split(batch))[0]
-            metrics["time/step"] = time.perf_counter() - start
-            if validation and run.is_due(step, cfg.validate_every):
-                metrics |= validate(trainer, validation)
-            run.log(step, metrics)
-            if run.is_due(step, cfg.checkpoints.checkpoint_every):
-                best = metrics.get("eval/accuracy")
-                saved.save(step, higher=best)
+        with saved.kept(run, cluster.stop_request()):
+            for step in range(saved.step + 1, cfg.steps + 1):
+                start = time.perf_counter()
+                batch = packed(rows.take(cfg.pairs_per_step))
+                metrics = trainer.step(split(batch))[0]
+                metrics["time/step"] = time.perf_counter() - start
+                if validation and run.is_due(step, cfg.validate_every):
+                    metrics |= validate(trainer, validation)
+                run.log(step, metrics)
+                saved.end_step(run, step, higher=metrics.get("eval/accuracy"))
 
         run.close()
         print(f"model: {trainer.export(f'{cfg.run_dir}/model')}")
@@ -161,6 +159,4 @@ def validate(trainer: RoleHandle, batch: list[MicroBatch]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(
-        tyro.cli(Config, description=__doc__.split("\n\n")[0], config=(tyro.conf.OmitArgPrefixes,))
-    )
+    command.run(main, Config, __doc__, fixed=FIXED)

@@ -16,10 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rlvr import INLINE, REWARDS
 
-from roll_lite import data
+from roll_lite import command, data
 from roll_lite.chat import Chat
 from roll_lite.checks import above, at_least, finite, read_only_if
 from roll_lite.cluster.cluster import Cluster
@@ -36,6 +35,7 @@ from roll_lite.rollout.groups import refuse_all_failed
 from roll_lite.rollout.metrics import pass_rates
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.record import AnswerFile
+from roll_lite.train.defaults import choose_defaults
 from roll_lite.train.export import check_checkpoint, export_checkpoint
 from roll_lite.types import Group, Prompt, SamplingParams
 
@@ -53,8 +53,8 @@ class Config:
     """At most this many prompts of each source; None is all of a file and 256 of a task."""
     samples: int = 1
     """Replies to each prompt; more than one adds pass@k."""
-    max_tokens: int = 16
-    """Longest reply, in tokens."""
+    max_tokens: int | None = None
+    """Longest reply, in tokens; None chooses by the model's size, and prints it."""
     temperature: float | None = None
     """Sampling temperature; None is greedy for one sample and 1 for several."""
     top_k: int = 0
@@ -104,7 +104,7 @@ class Config:
     @property
     def params(self) -> SamplingParams:
         return SamplingParams(
-            max_tokens=self.max_tokens,
+            max_tokens=self.max_tokens or 1,  # chosen in main
             temperature=self.chosen_temperature,
             top_k=self.top_k,
             top_p=self.top_p,
@@ -127,6 +127,7 @@ def main(cfg: Config) -> dict[str, float]:
     device_map = cfg.device_map or " ".join(f"{role}=all" for role in roles)
     configs = {"config": read_config(cfg.model), "role_configs": cfg.scoring.reward_configs}
     with Cluster(device_map, cfg.device, roles=roles, **configs) as cluster:
+        cfg = choose_defaults(cfg, max_tokens="reply")
         prompts = data.held_out(cfg.data, cfg.prompts, of_tasks=256)
         domains = {prompt.domain for prompt in prompts}
         functions, inline = cfg.scoring.with_file(REWARDS, INLINE, domains)
@@ -204,6 +205,4 @@ def table(metrics: dict[str, float], groups: list[Group], num_samples: int) -> s
 
 
 if __name__ == "__main__":
-    main(
-        tyro.cli(Config, description=__doc__.split("\n\n")[0], config=(tyro.conf.OmitArgPrefixes,))
-    )
+    command.run(main, Config, __doc__)

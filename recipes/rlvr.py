@@ -11,14 +11,11 @@ python recipes/rlvr.py --data mine.jsonl --rewards my_rewards.py    # a reward o
 python -m pdb recipes/rlvr.py ...      # one process: break anywhere, also in a reward
 """
 
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-import tyro
-
-from roll_lite import data
+from roll_lite import command, data
 from roll_lite.chat import Chat
 from roll_lite.checks import above, at_least, read_only_if, unread_with
 from roll_lite.cluster.cluster import Cluster
@@ -34,7 +31,7 @@ from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rewards import registry
 from roll_lite.rewards.maths import last_number
-from roll_lite.rollout.coordinator import Coordinator, NothingLeft
+from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.evaluation import Evaluation, EvaluationOptions
 from roll_lite.rollout.event_loop import rare_collections
 from roll_lite.rollout.metrics import describe_groups
@@ -42,9 +39,17 @@ from roll_lite.rollout.options import RolloutOptions
 from roll_lite.sync import WeightSync
 from roll_lite.train.advantages import AdvantageOptions
 from roll_lite.train.batch import TrainingSequence, equal_parts, pack
-from roll_lite.train.checkpoint import CheckpointOptions, Checkpoints, RunState
+from roll_lite.train.checkpoint import CheckpointOptions, RunState
+from roll_lite.train.defaults import choose_defaults, reply_tokens
 from roll_lite.train.kl import KLOptions
-from roll_lite.train.losses import CriticOptions, LossOptions, PolicyLoss, ValueLoss, critic_metrics
+from roll_lite.train.losses import (
+    OF_SEQUENCES,
+    CriticOptions,
+    LossOptions,
+    PolicyLoss,
+    ValueLoss,
+    critic_metrics,
+)
 from roll_lite.train.optimizer import TrainingOptions
 from roll_lite.train.scorer import Scorer, score_over_ranks
 from roll_lite.train.sequences import (
@@ -66,7 +71,8 @@ class Config:
     """Hugging Face folder to start from."""
     data: tuple[str, ...] = ("reverse:5",)
     """What to learn: files of prompts, or tasks: addition:N (digits), reverse:N or counting:N
-    (letters). Several are mixed by weight, as in math.jsonl@0.7 code.jsonl@0.3."""
+    (letters), instructions:N (how many at once). Several are mixed by weight, as in
+    math.jsonl@0.7 code.jsonl@0.3."""
     steps: int = 40
     """Training steps: generate, score, train."""
     run_dir: str = field(default_factory=partial(default_folder, "rlvr"))
@@ -98,7 +104,7 @@ class Config:
     """Print what the run would hold in memory and do in a step, and exit."""
     rollout: RolloutOptions = RolloutOptions()
     lengths: LengthOptions = LengthOptions()
-    training: TrainingOptions = TrainingOptions(lr=3e-4)
+    training: TrainingOptions = TrainingOptions()
     advantages: AdvantageOptions = AdvantageOptions()
     policy_loss: LossOptions = LossOptions()
     kl: KLOptions = KLOptions()
@@ -132,6 +138,12 @@ class Config:
                 f"advantage={chosen!r} needs {LACKING[chosen]}, which this recipe does not have; "
                 "use another advantage"
             )
+        loss = self.policy_loss.loss
+        if loss in OF_SEQUENCES and self.advantages.differs_by_token(self.kl.is_in("reward")):
+            raise ValueError(
+                f"loss={loss!r} has one advantage per sequence; advantage={chosen!r} gives each "
+                "token its own with these options; use loss=ppo or cispo, or advantage=grpo"
+            )
         critic = ("critic_lr", "value_clip", "critic_warmup_steps")
         read_only_if(self.advantages.needs_critic, "advantage='gae'", self.critic, *critic)
         if self.critic.critic_warmup_steps > self.steps > 0:
@@ -141,8 +153,9 @@ class Config:
             )
 
     def _check_sizes(self) -> None:
-        max_positions = read_config(self.model).max_positions
-        max_tokens, budget = self.lengths.max_tokens, self.training.tokens_per_microbatch
+        config, budget = read_config(self.model), self.training.tokens_per_microbatch
+        max_positions = config.max_positions
+        max_tokens = self.lengths.max_tokens or reply_tokens(config)
         if max_tokens >= min(max_positions, budget):
             raise ValueError(
                 f"max_tokens={max_tokens} must be below the model's {max_positions} positions and "
@@ -164,6 +177,20 @@ class Config:
         """A policy with adapters is its own reference, unless another is named."""
         has_own = self.training.lora_rank > 0 and self.kl.reference is None
         return self.kl.kl_coef > 0 and not has_own
+
+    @property
+    def chosen_advantages(self) -> AdvantageOptions:
+        """Kimi's advantage is not divided by the deviation, unless the options say so."""
+        is_open = self.advantages.divide_by_std is None and self.advantages.advantage == "grpo"
+        if self.policy_loss.loss == "kimi" and is_open:
+            return replace(self.advantages, divide_by_std=False)
+        return self.advantages
+
+    @property
+    def default_kinds(self) -> dict[str, str]:
+        """Options that depend on the model's size, where they are not given."""
+        critic = {"critic_lr": "critic"} if self.advantages.needs_critic else {}
+        return {"lr": "rl", "max_tokens": "reply"} | critic
 
     @property
     def runs_ahead(self) -> bool:
@@ -235,7 +262,11 @@ FIXED = "model", "seed", "lora_rank", "lora_alpha", "lora_targets", "advantage"
 
 def main(cfg: Config) -> list[float]:
     """Returns the held-out pass rates, the first from before training or from where it resumed."""
+    if cfg.plan:
+        print(describe_plan(cfg))
+        return []
     with Cluster(cfg.device_map, cfg.device, **cfg.cluster_options) as cluster:
+        cfg = choose_defaults(cfg, **cfg.default_kinds)
         share = cfg.evaluation.eval_share
         prompts = data.Mixture(cfg.data, seed=f"rlvr-{cfg.seed}", held_out_share=share)
         held_out = cfg.held_out_prompts()
@@ -259,68 +290,61 @@ def main(cfg: Config) -> list[float]:
                 reward_engines=rewards.engine_clients,
             )  # fmt: skip
             with rollout, rare_collections():
-                train(cfg, models, rollout, rewards, evaluation)
+                train(cfg, cluster, models, rollout, rewards, evaluation)
         print(f"model: {models.policy.export(f'{cfg.run_dir}/model')}")
     return evaluation.rates
 
 
 def train(
-    cfg: Config, models: Models, rollout: Coordinator, rewards: Rewards, evaluation: Evaluation
-) -> None:
-    state, checkpoint_every = AdvantageState(cfg.kl), cfg.checkpoints.checkpoint_every
-    checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.checkpoints.keep_last)
+    cfg: Config, cluster: Cluster, models: Models,
+    rollout: Coordinator, rewards: Rewards, evaluation: Evaluation,
+) -> None:  # fmt: skip
+    state, stop = AdvantageState(cfg.kl), cluster.stop_request()
     fixed = {name: value for name, value in flatten(cfg).items() if name in FIXED}
-    saved = RunState(checkpoints, models.trained, {"rollout": rollout, "advantages": state}, fixed)
-    done = saved.resume() if cfg.checkpoints.resume else None
-    run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
-    if done:
-        models.sync.sync(done)
-        rollout.set_version(done)
+    parts = {"rollout": rollout, "advantages": state}
+    saved = RunState(cfg.run_dir, cfg.checkpoints, models.trained, parts, fixed)
+    resumed_at = saved.resumed_at
+    run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=resumed_at)
+    if resumed_at:
+        models.sync.sync(resumed_at)
+        rollout.set_version(resumed_at)
     else:
         run.log(0, evaluate(cfg, 0, run, rollout, evaluation))
     if cfg.runs_ahead:
         rollout.start()
-
-    for step in range((done or 0) + 1, cfg.steps + 1):
-        timer = StepTimer()
-        try:
+    stop.listen(rollout.stop)
+    with saved.kept(run, stop, lambda: run.note_samples(saved.step + 1, rollout.dropped())):
+        for step in range(saved.step + 1, cfg.steps + 1):
+            timer = StepTimer()
             groups = rollout.collect()
-        except Exception as error:  # keep the dropped samples to look at, and what was learnt
+            timer.lap("rollout")
+            if cfg.engines_sleep:
+                models.engines.sleep()
+            sequences = prepare(groups, cfg, models, state)
+            timer.lap("prepare")
+            metrics = update(sequences, cfg, models, step)
+            timer.lap("train")
+            if cfg.engines_sleep:
+                models.engines.wake()
+            models.sync.sync(step, cfg.on_new_weights)
+            rollout.set_version(step)
+            saved.step = step
+            timer.lap("sync")
+            metrics |= describe_groups(groups) | rollout.metrics() | rewards.metrics()
+            if run.is_due(step, cfg.rollouts_every):
+                run.write_rollouts(step, groups)
             run.note_samples(step, rollout.dropped())
-            is_new = step - 1 > (done or 0) and not run.is_due(step - 1, checkpoint_every)
-            if isinstance(error, NothingLeft) and is_new:
-                print(f"wrote {saved.save(step - 1)}; --resume continues from it")
-                run.note("checkpoint", step=step - 1)
-            raise
-        timer.lap("rollout")
-        if cfg.engines_sleep:
-            models.engines.sleep()
-        sequences = prepare(groups, cfg, models, state)
-        timer.lap("prepare")
-        metrics = update(sequences, cfg, models, step)
-        timer.lap("train")
-        if cfg.engines_sleep:
-            models.engines.wake()
-        models.sync.sync(step, cfg.on_new_weights)
-        rollout.set_version(step)
-        timer.lap("sync")
-        metrics |= describe_groups(groups) | rollout.metrics() | rewards.metrics() | state.metrics
-        if run.is_due(step, cfg.rollouts_every):
-            run.write_rollouts(step, groups)
-        run.note_samples(step, rollout.dropped())
-        timer.lap("records")
-        metrics |= {"rollout/trained_samples": len(sequences)} | timer.metrics()
-        if run.is_due(step, cfg.evaluation.eval_every):
-            # Not part of the step's time.
-            metrics |= evaluate(cfg, step, run, rollout, evaluation)
-        run.log(step, metrics)
-        if run.is_due(step, checkpoint_every):
-            start = time.perf_counter()
-            saved.save(step, higher=metrics.get("eval/pass@1"))
-            run.note("checkpoint", step=step, seconds=time.perf_counter() - start)
+            timer.lap("records")
+            metrics |= state.metrics | timer.metrics()
+            metrics["rollout/trained_samples"] = len(sequences)
+            if run.is_due(step, cfg.evaluation.eval_every):
+                # Not part of the step's time.
+                metrics |= evaluate(cfg, step, run, rollout, evaluation)
+            run.log(step, metrics)
+            saved.end_step(run, step, higher=metrics.get("eval/pass@1"))
     run.close()
     if rates := evaluation.rates:
-        since = f", the first since step {done}" if done else ""
+        since = f", the first since step {resumed_at}" if resumed_at else ""
         print(f"held-out pass rate {rates[0]:.3f} -> {rates[-1]:.3f}{since}")
 
 
@@ -379,7 +403,7 @@ def prepare(
         values=score(models.critic, "values") if models.critic else None,
         reference_logprobs=reference if cfg.kl.is_in("reward") else None,
     )
-    sequences = with_advantages(groups, cfg.advantages, scores, state)
+    sequences = with_advantages(groups, cfg.chosen_advantages, scores, state)
     if cfg.kl.is_in("loss"):
         sequences = with_field(sequences, "reference_logprobs", reference)
     if cfg.policy_loss.denominator == "old":
@@ -415,6 +439,7 @@ def update(
 
 def describe_plan(cfg: Config) -> str:
     """Memory and work of a step, computed without starting anything."""
+    cfg = choose_defaults(cfg, **cfg.default_kinds)
     chat, config = Chat(cfg.model), read_config(cfg.model)
     prompts = data.Mixture(cfg.data, seed=0)
     batch = BatchPlan(
@@ -433,7 +458,4 @@ def describe_plan(cfg: Config) -> str:
 
 
 if __name__ == "__main__":
-    cfg = tyro.cli(
-        Config, description=__doc__.split("\n\n")[0], config=(tyro.conf.OmitArgPrefixes,)
-    )
-    print(describe_plan(cfg)) if cfg.plan else main(cfg)
+    command.run(main, Config, __doc__, fixed=FIXED)

@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-import tyro
-
-from roll_lite import data
+from roll_lite import command, data
 from roll_lite.chat import Chat
 from roll_lite.checks import at_least, unread_with
 from roll_lite.cluster.cluster import Cluster
@@ -21,7 +19,8 @@ from roll_lite.models.config import read_config
 from roll_lite.models.cost import SequenceCost
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.train.batch import TrainingSequence, pack
-from roll_lite.train.checkpoint import CheckpointOptions, Checkpoints, RunState
+from roll_lite.train.checkpoint import CheckpointOptions, RunState
+from roll_lite.train.defaults import choose_defaults
 from roll_lite.train.encoding import encode_dialogues, fit
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import TrainingOptions
@@ -85,12 +84,14 @@ SHOWN = {
     "loss/skipped_steps": "skipped", "data/truncated": "cut",
     "train/tokens_per_second": "tokens/s", "time/step": "step s",
 }  # fmt: skip
+FIXED = "model", "task", "seed", "careless", "lora_rank", "lora_alpha", "lora_targets"
 
 
 def main(cfg: Config) -> None:
     device_map = cfg.device_map or f"train=all,tp={cfg.tp}"
     model_config = read_config(cfg.model)
     with Cluster(device_map, cfg.device, config=model_config, roles=["train"]) as cluster:
+        cfg = choose_defaults(cfg, lr="sft")
         rows = data.DIALOGUES.training(cfg.data, cfg.task, f"sft-{cfg.seed}", careless=cfg.careless)
         held_out = data.DIALOGUES.validation(
             cfg.validation_data, cfg.data, cfg.task, cfg.validation_dialogues
@@ -104,33 +105,29 @@ def main(cfg: Config) -> None:
             weight_decay=cfg.weight_decay,
             **cfg.training.policy_options,
         )
-        checkpoints = Checkpoints(f"{cfg.run_dir}/checkpoints", keep_last=cfg.checkpoints.keep_last)
-        fixed = data.fixed_options(
-            cfg, "model", "task", "seed", "careless", "lora_rank", "lora_alpha", "lora_targets"
-        )
-        saved = RunState(checkpoints, [trainer], {"rows": rows}, fixed)
-        done = saved.resume() if cfg.checkpoints.resume else None
-        run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=done)
+        fixed = data.fixed_options(cfg, *FIXED)
+        saved = RunState(cfg.run_dir, cfg.checkpoints, [trainer], {"rows": rows}, fixed)
+        resumed_at = saved.resumed_at
+        run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=resumed_at)
         encode = partial(encode_rows, Chat(cfg.model), model_config.max_positions, cfg)
         num_shards, cost = trainer.role.num_replicas, SequenceCost.of(model_config)
         validation, _ = encode(held_out)
         if cfg.data is not None and cfg.too_long == "error":
             encode(rows.rows)  # refuse a dialogue that does not fit now, not in mid-run
 
-        for step in range((done or 0) + 1, cfg.steps + 1):
-            start = time.perf_counter()
-            sequences, num_cut = encode(rows.take(cfg.dialogues_per_step))
-            batch = pack(
-                sequences, cfg.training.tokens_per_microbatch, num_shards=num_shards, cost=cost
-            )
-            metrics = trainer.step(split(batch))[0] | {"data/truncated": num_cut}
-            metrics["time/step"] = time.perf_counter() - start
-            if validation and run.is_due(step, cfg.validate_every):
-                batch = pack(validation, cfg.training.tokens_per_microbatch, num_shards=num_shards)
-                metrics["eval/loss"] = trainer.evaluate(split(batch))[0]["loss/loss"]
-            run.log(step, metrics)
-            if run.is_due(step, cfg.checkpoints.checkpoint_every):
-                saved.save(step, lower=metrics.get("eval/loss"))
+        budget = cfg.training.tokens_per_microbatch
+        with saved.kept(run, cluster.stop_request()):
+            for step in range(saved.step + 1, cfg.steps + 1):
+                start = time.perf_counter()
+                sequences, num_cut = encode(rows.take(cfg.dialogues_per_step))
+                batch = pack(sequences, budget, num_shards=num_shards, cost=cost)
+                metrics = trainer.step(split(batch))[0] | {"data/truncated": num_cut}
+                metrics["time/step"] = time.perf_counter() - start
+                if validation and run.is_due(step, cfg.validate_every):
+                    batch = pack(validation, budget, num_shards=num_shards)
+                    metrics["eval/loss"] = trainer.evaluate(split(batch))[0]["loss/loss"]
+                run.log(step, metrics)
+                saved.end_step(run, step, lower=metrics.get("eval/loss"))
 
         run.close()
         print(f"model: {trainer.export(f'{cfg.run_dir}/model')}")
@@ -148,6 +145,4 @@ def encode_rows(
 
 
 if __name__ == "__main__":
-    main(
-        tyro.cli(Config, description=__doc__.split("\n\n")[0], config=(tyro.conf.OmitArgPrefixes,))
-    )
+    command.run(main, Config, __doc__, fixed=FIXED)

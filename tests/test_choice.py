@@ -32,6 +32,16 @@ def prompt(truth):
         "<think>The answer is A</think>The answer is B", "Answer choice: B", "The answer is\n\nB",
         "The answer is B. I repeat, the answer is B.", r"\boxed{B} so the answer is B",
         "Let me see.\nParis is in France.\nB) Paris", "The final answer is $\\boxed{B}$.",
+        "<answer>B</answer>", "<answer>\n(B) Paris\n</answer>", "<answer>The answer is B</answer>",
+        r"\(B\)", r"The answer is \(B\).", r"\[B\]", "'B'", "The answer is 'B'.", "Answer: 'B'",
+        '{"answer": "B"}', "{'answer': 'B'}", '```json\n{"answer": "B"}\n```', '{"answer":"b"}',
+        "b", "b)", "(b)", "b) Paris", "(b) Paris", "**b**", r"\boxed{b}", r"\boxed{\text{(b)}}",
+        "The answer is b", "The answer is b.", "The answer is (b) Paris.", "Answer: b", "<answer>b</answer>",
+        "The answer to this question is B", "The answer to the question is B.",
+        "The correct answer to this multiple choice question is (B).", r"\boxed{B} = Paris",
+        "The answer is A. Wait, the answer is B.", r"\boxed{A} Wait, no. The answer is B.",
+        r"\boxed{A}. Actually, \boxed{B}.", "The answer is C. Hold on, A? I made a mistake: the answer is B",
+        "Wait, what? The answer is B. Wait, is it? Yes.", "B_1 is large, so the answer is B",
     ],
 )  # fmt: skip
 def test_phrasings_of_b(reply):
@@ -45,7 +55,7 @@ def test_phrasings_of_b(reply):
     [
         ("The answer is A or B.", "AB"), ("The answer is A and C", "AC"), ("Answer: A, B", "AB"),
         (r"\boxed{A} \boxed{B}", "AB"), (r"\boxed{A, B}", "AB"), (r"\boxed{A,B,C}", "ABC"),
-        ("The answer is A. Wait, the answer is B.", "AB"), ("A\nB", "AB"),
+        ("The answer is A. Then the answer is B.", "AB"), ("A\nB", "AB"),
         ("A) London\nB) Paris", "AB"), ("Answer: A/B", "AB"), ("I choose A. I choose B.", "AB"),
         ("The answer is (A) or (B).", "AB"), ("Option A is correct. Option B is correct.", "AB"),
     ],
@@ -63,7 +73,10 @@ def test_two_letters_are_no_choice(reply, letters):
         "", "I do not know.", "The answer is unclear.", "A good question about Paris.",
         "The answer is Paris", "Because of B vitamins it is hard to say which.", "42", r"\boxed{42}",
         "The answer is Absolutely nothing", "Answer: BA", "I think so", "The answer is a mystery",
-        "The answer is A's uncle", r"\boxed{}", "<think>B</think>",
+        "The answer is A's uncle", r"\boxed{}", "<think>B</think>", r"\boxed{CO_2}", r"\boxed{C_2H_4}",
+        r"\boxed{H_2O}", r"\boxed{\mathrm{C}_2}", r"\boxed{A = 5}", r"\boxed{B^2}", "The answer is E = mc^2",
+        "The answer is C_6H_6", "The answer is e.g. 5", "The answer is a bit of everything", "i think so",
+        "<answer>Carbon</answer>", '{"answer": "Carbon"}', "The answer to a question is a question",
     ],
 )  # fmt: skip
 def test_no_letter(reply):
@@ -83,7 +96,21 @@ def test_a_truth_that_is_no_letter_is_an_error(truth):
 
 
 @pytest.mark.parametrize(
-    "run", [" ", "*", ",", "A, ", "(", "answer is ", r"\boxed{", "\nA", "A is "]
+    "run",
+    [
+        " ",
+        "*",
+        ",",
+        "A, ",
+        "(",
+        "answer is ",
+        r"\boxed{",
+        "\nA",
+        "A is ",
+        "wait ",
+        "a ",
+        "answer to ",
+    ],
 )
 def test_long_runs_take_no_time(run):
     start = time.process_time()

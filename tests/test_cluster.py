@@ -268,7 +268,7 @@ def test_a_rank_killed_while_it_has_no_call_is_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_named_and_killed(tmp_path, monkeypatch):
+def test_a_stopped_rank_is_named_after_its_heartbeat_stops(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")
     output = run_failing("stopped", 2, tmp_path)
     message = r"RoleError: rank 1 \(train; pid .*\) sent no heartbeat for \d+ s; train.kill"

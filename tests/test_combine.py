@@ -24,10 +24,11 @@ def both():
 def test_the_weighted_sum_and_its_parts():
     score = both()(PROMPT, REPLY)
     assert score.value == pytest.approx(1.2)
-    assert score.parts == {"correct": 1.0, "correct/boxed": 1.0, "format": 1.0}
+    unused = {"correct/unreadable": 0.0, "correct/math_verify": 0.0}
+    assert score.parts == {"correct": 1.0, "correct/boxed": 1.0, "format": 1.0} | unused
     score = both()(PROMPT, "<think>2 + 2</think><answer>5</answer>")
     assert score.value == pytest.approx(0.2)
-    assert score.parts == {"correct": 0.0, "correct/boxed": 0.0, "format": 1.0}
+    assert score.parts == {"correct": 0.0, "correct/boxed": 0.0, "format": 1.0} | unused
 
 
 def test_options_and_negative_weights():

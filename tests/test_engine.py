@@ -110,6 +110,21 @@ def test_logprobs_equal_the_trainers_forward(family_folder):
         torch.testing.assert_close(torch.tensor(turn.logprobs), expected, rtol=0, atol=1e-4)
 
 
+def test_prompts_without_a_seed_draw_noise_of_their_own(qwen):
+    """At a high temperature the noise alone decides: the same noise gives the same tokens."""
+    params = SamplingParams(max_tokens=1, temperature=1e4)
+    prompts = prompts_of([5] * 64)
+
+    def first_tokens(**options):
+        requests = [Request(prompt_ids=ids, params=params, **options) for ids in prompts]
+        turns = engine_with(qwen[1], num_pages=512).generate(requests)
+        return [samples[0].token_ids[0] for samples in turns]
+
+    assert len(set(first_tokens(seed=3))) < 5
+    assert len(set(first_tokens())) > 40  # of 199 tokens, 64 draws have 55 distinct on average
+    assert first_tokens() == first_tokens()
+
+
 def test_some_samples_of_a_request_are_the_same_as_among_all(qwen):
     _, model = qwen
     engine = engine_with(model, num_pages=200)

@@ -50,12 +50,18 @@ def ratios(loss, sequence, policy):
     return {i: math.exp(d) for i, d in means.items()}, sum(delta.values())
 
 
+PAPER_CLIPS = {"gspo": (3e-4, 4e-4)}
+
+
 def policy_term(loss, sequence, i, policy, frozen):
     """One row; what the papers take no gradient of comes from `frozen`."""
     ratio_of, log_ratio = ratios(loss, sequence, policy)
     frozen_ratio_of, frozen_log_ratio = ratios(loss, sequence, frozen)
     ratio, frozen_ratio, a = ratio_of[i], frozen_ratio_of[i], sequence.advantages[i]
-    low, high = 1 - loss.options.clip_low, 1 + loss.options.clip_high
+    options = loss.options
+    low, high = PAPER_CLIPS.get(options.loss, (0.2, 0.2))
+    low = 1 - (low if options.clip_low is None else options.clip_low)
+    high = 1 + (high if options.clip_high is None else options.clip_high)
     if loss.options.loss in ("ppo", "gspo", "segment"):
         objective = min(ratio * a, clip(ratio, low, high) * a)
         if loss.options.dual_clip is not None and a < 0:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from roll_lite.options import flatten, from_flat
 from roll_lite.report.curve import draw, read_metric
+from roll_lite.report.run import read_options
 
 TASK = "reverse:2"
 
@@ -34,7 +35,7 @@ def test_rlvr_learns(imitator, tmp_path):
     rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(13))
     assert rows[6]["mismatch/logprob_max"] < 1e-4  # training and generation agree
-    written = json.loads((tmp_path / "run" / "config.json").read_text())
+    written = read_options(tmp_path / "run" / "config.json")
     again = from_flat(rlvr.Config, **written | {"resume": True})
     assert flatten(again) == flatten(cfg) | {"resume": True}
     assert written["samples_per_prompt"] == 8 and written["model"] == cfg.model

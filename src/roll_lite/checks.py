@@ -10,10 +10,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 def at_least(minimum: float, options: Any, *fields: str) -> None:
-    """Refuse options with a smaller value in one of the fields, naming field and value."""
+    """Refuse options with a smaller value in one of the fields; None means not set."""
     for field in fields:
-        if not getattr(options, field) >= minimum:
-            raise ValueError(f"{field}={getattr(options, field)} must be at least {minimum}")
+        value = getattr(options, field)
+        if value is not None and not value >= minimum:
+            raise ValueError(f"{field}={value} must be at least {minimum}")
 
 
 def above(bound: float, options: Any, *fields: str) -> None:

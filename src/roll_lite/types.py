@@ -80,7 +80,7 @@ class Turn:
     prompt_ids: list[int]
     token_ids: list[int]
     logprobs: list[float]
-    """Of the sampled tokens, under the distribution they were sampled from."""
+    """Logprobs of the sampled tokens, under the distribution they were sampled from."""
     finish_reason: FinishReason
     versions: list[tuple[int, int]]
     """(position of the first token, policy version) of each run of sampled tokens."""

@@ -32,6 +32,7 @@ from roll_lite.cluster.watchdog import Heartbeat, Watchdog
 from roll_lite.cluster.wire import Mailbox, Post
 from roll_lite.cluster.worker import BUILD, RankCall, Worker
 from roll_lite.models.config import ModelConfig
+from roll_lite.stopping import Stopped, StopRequest
 
 DEADLINE = 1800.0
 GROUP_MARGIN = 60.0
@@ -110,7 +111,8 @@ class Cluster:
             return
         failed = True
         try:
-            if error is None or (isinstance(error, SystemExit) and not error.code):
+            is_exit = isinstance(error, SystemExit) and not error.code
+            if error is None or is_exit or isinstance(error, Stopped):
                 self._controller.wait_for_all()
                 failed = False
         finally:
@@ -149,6 +151,7 @@ class Cluster:
             "lifeline": wire.hold_lifeline,
             "report": controller.on_reports,
             "fault": controller.on_fault,
+            "sigterm": lambda: os.kill(os.getpid(), signal.SIGTERM),
         }
         wire.connect(store, 0, self.world_size, handlers)
         try:
@@ -174,9 +177,9 @@ class Cluster:
         wire.connect(store, self._launch.rank, self.world_size, handlers)
         heartbeat.start()
         self._form_groups(store)
-        # Ctrl-C reaches all ranks; the controller handles it and ends the other ranks.
-        _set_signals({signal.SIGINT: signal.SIG_IGN})
-        _set_signals({signal.SIGTERM: lambda *_: self._request_exit(128 + signal.SIGTERM)})
+        # Ctrl-C reaches all ranks, SIGTERM perhaps only those of one machine: the controller
+        # handles both, with the help of all ranks, and then ends them.
+        _set_signals({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: _forward_sigterm})
         exit_code, reason = self._exits.get()  # only the first request counts
         heartbeat.stop()
         self._exit_rank(exit_code, reason)
@@ -214,14 +217,23 @@ class Cluster:
         _disconnect()
         raise SystemExit(0)
 
-    def _on_sigterm(self, *_: Any) -> None:
-        """torchrun ends all ranks when one fails: report that rank before exiting."""
-        _set_signals(dict.fromkeys(ENDING_SIGNALS, signal.SIG_IGN))
+    def stop_request(self) -> StopRequest:
+        """A context in which Ctrl-C and SIGTERM ask the recipe to stop; see stopping.py."""
+        return StopRequest(self._raise_failure)
+
+    def _raise_failure(self, signum: int) -> None:
+        """torchrun sends SIGTERM to all ranks when one fails: report that rank."""
+        if self.world_size == 1 or signum != signal.SIGTERM:
+            return
         end = time.monotonic() + BLAME_SECONDS
         while not self._controller.failure and time.monotonic() < end:
             time.sleep(0.01)
         if self._controller.failure:
             raise self._controller.failure
+
+    def _on_sigterm(self, *_: Any) -> None:
+        _set_signals(dict.fromkeys(ENDING_SIGNALS, signal.SIG_IGN))
+        self._raise_failure(signal.SIGTERM)
         print("rank 0 exits: SIGTERM, and no rank was lost", file=sys.stderr)
         raise SystemExit(128 + signal.SIGTERM)
 
@@ -259,6 +271,11 @@ def _disconnect() -> None:
 def _set_signals(handlers: dict[signal.Signals, Any]) -> dict[signal.Signals, Any]:
     """Returns the previous handlers."""
     return {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
+
+
+def _forward_sigterm(*_: Any) -> None:
+    with suppress(RuntimeError):  # the controller is dead; then the lifeline ends this rank
+        wire.send(0, "sigterm")
 
 
 def _exit_now(code: int) -> None:

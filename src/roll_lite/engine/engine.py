@@ -95,14 +95,17 @@ class Engine:
 
     def submit(self, request: Request, on_turn: OnTurn | None = None) -> Handle:
         self._check(request)
-        handle = Handle(self._next_id, [None] * request.num_samples, on_turn)
+        handle, seed = (
+            Handle(self._next_id, [None] * request.num_samples, on_turn),
+            request.noise_seed,
+        )
         self._next_id += 1
         handle.sequences = [
             Sequence(
                 request_id=handle.id,
                 index=index,
                 params=request.params,
-                noise_key=noise_key(request.seed, index),
+                noise_key=noise_key(seed, index),
                 prompt_ids=list(request.prompt_ids),
             )
             for index in request.indices

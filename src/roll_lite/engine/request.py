@@ -1,5 +1,6 @@
 """A request, and the sequences that it generates."""
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,10 +20,18 @@ class Request:
     params: SamplingParams
     num_samples: int = 1
     """The prompt is computed once and forked into this many samples."""
-    seed: int = 0
-    """The same seed and prompt give the same samples."""
+    seed: int | None = None
+    """The same seed and prompt give the same samples. Equal seeds give the same noise to different
+    prompts; None is a seed of the prompt's own."""
     wanted: tuple[int, ...] | None = None
     """Indices of the samples to generate, if some are known already; None means all."""
+
+    @property
+    def noise_seed(self) -> int:
+        if self.seed is not None:
+            return self.seed
+        digest = hashlib.blake2b(np.array(self.prompt_ids, np.int64).tobytes(), digest_size=8)
+        return int.from_bytes(digest.digest()) >> 1
 
     @property
     def indices(self) -> range | tuple[int, ...]:

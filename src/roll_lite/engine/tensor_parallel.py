@@ -21,7 +21,7 @@ class Pause:
     """Why the first rank makes the other ranks return from `follow()`."""
 
     ticket: int | None = None
-    """Of the call that all ranks run next; None when the first rank has no work left."""
+    """Ticket of the call that all ranks run next; None when the first rank has no work left."""
     num_settled: int = 0
     """Number of posts and calls after which no work was left."""
 
@@ -147,7 +147,7 @@ class Lockstep:
         self._num_settled = 0
         """Events after which the leader had no work left."""
         self._next_ticket: int | None = None
-        """Of a call that the leader has announced and this rank has not run."""
+        """Ticket of a call that the leader has announced and this rank has not run."""
 
     @property
     def may_have_work(self) -> bool:

@@ -65,7 +65,7 @@ class Rectangle:
     """The part of a parameter that a rank holds."""
 
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     offsets: tuple[int, ...]
     is_copy: bool
     """Whether an earlier tensor-parallel rank holds the same part."""

@@ -1,6 +1,6 @@
 """The folder of a run.
 
-config.json      the options
+config.json      the options, and their history: every start with its command and changes
 metrics.jsonl    one line per step
 events.jsonl     one line per dropped sample, with prompt, reply, state changes and the reason; one
                  line per checkpoint and resume
@@ -12,6 +12,9 @@ tensorboard/     the metrics, if the package tensorboard is installed
 
 import importlib.util
 import json
+import os
+import shlex
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,7 +24,10 @@ import numpy as np
 
 from roll_lite.options import flatten
 from roll_lite.progress import ProgressBar
+from roll_lite.report.hints import Hints
 from roll_lite.types import Group, Sample
+
+HISTORY = "history"
 
 
 class Run:
@@ -47,8 +53,8 @@ class Run:
             refuse_old_run(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         print(f"run folder: {self.folder}", flush=True)
-        text = json.dumps(flatten(config), indent=2, default=str)
-        (self.folder / "config.json").write_text(text + "\n")
+        self._write_config(config, resumed_at or 0)
+        self._hints = Hints()
         self._bar = ProgressBar(num_steps, "steps")
         self._num_steps, self._width = num_steps, len(str(num_steps))
         self._board = _open_tensorboard(self.folder / "tensorboard", resumed_at)
@@ -66,13 +72,20 @@ class Run:
         if self._board:
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
-        self._bar.clear()
         parts = [
             f"{label} {metrics[name]:.4g}" for name, label in self._shown.items() if name in metrics
         ]
-        if parts:
-            print(f"step {step:>{self._width}}  " + "  ".join(parts), flush=True)
         self._bar.count = step
+        if parts:
+            self.print(f"step {step:>{self._width}}  " + "  ".join(parts))
+        for hint in self._hints.read(metrics):
+            self.print(f"hint: {hint}")
+            self.note("hint", step=step, text=hint)
+
+    def print(self, text: str) -> None:
+        """Print a line above the progress bar."""
+        self._bar.clear()
+        print(text, flush=True)
         self._bar.draw()
 
     def note(self, event: str, step: int, **more: Any) -> None:
@@ -85,6 +98,15 @@ class Run:
             {"event": "sample", "step": step, "why": why, **_history(sample)}
             for sample, why in dropped
         )
+
+    def _write_config(self, config: Any, step: int) -> None:
+        path, options = self.folder / "config.json", json.loads(to_json(config))
+        before = json.loads(path.read_text()) if path.exists() and step else {}
+        start = {"step": step, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "command": command()}
+        if before:
+            start["changed"] = changes(before, options)
+        history = [*before.get(HISTORY, []), start]
+        path.write_text(json.dumps(options | {HISTORY: history}, indent=2) + "\n")
 
     def _write_events(self, rows: Iterable[dict[str, Any]]) -> None:
         with (self.folder / "events.jsonl").open("a") as file:
@@ -132,6 +154,41 @@ def refuse_old_run(folder: str | Path) -> None:
             f"run_dir={folder} holds the records of an earlier run; name another folder, remove "
             "it or, if the recipe has --resume, continue that run"
         )
+
+
+def to_json(config: Any) -> str:
+    """The options of a recipe, flat."""
+    return json.dumps(flatten(config), default=str)
+
+
+def read_options(path: str | Path) -> dict[str, Any]:
+    """The options in a config.json, flat."""
+    try:
+        options = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; name the config.json of a run") from None
+    if not isinstance(options, dict):
+        raise ValueError(f"{path} holds no JSON object; name the config.json of a run")
+    return {name: value for name, value in options.items() if name != HISTORY}
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
+    """Old and new value of every option that differs and can differ."""
+    names = now.keys() & before.keys() - {"run_dir", "resume"}
+    return {n: [before[n], now[n]] for n in sorted(names) if before[n] != now[n]}
+
+
+def command(*args: str) -> str:
+    """The command line of this program, with its own arguments unless others are given.
+
+    Under torchrun it is without rendezvous options.
+    """
+    launch = ["python"]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        launch = ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
+        if os.environ["GROUP_WORLD_SIZE"] != "1":
+            launch += ["--nnodes", os.environ["GROUP_WORLD_SIZE"]]
+    return shlex.join([*launch, sys.argv[0], *(args or sys.argv[1:])])
 
 
 def default_folder(recipe: str) -> str:

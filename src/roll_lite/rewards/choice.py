@@ -1,8 +1,9 @@
 r"""Reward for multiple choice: the letter that a reply chooses.
 
-The letter is looked for in boxes, then in statements ("the answer is (B)"), then in a line that is
-only a letter, or else the first and the last line ("B) Paris"). The first place with a letter
-counts; two different letters there are not a choice.
+The letter is looked for in boxes and <answer> tags, then in statements ("the answer is (B)"), then
+in a line that is only a letter, or else the first and the last line ("B) Paris"). The first place
+with a letter counts; two different letters there are not a choice, unless a correction ("Wait, ...
+the answer is C") comes between them: then what follows it counts.
 """
 
 import re
@@ -12,15 +13,19 @@ from typing import NamedTuple
 from roll_lite.types import Prompt, Score
 
 # Quantifiers are bounded: long runs of marks would otherwise take quadratic time.
+# A letter is no letter in CO_2, x^2, A = 5 or A's; a small one needs a mark or an end behind it.
+_OPENING = r"(?:\\[([]|\\text(?:bf|it|rm)?|\\mathrm|\\mathbf)?[\s({\[*_\"'$]{0,8}"
+_FORMULA = r"\}?_\{?\w|\s?[\^=+]"
 _LETTER = (
-    r"(?:\\text(?:bf|it|rm)?|\\mathrm|\\mathbf)?[\s({\[*_\"'$]{0,8}([A-J])(?![A-Za-z0-9'\u2019])"
+    rf"{_OPENING}([A-J](?!{_FORMULA})(?:(?<='.)(?=')|(?![A-Za-z0-9'\u2019]))"
+    rf"|[a-j](?!{_FORMULA})(?=[)\]}}*\"'$\\<,:;]|[.!]?\s*$|[.!]\s))"
 )
 _MARKS = r"[\s)}\]*_.:,\"'$]{0,8}"
 _MORE = rf"(?:{_MARKS}(?:,|/|&|\bor\b|\band\b){_MARKS}{_LETTER})?"
 _LETTERS = re.compile(rf"{_LETTER}{_MORE}{_MORE}")
 _STATED = re.compile(
-    r"(?:\b(?:answer|choice|option|solution)\b(?:\s+(?:choice|option|letter))?\**"
-    r"(?:\s+(?:is|would\s+be|should\s+be|must\s+be|to\s+the\s+question\s+is)\b|\s*[:=])"
+    r"(?:\b(?:answer|choice|option|solution)\b(?:\s+(?:choice|option|letter))?[*\"']{0,3}"
+    r"(?:(?:\s+to(?:\s+\w+){1,4})?\s+(?:is|would\s+be|should\s+be|must\s+be)\b|\s*[:=])"
     r"(?:\s+(?:therefore|thus|definitely|clearly|option|choice|answer|letter))*"
     r"|\bI\s+(?:choose|pick|select|would\s+go\s+with|go\s+with)\b(?:\s+(?:option|choice|answer))?"
     r"|####)"
@@ -30,9 +35,15 @@ _STATED = re.compile(
 _CORRECT = re.compile(
     r"\b(?:option|choice)?\s*\(?([A-J])\)?\s+is\s+(?:the\s+)?(?:correct|right|best)\b"
 )
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_BARE = re.compile(rf"{_LETTER}[\s)}}\]*_\"'$.]*$")
-_OPTION = re.compile(r"[\s*_]*(?:\(([A-J])\)|([A-J])[*_]*[).:])[\s*_]*(?:\S.*)?$")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|<answer>")
+_CORRECTION = re.compile(
+    r"\b(?:wait|actually|correction|sorry|hold on|on second thought|my mistake|i made a mistake)\b",
+    re.IGNORECASE,
+)
+_BARE = re.compile(rf"{_LETTER}[\s)}}\]*_\"'$.\\]*$")
+_OPTION = re.compile(
+    r"[\s*_]*(?:\(([A-Ja-j])\)|([A-J](?=[*_]*[).:])|[a-j](?=\)))[*_]*[).:])[\s*_]*(?:\S.*)?$"
+)
 
 
 class Choice(NamedTuple):
@@ -62,11 +73,12 @@ def right_letter(prompt: Prompt) -> str:
 def chosen(reply: str) -> Choice:
     """The letters that a reply names as its answer, and where."""
     text = reply.rpartition("</think>")[2]
-    for source, find in (("boxed", _in_boxes), ("stated", _stated), ("a line", _in_lines)):
-        letters = frozenset(find(text))
-        if letters:
-            return Choice(letters, source)
-    return Choice(frozenset(), "nowhere")
+    for part in reversed(_CORRECTION.split(text)):
+        for source, find in (("boxed", _in_boxes), ("stated", _stated)):
+            if letters := frozenset(find(part)):
+                return Choice(letters, source)
+    letters = frozenset(_in_lines(text))
+    return Choice(letters, "a line" if letters else "nowhere")
 
 
 def _in_boxes(text: str) -> Iterator[str]:
@@ -84,16 +96,16 @@ def _stated(text: str) -> Iterator[str]:
 def _in_lines(text: str) -> Iterator[str]:
     """Lines that are only a letter; else an option in the first or the last line."""
     lines = [line for line in text.splitlines() if line.strip()]
-    bare = [match[1] for line in lines if (match := _BARE.match(line))]
+    bare = [match[1].upper() for line in lines if (match := _BARE.match(line))]
     if bare or not lines:
         yield from bare
         return
     for line in (lines[0], lines[-1]):
         if match := _OPTION.match(line):
-            yield match[1] or match[2]
+            yield (match[1] or match[2]).upper()
 
 
 def _letters_at(text: str, start: int) -> Iterator[str]:
     match = _LETTERS.match(text, start)
     if match:
-        yield from filter(None, match.groups())
+        yield from (letter.upper() for letter in match.groups() if letter)

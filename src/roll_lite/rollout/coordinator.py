@@ -28,6 +28,7 @@ from roll_lite.rollout.groups import Groups, NothingLeft
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.prompts import PromptQueue, PromptSource, Visit
 from roll_lite.rollout.sample import RunningGroup, SampleRunner
+from roll_lite.stopping import Stopped
 from roll_lite.types import Group, Prompt, Sample, SamplingParams
 
 __all__ = ["Coordinator", "NothingLeft"]
@@ -74,6 +75,9 @@ class Coordinator:
         )
         self._num_answered: Counter[str] = Counter()
         self._version_gaps: list[int] = []
+        self._is_continuous = False
+        self._resume_from: dict[str, Any] | None = None
+        """The state before a step that was abandoned."""
         is_alone = engines.is_alone
         self._loop = PumpedLoop(self._pump, self._signal) if is_alone else LoopThread(self._signal)
         for client in self._clients:
@@ -94,7 +98,12 @@ class Coordinator:
 
     def start(self) -> None:
         """From now on keep generating, as far ahead as max_staleness allows."""
+        self._is_continuous = True
         self._loop.run(_call(self._groups.start))
+
+    def stop(self, error: Stopped) -> None:
+        """Have the call that waits for samples, and every later one, raise the error."""
+        self._loop.call(self._signal.fail, error)
 
     def collect(self, num_groups: int | None = None) -> list[Group]:
         """The next complete groups (prompts_per_step by default), in the order of their prompts.
@@ -103,7 +112,12 @@ class Coordinator:
         fewer only when the prompts have ended, or more groups were dropped than max_refills
         replaces. All samples in them are done and scored.
         """
-        return self._loop.run(self._collect(num_groups or self._options.prompts_per_step))
+        before = None if self._is_continuous else self.state_dict()
+        try:
+            return self._loop.run(self._collect(num_groups or self._options.prompts_per_step))
+        except Stopped:
+            self._resume_from = before
+            raise
 
     def answer(
         self,
@@ -132,8 +146,11 @@ class Coordinator:
         return self._loop.run(_call(self._take_dropped))
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain JSON. Running groups are kept as prompts, and generated again on resume."""
-        return self._loop.run(_call(self._state_dict))
+        """As plain JSON. Running groups are kept as prompts, and generated again on resume.
+
+        After a stop in a synchronous step it is the state before that step.
+        """
+        return self._resume_from or self._loop.run(_call(self._state_dict))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state; only before anything was started."""

@@ -8,6 +8,7 @@ from roll_lite.checks import at_least, finite, unread_with
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.groups import refuse_all_failed
 from roll_lite.rollout.metrics import pass_rates
+from roll_lite.stopping import Stopped
 from roll_lite.types import Group, Prompt, SamplingParams
 
 
@@ -57,14 +58,18 @@ class Evaluation:
         """Answers of the last evaluation, if it came to its end."""
 
     def run(self, rollout: Coordinator) -> dict[str, float]:
-        """Pass rates and seconds; empty without prompts."""
+        """Pass rates and seconds; empty without prompts, and when the run is to stop."""
         self.groups = []
         if not self._prompts:
             return {}
         start = time.perf_counter()
         num_samples = self._options.eval_samples
-        self.groups = rollout.answer(self._prompts, num_samples=num_samples, params=self._params)
-        refuse_all_failed(self.groups)
-        metrics = pass_rates(self.groups, self._options.pass_reward)
+        try:
+            answers = rollout.answer(self._prompts, num_samples=num_samples, params=self._params)
+        except Stopped:  # the step itself is complete; its end notices the request
+            return {}
+        self.groups = answers
+        refuse_all_failed(answers)
+        metrics = pass_rates(answers, self._options.pass_reward)
         self.rates.append(metrics["eval/pass@1"])
         return metrics | {"time/evaluate": time.perf_counter() - start}

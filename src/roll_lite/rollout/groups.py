@@ -15,10 +15,11 @@ from roll_lite.rollout.prompts import PromptQueue, Visit
 from roll_lite.rollout.record import read_group, write_group
 from roll_lite.rollout.sample import LOST, RunningGroup, SampleRunner
 from roll_lite.rollout.slots import Slots
+from roll_lite.stopping import Ended
 from roll_lite.types import Group, SamplingParams
 
 
-class NothingLeft(RuntimeError):
+class NothingLeft(Ended):
     """All groups of a step were dropped. Nothing is broken; other prompts may give groups."""
 
 
@@ -43,7 +44,7 @@ class Groups:
         self.ready: dict[int, Group] = {}
         """Complete groups, by the order in which their prompts were drawn."""
         self.rewards: list[float] = []
-        """Of all samples scored since the last metrics, also in dropped groups."""
+        """Rewards of all samples scored since the last metrics, also in dropped groups."""
         self._checked: dict[int, int] = {}
         """The policy version at which a ready group was last checked for stale samples."""
         self._slots = Slots()

@@ -29,7 +29,7 @@ class Slots:
 
     @property
     def domains(self) -> list[str]:
-        """Of all slots, oldest first."""
+        """The domain of each slot, oldest first."""
         return [slot.domain for slot in self._slots]
 
     @property

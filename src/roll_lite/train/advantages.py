@@ -19,6 +19,7 @@ parameters are its options on the command line. The return type says what an adv
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Literal, get_type_hints
 
 import torch
@@ -39,7 +40,10 @@ PerSample = Annotated[Tensor, "(S,)"]
 PerToken = Annotated[Tensor, "(R,)"]
 PerTurn = Annotated[list[list[float]], "a list for each sample"]
 
-DivideByStd = Annotated[bool, Doc("divide by the group's standard deviation; off is Dr. GRPO.")]
+DivideByStd = Annotated[
+    bool | None,
+    Doc("divide by the group's standard deviation; off is Dr. GRPO. None is off for loss kimi."),
+]
 Gamma = Annotated[float, Doc("discount from token to token (gigpo: from turn to turn).")]
 Lam = Annotated[float, Doc("lambda; 1 is return minus value, lower trusts the critic more.")]
 Baseline = Annotated[
@@ -48,12 +52,12 @@ Baseline = Annotated[
 StepWeight = Annotated[float, Doc("weight of a turn's advantage beside the episode's.")]
 
 
-def grpo(rewards_S: Tensor, groups_S: Tensor, *, divide_by_std: DivideByStd = True) -> PerSample:
+def grpo(rewards_S: Tensor, groups_S: Tensor, *, divide_by_std: DivideByStd = None) -> PerSample:
     """Reward minus the group's mean, over its (sample) standard deviation.
 
     Equal rewards, or a group of one, give 0. Without the division this is Dr. GRPO.
     """
-    return standardise(rewards_S, groups_S, divide_by_std=divide_by_std)
+    return standardise(rewards_S, groups_S, divide_by_std=divide_by_std is not False)
 
 
 def rloo(rewards_S: Tensor, groups_S: Tensor) -> PerSample:
@@ -116,7 +120,7 @@ def gigpo(
     *,
     gamma: Gamma = 0.95,
     step_weight: StepWeight = 1.0,
-    divide_by_std: DivideByStd = True,
+    divide_by_std: DivideByStd = None,
 ) -> PerTurn:
     """The episode's advantage in its group, plus that of the turn among its peers.
 
@@ -228,7 +232,7 @@ class AdvantageOptions:
         if not 0 <= (1.0 if self.gamma is None else self.gamma) <= 1 or not 0 <= self.lam <= 1:
             raise ValueError(f"gamma={self.gamma} and lam={self.lam} must lie between 0 and 1")
 
-    @property
+    @cached_property
     def estimator(self) -> Callable:
         return choose(ADVANTAGES, "advantage", self)
 
@@ -247,6 +251,11 @@ class AdvantageOptions:
     @property
     def reads_rewards(self) -> bool:
         return not {"rewards_S", "rewards_R", "scores_S"}.isdisjoint(self.inputs)
+
+    def differs_by_token(self, kl_in_reward: bool) -> bool:
+        """Whether the tokens of a sequence may have different advantages."""
+        has_discount = self.gamma not in (None, 1) or kl_in_reward
+        return self.advantage in ("gae", "gigpo", "opd") or (self.unit == PerToken and has_discount)
 
     @property
     def needs_critic(self) -> bool:

@@ -15,8 +15,10 @@ import math
 import os
 import re
 import shutil
+import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -24,6 +26,8 @@ from typing import Any, Literal, Protocol
 from roll_lite.checks import at_least, refuse_changes
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.models.config import ModelConfig
+from roll_lite.report.run import Run
+from roll_lite.stopping import Ended, StopRequest
 from roll_lite.train.shards import (
     DamagedError,
     Kind,
@@ -43,15 +47,18 @@ CHUNK_BYTES = 4 * 2**20
 class CheckpointOptions:
     """Checkpoints."""
 
+    checkpoint_minutes: float = 10.0
+    """Write a checkpoint when this much time has passed since the last; 0 turns that off. The last
+    step writes one in any case, and so do Ctrl-C and SIGTERM."""
     checkpoint_every: int = 0
-    """Write a checkpoint every N steps; 0 writes only the one at the end."""
+    """Write a checkpoint every N steps too."""
     keep_last: int = 2
     """Checkpoints to keep, beside the one that evaluates best."""
     resume: bool = False
-    """Resume from the newest complete checkpoint of run_dir, if there is one."""
+    """Resume the run in run_dir, if it has a checkpoint; --resume RUN_DIR is the same."""
 
     def __post_init__(self):
-        at_least(0, self, "checkpoint_every")
+        at_least(0, self, "checkpoint_minutes", "checkpoint_every")
         at_least(1, self, "keep_last")
 
 
@@ -183,23 +190,68 @@ class RunState:
 
     def __init__(
         self,
-        checkpoints: Checkpoints,
+        run_dir: str | Path,
+        options: CheckpointOptions,
         trainers: Sequence[RoleHandle],
         parts: Mapping[str, Resumable],
         fixed: dict[str, Any],
     ):
-        """`fixed` are options that must not change when a run is resumed."""
-        self._checkpoints, self._trainers, self._parts = checkpoints, trainers, parts
-        self._fixed = fixed
+        """Resumes, if the options say so. `fixed` are options that must not change then."""
+        self._checkpoints = Checkpoints(f"{run_dir}/checkpoints", keep_last=options.keep_last)
+        self._options, self._trainers, self._parts = options, trainers, parts
+        self._fixed, self._stop = fixed, StopRequest()
+        self.resumed_at = self._resume() if options.resume else None
+        """The step of the checkpoint; 0 if there was none to resume from."""
+        self.step = self._saved_step = self.resumed_at or 0
+        """The last complete step: its weights are the trainers' now."""
+        self._saved_at = time.monotonic()
 
-    def save(self, step: int, *, higher: float | None = None, lower: float | None = None) -> Path:
-        """Write a checkpoint. The best one is kept: `higher` or `lower` is its measurement."""
+    @contextmanager
+    def kept(
+        self, run: Run, stop: StopRequest, on_end: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """The context of the steps: if the run ends early, a checkpoint keeps the last one.
+
+        `on_end` is called before that.
+        """
+        with stop:
+            self._stop = stop
+            try:
+                yield
+            except Ended:
+                on_end()
+                if self.step > self._saved_step:
+                    self._save(run)
+                raise
+
+    def end_step(
+        self, run: Run, step: int, *, higher: float | None = None, lower: float | None = None
+    ) -> None:
+        """Write a checkpoint if one is due; raises Stopped if the run is to stop.
+
+        The best checkpoint is kept: `higher` or `lower` is its measurement.
+        """
+        self.step = step
+        if self._stop.error or self._is_due(run):
+            self._save(run, higher if lower is None else -lower)
+        self._stop.check()
+
+    def _is_due(self, run: Run) -> bool:
+        minutes = self._options.checkpoint_minutes
+        is_time = minutes > 0 and time.monotonic() - self._saved_at > 60 * minutes
+        return is_time or run.is_due(self.step, self._options.checkpoint_every)
+
+    def _save(self, run: Run, score: float | None = None) -> None:
+        start = time.monotonic()
         parts = {name: part.state_dict() for name, part in self._parts.items()}
-        state = {"step": step, "fixed": self._fixed, "parts": parts}
-        score = higher if lower is None else -lower
-        return save_checkpoint(self._checkpoints, self._trainers, step, state, score)
+        state = {"step": self.step, "fixed": self._fixed, "parts": parts}
+        path = save_checkpoint(self._checkpoints, self._trainers, self.step, state, score)
+        self._saved_step, self._saved_at = self.step, time.monotonic()
+        seconds, num_bytes = self._saved_at - start, sum(f.size for f in read_manifest(path).files)
+        run.note("checkpoint", step=self.step, seconds=seconds, bytes=num_bytes)
+        run.print(f"wrote {path}: {num_bytes / 1e9:.3g} GB in {seconds:.1f} s")
 
-    def resume(self) -> int:
+    def _resume(self) -> int:
         """Load the newest complete checkpoint: its step, or 0 if there is none."""
         state = load_checkpoint(self._checkpoints, self._trainers, self._fixed)
         if state is None:

@@ -20,6 +20,7 @@ aggregation seq_mean_token_mean makes the batch's loss the mean over sequences.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Literal
 
 import torch
@@ -69,11 +70,12 @@ def ppo(
 
 
 def gspo(
-    logprobs_R, delta_R, advantages_R, batch, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2
-):
+    logprobs_R, delta_R, advantages_R, batch,
+    *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4,
+):  # fmt: skip
     """PPO with one ratio per sequence, normalised by its length: Zheng et al. 2025 (2507.18071).
 
-    The paper clips at 3e-4 and 4e-4.
+    Such a ratio stays close to 1, so the paper's clips are much tighter than PPO's.
     """
     ratio_R = _mean_over(delta_R, batch.sequence_R, batch.num_sequences).exp()
     loss_R, is_clipped_R = _clipped(ratio_R, advantages_R, clip_low, clip_high)
@@ -161,8 +163,12 @@ LOSSES: dict[str, Callable[..., LossResult]] = {
     "kimi": kimi,
     "reinforce": reinforce,
 }
-OF_SEQUENCES = ("gspo", "topr", "kimi")
-"""The tokens of a sequence share its loss, so sequences are averaged unless the options differ."""
+OF_SEQUENCES = {
+    "gspo": "seq_mean_token_mean",
+    "topr": "seq_mean_token_sum",
+    "kimi": "seq_mean_token_mean",
+}
+"""Losses with one ratio and one advantage per sequence, and the aggregation of their papers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +179,8 @@ class LossOptions:
     loss: str = "ppo"
     """Policy loss."""
     aggregation: Literal[AGGREGATIONS] | None = None
-    """How tokens are averaged; None is seq_mean_token_mean for gspo, topr and kimi, and token_mean
-    for other losses."""
+    """How tokens are averaged; None is seq_mean_token_mean for gspo and kimi, seq_mean_token_sum
+    for topr, and token_mean for other losses."""
     constant: float | None = None
     """seq_mean_token_sum_const: the divisor of sums, such as the longest reply (Dr. GRPO)."""
     entropy_coef: float = 0.0
@@ -207,14 +213,13 @@ class LossOptions:
         read_only_if(corrects, f"correction={level}", self, "correction_cap")
         read_only_if(rejects, f"rejection={level}", self, "rejection_low", "rejection_high")
 
-    @property
+    @cached_property
     def function(self) -> Callable[..., LossResult]:
         return choose(LOSSES, "loss", self)
 
     @property
     def chosen_aggregation(self) -> str:
-        of_loss = "seq_mean_token_mean" if self.loss in OF_SEQUENCES else "token_mean"
-        return self.aggregation or of_loss
+        return self.aggregation or OF_SEQUENCES.get(self.loss, "token_mean")
 
 
 @dataclass(frozen=True)
@@ -266,8 +271,9 @@ def sft_loss(logprobs_R: Tensor, entropy_R: Tensor, batch: MicroBatch) -> LossRe
 class CriticOptions:
     """The critic of advantage gae."""
 
-    critic_lr: float = 1e-3
-    """Learning rate of the critic, which starts as the model with a value head of zeros."""
+    critic_lr: float | None = None
+    """Learning rate of the critic, which starts as the model with a value head of zeros; None
+    chooses by the model's size."""
     value_clip: float | None = None
     """A value gains nothing by moving further than this in one step (PPO)."""
     critic_warmup_steps: int = 0

@@ -19,8 +19,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class TrainingOptions:
     """Optimizer, memory and LoRA."""
 
-    lr: float = 1e-3
-    """Learning rate after warm-up."""
+    lr: float | None = None
+    """Learning rate after warm-up; None chooses by the model's size, and prints it."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after warm-up; linear and cosine end at 0."""
     warmup_steps: int = 0

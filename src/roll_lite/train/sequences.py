@@ -29,7 +29,7 @@ class ModelScores:
     """
 
     reference_logprobs: Sequence[Sequence[float]] | None = None
-    """Of the reference model, with KL in the reward."""
+    """Logprobs under the reference model, with KL in the reward."""
     values: Sequence[Sequence[float]] | None = None
     """The critic's value of the state before each token."""
     teacher_logprobs: Sequence[Sequence[Sequence[float]]] | None = None
@@ -48,7 +48,7 @@ class AdvantageState:
         self.kl_options = kl
         self.kl = KLController(kl.kl_coef, target=kl.kl_target, horizon=kl.kl_horizon)
         self.metrics: dict[str, float] = {}
-        """Of the last batch: mean KL of a token and its coefficient, with KL in the reward."""
+        """Metrics of the last batch: with KL in the reward, its mean per token and coefficient."""
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         return {"rewards": self.rewards.state_dict(), "kl": self.kl.state_dict()}

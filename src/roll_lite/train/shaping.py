@@ -57,8 +57,8 @@ class RunningMoments:
 class LengthOptions:
     """Length of replies."""
 
-    max_tokens: int = 16
-    """Longest reply, in tokens."""
+    max_tokens: int | None = None
+    """Longest reply, in tokens; None chooses by the model's size, and prints it."""
     overlong: Literal["train", "mask", "penalty"] = "train"
     """Replies cut at max_tokens: train on them, mask them out, or subtract a soft penalty."""
     overlong_buffer: int = 0
@@ -68,7 +68,7 @@ class LengthOptions:
         at_least(1, self, "max_tokens")
         check_choices(self)
         read_only_if(self.overlong == "penalty", "overlong='penalty'", self, "overlong_buffer")
-        if self.overlong == "penalty":
+        if self.overlong == "penalty" and self.max_tokens is not None:
             overlong_penalty(0, self.max_tokens, self.overlong_buffer)
 
     def shape_rewards(self, groups: list[Group]) -> list[Group]:

@@ -47,7 +47,7 @@ class Piece:
     offsets: tuple[int, ...]
     """Where the rectangle begins in the whole tensor."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
 
     def __post_init__(self):
         local = tuple(self.tensor.shape)

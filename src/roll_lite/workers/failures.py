@@ -10,6 +10,7 @@ from textwrap import indent
 from typing import Literal
 
 from roll_lite.progress import clear_line
+from roll_lite.stopping import Ended
 from roll_lite.types import Prompt
 
 WINDOW = 200
@@ -38,7 +39,7 @@ class RewardError(RuntimeError):
     """The reward raised an exception that cannot be pickled; the message holds its traceback."""
 
 
-class RewardsBroken(RuntimeError):
+class RewardsBroken(Ended):
     """The share of failed calls is too high: the rewards themselves are broken."""
 
     def __init__(self, text: str, failure: "RewardFailure | None" = None):

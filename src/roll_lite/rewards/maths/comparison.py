@@ -31,7 +31,9 @@ from roll_lite.rewards.maths.parser import (
     parse,
 )
 from roll_lite.rewards.maths.values import (
+    CONSTANTS,
     Undefined,
+    agree,
     close,
     names_of,
     same_value,
@@ -42,6 +44,7 @@ MAX_CHARACTERS = 1000
 MAX_UNORDERED = 40
 _SAME_WORDS = {"true": "yes", "false": "no"}
 _FLIPPED = {">": "<", "≥": "≤"}
+_COORDINATES = {"x", "y", "z"}
 _INFINITY = Name("∞")
 _MINUS_INFINITY = Apply("negate", (_INFINITY,))
 
@@ -53,6 +56,7 @@ class Verdict:
     kind: Kind
     """`not comparable`: an answer is in no notation that we read; `refused`: it is too large."""
     why: str
+    comparer: Literal["roll_lite", "math-verify"] = "roll_lite"
 
 
 def compare(answer: str, truth: str) -> Verdict:
@@ -79,10 +83,11 @@ def _text_key(text: str) -> str:
 
 
 def _is_phrase(text: str) -> bool:
-    """Whether the text is only words, which are compared as text."""
+    """Whether the text is only words, which are compared as text; `now` is one, `abc` is not."""
     if not re.fullmatch(r"[A-Za-z]{2,}(?:[ -][A-Za-z]+){0,20}", text):
         return False
-    return all(token.kind == "word" for token in tokenize(text.replace("-", " ")))
+    text = re.sub(r"\b[^\WaeiouAEIOU][aeiou][a-z]\b", "word", text.replace("-", " "))
+    return all(token.kind == "word" for token in tokenize(text))
 
 
 def _compare_choice(answer: str, letter: str) -> Verdict:
@@ -117,11 +122,15 @@ def _compare_readings(answer: str, truth: str) -> Verdict:
 
 
 def _parse(text: str) -> Tree:
-    """Parse a text; 1 ± 2 is the list of 3 and -1."""
+    """Parse a text; 1 ± 2 is the list of 3 and -1, and 0, ±1 that of 0, 1 and -1."""
     if "±" not in text:
         return parse(text)
     upper = parse(text.replace("±", "+").replace("∓", "-"))
     lower = parse(text.replace("±", "-").replace("∓", "+"))
+    if isinstance(upper, Collection) and upper.opening in ("", SET_OPEN):
+        pairs = zip(upper.items, lower.items, strict=True)
+        items = (item for pair in pairs for item in dict.fromkeys(pair))
+        return Collection(upper.opening, tuple(items), upper.closing)
     return Collection("", (upper, lower), "")
 
 
@@ -134,6 +143,8 @@ def _same(answer: Tree, truth: Tree) -> bool:
         return _same_relation(answer, truth)
     if is_applied(answer, "union") or is_applied(truth, "union"):
         return _same_set(*map(_parts_of_union, (answer, truth)))
+    if _calculates_with_tuples(answer) or _calculates_with_tuples(truth):
+        return same_value(answer, truth)
     if isinstance(answer, Collection) or isinstance(truth, Collection):
         return _same_collection(answer, truth)
     return same_value(answer, truth)
@@ -146,10 +157,19 @@ def _parts_of_union(tree: Tree) -> tuple[Tree, ...]:
     return tree.arguments if is_applied(tree, "union") else (tree,)
 
 
+def _calculates_with_tuples(tree: Tree) -> bool:
+    if not isinstance(tree, Apply):
+        return False
+    return any(isinstance(t, Collection) or _calculates_with_tuples(t) for t in tree.arguments)
+
+
 def _same_quantity(answer: Tree, truth: Tree) -> bool:
-    values = [tree.value if isinstance(tree, Quantity) else tree for tree in (answer, truth)]
     names = [tree.unit if isinstance(tree, Quantity) else "" for tree in (answer, truth)]
-    return not units_differ(*names) and _same(*values)
+    return not units_differ(*names) and _same(_without_unit(answer), _without_unit(truth))
+
+
+def _without_unit(tree: Tree) -> Tree:
+    return tree.value if isinstance(tree, Quantity) else tree
 
 
 def _same_relation(answer: Tree, truth: Tree) -> bool:
@@ -157,9 +177,10 @@ def _same_relation(answer: Tree, truth: Tree) -> bool:
     if isinstance(answer, Relation) and isinstance(truth, Relation):
         return _same_relations(answer, truth)
     if isinstance(answer, Relation):
-        answer = _value_of_relation(answer, like=truth)
-    elif isinstance(truth, Relation):
-        truth = _value_of_relation(truth, like=answer)
+        return any(_same(value, truth) for value in _values_of_relation(answer, like=truth))
+    if isinstance(truth, Relation):
+        values = () if _is_curve(truth) else _values_of_relation(truth, like=answer)
+        return any(_same(answer, value) for value in values)
     return _same(answer, truth)
 
 
@@ -169,42 +190,55 @@ def _without_membership(tree: Tree) -> Tree:
     return tree.sides[1] if is_membership else tree
 
 
-def _value_of_relation(relation: Relation, *, like: Tree) -> Tree:
-    """The interval or value that a relation gives, whichever the other answer is."""
-    if isinstance(like, Collection | Apply) and (interval := _as_interval(relation)):
-        return interval
-    pair = _subject_and_value(relation)
-    if pair is None:
-        raise NotUnderstood("only one of the answers is a relation")
-    return pair[1]
+def _is_curve(truth: Relation) -> bool:
+    """Whether it is an equation such as x + y = 5, whose right side is no answer."""
+    sums = [t for t in truth.sides if any(is_applied(t, f) for f in ("add", "subtract", "power"))]
+    has_number = any(map(_is_constant, truth.sides))
+    return has_number and any(set() < names_of(side) <= _COORDINATES for side in sums)
+
+
+def _values_of_relation(relation: Relation, *, like: Tree) -> tuple[Tree, ...]:
+    """The interval or values that a relation gives, whichever the other answer is."""
+    is_interval = isinstance(like, Collection | Apply)
+    if is_interval and (interval := _as_interval(relation)):
+        return (interval,)
+    if is_interval and not _is_equation(relation):
+        raise NotUnderstood("an inequality that is not solved")
+    return (_subject_and_values(relation) or (None, ()))[1]
 
 
 def _same_relations(answer: Relation, truth: Relation) -> bool:
     if _is_equation(answer) and _is_equation(truth):
-        pairs = _subject_and_value(answer), _subject_and_value(truth)
+        pairs = _subject_and_values(answer), _subject_and_values(truth)
         if None not in pairs and _same(pairs[0][0], pairs[1][0]):
-            return _same(pairs[0][1], pairs[1][1])
-        return _same_equation(answer, truth)
+            return any(_same(a, b) for a, b in product(pairs[0][1], pairs[1][1]))
+        if len(answer.sides) != 2 or len(truth.sides) != 2:
+            raise NotUnderstood("a chain of equations")
+        return _is_proportional(answer, truth)
+    if len(answer.operators) != len(truth.operators):
+        raise NotUnderstood("relations of different forms")
     answer, truth = _pointing_right(answer), _pointing_right(truth)
-    if answer.operators == truth.operators:
-        return all(_same(a, b) for a, b in zip(answer.sides, truth.sides, strict=True))
-    if len(answer.operators) == len(truth.operators):
+    if answer.operators != truth.operators:
         return False
-    raise NotUnderstood("relations of different forms")
+    pairs = zip(answer.sides, truth.sides, strict=True)
+    is_same = all(_same(a, b) for a, b in pairs)
+    return is_same or (len(answer.sides) == 2 and _is_proportional(answer, truth))
 
 
-def _same_equation(answer: Relation, truth: Relation) -> bool:
-    """Equations are the same if the differences of their sides are proportional."""
-    if len(answer.sides) != 2 or len(truth.sides) != 2:
-        raise NotUnderstood("a chain of equations")
+def _is_proportional(answer: Relation, truth: Relation) -> bool:
+    """Whether the differences of the sides are proportional: x < 1 and -2x > -2."""
     a, b = (Apply("subtract", relation.sides) for relation in (answer, truth))
+    if not names_of(a) or not names_of(b):
+        return False
     pairs = [
         pair for pair in values_at_points(a, b) if not (close(pair[0], 0) and close(pair[1], 0))
     ]
-    if len(pairs) < 2:
-        raise NotUnderstood("an identity")
+    if len(pairs) < 2 or any(isinstance(value, tuple) for value in pairs[0]):
+        raise NotUnderstood("an identity, or a relation of vectors")
     x, y = pairs[0]
-    return x != 0 and y != 0 and all(close(a * y, b * x) for a, b in pairs)
+    if x == 0 or y == 0 or not all(close(a * y, b * x) for a, b in pairs):
+        return False
+    return truth.operators[0] not in "<≤" or (x / y).real > 0
 
 
 def _same_collection(answer: Tree, truth: Tree) -> bool:
@@ -257,37 +291,61 @@ def _with_unit(answer: Tree, truth: Tree) -> Tree:
 
 
 def _is_equation(relation: Relation) -> bool:
-    return set(relation.operators) == {"="}
+    return set(relation.operators) <= {"=", "≈"}
 
 
-def _subject_and_value(relation: Relation) -> tuple[Tree, Tree] | None:
-    """(x, 5) for `x = 5` and `5 = x`; None for an equation such as x + y = 5."""
+def _subject_and_values(relation: Relation) -> tuple[Tree, tuple[Tree, ...]] | None:
+    """(x, (10/2, 5)) for `x = 10/2 = 5` and `5 = 10/2 = x`; None for an equation such as x + 1 = 5.
+
+    Numbers that contradict each other are no value.
+    """
+    sides = relation.sides
+    if _is_of_names(sides[-1]) and not names_of(sides[0]):
+        sides = sides[::-1]
     if not _is_equation(relation):
         return None
-    first, last = relation.sides[0], relation.sides[-1]
-    if isinstance(last, Name) and not names_of(first):
-        return last, first
-    return (first, last) if _is_subject(first) else None
+    if not _is_subject(sides[0]):
+        is_identity = all(same_value(side, sides[-1]) for side in sides[:-1])
+        return (sides[0], sides[-1:]) if is_identity else None
+    if not _is_constant(sides[-1]):
+        is_number = _is_constant(sides[0]) and not isinstance(sides[0], Name)
+        return None if is_number else (sides[0], sides[-1:])
+    is_rounded, last = "≈" in relation.operators, _without_unit(sides[-1])
+    numbers = [side for side in sides if _is_constant(side)]
+    wrong = [n for n in numbers if not agree(_without_unit(n), last, is_rounded=is_rounded)]
+    if wrong == [sides[0]] and isinstance(sides[0], Name):  # e = 1/2: here e is a variable
+        return sides[0], tuple(numbers[1:])
+    return sides[0], () if wrong else tuple(numbers)
 
 
 def _is_subject(tree: Tree) -> bool:
-    """Whether it is x, f(x), AB, (x, y) or a constant expression, but not x + y."""
-    if isinstance(tree, Name):
-        return True
+    """Whether it is x, f(x), AB, 2x, a + b, |AB|, (x, y) or a constant, but not x + 1."""
     if isinstance(tree, Collection):
         return all(map(_is_subject, tree.items))
-    if isinstance(tree, Apply):
-        if tree.function.startswith("apply "):
-            return True
-        is_product = tree.function == "multiply"
-        return (is_product and all(map(_is_subject, tree.arguments))) or _is_constant(tree)
-    return isinstance(tree, Number)
+    if is_applied(tree, "multiply"):
+        return all(map(_is_subject, tree.arguments))
+    is_call = isinstance(tree, Apply) and tree.function.startswith("apply ")
+    return is_call or _is_of_names(tree) or _is_constant(tree)
+
+
+def _is_of_names(tree: Tree) -> bool:
+    """Whether it is a name, or a sum, product, power or absolute value of names."""
+    if not isinstance(tree, Apply):
+        return isinstance(tree, Name)
+    if tree.function == "power":
+        return _is_of_names(tree.arguments[0])
+    is_known = tree.function in ("add", "subtract", "multiply", "abs")
+    return is_known and all(map(_is_of_names, tree.arguments))
 
 
 def _is_constant(tree: Tree) -> bool:
+    """Whether it is a number, perhaps with a unit."""
     if isinstance(tree, Apply):
-        return all(map(_is_constant, tree.arguments))
-    return isinstance(tree, Number)
+        is_known = not tree.function.startswith("apply ")
+        return is_known and all(map(_is_constant, tree.arguments))
+    if isinstance(tree, Name):
+        return tree.text in CONSTANTS
+    return isinstance(tree, Number) or (isinstance(tree, Quantity) and _is_constant(tree.value))
 
 
 def _pointing_right(relation: Relation) -> Relation:

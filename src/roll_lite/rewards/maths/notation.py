@@ -12,7 +12,10 @@ from dataclasses import dataclass
 MAX_TOKENS = 250
 SET_OPEN, SET_CLOSE, UNION = "⦃", "⦄", "∪"
 
-_DIGIT_GROUPS = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\[,;:! ]|~|\u2009|\u202f|\u00a0)(?=\d{3}(?!\d))")
+_DIGIT_GROUPS = re.compile(
+    r"(?<=\d)(?:\{,\}|,\\! ?|\\[,;:! ]|~|\u2009|\u202f|\u00a0)(?=\d{3}(?!\d))"
+)
+_SPACED_GROUPS = re.compile(r"(?<![\w.,/^}])\d{1,3}(?: \d{3})+(?![\d/]| \d)")
 _WRAPPER = re.compile(
     r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|mbox|hbox|boxed|fbox|"
     r"operatorname|boldsymbol|bm|mathcal|emph)\s*\*?\s*\{([^{}]*)\}"
@@ -26,7 +29,7 @@ _COMMANDS = {
     "dfrac": r"\frac ", "tfrac": r"\frac ", "cfrac": r"\frac ", "dbinom": r"\binom ",
     "tbinom": r"\binom ", "cdot": "*", "times": "*", "ast": "*", "div": "/", "le": "≤",
     "leq": "≤", "leqslant": "≤", "ge": "≥", "geq": "≥", "geqslant": "≥", "lt": "<", "gt": ">",
-    "ne": "≠", "neq": "≠", "approx": "=", "simeq": "=", "in": "∈", "cup": UNION, "pm": "±",
+    "ne": "≠", "neq": "≠", "approx": "≈", "simeq": "≈", "in": "∈", "cup": UNION, "pm": "±",
     "mp": "∓", "infty": "∞", "lbrace": SET_OPEN, "rbrace": SET_CLOSE, "emptyset": "∅",
     "varnothing": "∅", "lvert": "|", "rvert": "|", "vert": "|", "mid": "|", "lor": ",",
     "land": ",", "colon": ":", "ldots": "…", "dots": "…", "cdots": "…", "varphi": r"\phi ",
@@ -37,18 +40,28 @@ _SHORT_TOP = re.compile(r"\\(frac|binom)\s*([0-9a-z])")  # \frac12 is \frac{1}{2
 _SHORT_BOTTOM = re.compile(r"(\\(?:frac|binom)\s*\{[^{}]*\})\s*([0-9a-z])")
 _CHARACTERS = str.maketrans({
     "−": "-", "–": "-", "—": "-", "×": "*", "·": "*", "⋅": "*", "∗": "*", "÷": "/", "⁄": "/",
-    "π": r"\pi ", "√": r"\sqrt ", "∛": r"\sqrt[3]", "≈": "=", "½": r"\frac{1}{2}",
+    "π": r"\pi ", "√": r"\sqrt ", "∛": r"\sqrt[3]", "½": r"\frac{1}{2}",
     "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
     "≦": "≤", "≧": "≥", "（": "(", "）": ")", "，": ",", "θ": r"\theta ", "α": r"\alpha ",
     "β": r"\beta ", "λ": r"\lambda ", "φ": r"\phi ", "％": "%", "\u200b": None,
 })  # fmt: skip
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
+_BUILDER = re.compile(  # { x ∈ R | x > 2 } is its condition
+    rf"{SET_OPEN}\s*(\\?[A-Za-z]+)\s*(?:∈\s*(?:\\mathbb\s*\{{?\s*R\s*\}}?|ℝ|R)\s*)?[|:]"
+    rf"(?=[^{SET_CLOSE}]*\1)([^{SET_OPEN}{SET_CLOSE}]*){SET_CLOSE}"
+)
 _MATRIX = re.compile(r"\\begin\{([pb]?matrix|array)\}(?:\{[lcr|]*\})?(.*?)\\end\{\1\}", re.DOTALL)
 _NUMBERS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
     "fifteen sixteen seventeen eighteen nineteen twenty"
 )
 _NUMBER_WORDS = _NUMBERS.split()
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_OPERATIONS = {"plus": "+", "minus": "-", "times": "*", "divided by": "/", "over": "/"}
+_POWERS = {"squared": "^2", "cubed": "^3"} | {word: f"*10^{n}" for word, n in SCALES.items()}
+_OPERATION = re.compile(rf"(?<=\d) ({'|'.join(_OPERATIONS)})(?= -?\d)")
+_POWER = re.compile(rf"(?<=\d) ?({'|'.join(_POWERS)})(?![A-Za-z])")
+_CHOOSE = re.compile(r"(\d+) choose (\d+)")
 _UNITS = {
     "mm": "millimeter millimeters millimetre millimetres",
     "cm": "centimeter centimeters centimetre centimetres",
@@ -97,6 +110,10 @@ _WORDS = "yes no not on of to in the all any has for are day few"
 FUNCTIONS, _GREEK, _SHORT_WORDS = (
     frozenset(names.split()) for names in (_FUNCTION_NAMES, _GREEK_LETTERS, _WORDS)
 )
+_DOUBLED = re.compile(  # as in text that was escaped for JSON
+    r"(?<!\\)\\\\(?=[{}%]|(?:frac|sqrt|binom|pi|sum|prod|gcd|begin|end|left|right|text|mathrm|mathbb|"
+    rf"{'|'.join([*_COMMANDS, *FUNCTIONS, *_GREEK])})(?![A-Za-z]))"
+)
 _CONSTANT_WORDS = {"pi": "pi", "infinity": "∞", "inf": "∞", "oo": "∞", "Infinity": "∞"}
 _PHRASE = re.compile(r" +[A-Za-z]{4,}")  # after a short word: the word is not a product of letters
 _TOKEN = re.compile(
@@ -125,7 +142,8 @@ END = Token("end", "")
 
 def normalize(text: str) -> str:
     """Rewrite an answer in the one notation that the tokenizer and the parser read."""
-    text = _DIGIT_GROUPS.sub("", text.strip().strip("*"))
+    text = _DOUBLED.sub(lambda match: "\\", text.strip().strip("*"))
+    text = _DIGIT_GROUPS.sub("", text)
     text = text.replace(r"\{", SET_OPEN).replace(r"\}", SET_CLOSE).replace(r"\%", "%")
     text = _ascii(_MATRIX.sub(_matrix_as_tuple, text))
     text = _REMOVED.sub(" ", _unwrap(text))
@@ -137,7 +155,8 @@ def normalize(text: str) -> str:
     text = re.sub(r"\b(?:or|and)\b", ",", text)
     text = re.sub(r",(?:\s*,)+", ",", text)
     text = re.sub(r"^[\s:]+|[\s.;:]+$", "", text)
-    return _number_word(text)
+    text = _SPACED_GROUPS.sub(lambda match: match[0].replace(" ", ""), text)
+    return _number_word(_BUILDER.sub(r"{\2}", _without_words(text)))
 
 
 def readings(text: str) -> list[str]:
@@ -195,6 +214,17 @@ def _number_word(text: str) -> str:
     return str(_NUMBER_WORDS.index(word)) if word in _NUMBER_WORDS else text
 
 
+def _without_words(text: str) -> str:
+    """Words that calculate with the number before them: 5 million, 6 minus 1, 10 choose 3."""
+    text = _OPERATION.sub(lambda match: _OPERATIONS[match[1]], text)
+    text = _POWER.sub(lambda match: _POWERS[match[1]], text)
+    return _CHOOSE.sub(r"\\binom{\1}{\2}", text)
+
+
+def is_unit(word: str) -> bool:
+    return word in _CANONICAL_UNITS and word != "in"  # which is a preposition more often
+
+
 def units_differ(unit: str, other: str) -> bool:
     """Whether both units are known and different; an unknown word agrees with every unit."""
     known = [_CANONICAL_UNITS.get(u) for u in (unit, other)]
@@ -224,7 +254,7 @@ def _split(kind: str, text: str, is_in_phrase: bool) -> list[Token]:
         return [Token("function", bare)]
     if bare in _CONSTANT_WORDS:
         return [Token("name", _CONSTANT_WORDS[bare])]
-    if kind == "command" or bare == "sqrt":
+    if kind == "command" or bare in ("sqrt", "gcd", "lcm"):
         return [Token("name" if bare in _GREEK else "command", bare)]
     if len(text) == 1:
         return [Token("name", text)]

@@ -19,17 +19,21 @@ from roll_lite.rewards.maths.notation import (
     NotUnderstood,
     Token,
     TooLarge,
+    is_unit,
     tokenize,
 )
 
 MAX_DEPTH = 30
 MAX_EXPONENT = 1000
 """Largest power of ten in scientific notation."""
+MAX_SUMMED = 3000
+r"""Tokens of all terms of a \sum or \prod together."""
+SERIES = ("sum", "prod")
 APPLIED = frozenset(
     ("f", "g", "h", "F", "G", "H", "zeta", "Gamma", "phi", "psi", "Phi", "Psi", "O", "Theta")
 )
 """Names that a bracket makes a function; after other names it is a product, as in x(x + 1)."""
-_RELATIONS = "=<>≤≥≠∈"
+_RELATIONS = "=≈<>≤≥≠∈"
 _OPENINGS = {"(": ")]", "[": ")]", SET_OPEN: SET_CLOSE, "{": "}"}
 _CLOSINGS = (")", "]", "}", SET_CLOSE)
 _ENDS_OF_UNITS = (*_CLOSINGS, ",", ";", "=", "|")
@@ -40,6 +44,8 @@ class Number:
     value: Fraction
     places: int = 0
     """Digits after the decimal point, as written."""
+    exponent: int = 0
+    """The power of ten that follows these digits in scientific notation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,7 @@ class Collection:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """Sides joined by = < > ≤ ≥ ≠ or ∈."""
+    """Sides joined by = ≈ < > ≤ ≥ ≠ or ∈."""
 
     sides: tuple["Tree", ...]
     operators: tuple[str, ...]
@@ -103,6 +109,7 @@ class _Parser:
 
     def __init__(self, tokens: list[Token]):
         self._tokens, self._at, self._depth, self._bars = tokens, 0, 0, 0
+        self._num_summed = 0
 
     @property
     def next(self) -> Token:
@@ -189,6 +196,9 @@ class _Parser:
                 break
             depth -= text in _CLOSINGS
             words.append(self.take().text)
+            if len(words) == 1 and is_unit(text) and self.next.kind == "number":
+                rest = _items_of(self.sum())  # 3 hours 30 minutes is a tuple
+                return Collection("(", (Quantity(value, text), *rest), ")")
         return Quantity(value, " ".join(words)) if words else value
 
     def product(self) -> Tree:
@@ -282,9 +292,7 @@ class _Parser:
             text += "_" + self.subscript()
         if text in APPLIED and self.next.text == "(":
             self.take()
-            inner = self.items("(", ")")
-            arguments = inner.items if isinstance(inner, Collection) else (inner,)
-            return Apply(f"apply {text}", arguments)
+            return Apply(f"apply {text}", _items_of(self.items("(", ")")))
         return Name(text)
 
     def subscript(self) -> str:
@@ -325,7 +333,31 @@ class _Parser:
             if self.take().text != {"lfloor": "rfloor", "lceil": "rceil"}[name]:
                 self.fail()
             return Apply(name[1:], (inner,))
+        if name in ("gcd", "lcm") and self.takes("("):
+            return Apply(name, _items_of(self.items("(", ")")))
+        if name in SERIES:
+            return self.series(name)
         raise NotUnderstood(f"\\{name} is not known")
+
+    def series(self, name: str) -> Tree:
+        r"""\sum_{k=1}^{3} k^2, with numbers as bounds."""
+        bounds = {}
+        while sign := self.takes("_", "^"):
+            bounds[sign] = self.argument()
+        start, num_before = self._at, self._num_summed
+        body = self.product()
+        match bounds:
+            case {
+                "_": Relation((Name() as index, Number() as first), ("=",)),
+                "^": Number() as last,
+            }:
+                num_tokens = self._at - start + self._num_summed - num_before
+                self._num_summed += max(0, int(last.value - first.value) + 1) * num_tokens
+            case _:
+                raise NotUnderstood(f"the bounds of \\{name} are not numbers")
+        if self._num_summed > MAX_SUMMED:
+            raise TooLarge(f"more than {MAX_SUMMED} tokens in a sum")
+        return Apply(name, (index, first, last, body))
 
     def argument(self) -> Tree:
         return number(self.take().text) if self.next.kind == "number" else self.base()
@@ -336,7 +368,12 @@ def number(text: str) -> Number:
     if len(exponent.lstrip("+-")) > 4 or abs(int(exponent or 0)) > MAX_EXPONENT:
         raise TooLarge(f"ten to the power of {exponent[:10]}")
     places = len(digits.partition(".")[2])
-    return Number(Fraction(digits) * Fraction(10) ** int(exponent or 0), places)
+    power = int(exponent or 0)
+    return Number(Fraction(digits) * Fraction(10) ** power, places, power)
+
+
+def _items_of(tree: Tree) -> tuple[Tree, ...]:
+    return tree.items if isinstance(tree, Collection) else (tree,)
 
 
 def _is_proper(fraction: Tree) -> bool:

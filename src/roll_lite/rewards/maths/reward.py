@@ -1,35 +1,40 @@
 r"""Find the final answer of a reply, and reward it if it equals the ground truth.
 
-The final answer is the last \boxed{...}, else what follows "answer is" or ####, else the whole of
-a reply of one short line, else the last number. `compare` decides; math-verify, if installed, is
-called only for what `compare` cannot read. Its time limit is a signal, which only the main thread
-of a process receives, so it is not called on other threads. Arithmetic on huge numbers ignores the
-signal: run this reward in worker processes, which are killed when they take too long.
+The final answer is the last \boxed{...}, else <answer>...</answer> or what follows "answer is" or
+####, else the whole of a reply of one short line, else the last number. `compare` decides.
+math-verify, if installed, is asked about every answer that `compare` cannot read, in a process of
+its own with a time limit, so that neither the caller's thread nor a hard formula matters.
 """
 
 import importlib.util
 import logging
 import re
-import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from decimal import Decimal
+from functools import lru_cache
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Literal, NamedTuple
 
 from roll_lite.rewards.maths.comparison import Verdict, compare
+from roll_lite.rewards.maths.notation import SCALES
 from roll_lite.types import Prompt, Score
 
 AnswerSource = Literal["boxed", "stated", "whole", "last number", "nowhere"]
 
-MATH_VERIFY_SECONDS = 2
-"""Time limit for each step of math-verify."""
+MATH_VERIFY_SECONDS = 4
+"""Time limit for math-verify."""
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BETWEEN_BOXES = re.compile(r"[\s$,;]{0,8}(?:and|or)?[\s$,;]{0,8}")
 _STATED = re.compile(r"####|\banswer\b\**(?:\s+is\b|\s*[:=])[\s:=*]*(?:\\\(|\\\[)?", re.IGNORECASE)
 _END_OF_SENTENCE = re.compile(r"[.!?](?=\s|\*|$)|\n")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_DIGITS = r"\d+(?:(?:,|\{,\}|\\,)\d{3}(?!\d))*(?:\.\d+)?"
+_CUT_OFF = re.compile(rf"<think>|<answer>|{_BOX.pattern}")
+_DIGITS = r"\d+(?:(?:,|\{,\}|\\,|,\\! ?)\d{3}(?!\d))*(?:\.\d+)?"
 _NUMBER = re.compile(
     rf"(?:(?<![\w.)}}])-)?(?:\\[dt]?frac\{{-?\d+\}}\{{-?\d+\}}|{_DIGITS}(?:/\d+|\\?%)?|\.\d+)"
+    rf"(?: (?:{'|'.join(SCALES)})\b)?"
 )
 _PLAIN_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _LATEX = re.compile(r"\\[A-Za-z]")
@@ -50,13 +55,23 @@ class Grade(NamedTuple):
     verdict: Verdict
 
 
-def math_answer(prompt: Prompt, reply: str) -> Score:
-    """1 if the final answer equals the ground truth, else 0; the part `boxed` is 1 for a box."""
+def math_answer(prompt: Prompt, reply: str, *, guess: bool = True) -> Score:
+    """1 if the final answer equals the ground truth, else 0.
+
+    `guess` also takes the last number of a reply that marks no answer, as one that was cut off.
+    Parts: `correct`; `boxed`, 1 for a box; `unreadable`, 1 for an answer that `compare` cannot
+    read; `math_verify`, 1 if math-verify accepted that.
+    """
     check_truth(prompt)
-    grade = grade_reply(reply, prompt.ground_truth)
-    correct = float(grade.verdict.kind == "equal")
-    parts = {"correct": correct, "boxed": float(grade.source == "boxed")}
-    return Score(value=correct, parts=parts)
+    grade = grade_reply(reply, prompt.ground_truth, guess=guess)
+    correct, is_asked = grade.verdict.kind == "equal", grade.verdict.comparer == "math-verify"
+    parts = {
+        "correct": correct,
+        "boxed": grade.source == "boxed",
+        "unreadable": is_asked or grade.verdict.kind in ("not comparable", "refused"),
+        "math_verify": is_asked,
+    }
+    return Score(value=float(correct), parts={name: float(part) for name, part in parts.items()})
 
 
 def last_number(prompt: Prompt, reply: str) -> float:
@@ -76,38 +91,59 @@ def check_truth(prompt: Prompt) -> None:
         )
 
 
-def grade_reply(reply: str, truth: str) -> Grade:
+def grade_reply(reply: str, truth: str, *, guess: bool = True) -> Grade:
     """Grade the first candidate for the final answer that is comparable with the truth."""
-    grades = [Grade(*answer, compare(answer.text, truth)) for answer in final_answers(reply)]
+    answers = final_answers(reply, guess=guess)
+    grades = [Grade(*answer, compare(answer.text, truth)) for answer in answers]
     if not grades:
         return Grade(None, "nowhere", Verdict("different", "the reply has no answer"))
-    for grade in grades:
-        if grade.verdict.kind != "not comparable":
-            return grade
-    first = grades[0]
-    return first._replace(verdict=_call_math_verify(first.answer, truth) or first.verdict)
+    is_boxed = grades[0].source == "boxed"  # then they are the last box, and all boxes together
+    wanted = ("equal",) if is_boxed else ("equal", "different", "refused")
+    best = next((grade for grade in grades if grade.verdict.kind in wanted), grades[0])
+    if best.verdict.kind == "not comparable" and _math_verify_accepts(best.answer, truth):
+        return best._replace(verdict=Verdict("equal", "math-verify says so", "math-verify"))
+    return best
 
 
-def _call_math_verify(answer: str, truth: str) -> Verdict | None:
-    """`equal` if math-verify is available and says so, else None."""
-    is_main_thread = threading.current_thread() is threading.main_thread()
-    if not is_main_thread or importlib.util.find_spec("math_verify") is None:
-        return None
-    import math_verify  # an optional package, slow to import
+def _math_verify_accepts(answer: str, truth: str) -> bool:
+    """Whether math-verify is installed and finds the answers equal within its time limit."""
+    if importlib.util.find_spec("math_verify") is None:
+        return False
+    _ask_math_verify("1", "1")  # what it imports and compiles, the forked processes share
+    processes = get_context("fork")
+    receiver, sender = processes.Pipe(duplex=False)
+    process = processes.Process(target=_send_verdict, args=(sender, answer, truth), daemon=True)
+    process.start()
+    sender.close()
+    is_equal = False
+    with receiver, suppress(EOFError):  # the process ended without a verdict
+        is_equal = receiver.poll(MATH_VERIFY_SECONDS) and receiver.recv()
+    process.kill()
+    process.join()
+    return is_equal
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about every timeout
-    limit = MATH_VERIFY_SECONDS
-    sides = [math_verify.parse(rf"\boxed{{{t}}}", parsing_timeout=limit) for t in (truth, answer)]
-    is_equal = all(sides) and math_verify.verify(*sides, timeout_seconds=limit)
-    return Verdict("equal", "math-verify says so") if is_equal else None
+
+def _send_verdict(sender: Connection, answer: str, truth: str) -> None:
+    sender.send(_ask_math_verify(answer, truth))
 
 
-def final_answers(reply: str) -> Iterator[FinalAnswer]:
+@lru_cache(maxsize=1)
+def _ask_math_verify(answer: str, truth: str) -> bool:
+    import math_verify  # an optional package
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # not to warn of "no time limit"
+    sides = [math_verify.parse(rf"\boxed{{{text}}}", parsing_timeout=0) for text in (truth, answer)]
+    return all(sides) and math_verify.verify(*sides, timeout_seconds=0)
+
+
+def final_answers(reply: str, *, guess: bool = True) -> Iterator[FinalAnswer]:
     """Candidates for the final answer, best first; a thinking block is not searched."""
     text = reply.rpartition("</think>")[2]
-    box = _last_box(text)
-    if box is not None:
-        yield FinalAnswer(box, "boxed")
+    boxes = _boxes(text)
+    if boxes:
+        yield FinalAnswer(boxes[-1], "boxed")
+        if len({*boxes}) > 1:
+            yield FinalAnswer(", ".join(dict.fromkeys(boxes)), "boxed")
         return
     stated = _last_statement(text)
     if stated:
@@ -115,6 +151,8 @@ def final_answers(reply: str) -> Iterator[FinalAnswer]:
         if _LATEX.search(stated):
             return  # a formula: its last number is not its value
         text = stated
+    elif not guess or _CUT_OFF.search(text):
+        return
     elif "\n" not in text.strip() and 0 < len(text.strip()) <= _LONGEST_LINE:
         yield FinalAnswer(text.strip(), "whole")
     numbers = _NUMBER.findall(text)
@@ -122,20 +160,20 @@ def final_answers(reply: str) -> Iterator[FinalAnswer]:
         yield FinalAnswer(numbers[-1], "last number")
 
 
-def _last_box(text: str) -> str | None:
-    """Content of the last closed box; boxes joined by `,`, `and` or `or` are one list."""
-    answer, end = None, 0
+def _boxes(text: str) -> list[str]:
+    """Contents of the closed boxes; boxes joined by `,`, `and` or `or` are one list."""
+    lists, end = [], 0
     for match in _BOX.finditer(text):
         if match.start() < end:
             continue  # nested in the previous box
         close = _matching_brace(text, match.end())
         if close is None:
             break
-        content = text[match.end() : close].strip()
-        is_joined = answer is not None and _BETWEEN_BOXES.fullmatch(text, end, match.start())
-        answer = f"{answer}, {content}" if is_joined else content
+        if not (lists and _BETWEEN_BOXES.fullmatch(text, end, match.start())):
+            lists.append([])
+        lists[-1].append(text[match.end() : close].strip())
         end = close + 1
-    return answer
+    return [", ".join(items if len({*items}) > 1 else items[:1]) for items in lists]
 
 
 def _matching_brace(text: str, start: int) -> int | None:
@@ -149,10 +187,12 @@ def _matching_brace(text: str, start: int) -> int | None:
 
 
 def _last_statement(text: str) -> str | None:
-    """What follows the last `answer is` or `####`, up to the end of the sentence."""
+    """The last <answer>...</answer>, or what follows the last `answer is` or `####`."""
+    _, tag, inside = text.rpartition("</answer>")[0].rpartition("<answer>")
+    text = inside if tag else text
     statements = list(_STATED.finditer(text))
     if not statements:
-        return None
+        return inside.strip() if tag else None
     rest = text[statements[-1].end() :].lstrip()
     end = _END_OF_SENTENCE.search(rest)
     return rest[: end.start() if end else None].strip().strip("*").strip()

@@ -4,7 +4,7 @@ Values are exact where they are rational, and limited in size. Expressions with 
 compared at NUM_POINTS rational points; different expressions do not agree at all of them unless
 constructed to. The points are positive where logarithms or roots occur, so \ln x^2 equals 2 \ln x.
 Rational values are compared exactly, others to eleven digits; `_rounds` compares decimals, and
-n% is n or n/100.
+n% is n or n/100. The value of a vector or matrix is a tuple of values.
 """
 
 import cmath
@@ -17,14 +17,23 @@ from itertools import product
 from random import Random
 
 from roll_lite.rewards.maths.notation import NotUnderstood, TooLarge
-from roll_lite.rewards.maths.parser import Apply, Name, Number, Tree, is_applied
+from roll_lite.rewards.maths.parser import (
+    SERIES,
+    Apply,
+    Collection,
+    Name,
+    Number,
+    Tree,
+    is_applied,
+)
 
-Value = Fraction | float | complex
+Value = Fraction | float | complex | tuple["Value", ...]
 MAX_BITS = 4096
 """Limit for a numerator or denominator: about 1,200 digits."""
 MAX_FACTORIAL = 400
 NUM_POINTS = 6
 TOLERANCE = 1e-11
+_UNKNOWN = {f"apply {name}" for name in ("zeta", "Gamma", "phi", "psi", "Phi", "Psi")}
 CONSTANTS: dict[str, Value] = {"pi": math.pi, "e": math.e, "i": 1j, "∞": math.inf}
 
 
@@ -37,12 +46,33 @@ def same_value(answer: Tree, truth: Tree) -> bool:
     if bool(percents[0]) != bool(percents[1]):
         pairs = product(percents[0] or [answer], percents[1] or [truth])
         return any(same_value(a, b) for a, b in pairs)
+    is_same = _same_values(answer, truth)
+    if not is_same and (functions_of(answer) ^ functions_of(truth)) & _UNKNOWN:
+        raise NotUnderstood("a function whose values are not known")
+    return is_same
+
+
+def _same_values(answer: Tree, truth: Tree) -> bool:
     if names_of(answer) | names_of(truth):
         return all(close(a, b) for a, b in values_at_points(answer, truth))
     a, b = evaluate(answer, {}), evaluate(truth, {})
     if a != a or b != b:
         raise Undefined("not a number")
     return close(a, b) or _rounds(answer, truth, a, b)
+
+
+def agree(a: Tree, b: Tree, *, is_rounded: bool) -> bool:
+    """Whether two numbers differ by rounding only: 1/3 and 0.333, or if is_rounded 7.9 and 8."""
+    if same_value(a, b):
+        return True
+    difference = evaluate(Apply("subtract", (a, b)), {})
+    if isinstance(difference, complex | tuple):
+        return False
+    limits = [_last_digit(n) for n in map(_number, (a, b)) if n and n.places]
+    if is_rounded:
+        limits += [Fraction(1, 2) for n in map(_number, (a, b)) if n and not n.places]
+        limits.append(abs(evaluate(a, {})) / 100)
+    return abs(difference) < max(limits, default=0)
 
 
 def values_at_points(answer: Tree, truth: Tree) -> list[tuple[Value, Value]]:
@@ -68,6 +98,9 @@ def values_at_points(answer: Tree, truth: Tree) -> list[tuple[Value, Value]]:
 
 
 def close(a: Value, b: Value) -> bool:
+    if isinstance(a, tuple) or isinstance(b, tuple):
+        is_alike = isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b)
+        return is_alike and all(map(close, a, b))
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return a == b
     if a in (math.inf, -math.inf) or b in (math.inf, -math.inf):
@@ -84,19 +117,24 @@ def _rounds(answer: Tree, truth: Tree, a: Value, b: Value) -> bool:
 
     The truth needs 3 decimal places for that, the answer 6; if both are decimals, both need 6.
     """
-    if isinstance(a, complex) or isinstance(b, complex):
+    if isinstance(a, complex | tuple) or isinstance(b, complex | tuple):
         return False
-    answer_places, true_places = _places(answer), _places(truth)
-    places = min(filter(None, (answer_places, true_places)), default=0)
-    is_allowed = places >= (6 if answer_places else 3)
-    return is_allowed and abs(a - b) <= 0.5 * 10.0**-places
+    decimals = [n for n in map(_number, (answer, truth)) if n and n.places]
+    num_needed = 6 if _number(answer) in decimals else 3
+    is_allowed = decimals and min(n.places for n in decimals) >= num_needed
+    return is_allowed and abs(a - b) <= max(map(_last_digit, decimals)) / 2
 
 
-def _places(tree: Tree) -> int:
-    """Digits after the decimal point of a number; 0 for anything else."""
+def _number(tree: Tree) -> Number | None:
+    """The tree without its sign if it is a number."""
     if is_applied(tree, "negate"):
-        return _places(tree.arguments[0])
-    return tree.places if isinstance(tree, Number) else 0
+        return _number(tree.arguments[0])
+    return tree if isinstance(tree, Number) else None
+
+
+def _last_digit(number: Number) -> Fraction:
+    """The value of a one in its last place."""
+    return Fraction(10) ** (number.exponent - number.places)
 
 
 def _percent_readings(tree: Tree) -> list[Tree]:
@@ -113,28 +151,42 @@ def evaluate(tree: Tree, point: Mapping[str, Fraction]) -> Value:
     if isinstance(tree, Number):
         return _bounded(tree.value)
     if isinstance(tree, Name):
-        if tree.text in CONSTANTS:
-            return CONSTANTS[tree.text]
-        if tree.text not in point:
+        value = point.get(tree.text, CONSTANTS.get(tree.text))
+        if value is None:
             raise NotUnderstood(f"{tree.text} has no value")
-        return point[tree.text]
+        return value
+    if isinstance(tree, Collection) and (tree.opening, tree.closing) == ("(", ")"):
+        return tuple(evaluate(item, point) for item in tree.items)
     if not isinstance(tree, Apply) or tree.function == "union":
         raise NotUnderstood("several values where one was expected")
-    arguments = [evaluate(argument, point) for argument in tree.arguments]
-    function = _FUNCTIONS.get(tree.function) or partial(_unknown_function, tree.function)
     try:
-        return _bounded(function(*arguments))
+        return _bounded(_call(tree, point))
     except OverflowError:
         raise TooLarge(f"{tree.function} of a large number") from None
     except (ZeroDivisionError, ValueError, TypeError) as error:
         raise Undefined(f"{tree.function}: {error}") from None
 
 
+def _call(tree: Apply, point: Mapping[str, Fraction]) -> Value:
+    if tree.function.endswith(SERIES):
+        return _series(tree, point)
+    arguments = [evaluate(argument, point) for argument in tree.arguments]
+    if any(isinstance(argument, tuple) for argument in arguments):
+        return _calculate_tuple(tree.function, *arguments)
+    function = _FUNCTIONS.get(tree.function) or partial(_unknown_function, tree.function)
+    return function(*arguments)
+
+
 def names_of(tree: Tree) -> set[str]:
     """The variables of an expression; constants are not included."""
     if isinstance(tree, Name):
         return set() if tree.text in CONSTANTS else {tree.text}
-    return set().union(*map(names_of, tree.arguments)) if isinstance(tree, Apply) else set()
+    if isinstance(tree, Collection):
+        return set().union(*map(names_of, tree.items))
+    if not isinstance(tree, Apply):
+        return set()
+    names = set().union(*map(names_of, tree.arguments))
+    return names - {tree.arguments[0].text} if tree.function.endswith(SERIES) else names
 
 
 def functions_of(tree: Tree) -> set[str]:
@@ -160,6 +212,47 @@ def _unknown_function(name: str, *arguments: Value) -> Value:
         cmath.sin(frequency * (k + 1) * argument + frequency)
         for k, argument in enumerate(arguments)
     )
+
+
+def _series(tree: Apply, point: Mapping[str, Fraction]) -> Value:
+    index, first, last, body = tree.arguments
+    combine = _FUNCTIONS["add" if tree.function == "sum" else "multiply"]
+    total = Fraction(tree.function == "prod")
+    for n in range(int(first.value), int(last.value) + 1):
+        total = _bounded(combine(total, evaluate(body, {**point, index.text: Fraction(n)})))
+    return total
+
+
+def _calculate_tuple(name: str, a: Value, b: Value | None = None) -> Value:
+    """Arithmetic with vectors and with matrices, which are tuples of rows."""
+    calculate = partial(_calculate_tuple, name)
+    match name, a, b:
+        case "add" | "subtract", tuple(), tuple():
+            return tuple(calculate(x, y) for x, y in zip(a, b, strict=True))
+        case "multiply", tuple(), tuple():
+            return _matrix_product(a, b)
+        case "multiply" | "divide", tuple(), _:
+            return tuple(calculate(x, b) for x in a)
+        case "negate", tuple(), _:
+            return _calculate_tuple("multiply", Fraction(-1), a)
+        case "multiply", _, tuple():
+            return tuple(calculate(a, x) for x in b)
+    if isinstance(a, tuple) or isinstance(b, tuple):
+        raise NotUnderstood(f"{name} of several values")
+    return _bounded(_FUNCTIONS[name](a, b))
+
+
+def _matrix_product(a: Value, b: Value) -> Value:
+    """The product of a matrix and a matrix or vector; that of two vectors has several meanings."""
+    if not isinstance(a[0], tuple):
+        raise NotUnderstood("a product with a vector on the left")
+    if not isinstance(b[0], tuple):
+        return tuple(_dot(row, b) for row in a)
+    return tuple(tuple(_dot(row, column) for column in zip(*b, strict=True)) for row in a)
+
+
+def _dot(a: Value, b: Value) -> Value:
+    return _bounded(sum(x * y for x, y in zip(a, b, strict=True)))
 
 
 def _power(base: Value, exponent: Value) -> Value:
@@ -228,6 +321,12 @@ def _binomial(n: Value, k: Value) -> Value:
     return _factorial(n) / (_factorial(k) * _factorial(n - k))
 
 
+def _of_integers(function: Callable[..., int], *values: Value) -> Value:
+    if not all(isinstance(value, Fraction) and value.denominator == 1 for value in values):
+        raise Undefined("not an integer")
+    return Fraction(function(*map(int, values)))
+
+
 def _log(value: Value, base: Value = math.e) -> Value:
     if all(isinstance(v, Fraction) and v > 0 for v in (value, base)) and base != 1:
         guess = round(math.log(value) / math.log(base))
@@ -248,6 +347,8 @@ _FUNCTIONS: dict[str, Callable[..., Value]] = {
     "factorial": _factorial,
     "binom": _binomial,
     "abs": abs,
+    "gcd": partial(_of_integers, math.gcd),
+    "lcm": partial(_of_integers, math.lcm),
     "floor": lambda a: Fraction(math.floor(a)),
     "ceil": lambda a: Fraction(math.ceil(a)),
     "exp": cmath.exp,

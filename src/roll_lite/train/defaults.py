@@ -1,0 +1,58 @@
+"""Options that are chosen when none is given, by the size of the model.
+
+Rates are what others train such models with: RL 1e-6 (verl, ROLL, at 7B), SFT 1e-5 to 2e-5, DPO
+5e-7, critics 1e-5, and ten times as much for adapters. Small models need more to get anywhere.
+"""
+
+import math
+from typing import Any, TypeVar
+
+from roll_lite.models.config import ModelConfig, read_config
+from roll_lite.models.cost import count_parameters
+from roll_lite.options import flatten, from_flat
+
+T = TypeVar("T")
+RATES = {
+    "rl": {20e6: 3e-4, 300e6: 2e-5, 1e9: 2e-6, math.inf: 1e-6},
+    "sft": {20e6: 1e-3, 300e6: 1e-4, 3e9: 2e-5, math.inf: 1e-5},
+    "preference": {20e6: 1e-4, 300e6: 5e-6, math.inf: 5e-7},
+    "critic": {20e6: 1e-3, 300e6: 1e-4, math.inf: 1e-5},
+}
+"""By the kind of training: the learning rate of models with fewer parameters than this."""
+LORA_FACTOR = 10
+REPLY_TOKENS = {20e6: 16, math.inf: 1024}
+
+
+def choose_defaults(cfg: T, **kinds: str) -> T:
+    """The config of a recipe with a value for each option of `kinds` that is None; prints them.
+
+    A kind is one of RATES, or reply: `choose_defaults(cfg, lr="rl", max_tokens="reply")`.
+    """
+    given, config = flatten(cfg), read_config(cfg.model)
+    chosen = {
+        name: _default(kind, config, bool(given.get("lora_rank")))
+        for name, kind in kinds.items()
+        if given[name] is None
+    }
+    if chosen:
+        size = count_parameters(config).total / 1e6
+        listed = ", ".join(f"{name}={value:g}" for name, value in chosen.items())
+        print(f"chosen for a model of {size:,.0f}M parameters: {listed}", flush=True)
+    return from_flat(type(cfg), **given | chosen)
+
+
+def reply_tokens(config: ModelConfig) -> int:
+    """Longest reply, at most half of the model's positions."""
+    return min(_of_size(REPLY_TOKENS, config), config.max_positions // 2)
+
+
+def _default(kind: str, config: ModelConfig, has_adapters: bool) -> float:
+    if kind == "reply":
+        return reply_tokens(config)
+    rate = _of_size(RATES[kind], config)
+    return rate * LORA_FACTOR if has_adapters and kind != "critic" else rate
+
+
+def _of_size(table: dict[float, Any], config: ModelConfig) -> Any:
+    size = count_parameters(config).total
+    return next(value for bound, value in table.items() if size < bound)

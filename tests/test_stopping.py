@@ -1,0 +1,212 @@
+"""Ctrl-C, SIGTERM and resuming: nothing is lost, and what cannot be meant is refused."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import rlvr
+import sft
+from conftest import RECIPES
+from rlvr_program import share_of_good_letters
+from test_rlvr import comparable, here, samples_of, steps_of, toy_options  # noqa: F401
+from test_sft import flags, losses, options, run_here
+
+from roll_lite.options import from_flat
+from roll_lite.report.run import read_options
+from roll_lite.stopping import Stopped, StopRequest
+
+RLVR = RECIPES / "rlvr.py"
+SFT = RECIPES / "sft.py"
+
+
+def interrupting(number, signum=signal.SIGINT):
+    """A reward that sends this process a signal at the given call."""
+    calls = itertools.count()
+
+    def reward(prompt, reply):
+        if next(calls) == number:
+            os.kill(os.getpid(), signum)
+        return share_of_good_letters(prompt, reply)
+
+    return reward
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_rollout_is_abandoned_and_repeated(here, tmp_path, monkeypatch, signum):  # noqa: F811
+    whole = here("whole", steps=4, drop_equal=True)
+    with monkeypatch.context() as patch:
+        # After 8 of the evaluation: in the third or fourth step, whatever is dropped.
+        patch.setitem(rlvr.INLINE, "reverse", interrupting(8 + 150, signum))
+        with pytest.raises(Stopped) as error:
+            here("parts", steps=4, drop_equal=True)
+    assert error.value.signum == signum
+    done = len(steps_of(tmp_path / "parts"))
+    assert 1 <= done < 4
+    names = [path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()]
+    assert names == [f"step-{done:08d}"]
+    parts = here("parts", steps=4, drop_equal=True, resume=True)
+    assert comparable(parts) == comparable(whole)
+    for step in (3, 4):
+        assert [s["token_ids"] for s in samples_of(tmp_path / "parts", step)] == [
+            s["token_ids"] for s in samples_of(tmp_path / "whole", step)
+        ]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_update_is_finished(small_folder, tmp_path, monkeypatch):
+    """SIGTERM while the trainer works: the step is complete, and the run goes on after it."""
+    run_here(options(small_folder, tmp_path / "whole"))
+    step, calls = sft.Trainer.step, itertools.count()
+
+    def signalled(*args, **kwargs):
+        if next(calls) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sft.Trainer, "step", signalled)
+        with pytest.raises(Stopped):
+            run_here(options(small_folder, tmp_path / "run"))
+    assert len(losses(tmp_path / "run")) == 5
+    run_here(options(small_folder, tmp_path / "run", resume=True))
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_generating_ahead_stops_and_resumes(here, tmp_path, monkeypatch):  # noqa: F811
+    with monkeypatch.context() as patch:
+        patch.setitem(rlvr.INLINE, "reverse", interrupting(8 + 150))
+        with pytest.raises(Stopped):
+            here("run", steps=6, max_staleness=1.0)
+    here("run", steps=6, max_staleness=1.0, resume=True)
+    ids = [s["prompt_id"] for step in range(1, 7) for s in samples_of(tmp_path / "run", step)]
+    assert len(set(ids)) == 6 * 8  # every prompt once
+
+
+def test_a_second_sigterm_is_no_new_request(capfd):
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Stopped):
+            stop.check()
+    assert capfd.readouterr().err.count("SIGTERM: abandoning") == 1
+
+
+def test_a_second_ctrl_c_exits_at_once():
+    program = """
+import os, signal, roll_lite.stopping as s
+with s.StopRequest():
+    os.kill(os.getpid(), signal.SIGINT)
+    print("first", flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    print("second", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "first\n")
+
+
+def test_resume_takes_the_options_of_the_run(command, small_folder, tmp_path):
+    run = tmp_path / "run"
+    first = options(small_folder, run, steps=4, lr=3e-3)
+    assert command(SFT, *flags(first))[0] == 0
+    code, text = command(SFT, "--resume", run, "--steps", 6, "--lr", 1e-3)
+    assert code == 0 and len(losses(run)) == 6
+    assert "changed: lr 0.003 -> 0.001\n" in text and "changed: steps 4 -> 6\n" in text
+    now = read_options(run / "config.json")
+    expected = json.loads(json.dumps(first)) | {"steps": 6, "lr": 1e-3}
+    assert {name: now[name] for name in expected} == expected
+    begun, resumed = json.loads((run / "config.json").read_text())["history"]
+    assert begun["step"] == 0 and "--lr 0.003" in begun["command"]
+    assert resumed["step"] == 4
+    assert resumed["changed"] == {"lr": [3e-3, 1e-3], "steps": [4, 6]}
+    # The old way, with the folder in --run-dir, does the same.
+    assert command(SFT, "--resume", "--run-dir", run, "--steps", 7)[0] == 0
+    assert read_options(run / "config.json")["lr"] == 1e-3 and len(losses(run)) == 7
+
+
+def test_what_cannot_change_is_refused_before_anything_starts(command, small_folder, tmp_path):
+    run = tmp_path / "run"
+    command(SFT, *flags(options(small_folder, run, steps=1)))
+    code, text = command(SFT, "--resume", run, "--seed", 5)
+    assert code == 2 and "seed=5 (was 0)" in text
+    assert "role " not in text and "Traceback" not in text
+    code, text = command(SFT, "--resume", tmp_path / "other")
+    assert code == 2 and "there is no" in text
+
+
+def test_a_saved_config_starts_another_run(command, toy_folder, tmp_path):
+    first = toy_options(toy_folder, tmp_path / "first", steps=1)
+    rlvr.main(from_flat(rlvr.Config, **first))
+    config, other = tmp_path / "first" / "config.json", tmp_path / "other"
+    code, text = command(RLVR, "--config", config, "--run-dir", other, "--seed", 2)
+    assert code == 0 and "changed: seed 0 -> 2\n" in text
+    before, now = read_options(config), read_options(other / "config.json")
+    assert now == before | {"seed": 2, "run_dir": str(other)}
+    (tmp_path / "broken.json").write_text("[1, 2")
+    code, text = command(RLVR, "--config", tmp_path / "broken.json")
+    assert code == 2 and "broken.json cannot be read" in text
+
+
+def test_checkpoints_by_time(here, tmp_path):  # noqa: F811
+    here("run", steps=3, checkpoint_minutes=1e-9, keep_last=5)
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "target", "signum"),
+    [(RLVR, "torchrun", signal.SIGINT), (SFT, "worker", signal.SIGTERM)],
+)
+def test_two_ranks_stop_with_a_checkpoint(toy_folder, tmp_path, recipe, target, signum):
+    """Whichever process gets the signal: rank 0 asks all ranks for their part of a checkpoint."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    values = toy_options(toy_folder, run, steps=100_000, data="reverse:1")
+    if recipe == SFT:
+        values = options(toy_folder, run, steps=100_000)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", recipe]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*map(str, launch), *map(str, flags(values))],
+            stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        wait_for(lambda: "step      3" in log.read_text(), process, log)
+        os.kill(process.pid if target == "torchrun" else worker_pid(process.pid), signum)
+        process.wait(timeout=120)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    text = log.read_text()
+    done = max(json.loads(line)["step"] for line in (run / "metrics.jsonl").open())
+    assert f"step-{done:08d}: " in text and "continue with\n    torchrun --nproc-per-node 2" in text
+    code = subprocess.run(
+        [*map(str, launch), "--resume", run, "--steps", str(done + 1)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    ).returncode
+    assert code == 0
+    assert [row["step"] for row in steps_of(run)] == list(range(1, done + 2))
+
+
+def wait_for(condition, process, log):
+    while not condition():
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.05)
+
+
+def worker_pid(parent):
+    """The process of rank 1, among the children of torchrun."""
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        try:
+            with open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/environ") as environ:
+                is_child = int(stat.read().rpartition(")")[2].split()[1]) == parent
+                if is_child and "\0RANK=1\0" in environ.read():
+                    return pid
+        except OSError:  # it has ended
+            continue
+    raise AssertionError("no rank 1")
