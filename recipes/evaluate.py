@@ -5,8 +5,9 @@ python recipes/evaluate.py --model runs/mine/model --data math.jsonl --samples 8
 python recipes/evaluate.py --model models/tiny --checkpoint runs/mine/checkpoints/step-00000040
 torchrun --nproc-per-node 8 recipes/evaluate.py --model ...      # an engine on each rank
 
-Replies are scored by the rewards of recipes/rlvr.py, and written to the run folder as they come: an
-interrupted evaluation that is started again with the same --run-dir continues where it stopped.
+Replies are scored by the rewards of recipes/rlvr.py and of --rewards FILE, and written to the run
+folder as they come: an interrupted evaluation that is started again with the same --run-dir
+continues where it stopped.
 """
 
 import time
@@ -25,7 +26,7 @@ from roll_lite.cluster.device_map import format_table
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.engine.service import EngineService
 from roll_lite.models.config import read_config
-from roll_lite.options import flatten
+from roll_lite.options import flatten, unique_options
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rewards import registry
@@ -39,6 +40,7 @@ from roll_lite.train.export import check_checkpoint, export_checkpoint
 from roll_lite.types import Group, Prompt, SamplingParams
 
 
+@unique_options
 @dataclass(frozen=True, kw_only=True)
 class Config:
     model: str = "models/tiny"
@@ -64,7 +66,7 @@ class Config:
     pass_reward: float = 1.0
     """A reply passes with at least this reward."""
     run_dir: str = field(default_factory=partial(default_folder, "evaluate"))
-    """Folder for config.json, metrics.jsonl and all replies in rollouts/."""
+    """Folder for config.json, metrics.jsonl, events.jsonl and all replies in rollouts/."""
     seed: int = 0
     """Seed for sampling."""
     kv_cache_gib: float = 1.0
@@ -74,7 +76,7 @@ class Config:
     device_map: str | None = None
     """Ranks of the engines, as in generate=all,tp=2; None puts every role on all ranks."""
     chat: ChatOptions = ChatOptions()
-    rewards: RewardOptions = RewardOptions()
+    scoring: RewardOptions = RewardOptions()
 
     def __post_init__(self):
         read_config(self.model)
@@ -113,20 +115,25 @@ class Config:
 
 FIXED = (
     "model", "checkpoint", "data", "samples", "temperature", "top_k", "top_p", "min_p",
-    "max_tokens", "seed", "judge", "judge_tokens", "reward_model",
+    "max_tokens", "seed", "rewards", "judge", "judge_tokens", "reward_model",
     "template_args", "judge_template_args",
 )  # fmt: skip
-SHOWN = {"eval/pass@1": "pass@1", "eval/failed": "failed", "eval/reply_tokens": "tokens"}
+SHOWN = {
+    "eval/pass@1": "pass@1", "eval/reward": "reward", "eval/failed": "failed",
+    "eval/reply_tokens": "tokens",
+}  # fmt: skip
 
 
 def main(cfg: Config) -> dict[str, float]:
-    roles = ["generate", *cfg.rewards.reward_roles]
+    roles = ["generate", *cfg.scoring.reward_roles]
     device_map = cfg.device_map or " ".join(f"{role}=all" for role in roles)
-    configs = {"config": read_config(cfg.model), "role_configs": cfg.rewards.reward_configs}
+    configs = {"config": read_config(cfg.model), "role_configs": cfg.scoring.reward_configs}
     with Cluster(device_map, cfg.device, roles=roles, **configs) as cluster:
         cfg = choose_defaults(cfg, max_tokens="reply")
         prompts = data.held_out(cfg.data, cfg.prompts, of_tasks=256)
-        registry.check_prompts(prompts, REWARDS | INLINE)
+        domains = {prompt.domain for prompt in prompts}
+        functions, inline = cfg.scoring.with_file(REWARDS, INLINE, domains)
+        registry.check_prompts(prompts, functions | inline)
         chat = Chat(cfg.model, **cfg.chat.arguments)
         chat.check_prompts(prompts)
         answers = AnswerFile(f"{cfg.run_dir}/answers.jsonl", prompts, asked_with(cfg))
@@ -138,9 +145,8 @@ def main(cfg: Config) -> dict[str, float]:
         engines = cluster.role("generate", EngineService, **options)
         print(engines.describe())
         start = time.perf_counter()
-        domains = {prompt.domain for prompt in prompts}
-        with Rewards(REWARDS, INLINE, domains, cfg.rewards, cluster) as rewards:
-            groups = ask(cfg, prompts, answers, engines, chat, rewards)
+        with Rewards(functions, inline, domains, cfg.scoring, cluster) as rewards:
+            groups = ask(cfg, prompts, answers, engines, chat, rewards, run)
         refuse_all_failed(groups)
         metrics = pass_rates(groups, cfg.pass_reward)
         metrics["time/rollout"] = time.perf_counter() - start
@@ -161,7 +167,7 @@ def asked_with(cfg: Config) -> dict[str, Any]:
 
 def ask(
     cfg: Config, prompts: list[Prompt], answers: AnswerFile,
-    engines: RoleHandle, chat: Chat, rewards: Rewards,
+    engines: RoleHandle, chat: Chat, rewards: Rewards, run: Run,
 ) -> list[Group]:  # fmt: skip
     """A group for each prompt; prompts that were answered before are not asked again."""
     params = replace(cfg.params, stop_ids=chat.stop_ids)
@@ -176,19 +182,23 @@ def ask(
         reward_engines=rewards.engine_clients,
     ) as rollout:
         places = answers.missing
-        rollout.answer(
-            [prompts[place] for place in places],
-            num_samples=cfg.samples,
-            params=params,
-            on_group=lambda number, group: answers.keep(places[number], group),
-        )
+        try:
+            rollout.answer(
+                [prompts[place] for place in places],
+                num_samples=cfg.samples,
+                params=params,
+                on_group=lambda number, group: answers.keep(places[number], group),
+            )
+        finally:
+            run.note_samples(0, rollout.dropped())
     return [answers.groups[place] for place in range(len(prompts))]
 
 
 def table(metrics: dict[str, float], groups: list[Group], num_samples: int) -> str:
-    """A row for each domain, and one for all."""
+    """A row for each domain, and one for all: pass rates, and the mean reward."""
     domains = sorted({group.prompt.domain for group in groups})
-    rows = [["domain", "prompts", "pass@1", *([f"pass@{num_samples}"] if num_samples > 1 else [])]]
+    of_several = [f"pass@{num_samples}"] if num_samples > 1 else []
+    rows = [["domain", "prompts", "pass@1", *of_several, "reward"]]
     for domain in [*(domains if len(domains) > 1 else []), None]:
         members = [g for g in groups if domain in (None, g.prompt.domain)]
         prefix = f"eval/{domain}" if domain else "eval"

@@ -7,6 +7,7 @@ python recipes/rlvr.py --model models/SmolLM2-135M-Instruct --data addition:2 --
 torchrun --nproc-per-node 8 recipes/rlvr.py --data math.jsonl@0.7 code.jsonl@0.3 \
         --device-map "train=0-3 generate=4-7" --max-staleness 1         # asynchronous
 python recipes/rlvr.py --advantage gae --loss ppo ...       # PPO with a critic; see --help
+python recipes/rlvr.py --data mine.jsonl --rewards my_rewards.py    # a reward of your own
 python -m pdb recipes/rlvr.py ...      # one process: break anywhere, also in a reward
 """
 
@@ -27,7 +28,7 @@ from roll_lite.cluster.speed import Machine
 from roll_lite.engine.service import EngineService
 from roll_lite.models.config import read_config
 from roll_lite.models.cost import SequenceCost
-from roll_lite.options import flatten
+from roll_lite.options import flatten, unique_options
 from roll_lite.progress import StepTimer
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rewarding import RewardOptions, Rewards
@@ -66,6 +67,7 @@ from roll_lite.train.trainer import Trainer, combine
 from roll_lite.types import Group, Prompt, SamplingParams
 
 
+@unique_options
 @dataclass(frozen=True, kw_only=True)
 class Config:
     model: str = "models/tiny"
@@ -100,7 +102,7 @@ class Config:
     (abort)."""
     rollouts_every: int = 1
     """Write the samples of every N-th step, and of the last; 0 writes the last step only. A sampled
-    token takes about 20 bytes."""
+    token takes about 20 bytes. Answers of evaluations are written as text, unless it is 0."""
     plan: bool = False
     """Print what the run would hold in memory and do in a step, and exit: with 1 if it would not
     fit."""
@@ -113,7 +115,7 @@ class Config:
     kl: KLOptions = KLOptions()
     critic: CriticOptions = CriticOptions()
     evaluation: EvaluationOptions = EvaluationOptions()
-    rewards: RewardOptions = RewardOptions()
+    scoring: RewardOptions = RewardOptions()
     checkpoints: CheckpointOptions = CheckpointOptions()
 
     def __post_init__(self):
@@ -123,6 +125,8 @@ class Config:
         at_least(self.min_samples, self.rollout, "samples_per_prompt")
         for entries in filter(None, (self.data, self.evaluation.eval_data)):
             data.parse_mixture(entries)
+        has_files = not all(entry.is_task for entry in data.parse_mixture(self.data))
+        read_only_if(has_files, "a file in data", self.evaluation, "eval_share")
         self._check_algorithm()
         self._check_sizes()
         if self.runs_ahead:
@@ -198,11 +202,16 @@ class Config:
         """Whether generation goes on beside training."""
         return self.rollout.max_staleness > 0
 
-    @property
-    def eval_sources(self) -> tuple[str, ...]:
-        """Held-out questions of the tasks, unless eval_data names others; files hold none out."""
-        tasks = tuple(e.source for e in data.parse_mixture(self.data) if e.is_task)
-        return self.evaluation.eval_data or tasks
+    def held_out_prompts(self) -> list[Prompt]:
+        """Prompts to evaluate on: held-out questions of the tasks and, with eval_share, rows of the
+        files, unless eval_data names others."""
+        options, share = self.evaluation, self.evaluation.eval_share or None
+        sources = options.eval_data or tuple(
+            entry.source for entry in data.parse_mixture(self.data) if entry.is_task or share
+        )
+        if not sources or options.eval_every == 0:
+            return []
+        return data.held_out(sources, options.eval_prompts, share=share)
 
     @property
     def cluster_options(self) -> dict[str, Any]:
@@ -211,9 +220,9 @@ class Config:
         chosen = [name for name, is_wanted in wanted.items() if is_wanted]
         reference = {"reference": read_config(self.kl.reference)} if self.kl.reference else {}
         return {
-            "roles": ["train", "generate", *chosen, *self.rewards.reward_roles],
+            "roles": ["train", "generate", *chosen, *self.scoring.reward_roles],
             "config": read_config(self.model),
-            "role_configs": self.rewards.reward_configs | reference,
+            "role_configs": self.scoring.reward_configs | reference,
             "auto_options": self.training.memory_options | {"engines_sleep": self.engines_sleep},
         }
 
@@ -242,14 +251,15 @@ def reversed_word(prompt: Prompt, reply: str) -> float:
     return float(reply.strip() == prompt.ground_truth)
 
 
-REWARDS = registry.REWARDS  # in worker processes, by domain: {..., "mine": my_reward}
+REWARDS = registry.REWARDS  # in worker processes, by domain; yours: --rewards FILE
 INLINE = {"addition": last_number, "counting": last_number, "reverse": reversed_word}
 SHOWN = {
     "reward/mean": "reward", "eval/pass@1": "eval", "eval/failed": "eval failed",
     "rollout/failed": "failed",
     "rollout/missing_groups": "missing groups", "rollout/reply_tokens": "tokens",
     "rollout/staleness": "staleness",
-    "loss/entropy": "entropy", "loss/grad_norm": "grad", "mismatch/logprob_mean": "mismatch",
+    "loss/entropy": "entropy", "loss/grad_norm": "grad", "loss/skipped_steps": "skipped",
+    "mismatch/logprob_mean": "mismatch",
     "loss/kl": "kl", "critic/explained_variance": "explained variance",
     "time/rollout": "rollout s", "time/train": "train s", "time/step": "step s",
 }  # fmt: skip
@@ -264,16 +274,18 @@ def main(cfg: Config) -> list[float]:
         sys.exit(0 if planned.fits else 1)
     with Cluster(cfg.device_map, cfg.device, **cfg.cluster_options) as cluster:
         cfg = choose_defaults(cfg, **cfg.default_kinds)
-        prompts = data.Mixture(cfg.data, seed=f"rlvr-{cfg.seed}")
-        held_out = []
-        if cfg.eval_sources:
-            held_out = data.held_out(cfg.eval_sources, cfg.evaluation.eval_prompts)
+        share = cfg.evaluation.eval_share
+        prompts = data.Mixture(cfg.data, seed=f"rlvr-{cfg.seed}", held_out_share=share)
+        held_out = cfg.held_out_prompts()
+        if not held_out and cfg.evaluation.eval_every:
+            print("no evaluation: files hold nothing out; name --eval-share or --eval-data")
         chat = Chat(cfg.model, **cfg.chat.arguments)
         chat.check_prompts([*prompts.rows, *held_out])
-        registry.check_prompts([*prompts.rows, *held_out], REWARDS | INLINE)
         domains = {*prompts.domains, *(prompt.domain for prompt in held_out)}
+        functions, inline = cfg.scoring.with_file(REWARDS, INLINE, domains)
+        registry.check_prompts([*prompts.rows, *held_out], functions | inline)
         budget = cfg.training.tokens_per_microbatch
-        with Rewards(REWARDS, INLINE, domains, cfg.rewards, cluster, budget) as rewards:
+        with Rewards(functions, inline, domains, cfg.scoring, cluster, budget) as rewards:
             models = make_roles(cfg, cluster)
             params = SamplingParams(
                 max_tokens=cfg.lengths.max_tokens,
@@ -306,8 +318,7 @@ def train(
         models.sync.sync(resumed_at)
         rollout.set_version(resumed_at)
     else:
-        run.log(0, evaluation.run(rollout))
-        run.note_samples(0, rollout.dropped())  # by the evaluation
+        run.log(0, evaluate(cfg, 0, run, rollout, evaluation))
     if cfg.runs_ahead:
         rollout.start()
     stop.listen(rollout.stop)
@@ -336,14 +347,26 @@ def train(
             metrics |= state.metrics | timer.metrics()
             metrics["rollout/trained_samples"] = len(sequences)
             if run.is_due(step, cfg.evaluation.eval_every):
-                metrics |= evaluation.run(rollout)  # not part of the step's time
-                run.note_samples(step, rollout.dropped())
+                # Not part of the step's time.
+                metrics |= evaluate(cfg, step, run, rollout, evaluation)
             run.log(step, metrics)
             saved.end_step(run, step, higher=metrics.get("eval/pass@1"))
     run.close()
     if rates := evaluation.rates:
         since = f", the first since step {resumed_at}" if resumed_at else ""
         print(f"held-out pass rate {rates[0]:.3f} -> {rates[-1]:.3f}{since}")
+
+
+def evaluate(
+    cfg: Config, step: int, run: Run, rollout: Coordinator, evaluation: Evaluation
+) -> dict[str, float]:
+    """Held-out pass rates; the answers are written to the run folder."""
+    try:
+        return evaluation.run(rollout)
+    finally:
+        if run.is_due(step, min(1, cfg.rollouts_every)):
+            run.write_answers(step, evaluation.groups)
+        run.note_samples(step, rollout.dropped())
 
 
 def make_roles(cfg: Config, cluster: Cluster) -> Models:
@@ -440,7 +463,7 @@ def make_plan(cfg: Config) -> tuple[Plan, Machine | None]:
         policy_scores=is_own_reference + (cfg.policy_loss.denominator == "old"),
         max_staleness=cfg.rollout.max_staleness,
         kv_cache_gib=cfg.kv_cache_gib,
-        judge_cache_gib=cfg.rewards.judge_cache_gib,
+        judge_cache_gib=cfg.scoring.judge_cache_gib,
         engines_sleep=cfg.engines_sleep,
         checkpointing=training.checkpointing,
         moments=training.moments,

@@ -57,6 +57,7 @@ def test_it_travels_to_workers_and_into_environments():
         ({}, "rewards={} is empty"),
         ({"a": (has_tags, float("nan"))}, "weight=nan of a must be a finite number"),
         ({"a/b": (has_tags, 1.0)}, "name='a/b'"),
+        ({"mean": (has_tags, 1.0)}, "parts has 'mean', but reward/mean is a metric of every run"),
         ({"a": (lambda prompt, reply: 1.0, 1.0)}, "the reward of a cannot be sent to a worker"),
     ],
 )

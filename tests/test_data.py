@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 
 from roll_lite import data
+from roll_lite.rollout.record import read_prompt, write_prompt
 
 QUESTION = {"role": "user", "content": "2 + 2?"}
 ANSWER = {"role": "assistant", "content": "4"}
@@ -52,6 +53,16 @@ def test_tests_and_numbers_of_a_prompt(tmp_path):
     assert (prompt.id, prompt.tests) == ("7", ({"x": 1.5},))
 
 
+def test_other_fields_of_a_prompt_are_its_extra(tmp_path):
+    extra = {"level": 3, "test": "x", "answers": ["4", {"a": None}], "truth": 1.5}
+    path = write(tmp_path, {"prompt": "a", "ground_truth": 4} | extra, {"prompt": "b"})
+    assert [prompt.extra for prompt in data.read_prompts(path)] == [extra, {}]
+    first = data.read_prompts(path)[0]
+    assert read_prompt(json.loads(json.dumps(write_prompt(first)))) == first
+    old = {name: value for name, value in write_prompt(first).items() if name != "extra"}
+    assert read_prompt(old).extra == {}  # of a checkpoint that has none
+
+
 def test_two_prompts_with_one_id_are_refused(tmp_path):
     rows = [{"prompt": "a", "id": name} for name in ("x", "y", "x")]
     with pytest.raises(
@@ -86,6 +97,11 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
         ("prompts", {"prompt": "a", "domain": 4}, "'domain' is a number instead of text"),
         ("prompts", {"prompt": "a", "tests": {}}, "'tests' is an object instead of a list"),
         ("prompts", {"prompt": "a", "tests": [{}, "b"]}, r"tests\[1\] is text instead of an obj"),
+        (
+            "prompts",
+            {"prompt": "a", "ground_thruth": 4},
+            "'ground_thruth' looks like a misspelt 'gr",
+        ),
         ("prompts", ["prompt"], "a list instead of an object"),
         ("prompts", '{"prompt": "a"', r"not JSON: .*delimiter.*; a prompt row has prompt"),
     ],

@@ -13,6 +13,7 @@ import pytest
 from process_checks import SOURCES
 from worker_rewards import do
 
+from roll_lite.rewards.file import read_rewards
 from roll_lite.types import Prompt, Score
 from roll_lite.workers.failures import RewardCrash
 from roll_lite.workers.pool import RewardWorkers
@@ -155,3 +156,60 @@ def test_what_modules_start_when_they_are_imported_stays(tmp_path, monkeypatch):
         pid = int(asyncio.run(workers.score(prompt, "ask")).value)
         assert Path(f"/proc/{pid}/cmdline").read_bytes() == b"sleep\x001000\x00"
     assert not Path(f"/proc/{pid}").exists()
+
+
+OWN_FILE = """
+    from dataclasses import dataclass
+    from beside_the_file import WORD
+    from roll_lite.types import Score
+
+    @dataclass
+    class Own(Exception):
+        text: str
+
+    def mine(prompt, reply):
+        if reply == "raise":
+            raise Own(WORD)
+        return Score(value=prompt.extra["level"], parts={"right": reply == WORD})
+
+    REWARDS = {"mine": mine}
+"""
+
+
+@pytest.fixture
+def own_file(tmp_path, monkeypatch):
+    """Named like a module of the standard library, with a module beside it."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "beside_the_file.py").write_text("WORD = 'yes'")
+    path = tmp_path / "code.py"
+    path.write_text(dedent(OWN_FILE))
+    return path
+
+
+def test_a_file_of_rewards_in_workers(own_file):
+    functions, inline = read_rewards(own_file)
+    prompt = Prompt(id="p", messages=(), domain="mine", ground_truth="", extra={"level": 3})
+    with RewardWorkers({"mine": partial(functions["mine"])}, num_workers=1) as workers:
+        score = asyncio.run(workers.score(prompt, "yes"))
+        with pytest.raises(Exception, match="yes") as error:
+            asyncio.run(workers.score(prompt, "raise"))
+    assert score == Score(value=3.0, parts={"right": 1.0}) and inline == {}
+    assert type(error.value).__name__ == "Own" and error.value.text == "yes"
+    assert f'{own_file}", line ' in error.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1", "has no rewards; name them by domain"),
+        ("REWARDS = {'mine': 3}", "must be a dictionary from domains to functions"),
+        ("REWARDS = [len]", "must be a dictionary from domains to functions"),
+        (None, "is not a file; name a Python file"),
+    ],
+)
+def test_files_without_rewards_are_refused(tmp_path, monkeypatch, text, message):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    if text is not None:
+        (tmp_path / "own.py").write_text(text)
+    with pytest.raises(ValueError, match=rf"own\.py.*{message}"):
+        read_rewards(tmp_path / "own.py")

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 
 from roll_lite import tasks
-from roll_lite.data import Mixture, parse_mixture, read_prompts
+from roll_lite.data import Mixture, held_out, parse_mixture, read_prompts
 from roll_lite.data.mixture import next_in_turn
 
 
@@ -167,3 +167,35 @@ def test_wrong_files_are_named(tmp_path):
     b = write(tmp_path / "b.jsonl", ["code"] * 2, prefix="q")
     with pytest.raises(ValueError, match=r"id 'q0' is in .*a\.jsonl and in .*b\.jsonl; give"):
         Mixture((a, b), seed=0)
+
+
+def test_a_held_out_share_never_comes_and_stays_the_same(tmp_path):
+    path = write(tmp_path / "a.jsonl", ["math"] * 200 + ["code"] * 200)
+    prompts = read_prompts(path)
+    out = {p.id for p in held_out((path,), None, share=0.1)}
+    assert 22 < len(out) < 58  # three standard deviations of 400 draws
+    assert out < {p.id for p in held_out((path,), None, share=0.2)}
+    for seed in (0, 1):
+        mixture = Mixture((f"{path}@2", "addition:2"), seed=seed, held_out_share=0.1)
+        drawn = {p.id for p in take(mixture, 620)} | {mixture.next_of("code").id}
+        assert drawn & {p.id for p in prompts} == {p.id for p in prompts} - out
+    moved = tmp_path / "b.jsonl"  # other order, other ids, and every question twice
+    lines = (tmp_path / "a.jsonl").read_text().splitlines()
+    moved.write_text("\n".join([*reversed(lines), *lines]))
+    again = Counter(p.messages[0]["content"] for p in held_out((str(moved),), None, share=0.1))
+    assert again == dict.fromkeys((p.messages[0]["content"] for p in prompts if p.id in out), 2)
+    state = json.loads(json.dumps(mixture.state_dict()))
+    with pytest.raises(
+        ValueError, match=r"saved with 0\.1 of the rows held out, but now it is 0\.2"
+    ):
+        Mixture((f"{path}@2", "addition:2"), seed=1, held_out_share=0.2).load_state_dict(state)
+    del state["held_out_share"]  # of a run before there was one
+    Mixture((f"{path}@2", "addition:2"), seed=1).load_state_dict(state)
+
+
+def test_a_share_of_nothing_or_everything_is_refused(tmp_path):
+    path = write(tmp_path / "a.jsonl", ["math"] * 2)
+    with pytest.raises(ValueError, match=r"0\.001 holds out none of the 2 rows of .*a\.jsonl"):
+        held_out((path,), 5, share=0.001)
+    with pytest.raises(ValueError, match=r"0\.999 holds out all 2 rows of .*a\.jsonl"):
+        Mixture((path,), seed=0, held_out_share=0.999)

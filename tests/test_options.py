@@ -7,7 +7,7 @@ import pytest
 from typing_extensions import Doc
 
 from roll_lite.checks import check_choices, read_only_if
-from roll_lite.options import choose, flatten, from_flat, with_options_of
+from roll_lite.options import choose, flatten, from_flat, unique_options, with_options_of
 
 
 def ring(values, *, size: Annotated[int, Doc("its size.")] = 1):
@@ -73,3 +73,34 @@ def test_a_changed_option_that_nothing_reads_is_refused():
     read_only_if(True, "shape='box'", ShapeOptions(size=5), "size")
     with pytest.raises(ValueError, match="size=5 is only read with shape='box'; leave it at None"):
         read_only_if(False, "shape='box'", ShapeOptions(size=5), "colour", "size")
+
+
+def test_one_option_in_two_parts_is_refused_with_both_places():
+    @dataclass(frozen=True)
+    class Colours:
+        tall: bool = False
+
+    with pytest.raises(TypeError, match=r"tall is in ShapeOptions \(shape box\) and in Colours"):
+
+        @unique_options
+        @dataclass(frozen=True)
+        class Both:
+            shape: ShapeOptions = ShapeOptions()
+            colours: Colours = Colours()
+
+    with pytest.raises(TypeError, match=r"size is in ShapeOptions \(shape ring, box\) and in Own"):
+
+        @unique_options
+        @dataclass(frozen=True)
+        class Own:
+            shape: ShapeOptions = ShapeOptions()
+            size: int = 1
+
+
+def test_an_option_of_a_function_that_its_class_has_is_refused():
+    with pytest.raises(TypeError, match="option tall of shape box is also a field of Clashing"):
+
+        @with_options_of("shape", SHAPES)
+        class Clashing:
+            shape: str = "ring"
+            tall: bool = False

@@ -1,13 +1,14 @@
 """Runs of recipes/rlvr.py with rewards in worker processes, of several domains, and a judge."""
 
 import json
+import sys
 from itertools import islice
 
 import pytest
 import rlvr
 import sft
 import worker_rewards
-from conftest import make_reference, make_toy
+from conftest import make_reference, make_toy, run_recipe
 from test_rlvr import samples_of, steps_of
 
 from roll_lite.cluster.plan_report import render
@@ -15,6 +16,7 @@ from roll_lite.cluster.rendezvous import Launch
 from roll_lite.options import from_flat
 from roll_lite.rewards.judge import judge_messages
 from roll_lite.tasks import prompts
+from roll_lite.types import Prompt
 from roll_lite.workers.failures import RewardsBroken
 
 MATHS = [
@@ -93,6 +95,15 @@ def test_when_half_of_them_fail_the_run_stops_and_shows_three(tiny_folder, tmp_p
             samples_per_prompt=16, steps=20, max_refills=1000,
         )  # fmt: skip
     assert str(error.value).count("- prompt m") == 3
+    assert 'worker_rewards.py", line' in str(error.value)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").open()]
+    assert len(events) > 10  # also those that were to be tried again
+    for event in events:
+        assert event["event"] == "sample" and "KeyError: 'no such word'" in event["error"]
+        assert event["messages"][0]["content"].endswith("+ 1?")
+        words = Prompt(id=event["prompt_id"], messages=(), domain="math", ground_truth="")
+        with pytest.raises(KeyError):  # the reply is there in full
+            worker_rewards.often_bad(words, event["reply"])
 
 
 def test_domains_without_a_reward_are_named_before_anything_runs(tiny_folder, tmp_path):
@@ -155,3 +166,61 @@ def test_a_run_with_a_judge(tiny_folder, judge_folder, tmp_path):
     samples = samples_of(tmp_path / "run", 1)
     assert len(samples) == 16 and {s["reward"] for s in samples} <= {0.0, 1.0}
     assert row["reward/judge"] == pytest.approx(row["reward/mean"])
+
+
+OWN_FILE = """
+def level(prompt, reply):
+    return prompt.extra["level"] + len(reply) / 100
+
+async def asked(prompt, reply):
+    return float(len(reply))
+
+REWARDS = {"level": level, "reverse": asked}
+"""
+LEVELS = [{"prompt": f"{i}?", "domain": "level", "level": i} for i in range(9)]
+
+
+@pytest.fixture
+def own_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", list(sys.path))
+    (tmp_path / "own.py").write_text(OWN_FILE)
+    return str(tmp_path / "own.py")
+
+
+@pytest.mark.parametrize("reward_workers", [0, 2])
+def test_rewards_of_a_file_and_extra_fields(toy_folder, tmp_path, own_file, reward_workers):
+    """In a run that is resumed; one of them replaces a reward of the recipe."""
+    data = (write_rows(tmp_path / "levels.jsonl", LEVELS), "reverse:2")
+    options = {"data": data, "rewards": own_file, "reward_workers": reward_workers}
+    options |= {"eval_every": 0, "prompts_per_step": 4, "max_staleness": 1.0}
+    run(toy_folder, tmp_path / "run", steps=1, **options)
+    rows = run(toy_folder, tmp_path / "run", steps=2, resume=True, **options)
+    assert [row["reward/errors"] for row in rows] == [0, 0]
+    for sample in samples_of(tmp_path / "run", 2):
+        length = len(sample["reply"])
+        if sample["domain"] == "level":
+            level = int(sample["messages"][0]["content"].removesuffix("?"))
+            assert sample["extra"] == {"level": level}
+            assert sample["reward"] == pytest.approx(level + length / 100)
+        else:
+            assert sample["reward"] == length and sample["extra"] == {}
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["rewards"] == own_file
+
+
+def test_a_file_whose_rewards_no_prompt_asks_for_is_refused(toy_folder, tmp_path, own_file):
+    data = (write_rows(tmp_path / "maths.jsonl", MATHS),)
+    with pytest.raises(ValueError, match=r"own\.py has rewards for domain level and reverse, but"):
+        run(toy_folder, tmp_path / "run", data=data, rewards=own_file)
+    with pytest.raises(ValueError, match=r"rewards='nowhere\.py' is not a file"):
+        run(toy_folder, tmp_path / "run", rewards="nowhere.py")
+
+
+@pytest.mark.slow
+def test_rewards_of_a_file_under_torchrun(tiny_folder, tmp_path, own_file):
+    data = write_rows(tmp_path / "levels.jsonl", LEVELS)
+    run_recipe(
+        "rlvr", "--model", tiny_folder, "--data", data, "reverse:2", "--rewards", own_file,
+        "--steps", 1, "--device", "cpu", "--run-dir", tmp_path / "run", num_ranks=2,
+    )  # fmt: skip
+    (row,) = steps_of(tmp_path / "run")
+    assert row["reward/errors"] == 0 and row["reward/calls"] > 0 and row["reward/level/mean"] > 1

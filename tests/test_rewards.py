@@ -4,9 +4,11 @@
 import asyncio
 import io
 import json
+import sys
 from functools import partial
 
 import pytest
+from conftest import RECIPES
 
 from roll_lite.envs.question import Question
 from roll_lite.report.run import Run
@@ -14,7 +16,9 @@ from roll_lite.rewards.__main__ import main, rescore
 from roll_lite.rewards.code import passes_tests
 from roll_lite.rewards.maths import last_number
 from roll_lite.rewards.registry import REWARDS, check_prompts
-from roll_lite.types import Group, Prompt, Sample, Score
+from roll_lite.rollout.metrics import describe_groups
+from roll_lite.types import REWARD_METRICS, Group, Prompt, Sample, Score, Turn
+from roll_lite.workers.failures import ErrorBudget
 
 
 def prompt(truth):
@@ -135,3 +139,63 @@ def test_the_rollouts_of_a_run(tmp_path, capsys):
     assert "mean      0.6667 of 3" in printed and f"{path}:2: 1 now, 0 recorded" in printed
     assert main(["score", str(path)]) == 0  # rows have their domain
     assert main(["score", str(tmp_path / "none.jsonl")]) == 2
+
+
+OWN_FILE = """
+async def asked(prompt, reply):
+    return prompt.extra["level"] / 4
+
+def mine(prompt, reply):
+    return float(prompt.messages[0]["content"] in reply)
+
+REWARDS = {"asked": asked}
+INLINE = {"mine": mine, "math": mine}
+"""
+
+
+@pytest.fixture
+def own_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", list(sys.path))
+    (tmp_path / "own.py").write_text(OWN_FILE)
+    return str(tmp_path / "own.py")
+
+
+def test_try_rewards_of_a_file(own_file, capsys):
+    options = ["--rewards", own_file, "--reply", "x"]
+    assert main(["try", "asked", *options, "--extra", '{"level": 3}']) == 0
+    assert "score     0.75" in capsys.readouterr().out
+    assert main(["try", "asked", *options]) == 2
+    assert f"error: KeyError: 'level' ({own_file} line 3" in capsys.readouterr().err
+    assert main(["try", "mine", "--reply", "x"]) == 2
+    assert "domain='mine' has no reward" in capsys.readouterr().err
+
+
+def test_score_with_rewards_of_files(own_file, tmp_path, capsys):
+    rows = [
+        {"reply": "x", "domain": "asked", "extra": {"level": 1}, "reward": 0.25},
+        {"reply": "xy", "domain": "math", "messages": [{"role": "user", "content": "y"}]},
+        {"reply": "cba", "domain": "reverse", "ground_truth": "cba", "reward": 1.0},
+        {"reply": "x", "domain": "asked"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = ["--rewards", str(RECIPES / "rlvr.py"), "--rewards", own_file]
+    assert main(["score", str(tmp_path / "rows.jsonl"), *files]) == 1
+    printed = capsys.readouterr().out
+    assert "mean      0.7500 of 3" in printed and "disagreements       0" in printed
+    assert f"rows.jsonl:4: KeyError: 'level' ({own_file} line 3)" in printed
+
+
+def test_no_part_of_a_score_takes_the_place_of_a_metric():
+    """Every name that a run has under reward/ besides parts and domains is refused."""
+    sample = Sample(prompt=prompt(""), index=0, score=Score(value=1.0, parts={"own": 1.0}))
+    sample.add_turn(
+        Turn(prompt_ids=[1], token_ids=[2], logprobs=[0.0], finish_reason="stop", versions=[])
+    )
+    sample.enter("done", 0)
+    names = {*describe_groups([Group(prompt=prompt(""), samples=[sample])])}
+    names |= {*ErrorBudget(1.0).metrics()}
+    ours = {name.removeprefix("reward/") for name in names if name.startswith("reward/")} - {"own"}
+    assert ours == REWARD_METRICS
+    for name in ours:
+        with pytest.raises(ValueError, match=f"parts has '{name}', but reward/{name} is a metric"):
+            Score(value=0.0, parts={"own": 1.0, name: 1.0})

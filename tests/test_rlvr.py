@@ -268,6 +268,42 @@ def test_when_nothing_is_left_to_learn_the_run_keeps_what_it_has(here, tmp_path,
     assert [row["step"] for row in rows] == list(range(1, last + 3))
 
 
+def write_words(path):
+    rows = [{"prompt": f"Reverse {x}{y}", "domain": "reverse"} for x in "abcdefgh" for y in "xyz"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_held_out_rows_of_a_file_are_evaluated_and_never_trained_on(here, tmp_path):
+    options = {"data": (write_words(tmp_path / "words.jsonl"),), "eval_share": 0.3}
+    here("run", steps=1, eval_every=2, **options)
+    here("run", steps=3, eval_every=2, resume=True, **options)
+    trained = {s["prompt_id"] for step in range(1, 4) for s in samples_of(tmp_path / "run", step)}
+    answers = {
+        path.name: {json.loads(line)["prompt_id"] for line in path.read_text().splitlines()}
+        for path in (tmp_path / "run" / "rollouts").glob("eval_*.jsonl")
+    }
+    assert set(answers) == {f"eval_{step:05d}.jsonl" for step in (0, 1, 2, 3)}
+    (held_out,) = set(map(frozenset, answers.values()))
+    assert len(trained | held_out) == 24 and not trained & held_out and len(held_out) > 2
+    with pytest.raises(ValueError, match=r"saved with 0\.3 of the rows held out"):
+        here("run", steps=4, resume=True, **options | {"eval_share": 0.0})
+
+
+def test_evaluations_can_be_left_out(here, tmp_path, capsys):
+    here("never", steps=1, eval_every=0, eval_prompts=256)
+    assert not list((tmp_path / "never" / "rollouts").glob("eval_*"))
+    assert "step 0" not in capsys.readouterr().out
+    here("files", steps=1, data=(write_words(tmp_path / "words.jsonl"),))
+    printed = capsys.readouterr().out
+    assert "no evaluation: files hold nothing out; name --eval-share" in printed
+    assert "step 0" not in printed and "step 1  reward" in printed
+    here("last", steps=1, eval_every=1, rollouts_every=0)
+    assert [path.name for path in (tmp_path / "last" / "rollouts").glob("eval_*")] == [
+        "eval_00001.jsonl"
+    ]
+
+
 def test_the_parts_of_a_step_add_up(here):
     (row,) = here("run", steps=1)
     parts = [row[f"time/{name}"] for name in ("rollout", "prepare", "train", "sync", "records")]
@@ -315,6 +351,13 @@ def test_model_and_checkpoint_evaluate_like_the_run(here, toy_folder, tmp_path, 
         ({"tokens_per_microbatch": 4}, "max_tokens=4 must be below.*tokens_per_microbatch=4"),
         ({"updates_per_step": 9}, "prompts_per_step=8 must be at least updates_per_step=9"),
         ({"advantage": "gae", "critic_warmup_steps": 31}, "critic_warmup_steps=31 must not exceed"),
+        ({"eval_share": 0.1}, "eval_share=0.1 is only read with a file in data"),
+        ({"eval_share": 1.0}, "eval_share=1.0 must be at least 0 and below 1"),
+        (
+            {"eval_share": 0.1, "eval_data": ("reverse:2",)},
+            "eval_share=0.1 is not read with eval_d",
+        ),
+        ({"eval_every": 0}, "eval_prompts=8 is not read with eval_every=0"),
         ({"pass_reward": float("nan")}, "pass_reward=nan must be a finite number"),
         ({"judge": "somewhere"}, "somewhere is not a model folder"),
         ({"max_staleness": 1.0, "extra_prompts": 4}, "extra_prompts=4 is not read with max_stal"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from training_data import flat, make_groups, make_sample, standardised
 
-from roll_lite.train.advantages import ADVANTAGES, AdvantageOptions
+from roll_lite.train.advantages import ADVANTAGES, AdvantageOptions, PerSample
 from roll_lite.train.kl import KLController, KLOptions, estimate_kl
 from roll_lite.train.sequences import AdvantageState, ModelScores, with_advantages
 from roll_lite.train.shaping import RunningMoments, normalise
@@ -35,6 +35,28 @@ def test_samples_keep_their_tokens_and_get_their_groups_advantage():
     assert low.segments == [0] * 5 + [1] * 5
     assert low.id == "sample 0 of prompt p"
     assert low.values == low.returns == low.reference_logprobs == []
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (torch.zeros(3), r"advantage='rloo' returned a Tensor of shape \(3,\) instead of \(2,\)"),
+        ([0.0, 1.0], r"returned a list of shape \(\) instead of \(2,\), a number for each sample"),
+        (
+            torch.tensor([0.0, math.nan]),
+            "advantage='rloo' gave nan to sample 1 of prompt p.*3 of 6",
+        ),
+    ],
+)
+def test_wrong_advantages_name_their_estimator(monkeypatch, found, message):
+    def mine(rewards_S: torch.Tensor) -> PerSample:
+        return found
+
+    monkeypatch.setitem(ADVANTAGES, "rloo", mine)
+    samples = [make_sample(1.0, index=i) for i in range(2)]
+    with pytest.raises(ValueError, match=message):
+        groups = [Group(prompt=samples[0].prompt, samples=samples)]
+        with_advantages(groups, AdvantageOptions(advantage="rloo"))
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

@@ -227,7 +227,19 @@ def test_broken_rewards_are_told_apart(num_workers):
     (text,) = (str(result) for result in results if re.match(first, str(result)))
     example = r"- prompt p\d+, reply 'raise wrong': worker_rewards\.OwnError: wrong"
     assert len(re.findall(example, text)) == 3
+    assert re.search(r'worker_rewards.py", line \d+, in do\n +raise OwnError', text)
     assert (metrics["reward/calls"], metrics["reward/errors"]) == (200, 100)
+
+
+def test_a_failure_is_shown_once_with_its_line_and_reply(capfd):
+    with RewardWorkers({"do": do}, num_workers=2, seconds=0.8, max_error_share=1.0) as workers:
+        score_all(workers, ["raise x", "raise y", "hang", "nan", "raise z", "hang", "ok"])
+    shown = capfd.readouterr().err
+    assert shown.count("the reward of domain 'do' failed on prompt p") == 3
+    assert shown.count("raise OwnError(argument)") == shown.count("worker_rewards.OwnError: ") == 1
+    assert shown.count("longer than seconds=0.8") == shown.count("in hang") == 1
+    assert shown.count("reply: 'hang'") == shown.count("reply: 'raise ") == 1
+    assert "worker_rewards.py" in shown and "roll_lite/workers/supervisor.py" not in shown
 
 
 def test_a_few_errors_are_not_broken_rewards():

@@ -41,6 +41,31 @@ def flatten(options: Any) -> dict[str, Any]:
     return flat
 
 
+def unique_options(config: type[T]) -> type[T]:
+    """Decorates a Config, above @dataclass: refuses an option that two of its parts have."""
+    places: dict[str, str] = {}
+    for field in fields(config):
+        part = field.default
+        for name, place in _places(config, field.name, part).items():
+            if name in places:
+                raise TypeError(
+                    f"option {name} is in {places[name]} and in {place}, but on the command line "
+                    "it can only be one of them; rename one"
+                )
+            places[name] = place
+    return config
+
+
+def _places(config: type, name: str, part: Any) -> dict[str, str]:
+    """Where the options of a field are written, in words: of a part, or the field itself."""
+    if not is_dataclass(part):
+        return {name: config.__name__}
+    read_by = getattr(part, "read_by", {})
+    return {
+        field.name: f"{type(part).__name__}{read_by.get(field.name, '')}" for field in fields(part)
+    }
+
+
 def from_flat(config: type[T], **options: Any) -> T:
     """A Config from flat names, as on the command line and in config.json."""
     options = {n: tuple(v) if isinstance(v, list) else v for n, v in options.items()}  # of JSON
@@ -92,7 +117,13 @@ def with_options_of(field: str, table: Mapping[str, Callable]) -> Callable[[type
 
     def add_fields(cls: type) -> type:
         own_fields, cls.__annotations__ = cls.__annotations__, {field: Literal[tuple(table)]}
+        cls.read_by = {n: f" ({field} {', '.join(r)})" for n, r in _readers(table).items()}
         for name, readers in _readers(table).items():
+            if name in own_fields:
+                raise TypeError(
+                    f"option {name} of {field} {readers[0]} is also a field of {cls.__name__}; "
+                    "rename it in the function"
+                )
             kind, default, text = keywords(table[readers[0]])[name]
             defaults = {reader: keywords(table[reader])[name].default for reader in readers}
             if len(set(defaults.values())) > 1:

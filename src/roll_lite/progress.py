@@ -48,8 +48,14 @@ class ProgressBar:
     def clear(self) -> None:
         """Clear the line for other output; the next draw shows the bar again."""
         if self._enabled:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+            clear_line()
+
+
+def clear_line() -> None:
+    """Clear the line of a progress bar, if there is a terminal to draw one."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
 
 
 class StepTimer:

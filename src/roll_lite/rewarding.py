@@ -21,6 +21,7 @@ from roll_lite.engine.service import EngineService
 from roll_lite.envs.question import Question
 from roll_lite.models.config import ModelConfig, read_config
 from roll_lite.models.hf import has_value_head
+from roll_lite.rewards.file import RewardTables, check_file, read_rewards
 from roll_lite.rewards.judge import VERDICTS, VerdictError, judge_messages, parse_verdict
 from roll_lite.rollout.engines import EngineClient
 from roll_lite.rollout.sample import derive_seed
@@ -33,10 +34,14 @@ from roll_lite.workers.pool import RewardWorkers
 
 @dataclass(frozen=True, kw_only=True)
 class RewardOptions:
-    """Rewards: worker processes, judge, reward model."""
+    """Rewards: a file of your own, worker processes, judge, reward model."""
 
+    rewards: str | None = None
+    """Python file with REWARDS = {domain: function}, which come before those of the recipe."""
     reward_workers: int = 4
     """Processes that compute rewards; 0 computes them inline, for a debugger."""
+    max_async_rewards: int = 256
+    """Calls of `async def` rewards at once; waiting for a place does not count as time."""
     reward_seconds: float = 10.0
     """Time limit of one reward; a reward that takes longer has failed."""
     max_error_share: float = 0.2
@@ -54,13 +59,15 @@ class RewardOptions:
 
     def __post_init__(self):
         at_least(0, self, "reward_workers")
-        at_least(1, self, "judge_tokens")
+        at_least(1, self, "judge_tokens", "max_async_rewards")
         above(0, self, "reward_seconds", "judge_cache_gib")
         of_judge = ("judge_tokens", "judge_cache_gib", "judge_template_args")
         read_only_if(self.judge is not None, "a judge", self, *of_judge)
         _ = self.judge_chat  # refuses what is not NAME=VALUE
         if not 0 <= self.max_error_share <= 1:
             raise ValueError(f"max_error_share={self.max_error_share} must be from 0 to 1 (never)")
+        if self.rewards is not None:
+            check_file(self.rewards)
         _ = self.reward_configs  # refuses a folder that is no model
         if self.reward_model is not None and not has_value_head(self.reward_model):
             raise ValueError(
@@ -82,6 +89,22 @@ class RewardOptions:
         """Model configs of these roles."""
         return {name: read_config(getattr(self, name)) for name in self.reward_roles}
 
+    def with_file(
+        self, functions: Mapping[str, Reward], inline: Mapping[str, Reward], domains: Iterable[str]
+    ) -> RewardTables:
+        """A recipe's rewards with those of the file `rewards`, which replace them by domain."""
+        if self.rewards is None:
+            return RewardTables(dict(functions), dict(inline))
+        own = read_rewards(self.rewards)
+        names = own.functions.keys() | own.inline.keys()
+        if names.isdisjoint(domains):
+            raise ValueError(
+                f"{self.rewards} has rewards for domain {' and '.join(sorted(names))}, but the "
+                f"prompts have {' and '.join(map(repr, sorted(domains)))}; give them the same name"
+            )
+        kept = ({d: r for d, r in t.items() if d not in names} for t in (functions, inline))
+        return RewardTables(*(rest | new for rest, new in zip(kept, own, strict=True)))
+
 
 class Rewards:
     """Makes the environment of a prompt, with the reward of the prompt's domain."""
@@ -102,7 +125,8 @@ class Rewards:
         if missing := sorted(set(domains) - known):
             raise ValueError(
                 f"there is no reward for domain {' and '.join(map(repr, missing))} of the prompts "
-                f"(a row without the field has ''); known domains: {', '.join(sorted(known))}"
+                f"(a row without the field has ''); known domains: {', '.join(sorted(known))}. "
+                "Add one with --rewards FILE"
             )
         self.engine_clients: list[Judge] = []
         """Engine roles that rewards query, for the coordinator."""
@@ -153,6 +177,7 @@ class Rewards:
         pool = RewardWorkers(
             rewards,
             num_workers=num_workers,
+            max_waiting=options.max_async_rewards,
             seconds=options.reward_seconds,
             max_error_share=options.max_error_share,
         )

@@ -34,6 +34,8 @@ class Prompt:
     ground_truth: str
     tests: tuple[dict[str, Any], ...] = ()
     """Further data that replies are checked with: test programs, constraints."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """All other fields of the prompt's row, for rewards of your own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,17 +86,33 @@ class Turn:
     """(position of the first token, policy version) of each run of sampled tokens."""
 
 
+REWARD_METRICS = frozenset(
+    {
+        "mean", "solved_groups", "equal_groups",
+        "calls", "seconds", "errors", "timeouts", "crashes",
+    }
+)  # fmt: skip
+"""Metrics under reward/ that a part of a score must not replace."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     value: float
     parts: dict[str, float] = field(default_factory=dict)
-    """Named parts of the reward, logged separately."""
+    """Named parts of the reward, logged as reward/NAME."""
+
+    def __post_init__(self):
+        if not REWARD_METRICS.isdisjoint(self.parts):
+            name = min(REWARD_METRICS & self.parts.keys())
+            raise ValueError(
+                f"parts has {name!r}, but reward/{name} is a metric of every run; rename the part"
+            )
 
 
 Reward = Callable[[Prompt, str], Score | float]
 """Scores the text of a reply to a prompt."""
 AsyncReward = Callable[[Prompt, str], Awaitable[Score | float]]
-"""A reward that is computed elsewhere: in worker processes, by a judge."""
+"""A reward that waits: an `async def`, a judge, a worker process."""
 
 
 class Event(NamedTuple):

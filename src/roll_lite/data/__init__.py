@@ -3,9 +3,10 @@
 dialogue    {"messages": [...]} or {"prompt": text or messages, "reply": text}
 preference  {"prompt": text or messages, "chosen": text, "rejected": text}
 prompt      {"prompt": text or messages}, optionally with id and ground_truth (text or a number),
-            domain (text) and tests (a list of objects)
+            domain (text) and tests (a list of objects); all other fields become its `extra`
 
-Other fields are ignored. A `Mixture` draws prompts from several files and tasks.
+Other fields of dialogues and preferences are ignored. A `Mixture` draws prompts from several files
+and tasks.
 """
 
 from roll_lite.data.mixture import Mixture, held_out, parse_mixture

@@ -6,6 +6,8 @@ a task; write `./addition:2` for a file of that name. The weight follows the las
 contains an @ needs an explicit weight.
 """
 
+import hashlib
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -91,11 +93,19 @@ class Mixture:
     of a file is shuffled separately, so `next_of(domain)` changes nothing for other domains.
     """
 
-    def __init__(self, entries: Sequence[str], *, seed: int | str):
-        self._entries = parse_mixture(entries)
+    def __init__(self, entries: Sequence[str], *, seed: int | str, held_out_share: float = 0.0):
+        """`held_out_share` of the rows of each file never comes; `held_out` gives them."""
+        self._entries, self._share = parse_mixture(entries), held_out_share
         files = _read_files(self._entries)
+        for source, prompts in files.items():
+            files[source] = [p for p in prompts if not is_held_out(p, held_out_share)]
+            if not files[source]:
+                raise ValueError(
+                    f"a share of {held_out_share} holds out all {len(prompts)} rows of {source}; "
+                    "hold out less"
+                )
         self.rows = [prompt for prompts in files.values() for prompt in prompts]
-        """All prompts of all files; tasks are endless and not included."""
+        """All prompts of all files that may come; tasks are endless and not included."""
         self._file_ids = {prompt.id for prompt in self.rows}
         self._contents = {source: digest(source) for source in files}
         self._streams = [
@@ -138,6 +148,7 @@ class Mixture:
         return {
             "entries": self._names(),
             "contents": self._contents,
+            "held_out_share": self._share,
             "streams": [
                 {stream.domain: [stream.num_drawn, stream.prompts.position] for stream in streams}
                 for streams in self._streams
@@ -150,6 +161,11 @@ class Mixture:
                 f"the state is of the mixture {', '.join(state['entries'])}, but this one is "
                 f"{', '.join(self._names())}; go on with the same sources and weights in the "
                 "same order, or start a new run"
+            )
+        if (share := state.get("held_out_share", 0.0)) != self._share:
+            raise ValueError(
+                f"the state was saved with {share} of the rows held out, but now it is "
+                f"{self._share}; go on with the same share, or start a new run"
             )
         for source, content in self._contents.items():
             if state["contents"][source] != content:
@@ -165,12 +181,27 @@ class Mixture:
         return [f"{entry.source}@{float(entry.weight)}" for entry in self._entries]
 
 
+def is_held_out(prompt: Prompt, share: float) -> bool:
+    """Whether a prompt of a file is among the share of them that is held out.
+
+    It depends on the text alone: not on seed, order, path or id; equal questions stay together.
+    """
+    text = json.dumps(prompt.messages, sort_keys=True)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest) < share * 2**64
+
+
 def held_out(
-    entries: Sequence[str], count: int | None, *, of_tasks: int | None = None
+    entries: Sequence[str],
+    count: int | None,
+    *,
+    of_tasks: int | None = None,
+    share: float | None = None,
 ) -> list[Prompt]:
     """Prompts to evaluate on: the first `count` of each source, held-out ones for tasks.
 
-    With count=None it is all prompts of a file, and `of_tasks` of a task, which is endless.
+    With count=None it is all prompts of a file, and `of_tasks` of a task, which is endless. With a
+    share, only the rows of a file that a Mixture with this `held_out_share` never gives.
     """
     entries = parse_mixture(entries)
     files = _read_files(entries)
@@ -180,7 +211,13 @@ def held_out(
             questions = tasks.prompts(entry.source, seed=0, split="held_out")
             prompts += islice(questions, of_tasks if count is None else count)
         else:
-            prompts += files[entry.source][:count]
+            rows = files[entry.source]
+            if share is not None and not (rows := [p for p in rows if is_held_out(p, share)]):
+                raise ValueError(
+                    f"a share of {share} holds out none of the {len(files[entry.source])} rows of "
+                    f"{entry.source}; hold out more, or name other prompts to evaluate on"
+                )
+            prompts += rows[:count]
     return prompts
 
 

@@ -5,8 +5,9 @@ A malformed row raises ValueError with the file, the line, the field and what wa
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ ROLES = ("system", "user", "assistant")
 DIALOGUE = "a dialogue row has messages, or prompt and reply"
 PREFERENCE = "a preference row has prompt, chosen and rejected"
 PROMPT = "a prompt row has prompt, and may have id, domain, ground_truth and tests"
+PROMPT_FIELDS = ("prompt", "id", "domain", "ground_truth", "tests")
 TYPE_NAMES = {
     dict: "an object", list: "a list", str: "text", bool: "a truth value", int: "a number",
     float: "a number", type(None): "null",
@@ -81,6 +83,15 @@ class Row:
         if not isinstance(value, list):
             raise self.error(f"field {field!r} is {TYPE_NAMES[type(value)]} instead of a list")
         return tuple(self._object(f"{field}[{i}]", entry) for i, entry in enumerate(value))
+
+    def others(self, known: Sequence[str]) -> dict[str, Any]:
+        """The other fields. One that is nearly a known field which the row lacks is refused."""
+        missing = [field for field in known if field not in self.fields]
+        others = {name: value for name, value in self.fields.items() if name not in known}
+        for name in others:
+            if close := get_close_matches(name, missing, n=1, cutoff=0.9):
+                raise self.error(f"field {name!r} looks like a misspelt {close[0]!r}; rename it")
+        return others
 
     def messages(self, field: str) -> tuple[Message, ...]:
         """The messages of a field; plain text is one message of the user."""
@@ -205,6 +216,7 @@ def _prompt(row: Row) -> Prompt:
         domain=row.text("domain", default=""),
         ground_truth=row.text_or_number("ground_truth", default=""),
         tests=row.objects("tests"),
+        extra=row.others(PROMPT_FIELDS),
     )
 
 

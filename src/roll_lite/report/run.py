@@ -2,10 +2,11 @@
 
 config.json      the options, and their history: every start with its command and changes
 metrics.jsonl    one line per step
-events.jsonl     one line per dropped sample, with its state changes and the reason; one line per
-                 checkpoint and resume
+events.jsonl     one line per dropped sample, with prompt, reply, state changes and the reason; one
+                 line per checkpoint and resume
 rollouts/        step_*.jsonl: one line per sample that was trained on. token_ids holds, turn by
-                 turn, the tokens read and then those sampled; logprobs belong to the sampled
+                 turn, the tokens read and then those sampled; logprobs belong to the sampled.
+                 eval_*.jsonl: one line per sample of an evaluation, as text
 tensorboard/     the metrics, if the package tensorboard is installed
 """
 
@@ -75,7 +76,8 @@ class Run:
             f"{label} {metrics[name]:.4g}" for name, label in self._shown.items() if name in metrics
         ]
         self._bar.count = step
-        self.print(f"step {step:>{self._width}}  " + "  ".join(parts))
+        if parts:
+            self.print(f"step {step:>{self._width}}  " + "  ".join(parts))
         for hint in self._hints.read(metrics):
             self.print(f"hint: {hint}")
             self.note("hint", step=step, text=hint)
@@ -130,11 +132,19 @@ class Run:
 
     def write_rollouts(self, step: int, groups: list[Group]) -> None:
         """Record all samples of the groups in full."""
+        samples = (sample for group in groups for sample in group.samples)
+        self._write_samples(f"step_{step:05d}", ({**_text(s), **_tokens(s)} for s in samples))
+
+    def write_answers(self, step: int, groups: list[Group]) -> None:
+        """Record the text and the rewards of an evaluation's samples, if there are any."""
+        if groups:
+            samples = (sample for group in groups for sample in group.samples)
+            self._write_samples(f"eval_{step:05d}", map(_text, samples))
+
+    def _write_samples(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
         (self.folder / "rollouts").mkdir(exist_ok=True)
-        with (self.folder / "rollouts" / f"step_{step:05d}.jsonl").open("w") as file:
-            for group in groups:
-                for sample in group.samples:
-                    file.write(json.dumps(_row(sample)) + "\n")
+        with (self.folder / "rollouts" / f"{name}.jsonl").open("w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def refuse_old_run(folder: str | Path) -> None:
@@ -197,12 +207,15 @@ def _open_tensorboard(folder: Path, resumed_at: int | None) -> Any:
 
 
 def _history(sample: Sample) -> dict[str, Any]:
-    """The sample's state changes, each with its time and policy version."""
+    """What a dropped sample was, and its state changes, each with its time and policy version."""
     return {
         "time": sample.events[-1].time,
         "prompt_id": sample.prompt.id,
         "index": sample.index,
         "state": sample.state,
+        "domain": sample.prompt.domain,
+        "messages": sample.prompt.messages,
+        "reply": sample.reply,
         "reward": sample.score.value if sample.score else None,
         "tokens": sum(sample.loss_mask),
         "events": sample.events,
@@ -210,8 +223,25 @@ def _history(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _row(sample: Sample) -> dict[str, Any]:
-    """Everything that is known about a sample."""
+def _text(sample: Sample) -> dict[str, Any]:
+    """A sample as text, with its score: all that scoring it again needs."""
+    return {
+        "prompt_id": sample.prompt.id,
+        "domain": sample.prompt.domain,
+        "index": sample.index,
+        "state": sample.state,
+        "messages": sample.prompt.messages,
+        "reply": sample.reply,
+        "ground_truth": sample.prompt.ground_truth,
+        "tests": sample.prompt.tests,
+        "extra": sample.prompt.extra,
+        "reward": sample.score.value if sample.score else None,
+        "parts": sample.score.parts if sample.score else {},
+        "error": sample.error,
+    }
+
+
+def _tokens(sample: Sample) -> dict[str, Any]:
     ends = [0, *(len(turn.prompt_ids) + len(turn.token_ids) for turn in sample.turns)]
     turns = [
         {
@@ -224,17 +254,6 @@ def _row(sample: Sample) -> dict[str, Any]:
     ]
     logprobs = [logprob for turn in sample.turns for logprob in turn.logprobs]
     return {
-        "prompt_id": sample.prompt.id,
-        "domain": sample.prompt.domain,
-        "index": sample.index,
-        "state": sample.state,
-        "messages": sample.prompt.messages,
-        "reply": sample.reply,
-        "ground_truth": sample.prompt.ground_truth,
-        "tests": sample.prompt.tests,
-        "reward": sample.score.value if sample.score else None,
-        "parts": sample.score.parts if sample.score else {},
-        "error": sample.error,
         "token_ids": sample.token_ids,
         "logprobs": np.round(logprobs, 5).tolist(),
         "turns": turns,

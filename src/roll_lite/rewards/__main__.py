@@ -4,25 +4,35 @@ python -m roll_lite.rewards try math --truth 1/2 --reply 'So it is \\boxed{0.5}.
 python -m roll_lite.rewards try math --truth 1/2 --answer 0.5
 python -m roll_lite.rewards try choice --truth B < reply.txt
 python -m roll_lite.rewards try instructions --tests '[{"kind": "no_commas"}]' --reply 'None.'
+python -m roll_lite.rewards try mine --rewards my_rewards.py --extra '{"level": 3}' --reply 'Yes.'
 python -m roll_lite.rewards score runs/RUN/rollouts/step_00010.jsonl --domain math
+python -m roll_lite.rewards score runs/RUN/rollouts/step_00010.jsonl --rewards recipes/rlvr.py
 
-A file has rows {reply, ground_truth, tests?, domain?, reward?}, as recipes write their rollouts.
+A file to score has a JSON object in each line, with the reply and what its reward reads:
+{"reply", "domain", "ground_truth", "tests", "messages", "extra", "reward"}, as recipes write them.
 """
 
 import argparse
+import asyncio
+import inspect
 import json
 import sys
+import traceback
 from collections import Counter
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from roll_lite.rewards.choice import chosen
+from roll_lite.rewards.file import read_rewards
 from roll_lite.rewards.instructions import holds
 from roll_lite.rewards.maths import grade_reply
 from roll_lite.rewards.registry import REWARDS
-from roll_lite.types import Prompt, Score
+from roll_lite.types import AsyncReward, Prompt, Reward, Score
+
+Table = Mapping[str, Reward | AsyncReward]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,25 +45,62 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def try_reward(options: argparse.Namespace) -> int:
+    table = _table(options.rewards)
+    _check_domain(options.domain, table)
     reply = _reply(options)
     prompt = Prompt(
         id="--tests" if options.tests else "--truth",
         messages=(),
         domain=options.domain,
         ground_truth=options.truth,
-        tests=_tests(options.tests),
+        tests=tuple(_json("--tests", options.tests, list, "a list of objects")),
+        extra=_json("--extra", options.extra, dict, "an object"),
     )
-    score = _score(prompt, reply)  # first: it raises for a prompt that cannot be scored
-    for line in _explanation(prompt, reply):
-        print(line)
+    score = _score(table, prompt, reply)  # first: it raises for a prompt that cannot be scored
+    if table[prompt.domain] in REWARDS.values():
+        print("".join(f"{line}\n" for line in _explanation(prompt, reply)), end="")
     print(f"score     {score.value:g}")
     print("parts     " + ", ".join(f"{name} {value:g}" for name, value in score.parts.items()))
     return 0
 
 
-def _score(prompt: Prompt, reply: str) -> Score:
-    score = REWARDS[prompt.domain](prompt, reply)
-    return score if isinstance(score, Score) else Score(value=float(score))
+def _table(paths: Sequence[str]) -> Table:
+    """Rewards by domain: ours, and those of files."""
+    return REWARDS | {d: r for path in paths for t in read_rewards(path) for d, r in t.items()}
+
+
+def _check_domain(domain: str | None, table: Table) -> None:
+    if domain not in table:
+        known = ", ".join(table)
+        raise ValueError(
+            f"domain={domain!r} has no reward; name one of {known}, or a file that has it with "
+            "--rewards (recipes/rlvr.py for its own)"
+        )
+
+
+def _score(table: Table, prompt: Prompt, reply: str) -> Score:
+    """Raises ValueError if the reward fails."""
+    reward = table[prompt.domain]
+    try:
+        score = reward(prompt, reply)
+        if inspect.isawaitable(score):
+            score = asyncio.run(_wait_for(score))
+        return score if isinstance(score, Score) else Score(value=float(score))
+    except Exception as error:  # of any kind: it may be the user's code
+        if reward in REWARDS.values():
+            raise
+        raise ValueError(f"{type(error).__name__}: {error} ({_place(error)})") from error
+
+
+def _place(error: Exception) -> str:
+    """The lines of an exception's traceback from the reward on."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last_here = max(i for i, frame in enumerate(frames) if frame.filename == __file__)
+    return ", ".join(f"{frame.filename} line {frame.lineno}" for frame in frames[last_here + 1 :])
+
+
+async def _wait_for(score: Awaitable[Score | float]) -> Score | float:
+    return await score
 
 
 def _reply(options: argparse.Namespace) -> str:
@@ -64,16 +111,16 @@ def _reply(options: argparse.Namespace) -> str:
     return rf"\boxed{{{options.answer}}}"
 
 
-def _tests(text: str | None) -> tuple[dict, ...]:
+def _json(flag: str, text: str | None, kind: type, description: str) -> Any:
     if text is None:
-        return ()
+        return kind()
     try:
-        tests = json.loads(text)
+        value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"--tests is not JSON: {error}") from None
-    if not isinstance(tests, list):
-        raise ValueError(f"--tests={text} must be a list of objects")
-    return tuple(tests)
+        raise ValueError(f"{flag} is not JSON: {error}") from None
+    if not isinstance(value, kind):
+        raise ValueError(f"{flag}={text} must be {description}")
+    return value
 
 
 def _explanation(prompt: Prompt, reply: str) -> list[str]:
@@ -94,7 +141,7 @@ def _explanation(prompt: Prompt, reply: str) -> list[str]:
 
 
 def score_file(options: argparse.Namespace) -> int:
-    report = rescore(Path(options.file), options.domain)
+    report = rescore(Path(options.file), options.domain, _table(options.rewards))
     mean = f"{fmean(report.values):.4f}" if report.values else "none"
     print(f"mean      {mean} of {len(report.values)}")
     for verdict, count in report.verdicts.most_common():
@@ -125,9 +172,11 @@ class Report:
             self.disagreements.append(f"{where}: {value:g} now, {recorded:g} recorded")
 
 
-def rescore(path: Path, domain: str | None = None) -> Report:
+def rescore(path: Path, domain: str | None = None, table: Table = REWARDS) -> Report:
     """Score all rows with the reward of their own domain, or of `domain` if given."""
     report = Report()
+    if domain is not None:
+        _check_domain(domain, table)
     with path.open() as file:
         for number, line in enumerate(file, start=1):
             where = f"{path}:{number}"
@@ -136,7 +185,8 @@ def rescore(path: Path, domain: str | None = None) -> Report:
                 if row.get("error"):  # a failed rollout has no reply to score
                     report.verdicts["not scored"] += 1
                 else:
-                    report.add(where, _value(where, row, domain), row.get("reward"))
+                    score = _score(table, _prompt(where, row, domain, table), row["reply"])
+                    report.add(where, score.value, row.get("reward"))
             except ValueError as error:
                 report.verdicts["error"] += 1
                 report.errors.append(f"{where}: {error}")
@@ -155,19 +205,17 @@ def _read_row(line: str) -> dict[str, Any]:
     return row
 
 
-def _value(where: str, row: dict[str, Any], domain: str | None) -> float:
+def _prompt(where: str, row: dict[str, Any], domain: str | None, table: Table) -> Prompt:
     domain = domain or row.get("domain")
-    if domain not in REWARDS:
-        known = ", ".join(REWARDS)
-        raise ValueError(f"domain={domain!r} has no reward; name one of {known} with --domain")
-    prompt = Prompt(
+    _check_domain(domain, table)
+    return Prompt(
         id=str(row.get("prompt_id", where)),
-        messages=(),
+        messages=tuple(row.get("messages", ())),
         domain=domain,
         ground_truth=row.get("ground_truth", ""),
         tests=tuple(row.get("tests", ())),
+        extra=row.get("extra", {}),
     )
-    return _score(prompt, row["reply"]).value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -178,20 +226,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="{try,score}")
     attempt = commands.add_parser("try", help="score one reply and explain the score")
-    attempt.add_argument("domain", choices=sorted(REWARDS))
-    attempt.add_argument("--truth", default="", help="the true answer")
-    attempt.add_argument("--tests", help="the prompt's tests (constraints, programs) as JSON")
+    attempt.add_argument("domain", help=f"{', '.join(REWARDS)}, or a domain of --rewards")
+    attempt.add_argument("--truth", default="", help="the prompt's ground_truth: the true answer")
+    attempt.add_argument(
+        "--tests", metavar="JSON", help="the prompt's tests, a list: constraints, programs"
+    )
+    attempt.add_argument("--extra", metavar="JSON", help="the prompt's other fields, an object")
     given = attempt.add_mutually_exclusive_group()
-    given.add_argument("--reply", help="the whole reply; default: read from stdin")
+    given.add_argument("--reply", help="the whole reply; without it, it is read from stdin")
     given.add_argument("--answer", help="only the answer, as if in a box (math, choice)")
     attempt.set_defaults(run=try_reward)
     score = commands.add_parser("score", help="score the replies of a file again")
-    score.add_argument("file", help="rows {reply, ground_truth, tests?, domain?, reward?}")
-    score.add_argument("--domain", choices=sorted(REWARDS), help="instead of the rows' own domains")
+    score.add_argument("file", help="a file in rollouts/, or other rows with a reply")
+    score.add_argument("--domain", help="the domain of all rows, instead of their own")
     score.add_argument(
-        "--show", type=int, default=5, help="number of disagreements and errors to print"
-    )
+        "--show", type=int, default=5, metavar="N",
+        help="print the first N rows whose recorded reward is another, and errors (default: 5)",
+    )  # fmt: skip
     score.set_defaults(run=score_file)
+    for command in (attempt, score):
+        command.add_argument(
+            "--rewards", metavar="FILE", action="append", default=[],
+            help="Python file with REWARDS = {domain: function}; may be given several times",
+        )  # fmt: skip
     return parser
 
 

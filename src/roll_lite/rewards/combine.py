@@ -1,25 +1,29 @@
 """The weighted sum of several rewards as one reward that logs every part."""
 
+import asyncio
 import math
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import iscoroutinefunction
 
-from roll_lite.types import Prompt, Reward, Score
+from roll_lite.types import AsyncReward, Prompt, Reward, Score
 
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
     """A weighted sum of rewards; it pickles, so it can be sent to workers."""
 
-    rewards: tuple[tuple[str, Reward, float], ...]
+    rewards: tuple[tuple[str, Reward | AsyncReward, float], ...]
     """Name, reward and weight."""
 
     def __call__(self, prompt: Prompt, reply: str) -> Score:
+        return self._sum([reward(prompt, reply) for _, reward, _ in self.rewards])
+
+    def _sum(self, scores: Sequence[Score | float]) -> Score:
         """Parts are the unweighted scores; the parts of reward `name` are called name/part."""
         value, parts = 0.0, {}
-        for name, reward, weight in self.rewards:
-            score = reward(prompt, reply)
+        for (name, _, weight), score in zip(self.rewards, scores, strict=True):
             if not isinstance(score, Score):
                 score = Score(value=float(score))
             value += weight * score.value
@@ -28,17 +32,37 @@ class Weighted:
         return Score(value=value, parts=parts)
 
 
-def weighted(rewards: Mapping[str, tuple[Reward, float]]) -> Weighted:
+class AsyncWeighted(Weighted):
+    """A weighted sum with an `async def` in it: all rewards are computed at the same time."""
+
+    __slots__ = ()
+
+    async def __call__(self, prompt: Prompt, reply: str) -> Score:
+        calls = (
+            reward(prompt, reply) if is_async(reward) else asyncio.to_thread(reward, prompt, reply)
+            for _, reward, _ in self.rewards
+        )
+        return self._sum(await asyncio.gather(*calls))
+
+
+def is_async(reward: Reward | AsyncReward) -> bool:
+    """Whether it is an `async def`, a partial of one, or an object that is called like one."""
+    return iscoroutinefunction(reward) or iscoroutinefunction(type(reward).__call__)
+
+
+def weighted(rewards: Mapping[str, tuple[Reward | AsyncReward, float]]) -> Weighted:
     """Example: `weighted({"correct": (math_answer, 1.0), "format": (has_tags, 0.2)})`."""
     if not rewards:
         raise ValueError("rewards={} is empty; name at least one reward and its weight")
     for name, (reward, weight) in rewards.items():
         if not name or "/" in name:
             raise ValueError(f"name={name!r} must be text without a slash")
+        _ = Score(value=0.0, parts={name: 0.0})  # refuses the name of a metric
         if not math.isfinite(weight):
             raise ValueError(f"weight={weight} of {name} must be a finite number")
         _check_pickles(name, reward)
-    return Weighted(tuple((name, reward, weight) for name, (reward, weight) in rewards.items()))
+    kind = AsyncWeighted if any(is_async(reward) for reward, _ in rewards.values()) else Weighted
+    return kind(tuple((name, reward, weight) for name, (reward, weight) in rewards.items()))
 
 
 def _check_pickles(name: str, reward: Reward) -> None:

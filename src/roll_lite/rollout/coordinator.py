@@ -143,7 +143,7 @@ class Coordinator:
 
     def dropped(self) -> list[tuple[Sample, str]]:
         """Samples since the last call that are in no group or failed, each with the reason."""
-        return self._loop.run(_call(self._runner.take_dropped))
+        return self._loop.run(_call(self._take_dropped))
 
     def state_dict(self) -> dict[str, Any]:
         """As plain JSON. Running groups are kept as prompts, and generated again on resume.
@@ -183,9 +183,12 @@ class Coordinator:
                 return group
 
             answers = asyncio.gather(*map(answer, range(len(running))))
-            groups = await self._signal.result_of(answers)
-        self._runner.dropped += self._answerer.take_dropped()
-        return groups
+            try:
+                return await self._signal.result_of(answers)
+            finally:
+                for group in running:  # only of a run that ends
+                    self._answerer.abort(sample for sample in group.samples if sample.error)
+                self._runner.dropped += self._answerer.take_dropped()
 
     def _running_answer(
         self, prompt: Prompt, num_samples: int, params: SamplingParams
@@ -194,6 +197,11 @@ class Coordinator:
         # Negative numbers, which no visit in training has: a prompt may be used for both.
         visit = Visit(prompt, -self._num_answered[prompt.id])
         return RunningGroup(self._answerer, visit, num_samples, params)
+
+    def _take_dropped(self) -> list[tuple[Sample, str]]:
+        if self._signal.error:
+            self._groups.abandon()
+        return self._runner.take_dropped()
 
     def _set_version(self, policy_version: int) -> None:
         self._engines.version.advance(policy_version)

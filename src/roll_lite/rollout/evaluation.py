@@ -4,12 +4,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from roll_lite.checks import at_least, finite
+from roll_lite.checks import at_least, finite, unread_with
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.groups import refuse_all_failed
 from roll_lite.rollout.metrics import pass_rates
 from roll_lite.stopping import Stopped
-from roll_lite.types import Prompt, SamplingParams
+from roll_lite.types import Group, Prompt, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +17,12 @@ class EvaluationOptions:
     """Evaluation on held-out prompts during training."""
 
     eval_every: int = 10
-    """Steps between evaluations; there is also one before the first step and after the last."""
+    """Steps between evaluations; there is also one before the first step and after the last. 0 is
+    never."""
     eval_data: tuple[str, ...] = ()
     """Prompt files or tasks to evaluate on; by default held-out questions of the tasks in data."""
+    eval_share: float = 0.0
+    """Share of the rows of each file in data that is evaluated on and never trained on."""
     eval_prompts: int = 256
     """Most prompts to use of each file or task."""
     eval_samples: int = 1
@@ -28,8 +31,16 @@ class EvaluationOptions:
     """Smallest reward with which a sample passes."""
 
     def __post_init__(self):
-        at_least(1, self, "eval_prompts", "eval_samples", "eval_every")
+        at_least(1, self, "eval_prompts", "eval_samples")
+        at_least(0, self, "eval_every")
         finite(self, "pass_reward")
+        if not 0 <= self.eval_share < 1:
+            raise ValueError(f"eval_share={self.eval_share} must be at least 0 and below 1")
+        if self.eval_data:
+            unread_with("eval_data", self, "eval_share")
+        if self.eval_every == 0:
+            unread = ("eval_data", "eval_prompts", "eval_samples", "pass_reward")
+            unread_with("eval_every=0", self, *unread)
 
 
 class Evaluation:
@@ -43,18 +54,22 @@ class Evaluation:
         self._params = params if options.eval_samples > 1 else replace(params, temperature=0.0)
         self.rates: list[float] = []
         """Pass rates of all evaluations so far."""
+        self.groups: list[Group] = []
+        """Answers of the last evaluation, if it came to its end."""
 
     def run(self, rollout: Coordinator) -> dict[str, float]:
         """Pass rates and seconds; empty without prompts, and when the run is to stop."""
+        self.groups = []
         if not self._prompts:
             return {}
         start = time.perf_counter()
         num_samples = self._options.eval_samples
         try:
-            groups = rollout.answer(self._prompts, num_samples=num_samples, params=self._params)
+            answers = rollout.answer(self._prompts, num_samples=num_samples, params=self._params)
         except Stopped:  # the step itself is complete; its end notices the request
             return {}
-        refuse_all_failed(groups)
-        metrics = pass_rates(groups, self._options.pass_reward)
+        self.groups = answers
+        refuse_all_failed(answers)
+        metrics = pass_rates(answers, self._options.pass_reward)
         self.rates.append(metrics["eval/pass@1"])
         return metrics | {"time/evaluate": time.perf_counter() - start}

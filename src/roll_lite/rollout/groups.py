@@ -69,6 +69,11 @@ class Groups:
         """Start no more groups, not even for one that ends at this moment."""
         self._is_continuous = False
 
+    def abandon(self) -> None:
+        """Drop samples that failed and were to be tried again, because the run ends."""
+        for group in self.running.values():
+            self._runner.abort(sample for sample in group.samples if sample.error)
+
     async def take(self, num_groups: int, bar: ProgressBar) -> list[Group]:
         """The oldest complete groups for the oldest slots.
 
@@ -171,6 +176,7 @@ class Groups:
             self._runner.abort(ended.samples)
             self._runner.discard(ended.samples, "aborted")
         elif error := ended.task.exception():
+            self._runner.abort(sample for sample in ended.samples if sample.error)
             self._signal.fail(error)
         else:
             self._keep_or_drop(number, ended.task.result())

@@ -9,7 +9,7 @@ from roll_lite.types import Group, Sample
 def describe_groups(groups: list[Group]) -> dict[str, float]:
     """Rewards and lengths of all samples, and the same for each domain.
 
-    A part of a reward does not replace a metric of the same name.
+    A group is solved if any of its rewards is above 0, and equal if all its rewards are.
     """
     samples = [sample for group in groups for sample in group.samples]
     done = [sample for sample in samples if sample.state == "done"]

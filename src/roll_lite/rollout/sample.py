@@ -181,12 +181,14 @@ class Episode:
     async def _play_or_fail(self, env: Env) -> None:
         try:
             score = await self._play(env)
-        except FATAL:
+        except FATAL as error:
+            if isinstance(error, RewardsBroken) and error.failure:
+                self.sample.error = error.failure.text
             raise
         except Exception:  # any kind: environments and rewards are user code
             self._runner.fail(self.sample, traceback.format_exc())
         else:
-            self.sample.score = score
+            self.sample.score, self.sample.error = score, None
             self._runner.enter(self.sample, "done")
 
     async def _play(self, env: Env) -> Score:
@@ -217,6 +219,7 @@ class Episode:
             except FATAL:
                 raise
             except Exception:  # any kind: environments and rewards are user code
+                self.sample.error = traceback.format_exc()  # in case the run stops before the last
                 self.on_retry()
         return await self._try_step(env)
 

@@ -3,11 +3,18 @@
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from roll_lite.train.advantages import AdvantageOptions, PerSample, PerTurn, standardise
+from roll_lite.train.advantages import (
+    AdvantageOptions,
+    PerSample,
+    PerToken,
+    PerTurn,
+    standardise,
+)
 from roll_lite.train.batch import TrainingSequence, join_numbers
 from roll_lite.train.kl import NO_KL, KLController, KLOptions
 from roll_lite.train.shaping import RunningMoments, normalise
@@ -83,7 +90,9 @@ def with_advantages(
         raise ValueError("reward_norm='running' needs the run's AdvantageState; give `state`")
     rows = _Rows(groups, options, scores, state or AdvantageState())
     found = options.estimator(*(getattr(rows, name) for name in options.inputs))
+    rows.check_shape(found, options)
     advantages_R = rows.by_token(found, options.unit)
+    rows.check_finite(advantages_R, options)
     # Before whitening and clipping: the critic learns the return itself.
     returns = rows.lists(advantages_R + rows.values_R) if options.needs_critic else None
     if options.is_whitened:
@@ -158,6 +167,29 @@ class _Rows:
             turns = zip(self.samples, advantages, strict=True)
             return self.of([[numbers[i] for i in _segments(s)] for s, numbers in turns])
         return advantages
+
+    def check_shape(self, found: Any, options: AdvantageOptions) -> None:
+        """Refuse advantages of an estimator that are not what its return type says."""
+        if options.unit == PerTurn:
+            shape, expected = [len(n) for n in found], [len(s.turns) for s in self.samples]
+        else:
+            shape = tuple(getattr(found, "shape", ()))
+            expected = (len(self.samples if options.unit == PerSample else self.sequence_R),)
+        if shape != expected:
+            unit = {PerSample: "sample", PerToken: "token with loss", PerTurn: "turn"}[options.unit]
+            raise ValueError(
+                f"advantage={options.advantage!r} returned a {type(found).__name__} of shape "
+                f"{shape} instead of {expected}, a number for each {unit} as its return type says"
+            )
+
+    def check_finite(self, advantages_R: Tensor, options: AdvantageOptions) -> None:
+        if (bad_R := ~advantages_R.isfinite()).any():
+            first = bad_R.nonzero()[0, 0]
+            raise ValueError(
+                f"advantage={options.advantage!r} gave {advantages_R[first].item()} to "
+                f"{_name(self.samples[self.sequence_R[first]])}, and numbers that are not finite "
+                f"to {bad_R.sum().item()} of {len(bad_R)} tokens"
+            )
 
     def lists(self, values_R: Tensor) -> list[list[float]]:
         """Per sample and token, 0 where there is no loss."""

@@ -1,16 +1,15 @@
 """Sends reward functions to another process by name, including those of the running script."""
 
 import functools
-import importlib.util
 import io
 import pickle
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
 
+from roll_lite.rewards.file import import_file, imported_files, run_module
 from roll_lite.types import Reward
 
 MAIN_ELSEWHERE = "__mp_main__"
@@ -22,6 +21,8 @@ class PackedRewards:
     pickled: bytes
     main_file: str | None
     main_package: str | None
+    files: dict[str, str]
+    """Files that were imported by their path, by the names of their modules."""
 
 
 def pack_rewards(rewards: Mapping[str, Reward]) -> PackedRewards:
@@ -36,7 +37,8 @@ def pack_rewards(rewards: Mapping[str, Reward]) -> PackedRewards:
                 "num_workers=0"
             )
     sys.modules.setdefault(MAIN_ELSEWHERE, main)  # to unpickle exceptions that the script defines
-    return PackedRewards(pickle.dumps(dict(rewards)), main_file, main.__package__)
+    pickled = pickle.dumps(dict(rewards))
+    return PackedRewards(pickled, main_file, main.__package__, imported_files())
 
 
 def _objection(reward: Reward, main_file: str | None) -> str:
@@ -58,7 +60,7 @@ def unpack_rewards(packed: PackedRewards) -> dict[str, Reward]:
 
 
 class _RewardUnpickler(pickle.Unpickler):
-    """Imports the coordinator's script on the first reference to it."""
+    """Imports the coordinator's script, and files that it imported by path, on first reference."""
 
     def __init__(self, packed: PackedRewards):
         super().__init__(io.BytesIO(packed.pickled))
@@ -67,16 +69,12 @@ class _RewardUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "__main__" and self._main is None:
             self._main = _import_main(self._packed)
+        if module in self._packed.files and module not in sys.modules:
+            import_file(self._packed.files[module])
         return super().find_class(module, name)
 
 
 def _import_main(packed: PackedRewards) -> ModuleType:
     """Import the script under another name, so that its `__main__` block does not run."""
-    loader = SourceFileLoader(MAIN_ELSEWHERE, packed.main_file)
-    spec = importlib.util.spec_from_loader(MAIN_ELSEWHERE, loader)
-    module = importlib.util.module_from_spec(spec)
-    if packed.main_package:  # python -m package.script may use relative imports
-        module.__package__ = packed.main_package
-    sys.modules["__main__"] = sys.modules[MAIN_ELSEWHERE] = module
-    loader.exec_module(module)
-    return module
+    names = (MAIN_ELSEWHERE, "__main__")
+    return run_module(packed.main_file, *names, package=packed.main_package)

@@ -2,6 +2,7 @@
 
 import asyncio
 import bdb
+import inspect
 import itertools
 import os
 import pickle
@@ -14,10 +15,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing import Pipe
 
-from roll_lite.types import Prompt, Reward, Score
+from roll_lite.rewards.combine import is_async
+from roll_lite.types import AsyncReward, Prompt, Reward, Score
 from roll_lite.workers.failures import ErrorBudget, RewardFailure, describe
 from roll_lite.workers.loading import pack_rewards
-from roll_lite.workers.worker import WorkerLimits, evaluate
+from roll_lite.workers.waiting import WaitingCalls
+from roll_lite.workers.worker import WorkerLimits, checked
 
 Answer = tuple[float, Score | RewardFailure]
 """Seconds that the call took, and its result."""
@@ -35,13 +38,15 @@ class RewardWorkers:
 
     A call that hangs, crashes or breaks a limit fails with RewardTimeout or RewardCrash, and its
     worker is replaced. An exception of the reward is raised here, with its traceback as a note.
+    Rewards that are `async def` are awaited in a thread of this process, many at once.
     """
 
     def __init__(
         self,
-        rewards: Mapping[str, Reward],
+        rewards: Mapping[str, Reward | AsyncReward],
         *,
         num_workers: int = 4,
+        max_waiting: int = 256,
         seconds: float = 10.0,
         memory_gib: float = 2.0,
         output_kib: int = 1024,
@@ -49,16 +54,21 @@ class RewardWorkers:
     ):
         """Rewards must be importable by name; the limits are described in `WorkerLimits`.
 
-        num_workers=0 calls rewards inline and without limits, for a debugger. `score` raises
-        RewardsBroken when more than max_error_share of the last 200 replies failed.
+        num_workers=0 calls rewards inline and without limits, for a debugger. Of async rewards
+        at most `max_waiting` calls run at once. `score` raises RewardsBroken when more than
+        max_error_share of the last 200 replies failed.
         """
         if num_workers < 0:
             raise ValueError(f"num_workers={num_workers} must be 0 (inline) or above")
         limits = WorkerLimits(seconds=seconds, memory_gib=memory_gib, output_kib=output_kib)
         self._rewards, self._budget = dict(rewards), ErrorBudget(max_error_share)
-        self._supervisor = None
-        if num_workers:
-            self._supervisor = SupervisorLink(self._rewards, num_workers, limits)
+        self._supervisor = self._waiting = None
+        self._async = {domain for domain in self._rewards if is_async(self._rewards[domain])}
+        in_workers = {d: reward for d, reward in self._rewards.items() if d not in self._async}
+        if num_workers and in_workers:
+            self._supervisor = SupervisorLink(in_workers, num_workers, limits)
+        if num_workers and self._async:
+            self._waiting = WaitingCalls(seconds, max_waiting)
 
     async def score(self, prompt: Prompt, reply: str) -> Score:
         """From any event loop. RewardsBroken ends the run; any other exception fails one call."""
@@ -67,9 +77,13 @@ class RewardWorkers:
                 f"prompt {prompt.id} has domain={prompt.domain!r}, for which there is no reward; "
                 f"known domains: {', '.join(sorted(self._rewards))}"
             )
-        if self._supervisor is None:
-            return self._score_inline(prompt, reply)
-        seconds, result = await asyncio.wrap_future(self._supervisor.submit(prompt, reply))
+        reward = self._rewards[prompt.domain]
+        if self._supervisor is None and self._waiting is None:
+            return await self._score_inline(reward, prompt, reply)
+        if prompt.domain in self._async:
+            seconds, result = await self._waiting.answer(reward, prompt, reply)
+        else:
+            seconds, result = await asyncio.wrap_future(self._supervisor.submit(prompt, reply))
         failure = result if isinstance(result, RewardFailure) else None
         self._budget.record(prompt, reply, seconds, failure)
         if failure:
@@ -81,8 +95,9 @@ class RewardWorkers:
 
     def close(self) -> None:
         """Kill all workers; running calls fail with RewardCrash."""
-        if self._supervisor:
-            self._supervisor.close()
+        for part in (self._supervisor, self._waiting):
+            if part:
+                part.close()
 
     def __enter__(self) -> "RewardWorkers":
         return self
@@ -90,10 +105,11 @@ class RewardWorkers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _score_inline(self, prompt: Prompt, reply: str) -> Score:
+    async def _score_inline(self, reward: Reward, prompt: Prompt, reply: str) -> Score:
         start = time.monotonic()
         try:
-            score = evaluate(self._rewards, prompt, reply)
+            score = reward(prompt, reply)
+            score = checked(await score if inspect.isawaitable(score) else score)
         except bdb.BdbQuit:  # the user quits the debugger
             raise
         except Exception as error:  # user code may raise anything

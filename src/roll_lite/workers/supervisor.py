@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from roll_lite.sandbox.kernel import adopt_orphans
 from roll_lite.sandbox.processes import children, kill_orphans, kill_tree
 from roll_lite.types import Reward
-from roll_lite.workers.failures import RewardFailure
+from roll_lite.workers.failures import RewardFailure, user_frames
 from roll_lite.workers.loading import unpack_rewards
 from roll_lite.workers.worker import OUT_OF_MEMORY, SHOW_STACK, WorkerLimits, work_and_exit
 
@@ -54,7 +54,7 @@ class WorkerProcess:
     @property
     def output_text(self) -> str:
         """The end of its output, as an appendix to an error message."""
-        text = self.printed.decode(errors="replace").strip()
+        text = user_frames(self.printed.decode(errors="replace")).strip()
         return f"; it printed:\n{text}" if text else ""
 
     def assign(self, call_id: int, payload: bytes) -> None:

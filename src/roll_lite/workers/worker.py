@@ -1,6 +1,8 @@
 """A worker process: runs reward calls one after another until it is killed."""
 
+import asyncio
 import faulthandler
+import inspect
 import math
 import os
 import pickle
@@ -8,7 +10,7 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -41,6 +43,17 @@ class WorkerLimits:
 
 def evaluate(rewards: Mapping[str, Reward], prompt: Prompt, reply: str) -> Score:
     score = rewards[prompt.domain](prompt, reply)
+    if inspect.isawaitable(score):  # of a function that does not look like an `async def`
+        score = asyncio.run(_wait_for(score))
+    return checked(score)
+
+
+async def _wait_for(score: Awaitable[Score | float]) -> Score | float:
+    return await score
+
+
+def checked(score: Score | float) -> Score:
+    """What a reward returned, as a Score of finite numbers."""
     if not isinstance(score, Score):
         score = Score(value=score)
     parts = {name: float(part) for name, part in score.parts.items()}

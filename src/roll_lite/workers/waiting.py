@@ -1,0 +1,98 @@
+"""`async def` rewards: many wait at once, in an event loop of their own thread."""
+
+import asyncio
+import sys
+import threading
+import time
+import traceback
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+from roll_lite.types import AsyncReward, Prompt, Score
+from roll_lite.workers.failures import RewardFailure, describe, user_frames
+from roll_lite.workers.worker import checked
+
+_CLOSE_SECONDS = 5.0
+
+
+class WaitingCalls:
+    """Awaits rewards under the time limit. They run in this process: one that blocks its thread
+    cannot be killed, but is reported.
+    """
+
+    def __init__(self, seconds: float, max_calls: int):
+        self._seconds = seconds
+        self._places = asyncio.Semaphore(max_calls)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="async rewards", daemon=True
+        )
+        self._thread.start()
+
+    async def answer(
+        self, reward: AsyncReward, prompt: Prompt, reply: str
+    ) -> tuple[float, Score | RewardFailure]:
+        """Seconds and result of a call, from any event loop."""
+        future = asyncio.wrap_future(self._submit(self._call(reward, prompt, reply)))
+        try:
+            while not (await asyncio.wait([future], timeout=self._seconds))[0]:
+                if not await self._responds():
+                    return self._seconds, self._blocked()
+            return future.result()
+        finally:
+            future.cancel()
+
+    def close(self) -> None:
+        with suppress(TimeoutError):  # of a reward that blocks the thread
+            self._submit(_cancel_other_tasks()).result(_CLOSE_SECONDS)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_SECONDS)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _submit(self, coroutine: Any) -> Future:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    async def _call(
+        self, reward: AsyncReward, prompt: Prompt, reply: str
+    ) -> tuple[float, Score | RewardFailure]:
+        async with self._places:  # waiting for a place is not counted
+            start = time.monotonic()
+            result: Score | RewardFailure
+            try:
+                async with asyncio.timeout(self._seconds) as limit:
+                    result = checked(await reward(prompt, reply))
+            except asyncio.CancelledError:  # the sample was aborted
+                raise
+            except BaseException as error:  # user code may raise anything
+                result = self._late(error) if limit.expired() else describe(error)
+            return time.monotonic() - start, result
+
+    def _late(self, error: BaseException) -> RewardFailure:
+        """The cancellation that caused the timeout knows where the reward was waiting."""
+        where = describe(error.__cause__ or error).text
+        text = f"the reward took longer than seconds={self._seconds}\nIt waited here:\n{where}"
+        return RewardFailure("timeout", text)
+
+    async def _responds(self) -> bool:
+        """Whether the thread does anything within the time limit."""
+        future = asyncio.wrap_future(self._submit(asyncio.sleep(0)))
+        done, _ = await asyncio.wait([future], timeout=self._seconds)
+        return bool(done)
+
+    def _blocked(self) -> RewardFailure:
+        frame = sys._current_frames().get(self._thread.ident)
+        stack = user_frames("".join(traceback.format_stack(frame)))
+        return RewardFailure(
+            "timeout",
+            f"a reward has blocked the event loop for more than seconds={self._seconds}; await "
+            f"what takes long, or make it a plain function\nIt is here:\n{stack}",
+        )
+
+
+async def _cancel_other_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
