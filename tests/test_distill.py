@@ -136,7 +136,7 @@ def test_distillation_as_a_user_runs_it(small_folder, teacher, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_tokens": 5}, "max_tokens=5 is not read with on_policy off; leave it at 16"),
+        ({"max_tokens": 5}, "max_tokens=5 is not read with on_policy off; leave it at None"),
         ({"on_policy": True, "top_k": 5}, "top_k=5 is not read with on_policy"),
         ({"skew": 0.3}, "skew=0.3 is only read with kind='skewed'"),
         ({"top_k": 0}, "top_k=0 must be at least 1"),

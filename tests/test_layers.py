@@ -10,14 +10,14 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "roll_lite"
 LAYERS = [  # top first; a name may import names below its line, and within its own package
     {"__main__"},
-    {"rewarding", "export"},
-    {"rollout", "train", "sync", "report"},
-    {"cluster", "engine", "data", "workers"},
+    {"rewarding", "export", "command"},
+    {"rollout", "train", "sync"},
+    {"cluster", "engine", "data", "workers", "report"},
     {"models", "envs", "chat", "tasks"},
     {"rewards", "kernels"},
     {"sandbox"},
     {"options"},
-    {"types", "progress", "checks"},
+    {"types", "progress", "checks", "stopping"},
 ]
 # Siblings that may meet: sync is where trainer and engine do.
 ALLOWED = {("sync", "train")}
@@ -25,6 +25,7 @@ TORCH_FREE = (
     "types",
     "progress",
     "checks",
+    "stopping",
     "options",
     "tasks",
     "data",

@@ -18,6 +18,7 @@ import tyro
 
 from roll_lite.checks import refuse_changes
 from roll_lite.cluster.errors import RoleError
+from roll_lite.cluster.rendezvous import read_launch
 from roll_lite.options import from_flat
 from roll_lite.report.run import changes, command, read_options, to_json
 from roll_lite.stopping import Ended, Stopped
@@ -121,7 +122,7 @@ def _exit_with(error: BaseException) -> NoReturn:
 
 
 def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    return read_launch().rank == 0
 
 
 def _without(args: list[str], flag: str) -> tuple[list[str], bool]:
