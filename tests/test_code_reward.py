@@ -13,7 +13,7 @@ import pytest
 from process_checks import sandbox_processes
 
 from roll_lite.rewards import code
-from roll_lite.rewards.code import last_code_block, passes_tests
+from roll_lite.rewards.code import passes_tests, program_of, same_output
 from roll_lite.sandbox.sandbox import Limits, Sandbox, SandboxError, SandboxUnavailable
 from roll_lite.types import Prompt
 from roll_lite.workers.failures import RewardTimeout
@@ -80,8 +80,44 @@ PROBLEMS = {  # name: (a right program, a wrong one, tests)
     ),
     "several lines": (
         "import sys\nfor line in sys.stdin:\n    print(line.strip().upper() + '  ')\nprint()",
-        "import sys\nfor line in sys.stdin:\n    print('', line.strip().upper())",
+        "import sys\nfor line in sys.stdin:\n    print('', line.strip().title())",
         {"input": "ab\ncd", "output": "AB\nCD"},
+    ),
+    "a builtin's name": (
+        "def sum(a, b):\n    return len([n for n in range(1, min(a, b)) if not (a % n or b % n)])",
+        "def sum(a, b):\n    return a + b",
+        "assert sum(10, 15) == 2\nassert list(map(int, [sum(4, 6)])) == [2]",
+    ),
+    "builtins beside the function": (
+        "def max(a, b): return a if a > b else b\ndef top(v): return max(v[0], v[1])",
+        "def max(*values): return 7\ndef sorted(v): return v\ndef top(v): return 7",
+        "assert max([top([1, 5]), top([2, 3])]) == 5 and sorted([top([4, 3]), 1]) == [1, 4]",
+    ),
+    "usual imports": (
+        "def f(v: List[int]) -> Optional[float]:\n    heapify(v)\n"
+        "    return math.sqrt(v[0]) + collections.Counter(v)[v[0]]",
+        "def f(v: List[int]) -> Optional[float]:\n    heapify(v)\n    return sqrt(v[0])",
+        "assert f([9, 4, 4]) == 4.0 and math.isclose(f([1]), 2)",
+    ),
+    "imported": (
+        "def gcd(a, b): return a if not b else gcd(b, a % b)\nclass Box: size = 2",
+        "def gcd(a, b): return b\nclass Box: size = 2",
+        "from solution import Box, gcd as g\nfrom solution import *\nimport solution\n"
+        "assert g(12, 18) == solution.gcd(18, 12) == 6 and Box.size == 2",
+    ),
+    "test functions": (
+        "def add(a, b): return a + b",
+        "def add(a, b): return a + b if a else 0",
+        "from solution import add\nCASES = [(0, 1, 1)]\ndef check(a, b, c):\n"
+        "    assert add(a, b) == c\n\ndef test_one():\n    assert add(1, 2) == 3\n\n"
+        "def test_cases():\n    for case in CASES:\n        check(*case)",
+    ),
+    "test classes": (
+        "def add(a, b): return a + b",
+        "def add(a, b): return a + b if b else 0",
+        "import unittest\nclass TestAdd(unittest.TestCase):\n    def setUp(self): self.one = 1\n"
+        "    def test_add(self): self.assertEqual(add(self.one, 2), 3)\n"
+        "class TestMore:\n    def test_zero(self): assert add(1, 0) == 1",
     ),
 }
 
@@ -121,13 +157,14 @@ def test_parts_and_partial_scores(judge):
     assert judge(prompt, doubles).value == 0
     score = judge(prompt, doubles, partial=True)
     assert score.value == 0.75
-    assert score.parts == {"no_code_block": 0.0, "tests_passed": 0.75}
+    assert score.parts == {"no_code_block": 0.0, "unreadable": 0.0, "tests_passed": 0.75}
 
 
-def test_no_code_block(judge):
-    score = judge(make_prompt("assert True"), "def f(x): return 1")
-    assert score.value == 0
-    assert score.parts["no_code_block"] == 1
+def test_replies_without_python(judge):
+    for text, has_block in (("def f(x): return 1", False), (reply("Call f(x) to do it."), True)):
+        score = judge(make_prompt("assert f(1) == 1"), text)
+        parts = {"no_code_block": float(not has_block), "unreadable": 1.0, "tests_passed": 0.0}
+        assert (score.value, score.parts) == (0, parts)
 
 
 @pytest.mark.parametrize(
@@ -136,31 +173,140 @@ def test_no_code_block(judge):
         ("```python\na = 1\n```", "a = 1\n"),
         ("```\na = 1\n```", "a = 1\n"),
         ("```Py title=x\na = 1\n```  \n", "a = 1\n"),
+        ("~~~py3\na = 1\n~~~", "a = 1\n"),
+        ("``` python3\na = 1\n```", "a = 1\n"),
         ("```python\na = 1\n```\nthen\n```python\nb = 2\n```", "b = 2\n"),
         ("```python\na = 1\n```\nIt prints\n```text\n1\n```", "a = 1\n"),
         ("1. item\n    ```python\n    if a:\n        b = 2\n    ```", "if a:\n    b = 2\n"),
         ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"),
+        ("~~~python\ns = '''\n```\n'''\n~~~", "s = '''\n```\n'''\n"),
         ("```python\n```", ""),
-        ("```python\na = 1", None),
+        ("```python\na = 1", "a = 1"),
+        ("```python\na = 1```\n", "a = 1"),
+        ("<think>\n```python\na = 1\n```\n</think>\nNo.", None),
+        ("<think>\n```python\na = 1\n```\n", None),
         ("```cpp\nint a;\n```", None),
         ("`a = 1` and ```b = 2```", None),
         ("", None),
     ],
 )  # fmt: skip
-def test_last_code_block(text, expected):
-    assert last_code_block(text) == expected
+def test_code_blocks(text, expected):
+    assert program_of(text, [{"code": "assert True"}]) == expected
+
+
+EXAMPLE = "Use it so:\n```python\nimport math\nprint(f(math.pi))\n```\nIt prints\n```\n9\n```"
+BLOCKS = {  # name: (a test, the reply before and after the right block, the right block)
+    "an example follows": ("assert f(3) == math.inf", "", "def f(x): return x", EXAMPLE),
+    "a draft precedes": (
+        "assert f(3) == 9", reply("def g(x): pass\ndef f(x):\n    return 0"), "f = abs", EXAMPLE
+    ),
+    "part of the names": (
+        "assert f(g(1)) == 9", reply("def f(x): return 1"), "def f(x): pass\ndef g(x): pass",
+        reply("def g(x): return x"),
+    ),
+    "imported names": (
+        "from solution import f\ndef test_f(): assert f(3) == 9", "", "class f: pass", EXAMPLE
+    ),
+    "a builtin": ("assert sum(1, 2) == 3", "", "def sum(a, b): return a + b", EXAMPLE),
+    "a broken block": ("assert f(3) == 9", "", "f = 1", reply("def f(x):")),
+    "one that reads": (
+        {"input": "1", "output": "2"}, reply("print(input())"), "x = input()\nprint(x)", EXAMPLE
+    ),
+    "one that prints": (
+        {"input": "", "output": "2"}, "", "print(2)", "Output:\n```\n2\n```"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_block_that_the_tests_are_about(name):
+    test, before, right, after = BLOCKS[name]
+    text = f"{before}\n```python\n{right}\n```\n{after}"
+    assert program_of(text, make_prompt(test).tests) == right + "\n"
+
+
+@pytest.mark.parametrize(
+    ("expected", "same", "different"),
+    [
+        ("1 2\n3", ["1\n2 3\n", " 1  2\t3"], ["1 2", "1 2 3 4", "12 3", ""]),
+        ("0.5", ["0.50", ".5", "0.5000004", "5e-1", "+0.5"], ["0.51", "0.500001501", "x", "0.5f"]),
+        ("1000000.0", ["1000000", "1000000.9", "1e6"], ["1000002", "1_000_000.0"]),
+        ("-2.5e3", ["-2500", "-2500.0"], ["2500"]),
+        ("3", ["3"], ["3.0", "03", "2.9999999"]),
+        ("nan inf Yes", ["nan inf Yes"], ["nan inf YES", "inf nan Yes"]),
+        ("", ["", " \n"], ["0"]),
+    ],
+)
+def test_outputs(expected, same, different):
+    assert [same_output(text, expected) for text in same] == [True] * len(same)
+    assert [same_output(text, expected) for text in different] == [False] * len(different)
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    """The number of outcomes of each call of the sandbox."""
+    counts, run = [], code.run_repeatedly
+
+    def counted(*args, **how):
+        outcomes = run(*args, **how)
+        counts.append(len(outcomes))
+        return outcomes
+
+    monkeypatch.setattr(code, "run_repeatedly", counted)
+    return counts
+
+
+def test_many_tests_share_a_sandbox(judge, jobs):
+    asserts = [f"assert f({n}) == {n * n}" for n in range(40)]
+    assert judge(make_prompt(*asserts), reply("def f(x): return x * x")).value == 1
+    assert jobs == [40]
+    pairs = [{"input": f"{n}\n", "output": f"{n * n}"} for n in range(10)]
+    square = reply("print(int(input()) ** 2)")
+    assert judge(make_prompt(*pairs), square).value == 1
+    assert jobs[1:] == [1, 2, 4, 3]  # so that a program with wrong outputs ends soon
+    assert judge(make_prompt(*pairs), square, partial=True).value == 1
+    assert jobs[5:] == [10]
+
+
+def test_some_tests_fail(judge, jobs):
+    """After a test that fails, the others have a sandbox of their own."""
+    program = reply("def f(x):\n    if x == 2: raise SystemExit(0)\n    return 1 if x != 4 else 2")
+    prompt = make_prompt(*[f"assert f({n}) == 1" for n in range(6)])
+    assert judge(prompt, program, partial=True).parts["tests_passed"] == pytest.approx(4 / 6)
+    assert jobs == [3, 2, 1]
+    assert judge(prompt, program).value == 0
+    assert jobs[3:] == [3]
+    mixed = make_prompt("x = 1\nassert x", {"input": "", "output": "1"}, "assert f(3) == 1")
+    assert judge(mixed, reply("print(1)\ndef f(x): return 1")).value == 1
+    assert jobs[4:] == [1, 1, 1]
+
+
+def test_a_program_with_threads_is_started_for_each_test(judge, jobs):
+    program = """
+import queue, threading
+asked, answers = queue.Queue(), queue.Queue()
+def work():
+    while True: answers.put(asked.get() ** 2)
+threading.Thread(target=work, daemon=True).start()
+def f(x):
+    asked.put(x)
+    return answers.get()
+"""
+    prompt = make_prompt(*[f"assert f({n}) == {n * n}" for n in range(3)])
+    assert judge(prompt, reply(program)).value == 1
+    assert jobs == [1, 1, 1]
 
 
 def test_hanging_programs_take_their_time_and_no_more(judge, monkeypatch):
     """By a clock that every run moves on by its limit, so a busy machine changes nothing."""
-    clock, granted, run_program = SimpleNamespace(now=0.0), [], code.run_program
+    clock, granted, run_repeatedly = SimpleNamespace(now=0.0), [], code.run_repeatedly
 
     def run(*args, limits, **how):
         granted.append(limits.seconds)
         clock.now += limits.seconds
-        return run_program(*args, limits=limits, **how)
+        return run_repeatedly(*args, limits=limits, **how)
 
-    monkeypatch.setattr(code, "run_program", run)
+    monkeypatch.setattr(code, "run_repeatedly", run)
     monkeypatch.setattr(code, "time", SimpleNamespace(monotonic=lambda: clock.now))
     prompt = make_prompt(*["assert f(1) == 1"] * 10)
     endless = reply("def f(x):\n    while True: pass")
@@ -174,7 +320,7 @@ def test_a_broken_sandbox_is_not_a_wrong_answer(judge, monkeypatch):
     def fail(*args, **kwargs):
         raise SandboxError("no processes left")
 
-    monkeypatch.setattr(code, "run_program", fail)
+    monkeypatch.setattr(code, "run_repeatedly", fail)
     with pytest.raises(SandboxError, match="no processes left"):
         judge(make_prompt("assert True"), reply("x = 1"))
 
@@ -187,6 +333,11 @@ def test_a_broken_sandbox_is_not_a_wrong_answer(judge, monkeypatch):
         ([{"code": "  \n"}], r"tests\[0\] of prompt p0 has no code"),
         (["assert 1", {"input": "1"}], r"tests\[1\] of prompt p0 has \['input'\]; give it"),
         ([{"input": 1, "output": "1"}], r"tests\[0\] of prompt p0 must hold texts"),
+        (["import pytest\nassert f(1)"], "imports pytest, which the sandbox does not have; use"),
+        (["X = 1\ndef check(g): assert g(1)"], "only defines things, so every program would pass"),
+        (["def test_f(f): assert f(1)"], "does not call test_f, which needs arguments"),
+        (["async def test_f(): assert f(1)"], "does not call test_f, .* an event loop; call it"),
+        (["import unittest\nunittest.main()"], "calls unittest.main; leave the call out"),
     ],
 )
 def test_tests_are_checked(judge, tests, message):
@@ -203,12 +354,21 @@ def test_tests_are_checked(judge, tests, message):
         "def check(g): pass\nf = None",
         "import builtins\nbuiltins.all = lambda x: True\ndef f(x): return 0",
         "print('9')\nprint('ok')",
+        "def all(x): return True\ndef f(x): return 0",
+        "def test_f(): pass\ndef all(x): return True\nf = abs",
     ],
 )
-def test_nothing_scores_without_its_tests(judge, program):
-    tests = "def check(g):\n    assert all([g(3) == 9])\ncheck(f)"
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "def check(g):\n    assert all([g(3) == 9])\ncheck(f)",
+        "from solution import f\ndef test_f(): assert all([f(3) == 9])",
+        "def test_f():\n    from solution import f\n    assert all([f(3) == 9])",
+    ],
+)
+def test_nothing_scores_without_its_tests(judge, tests, program):
     for value in (False, True):
-        assert judge(make_prompt(tests), reply(program), partial=value).value == 0
+        assert judge(make_prompt(tests, tests), reply(program), partial=value).value == 0
 
 
 def test_in_workers(judge):

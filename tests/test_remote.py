@@ -159,6 +159,10 @@ HONEST = [
     "def check(candidate):\n    assert candidate(2) == 4\n    assert len(candidate('ab')) == 4\n"
     "check(twice)",
     "assert twice.__name__ == 'twice'",
+    "from solution import LIMIT\nimport solution\nassert solution.twice(LIMIT) == 14",
+    "try:\n    from solution import absent\nexcept ImportError:\n    pass\nelse:\n    assert False",
+    "def test_twice():\n    assert twice(2) == 4\nclass TestLimit:\n"
+    "    def test_limit(self):\n        assert LIMIT == 7",
     "try:\n    undefined_name\nexcept NameError:\n    pass\nelse:\n    assert False",
 ]
 
@@ -173,7 +177,13 @@ def test_tests_mean_the_same(sandbox, tests, tests_apart):
 @pytest.mark.parametrize("tests_apart", [True, False], ids=["apart", "together"])
 @pytest.mark.parametrize(
     "tests",
-    ["assert twice(2) == 5", "undefined()", "spend(8)", "assert Point(1) == Point(2)"],
+    [
+        *("assert twice(2) == 5", "undefined()", "spend(8)", "assert Point(1) == Point(2)"),
+        *("def test_twice():\n    assert twice(2) == 5", "from solution import absent"),
+        "class TestTwice:\n    def test_twice(self):\n        assert twice(2) == 5",
+        "from unittest import TestCase\nclass TestTwice(TestCase):\n    def test_twice(self):\n"
+        "        self.assertEqual(twice(2), 5)",
+    ],
 )
 def test_failing_tests_fail(sandbox, tests, tests_apart):
     assert sandbox.run(dedent(PROGRAM), tests=tests, tests_apart=tests_apart).kind == "error"

@@ -344,6 +344,99 @@ def test_only_tests_that_ran_count(sandbox, name, tests_apart):
         assert name == "kills its parent" and os.geteuid() != 0
 
 
+# Many runs of a program
+
+
+def kinds_and_prints(outcomes):
+    return [(outcome.kind, outcome.stdout) for outcome in outcomes]
+
+
+def test_each_input_has_a_fresh_program(sandbox):
+    program = "import sys\nx = input()\nprint('got', x)\nsys.exit(x == 'c')"
+    run = partial(sandbox.run_repeatedly, program)
+    expected = [("ok", "got a\n"), ("ok", "got b\n"), ("error", "got c\n")]
+    assert kinds_and_prints(run(inputs=["a", "b"])) == expected[:2]
+    assert kinds_and_prints(run(inputs=["a", "b", "c", "d"])) == expected
+
+
+def test_each_test_has_a_copy_of_the_loaded_program(sandbox):
+    program = """
+        print("loaded")
+        seen = []
+        def add(x):
+            print("adding", x)
+            seen.append(x)
+            return len(seen)
+    """
+    tests = [f"x = {number}\nassert add(x) == 1 and seen == [x]" for number in range(3)]
+    expected = [("ok", "loaded\nadding 0\n"), ("ok", "adding 1\n"), ("ok", "adding 2\n")]
+    assert kinds_and_prints(sandbox.run_repeatedly(dedent(program), tests=tests)) == expected
+    outcomes = sandbox.run_repeatedly(dedent(program), tests=[*tests[:2], "assert x == 1"])
+    assert [outcome.kind for outcome in outcomes] == ["ok", "ok", "error"]  # no x of other tests
+
+
+def test_limits_hold_for_each_run_and_for_all(rlimits):
+    run, limits = rlimits.run_repeatedly, Limits(seconds=0.7)
+    outcomes = run(
+        "import time\ntime.sleep(float(input()))", inputs=["0.4", "0.4", "9"], limits=limits
+    )
+    assert [outcome.kind for outcome in outcomes] == ["ok", "ok", "timeout"]
+    assert outcomes[-1].seconds > 2 * 0.4 + 0.7
+    endless = run("def f():\n    while True: pass", tests=["assert f", "f()"], seconds=0.3)
+    assert [outcome.kind for outcome in endless] == ["ok", "timeout"]
+    prints = run("print('x' * int(input()), end='')", inputs=[f"{2**20}"] * 2)
+    assert [len(outcome.stdout) for outcome in prints] == [2**20] * 2
+    memory = run("x = bytearray(int(input()))", inputs=["1", f"{2**32}"])
+    assert [outcome.kind for outcome in memory] == ["ok", "memory"]
+
+
+def test_a_program_that_leaves_no_room_for_copies(sandbox):
+    """The first test has the program itself; the others can have a new one."""
+    program = """
+        import os, time
+        try:
+            while os.fork(): pass
+            time.sleep(100)
+        except OSError:
+            x = 1
+    """
+    outcomes = sandbox.run_repeatedly(dedent(program), tests=["assert x"] * 3)
+    assert [outcome.kind for outcome in outcomes] == ["ok"]
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_cheat_among_many_tests(rlimits, name):
+    """The third test makes an honest program cheat, which gains it neither that test nor others."""
+    cheat = f"def cheat():\n    global f\n    f = abs\n    exec({CHEATS[name]!r}, globals())"
+    program = f"def f(x): return x * x\n{cheat}"
+    tests = ["assert f(3) == 9", "assert f(4) == 16", f"cheat()\n{TESTS}", "assert f(6) == 36"]
+    try:
+        outcomes = rlimits.run_repeatedly(program, tests=tests)
+        assert [outcome.kind for outcome in outcomes[:2]] == ["ok", "ok"]
+        assert outcomes[2:] == [] or outcomes[2].kind != "ok"
+    except SandboxError:
+        assert name == "kills its parent" and os.geteuid() != 0
+
+
+def test_the_other_tests_are_not_in_the_programs_memory(sandbox):
+    program = """
+        import gc, sys
+        def texts():
+            frame = sys._getframe()
+            while frame:
+                yield from frame.f_locals.values()
+                frame = frame.f_back
+            for thing in gc.get_objects():
+                yield from gc.get_referents(thing)
+        def find(*parts):
+            return sum(isinstance(text, str) and "".join(parts) in text for text in texts())
+        known = "a" + "bc"
+    """
+    tests = [f"assert find('a', 'bc') and not find('xy', 'zzy')  # xyzzy {n}" for n in range(3)]
+    outcomes = sandbox.run_repeatedly(dedent(program), tests=tests)
+    assert [outcome.kind for outcome in outcomes] == ["ok"] * 3, outcomes[-1].stderr
+
+
 # The sandbox itself
 
 

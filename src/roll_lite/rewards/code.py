@@ -4,22 +4,44 @@ A test is {"code": "assert ..."}, which runs after the program and sees its name
 {"input": stdin, "output": expected stdout}. Set options with functools.partial(passes_tests, ...).
 """
 
+import ast
+import math
 import re
+import sys
 import textwrap
 import time
+import warnings
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
+from itertools import takewhile
 from typing import Any
 
-from roll_lite.sandbox.sandbox import Isolation, Limits, run_program
+from roll_lite.rewards.format import without_thinking
+from roll_lite.sandbox.names import (
+    SOLUTION,
+    defined_names,
+    does_something,
+    imports,
+    names_from_program,
+    uncalled_tests,
+    used_names,
+)
+from roll_lite.sandbox.sandbox import Isolation, Limits, Outcome, run_repeatedly
 from roll_lite.types import Prompt, Score
 
+Test = dict[str, str]
+
 _BLOCK = re.compile(
-    r"^[ \t]*(?P<fence>`{3,})[ \t]*(?P<language>\w*)[^\n`]*\n"
+    r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>\w*)[^\n`]*\n"
     r"(?P<code>.*?)"
-    r"^[ \t]*(?P=fence)`*[ \t]*$",
+    r"(?:^[ \t]*(?P=fence)[`~]*[ \t]*$|(?:(?P=fence)\s*)?\Z)",  # the last one may be left open
     re.MULTILINE | re.DOTALL,
 )
-_LANGUAGES = ("", "python", "python3", "py")
+_LANGUAGES = ("", "python", "python3", "py", "py3")
+_READERS = {"input", "open", "stdin", "sys"}
+_DECIMAL = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?")
+_NUMBER = re.compile(rf"{_DECIMAL.pattern}|[+-]?\d+")
 
 
 def passes_tests(
@@ -32,74 +54,165 @@ def passes_tests(
     isolation: Isolation = "full",
     tests_apart: bool = True,
 ) -> Score:
-    """1 if the last code block passes all tests, else 0; with `partial`, the share it passes.
+    """1 if the reply's program passes all tests, else 0; with `partial`, the share it passes.
 
     `limits` apply to each test, `seconds` to all tests together: tests that have not passed by then
     count as failed. Keep `seconds` below the limit of the reward workers, which raise an error.
     Code tests run in a process of their own; with tests_apart=False, in the program's process (see
-    `Sandbox.run`).
+    `Job`). The part `unreadable` is 1 if there is no code block, or none that is Python.
     """
     tests = check_tests(prompt)
-    source = last_code_block(reply)
-    if source is None:
-        return Score(value=0.0, parts={"no_code_block": 1.0, "tests_passed": 0.0})
-    num_passed, end = 0, time.monotonic() + seconds
-    for test in tests:
+    source = program_of(reply, tests)
+    is_readable = source is not None and _names(source) is not None
+    how = {"limits": limits, "isolation": isolation, "tests_apart": tests_apart}
+    num_passed = _count_passed(source, tests, partial, seconds, **how) if is_readable else 0
+    share = num_passed / len(tests)
+    parts = {
+        "no_code_block": float(source is None),
+        "unreadable": float(not is_readable),
+        "tests_passed": share,
+    }
+    return Score(value=share if partial else float(share == 1), parts=parts)
+
+
+def program_of(reply: str, tests: Sequence[Test]) -> str | None:
+    """The code block that defines most of what the tests use, of equals the last.
+
+    Blocks must be marked as Python or not at all. For tests with input and output it is the block
+    that reads, or else prints.
+    """
+    found = _BLOCK.finditer(without_thinking(reply))
+    blocks = [
+        textwrap.dedent(block["code"]) for block in found if block["language"].lower() in _LANGUAGES
+    ]
+    if len(blocks) < 2:
+        return blocks[0] if blocks else None
+    codes = [test["code"] for test in tests if "code" in test]
+    wanted = set().union(*map(_names_from_program, codes))
+    return max(reversed(blocks), key=lambda block: _fitness(block, wanted))
+
+
+_names_from_program = lru_cache(maxsize=4096)(names_from_program)
+
+
+def _fitness(block: str, wanted: set[str]) -> int:
+    names = _names(block)
+    if names is None:
+        return -1
+    defined, used = names
+    if wanted:
+        return len(wanted & defined)
+    return 2 * bool(_READERS & (used | defined)) + ("print" in used)
+
+
+def _names(source: str) -> tuple[set[str], set[str]] | None:
+    """Names that the code defines and uses; None if it is not Python."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return defined_names(source), used_names(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # ValueError: null bytes
+        return None
+
+
+def _count_passed(
+    source: str, tests: Sequence[Test], partial: bool, seconds: float, *, limits: Limits, **how: Any
+) -> int:
+    """Unless `partial`, this ends soon after the first test that the program does not pass."""
+    num_run = num_passed = 0
+    end = time.monotonic() + seconds
+    while num_run < len(tests) and (partial or num_passed == num_run):
         left = end - time.monotonic()
         if left <= 0:
             break
+        batch = _next_batch(tests, num_run, partial)
         within = replace(limits, seconds=min(limits.seconds, left))
-        has_passed = _passes(
-            source, test, limits=within, isolation=isolation, tests_apart=tests_apart
-        )
-        num_passed += has_passed
-        if not (has_passed or partial):
-            break
-    share = num_passed / len(tests)
-    value = share if partial else float(num_passed == len(tests))
-    return Score(value=value, parts={"no_code_block": 0.0, "tests_passed": share})
+        outcomes = run_repeatedly(source, seconds=left, limits=within, **_runs(batch), **how)
+        num_run += len(outcomes)  # at least 1
+        num_passed += sum(map(_has_passed, outcomes, batch))
+    return num_passed
 
 
-def last_code_block(reply: str) -> str | None:
-    """The last closed code block that is marked as Python or not marked at all."""
-    blocks = [
-        match["code"] for match in _BLOCK.finditer(reply) if match["language"].lower() in _LANGUAGES
-    ]
-    return textwrap.dedent(blocks[-1]) if blocks else None
+def _next_batch(tests: Sequence[Test], num_run: int, partial: bool) -> list[Test]:
+    """The next tests of one kind: 1, 2, 4, ... where it shows only afterwards that one failed."""
+    is_code = "code" in tests[num_run]
+    most = len(tests) if is_code or partial else num_run + 1
+    rest = tests[num_run : num_run + most]
+    return list(takewhile(lambda test: ("code" in test) == is_code, rest))
 
 
-def _passes(source: str, test: dict[str, str], *, tests_apart: bool, **how: Any) -> bool:
-    if "code" in test:
-        outcome = run_program(source, tests=test["code"], tests_apart=tests_apart, **how)
-        return outcome.kind == "ok"
-    outcome = run_program(source, stdin=test["input"], **how)
-    return outcome.kind == "ok" and _lines(outcome.stdout) == _lines(test["output"])
+def _runs(batch: list[Test]) -> dict[str, list[str]]:
+    if "code" in batch[0]:
+        return {"tests": [test["code"] for test in batch]}
+    return {"inputs": [test["input"] for test in batch]}
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
+def _has_passed(outcome: Outcome, test: Test) -> bool:
+    is_ok = outcome.kind == "ok"
+    return is_ok and ("code" in test or same_output(outcome.stdout, test["output"]))
 
 
-def check_tests(prompt: Prompt) -> tuple[dict[str, str], ...]:
+def same_output(printed: str, expected: str) -> bool:
+    """The same words, however they are spaced; decimal numbers to within a millionth."""
+    found, wanted = printed.split(), expected.split()
+    return len(found) == len(wanted) and all(map(_is_same_word, found, wanted))
+
+
+def _is_same_word(found: str, wanted: str) -> bool:
+    if found == wanted:
+        return True
+    if not (_DECIMAL.fullmatch(wanted) and _NUMBER.fullmatch(found)):
+        return False
+    return math.isclose(float(found), float(wanted), rel_tol=1e-6, abs_tol=1e-6)
+
+
+def check_tests(prompt: Prompt) -> tuple[Test, ...]:
     """The prompt's tests; raises ValueError if there are none or one cannot be run."""
     if not prompt.tests:
         raise ValueError(f"prompt {prompt.id} has no tests; code needs at least one")
     for index, test in enumerate(prompt.tests):
-        _check(test, where=f"tests[{index}] of prompt {prompt.id}")
+        problem = _problem(test)
+        if problem:
+            raise ValueError(f"tests[{index}] of prompt {prompt.id} {problem}")
     return prompt.tests
 
 
-def _check(test: dict[str, Any], *, where: str) -> None:
-    """Raise ValueError for a malformed test, so that no reply is blamed for it."""
+def _problem(test: dict[str, Any]) -> str:
+    """What is wrong with a malformed test, so that no reply is blamed for it."""
     if set(test) not in ({"code"}, {"input", "output"}):
-        raise ValueError(f'{where} has {sorted(test)}; give it "code", or "input" and "output"')
+        return f'has {sorted(test)}; give it "code", or "input" and "output"'
     if not all(isinstance(value, str) for value in test.values()):
-        raise ValueError(f"{where} must hold texts only: {test}")
-    if "code" not in test:
-        return
-    if not test["code"].strip():
-        raise ValueError(f"{where} has no code, so every program would pass; write assertions")
+        return f"must hold texts only: {test}"
+    return _problem_of_code(test["code"]) if "code" in test else ""
+
+
+@lru_cache(maxsize=4096)  # the replies to a prompt have the same tests
+def _problem_of_code(code: str) -> str:
+    if not code.strip():
+        return "has no code, so every program would pass; write assertions"
     try:
-        compile(test["code"], "tests.py", "exec", dont_inherit=True)
+        compile(code, "tests.py", "exec", dont_inherit=True)
     except SyntaxError as error:
-        raise ValueError(f"{where} is not Python: {error}") from error
+        return f"is not Python: {error}"
+    known = {*sys.stdlib_module_names, SOLUTION}
+    missing = sorted({module for module, _ in imports(code)} - known)
+    if missing:
+        return (
+            f"imports {missing[0]}, which the sandbox does not have; use Python's own library, and "
+            f"import the program as {SOLUTION}"
+        )
+    if "unittest.main(" in code:
+        return "calls unittest.main; leave the call out, because test cases run without it"
+    uncalled = uncalled_tests(code)
+    if not (uncalled or does_something(code)):
+        return "only defines things, so every program would pass; call what it defines"
+    return next((problem for test in uncalled if (problem := _problem_of_call(test))), "")
+
+
+def _problem_of_call(test: ast.AST) -> str:
+    if isinstance(test, ast.ClassDef):
+        return ""
+    given = test.args
+    num_needed = len(given.posonlyargs + given.args) - len(given.defaults)
+    if isinstance(test, ast.AsyncFunctionDef) or num_needed or None in given.kw_defaults:
+        return f"does not call {test.name}, which needs arguments or an event loop; call it"
+    return ""

@@ -6,8 +6,19 @@ be sent to workers.
 
 import re
 
-from roll_lite.rewards.instructions import words as count_words
 from roll_lite.types import Prompt
+
+WORD = re.compile(r"\w+(?:['\u2019-]\w+)*")
+
+
+def without_thinking(reply: str) -> str:
+    """What follows the thinking block; nothing if the block has no end."""
+    text = reply.rpartition("</think>")[2]
+    return "" if text.lstrip().startswith("<think>") else text
+
+
+def count_words(reply: str) -> int:
+    return len(WORD.findall(reply))
 
 
 def has_tags(prompt: Prompt, reply: str, *, tags: tuple[str, ...] = ("think", "answer")) -> float:

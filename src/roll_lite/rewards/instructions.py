@@ -10,60 +10,40 @@ import inspect
 import json
 import re
 from collections.abc import Callable
+from functools import cache
 from operator import eq, ge, le
+from types import ModuleType
 from typing import Any
 
+from roll_lite.rewards.format import WORD, count_words, without_thinking
 from roll_lite.types import Prompt, Score
 
-_WORD = re.compile(r"\w+(?:['\u2019-]\w+)*")
 _ABBREVIATION = re.compile(r"\b(?:Mr|Mrs|Ms|Dr|Prof|St|vs|etc|e\.g|i\.e|[A-Z])\.(?=\s+\S)")
+_ABBREVIATED_OR_WORD = re.compile(rf"(?:[^\W\d_]\.){{2,}}|{WORD.pattern}")
 _SENTENCE_END = re.compile(
     r"(?<![.!?\u3002\uff01\uff1f])[.!?\u3002\uff01\uff1f]+[\"')\]]*(?:\s|$)|\n\s*\n"
 )
-SCRIPTS = {
-    "ja": r"[\u3040-\u30ff]",
-    "ko": r"[\uac00-\ud7af\u1100-\u11ff]",
-    "zh": r"[\u4e00-\u9fff]",
-    "ru": r"[\u0400-\u04ff]",
-    "ar": r"[\u0600-\u06ff]",
-    "he": r"[\u0590-\u05ff]",
-    "hi": r"[\u0900-\u097f]",
-    "th": r"[\u0e00-\u0e7f]",
-    "el": r"[\u0370-\u03ff]",
-}
-STOP_WORDS = {
-    "en": "the of and to in is that it was for with as his he be at by this had not are but from "
-    "have you which were they one their all would there",
-    "de": "der die und das in den von zu mit ist nicht ein eine auf sich dem des im für auch es "
-    "wird sie werden wie aus bei sind oder einer ich",
-    "fr": "le la les de des et un une du est en que qui dans pour pas sur au avec il elle ce se "
-    "sont par plus ne nous vous cette mais",
-    "es": "el la los las de y en que es un una por con para del se no al lo como más pero sus su "
-    "le ha este son entre muy",
-    "it": "il di che la e è un una per in non con del della si le da sono come gli anche alla più "
-    "ma nel questo lo dei al",
-    "pt": "o a os as de que e do da em um uma para com não se na no por mais dos como mas foi ao "
-    "são ele ela das seu",
-    "nl": "de het een van en in is dat op te zijn met voor niet die aan er om ook als maar bij "
-    "wordt door naar uit hij nog wel",
-}
-LANGUAGES = (*SCRIPTS, *STOP_WORDS)
-_SCRIPTS = {code: re.compile(pattern) for code, pattern in SCRIPTS.items()}
-_STOP_WORDS = {code: frozenset(words.split()) for code, words in STOP_WORDS.items()}
-_MOST_KANJI = 10
-"""Chinese characters per kana up to which a text is Japanese."""
+LANGUAGES = (
+    "ar", "bg", "bn", "cs", "da", "de", "el", "en", "es", "fa", "fi", "fr", "gu", "he", "hi", "hu",
+    "id", "it", "ja", "kn", "ko", "ml", "mr", "ne", "nl", "no", "pa", "pl", "pt", "ro", "ru", "sv",
+    "sw", "ta", "te", "th", "tr", "uk", "ur", "vi", "zh",
+)  # fmt: skip
+"""Codes that `language` knows. The detector chooses among these, because fewer are easier to tell
+apart."""
 
 
 def instructions_followed(prompt: Prompt, reply: str, *, strict: bool = False) -> Score:
     """The share of constraints that the reply fulfils; with `strict`, 1 if it fulfils all, else 0.
 
-    Each constraint is a part named after its kind; the second one of a kind is kind_2.
+    Each constraint is a part named after its kind; the second one of a kind is kind_2. The part
+    `unreadable` is 1 for a reply that is empty or only a thinking block.
     """
     check_instructions(prompt)
     parts: dict[str, float] = {}
     for constraint in prompt.tests:
         parts[_part_name(constraint["kind"], parts)] = float(holds(reply, constraint))
     share = sum(parts.values()) / len(parts)
+    parts["unreadable"] = float(not without_thinking(reply).strip())
     return Score(value=float(share == 1) if strict else share, parts=parts)
 
 
@@ -94,6 +74,8 @@ def _check(constraint: dict[str, Any]) -> None:
         is_valid, expected = FIELDS[field]
         if not is_valid(constraint[field]):
             raise ValueError(f"{field}={constraint[field]!r} of kind={kind!r} must be {expected}")
+    if kind == "language":
+        _language_detector()  # raises ValueError now, not in the middle of a run
 
 
 def _part_name(kind: str, parts: dict[str, float]) -> str:
@@ -105,8 +87,9 @@ def _part_name(kind: str, parts: dict[str, float]) -> str:
 
 
 def holds(reply: str, constraint: dict[str, Any]) -> bool:
-    """Whether a reply fulfils a constraint; an empty reply fulfils none."""
+    """Whether what follows a reply's thinking block fulfils a constraint; nothing fulfils none."""
     kind, fields = constraint["kind"], {k: v for k, v in constraint.items() if k != "kind"}
+    reply = without_thinking(reply)
     if not reply.strip():
         return False
     if kind in CHECKS:
@@ -124,13 +107,13 @@ def fields_of(kind: str) -> set[str]:
 
 
 def words(reply: str) -> int:
-    return len(_WORD.findall(reply))
+    return count_words(reply)
 
 
 def sentences(reply: str) -> int:
     """Sentences end with . ! or ? or a paragraph, not at abbreviations."""
     text = _ABBREVIATION.sub(lambda match: match[0][:-1], reply)
-    return sum(bool(_WORD.search(piece)) for piece in _SENTENCE_END.split(text))
+    return sum(bool(WORD.search(piece)) for piece in _SENTENCE_END.split(text))
 
 
 def paragraphs(reply: str) -> int:
@@ -138,12 +121,16 @@ def paragraphs(reply: str) -> int:
 
 
 def paragraphs_of(reply: str) -> list[str]:
-    return [piece for piece in re.split(r"\n\s*\n", reply) if piece.strip()]
+    """Texts between *** if the reply has that, else between blank lines."""
+    pieces = re.split(r"(?<!\S)\*{3,}(?!\S)", reply)
+    if len(pieces) == 1:
+        pieces = re.split(r"\n\s*\n", reply)
+    return [piece for piece in pieces if piece.strip()]
 
 
 def capital_words(reply: str) -> int:
-    """Words of at least two letters, all of them capitals."""
-    return sum(len(word) > 1 and word.isupper() for word in _WORD.findall(reply))
+    """Words whose letters are capitals: I, NASA, U.S."""
+    return sum(word.isupper() for word in _ABBREVIATED_OR_WORD.findall(reply))
 
 
 def headings(reply: str) -> int:
@@ -184,8 +171,9 @@ def letter(reply: str, *, letter: str) -> int:
 
 
 def sections(reply: str, *, marker: str) -> int:
-    """Lines that begin with the marker and a number: `Section 1`."""
-    return len(re.findall(rf"^[#*_ \t]*{re.escape(marker)} +\d+", reply, re.MULTILINE))
+    """Lines that begin with the marker, ignoring case, and a number: `Section 1`."""
+    start = rf"^[#*_ \t]*{re.escape(marker)} +\d+"
+    return len(re.findall(start, reply, re.MULTILINE | re.IGNORECASE))
 
 
 def keywords(reply: str, *, words: list[str]) -> bool:
@@ -205,18 +193,23 @@ def uppercase(reply: str) -> bool:
 
 
 def starts_with(reply: str, *, text: str) -> bool:
-    return reply.lstrip().startswith(text)
+    return _plain(reply).startswith(_plain(text))
 
 
 def ends_with(reply: str, *, text: str) -> bool:
-    return reply.rstrip().endswith(text)
+    return _plain(reply).endswith(_plain(text))
+
+
+def _plain(text: str) -> str:
+    """Without case and outer quotes, because other constraints may ask for capitals and quotes."""
+    return text.strip().strip('"\u201c\u201d').strip().casefold()
 
 
 def is_json(reply: str) -> bool:
     """The whole reply is one JSON object or list; a ```json block around it is allowed."""
     text = reply.strip()
     if len(text) > 6 and text.startswith("```") and text.endswith("```"):
-        text = text[3:-3].removeprefix("json")
+        text = re.sub(r"^\s*json\b", "", text[3:-3], flags=re.IGNORECASE)
     try:
         value = json.loads(text)
     except (json.JSONDecodeError, RecursionError):
@@ -238,8 +231,9 @@ def language(reply: str, *, code: str) -> bool:
 
 
 def postscript(reply: str, *, marker: str) -> bool:
-    """Some line begins with a marker such as P.S. and text after it."""
-    return bool(re.search(rf"^[ \t]*{re.escape(marker)}[ \t]*\S", reply, re.MULTILINE))
+    """Some line begins with a marker such as P.S., ignoring case, and text after it."""
+    start = rf"^[ \t]*{re.escape(marker)}[ \t]*\S"
+    return bool(re.search(start, reply, re.MULTILINE | re.IGNORECASE))
 
 
 def quoted(reply: str) -> bool:
@@ -260,9 +254,9 @@ def two_responses(reply: str) -> bool:
 
 
 def repeats(reply: str, *, text: str) -> bool:
-    """The reply repeats the text verbatim, then continues."""
-    start = reply.strip()
-    return start.startswith(text.strip()) and len(start) > len(text.strip())
+    """The reply repeats the text, ignoring case, then continues."""
+    start, repeated = _plain(reply), _plain(text)
+    return start.startswith(repeated) and len(start) > len(repeated)
 
 
 def palindrome(reply: str, *, length: int) -> bool:
@@ -276,33 +270,27 @@ def paragraph_starts(reply: str, *, number: int, word: str) -> bool:
     pieces = paragraphs_of(reply)
     if number > len(pieces):
         return False
-    first = _WORD.search(pieces[number - 1])
+    first = WORD.search(pieces[number - 1])
     return first is not None and first[0].casefold() == word.casefold()
 
 
 def language_of(text: str) -> str | None:
-    """The language code, by script or by stop words; None if no language fits best."""
-    letters = [character for character in text if character.isalpha()]
-    if not letters:
-        return None
-    counts = {code: len(pattern.findall(text)) for code, pattern in _SCRIPTS.items()}
-    if counts["ja"] * _MOST_KANJI >= counts["zh"]:
-        counts["ja"] += counts["zh"] if counts["ja"] else 0
-    code = max(counts, key=counts.__getitem__)
-    if 2 * counts[code] > len(letters):
-        return code
-    return None if 2 * sum(counts.values()) > len(letters) else _by_stop_words(text)
+    """The language among LANGUAGES that a text is likeliest in; None for too little text."""
+    code, score = _language_detector().classify(text)
+    return code if score > -1e38 else None  # the lowest number: it knows no part of the text
 
 
-def _by_stop_words(text: str) -> str | None:
-    """The language with the largest share of stop words, if that is above 10%."""
-    words = re.findall(r"[^\W\d_]+", text.lower())
-    shares = {
-        code: sum(word in known for word in words) / len(words)
-        for code, known in _STOP_WORDS.items()
-    }
-    best, second = sorted(shares, key=shares.__getitem__, reverse=True)[:2]
-    return best if shares[best] > max(shares[second], 0.1) else None
+@cache
+def _language_detector() -> ModuleType:
+    """A small package (4.5 MB) that is quick and gives a text the same language every time."""
+    try:
+        import py3langid
+    except ImportError:
+        raise ValueError(
+            "kind='language' needs a language detector; pip install 'py3langid>=0.4'"
+        ) from None
+    py3langid.set_languages(LANGUAGES)
+    return py3langid
 
 
 def _is_texts(value: Any) -> bool:

@@ -283,18 +283,35 @@ class TestsLink(Link):
 
 
 class ProgramNames(dict):
-    """The tests' global names: their own, then the interpreter's, then the program's."""
+    """The tests' global names: their own, then the interpreter's, then the program's.
 
-    def __init__(self, link: TestsLink, redefined: list[str]):
+    Of the builtins that a program redefines, tests see only the one that they test, `tested`.
+    """
+
+    def __init__(self, link: TestsLink, tested: str | None):
         super().__init__(__name__="__main__", __builtins__=builtins)
-        self._link, self._redefined = link, redefined
+        self._link, self._tested = link, tested
 
     def __missing__(self, name: str) -> Any:
-        if not hasattr(builtins, name):
-            return self._link.request("name", name)  # KeyError if the program has no such name
-        if name in self._redefined:
-            raise NameError(f"the program redefines {name}, which its tests use")
-        raise KeyError(name)
+        if hasattr(builtins, name) and name != self._tested:
+            raise KeyError(name)
+        return self._link.request("name", name)  # KeyError if the program has no such name
+
+
+class ProgramModule(ModuleType):
+    """The program as a module that tests import: `from solution import f`."""
+
+    __all__ = ()  # after `import *` the tests find the program's names as they do without
+
+    def __init__(self, name: str, link: TestsLink):
+        super().__init__(name)
+        self._link = link
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._link.request("name", name)
+        except KeyError:
+            raise AttributeError(f"the program has no {name}") from None
 
 
 def _exception(kind: type, args: list, text: str) -> Exception:

@@ -1,10 +1,12 @@
 """Runs untrusted programs, from any process: `run_program(source)`."""
 
 import atexit
+import math
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -36,13 +38,13 @@ class SandboxUnavailable(SandboxError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     seconds: float = 10.0
-    """Wall time; also the CPU time of each process, rounded up."""
+    """Wall time of a run; also the CPU time of each process, rounded up."""
     memory_mib: int = 512
     """Address space of each process, including 30 MiB for the interpreter."""
     processes: int = 16
-    """Processes and threads at a time, including the process of the tests."""
+    """Processes and threads at a time, including the tests' and the one that is copied for them."""
     output_kib: int = 1024
-    """Standard output and standard error together."""
+    """Standard output and standard error together, of a run."""
     disk_mib: int = 64
     """Files in the temporary folder (with isolation="rlimits", each file)."""
     open_files: int = 64
@@ -58,17 +60,28 @@ class Limits:
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """One run, as it is sent to the zygote."""
+    """Runs of one program, for each input or each of the tests, as they are sent to the zygote.
+
+    Each run has a process of its own. They end with the first run that fails.
+    """
 
     source: str
-    stdin: str = ""
-    tests: str = ""
-    """Code that runs after the program, uses its names, and must run to its end."""
+    inputs: list[str]
+    """Standard input; the program starts anew for each."""
+    tests: list[str]
+    """Code that runs after the program, uses its names, and must run to its end. The program is
+    loaded once, and copied for each; there is one input then."""
+    seconds: float
+    """Wall time of all runs."""
     tests_apart: bool = True
     """Run the tests in their own process, which the program cannot reach, and which exchanges data
-    with it (see `remote.py`). False runs them in the program's process, as if appended to it: then
-    any test works, but a malicious program can make them pass."""
+    with it (see `remote.py`). False runs the first of them in the program's process, as if appended
+    to it: then any test works, but a malicious program can make it pass."""
     limits: Limits = Limits()
+
+    @property
+    def num_runs(self) -> int:
+        return len(self.tests if self.tests and self.tests_apart else self.inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,15 +91,22 @@ class Outcome:
     output name the limit that the program broke. error: any other end."""
     stdout: str
     stderr: str
+    """Of all runs of the job."""
     seconds: float
+    """Of all runs of the job."""
 
 
 def run_program(source: str, *, isolation: Isolation = "full", **options: Any) -> Outcome:
     """Run a Python program once, in a `Sandbox` that all calls of this process share.
 
-    The options are the fields of `Job`.
+    The options are those of `Sandbox.run`.
     """
     return _shared_sandbox(os.getpid(), isolation).run(source, **options)
+
+
+def run_repeatedly(source: str, *, isolation: Isolation = "full", **options: Any) -> list[Outcome]:
+    """As `Sandbox.run_repeatedly`, in a `Sandbox` that all calls of this process share."""
+    return _shared_sandbox(os.getpid(), isolation).run_repeatedly(source, **options)
 
 
 class Sandbox:
@@ -121,16 +141,36 @@ class Sandbox:
                 "isolation='rlimits' is enough"
             )
 
-    def run(self, source: str, **options: Any) -> Outcome:
-        """Run a Python program once; the options are the fields of `Job`."""
-        job = Job(source=source, **options)
+    def run(self, source: str, *, stdin: str = "", tests: str = "", **options: Any) -> Outcome:
+        """Run a Python program once; further options are `tests_apart` and `limits` of `Job`."""
+        given = {"inputs": [stdin], "tests": [tests] if tests else []}
+        return self.run_repeatedly(source, **given, **options)[0]
+
+    def run_repeatedly(
+        self,
+        source: str,
+        *,
+        inputs: Sequence[str] = ("",),
+        tests: Sequence[str] = (),
+        seconds: float = math.inf,
+        **options: Any,
+    ) -> list[Outcome]:
+        """Run a Python program for each input or each of the tests, until a run fails.
+
+        This takes a fraction of the time of single runs, because the runs share namespaces, the
+        folder of their files, and what earlier runs left in it. There is at least one outcome.
+        There are fewer than runs if one fails, `seconds` have passed, or the program cannot be
+        copied for the next.
+        """
+        given = {"inputs": list(inputs), "tests": list(tests), "seconds": seconds}
+        job = Job(source=source, **given, **options)
         with self._lock:
             with suppress(BrokenPipeError):  # the zygote has ended, which _receive reports
                 self._zygote.send(job)
-            outcome = self._receive()
-        if isinstance(outcome, str):
-            raise SandboxError(outcome)
-        return outcome
+            outcomes = self._receive()
+        if isinstance(outcomes, str):
+            raise SandboxError(outcomes)
+        return outcomes
 
     def close(self) -> None:
         self._zygote.close()
@@ -142,7 +182,7 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _receive(self) -> Outcome | str:
+    def _receive(self) -> list[Outcome] | str:
         try:
             return self._zygote.recv()
         except (EOFError, ConnectionError):

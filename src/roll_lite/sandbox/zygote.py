@@ -31,6 +31,7 @@ _STARTED = b"+"
 _SETUP_SECONDS = 30.0
 _CHUNK = 1 << 16
 _MAX_DESCRIPTORS = 256
+_TRIAL = Job(source="", inputs=[""], tests=[], seconds=_SETUP_SECONDS)
 
 
 def serve(descriptor: int, isolation: str) -> None:
@@ -45,7 +46,7 @@ def serve(descriptor: int, isolation: str) -> None:
     except (OSError, AttributeError) as error:  # AttributeError: a C library without the function
         client.send(str(error))
         return
-    trial = pickle.loads(_run(Job(source=""), place, client))
+    trial = pickle.loads(_run(_TRIAL, place, client))
     client.send(trial.strip().splitlines()[-1] if isinstance(trial, str) else "")
     with suppress(EOFError, ConnectionError):  # the client has closed or ended
         while True:
@@ -78,28 +79,25 @@ def _monitor_and_exit(
 
 
 class Monitor:
-    """Runs one program: feeds it, reads what it prints, and kills it at its limits."""
+    """Runs one program: reads what it prints, and kills it at its limits."""
 
     def __init__(self, job: Job, place: Namespaces | ResourceLimits, client: Connection):
         self._job, self._place, self._client = job, place, client
         self._token = secrets.token_bytes(16)
-        """Written by the tests when they have run to their end; no program can know it."""
+        """Written by the harness when a run has ended well; no program can write it there."""
         self._printed: dict[int, bytearray] = {}
         """By the reading end of a pipe: stdout, stderr and, last, the notes of the harness."""
-        self._start, self._is_started = time.monotonic(), False
+        self._start = self._run_start = time.monotonic()
+        self._is_started, self._num_ended = False, 0
 
-    def run(self) -> Outcome:
+    def run(self) -> list[Outcome]:
         """Raises SandboxError if the program could not be started."""
         self._place.prepare(self._job.limits)
-        stdin = os.memfd_create("stdin")
-        with open(stdin, "wb", closefd=False) as file:
-            file.write(self._job.stdin.encode(errors="surrogatepass"))
-        os.lseek(stdin, 0, os.SEEK_SET)
         reading, writing = zip(*(os.pipe() for _ in range(3)), strict=True)
         pid = os.fork()
         if pid == 0:
-            self._become_program(stdin, *writing)
-        for descriptor in (stdin, *writing):
+            self._become_program(*writing)
+        for descriptor in writing:
             os.close(descriptor)
         self._printed = {descriptor: bytearray() for descriptor in reading}
         broken_limit = self._watch(pid)
@@ -109,11 +107,11 @@ class Monitor:
         seconds = time.monotonic() - self._start
         self._place.clean()
         self._drain()
-        return self._outcome(code, broken_limit, seconds)
+        return self._outcomes(code, broken_limit, seconds)
 
-    def _become_program(self, stdin: int, stdout: int, stderr: int, note: int) -> NoReturn:
+    def _become_program(self, stdout: int, stderr: int, note: int) -> NoReturn:
         try:
-            for descriptor, target in ((stdin, 0), (stdout, 1), (stderr, 2)):
+            for descriptor, target in ((stdout, 1), (stderr, 2)):
                 os.dup2(descriptor, target)
             self._place.enter(self._job.limits)
             os.closerange(3, note)
@@ -128,7 +126,8 @@ class Monitor:
     def _watch(self, pid: int) -> Kind | None:
         """Until the program ends, the client ends, or a limit is broken, which is returned."""
         end = os.pidfd_open(pid)
-        most = (self._job.limits.output_kib << 10) + len(_STARTED + self._token)
+        notes = len(_STARTED) + 2 * len(self._token)  # a run also marks the end of what it printed
+        most = self._job.num_runs * ((self._job.limits.output_kib << 10) + notes)
         with selectors.DefaultSelector() as selector:
             for descriptor in (*self._printed, end, self._client.fileno()):
                 selector.register(descriptor, selectors.EVENT_READ)
@@ -144,11 +143,23 @@ class Monitor:
         return "timeout"
 
     def _seconds_left(self) -> float:
-        """The time limit counts from the moment at which the program's process is set up."""
+        """The time limits count from the moment at which the program's process is set up."""
+        now, limits = time.monotonic(), self._job.limits
         if not self._is_started and [*self._printed.values()][-1]:
-            self._start, self._is_started = time.monotonic(), True
-        allowed = self._job.limits.seconds if self._is_started else _SETUP_SECONDS
-        return max(0.0, self._start + allowed - time.monotonic())
+            self._start = self._run_start = now
+            self._is_started = True
+        if not self._is_started:
+            return max(0.0, self._start + _SETUP_SECONDS - now)
+        if self._num_runs_ended() > self._num_ended:
+            self._run_start, self._num_ended = now, self._num_runs_ended()
+        all_end = self._start + min(self._job.seconds, self._job.num_runs * limits.seconds)
+        return max(0.0, min(all_end, self._run_start + limits.seconds) - now)
+
+    def _num_runs_ended(self) -> int:
+        """Runs that have ended well, by the notes of the harness."""
+        tokens = [*self._printed.values()][-1].removeprefix(_STARTED)
+        num_tokens = len(tokens) // len(self._token)
+        return num_tokens if tokens == self._token * num_tokens else 0
 
     def _read(self, descriptor: int) -> bool:
         chunk = os.read(descriptor, _CHUNK)
@@ -163,21 +174,25 @@ class Monitor:
                 while self._read(descriptor):
                     pass
 
-    def _outcome(self, code: int, broken_limit: Kind | None, seconds: float) -> Outcome:
+    def _outcomes(self, code: int, broken_limit: Kind | None, seconds: float) -> list[Outcome]:
+        """Of the runs that ended well, and, if there is one, of the run that ended the process."""
         stdout, stderr, note = self._printed.values()
+        has_tests, num_ended = bool(self._job.tests), self._num_runs_ended()
         if not note.startswith(_STARTED):
             raise SandboxError(f"the program was not started: {_text(stderr)}")
-        if code == CANNOT_CROSS and self._job.tests and self._job.tests_apart:
+        if code == CANNOT_CROSS and has_tests and self._job.tests_apart:
             raise SandboxError(f"{_text(stderr).strip()}; run such tests with tests_apart=False")
-        has_passed = not self._job.tests or note == _STARTED + self._token
-        if broken_limit is None and code == 0 and not has_passed:
+        kinds: list[Kind] = ["ok"] * num_ended
+        if code or broken_limit or not (has_tests and num_ended):
+            last = broken_limit or _kind(code, has_passed=not has_tests)
+            kinds = [*kinds[: self._job.num_runs - 1], last]
+        if has_tests and code == 0 and not (num_ended or broken_limit):
             stderr += b"the program ended before its tests did\n"
-        return Outcome(
-            kind=broken_limit or _kind(code, has_passed),
-            stdout=_text(stdout),
-            stderr=_text(stderr),
-            seconds=seconds,
-        )
+        printed = [*map(_text, stdout.split(self._token)), *[""] * len(kinds)]
+        return [
+            Outcome(kind=kind, stdout=text, stderr=_text(stderr), seconds=seconds)
+            for kind, text in zip(kinds, printed, strict=False)
+        ]
 
 
 def _kind(code: int, has_passed: bool) -> Kind:

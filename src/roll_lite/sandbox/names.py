@@ -1,0 +1,85 @@
+"""Names in Python code: what it defines and uses, and what tests take from a program."""
+
+import ast
+import builtins
+import symtable
+from collections.abc import Iterator
+
+from roll_lite.sandbox.usual_imports import USUAL_NAMES
+
+SOLUTION = "solution"
+"""The module as which tests can import the program."""
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_IMPORTS = (ast.Import, ast.ImportFrom)
+
+
+def defined_names(source: str) -> set[str]:
+    """Global names that the code assigns, imports, or defines as a function or class."""
+    top, *inner = _scopes(symtable.symtable(source, "names", "exec"))
+    names = {symbol.get_name() for symbol in top.get_symbols() if _is_bound(symbol)}
+    return names | {s.get_name() for s in _globals(inner) if s.is_assigned()}
+
+
+def used_names(source: str) -> set[str]:
+    """Global names that the code reads."""
+    top, *inner = _scopes(symtable.symtable(source, "names", "exec"))
+    symbols = [*top.get_symbols(), *_globals(inner)]
+    return {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
+
+
+def names_from_program(tests: str) -> set[str]:
+    """Names that the tests take from the program.
+
+    Those which are neither builtins nor usual imports; if there are none, the builtins, because the
+    program is then asked to define one of them.
+    """
+    needed = used_names(tests) - defined_names(tests)
+    needed |= {name for module, name in imports(tests) if module == SOLUTION}
+    needed -= {*USUAL_NAMES, "*", "__name__"}
+    return needed - set(dir(builtins)) or needed
+
+
+def imports(source: str) -> list[tuple[str, str]]:
+    """(module, imported name) of each import; `import a.b` gives ("a", "a")."""
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, _IMPORTS)]
+    return [
+        (alias.name.split(".")[0],) * 2
+        if isinstance(node, ast.Import)
+        else ((node.module or "").split(".")[0], alias.name)
+        for node in found
+        for alias in node.names
+    ]
+
+
+def uncalled_tests(source: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """Functions test... and classes Test... that the code defines for pytest or unittest to run."""
+    used = used_names(source)
+    return [
+        node
+        for node in ast.parse(source).body
+        if (isinstance(node, _FUNCTIONS) and node.name.startswith("test"))
+        or (isinstance(node, ast.ClassDef) and node.name.startswith("Test"))
+        if node.name not in used
+    ]
+
+
+def does_something(source: str) -> bool:
+    """Whether the code asserts, calls or raises anything outside its functions and classes."""
+    definitions = (*_FUNCTIONS, ast.ClassDef)
+    statements = (node for node in ast.parse(source).body if not isinstance(node, definitions))
+    nodes = (node for statement in statements for node in ast.walk(statement))
+    return any(isinstance(node, ast.Assert | ast.Call | ast.Raise) for node in nodes)
+
+
+def _is_bound(symbol: symtable.Symbol) -> bool:
+    return symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+
+
+def _scopes(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
+    yield table
+    for child in table.get_children():
+        yield from _scopes(child)
+
+
+def _globals(scopes: list[symtable.SymbolTable]) -> Iterator[symtable.Symbol]:
+    return (symbol for scope in scopes for symbol in scope.get_symbols() if symbol.is_global())

@@ -1,0 +1,65 @@
+"""Names that code defines, and those that tests take from a program."""
+
+import pytest
+
+from roll_lite.sandbox.names import (
+    defined_names,
+    does_something,
+    imports,
+    names_from_program,
+    uncalled_tests,
+    used_names,
+)
+
+CODE = """
+import os.path, sys as system
+from math import pi as number
+total: int = 0
+if total:
+    class Box:
+        inside = hidden
+def f(argument):
+    global made
+    made = [argument for item in other]
+    local = abs(total)
+"""
+
+
+def test_names_of_a_program():
+    assert defined_names(CODE) == {"os", "system", "number", "total", "Box", "f", "made"}
+    assert used_names(CODE) == {"int", "total", "hidden", "other", "abs"}
+    assert imports(CODE) == [("os", "os"), ("sys", "sys"), ("math", "pi")]
+
+
+@pytest.mark.parametrize(
+    ("tests", "expected"),
+    [
+        ("assert f(3) == abs(-9)", {"f"}),
+        ("def check(g):\n    assert all([g(3) == 9])\ncheck(f)", {"f"}),
+        ("assert Solution().f(3) == math.inf", {"Solution"}),
+        ("assert sum(1, 2) == 3", {"sum"}),
+        ("assert len(sum(1, 2)) == 3", {"sum", "len"}),
+        ("from solution import f as g\nassert all(g(3))", {"f"}),
+        ("def test():\n    import solution\n    assert all(solution.f(3))", {"solution"}),
+        ("from solution import *\nassert f(3)", {"f"}),
+        ("if __name__ == '__main__':\n    assert f(3)", {"f"}),
+    ],
+)
+def test_names_that_tests_take_from_the_program(tests, expected):
+    assert names_from_program(tests) == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "names", "does"),
+    [
+        ("def test_a(): pass\ndef helper(): pass\nclass TestB: pass", ["test_a", "TestB"], False),
+        ("def test_a(): pass\ntest_a()", [], True),
+        ("def test_a(): pass\ndef run(): test_a()\nrun()", [], True),
+        ("async def test_a(): pass\nx = {'a': 1}", ["test_a"], False),
+        ("def check(): assert f()", [], False),
+        ("'''text'''\nif x:\n    assert f", [], True),
+    ],
+)
+def test_tests_that_are_left_uncalled(code, names, does):
+    assert [test.name for test in uncalled_tests(code)] == names
+    assert does_something(code) == does
