@@ -12,7 +12,7 @@ python -m pdb recipes/rlvr.py ...      # one process: break anywhere, also in a 
 """
 
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +27,7 @@ from roll_lite.cluster.role import RoleHandle, split
 from roll_lite.cluster.speed import Machine
 from roll_lite.engine.service import EngineService
 from roll_lite.models.config import read_config
-from roll_lite.models.cost import SequenceCost
+from roll_lite.models.cost import SequenceCost, kv_bytes_per_token
 from roll_lite.options import flatten, unique_options
 from roll_lite.progress import StepTimer
 from roll_lite.report.run import Run, default_folder, refuse_old_run
@@ -43,10 +43,14 @@ from roll_lite.sync import WeightSync
 from roll_lite.train.advantages import AdvantageOptions
 from roll_lite.train.batch import TrainingSequence, equal_parts, pack
 from roll_lite.train.checkpoint import CheckpointOptions, RunState
-from roll_lite.train.defaults import choose_defaults, reply_tokens
+from roll_lite.train.defaults import (
+    check_algorithm,
+    choose_defaults,
+    paper_advantages,
+    reply_tokens,
+)
 from roll_lite.train.kl import KLOptions
 from roll_lite.train.losses import (
-    OF_SEQUENCES,
     CriticOptions,
     LossOptions,
     PolicyLoss,
@@ -143,12 +147,7 @@ class Config:
                 f"advantage={chosen!r} needs {LACKING[chosen]}, which this recipe does not have; "
                 "use another advantage"
             )
-        loss = self.policy_loss.loss
-        if loss in OF_SEQUENCES and self.advantages.differs_by_token(self.kl.is_in("reward")):
-            raise ValueError(
-                f"loss={loss!r} has one advantage per sequence; advantage={chosen!r} gives each "
-                "token its own with these options; use loss=ppo or cispo, or advantage=grpo"
-            )
+        check_algorithm(self.advantages, self.policy_loss, self.kl)
         critic = ("critic_lr", "value_clip", "critic_warmup_steps")
         read_only_if(self.advantages.needs_critic, "advantage='gae'", self.critic, *critic)
         if self.critic.critic_warmup_steps > self.steps > 0:
@@ -158,19 +157,25 @@ class Config:
             )
 
     def _check_sizes(self) -> None:
-        config, budget = read_config(self.model), self.training.tokens_per_microbatch
-        max_positions = config.max_positions
+        config = read_config(self.model)
         max_tokens = self.lengths.max_tokens or reply_tokens(config)
-        if max_tokens >= min(max_positions, budget):
+        if max_tokens >= self.longest_sample:
             raise ValueError(
-                f"max_tokens={max_tokens} must be below the model's {max_positions} positions and "
-                f"tokens_per_microbatch={budget}: samples are never split"
+                f"max_tokens={max_tokens} must be below the model's {config.max_positions} "
+                f"positions and tokens_per_microbatch={self.training.tokens_per_microbatch}: "
+                "samples are never split"
             )
         if self.rollout.prompts_per_step < self.updates_per_step:
             raise ValueError(
                 f"prompts_per_step={self.rollout.prompts_per_step} must be at least "
                 f"updates_per_step={self.updates_per_step}: every update trains on a part of them"
             )
+
+    @property
+    def longest_sample(self) -> int:
+        """Tokens of a sample that fits the model and a micro-batch."""
+        positions = read_config(self.model).max_positions
+        return min(positions, self.training.tokens_per_microbatch)
 
     @property
     def min_samples(self) -> int:
@@ -184,14 +189,6 @@ class Config:
         return self.kl.kl_coef > 0 and not has_own
 
     @property
-    def chosen_advantages(self) -> AdvantageOptions:
-        """Kimi's advantage is not divided by the deviation, unless the options say so."""
-        is_open = self.advantages.divide_by_std is None and self.advantages.advantage == "grpo"
-        if self.policy_loss.loss == "kimi" and is_open:
-            return replace(self.advantages, divide_by_std=False)
-        return self.advantages
-
-    @property
     def default_kinds(self) -> dict[str, str]:
         """Options that depend on the model's size, where they are not given."""
         critic = {"critic_lr": "critic"} if self.advantages.needs_critic else {}
@@ -201,17 +198,6 @@ class Config:
     def runs_ahead(self) -> bool:
         """Whether generation goes on beside training."""
         return self.rollout.max_staleness > 0
-
-    def held_out_prompts(self) -> list[Prompt]:
-        """Prompts to evaluate on: held-out questions of the tasks and, with eval_share, rows of the
-        files, unless eval_data names others."""
-        options, share = self.evaluation, self.evaluation.eval_share or None
-        sources = options.eval_data or tuple(
-            entry.source for entry in data.parse_mixture(self.data) if entry.is_task or share
-        )
-        if not sources or options.eval_every == 0:
-            return []
-        return data.held_out(sources, options.eval_prompts, share=share)
 
     @property
     def cluster_options(self) -> dict[str, Any]:
@@ -274,12 +260,14 @@ def main(cfg: Config) -> list[float]:
         sys.exit(0 if planned.fits else 1)
     with Cluster(cfg.device_map, cfg.device, **cfg.cluster_options) as cluster:
         cfg = choose_defaults(cfg, **cfg.default_kinds)
-        share = cfg.evaluation.eval_share
-        prompts = data.Mixture(cfg.data, seed=f"rlvr-{cfg.seed}", held_out_share=share)
-        held_out = cfg.held_out_prompts()
+        chat = Chat(cfg.model, **cfg.chat.arguments)
+        fitting, share = prompt_limit(cfg, cluster, chat), cfg.evaluation.eval_share
+        prompts = data.Mixture(
+            cfg.data, seed=f"rlvr-{cfg.seed}", held_out_share=share, fitting=fitting
+        )
+        held_out = fitting(cfg.evaluation.prompts(cfg.data))
         if not held_out and cfg.evaluation.eval_every:
             print("no evaluation: files hold nothing out; name --eval-share or --eval-data")
-        chat = Chat(cfg.model, **cfg.chat.arguments)
         chat.check_prompts([*prompts.rows, *held_out])
         domains = {*prompts.domains, *(prompt.domain for prompt in held_out)}
         functions, inline = cfg.scoring.with_file(REWARDS, INLINE, domains)
@@ -297,11 +285,30 @@ def main(cfg: Config) -> list[float]:
                 engines=models.engines, chat=chat, make_env=rewards, prompts=prompts,
                 params=params, options=cfg.rollout, min_samples=cfg.min_samples, seed=cfg.seed,
                 reward_engines=rewards.engine_clients,
+                max_length=cfg.longest_sample,
             )  # fmt: skip
             with rollout, rare_collections():
                 train(cfg, cluster, models, rollout, rewards, evaluation)
         print(f"model: {models.policy.export(f'{cfg.run_dir}/model')}")
     return evaluation.rates
+
+
+def prompt_limit(cfg: Config, cluster: Cluster, chat: Chat) -> data.PromptLimit:
+    """Prompt and reply have to fit the model, a micro-batch and the cache."""
+    config = read_config(cfg.model)
+    per_token = kv_bytes_per_token(config, cluster.device_map["generate"].tp, width=2)
+    cache = int(cfg.kv_cache_gib * 2**30 / per_token)
+    reason = (
+        f"The model has {config.max_positions:,} positions, and tokens_per_microbatch="
+        f"{cfg.training.tokens_per_microbatch} and a cache of {cache:,} tokens must hold a sample "
+        f"too; lower max_tokens={cfg.lengths.max_tokens}, or raise what is too small"
+    )
+    return data.PromptLimit(
+        max_tokens=min(cfg.longest_sample, cache) - cfg.lengths.max_tokens,
+        reason=reason,
+        policy=cfg.lengths.long_prompts,
+        count=lambda prompt: len(chat.encode(prompt.messages)),
+    )
 
 
 def train(
@@ -412,7 +419,8 @@ def prepare(
         values=score(models.critic, "values") if models.critic else None,
         reference_logprobs=reference if cfg.kl.is_in("reward") else None,
     )
-    sequences = with_advantages(groups, cfg.chosen_advantages, scores, state)
+    options = paper_advantages(cfg.advantages, cfg.policy_loss)
+    sequences = with_advantages(groups, options, scores, state)
     if cfg.kl.is_in("loss"):
         sequences = with_field(sequences, "reference_logprobs", reference)
     if cfg.policy_loss.denominator == "old":

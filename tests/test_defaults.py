@@ -63,11 +63,12 @@ def test_losses_have_the_defaults_of_their_papers():
     assert LossOptions(loss="ppo").chosen_aggregation == "token_mean"
 
 
-def test_kimi_does_not_divide_by_the_deviation(toy_folder):
-    assert config(toy_folder, loss="kimi").chosen_advantages.divide_by_std is False
-    kept = config(toy_folder, loss="kimi", divide_by_std=True)
-    assert kept.chosen_advantages.divide_by_std is True
-    assert config(toy_folder).chosen_advantages == AdvantageOptions()
+def test_kimi_does_not_divide_by_the_deviation():
+    kimi, plain = LossOptions(loss="kimi"), AdvantageOptions()
+    assert defaults.paper_advantages(plain, kimi).divide_by_std is False
+    kept = AdvantageOptions(divide_by_std=True)
+    assert defaults.paper_advantages(kept, kimi) == kept
+    assert defaults.paper_advantages(plain, LossOptions()) == plain
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ Other fields of dialogues and preferences are ignored. A `Mixture` draws prompts
 and tasks.
 """
 
+from roll_lite.data.lengths import PromptLimit
 from roll_lite.data.mixture import Mixture, held_out, parse_mixture
 from roll_lite.data.rows import (
     Dialogue,

@@ -9,7 +9,7 @@ contains an @ needs an explicit weight.
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -93,8 +93,18 @@ class Mixture:
     of a file is shuffled separately, so `next_of(domain)` changes nothing for other domains.
     """
 
-    def __init__(self, entries: Sequence[str], *, seed: int | str, held_out_share: float = 0.0):
-        """`held_out_share` of the rows of each file never comes; `held_out` gives them."""
+    def __init__(
+        self,
+        entries: Sequence[str],
+        *,
+        seed: int | str,
+        held_out_share: float = 0.0,
+        fitting: Callable[[list[Prompt]], list[Prompt]] = lambda prompts: prompts,
+    ):
+        """`held_out_share` of the rows of each file never comes; `held_out` gives them.
+
+        `fitting` chooses among the others those that may come, such as a PromptLimit.
+        """
         self._entries, self._share = parse_mixture(entries), held_out_share
         files = _read_files(self._entries)
         for source, prompts in files.items():
@@ -104,10 +114,15 @@ class Mixture:
                     f"a share of {held_out_share} holds out all {len(prompts)} rows of {source}; "
                     "hold out less"
                 )
+        num_rows = {source: len(prompts) for source, prompts in files.items()}
+        files = {source: fitting(prompts) for source, prompts in files.items()}
         self.rows = [prompt for prompts in files.values() for prompt in prompts]
         """All prompts of all files that may come; tasks are endless and not included."""
         self._file_ids = {prompt.id for prompt in self.rows}
-        self._contents = {source: digest(source) for source in files}
+        self._contents = {
+            source: digest(source) + (f"/{len(rows)}" if len(rows) < num_rows[source] else "")
+            for source, rows in files.items()
+        }
         self._streams = [
             [_task_stream(entry, seed)]
             if entry.is_task
@@ -170,8 +185,8 @@ class Mixture:
         for source, content in self._contents.items():
             if state["contents"][source] != content:
                 raise ValueError(
-                    f"{source} is not what it was when the state was saved; restore the old file, "
-                    "or start a new run"
+                    f"{source} is not what it was when the state was saved, or other rows of it "
+                    "fit; restore the old file and sizes, or start a new run"
                 )
         for streams, saved in zip(self._streams, state["streams"], strict=True):
             for stream in streams:

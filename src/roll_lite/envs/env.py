@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from roll_lite.types import Message
+from roll_lite.types import FinishReason, Message
 
 Observation = tuple[Message, ...]
 """Messages for the model to read; empty when the episode is over."""
@@ -10,8 +10,10 @@ Observation = tuple[Message, ...]
 
 class Env(Protocol):
     """An optional attribute `step_state` names the state of a sample during a step; the default is
-    `stepping`.
+    `stepping`. Before each step `finish_reason` is set: how the reply ended, `stop` or `length`.
     """
+
+    finish_reason: FinishReason
 
     def reset(self, seed: int) -> tuple[Observation, dict]:
         """Start an episode: its first messages and an info dictionary."""

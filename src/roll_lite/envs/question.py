@@ -2,9 +2,10 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from roll_lite.envs.env import Observation
-from roll_lite.types import AsyncReward, Prompt, Reward, Score
+from roll_lite.types import AsyncReward, FinishReason, Prompt, Reward, Score
 
 
 class Question:
@@ -12,12 +13,16 @@ class Question:
 
     def __init__(self, prompt: Prompt, reward: Reward | AsyncReward):
         self.prompt, self.reward = prompt, reward
+        self.finish_reason: FinishReason = "stop"
 
     def reset(self, seed: int) -> tuple[Observation, dict]:
         return self.prompt.messages, {}
 
     async def step(self, action: str) -> tuple[Observation, float, bool, bool, dict]:
-        score = self.reward(self.prompt, action)
+        prompt = self.prompt
+        if self.finish_reason == "length":  # for rewards that must not guess what was cut off
+            prompt = replace(prompt, extra=prompt.extra | {"finish_reason": "length"})
+        score = self.reward(prompt, action)
         if inspect.isawaitable(score):
             score = await score
         if not isinstance(score, Score):

@@ -50,8 +50,10 @@ class Coordinator:
         seed: int,
         min_samples: int | None = None,
         reward_engines: Sequence[EngineClient] = (),
+        max_length: int | None = None,
     ):
         """A group with fewer than `min_samples` left is dropped; 2 where groups are larger than 1.
+        A sample that may become longer than `max_length` tokens, prompt and all, fails.
 
         `reward_engines` are engine roles that rewards ask, such as a judge. A plain iterator of
         prompts cannot be resumed, and replaces a dropped group by a prompt of any domain.
@@ -67,7 +69,7 @@ class Coordinator:
             engines=self._engines, chat=chat, make_env=make_env, seed=seed,
             max_retries=options.max_retries,
         )  # fmt: skip
-        self._runner = runner(deadline=options.deadline)
+        self._runner = runner(deadline=options.deadline, max_length=max_length)
         self._answerer = runner()  # without deadline: an evaluation needs every sample
         self._prompts = PromptQueue(prompts)
         self._groups = Groups(

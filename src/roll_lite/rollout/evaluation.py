@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from roll_lite import data
 from roll_lite.checks import at_least, finite, unread_with
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.groups import refuse_all_failed
@@ -41,6 +42,17 @@ class EvaluationOptions:
         if self.eval_every == 0:
             unread = ("eval_data", "eval_prompts", "eval_samples", "pass_reward")
             unread_with("eval_every=0", self, *unread)
+
+    def prompts(self, entries: Sequence[str]) -> list[Prompt]:
+        """Held-out questions of the tasks in `entries` and, with eval_share, rows of the files,
+        unless eval_data names others."""
+        share = self.eval_share or None
+        sources = self.eval_data or tuple(
+            entry.source for entry in data.parse_mixture(entries) if entry.is_task or share
+        )
+        if not sources or self.eval_every == 0:
+            return []
+        return data.held_out(sources, self.eval_prompts, share=share)
 
 
 class Evaluation:

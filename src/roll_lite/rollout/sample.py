@@ -48,9 +48,11 @@ class SampleRunner:
         seed: int,
         max_retries: int,
         deadline: float | None = None,
+        max_length: int | None = None,
     ):
         self.engines, self.chat, self.make_env, self.seed = engines, chat, make_env, seed
         self.max_retries, self.deadline = max_retries, deadline
+        self.max_length = max_length
         self.version = engines.version
         self.counts: Counter[str] = Counter()
         """Samples by how they ended, and retries."""
@@ -147,6 +149,13 @@ class RunningGroup:
         return sample.first_version
 
     def _submit(self, token_ids: list[int], num_samples: int, seed: int) -> PendingRequest:
+        max_length, max_tokens = self._runner.max_length, self._params.max_tokens
+        if max_length is not None and len(token_ids) + max_tokens > max_length:
+            raise ValueError(
+                f"{len(token_ids)} tokens and max_tokens={max_tokens} more exceed the {max_length} "
+                "that a sample may have; shorten the prompt, lower max_tokens, or raise "
+                "tokens_per_microbatch"
+            )
         request = Request(
             prompt_ids=token_ids, params=self._params, num_samples=num_samples, seed=seed
         )
@@ -204,6 +213,7 @@ class Episode:
                 raise ArithmeticError("the model gave logits that are not finite")
             sample.reply = chat.decode(turn.token_ids)
             self._runner.enter(sample, getattr(env, "step_state", "stepping"))
+            env.finish_reason = turn.finish_reason
             messages, reward, is_over, info = await self._step(env)
             total += reward
             parts.update(info.get("parts", {}))

@@ -1,15 +1,19 @@
-"""Options that are chosen when none is given, by the size of the model.
+"""Options that are chosen when none is given: by the size of the model, and by the papers.
 
 Rates are what others train such models with: RL 1e-6 (verl, ROLL, at 7B), SFT 1e-5 to 2e-5, DPO
 5e-7, critics 1e-5, and ten times as much for adapters. Small models need more to get anywhere.
 """
 
 import math
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from roll_lite.models.config import ModelConfig, read_config
 from roll_lite.models.cost import count_parameters
 from roll_lite.options import flatten, from_flat
+from roll_lite.train.advantages import AdvantageOptions
+from roll_lite.train.kl import KLOptions
+from roll_lite.train.losses import OF_SEQUENCES, LossOptions
 
 T = TypeVar("T")
 RATES = {
@@ -44,6 +48,24 @@ def choose_defaults(cfg: T, **kinds: str) -> T:
 def reply_tokens(config: ModelConfig) -> int:
     """Longest reply, at most half of the model's positions."""
     return min(_of_size(REPLY_TOKENS, config), config.max_positions // 2)
+
+
+def check_algorithm(advantages: AdvantageOptions, loss: LossOptions, kl: KLOptions) -> None:
+    """Refuse a loss of whole sequences with advantages that differ within them."""
+    if loss.loss in OF_SEQUENCES and advantages.differs_by_token(kl.is_in("reward")):
+        raise ValueError(
+            f"loss={loss.loss!r} has one advantage per sequence; advantage="
+            f"{advantages.advantage!r} gives each token its own with these options; use loss=ppo "
+            "or cispo, or advantage=grpo"
+        )
+
+
+def paper_advantages(advantages: AdvantageOptions, loss: LossOptions) -> AdvantageOptions:
+    """Kimi's advantage is not divided by the deviation, unless the options say so."""
+    is_open = advantages.advantage == "grpo" and advantages.divide_by_std is None
+    if loss.loss == "kimi" and is_open:
+        return replace(advantages, divide_by_std=False)
+    return advantages
 
 
 def _default(kind: str, config: ModelConfig, has_adapters: bool) -> float:

@@ -59,6 +59,8 @@ class LengthOptions:
 
     max_tokens: int | None = None
     """Longest reply, in tokens; None chooses by the model's size, and prints it."""
+    long_prompts: Literal["error", "drop"] = "error"
+    """Prompts of files that leave no room for max_tokens: refuse them all, or drop them."""
     overlong: Literal["train", "mask", "penalty"] = "train"
     """Replies cut at max_tokens: train on them, mask them out, or subtract a soft penalty."""
     overlong_buffer: int = 0

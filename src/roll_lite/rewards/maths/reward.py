@@ -58,12 +58,13 @@ class Grade(NamedTuple):
 def math_answer(prompt: Prompt, reply: str, *, guess: bool = True) -> Score:
     """1 if the final answer equals the ground truth, else 0.
 
-    `guess` also takes the last number of a reply that marks no answer, as one that was cut off.
+    `guess` also takes the last number of a reply that marks no answer and was not cut off.
     Parts: `correct`; `boxed`, 1 for a box; `unreadable`, 1 for an answer that `compare` cannot
     read; `math_verify`, 1 if math-verify accepted that.
     """
     check_truth(prompt)
-    grade = grade_reply(reply, prompt.ground_truth, guess=guess)
+    is_cut = prompt.extra.get("finish_reason") == "length"
+    grade = grade_reply(reply, prompt.ground_truth, guess=guess and not is_cut)
     correct, is_asked = grade.verdict.kind == "equal", grade.verdict.comparer == "math-verify"
     parts = {
         "correct": correct,
