@@ -164,19 +164,23 @@ def test_bytes_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("shape", "tokens", "checkpointing", "moment_bytes", "gib"),
+    ("shape", "tokens", "options", "gib"),
     [
-        ("qwen3-0.6b", 32768, "none", 4, 51.5),
-        ("qwen3-0.6b", 32768, "selective", 4, 37.5),
-        ("qwen3-0.6b", 32768, "full", 4, 14.9),
-        ("qwen3-1.7b", 16384, "none", 4, 60.4),
-        ("qwen3-8b", 16384, "full", 2, 107.9),
-        ("smollm2-135m", 32768, "none", 4, 18.3),
+        ("qwen3-0.6b", 32768, {}, 51.5),
+        ("qwen3-0.6b", 32768, {"checkpointing": "selective"}, 37.5),
+        ("qwen3-0.6b", 32768, {"checkpointing": "full"}, 14.9),
+        ("qwen3-1.7b", 16384, {}, 60.4),
+        ("qwen3-8b", 16384, {"checkpointing": "full", "moment_bytes": 2}, 107.9),
+        ("smollm2-135m", 32768, {}, 18.3),
+        ("qwen3-0.6b", 32768, {"lora_rank": 16}, 43.31),
+        ("qwen3-0.6b", 32768, {"lora_rank": 16, "checkpointing": "full"}, 7.30),
+        ("qwen3-1.7b", 16384, {"lora_rank": 16}, 36.94),
+        ("qwen3-8b", 16384, {"lora_rank": 16}, 96.46),
+        ("qwen3-8b", 16384, {"lora_rank": 16, "checkpointing": "full"}, 31.07),
     ],
 )
-def test_training_takes_what_a_gpu_allocated(shape, tokens, checkpointing, moment_bytes, gib):
-    """Peaks of scripts/bench_train.py on one H200 (torch 2.11), two micro-batches an update."""
-    options = {"checkpointing": checkpointing, "moment_bytes": moment_bytes}
+def test_training_takes_what_a_gpu_allocated(shape, tokens, options, gib):
+    """Peaks on one H200 (torch 2.11) with the batches of scripts/bench_train.py, two an update."""
     planned = train_memory(shape_config(shape), 1, 1, tokens, 2, **options)
     assert planned.total / GIB == pytest.approx(gib, rel=0.05)
 

@@ -60,6 +60,45 @@ def test_training_takes_about_what_a_gpu_took(
 
 
 @pytest.mark.parametrize(
+    ("shape", "tokens", "checkpointing", "measured"),
+    [
+        ("qwen3-0.6b", 65536, "none", 0.791),
+        ("qwen3-0.6b", 65536, "full", 1.012),
+        ("qwen3-1.7b", 32768, "none", 0.702),
+        ("qwen3-8b", 32768, "none", 2.291),
+        ("qwen3-8b", 32768, "full", 3.188),
+    ],
+)
+def test_training_adapters_takes_about_what_a_gpu_took(shape, tokens, checkpointing, measured):
+    work = Pass(num_samples=tokens / 2048, length=2048, num_rows=2048)
+    options = {"checkpointing": checkpointing, "is_frozen": True}
+    seconds = train_seconds(shape_config(shape), H200, 1, work, **options)
+    assert seconds == pytest.approx(measured, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "generate", "train"),
+    [
+        ("qwen3-0.6b", {"kv_cache_gib": 35.0}, 6.54, 4.05),
+        ("qwen3-1.7b", {"kv_cache_gib": 35.0}, 7.55, 7.42),
+        (
+            "qwen3-8b",
+            {"kv_cache_gib": 40.0, "checkpointing": "full", "moments": "bfloat16"},
+            15.0,
+            34.3,
+        ),
+    ],
+)
+def test_a_step_takes_about_what_a_gpu_took(shape, options, generate, train):
+    """256 samples of 256 + 1,024 tokens on one rank, the engine asleep during training."""
+    device_map = parse_device_map("train=all generate=all", 1)
+    batch = BatchPlan(engines_sleep=True, **options)
+    seconds = step_seconds(Plan(shape_config(shape), device_map, batch, 139 * GIB), Machine(H200))
+    assert seconds["generate"] == pytest.approx(generate, rel=0.2)
+    assert seconds["train"] == pytest.approx(train, rel=0.2)
+
+
+@pytest.mark.parametrize(
     ("shape", "workload", "tokens_per_second"),
     [
         ("qwen3-0.6b", "R", 72_058),

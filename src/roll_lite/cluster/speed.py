@@ -36,7 +36,7 @@ UPDATE_BYTES = 28  # of AdamW, per parameter: gradient, master and two moments; 
 DECODE_SHARE = 0.85  # of what decoding's products and bytes take one after the other
 LAYER_SECONDS = 35e-6  # starting a layer's kernels in a decoding step
 REDUCE_SECONDS = 20e-6  # one small all-reduce between tensor-parallel ranks; assumed
-SLEEP_SECONDS = 0.4  # sleep() and wake()
+SLEEP_SECONDS = 0.3  # sleep() and wake(): 0.1 to 0.4
 SYNC_SECONDS = 0.02  # of the host
 
 
