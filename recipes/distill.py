@@ -15,11 +15,12 @@ from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
-from roll_lite import command, data
+from roll_lite import command, data, tasks
 from roll_lite.chat import Chat, ChatOptions
 from roll_lite.checks import above, at_least, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle, split
+from roll_lite.data import HeldOutOptions
 from roll_lite.engine.service import EngineService
 from roll_lite.envs.question import Question
 from roll_lite.models.config import read_config
@@ -49,11 +50,9 @@ class Config:
     """Hugging Face folder of the teacher, with the student's vocabulary."""
     model: str = "models/tiny"
     """Hugging Face folder of the student to start from."""
-    data: str | None = None
-    """JSON lines: dialogues as for sft.py; with on_policy, {"prompt": text or messages}."""
-    task: str | None = None
-    """Generated rows instead of data: addition:N (digits), reverse:N or counting:N (letters);
-    reverse:5 if neither is given."""
+    data: str = "reverse:5"
+    """A file of dialogues as for sft.py or, with on_policy, of {"prompt": text or messages}; or a
+    task: addition:N (digits), reverse:N or counting:N (letters)."""
     steps: int = 60
     """Optimizer updates."""
     rows_per_step: int = 64
@@ -74,12 +73,6 @@ class Config:
     """on_policy: longest reply, in tokens; None chooses by the model's size."""
     kv_cache_gib: float = 1.0
     """on_policy: KV cache of each engine, in GiB."""
-    validation_data: str | None = None
-    """Rows for the KL to the teacher; without it, held-out ones of the task."""
-    validation_rows: int = 256
-    """Validate on at most this many rows."""
-    validate_every: int = 20
-    """Measure the KL before training, every N updates, and at the end."""
     device: str = "auto"
     """auto, cpu or cuda."""
     device_map: str | None = None
@@ -87,13 +80,13 @@ class Config:
     chat: ChatOptions = ChatOptions()
     divergence: DistillLoss = DistillLoss()
     training: TrainingOptions = TrainingOptions(warmup_steps=10)
+    evaluation: HeldOutOptions = HeldOutOptions(eval_every=20)
     checkpoints: CheckpointOptions = CheckpointOptions()
 
     def __post_init__(self):
-        data.check_source(self.data, self.task)
+        data.check_source(self.data)
         check_vocabulary(self.model, self.teacher, "teacher")
         at_least(1, self, "steps", "rows_per_step", "top_k", "samples_per_prompt", "max_tokens")
-        at_least(1, self, "validation_rows", "validate_every")
         above(0, self, "temperature", "kv_cache_gib")
         if self.on_policy:
             unread_with("on_policy", self, "top_k")
@@ -110,7 +103,7 @@ SHOWN = {
     "train/tokens_per_second": "tokens/s", "time/step": "step s",
 }  # fmt: skip
 FIXED = (
-    "model", "teacher", "task", "seed", "on_policy", "kind", "template_args",
+    "model", "teacher", "seed", "on_policy", "kind", "template_args",
     "lora_rank", "lora_alpha", "lora_targets",
 )  # fmt: skip
 
@@ -131,12 +124,13 @@ def main(cfg: Config) -> None:
     options = {"roles": roles, "config": config, "role_configs": role_configs}
     with Cluster(device_map, cfg.device, **options) as cluster:
         cfg = choose_defaults(cfg, lr="sft", **({"max_tokens": "reply"} if cfg.on_policy else {}))
+        is_task = tasks.is_task(cfg.data)
         source = data.PROMPTS if cfg.on_policy else data.DIALOGUES
-        rows = source.training(cfg.data, cfg.task, f"distill-{cfg.seed}")
-        held_out = source.validation(cfg.validation_data, cfg.data, cfg.task, cfg.validation_rows)
+        rows = source.training(cfg.data, f"distill-{cfg.seed}")
+        held_out = source.held_out(cfg.data, cfg.evaluation)
         chat = Chat(cfg.model, **cfg.chat.arguments)
         if cfg.on_policy:
-            chat.check_prompts([*(rows.rows if cfg.data else ()), *held_out])
+            chat.check_prompts([*(() if is_task else rows.rows), *held_out])
         models = make_roles(cfg, cluster)
         fixed = data.fixed_options(cfg, *FIXED)
         saved = RunState(cfg.run_dir, cfg.checkpoints, [models.student], {"rows": rows}, fixed)
@@ -144,7 +138,7 @@ def main(cfg: Config) -> None:
         run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=resumed_at)
         make_batches = OnPolicyBatches if cfg.on_policy else TeacherBatches
         make_batch = make_batches(cfg, models, chat)
-        if cfg.data is not None and not cfg.on_policy:
+        if not (is_task or cfg.on_policy):
             make_batch.encode(rows.rows)  # refuse a row that does not fit now, not in mid-run
         if held_out and not resumed_at:
             run.log(0, {"eval/kl": kl_to_teacher(models, *make_batch(held_out, 0))})
@@ -154,7 +148,7 @@ def main(cfg: Config) -> None:
                 batch, metrics = make_batch(rows.take(cfg.rows_per_step), step - 1)
                 metrics |= models.student.step(split(batch))[0]
                 metrics["time/step"] = time.perf_counter() - start
-                if held_out and run.is_due(step, cfg.validate_every):
+                if held_out and run.is_due(step, cfg.evaluation.eval_every):
                     metrics["eval/kl"] = kl_to_teacher(models, *make_batch(held_out, step))
                 run.log(step, metrics)
                 saved.end_step(run, step, lower=metrics.get("eval/kl"))

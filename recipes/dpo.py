@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
-from roll_lite import command, data
+from roll_lite import command, data, tasks
 from roll_lite.chat import Chat, ChatOptions
 from roll_lite.checks import at_least, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle, split
+from roll_lite.data import HeldOutOptions
 from roll_lite.models.config import read_config
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.train.batch import MicroBatch, TrainingSequence
@@ -33,16 +34,14 @@ from roll_lite.train.trainer import Trainer
 class Config:
     model: str = "models/tiny"
     """Hugging Face folder to start from: a model fine-tuned on such dialogues."""
-    data: str | None = None
-    """JSON lines: {"prompt": text or messages, "chosen": text, "rejected": text}."""
-    task: str | None = None
-    """Generated pairs instead of data, right answers against careless ones: addition:N (digits),
-    reverse:N or counting:N (letters); reverse:5 if neither is given."""
+    data: str = "reverse:5"
+    """A file of {"prompt": text or messages, "chosen": text, "rejected": text}, or a task, right
+    answers against careless ones: addition:N (digits), reverse:N or counting:N (letters)."""
     task_pairs: int = 2048
     """Number of pairs to generate for the task."""
     steps: int = 40
     """Optimizer updates."""
-    pairs_per_step: int = 32
+    rows_per_step: int = 32
     """Pairs per update; a pair must fit in one micro-batch."""
     reference: str | None = None
     """Folder of the reference model; None is the starting policy."""
@@ -50,12 +49,6 @@ class Config:
     """Folder for config.json, metrics.jsonl, reference.safetensors, checkpoints/ and model/."""
     seed: int = 0
     """Seed for the pairs and their order."""
-    validation_data: str | None = None
-    """Pairs to validate on; without it, held-out ones of the task."""
-    validation_pairs: int = 256
-    """Validate on at most this many pairs."""
-    validate_every: int = 10
-    """Validate before training, every N updates, and at the end."""
     device: str = "auto"
     """auto, cpu or cuda."""
     tp: int = 1
@@ -63,15 +56,15 @@ class Config:
     chat: ChatOptions = ChatOptions()
     loss: DPOLoss = DPOLoss()
     training: TrainingOptions = TrainingOptions(warmup_steps=5)
+    evaluation: HeldOutOptions = HeldOutOptions(eval_every=10)
     checkpoints: CheckpointOptions = CheckpointOptions()
 
     def __post_init__(self):
         read_config(self.model)
-        data.check_source(self.data, self.task)
-        at_least(1, self, "steps", "pairs_per_step", "task_pairs", "tp")
-        at_least(1, self, "validation_pairs", "validate_every")
-        if self.data is not None:
-            unread_with("data", self, "task_pairs")
+        data.check_source(self.data)
+        at_least(1, self, "steps", "rows_per_step", "task_pairs", "tp")
+        if not tasks.is_task(self.data):
+            unread_with("a file in data", self, "task_pairs")
         if self.reference is not None:
             check_vocabulary(self.model, self.reference, "reference")
         if not self.checkpoints.resume:
@@ -84,7 +77,7 @@ SHOWN = {
     "loss/grad_norm": "grad", "loss/skipped_steps": "skipped", "time/step": "step s",
 }  # fmt: skip
 FIXED = (
-    "model", "task", "seed", "kind", "beta", "lora_rank", "lora_alpha", "lora_targets", "reference",
+    "model", "seed", "kind", "beta", "lora_rank", "lora_alpha", "lora_targets", "reference",
     "template_args",
 )  # fmt: skip
 
@@ -96,9 +89,7 @@ def main(cfg: Config) -> None:
     with Cluster(device_map, cfg.device, roles=roles, **configs) as cluster:
         cfg = choose_defaults(cfg, lr="preference")
         pairs = training_pairs(cfg)
-        held_out = data.PREFERENCES.validation(
-            cfg.validation_data, cfg.data, cfg.task, cfg.validation_pairs
-        )
+        held_out = data.PREFERENCES.held_out(cfg.data, cfg.evaluation)
         chat, budget = Chat(cfg.model, **cfg.chat.arguments), cfg.training.tokens_per_microbatch
         trainer = cluster.role(
             "train",
@@ -127,10 +118,10 @@ def main(cfg: Config) -> None:
         with saved.kept(run, cluster.stop_request()):
             for step in range(saved.step + 1, cfg.steps + 1):
                 start = time.perf_counter()
-                batch = packed(rows.take(cfg.pairs_per_step))
+                batch = packed(rows.take(cfg.rows_per_step))
                 metrics = trainer.step(split(batch))[0]
                 metrics["time/step"] = time.perf_counter() - start
-                if validation and run.is_due(step, cfg.validate_every):
+                if validation and run.is_due(step, cfg.evaluation.eval_every):
                     metrics |= validate(trainer, validation)
                 run.log(step, metrics)
                 saved.end_step(run, step, higher=metrics.get("eval/accuracy"))
@@ -140,9 +131,9 @@ def main(cfg: Config) -> None:
 
 
 def training_pairs(cfg: Config) -> list[data.Preference]:
-    if cfg.data is not None:
+    if not tasks.is_task(cfg.data):
         return data.read_preferences(cfg.data)
-    pairs = data.task_preferences(cfg.task or data.DEFAULT_TASK, seed=f"dpo-{cfg.seed}")
+    pairs = data.task_preferences(cfg.data, seed=f"dpo-{cfg.seed}")
     return list(islice(pairs, cfg.task_pairs))
 
 

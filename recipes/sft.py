@@ -1,6 +1,6 @@
 """Supervised fine-tuning: cross-entropy on the assistant's turns of packed dialogues.
 
-python recipes/sft.py --model models/tiny --task reverse:5
+python recipes/sft.py --model models/tiny --data reverse:5
 torchrun --nproc-per-node 4 recipes/sft.py --data dialogues.jsonl --run-dir runs/mine
 torchrun --nproc-per-node 2 recipes/sft.py --data dialogues.jsonl --run-dir runs/mine --resume
 """
@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from roll_lite import command, data
+from roll_lite import command, data, tasks
 from roll_lite.chat import Chat, ChatOptions
 from roll_lite.checks import at_least, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import split
+from roll_lite.data import HeldOutOptions
 from roll_lite.models.config import read_config
 from roll_lite.models.cost import SequenceCost
 from roll_lite.report.run import Run, default_folder, refuse_old_run
@@ -31,16 +32,14 @@ from roll_lite.train.trainer import Trainer
 class Config:
     model: str = "models/tiny"
     """Hugging Face folder to start from."""
-    data: str | None = None
-    """JSON lines: {"messages": [...]} or {"prompt": text or messages, "reply": text}."""
-    task: str | None = None
-    """Generated dialogues instead of data: addition:N (digits), reverse:N or counting:N (letters);
-    reverse:5 if neither is given."""
+    data: str = "reverse:5"
+    """A file of {"messages": [...]} or {"prompt": text or messages, "reply": text}, or a task:
+    addition:N (digits), reverse:N or counting:N (letters)."""
     careless: float = 0.0
     """Share of the task's dialogues whose reply is a careless mistake instead of the answer."""
     steps: int = 100
     """Optimizer updates."""
-    dialogues_per_step: int = 64
+    rows_per_step: int = 64
     """Dialogues per update."""
     run_dir: str = field(default_factory=partial(default_folder, "sft"))
     """Folder for config.json, metrics.jsonl, checkpoints/ and model/."""
@@ -50,12 +49,6 @@ class Config:
     """What to do with a dialogue that does not fit in a micro-batch or in the model."""
     weight_decay: float = 0.0
     """AdamW's weight decay."""
-    validation_data: str | None = None
-    """Dialogues for the validation loss; without it, held-out ones of the task."""
-    validation_dialogues: int = 256
-    """Validate on at most this many dialogues."""
-    validate_every: int = 50
-    """Compute the validation loss every N updates, and at the end."""
     device: str = "auto"
     """auto, cpu or cuda."""
     device_map: str | None = None
@@ -64,15 +57,15 @@ class Config:
     """Tensor-parallel ranks per model."""
     chat: ChatOptions = ChatOptions()
     training: TrainingOptions = TrainingOptions(warmup_steps=20)
+    evaluation: HeldOutOptions = HeldOutOptions(eval_every=50)
     checkpoints: CheckpointOptions = CheckpointOptions()
 
     def __post_init__(self):
         read_config(self.model)
-        data.check_source(self.data, self.task)
-        at_least(1, self, "steps", "dialogues_per_step", "tp")
-        at_least(1, self, "validation_dialogues", "validate_every")
+        data.check_source(self.data)
+        at_least(1, self, "steps", "rows_per_step", "tp")
         at_least(0, self, "weight_decay", "careless")
-        if self.data is not None:
+        if not tasks.is_task(self.data):
             unread_with("data", self, "careless")
         if self.device_map is not None:
             unread_with("device_map", self, "tp")
@@ -86,7 +79,7 @@ SHOWN = {
     "train/tokens_per_second": "tokens/s", "time/step": "step s",
 }  # fmt: skip
 FIXED = (
-    "model", "task", "seed", "careless", "template_args", "lora_rank", "lora_alpha", "lora_targets",
+    "model", "seed", "careless", "template_args", "lora_rank", "lora_alpha", "lora_targets",
 )  # fmt: skip
 
 
@@ -95,10 +88,8 @@ def main(cfg: Config) -> None:
     model_config = read_config(cfg.model)
     with Cluster(device_map, cfg.device, config=model_config, roles=["train"]) as cluster:
         cfg = choose_defaults(cfg, lr="sft")
-        rows = data.DIALOGUES.training(cfg.data, cfg.task, f"sft-{cfg.seed}", careless=cfg.careless)
-        held_out = data.DIALOGUES.validation(
-            cfg.validation_data, cfg.data, cfg.task, cfg.validation_dialogues
-        )
+        rows = data.DIALOGUES.training(cfg.data, f"sft-{cfg.seed}", careless=cfg.careless)
+        held_out = data.DIALOGUES.held_out(cfg.data, cfg.evaluation)
         chat = Chat(cfg.model, **cfg.chat.arguments)
         trainer = cluster.role(
             "train",
@@ -116,18 +107,18 @@ def main(cfg: Config) -> None:
         encode = partial(encode_rows, chat, model_config.max_positions, cfg)
         num_shards, cost = trainer.role.num_replicas, SequenceCost.of(model_config)
         validation, _ = encode(held_out)
-        if cfg.data is not None and cfg.too_long == "error":
+        if not tasks.is_task(cfg.data) and cfg.too_long == "error":
             encode(rows.rows)  # refuse a dialogue that does not fit now, not in mid-run
 
         budget = cfg.training.tokens_per_microbatch
         with saved.kept(run, cluster.stop_request()):
             for step in range(saved.step + 1, cfg.steps + 1):
                 start = time.perf_counter()
-                sequences, num_cut = encode(rows.take(cfg.dialogues_per_step))
+                sequences, num_cut = encode(rows.take(cfg.rows_per_step))
                 batch = pack(sequences, budget, num_shards=num_shards, cost=cost)
                 metrics = trainer.step(split(batch))[0] | {"data/truncated": num_cut}
                 metrics["time/step"] = time.perf_counter() - start
-                if validation and run.is_due(step, cfg.validate_every):
+                if validation and run.is_due(step, cfg.evaluation.eval_every):
                     batch = pack(validation, budget, num_shards=num_shards)
                     metrics["eval/loss"] = trainer.evaluate(split(batch))[0]["loss/loss"]
                 run.log(step, metrics)

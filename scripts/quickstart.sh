@@ -15,7 +15,7 @@ echo; echo "1. a tiny model: one million parameters, one token per character"
 python -m roll_lite.models.tiny "$out/tiny" --seed "$seed"
 
 echo; echo "2. warm-up: imitate a careless teacher, who forgets the last letter seven times in ten"
-python recipes/sft.py --model "$out/tiny" --task $task --seed "$seed" \
+python recipes/sft.py --model "$out/tiny" --data $task --seed "$seed" \
   --steps 140 --careless 0.7 --run-dir "$out/sft"
 
 echo; echo "3. reinforcement learning: sample, score, reinforce"

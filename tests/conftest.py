@@ -156,9 +156,9 @@ def imitator(small_folder, shared_folder):
 
     run_dir = shared_folder / "imitator"
     options = {
-        "model": str(small_folder), "task": "reverse:2", "careless": 0.7, "steps": 150,
-        "dialogues_per_step": 64, "warmup_steps": 5, "lr": 1e-2, "validate_every": 50,
-        "validation_dialogues": 64, "run_dir": str(run_dir),
+        "model": str(small_folder), "data": "reverse:2", "careless": 0.7, "steps": 150,
+        "rows_per_step": 64, "warmup_steps": 5, "lr": 1e-2, "eval_every": 50,
+        "eval_rows": 64, "run_dir": str(run_dir),
     }  # fmt: skip
     with (shared_folder / "imitator.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another worker makes it, or has made it

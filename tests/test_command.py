@@ -134,9 +134,9 @@ def test_the_wheel_holds_library_command_and_recipes(tiny_folder, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    run(target / "bin" / "roll-lite", "sft", "--model", tiny_folder, "--task", "reverse:2",
+    run(target / "bin" / "roll-lite", "sft", "--model", tiny_folder, "--data", "reverse:2",
         "--steps", "2", "--run-dir", "runs/sft", "--checkpoint-every", "2",
-        "--dialogues-per-step", "4", "--validation-dialogues", "4")  # fmt: skip
+        "--rows-per-step", "4", "--eval-rows", "4")  # fmt: skip
     assert (tmp_path / "runs/sft/model/model.safetensors").is_file()
     small = ["--model", "runs/sft/model", "--prompts-per-step", "2", "--steps", "1"]
     small += ["--eval-prompts", "4"]

@@ -159,21 +159,24 @@ def test_a_careless_answer_that_is_right_makes_no_pair():
 
 def test_validation_rows(tmp_path):
     path = str(write(tmp_path, *[{"prompt": f"q{i}", "reply": "a"} for i in range(9)]))
-    assert len(data.DIALOGUES.validation(path, None, "reverse:3", 5)) == 5
-    assert data.DIALOGUES.validation(None, path, None, 5) == []
-    held_out = data.DIALOGUES.validation(None, None, "reverse:2", 50)
-    trained = data.DIALOGUES.training(None, "reverse:2", seed=5).take(2000)
+    options = data.HeldOutOptions(eval_every=1, eval_data=path, eval_rows=5)
+    assert len(data.DIALOGUES.held_out("reverse:3", options)) == 5
+    assert data.DIALOGUES.held_out(path, data.HeldOutOptions(eval_every=1)) == []
+    assert data.DIALOGUES.held_out("reverse:2", data.HeldOutOptions(eval_every=0)) == []
+    options = data.HeldOutOptions(eval_every=1, eval_rows=50)
+    held_out = data.DIALOGUES.held_out("reverse:2", options)
+    trained = data.DIALOGUES.training("reverse:2", seed=5).take(2000)
     assert len(held_out) == 50
     questions = {row.messages[0]["content"] for row in trained}
     assert not questions & {row.messages[0]["content"] for row in held_out}
 
 
-def test_one_source_at_a_time():
-    data.check_source(None, None)
-    with pytest.raises(ValueError, match=r"data='x\.jsonl' and task='reverse:3' are both given"):
-        data.check_source("x.jsonl", "reverse:3")
-    with pytest.raises(ValueError, match="task='poetry:3'"):
-        data.check_source(None, "poetry:3")
+def test_a_source_is_a_file_or_a_task():
+    data.check_source("reverse:3")
+    with pytest.raises(ValueError, match=r"data='x\.jsonl' is neither a file nor a task"):
+        data.check_source("x.jsonl")
+    with pytest.raises(ValueError, match="task='reverse:x' is not known"):
+        data.check_source("reverse:x")
 
 
 @pytest.mark.parametrize(

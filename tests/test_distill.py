@@ -11,8 +11,8 @@ from roll_lite.options import from_flat
 from roll_lite.report.curve import read_metric
 
 SHORT = {
-    "task": "reverse:2", "steps": 16, "rows_per_step": 16, "lr": 5e-3, "warmup_steps": 2,
-    "validation_rows": 32, "validate_every": 16, "device": "cpu",
+    "data": "reverse:2", "steps": 16, "rows_per_step": 16, "lr": 5e-3, "warmup_steps": 2,
+    "eval_rows": 32, "eval_every": 16, "device": "cpu",
 }  # fmt: skip
 ON_POLICY = {
     "on_policy": True, "samples_per_prompt": 4, "max_tokens": 6, "lr": 2e-3, "steps": 16,
@@ -25,8 +25,8 @@ def teacher(small_folder, tmp_path_factory):
     """Its run folder. It knows the form of a reply and is unsure of the letters."""
     run_dir = tmp_path_factory.mktemp("teacher") / "run"
     cfg = from_flat(sft.Config, 
-        model=str(small_folder), task="reverse:2", careless=0.5, steps=40, dialogues_per_step=16,
-        warmup_steps=5, lr=5e-3, validation_dialogues=8, run_dir=str(run_dir),
+        model=str(small_folder), data="reverse:2", careless=0.5, steps=40, rows_per_step=16,
+        warmup_steps=5, lr=5e-3, eval_rows=8, run_dir=str(run_dir),
     )  # fmt: skip
     sft.main(cfg)
     return run_dir
@@ -75,7 +75,7 @@ def test_on_policy_the_students_own_samples_come_closer(small_folder, teacher, t
 
 @pytest.mark.parametrize("changes", [{}, ON_POLICY], ids=["off_policy", "on_policy"])
 def test_resumed_runs_are_the_same(small_folder, teacher, tmp_path, changes):
-    changes = changes | {"rows_per_step": 4, "validation_rows": 2, "steps": 4}
+    changes = changes | {"rows_per_step": 4, "eval_rows": 2, "steps": 4}
     whole = run(small_folder, teacher, tmp_path / "whole", **changes)
     parts = run(small_folder, teacher, tmp_path / "parts", **(changes | {"steps": 2}))
     run(small_folder, teacher, parts, **changes, resume=True)
@@ -86,7 +86,7 @@ def test_resumed_runs_are_the_same(small_folder, teacher, tmp_path, changes):
 @pytest.mark.parametrize("changes", [{}, ON_POLICY], ids=["off_policy", "on_policy"])
 def test_adapters_change_the_projections_that_are_named(teacher, small_folder, tmp_path, changes):
     """And the engine samples from the model that has them."""
-    short = {"rows_per_step": 4, "validation_rows": 2, "steps": 2}
+    short = {"rows_per_step": 4, "eval_rows": 2, "steps": 2}
     options = changes | short | {"lora_rank": 2, "lora_targets": ("down",), "lr": 0.05}
     run_dir = run(small_folder, teacher, tmp_path / "run", **options)
     before, after = (load_file(f / "model.safetensors") for f in (small_folder, run_dir / "model"))
@@ -99,8 +99,8 @@ def test_adapters_change_the_projections_that_are_named(teacher, small_folder, t
 @pytest.mark.slow
 def test_ranks_do_not_change_distillation(small_folder, teacher, tmp_path):
     """Also where student and teacher have different numbers of ranks."""
-    arguments = ["--model", small_folder, "--teacher", teacher / "model", "--task", "reverse:2"]
-    arguments += ["--steps", 3, "--rows-per-step", 5, "--validation-rows", 8]
+    arguments = ["--model", small_folder, "--teacher", teacher / "model", "--data", "reverse:2"]
+    arguments += ["--steps", 3, "--rows-per-step", 5, "--eval-rows", 8]
     run_recipe("distill", *arguments, "--run-dir", tmp_path / "one")
     for name, device_map in (("all", "train=all teacher=all"), ("some", "train=all teacher=1")):
         run_dir = tmp_path / name
@@ -114,7 +114,7 @@ def test_ranks_do_not_change_distillation(small_folder, teacher, tmp_path):
 @pytest.mark.slow
 def test_on_policy_over_ranks_gives_the_samples_of_one(small_folder, teacher, tmp_path):
     arguments = ["--model", small_folder, "--teacher", teacher / "model", "--on-policy"]
-    arguments += ["--steps", 2, "--rows-per-step", 4, "--validation-rows", 4]
+    arguments += ["--steps", 2, "--rows-per-step", 4, "--eval-rows", 4]
     run_recipe("distill", *arguments, "--run-dir", tmp_path / "one")
     split = "train=0 teacher=0 generate=1"
     for name, device_map in (("all", []), ("split", ["--device-map", split])):
@@ -128,7 +128,7 @@ def test_on_policy_over_ranks_gives_the_samples_of_one(small_folder, teacher, tm
 def test_distillation_as_a_user_runs_it(small_folder, teacher, tmp_path):
     printed = run_recipe(
         "distill", "--model", small_folder, "--teacher", teacher / "model", "--steps", 2,
-        "--rows-per-step", 4, "--validation-rows", 4, "--run-dir", tmp_path / "run",
+        "--rows-per-step", 4, "--eval-rows", 4, "--run-dir", tmp_path / "run",
     )  # fmt: skip
     assert "step 2  loss" in printed and "tokens/s" in printed and "validation KL" in printed
 

@@ -13,10 +13,10 @@ from roll_lite.options import from_flat
 from roll_lite.report.curve import read_metric
 
 SHORT = {
-    "task": "reverse:2", "task_pairs": 64, "steps": 8, "pairs_per_step": 16, "lr": 3e-3,
-    "validation_pairs": 32, "validate_every": 8, "device": "cpu",
+    "data": "reverse:2", "task_pairs": 64, "steps": 8, "rows_per_step": 16, "lr": 3e-3,
+    "eval_rows": 32, "eval_every": 8, "device": "cpu",
 }  # fmt: skip
-BRIEF = {"task_pairs": 16, "pairs_per_step": 4, "validation_pairs": 2}
+BRIEF = {"task_pairs": 16, "rows_per_step": 4, "eval_rows": 2}
 
 
 def run(imitator, run_dir, **changes):
@@ -97,8 +97,8 @@ def test_dpo_from_a_file_as_a_user_runs_it(imitator, tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     printed = run_recipe(
-        "dpo", "--model", imitator / "model", "--data", path, "--validation-data", path,
-        "--kind", "ipo", "--steps", 3, "--pairs-per-step", 4, "--run-dir", tmp_path / "run",
+        "dpo", "--model", imitator / "model", "--data", path, "--eval-data", path,
+        "--kind", "ipo", "--steps", 3, "--rows-per-step", 4, "--run-dir", tmp_path / "run",
     )  # fmt: skip
     assert "step 3  loss" in printed and "validation" in printed
     assert metric(tmp_path / "run", "loss/loss")[0] == pytest.approx(25.0)  # (0 - 1 / 0.2)^2
@@ -106,8 +106,8 @@ def test_dpo_from_a_file_as_a_user_runs_it(imitator, tmp_path):
 
 @pytest.mark.slow
 def test_ranks_do_not_change_dpo(imitator, tmp_path):
-    arguments = ["--model", imitator / "model", "--task", "reverse:2", "--task-pairs", 64]
-    arguments += ["--steps", 6, "--pairs-per-step", 5, "--validation-pairs", 9]
+    arguments = ["--model", imitator / "model", "--data", "reverse:2", "--task-pairs", 64]
+    arguments += ["--steps", 6, "--rows-per-step", 5, "--eval-rows", 9]
     for num_ranks in (1, 2):
         run_dir = tmp_path / str(num_ranks)
         run_recipe("dpo", *arguments, "--run-dir", run_dir, num_ranks=num_ranks)
@@ -126,7 +126,7 @@ def test_ranks_do_not_change_dpo(imitator, tmp_path):
             {"kind": "ipo", "label_smoothing": 0.1},
             "label_smoothing=0.1 is only read with kind='sigmoid'",
         ),
-        ({"task": None, "data": "x.jsonl"}, "task_pairs=64 is not read with data"),
+        ({"data": __file__}, "task_pairs=64 is not read with a file in data"),
         ({"reference": "no/such/folder"}, "no/such/folder"),
     ],
 )

@@ -98,7 +98,7 @@ def test_arguments_and_rows_that_the_template_refuses_are_named(recipe, loud_fol
 def test_the_quickstart_learns(tiny_folder, tmp_path):
     """The model and the task of scripts/quickstart.sh, in fewer steps of RL."""
     cfg = from_flat(sft.Config, 
-        model=str(tiny_folder), task="reverse:5", steps=140, careless=0.7, validate_every=70,
+        model=str(tiny_folder), data="reverse:5", steps=140, careless=0.7, eval_every=70,
         run_dir=str(tmp_path / "sft"),
     )  # fmt: skip
     sft.main(cfg)

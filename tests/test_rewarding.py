@@ -147,7 +147,7 @@ def judge_folder(tmp_path):
     ]
     cfg = from_flat(sft.Config, 
         model=str(folder), data=write_rows(tmp_path / "verdicts.jsonl", verdicts),
-        steps=100, dialogues_per_step=8, lr=1e-2, device="cpu", run_dir=str(tmp_path / "judge"),
+        steps=100, rows_per_step=8, lr=1e-2, device="cpu", run_dir=str(tmp_path / "judge"),
     )  # fmt: skip
     sft.main(cfg)
     return tmp_path / "judge" / "model"

@@ -15,8 +15,8 @@ from roll_lite.options import from_flat
 from roll_lite.report.curve import read_metric
 
 SHORT = {
-    "task": "reverse:2", "steps": 20, "dialogues_per_step": 4, "warmup_steps": 2,
-    "validation_dialogues": 8, "validate_every": 10, "device": "cpu",
+    "data": "reverse:2", "steps": 20, "rows_per_step": 4, "warmup_steps": 2,
+    "eval_rows": 8, "eval_every": 10, "device": "cpu",
 }  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def test_sft_learns_and_transformers_loads_the_result(imitator):
     """
     (_, first), *_, (_, last) = read_metric(imitator, "eval/loss")
     assert last < first < 3.5 and last < 1.2
-    assert json.loads((imitator / "config.json").read_text())["task"] == "reverse:2"
+    assert json.loads((imitator / "config.json").read_text())["data"] == "reverse:2"
     reference = AutoModelForCausalLM.from_pretrained(imitator / "model", dtype=torch.float32)
     model = load_model(imitator / "model")
     ids = torch.arange(3, 40)
@@ -157,13 +157,13 @@ def test_a_file_with_a_dialogue_that_is_too_long(small_folder, tmp_path):
     rows = [{"prompt": "word", "reply": "b" * 4 * n} for n in range(1, 5)]
     path = write_rows(tmp_path / "rows.jsonl", *rows)
     values = options(
-        small_folder, tmp_path / "run", task=None, data=str(path), steps=2, tokens_per_microbatch=18
+        small_folder, tmp_path / "run", data=str(path), steps=2, tokens_per_microbatch=18
     )
     with pytest.raises(
         ValueError, match=r"rows\.jsonl line 3 has \d+ tokens.*allow 19; .*too_long"
     ):
         run_here(values | {"run_dir": str(tmp_path / "refused")})
-    run_here(values | {"too_long": "truncate", "validation_data": str(path)})
+    run_here(values | {"too_long": "truncate", "eval_data": str(path)})
     assert [count for _, count in read_metric(tmp_path / "run", "data/truncated")] == [2, 2]
     assert len(read_metric(tmp_path / "run", "eval/loss")) == 1
 
@@ -186,14 +186,14 @@ def test_a_bad_row_is_named_and_nothing_is_left(small_folder, tmp_path):
     with pytest.raises(
         ValueError, match=r"rows\.jsonl line 2: no field 'reply'; a dialogue row has"
     ):
-        run_here(options(small_folder, tmp_path / "run", task=None, data=str(path)))
+        run_here(options(small_folder, tmp_path / "run", data=str(path)))
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": "x.jsonl"}, r"data='x\.jsonl' and task='reverse:2' are both given"),
+        ({"data": "x.jsonl"}, r"data='x\.jsonl' is neither a file nor a task"),
         ({"lora_alpha": 8.0}, r"lora_alpha=8\.0 is not read with lora_rank=0; leave it at 32\.0"),
         ({"device_map": "train=0", "tp": 2}, "tp=2 is not read with device_map"),
         ({"keep_last": 0}, "keep_last=0 must be at least 1"),

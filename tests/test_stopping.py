@@ -210,3 +210,22 @@ def worker_pid(parent):
         except OSError:  # it has ended
             continue
     raise AssertionError("no rank 1")
+
+
+def test_old_names_of_options_are_understood(command, small_folder, tmp_path):
+    """On the command line with a note, and in the config.json of an older run."""
+    old = {
+        "model": small_folder, "task": "reverse:2", "steps": 2, "dialogues-per-step": 4,
+        "validation-dialogues": 8, "validate-every": 1, "device": "cpu", "run-dir": tmp_path / "a",
+    }  # fmt: skip
+    code, text = command(SFT, *[part for n, v in old.items() for part in (f"--{n}", v)])
+    assert code == 0 and "note: --dialogues-per-step is called --rows-per-step now\n" in text
+    written = read_options(tmp_path / "a" / "config.json")
+    assert (written["data"], written["rows_per_step"], written["eval_every"]) == ("reverse:2", 4, 1)
+    names = {"data": "task", "rows_per_step": "dialogues_per_step", "eval_rows": "validation_rows"}
+    older = {names.get(name, name): value for name, value in written.items()} | {"data": None}
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    code, _ = command(SFT, "--config", tmp_path / "older.json", "--run-dir", tmp_path / "b")
+    assert code == 0
+    again = read_options(tmp_path / "b" / "config.json")
+    assert again == written | {"run_dir": str(tmp_path / "b")}

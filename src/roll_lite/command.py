@@ -26,6 +26,17 @@ from roll_lite.stopping import Ended, Stopped
 T = TypeVar("T")
 ALSO = """Also: --resume RUN_DIR continues a run with its own options; --config FILE starts with
 the options of a config.json (options given beside them win); --debug prints tracebacks."""
+RENAMED = {
+    "task": "data",
+    "validation_data": "eval_data",
+    "validate_every": "eval_every",
+    "validation_dialogues": "eval_rows",
+    "validation_pairs": "eval_rows",
+    "validation_rows": "eval_rows",
+    "dialogues_per_step": "rows_per_step",
+    "pairs_per_step": "rows_per_step",
+}
+"""Options by names of earlier versions, which are still understood."""
 USER_ERROR = 2
 """Exit code where the user has to change something."""
 
@@ -54,14 +65,14 @@ def run(main: Callable[[T], Any], config: type[T], doc: str, fixed: Iterable[str
 
 def parse(config: type[T], doc: str, args: Sequence[str], fixed: Iterable[str] = ()) -> T:
     """The options on the command line, over those of --resume or --config."""
-    args, file = _take(list(args), "--config", required=True)
+    args, file = _take(_renamed(args), "--config", required=True)
     rest, folder = _take(args, "--resume")
     folder = folder or _run_dir(rest) if rest != args else None
     given: dict[str, Any] = {}
     if file is not None:
-        given = {n: v for n, v in read_options(file).items() if n not in ("run_dir", "resume")}
+        given = {n: v for n, v in _read(file).items() if n not in ("run_dir", "resume")}
     elif folder is not None and (Path(folder) / "config.json").exists():
-        given = read_options(Path(folder) / "config.json") | {"run_dir": folder, "resume": True}
+        given = _read(Path(folder) / "config.json") | {"run_dir": folder, "resume": True}
         args = rest
     elif folder is not None and _run_dir(rest) is None:
         raise ValueError(f"--resume {folder}: there is no {folder}/config.json; name a run folder")
@@ -83,6 +94,29 @@ def _parse(config: type[T], doc: str, args: Sequence[str], default: T | None) ->
         return parse()
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
         return parse()
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    """The options of a config.json, by today's names; without what was not set."""
+    options = read_options(path)
+    known = {name: value for name, value in options.items() if name not in RENAMED}
+    old = {RENAMED[n]: v for n, v in options.items() if n in RENAMED and v is not None}
+    return known | old
+
+
+def _renamed(args: Sequence[str]) -> list[str]:
+    """The arguments with today's names; prints a note for each old one."""
+    found = []
+    for arg in args:
+        flag, equals, value = arg.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and name in RENAMED:
+            new = "--" + RENAMED[name].replace("_", "-")
+            if _is_first_rank():
+                print(f"note: {flag} is called {new} now", file=sys.stderr)
+            flag = new
+        found.append(flag + equals + value)
+    return found
 
 
 def _show_changes(before: dict[str, Any], cfg: Any, fixed: Iterable[str]) -> None:

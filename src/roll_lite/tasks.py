@@ -65,6 +65,12 @@ TASKS: dict[str, Callable[[Random, int], Example]] = {
 LARGEST = {"instructions": MAX_CONSTRAINTS}
 
 
+def is_task(source: str) -> bool:
+    """Whether a source of data has the form of a task; write ./addition:2 for such a file."""
+    kind, colon, _ = source.partition(":")
+    return bool(colon) and kind in TASKS
+
+
 def parse_task(task: str) -> tuple[str, int]:
     """`kind:size` -> (kind, size); raises ValueError for an unknown task."""
     kind, _, size = task.partition(":")

@@ -21,11 +21,11 @@ from roll_lite.data.rows import (
     read_rows,
 )
 from roll_lite.data.sources import (
-    DEFAULT_TASK,
     DIALOGUES,
     PREFERENCES,
     PROMPTS,
     Endless,
+    HeldOutOptions,
     Shuffled,
     check_source,
     fixed_options,

@@ -29,8 +29,7 @@ class Entry(NamedTuple):
 
     @property
     def is_task(self) -> bool:
-        kind, colon, _ = self.source.partition(":")
-        return bool(colon) and kind in tasks.TASKS
+        return tasks.is_task(self.source)
 
 
 def parse_mixture(entries: Sequence[str]) -> tuple[Entry, ...]:

@@ -10,6 +10,7 @@ from random import Random
 from typing import Any, Generic, TypeVar
 
 from roll_lite import tasks
+from roll_lite.checks import at_least, unread_with
 from roll_lite.data.rows import (
     Dialogue,
     Preference,
@@ -20,7 +21,6 @@ from roll_lite.data.rows import (
 from roll_lite.options import flatten
 
 T = TypeVar("T")
-DEFAULT_TASK = "reverse:5"
 
 
 class Positioned:
@@ -71,12 +71,11 @@ class Endless(Positioned, Generic[T]):
 
 
 def fixed_options(config: Any, *names: str) -> dict[str, Any]:
-    """Options that a resumed run must not change: a digest of the file `data`, and these names."""
-    values = flatten(config)
-    options = {name: values[name] for name in ("data", *names)}
-    if config.data is not None:
-        options["data"] = digest(config.data)
-    return options
+    """Options that a resumed run must not change: the data, a file by its content, and these."""
+    source, values = config.data, flatten(config)
+    is_task = tasks.is_task(source)
+    data = {"data": None, "task": source} if is_task else {"data": digest(source), "task": None}
+    return data | {name: values[name] for name in names}
 
 
 def digest(path: str | Path) -> str:
@@ -84,11 +83,13 @@ def digest(path: str | Path) -> str:
     return hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
 
 
-def check_source(data: str | None, task: str | None) -> None:
-    """Raise ValueError for two sources at once or an unknown task."""
-    if data is not None and task is not None:
-        raise ValueError(f"data={data!r} and task={task!r} are both given; give one of them")
-    tasks.parse_task(task or DEFAULT_TASK)
+def check_source(source: str) -> None:
+    """Raise ValueError for a source that is neither a file nor a task."""
+    if tasks.is_task(source):
+        tasks.parse_task(source)
+    elif not Path(source).is_file():
+        known = ", ".join(f"{name}:N" for name in tasks.TASKS)
+        raise ValueError(f"data={source!r} is neither a file nor a task; tasks are {known}")
 
 
 def task_dialogues(
@@ -121,23 +122,41 @@ class Source(Generic[T]):
     read: Callable[[str], list[T]]
     draw: Callable[..., Iterator[T]]
 
-    def training(
-        self, data: str | None, task: str | None, seed: int | str, **options: Any
-    ) -> Shuffled[T] | Endless[T]:
-        """Endless rows of the file or the task; `options` are the task's."""
-        if data is not None:
-            return Shuffled(self.read(data), seed=seed)
-        return Endless(partial(self.draw, task or DEFAULT_TASK, seed=seed, **options))
+    def training(self, source: str, seed: int | str, **options: Any) -> Shuffled[T] | Endless[T]:
+        """Endless rows of a file or a task; `options` are the task's."""
+        if tasks.is_task(source):
+            return Endless(partial(self.draw, source, seed=seed, **options))
+        return Shuffled(self.read(source), seed=seed)
 
-    def validation(
-        self, path: str | None, data: str | None, task: str | None, count: int
-    ) -> list[T]:
-        """Rows of a file, or held-out rows of the training task, the same for every seed."""
-        if path is not None:
-            return self.read(path)[:count]
-        if data is not None:
+    def held_out(self, source: str, options: "HeldOutOptions") -> list[T]:
+        """Rows to evaluate on: of a file, or held-out ones of the training task, whatever the
+        seed."""
+        source = options.eval_data or (source if tasks.is_task(source) else "")
+        if not source or options.eval_every == 0:
             return []
-        return list(islice(self.draw(task or DEFAULT_TASK, seed=0, split="held_out"), count))
+        if not tasks.is_task(source):
+            return self.read(source)[: options.eval_rows]
+        return list(islice(self.draw(source, seed=0, split="held_out"), options.eval_rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutOptions:
+    """Evaluation on held-out rows during training."""
+
+    eval_every: int
+    """Steps between evaluations; there is also one at the end. 0 is never."""
+    eval_data: str | None = None
+    """File or task to evaluate on; None is held-out rows of the task in data."""
+    eval_rows: int = 256
+    """Most rows to evaluate on."""
+
+    def __post_init__(self):
+        at_least(0, self, "eval_every")
+        at_least(1, self, "eval_rows")
+        if self.eval_data is not None:
+            check_source(self.eval_data)
+        if self.eval_every == 0:
+            unread_with("eval_every=0", self, "eval_data", "eval_rows")
 
 
 DIALOGUES = Source(read_dialogues, task_dialogues)
