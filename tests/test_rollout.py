@@ -1,6 +1,7 @@
 """Samples through a real engine: lives, groups, failures, several turns."""
 
 import asyncio
+import json
 import time
 from types import SimpleNamespace
 
@@ -10,12 +11,14 @@ from roll_lite.chat import Chat
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.engine.service import EngineService
 from roll_lite.envs.question import question_maker
+from roll_lite.report.run import Run
 from roll_lite.rollout import event_loop
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.event_loop import PumpedLoop, Signal
 from roll_lite.rollout.groups import drop_failed
 from roll_lite.rollout.metrics import describe_groups, pass_rates
 from roll_lite.rollout.options import RolloutOptions
+from roll_lite.rollout.record import read_group, write_group
 from roll_lite.rollout.sample import derive_seed
 from roll_lite.tasks import prompts
 from roll_lite.types import Group, Sample, SamplingParams, Score
@@ -299,6 +302,22 @@ def test_several_turns_never_retokenise(engine, chat):
         assert sample.token_ids == second.prompt_ids + second.token_ids
         assert sum(sample.loss_mask) == len(first.token_ids) + len(second.token_ids)
         assert sample.score.value == 1.0
+
+
+def test_several_turns_have_a_transcript(engine, chat, tmp_path):
+    rollout = rollout_of(engine, chat, lambda prompt: Echo())
+    groups = rollout.answer(some_prompts(1), num_samples=2, params=params(chat))
+    run = Run(tmp_path / "run", RolloutOptions(), num_steps=1, shown={})
+    run.write_rollouts(1, groups)
+    lines = (tmp_path / "run" / "rollouts" / "step_00001.jsonl").read_text().splitlines()
+    for line, sample in zip(map(json.loads, lines), groups[0].samples, strict=True):
+        first, second = (chat.decode(turn.token_ids) for turn in sample.turns)
+        roles = [message["role"] for message in line["transcript"]]
+        assert roles == ["user", "assistant", "user", "assistant"]
+        said = [message["content"] for message in line["transcript"]]
+        assert (said[1], said[3]) == (first, second) and line["reply"] == second
+    again = read_group(json.loads(json.dumps(write_group(groups[0]))))
+    assert [s.transcript for s in again.samples] == [s.transcript for s in groups[0].samples]
 
 
 def test_seeds_depend_on_every_part():

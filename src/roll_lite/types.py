@@ -134,7 +134,10 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     """Behaviour logprobs; 0 where loss_mask is False."""
     turns: list[Turn] = field(default_factory=list)
+    transcript: list[Message] = field(default_factory=list)
+    """The conversation as text, for people; tokens are never made from it."""
     reply: str = ""
+    """The text of the last turn."""
     score: Score | None = None
     error: str | None = None
     """Why the sample failed: the traceback of its reward or environment."""

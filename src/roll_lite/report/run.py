@@ -216,6 +216,7 @@ def _history(sample: Sample) -> dict[str, Any]:
         "domain": sample.prompt.domain,
         "messages": sample.prompt.messages,
         "reply": sample.reply,
+        **_transcript(sample),
         "reward": sample.score.value if sample.score else None,
         "tokens": sum(sample.loss_mask),
         "events": sample.events,
@@ -232,6 +233,7 @@ def _text(sample: Sample) -> dict[str, Any]:
         "state": sample.state,
         "messages": sample.prompt.messages,
         "reply": sample.reply,
+        **_transcript(sample),
         "ground_truth": sample.prompt.ground_truth,
         "tests": sample.prompt.tests,
         "extra": sample.prompt.extra,
@@ -239,6 +241,11 @@ def _text(sample: Sample) -> dict[str, Any]:
         "parts": sample.score.parts if sample.score else {},
         "error": sample.error,
     }
+
+
+def _transcript(sample: Sample) -> dict[str, Any]:
+    """The whole conversation, where it has several turns."""
+    return {"transcript": sample.transcript} if len(sample.turns) > 1 else {}
 
 
 def _tokens(sample: Sample) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def _write_sample(sample: Sample) -> dict[str, Any]:
             [len(turn.prompt_ids), len(turn.token_ids), turn.finish_reason, turn.versions]
             for turn in sample.turns
         ],
+        "transcript": sample.transcript,
         "reply": sample.reply,
         "score": [sample.score.value, sample.score.parts] if sample.score else None,
         "error": sample.error,
@@ -54,6 +55,7 @@ def _read_sample(record: dict[str, Any], prompt: Prompt) -> Sample:
     sample = Sample(
         prompt=prompt,
         index=record["index"],
+        transcript=record.get("transcript", []),
         reply=record["reply"],
         score=None if value is None else Score(value=value, parts=parts),
         error=record["error"],

@@ -207,11 +207,13 @@ class Episode:
         messages, _ = env.reset(self._group.seed)
         token_ids = chat.encode(messages)
         while True:
+            sample.transcript += messages
             turn = await self._group.generate(self, token_ids)
             sample.add_turn(turn)
             if turn.finish_reason == "error":
                 raise ArithmeticError("the model gave logits that are not finite")
             sample.reply = chat.decode(turn.token_ids)
+            sample.transcript.append({"role": "assistant", "content": sample.reply})
             self._runner.enter(sample, getattr(env, "step_state", "stepping"))
             env.finish_reason = turn.finish_reason
             messages, reward, is_over, info = await self._step(env)
