@@ -22,7 +22,7 @@ from roll_lite.workers.pool import RewardWorkers
 @dataclass(kw_only=True)
 class Config:
     programs: int = 200
-    """Trivial programs per run, over all sandboxes."""
+    """Trivial programs per run, over all sandboxes; also tests and inputs of one program."""
     sandboxes: int = 2
     """Programs that run at the same time."""
     isolation: str = "full"
@@ -45,6 +45,18 @@ def run_all(sandboxes: list[Sandbox], num_programs: int, tests: str = "") -> Non
         list(threads.map(run, range(len(sandboxes))))
 
 
+def run_tests(sandbox: Sandbox, num_tests: int) -> None:
+    tests = [f"assert f({number}) == {number**2}" for number in range(num_tests)]
+    outcomes = sandbox.run_repeatedly("def f(x): return x * x", tests=tests)
+    assert [outcome.kind for outcome in outcomes] == ["ok"] * num_tests
+
+
+def run_inputs(sandbox: Sandbox, num_inputs: int) -> None:
+    inputs = [f"{number}\n" for number in range(num_inputs)]
+    outcomes = sandbox.run_repeatedly("print(input())", inputs=inputs)
+    assert [outcome.stdout for outcome in outcomes] == inputs
+
+
 async def score_all(workers: RewardWorkers, num_calls: int) -> None:
     prompt = Prompt(id="p", messages=(), domain="math", ground_truth="4")
     scores = await asyncio.gather(*(workers.score(prompt, "2 + 2 = 4") for _ in range(num_calls)))
@@ -59,6 +71,10 @@ def main(cfg: Config) -> dict[str, float]:
     results["programs_per_second"] = cfg.programs / taken
     taken = median_seconds(lambda: run_all(sandboxes, cfg.programs, "assert x >= 0"), cfg.repeats)
     results["tested_programs_per_second"] = cfg.programs / taken
+    taken = median_seconds(lambda: run_tests(sandboxes[0], cfg.programs), cfg.repeats)
+    results["tests_per_second"] = cfg.programs / taken
+    taken = median_seconds(lambda: run_inputs(sandboxes[0], cfg.programs), cfg.repeats)
+    results["inputs_per_second"] = cfg.programs / taken
     for sandbox in sandboxes:
         sandbox.close()
     start = time.perf_counter()

@@ -19,7 +19,7 @@ from roll_lite.types import Prompt
 from roll_lite.workers.failures import RewardTimeout
 from roll_lite.workers.pool import RewardWorkers
 
-HUMANEVAL = os.environ.get("ROLL_LITE_HUMANEVAL")
+HUMANEVAL, MBPP = os.environ.get("ROLL_LITE_HUMANEVAL"), os.environ.get("ROLL_LITE_MBPP")
 
 PROBLEMS = {  # name: (a right program, a wrong one, tests)
     "square": ("def f(x): return x * x", "def f(x): return x + x", "assert f(3) == 9"),
@@ -447,15 +447,13 @@ def holds(source: str, tests: str) -> bool:
     return True
 
 
-def humaneval_rows():
-    if HUMANEVAL is None:
-        return []
-    return [json.loads(line) for line in Path(HUMANEVAL).read_text().splitlines()]
+def rows_of(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 @pytest.mark.skipif(HUMANEVAL is None, reason="ROLL_LITE_HUMANEVAL does not name HumanEval.jsonl")
 def test_humaneval(judge):
-    rows = humaneval_rows()
+    rows = rows_of(HUMANEVAL)
     assert len(rows) == 164
     wrong = []
     for row in rows:
@@ -465,6 +463,27 @@ def test_humaneval(judge):
         assert holds(source, tests) and not holds(mutant, tests), row["task_id"]
         prompt = make_prompt(tests, id=row["task_id"])
         values = [judge(prompt, reply(text)).value for text in (source, mutant)]
+        if values != [1, 0]:
+            wrong.append((row["task_id"], values))
+    assert wrong == []
+
+
+class ReturnNothing(ast.NodeTransformer):
+    def visit_Return(self, node):
+        return ast.Return(ast.Constant(None))
+
+
+@pytest.mark.skipif(MBPP is None, reason="ROLL_LITE_MBPP does not name mbpp.jsonl")
+def test_mbpp(judge):
+    """With more time than usual: task 123 adds up divisors for seconds."""
+    judge = partial(judge, seconds=60.0, limits=Limits(seconds=30.0))
+    rows, wrong = rows_of(MBPP), []
+    assert len(rows) == 974
+    for row in rows:
+        mutant = ast.fix_missing_locations(ReturnNothing().visit(ast.parse(row["code"])))
+        tests = [f"{row['test_setup_code']}\n{test}" for test in row["test_list"]]
+        prompt = make_prompt(*tests, id=str(row["task_id"]))
+        values = [judge(prompt, reply(text)).value for text in (row["code"], ast.unparse(mutant))]
         if values != [1, 0]:
             wrong.append((row["task_id"], values))
     assert wrong == []

@@ -247,6 +247,19 @@ def test_deceivers_fail(sandbox, name):
         assert sandbox.run(DECEIVERS[name], tests=tests).kind != "ok", tests
 
 
+@pytest.mark.parametrize("path", ["__path__", "__spec__", "__loader__"])
+def test_a_program_is_no_package(sandbox, path):
+    """Its files would be imported into the tests' process."""
+    program = f"""
+        import os
+        with open("f.py", "w") as file:
+            file.write("from unittest.mock import ANY\\ndef f(x): return ANY\\nf.f = f")
+        {path} = [os.getcwd()]
+    """
+    for tests in ("from solution import f\nf.f(2)", "import solution.f\nsolution.f.f(2)"):
+        assert sandbox.run(dedent(program), tests=tests).kind == "error"
+
+
 def test_the_honest_program_passes(sandbox):
     for tests in EXPECTATIONS:
         assert sandbox.run("def f(x): return x * x", tests=tests).kind == "ok"

@@ -56,7 +56,7 @@ def test_every_domain_has_its_share_and_its_parts(tiny_folder, tmp_path):
     for row in run(tiny_folder, tmp_path / "run", data=data, eval_prompts=2):
         shares = {d: row[f"rollout/{d}/share"] for d in ("math", "code", "instructions")}
         assert shares == {"math": 0.5, "code": 0.25, "instructions": 0.25}
-        assert {"reward/math/boxed", "reward/code/no_code_block", "reward/errors"} <= set(row)
+        assert {"reward/math/boxed", "reward/code/unreadable", "reward/errors"} <= set(row)
         assert any(name.startswith("reward/instructions/") for name in row)
         assert row["reward/calls"] >= 16 and row["reward/errors"] == 0
     sampled = [s["domain"] for s in samples_of(tmp_path / "run", 3)]

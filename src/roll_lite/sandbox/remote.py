@@ -308,6 +308,8 @@ class ProgramModule(ModuleType):
         self._link = link
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # with a __path__, tests would import the program's files
+            raise AttributeError(name)
         try:
             return self._link.request("name", name)
         except KeyError:
