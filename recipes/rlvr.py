@@ -20,15 +20,12 @@ from roll_lite import command, data
 from roll_lite.chat import Chat, ChatOptions
 from roll_lite.checks import above, at_least, read_only_if, unread_with
 from roll_lite.cluster.cluster import Cluster
-from roll_lite.cluster.groups import device_bytes
-from roll_lite.cluster.plan_report import render
-from roll_lite.cluster.planner import BatchPlan, Plan
 from roll_lite.cluster.role import RoleHandle, split
-from roll_lite.cluster.speed import Machine
 from roll_lite.engine.service import EngineService
 from roll_lite.models.config import read_config
 from roll_lite.models.cost import SequenceCost, kv_bytes_per_token
 from roll_lite.options import flatten, unique_options
+from roll_lite.planning import print_plan
 from roll_lite.progress import StepTimer
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rewarding import RewardOptions, Rewards
@@ -173,7 +170,7 @@ class Config:
 
     @property
     def longest_sample(self) -> int:
-        """Tokens of a sample that fits the model and a micro-batch."""
+        """Tokens that fit the model and a micro-batch; the cache must hold them too."""
         positions = read_config(self.model).max_positions
         return min(positions, self.training.tokens_per_microbatch)
 
@@ -255,16 +252,20 @@ FIXED = "model", "seed", "template_args", "lora_rank", "lora_alpha", "lora_targe
 def main(cfg: Config) -> list[float]:
     """Returns the held-out pass rates, the first from before training or from where it resumed."""
     if cfg.plan:
-        planned, machine = make_plan(cfg)
-        print(render(planned, machine))
-        sys.exit(0 if planned.fits else 1)
+        cfg = choose_defaults(cfg, **cfg.default_kinds)
+        prompts, chat = data.Mixture(cfg.data, seed=0), Chat(cfg.model, **cfg.chat.arguments)
+        sys.exit(print_plan(cfg, [len(chat.encode(next(prompts).messages)) for _ in range(64)]))
     with Cluster(cfg.device_map, cfg.device, **cfg.cluster_options) as cluster:
         cfg = choose_defaults(cfg, **cfg.default_kinds)
         chat = Chat(cfg.model, **cfg.chat.arguments)
-        fitting, share = prompt_limit(cfg, cluster, chat), cfg.evaluation.eval_share
-        prompts = data.Mixture(
-            cfg.data, seed=f"rlvr-{cfg.seed}", held_out_share=share, fitting=fitting
+        fitting = data.PromptLimit(
+            count=lambda prompt: len(chat.encode(prompt.messages)),
+            longest_sample=min(cfg.longest_sample, cache_tokens(cfg, cluster)),
+            reply_tokens=cfg.lengths.max_tokens,
+            policy=cfg.lengths.long_prompts,
         )
+        share, seed = cfg.evaluation.eval_share, f"rlvr-{cfg.seed}"
+        prompts = data.Mixture(cfg.data, seed=seed, held_out_share=share, fitting=fitting)
         held_out = fitting(cfg.evaluation.prompts(cfg.data))
         if not held_out and cfg.evaluation.eval_every:
             print("no evaluation: files hold nothing out; name --eval-share or --eval-data")
@@ -293,22 +294,10 @@ def main(cfg: Config) -> list[float]:
     return evaluation.rates
 
 
-def prompt_limit(cfg: Config, cluster: Cluster, chat: Chat) -> data.PromptLimit:
-    """Prompt and reply have to fit the model, a micro-batch and the cache."""
-    config = read_config(cfg.model)
-    per_token = kv_bytes_per_token(config, cluster.device_map["generate"].tp, width=2)
-    cache = int(cfg.kv_cache_gib * 2**30 / per_token)
-    reason = (
-        f"The model has {config.max_positions:,} positions, and tokens_per_microbatch="
-        f"{cfg.training.tokens_per_microbatch} and a cache of {cache:,} tokens must hold a sample "
-        f"too; lower max_tokens={cfg.lengths.max_tokens}, or raise what is too small"
-    )
-    return data.PromptLimit(
-        max_tokens=min(cfg.longest_sample, cache) - cfg.lengths.max_tokens,
-        reason=reason,
-        policy=cfg.lengths.long_prompts,
-        count=lambda prompt: len(chat.encode(prompt.messages)),
-    )
+def cache_tokens(cfg: Config, cluster: Cluster) -> int:
+    """Tokens that the KV cache of a replica holds, in 16 bits."""
+    tp = cluster.device_map["generate"].tp
+    return int(cfg.kv_cache_gib * 2**30 / kv_bytes_per_token(read_config(cfg.model), tp, width=2))
 
 
 def train(
@@ -452,37 +441,6 @@ def update(
             policy_updates.append(update_once(models.policy, done, part, **options))
     of_critic = critic_metrics(combine(critic_updates)) if critic_updates else {}
     return combine(policy_updates) | of_critic
-
-
-def make_plan(cfg: Config) -> tuple[Plan, Machine | None]:
-    """Memory and work of a step, computed without starting anything."""
-    cfg = choose_defaults(cfg, **cfg.default_kinds)
-    chat, training = Chat(cfg.model, **cfg.chat.arguments), cfg.training
-    prompts = data.Mixture(cfg.data, seed=0)
-    is_own_reference = cfg.kl.kl_coef > 0 and not cfg.loads_reference
-    batch = BatchPlan(
-        prompts_per_step=cfg.rollout.prompts_per_step,
-        samples_per_prompt=cfg.rollout.samples_per_prompt,
-        prompt_tokens=max(len(chat.encode(next(prompts).messages)) for _ in range(64)),
-        reply_tokens=cfg.lengths.max_tokens,
-        tokens_per_microbatch=training.tokens_per_microbatch,
-        updates_per_step=cfg.updates_per_step,
-        epochs=cfg.epochs,
-        policy_scores=is_own_reference + (cfg.policy_loss.denominator == "old"),
-        max_staleness=cfg.rollout.max_staleness,
-        kv_cache_gib=cfg.kv_cache_gib,
-        judge_cache_gib=cfg.scoring.judge_cache_gib,
-        engines_sleep=cfg.engines_sleep,
-        checkpointing=training.checkpointing,
-        moments=training.moments,
-        lora_rank=training.lora_rank,
-        lora_targets=training.lora_targets,
-    )
-    options = cfg.cluster_options
-    options["auto_options"]["must_fit"] = False
-    cluster = Cluster(cfg.device_map, cfg.device, **options)  # not entered
-    sizes = cluster.device_map, batch, device_bytes(cluster.device), options["role_configs"]
-    return Plan(options["config"], *sizes), cluster.machine
 
 
 if __name__ == "__main__":

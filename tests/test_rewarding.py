@@ -14,8 +14,10 @@ from test_rlvr import samples_of, steps_of
 from roll_lite.cluster.plan_report import render
 from roll_lite.cluster.rendezvous import Launch
 from roll_lite.options import from_flat
+from roll_lite.planning import make_plan
 from roll_lite.rewards.judge import judge_messages
 from roll_lite.tasks import prompts
+from roll_lite.train.defaults import choose_defaults
 from roll_lite.types import Prompt
 from roll_lite.workers.failures import RewardsBroken
 
@@ -127,7 +129,7 @@ def test_the_ranks_of_a_judge_are_checked_against_its_own_model(tiny_folder, tmp
         cfg = from_flat(
             rlvr.Config, model=str(tiny_folder), run_dir=str(tmp_path / "run"), **changes
         )
-        return render(*rlvr.make_plan(cfg))
+        return render(*make_plan(choose_defaults(cfg, **cfg.default_kinds), 20))
 
     for role, more in (("judge", {}), ("reference", {"kl_coef": 0.1})):
         device_map = f"train=all generate=all {role}=all,tp=2"

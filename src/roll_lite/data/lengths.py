@@ -13,14 +13,19 @@ TEMPLATE_TOKENS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLimit:
-    """Prompts with at most `max_tokens` tokens; longer ones are refused or dropped."""
+    """Refuses or drops prompts that leave no room for a reply of `reply_tokens`."""
 
-    max_tokens: int
-    reason: str
-    """Where the limit comes from, and what to change."""
-    policy: Literal["error", "drop"]
     count: Callable[[Prompt], int]
     """Tokens of a prompt."""
+    longest_sample: int
+    """Tokens of a prompt and its reply."""
+    reply_tokens: int
+    policy: Literal["error", "drop"]
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a prompt."""
+        return self.longest_sample - self.reply_tokens
 
     def __call__(self, prompts: list[Prompt]) -> list[Prompt]:
         """Those that fit, in order."""
@@ -35,15 +40,23 @@ class PromptLimit:
         )
         if self.policy == "error" or not kept:
             drop = "; or drop them with long_prompts=drop" if kept else ""
-            raise ValueError(f"{problem}. {self.reason}{drop}")
+            raise ValueError(
+                f"{problem}. A sample has at most {self.longest_sample:,} tokens, the least of the "
+                "model's positions, tokens_per_microbatch and what kv_cache_gib holds; raise it, "
+                f"or lower max_tokens={self.reply_tokens}{drop}"
+            )
         print(f"dropped: {problem}", flush=True)
         return kept
 
     def _tokens(self, prompt: Prompt) -> int:
         """Not counted where the text is so short that it fits: a token is at least a byte."""
         num_bytes = sum(len(message["content"].encode()) for message in prompt.messages)
-        fits = num_bytes + TEMPLATE_TOKENS <= self.max_tokens
-        return num_bytes if fits else self.count(prompt)
+        if num_bytes + TEMPLATE_TOKENS <= self.max_tokens:
+            return num_bytes
+        try:
+            return self.count(prompt)
+        except ValueError as error:  # such as roles that the chat template refuses
+            raise ValueError(f"{prompt.id}: {error}") from None
 
     def _shown(self, prompts: list[Prompt]) -> Iterator[Prompt]:
         with ProgressBar(len(prompts), "prompts") as bar:

@@ -1,0 +1,46 @@
+"""The plan of a recipe's run: what it would hold in memory and do in a step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from roll_lite.cluster.cluster import Cluster
+from roll_lite.cluster.groups import device_bytes
+from roll_lite.cluster.plan_report import render
+from roll_lite.cluster.planner import BatchPlan, Plan
+from roll_lite.cluster.speed import Machine
+
+
+def print_plan(cfg: Any, prompt_tokens: Sequence[int]) -> int:
+    """Returns the exit code: 1 if the run would not fit."""
+    plan, machine = make_plan(cfg, max(prompt_tokens))
+    print(render(plan, machine))
+    return 0 if plan.fits else 1
+
+
+def make_plan(cfg: Any, prompt_tokens: int) -> tuple[Plan, Machine | None]:
+    """For a Config with the parts of recipes/rlvr.py, without starting anything."""
+    training = cfg.training
+    is_own_reference = cfg.kl.kl_coef > 0 and not cfg.loads_reference
+    batch = BatchPlan(
+        prompts_per_step=cfg.rollout.prompts_per_step,
+        samples_per_prompt=cfg.rollout.samples_per_prompt,
+        prompt_tokens=prompt_tokens,
+        reply_tokens=cfg.lengths.max_tokens,
+        tokens_per_microbatch=training.tokens_per_microbatch,
+        updates_per_step=cfg.updates_per_step,
+        epochs=cfg.epochs,
+        policy_scores=is_own_reference + (cfg.policy_loss.denominator == "old"),
+        max_staleness=cfg.rollout.max_staleness,
+        kv_cache_gib=cfg.kv_cache_gib,
+        judge_cache_gib=cfg.scoring.judge_cache_gib,
+        engines_sleep=cfg.engines_sleep,
+        checkpointing=training.checkpointing,
+        moments=training.moments,
+        lora_rank=training.lora_rank,
+        lora_targets=training.lora_targets,
+    )
+    options = cfg.cluster_options
+    options["auto_options"]["must_fit"] = False
+    cluster = Cluster(cfg.device_map, cfg.device, **options)  # not entered
+    sizes = cluster.device_map, batch, device_bytes(cluster.device), options["role_configs"]
+    return Plan(options["config"], *sizes), cluster.machine
