@@ -80,7 +80,7 @@ class Config:
 
     def __post_init__(self):
         read_config(self.model)
-        data.parse_mixture(self.data)
+        data.check_mixture(self.data)
         at_least(1, self, "samples")
         above(0, self, "kv_cache_gib")
         finite(self, "pass_reward")

@@ -125,7 +125,7 @@ class Config:
         above(0, self, "temperature", "kv_cache_gib")
         at_least(self.min_samples, self.rollout, "samples_per_prompt")
         for entries in filter(None, (self.data, self.evaluation.eval_data)):
-            data.parse_mixture(entries)
+            data.check_mixture(entries)
         has_files = not all(entry.is_task for entry in data.parse_mixture(self.data))
         read_only_if(has_files, "a file in data", self.evaluation, "eval_share")
         self._check_algorithm()

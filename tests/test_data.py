@@ -173,7 +173,7 @@ def test_validation_rows(tmp_path):
 
 def test_a_source_is_a_file_or_a_task():
     data.check_source("reverse:3")
-    with pytest.raises(ValueError, match=r"data='x\.jsonl' is neither a file nor a task"):
+    with pytest.raises(ValueError, match=r"'x\.jsonl' is neither a file nor a task"):
         data.check_source("x.jsonl")
     with pytest.raises(ValueError, match="task='reverse:x' is not known"):
         data.check_source("reverse:x")

@@ -10,7 +10,7 @@ and tasks.
 """
 
 from roll_lite.data.lengths import PromptLimit
-from roll_lite.data.mixture import Mixture, held_out, parse_mixture
+from roll_lite.data.mixture import Mixture, check_mixture, held_out, parse_mixture
 from roll_lite.data.rows import (
     Dialogue,
     Preference,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from roll_lite import tasks
 from roll_lite.data.rows import read_prompts
-from roll_lite.data.sources import Endless, Shuffled, digest
+from roll_lite.data.sources import Endless, Shuffled, check_source, digest
 from roll_lite.types import Prompt
 
 
@@ -47,6 +47,12 @@ def parse_mixture(entries: Sequence[str]) -> tuple[Entry, ...]:
             )
         seen[identity] = text
     return parsed
+
+
+def check_mixture(entries: Sequence[str]) -> None:
+    """Raise ValueError unless every source is a file or a task."""
+    for entry in parse_mixture(entries):
+        check_source(entry.source)
 
 
 def _parse_entry(text: str) -> Entry:
@@ -263,9 +269,7 @@ def _read_files(entries: Sequence[Entry]) -> dict[str, list[Prompt]]:
 
 
 def _read_file(source: str) -> list[Prompt]:
-    if not Path(source).is_file():
-        known = ", ".join(f"{name}:N" for name in tasks.TASKS)
-        raise ValueError(f"{source!r} is neither a file nor a task; tasks are {known}")
+    check_source(source)
     return read_prompts(source)
 
 

@@ -89,7 +89,7 @@ def check_source(source: str) -> None:
         tasks.parse_task(source)
     elif not Path(source).is_file():
         known = ", ".join(f"{name}:N" for name in tasks.TASKS)
-        raise ValueError(f"data={source!r} is neither a file nor a task; tasks are {known}")
+        raise ValueError(f"{source!r} is neither a file nor a task; tasks are {known}")
 
 
 def task_dialogues(
