@@ -250,7 +250,7 @@ FIXED = "model", "seed", "template_args", "lora_rank", "lora_alpha", "lora_targe
 
 
 def main(cfg: Config) -> list[float]:
-    """Returns the held-out pass rates, the first from before training or from where it resumed."""
+    """Returns the held-out pass rates of this start, in order."""
     if cfg.plan:
         cfg = choose_defaults(cfg, **cfg.default_kinds)
         prompts, chat = data.Mixture(cfg.data, seed=0), Chat(cfg.model, **cfg.chat.arguments)
@@ -295,9 +295,9 @@ def main(cfg: Config) -> list[float]:
 
 
 def cache_tokens(cfg: Config, cluster: Cluster) -> int:
-    """Tokens that the KV cache of a replica holds, in 16 bits."""
-    tp = cluster.device_map["generate"].tp
-    return int(cfg.kv_cache_gib * 2**30 / kv_bytes_per_token(read_config(cfg.model), tp, width=2))
+    """Tokens that the KV cache of a replica holds: in 16 bits, or 32 on a CPU."""
+    tp, width = cluster.device_map["generate"].tp, 2 if cluster.device.type == "cuda" else 4
+    return int(cfg.kv_cache_gib * 2**30 / kv_bytes_per_token(read_config(cfg.model), tp, width))
 
 
 def train(
@@ -313,8 +313,8 @@ def train(
     if resumed_at:
         models.sync.sync(resumed_at)
         rollout.set_version(resumed_at)
-    else:
-        run.log(0, evaluate(cfg, 0, run, rollout, evaluation))
+    if run.lacks("eval/pass@1", saved.step, cfg.evaluation.eval_every):  # or was abandoned
+        run.log(saved.step, evaluate(cfg, saved.step, run, rollout, evaluation))
     if cfg.runs_ahead:
         rollout.start()
     stop.listen(rollout.stop)

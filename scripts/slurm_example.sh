@@ -6,9 +6,12 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
 #SBATCH --time=24:00:00
+#SBATCH --signal=TERM@300
+# Five minutes before the time limit all ranks get SIGTERM and write a checkpoint.
 # One torchrun a node; it starts that node's ranks and, with --max-restarts, starts them again.
 set -euo pipefail
 
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280  # seconds for that; torchrun's default is 30
 source .venv/bin/activate
 first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun --kill-on-bad-exit=1 torchrun \

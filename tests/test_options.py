@@ -64,7 +64,7 @@ def test_options_in_parts_are_flat_outside():
     assert flatten(cfg) == {
         "name": "a", "shape": "ring", "colour": "blue", "size": 3, "tall": False,
     }  # fmt: skip
-    with pytest.raises(ValueError, match="sizes is not an option"):
+    with pytest.raises(ValueError, match="sizes: not among the options"):
         from_flat(Config, sizes=3)
 
 

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from roll_lite.chat import Chat
 from roll_lite.options import flatten, from_flat
+from roll_lite.report.config_file import read_options
 from roll_lite.report.curve import draw, read_metric
-from roll_lite.report.run import read_options
 
 TASK = "reverse:2"
 

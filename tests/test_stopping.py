@@ -1,5 +1,6 @@
 """Ctrl-C, SIGTERM and resuming: nothing is lost, and what cannot be meant is refused."""
 
+import asyncio
 import itertools
 import json
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import rlvr
@@ -17,8 +19,14 @@ from test_rlvr import comparable, here, samples_of, steps_of, toy_options  # noq
 from test_sft import flags, losses, options, run_here
 
 from roll_lite.options import from_flat
-from roll_lite.report.run import read_options
+from roll_lite.report.config_file import read_options
+from roll_lite.report.curve import read_metric
+from roll_lite.rewards.maths import math_answer
 from roll_lite.stopping import Stopped, StopRequest
+from roll_lite.train.shards import read_manifest
+from roll_lite.types import Prompt
+from roll_lite.workers.failures import RewardsBroken
+from roll_lite.workers.pool import RewardWorkers
 
 RLVR = RECIPES / "rlvr.py"
 SFT = RECIPES / "sft.py"
@@ -93,7 +101,7 @@ def test_a_second_sigterm_is_no_new_request(capfd):
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(Stopped):
             stop.check()
-    assert capfd.readouterr().err.count("SIGTERM: abandoning") == 1
+    assert capfd.readouterr().err.count("SIGTERM: stopping") == 1
 
 
 def test_a_second_ctrl_c_exits_at_once():
@@ -229,3 +237,121 @@ def test_old_names_of_options_are_understood(command, small_folder, tmp_path):
     assert code == 0
     again = read_options(tmp_path / "b" / "config.json")
     assert again == written | {"run_dir": str(tmp_path / "b")}
+
+
+def test_when_rewards_break_the_step_is_repeated(here, tmp_path, monkeypatch):  # noqa: F811
+    """The checkpoint is of the last complete step, and no prompt is skipped."""
+    whole = here("whole", steps=4)
+    calls = itertools.count()
+
+    def breaking(prompt, reply):
+        if next(calls) > 8 + 130:
+            raise KeyError("broken")
+        return share_of_good_letters(prompt, reply)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(rlvr.INLINE, "reverse", breaking)
+        with pytest.raises(RewardsBroken):
+            here("parts", steps=4)
+    done = len(steps_of(tmp_path / "parts"))
+    assert 1 <= done < 4
+    assert comparable(here("parts", steps=4, resume=True)) == comparable(whole)
+
+
+@pytest.mark.parametrize("eval_samples", [1, 2])
+def test_an_abandoned_evaluation_is_made_up(here, tmp_path, monkeypatch, eval_samples):  # noqa: F811
+    options = {"steps": 2, "eval_every": 1, "eval_samples": eval_samples}
+    here("whole", **options)
+    with monkeypatch.context() as patch:
+        # In the evaluation after the first step: 8 prompts before it, 64 samples in it.
+        number = 8 * eval_samples + 64 + 3
+        patch.setitem(rlvr.INLINE, "reverse", interrupting(number))
+        with pytest.raises(Stopped):
+            here("parts", **options)
+    here("parts", resume=True, **options)
+    rates = [read_metric(tmp_path / name, "eval/reward") for name in ("whole", "parts")]
+    assert rates[0] == rates[1] and [step for step, _ in rates[0]] == [0, 1, 2]
+
+
+def test_a_stop_after_an_evaluation_keeps_the_score(here, tmp_path, monkeypatch):  # noqa: F811
+    with monkeypatch.context() as patch:
+        patch.setitem(rlvr.INLINE, "reverse", interrupting(8 + 64 + 8 + 5))  # in the second rollout
+        with pytest.raises(Stopped):
+            here("run", steps=4, eval_every=1)
+    (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
+    ((_, rate),) = [r for r in read_metric(tmp_path / "run", "eval/pass@1") if r[0] == 1]
+    assert folder.name == "step-00000001" and read_manifest(folder).score == rate
+
+
+def test_runs_of_the_version_before_resume(command, toy_folder, tmp_path):
+    """Their config.json has the old defaults, some of which are now chosen."""
+    run = tmp_path / "run"
+    values = toy_options(toy_folder, run, steps=1)
+    rlvr.main(from_flat(rlvr.Config, **values))
+    written = json.loads((run / "config.json").read_text())
+    old = {"critic_lr": 1e-3, "clip_low": 0.2, "clip_high": 0.2, "divide_by_std": True}
+    for name in ("history", "chosen", "long_prompts", "checkpoint_minutes", "template_args"):
+        del written[name]
+    (run / "config.json").write_text(json.dumps(written | old | {"loss": "reinforce"}))
+    code, text = command(RLVR, "--resume", run, "--steps", 2)
+    assert code == 0 and len(steps_of(run)) == 2
+    assert "changed: steps 1 -> 2\n" in text and text.count("changed: ") == 1
+
+
+def test_options_that_were_chosen_are_chosen_again_for_another_model(command, toy_folder, tmp_path):
+    values = toy_options(toy_folder, tmp_path / "a", steps=1) | {"lr": None}
+    rlvr.main(from_flat(rlvr.Config, **values))
+    written = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert written["lr"] == 3e-4 and written["chosen"] == ["lr"]
+    config, other = tmp_path / "a" / "config.json", tmp_path / "b"
+    code, _ = command(RLVR, "--config", config, "--run-dir", other, "--lora-rank", 2)
+    assert code == 0 and read_options(other / "config.json")["lr"] == pytest.approx(3e-3)
+
+
+def test_saved_options_are_checked_after_the_command_line(command, toy_folder, tmp_path):
+    values = toy_options(toy_folder, tmp_path / "a", steps=1)
+    rlvr.main(from_flat(rlvr.Config, **values))
+    written = json.loads((tmp_path / "a" / "config.json").read_text())
+    moved = tmp_path / "moved.json"
+    moved.write_text(json.dumps(written | {"model": "no/such/folder"}))
+    code, _ = command(RLVR, "--config", moved, "--run-dir", tmp_path / "b", "--model", toy_folder)
+    assert code == 0
+    moved.write_text(json.dumps(written | {"steps": "many"}))
+    code, text = command(RLVR, "--config", moved, "--run-dir", tmp_path / "c")
+    assert code == 2 and "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--resume"], ["--resume", "a", "--run-dir", "b"], ["--config", "a", "--resume", "b"]],
+)
+def test_which_run_to_resume_must_be_clear(command, arguments):
+    code, text = command(RLVR, *arguments)
+    assert code == 2 and "error: --" in text
+
+
+def test_ignored_signals_stay_ignored():
+    """As of a run that was started with nohup, or with & in a script."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            stop.check()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_rewards_go_on_when_sigterm_reaches_all_processes():
+    """As from a scheduler. The run needs them until it has its checkpoint."""
+    with RewardWorkers({"math": math_answer}, num_workers=2) as pool:
+        for pid in descendants(os.getpid()):
+            os.kill(pid, signal.SIGTERM)
+        prompt = Prompt(id="a", messages=(), domain="math", ground_truth="7")
+        assert asyncio.run(pool.score(prompt, r"\boxed{7}")).value == 1
+
+
+def descendants(pid):
+    found = []
+    for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+        found += [child, *descendants(child)]
+    return found

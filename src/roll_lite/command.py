@@ -4,7 +4,6 @@ if __name__ == "__main__":
     command.run(main, Config, __doc__, fixed=FIXED)
 """
 
-import json
 import os
 import signal
 import sys
@@ -20,23 +19,13 @@ from roll_lite.checks import refuse_changes
 from roll_lite.cluster.errors import RoleError
 from roll_lite.cluster.rendezvous import read_launch
 from roll_lite.options import from_flat
-from roll_lite.report.run import changes, command, read_options, to_json
+from roll_lite.report.config_file import RENAMED, changes, command, read_options, to_json
 from roll_lite.stopping import Ended, Stopped
 
 T = TypeVar("T")
-ALSO = """Also: --resume RUN_DIR continues a run with its own options; --config FILE starts with
-the options of a config.json (options given beside them win); --debug prints tracebacks."""
-RENAMED = {
-    "task": "data",
-    "validation_data": "eval_data",
-    "validate_every": "eval_every",
-    "validation_dialogues": "eval_rows",
-    "validation_pairs": "eval_rows",
-    "validation_rows": "eval_rows",
-    "dialogues_per_step": "rows_per_step",
-    "pairs_per_step": "rows_per_step",
-}
-"""Options by names of earlier versions, which are still understood."""
+RESUME = "--resume RUN_DIR continues a run with its own options; "
+ALSO = """Also: {resume}--config FILE starts with the options of a config.json (options on the
+command line take precedence); --debug prints tracebacks."""
 USER_ERROR = 2
 """Exit code where the user has to change something."""
 
@@ -65,26 +54,61 @@ def run(main: Callable[[T], Any], config: type[T], doc: str, fixed: Iterable[str
 
 def parse(config: type[T], doc: str, args: Sequence[str], fixed: Iterable[str] = ()) -> T:
     """The options on the command line, over those of --resume or --config."""
-    args, file = _take(_renamed(args), "--config", required=True)
-    rest, folder = _take(args, "--resume")
-    folder = folder or _run_dir(rest) if rest != args else None
-    given: dict[str, Any] = {}
+    args, file = _take(_renamed(args), "--config")
+    args, folder = _take(args, "--resume")
+    if file == "" or (file is not None and folder is not None):
+        raise ValueError("--config needs a file, and not --resume beside it: that has its own")
     if file is not None:
-        given = {n: v for n, v in _read(file).items() if n not in ("run_dir", "resume")}
-    elif folder is not None and (Path(folder) / "config.json").exists():
-        given = _read(Path(folder) / "config.json") | {"run_dir": folder, "resume": True}
-        args = rest
-    elif folder is not None and _run_dir(rest) is None:
-        raise ValueError(f"--resume {folder}: there is no {folder}/config.json; name a run folder")
-    cfg = _parse(config, doc, args, from_flat(config, **given) if given else None)
-    if given:
-        _show_changes(given, cfg, fixed if file is None else ())
+        return _parse_over(config, doc, args, _saved(file, with_chosen=False))
+    if folder is None:
+        return _parse(config, doc, args)
+    run_dir = _take([arg.replace("--run_dir", "--run-dir") for arg in args], "--run-dir")[1]
+    if not (folder or run_dir) or (folder and run_dir and Path(folder) != Path(run_dir)):
+        raise ValueError(
+            f"--resume {folder} with --run-dir {run_dir}: name one run folder, as in "
+            "--resume runs/mine"
+        )
+    path = Path(folder or run_dir) / "config.json"
+    if path.exists():
+        saved = _saved(path) | {"run_dir": folder or run_dir, "resume": True}
+        return _parse_over(config, doc, args, saved, fixed)
+    if run_dir:  # the same command may start the run and continue it
+        return _parse(config, doc, [*args, "--resume"])
+    raise ValueError(f"--resume {folder}: there is no {path}; name a run folder")
+
+
+def _saved(path: str | Path, **options: bool) -> dict[str, Any]:
+    saved = read_options(path, **options)
+    return {name: value for name, value in saved.items() if name not in ("run_dir", "resume")}
+
+
+def _parse_over(
+    config: type[T],
+    doc: str,
+    args: Sequence[str],
+    saved: dict[str, Any],
+    fixed: Iterable[str] = (),
+) -> T:
+    """The options on the command line over saved ones; shows what differs."""
+    default = from_flat(config, check=False, **saved)
+    try:
+        cfg = _parse(config, doc, args, default)
+    except (TypeError, AssertionError) as error:  # checks and tyro trust the types of defaults
+        raise ValueError(f"a saved option has a wrong type: {error}") from error
+    now, given = to_json(cfg), {n: v for n, v in saved.items() if n not in ("run_dir", "resume")}
+    if fixed:
+        kept = {name: now[name] for name in fixed if name in given}
+        refuse_changes(Path(saved["run_dir"]), given, kept)
+    if _is_first_rank():
+        for name, (old, new) in changes(given, now).items():
+            print(f"changed: {name} {old} -> {new}", flush=True)
     return cfg
 
 
-def _parse(config: type[T], doc: str, args: Sequence[str], default: T | None) -> T:
+def _parse(config: type[T], doc: str, args: Sequence[str], default: T | None = None) -> T:
     options = {} if default is None else {"default": default}
-    description = f"{doc.split(chr(10) * 2)[0]}\n\n{ALSO}"
+    resume = RESUME if "checkpoints" in config.__annotations__ else ""
+    description = f"{doc.split(chr(10) * 2)[0]}\n\n{ALSO.format(resume=resume)}"
 
     def parse() -> T:
         flat = (tyro.conf.OmitArgPrefixes,)
@@ -94,14 +118,6 @@ def _parse(config: type[T], doc: str, args: Sequence[str], default: T | None) ->
         return parse()
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
         return parse()
-
-
-def _read(path: str | Path) -> dict[str, Any]:
-    """The options of a config.json, by today's names; without what was not set."""
-    options = read_options(path)
-    known = {name: value for name, value in options.items() if name not in RENAMED}
-    old = {RENAMED[n]: v for n, v in options.items() if n in RENAMED and v is not None}
-    return known | old
 
 
 def _renamed(args: Sequence[str]) -> list[str]:
@@ -117,16 +133,6 @@ def _renamed(args: Sequence[str]) -> list[str]:
             flag = new
         found.append(flag + equals + value)
     return found
-
-
-def _show_changes(before: dict[str, Any], cfg: Any, fixed: Iterable[str]) -> None:
-    now = json.loads(to_json(cfg))
-    if fixed:
-        folder = Path(before["run_dir"])
-        refuse_changes(folder, before, {name: now[name] for name in fixed if name in before})
-    if _is_first_rank():
-        for name, (old, new) in changes(before, now).items():
-            print(f"changed: {name} {old} -> {new}", flush=True)
 
 
 def _print_resume(cfg: Any) -> None:
@@ -163,8 +169,8 @@ def _without(args: list[str], flag: str) -> tuple[list[str], bool]:
     return [arg for arg in args if arg != flag], flag in args
 
 
-def _take(args: list[str], flag: str, required: bool = False) -> tuple[list[str], str | None]:
-    """The arguments without a flag and its value; the value may be missing unless `required`."""
+def _take(args: list[str], flag: str) -> tuple[list[str], str | None]:
+    """The arguments without a flag and its value: empty if it has none, None without the flag."""
     for place, arg in enumerate(args):
         if arg.startswith(f"{flag}="):
             return args[:place] + args[place + 1 :], arg.removeprefix(f"{flag}=")
@@ -172,11 +178,5 @@ def _take(args: list[str], flag: str, required: bool = False) -> tuple[list[str]
             value = args[place + 1 : place + 2]
             if value and not value[0].startswith("-"):
                 return args[:place] + args[place + 2 :], value[0]
-            if required:
-                raise ValueError(f"{flag} needs a value")
-            return args[:place] + args[place + 1 :], None
+            return args[:place] + args[place + 1 :], ""
     return args, None
-
-
-def _run_dir(args: list[str]) -> str | None:
-    return _take([arg.replace("--run_dir", "--run-dir") for arg in args], "--run-dir")[1]

@@ -11,8 +11,8 @@ the chosen function does not read follow from it.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache, partial
 from typing import (
     Annotated,
@@ -30,6 +30,7 @@ from typing_extensions import Doc
 from roll_lite.checks import changed, check_choices
 
 T = TypeVar("T")
+_CHOSEN = "_chosen"
 
 
 def flatten(options: Any) -> dict[str, Any]:
@@ -66,19 +67,43 @@ def _places(config: type, name: str, part: Any) -> dict[str, str]:
     }
 
 
-def from_flat(config: type[T], **options: Any) -> T:
-    """A Config from flat names, as on the command line and in config.json."""
+def from_flat(config: type[T], *, check: bool = True, **options: Any) -> T:
+    """A Config from flat names, as on the command line and in config.json.
+
+    Without `check` its values may be wrong, which is for defaults of the command line.
+    """
     options = {n: tuple(v) if isinstance(v, list) else v for n, v in options.items()}  # of JSON
     values = {}
     for field in fields(config):
         if is_dataclass(part := field.default):
             given = {name: options.pop(name) for name in flatten(part) if name in options}
-            values[field.name] = replace(part, **given)
+            own = {f.name: getattr(part, f.name) for f in fields(part)} | given
+            values[field.name] = replace(part, **given) if check else _unchecked(type(part), own)
         elif field.name in options:
             values[field.name] = options.pop(field.name)
     if options:
-        raise ValueError(f"{', '.join(options)} is not an option of this recipe; see its --help")
-    return config(**values)
+        named = ", ".join([*list(options)[:3], *(["..."] if len(options) > 3 else [])])
+        raise ValueError(f"{named}: not among the options of this recipe; see its --help")
+    return config(**values) if check else _unchecked(config, values)
+
+
+def mark_chosen(config: T, names: Iterable[str]) -> T:
+    """Note that these options of a Config were not given, but chosen; config.json says so."""
+    object.__setattr__(config, _CHOSEN, tuple(names))
+    return config
+
+
+def chosen_names(config: Any) -> tuple[str, ...]:
+    return getattr(config, _CHOSEN, ())
+
+
+def _unchecked(config: type[T], values: dict[str, Any]) -> T:
+    """An instance whose values nobody has checked."""
+    instance = object.__new__(config)
+    for field in fields(config):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        object.__setattr__(instance, field.name, values.get(field.name, default))
+    return instance
 
 
 class Keyword(NamedTuple):

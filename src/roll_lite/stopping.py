@@ -1,6 +1,6 @@
-"""How a run ends early without losing work: Ctrl-C and SIGTERM become a request to stop.
+"""How a run ends early without losing work: Ctrl-C, SIGTERM and SIGHUP become a request to stop.
 
-    with cluster.stop_request() as stop:        # first Ctrl-C or SIGTERM: only noted
+    with cluster.stop_request() as stop:        # the first of them is only noted
         for step in ...:
             ...
             stop.check()                        # raises Stopped, where nothing is lost
@@ -10,15 +10,15 @@ A second Ctrl-C ends the process at once.
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NOTICE = """
-{name}: abandoning a rollout or finishing an update, then writing a checkpoint.
-Ctrl-C again exits at once, and loses the steps since the last checkpoint."""
+{name}: stopping. A rollout is abandoned or an update finished, then a checkpoint is written.
+Ctrl-C again exits at once, and loses the steps since the last checkpoint.
+"""
 
 
 class Ended(RuntimeError):
@@ -26,7 +26,7 @@ class Ended(RuntimeError):
 
 
 class Stopped(Ended):
-    """Ctrl-C or SIGTERM."""
+    """Ctrl-C, SIGTERM or SIGHUP."""
 
     def __init__(self, signum: int):
         super().__init__(f"stopped by {signal.Signals(signum).name}")
@@ -34,7 +34,7 @@ class Stopped(Ended):
 
 
 class StopRequest:
-    """A request to stop, made by the first Ctrl-C or SIGTERM while the object is entered."""
+    """A request to stop, made by the first such signal while the object is entered."""
 
     def __init__(self, before: Callable[[int], None] = lambda signum: None):
         """`before` is called with the signal first, and may raise an error that explains it."""
@@ -46,7 +46,8 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():  # others get no signals
-            self._handlers = {s: signal.signal(s, self._on_signal) for s in SIGNALS}
+            heard = [s for s in SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]  # nohup, &
+            self._handlers = {s: signal.signal(s, self._on_signal) for s in heard}
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -69,7 +70,7 @@ class StopRequest:
             return
         self.error = Stopped(signum)  # first: another signal may arrive meanwhile
         self._before(signum)
-        name = "Ctrl-C" if signum == signal.SIGINT else "SIGTERM"
-        print(NOTICE.format(name=name), file=sys.stderr, flush=True)
+        name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
+        os.write(2, NOTICE.format(name=name).encode())  # print may be what was interrupted
         for listener in self._listeners:
             listener(self.error)

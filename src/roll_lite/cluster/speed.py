@@ -5,6 +5,7 @@ Published rates of a GPU, times the shares of them that this code reached on one
 time of rewards and of the host is not counted.
 """
 
+import re
 from dataclasses import dataclass
 
 from roll_lite.cluster.device_map import Role
@@ -57,7 +58,7 @@ class Gpu:
 
 def known_gpu(name: str) -> Gpu | None:
     """By a part of the device's name; None if it is not known."""
-    part = next((part for part in MEMORY_RATES if part in name), None)
+    part = next((part for part in MEMORY_RATES if re.search(rf"\b{part}\b", name)), None)
     if part is None:
         return None
     flops = device_flops(part)

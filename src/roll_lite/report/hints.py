@@ -44,8 +44,8 @@ HINTS = (
         "and the advantages for nan and inf",
     ),
     Hint(
-        lambda m: m.get("rollout/failed", 0) > 0.1 * m.get("rollout/started", 0),
-        "{rollout/failed:.0f} of {rollout/started:.0f} samples failed: events.jsonl says why",
+        lambda m: m.get("rollout/failed", 0) > 0.1 * (m.get("rollout/done", 0) + 1),
+        "{rollout/failed:.0f} samples failed, {rollout/done:.0f} did not: events.jsonl says why",
     ),
     Hint(
         lambda m: m.get("mismatch/outside", 0) > 0.1,

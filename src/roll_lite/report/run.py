@@ -12,9 +12,6 @@ tensorboard/     the metrics, if the package tensorboard is installed
 
 import importlib.util
 import json
-import os
-import shlex
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,12 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from roll_lite.options import flatten
 from roll_lite.progress import ProgressBar
+from roll_lite.report.config_file import write_config
 from roll_lite.report.hints import Hints
 from roll_lite.types import Group, Sample
-
-HISTORY = "history"
 
 
 class Run:
@@ -53,7 +48,7 @@ class Run:
             refuse_old_run(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         print(f"run folder: {self.folder}", flush=True)
-        self._write_config(config, resumed_at or 0)
+        write_config(self.folder, config, resumed_at)
         self._hints = Hints()
         self._bar = ProgressBar(num_steps, "steps")
         self._num_steps, self._width = num_steps, len(str(num_steps))
@@ -64,6 +59,14 @@ class Run:
     def is_due(self, step: int, every: int) -> bool:
         """Whether the step is a multiple of `every`, or the last; 0 means the last only."""
         return step == self._num_steps or (every > 0 and step % every == 0)
+
+    def lacks(self, metric: str, step: int, every: int) -> bool:
+        """Whether a metric that is due at the step has not been recorded."""
+        if step and not self.is_due(step, every):
+            return False
+        path = self.folder / "metrics.jsonl"
+        rows = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+        return not any(row["step"] == step and metric in row for row in rows)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of a step, and print those of the console line."""
@@ -98,15 +101,6 @@ class Run:
             {"event": "sample", "step": step, "why": why, **_history(sample)}
             for sample, why in dropped
         )
-
-    def _write_config(self, config: Any, step: int) -> None:
-        path, options = self.folder / "config.json", json.loads(to_json(config))
-        before = json.loads(path.read_text()) if path.exists() and step else {}
-        start = {"step": step, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "command": command()}
-        if before:
-            start["changed"] = changes(before, options)
-        history = [*before.get(HISTORY, []), start]
-        path.write_text(json.dumps(options | {HISTORY: history}, indent=2) + "\n")
 
     def _write_events(self, rows: Iterable[dict[str, Any]]) -> None:
         with (self.folder / "events.jsonl").open("a") as file:
@@ -154,43 +148,6 @@ def refuse_old_run(folder: str | Path) -> None:
             f"run_dir={folder} holds the records of an earlier run; name another folder, remove "
             "it or, if the recipe has --resume, continue that run"
         )
-
-
-def to_json(config: Any) -> str:
-    """The options of a recipe, flat."""
-    return json.dumps(flatten(config), default=str)
-
-
-def read_options(path: str | Path) -> dict[str, Any]:
-    """The options in a config.json, flat."""
-    try:
-        options = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}; name the config.json of a run") from None
-    if not isinstance(options, dict):
-        raise ValueError(f"{path} holds no JSON object; name the config.json of a run")
-    return {name: value for name, value in options.items() if name != HISTORY}
-
-
-def changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
-    """Old and new value of every option that differs and can differ."""
-    names = now.keys() & before.keys() - {"run_dir", "resume"}
-    return {n: [before[n], now[n]] for n in sorted(names) if before[n] != now[n]}
-
-
-def command(*args: str) -> str:
-    """The command line of this program, with its own arguments unless others are given.
-
-    Under torchrun it is without rendezvous options.
-    """
-    installed = sys.argv[0].split() if sys.argv[0].startswith("roll-lite ") else []
-    program = installed or ["python", sys.argv[0]]
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        nodes = os.environ["GROUP_WORLD_SIZE"]
-        program = ["-m", "roll_lite", *installed[1:]] if installed else program[1:]
-        program = ["--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], *program]
-        program = ["torchrun", *(["--nnodes", nodes] if nodes != "1" else []), *program]
-    return shlex.join([*program, *(args or sys.argv[1:])])
 
 
 def default_folder(recipe: str) -> str:

@@ -28,7 +28,7 @@ from roll_lite.rollout.groups import Groups, NothingLeft
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.prompts import PromptQueue, PromptSource, Visit
 from roll_lite.rollout.sample import RunningGroup, SampleRunner
-from roll_lite.stopping import Stopped
+from roll_lite.stopping import Ended, Stopped
 from roll_lite.types import Group, Prompt, Sample, SamplingParams
 
 __all__ = ["Coordinator", "NothingLeft"]
@@ -105,7 +105,7 @@ class Coordinator:
 
     def stop(self, error: Stopped) -> None:
         """Have the call that waits for samples, and every later one, raise the error."""
-        self._loop.call(self._signal.fail, error)
+        self._loop.interrupt(self._signal.fail, error)
 
     def collect(self, num_groups: int | None = None) -> list[Group]:
         """The next complete groups (prompts_per_step by default), in the order of their prompts.
@@ -117,7 +117,9 @@ class Coordinator:
         before = None if self._is_continuous else self.state_dict()
         try:
             return self._loop.run(self._collect(num_groups or self._options.prompts_per_step))
-        except Stopped:
+        except NothingLeft:  # other prompts may give groups: those of this step are not repeated
+            raise
+        except Ended:
             self._resume_from = before
             raise
 
@@ -187,6 +189,9 @@ class Coordinator:
             answers = asyncio.gather(*map(answer, range(len(running))))
             try:
                 return await self._signal.result_of(answers)
+            except Ended:  # the same evaluation comes again
+                self._num_answered.subtract(prompt.id for prompt in prompts)
+                raise
             finally:
                 for group in running:  # only of a run that ends
                     self._answerer.abort(sample for sample in group.samples if sample.error)

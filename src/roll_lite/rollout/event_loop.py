@@ -69,6 +69,8 @@ class LoopThread:
         with suppress(RuntimeError):  # the loop is closed: nothing waits for it
             self._loop.call_soon_threadsafe(function, *args)
 
+    interrupt = call
+
     def close(self) -> None:
         """Cancel all tasks and end the thread."""
         ended = asyncio.run_coroutine_threadsafe(_cancel_other_tasks(), self._loop)
@@ -94,6 +96,13 @@ class PumpedLoop:
     def call(self, function: Callable[..., None], *args: Any) -> None:
         function(*args)
 
+    def interrupt(self, function: Callable[..., None], *args: Any) -> None:
+        """Have a function called from a signal handler, whichever thread runs the loop."""
+        if self._loop.is_running():
+            self._loop.call_soon_threadsafe(function, *args)
+        else:
+            function(*args)
+
     def close(self) -> None:
         with self._loop.running_clock():
             _run_until_complete(self._loop, _cancel_other_tasks())
@@ -114,9 +123,7 @@ class PumpedLoop:
 
 def _run_until_complete(loop: asyncio.AbstractEventLoop, coroutine: Coroutine) -> Any:
     """In this thread; in another one if this one already runs an event loop, as in a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if asyncio._get_running_loop() is None:
         return loop.run_until_complete(coroutine)
     task = loop.create_task(coroutine)
     with ThreadPoolExecutor(1, "rollout") as threads:

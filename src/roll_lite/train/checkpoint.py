@@ -205,6 +205,8 @@ class RunState:
         self.step = self._saved_step = self.resumed_at or 0
         """The last complete step: its weights are the trainers' now."""
         self._saved_at = time.monotonic()
+        self._score: tuple[int, float | None] = (0, None)
+        """The last step that ended, and its measurement."""
 
     @contextmanager
     def kept(
@@ -231,9 +233,9 @@ class RunState:
 
         The best checkpoint is kept: `higher` or `lower` is its measurement.
         """
-        self.step = step
+        self.step, self._score = step, (step, higher if lower is None else -lower)
         if self._stop.error or self._is_due(run):
-            self._save(run, higher if lower is None else -lower)
+            self._save(run)
         self._stop.check()
 
     def _is_due(self, run: Run) -> bool:
@@ -241,8 +243,10 @@ class RunState:
         is_time = minutes > 0 and time.monotonic() - self._saved_at > 60 * minutes
         return is_time or run.is_due(self.step, self._options.checkpoint_every)
 
-    def _save(self, run: Run, score: float | None = None) -> None:
+    def _save(self, run: Run) -> None:
         start = time.monotonic()
+        measured, score = self._score
+        score = score if measured == self.step else None
         parts = {name: part.state_dict() for name, part in self._parts.items()}
         state = {"step": self.step, "fixed": self._fixed, "parts": parts}
         path = save_checkpoint(self._checkpoints, self._trainers, self.step, state, score)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from roll_lite.models.config import ModelConfig, read_config
 from roll_lite.models.cost import count_parameters
-from roll_lite.options import flatten, from_flat
+from roll_lite.options import flatten, from_flat, mark_chosen
 from roll_lite.train.advantages import AdvantageOptions
 from roll_lite.train.kl import KLOptions
 from roll_lite.train.losses import OF_SEQUENCES, LossOptions
@@ -42,7 +42,7 @@ def choose_defaults(cfg: T, **kinds: str) -> T:
         size = count_parameters(config).total / 1e6
         listed = ", ".join(f"{name}={value:g}" for name, value in chosen.items())
         print(f"chosen for a model of {size:,.0f}M parameters: {listed}", flush=True)
-    return from_flat(type(cfg), **given | chosen)
+    return mark_chosen(from_flat(type(cfg), **given | chosen), chosen)
 
 
 def reply_tokens(config: ModelConfig) -> int:

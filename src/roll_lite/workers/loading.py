@@ -33,8 +33,8 @@ def pack_rewards(rewards: Mapping[str, Reward]) -> PackedRewards:
         if objection := _objection(reward, main_file):
             raise ValueError(
                 f"rewards[{domain!r}]={reward!r} {objection}, so a worker process cannot import "
-                "it; define it with def at the top level of a file, or run it inline with "
-                "num_workers=0"
+                "it; define it with def at the top level of a file, name it in INLINE, or run with "
+                "reward_workers=0"
             )
     sys.modules.setdefault(MAIN_ELSEWHERE, main)  # to unpickle exceptions that the script defines
     pickled = pickle.dumps(dict(rewards))

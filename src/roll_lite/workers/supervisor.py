@@ -224,6 +224,9 @@ def serve(descriptor: int) -> None:
 
     It answers the first message with a string: empty, or an import error.
     """
+    # SIGTERM may reach all processes of a job. The run still needs its rewards then, and ends this
+    # process by closing the connection. Not SIG_IGN, which programs of rewards would inherit.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     client = Connection(descriptor)
     adopt_orphans()
     packed, num_workers, limits = client.recv()
@@ -233,5 +236,6 @@ def serve(descriptor: int) -> None:
         client.send(traceback.format_exc())
         sys.exit(1)
     supervisor = Supervisor(client, rewards, num_workers, limits)
-    client.send("")
-    supervisor.serve()
+    with suppress(OSError):  # the run has ended meanwhile
+        client.send("")
+        supervisor.serve()

@@ -54,6 +54,8 @@ async def _wait_for(score: Awaitable[Score | float]) -> Score | float:
 
 def checked(score: Score | float) -> Score:
     """What a reward returned, as a Score of finite numbers."""
+    if score is None:
+        raise TypeError("the reward returned None; return a number or a Score on every path")
     if not isinstance(score, Score):
         score = Score(value=score)
     parts = {name: float(part) for name, part in score.parts.items()}

@@ -1,0 +1,102 @@
+"""config.json: the options of a run, flat, with the history of its starts.
+
+`history` has the command, the step and the changed options of every start; `chosen` names options
+that were not given, but chosen for the model.
+"""
+
+import json
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from roll_lite.options import chosen_names, flatten
+
+HISTORY, CHOSEN = "history", "chosen"
+RENAMED = {
+    "task": "data",
+    "validation_data": "eval_data",
+    "validate_every": "eval_every",
+    "validation_dialogues": "eval_rows",
+    "validation_pairs": "eval_rows",
+    "validation_rows": "eval_rows",
+    "dialogues_per_step": "rows_per_step",
+    "pairs_per_step": "rows_per_step",
+}
+"""Options by names of earlier versions, which are still understood."""
+
+
+def write_config(folder: Path, config: Any, resumed_at: int | None) -> None:
+    path, options = folder / "config.json", to_json(config)
+    before = {}
+    if resumed_at is not None and path.exists():
+        before = json.loads(path.read_text())
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    start = {"step": resumed_at or 0, "time": now, "command": command()}
+    if before:
+        start["changed"] = changes(before, options)
+    history = [*before.get(HISTORY, []), start]
+    chosen = [name for name in before.get(CHOSEN, []) if before[name] == options.get(name)]
+    options[CHOSEN] = sorted({*chosen_names(config), *chosen})
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(options | {HISTORY: history}, indent=2) + "\n")
+    partial.rename(path)
+
+
+def to_json(config: Any) -> dict[str, Any]:
+    """The options of a recipe, flat, as JSON reads them back."""
+    return json.loads(json.dumps(flatten(config), default=str))
+
+
+def read_options(path: str | Path, *, with_chosen: bool = True) -> dict[str, Any]:
+    """The options in a config.json, flat and by today's names."""
+    try:
+        written = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; name the config.json of a run") from None
+    if not isinstance(written, dict):
+        raise ValueError(f"{path} holds no JSON object; name the config.json of a run")
+    left_out = {HISTORY, CHOSEN, *(() if with_chosen else written.get(CHOSEN, ()))}
+    options = {name: value for name, value in written.items() if name not in left_out}
+    return options if HISTORY in written else _of_older_version(options)
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
+    """Old and new value of every option that differs and can differ."""
+    names = now.keys() & before.keys() - {"run_dir", "resume"}
+    return {n: [before[n], now[n]] for n in sorted(names) if before[n] != now[n]}
+
+
+def command(*args: str) -> str:
+    """The command line of this program, with its own arguments unless others are given.
+
+    Under torchrun it is without rendezvous options.
+    """
+    script, launch = Path(sys.argv[0]), ["python"]
+    is_installed = script.parts[-3:-1] == ("roll_lite", "recipes")
+    program = ["-m", "roll_lite", script.stem] if is_installed else [sys.argv[0]]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        launch = ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
+        if (nodes := os.environ["GROUP_WORLD_SIZE"]) != "1":
+            launch += ["--nnodes", nodes]
+    return shlex.join([*launch, *program, *(args or sys.argv[1:])])
+
+
+def _of_older_version(written: dict[str, Any]) -> dict[str, Any]:
+    """Names of today, and values that mean what the old defaults did."""
+    options = {name: value for name, value in written.items() if name not in RENAMED}
+    options |= {RENAMED[n]: v for n, v in written.items() if n in RENAMED and v is not None}
+    loss = options.get("loss")
+    if options.get("critic_lr") == 1e-3 and options.get("advantage") != "gae":
+        del options["critic_lr"]
+    if loss != "gspo":  # for others 0.2 is still what None means
+        for name in ("clip_low", "clip_high"):
+            if options.get(name) == 0.2:
+                del options[name]
+    if loss != "kimi" and options.get("divide_by_std") is True:
+        del options["divide_by_std"]
+    if loss == "topr" and options.get("aggregation") is None:
+        options["aggregation"] = "seq_mean_token_mean"
+    return options
