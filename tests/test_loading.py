@@ -35,7 +35,7 @@ def test_what_cannot_be_imported_is_refused():
         (partial(local), "cannot be pickled .*local"),
         (threading.Lock().acquire, "cannot be pickled"),
     ):
-        with pytest.raises(ValueError, match=rf"rewards\['x'\].*{reason}.*num_workers=0"):
+        with pytest.raises(ValueError, match=rf"rewards\['x'\].*{reason}.*reward_workers=0"):
             RewardWorkers({"x": reward})
 
 
