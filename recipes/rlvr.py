@@ -107,17 +107,17 @@ class Config:
     plan: bool = False
     """Print what the run would hold in memory and do in a step, and exit: with 1 if it would not
     fit."""
-    chat: ChatOptions = ChatOptions()
     rollout: RolloutOptions = RolloutOptions()
     lengths: LengthOptions = LengthOptions()
+    scoring: RewardOptions = RewardOptions()
     training: TrainingOptions = TrainingOptions()
     advantages: AdvantageOptions = AdvantageOptions()
     policy_loss: LossOptions = LossOptions()
     kl: KLOptions = KLOptions()
     critic: CriticOptions = CriticOptions()
     evaluation: EvaluationOptions = EvaluationOptions()
-    scoring: RewardOptions = RewardOptions()
     checkpoints: CheckpointOptions = CheckpointOptions()
+    chat: ChatOptions = ChatOptions()
 
     def __post_init__(self):
         at_least(1, self, "updates_per_step", "epochs")
@@ -267,6 +267,8 @@ def main(cfg: Config) -> list[float]:
         share, seed = cfg.evaluation.eval_share, f"rlvr-{cfg.seed}"
         prompts = data.Mixture(cfg.data, seed=seed, held_out_share=share, fitting=fitting)
         held_out = fitting(cfg.evaluation.prompts(cfg.data))
+        if prompts.rows:
+            print(f"{len(prompts.rows):,} rows to train on, {len(held_out):,} to evaluate on")
         if not held_out and cfg.evaluation.eval_every:
             print("no evaluation: files hold nothing out; name --eval-share or --eval-data")
         chat.check_prompts([*prompts.rows, *held_out])
@@ -348,8 +350,8 @@ def train(
             run.log(step, metrics)
             saved.end_step(run, step, higher=metrics.get("eval/pass@1"))
     run.close()
-    if rates := evaluation.rates:
-        since = f", the first since step {resumed_at}" if resumed_at else ""
+    if len(rates := evaluation.rates) > 1:
+        since = f" since step {resumed_at}" if resumed_at else ""
         print(f"held-out pass rate {rates[0]:.3f} -> {rates[-1]:.3f}{since}")
 
 

@@ -213,3 +213,18 @@ def test_files_without_rewards_are_refused(tmp_path, monkeypatch, text, message)
         (tmp_path / "own.py").write_text(text)
     with pytest.raises(ValueError, match=rf"own\.py.*{message}"):
         read_rewards(tmp_path / "own.py")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("def f(prompt, reply)\n    return 1\n", "line 1: SyntaxError: expected ':'"),
+        ("\nimport notthere\n", "line 2: ModuleNotFoundError: No module named 'notthere'"),
+        ("x = {}\n\nREWARDS = x['mine']\n", "line 3: KeyError: 'mine'"),
+    ],
+)
+def test_a_file_of_rewards_that_cannot_be_imported_is_named(tmp_path, text, problem):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ValueError, match=r"mine\.py line") as error:
+        read_rewards(tmp_path / "mine.py")
+    assert problem in str(error.value)

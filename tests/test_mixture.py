@@ -141,8 +141,8 @@ def test_how_sources_are_written():
 @pytest.mark.parametrize(
     ("entries", "problem"),
     [
-        ((), r"mixture=\(\) must be a list of at least one SOURCE@WEIGHT"),
-        ("a.jsonl", "mixture='a.jsonl' must be a list"),
+        ((), r"data=\(\) must be a list of at least one SOURCE@WEIGHT"),
+        ("a.jsonl", "data='a.jsonl' must be a list"),
         (("a.jsonl@0",), "'a.jsonl@0': '0' is not a finite weight above 0"),
         (("a.jsonl@-1",), "'-1' is not a finite weight"),
         (("a.jsonl@nan",), "'nan' is not a finite weight"),

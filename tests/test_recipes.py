@@ -162,7 +162,10 @@ def test_an_old_run_folder_is_not_written_over(imitator):
         ({"data": ("poetry:3",)}, "'poetry:3' is neither a file nor a task.*addition:N"),
         ({"samples_per_prompt": 1}, "samples_per_prompt=1 must be at least 2"),
         ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
-        ({"model": "no/such/folder"}, r"no/such/folder.*get_smollm2\.py"),
+        (
+            {"model": "no/such/folder"},
+            r"no/such/folder is not a model folder.*roll_lite.models.tiny",
+        ),
         ({"device": "tpu"}, "device='tpu'.*auto, cpu or cuda"),
     ],
 )

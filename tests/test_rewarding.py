@@ -11,10 +11,12 @@ import worker_rewards
 from conftest import make_reference, make_toy, run_recipe
 from test_rlvr import samples_of, steps_of
 
+from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.plan_report import render
 from roll_lite.cluster.rendezvous import Launch
 from roll_lite.options import from_flat
 from roll_lite.planning import make_plan
+from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rewards.judge import judge_messages
 from roll_lite.tasks import prompts
 from roll_lite.train.defaults import choose_defaults
@@ -226,3 +228,16 @@ def test_rewards_of_a_file_under_torchrun(tiny_folder, tmp_path, own_file):
     )  # fmt: skip
     (row,) = steps_of(tmp_path / "run")
     assert row["reward/errors"] == 0 and row["reward/calls"] > 0 and row["reward/level/mean"] > 1
+
+
+def test_rewards_that_cannot_take_a_prompt_and_a_reply_are_named(tiny_folder, tmp_path):
+    def as_in_trl(completions, **kwargs):
+        return [0.0 for _ in completions]
+
+    with (
+        Cluster("generate=all", "cpu") as cluster,
+        pytest.raises(
+            ValueError, match=r"as_in_trl\(completions, \*\*kwargs\), must take \(prompt, reply\)"
+        ),
+    ):
+        Rewards({}, {"mine": as_in_trl}, ["mine"], RewardOptions(), cluster)

@@ -18,6 +18,7 @@ from rlvr_program import share_of_good_letters
 from test_rlvr import comparable, here, samples_of, steps_of, toy_options  # noqa: F401
 from test_sft import flags, losses, options, run_here
 
+from roll_lite import command as commands
 from roll_lite.options import from_flat
 from roll_lite.report.config_file import read_options
 from roll_lite.report.curve import read_metric
@@ -355,3 +356,34 @@ def descendants(pid):
     for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
         found += [child, *descendants(child)]
     return found
+
+
+def test_a_run_is_resumed_by_its_own_recipe(command, toy_folder, tmp_path):
+    run = tmp_path / "run"
+    rlvr.main(from_flat(rlvr.Config, **toy_options(toy_folder, run, steps=2)))
+    code, text = command(SFT, "--resume", run)
+    assert code == 2 and "config.json is of rlvr.py, and sft.py has no advantage" in text
+    code, text = command(RLVR, "--resume", run, "--steps", 1)
+    assert code == 2 and "is at step 2 of 1; resume with more steps" in text
+    code, text = command(RLVR, "--resume", run)
+    assert code == 0 and "is at step 2 of 2: nothing is left to train" in text
+
+
+def test_old_flags_are_understood(command, toy_folder, tmp_path):
+    values = flags(toy_options(toy_folder, tmp_path / "run", steps=1, data="reverse:1"))
+    assert command(RLVR, *values, "--no-divide-by-std")[0] == 0
+    assert read_options(tmp_path / "run" / "config.json")["divide_by_std"] is False
+
+
+def test_an_error_in_mid_run_says_how_to_continue(toy_folder, tmp_path, monkeypatch):
+    """And keeps its traceback, for a debugger."""
+    values = toy_options(toy_folder, tmp_path / "run", steps=3, checkpoint_every=1)
+
+    def main(cfg):
+        rlvr.main(cfg)
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(sys, "argv", ["rlvr.py", *map(str, flags(values | {"data": "reverse:1"}))])
+    with pytest.raises(KeyError) as error:
+        commands.run(main, rlvr.Config, rlvr.__doc__)
+    assert f"rlvr.py --resume {tmp_path / 'run'}" in error.value.__notes__[0]

@@ -19,6 +19,7 @@ from worker_rewards import OwnError, do, length, with_parts
 from roll_lite.types import Prompt, Score
 from roll_lite.workers.failures import RewardCrash, RewardError, RewardsBroken, RewardTimeout
 from roll_lite.workers.pool import RewardWorkers
+from roll_lite.workers.worker import checked
 
 REWARDS = {"do": do, "length": length, "parts": with_parts}
 
@@ -338,3 +339,11 @@ def test_a_killed_coordinator_leaves_nothing(tmp_path):
     assert done.returncode == -9, done.stderr
     worker = int(done.stdout)
     wait_until(lambda: not is_running(worker) and not processes_with(mark))
+
+
+@pytest.mark.parametrize("returned", [None, "good", [1.0]])
+def test_what_is_no_number_is_named(returned):
+    with pytest.raises(
+        TypeError, match=re.escape(f"the reward returned {returned!r}, not a number")
+    ):
+        checked(returned)

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -18,14 +19,23 @@ import tyro
 from roll_lite.checks import refuse_changes
 from roll_lite.cluster.errors import RoleError
 from roll_lite.cluster.rendezvous import read_launch
-from roll_lite.options import from_flat
-from roll_lite.report.config_file import RENAMED, changes, command, read_options, to_json
+from roll_lite.options import flatten, from_flat
+from roll_lite.report.config_file import (
+    RENAMED,
+    changes,
+    command,
+    read_options,
+    recipe_name,
+    to_json,
+    written_by,
+)
 from roll_lite.stopping import Ended, Stopped
 
 T = TypeVar("T")
 RESUME = "--resume RUN_DIR continues a run with its own options; "
 ALSO = """Also: {resume}--config FILE starts with the options of a config.json (options on the
 command line take precedence); --debug prints tracebacks."""
+OLD_FLAGS = {"--no-divide-by-std": ["--divide-by-std", "False"]}
 USER_ERROR = 2
 """Exit code where the user has to change something."""
 
@@ -36,6 +46,7 @@ def run(main: Callable[[T], Any], config: type[T], doc: str, fixed: Iterable[str
     `fixed` are options that a resumed run must not change.
     """
     args, is_debugging = _without(sys.argv[1:], "--debug")
+    cfg = None
     try:
         cfg = parse(config, doc, args, fixed)
         main(cfg)
@@ -46,10 +57,12 @@ def run(main: Callable[[T], Any], config: type[T], doc: str, fixed: Iterable[str
         if is_debugging:
             raise
         sys.exit(128 + signal.SIGINT)
-    except (Ended, RoleError, ValueError, OSError) as error:
-        if is_debugging or not _is_explained(error):
-            raise
-        _exit_with(error)
+    except Exception as error:
+        if not is_debugging and _is_explained(error):
+            _exit_with(error)
+        if cfg is not None and _has_checkpoint(cfg):
+            error.add_note(f"To continue the run:\n    {command('--resume', cfg.run_dir)}")
+        raise
 
 
 def parse(config: type[T], doc: str, args: Sequence[str], fixed: Iterable[str] = ()) -> T:
@@ -59,7 +72,7 @@ def parse(config: type[T], doc: str, args: Sequence[str], fixed: Iterable[str] =
     if file == "" or (file is not None and folder is not None):
         raise ValueError("--config needs a file, and not --resume beside it: that has its own")
     if file is not None:
-        return _parse_over(config, doc, args, _saved(file, with_chosen=False))
+        return _parse_over(config, doc, args, _saved(config, file, with_chosen=False))
     if folder is None:
         return _parse(config, doc, args)
     run_dir = _take([arg.replace("--run_dir", "--run-dir") for arg in args], "--run-dir")[1]
@@ -70,16 +83,29 @@ def parse(config: type[T], doc: str, args: Sequence[str], fixed: Iterable[str] =
         )
     path = Path(folder or run_dir) / "config.json"
     if path.exists():
-        saved = _saved(path) | {"run_dir": folder or run_dir, "resume": True}
+        saved = _saved(config, path) | {"run_dir": folder or run_dir, "resume": True}
         return _parse_over(config, doc, args, saved, fixed)
     if run_dir:  # the same command may start the run and continue it
         return _parse(config, doc, [*args, "--resume"])
     raise ValueError(f"--resume {folder}: there is no {path}; name a run folder")
 
 
-def _saved(path: str | Path, **options: bool) -> dict[str, Any]:
+def _saved(config: type, path: str | Path, **options: bool) -> dict[str, Any]:
+    """The options in a config.json that another run may take over."""
     saved = read_options(path, **options)
+    recipe, here = written_by(path), recipe_name(config)
+    known = {name for field in fields(config) for name in _names(field)}
+    if recipe not in (None, here) and (unknown := sorted(saved.keys() - known)):
+        raise ValueError(
+            f"{path} is of {recipe}.py, and {here}.py has no {', '.join(unknown[:3])}; use the "
+            "recipe that wrote it"
+        )
     return {name: value for name, value in saved.items() if name not in ("run_dir", "resume")}
+
+
+def _names(field: Field) -> Iterable[str]:
+    """The flat names of a field of a Config."""
+    return flatten(field.default) if is_dataclass(field.default) else [field.name]
 
 
 def _parse_over(
@@ -124,6 +150,9 @@ def _renamed(args: Sequence[str]) -> list[str]:
     """The arguments with today's names; prints a note for each old one."""
     found = []
     for arg in args:
+        if arg in OLD_FLAGS:
+            found += OLD_FLAGS[arg]
+            continue
         flag, equals, value = arg.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         if flag.startswith("--") and name in RENAMED:
@@ -138,16 +167,22 @@ def _renamed(args: Sequence[str]) -> list[str]:
 def _print_resume(cfg: Any) -> None:
     if not _is_first_rank():
         return
-    if any(Path(f"{cfg.run_dir}/checkpoints").glob("step-*")):
+    if _has_checkpoint(cfg):
         print(f"stopped; continue with\n    {command('--resume', cfg.run_dir)}", flush=True)
     else:
         print("stopped before the first step was complete: there is nothing to resume")
 
 
-def _is_explained(error: BaseException) -> bool:
+def _has_checkpoint(cfg: Any) -> bool:
+    return any(Path(f"{cfg.run_dir}/checkpoints").glob("step-*"))
+
+
+def _is_explained(error: Exception) -> bool:
     """Whether the message says what to change: our own checks raise such errors on purpose."""
     if isinstance(error, Ended):
         return True
+    if not isinstance(error, RoleError | ValueError | OSError):
+        return False
     if isinstance(error, RoleError):  # its text holds the traceback of the rank that failed
         return isinstance(error.__cause__, ValueError | OSError)
     last = traceback.extract_tb(error.__traceback__)[-1]

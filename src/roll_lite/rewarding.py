@@ -5,6 +5,7 @@ what arrives together.
 """
 
 import asyncio
+import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -128,6 +129,8 @@ class Rewards:
                 f"(a row without the field has ''); known domains: {', '.join(sorted(known))}. "
                 "Add one with --rewards FILE"
             )
+        for domain in domains:
+            _check_signature(domain, functions.get(domain) or inline.get(domain))
         self.engine_clients: list[Judge] = []
         """Engine roles that rewards query, for the coordinator."""
         self._by_domain: dict[str, AsyncReward] = {}
@@ -210,6 +213,18 @@ class Rewards:
             return score
 
         return counted
+
+
+def _check_signature(domain: str, reward: Reward | None) -> None:
+    try:
+        inspect.signature(reward).bind("prompt", "reply") if reward else None
+    except TypeError:
+        raise ValueError(
+            f"the reward of domain {domain!r}, {getattr(reward, '__name__', reward)}"
+            f"{inspect.signature(reward)}, must take (prompt, reply)"
+        ) from None
+    except ValueError:  # a builtin without signature
+        return
 
 
 def _check_judge_ranks(device_map: DeviceMap) -> None:

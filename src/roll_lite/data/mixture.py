@@ -35,7 +35,7 @@ class Entry(NamedTuple):
 def parse_mixture(entries: Sequence[str]) -> tuple[Entry, ...]:
     """Sources and their weights; no file is read."""
     if isinstance(entries, str) or not entries:
-        raise ValueError(f"mixture={entries!r} must be a list of at least one SOURCE@WEIGHT")
+        raise ValueError(f"data={entries!r} must be a list of at least one SOURCE@WEIGHT")
     seen: dict[Any, str] = {}
     parsed = tuple(_parse_entry(text) for text in entries)
     for text, entry in zip(entries, parsed, strict=True):

@@ -89,7 +89,8 @@ class Row:
         missing = [field for field in known if field not in self.fields]
         others = {name: value for name, value in self.fields.items() if name not in known}
         for name in others:
-            if close := get_close_matches(name, missing, n=1, cutoff=0.9):
+            swapped = [field for field in missing if sorted(field) == sorted(name)]
+            if close := swapped or get_close_matches(name, missing, n=1, cutoff=0.9):
                 raise self.error(f"field {name!r} looks like a misspelt {close[0]!r}; rename it")
         return others
 

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any, Generic, TypeVar
 
 from roll_lite import tasks
-from roll_lite.checks import at_least, unread_with
+from roll_lite.checks import at_least
 from roll_lite.data.rows import (
     Dialogue,
     Preference,
@@ -155,8 +155,6 @@ class HeldOutOptions:
         at_least(1, self, "eval_rows")
         if self.eval_data is not None:
             check_source(self.eval_data)
-        if self.eval_every == 0:
-            unread_with("eval_every=0", self, "eval_data", "eval_rows")
 
 
 DIALOGUES = Source(read_dialogues, task_dialogues)

@@ -8,6 +8,7 @@ It is an ordinary Hugging Face folder (Qwen3 shape), used like any other model.
 import argparse
 import json
 import string
+import sys
 from pathlib import Path
 
 import torch
@@ -80,4 +81,6 @@ if __name__ == "__main__":
     parser.add_argument("folder", nargs="?", default="models/tiny")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    if Path(arguments.folder, "config.json").exists():
+        sys.exit(f"{arguments.folder} holds a model already; remove it, or name another folder")
     print(f"wrote {build_tiny(arguments.folder, arguments.seed)} (torch {torch.__version__})")

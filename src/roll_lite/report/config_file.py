@@ -1,9 +1,10 @@
 """config.json: the options of a run, flat, with the history of its starts.
 
 `history` has the command, the step and the changed options of every start; `chosen` names options
-that were not given, but chosen for the model.
+that were not given, but chosen for the model; `recipe` is the file that wrote it.
 """
 
+import inspect
 import json
 import os
 import shlex
@@ -14,7 +15,7 @@ from typing import Any
 
 from roll_lite.options import chosen_names, flatten
 
-HISTORY, CHOSEN = "history", "chosen"
+HISTORY, CHOSEN, RECIPE = "history", "chosen", "recipe"
 RENAMED = {
     "task": "data",
     "validation_data": "eval_data",
@@ -40,6 +41,7 @@ def write_config(folder: Path, config: Any, resumed_at: int | None) -> None:
     history = [*before.get(HISTORY, []), start]
     chosen = [name for name in before.get(CHOSEN, []) if before[name] == options.get(name)]
     options[CHOSEN] = sorted({*chosen_names(config), *chosen})
+    options[RECIPE] = recipe_name(type(config))
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(options | {HISTORY: history}, indent=2) + "\n")
     partial.rename(path)
@@ -58,9 +60,19 @@ def read_options(path: str | Path, *, with_chosen: bool = True) -> dict[str, Any
         raise ValueError(f"{path} cannot be read: {error}; name the config.json of a run") from None
     if not isinstance(written, dict):
         raise ValueError(f"{path} holds no JSON object; name the config.json of a run")
-    left_out = {HISTORY, CHOSEN, *(() if with_chosen else written.get(CHOSEN, ()))}
+    left_out = {HISTORY, CHOSEN, RECIPE, *(() if with_chosen else written.get(CHOSEN, ()))}
     options = {name: value for name, value in written.items() if name not in left_out}
     return options if HISTORY in written else _of_older_version(options)
+
+
+def written_by(path: str | Path) -> str | None:
+    """The recipe that wrote a config.json, if it says so."""
+    return json.loads(Path(path).read_text()).get(RECIPE)
+
+
+def recipe_name(config: type) -> str:
+    """The name of the file that defines a Config."""
+    return Path(inspect.getfile(config)).stem
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:

@@ -5,6 +5,7 @@ python -m roll_lite.report.curve RUN_DIR [METRIC]
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 WIDTH = 50
@@ -35,4 +36,7 @@ if __name__ == "__main__":
     parser.add_argument("run_dir")
     parser.add_argument("metric", nargs="?", default="eval/pass@1")
     arguments = parser.parse_args()
-    print(draw(read_metric(arguments.run_dir, arguments.metric)))
+    try:
+        print(draw(read_metric(arguments.run_dir, arguments.metric)))
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

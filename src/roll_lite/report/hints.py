@@ -23,7 +23,13 @@ HINTS = (
         2,
     ),
     Hint(
-        lambda m: m.get("reward/equal_groups", 0) == 1,
+        lambda m: m.get("reward/equal_groups", 0) == 1 and m.get("reward/mean", 1) == 0,
+        "every reward was 0 for 5 steps, so nothing is learnt: choose easier prompts, begin with "
+        "sft.py, or check the reward with `python -m roll_lite.rewards try`",
+        5,
+    ),
+    Hint(
+        lambda m: m.get("reward/equal_groups", 0) == 1 and m.get("reward/mean", 1) != 0,
         "no group had unequal rewards for 5 steps, so nothing is learnt: choose easier or harder "
         "prompts, a reward with more levels, or more --samples-per-prompt",
         5,

@@ -46,8 +46,13 @@ class Run:
             self._drop_records_after(resumed_at)
         else:
             refuse_old_run(self.folder)
+        place = f"{folder} is at step {resumed_at} of {num_steps}"
+        if resumed_at and resumed_at > num_steps:
+            raise ValueError(f"{place}; resume with more steps")
         self.folder.mkdir(parents=True, exist_ok=True)
         print(f"run folder: {self.folder}", flush=True)
+        if resumed_at and resumed_at == num_steps:
+            print(f"{place}: nothing is left to train; --steps N goes on", flush=True)
         write_config(self.folder, config, resumed_at)
         self._hints = Hints()
         self._bar = ProgressBar(num_steps, "steps")

@@ -11,6 +11,7 @@ A recipe such as recipes/rlvr.py is such a file too.
 import importlib.util
 import re
 import sys
+import traceback
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -59,7 +60,10 @@ def import_file(path: str | Path) -> ModuleType:
     path = Path(path).resolve()
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    return run_module(str(path), re.sub(r"\W", "_", f"{PREFIX}{path}"))
+    try:
+        return run_module(str(path), re.sub(r"\W", "_", f"{PREFIX}{path}"))
+    except Exception as error:  # of any kind: it runs the user's code
+        raise ValueError(f"{_explain(path, error)}; mend the file of rewards") from error
 
 
 def run_module(path: str, *names: str, package: str | None = None) -> ModuleType:
@@ -71,6 +75,15 @@ def run_module(path: str, *names: str, package: str | None = None) -> ModuleType
     sys.modules |= dict.fromkeys(names, module)
     loader.exec_module(module)
     return module
+
+
+def _explain(path: Path, error: Exception) -> str:
+    """Where the import failed, by the line of the file itself."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename} line {error.lineno}: SyntaxError: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)
+    line = next((f.lineno for f in reversed(frames) if f.filename == str(path)), 0)
+    return f"{path} line {line}: {type(error).__name__}: {error}"
 
 
 def imported_files() -> dict[str, str]:

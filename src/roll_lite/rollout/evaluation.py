@@ -39,9 +39,6 @@ class EvaluationOptions:
             raise ValueError(f"eval_share={self.eval_share} must be at least 0 and below 1")
         if self.eval_data:
             unread_with("eval_data", self, "eval_share")
-        if self.eval_every == 0:
-            unread = ("eval_data", "eval_prompts", "eval_samples", "pass_reward")
-            unread_with("eval_every=0", self, *unread)
 
     def prompts(self, entries: Sequence[str]) -> list[Prompt]:
         """Held-out questions of the tasks in `entries` and, with eval_share, rows of the files,

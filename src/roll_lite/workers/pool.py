@@ -61,6 +61,7 @@ class RewardWorkers:
         if num_workers < 0:
             raise ValueError(f"num_workers={num_workers} must be 0 (inline) or above")
         limits = WorkerLimits(seconds=seconds, memory_gib=memory_gib, output_kib=output_kib)
+        self._has_quit = False
         self._rewards, self._budget = dict(rewards), ErrorBudget(max_error_share)
         self._supervisor = self._waiting = None
         self._async = {domain for domain in self._rewards if is_async(self._rewards[domain])}
@@ -106,11 +107,14 @@ class RewardWorkers:
         self.close()
 
     async def _score_inline(self, reward: Reward, prompt: Prompt, reply: str) -> Score:
+        if self._has_quit:
+            raise bdb.BdbQuit
         start = time.monotonic()
         try:
             score = reward(prompt, reply)
             score = checked(await score if inspect.isawaitable(score) else score)
-        except bdb.BdbQuit:  # the user quits the debugger
+        except bdb.BdbQuit:  # the user quits the debugger, and not only for this sample
+            self._has_quit = True
             raise
         except Exception as error:  # user code may raise anything
             self._budget.record(prompt, reply, time.monotonic() - start, describe(error))

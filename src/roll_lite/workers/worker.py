@@ -54,10 +54,11 @@ async def _wait_for(score: Awaitable[Score | float]) -> Score | float:
 
 def checked(score: Score | float) -> Score:
     """What a reward returned, as a Score of finite numbers."""
-    if score is None:
-        raise TypeError("the reward returned None; return a number or a Score on every path")
     if not isinstance(score, Score):
-        score = Score(value=score)
+        try:
+            score = Score(value=float(score))
+        except (TypeError, ValueError):
+            raise TypeError(f"the reward returned {score!r}, not a number or a Score") from None
     parts = {name: float(part) for name, part in score.parts.items()}
     score = Score(value=float(score.value), parts=parts)  # plain floats can always be pickled
     if not math.isfinite(score.value):
