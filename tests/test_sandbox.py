@@ -376,13 +376,13 @@ def test_each_test_has_a_copy_of_the_loaded_program(sandbox):
 
 
 def test_limits_hold_for_each_run_and_for_all(rlimits):
-    before, run, limits = sandbox_processes(), rlimits.run_repeatedly, Limits(seconds=0.7)
+    before, run, limits = sandbox_processes(), rlimits.run_repeatedly, Limits(seconds=2)
     outcomes = run(
-        "import time\ntime.sleep(float(input()))", inputs=["0.4", "0.4", "9"], limits=limits
+        "import time\ntime.sleep(float(input()))", inputs=["0.4", "0.4", "99"], limits=limits
     )
     assert [outcome.kind for outcome in outcomes] == ["ok", "ok", "timeout"]
-    assert outcomes[-1].seconds > 2 * 0.4 + 0.7
-    endless = run("def f():\n    while True: pass", tests=["assert f", "f()"], seconds=0.3)
+    assert outcomes[-1].seconds > 2 * 0.4 + 2
+    endless = run("def f():\n    while True: pass", tests=["assert f", "f()"], seconds=2)
     assert [outcome.kind for outcome in endless] == ["ok", "timeout"]
     assert sandbox_processes() <= before
     prints = run("print('x' * int(input()), end='')", inputs=[f"{2**20}"] * 2)
