@@ -494,3 +494,14 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 sys.exit(3 if "torch" in sys.modules else 0)
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_a_small_cache_says_how_much_would_hold_all_samples():
+    options = {"kv_cache_gib": 1.0, "prompts_per_step": 32, "samples_per_prompt": 8}
+    small = make_plan("train=all generate=all", **options)
+    (line,) = [line for line in render(small).splitlines() if line.startswith("generate, per")]
+    gib = int(line.split("--kv-cache-gib ")[1].split()[0])
+    enough = make_plan("train=all generate=all", **options | {"kv_cache_gib": float(gib)})
+    assert "--kv-cache-gib" not in render(enough).split("generate, per engine")[1].split("\n")[0]
+    less = make_plan("train=all generate=all", **options | {"kv_cache_gib": gib - 1.0})
+    assert f"--kv-cache-gib {gib} would hold" in render(less)

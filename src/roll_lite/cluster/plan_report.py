@@ -1,11 +1,12 @@
 """A plan as text, and what to change where it does not fit."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
 from roll_lite.cluster.device_map import DeviceMap, format_ranks, format_table, listing
-from roll_lite.cluster.memory import USABLE, RankMemory, format_bytes
+from roll_lite.cluster.memory import MAX_RUNNING, USABLE, RankMemory, format_bytes
 from roll_lite.cluster.planner import BatchPlan, Plan, RankPlan
 from roll_lite.cluster.speed import MEMORY_SHARE, PRODUCTS_SHARE, Machine, step_seconds
 from roll_lite.models.cost import active_parameters, count_parameters
@@ -52,9 +53,13 @@ def _step_lines(plan: Plan) -> Iterator[str]:
         )
     if step.samples_per_replica:
         at_once = sorted({part.samples_at_once for part in plan.ranks if "generate" in part.roles})
+        most = min(step.samples_per_replica, MAX_RUNNING)
+        gib = most * plan.sample_bytes / 2**30
+        is_small = plan.fixed_cache is not None and at_once[0] < most
         yield (
             f"generate, per engine: {step.samples_per_replica:,} samples, "
             f"{listing(at_once, 'or')} of them at once"
+            f"{f'; --kv-cache-gib {math.ceil(gib)} would hold {most:,}' if is_small else ''}"
         )
 
 

@@ -86,8 +86,8 @@ def shape_config(name: str) -> ModelConfig:
 def planned_config(model: str | Path) -> ModelConfig:
     """Of a shape or a folder, for the planner: also of models that cannot be run yet."""
     shapes = SHAPES | PLANNED_SHAPES
-    if model in shapes:
-        return parse_planned_config(shapes[model])
+    if (name := str(model).lower()) in shapes:
+        return parse_planned_config(shapes[name])
     if not Path(model).is_dir():
         raise ValueError(f"model={model!r} is neither a folder nor one of {', '.join(shapes)}")
     return parse_planned_config(read_hf_config(model))
