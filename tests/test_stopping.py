@@ -169,7 +169,11 @@ def test_checkpoints_by_time(here, tmp_path):  # noqa: F811
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "target", "signum"),
-    [(RLVR, "torchrun", signal.SIGINT), (SFT, "worker", signal.SIGTERM)],
+    [
+        (RLVR, "torchrun", signal.SIGINT),
+        (SFT, "worker", signal.SIGTERM),
+        (SFT, "torchrun", signal.SIGHUP),  # a closed terminal
+    ],
 )
 def test_two_ranks_stop_with_a_checkpoint(toy_folder, tmp_path, recipe, target, signum):
     """Whichever process gets the signal: rank 0 asks all ranks for their part of a checkpoint."""

@@ -227,8 +227,8 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder; a model hub is never asked."""
     if not folder.is_dir():
         raise ValueError(
-            f"{folder} is not a folder; give a Hugging Face folder, or make one: "
-            "`python -m roll_lite.models.tiny` or `python scripts/get_smollm2.py`"
+            f"{folder} is not a folder; give a Hugging Face folder on this machine, or make one: "
+            "`python -m roll_lite.models.tiny FOLDER`"
         )
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(

@@ -36,6 +36,7 @@ RESUME = "--resume RUN_DIR continues a run with its own options; "
 ALSO = """Also: {resume}--config FILE starts with the options of a config.json (options on the
 command line take precedence); --debug prints tracebacks."""
 OLD_FLAGS = {"--no-divide-by-std": ["--divide-by-std", "False"]}
+"""Flags of earlier versions, which are still understood."""
 USER_ERROR = 2
 """Exit code where the user has to change something."""
 
@@ -121,12 +122,11 @@ def _parse_over(
         cfg = _parse(config, doc, args, default)
     except (TypeError, AssertionError) as error:  # checks and tyro trust the types of defaults
         raise ValueError(f"a saved option has a wrong type: {error}") from error
-    now, given = to_json(cfg), {n: v for n, v in saved.items() if n not in ("run_dir", "resume")}
+    now = to_json(cfg)
     if fixed:
-        kept = {name: now[name] for name in fixed if name in given}
-        refuse_changes(Path(saved["run_dir"]), given, kept)
+        refuse_changes(Path(saved["run_dir"]), saved, {name: now[name] for name in fixed})
     if _is_first_rank():
-        for name, (old, new) in changes(given, now).items():
+        for name, (old, new) in changes(saved, now).items():
             print(f"changed: {name} {old} -> {new}", flush=True)
     return cfg
 

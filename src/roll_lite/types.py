@@ -108,6 +108,16 @@ class Score:
                 f"parts has {name!r}, but reward/{name} is a metric of every run; rename the part"
             )
 
+    @classmethod
+    def of(cls, returned: "Score | float") -> "Score":
+        """What a reward returned, as a Score."""
+        if isinstance(returned, cls):
+            return returned
+        try:
+            return cls(value=float(returned))
+        except (TypeError, ValueError):
+            raise TypeError(f"the reward returned {returned!r}, not a number or a Score") from None
+
 
 Reward = Callable[[Prompt, str], Score | float]
 """Scores the text of a reply to a prompt."""

@@ -196,8 +196,10 @@ class Cluster:
         heartbeat.start()
         self._form_groups(store)
         # Ctrl-C reaches all ranks, SIGTERM perhaps only those of one machine: the controller
-        # handles both, with the help of all ranks, and then ends them.
+        # handles them, with the help of all ranks, and then ends these.
         _set_signals({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: _forward_sigterm})
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which nohup sets
+            _set_signals({signal.SIGHUP: _forward_sigterm})
         exit_code, reason = self._exits.get()  # only the first request counts
         heartbeat.stop()
         self._exit_rank(exit_code, reason)

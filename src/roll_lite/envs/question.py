@@ -25,8 +25,7 @@ class Question:
         score = self.reward(prompt, action)
         if inspect.isawaitable(score):
             score = await score
-        if not isinstance(score, Score):
-            score = Score(value=float(score))
+        score = Score.of(score)
         return (), score.value, True, False, {"parts": score.parts}
 
 

@@ -85,7 +85,7 @@ def _score(table: Table, prompt: Prompt, reply: str) -> Score:
         score = reward(prompt, reply)
         if inspect.isawaitable(score):
             score = asyncio.run(_wait_for(score))
-        return score if isinstance(score, Score) else Score(value=float(score))
+        return Score.of(score)
     except Exception as error:  # of any kind: it may be the user's code
         if reward in REWARDS.values():
             raise

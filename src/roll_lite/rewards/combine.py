@@ -24,8 +24,7 @@ class Weighted:
         """Parts are the unweighted scores; the parts of reward `name` are called name/part."""
         value, parts = 0.0, {}
         for (name, _, weight), score in zip(self.rewards, scores, strict=True):
-            if not isinstance(score, Score):
-                score = Score(value=float(score))
+            score = Score.of(score)
             value += weight * score.value
             parts[name] = score.value
             parts |= {f"{name}/{part}": v for part, v in score.parts.items() if part != name}

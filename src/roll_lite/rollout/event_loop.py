@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
+from roll_lite.workers.waiting import cancel_other_tasks
+
 CLOSE_SECONDS = 5.0  # for rewards that are running to come to an end
 IDLE_SECONDS = 0.0005  # between two pumps when no engine has work
 GC_THRESHOLDS = (20_000, 20, 50)
@@ -73,7 +75,7 @@ class LoopThread:
 
     def close(self) -> None:
         """Cancel all tasks and end the thread."""
-        ended = asyncio.run_coroutine_threadsafe(_cancel_other_tasks(), self._loop)
+        ended = asyncio.run_coroutine_threadsafe(cancel_other_tasks(), self._loop)
         ended.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
         self._thread.join(CLOSE_SECONDS)
         if not self._thread.is_alive():
@@ -105,7 +107,7 @@ class PumpedLoop:
 
     def close(self) -> None:
         with self._loop.running_clock():
-            _run_until_complete(self._loop, _cancel_other_tasks())
+            _run_until_complete(self._loop, cancel_other_tasks())
         self._loop.close()
 
     async def _pump_until_done(self, coroutine: Coroutine) -> Any:
@@ -123,7 +125,7 @@ class PumpedLoop:
 
 def _run_until_complete(loop: asyncio.AbstractEventLoop, coroutine: Coroutine) -> Any:
     """In this thread; in another one if this one already runs an event loop, as in a notebook."""
-    if asyncio._get_running_loop() is None:
+    if not _has_running_loop():
         return loop.run_until_complete(coroutine)
     task = loop.create_task(coroutine)
     with ThreadPoolExecutor(1, "rollout") as threads:
@@ -133,6 +135,15 @@ def _run_until_complete(loop: asyncio.AbstractEventLoop, coroutine: Coroutine) -
         except KeyboardInterrupt:
             loop.call_soon_threadsafe(task.cancel)
             raise
+
+
+def _has_running_loop() -> bool:
+    """Whether this thread runs an event loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 class StoppedClockLoop(asyncio.SelectorEventLoop):
@@ -174,10 +185,3 @@ def _handle(signal: Signal, loop: asyncio.AbstractEventLoop, context: dict[str, 
         signal.fail(context["exception"])
     else:  # such as a future whose exception was never retrieved
         loop.default_exception_handler(context)
-
-
-async def _cancel_other_tasks() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

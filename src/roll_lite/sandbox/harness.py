@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from types import CodeType, ModuleType
 from typing import Any, NoReturn, TextIO
 
-from roll_lite.sandbox.names import SOLUTION, names_from_program, uncalled_tests
+from roll_lite.sandbox.names import SOLUTION, USUAL_NAMES, names_from_program, uncalled_tests
 from roll_lite.sandbox.processes import exit_code
 from roll_lite.sandbox.remote import (
     OBJECT_OPERATIONS,
@@ -28,7 +28,6 @@ from roll_lite.sandbox.remote import (
     TestsLink,
 )
 from roll_lite.sandbox.sandbox import Job
-from roll_lite.sandbox.usual_imports import USUAL_NAMES
 
 OUT_OF_MEMORY = 86
 """Exit code of a program that ended with a MemoryError."""

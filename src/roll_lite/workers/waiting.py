@@ -45,7 +45,7 @@ class WaitingCalls:
 
     def close(self) -> None:
         with suppress(TimeoutError):  # of a reward that blocks the thread
-            self._submit(_cancel_other_tasks()).result(_CLOSE_SECONDS)
+            self._submit(cancel_other_tasks()).result(_CLOSE_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_SECONDS)
         if not self._thread.is_alive():
@@ -91,7 +91,8 @@ class WaitingCalls:
         )
 
 
-async def _cancel_other_tasks() -> None:
+async def cancel_other_tasks() -> None:
+    """Cancel all tasks of the event loop but this one, and wait for their end."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()

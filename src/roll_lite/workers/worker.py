@@ -54,11 +54,7 @@ async def _wait_for(score: Awaitable[Score | float]) -> Score | float:
 
 def checked(score: Score | float) -> Score:
     """What a reward returned, as a Score of finite numbers."""
-    if not isinstance(score, Score):
-        try:
-            score = Score(value=float(score))
-        except (TypeError, ValueError):
-            raise TypeError(f"the reward returned {score!r}, not a number or a Score") from None
+    score = Score.of(score)
     parts = {name: float(part) for name, part in score.parts.items()}
     score = Score(value=float(score.value), parts=parts)  # plain floats can always be pickled
     if not math.isfinite(score.value):
