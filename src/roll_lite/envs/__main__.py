@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from random import Random
 
+from roll_lite.checks import at_least
 from roll_lite.envs.env import Env, Observation
 from roll_lite.envs.game import Game, as_reply
 from roll_lite.envs.registry import ENVS, make_env
@@ -36,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def play(options: argparse.Namespace) -> int:
     """One episode, printed."""
-    env = make_env(options.env, **_limits(options))
+    env = _make(options.env, options)
     agent = _agent(options.agent, env, options.seed)
     observation, _ = env.reset(options.seed)
     _print(observation)
@@ -61,9 +62,10 @@ def play(options: argparse.Namespace) -> int:
 def bench(options: argparse.Namespace) -> int:
     """A line for each environment."""
     names = options.env or [name for name in ENVS if name != "tool"]
+    at_least(1, options, "episodes")
     print(f"{'env':<22}{'episodes/s':>11}{'steps/s':>10}{'success':>9}{'return':>8}{'turns':>7}")
     for name in names:
-        env = make_env(name, **_limits(options))
+        env = _make(name, options)
         agent = _agent(options.agent, env, options.seed)
         start = time.perf_counter()
         totals = Counter()
@@ -111,17 +113,17 @@ def _agent(name: str, env: Env, seed: int) -> Agent:
     return solver if name == "solver" else random_agent(seed)
 
 
-def _limits(options: argparse.Namespace) -> dict[str, int]:
-    return {} if options.max_steps is None else {"max_steps": options.max_steps}
+def _make(name: str, options: argparse.Namespace) -> Env:
+    if options.max_steps is None:
+        return make_env(name)
+    if name == "tool":
+        raise ValueError("--max-steps is not read with tool, which ends with the final answer")
+    return make_env(name, max_steps=options.max_steps)
 
 
 def _step(env: Env, reply: str) -> tuple[Observation, float, bool, bool, dict]:
     result = env.step(reply)
-    return asyncio.run(_wait(result)) if inspect.isawaitable(result) else result
-
-
-async def _wait(result):
-    return await result
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 def _print(observation: Observation) -> None:

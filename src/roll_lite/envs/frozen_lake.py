@@ -6,7 +6,7 @@ from itertools import product
 from random import Random
 from typing import NamedTuple
 
-from roll_lite.checks import above, at_least
+from roll_lite.checks import at_least
 from roll_lite.envs.game import Game
 
 Cell = tuple[int, int]
@@ -70,7 +70,8 @@ class FrozenLake(Game):
     def __post_init__(self):
         super().__post_init__()
         at_least(2, self, "size")
-        above(0, self, "p_frozen")
+        if not 0 < self.p_frozen <= 1:
+            raise ValueError(f"p_frozen={self.p_frozen} must be above 0 and at most 1")
 
     @property
     def instruction(self) -> str:

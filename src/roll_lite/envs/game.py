@@ -67,9 +67,8 @@ class Game(ABC):
 
     def read(self, reply: str) -> str | None:
         """The action of a reply, in any case; None if it has none that is valid."""
-        answer = answer_of(reply)
-        found = (a for a in self.actions() if answer is not None and a.lower() == answer.lower())
-        return next(found, None)
+        answer = (answer_of(reply) or "").lower()
+        return next((action for action in self.actions() if action.lower() == answer), None)
 
     def parts(self) -> dict[str, float]:
         """Metrics of the finished episode."""

@@ -13,7 +13,7 @@ class Guess(Game):
     @property
     def instruction(self) -> str:
         return (
-            f"Guess a whole number from 1 to {self.highest}. You are told if it is too low or high."
+            f"Guess a number from 1 to {self.highest}. You are told if it is too low or too high."
         )
 
     def start(self, random: Random) -> None:

@@ -1,4 +1,4 @@
-"""A small web shop in the manner of WebShop: search, read, choose options, buy what is asked for."""
+"""A small web shop in the manner of WebShop: search, read, choose options, buy what is wanted."""
 
 import math
 from dataclasses import dataclass, field

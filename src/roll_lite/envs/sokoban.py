@@ -20,7 +20,7 @@ SYMBOLS = "#_O√XPS"
 OTHER_SYMBOLS = "W.GCBA@"
 """For validation: do the skills carry over to symbols that training never showed?"""
 STEP, BOX, SOLVED = -0.1, 1.0, 10.0
-"""Rewards: for each step, for a box that reaches a target (leaving costs as much), and at the end."""
+"""Rewards: for a step, for a box that reaches a target (-1 if it leaves one), for the solution."""
 
 
 @dataclass(kw_only=True)

@@ -13,6 +13,7 @@ TURN_PROBABILITY = 0.35
 """That the walk draws a new direction before a step."""
 STEPS_PER_SIDE = 3.4
 """Steps of the walk, for each cell of a side."""
+MAX_DRAWS = 1000
 DIGS = (
     ((0, -1), (0, 0), (0, 1)),
     ((-1, 0), (0, 0), (1, 0)),
@@ -68,8 +69,8 @@ def shortest_solution(room: Room) -> list[str] | None:
 
 
 def draw_room(random: Random, size: int, num_boxes: int, search_depth: int) -> Room:
-    """A room of size x size with all boxes off their targets; rooms that allow none are redrawn."""
-    while True:
+    """A room of size x size with all boxes off their targets; others are drawn again."""
+    for _ in range(MAX_DRAWS):
         floor = _dig(random, size)
         if len(floor) <= num_boxes + 1:
             continue
@@ -78,6 +79,10 @@ def draw_room(random: Random, size: int, num_boxes: int, search_depth: int) -> R
         room, distance = _pull_boxes(solved, search_depth)
         if distance > 0:
             return _walk_away(random, room, 0.8 if distance == 1 else 0.5)
+    raise ValueError(
+        f"size={size} with num_boxes={num_boxes} and search_depth={search_depth} gave no room in "
+        f"{MAX_DRAWS} draws; use a larger size, fewer boxes or a deeper search"
+    )
 
 
 def _dig(random: Random, size: int) -> frozenset[int]:

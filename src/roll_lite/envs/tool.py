@@ -1,7 +1,6 @@
 """A question with a Python tool: a reply that calls it reads the output, any other is scored."""
 
 import asyncio
-import re
 from collections.abc import Callable
 from random import Random
 
@@ -13,15 +12,18 @@ from roll_lite.types import AsyncReward, FinishReason, Message, Prompt, Reward
 
 STOP = "</python>"
 """Give it to SamplingParams.stop, so that a turn ends with its call."""
-_CALL = re.compile(r"<python>(?P<tagged>.*?)</python>|```python\s*\n(?P<fenced>.*?)```", re.DOTALL)
+_CALLS = (("<python>", STOP), ("```python\n", "```"))
+"""What may enclose a program."""
 
 
 def call_of(reply: str) -> str | None:
     r"""The last program of a reply; None if there is none, or a \boxed answer after it."""
-    calls = list(_CALL.finditer(reply))
-    if not calls or r"\boxed" in reply[calls[-1].end() :]:
-        return None
-    return calls[-1]["tagged"] or calls[-1]["fenced"] or ""
+    for opening, closing in _CALLS:
+        _, opened, rest = reply.rpartition(opening)
+        program, closed, after = rest.partition(closing)
+        if opened and closed and r"\boxed" not in after:
+            return program.strip()
+    return None
 
 
 def draw_product(seed: int) -> Prompt:
@@ -87,6 +89,6 @@ class PythonTool:
         text = (outcome.stdout + outcome.stderr).strip() or "It printed nothing."
         if len(text) > self.max_output:
             text = f"{text[: self.max_output]}\n[{len(text) - self.max_output} more characters]"
-        end = "" if outcome.kind in ("ok", "error") else f"\nIt broke the limit of {outcome.kind}."
+        end = "" if outcome.kind in ("ok", "error") else f"\n[stopped: {outcome.kind} limit]"
         left = self.max_calls - self._num_calls
         return {"role": "user", "content": f"<output>\n{text}{end}\n</output>\nRuns left: {left}."}
