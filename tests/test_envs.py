@@ -117,7 +117,7 @@ def tool_steps(tool, *replies):
     return asyncio.run(run())
 
 
-def test_the_tool_runs_a_program_and_scores_the_answer():
+def test_the_tool_runs_a_program_and_scores_the_answer(full):
     prompt = draw_product(4)
     question = prompt.messages[0]["content"].removeprefix("What is ").removesuffix("?")
     call, answer = tool_steps(
@@ -130,7 +130,7 @@ def test_the_tool_runs_a_program_and_scores_the_answer():
     assert answer[4]["parts"]["tool_calls"] == 1
 
 
-def test_the_tools_output_is_cut_and_its_errors_are_shown():
+def test_the_tools_output_is_cut_and_its_errors_are_shown(full):
     tool = PythonTool(max_calls=3, max_output=20, seconds=0.5)
     calls = ["print('x' * 50)", "1 / 0", "while True: pass"]
     ends = tool_steps(tool, *(f"<python>{call}</python>" for call in calls))

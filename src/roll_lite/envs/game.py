@@ -56,9 +56,9 @@ class Game(ABC):
     def act(self, action: str) -> float:
         """Take a valid action, as `actions` spells it; return the reward."""
 
-    @abstractmethod
     def solve(self) -> list[str]:
-        """Actions that win from here; the first is all that an agent relies on."""
+        """Actions that win from here, or the first of them; none if no solver knows any."""
+        return []
 
     is_over = False
     """Whether the game has ended. A subclass sets it in `start` and `act`, or makes it a property,
