@@ -1,9 +1,13 @@
-"""Environments of other packages: Gymnasium, TextArena, and the questions of reasoning-gym.
+"""Environments of other packages: Gymnasium, TextArena, OpenEnv, and reasoning-gym's questions.
 
 Their packages are imported when they are used, and are no dependencies of this one.
 """
 
+import asyncio
+import json
 import random as global_random
+import urllib.request
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +15,7 @@ from functools import cache
 from random import Random
 from typing import Any
 
+from roll_lite.envs.env import Observation
 from roll_lite.envs.game import Game, answer_of
 from roll_lite.types import Prompt
 
@@ -23,8 +28,9 @@ class Adapted(Game):
         self._return, self.is_over = 0.0, False
         self.begin(random.getrandbits(31))
 
+    @abstractmethod
     def begin(self, seed: int) -> None:
-        raise NotImplementedError
+        """Start the package's episode."""
 
     @property
     def is_won(self) -> bool:
@@ -105,9 +111,9 @@ class TextArenaGame(Adapted):
     def _read_messages(self) -> str:
         """What the game has said since the last call."""
         _, messages = self._env.get_observation()
-        return (
-            messages if isinstance(messages, str) else "\n".join(text for _, text, *_ in messages)
-        )
+        if isinstance(messages, str):
+            return messages
+        return "\n".join(text for _, text, *_ in messages)
 
     @contextmanager
     def _own_generator(self) -> Iterator[None]:
@@ -118,6 +124,67 @@ class TextArenaGame(Adapted):
         finally:
             self._generator = global_random.getstate()
             global_random.setstate(theirs)
+
+
+@dataclass(kw_only=True)
+class OpenEnvGame(Adapted):
+    """An environment of an OpenEnv server, over a WebSocket of its own for each episode.
+
+    Observations are shown as JSON. An action is a JSON object of the server's schema; where the
+    schema requires one field only, its text is enough.
+    """
+
+    url: str
+    """Without a path, such as http://localhost:8000."""
+    rules: str
+
+    @property
+    def instruction(self) -> str:
+        return f"{self.rules}\nAn action is JSON of this schema: {json.dumps(self._schema)}"
+
+    def begin(self, seed: int) -> None:
+        from websockets.sync.client import connect
+
+        with urllib.request.urlopen(f"{self.url}/schema") as answer:
+            self._schema = json.load(answer)["action"]
+        self._socket = connect(f"ws{self.url.removeprefix('http')}/ws", max_size=100 << 20)
+        self._request("reset", {"seed": seed})
+
+    def observe(self) -> str:
+        return json.dumps(self._observation)
+
+    def read(self, reply: str) -> str | None:
+        answer, required = answer_of(reply), self._schema.get("required", [])
+        if not answer:
+            return None
+        try:
+            action = json.loads(answer)
+        except (ValueError, RecursionError):
+            action = answer
+        if not isinstance(action, dict) and len(required) == 1:
+            action = {required[0]: action}
+        is_action = isinstance(action, dict) and action.keys() >= set(required)
+        return json.dumps(action) if is_action else None
+
+    def act(self, action: str) -> float:
+        return self._request("step", json.loads(action))
+
+    async def step(self, action: str) -> tuple[Observation, float, bool, bool, dict]:
+        result = await asyncio.to_thread(super().step, action)
+        if not result[0]:
+            self._socket.close()
+        return result
+
+    def _request(self, kind: str, data: dict[str, Any]) -> float:
+        """Send a message, and take the observation that answers it; return the reward."""
+        self._socket.send(json.dumps({"type": kind, "data": data}))
+        answer = json.loads(self._socket.recv())
+        if answer["type"] == "error":
+            raise RuntimeError(f"{self.url} answered {kind} with an error: {answer['data']}")
+        data = answer["data"]
+        self._observation, self.is_over = data["observation"], data["done"]
+        self._return += data["reward"] or 0.0
+        return data["reward"] or 0.0
 
 
 def reasoning_gym_prompts(name: str, *, size: int, seed: int, **config: Any) -> list[Prompt]:
