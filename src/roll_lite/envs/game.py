@@ -31,6 +31,9 @@ class Game(ABC):
     """Reward for a reply without a valid action, which changes nothing in the game."""
     finish_reason: FinishReason = field(default="stop", init=False)
 
+    is_over = is_won = False
+    """A subclass sets these two in `start` and `act`, or makes them properties."""
+
     def __post_init__(self):
         at_least(1, self, "max_steps", "max_tokens")
         finite(self, "invalid_reward")
@@ -59,11 +62,6 @@ class Game(ABC):
     def solve(self) -> list[str]:
         """Actions that win from here, or the first of them; none if no solver knows any."""
         return []
-
-    is_over = False
-    """Whether the game has ended. A subclass sets it in `start` and `act`, or makes it a property,
-    and so for `is_won`."""
-    is_won = False
 
     def read(self, reply: str) -> str | None:
         """The action of a reply, in any case; None if it has none that is valid."""
