@@ -9,7 +9,7 @@ import random as global_random
 import urllib.request
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from random import Random
@@ -147,7 +147,9 @@ class OpenEnvGame(Adapted):
 
         with urllib.request.urlopen(f"{self.url}/schema") as answer:
             self._schema = json.load(answer)["action"]
-        self._socket = connect(f"ws{self.url.removeprefix('http')}/ws", max_size=100 << 20)
+        address = f"ws{self.url.removeprefix('http')}/ws"
+        self._closing = ExitStack()
+        self._socket = self._closing.enter_context(connect(address, max_size=100 << 20))
         self._request("reset", {"seed": seed})
 
     def observe(self) -> str:
@@ -172,7 +174,7 @@ class OpenEnvGame(Adapted):
     async def step(self, action: str) -> tuple[Observation, float, bool, bool, dict]:
         result = await asyncio.to_thread(super().step, action)
         if not result[0]:
-            self._socket.close()
+            self._closing.close()
         return result
 
     def _request(self, kind: str, data: dict[str, Any]) -> float:
