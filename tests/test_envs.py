@@ -197,12 +197,12 @@ def test_bad_commands_name_the_remedy(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-RANDOM_PLAY = {  # success in percent within 10 and within 20 moves, measured with ROLL's rules
-    "frozen_lake": (22.4, 28.1),
-    "sokoban": (16.1, 24.1),
-    "sokoban_symbols": (17.4, 25.0),
-    "sokoban_8x8": (2.0, 5.0),
-    "sokoban_10x10": (3.2, 4.1),
+RANDOM_PLAY = {  # success in percent within 10 and within 20 moves with ROLL's rules, tolerance
+    "frozen_lake": (22.4, 28.1, 1.5),  # of 4,000 lakes
+    "sokoban": (16.1, 24.1, 2.5),  # of 921 rooms x 5, so the standard error is about 1
+    "sokoban_symbols": (17.4, 25.0, 2.5),
+    "sokoban_8x8": (2.0, 5.0, 1.5),
+    "sokoban_10x10": (3.2, 4.1, 1.5),
 }
 
 
@@ -211,6 +211,7 @@ RANDOM_PLAY = {  # success in percent within 10 and within 20 moves, measured wi
 def test_random_play_is_as_good_as_elsewhere(name):
     game, agent, num_episodes = make_env(name, max_steps=20), random_agent(0), 4000
     results = [play_episode(game, agent, seed) for seed in range(num_episodes)]
-    for limit, percent in zip((10, 20), RANDOM_PLAY[name], strict=True):
+    *percents, tolerance = RANDOM_PLAY[name]
+    for limit, percent in zip((10, 20), percents, strict=True):
         num_won = sum(result["success"] and result["turns"] <= limit for result in results)
-        assert 100 * num_won / num_episodes == pytest.approx(percent, abs=1.5)
+        assert 100 * num_won / num_episodes == pytest.approx(percent, abs=tolerance)

@@ -96,6 +96,7 @@ class TextArenaGame(Adapted):
         with self._own_generator():
             self._env = textarena.make(self.id)
             self._env.reset(num_players=1, seed=seed)
+            self._told = ""
             self._rules, self._seen = self._read_messages(), "The game begins."
 
     def observe(self) -> str:
@@ -109,11 +110,10 @@ class TextArenaGame(Adapted):
         return self._return
 
     def _read_messages(self) -> str:
-        """What the game has said since the last call."""
-        _, messages = self._env.get_observation()
-        if isinstance(messages, str):
-            return messages
-        return "\n".join(text for _, text, *_ in messages)
+        """What the game has said since the last call; it repeats all that was said before."""
+        _, text = self._env.get_observation()
+        new, self._told = text.removeprefix(self._told), text
+        return new.strip()
 
     @contextmanager
     def _own_generator(self) -> Iterator[None]:
