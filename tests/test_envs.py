@@ -165,7 +165,7 @@ def test_play_prints_the_episode(capsys):
     assert main(["play", "guess", "--agent", "solver", "--seed", "2"]) == 0
     printed = capsys.readouterr().out
     assert "--- system\nYou play a game" in printed and "<answer>50</answer>" in printed
-    assert re.search(r"^success   1$", printed, re.MULTILINE)
+    assert re.search(r"^success +1$", printed, re.MULTILINE)
 
 
 def test_a_human_plays_from_the_keyboard(capsys, monkeypatch):
@@ -173,7 +173,7 @@ def test_a_human_plays_from_the_keyboard(capsys, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda _: next(typed))
     assert main(["play", "guess", "--max-steps", "2"]) == 0
     printed = capsys.readouterr().out
-    assert "Your reply had no valid action." in printed and "valid     0.5" in printed
+    assert "Your reply had no valid action." in printed and "valid       0.5" in printed
 
 
 def test_bench_has_a_line_for_each_environment(capsys):

@@ -53,9 +53,9 @@ def play(options: argparse.Namespace) -> int:
         _print(observation)
     if isinstance(env, Game):
         print(env.observe())
-    print(f"return    {total:g}")
+    print(f"{'return':<12}{total:g}")
     for name, value in info["parts"].items():
-        print(f"{name:<10}{value:g}")
+        print(f"{name:<12}{value:g}")
     return 0
 
 

@@ -63,8 +63,8 @@ class PythonTool:
         self._num_calls, self._question = 0, Question(self.draw_prompt(seed), self.reward)
         *earlier, last = self._question.prompt.messages
         rules = (
-            f"You may run a Python program up to {self.max_calls} times: write it as <python> "
-            f"program {STOP}, end your reply there, and you are shown what it prints. Otherwise "
+            f"You may run Python programs, {self.max_calls} at most: write one as <python> program "
+            f"{STOP}, end your reply there, and you are shown what it prints. Otherwise "
             r"reply with the final answer in \boxed{}."
         )
         return (*earlier, last | {"content": f"{last['content']}\n\n{rules}"}), {}
