@@ -10,6 +10,7 @@ import pytest
 from roll_lite.chat import Chat
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.engine.service import EngineService
+from roll_lite.envs.guess import Guess
 from roll_lite.envs.question import question_maker
 from roll_lite.report.run import Run
 from roll_lite.rollout import event_loop
@@ -318,6 +319,18 @@ def test_several_turns_have_a_transcript(engine, chat, tmp_path):
         assert (said[1], said[3]) == (first, second) and line["reply"] == second
     again = read_group(json.loads(json.dumps(write_group(groups[0]))))
     assert [s.transcript for s in again.samples] == [s.transcript for s in groups[0].samples]
+
+
+def test_a_game_is_played_by_a_group_from_one_opening(engine, chat):
+    rollout = rollout_of(engine, chat, lambda prompt: Guess(max_steps=2, invalid_reward=-0.5))
+    (group,) = rollout.answer(some_prompts(1), num_samples=2, params=params(chat, max_tokens=2))
+    first, second = group.samples
+    assert first.turns[0].prompt_ids == second.turns[0].prompt_ids
+    for sample in group.samples:  # the untrained model writes no tags
+        assert len(sample.turns) == 2 and sample.score.value == -1
+        assert sample.score.parts == {"success": 0, "valid": 0, "effective": 0, "turns": 2}
+        roles = [message["role"] for message in sample.transcript]
+        assert roles == ["system", "user", "assistant", "user", "assistant"]
 
 
 def test_seeds_depend_on_every_part():
