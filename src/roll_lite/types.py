@@ -1,15 +1,18 @@
 """The types that everything shares. No torch here: worker processes import it and start fast.
 
-prompt -> turns (one model call each) -> sample (one trajectory) -> group (samples of one prompt).
+prompt -> turns (one model call each) -> sample (one episode) -> group (samples of one prompt).
 """
 
+import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-Message = dict[str, str]
-"""{"role": "system" | "user" | "assistant", "content": text}"""
+Message = dict[str, Any]
+"""{"role": "system" | "user" | "assistant" | "tool", "content": text}; an assistant's message may
+have "tool_calls"."""
 
 State = Literal[
     "queued",
@@ -23,6 +26,13 @@ State = Literal[
     "aborted",
 ]
 FinishReason = Literal["stop", "length", "abort", "error"]
+REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
+    "mean": fmean,
+    "sum": math.fsum,
+    "last": lambda values: values[-1],
+    "max": max,
+}
+"""How the measurements of an episode's turns become one number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +46,8 @@ class Prompt:
     """Further data that replies are checked with: test programs, constraints."""
     extra: dict[str, Any] = field(default_factory=dict)
     """All other fields of the prompt's row, for rewards of your own."""
+    seed: int | None = None
+    """Seed of its environment; None is another one at each visit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +85,23 @@ class SamplingParams:
             raise ValueError(f"min_p={self.min_p} must be from 0 (off) to 1")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnResult:
+    """What the environment says of a turn."""
+
+    reward: float = 0.0
+    measurements: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Named numbers by the way that they are combined over an episode, one of REDUCTIONS:
+    {"mean": {"valid": 1.0}, "last": {"success": 0.0}}."""
+
+    def __post_init__(self):
+        if not math.isfinite(self.reward):
+            raise ValueError(f"reward={self.reward} is not a finite number")
+
+
+NO_RESULT = TurnResult()
+
+
 @dataclass(slots=True, kw_only=True)
 class Turn:
     """One model call: what the model read and what it sampled."""
@@ -84,6 +113,9 @@ class Turn:
     finish_reason: FinishReason
     versions: list[tuple[int, int]]
     """(position of the first token, policy version) of each run of sampled tokens."""
+    state: str = ""
+    """A key of what the model saw: turns of a group with equal keys began in the same state."""
+    result: TurnResult = NO_RESULT
 
 
 REWARD_METRICS = frozenset(

@@ -1,0 +1,205 @@
+"""Episodes: a conversation between the model and an environment of either interface."""
+
+import bdb
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from roll_lite.checks import at_least, check_choices
+from roll_lite.envs.env import (
+    Conversation,
+    Ending,
+    Env,
+    EpisodeFunction,
+    Observation,
+    OutOfTokens,
+    Player,
+)
+from roll_lite.types import REDUCTIONS, Message, Prompt, Score
+
+CLOSE_THOUGHTS = "</think>"
+
+
+class EnvError(RuntimeError):
+    """An environment raised or returned something unusable; the text names it, seed and turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeOptions:
+    """Episodes: turns, and what the model reads of earlier ones."""
+
+    max_turns: int | None = None
+    """Most turns of an episode, beside the limit of the environment itself."""
+    history: int | None = None
+    """Earlier turns that the model reads again; None is all. With a number, every turn that lacks
+    an earlier one is a training sequence of its own, as in GiGPO."""
+    old_thoughts: Literal["keep", "drop"] = "keep"
+    """Whether the model reads the thoughts (<think>) of its earlier turns again. Dropped ones make
+    every turn a training sequence of its own."""
+
+    def __post_init__(self):
+        at_least(1, self, "max_turns")
+        at_least(0, self, "history")
+        check_choices(self)
+
+
+def player(make: Callable[[], Env] | EpisodeFunction, name: str, options: EpisodeOptions) -> Player:
+    """An environment class, or a coroutine function, as a Player."""
+    if inspect.iscoroutinefunction(make):
+        return _CoroutinePlayer(make, name)
+    return _EnvPlayer(make, name, options)
+
+
+@dataclass(frozen=True, slots=True)
+class _CoroutinePlayer:
+    episode: EpisodeFunction
+    name: str
+
+    async def __call__(self, chat: Conversation, task: Prompt) -> Ending:
+        with _naming(lambda: f"{self.name}, seed {task.seed}"):
+            score = Score.of(await self.episode(chat, task))
+        return Ending(reason="returned", score=score)
+
+
+@dataclass(frozen=True, slots=True)
+class _EnvPlayer:
+    make: Callable[[], Env]
+    name: str
+    options: EpisodeOptions
+
+    async def __call__(self, chat: Conversation, task: Prompt) -> Ending:
+        told = _Told(self.options)
+
+        def place() -> str:
+            return f"{self.name}, seed {task.seed}, turn {told.num_turns}"
+
+        with _naming(place):
+            env = self.make()
+            observation, info = _checked("reset", 2, await _awaited(env.reset(task.seed)))
+            told.rules = info.get("rules", "")
+        try:
+            while True:
+                with _naming(place):
+                    told.hear(_messages(observation))
+                    key = _state(info, observation)
+                stop = getattr(env, "stop", ())
+                reply = await chat(told.messages, stop=stop, state=key)
+                told.say(reply)
+                with _naming(place):
+                    env.finish_reason = chat.finish_reason
+                    found = _checked("step", 5, await _awaited(env.step(reply["content"])))
+                    observation, reward, terminated, truncated, info = found
+                    chat.result(_number("reward", reward), **_measurements(info))
+                if terminated or truncated:
+                    return Ending(reason="terminated" if terminated else "truncated")
+                if told.num_turns == self.options.max_turns:
+                    return Ending(reason="turns")
+        finally:
+            if close := getattr(env, "close", None):
+                await _awaited(close())
+
+
+class _Told:
+    """What was said, and what of it the model reads."""
+
+    def __init__(self, options: EpisodeOptions):
+        self._options, self.rules = options, ""
+        self._system: list[Message] = []
+        self._turns: list[list[Message]] = []
+        """What the environment said, then the model's reply."""
+        self._heard: list[Message] = []
+        """What the environment said last."""
+
+    @property
+    def num_turns(self) -> int:
+        return len(self._turns)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The system's messages, the rules in front of what comes first, and the last turns."""
+        history = self._options.history
+        turns = self._turns if history is None else self._turns[max(0, self.num_turns - history) :]
+        shown = [*(message for turn in turns for message in turn), *self._heard]
+        if self.rules:
+            first = shown[0]
+            shown[0] = first | {"content": f"{self.rules}\n\n{first['content']}"}
+        return self._system + shown
+
+    def hear(self, messages: list[Message]) -> None:
+        if not self._turns:
+            self._system = [m for m in messages if m["role"] == "system"]
+        self._heard = [m for m in messages if m["role"] != "system" or self._turns]
+        if not self._heard:
+            raise ValueError("the observation is empty, but the episode is not over")
+
+    def say(self, reply: Message) -> None:
+        if self._options.old_thoughts == "drop":
+            reply = reply | {"content": reply["content"].rpartition(CLOSE_THOUGHTS)[2].lstrip()}
+        self._turns.append([*self._heard, reply])
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _checked(method: str, count: int, returned: Any) -> tuple:
+    """What `reset` or `step` returned, if it has the right form."""
+    if not isinstance(returned, tuple) or len(returned) != count or not _is_info(returned[-1]):
+        expected = {2: "observation, info", 5: "observation, reward, terminated, truncated, info"}
+        raise TypeError(f"{method} returned {returned!r:.200}, not ({expected[count]})")
+    return returned
+
+
+def _is_info(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _messages(observation: Observation) -> list[Message]:
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    is_sequence = isinstance(observation, Sequence)
+    if not is_sequence or not all(map(_is_message, observation)):
+        raise TypeError(
+            f"the observation is {observation!r:.200}; it must be a text, or messages "
+            "{'role': ..., 'content': text}"
+        )
+    return list(observation)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(value.get(key), str) for key in ("role", "content")
+    )
+
+
+def _state(info: dict[str, Any], observation: Observation) -> str:
+    state = info.get("state", observation)
+    return state if isinstance(state, str) else repr(state)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}={value!r:.200} is not a number") from None
+
+
+def _measurements(info: dict[str, Any]) -> dict[str, dict[str, float]]:
+    return {
+        kind: {name: _number(name, value) for name, value in info[kind].items()}
+        for kind in REDUCTIONS
+        if kind in info
+    }
+
+
+@contextmanager
+def _naming(place: Callable[[], str]) -> Iterator[None]:
+    """Errors of the environment say which one it was, its seed and its turn."""
+    try:
+        yield
+    except (OutOfTokens, bdb.BdbQuit):
+        raise
+    except Exception as error:  # any kind: environments are user code
+        raise EnvError(f"{place()}: {type(error).__name__}: {error}") from error
