@@ -22,7 +22,7 @@ from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle, split
 from roll_lite.data import HeldOutOptions
 from roll_lite.engine.service import EngineService
-from roll_lite.envs.question import Question
+from roll_lite.envs.question import ask
 from roll_lite.models.config import read_config
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rollout.coordinator import Coordinator
@@ -229,7 +229,7 @@ class OnPolicyBatches:
         )
         with Coordinator(
             engines=self._models.engines, chat=chat, prompts=iter(()), params=params,
-            make_env=partial(Question, reward=unscored),
+            play=partial(ask, reward=unscored),
             options=RolloutOptions(samples_per_prompt=cfg.samples_per_prompt),
             # A seed of its own for every update: a resumed run samples as it would have.
             seed=derive_seed(cfg.seed, num_updates),

@@ -174,7 +174,7 @@ def ask(
     with Coordinator(
         engines=engines,
         chat=chat,
-        make_env=rewards,
+        play=rewards.play,
         prompts=iter(()),
         params=params,
         options=RolloutOptions(samples_per_prompt=cfg.samples),

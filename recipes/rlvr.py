@@ -38,7 +38,7 @@ from roll_lite.rollout.metrics import describe_groups
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.sync import WeightSync
 from roll_lite.train.advantages import AdvantageOptions
-from roll_lite.train.batch import TrainingSequence, equal_parts, pack
+from roll_lite.train.batch import TrainingSequence, equal_parts, pack, sample_runs
 from roll_lite.train.checkpoint import CheckpointOptions, RunState
 from roll_lite.train.defaults import (
     check_algorithm,
@@ -285,7 +285,7 @@ def main(cfg: Config) -> list[float]:
             )
             evaluation = Evaluation(held_out, cfg.evaluation, params)
             rollout = Coordinator(
-                engines=models.engines, chat=chat, make_env=rewards, prompts=prompts,
+                engines=models.engines, chat=chat, play=rewards.play, prompts=prompts,
                 params=params, options=cfg.rollout, min_samples=cfg.min_samples, seed=cfg.seed,
                 reward_engines=rewards.engine_clients,
                 max_length=cfg.longest_sample,
@@ -343,7 +343,7 @@ def train(
             run.note_samples(step, rollout.dropped())
             timer.lap("records")
             metrics |= state.metrics | timer.metrics()
-            metrics["rollout/trained_samples"] = len(sequences)
+            metrics["rollout/trained_samples"] = len(sample_runs(sequences))
             if run.is_due(step, cfg.evaluation.eval_every):
                 # Not part of the step's time.
                 metrics |= evaluate(cfg, step, run, rollout, evaluation)
@@ -432,15 +432,16 @@ def update(
         batch = pack(part, cfg.training.tokens_per_microbatch, **options)
         return trainer.step(split(batch), scheduled_at=done)[0]
 
-    share = len(sequences) / (cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt)
+    share = len(sample_runs(sequences)) / (
+        cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt
+    )
     parts = equal_parts(sequences, max(1, round(share * cfg.updates_per_step)))
     loss = cfg.policy_loss
     for part in cfg.epochs * parts:
         if models.critic:
             critic_updates.append(update_once(models.critic, step - 1, part))
         if (done := step - 1 - cfg.critic.critic_warmup_steps) >= 0:
-            options = {"aggregation": loss.chosen_aggregation, "constant": loss.constant}
-            policy_updates.append(update_once(models.policy, done, part, **options))
+            policy_updates.append(update_once(models.policy, done, part, **loss.pack_options))
     of_critic = critic_metrics(combine(critic_updates)) if critic_updates else {}
     return combine(policy_updates) | of_critic
 

@@ -37,7 +37,7 @@ from roll_lite.cluster.groups import Place
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.engine.request import Request
 from roll_lite.engine.service import EngineReport, Load
-from roll_lite.envs.question import question_maker
+from roll_lite.envs.question import question_player
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.types import Message, Prompt, SamplingParams, Turn
@@ -152,7 +152,7 @@ def make_coordinator(cfg: Config, engines: RoleHandle, max_staleness: int) -> Co
     return Coordinator(
         engines=engines,
         chat=NumberChat(),
-        make_env=question_maker({"bench": lambda prompt, reply: int(reply) / 1e6}),
+        play=question_player({"bench": lambda prompt, reply: int(reply) / 1e6}),
         prompts=numbered_prompts(),
         params=SamplingParams(max_tokens=1),
         options=RolloutOptions(

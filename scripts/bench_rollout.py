@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import tyro
 
 from roll_lite.engine.service import EngineReport, Load
-from roll_lite.envs.question import question_maker
+from roll_lite.envs.question import question_player
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.types import Prompt, SamplingParams, Turn
@@ -94,7 +94,7 @@ def main(cfg: Config) -> dict[str, float]:
     with Coordinator(
         engines=InstantEngines(cfg),
         chat=PlainChat(),
-        make_env=question_maker({"bench": lambda prompt, reply: 1.0}),
+        play=question_player({"bench": lambda prompt, reply: 1.0}),
         prompts=endless_prompts(),
         params=SamplingParams(max_tokens=cfg.reply_tokens),
         options=RolloutOptions(

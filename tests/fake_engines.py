@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 from roll_lite.engine.request import Request
 from roll_lite.engine.service import EngineReport, Load
-from roll_lite.envs.question import question_maker
+from roll_lite.envs.play import EpisodeOptions, player
+from roll_lite.envs.question import question_player
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.sample import derive_seed
@@ -195,7 +196,7 @@ class FakeEngines:
 class FakeChat:
     stop_ids = ()
 
-    def encode(self, messages):
+    def encode(self, messages, tools=None):
         return [int(word) for word in messages[0]["content"].split()]
 
     def decode(self, token_ids):
@@ -217,12 +218,21 @@ def fake_prompts(start=0, endless_every=0):
         )
 
 
+def playing(make_env):
+    """A player of environments that are made from their prompt."""
+
+    async def play(chat, task):
+        return await player(lambda: make_env(task), "test", EpisodeOptions())(chat, task)
+
+    return play
+
+
 @contextmanager
 def coordinator_over(engines, reward=lambda prompt, reply: 0.0, source=None, seed=3, **options):
     with Coordinator(
         engines=engines,
         chat=FakeChat(),
-        make_env=question_maker({"fake": reward}),
+        play=question_player({"fake": reward}),
         prompts=fake_prompts() if source is None else source,
         params=PARAMS,
         options=RolloutOptions(**options),

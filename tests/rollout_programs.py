@@ -14,7 +14,7 @@ from fake_engines import FakeChat, FakeService, fake_prompts
 from roll_lite.chat import Chat
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.engine.service import EngineService
-from roll_lite.envs.question import question_maker
+from roll_lite.envs.question import question_player
 from roll_lite.models.hf import load_model
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.options import RolloutOptions
@@ -45,7 +45,7 @@ def coordinator(engines, folder, num_tokens=16, **options):
     return Coordinator(
         engines=engines,
         chat=chat,
-        make_env=question_maker({"reverse": length}),
+        play=question_player({"reverse": length}),
         prompts=prompts("reverse:4", seed=0),
         params=SamplingParams(max_tokens=num_tokens, stop_ids=chat.stop_ids),
         options=RolloutOptions(**options),
@@ -57,7 +57,7 @@ def fake_coordinator(engines, **options):
     return Coordinator(
         engines=engines,
         chat=FakeChat(),
-        make_env=question_maker({"fake": length}),
+        play=question_player({"fake": length}),
         prompts=fake_prompts(),
         params=SOME_WORDS,
         options=RolloutOptions(**options),

@@ -15,6 +15,7 @@ from fake_engines import (
     coordinator_over,
     fake_prompts,
     fake_tokens,
+    playing,
     wait_until,
 )
 
@@ -182,7 +183,7 @@ def test_a_sample_that_failed_while_its_group_waited_stays_failed():
     with (
         FakeEngines(1, max_delay=0.05) as engines,
         Coordinator(
-            engines=engines, chat=FakeChat(), make_env=Wayward, prompts=fake_prompts(),
+            engines=engines, chat=FakeChat(), play=playing(Wayward), prompts=fake_prompts(),
             params=PARAMS, options=RolloutOptions(deadline=5, **options), seed=0,
         ) as rollout,
     ):  # fmt: skip
@@ -229,8 +230,8 @@ def test_later_turns_stay_where_the_conversation_began():
             post(replica, *letter),
         )
         with Coordinator(
-            engines=engines, chat=FakeChat(), make_env=Talk, prompts=fake_prompts(), params=PARAMS,
-            options=RolloutOptions(samples_per_prompt=2, prompts_per_step=9), seed=0,
+            engines=engines, chat=FakeChat(), play=playing(Talk), prompts=fake_prompts(),
+            params=PARAMS, options=RolloutOptions(samples_per_prompt=2, prompts_per_step=9), seed=0,
         ) as rollout:  # fmt: skip
             groups = rollout.collect()
     assert all(len(s.turns) == 3 and s.score.value == 3.0 for g in groups for s in g.samples)
@@ -393,12 +394,12 @@ def test_when_all_replicas_die_the_run_ends_with_their_error():
 def test_faults_arrive_with_their_traceback_and_no_thread_is_left():
     threads = threading.active_count()
 
-    def make_env(prompt):
+    def play(chat, task):
         raise ZeroDivisionError("in the thread")
 
     with FakeEngines(2) as engines:
         rollout = Coordinator(
-            engines=engines, chat=FakeChat(), make_env=make_env, prompts=fake_prompts(),
+            engines=engines, chat=FakeChat(), play=play, prompts=fake_prompts(),
             params=PARAMS, options=RolloutOptions(), seed=0,
         )  # fmt: skip
         asked = [next(fake_prompts())]
@@ -409,7 +410,7 @@ def test_faults_arrive_with_their_traceback_and_no_thread_is_left():
             with pytest.raises(ZeroDivisionError, match="in the thread") as caught:
                 action()
             frames = [entry.name for entry in caught.traceback]
-            assert "make_env" in frames
+            assert "play" in frames
         rollout.close()
     assert threading.active_count() == threads
 

@@ -11,7 +11,7 @@ from conftest import make_reference
 from roll_lite.chat import Chat
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.engine.service import EngineService
-from roll_lite.envs.question import question_maker
+from roll_lite.envs.question import question_player
 from roll_lite.models.tiny import character_tokenizer
 from roll_lite.rewarding import Judge, RewardModel
 from roll_lite.rewards.judge import VerdictError, judge_messages, parse_verdict
@@ -62,7 +62,7 @@ def rollout_over(engines, chat, reward, reward_engines=(), **options):
     return Coordinator(
         engines=engines,
         chat=chat,
-        make_env=question_maker({"reverse": reward}),
+        play=question_player({"reverse": reward}),
         prompts=iter(()),
         params=SamplingParams(max_tokens=4, stop_ids=chat.stop_ids),
         options=RolloutOptions(**options),

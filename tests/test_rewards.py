@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 from conftest import RECIPES
 
-from roll_lite.envs.question import Question
+from roll_lite.envs.question import ask
 from roll_lite.report.run import Run
 from roll_lite.rewards.__main__ import main, rescore
 from roll_lite.rewards.code import passes_tests
@@ -25,12 +25,27 @@ def prompt(truth):
     return Prompt(id="p", messages=(), domain="d", ground_truth=truth)
 
 
+class Says:
+    """A conversation in which the model says one thing."""
+
+    def __init__(self, reply):
+        self.reply, self.finish_reason = reply, "stop"
+
+    async def __call__(self, messages):
+        return {"role": "assistant", "content": self.reply}
+
+    async def retried(self, call):
+        return await call()
+
+
+def answered(reply, reward):
+    return asyncio.run(ask(Says(reply), prompt("x"), reward=reward)).score
+
+
 def test_a_question_ends_with_its_score():
-    parts = {"format": 0.1, "answer": 0.4}
-    env = Question(prompt("x"), lambda p, reply: Score(value=0.5, parts=parts))
-    assert asyncio.run(env.step("y")) == ((), 0.5, True, False, {"parts": parts})
-    env = Question(prompt("x"), lambda p, reply: reply == "x")
-    assert asyncio.run(env.step("x"))[1] == 1.0
+    score = Score(value=0.5, parts={"format": 0.1, "answer": 0.4})
+    assert answered("y", lambda p, reply: score) == score
+    assert answered("x", lambda p, reply: reply == p.ground_truth) == Score(value=1.0)
 
 
 @pytest.mark.parametrize(

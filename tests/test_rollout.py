@@ -6,12 +6,13 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from fake_engines import playing
 
 from roll_lite.chat import Chat
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.engine.service import EngineService
 from roll_lite.envs.guess import Guess
-from roll_lite.envs.question import question_maker
+from roll_lite.envs.question import question_player
 from roll_lite.report.run import Run
 from roll_lite.rollout import event_loop
 from roll_lite.rollout.coordinator import Coordinator
@@ -54,11 +55,11 @@ def params(chat, max_tokens=6):
     return SamplingParams(max_tokens=max_tokens, stop_ids=chat.stop_ids)
 
 
-def rollout_of(engine, chat, make_env, seed=0, **options):
+def rollout_of(engine, chat, play, seed=0, **options):
     return Coordinator(
         engines=engine,
         chat=chat,
-        make_env=make_env,
+        play=play,
         prompts=iter(()),
         params=params(chat),
         options=RolloutOptions(max_retries=0, **options),
@@ -67,7 +68,7 @@ def rollout_of(engine, chat, make_env, seed=0, **options):
 
 
 def rollout_with(engine, chat, reward, seed=0):
-    return rollout_of(engine, chat, question_maker({"reverse": reward}), seed)
+    return rollout_of(engine, chat, question_player({"reverse": reward}), seed)
 
 
 def test_it_works_in_a_thread_with_an_event_loop_as_in_a_notebook(engine, chat):
@@ -242,7 +243,7 @@ def test_when_everything_fails_the_run_stops_with_the_cause(engine, chat):
 
 
 def test_an_unknown_domain_stops_the_run_and_frees_the_engine(engine, chat):
-    rollout = rollout_of(engine, chat, question_maker({"math": None}))
+    rollout = rollout_of(engine, chat, question_player({"math": None}))
     with pytest.raises(ValueError, match=r"domain=.reverse..*known domains: math"):
         rollout.answer(some_prompts(2), num_samples=2, params=params(chat))
     assert not engine.has_work()
@@ -292,7 +293,7 @@ class Echo:
 
 
 def test_several_turns_never_retokenise(engine, chat):
-    rollout = rollout_of(engine, chat, lambda prompt: Echo())
+    rollout = rollout_of(engine, chat, playing(lambda task: Echo()))
     (group,) = rollout.answer(some_prompts(1), num_samples=3, params=params(chat))
     for sample in group.samples:
         first, second = sample.turns
@@ -306,7 +307,7 @@ def test_several_turns_never_retokenise(engine, chat):
 
 
 def test_several_turns_have_a_transcript(engine, chat, tmp_path):
-    rollout = rollout_of(engine, chat, lambda prompt: Echo())
+    rollout = rollout_of(engine, chat, playing(lambda task: Echo()))
     groups = rollout.answer(some_prompts(1), num_samples=2, params=params(chat))
     run = Run(tmp_path / "run", RolloutOptions(), num_steps=1, shown={})
     run.write_rollouts(1, groups)
@@ -322,7 +323,9 @@ def test_several_turns_have_a_transcript(engine, chat, tmp_path):
 
 
 def test_a_game_is_played_by_a_group_from_one_opening(engine, chat):
-    rollout = rollout_of(engine, chat, lambda prompt: Guess(max_steps=2, invalid_reward=-0.5))
+    rollout = rollout_of(
+        engine, chat, playing(lambda task: Guess(max_steps=2, invalid_reward=-0.5))
+    )
     (group,) = rollout.answer(some_prompts(1), num_samples=2, params=params(chat, max_tokens=2))
     first, second = group.samples
     assert first.turns[0].prompt_ids == second.turns[0].prompt_ids

@@ -14,7 +14,7 @@ from roll_lite.cluster.cluster import Cluster
 from roll_lite.engine.engine import Engine
 from roll_lite.engine.request import Request
 from roll_lite.engine.service import EngineService
-from roll_lite.envs.question import question_maker
+from roll_lite.envs.question import question_player
 from roll_lite.models.hf import load_model
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.options import RolloutOptions
@@ -46,7 +46,7 @@ def test_alone_a_real_engine_gives_what_it_gives_by_itself(tiny_folder):
         with Coordinator(
             engines=engines,
             chat=chat,
-            make_env=question_maker({"reverse": lambda prompt, reply: float(len(reply))}),
+            play=question_player({"reverse": lambda prompt, reply: float(len(reply))}),
             prompts=prompts("reverse:3", seed=0),
             params=params,
             options=RolloutOptions(samples_per_prompt=3, prompts_per_step=6, deadline=60),

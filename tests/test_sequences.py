@@ -14,7 +14,7 @@ from roll_lite.train.advantages import ADVANTAGES, AdvantageOptions, PerSample
 from roll_lite.train.kl import KLController, KLOptions, estimate_kl
 from roll_lite.train.sequences import AdvantageState, ModelScores, with_advantages
 from roll_lite.train.shaping import RunningMoments, normalise
-from roll_lite.types import Group
+from roll_lite.types import Group, TurnResult
 
 REWARDS = [[0.0, 1.0, 0.0, 0.5, 1.0], [2.0, -1.0], [0.3, 0.3, 0.3], [7.0]]
 
@@ -145,13 +145,11 @@ def test_gae_reads_only_the_values_of_learned_tokens():
 
 def test_gigpo_gives_every_token_the_advantage_of_its_turn():
     samples = [make_sample(None, num_turns=2, index=i) for i in range(2)]
-    scores = ModelScores(
-        turn_rewards=[[0.0, 1.0], [0.0, 0.0]], observations=[["a", "b"], ["a", "c"]]
-    )
+    for sample, rewards, keys in zip(samples, [[0, 1], [0, 0]], ["ab", "ac"], strict=True):
+        for turn, reward, key in zip(sample.turns, rewards, keys, strict=True):
+            turn.result, turn.state = TurnResult(reward=reward), key
     options = AdvantageOptions(advantage="gigpo", divide_by_std=False)
-    first, second = with_advantages(
-        [Group(prompt=samples[0].prompt, samples=samples)], options, scores
-    )
+    first, second = with_advantages([Group(prompt=samples[0].prompt, samples=samples)], options)
     # Episodes differ by 1; so do the first steps, discounted; "b" and "c" have no peers.
     opening = 0.5 + 0.95 / 2
     assert learned(first, first.advantages) == pytest.approx([opening] * 3 + [0.5] * 3)
@@ -341,14 +339,13 @@ def test_missing_and_unread_scores_is_refused(kind):
     given = {
         "gae": {"values": per_token},
         "opd": {"teacher_logprobs": [per_token]},
-        "gigpo": {"turn_rewards": [[0.0], [1.0]], "observations": [["a"], ["a"]]},
     }.get(kind, {})
     options = AdvantageOptions(advantage=kind)
     with_advantages(groups, options, ModelScores(**given))
     for name in given:
         with pytest.raises(ValueError, match=f"advantage='{re.escape(kind)}' .* needs {name}"):
             with_advantages(groups, options, ModelScores(**(given | {name: None})))
-        with pytest.raises(ValueError, match=rf"{name} .*0 lists for 2 samples|{name} has"):
+        with pytest.raises(ValueError, match=rf"{name} .*0 lists for 2 sequences|{name} has"):
             wrong = [[]] if name == "teacher_logprobs" else []
             with_advantages(groups, options, ModelScores(**(given | {name: wrong})))
     with pytest.raises(ValueError, match="does not read reference_logprobs"):

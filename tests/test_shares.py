@@ -9,7 +9,15 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
-from fake_engines import PARAMS, FakeChat, FakeEngines, check_sample, fake_tokens, wait_until
+from fake_engines import (
+    PARAMS,
+    FakeChat,
+    FakeEngines,
+    check_sample,
+    fake_tokens,
+    playing,
+    wait_until,
+)
 
 from roll_lite.data import Mixture
 from roll_lite.engine.request import Request
@@ -76,7 +84,7 @@ def running(source, num_replicas=3, seed=3, env=Trial, **options):
     with (
         FakeEngines(num_replicas, max_delay=0.004, seed=seed) as engines,
         Coordinator(
-            engines=engines, chat=FakeChat(), make_env=env, prompts=source, params=PARAMS,
+            engines=engines, chat=FakeChat(), play=playing(env), prompts=source, params=PARAMS,
             options=RolloutOptions(**options), seed=3,
         ) as rollout,
     ):  # fmt: skip

@@ -22,6 +22,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 OPEN_THOUGHTS, CLOSE_THOUGHTS = "<think>", "</think>"
 _QUESTION = {"role": "user", "content": "?"}
 _MARK = "\u2063reply\u2063"  # placeholder for a reply in the rendered template
+_TOOL_CALL = r"(?s)<tool_call>\s*(.*?)\s*</tool_call>"
 _AT_ONCE = 1024  # replies per tokenizer call: faster than one by one, with bounded memory
 _NOT_ARGUMENTS = {
     "messages", "add_generation_prompt", "raise_exception", "strftime_now", "namespace",
@@ -66,12 +67,17 @@ class Chat:
         self.stop_ids = _stop_ids(Path(folder), self.end_of_turn, self.tokenizer.eos_token_id)
         """Sampling one of these ends a turn."""
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a conversation, up to the start of the model's reply."""
+    def encode(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """The ids of a conversation, up to the start of the model's reply.
+
+        `tools` are functions that the model may call, as JSON schemas; few templates show them.
+        """
         # The samples of a group have the same messages, one after the other.
-        key = tuple(tuple(message.items()) for message in messages)
+        key = tuple(tuple(message.items()) for message in messages), tools
         if self._last_encoded[0] != key:
-            self._last_encoded = key, self._ids(self._prompt_text(messages))
+            self._last_encoded = key, self._ids(self._prompt_text(messages, tools))
         return list(self._last_encoded[1])
 
     def continue_with(self, token_ids: list[int], messages: Sequence[Message]) -> list[int]:
@@ -141,8 +147,12 @@ class Chat:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def _prompt_text(self, messages: Sequence[Message]) -> str:
-        text = self._render(messages)
+    def _prompt_text(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
+    ) -> str:
+        text = self._render(messages, **({"tools": list(tools)} if tools else {}))
+        if tools and text == self._render(messages):
+            raise ValueError("the chat template does not show tools; describe them in a message")
         for message in messages:
             if message["role"] == "system" and message["content"].strip() not in text:
                 raise ValueError(
@@ -193,11 +203,13 @@ class Chat:
         opening, _, ending = text.partition(_MARK)
         return opening, ending
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    def _render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, **more: Any
+    ) -> str:
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt,
-                **self._template_args,
+                **self._template_args, **more,
             )  # fmt: skip
         except jinja2.TemplateError as error:
             roles = ", ".join(message["role"] for message in messages)
@@ -324,6 +336,29 @@ def _in_thoughts(reply: str) -> str:
     if CLOSE_THOUGHTS not in reply:
         return f"\n{CLOSE_THOUGHTS}\n\n{reply}"
     return reply.lstrip().removeprefix(OPEN_THOUGHTS).lstrip("\n")
+
+
+def as_message(reply: str, *, has_tools: bool) -> Message:
+    """A reply as the assistant's message; calls of tools, as most templates ask for them, apart."""
+    calls = re.findall(_TOOL_CALL, reply) if has_tools else []
+    message: Message = {"role": "assistant", "content": reply}
+    parsed = [call for text in calls if (call := _parse_call(text))]
+    if not calls or len(parsed) < len(calls):  # what cannot be read stays text
+        return message
+    content = re.split(_TOOL_CALL, reply, maxsplit=1)[0].strip()
+    return message | {"content": content, "tool_calls": parsed}
+
+
+def _parse_call(text: str) -> dict[str, Any] | None:
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    is_call = isinstance(call, dict) and isinstance(call.get("name"), str)
+    if not is_call or not isinstance(call.get("arguments", {}), dict):
+        return None
+    function = {"name": call["name"], "arguments": call.get("arguments", {})}
+    return {"type": "function", "function": function}
 
 
 @contextmanager

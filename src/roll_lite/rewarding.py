@@ -19,7 +19,8 @@ from roll_lite.cluster.device_map import DeviceMap
 from roll_lite.cluster.role import RoleHandle, split
 from roll_lite.engine.request import Request
 from roll_lite.engine.service import EngineService
-from roll_lite.envs.question import Question
+from roll_lite.envs.env import Player
+from roll_lite.envs.question import question_player
 from roll_lite.models.config import ModelConfig, read_config
 from roll_lite.models.hf import has_value_head
 from roll_lite.rewards.file import RewardTables, check_file, read_rewards
@@ -108,7 +109,7 @@ class RewardOptions:
 
 
 class Rewards:
-    """Makes the environment of a prompt, with the reward of the prompt's domain."""
+    """Questions with the reward of their domain."""
 
     def __init__(
         self,
@@ -161,8 +162,10 @@ class Rewards:
     def __exit__(self, *exception: object) -> None:
         self._exits.close()
 
-    def __call__(self, prompt: Prompt) -> Question:
-        return Question(prompt, self._by_domain[prompt.domain])
+    @property
+    def play(self) -> Player:
+        """Have the model answer a prompt, and score its reply."""
+        return question_player(self._by_domain)
 
     def metrics(self) -> dict[str, float]:
         """Calls, seconds and failures since the last time."""

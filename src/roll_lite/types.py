@@ -97,6 +97,15 @@ class TurnResult:
     def __post_init__(self):
         if not math.isfinite(self.reward):
             raise ValueError(f"reward={self.reward} is not a finite number")
+        for reduction, values in self.measurements.items():
+            if reduction not in REDUCTIONS:
+                raise ValueError(
+                    f"{reduction!r} is no way to combine measurements; use one of "
+                    f"{', '.join(REDUCTIONS)}"
+                )
+            for name, value in values.items():
+                if not math.isfinite(value):
+                    raise ValueError(f"measurement {name}={value} is not a finite number")
 
 
 NO_RESULT = TurnResult()
@@ -163,24 +172,51 @@ class Event(NamedTuple):
     policy_version: int
 
 
-@dataclass(slots=True, kw_only=True)
-class Sample:
-    """One trajectory: its tokens exactly as they were read and sampled, and its events so far."""
+@dataclass(slots=True)
+class TokenSequence:
+    """Turns that continue each other: all tokens as the model read and sampled them."""
 
-    prompt: Prompt
-    index: int
-    """Place in the group."""
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     """True where the model sampled the token."""
     logprobs: list[float] = field(default_factory=list)
     """Behaviour logprobs; 0 where loss_mask is False."""
+    turns: list[int] = field(default_factory=list)
+    """Numbers of its turns in the sample."""
+    segments: list[int] = field(default_factory=list)
+    """The turn of each token; what a turn reads belongs to it."""
+
+    def is_continued_by(self, turn: Turn) -> bool:
+        return turn.prompt_ids[: len(self.token_ids)] == self.token_ids
+
+    def add(self, number: int, turn: Turn) -> None:
+        """Append what the model read since the last turn, then what it sampled."""
+        read = turn.prompt_ids[len(self.token_ids) :]
+        self.token_ids += read + turn.token_ids
+        self.loss_mask += [False] * len(read) + [True] * len(turn.token_ids)
+        self.logprobs += [0.0] * len(read) + turn.logprobs
+        self.segments += [number] * (len(read) + len(turn.token_ids))
+        self.turns.append(number)
+
+
+@dataclass(slots=True, kw_only=True)
+class Sample:
+    """One episode: its tokens exactly as they were read and sampled, and its events so far."""
+
+    prompt: Prompt
+    index: int
+    """Place in the group."""
     turns: list[Turn] = field(default_factory=list)
+    """In the order of time."""
+    sequences: list[TokenSequence] = field(default_factory=list)
+    """The turns as sequences to train on: one, unless a turn does not go on where one ended."""
     transcript: list[Message] = field(default_factory=list)
     """The conversation as text, for people; tokens are never made from it."""
     reply: str = ""
     """The text of the last turn."""
     score: Score | None = None
+    end: str = ""
+    """Why the episode ended: see envs.env.Ending."""
     error: str | None = None
     """Why the sample failed: the traceback of its reward or environment."""
     events: list[Event] = field(default_factory=list)
@@ -194,20 +230,54 @@ class Sample:
         """Policy version of the first sampled token."""
         return next((turn.versions[0][1] for turn in self.turns if turn.versions), None)
 
+    @property
+    def token_ids(self) -> list[int]:
+        """Of all sequences end to end, like the two below."""
+        return [token_id for sequence in self.sequences for token_id in sequence.token_ids]
+
+    @property
+    def loss_mask(self) -> list[bool]:
+        return [learned for sequence in self.sequences for learned in sequence.loss_mask]
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [logprob for sequence in self.sequences for logprob in sequence.logprobs]
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(turn.token_ids) for turn in self.turns)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a reply was ended by its length."""
+        return any(turn.finish_reason == "length" for turn in self.turns)
+
     def enter(self, state: State, policy_version: int) -> None:
         self.events.append(Event(state, time.time(), policy_version))
 
     def add_turn(self, turn: Turn) -> None:
-        """Append what the model read since the last turn, then what it sampled."""
-        num_known = len(self.token_ids)
-        assert turn.prompt_ids[:num_known] == self.token_ids, (
-            "a turn must continue the conversation so far"
-        )
-        read = turn.prompt_ids[num_known:]
-        self.token_ids += read + turn.token_ids
-        self.loss_mask += [False] * len(read) + [True] * len(turn.token_ids)
-        self.logprobs += [0.0] * len(read) + turn.logprobs
+        """A turn that goes on where a sequence ended continues it; another one begins its own."""
+        continued = (s for s in reversed(self.sequences) if s.is_continued_by(turn))
+        if (sequence := next(continued, None)) is None:
+            self.sequences.append(sequence := TokenSequence())
+        sequence.add(len(self.turns), turn)
         self.turns.append(turn)
+
+
+def combine_measurements(turns: Iterable[Turn]) -> dict[str, float]:
+    """The measurements of an episode by name, combined over its turns."""
+    found: dict[str, tuple[str, list[float]]] = {}
+    for turn in turns:
+        for reduction, values in turn.result.measurements.items():
+            for name, value in values.items():
+                known, numbers = found.setdefault(name, (reduction, []))
+                if known != reduction:
+                    raise ValueError(
+                        f"measurement {name!r} is given as {known} and as {reduction}; combine it "
+                        "in one way"
+                    )
+                numbers.append(value)
+    return {name: REDUCTIONS[how](numbers) for name, (how, numbers) in found.items()}
 
 
 @dataclass(slots=True, kw_only=True)

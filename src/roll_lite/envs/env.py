@@ -82,4 +82,5 @@ class Ending:
 
 EpisodeFunction = Callable[[Conversation, Prompt], Awaitable[Score | float]]
 Player = Callable[[Conversation, Prompt], Awaitable[Ending]]
-"""Runs one episode of a task: both interfaces in one form."""
+"""Runs one episode of a task: both interfaces in one form. An error of the call itself, rather than
+of what it returns, ends the run."""

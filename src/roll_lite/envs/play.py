@@ -38,11 +38,20 @@ class EpisodeOptions:
     old_thoughts: Literal["keep", "drop"] = "keep"
     """Whether the model reads the thoughts (<think>) of its earlier turns again. Dropped ones make
     every turn a training sequence of its own."""
+    episode_tokens: int | None = None
+    """Most tokens that the model may write in an episode, in all turns."""
+    at_limit: Literal["end", "fail"] = "end"
+    """What becomes of an episode that has no room for a further reply, in the context or in
+    episode_tokens: it ends, is scored by its turns so far and kept, or it fails."""
 
     def __post_init__(self):
-        at_least(1, self, "max_turns")
+        at_least(1, self, "max_turns", "episode_tokens")
         at_least(0, self, "history")
         check_choices(self)
+
+
+ONE_TURN = EpisodeOptions(at_limit="fail")
+"""Of questions: a prompt that leaves no room for a whole reply is a mistake."""
 
 
 def player(make: Callable[[], Env] | EpisodeFunction, name: str, options: EpisodeOptions) -> Player:

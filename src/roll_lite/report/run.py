@@ -180,7 +180,7 @@ def _history(sample: Sample) -> dict[str, Any]:
         "reply": sample.reply,
         **_transcript(sample),
         "reward": sample.score.value if sample.score else None,
-        "tokens": sum(sample.loss_mask),
+        "tokens": sample.num_sampled,
         "events": sample.events,
         "error": sample.error,
     }
@@ -199,6 +199,7 @@ def _text(sample: Sample) -> dict[str, Any]:
         "ground_truth": sample.prompt.ground_truth,
         "tests": sample.prompt.tests,
         "extra": sample.prompt.extra,
+        "end": sample.end,
         "reward": sample.score.value if sample.score else None,
         "parts": sample.score.parts if sample.score else {},
         "error": sample.error,
@@ -211,20 +212,33 @@ def _transcript(sample: Sample) -> dict[str, Any]:
 
 
 def _tokens(sample: Sample) -> dict[str, Any]:
-    ends = [0, *(len(turn.prompt_ids) + len(turn.token_ids) for turn in sample.turns)]
-    turns = [
-        {
-            "read": len(turn.prompt_ids) - begin,
-            "sampled": len(turn.token_ids),
-            "finish": turn.finish_reason,
-            "versions": turn.versions,
-        }
-        for begin, turn in zip(ends, sample.turns, strict=False)
+    """Ids and logprobs of all sequences end to end, in the order of `sequences`."""
+    logprobs = [
+        logprob
+        for sequence in sample.sequences
+        for number in sequence.turns
+        for logprob in sample.turns[number].logprobs
     ]
-    logprobs = [logprob for turn in sample.turns for logprob in turn.logprobs]
     return {
         "token_ids": sample.token_ids,
         "logprobs": np.round(logprobs, 5).tolist(),
-        "turns": turns,
+        "turns": [_turn(sample, number) for number in range(len(sample.turns))],
+        **({"sequences": [s.turns for s in sample.sequences]} if len(sample.sequences) > 1 else {}),
         "events": sample.events,
+    }
+
+
+def _turn(sample: Sample, number: int) -> dict[str, Any]:
+    turn = sample.turns[number]
+    sequence = next(s for s in sample.sequences if number in s.turns)
+    place = sequence.turns.index(number)
+    before = sample.turns[sequence.turns[place - 1]] if place else None
+    known = len(before.prompt_ids) + len(before.token_ids) if before else 0
+    said = {"reward": turn.result.reward, "state": turn.state, **turn.result.measurements}
+    return {
+        "read": len(turn.prompt_ids) - known,
+        "sampled": len(turn.token_ids),
+        "finish": turn.finish_reason,
+        "versions": turn.versions,
+        **(said if len(sample.turns) > 1 else {}),
     }

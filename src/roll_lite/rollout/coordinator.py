@@ -20,7 +20,8 @@ from typing import Any
 
 from roll_lite.chat import Chat
 from roll_lite.cluster.role import RoleHandle
-from roll_lite.envs.env import Env
+from roll_lite.envs.env import Player
+from roll_lite.envs.play import ONE_TURN, EpisodeOptions
 from roll_lite.progress import ProgressBar
 from roll_lite.rollout.engines import EngineClient
 from roll_lite.rollout.event_loop import LoopThread, PumpedLoop, Signal
@@ -43,7 +44,7 @@ class Coordinator:
         *,
         engines: RoleHandle,
         chat: Chat,
-        make_env: Callable[[Prompt], Env],
+        play: Player,
         prompts: PromptSource | Iterator[Prompt],
         params: SamplingParams,
         options: RolloutOptions,
@@ -51,9 +52,13 @@ class Coordinator:
         min_samples: int | None = None,
         reward_engines: Sequence[EngineClient] = (),
         max_length: int | None = None,
+        episodes: EpisodeOptions = ONE_TURN,
     ):
-        """A group with fewer than `min_samples` left is dropped; 2 where groups are larger than 1.
-        A sample that may become longer than `max_length` tokens, prompt and all, fails.
+        """`play` takes a sample through its episode: `Rewards.play` or `EnvWorkers.play`.
+
+        A group with fewer than `min_samples` left is dropped; 2 where groups are larger than 1.
+        `max_length` is the context: a sample that would become longer ends or fails, as
+        `episodes.at_limit` says.
 
         `reward_engines` are engine roles that rewards ask, such as a judge. A plain iterator of
         prompts cannot be resumed, and replaces a dropped group by a prompt of any domain.
@@ -66,10 +71,10 @@ class Coordinator:
         self._clients = [self._engines, *reward_engines]
         runner = partial(
             SampleRunner,
-            engines=self._engines, chat=chat, make_env=make_env, seed=seed,
-            max_retries=options.max_retries,
+            engines=self._engines, chat=chat, play=play, seed=seed,
+            max_retries=options.max_retries, max_length=max_length, episodes=episodes,
         )  # fmt: skip
-        self._runner = runner(deadline=options.deadline, max_length=max_length)
+        self._runner = runner(deadline=options.deadline)
         self._answerer = runner()  # without deadline: an evaluation needs every sample
         self._prompts = PromptQueue(prompts)
         self._groups = Groups(

@@ -20,10 +20,9 @@ def describe_groups(groups: list[Group]) -> dict[str, float]:
         "reward/solved_groups": fmean(any(r > 0 for r in group) for group in rewards),
         "reward/equal_groups": fmean(len(set(group)) < 2 for group in rewards),
         **_by_domain(groups),
-        "rollout/reply_tokens": fmean(sum(s.loss_mask) for s in samples),
-        "rollout/truncated": fmean(
-            any(turn.finish_reason == "length" for turn in s.turns) for s in samples
-        ),
+        "rollout/reply_tokens": fmean(s.num_sampled for s in samples),
+        "rollout/truncated": fmean(s.is_cut for s in samples),
+        **_episodes("rollout", samples),
     }
 
 
@@ -34,6 +33,18 @@ def _parts(prefix: str, done: list[Sample]) -> dict[str, float]:
         for name, value in sample.score.parts.items():
             values.setdefault(name, []).append(value)
     return {f"{prefix}/{name}": fmean(values[name]) for name in sorted(values)}
+
+
+def _episodes(prefix: str, samples: list[Sample]) -> dict[str, float]:
+    """Turns, and shares of the reasons why episodes ended, if there are episodes."""
+    ended = [sample.end for sample in samples if sample.end not in ("", "returned")]
+    if not ended and all(len(sample.turns) < 2 for sample in samples):
+        return {}
+    return {
+        f"{prefix}/turns": fmean(len(sample.turns) for sample in samples),
+        f"{prefix}/sequences": fmean(len(sample.sequences) for sample in samples),
+        **{f"{prefix}/end_{end}": ended.count(end) / len(samples) for end in sorted(set(ended))},
+    }
 
 
 def _by_domain(groups: list[Group]) -> dict[str, float]:
@@ -62,7 +73,7 @@ def pass_rates(groups: list[Group], pass_reward: float = 1.0) -> dict[str, float
     samples = [sample for group in groups for sample in group.samples]
     return metrics | {
         "eval/failed": sum(sample.state != "done" for sample in samples),
-        "eval/reply_tokens": fmean(sum(sample.loss_mask) for sample in samples),
+        "eval/reply_tokens": fmean(sample.num_sampled for sample in samples),
     }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_lite.checks import refuse_changes
-from roll_lite.types import Event, Group, Prompt, Sample, Score, Turn
+from roll_lite.types import Event, Group, Prompt, Sample, Score, Turn, TurnResult
 
 
 def write_prompt(prompt: Prompt) -> dict[str, Any]:
@@ -32,25 +32,28 @@ def read_group(record: dict[str, Any]) -> Group:
 
 
 def _write_sample(sample: Sample) -> dict[str, Any]:
-    """Token ids and logprobs are written once, for the whole sample; turns only as lengths."""
+    """Token ids and logprobs are written once, by sequence; turns only as lengths."""
     return {
         "index": sample.index,
-        "token_ids": _pack("i", sample.token_ids),
-        "logprobs": _pack("f", sample.logprobs),
+        "sequences": [
+            [_pack("i", sequence.token_ids), _pack("f", sequence.logprobs), sequence.turns]
+            for sequence in sample.sequences
+        ],
         "turns": [
-            [len(turn.prompt_ids), len(turn.token_ids), turn.finish_reason, turn.versions]
+            [len(turn.prompt_ids), len(turn.token_ids), turn.finish_reason, turn.versions,
+             turn.state, turn.result.reward, turn.result.measurements]
             for turn in sample.turns
         ],
         "transcript": sample.transcript,
         "reply": sample.reply,
         "score": [sample.score.value, sample.score.parts] if sample.score else None,
+        "end": sample.end,
         "error": sample.error,
         "events": list(sample.events),
-    }
+    }  # fmt: skip
 
 
 def _read_sample(record: dict[str, Any], prompt: Prompt) -> Sample:
-    token_ids, logprobs = _unpack("i", record["token_ids"]), _unpack("f", record["logprobs"])
     value, parts = record["score"] or (None, {})
     sample = Sample(
         prompt=prompt,
@@ -58,20 +61,34 @@ def _read_sample(record: dict[str, Any], prompt: Prompt) -> Sample:
         transcript=record.get("transcript", []),
         reply=record["reply"],
         score=None if value is None else Score(value=value, parts=parts),
+        end=record.get("end", ""),
         error=record["error"],
         events=[Event(*event) for event in record["events"]],
     )
-    for num_read, num_sampled, finish_reason, versions in record["turns"]:
-        end = num_read + num_sampled
-        turn = Turn(
-            prompt_ids=token_ids[:num_read],
-            token_ids=token_ids[num_read:end],
-            logprobs=logprobs[num_read:end],
-            finish_reason=finish_reason,
-            versions=[tuple(run) for run in versions],
-        )
+    for turn in _read_turns(record):
         sample.add_turn(turn)
     return sample
+
+
+def _read_turns(record: dict[str, Any]) -> list[Turn]:
+    turns: dict[int, Turn] = {}
+    whole = [[record.get("token_ids"), record.get("logprobs"), range(len(record["turns"]))]]
+    for packed_ids, packed_logprobs, numbers in record.get("sequences", whole):
+        token_ids, logprobs = _unpack("i", packed_ids), _unpack("f", packed_logprobs)
+        for number in numbers:
+            num_read, num_sampled, finish_reason, versions, *said = record["turns"][number]
+            sampled = slice(num_read, num_read + num_sampled)
+            turns[number] = turn = Turn(
+                prompt_ids=token_ids[:num_read],
+                token_ids=token_ids[sampled],
+                logprobs=logprobs[sampled],
+                finish_reason=finish_reason,
+                versions=[tuple(run) for run in versions],
+            )
+            if said:  # not in runs of older versions
+                turn.state, reward, measurements = said
+                turn.result = TurnResult(reward=reward, measurements=measurements)
+    return [turns[number] for number in sorted(turns)]
 
 
 def _pack(kind: str, numbers: list) -> str:

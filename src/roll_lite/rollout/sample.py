@@ -1,33 +1,26 @@
-"""The life of a sample: queued, generating, stepping or scoring, until it is done or lost.
+"""The samples of a group: their states, their model calls as engine requests, how they end.
 
-`RunningGroup` starts the samples of a prompt and makes engine requests of their turns; `Episode`
-takes one sample through its environment; `SampleRunner` has what all samples share, and counts how
-they end. Everything here runs in the coordinator's event loop.
+`RunningGroup` starts the samples of a prompt; `SampleRunner` has what all samples share, and counts
+how they end. Everything here runs in the coordinator's event loop.
 """
 
 import asyncio
-import bdb
 import hashlib
-import inspect
-import math
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
 
 from roll_lite.chat import Chat
-from roll_lite.cluster.errors import RoleError
 from roll_lite.engine.request import Request
-from roll_lite.envs.env import Env, Observation
+from roll_lite.envs.env import Player
+from roll_lite.envs.play import ONE_TURN, EpisodeOptions
 from roll_lite.rollout.engines import EngineClient, PendingRequest
+from roll_lite.rollout.episode import Episode
 from roll_lite.rollout.prompts import Visit
-from roll_lite.types import Group, Prompt, Sample, SamplingParams, Score, State, Turn
-from roll_lite.workers.failures import RewardsBroken
+from roll_lite.types import Group, Prompt, Sample, SamplingParams, State, Turn
 
 LOST = ("filtered", "failed", "aborted")
 ENDS = ("done", *LOST)
-FATAL = (bdb.BdbQuit, RewardsBroken, RoleError)
-"""Errors that end the run rather than one sample: a debugger that was left, rewards that fail too
-often, a broken role."""
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -44,15 +37,16 @@ class SampleRunner:
         *,
         engines: EngineClient,
         chat: Chat,
-        make_env: Callable[[Prompt], Env],
+        play: Player,
         seed: int,
         max_retries: int,
         deadline: float | None = None,
         max_length: int | None = None,
+        episodes: EpisodeOptions = ONE_TURN,
     ):
-        self.engines, self.chat, self.make_env, self.seed = engines, chat, make_env, seed
+        self.engines, self.chat, self.play, self.seed = engines, chat, play, seed
         self.max_retries, self.deadline = max_retries, deadline
-        self.max_length = max_length
+        self.max_length, self.episodes = max_length, episodes
         self.version = engines.version
         self.counts: Counter[str] = Counter()
         """Samples by how they ended, and retries."""
@@ -115,7 +109,10 @@ class RunningGroup:
     ):
         self.visit, self.samples = visit, runner.make_samples(visit.prompt, num_samples)
         self.seed = derive_seed(runner.seed, visit.prompt.id, visit.number)
-        self._runner, self._params = runner, params
+        self.params, self._runner = params, runner
+        known = visit.prompt.seed
+        self.prompt = replace(visit.prompt, seed=self.seed if known is None else known)
+        """The prompt as its environment gets it, with the seed that all samples share."""
         self._first: PendingRequest | None = None
 
     @property
@@ -127,15 +124,17 @@ class RunningGroup:
         await asyncio.gather(*(Episode(self._runner, s, self).run() for s in self.samples))
         return Group(prompt=self.visit.prompt, samples=self.samples)
 
-    async def generate(self, episode: "Episode", token_ids: list[int]) -> Turn:
+    async def generate(
+        self, episode: Episode, token_ids: list[int], params: SamplingParams
+    ) -> Turn:
         """The next turn of a sample."""
         sample = episode.sample
         if sample.turns:
             seed = derive_seed(self.seed, sample.index, len(sample.turns))
-            return await self._submit(token_ids, 1, seed).join(0, episode)
+            return await self._submit(token_ids, params, 1, seed).join(0, episode)
         if self._first is None:
-            self._first = self._submit(token_ids, len(self.samples), self.seed)
-        elif token_ids != self._first.request.prompt_ids:
+            self._first = self._submit(token_ids, params, len(self.samples), self.seed)
+        elif (token_ids, params) != (self._first.request.prompt_ids, self._first.request.params):
             raise ValueError(
                 f"sample {sample.index} of {sample.prompt.id} opens differently from its "
                 "group; an environment must depend on nothing but the prompt and the seed"
@@ -148,98 +147,8 @@ class RunningGroup:
             return self._first.first_versions.get(sample.index)
         return sample.first_version
 
-    def _submit(self, token_ids: list[int], num_samples: int, seed: int) -> PendingRequest:
-        max_length, max_tokens = self._runner.max_length, self._params.max_tokens
-        if max_length is not None and len(token_ids) + max_tokens > max_length:
-            raise ValueError(
-                f"{len(token_ids)} tokens and max_tokens={max_tokens} more exceed the {max_length} "
-                "that a sample may have; shorten the prompt, lower max_tokens, or raise "
-                "tokens_per_microbatch"
-            )
-        request = Request(
-            prompt_ids=token_ids, params=self._params, num_samples=num_samples, seed=seed
-        )
+    def _submit(
+        self, token_ids: list[int], params: SamplingParams, num_samples: int, seed: int
+    ) -> PendingRequest:
+        request = Request(prompt_ids=token_ids, params=params, num_samples=num_samples, seed=seed)
         return self._runner.engines.submit(request, same_replica_as=self._first)
-
-
-class Episode:
-    """One sample in its environment, until it is done, failed or aborted."""
-
-    def __init__(self, runner: SampleRunner, sample: Sample, group: RunningGroup):
-        self.sample, self._runner, self._group = sample, runner, group
-        self._timeout = asyncio.timeout(None)
-
-    async def run(self) -> None:
-        """Play to the end. A sample that passes its deadline is aborted."""
-        try:
-            async with self._timeout:
-                await self._play_or_fail(self._runner.make_env(self.sample.prompt))
-        except TimeoutError:
-            self._runner.abort([self.sample])
-
-    def on_admitted(self) -> None:
-        """The deadline counts from the first admission, not from the queue."""
-        self._runner.enter(self.sample, "generating")
-        if self._runner.deadline is not None and self._timeout.when() is None:
-            now = asyncio.get_running_loop().time()
-            self._timeout.reschedule(now + self._runner.deadline)
-
-    def on_retry(self) -> None:
-        self._runner.retry(self.sample)
-
-    async def _play_or_fail(self, env: Env) -> None:
-        try:
-            score = await self._play(env)
-        except FATAL as error:
-            if isinstance(error, RewardsBroken) and error.failure:
-                self.sample.error = error.failure.text
-            raise
-        except Exception:  # any kind: environments and rewards are user code
-            self._runner.fail(self.sample, traceback.format_exc())
-        else:
-            self.sample.score, self.sample.error = score, None
-            self._runner.enter(self.sample, "done")
-
-    async def _play(self, env: Env) -> Score:
-        """Reset the environment, then generate and step until the episode is over."""
-        sample, chat = self.sample, self._runner.chat
-        total, parts = 0.0, Counter()
-        messages, _ = env.reset(self._group.seed)
-        token_ids = chat.encode(messages)
-        while True:
-            sample.transcript += messages
-            turn = await self._group.generate(self, token_ids)
-            sample.add_turn(turn)
-            if turn.finish_reason == "error":
-                raise ArithmeticError("the model gave logits that are not finite")
-            sample.reply = chat.decode(turn.token_ids)
-            sample.transcript.append({"role": "assistant", "content": sample.reply})
-            self._runner.enter(sample, getattr(env, "step_state", "stepping"))
-            env.finish_reason = turn.finish_reason
-            messages, reward, is_over, info = await self._step(env)
-            total += reward
-            parts.update(info.get("parts", {}))
-            if is_over:
-                return Score(value=total, parts=dict(parts))
-            token_ids = chat.continue_with(sample.token_ids, messages)
-
-    async def _step(self, env: Env) -> tuple[Observation, float, bool, dict]:
-        """The environment's answer to the last turn; only the last attempt may raise."""
-        for _ in range(self._runner.max_retries):
-            try:
-                return await self._try_step(env)
-            except FATAL:
-                raise
-            except Exception:  # any kind: environments and rewards are user code
-                self.sample.error = traceback.format_exc()  # in case the run stops before the last
-                self.on_retry()
-        return await self._try_step(env)
-
-    async def _try_step(self, env: Env) -> tuple[Observation, float, bool, dict]:
-        result = env.step(self.sample.reply)
-        if inspect.isawaitable(result):
-            result = await result
-        messages, reward, terminated, truncated, info = result
-        if not math.isfinite(reward):
-            raise ValueError(f"reward={reward} is not a finite number")
-        return messages, reward, terminated or truncated, info

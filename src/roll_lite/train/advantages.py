@@ -10,7 +10,9 @@ what it reads, in float64:
     sequence_R        the sample of each row
     logprobs_R        behaviour logprobs
     values_R          the critic's values; an estimator that reads them gets a critic
-    teacher_logprobs, turn_rewards, observations      see ModelScores in sequences.py
+    turn_rewards      a list for each sample, with the reward of each turn
+    observations      the same with the key of what the model saw before the turn
+    teacher_logprobs  see ModelScores in sequences.py
 
 S counts samples. R counts rows: the tokens with loss, of all samples end to end. Keyword-only
 parameters are its options on the command line. The return type says what an advantage belongs to.

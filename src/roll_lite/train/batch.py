@@ -8,6 +8,7 @@ on how the batch is split into micro-batches and over ranks.
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,8 @@ class TrainingSequence:
 
     id: str = ""
     """Named in errors."""
+    sample: int | None = None
+    """Neighbouring sequences with the same number are one sample: the batch weighs them as one."""
     token_ids: list[int]
     loss_mask: list[bool]
     """True for the tokens to learn from."""
@@ -71,9 +74,12 @@ class MicroBatch:
     """Share of each row in the loss of the whole batch."""
     sequence_R: Tensor
     """Which sequence of the micro-batch a row belongs to."""
+    sample_R: Tensor
+    """Which sample; all of a sample is here if the batch was packed `by_sample`."""
     segment_R: Tensor
     """Which segment (turn) of the micro-batch; a sequence without segments is one."""
     num_sequences: int
+    num_samples: int
     num_segments: int
     indices_S: Tensor
     """Place of each sequence in the list that was packed."""
@@ -106,23 +112,28 @@ def pack(
     aggregation: str = "token_mean",
     constant: float | None = None,
     together: int = 1,
+    by_sample: bool = False,
     cost: SequenceCost = BY_LENGTH,
 ) -> list[MicroBatch]:
     """Split a batch into micro-batches of at most `tokens_per_microbatch` tokens.
 
     Every shard gets the same number of them: data-parallel rank i of `num_shards` trains on the
     i-th contiguous part of the list. Each run of `together` sequences stays in one micro-batch, in
-    order. `constant` divides the sums of aggregation seq_mean_token_sum_const.
+    order, and `by_sample` each sample, for losses that have a number per sample. `constant` divides
+    the sums of aggregation seq_mean_token_sum_const.
     """
     known = _known_fields(sequences)
-    rows = [sum(sequence.loss_mask[1:]) for sequence in sequences]
-    weights_S = row_weights(rows, aggregation, constant)
+    samples = sample_runs(sequences)
+    rows = [sum(sum(sequences[i].loss_mask[1:]) for i in run) for run in samples]
+    weights = row_weights(rows, aggregation, constant)
+    weights_S = [weight for run, weight in zip(samples, weights, strict=True) for _ in run]
     if num_shards < 1 or together < 1 or len(sequences) % together:
         raise ValueError(
             f"num_shards={num_shards} must be at least 1, and together={together} must divide "
             f"{len(sequences)} sequences"
         )
     runs = [range(i, i + together) for i in range(0, len(sequences), together)]
+    runs = samples if by_sample else runs
     tokens = [len(sequence.token_ids) - 1 for sequence in sequences]
     lengths = [sum(tokens[i] for i in run) for run in runs]
     for run, length in zip(runs, lengths, strict=True):
@@ -142,8 +153,20 @@ def pack(
 def equal_parts(
     sequences: Sequence[TrainingSequence], num_parts: int
 ) -> list[list[TrainingSequence]]:
-    """Parts of equal size (or one less), none empty, each with samples of every group."""
-    return [part for i in range(num_parts) if (part := list(sequences[i::num_parts]))]
+    """Parts of equally many samples (or one less), none empty, each with some of every group."""
+    runs = sample_runs(sequences)
+    parts = ([sequences[i] for run in runs[n::num_parts] for i in run] for n in range(num_parts))
+    return [part for part in parts if part]
+
+
+def sample_runs(sequences: Sequence[TrainingSequence]) -> list[range]:
+    """The places of each sample's sequences."""
+    starts = [
+        i
+        for i, sequence in enumerate(sequences)
+        if i == 0 or sequence.sample is None or sequence.sample != sequences[i - 1].sample
+    ]
+    return [range(*bounds) for bounds in pairwise([*starts, len(sequences)])]
 
 
 def truncate(
@@ -215,7 +238,8 @@ def _idle_microbatch(like: TrainingSequence, known: list[str]) -> MicroBatch:
     contents = {name: getattr(like, name)[:2] for name in known}
     sequence = replace(like, token_ids=[0, 0], loss_mask=[False, False], **contents)
     micro = _pack([sequence], [0], [0.0], known)
-    return replace(micro, num_sequences=0, num_segments=0, indices_S=micro.indices_S[:0])
+    nothing = {"num_sequences": 0, "num_samples": 0, "num_segments": 0}
+    return replace(micro, **nothing, indices_S=micro.indices_S[:0])
 
 
 def _pack(
@@ -244,6 +268,8 @@ def _pack(
     mask_N[starts_S] = 0
     learned_R = mask_N.nonzero()[:, 0]
     sequence_R = torch.arange(len(members)).repeat_interleave(lengths_S)[learned_R]
+    runs = sample_runs(members)
+    sample_S = torch.arange(len(runs)).repeat_interleave(torch.tensor([len(run) for run in runs]))
     segment_R, num_segments = sequence_R, len(members)
     if "segments" in known:
         segment_R, num_segments = _count_segments(sequence_R, joined("segments", "q")[learned_R])
@@ -256,8 +282,10 @@ def _pack(
         targets_R=token_ids_N[learned_R],
         weights_R=torch.tensor([weights_S[i] for i in indices])[sequence_R],
         sequence_R=sequence_R,
+        sample_R=sample_S[sequence_R],
         segment_R=segment_R,
         num_sequences=len(members),
+        num_samples=len(runs),
         num_segments=num_segments,
         indices_S=torch.tensor(indices),
         **{f"{name}_R": joined(name, "d")[learned_R].float() for name in NUMBERS if name in known},
@@ -286,19 +314,20 @@ def _count_segments(sequence_R: Tensor, segment_R: Tensor) -> tuple[Tensor, int]
 def row_weights(
     rows_S: Sequence[int], aggregation: str, constant: float | None = None
 ) -> list[float]:
-    """The weight in the batch's loss of each row of a sequence, given the numbers of rows.
+    """The weight in the batch's loss of each row of a sample, given the numbers of rows.
 
-    Sequences without rows do not count. `constant` divides the sums of seq_mean_token_sum_const.
+    Samples without rows do not count. The aggregations call a sample a sequence, as papers do.
+    `constant` divides the sums of seq_mean_token_sum_const.
     """
     check_aggregation(aggregation, constant)
     if not any(rows_S):
         raise ValueError("no token of the batch carries loss: every loss_mask is empty")
     if aggregation == "token_mean":
         return [(1.0 if rows else 0.0) / sum(rows_S) for rows in rows_S]
-    num_sequences = sum(rows > 0 for rows in rows_S)
+    num_samples = sum(rows > 0 for rows in rows_S)
     if aggregation == "seq_mean_token_mean":
-        return [1 / (num_sequences * rows) if rows else 0.0 for rows in rows_S]
-    return [1 / (num_sequences * (constant or 1.0)) if rows else 0.0 for rows in rows_S]
+        return [1 / (num_samples * rows) if rows else 0.0 for rows in rows_S]
+    return [1 / (num_samples * (constant or 1.0)) if rows else 0.0 for rows in rows_S]
 
 
 def check_aggregation(aggregation: str, constant: float | None) -> None:

@@ -13,15 +13,15 @@ parameters are its options on the command line. The trainer weighs the rows and 
 measurement whose name ends in `_max` is reduced by maximum (of values that are not negative), any
 other by the rows' weights.
 
-Some losses belong to a sequence or a turn: each of its rows then has the whole loss, and the
-aggregation seq_mean_token_mean makes the batch's loss the mean over sequences.
+Some losses belong to a sample (papers say sequence) or a turn: each of its rows then has the whole
+loss, and the aggregation seq_mean_token_mean makes the batch's loss the mean over samples.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ def gspo(
 
     Such a ratio stays close to 1, so the paper's clips are much tighter than PPO's.
     """
-    ratio_R = _mean_over(delta_R, batch.sequence_R, batch.num_sequences).exp()
+    ratio_R = _mean_over(delta_R, batch.sample_R, batch.num_samples).exp()
     loss_R, is_clipped_R = _clipped(ratio_R, advantages_R, clip_low, clip_high)
     return loss_R, _ratios(ratio_R, is_clipped_R)
 
@@ -128,7 +128,7 @@ def topr(logprobs_R, delta_R, advantages_R, batch):
     Le Roux et al. 2025 (2503.14286), equation 8; aggregation seq_mean_token_sum is the paper's sum.
     """
     delta_R = delta_R.detach()
-    log_ratio_R = _sum_over_sequence(delta_R, batch)
+    log_ratio_R = _sum_over_sample(delta_R, batch)
     is_negative_R = advantages_R < 0
     weight_R = torch.where(is_negative_R, log_ratio_R.clamp(max=0).exp(), 1.0)
     loss_R = -weight_R * advantages_R * logprobs_R
@@ -141,7 +141,7 @@ def kimi(logprobs_R, delta_R, advantages_R, batch, *, tau: Tau = 0.1):
     Its gradient is the paper's, -(A grad log p - tau / 2 grad (log ratio)^2), where A is the reward
     minus the group's mean.
     """
-    error_R = advantages_R - tau * _sum_over_sequence(delta_R, batch)
+    error_R = advantages_R - tau * _sum_over_sample(delta_R, batch)
     ratio_R = delta_R.detach().exp()
     return error_R.square() / (2 * tau), {"loss/ratio": ratio_R, "loss/ratio_max": ratio_R}
 
@@ -216,6 +216,17 @@ class LossOptions:
     @cached_property
     def function(self) -> Callable[..., LossResult]:
         return choose(LOSSES, "loss", self)
+
+    @property
+    def pack_options(self) -> dict[str, Any]:
+        """How batches for this loss are packed. Where a token's loss depends on its whole sample,
+        which may be several sequences, they stay together."""
+        reads_samples = self.loss in OF_SEQUENCES or "sequence" in (self.correction, self.rejection)
+        return {
+            "aggregation": self.chosen_aggregation,
+            "constant": self.constant,
+            "by_sample": reads_samples,
+        }
 
     @property
     def chosen_aggregation(self) -> str:
@@ -339,8 +350,8 @@ def sum_rows(values_R: Tensor, part_R: Tensor, num_parts: int) -> Tensor:
     return values_R.new_zeros(num_parts).index_add(0, part_R, values_R)
 
 
-def _sum_over_sequence(values_R: Tensor, batch: MicroBatch) -> Tensor:
-    return sum_rows(values_R, batch.sequence_R, batch.num_sequences)[batch.sequence_R]
+def _sum_over_sample(values_R: Tensor, batch: MicroBatch) -> Tensor:
+    return sum_rows(values_R, batch.sample_R, batch.num_samples)[batch.sample_R]
 
 
 def _mean_over(delta_R: Tensor, part_R: Tensor, num_parts: int) -> Tensor:
@@ -361,7 +372,7 @@ def _clipped(
 def _off_policy(batch: MicroBatch, level: str) -> Tensor:
     """log(old / behaviour) of each row, or of its whole sequence."""
     delta_R = required(batch, "old_logprobs_R") - required(batch, "logprobs_R")
-    return _sum_over_sequence(delta_R, batch) if level == "sequence" else delta_R
+    return _sum_over_sample(delta_R, batch) if level == "sequence" else delta_R
 
 
 def _ratios(ratio_R: Tensor, is_clipped_R: Tensor) -> Measurements:

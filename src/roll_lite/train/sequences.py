@@ -1,9 +1,9 @@
 """From groups of scored samples to the sequences that are trained on."""
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +18,24 @@ from roll_lite.train.advantages import (
 from roll_lite.train.batch import TrainingSequence, join_numbers
 from roll_lite.train.kl import NO_KL, KLController, KLOptions
 from roll_lite.train.shaping import RunningMoments, normalise
-from roll_lite.types import Group, Sample
+from roll_lite.types import Group, Sample, TokenSequence
+
+
+class Part(NamedTuple):
+    """A sequence of a sample."""
+
+    number: int
+    """Of the sample, over all groups."""
+    sample: Sample
+    tokens: TokenSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelScores:
-    """What models and environments say of the samples; give what the estimator reads, no more.
+    """What models say of the samples; give what the estimator reads, no more.
 
-    Lists have an entry per sample, in the order of the groups, and in it a number per token.
+    Lists have an entry per sequence, in the order of `plain_sequences`, and in it a number per
+    token.
     """
 
     reference_logprobs: Sequence[Sequence[float]] | None = None
@@ -34,10 +44,6 @@ class ModelScores:
     """The critic's value of the state before each token."""
     teacher_logprobs: Sequence[Sequence[Sequence[float]]] | None = None
     """One such list for each teacher."""
-    turn_rewards: Sequence[Sequence[float]] | None = None
-    """A number per turn instead of per token."""
-    observations: Sequence[Sequence[Hashable]] | None = None
-    """A key per turn; equal keys are the same state of the environment."""
 
 
 class AdvantageState:
@@ -59,11 +65,16 @@ class AdvantageState:
 
 
 def plain_sequences(groups: list[Group]) -> list[TrainingSequence]:
-    """Every sample as tokens and mask alone: all that a model reads to score it."""
+    """Every sample as tokens and masks alone: all that a model reads to score it.
+
+    A sample is one sequence, or several that have its number.
+    """
     return [
-        TrainingSequence(id=_name(sample), token_ids=sample.token_ids, loss_mask=sample.loss_mask)
-        for group in groups
-        for sample in group.samples
+        TrainingSequence(
+            id=_name(sample), sample=number, token_ids=part.token_ids, loss_mask=part.loss_mask
+        )
+        for number, sample in enumerate(_samples(groups))
+        for part in sample.sequences
     ]
 
 
@@ -83,7 +94,7 @@ def with_advantages(
     scores: ModelScores = NO_SCORES,
     state: AdvantageState | None = None,
 ) -> list[TrainingSequence]:
-    """Every sample of every group as a sequence with the advantage of each token."""
+    """Every sample of every group as one or several sequences with the advantage of each token."""
     if not groups:
         return []
     if state is None and options.reward_norm == "running":
@@ -99,11 +110,14 @@ def with_advantages(
         advantages_R = standardise(advantages_R, torch.zeros_like(rows.sequence_R))
     if options.advantage_clip is not None:
         advantages_R = advantages_R.clamp(-options.advantage_clip, options.advantage_clip)
-    return _sequences(rows.samples, rows.lists(advantages_R), returns, scores)
+    return _sequences(rows.parts, rows.lists(advantages_R), returns, scores)
 
 
 class _Rows:
-    """All samples end to end, with the inputs of the estimators under their names."""
+    """All samples end to end, with the inputs of the estimators under their names.
+
+    Rows are in the order of samples, and in a sample in the order in which they were sampled.
+    """
 
     def __init__(
         self,
@@ -112,19 +126,26 @@ class _Rows:
         scores: ModelScores,
         state: AdvantageState,
     ):
-        self.samples = samples = [sample for group in groups for sample in group.samples]
-        _check_scores(options, scores, state.kl_options, samples)
-        self.lengths = [len(sample.token_ids) for sample in samples]
+        self.samples = samples = _samples(groups)
+        self.parts = [Part(i, s, part) for i, s in enumerate(samples) for part in s.sequences]
+        _check_scores(options, scores, state.kl_options, self.parts)
+        self.lengths = [len(part.tokens.token_ids) for part in self.parts]
         self.groups_S = torch.tensor([i for i, group in enumerate(groups) for _ in group.samples])
-        sequence_N = torch.arange(len(samples)).repeat_interleave(torch.tensor(self.lengths))
+        number_P = torch.tensor([part.number for part in self.parts])
+        sample_N = number_P.repeat_interleave(torch.tensor(self.lengths))
         # A row is a token with loss; the first token of a sequence is never predicted.
-        masks = ([False, *sample.loss_mask[1:]] for sample in samples)
+        masks = ([False, *part.tokens.loss_mask[1:]] for part in self.parts)
         self.learned_R = join_numbers(masks, "b").nonzero()[:, 0]
-        self.sequence_R = sequence_N[self.learned_R]
-        self.logprobs_R = self.of([sample.logprobs for sample in samples])
+        if len(self.parts) > len(samples):  # turns may alternate between sequences
+            turn_N = join_numbers((part.tokens.segments for part in self.parts), "q")
+            time_R = (sample_N * 2**32 + turn_N)[self.learned_R]
+            self.learned_R = self.learned_R[time_R.argsort(stable=True)]
+        self.sequence_R = sample_N[self.learned_R]
+        self.logprobs_R = self.of([part.tokens.logprobs for part in self.parts])
         self.values_R = self.of(scores.values) if scores.values is not None else None
         self.teacher_logprobs = [self.of(teacher) for teacher in scores.teacher_logprobs or ()]
-        self.turn_rewards, self.observations = scores.turn_rewards, scores.observations
+        self.turn_rewards = [[turn.result.reward for turn in s.turns] for s in samples]
+        self.observations = [[turn.state for turn in s.turns] for s in samples]
         if options.reads_rewards:
             self._add_rewards(options, scores, state)
 
@@ -164,8 +185,9 @@ class _Rows:
         if unit == PerSample:
             return advantages[self.sequence_R]
         if unit == PerTurn:
-            turns = zip(self.samples, advantages, strict=True)
-            return self.of([[numbers[i] for i in _segments(s)] for s, numbers in turns])
+            return self.of(
+                [[advantages[p.number][i] for i in p.tokens.segments] for p in self.parts]
+            )
         return advantages
 
     def check_shape(self, found: Any, options: AdvantageOptions) -> None:
@@ -192,13 +214,13 @@ class _Rows:
             )
 
     def lists(self, values_R: Tensor) -> list[list[float]]:
-        """Per sample and token, 0 where there is no loss."""
+        """Per sequence and token, 0 where there is no loss."""
         flat_N = values_R.new_zeros(sum(self.lengths)).index_copy(0, self.learned_R, values_R)
         return [part.tolist() for part in flat_N.split(self.lengths)]
 
 
 def _check_scores(
-    options: AdvantageOptions, scores: ModelScores, kl: KLOptions, samples: list[Sample]
+    options: AdvantageOptions, scores: ModelScores, kl: KLOptions, parts: list[Part]
 ) -> None:
     """Refuse what is missing, what nothing reads, and lists of the wrong length."""
     if kl.is_in("reward") and not options.reads_rewards:
@@ -206,9 +228,11 @@ def _check_scores(
             f"kl_in='reward' with advantage={options.advantage!r}, which reads no rewards; "
             "use kl_in='loss'"
         )
-    wanted = {"values": options.needs_critic, "reference_logprobs": kl.is_in("reward")}
-    for name in ("teacher_logprobs", "turn_rewards", "observations"):
-        wanted[name] = name in options.inputs
+    wanted = {
+        "values": options.needs_critic,
+        "reference_logprobs": kl.is_in("reward"),
+        "teacher_logprobs": "teacher_logprobs" in options.inputs,
+    }
     for name, is_wanted in wanted.items():
         given = getattr(scores, name)
         if is_wanted != (given is not None):
@@ -219,21 +243,18 @@ def _check_scores(
             )
         if is_wanted:
             for lists in given if name == "teacher_logprobs" else [given]:
-                _check_lengths(name, lists, samples)
+                _check_lengths(name, lists, parts)
 
 
-def _check_lengths(name: str, lists: Sequence[Sequence], samples: list[Sample]) -> None:
-    if len(lists) != len(samples):
-        raise ValueError(f"{name} has {len(lists)} lists for {len(samples)} samples")
-    unit = "turns" if name in ("turn_rewards", "observations") else "token_ids"
-    for values, sample in zip(lists, samples, strict=True):
-        if len(values) != len(getattr(sample, unit)):
+def _check_lengths(name: str, lists: Sequence[Sequence], parts: list[Part]) -> None:
+    if len(lists) != len(parts):
+        raise ValueError(f"{name} has {len(lists)} lists for {len(parts)} sequences")
+    for values, part in zip(lists, parts, strict=True):
+        if len(values) != len(part.tokens.token_ids):
             raise ValueError(
-                f"{name} of {_name(sample)} has {len(values)} entries for "
-                f"{len(getattr(sample, unit))} {unit}"
+                f"{name} of {_name(part.sample)} has {len(values)} entries for "
+                f"{len(part.tokens.token_ids)} token_ids"
             )
-        if name == "turn_rewards" and not all(map(math.isfinite, values)):
-            raise ValueError(f"{_name(sample)} has turn rewards {values}; they must be finite")
 
 
 def _score(sample: Sample) -> float:
@@ -246,7 +267,7 @@ def _score(sample: Sample) -> float:
 
 
 def _sequences(
-    samples: list[Sample],
+    parts: list[Part],
     advantages: list[list[float]],
     returns: list[list[float]] | None,
     scores: ModelScores,
@@ -254,27 +275,23 @@ def _sequences(
     references = scores.reference_logprobs
     return [
         TrainingSequence(
-            id=_name(sample),
-            token_ids=sample.token_ids,
-            loss_mask=sample.loss_mask,
-            logprobs=sample.logprobs,
+            id=_name(part.sample),
+            sample=part.number,
+            token_ids=part.tokens.token_ids,
+            loss_mask=part.tokens.loss_mask,
+            logprobs=part.tokens.logprobs,
             reference_logprobs=list(references[i]) if references else [],
             advantages=advantages[i],
             values=list(scores.values[i]) if returns else [],
             returns=returns[i] if returns else [],
-            segments=_segments(sample),
+            segments=part.tokens.segments,
         )
-        for i, sample in enumerate(samples)
+        for i, part in enumerate(parts)
     ]
 
 
-def _segments(sample: Sample) -> list[int]:
-    """The turn of each token; what a turn reads belongs to it."""
-    segments: list[int] = []
-    for number, turn in enumerate(sample.turns):
-        num_known = len(turn.prompt_ids) + len(turn.token_ids)
-        segments += [number] * (num_known - len(segments))
-    return segments
+def _samples(groups: list[Group]) -> list[Sample]:
+    return [sample for group in groups for sample in group.samples]
 
 
 def _name(sample: Sample) -> str:

@@ -99,9 +99,13 @@ def penalise_overlong(groups: list[Group], max_tokens: int, buffer: int) -> list
     """Groups whose scores include the penalty for sampled tokens, as the part `overlong`."""
 
     def penalised(sample: Sample) -> Sample:
-        penalty = overlong_penalty(sum(sample.loss_mask), max_tokens, buffer)
-        parts = {**sample.score.parts, "overlong": penalty}
-        return replace(sample, score=Score(value=sample.score.value + penalty, parts=parts))
+        penalty = overlong_penalty(sample.num_sampled, max_tokens, buffer)
+        score = Score(
+            value=sample.score.value + penalty, parts={**sample.score.parts, "overlong": penalty}
+        )
+        *turns, last = sample.turns
+        result = replace(last.result, reward=last.result.reward + penalty)
+        return replace(sample, score=score, turns=[*turns, replace(last, result=result)])
 
     return [
         Group(prompt=group.prompt, samples=[penalised(sample) for sample in group.samples])
@@ -110,10 +114,6 @@ def penalise_overlong(groups: list[Group], max_tokens: int, buffer: int) -> list
 
 
 def mask_overlong(sequences: list[TrainingSequence], groups: list[Group]) -> list[TrainingSequence]:
-    """Without the samples of `groups`, in order, whose last turn was cut by its length."""
+    """Without the samples of `groups`, by number, whose last turn was cut by its length."""
     samples = [sample for group in groups for sample in group.samples]
-    return [
-        sequence
-        for sequence, sample in zip(sequences, samples, strict=True)
-        if not sample.turns or sample.turns[-1].finish_reason != "length"
-    ]
+    return [s for s in sequences if samples[s.sample].turns[-1].finish_reason != "length"]
