@@ -274,7 +274,7 @@ class Wayward:
 
 
 def test_openings_that_differ_within_a_group_are_an_error(engine, chat):
-    rollout = rollout_of(engine, chat, lambda prompt: Wayward())
+    rollout = rollout_of(engine, chat, playing(lambda task: Wayward()))
     (group,) = rollout.answer(some_prompts(1), num_samples=2, params=params(chat))
     assert "opens differently" in group.samples[1].error
 
