@@ -98,8 +98,9 @@ def test_the_solver_wins_every_lake():
         assert len(path) >= 1  # start and goal differ
         for action in path:
             _, reward, terminated, _, info = game.step(as_reply(action))
+            assert info["mean"] == {"valid": 1, "effective": 1}
+            assert info["last"] == {"success": reward}
         assert terminated and reward == 1
-        assert info["parts"] == {"success": 1, "valid": 1, "effective": 1, "turns": len(path)}
 
 
 def test_an_edge_stops_and_a_hole_ends():
@@ -109,13 +110,13 @@ def test_an_edge_stops_and_a_hole_ends():
     game.player = (0, 0)
     assert game.observe() == "PO\n_G"
     assert move(game.lake, (0, 0), "Up") == (0, 0)
-    assert game.step(as_reply("Up"))[1:4] == (0, False, False)
-    assert game.step("I go right.")[1:4] == (-0.01, False, False)
-    observation, reward, terminated, truncated, info = game.step(as_reply("right"))
-    assert (observation, reward, terminated, truncated) == ((), 0, True, False)
-    assert game.observe() == "_X\n_G"
-    parts = {"success": 0, "valid": 2 / 3, "effective": 1 / 3, "turns": 3}
-    assert info["parts"] == pytest.approx(parts)
+    steps = [game.step(reply) for reply in (as_reply("Up"), "I go right.", as_reply("right"))]
+    assert [step[1:4] for step in steps] == [
+        (0, False, False), (-0.01, False, False), (0, True, False)
+    ]  # fmt: skip
+    assert [step[4]["state"] for step in steps] == ["PO\n_G", "PO\n_G", "_X\n_G"]
+    assert [[*step[4]["mean"].values()] for step in steps] == [[1, 0], [0, 0], [1, 1]]
+    assert all(step[4]["last"] == {"success": 0} for step in steps)
 
 
 @pytest.mark.parametrize("options", [{"size": 1}, {"p_frozen": 0.0}, {"p_frozen": 1.5}])

@@ -1,16 +1,16 @@
 """Games as conversations: a subclass has the rules, `Game` the messages, the limits, the metrics.
 
-A game in twenty lines is guess.py.
+A whole game is guess.py.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
+from typing import Any, Literal
 
-from roll_lite.checks import at_least, finite
+from roll_lite.checks import at_least, check_choices, finite
 from roll_lite.envs.env import Observation
-from roll_lite.types import FinishReason
 
 SYSTEM = "You play a game. Win it with as high a reward as you can."
 OPEN, CLOSE = "<answer>", "</answer>"
@@ -20,8 +20,8 @@ OPEN, CLOSE = "<answer>", "</answer>"
 class Game(ABC):
     """An episode ends when `is_over`, or after `max_steps` replies, valid or not.
 
-    The last step's `info["parts"]` has `success`, the shares of `valid` and of `effective` actions
-    (those that changed what the player sees), and the number of `turns`.
+    Its measurements are the `success` of the last state, and the shares of `valid` and of
+    `effective` replies (those that changed what the player sees).
     """
 
     max_steps: int = 10
@@ -29,7 +29,9 @@ class Game(ABC):
     """Tokens that a reply may have, as the player is told; SamplingParams enforces it."""
     invalid_reward: float = 0.0
     """Reward for a reply without a valid action, which changes nothing in the game."""
-    finish_reason: FinishReason = field(default="stop", init=False)
+    style: Literal["full", "short"] = "full"
+    """short: the player reads nothing but what he sees, and replies with the action alone. For tiny
+    models that have imitated a solver."""
 
     is_over = is_won = False
     """A subclass sets these two in `start` and `act`, or makes them properties."""
@@ -37,6 +39,7 @@ class Game(ABC):
     def __post_init__(self):
         at_least(1, self, "max_steps", "max_tokens")
         finite(self, "invalid_reward")
+        check_choices(self)
 
     @property
     @abstractmethod
@@ -65,46 +68,49 @@ class Game(ABC):
 
     def read(self, reply: str) -> str | None:
         """The action of a reply, in any case; None if it has none that is valid."""
-        answer = (answer_of(reply) or "").lower()
+        answer = (self.answer_of(reply) or "").lower()
         return next((action for action in self.actions() if action.lower() == answer), None)
 
-    def parts(self) -> dict[str, float]:
-        """Metrics of the finished episode."""
-        return {
-            "success": float(self.is_won),
-            "valid": self._num_valid / self._num_turns,
-            "effective": self._num_effective / self._num_turns,
-            "turns": float(self._num_turns),
-        }
+    def answer_of(self, reply: str) -> str | None:
+        return reply.strip() if self.style == "short" else answer_of(reply)
 
-    def reset(self, seed: int) -> tuple[Observation, dict]:
-        self._num_turns = self._num_valid = self._num_effective = 0
+    def as_reply(self, action: str) -> str:
+        return action if self.style == "short" else as_reply(action)
+
+    def measure(self) -> dict[str, float]:
+        """Measurements of the state; the last ones are those of the episode."""
+        return {"success": float(self.is_won)}
+
+    def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:
+        self._num_steps = 0
         self.start(Random(seed))
-        first = f"{self.instruction}\n\n{self._turn_block()}"
-        return ({"role": "system", "content": SYSTEM}, {"role": "user", "content": first}), {}
+        state = self.observe()
+        if self.style == "short":
+            return state, {"state": state}
+        system = {"role": "system", "content": SYSTEM}
+        turn = {"role": "user", "content": self._turn_block(state)}
+        return (system, turn), {"state": state, "rules": self.instruction}
 
-    def step(self, action: str) -> tuple[Observation, float, bool, bool, dict]:
-        chosen = self.read(action)
-        reward = self.invalid_reward if chosen is None else self._act(chosen)
-        self._num_turns += 1
-        truncated = self._num_turns >= self.max_steps and not self.is_over
-        if self.is_over or truncated:
-            return (), reward, self.is_over, truncated, {"parts": self.parts()}
-        note = "Your reply had no valid action.\n" if chosen is None else ""
-        return ({"role": "user", "content": note + self._turn_block()},), reward, False, False, {}
+    def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        chosen, before = self.read(action), self.observe()
+        reward = self.invalid_reward if chosen is None else self.act(chosen)
+        self._num_steps += 1
+        state = self.observe()
+        info = {
+            "state": state,
+            "mean": {"valid": float(chosen is not None), "effective": float(state != before)},
+            "last": self.measure(),
+        }
+        truncated = self._num_steps >= self.max_steps and not self.is_over
+        return self._turn_block(state), reward, self.is_over, truncated, info
 
-    def _act(self, action: str) -> float:
-        before = self.observe()
-        reward = self.act(action)
-        self._num_valid += 1
-        self._num_effective += self.observe() != before
-        return reward
-
-    def _turn_block(self) -> str:
+    def _turn_block(self, state: str) -> str:
+        if self.style == "short":
+            return state
         return (
-            f"Turn {self._num_turns + 1}:\n{self.observe()}\n"
+            f"Turn {self._num_steps + 1}:\n{state}\n"
             f"Answer strictly in this format: {OPEN} [your answer] {CLOSE}\n"
-            f"Actions left: {self.max_steps - self._num_turns}. "
+            f"Actions left: {self.max_steps - self._num_steps}. "
             f"A response has at most {self.max_tokens} tokens.\nDecide the next action."
         )
 

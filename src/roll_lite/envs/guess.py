@@ -32,8 +32,10 @@ class Guess(Game):
         self.is_over = self.is_won = guess == self.number
         if guess < self.number:
             self.low, self.hint = max(self.low, guess + 1), f"{guess} is too low."
-        else:
+        elif guess > self.number:
             self.high, self.hint = min(self.high, guess - 1), f"{guess} is too high."
+        else:
+            self.hint = f"{guess} is right."
         return float(self.is_won)
 
     def solve(self) -> list[str]:

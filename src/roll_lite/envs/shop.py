@@ -6,7 +6,7 @@ from random import Random
 from typing import Literal, NamedTuple
 
 from roll_lite.envs.catalogue import Product, make_catalogue
-from roll_lite.envs.game import Game, answer_of
+from roll_lite.envs.game import Game
 
 NUM_HITS, PAGE_SIZE = 50, 10
 BACK, NEXT, PREVIOUS, DESCRIPTION, BUY = (
@@ -87,7 +87,7 @@ class Page:
 
 @dataclass(kw_only=True)
 class Shop(Game):
-    """`success` is a full match; `purchased` and `score` are reported apart."""
+    """`success` is a full match, a score of 1, not any purchase."""
 
     catalogue_seed: int = 0
 
@@ -109,8 +109,9 @@ class Shop(Game):
     def is_won(self) -> bool:
         return self.score == 1
 
-    def parts(self) -> dict[str, float]:
-        return super().parts() | {"purchased": float(self.is_over), "score": self.score}
+    def measure(self) -> dict[str, float]:
+        bought = {"purchased": float(self.is_over), "score": self.score}
+        return super().measure() | bought | {"full_match": float(self.is_won)}
 
     def observe(self) -> str:
         lines = [f"Task: {self.goal.text}", *getattr(self, f"_{self.page.name}_lines")()]
@@ -158,7 +159,7 @@ class Shop(Game):
         return [f"click[{thing}]" for thing in things]
 
     def read(self, reply: str) -> str | None:
-        answer = (answer_of(reply) or "").lower()
+        answer = (self.answer_of(reply) or "").lower()
         is_search = answer.startswith("search[") and answer.endswith("]") and answer[7:-1].strip()
         if is_search:
             return answer if self.page.name == "search" else None

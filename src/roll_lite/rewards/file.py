@@ -63,7 +63,7 @@ def import_file(path: str | Path) -> ModuleType:
     try:
         return run_module(str(path), re.sub(r"\W", "_", f"{PREFIX}{path}"))
     except Exception as error:  # of any kind: it runs the user's code
-        raise ValueError(f"{_explain(path, error)}; mend the file of rewards") from error
+        raise ValueError(f"{_explain(path, error)}; mend the file") from error
 
 
 def run_module(path: str, *names: str, package: str | None = None) -> ModuleType:
