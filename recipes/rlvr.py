@@ -12,9 +12,10 @@ python -m pdb recipes/rlvr.py ...      # one process: break anywhere, also in a 
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from roll_lite import command, data
 from roll_lite.chat import Chat, ChatOptions
@@ -68,18 +69,17 @@ from roll_lite.train.trainer import Trainer, combine
 from roll_lite.types import Group, Prompt, SamplingParams
 
 
-@unique_options
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class PolicyConfig:
+    """Options of all recipes that train a policy on its own samples; agentic.py is another one."""
+
     model: str = "models/tiny"
     """Hugging Face folder to start from."""
-    data: tuple[str, ...] = ("reverse:5",)
-    """What to learn: files of prompts, or tasks: addition:N (digits), reverse:N or counting:N
-    (letters), instructions:N (how many at once). Several are mixed by weight, as in
-    math.jsonl@0.7 code.jsonl@0.3."""
+    data: tuple[str, ...]
+    """What to learn."""
     steps: int = 40
     """Training steps: generate, score, train."""
-    run_dir: str = field(default_factory=partial(default_folder, "rlvr"))
+    run_dir: str
     """Folder for config.json, metrics.jsonl, events.jsonl, rollouts/, checkpoints/ and model/."""
     seed: int = 0
     """Seed for prompt order and sampling."""
@@ -104,12 +104,8 @@ class Config:
     rollouts_every: int = 1
     """Write the samples of every N-th step, and of the last; 0 writes the last step only. A sampled
     token takes about 20 bytes. Answers of evaluations are written as text, unless it is 0."""
-    plan: bool = False
-    """Print what the run would hold in memory and do in a step, and exit: with 1 if it would not
-    fit."""
     rollout: RolloutOptions = RolloutOptions()
     lengths: LengthOptions = LengthOptions()
-    scoring: RewardOptions = RewardOptions()
     training: TrainingOptions = TrainingOptions()
     advantages: AdvantageOptions = AdvantageOptions()
     policy_loss: LossOptions = LossOptions()
@@ -118,16 +114,14 @@ class Config:
     evaluation: EvaluationOptions = EvaluationOptions()
     checkpoints: CheckpointOptions = CheckpointOptions()
     chat: ChatOptions = ChatOptions()
+    lacking: ClassVar[dict[str, str]]
+    """Advantages that the recipe cannot compute, and what it lacks for them."""
 
     def __post_init__(self):
         at_least(1, self, "updates_per_step", "epochs")
         at_least(0, self, "steps", "rollouts_every")
         above(0, self, "temperature", "kv_cache_gib")
         at_least(self.min_samples, self.rollout, "samples_per_prompt")
-        for entries in filter(None, (self.data, self.evaluation.eval_data)):
-            data.check_mixture(entries)
-        has_files = not all(entry.is_task for entry in data.parse_mixture(self.data))
-        read_only_if(has_files, "a file in data", self.evaluation, "eval_share")
         self._check_algorithm()
         self._check_sizes()
         if self.runs_ahead:
@@ -139,10 +133,10 @@ class Config:
             refuse_old_run(self.run_dir)
 
     def _check_algorithm(self) -> None:
-        if (chosen := self.advantages.advantage) in LACKING:
+        if (chosen := self.advantages.advantage) in self.lacking:
             raise ValueError(
-                f"advantage={chosen!r} needs {LACKING[chosen]}, which this recipe does not have; "
-                "use another advantage"
+                f"advantage={chosen!r} needs {self.lacking[chosen]}, which this recipe does not "
+                "have; use another advantage"
             )
         check_algorithm(self.advantages, self.policy_loss, self.kl)
         critic = ("critic_lr", "value_clip", "critic_warmup_steps")
@@ -203,14 +197,41 @@ class Config:
         chosen = [name for name, is_wanted in wanted.items() if is_wanted]
         reference = {"reference": read_config(self.kl.reference)} if self.kl.reference else {}
         return {
-            "roles": ["train", "generate", *chosen, *self.scoring.reward_roles],
+            "roles": ["train", "generate", *chosen],
             "config": read_config(self.model),
-            "role_configs": self.scoring.reward_configs | reference,
+            "role_configs": reference,
             "auto_options": self.training.memory_options | {"engines_sleep": self.engines_sleep},
         }
 
 
-LACKING = {"gigpo": "rewards turn by turn", "opd": "a teacher"}
+@unique_options
+@dataclass(frozen=True, kw_only=True)
+class Config(PolicyConfig):
+    data: tuple[str, ...] = ("reverse:5",)
+    """What to learn: files of prompts, or tasks: addition:N (digits), reverse:N or counting:N
+    (letters), instructions:N (how many at once). Several are mixed by weight, as in
+    math.jsonl@0.7 code.jsonl@0.3."""
+    run_dir: str = field(default_factory=partial(default_folder, "rlvr"))
+    """Folder for config.json, metrics.jsonl, events.jsonl, rollouts/, checkpoints/ and model/."""
+    plan: bool = False
+    """Print what the run would hold in memory and do in a step, and exit: with 1 if it would not
+    fit."""
+    scoring: RewardOptions = RewardOptions()
+    lacking: ClassVar = {"gigpo": "rewards turn by turn", "opd": "a teacher"}
+
+    def __post_init__(self):
+        super().__post_init__()
+        for entries in filter(None, (self.data, self.evaluation.eval_data)):
+            data.check_mixture(entries)
+        has_files = not all(entry.is_task for entry in data.parse_mixture(self.data))
+        read_only_if(has_files, "a file in data", self.evaluation, "eval_share")
+
+    @property
+    def cluster_options(self) -> dict[str, Any]:
+        options, scoring = super().cluster_options, self.scoring
+        options["roles"] += scoring.reward_roles
+        options["role_configs"] |= scoring.reward_configs
+        return options
 
 
 class Models(NamedTuple):
@@ -291,21 +312,22 @@ def main(cfg: Config) -> list[float]:
                 max_length=cfg.longest_sample,
             )  # fmt: skip
             with rollout, rare_collections():
-                train(cfg, cluster, models, rollout, rewards, evaluation)
+                train(cfg, cluster, models, rollout, evaluation, rewards.metrics)
         print(f"model: {models.policy.export(f'{cfg.run_dir}/model')}")
     return evaluation.rates
 
 
-def cache_tokens(cfg: Config, cluster: Cluster) -> int:
+def cache_tokens(cfg: PolicyConfig, cluster: Cluster) -> int:
     """Tokens that the KV cache of a replica holds: in 16 bits, or 32 on a CPU."""
     tp, width = cluster.device_map["generate"].tp, 2 if cluster.device.type == "cuda" else 4
     return int(cfg.kv_cache_gib * 2**30 / kv_bytes_per_token(read_config(cfg.model), tp, width))
 
 
 def train(
-    cfg: Config, cluster: Cluster, models: Models,
-    rollout: Coordinator, rewards: Rewards, evaluation: Evaluation,
+    cfg: PolicyConfig, cluster: Cluster, models: Models,
+    rollout: Coordinator, evaluation: Evaluation, scoring: Callable[[], dict[str, float]],
 ) -> None:  # fmt: skip
+    """`scoring` gives the metrics of whatever scores the samples."""
     state, stop = AdvantageState(cfg.kl), cluster.stop_request()
     fixed = {name: value for name, value in flatten(cfg).items() if name in FIXED}
     parts = {"rollout": rollout, "advantages": state}
@@ -337,7 +359,7 @@ def train(
             rollout.set_version(step)
             saved.step = step
             timer.lap("sync")
-            metrics |= describe_groups(groups) | rollout.metrics() | rewards.metrics()
+            metrics |= describe_groups(groups) | rollout.metrics() | scoring()
             if run.is_due(step, cfg.rollouts_every):
                 run.write_rollouts(step, groups)
             run.note_samples(step, rollout.dropped())
@@ -356,7 +378,7 @@ def train(
 
 
 def evaluate(
-    cfg: Config, step: int, run: Run, rollout: Coordinator, evaluation: Evaluation
+    cfg: PolicyConfig, step: int, run: Run, rollout: Coordinator, evaluation: Evaluation
 ) -> dict[str, float]:
     """Held-out pass rates; the answers are written to the run folder."""
     try:
@@ -367,7 +389,7 @@ def evaluate(
         run.note_samples(step, rollout.dropped())
 
 
-def make_roles(cfg: Config, cluster: Cluster) -> Models:
+def make_roles(cfg: PolicyConfig, cluster: Cluster) -> Models:
     """The policy, and beside it only the models that the algorithm reads."""
     critic = reference = None
     policy = cluster.role(
@@ -392,7 +414,7 @@ def make_roles(cfg: Config, cluster: Cluster) -> Models:
 
 
 def prepare(
-    groups: list[Group], cfg: Config, models: Models, state: AdvantageState
+    groups: list[Group], cfg: PolicyConfig, models: Models, state: AdvantageState
 ) -> list[TrainingSequence]:
     """Advantages, from rewards and what models say of the samples before the first update."""
     groups = cfg.lengths.shape_rewards(groups)
@@ -420,7 +442,7 @@ def prepare(
 
 
 def update(
-    sequences: list[TrainingSequence], cfg: Config, models: Models, step: int
+    sequences: list[TrainingSequence], cfg: PolicyConfig, models: Models, step: int
 ) -> dict[str, float]:
     """The step's optimizer updates: `epochs` passes of `updates_per_step` each."""
     cost, policy_updates, critic_updates = SequenceCost.of(read_config(cfg.model)), [], []

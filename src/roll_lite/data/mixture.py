@@ -105,13 +105,15 @@ class Mixture:
         seed: int | str,
         held_out_share: float = 0.0,
         fitting: Callable[[list[Prompt]], list[Prompt]] = lambda prompts: prompts,
+        generate: Callable[..., Iterator[Prompt]] | None = None,
     ):
         """`held_out_share` of the rows of each file never comes; `held_out` gives them.
 
-        `fitting` chooses among the others those that may come, such as a PromptLimit.
+        `fitting` chooses among the others those that may come, such as a PromptLimit. With
+        `generate(source, seed=...)`, such as env_tasks, it makes the prompts of all sources.
         """
         self._entries, self._share = parse_mixture(entries), held_out_share
-        files = _read_files(self._entries)
+        files = {} if generate else _read_files(self._entries)
         for source, prompts in files.items():
             files[source] = [p for p in prompts if not is_held_out(p, held_out_share)]
             if not files[source]:
@@ -129,8 +131,8 @@ class Mixture:
             for source, rows in files.items()
         }
         self._streams = [
-            [_task_stream(entry, seed)]
-            if entry.is_task
+            [_generated_stream(entry, generate or tasks.prompts, seed)]
+            if generate or entry.is_task
             else _file_streams(entry, files[entry.source], seed)
             for entry in self._entries
         ]
@@ -273,9 +275,11 @@ def _read_file(source: str) -> list[Prompt]:
     return read_prompts(source)
 
 
-def _task_stream(entry: Entry, seed: int | str) -> Stream:
-    generate = partial(tasks.prompts, entry.source, seed=seed)
-    return Stream(next(generate()).domain, entry.weight, Endless(generate))
+def _generated_stream(
+    entry: Entry, generate: Callable[..., Iterator[Prompt]], seed: int | str
+) -> Stream:
+    restart = partial(generate, entry.source, seed=seed)
+    return Stream(next(restart()).domain, entry.weight, Endless(restart))
 
 
 def _file_streams(entry: Entry, prompts: list[Prompt], seed: int | str) -> list[Stream]:
