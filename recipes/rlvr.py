@@ -326,6 +326,7 @@ def cache_tokens(cfg: PolicyConfig, cluster: Cluster) -> int:
 def train(
     cfg: PolicyConfig, cluster: Cluster, models: Models,
     rollout: Coordinator, evaluation: Evaluation, scoring: Callable[[], dict[str, float]],
+    shown: dict[str, str] = SHOWN,
 ) -> None:  # fmt: skip
     """`scoring` gives the metrics of whatever scores the samples."""
     state, stop = AdvantageState(cfg.kl), cluster.stop_request()
@@ -333,7 +334,7 @@ def train(
     parts = {"rollout": rollout, "advantages": state}
     saved = RunState(cfg.run_dir, cfg.checkpoints, models.trained, parts, fixed)
     resumed_at = saved.resumed_at
-    run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=resumed_at)
+    run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=shown, resumed_at=resumed_at)
     if resumed_at:
         models.sync.sync(resumed_at)
         rollout.set_version(resumed_at)

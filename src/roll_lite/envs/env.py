@@ -21,14 +21,18 @@ Observation = str | Sequence[Message]
 
 
 class Env(Protocol):
-    """Both methods may be coroutines. Optional attributes: `stop`, texts that end a reply;
-    `finish_reason`, which is set before each step: how the reply ended, `stop` or `length`; and a
-    method `close`, which is called at the end of an episode. An object plays one episode.
+    """An object plays one episode. Both methods may be coroutines.
 
-    Keys of `info`, all optional: `rules` of the first one, a text that stands before whatever the
-    model reads first; `state`, a text that is equal where the environment is in the same
-    state (default: the observation), and `mean`, `sum`, `last`, `max`: measurements by name, which
-    are combined over the episode in that way, as in {"mean": {"valid": 1}, "last": {"success": 0}}.
+    Optional attributes: `stop`, texts that end a reply; `max_tokens` of a reply; `finish_reason`,
+    which is set before each step: how the reply ended, `stop` or `length`; and a method `close`,
+    which is called at the end.
+
+    Keys of `info`, all optional:
+    - `rules`, of reset: a text that stands before whatever the model reads first;
+    - `state`: a text that is equal where the environment is in the same state; by default the
+      observation;
+    - `mean`, `sum`, `last`, `max`: measurements by name, which are combined over the episode in
+      that way, as in {"mean": {"valid": 1}, "last": {"success": 0}}.
     """
 
     def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:
@@ -54,7 +58,7 @@ class Conversation(Protocol):
         messages: Sequence[Message],
         *,
         tools: Sequence[dict[str, Any]] | None = None,
-        stop: Sequence[str] = (),
+        stop: Sequence[str] | None = None,
         max_tokens: int | None = None,
         state: str | None = None,
     ) -> Message:

@@ -93,8 +93,8 @@ class _EnvPlayer:
                 with _naming(place):
                     told.hear(_messages(observation))
                     key = _state(info, observation)
-                stop = getattr(env, "stop", ())
-                reply = await chat(told.messages, stop=stop, state=key)
+                limits = {name: getattr(env, name, None) for name in ("stop", "max_tokens")}
+                reply = await chat(told.messages, state=key, **limits)
                 told.say(reply)
                 with _naming(place):
                     env.finish_reason = chat.finish_reason

@@ -1,8 +1,8 @@
 """The tasks of an environment: endless seeds, in a train and a held-out split."""
 
 import hashlib
-from collections.abc import Iterator
-from itertools import count
+from collections.abc import Iterable, Iterator
+from itertools import count, islice
 from typing import Literal
 
 from roll_lite.envs.registry import parse_env
@@ -33,3 +33,8 @@ def task_seed(name: str, seed: int | str, split: Split, number: int) -> int:
     text = f"{name}/{split}/{seed}/{number}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 2 << 1 | (split == "held_out")
+
+
+def held_out_tasks(specs: Iterable[str], count: int) -> list[Prompt]:
+    """`count` tasks of each environment to evaluate on, the same whatever the seed of a run."""
+    return [task for spec in specs for task in islice(env_tasks(spec, 0, "held_out"), count)]

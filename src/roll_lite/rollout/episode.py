@@ -82,7 +82,7 @@ class Episode:
         messages: Sequence[Message],
         *,
         tools: Sequence[dict[str, Any]] | None = None,
-        stop: Sequence[str] = (),
+        stop: Sequence[str] | None = None,
         max_tokens: int | None = None,
         state: str | None = None,
     ) -> Message:
@@ -165,7 +165,9 @@ class Episode:
                 return self._runner.chat.continue_with(thread.token_ids, messages[known:])
         return self._runner.chat.encode(messages, tools)
 
-    def _fit(self, num_read: int, stop: Sequence[str], max_tokens: int | None) -> SamplingParams:
+    def _fit(
+        self, num_read: int, stop: Sequence[str] | None, max_tokens: int | None
+    ) -> SamplingParams:
         """Sampling parameters for a reply that stays within the limits."""
         runner, params = self._runner, self._group.params
         wanted = params.max_tokens if max_tokens is None else min(max_tokens, params.max_tokens)
@@ -182,7 +184,7 @@ class Episode:
             raise OutOfTokens(f"{num_read} tokens leave no room for a reply: {limit}")
         if not stop and wanted == params.max_tokens <= left:
             return params
-        return replace(params, max_tokens=min(wanted, left), stop=(*params.stop, *stop))
+        return replace(params, max_tokens=min(wanted, left), stop=(*params.stop, *(stop or ())))
 
 
 _TOO_LONG = {

@@ -63,8 +63,9 @@ def _by_domain(groups: list[Group]) -> dict[str, float]:
 def pass_rates(groups: list[Group], pass_reward: float = 1.0) -> dict[str, float]:
     """Share of samples that pass (pass@1), and of prompts with one that does (pass@k).
 
-    A sample passes with a reward of at least `pass_reward`. Failed samples count neither as passed
-    nor as not passed. With several domains, each also has metrics of its own.
+    An episode passes by its `success`, if it has one; any other sample with a reward of at least
+    `pass_reward`. Failed samples count neither as passed nor as not passed. With several domains,
+    each also has metrics of its own.
     """
     domains = _split(groups)
     metrics = _pass_rates("eval", groups, pass_reward)
@@ -78,19 +79,27 @@ def pass_rates(groups: list[Group], pass_reward: float = 1.0) -> dict[str, float
 
 
 def _pass_rates(prefix: str, groups: list[Group], pass_reward: float) -> dict[str, float]:
-    rewards = [[s.score.value for s in g.samples if s.state == "done"] for g in groups]
-    passed = [[reward >= pass_reward for reward in group] for group in rewards if group]
+    done = [[s for s in g.samples if s.state == "done"] for g in groups]
+    passed = [[has_passed(s, pass_reward) for s in samples] for samples in done if samples]
     if not passed:
         return {}
     num_samples = max(len(group.samples) for group in groups)
+    finished = [sample for samples in done for sample in samples]
     metrics = {
-        f"{prefix}/reward": fmean(reward for group in rewards for reward in group),
+        f"{prefix}/reward": fmean(s.score.value for s in finished),
         # The mean of the groups' means: every prompt has the same weight.
         f"{prefix}/pass@1": fmean(map(fmean, passed)),
     }
+    if episodes := _episodes(prefix, finished):
+        metrics |= episodes | _parts(prefix, finished)
     return metrics | (
         {f"{prefix}/pass@{num_samples}": fmean(map(any, passed))} if num_samples > 1 else {}
     )
+
+
+def has_passed(sample: Sample, pass_reward: float) -> bool:
+    score = sample.score
+    return score.parts["success"] > 0 if "success" in score.parts else score.value >= pass_reward
 
 
 def _split(groups: Iterable[Group]) -> dict[str, list[Group]]:

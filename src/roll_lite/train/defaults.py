@@ -25,12 +25,14 @@ RATES = {
 """By the kind of training: the learning rate of models with fewer parameters than this."""
 LORA_FACTOR = 10
 REPLY_TOKENS = {20e6: 16, math.inf: 1024}
+TURN_TOKENS = {20e6: 16, math.inf: 64}
 
 
 def choose_defaults(cfg: T, **kinds: str) -> T:
     """The config of a recipe with a value for each option of `kinds` that is None; prints them.
 
-    A kind is one of RATES, or reply: `choose_defaults(cfg, lr="rl", max_tokens="reply")`.
+    A kind is one of RATES, or the length of a reply or turn:
+    `choose_defaults(cfg, lr="rl", max_tokens="reply")`.
     """
     given, config = flatten(cfg), read_config(cfg.model)
     chosen = {
@@ -71,6 +73,8 @@ def paper_advantages(advantages: AdvantageOptions, loss: LossOptions) -> Advanta
 def _default(kind: str, config: ModelConfig, has_adapters: bool) -> float:
     if kind == "reply":
         return reply_tokens(config)
+    if kind == "turn":
+        return _of_size(TURN_TOKENS, config)
     rate = _of_size(RATES[kind], config)
     return rate * LORA_FACTOR if has_adapters and kind != "critic" else rate
 
