@@ -217,7 +217,8 @@ class Config(PolicyConfig):
     """Print what the run would hold in memory and do in a step, and exit: with 1 if it would not
     fit."""
     scoring: RewardOptions = RewardOptions()
-    lacking: ClassVar = {"gigpo": "rewards turn by turn", "opd": "a teacher"}
+    lacking: ClassVar = dict.fromkeys(("gigpo", "agentic_reinforce"), "rewards turn by turn")
+    lacking["opd"] = "a teacher"
 
     def __post_init__(self):
         super().__post_init__()

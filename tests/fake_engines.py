@@ -197,7 +197,7 @@ class FakeChat:
     stop_ids = ()
 
     def encode(self, messages, tools=None):
-        return [int(word) for word in messages[0]["content"].split()]
+        return [int(word) for message in messages for word in message["content"].split()]
 
     def decode(self, token_ids):
         return " ".join(map(str, token_ids))

@@ -46,7 +46,9 @@ DivideByStd = Annotated[
     bool | None,
     Doc("divide by the group's standard deviation; off is Dr. GRPO. None is off for loss kimi."),
 ]
-Gamma = Annotated[float, Doc("discount from token to token (gigpo: from turn to turn).")]
+Gamma = Annotated[
+    float, Doc("discount from token to token (gigpo, agentic_reinforce: from turn to turn).")
+]
 Lam = Annotated[float, Doc("lambda; 1 is return minus value, lower trusts the critic more.")]
 Baseline = Annotated[
     Literal["none", "batch", "group"], Doc("subtract the mean score of the batch or group.")
@@ -144,6 +146,16 @@ def gigpo(
     return [part.tolist() for part in advantages_N.split(lengths)]
 
 
+def agentic_reinforce(turn_rewards: Sequence[Sequence[float]], *, gamma: Gamma = 1.0) -> PerTurn:
+    """Discounted return of the turns from this one on; whitened over the batch's tokens unless the
+    options say otherwise."""
+    lengths = [len(rewards) for rewards in turn_rewards]
+    sample_N = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    rewards_N = torch.tensor([r for rewards in turn_rewards for r in rewards], dtype=torch.float64)
+    returns_N = discounted_returns(rewards_N, sample_N, gamma)
+    return [part.tolist() for part in returns_N.split(lengths)]
+
+
 def opd(logprobs_R: Tensor, teacher_logprobs: Sequence[Tensor]) -> PerToken:
     """On-policy distillation: minus the mean over teachers of log p_behaviour - log p_teacher."""
     divergence_R = torch.zeros_like(logprobs_R)
@@ -160,9 +172,10 @@ ADVANTAGES: dict[str, Callable] = {
     "reinforce++": reinforce_plus_plus,
     "gae": gae,
     "gigpo": gigpo,
+    "agentic_reinforce": agentic_reinforce,
     "opd": opd,
 }
-WHITENED = ("reinforce", "reinforce++")
+WHITENED = ("reinforce", "reinforce++", "agentic_reinforce")
 """Whitened unless the options say otherwise."""
 
 
@@ -257,7 +270,8 @@ class AdvantageOptions:
     def differs_by_token(self, kl_in_reward: bool) -> bool:
         """Whether the tokens of a sequence may have different advantages."""
         has_discount = self.gamma not in (None, 1) or kl_in_reward
-        return self.advantage in ("gae", "gigpo", "opd") or (self.unit == PerToken and has_discount)
+        has_own = self.needs_critic or self.unit == PerTurn or self.advantage == "opd"
+        return has_own or (self.unit == PerToken and has_discount)
 
     @property
     def needs_critic(self) -> bool:
