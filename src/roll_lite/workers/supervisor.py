@@ -69,11 +69,11 @@ class WorkerProcess:
 
     def assign(self, job_id: int, payload: bytes) -> None:
         self.jobs[job_id] = time.monotonic()
-        self.post(job_id, payload)
+        self.post(job_id, True, payload)
 
-    def post(self, job_id: int, payload: bytes | None) -> None:
+    def post(self, job_id: int, begins: bool, payload: bytes | None) -> None:
         with suppress(ConnectionError):  # it has died, which its pidfd is about to report
-            self.channel.post((job_id, payload))
+            self.channel.post((job_id, begins, payload))
 
     def read_output(self) -> bytes:
         """Whatever its pipe holds now."""
@@ -150,7 +150,7 @@ class Supervisor:
             return
         for worker in self._workers:  # none has the job if it ended meanwhile
             if job_id in worker.jobs:
-                worker.post(job_id, payload)
+                worker.post(job_id, False, payload)
                 self._watch_writing(worker)
 
     def _assign(self) -> None:

@@ -154,8 +154,9 @@ class Work:
 
     words: Words
     loop: Loop
-    """Runs jobs in a worker, until the supervisor closes the channel. It receives (job id, pickled
-    message) and sends (job id, whether the job has ended, pickled message)."""
+    """Runs jobs in a worker, until the supervisor closes the channel. It receives (job id, whether
+    the job begins, pickled message or None to cancel it), and sends (job id, whether the job has
+    ended, pickled message)."""
     jobs_per_worker: int | None
     """None is any number at once."""
 
@@ -201,7 +202,7 @@ def run_calls(
 ) -> None:
     """Call rewards, one after another."""
     while True:
-        job_id, payload = channel.receive()
+        job_id, _, payload = channel.receive()
         running.begin(job_id)
         result = _call(rewards, payload)
         flush_output()
