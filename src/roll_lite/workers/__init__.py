@@ -1,1 +1,1 @@
-"""Reward functions in killable worker processes. No torch here."""
+"""Rewards and environments in killable worker processes. No torch here."""

@@ -1,10 +1,11 @@
-"""How a reward call can fail, and how many failures a run tolerates."""
+"""How a call in a worker can fail, and how many failures a run tolerates."""
 
 import pickle
 import re
 import sys
 import traceback
 from collections import Counter, deque
+from collections.abc import Hashable
 from dataclasses import dataclass
 from textwrap import indent
 from typing import Literal
@@ -14,17 +15,17 @@ from roll_lite.stopping import Ended
 from roll_lite.types import Prompt
 
 WINDOW = 200
-"""Replies over which the share of failed rewards is computed."""
-MIN_REPLIES = 50
-"""Below this number of replies, failures are counted but never stop the run."""
+"""Calls over which the share of failures is computed."""
+MIN_CALLS = 50
+"""Below this number of calls, failures are counted but never stop the run."""
 NUM_EXAMPLES = 3
 MAX_SHOWN = 20
 """Kinds of failures that are shown on the console."""
 SHOWN_CHARACTERS = 1000
 """Of a reply on the console; events.jsonl has all of it."""
-_OUR_FRAMES = r"<string>|.*/roll_lite/workers/|.*/asyncio/|.*/threading\.py"
-_METRICS = ("calls", "seconds", "errors", "timeouts", "crashes")
-_COUNTED_AS = {"raised": (), "timeout": ("timeouts",), "crash": ("crashes",)}
+_OUR_FRAMES = r"<string>|.*/roll_lite/(?:workers/|envs/play\.py)|.*/asyncio/|.*/threading\.py"
+_OUR_MODULES = ("roll_lite.workers.", "roll_lite.envs.play", "contextlib")
+_COUNTED_AS = {"timeout": ("timeouts",), "crash": ("crashes",)}
 
 
 class RewardTimeout(RuntimeError):
@@ -39,23 +40,74 @@ class RewardError(RuntimeError):
     """The reward raised an exception that cannot be pickled; the message holds its traceback."""
 
 
-class RewardsBroken(Ended):
-    """The share of failed calls is too high: the rewards themselves are broken."""
+class TooManyFailures(Ended):
+    """The share of failed calls is too high: the rewards or environments themselves are broken."""
 
-    def __init__(self, text: str, failure: "RewardFailure | None" = None):
+    def __init__(self, text: str, failure: "Failure | None" = None):
         super().__init__(text)
         self.failure = failure
         """How the call failed that raises this, if it did."""
 
 
+class RewardsBroken(TooManyFailures):
+    pass
+
+
+class EnvsBroken(TooManyFailures):
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """How messages and metrics speak of what workers do."""
+
+    one: str
+    """What fails: a reward."""
+    table: str
+    """The argument that has them by domain."""
+    remedy: str
+    """What to do with one that a worker cannot import."""
+    calls: str
+    """What is counted in messages."""
+    prefix: str
+    """Of metrics."""
+    metrics: tuple[str, ...]
+    """The first counts calls."""
+    broken: type[TooManyFailures]
+
+
+REWARDS = Words(
+    one="reward",
+    table="rewards",
+    remedy="define it with def at the top level of a file, name it in INLINE, or run with "
+    "reward_workers=0",
+    calls="rewards",
+    prefix="reward",
+    metrics=("calls", "seconds", "errors", "timeouts", "crashes"),
+    broken=RewardsBroken,
+)
+ENVIRONMENTS = Words(
+    one="environment",
+    table="players",
+    remedy="define it with class or def at the top level of a file, or run with env_workers=0",
+    calls="episodes",
+    prefix="env",
+    metrics=("episodes", "seconds", "errors", "timeouts", "crashes", "replayed"),
+    broken=EnvsBroken,
+)
+
+
 @dataclass(frozen=True, slots=True)
-class RewardFailure:
+class Failure:
     """A failed call, as it is sent between processes."""
 
-    kind: Literal["raised", "timeout", "crash"]
+    kind: Literal["raised", "timeout", "crash", "lost"]
     text: str
     pickled: bytes | None = None
-    """The exception that the reward raised, if it can be pickled."""
+    """The exception that was raised, if it can be pickled."""
+    culprit: Literal["this", "other", "unknown"] = "this"
+    """Whose code ran when the worker died: this call's, that of another call in the same worker,
+    or none that is known."""
 
     @property
     def place(self) -> str:
@@ -83,13 +135,17 @@ class RewardFailure:
         return error
 
 
-def describe(error: BaseException) -> RewardFailure:
-    """The failure for an exception; the traceback starts at the reward's own code."""
+def describe(error: BaseException) -> Failure:
+    """The failure for an exception; the traceback starts at the user's own code."""
     frames = error.__traceback__
-    while frames and frames.tb_next and frames.tb_frame.f_globals.get("__package__") == __package__:
+    while frames and frames.tb_next and _is_ours(frames.tb_frame.f_globals.get("__name__", "")):
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
-    return RewardFailure("raised", text, _pickled(error))
+    return Failure("raised", text, _pickled(error))
+
+
+def _is_ours(module: str) -> bool:
+    return module.startswith(_OUR_MODULES)
 
 
 def _pickled(error: BaseException) -> bytes | None:
@@ -113,66 +169,51 @@ def user_frames(stack: str) -> str:
 
 
 class ErrorBudget:
-    """Counts reward calls, shows the first failure of each kind, and stops the run when too large
-    a share of them fails."""
+    """Counts calls, shows the first failure of each kind, and stops the run when too large a share
+    of them fails."""
 
-    def __init__(self, max_error_share: float):
+    def __init__(self, max_error_share: float, words: Words = REWARDS):
         if not 0 <= max_error_share <= 1:
             raise ValueError(f"max_error_share={max_error_share} must be from 0 to 1 (never)")
-        self._max_error_share = max_error_share
+        self._max_error_share, self._words = max_error_share, words
         self._counts: Counter[str] = Counter()
-        self._replies: deque[tuple[str, str, bool]] = deque(maxlen=WINDOW)
-        """Prompt id, reply, and whether its reward failed."""
+        self._calls: deque[tuple[Hashable, bool]] = deque(maxlen=WINDOW)
+        """Keys of the last calls, and whether each failed."""
         self._last = ""
         """The most recent failure."""
-        self._failed: set[tuple[str, str]] = set()
-        """The failed replies in the window; a retried reply counts once."""
+        self._failed: set[Hashable] = set()
+        """Keys of the failed calls in the window; a retried call counts once."""
         self._examples: deque[str] = deque(maxlen=NUM_EXAMPLES)
         self._shown: set[tuple[str, str]] = set()
         """Domain and place of the failures that were shown."""
 
     def record(
-        self, prompt: Prompt, reply: str, seconds: float, failure: RewardFailure | None
+        self,
+        prompt: Prompt,
+        reply: str,
+        seconds: float,
+        failure: Failure | None,
+        *,
+        place: str = "",
+        key: Hashable = None,
     ) -> None:
-        """Count one call. Raises RewardsBroken once the budget is exceeded."""
-        self._counts["calls"] += 1
-        self._counts["seconds"] += seconds
+        """Count one call; `place` says where in an episode. Calls of an equal key, by default the
+        prompt and the reply, are retries. Raises TooManyFailures once the budget is exceeded."""
+        self.count(self._words.metrics[0])
+        self.count("seconds", seconds)
+        where = f"prompt {prompt.id}{place}"
         if failure:
-            self._counts.update(("errors", *_COUNTED_AS[failure.kind]))
-            self._show_once(prompt, reply, failure)
-        if (prompt.id, reply) not in self._failed:
-            self._add(prompt.id, reply, failure)
-        share = len(self._failed) / len(self._replies)
-        if len(self._replies) >= MIN_REPLIES and share > self._max_error_share:
-            text = (
-                f"{len(self._failed)} of the last {len(self._replies)} rewards failed, more than "
-                f"max_error_share={self._max_error_share}. The most recent failures:\n"
-            )
-            examples = "\n".join(self._examples)
-            whole = f"\nThe last of them in full:\n{self._last}"
-            raise RewardsBroken(text + examples + whole, failure)
+            self._counts.update(("errors", *_COUNTED_AS.get(failure.kind, ())))
+            self._show_once(prompt, where, reply, failure)
+        key = (prompt.id, reply) if key is None else key
+        if key not in self._failed:
+            self._add(key, where, reply, failure)
+        share = len(self._failed) / len(self._calls)
+        if len(self._calls) >= MIN_CALLS and share > self._max_error_share:
+            raise self._words.broken(self._summary(), failure)
 
-    def _add(self, prompt_id: str, reply: str, failure: RewardFailure | None) -> None:
-        if len(self._replies) == WINDOW and self._replies[0][2]:
-            self._failed.discard(self._replies[0][:2])
-        self._replies.append((prompt_id, reply, failure is not None))
-        if failure:
-            self._last = failure.text
-            self._failed.add((prompt_id, reply))
-            self._examples.append(f"- prompt {prompt_id}, reply {reply[:80]!r}: {failure.summary}")
-
-    def _show_once(self, prompt: Prompt, reply: str, failure: RewardFailure) -> None:
-        key = prompt.domain, failure.place
-        if key in self._shown or len(self._shown) == MAX_SHOWN:
-            return
-        self._shown.add(key)
-        clear_line()
-        print(
-            f"the reward of domain {prompt.domain!r} failed on prompt {prompt.id} (such failures "
-            "are shown once, and counted in reward/errors)\n"
-            f"{indent(failure.text.rstrip(), '  ')}\n  reply: {reply[:SHOWN_CHARACTERS]!r}",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+    def count(self, metric: str, amount: float = 1) -> None:
+        self._counts[metric] += amount
 
     def metrics(self) -> dict[str, float]:
         """Calls, their total seconds, and failures since the last call of this method.
@@ -180,4 +221,34 @@ class ErrorBudget:
         `errors` counts all failures, including timeouts and crashes.
         """
         counts, self._counts = self._counts, Counter()
-        return {f"reward/{name}": counts[name] for name in _METRICS}
+        return {f"{self._words.prefix}/{name}": counts[name] for name in self._words.metrics}
+
+    def _add(self, key: Hashable, where: str, reply: str, failure: Failure | None) -> None:
+        if len(self._calls) == WINDOW and self._calls[0][1]:
+            self._failed.discard(self._calls[0][0])
+        self._calls.append((key, failure is not None))
+        if failure:
+            self._last = failure.text
+            self._failed.add(key)
+            self._examples.append(f"- {where}, reply {reply[:80]!r}: {failure.summary}")
+
+    def _summary(self) -> str:
+        examples = "\n".join(self._examples)
+        return (
+            f"{len(self._failed)} of the last {len(self._calls)} {self._words.calls} failed, more "
+            f"than max_error_share={self._max_error_share}. The most recent failures:\n{examples}\n"
+            f"The last of them in full:\n{self._last}"
+        )
+
+    def _show_once(self, prompt: Prompt, where: str, reply: str, failure: Failure) -> None:
+        key = prompt.domain, failure.place
+        if key in self._shown or len(self._shown) == MAX_SHOWN:
+            return
+        self._shown.add(key)
+        clear_line()
+        print(
+            f"the {self._words.one} of domain {prompt.domain!r} failed on {where} (such failures "
+            f"are shown once, and counted in {self._words.prefix}/errors)\n"
+            f"{indent(failure.text.rstrip(), '  ')}\n  reply: {reply[:SHOWN_CHARACTERS]!r}",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip

@@ -1,6 +1,5 @@
-"""Sends reward functions to another process by name, including those of the running script."""
+"""Sends rewards and environments to another process by name, also those of the running script."""
 
-import functools
 import io
 import pickle
 import sys
@@ -10,14 +9,16 @@ from types import ModuleType
 from typing import Any
 
 from roll_lite.rewards.file import import_file, imported_files, run_module
-from roll_lite.types import Reward
+from roll_lite.workers.failures import Words
 
 MAIN_ELSEWHERE = "__mp_main__"
 """Name of the running script's module in other processes, as in multiprocessing."""
 
 
 @dataclass(frozen=True, slots=True)
-class PackedRewards:
+class Packed:
+    """Rewards or environments by domain."""
+
     pickled: bytes
     main_file: str | None
     main_package: str | None
@@ -25,44 +26,40 @@ class PackedRewards:
     """Files that were imported by their path, by the names of their modules."""
 
 
-def pack_rewards(rewards: Mapping[str, Reward]) -> PackedRewards:
-    """Raises ValueError for rewards that another process cannot import."""
+def pack(table: Mapping[str, Any], words: Words) -> Packed:
+    """Raises ValueError for what another process cannot import."""
     main = sys.modules["__main__"]
     main_file = getattr(main, "__file__", None)
-    for domain, reward in rewards.items():
-        if objection := _objection(reward, main_file):
+    for domain, value in table.items():
+        if objection := _objection(value, main_file):
             raise ValueError(
-                f"rewards[{domain!r}]={reward!r} {objection}, so a worker process cannot import "
-                "it; define it with def at the top level of a file, name it in INLINE, or run with "
-                "reward_workers=0"
+                f"{words.table}[{domain!r}]={value!r} {objection}, so a worker process cannot "
+                f"import it; {words.remedy}"
             )
     sys.modules.setdefault(MAIN_ELSEWHERE, main)  # to unpickle exceptions that the script defines
-    pickled = pickle.dumps(dict(rewards))
-    return PackedRewards(pickled, main_file, main.__package__, imported_files())
+    pickled = pickle.dumps(dict(table))
+    return Packed(pickled, main_file, main.__package__, imported_files())
 
 
-def _objection(reward: Reward, main_file: str | None) -> str:
-    """Why another process cannot import the reward; empty if it can."""
-    function = reward
-    while isinstance(function, functools.partial):
-        function = function.func
-    if getattr(function, "__module__", None) == "__main__" and main_file is None:
-        return "was defined in an interactive session"
+def _objection(value: Any, main_file: str | None) -> str:
+    """Why another process cannot import what the value refers to; empty if it can."""
     try:
-        pickle.dumps(reward)
+        pickled = pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         return f"cannot be pickled ({error})"
+    if b"__main__" in pickled and main_file is None:
+        return "was defined in an interactive session"
     return ""
 
 
-def unpack_rewards(packed: PackedRewards) -> dict[str, Reward]:
-    return _RewardUnpickler(packed).load()
+def unpack(packed: Packed) -> dict[str, Any]:
+    return _Unpickler(packed).load()
 
 
-class _RewardUnpickler(pickle.Unpickler):
+class _Unpickler(pickle.Unpickler):
     """Imports the coordinator's script, and files that it imported by path, on first reference."""
 
-    def __init__(self, packed: PackedRewards):
+    def __init__(self, packed: Packed):
         super().__init__(io.BytesIO(packed.pickled))
         self._packed, self._main = packed, None
 
@@ -74,7 +71,7 @@ class _RewardUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _import_main(packed: PackedRewards) -> ModuleType:
+def _import_main(packed: Packed) -> ModuleType:
     """Import the script under another name, so that its `__main__` block does not run."""
     names = (MAIN_ELSEWHERE, "__main__")
     return run_module(packed.main_file, *names, package=packed.main_package)

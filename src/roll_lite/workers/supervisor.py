@@ -1,4 +1,4 @@
-"""The supervisor process: imports the rewards, forks workers, and kills those that fail.
+"""The supervisor process: imports the user's code, forks workers, and kills those that fail.
 
 It is started as a fresh interpreter, so that workers are forked from a process without threads and
 without a device. It enforces the time limit itself, so a busy coordinator causes no timeouts.
@@ -14,16 +14,23 @@ import traceback
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing import Pipe
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 from roll_lite.sandbox.kernel import adopt_orphans
 from roll_lite.sandbox.processes import children, kill_orphans, kill_tree
-from roll_lite.types import Reward
-from roll_lite.workers.failures import RewardFailure, user_frames
-from roll_lite.workers.loading import unpack_rewards
-from roll_lite.workers.worker import OUT_OF_MEMORY, SHOW_STACK, WorkerLimits, work_and_exit
+from roll_lite.workers.failures import Failure, user_frames
+from roll_lite.workers.loading import unpack
+from roll_lite.workers.worker import (
+    OUT_OF_MEMORY,
+    SHOW_STACK,
+    Channel,
+    Running,
+    Work,
+    WorkerLimits,
+    work_and_exit,
+)
 
 _CHUNK = 1 << 16
 _SHOWN = 4000
@@ -39,17 +46,20 @@ class WorkerProcess:
     pid: int
     pidfd: int
     """Readable when the process has ended."""
-    calls: Connection
+    channel: Channel
     output: int
-    call_id: int | None = None
-    start: float = 0.0
+    running: Running
+    jobs: dict[int, float] = field(default_factory=dict)
+    """When each was assigned."""
     printed: bytes = b""
-    """The end of what the current call printed; `num_printed` counts all of it."""
+    """The end of what was printed since the code began that `printing` names; `num_printed` counts
+    all of it."""
     num_printed: int = 0
+    printing: tuple[int, float] = (-1, 0.0)
 
     @property
     def descriptors(self) -> tuple[int, int, int]:
-        return self.pidfd, self.calls.fileno(), self.output
+        return self.pidfd, self.channel.fileno(), self.output
 
     @property
     def output_text(self) -> str:
@@ -57,11 +67,13 @@ class WorkerProcess:
         text = user_frames(self.printed.decode(errors="replace")).strip()
         return f"; it printed:\n{text}" if text else ""
 
-    def assign(self, call_id: int, payload: bytes) -> None:
-        self.call_id, self.start = call_id, time.monotonic()
-        self.printed, self.num_printed = b"", 0
+    def assign(self, job_id: int, payload: bytes) -> None:
+        self.jobs[job_id] = time.monotonic()
+        self.post(job_id, True, payload)
+
+    def post(self, job_id: int, begins: bool, payload: bytes | None) -> None:
         with suppress(ConnectionError):  # it has died, which its pidfd is about to report
-            self.calls.send_bytes(payload)
+            self.channel.post((job_id, begins, payload))
 
     def read_output(self) -> bytes:
         """Whatever its pipe holds now."""
@@ -69,6 +81,9 @@ class WorkerProcess:
             chunk = os.read(self.output, _CHUNK)
         except BlockingIOError:
             return b""
+        current = self.running.read()
+        if current[0] >= 0 and current != self.printing:
+            self.printing, self.printed, self.num_printed = current, b"", 0
         self.num_printed += len(chunk)
         self.printed = (self.printed + chunk)[-_SHOWN:]
         return chunk
@@ -86,20 +101,25 @@ class WorkerProcess:
     def close(self) -> None:
         os.close(self.pidfd)
         os.close(self.output)
-        self.calls.close()
+        self.channel.close()
+        self.running.close()
 
 
 class Supervisor:
+    """Messages of the client are (job id, whether it begins, payload); those to the client are
+    (job id, whether it has ended, seconds, payload)."""
+
     def __init__(
         self,
         client: Connection,
-        rewards: Mapping[str, Reward],
+        work: Work,
+        table: Mapping[str, Any],
         num_workers: int,
         limits: WorkerLimits,
     ):
-        self._client, self._rewards, self._limits = client, rewards, limits
+        self._client, self._work, self._table, self._limits = client, work, table, limits
         self._from_imports = children()
-        """Processes that the rewards' modules started on import."""
+        """Processes that the user's modules started on import."""
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._workers: list[WorkerProcess] = []
         self._selector = selectors.DefaultSelector()
@@ -112,104 +132,154 @@ class Supervisor:
         with suppress(EOFError, ConnectionError):
             while True:
                 self._assign()
-                ready = {key.fd for key, _ in self._selector.select(self._seconds_left())}
+                ready = {key.fd: mask for key, mask in self._selector.select(self._seconds_left())}
                 if self._client.fileno() in ready:
                     message = self._client.recv()
                     if message is None:
                         break
-                    self._waiting.append(message)
+                    self._take_order(*message)
                 for worker in list(self._workers):
                     self._check(worker, ready)
         for worker in self._workers:
             kill_tree(worker.pid)
         kill_orphans()
 
+    def _take_order(self, job_id: int, begins: bool, payload: bytes | None) -> None:
+        if begins:
+            self._waiting.append((job_id, payload))
+            return
+        for worker in self._workers:  # none has the job if it ended meanwhile
+            if job_id in worker.jobs:
+                worker.post(job_id, False, payload)
+                self._watch_writing(worker)
+
     def _assign(self) -> None:
-        for worker in self._workers:
-            if worker.call_id is None and self._waiting:
-                worker.assign(*self._waiting.popleft())
+        """Give waiting jobs to the workers that have the fewest."""
+        most = self._work.jobs_per_worker
+        while self._waiting:
+            worker = min(self._workers, key=lambda worker: len(worker.jobs))
+            if most is not None and len(worker.jobs) >= most:
+                break
+            worker.assign(*self._waiting.popleft())
+            self._watch_writing(worker)
+
+    def _watch_writing(self, worker: WorkerProcess) -> None:
+        """Be woken when a worker can take the rest of its messages."""
+        reads, writes = selectors.EVENT_READ, selectors.EVENT_WRITE
+        events = reads if worker.channel.is_flushed else reads | writes
+        if self._selector.get_key(worker.channel).events != events:
+            self._selector.modify(worker.channel, events)
 
     def _seconds_left(self) -> float | None:
-        """Until the next call reaches its time limit; None if no call is running."""
-        starts = [worker.start for worker in self._workers if worker.call_id is not None]
-        if not starts:
-            return None
-        return max(0.0, min(starts) + self._limits.seconds - time.monotonic())
+        """Until code that runs now, or begins from now on, can reach the time limit; None if no
+        worker has a job."""
+        now = time.monotonic()
+        running = [worker.running.read() for worker in self._workers if worker.jobs]
+        starts = [start if job_id >= 0 else now for job_id, start in running]
+        return max(0.0, min(starts) + self._limits.seconds - now) if starts else None
 
-    def _check(self, worker: WorkerProcess, ready: set[int]) -> None:
+    def _check(self, worker: WorkerProcess, ready: Mapping[int, int]) -> None:
         """Read what the worker sent, and replace it if it ended or broke a limit."""
         if worker.output in ready:
-            with suppress(OSError):  # show what rewards print, unless standard error is closed
+            with suppress(OSError):  # show what user code prints, unless standard error is closed
                 os.write(2, worker.read_output())
         has_ended = worker.pidfd in ready
-        if worker.calls.fileno() in ready:
-            has_ended = not self._take_result(worker)
+        events = ready.get(worker.channel.fileno(), 0)
+        if events & selectors.EVENT_WRITE:
+            with suppress(ConnectionError):
+                worker.channel.flush()
+            self._watch_writing(worker)
+        if events & selectors.EVENT_READ:
+            has_ended = not self._take_message(worker)
         if worker.num_printed > self._limits.output_kib << 10:
             limit = f"output_kib={self._limits.output_kib}"
-            self._replace(worker, RewardFailure("crash", f"the reward printed more than {limit}"))
+            self._replace(worker, Failure("crash", f"{self._it} printed more than {limit}"))
         elif has_ended:
             self._replace(worker, None)
-        elif self._is_late(worker):
-            worker.read_stack()
-            text = f"the reward took longer than seconds={self._limits.seconds}"
-            self._replace(worker, RewardFailure("timeout", text + worker.output_text))
+        elif self._hangs(worker):
+            text = f"{self._it} took longer than seconds={self._limits.seconds}"
+            self._replace(worker, Failure("timeout", text + worker.output_text))
 
-    def _take_result(self, worker: WorkerProcess) -> bool:
+    @property
+    def _it(self) -> str:
+        return f"the {self._work.words.one}"
+
+    def _take_message(self, worker: WorkerProcess) -> bool:
         """False if the worker has closed its connection."""
         try:
-            result = worker.calls.recv_bytes()
+            job_id, has_ended, payload = worker.channel.receive()
         except (EOFError, ConnectionError):
             return False
-        self._answer(worker, result)
+        self._answer(worker, job_id, has_ended, payload)
         return True
 
-    def _answer(self, worker: WorkerProcess, result: bytes) -> None:
-        seconds = time.monotonic() - worker.start
-        self._client.send((worker.call_id, seconds, result))
-        worker.call_id = None
+    def _answer(self, worker: WorkerProcess, job_id: int, has_ended: bool, payload: bytes) -> None:
+        seconds = time.monotonic() - worker.jobs[job_id]
+        if has_ended:
+            del worker.jobs[job_id]
+        self._client.send((job_id, has_ended, seconds, payload))
 
-    def _is_late(self, worker: WorkerProcess) -> bool:
-        elapsed = time.monotonic() - worker.start
-        return worker.call_id is not None and elapsed >= self._limits.seconds
+    def _hangs(self, worker: WorkerProcess) -> bool:
+        """Whether code reached the time limit. Its stack is read and the worker stopped then."""
+        late = job_id, start = worker.running.read()
+        if job_id < 0 or time.monotonic() - start < self._limits.seconds:
+            return False
+        worker.read_stack()
+        os.kill(worker.pid, signal.SIGSTOP)
+        if worker.running.read() == late:
+            return True
+        os.kill(worker.pid, signal.SIGCONT)  # it returned at the last moment
+        return False
 
-    def _replace(self, worker: WorkerProcess, failure: RewardFailure | None) -> None:
+    def _replace(self, worker: WorkerProcess, failure: Failure | None) -> None:
         """`failure` is None for a worker that ended by itself."""
         code = kill_tree(worker.pid)
         self._workers.remove(worker)
         kill_orphans(spared=self._from_imports | {other.pid for other in self._workers})
-        if worker.call_id is not None:
-            worker.read_output()
-            self._answer(worker, pickle.dumps(failure or self._crash(worker, code)))
+        worker.channel.stop()
+        while self._take_message(worker):  # what it had sent before
+            continue
+        worker.read_output()
+        self._fail_jobs(worker, failure or self._crash(worker, code))
         for descriptor in worker.descriptors:
             self._selector.unregister(descriptor)
         worker.close()
         self._add_worker()
 
-    def _crash(self, worker: WorkerProcess, code: int) -> RewardFailure:
+    def _fail_jobs(self, worker: WorkerProcess, failure: Failure) -> None:
+        """All jobs of a worker that died; the one whose code was running is to blame."""
+        running, _ = worker.running.read()
+        for job_id in list(worker.jobs):
+            others = "other" if running >= 0 else "unknown"
+            culprit = "this" if job_id == running else others
+            self._answer(worker, job_id, True, pickle.dumps(replace(failure, culprit=culprit)))
+
+    def _crash(self, worker: WorkerProcess, code: int) -> Failure:
         if code == OUT_OF_MEMORY:
-            text = f"the reward needed more than memory_gib={self._limits.memory_gib}"
+            text = f"{self._it} needed more than memory_gib={self._limits.memory_gib}"
         elif code < 0:
-            text = f"the reward's process was ended by signal {-code} ({signal.strsignal(-code)})"
+            text = f"{self._it}'s process was ended by signal {-code} ({signal.strsignal(-code)})"
         else:
-            text = f"the reward's process ended itself with exit code {code}"
-        return RewardFailure("crash", text + worker.output_text)
+            text = f"{self._it}'s process ended itself with exit code {code}"
+        return Failure("crash", text + worker.output_text)
 
     def _add_worker(self) -> None:
-        ours, theirs = Pipe()
+        ours, theirs = Channel.pair()
         reading, writing = os.pipe()
+        running = Running()
         pid = os.fork()
         if pid == 0:
             self._close_inherited(ours, reading)
-            work_and_exit(theirs, writing, self._rewards, self._limits)
+            work_and_exit(theirs, writing, self._work.loop, self._table, self._limits, running)
         theirs.close()
         os.close(writing)
         os.set_blocking(reading, False)
-        worker = WorkerProcess(pid, os.pidfd_open(pid), ours, reading)
+        worker = WorkerProcess(pid, os.pidfd_open(pid), ours, reading, running)
         for descriptor in worker.descriptors:
             self._selector.register(descriptor, selectors.EVENT_READ)
         self._workers.append(worker)
 
-    def _close_inherited(self, ours: Connection, reading: int) -> None:
+    def _close_inherited(self, ours: Channel, reading: int) -> None:
         """In a new worker: close the supervisor's ends of all connections."""
         self._selector.close()
         self._client.close()
@@ -220,22 +290,22 @@ class Supervisor:
 
 
 def serve(descriptor: int) -> None:
-    """Run the supervisor process, which `pool.SupervisorLink` starts.
+    """Run the supervisor process, which `link.SupervisorLink` starts.
 
     It answers the first message with a string: empty, or an import error.
     """
-    # SIGTERM may reach all processes of a job. The run still needs its rewards then, and ends this
+    # SIGTERM may reach all processes of a job. The run still needs its workers then, and ends this
     # process by closing the connection. Not SIG_IGN, which programs of rewards would inherit.
     signal.signal(signal.SIGTERM, lambda *_: None)
     client = Connection(descriptor)
     adopt_orphans()
-    packed, num_workers, limits = client.recv()
+    work, packed, num_workers, limits = client.recv()
     try:
-        rewards = unpack_rewards(packed)
+        table = unpack(packed)
     except BaseException:  # importing the user's modules may raise anything
         client.send(traceback.format_exc())
         sys.exit(1)
-    supervisor = Supervisor(client, rewards, num_workers, limits)
+    supervisor = Supervisor(client, work, table, num_workers, limits)
     with suppress(OSError):  # the run has ended meanwhile
         client.send("")
         supervisor.serve()

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from roll_lite.types import AsyncReward, Prompt, Score
-from roll_lite.workers.failures import RewardFailure, describe, user_frames
+from roll_lite.workers.failures import Failure, describe, user_frames
 from roll_lite.workers.worker import checked
 
 _CLOSE_SECONDS = 5.0
@@ -32,7 +32,7 @@ class WaitingCalls:
 
     async def answer(
         self, reward: AsyncReward, prompt: Prompt, reply: str
-    ) -> tuple[float, Score | RewardFailure]:
+    ) -> tuple[float, Score | Failure]:
         """Seconds and result of a call, from any event loop."""
         future = asyncio.wrap_future(self._submit(self._call(reward, prompt, reply)))
         try:
@@ -56,10 +56,10 @@ class WaitingCalls:
 
     async def _call(
         self, reward: AsyncReward, prompt: Prompt, reply: str
-    ) -> tuple[float, Score | RewardFailure]:
+    ) -> tuple[float, Score | Failure]:
         async with self._places:  # waiting for a place is not counted
             start = time.monotonic()
-            result: Score | RewardFailure
+            result: Score | Failure
             try:
                 async with asyncio.timeout(self._seconds) as limit:
                     result = checked(await reward(prompt, reply))
@@ -69,11 +69,11 @@ class WaitingCalls:
                 result = self._late(error) if limit.expired() else describe(error)
             return time.monotonic() - start, result
 
-    def _late(self, error: BaseException) -> RewardFailure:
+    def _late(self, error: BaseException) -> Failure:
         """The cancellation that caused the timeout knows where the reward was waiting."""
         where = describe(error.__cause__ or error).text
         text = f"the reward took longer than seconds={self._seconds}\nIt waited here:\n{where}"
-        return RewardFailure("timeout", text)
+        return Failure("timeout", text)
 
     async def _responds(self) -> bool:
         """Whether the thread does anything within the time limit."""
@@ -81,10 +81,10 @@ class WaitingCalls:
         done, _ = await asyncio.wait([future], timeout=self._seconds)
         return bool(done)
 
-    def _blocked(self) -> RewardFailure:
+    def _blocked(self) -> Failure:
         frame = sys._current_frames().get(self._thread.ident)
         stack = user_frames("".join(traceback.format_stack(frame)))
-        return RewardFailure(
+        return Failure(
             "timeout",
             f"a reward has blocked the event loop for more than seconds={self._seconds}; await "
             f"what takes long, or make it a plain function\nIt is here:\n{stack}",
