@@ -4,13 +4,15 @@ python -m roll_lite.envs play sokoban
 python -m roll_lite.envs play frozen_lake:size=8 --seed 7 --agent solver
 python -m roll_lite.envs bench
 python -m roll_lite.envs bench sokoban:max_steps=20 frozen_lake --episodes 1000
+python -m roll_lite.envs traces frozen_lake sokoban@2 --episodes 2000 --out traces.jsonl
 
 A human types an action in a line, without the tags: Right. For `tool` it is the whole reply.
+`--envs FILE` names a Python file with environments of your own, ENVS = {name: class or coroutine}.
 """
 
 import argparse
 import asyncio
-import inspect
+import json
 import sys
 import time
 from collections import Counter
@@ -18,10 +20,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from roll_lite.checks import at_least
-from roll_lite.envs.agents import Agent, AgentChat, human, random_agent, solver
+from roll_lite.envs.agents import Agent, AgentChat, game_class, human, random_agent, solver
 from roll_lite.envs.game import Game
-from roll_lite.envs.play import EnvError
-from roll_lite.envs.registry import ENVS, EnvMaker, make_env
+from roll_lite.envs.play import EnvError, EpisodeOptions
+from roll_lite.envs.registry import ENVS, EnvMaker, make_env, read_envs
+from roll_lite.envs.traces import draw_traces, shares
 from roll_lite.types import Message, Prompt
 
 
@@ -36,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def play(options: argparse.Namespace) -> int:
     """One episode, printed."""
-    make = make_env(options.env)
+    make = make_env(options.env, _envs(options))
     chat = PrintedChat(_agent(options.agent, make, options.seed))
     try:
         ending = asyncio.run(chat.play(make, _task(options.env, options.seed)))
@@ -71,13 +74,13 @@ class PrintedChat(AgentChat):
 def bench(options: argparse.Namespace) -> int:
     """A line for each environment."""
     at_least(1, options, "episodes")
+    envs, n = _envs(options), options.episodes
     print(f"{'env':<22}{'episodes/s':>11}{'steps/s':>10}{'success':>9}{'return':>8}{'turns':>7}")
-    for spec in options.env or [name for name, make in ENVS.items() if _is_game(make)]:
-        make = make_env(spec)
-        agent = _agent(options.agent, make, options.seed)
-        start, n = time.perf_counter(), options.episodes
-        seeds = range(options.seed, options.seed + n)
-        totals = asyncio.run(play_episodes(spec, agent, seeds))
+    for spec in options.env or [name for name, make in envs.items() if game_class(make)]:
+        make = make_env(spec, envs)
+        agent, start = _agent(options.agent, make, options.seed), time.perf_counter()
+        tasks = [_task(spec, seed) for seed in range(options.seed, options.seed + n)]
+        totals = asyncio.run(play_episodes(make, agent, tasks))
         seconds = time.perf_counter() - start
         print(
             f"{spec:<22}{n / seconds:>11,.0f}{totals['turns'] / seconds:>10,.0f}"
@@ -86,13 +89,34 @@ def bench(options: argparse.Namespace) -> int:
     return 0
 
 
-async def play_episodes(spec: str, agent: Agent, seeds: Sequence[int]) -> Counter[str]:
+async def play_episodes(make: EnvMaker, agent: Agent, tasks: Sequence[Prompt]) -> Counter[str]:
     """The sums of the episodes' measurements."""
-    make, totals = make_env(spec), Counter()
-    for seed in seeds:
+    totals = Counter()
+    for task in tasks:
         chat = AgentChat(agent)
-        totals.update(chat.measurements(await chat.play(make, _task(spec, seed))))
+        totals.update(chat.measurements(await chat.play(make, task)))
     return totals
+
+
+def traces(options: argparse.Namespace) -> int:
+    """Solvers' episodes as rows for recipes/sft.py."""
+    at_least(1, options, "episodes")
+    if not 0 <= options.mistakes <= 1:
+        raise ValueError(f"mistakes={options.mistakes} must be from 0 to 1")
+    given = {"seed": options.seed, "mistakes": options.mistakes, "envs": _envs(options)}
+    given["options"] = EpisodeOptions(history=options.history)
+    num_rows = 0
+    with open(options.out, "w") as file:
+        for spec, count in shares(options.env, options.episodes).items():
+            for messages in draw_traces(spec, count, **given):
+                file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+                num_rows += 1
+    print(f"{options.out}: {num_rows:,} dialogues of {options.episodes:,} episodes")
+    return 0
+
+
+def _envs(options: argparse.Namespace) -> dict[str, EnvMaker]:
+    return ENVS | read_envs(options.envs) if options.envs else ENVS
 
 
 def _task(spec: str, seed: int) -> Prompt:
@@ -102,15 +126,9 @@ def _task(spec: str, seed: int) -> Prompt:
 def _agent(name: str, make: EnvMaker, seed: int) -> Agent:
     if name == "human":
         return human
-    if not _is_game(make):
+    if game_class(make) is None:
         raise ValueError(f"--agent {name} plays games only; use --agent human")
     return solver if name == "solver" else random_agent(seed)
-
-
-def _is_game(make: EnvMaker) -> bool:
-    while hasattr(make, "func"):  # functools.partial
-        make = make.func
-    return inspect.isclass(make) and issubclass(make, Game)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -119,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="{play,bench}")
+    commands = parser.add_subparsers(required=True, metavar="{play,bench,traces}")
     one = commands.add_parser("play", help="play one episode and print it")
     one.add_argument("env", help=f"NAME or NAME:option=value,...; names are {', '.join(ENVS)}")
     one.add_argument("--agent", choices=("human", "random", "solver"), default="human")
@@ -129,8 +147,16 @@ def _parser() -> argparse.ArgumentParser:
     many.add_argument("--agent", choices=("random", "solver"), default="random")
     many.add_argument("--episodes", type=int, default=200, metavar="N", help="default: 200")
     many.set_defaults(run=bench)
-    for command in (one, many):
+    rows = commands.add_parser("traces", help="write solvers' episodes as rows for recipes/sft.py")
+    rows.add_argument("env", nargs="+", help="SPEC@WEIGHT, or SPEC for weight 1")
+    rows.add_argument("--out", required=True, metavar="FILE")
+    rows.add_argument("--episodes", type=int, default=2000, metavar="N", help="default: 2000")
+    rows.add_argument("--mistakes", type=float, default=0.0, metavar="SHARE", help="default: 0")
+    rows.add_argument("--history", type=int, metavar="TURNS", help="as in RL; default: all")
+    rows.set_defaults(run=traces)
+    for command in (one, many, rows):
         command.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+        command.add_argument("--envs", metavar="FILE", help="Python file with environments")
     return parser
 
 

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -29,14 +30,26 @@ def solver(game: Game) -> str:
 
 
 def erring_solver(seed: int | str, mistakes: float) -> Agent:
-    """A solver that plays at random in a share of the turns."""
+    """A solver that plays at random in a share of the turns, and where nothing wins any more."""
     random, at_random = Random(f"mistakes {seed}"), random_agent(seed)
-    return lambda game: (at_random if random.random() < mistakes else solver)(game)
+
+    def reply(game: Game) -> str:
+        path = [] if random.random() < mistakes else game.solve()
+        return game.as_reply(path[0]) if path else at_random(game)
+
+    return reply
 
 
 def human(env: Env | None) -> str:
     line = input("> ")
     return env.as_reply(line) if isinstance(env, Game) else line
+
+
+def game_class(make: EnvMaker) -> type[Game] | None:
+    """The class of an environment that is a Game, under its options."""
+    while isinstance(make, partial):
+        make = make.func
+    return make if inspect.isclass(make) and issubclass(make, Game) else None
 
 
 @dataclass(slots=True)
