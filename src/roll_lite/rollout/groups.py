@@ -157,11 +157,12 @@ class Groups:
         if self._is_continuous:
             in_training = self._num_taken[self._version.current]
             return max(self._num_awaited, self._options.max_in_flight - in_training)
-        return self._num_awaited + self._options.extra_prompts if self._num_awaited else 0
+        return self._num_awaited + self._options.extra_groups if self._num_awaited else 0
 
     def _start(self, visit: Visit) -> None:
         number, self._num_started = self._num_started, self._num_started + 1
-        group = RunningGroup(self._runner, visit, self._options.samples_per_prompt, self._params)
+        num_samples, num_extra = self._options.samples_per_prompt, self._options.extra_samples
+        group = RunningGroup(self._runner, visit, num_samples, self._params, num_extra)
         group.task = asyncio.get_running_loop().create_task(group.run())
         self.running[number] = group
         self._slots.fill(group.domain)
