@@ -222,7 +222,9 @@ def fake_prompts(start=0, endless_every=0):
 
 
 @contextmanager
-def coordinator_over(engines, reward=lambda prompt, reply: 0.0, source=None, seed=3, **options):
+def coordinator_over(
+    engines, reward=lambda prompt, reply: 0.0, source=None, seed=3, keep=None, **options
+):
     with Coordinator(
         engines=engines,
         chat=FakeChat(),
@@ -231,6 +233,7 @@ def coordinator_over(engines, reward=lambda prompt, reply: 0.0, source=None, see
         params=PARAMS,
         options=RolloutOptions(**options),
         seed=seed,
+        keep=keep,
     ) as rollout:
         yield rollout
 

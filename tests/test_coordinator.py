@@ -391,6 +391,44 @@ def test_a_group_of_one_sample_has_nothing_to_compare_with(num_left, is_kept):
     assert reasons["its group had too few samples left"] == metrics["rollout/filtered"]
 
 
+def test_a_filter_of_your_own_sees_the_groups_that_pass_the_others():
+    """Every third prompt has equal rewards and is dropped before it is asked."""
+    asked = []
+
+    def keep(group):
+        asked.append(group)
+        return int(group.prompt.id[1:]) % 2 == 0
+
+    def reward(prompt, reply):
+        return float(len(reply)) if int(prompt.id[1:]) % 3 else 1.0
+
+    options = {"samples_per_prompt": 9, "prompts_per_step": 4, "drop_equal": True}
+    with FakeEngines(2) as engines, coordinator_over(engines, reward, keep=keep, **options) as r:
+        groups, dropped, metrics = r.collect(), r.dropped(), r.metrics()
+    assert [group.prompt.id for group in groups] == ["p2", "p4", "p8", "p10"]
+    assert not any(int(group.prompt.id[1:]) % 3 == 0 for group in asked)
+    assert all(len(group.samples) == 9 and group.samples[0].score for group in asked)
+    why = {int(sample.prompt.id[1:]): why for sample, why in dropped}
+    assert all(
+        text
+        == ("its group was not kept by keep()" if number % 3 else "its group had equal rewards")
+        for number, text in why.items()
+    )
+    assert metrics["rollout/refilled"] == len(why)
+    assert metrics["rollout/filtered"] == 9 * len(why)
+
+
+def test_an_error_in_a_filter_of_your_own_ends_the_run_with_its_traceback():
+    def keep(group):
+        return group.samples[99]
+
+    with FakeEngines(1) as engines, coordinator_over(engines, keep=keep) as rollout:
+        for _ in range(2):
+            with pytest.raises(IndexError) as caught:
+                rollout.collect()
+            assert "keep" in [entry.name for entry in caught.traceback]
+
+
 @pytest.mark.parametrize("max_retries", [0, 2])
 def test_a_request_is_retried_as_often_as_max_retries(max_retries):
     """A group that fails on every replica; four replicas, so that none reaches MAX_FAILURES."""

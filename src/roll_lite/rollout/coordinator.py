@@ -24,7 +24,7 @@ from roll_lite.envs.env import Env
 from roll_lite.progress import ProgressBar
 from roll_lite.rollout.engines import EngineClient
 from roll_lite.rollout.event_loop import LoopThread, PumpedLoop, Signal
-from roll_lite.rollout.groups import Groups, NothingLeft
+from roll_lite.rollout.groups import Groups, Keep, NothingLeft
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.prompts import PromptQueue, PromptSource, Visit
 from roll_lite.rollout.sample import RunningGroup, SampleRunner
@@ -51,9 +51,12 @@ class Coordinator:
         min_samples: int | None = None,
         reward_engines: Sequence[EngineClient] = (),
         max_length: int | None = None,
+        keep: Keep | None = None,
     ):
         """A group with fewer than `min_samples` left is dropped; 2 where groups are larger than 1.
         A sample that may become longer than `max_length` tokens, prompt and all, fails.
+        `keep` is a filter of your own, for complete groups that pass the filters of the options;
+        samples wait while it runs. An exception in it ends the run.
 
         `reward_engines` are engine roles that rewards ask, such as a judge. A plain iterator of
         prompts cannot be resumed, and replaces a dropped group by a prompt of any domain.
@@ -73,7 +76,7 @@ class Coordinator:
         self._answerer = runner()  # without deadline: an evaluation needs every sample
         self._prompts = PromptQueue(prompts)
         self._groups = Groups(
-            self._runner, self._prompts, options, params, min_samples, self._signal
+            self._runner, self._prompts, options, params, min_samples, self._signal, keep
         )
         self._num_answered: Counter[str] = Counter()
         self._version_gaps: list[int] = []
