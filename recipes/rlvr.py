@@ -125,7 +125,7 @@ class PolicyConfig:
         self._check_algorithm()
         self._check_sizes()
         if self.runs_ahead:
-            unread_with("max_staleness above 0", self.rollout, "extra_prompts")
+            unread_with("max_staleness above 0", self.rollout, "extra_groups")
             unread_with("max_staleness above 0", self, "engines_sleep")
         else:
             unread_with("max_staleness=0", self, "on_new_weights")

@@ -31,11 +31,15 @@ def fake_tokens(request, index):
 class FakeService:
     """The interface of EngineService, without a model."""
 
-    def __init__(self, place, max_delay=0.0, failure_rate=0.0, dies=(), seed=0, num_slots=None):
+    def __init__(
+        self, place, max_delay=0.0, failure_rate=0.0, dies=(), seed=0, num_slots=None, endless=()
+    ):
         """`dies`: (replica, number of answers after which it always raises).
 
-        At most `num_slots` samples run at a time; the rest have no first token yet.
+        At most `num_slots` samples run at a time; the rest have no first token yet. Samples whose
+        index is in `endless` never get an answer.
         """
+        self.endless = endless
         self.place, self.max_delay, self.failure_rate = place, max_delay, failure_rate
         self.random = random.Random(f"{seed} {place.replica}")
         self.lifetime = dict(dies).get(place.replica)
@@ -67,7 +71,7 @@ class FakeService:
         while self.waiting and (self.num_slots is None or len(self.running) < self.num_slots):
             key, index = self.waiting.pop(0)
             self.running[key, index] = self.policy_version
-            if self.under_way[key][0].prompt_ids[0] != ENDLESS:
+            if self.under_way[key][0].prompt_ids[0] != ENDLESS and index not in self.endless:
                 due = time.monotonic() + self.random.random() * self.max_delay
                 heapq.heappush(self.heap, (due, next(self.counter), key, index))
 
@@ -228,7 +232,9 @@ def playing(make_env):
 
 
 @contextmanager
-def coordinator_over(engines, reward=lambda prompt, reply: 0.0, source=None, seed=3, **options):
+def coordinator_over(
+    engines, reward=lambda prompt, reply: 0.0, source=None, seed=3, keep=None, **options
+):
     with Coordinator(
         engines=engines,
         chat=FakeChat(),
@@ -237,6 +243,7 @@ def coordinator_over(engines, reward=lambda prompt, reply: 0.0, source=None, see
         params=PARAMS,
         options=RolloutOptions(**options),
         seed=seed,
+        keep=keep,
     ) as rollout:
         yield rollout
 

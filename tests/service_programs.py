@@ -1,6 +1,7 @@
 """Programs that test_service.py runs under torchrun: service_programs.py NAME RESULT_FILE."""
 
 import json
+import pickle
 import queue
 import random
 import sys
@@ -117,6 +118,18 @@ def interleaved(folder):
         }
 
 
+def stop_texts(folder):
+    """The replies to the requests of a file, from two tensor-parallel ranks."""
+    requests = pickle.loads(Path(folder).with_name("requests.pickle").read_bytes())
+    with Cluster("generate=all,tp=2", "cpu") as cluster:
+        engines = cluster.role("generate", EngineService, folder=folder, kv_cache_gib=0.01)
+        mail = Mailbag(engines)
+        for key, request in enumerate(requests):
+            engines.post(0, "submit", key, request)
+        mail.wait_for(lambda: len(mail.turns) == len(requests))
+        return [mail.turns[key, 0].token_ids for key in range(len(requests))]
+
+
 class Faulty:
     """Works a while on its own, then raises."""
 
@@ -162,6 +175,7 @@ def hanging():
 def main(name, result_file):
     programs = {
         "interleaved": lambda: interleaved(str(Path(result_file).parent / "model")),
+        "stop_texts": lambda: stop_texts(str(Path(result_file).parent / "model")),
         "work_raises": lambda: faulty("begin"),
         "hanging": hanging,
         "receive_raises": lambda: faulty("nonsense"),

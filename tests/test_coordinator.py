@@ -1,10 +1,12 @@
 """The coordinator over fake engines: many samples, every kind of failure."""
 
+import asyncio
 import itertools
 import json
 import random
 import threading
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 from fake_engines import (
@@ -52,7 +54,7 @@ def test_ten_thousand_samples_none_lost_none_twice():
         FakeEngines(4, **trouble) as engines,
         coordinator_over(
             engines, Troubled(), source, samples_per_prompt=8, prompts_per_step=125,
-            extra_prompts=10, drop_equal=True, deadline=5, max_retries=3,
+            extra_groups=10, drop_equal=True, deadline=5, max_retries=3,
         ) as rollout,
     ):  # fmt: skip
         for _ in range(10):
@@ -242,7 +244,7 @@ def test_later_turns_stay_where_the_conversation_began():
 
 
 def test_surplus_groups_are_aborted():
-    options = {"samples_per_prompt": 2, "prompts_per_step": 8, "extra_prompts": 8}
+    options = {"samples_per_prompt": 2, "prompts_per_step": 8, "extra_groups": 8}
     with (
         FakeEngines(2, max_delay=0.005) as engines,
         coordinator_over(engines, source=fake_prompts(endless_every=5), **options) as rollout,
@@ -255,11 +257,96 @@ def test_surplus_groups_are_aborted():
     assert metrics["rollout/started"] == 2 * 2 * 16 and metrics["rollout/aborted"] == 2 * 16
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_group_keeps_the_samples_that_are_done_first(max_staleness):
+    """Rewards of a group end in a prescribed order, each after the one before it."""
+    order, num_wanted = [4, 0, 5, 2, 1, 3], 3
+    ended = {f"p{i}": [asyncio.Event() for _ in range(7)] for i in range(99)}
+
+    async def reward(prompt, reply):
+        request = Request(
+            prompt_ids=FakeChat().encode(prompt.messages), params=PARAMS,
+            seed=derive_seed(3, prompt.id, 0),
+        )  # fmt: skip
+        replies = [FakeChat().decode(fake_tokens(request, index)) for index in range(6)]
+        place = order.index(replies.index(reply))
+        if place:
+            await ended[prompt.id][place - 1].wait()
+        ended[prompt.id][place].set()
+        return float(place)
+
+    options = {"samples_per_prompt": num_wanted, "extra_samples": 3, "prompts_per_step": 4}
+    with (
+        FakeEngines(2, max_delay=0.01) as engines,
+        coordinator_over(engines, reward, max_staleness=max_staleness, **options) as rollout,
+    ):
+        if max_staleness:
+            rollout.start()
+        groups = rollout.collect()
+        wait_until(lambda: len(rollout._groups.ready) == 4 * max_staleness)
+        dropped, metrics = rollout.dropped(), rollout.metrics()
+    assert [[s.index for s in group.samples] for group in groups] == [[0, 4, 5]] * 4
+    assert [[s.score.value for s in group.samples] for group in groups] == [[1.0, 0.0, 2.0]] * 4
+    num_groups = 4 + 4 * max_staleness  # collected and ready
+    assert Counter(why for _, why in dropped) == {"one too many": num_groups * 3}
+    counts = [metrics[f"rollout/{name}"] for name in ("started", "done", "aborted", "failed")]
+    assert counts == [num_groups * 6, 4 * 3, num_groups * 3, 0]
+
+
+@pytest.mark.parametrize(("num_failing", "num_done"), [(0, 3), (1, 3), (2, 3), (3, 2), (4, 1)])
+def test_extra_samples_make_up_for_failed_ones(num_failing, num_done):
+    """Of 3 + 2 samples one never ends, unless all others are needed."""
+    endless, failing = (1,) if num_failing < 2 else (), itertools.count()
+
+    def reward(prompt, reply):
+        if next(failing) < num_failing:
+            raise KeyError("no such key")
+        return 0.0
+
+    options = {"samples_per_prompt": 3, "extra_samples": 2, "prompts_per_step": 1, "max_retries": 0}
+    with (
+        FakeEngines(1, endless=endless) as engines,
+        coordinator_over(engines, reward, **options) as rollout,
+    ):
+        (group,) = rollout.collect()
+        dropped, metrics = rollout.dropped(), rollout.metrics()
+        wait_until(lambda: not engines.services[0].under_way)
+    reasons = Counter(why for sample, why in dropped if sample.prompt.id == "p0")
+    assert reasons["failed"] == num_failing and reasons["one too many"] == max(0, 2 - num_failing)
+    if num_done > 1:
+        assert group.prompt.id == "p0" and len(group.samples) == num_done
+        assert not {s.index for s in group.samples} & set(endless)
+    else:
+        assert group.prompt.id == "p1" and reasons["its group had too few samples left"] == 1
+    ends = ("done", "filtered", "aborted", "failed", "stale")
+    assert metrics["rollout/started"] == sum(metrics[f"rollout/{end}"] for end in ends)
+
+
+def test_a_reward_that_ignores_its_cancellation_adds_no_sample():
+    num_asked = Counter()
+
+    async def reward(prompt, reply):
+        num_asked[prompt.id] += 1
+        place = num_asked[prompt.id]
+        if place > 2:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+        if place > 6:
+            raise ValueError("disturbed")
+        return 0.0
+
+    options = {"samples_per_prompt": 2, "extra_samples": 8, "prompts_per_step": 4, "max_retries": 0}
+    with FakeEngines(1) as engines, coordinator_over(engines, reward, **options) as rollout:
+        groups, metrics = rollout.collect(), rollout.metrics()
+    assert [len(group.samples) for group in groups] == [2] * 4
+    assert metrics["rollout/failed"] == 0 and metrics["rollout/aborted"] == 4 * 8
+
+
 @pytest.mark.parametrize("num_replicas", [1, 3])
-@pytest.mark.parametrize("extra_prompts", [0, 3])
-def test_when_refills_are_used_up_a_step_goes_on_with_what_is_left(num_replicas, extra_prompts):
+@pytest.mark.parametrize("extra_groups", [0, 3])
+def test_when_refills_are_used_up_a_step_goes_on_with_what_is_left(num_replicas, extra_groups):
     """Every fifth prompt is worth training on: of 4 + extra + 2 * 4 two or three are left."""
-    options = {"prompts_per_step": 4, "extra_prompts": extra_prompts, "max_refills": 2}
+    options = {"prompts_per_step": 4, "extra_groups": extra_groups, "max_refills": 2}
 
     def reward(prompt, reply):
         return float(len(reply) if int(prompt.id[1:]) % 5 == 4 else 0)
@@ -273,7 +360,7 @@ def test_when_refills_are_used_up_a_step_goes_on_with_what_is_left(num_replicas,
         metrics = rollout.metrics()
     taken = [[int(group.prompt.id[1:]) for group in groups] for groups in rounds]
     total = sum(s.score.value for groups in rounds for group in groups for s in group.samples)
-    num_asked = 12 + extra_prompts
+    num_asked = 12 + extra_groups
     asked = [range(n * num_asked, (n + 1) * num_asked) for n in range(3)]
     expected = [[i for i in numbers if i % 5 == 4] for numbers in asked]
     assert taken == expected
@@ -303,6 +390,44 @@ def test_a_group_of_one_sample_has_nothing_to_compare_with(num_left, is_kept):
     assert metrics["rollout/failed"] == 4 - num_left
     assert metrics["rollout/filtered"] == (0 if is_kept else num_left)
     assert reasons["its group had too few samples left"] == metrics["rollout/filtered"]
+
+
+def test_a_filter_of_your_own_sees_the_groups_that_pass_the_others():
+    """Every third prompt has equal rewards and is dropped before it is asked."""
+    asked = []
+
+    def keep(group):
+        asked.append(group)
+        return int(group.prompt.id[1:]) % 2 == 0
+
+    def reward(prompt, reply):
+        return float(len(reply)) if int(prompt.id[1:]) % 3 else 1.0
+
+    options = {"samples_per_prompt": 9, "prompts_per_step": 4, "drop_equal": True}
+    with FakeEngines(2) as engines, coordinator_over(engines, reward, keep=keep, **options) as r:
+        groups, dropped, metrics = r.collect(), r.dropped(), r.metrics()
+    assert [group.prompt.id for group in groups] == ["p2", "p4", "p8", "p10"]
+    assert not any(int(group.prompt.id[1:]) % 3 == 0 for group in asked)
+    assert all(len(group.samples) == 9 and group.samples[0].score for group in asked)
+    why = {int(sample.prompt.id[1:]): why for sample, why in dropped}
+    assert all(
+        text
+        == ("its group was not kept by keep()" if number % 3 else "its group had equal rewards")
+        for number, text in why.items()
+    )
+    assert metrics["rollout/refilled"] == len(why)
+    assert metrics["rollout/filtered"] == 9 * len(why)
+
+
+def test_an_error_in_a_filter_of_your_own_ends_the_run_with_its_traceback():
+    def keep(group):
+        return group.samples[99]
+
+    with FakeEngines(1) as engines, coordinator_over(engines, keep=keep) as rollout:
+        for _ in range(2):
+            with pytest.raises(IndexError) as caught:
+                rollout.collect()
+            assert "keep" in [entry.name for entry in caught.traceback]
 
 
 @pytest.mark.parametrize("max_retries", [0, 2])

@@ -97,7 +97,7 @@ def domains_of(groups):
 
 MODES = {
     "synchronous": {},
-    "aborts": {"extra_prompts": 7},
+    "aborts": {"extra_groups": 7},
     "asynchronous": {"max_staleness": 1},
 }
 
@@ -146,7 +146,7 @@ def test_every_collect_has_exactly_the_shares(tmp_path, mode, seed):
 def test_shares_that_do_not_divide_a_step_are_made_up_for(tmp_path):
     """After any number of steps of seven, also where surplus groups are aborted."""
     source, counts = Mixture(write_files(tmp_path), seed=5), Counter()
-    with running(source, prompts_per_step=7, extra_prompts=4) as (rollout, _):
+    with running(source, prompts_per_step=7, extra_groups=4) as (rollout, _):
         for step in range(1, 16):
             counts += domains_of(rollout.collect())
             for domain, nature in NATURES.items():

@@ -25,6 +25,8 @@ State = Literal[
     "failed",
     "aborted",
 ]
+LOST = ("filtered", "failed", "aborted")
+"""States of samples that are not trained on."""
 FinishReason = Literal["stop", "length", "abort", "error"]
 REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
     "mean": fmean,

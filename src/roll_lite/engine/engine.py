@@ -4,7 +4,7 @@ engine = Engine(load_model(folder))
 turns = engine.generate([Request(prompt_ids=ids, params=SamplingParams(max_tokens=64))])
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -15,7 +15,15 @@ from torch import Tensor
 from roll_lite.engine.arena import Arena, check_fit, move_to_arena, write
 from roll_lite.engine.attention import PAGE_SIZE, choose_backend
 from roll_lite.engine.pages import PagePool
-from roll_lite.engine.request import Handle, OnTurn, Request, Sequence, check_request
+from roll_lite.engine.request import (
+    Decode,
+    Handle,
+    OnTurn,
+    Request,
+    Sequence,
+    check_request,
+    find_stop,
+)
 from roll_lite.engine.runner import InFlightBatch, Runner, SampledTokens, pages_within
 from roll_lite.engine.sampler import noise_key
 from roll_lite.engine.scheduler import Chunk, Scheduler
@@ -40,7 +48,7 @@ class Engine:
         burst: int | None = None,
         backend: str = "auto",
         launch_ahead: bool | None = None,
-        decode: Callable[[list[int]], str] | None = None,
+        decode: Decode | None = None,
     ):
         """The model's parameters move to arenas of the engine.
 
@@ -325,7 +333,7 @@ class Engine:
             num_good = int(np.isfinite(logprobs).argmin())
             token_ids, logprobs = token_ids[:num_good], logprobs[:num_good]
         sequence.extend(token_ids, logprobs, self.policy_version)
-        if sequence.params.stop:
+        if sequence.params.stop and len(token_ids):
             self._cut_at_stop(sequence, len(token_ids))
         if sequence.finish_reason:
             self._take_out(sequence)
@@ -338,15 +346,9 @@ class Engine:
 
     def _cut_at_stop(self, sequence: Sequence, num_new: int) -> None:
         """End a sequence with the token that completes one of its stop texts."""
-        sampled = sequence.token_ids[len(sequence.prompt_ids) :]
-
-        def is_stopped(num_tokens: int) -> bool:
-            text = self._decode_text(sampled[:num_tokens])
-            return any(stop in text for stop in sequence.params.stop)
-
-        if is_stopped(len(sampled)):
-            old = len(sampled) - num_new
-            sequence.truncate(next(n for n in range(old + 1, len(sampled) + 1) if is_stopped(n)))
+        num_sampled = find_stop(sequence, num_new, self._decode_text)
+        if num_sampled is not None:
+            sequence.truncate(num_sampled)
             sequence.finish_reason = "stop"
             self._rows_are_stale = True
 

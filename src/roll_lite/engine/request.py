@@ -11,7 +11,11 @@ from roll_lite.types import FinishReason, SamplingParams, Turn
 
 OnTurn = Callable[[int, Turn], None]
 """Called with a sample's index and its turn as soon as the sample ends."""
+Decode = Callable[[list[int]], str]
+"""Token ids as text."""
 MAX_STOP_IDS = 8
+HALF_CHARACTER = "\ufffd"  # what a part of a character's bytes is decoded as
+TAIL_MARGIN = 8  # characters that a text cut out of a longer one may have wrong at its beginning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,3 +165,35 @@ class Handle:
     @property
     def is_done(self) -> bool:
         return all(self.turns[sequence.index] is not None for sequence in self.sequences)
+
+
+def find_stop(sequence: Sequence, num_new: int, decode: Decode) -> int | None:
+    """How many sampled tokens there are up to the one that completes a stop text; None if none of
+    the last `num_new` does. Only the end of a long reply is decoded."""
+    token_ids, stops = sequence.token_ids, sequence.params.stop
+    num_old = sequence.length - num_new
+    start = _tail_start(sequence, num_old, max(map(len, stops)) + TAIL_MARGIN, decode)
+
+    def has_stop(text: str) -> bool:
+        return any(stop in text for stop in stops)
+
+    whole = decode(token_ids[start:])
+    if not has_stop(whole) and not whole.endswith(HALF_CHARACTER):
+        return None
+    ends = range(num_old + 1, sequence.length + 1)
+    end = next((end for end in ends if has_stop(decode(token_ids[start:end]))), None)
+    return None if end is None else end - len(sequence.prompt_ids)
+
+
+def _tail_start(sequence: Sequence, end: int, num_characters: int, decode: Decode) -> int:
+    """Where to begin decoding in order to see the last characters before `end`.
+
+    Special tokens have no text, and a character may take several tokens: begin earlier then.
+    """
+    first, num_tokens = len(sequence.prompt_ids), num_characters
+    while (start := end - num_tokens) > first:
+        text = decode(sequence.token_ids[start:end])
+        if len(text) >= num_characters and not text.startswith(HALF_CHARACTER):
+            return start
+        num_tokens *= 2
+    return first

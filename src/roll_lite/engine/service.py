@@ -9,7 +9,7 @@ the first rank takes the requests and leads; the other ranks follow it.
 
 import traceback
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from roll_lite.chat import Chat
 from roll_lite.engine.engine import Engine
 from roll_lite.engine.request import Handle, Request
 from roll_lite.engine.tensor_parallel import Lockstep, TensorParallelEngine
-from roll_lite.models.presets import open_model
+from roll_lite.models.presets import SHAPE, open_model
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.types import Turn
 
@@ -62,15 +63,16 @@ class EngineReport(NamedTuple):
 
 class EngineService:
     def __init__(self, folder: str | Path, *, place: EnginePlace, **options: Any):
-        """`options` are those of Engine. `folder` may be a shape such as shape:qwen3-0.6b, which
-        stands for random weights, for benchmarks."""
+        """`options` are those of Engine, except decode. `folder` may be a shape such as
+        shape:qwen3-0.6b, which stands for random weights, for benchmarks."""
         self.place = place
         shard = TensorShard.of(place.mesh["tp"].get_group()) if place.tp > 1 else None
         model = open_model(folder, device=place.device, dtype=place.dtype, shard=shard)
+        self._folder = str(folder)
         self.engine: Engine = (
-            TensorParallelEngine(model, control=place.control, **options)
+            TensorParallelEngine(model, control=place.control, decode=self._decode, **options)
             if shard
-            else Engine(model, **options)
+            else Engine(model, decode=self._decode, **options)
         )
         self._handles: dict[Key, Handle] = {}
         self._turns: list[tuple[Key, int, Turn]] = []
@@ -129,9 +131,26 @@ class EngineService:
 
     def _submit(self, key: Key, request: Request) -> None:
         try:
+            if request.params.stop:
+                self._decode([])  # raises if the folder has no tokenizer
             self._handles[key] = self.engine.submit(request, partial(self._on_turn, key))
         except ValueError as error:
             self._refused.append((key, str(error)))
+
+    @cached_property
+    def _chat(self) -> Chat:
+        """Loaded for the first request with stop texts: most have none."""
+        if self._folder.startswith(SHAPE):
+            raise ValueError(
+                f"stop texts need a tokenizer, and {self._folder} has none; use stop_ids, or name "
+                "a model folder"
+            )
+        return Chat(self._folder)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        """Text for stop texts. Tensor-parallel ranks decode the same tokens with the same
+        tokenizer, each for itself, so all end a sample with the same token."""
+        return self._chat.decode(token_ids)
 
     def _abort(self, key: Key) -> None:
         if key in self._handles:

@@ -25,6 +25,7 @@ RENAMED = {
     "validation_rows": "eval_rows",
     "dialogues_per_step": "rows_per_step",
     "pairs_per_step": "rows_per_step",
+    "extra_prompts": "extra_groups",
 }
 """Options by names of earlier versions, which are still understood."""
 

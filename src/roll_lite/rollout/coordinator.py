@@ -25,7 +25,7 @@ from roll_lite.envs.play import ONE_TURN, EpisodeOptions
 from roll_lite.progress import ProgressBar
 from roll_lite.rollout.engines import EngineClient
 from roll_lite.rollout.event_loop import LoopThread, PumpedLoop, Signal
-from roll_lite.rollout.groups import Groups, NothingLeft
+from roll_lite.rollout.groups import Groups, Keep, NothingLeft
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.prompts import PromptQueue, PromptSource, Visit
 from roll_lite.rollout.sample import RunningGroup, SampleRunner
@@ -53,12 +53,14 @@ class Coordinator:
         reward_engines: Sequence[EngineClient] = (),
         max_length: int | None = None,
         episodes: EpisodeOptions = ONE_TURN,
+        keep: Keep | None = None,
     ):
         """`play` takes a sample through its episode: `Rewards.play` or `EnvWorkers.play`.
 
         A group with fewer than `min_samples` left is dropped; 2 where groups are larger than 1.
         `max_length` is the context: a sample that would become longer ends or fails, as
-        `episodes.at_limit` says.
+        `episodes.at_limit` says. `keep` is a filter of your own, for complete groups that pass the
+        filters of the options; samples wait while it runs. An exception in it ends the run.
 
         `reward_engines` are engine roles that rewards ask, such as a judge. A plain iterator of
         prompts cannot be resumed, and replaces a dropped group by a prompt of any domain.
@@ -78,7 +80,7 @@ class Coordinator:
         self._answerer = runner()  # without deadline: an evaluation needs every sample
         self._prompts = PromptQueue(prompts)
         self._groups = Groups(
-            self._runner, self._prompts, options, params, min_samples, self._signal
+            self._runner, self._prompts, options, params, min_samples, self._signal, keep
         )
         self._num_answered: Counter[str] = Counter()
         self._version_gaps: list[int] = []

@@ -12,6 +12,7 @@ from roll_lite.chat import as_message
 from roll_lite.cluster.errors import RoleError
 from roll_lite.envs.env import Ending, OutOfTokens
 from roll_lite.types import (
+    LOST,
     FinishReason,
     Message,
     Sample,
@@ -64,6 +65,9 @@ class Episode:
                 await self._play_or_fail(self._runner.play(self, self._group.prompt))
         except TimeoutError:
             self._runner.abort([self.sample])
+        except asyncio.CancelledError:
+            if self.sample.state not in LOST:  # otherwise its group is complete without it
+                raise
 
     def on_admitted(self) -> None:
         """The deadline counts from the first admission, not from the queue."""
@@ -136,6 +140,7 @@ class Episode:
         else:
             self.sample.score, self.sample.error = score, None
             self._runner.enter(self.sample, "done")
+            self._group.on_done()
 
     async def _play(self, episode: Awaitable[Ending]) -> Score:
         try:

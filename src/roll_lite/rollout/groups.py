@@ -5,6 +5,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
@@ -13,10 +14,13 @@ from roll_lite.rollout.event_loop import Signal
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.prompts import PromptQueue, Visit
 from roll_lite.rollout.record import read_group, write_group
-from roll_lite.rollout.sample import LOST, RunningGroup, SampleRunner
+from roll_lite.rollout.sample import RunningGroup, SampleRunner
 from roll_lite.rollout.slots import Slots
 from roll_lite.stopping import Ended
-from roll_lite.types import Group, SamplingParams
+from roll_lite.types import LOST, Group, SamplingParams
+
+Keep = Callable[[Group], bool]
+"""Whether to train on a complete group; its samples are all done."""
 
 
 class NothingLeft(Ended):
@@ -34,10 +38,12 @@ class Groups:
         params: SamplingParams,
         min_samples: int,
         signal: Signal,
+        keep: Keep | None = None,
     ):
         """A group with fewer than `min_samples` left is dropped."""
         self._runner, self._prompts, self._options = runner, prompts, options
         self._params, self._min_samples, self._signal = params, min_samples, signal
+        self._keep = keep
         self._version = runner.version
         self._num_started = 0
         self.running: dict[int, RunningGroup] = {}
@@ -157,11 +163,12 @@ class Groups:
         if self._is_continuous:
             in_training = self._num_taken[self._version.current]
             return max(self._num_awaited, self._options.max_in_flight - in_training)
-        return self._num_awaited + self._options.extra_prompts if self._num_awaited else 0
+        return self._num_awaited + self._options.extra_groups if self._num_awaited else 0
 
     def _start(self, visit: Visit) -> None:
         number, self._num_started = self._num_started, self._num_started + 1
-        group = RunningGroup(self._runner, visit, self._options.samples_per_prompt, self._params)
+        num_samples, num_extra = self._options.samples_per_prompt, self._options.extra_samples
+        group = RunningGroup(self._runner, visit, num_samples, self._params, num_extra)
         group.task = asyncio.get_running_loop().create_task(group.run())
         self.running[number] = group
         self._slots.fill(group.domain)
@@ -185,16 +192,16 @@ class Groups:
 
     def _keep_or_drop(self, number: int, group: Group) -> None:
         done = [sample for sample in group.samples if sample.state == "done"]
-        rewards = [sample.score.value for sample in done]
-        self.rewards += rewards
-        if reason := self._objection(group, rewards):
+        self.rewards += [sample.score.value for sample in done]
+        left = Group(prompt=group.prompt, samples=done)
+        if reason := self._objection(group, left):
             self._drop(number, group, reason)
         else:
-            group.samples = done
-            self.ready[number] = group
+            self.ready[number] = left
 
-    def _objection(self, group: Group, rewards: list[float]) -> str | None:
-        """Why a group is not to be trained on, if there is a reason."""
+    def _objection(self, group: Group, left: Group) -> str | None:
+        """Why not to train on a group, if there is a reason; `left` has only its done samples."""
+        rewards = [sample.score.value for sample in left.samples]
         low, high = self._options.min_group_reward, self._options.max_group_reward
         if len(rewards) < self._min_samples:
             is_late = any(sample.state == "aborted" for sample in group.samples)
@@ -205,6 +212,8 @@ class Groups:
             return f"had a mean reward below {low}"
         if high is not None and fmean(rewards) > high:
             return f"had a mean reward above {high}"
+        if self._keep is not None and not self._keep(left):
+            return "was not kept by keep()"
         return None
 
     def _drop(self, number: int, group: Group, reason: str) -> None:

@@ -28,9 +28,13 @@ class RolloutOptions:
     """Replace dropped groups, at most max_refills * prompts_per_step of them per step. Then the
     step uses the groups that are left, a smaller batch at the same learning rate; with none left,
     the run stops."""
-    extra_prompts: int = 0
+    extra_groups: int = 0
     """Groups to start beyond prompts_per_step, so that a step need not wait for the slowest; the
     surplus is aborted. Not with max_staleness above 0, which sets the number of groups."""
+    extra_samples: int = 0
+    """Samples to start beyond samples_per_prompt. A group keeps the first samples_per_prompt that
+    are done and aborts the rest at once. Which ones it keeps depends on timing, and long samples
+    are aborted more often than short ones."""
     deadline: float | None = None
     """Seconds until an unfinished sample is aborted, from its admission to an engine to the end of
     scoring. Evaluation has no deadline."""
@@ -41,7 +45,9 @@ class RolloutOptions:
 
     def __post_init__(self):
         at_least(1, self, "samples_per_prompt", "prompts_per_step", "samples_per_replica")
-        at_least(0, self, "extra_prompts", "max_refills", "max_retries", "max_staleness")
+        at_least(
+            0, self, "extra_groups", "extra_samples", "max_refills", "max_retries", "max_staleness"
+        )
         above(0, self, "deadline")
         if self.drop_equal and self.samples_per_prompt == 1:
             raise ValueError("drop_equal drops every group of samples_per_prompt=1; use 2 or more")

@@ -17,10 +17,7 @@ from roll_lite.envs.play import ONE_TURN, EpisodeOptions
 from roll_lite.rollout.engines import EngineClient, PendingRequest
 from roll_lite.rollout.episode import Episode
 from roll_lite.rollout.prompts import Visit
-from roll_lite.types import Group, Prompt, Sample, SamplingParams, State, Turn
-
-LOST = ("filtered", "failed", "aborted")
-ENDS = ("done", *LOST)
+from roll_lite.types import LOST, Group, Prompt, Sample, SamplingParams, State, Turn
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -61,7 +58,9 @@ class SampleRunner:
         return samples
 
     def enter(self, sample: Sample, state: State) -> None:
-        sample.enter(state, self.version.current)
+        """What is lost stays lost: an environment may ignore that it was cancelled."""
+        if not sample.events or sample.state not in LOST:
+            sample.enter(state, self.version.current)
 
     def retry(self, sample: Sample) -> None:
         self.enter(sample, "retried")
@@ -74,14 +73,13 @@ class SampleRunner:
     def abort(self, samples: Iterable[Sample]) -> None:
         """Drop the samples that have not ended."""
         for sample in samples:
-            if sample.state not in ENDS:
+            if sample.state != "done":
                 self._drop(sample, "aborted", "aborted", "aborted")
 
     def discard(self, samples: Iterable[Sample], count: str, reason: str = "") -> None:
         """Drop the samples that are done or still running; they count as `count`."""
         for sample in samples:
-            if sample.state not in LOST:
-                self._drop(sample, "filtered", count, reason or count)
+            self._drop(sample, "filtered", count, reason or count)
 
     def take_dropped(self) -> list[tuple[Sample, str]]:
         """Those since the last call."""
@@ -89,25 +87,34 @@ class SampleRunner:
         return dropped
 
     def _drop(self, sample: Sample, state: State, count: str, reason: str) -> None:
-        self.enter(sample, state)
-        self.counts[count] += 1
-        self.dropped.append((sample, reason))
+        if sample.state not in LOST:
+            self.enter(sample, state)
+            self.counts[count] += 1
+            self.dropped.append((sample, reason))
 
 
 class RunningGroup:
     """The samples of one visit to a prompt, and their model calls as engine requests.
 
     All samples open alike, so one request reads the opening and forks it. Later turns stay on the
-    replica of the first, which has the conversation in its cache.
+    replica of the first, which has the conversation in its cache. With `num_extra` samples more
+    than are wanted, those that are still running when enough are done are aborted.
     """
 
     task: asyncio.Task
     """Set by the caller that runs the group as a task."""
 
     def __init__(
-        self, runner: SampleRunner, visit: Visit, num_samples: int, params: SamplingParams
+        self,
+        runner: SampleRunner,
+        visit: Visit,
+        num_samples: int,
+        params: SamplingParams,
+        num_extra: int = 0,
     ):
-        self.visit, self.samples = visit, runner.make_samples(visit.prompt, num_samples)
+        self.visit, self._num_wanted = visit, num_samples
+        self.samples = runner.make_samples(visit.prompt, num_samples + num_extra)
+        self._episodes: list[asyncio.Task] = []
         self.seed = derive_seed(runner.seed, visit.prompt.id, visit.number)
         self.params, self._runner = params, runner
         known = visit.prompt.seed
@@ -121,8 +128,19 @@ class RunningGroup:
 
     async def run(self) -> Group:
         """Run all samples to their end."""
-        await asyncio.gather(*(Episode(self._runner, s, self).run() for s in self.samples))
+        episodes = (Episode(self._runner, sample, self) for sample in self.samples)
+        self._episodes = [asyncio.create_task(episode.run()) for episode in episodes]
+        await asyncio.gather(*self._episodes)
         return Group(prompt=self.visit.prompt, samples=self.samples)
+
+    def on_done(self) -> None:
+        """A sample is done. If it is the last that is wanted, abort those that are running."""
+        if sum(sample.state == "done" for sample in self.samples) < self._num_wanted:
+            return
+        for sample, episode in zip(self.samples, self._episodes, strict=True):
+            if sample.state not in ("done", *LOST):
+                self._runner.discard([sample], "aborted", "one too many")
+                episode.cancel()
 
     async def generate(
         self, episode: Episode, token_ids: list[int], params: SamplingParams
