@@ -3,11 +3,13 @@
 python recipes/evaluate.py --model models/SmolLM2-135M-Instruct --data addition:2 --max-tokens 48
 python recipes/evaluate.py --model runs/mine/model --data math.jsonl --samples 8 --temperature 0.8
 python recipes/evaluate.py --model models/tiny --checkpoint runs/mine/checkpoints/step-00000040
+python recipes/evaluate.py --model runs/mine/model --data sokoban frozen_lake:size=8     # episodes
 torchrun --nproc-per-node 8 recipes/evaluate.py --model ...      # an engine on each rank
 
-Replies are scored by the rewards of recipes/rlvr.py and of --rewards FILE, and written to the run
-folder as they come: an interrupted evaluation that is started again with the same --run-dir
-continues where it stopped.
+Replies are scored by the rewards of recipes/rlvr.py and of --rewards FILE; episodes are played in
+the environments of recipes/agentic.py and of --envs FILE. All are written to the run folder as they
+come: an interrupted evaluation that is started again with the same --run-dir continues where it
+stopped.
 """
 
 import time
@@ -16,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentic import OWN
 from rlvr import INLINE, REWARDS
 
 from roll_lite import command, data
@@ -25,6 +28,11 @@ from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.device_map import format_table
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.engine.service import EngineService
+from roll_lite.envs.env import Player
+from roll_lite.envs.options import EnvOptions
+from roll_lite.envs.play import ONE_TURN, EpisodeOptions
+from roll_lite.envs.registry import ENVS
+from roll_lite.envs.tasks import held_out_tasks
 from roll_lite.models.config import read_config
 from roll_lite.options import flatten, unique_options
 from roll_lite.report.run import Run, default_folder, refuse_old_run
@@ -38,6 +46,7 @@ from roll_lite.rollout.record import AnswerFile
 from roll_lite.train.defaults import choose_defaults
 from roll_lite.train.export import check_checkpoint, export_checkpoint
 from roll_lite.types import Group, Prompt, SamplingParams
+from roll_lite.workers.environments import EnvWorkers
 
 
 @unique_options
@@ -46,7 +55,8 @@ class Config:
     model: str = "models/tiny"
     """Hugging Face folder."""
     data: tuple[str, ...] = ("reverse:5",)
-    """Files of prompts, or tasks, whose held-out questions are asked."""
+    """Files of prompts, or tasks, whose held-out questions are asked, or environments, whose
+    held-out tasks are played."""
     checkpoint: str | None = None
     """Evaluate this checkpoint of a run that started from `model`."""
     prompts: int | None = None
@@ -77,10 +87,13 @@ class Config:
     """Ranks of the engines, as in generate=all,tp=2; None puts every role on all ranks."""
     chat: ChatOptions = ChatOptions()
     scoring: RewardOptions = RewardOptions()
+    environments: EnvOptions = EnvOptions()
+    episodes: EpisodeOptions = EpisodeOptions()
 
     def __post_init__(self):
         read_config(self.model)
-        data.check_mixture(self.data)
+        if not self.is_played:
+            data.check_mixture(self.data)
         at_least(1, self, "samples")
         above(0, self, "kv_cache_gib")
         finite(self, "pass_reward")
@@ -97,6 +110,19 @@ class Config:
         if self.checkpoint is not None:
             check_checkpoint(self.checkpoint, self.model)
         refuse_old_run(self.run_dir)
+
+    @property
+    def specs(self) -> list[str]:
+        return [entry.source for entry in data.parse_mixture(self.data)]
+
+    @property
+    def is_played(self) -> bool:
+        """Whether the data are environments."""
+        return all(self.environments.knows(spec, ENVS | OWN) for spec in self.specs)
+
+    @property
+    def players(self) -> dict[str, Player]:
+        return self.environments.players(self.specs, ENVS | OWN, self.episodes)
 
     @property
     def chosen_temperature(self) -> float:
@@ -117,6 +143,7 @@ FIXED = (
     "model", "checkpoint", "data", "samples", "temperature", "top_k", "top_p", "min_p",
     "max_tokens", "seed", "rewards", "judge", "judge_tokens", "reward_model",
     "template_args", "judge_template_args",
+    "envs", "max_turns", "history", "old_thoughts", "episode_tokens", "at_limit",
 )  # fmt: skip
 SHOWN = {
     "eval/pass@1": "pass@1", "eval/reward": "reward", "eval/failed": "failed",
@@ -129,13 +156,9 @@ def main(cfg: Config) -> dict[str, float]:
     device_map = cfg.device_map or " ".join(f"{role}=all" for role in roles)
     configs = {"config": read_config(cfg.model), "role_configs": cfg.scoring.reward_configs}
     with Cluster(device_map, cfg.device, roles=roles, **configs) as cluster:
-        cfg = choose_defaults(cfg, max_tokens="reply")
-        prompts = data.held_out(cfg.data, cfg.prompts, of_tasks=256)
-        domains = {prompt.domain for prompt in prompts}
-        functions, inline = cfg.scoring.with_file(REWARDS, INLINE, domains)
-        registry.check_prompts(prompts, functions | inline)
+        cfg = choose_defaults(cfg, max_tokens="turn" if cfg.is_played else "reply")
         chat = Chat(cfg.model, **cfg.chat.arguments)
-        chat.check_prompts(prompts)
+        prompts = read_prompts(cfg, chat)
         answers = AnswerFile(f"{cfg.run_dir}/answers.jsonl", prompts, asked_with(cfg))
         run = Run(cfg.run_dir, cfg, num_steps=0, shown=SHOWN)
         folder = cfg.model
@@ -145,8 +168,8 @@ def main(cfg: Config) -> dict[str, float]:
         engines = cluster.role("generate", EngineService, **options)
         print(engines.describe())
         start = time.perf_counter()
-        with Rewards(functions, inline, domains, cfg.scoring, cluster) as rewards:
-            groups = ask(cfg, prompts, answers, engines, chat, rewards, run)
+        with make_scoring(cfg, prompts, cluster) as scoring:
+            groups = ask(cfg, prompts, answers, engines, chat, scoring, run)
         refuse_all_failed(groups)
         metrics = pass_rates(groups, cfg.pass_reward)
         metrics["time/rollout"] = time.perf_counter() - start
@@ -158,6 +181,23 @@ def main(cfg: Config) -> dict[str, float]:
     return metrics
 
 
+def read_prompts(cfg: Config, chat: Chat) -> list[Prompt]:
+    if cfg.is_played:
+        return held_out_tasks(cfg.specs, cfg.prompts or 256)
+    prompts = data.held_out(cfg.data, cfg.prompts, of_tasks=256)
+    chat.check_prompts(prompts)
+    return prompts
+
+
+def make_scoring(cfg: Config, prompts: list[Prompt], cluster: Cluster) -> Rewards | EnvWorkers:
+    if cfg.is_played:
+        return EnvWorkers(cfg.players, **cfg.environments.limits)
+    domains = {prompt.domain for prompt in prompts}
+    functions, inline = cfg.scoring.with_file(REWARDS, INLINE, domains)
+    registry.check_prompts(prompts, functions | inline)
+    return Rewards(functions, inline, domains, cfg.scoring, cluster)
+
+
 def asked_with(cfg: Config) -> dict[str, Any]:
     """The options and weights that answers and scores depend on."""
     times = {p.name: p.stat().st_mtime_ns for p in sorted(Path(cfg.model).glob("*.safetensors"))}
@@ -167,19 +207,21 @@ def asked_with(cfg: Config) -> dict[str, Any]:
 
 def ask(
     cfg: Config, prompts: list[Prompt], answers: AnswerFile,
-    engines: RoleHandle, chat: Chat, rewards: Rewards, run: Run,
+    engines: RoleHandle, chat: Chat, scoring: Rewards | EnvWorkers, run: Run,
 ) -> list[Group]:  # fmt: skip
     """A group for each prompt; prompts that were answered before are not asked again."""
     params = replace(cfg.params, stop_ids=chat.stop_ids)
     with Coordinator(
         engines=engines,
         chat=chat,
-        play=rewards.play,
+        play=scoring.play,
         prompts=iter(()),
         params=params,
         options=RolloutOptions(samples_per_prompt=cfg.samples),
         seed=cfg.seed,
-        reward_engines=rewards.engine_clients,
+        reward_engines=getattr(scoring, "engine_clients", ()),
+        max_length=read_config(cfg.model).max_positions if cfg.is_played else None,
+        episodes=cfg.episodes if cfg.is_played else ONE_TURN,
     ) as rollout:
         places = answers.missing
         try:

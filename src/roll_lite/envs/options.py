@@ -22,14 +22,14 @@ class EnvOptions:
     """Time limit of one step of an environment; an episode that takes longer has failed."""
     env_memory_gib: float = 2.0
     """Memory of a worker beyond its imports, for all its episodes."""
-    max_error_share: float = 0.2
+    env_error_share: float = 0.2
     """Stop the run when more than this share of the last 200 episodes failed."""
 
     def __post_init__(self):
         at_least(0, self, "env_workers")
         above(0, self, "env_seconds", "env_memory_gib")
-        if not 0 <= self.max_error_share <= 1:
-            raise ValueError(f"max_error_share={self.max_error_share} must be from 0 to 1 (never)")
+        if not 0 <= self.env_error_share <= 1:
+            raise ValueError(f"env_error_share={self.env_error_share} must be from 0 to 1 (never)")
 
     @property
     def limits(self) -> dict[str, Any]:
@@ -38,12 +38,19 @@ class EnvOptions:
             "num_workers": self.env_workers,
             "seconds": self.env_seconds,
             "memory_gib": self.env_memory_gib,
-            "max_error_share": self.max_error_share,
+            "max_error_share": self.env_error_share,
         }
 
     def players(
         self, specs: Iterable[str], known: Mapping[str, EnvMaker], episodes: EpisodeOptions
     ) -> dict[str, Player]:
         """What plays the episodes of each environment."""
-        makers = {**known, **(read_envs(self.envs) if self.envs else {})}
+        makers = self._makers(known)
         return {spec: player(make_env(spec, makers), spec, episodes) for spec in specs}
+
+    def knows(self, spec: str, known: Mapping[str, EnvMaker]) -> bool:
+        """Whether a spec names an environment."""
+        return spec.partition(":")[0] in self._makers(known)
+
+    def _makers(self, known: Mapping[str, EnvMaker]) -> dict[str, EnvMaker]:
+        return {**known, **(read_envs(self.envs) if self.envs else {})}

@@ -22,14 +22,14 @@ from roll_lite.types import (
     TurnResult,
     combine_measurements,
 )
-from roll_lite.workers.failures import RewardsBroken
+from roll_lite.workers.failures import TooManyFailures
 
 if TYPE_CHECKING:
     from roll_lite.rollout.sample import RunningGroup, SampleRunner
 
-FATAL = (bdb.BdbQuit, RewardsBroken, RoleError)
-"""Errors that end the run rather than one sample: a debugger that was left, rewards that fail too
-often, a broken role."""
+FATAL = (bdb.BdbQuit, TooManyFailures, RoleError)
+"""Errors that end the run rather than one sample: a debugger that was left, rewards or environments
+that fail too often, a broken role."""
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ class Episode:
         try:
             score = await self._play(episode)
         except FATAL as error:
-            if isinstance(error, RewardsBroken) and error.failure:
+            if isinstance(error, TooManyFailures) and error.failure:
                 self.sample.error = error.failure.text
             raise
         except Exception as error:  # any kind: environments and rewards are user code
