@@ -70,11 +70,12 @@ def run_episodes(
         except (EOFError, ConnectionError):
             loop.stop()
             return
+        except MemoryError:
+            exit_without_memory()
         if begins:
             episodes[job_id] = _Episode(job_id, channel, limits.seconds, running, loop)
-            episodes[job_id].start(players, payload).add_done_callback(
-                lambda task: episodes.pop(job_id)
-            )
+            task = episodes[job_id].start(players, payload)
+            task.add_done_callback(lambda _: episodes.pop(job_id))
         elif job_id in episodes:  # it may have ended meanwhile
             episodes[job_id].receive(payload)
 
@@ -226,11 +227,9 @@ class _Episode:
         self._end(outcome)
 
     def _failure(self, error: BaseException) -> Failure:
-        if isinstance(error, EnvError) and error.__cause__:
-            error = error.__cause__
-        if isinstance(error, MemoryError):
+        if isinstance(cause_of(error), MemoryError):
             exit_without_memory()
-        failure = describe(error)
+        failure = describe(cause_of(error))
         if not self._is_late:
             return failure
         return Failure("timeout", f"{self._late_text}\nIt waited here:\n{failure.text}")
@@ -268,6 +267,11 @@ class _Episode:
 
 def checked_ending(ending: Ending) -> Ending:
     return replace(ending, score=checked(ending.score)) if ending.score is not None else ending
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The environment's own error."""
+    return error.__cause__ or error if isinstance(error, EnvError) else error
 
 
 def _marked_task(
