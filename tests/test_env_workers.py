@@ -273,6 +273,19 @@ def test_cancelling_closes_the_environment(tmp_path):
         assert workers.metrics()["env/episodes"] == 1
 
 
+def test_cancelling_at_any_moment(shared):
+    """Also before the episode begins; nothing of it stays in the worker."""
+
+    async def cancel():
+        calls = [asyncio.ensure_future(shared.play(Model(), task("asyncwalk"))) for _ in range(60)]
+        for number, call in enumerate(calls):
+            asyncio.get_running_loop().call_later(0.001 * (number % 20), call.cancel)
+        await asyncio.wait(calls)
+
+    asyncio.run(cancel())
+    wait_until(lambda: not shared._supervisor._receivers)
+
+
 @pytest.mark.parametrize("domain", ["walk", "sum_up"])
 @pytest.mark.parametrize("where", ["inline", "shared"])
 def test_an_error_of_the_conversation_is_raised_as_it_is(request, where, domain):

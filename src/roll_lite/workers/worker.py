@@ -226,9 +226,11 @@ def _call(rewards: Mapping[str, Reward], payload: bytes) -> bytes:
 
 def exit_without_memory() -> NoReturn:
     """While the MemoryError is handled. What it left behind is unknown, so the worker ends."""
-    traceback.print_exc()
-    flush_output()
-    os._exit(OUT_OF_MEMORY)
+    try:
+        traceback.print_exc()
+        flush_output()
+    finally:
+        os._exit(OUT_OF_MEMORY)
 
 
 def flush_output() -> None:
