@@ -89,7 +89,7 @@ def shared():
 @pytest.fixture(scope="module")
 def hasty():
     """For steps that reach their time limit."""
-    with EnvWorkers(PLAYERS, num_workers=1, seconds=0.8, max_error_share=1.0) as workers:
+    with EnvWorkers(PLAYERS, num_workers=1, seconds=0.6, max_error_share=1.0) as workers:
         yield workers
 
 
@@ -205,16 +205,16 @@ def test_only_the_culprit_fails(shared, undisturbed, domain, reply, message, die
     ("domain", "reply", "where", "dies"),
     [
         ("walk", "hang", "in hang", True),
-        ("asyncwalk", "deep hang", "in hang", True),
         ("asyncwalk", "wait 1000", "await asyncio.sleep", False),
-        ("stubborn", "wait 1000", "did not end when it was cancelled", False),
+        pytest.param("asyncwalk", "deep hang", "in hang", True, marks=pytest.mark.slow),
+        pytest.param("stubborn", "wait 1000", "did not end when", False, marks=pytest.mark.slow),
     ],
 )
 def test_only_the_one_that_hangs_fails(hasty, undisturbed, domain, reply, where, dies):
     hasty.metrics()
     error, others = play_together(hasty, domain, reply)
     note = f"{error} {error.__notes__}"
-    assert f"{domain}, seed 99, turn 1: the environment took longer than seconds=0.8" in note
+    assert f"{domain}, seed 99, turn 1: the environment took longer than seconds=0.6" in note
     assert where in note and "roll_lite/" not in note
     assert others == undisturbed("asyncwalk" if domain == "stubborn" else domain)
     metrics = hasty.metrics()
@@ -226,7 +226,7 @@ def test_time_in_which_others_run_is_not_counted(hasty):
     """One waits, while others block the worker for longer than the time limit."""
 
     async def gather():
-        models = [Model("wait 0.1"), *(Model("sleep 0.3") for _ in range(4))]
+        models = [Model("wait 0.1"), *(Model("sleep 0.2") for _ in range(4))]
         return await asyncio.gather(*(hasty.play(m, task("asyncwalk")) for m in models))
 
     assert asyncio.run(gather()) == [Ending(reason="truncated")] * 5
@@ -271,6 +271,19 @@ def test_cancelling_closes_the_environment(tmp_path):
         assert play(workers, "walk", Model()) == Ending(reason="truncated")
         wait_until(lambda: (tmp_path / "closed").read_text() == "closed\n" * 2)
         assert workers.metrics()["env/episodes"] == 1
+
+
+def test_cancelling_at_any_moment(shared):
+    """Also before the episode begins; nothing of it stays in the worker."""
+
+    async def cancel():
+        calls = [asyncio.ensure_future(shared.play(Model(), task("asyncwalk"))) for _ in range(60)]
+        for number, call in enumerate(calls):
+            asyncio.get_running_loop().call_later(0.001 * (number % 20), call.cancel)
+        await asyncio.wait(calls)
+
+    asyncio.run(cancel())
+    wait_until(lambda: not shared._supervisor._receivers)
 
 
 @pytest.mark.parametrize("domain", ["walk", "sum_up"])

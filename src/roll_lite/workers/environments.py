@@ -17,7 +17,7 @@ from typing import Any
 from roll_lite.envs.env import Conversation, Ending, OutOfTokens, Player
 from roll_lite.envs.play import EnvError
 from roll_lite.types import FinishReason, Message, Prompt, TurnResult
-from roll_lite.workers.episodes import Ask, End, Reply, checked_ending, run_episodes
+from roll_lite.workers.episodes import Ask, End, Reply, cause_of, checked_ending, run_episodes
 from roll_lite.workers.failures import ENVIRONMENTS, ErrorBudget, Failure, describe
 from roll_lite.workers.link import SupervisorLink
 from roll_lite.workers.worker import Work, WorkerLimits
@@ -124,7 +124,7 @@ class EnvWorkers:
         if isinstance(outcome, OutOfTokens):
             error = outcome
         elif isinstance(outcome, Exception):
-            error, failure = outcome, describe(outcome.__cause__ or outcome)
+            error, failure = outcome, describe(cause_of(outcome))
         elif isinstance(outcome, Failure):
             error, failure = _error(outcome, chat, task), outcome
         place = f", seed {task.seed}, turn {chat.num_turns}"

@@ -3,7 +3,6 @@ coordinator (environments.py)."""
 
 import asyncio
 import pickle
-import types
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
@@ -70,11 +69,12 @@ def run_episodes(
         except (EOFError, ConnectionError):
             loop.stop()
             return
+        except MemoryError:
+            exit_without_memory()
         if begins:
             episodes[job_id] = _Episode(job_id, channel, limits.seconds, running, loop)
-            episodes[job_id].start(players, payload).add_done_callback(
-                lambda task: episodes.pop(job_id)
-            )
+            task = episodes[job_id].start(players, payload)
+            task.add_done_callback(lambda _: episodes.pop(job_id).finish())
         elif job_id in episodes:  # it may have ended meanwhile
             episodes[job_id].receive(payload)
 
@@ -213,6 +213,10 @@ class _Episode:
         else:
             self._chat.receive(pickle.loads(payload))
 
+    def finish(self) -> None:
+        """When the task is done, which may have been cancelled before it began."""
+        self._end(Failure("crash", "the episode was cancelled"))
+
     async def _run(self, players: Mapping[str, Player], payload: bytes) -> None:
         self._timer.start()
         try:
@@ -226,11 +230,9 @@ class _Episode:
         self._end(outcome)
 
     def _failure(self, error: BaseException) -> Failure:
-        if isinstance(error, EnvError) and error.__cause__:
-            error = error.__cause__
-        if isinstance(error, MemoryError):
+        if isinstance(cause_of(error), MemoryError):
             exit_without_memory()
-        failure = describe(error)
+        failure = describe(cause_of(error))
         if not self._is_late:
             return failure
         return Failure("timeout", f"{self._late_text}\nIt waited here:\n{failure.text}")
@@ -270,34 +272,42 @@ def checked_ending(ending: Ending) -> Ending:
     return replace(ending, score=checked(ending.score)) if ending.score is not None else ending
 
 
+def cause_of(error: BaseException) -> BaseException:
+    """The environment's own error."""
+    return error.__cause__ or error if isinstance(error, EnvError) else error
+
+
 def _marked_task(
     running: Running, loop: asyncio.AbstractEventLoop, coroutine: Coroutine, **options: Any
 ) -> asyncio.Task:
     """A task of which `running` says when its code runs; also of tasks that an episode starts."""
     job_id = _job_id.get(None)
     if job_id is not None:
-        coroutine = _awaited(_mark(coroutine, job_id, running))
+        coroutine = _Marked(coroutine, job_id, running)
     return asyncio.Task(coroutine, loop=loop, **options)
 
 
-async def _awaited(marked: Any) -> Any:
-    return await marked
+class _Marked(Coroutine):
+    """A coroutine whose own code runs between `begin` and `end`; outside, it waits."""
 
+    def __init__(self, coroutine: Coroutine, job_id: int, running: Running):
+        self._coroutine, self._job_id, self._running = coroutine, job_id, running
 
-@types.coroutine
-def _mark(coroutine: Coroutine, job_id: int, running: Running) -> Generator[Any, None, Any]:
-    """Run a coroutine; between `begin` and `end` its own code runs, outside it waits."""
-    error = None
-    while True:
-        running.begin(job_id)
+    def send(self, value: Any) -> Any:
+        return self._resume(self._coroutine.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._resume(self._coroutine.throw, *error)
+
+    def close(self) -> None:
+        self._resume(self._coroutine.close)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._coroutine.__await__()
+
+    def _resume(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        self._running.begin(self._job_id)
         try:
-            awaited = coroutine.throw(error) if error else coroutine.send(None)
-        except StopIteration as returned:
-            return returned.value
+            return method(*arguments)
         finally:
-            running.end()
-        error = None
-        try:
-            yield awaited
-        except BaseException as thrown:  # a cancellation, or what was awaited has failed
-            error = thrown.with_traceback(thrown.__traceback__.tb_next)  # without this line
+            self._running.end()

@@ -56,6 +56,8 @@ class WorkerProcess:
     all of it."""
     num_printed: int = 0
     printing: tuple[int, float] = (-1, 0.0)
+    is_behind: bool = False
+    """Whether messages wait until it reads."""
 
     @property
     def descriptors(self) -> tuple[int, int, int]:
@@ -124,6 +126,8 @@ class Supervisor:
         self._workers: list[WorkerProcess] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(client, selectors.EVENT_READ)
+        self._next_check = 0.0
+        """No code reaches the time limit before."""
         for _ in range(num_workers):
             self._add_worker()
 
@@ -140,6 +144,8 @@ class Supervisor:
                     self._take_order(*message)
                 for worker in list(self._workers):
                     self._check(worker, ready)
+                if time.monotonic() >= self._next_check:
+                    self._check_time()
         for worker in self._workers:
             kill_tree(worker.pid)
         kill_orphans()
@@ -165,18 +171,27 @@ class Supervisor:
 
     def _watch_writing(self, worker: WorkerProcess) -> None:
         """Be woken when a worker can take the rest of its messages."""
-        reads, writes = selectors.EVENT_READ, selectors.EVENT_WRITE
-        events = reads if worker.channel.is_flushed else reads | writes
-        if self._selector.get_key(worker.channel).events != events:
-            self._selector.modify(worker.channel, events)
+        if worker.is_behind == worker.channel.is_flushed:
+            worker.is_behind = not worker.is_behind
+            reads, writes = selectors.EVENT_READ, selectors.EVENT_WRITE
+            self._selector.modify(worker.channel, reads | writes if worker.is_behind else reads)
 
     def _seconds_left(self) -> float | None:
-        """Until code that runs now, or begins from now on, can reach the time limit; None if no
-        worker has a job."""
+        """Until the time limit must be checked; None if no worker has a job."""
+        if not any(worker.jobs for worker in self._workers):
+            return None
+        return max(0.0, self._next_check - time.monotonic())
+
+    def _check_time(self) -> None:
+        """Replace workers whose code runs for too long."""
+        for worker in list(self._workers):
+            if self._hangs(worker):
+                text = f"{self._it} took longer than seconds={self._limits.seconds}"
+                self._replace(worker, Failure("timeout", text + worker.output_text))
         now = time.monotonic()
-        running = [worker.running.read() for worker in self._workers if worker.jobs]
+        running = [worker.running.read() for worker in self._workers]
         starts = [start if job_id >= 0 else now for job_id, start in running]
-        return max(0.0, min(starts) + self._limits.seconds - now) if starts else None
+        self._next_check = min(starts) + self._limits.seconds
 
     def _check(self, worker: WorkerProcess, ready: Mapping[int, int]) -> None:
         """Read what the worker sent, and replace it if it ended or broke a limit."""
@@ -196,9 +211,6 @@ class Supervisor:
             self._replace(worker, Failure("crash", f"{self._it} printed more than {limit}"))
         elif has_ended:
             self._replace(worker, None)
-        elif self._hangs(worker):
-            text = f"{self._it} took longer than seconds={self._limits.seconds}"
-            self._replace(worker, Failure("timeout", text + worker.output_text))
 
     @property
     def _it(self) -> str:

@@ -192,8 +192,12 @@ def work_and_exit(
 ) -> NoReturn:
     """Do jobs until the channel closes. User code prints to the descriptor `output`."""
     _set_up(output, limits)
-    with suppress(EOFError):
-        loop(channel, table, limits, running)
+    try:
+        with suppress(EOFError):
+            loop(channel, table, limits, running)
+    except BaseException:  # a fork of the supervisor must not go on as one
+        traceback.print_exc()
+        os._exit(1)
     os._exit(0)
 
 
@@ -222,14 +226,17 @@ def _call(rewards: Mapping[str, Reward], payload: bytes) -> bytes:
 
 def exit_without_memory() -> NoReturn:
     """While the MemoryError is handled. What it left behind is unknown, so the worker ends."""
-    traceback.print_exc()
-    flush_output()
-    os._exit(OUT_OF_MEMORY)
+    try:
+        traceback.print_exc()
+        flush_output()
+    finally:
+        os._exit(OUT_OF_MEMORY)
 
 
 def flush_output() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # user code may have closed or replaced it
+            stream.flush()
 
 
 def _set_up(output: int, limits: WorkerLimits) -> None:
