@@ -90,7 +90,12 @@ def asynchronous(folder):
     gaps, totals, states = [], Counter(), Counter()
     with Cluster("generate=1-2 train=0", "cpu") as cluster:
         engines = cluster.role("generate", Service, folder=folder, kv_cache_gib=0.02)
-        options = {"samples_per_prompt": 2, "prompts_per_step": 6, "max_staleness": 1}
+        options = {
+            "samples_per_prompt": 2,
+            "prompts_per_step": 6,
+            "max_staleness": 1,
+            "stale": "drop",
+        }
         with coordinator(engines, folder, num_tokens=400, **options) as rollout:
             rollout.start()
             for version in range(1, 8):
