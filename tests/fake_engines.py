@@ -127,7 +127,8 @@ class FakeService:
         )
 
     def report(self):
-        version, load = self.policy_version, Load(len(self.under_way), 0, 1)
+        version = self.policy_version
+        load = Load(len(self.running), len({key for key, _ in self.waiting}), 1)
         is_new = version != self.reported_version
         if self.turns or is_new:
             firsts = [(*sample, first) for sample, first in self.running.items()] if is_new else ()

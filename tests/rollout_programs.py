@@ -1,5 +1,6 @@
 """Programs that test_rollout_ranks.py runs under torchrun: rollout_programs.py NAME RESULT_FILE."""
 
+import itertools
 import json
 import os
 import signal
@@ -40,12 +41,12 @@ def length(prompt, reply):
     return float(len(reply))
 
 
-def coordinator(engines, folder, num_tokens=16, **options):
+def coordinator(engines, folder, num_tokens=16, make_env=None, **options):
     chat = Chat(folder)
     return Coordinator(
         engines=engines,
         chat=chat,
-        make_env=question_maker({"reverse": length}),
+        make_env=make_env or question_maker({"reverse": length}),
         prompts=prompts("reverse:4", seed=0),
         params=SamplingParams(max_tokens=num_tokens, stop_ids=chat.stop_ids),
         options=RolloutOptions(**options),
@@ -79,6 +80,46 @@ def synchronous(folder):
             names = [thread.name for thread in threading.enumerate()]
         left = [thread.name for thread in threading.enumerate()]
     return {"rows": rows, "had_thread": "rollout" in names, "left": "rollout" in left}
+
+
+class UnevenTalk:
+    """Every second word is talked about for six turns, the others for one."""
+
+    def __init__(self, prompt):
+        self.prompt, self.num_turns = prompt, 0
+
+    def reset(self, seed):
+        return self.prompt.messages, {}
+
+    def step(self, action):
+        self.num_turns += 1
+        word = self.prompt.messages[-1]["content"]
+        is_over = self.num_turns == (6 if word in LONG else 1)
+        return ({"role": "user", "content": "again"},), float(len(action)), is_over, False, {}
+
+
+LONG = {p.messages[-1]["content"] for p in itertools.islice(prompts("reverse:4", seed=0), 1, 16, 2)}
+
+
+def conversations(folder):
+    """Conversations that move from an engine where samples wait to one that is idle."""
+    moves = []
+    with Cluster("generate=all", "cpu") as cluster:
+        options = {"folder": folder, "kv_cache_gib": 0.02, "max_num_seqs": 3}
+        engines = cluster.role("generate", EngineService, **options)
+        with coordinator(
+            engines, folder, make_env=UnevenTalk, samples_per_prompt=2, prompts_per_step=16
+        ) as rollout:
+            choose = rollout._engines._next_replica
+
+            def watch(home, request):
+                moves.append(home != (replica := choose(home, request)))
+                return replica
+
+            rollout._engines._next_replica = watch
+            samples = [sample for group in rollout.collect() for sample in group.samples]
+    rows = [[s.prompt.id, s.token_ids, s.logprobs] for s in samples]
+    return {"rows": rows, "num_later": len(moves), "num_moved": sum(moves)}
 
 
 def asynchronous(folder):

@@ -105,9 +105,9 @@ class SampleRunner:
 class RunningGroup:
     """The samples of one visit to a prompt, and their model calls as engine requests.
 
-    All samples open alike, so one request reads the opening and forks it. Later turns stay on the
-    replica of the first, which has the conversation in its cache. With `num_extra` samples more
-    than are wanted, those that are still running when enough are done are aborted.
+    All samples open alike, so one request reads the opening and forks it. A later turn prefers the
+    replica of the one before, which has the conversation in its cache. With `num_extra` more
+    samples than are wanted, those that are still running when enough are done are aborted.
     """
 
     task: asyncio.Task
@@ -127,6 +127,8 @@ class RunningGroup:
         self.seed = derive_seed(runner.seed, visit.prompt.id, visit.number)
         self._runner, self._params = runner, params
         self._first: PendingRequest | None = None
+        self._last: dict[int, PendingRequest] = {}
+        """The request of each sample's last turn, if it was not the first."""
 
     @property
     def domain(self) -> str:
@@ -153,7 +155,9 @@ class RunningGroup:
         sample = episode.sample
         if sample.turns:
             seed = derive_seed(self.seed, sample.index, len(sample.turns))
-            return await self._submit(token_ids, 1, seed).join(0, episode)
+            last = self._last.get(sample.index, self._first)
+            self._last[sample.index] = pending = self._submit(token_ids, 1, seed, last)
+            return await pending.join(0, episode)
         if self._first is None:
             self._first = self._submit(token_ids, len(self.samples), self.seed)
         elif token_ids != self._first.request.prompt_ids:
@@ -169,7 +173,13 @@ class RunningGroup:
             return self._first.first_versions.get(sample.index)
         return sample.first_version
 
-    def _submit(self, token_ids: list[int], num_samples: int, seed: int) -> PendingRequest:
+    def _submit(
+        self,
+        token_ids: list[int],
+        num_samples: int,
+        seed: int,
+        last: PendingRequest | None = None,
+    ) -> PendingRequest:
         max_length, max_tokens = self._runner.max_length, self._params.max_tokens
         if max_length is not None and len(token_ids) + max_tokens > max_length:
             raise ValueError(
@@ -180,7 +190,7 @@ class RunningGroup:
         request = Request(
             prompt_ids=token_ids, params=self._params, num_samples=num_samples, seed=seed
         )
-        return self._runner.engines.submit(request, same_replica_as=self._first)
+        return self._runner.engines.submit(request, same_replica_as=last)
 
 
 class Episode:
