@@ -16,7 +16,9 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
+from typing import Literal
 
+Stale = Literal["keep", "drop"]
 NUM_RANKS = 4
 MAKESPANS = 1000  # simulated for their mean: it has no closed form
 
@@ -112,8 +114,9 @@ def asynchronous_bound(work: Workload, layout: Layout, train_seconds: float) -> 
 class Simulation:
     """The coordinator's rules over one pool of slots; messages take no time."""
 
-    def __init__(self, work: Workload, layout: Layout, max_staleness: int):
+    def __init__(self, work: Workload, layout: Layout, max_staleness: int, stale: Stale = "keep"):
         self.work, self.layout, self.max_staleness = work, layout, max_staleness
+        self.drops = stale == "drop"
         self.num_slots = work.slots * layout.num_generate
         self.now, self.busy_seconds, self.version = 0.0, 0.0, 0
         self.prompts = itertools.count()
@@ -147,7 +150,8 @@ class Simulation:
     def collect(self) -> None:
         num_groups = self.work.prompts_per_step
         while True:
-            self.drop_stale()
+            if self.drops:
+                self.drop_stale()
             self.feed(num_groups)
             if len(self.ready) >= num_groups:
                 break
@@ -166,7 +170,8 @@ class Simulation:
         self.advance(end)
         self.version += 1
         self.is_training = False
-        self.abort_stale()
+        if self.drops:
+            self.abort_stale()
         self.feed(0)
 
     def feed(self, num_asked: int) -> None:
@@ -226,9 +231,10 @@ def simulate(
     *,
     warm_up: int,
     steps: int,
+    stale: Stale = "keep",
 ) -> Pace:
     """Simulate `steps` steps after a warm-up."""
-    simulation = Simulation(work, layout, max_staleness)
+    simulation = Simulation(work, layout, max_staleness, stale)
     simulation.run(train_seconds, warm_up)
     return simulation.run(train_seconds, steps)
 

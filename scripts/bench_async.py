@@ -25,6 +25,7 @@ from async_model import (
     SYNCHRONOUS,
     Layout,
     Pace,
+    Stale,
     Workload,
     expected_step,
     ideal_seconds,
@@ -55,6 +56,8 @@ class Config(Workload):
     """Number of generating ranks in the asynchronous runs; the other ranks train."""
     staleness: tuple[int, ...] = (0, 1, 2)
     """max_staleness of the asynchronous runs. With 0, generation and training take turns."""
+    stale: Stale = "keep"
+    """What becomes of samples that are staler: trained on (keep), or dropped (drop)."""
     train_ratio: float = 0.5
     """Training time on four ranks, as a share of the generation time."""
     train_time_of: Literal["ideal", "collect"] = "ideal"
@@ -161,6 +164,7 @@ def make_coordinator(cfg: Config, engines: RoleHandle, max_staleness: int) -> Co
             # One more group is submitted just before a slot becomes free.
             samples_per_replica=cfg.slots + cfg.samples_per_prompt,
             max_staleness=max_staleness,
+            stale=cfg.stale if max_staleness else "keep",
         ),
         seed=0,
     )
@@ -251,13 +255,13 @@ def measure_all(
         engines = cluster.role(f"generate{i}", SleepingEngine, work=cfg)
         trainer = cluster.role(f"train{i}", SleepingTrainer)
         for staleness in (0,) if layout.is_shared else cfg.staleness:
-            job = layout, staleness, train_seconds
+            job, stale = (layout, staleness, train_seconds), cfg.stale
             row = Row(
                 layout=str(layout),
                 max_staleness=staleness,
                 formula=expected_step(cfg, *job),
-                expected=simulate(cfg, *job, warm_up=cfg.warm_up, steps=cfg.long_run),
-                simulated=simulate(cfg, *job, warm_up=cfg.warm_up, steps=cfg.steps),
+                expected=simulate(cfg, *job, warm_up=cfg.warm_up, steps=cfg.long_run, stale=stale),
+                simulated=simulate(cfg, *job, warm_up=cfg.warm_up, steps=cfg.steps, stale=stale),
                 measured=Measurement(cfg, layout, engines, trainer).run(staleness, train_seconds),
             )
             rows.append(row)

@@ -1,7 +1,9 @@
 """Fake engines: they answer after given delays, fail and die, and report it truthfully."""
 
+import asyncio
 import heapq
 import itertools
+import math
 import random
 import threading
 import time
@@ -32,14 +34,17 @@ class FakeService:
     """The interface of EngineService, without a model."""
 
     def __init__(
-        self, place, max_delay=0.0, failure_rate=0.0, dies=(), seed=0, num_slots=None, endless=()
-    ):
+        self, place, max_delay=0.0, failure_rate=0.0, dies=(), seed=0, num_slots=None, endless=(),
+        delay=None, clock=time.monotonic,
+    ):  # fmt: skip
         """`dies`: (replica, number of answers after which it always raises).
 
         At most `num_slots` samples run at a time; the rest have no first token yet. Samples whose
-        index is in `endless` never get an answer.
+        index is in `endless` never get an answer. `delay` of a request and an index is the time
+        that a sample takes; by default it is random.
         """
-        self.endless = endless
+        self.endless, self.clock = endless, clock
+        self.delay = delay or (lambda request, index: self.random.random() * max_delay)
         self.place, self.max_delay, self.failure_rate = place, max_delay, failure_rate
         self.random = random.Random(f"{seed} {place.replica}")
         self.lifetime = dict(dies).get(place.replica)
@@ -71,8 +76,9 @@ class FakeService:
         while self.waiting and (self.num_slots is None or len(self.running) < self.num_slots):
             key, index = self.waiting.pop(0)
             self.running[key, index] = self.policy_version
-            if self.under_way[key][0].prompt_ids[0] != ENDLESS and index not in self.endless:
-                due = time.monotonic() + self.random.random() * self.max_delay
+            request = self.under_way[key][0]
+            if request.prompt_ids[0] != ENDLESS and index not in self.endless:
+                due = self.clock() + self.delay(request, index)
                 heapq.heappush(self.heap, (due, next(self.counter), key, index))
 
     def work(self):
@@ -90,7 +96,7 @@ class FakeService:
         return bool(self.heap)
 
     def answer(self):
-        now = time.monotonic()
+        now = self.clock()
         while self.heap and self.heap[0][0] <= now:
             _, _, key, index = heapq.heappop(self.heap)
             if key not in self.under_way:
@@ -122,7 +128,8 @@ class FakeService:
         )
 
     def report(self):
-        version, load = self.policy_version, Load(len(self.under_way), 0, 1)
+        version = self.policy_version
+        load = Load(len(self.running), len({key for key, _ in self.waiting}), 1)
         is_new = version != self.reported_version
         if self.turns or is_new:
             firsts = [(*sample, first) for sample, first in self.running.items()] if is_new else ()
@@ -195,6 +202,51 @@ class FakeEngines:
                 changed.notify()
         for thread in self.threads:
             thread.join()
+
+
+class SimulatedEngines:
+    """A role handle of one replica in a world of one, with a clock that runs ahead of the real one.
+
+    Between two events the coordinator does all it can do: messages take no time.
+    """
+
+    is_alone = True
+
+    def __init__(self, **options):
+        self.role = SimpleNamespace(num_replicas=1)
+        self.now, self.until, self.on_report = 0.0, math.inf, None
+        place = SimpleNamespace(replica=0, report=lambda *args: self.on_report(0, *args))
+        self.service = FakeService(place, clock=lambda: self.now, **options)
+
+    def pump(self):
+        if not asyncio.get_running_loop()._ready:  # no callback waits
+            due = self.service.heap[0][0] if self.service.heap else math.inf
+            self.now = max(self.now, min(due, self.until))
+            if self.now == self.until:
+                self.is_over.set()
+        self.service.work()
+        return True
+
+    def wait(self, rollout, seconds):
+        """Let simulated time pass, as a training step does."""
+        self.until, self.is_over = self.now + seconds, asyncio.Event()
+        rollout._loop.run(self.is_over.wait())
+        self.until = math.inf
+
+    def post(self, replica, *message):
+        self.service.receive(*message)
+
+    def load(self, version):
+        self.service.load(version)
+
+    def version(self):
+        return 0
+
+    def listen(self, on_report, on_failure):
+        self.on_report = on_report
+
+    def stop_listening(self):
+        self.on_report = lambda *report: None
 
 
 class FakeChat:

@@ -1,5 +1,6 @@
 """Programs that test_rollout_ranks.py runs under torchrun: rollout_programs.py NAME RESULT_FILE."""
 
+import itertools
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from fake_engines import FakeChat, FakeService, fake_prompts
+from fake_engines import FakeChat, FakeService, fake_prompts, playing
 
 from roll_lite.chat import Chat
 from roll_lite.cluster.cluster import Cluster
@@ -40,12 +41,12 @@ def length(prompt, reply):
     return float(len(reply))
 
 
-def coordinator(engines, folder, num_tokens=16, **options):
+def coordinator(engines, folder, num_tokens=16, play=None, **options):
     chat = Chat(folder)
     return Coordinator(
         engines=engines,
         chat=chat,
-        play=question_player({"reverse": length}),
+        play=play or question_player({"reverse": length}),
         prompts=prompts("reverse:4", seed=0),
         params=SamplingParams(max_tokens=num_tokens, stop_ids=chat.stop_ids),
         options=RolloutOptions(**options),
@@ -81,6 +82,46 @@ def synchronous(folder):
     return {"rows": rows, "had_thread": "rollout" in names, "left": "rollout" in left}
 
 
+class UnevenTalk:
+    """Every second word is talked about for six turns, the others for one."""
+
+    def __init__(self, prompt):
+        self.prompt, self.num_turns = prompt, 0
+
+    def reset(self, seed):
+        return self.prompt.messages, {}
+
+    def step(self, action):
+        self.num_turns += 1
+        word = self.prompt.messages[-1]["content"]
+        is_over = self.num_turns == (6 if word in LONG else 1)
+        return ({"role": "user", "content": "again"},), float(len(action)), is_over, False, {}
+
+
+LONG = {p.messages[-1]["content"] for p in itertools.islice(prompts("reverse:4", seed=0), 1, 16, 2)}
+
+
+def conversations(folder):
+    """Conversations that move from an engine where samples wait to one that is idle."""
+    moves = []
+    with Cluster("generate=all", "cpu") as cluster:
+        options = {"folder": folder, "kv_cache_gib": 0.02, "max_num_seqs": 3}
+        engines = cluster.role("generate", EngineService, **options)
+        with coordinator(
+            engines, folder, play=playing(UnevenTalk), samples_per_prompt=2, prompts_per_step=16
+        ) as rollout:
+            choose = rollout._engines._next_replica
+
+            def watch(home, request):
+                moves.append(home != (replica := choose(home, request)))
+                return replica
+
+            rollout._engines._next_replica = watch
+            samples = [sample for group in rollout.collect() for sample in group.samples]
+    rows = [[s.prompt.id, s.token_ids, s.logprobs] for s in samples]
+    return {"rows": rows, "num_later": len(moves), "num_moved": sum(moves)}
+
+
 def asynchronous(folder):
     """Generation during training, with every choice for running samples when weights update.
 
@@ -90,7 +131,12 @@ def asynchronous(folder):
     gaps, totals, states = [], Counter(), Counter()
     with Cluster("generate=1-2 train=0", "cpu") as cluster:
         engines = cluster.role("generate", Service, folder=folder, kv_cache_gib=0.02)
-        options = {"samples_per_prompt": 2, "prompts_per_step": 6, "max_staleness": 1}
+        options = {
+            "samples_per_prompt": 2,
+            "prompts_per_step": 6,
+            "max_staleness": 1,
+            "stale": "drop",
+        }
         with coordinator(engines, folder, num_tokens=400, **options) as rollout:
             rollout.start()
             for version in range(1, 8):

@@ -83,7 +83,7 @@ def test_a_group_that_gets_too_old_gives_its_slots_to_others(model):
             return 1e9 if prompt == 0 else 1.0
 
     work = OneEndless(prompts_per_step=1, samples_per_prompt=2, slots=2)
-    simulation = model.Simulation(work, model.Layout(2, 2), max_staleness=1)
+    simulation = model.Simulation(work, model.Layout(2, 2), max_staleness=1, stale="drop")
     # Training on two ranks takes 1 s. The first group has the place of the one to train on next, so
     # that two steps take 2 s each; then generating goes on beside training.
     first = simulation.run(train_seconds=0.5, num_steps=2)

@@ -7,6 +7,7 @@ import random
 import threading
 from collections import Counter
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from fake_engines import (
@@ -23,7 +24,9 @@ from fake_engines import (
 
 from roll_lite.data import Mixture
 from roll_lite.engine.request import Request
+from roll_lite.engine.service import Load
 from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.engines import EngineClient
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.prompts import PromptQueue
 from roll_lite.rollout.sample import derive_seed
@@ -241,6 +244,83 @@ def test_later_turns_stay_where_the_conversation_began():
     for replica, (_, _, request) in asked:
         homes.setdefault(request.prompt_ids[1], set()).add(replica)
     assert len(asked) == 9 * (1 + 2 * 2) and all(len(home) == 1 for home in homes.values())
+
+
+@pytest.mark.parametrize(
+    ("unfinished", "waiting", "num_tokens", "replica"),
+    [
+        ((4, 4), (3, 0), 10, 0),  # balanced
+        ((4, 0), (0, 0), 10, 0),  # nothing waits at home
+        ((4, 0), (1, 0), 10, 1),
+        ((4, 0), (1, 1), 10, 0),  # samples wait elsewhere too
+        ((4, 3), (1, 0), 10, 0),  # one sample more is no reason
+        ((8, 0), (0, 0), 10, 1),  # samples_per_replica, though none has been reported as waiting
+        ((5, 0), (9, 0), 2040, 1),  # four samples fewer are worth 4 * 512 tokens of prefill
+        ((5, 0), (9, 0), 2060, 0),
+        ((4, 2, 0), (1, 0, 0), 10, 2),  # the least loaded
+    ],
+)
+def test_a_conversation_moves_when_waiting_costs_more_than_reading_it_again(
+    unfinished, waiting, num_tokens, replica
+):
+    async def run():
+        engines = SimpleNamespace(
+            role=SimpleNamespace(num_replicas=len(unfinished)), post=lambda *message: None
+        )
+        client = EngineClient(engines, RolloutOptions(samples_per_replica=8))
+        first = client.submit(Request(prompt_ids=[1], params=PARAMS))
+        first.futures[0].set_result(None)
+        await asyncio.sleep(0)
+        client.loads = [Load(4, number, 0) for number in waiting]
+        client._num_unfinished = list(unfinished)
+        request = Request(prompt_ids=[1] * num_tokens, params=PARAMS)
+        return client.submit(request, same_replica_as=first).replica
+
+    assert asyncio.run(run()) == replica
+
+
+class UnevenTalk(Talk):
+    """Prompts with an odd number have eight turns, the others one."""
+
+    async def step(self, action):
+        self.num_turns += 1
+        is_over = self.num_turns == (8 if int(self.prompt.id[1:]) % 2 else 1)
+        return ({"role": "user", "content": "5"},), 1.0, is_over, False, {}
+
+
+def test_conversations_move_to_an_idle_replica_and_stay_there():
+    """Long conversations begin on one of two replicas, each with room for one sample."""
+    options = {"samples_per_prompt": 2, "prompts_per_step": 8}
+    sent = []
+    with (
+        FakeEngines(2, max_delay=0.002, num_slots=1) as engines,
+        Coordinator(
+            engines=engines, chat=FakeChat(), play=playing(UnevenTalk), prompts=fake_prompts(),
+            params=PARAMS, options=RolloutOptions(**options), seed=3,
+        ) as rollout,
+    ):  # fmt: skip
+        submit = rollout._engines.submit
+
+        def watch(request, same_replica_as=None):
+            pending = submit(request, same_replica_as)
+            sent.append((pending, same_replica_as))
+            return pending
+
+        rollout._engines.submit = watch
+        groups = rollout.collect()
+    later = [(pending, last) for pending, last in sent if last is not None]
+    moved = [pending for pending, last in later if pending.replica != last.replica]
+    assert len(later) == 4 * 2 * 7 and 0 < len(moved) < len(later) / 2
+    for pending, last in later:  # the request before it, wherever that was
+        ids = last.request.prompt_ids
+        assert pending.request.prompt_ids[: len(ids)] == ids
+        assert len(pending.request.prompt_ids) <= len(ids) + 4 + 1
+    for sample in (sample for group in groups for sample in group.samples):
+        seed = derive_seed(3, sample.prompt.id, 0)
+        for number, turn in enumerate(sample.turns[1:], 1):
+            own = derive_seed(seed, sample.index, number)
+            request = Request(prompt_ids=turn.prompt_ids, params=PARAMS, seed=own)
+            assert turn.token_ids == fake_tokens(request, 0)  # wherever it was generated
 
 
 def test_surplus_groups_are_aborted():

@@ -89,7 +89,10 @@ MAPS = {
     "two_split": (2, {"device_map": "train=0 generate=1"}),
     "four_shared_tp": (4, {"device_map": "train=all,tp=1 generate=all,tp=1"}),
     "four_partly": (4, {"device_map": "train=0-1 generate=1-3"}),
-    "four_split_ahead": (4, {"device_map": "train=0-1 generate=2-3", "max_staleness": 1}),
+    "four_split_ahead": (
+        4,
+        {"device_map": "train=0-1 generate=2-3", "max_staleness": 1, "stale": "drop"},
+    ),
 }
 
 
@@ -214,7 +217,7 @@ def test_what_was_generated_ahead_is_used_after_a_restart(toy_folder, tmp_path):
 
 
 def test_groups_generated_ahead_are_used_in_the_next_step(here, tmp_path):
-    rows = here("run", steps=6, max_staleness=1.0)
+    rows = here("run", steps=6, max_staleness=1.0, stale="drop")
     assert any(row["rollout/groups_ready"] + row["rollout/groups_in_flight"] for row in rows)
     assert max(row["rollout/max_staleness"] for row in rows) == 1
     ids = [s["prompt_id"] for step in range(1, 7) for s in samples_of(tmp_path / "run", step)]
@@ -359,6 +362,7 @@ def test_model_and_checkpoint_evaluate_like_the_run(here, toy_folder, tmp_path, 
         ),
         ({"pass_reward": float("nan")}, "pass_reward=nan must be a finite number"),
         ({"judge": "somewhere"}, "somewhere is not a model folder"),
+        ({"stale": "drop"}, "stale='drop' is only read with max_staleness above 0"),
         ({"max_staleness": 1.0, "extra_groups": 4}, "extra_groups=4 is not read with max_stal"),
         ({"data": ("reverse:1@0",)}, "not a finite weight"),
         ({"eval_data": ("nowhere.jsonl",)}, "'nowhere.jsonl' is neither a file nor a task"),

@@ -94,6 +94,16 @@ def test_real_engines_on_several_ranks_give_the_samples_of_one(folder, alone, nu
 
 
 @pytest.mark.slow
+def test_conversations_that_move_between_real_engines_stay_the_same(folder, tmp_path_factory):
+    alone = program(
+        "conversations", 1, with_model(tmp_path_factory.mktemp("one"), folder / "model")
+    )
+    several = program("conversations", 2, folder).result()
+    assert several["num_later"] == 8 * 2 * 5 and several["num_moved"] > 0
+    assert several["rows"] == alone.result()["rows"]
+
+
+@pytest.mark.slow
 def test_real_engines_generate_during_training(folder):
     result = program("asynchronous", 3, folder).result()
     assert len(result["gaps"]) == 7 * 6 * 2 and set(result["states"]) == {"done"}

@@ -1,14 +1,19 @@
-"""Generation during training: stale samples are dropped, counted and replaced."""
+"""Generation during training: stale samples are kept, or dropped, counted and replaced."""
 
 import asyncio
 import itertools
+import math
+import random
 from collections import Counter
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
 from fake_engines import (
     ENDLESS,
+    PARAMS,
     FakeEngines,
+    SimulatedEngines,
     check_sample,
     coordinator_over,
     fake_prompts,
@@ -18,6 +23,7 @@ from fake_engines import (
 from roll_lite.engine.request import Request
 from roll_lite.engine.service import EngineReport, Load
 from roll_lite.rollout.engines import EngineClient
+from roll_lite.rollout.sample import derive_seed
 from roll_lite.types import SamplingParams, Turn
 
 
@@ -25,7 +31,12 @@ from roll_lite.types import SamplingParams, Turn
 @pytest.mark.parametrize("restart", [False, True])
 def test_asynchronous_samples_are_never_too_stale(max_staleness, restart):
     """Versions change while groups are running; the staleness of collected groups is bounded."""
-    options = {"samples_per_prompt": 4, "prompts_per_step": 10, "max_staleness": max_staleness}
+    options = {
+        "samples_per_prompt": 4,
+        "prompts_per_step": 10,
+        "max_staleness": max_staleness,
+        "stale": "drop",
+    }
     totals, gaps, bound = Counter(), [], 10 * (1 + max_staleness)
     with (
         FakeEngines(3, max_delay=0.06) as engines,
@@ -49,6 +60,49 @@ def test_asynchronous_samples_are_never_too_stale(max_staleness, restart):
     assert min(gaps) >= 0 and 0 < max(gaps) <= -(-max_staleness // 1)
     assert totals["rollout/done"] == len(gaps)
     assert (totals["rollout/retried"] > 0) == restart
+
+
+def sample_seconds(request, index):
+    """Lognormal, with a mean of 1."""
+    return random.Random(f"{request.seed} {index}").lognormvariate(-0.5, 1.0)
+
+
+def kolmogorov_smirnov(first, second):
+    """Largest distance of two empirical distributions, and that of one in a thousand equal ones."""
+    values = sorted([(x, 1 / len(first)) for x in first] + [(x, -1 / len(second)) for x in second])
+    distance = max(map(abs, itertools.accumulate(step for _, step in values)))
+    return distance, 1.949 * math.sqrt(1 / len(first) + 1 / len(second))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stale", ["keep", "drop"])
+def test_with_keep_trained_samples_are_as_long_as_generated_ones(stale):
+    """A sample in nine takes more than two steps of training, which is too stale for drop."""
+    options = {"samples_per_prompt": 4, "prompts_per_step": 16, "max_staleness": 1, "stale": stale}
+    engines, trained, gaps, version = (
+        SimulatedEngines(num_slots=64, delay=sample_seconds),
+        [],
+        [],
+        0,
+    )
+    with coordinator_over(engines, **options) as rollout:
+        rollout.start()
+        while len(trained) < 10_000:
+            for sample in (sample for group in rollout.collect() for sample in group.samples):
+                seed = derive_seed(3, sample.prompt.id, 0)
+                request = Request(prompt_ids=sample.turns[0].prompt_ids, params=PARAMS, seed=seed)
+                trained.append(sample_seconds(request, sample.index))
+                gaps.append(version - sample.first_version)
+            engines.wait(rollout, 1.0)
+            version += 1
+            engines.load(version)
+            rollout.set_version(version)
+        metrics = rollout.metrics()
+    generated = [random.Random(i).lognormvariate(-0.5, 1.0) for i in range(10_000)]
+    distance, critical = kolmogorov_smirnov(trained, generated)
+    assert (distance < critical) == (stale == "keep")
+    assert (metrics["rollout/stale"] == 0) == (stale == "keep")
+    assert fmean(gaps) <= 1 and (max(gaps) > 1) == (stale == "keep")
 
 
 @pytest.mark.parametrize("replica_fails", [False, True])
@@ -115,11 +169,49 @@ def test_aborted_samples_of_a_request_are_sent_again(replica_fails):
     asyncio.run(run(replica_fails))
 
 
+def test_stale_samples_are_kept():
+    options = {"samples_per_prompt": 2, "prompts_per_step": 4, "max_staleness": 1}
+    with FakeEngines(2, num_slots=8) as engines, coordinator_over(engines, **options) as rollout:
+        rollout.start()
+        rollout.collect()
+        wait_until(lambda: rollout.metrics()["rollout/groups_ready"] == 4)
+        engines.load(5)
+        rollout.set_version(5)
+        groups, metrics = rollout.collect(), rollout.metrics()
+    assert [group.prompt.id for group in groups] == ["p4", "p5", "p6", "p7"]
+    assert {s.first_version for g in groups for s in g.samples} == {0}
+    assert metrics["rollout/stale"] == 0 and metrics["rollout/max_staleness"] == 5
+
+
+def test_samples_that_run_through_many_versions_are_kept():
+    """The reward of the first prompt ends last; meanwhile other groups are trained on."""
+    may_end = asyncio.Event()
+
+    async def reward(prompt, reply):
+        if prompt.id == "p0":
+            await may_end.wait()
+        return 0.0
+
+    options = {"samples_per_prompt": 2, "prompts_per_step": 2, "max_staleness": 1}
+    with FakeEngines(1) as engines, coordinator_over(engines, reward, **options) as rollout:
+        rollout.start()
+        taken = []
+        for version in range(1, 9):
+            taken += [group.prompt.id for group in rollout.collect()]
+            engines.load(version)
+            rollout.set_version(version)
+        rollout._loop.call(may_end.set)
+        wait_until(lambda: "p0" in taken or taken.extend(g.prompt.id for g in rollout.collect()))
+        metrics = rollout.metrics()
+    assert taken[:4] == ["p1", "p2", "p3", "p4"] and len(taken) == len(set(taken))
+    assert metrics["rollout/stale"] == 0 and metrics["rollout/max_staleness"] == 8
+
+
 def test_stale_samples_are_dropped_and_counted():
     with (
         FakeEngines(2) as engines,
         coordinator_over(
-            engines, samples_per_prompt=2, prompts_per_step=4, max_staleness=1
+            engines, samples_per_prompt=2, prompts_per_step=4, max_staleness=1, stale="drop"
         ) as rollout,
     ):
         rollout.start()
@@ -139,7 +231,12 @@ def test_stale_samples_are_dropped_and_counted():
 def test_running_groups_that_become_stale_are_replaced(max_staleness):
     """Every fourth prompt is endless: otherwise such groups would take all the room."""
     source, groups, totals = fake_prompts(endless_every=4), [], Counter()
-    options = {"samples_per_prompt": 2, "prompts_per_step": 4, "max_staleness": max_staleness}
+    options = {
+        "samples_per_prompt": 2,
+        "prompts_per_step": 4,
+        "max_staleness": max_staleness,
+        "stale": "drop",
+    }
     with (
         FakeEngines(2, max_delay=0.01) as engines,
         coordinator_over(engines, source=source, deadline=10, **options) as rollout,
@@ -190,7 +287,7 @@ def test_groups_that_have_not_begun_are_not_stale():
     source = itertools.chain(
         itertools.islice(fake_prompts(endless_every=1), 2), itertools.islice(fake_prompts(), 2, 99)
     )
-    options = {"samples_per_prompt": 2, "prompts_per_step": 4, "max_staleness": 1}
+    options = {"samples_per_prompt": 2, "prompts_per_step": 4, "max_staleness": 1, "stale": "drop"}
     with (
         FakeEngines(1, num_slots=4) as engines,
         coordinator_over(engines, source=source, deadline=10, **options) as rollout,
@@ -209,7 +306,7 @@ def test_groups_that_have_not_begun_are_not_stale():
 
 @pytest.mark.parametrize(("num_begun", "stale", "filtered"), [(4, 4, 0), (3, 3, 1), (2, 0, 0)])
 def test_a_group_goes_on_as_long_as_two_of_its_samples_can_be_used(num_begun, stale, filtered):
-    options = {"samples_per_prompt": 4, "prompts_per_step": 1, "max_staleness": 1}
+    options = {"samples_per_prompt": 4, "prompts_per_step": 1, "max_staleness": 1, "stale": "drop"}
     totals = Counter()
     with (
         FakeEngines(1, num_slots=num_begun) as engines,
@@ -228,7 +325,7 @@ def test_a_group_goes_on_as_long_as_two_of_its_samples_can_be_used(num_begun, st
 
 
 def test_restarted_samples_are_not_stale():
-    options = {"samples_per_prompt": 2, "prompts_per_step": 2, "max_staleness": 1}
+    options = {"samples_per_prompt": 2, "prompts_per_step": 2, "max_staleness": 1, "stale": "drop"}
     stale = {}
     with (
         FakeEngines(1) as engines,
@@ -256,7 +353,7 @@ def test_samples_that_become_stale_while_they_are_scored_are_dropped():
         await asyncio.sleep(0 if int(prompt.id[1:]) > 7 else 60)
         return 0.0
 
-    options = {"samples_per_prompt": 2, "prompts_per_step": 4, "max_staleness": 1}
+    options = {"samples_per_prompt": 2, "prompts_per_step": 4, "max_staleness": 1, "stale": "drop"}
     with FakeEngines(1) as engines, coordinator_over(engines, reward, **options) as rollout:
         rollout.start()
         (service,) = engines.services

@@ -303,6 +303,16 @@ def test_runs_of_the_version_before_resume(command, toy_folder, tmp_path):
     assert "changed: steps 1 -> 2\n" in text and text.count("changed: ") == 1
 
 
+@pytest.mark.parametrize(("max_staleness", "stale"), [(0.0, {}), (1.0, {"stale": "drop"})])
+def test_runs_from_before_stale_samples_were_kept_go_on_dropping_them(
+    tmp_path, max_staleness, stale
+):
+    written = {"max_staleness": max_staleness, "extra_prompts": 3}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    options = read_options(tmp_path / "config.json")
+    assert options == {"max_staleness": max_staleness, "extra_groups": 3} | stale
+
+
 def test_options_that_were_chosen_are_chosen_again_for_another_model(command, toy_folder, tmp_path):
     values = toy_options(toy_folder, tmp_path / "a", steps=1) | {"lr": None}
     rlvr.main(from_flat(rlvr.Config, **values))

@@ -101,6 +101,8 @@ def _of_older_version(written: dict[str, Any]) -> dict[str, Any]:
     """Names of today, and values that mean what the old defaults did."""
     options = {name: value for name, value in written.items() if name not in RENAMED}
     options |= {RENAMED[n]: v for n, v in written.items() if n in RENAMED and v is not None}
+    if options.get("max_staleness"):
+        options.setdefault("stale", "drop")
     loss = options.get("loss")
     if options.get("critic_lr") == 1e-3 and options.get("advantage") != "gae":
         del options["critic_lr"]

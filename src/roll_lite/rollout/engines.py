@@ -1,8 +1,9 @@
 """Engine replicas of a role: which replica answers which request, and what happens if it fails.
 
 Everything here runs in the coordinator's event loop. A request goes to the replica with the fewest
-unfinished samples, once that replica has room. The requests of a replica that fails go to another;
-a replica that fails MAX_FAILURES times in a row gets no more.
+unfinished samples, once that replica has room. The next turn of a conversation goes where the last
+one was, unless that replica is overloaded. The requests of a replica that fails go to another; a
+replica that fails MAX_FAILURES times in a row gets no more.
 """
 
 import asyncio
@@ -19,6 +20,9 @@ from roll_lite.rollout.options import RolloutOptions
 from roll_lite.types import Turn
 
 MAX_FAILURES = 3  # of a replica, in a row
+TOKENS_PER_SAMPLE = 512
+"""Tokens that a replica prefills in the time by which one sample more delays the others: a turn of
+about 200 tokens, each of which costs about as much as prefilling two or three."""
 _KEYS = count(1)  # never reused: an engine may outlive the client that sent a request
 
 
@@ -122,7 +126,7 @@ class EngineClient:
         """Have a request answered.
 
         `same_replica_as` is an earlier request whose tokens this one continues: they are in the
-        cache of its replica.
+        cache of its replica, and the request does not wait for room.
         """
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in range(request.num_samples)]
@@ -130,7 +134,7 @@ class EngineClient:
         for future in futures:
             future.add_done_callback(lambda _: self._on_done(pending))
         if same_replica_as is not None and not self._is_broken(same_replica_as.replica):
-            self._send(pending, same_replica_as.replica)
+            self._send(pending, self._next_replica(same_replica_as.replica, request))
         else:
             self._queue.append(pending)
             self._dispatch()
@@ -163,6 +167,23 @@ class EngineClient:
         self._pending[pending.key] = pending
         self._post(replica, "submit", pending.key, pending.request)
         pending.on_admitted()
+
+    def _next_replica(self, home: int, request: Request) -> int:
+        """Where a conversation continues: at `home`, which has it in its cache, or elsewhere.
+
+        Elsewhere all its tokens are prefilled again. So it moves only if samples wait at home, none
+        waits there, and home has more unfinished samples, by more than the prefill is worth.
+        """
+        other = self._least_loaded()
+        num_more = self._num_unfinished[home] - self._num_unfinished[other]
+        is_worth_it = num_more > 1 + len(request.prompt_ids) / TOKENS_PER_SAMPLE
+        return other if is_worth_it and self._is_full(home) and not self._is_full(other) else home
+
+    def _is_full(self, replica: int) -> bool:
+        """Whether a further sample would wait, by the last report of the replica."""
+        load = self.loads[replica]
+        has_queue = load is not None and load.num_waiting > 0
+        return has_queue or self._num_unfinished[replica] >= self._options.samples_per_replica
 
     def _least_loaded(self, exclude: int | None = None) -> int:
         working = [r for r in range(len(self._num_unfinished)) if not self._is_broken(r)]

@@ -268,11 +268,13 @@ class Groups:
 
     @property
     def _oldest_version(self) -> int:
-        """The oldest version of a first token that may be used."""
+        """The oldest version of a first token that may be used, with stale="drop"."""
         return self._version.current - self._options.max_version_gap
 
     def _drop_stale(self) -> None:
         """Drop stale samples of complete groups, and groups with too few samples left."""
+        if self._options.stale == "keep":
+            return
         version, oldest = self._version.current, self._oldest_version
         for number, group in list(self.ready.items()):
             if self._checked.get(number) == version:
@@ -292,6 +294,8 @@ class Groups:
 
         A sample that has not begun is not stale.
         """
+        if self._options.stale == "keep":
+            return
         oldest = self._oldest_version
         for number, group in list(self.running.items()):
             left = [s for s in group.samples if s.state not in LOST]

@@ -2,8 +2,9 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
-from roll_lite.checks import above, at_least, finite
+from roll_lite.checks import above, at_least, check_choices, finite, read_only_if
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,9 +16,14 @@ class RolloutOptions:
     prompts_per_step: int = 32
     """Prompts per step; each gives one group of samples."""
     max_staleness: float = 0.0
-    """Largest difference between the policy version of a sample's first token and the version it is
-    used under. 0 is synchronous. Above 0, generation continues during training, and at most
-    (1 + max_staleness) * prompts_per_step groups are being generated, ready or in training."""
+    """How far generation may be ahead of training. 0 is synchronous. Above 0, generation continues
+    during training, and at most (1 + max_staleness) * prompts_per_step groups are being generated,
+    ready or in training: so the staleness of samples (policy versions from their first token to
+    their use) is at most max_staleness on average."""
+    stale: Literal["keep", "drop"] = "keep"
+    """What becomes of samples staler than max_staleness, which are mostly long ones: trained on
+    (keep), or dropped and replaced (drop), so that fewer long samples are trained on than were
+    generated."""
     drop_equal: bool = False
     """Drop groups whose rewards are all equal: they have no advantage (DAPO's dynamic sampling)."""
     min_group_reward: float | None = None
@@ -49,6 +55,8 @@ class RolloutOptions:
             0, self, "extra_groups", "extra_samples", "max_refills", "max_retries", "max_staleness"
         )
         above(0, self, "deadline")
+        check_choices(self)
+        read_only_if(self.max_staleness > 0, "max_staleness above 0", self, "stale")
         if self.drop_equal and self.samples_per_prompt == 1:
             raise ValueError("drop_equal drops every group of samples_per_prompt=1; use 2 or more")
         finite(self, "max_staleness", "min_group_reward", "max_group_reward")
@@ -63,4 +71,5 @@ class RolloutOptions:
 
     @property
     def max_version_gap(self) -> int:
+        """Most policy versions from a sample's first token to its use, with stale="drop"."""
         return math.ceil(self.max_staleness)

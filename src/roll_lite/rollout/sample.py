@@ -96,9 +96,9 @@ class SampleRunner:
 class RunningGroup:
     """The samples of one visit to a prompt, and their model calls as engine requests.
 
-    All samples open alike, so one request reads the opening and forks it. Later turns stay on the
-    replica of the first, which has the conversation in its cache. With `num_extra` samples more
-    than are wanted, those that are still running when enough are done are aborted.
+    All samples open alike, so one request reads the opening and forks it. A later turn prefers the
+    replica of the one before, which has the conversation in its cache. With `num_extra` more
+    samples than are wanted, those that are still running when enough are done are aborted.
     """
 
     task: asyncio.Task
@@ -121,6 +121,8 @@ class RunningGroup:
         self.prompt = replace(visit.prompt, seed=self.seed if known is None else known)
         """The prompt as its environment gets it, with the seed that all samples share."""
         self._first: PendingRequest | None = None
+        self._last: dict[int, PendingRequest] = {}
+        """The request of each sample's last turn, if it was not the first."""
 
     @property
     def domain(self) -> str:
@@ -149,7 +151,9 @@ class RunningGroup:
         sample = episode.sample
         if sample.turns:
             seed = derive_seed(self.seed, sample.index, len(sample.turns))
-            return await self._submit(token_ids, params, 1, seed).join(0, episode)
+            last = self._last.get(sample.index, self._first)
+            self._last[sample.index] = pending = self._submit(token_ids, params, 1, seed, last)
+            return await pending.join(0, episode)
         if self._first is None:
             self._first = self._submit(token_ids, params, len(self.samples), self.seed)
         elif (token_ids, params) != (self._first.request.prompt_ids, self._first.request.params):
@@ -166,7 +170,12 @@ class RunningGroup:
         return sample.first_version
 
     def _submit(
-        self, token_ids: list[int], params: SamplingParams, num_samples: int, seed: int
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        num_samples: int,
+        seed: int,
+        last: PendingRequest | None = None,
     ) -> PendingRequest:
         request = Request(prompt_ids=token_ids, params=params, num_samples=num_samples, seed=seed)
-        return self._runner.engines.submit(request, same_replica_as=self._first)
+        return self._runner.engines.submit(request, same_replica_as=last)
