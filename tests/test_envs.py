@@ -10,16 +10,23 @@ from typing import get_args
 import pytest
 
 from roll_lite.envs.__main__ import main
-from roll_lite.envs.agents import AgentChat, random_agent, solver
+from roll_lite.envs.agents import AgentChat, game_class, random_agent, solver
 from roll_lite.envs.game import Game, answer_of, as_reply
 from roll_lite.envs.guess import Guess
 from roll_lite.envs.play import EpisodeOptions
-from roll_lite.envs.registry import ENVS, make_env, options_of, parse_env, read_envs
+from roll_lite.envs.registry import (
+    ENVS,
+    make_env,
+    options_of,
+    parse_env,
+    read_envs,
+    required_options,
+)
 from roll_lite.envs.tasks import Split, env_tasks
 from roll_lite.envs.tool import call_of, draw_product, draw_row, python_tool
 from roll_lite.types import Prompt
 
-GAMES = [name for name in ENVS if name != "tool"]
+GAMES = [name for name in ENVS if game_class(ENVS[name]) and not required_options(ENVS[name])]
 
 
 @pytest.mark.parametrize("name", GAMES)
@@ -179,6 +186,7 @@ def test_specs(spec, options):
         ("frozen_lake:size=1", "size=1 must be at least 2"),
         ("frozen_lake:size", "'size' is not an option; write NAME:option=value"),
         ("frozen_lake:size=4,size=5", "'size=5' is not an option"),
+        ("openenv", "lacks url; write openenv:url=..."),
         ("tool:max_calls=few", "max_calls='few' must be a whole number"),
         ("tool:chat=1", "has no option 'chat'; its options are data, max_calls"),
     ],

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
 
+from roll_lite.envs.adapters import GymnasiumGame, OpenEnvGame, TextArenaGame
 from roll_lite.envs.env import Env, EpisodeFunction
 from roll_lite.envs.frozen_lake import FrozenLake
 from roll_lite.envs.guess import Guess
@@ -41,6 +42,9 @@ ENVS: dict[str, EnvMaker] = {
     "shop": Shop,
     "guess": Guess,
     "tool": python_tool,
+    "gymnasium": GymnasiumGame,
+    "textarena": TextArenaGame,
+    "openenv": OpenEnvGame,
 }
 """The environments of this package; `read_envs` reads those of a user's file."""
 
@@ -76,9 +80,8 @@ def make_env(spec: str, envs: Mapping[str, EnvMaker] = ENVS) -> EnvMaker:
         if not _fits(value, known[option].annotation):
             wanted = _in_words(known[option].annotation)
             raise ValueError(f"env={spec!r}: {option}={value!r} must be {wanted}")
-    for option, parameter in known.items():
-        if parameter.default is parameter.empty and option not in options:
-            raise ValueError(f"env={spec!r} needs a value; write {name}:{option}=...")
+    if missing := [option for option in required_options(envs[name]) if option not in options]:
+        raise ValueError(f"env={spec!r} lacks {missing[0]}; write {name}:{missing[0]}=...")
     made = partial(envs[name], **options)
     if not inspect.iscoroutinefunction(made):
         _try(made, spec)
@@ -91,6 +94,11 @@ def options_of(maker: EnvMaker) -> dict[str, inspect.Parameter]:
     if inspect.iscoroutinefunction(maker):
         parameters = parameters[2:]  # after the conversation and the task
     return {p.name: p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+
+
+def required_options(maker: EnvMaker) -> list[str]:
+    known = options_of(maker).values()
+    return [parameter.name for parameter in known if parameter.default is parameter.empty]
 
 
 def read_envs(path: str | Path) -> dict[str, EnvMaker]:
