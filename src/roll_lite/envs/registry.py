@@ -6,7 +6,6 @@ true, false, numbers and texts.
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
@@ -19,6 +18,7 @@ from roll_lite.envs.guess import Guess
 from roll_lite.envs.shop import Shop
 from roll_lite.envs.sokoban import OTHER_SYMBOLS, Sokoban
 from roll_lite.envs.tool import python_tool
+from roll_lite.options import parse_spec
 from roll_lite.rewards.file import import_file
 
 EnvMaker = Callable[..., Env] | EpisodeFunction
@@ -51,17 +51,7 @@ ENVS: dict[str, EnvMaker] = {
 
 def parse_env(spec: str) -> tuple[str, dict[str, Value]]:
     """`NAME:option=value,...` -> (name, options)."""
-    name, _, rest = spec.partition(":")
-    options: dict[str, Value] = {}
-    for text in rest.split(",") if rest else ():
-        option, equals, value = text.partition("=")
-        if not option or not equals or option in options:
-            raise ValueError(
-                f"env={spec!r}: {text!r} is not an option; write NAME:option=value,option=value, "
-                "each option once, as in frozen_lake:size=8,style=short"
-            )
-        options[option] = _value(value)
-    return name, options
+    return parse_spec(spec)
 
 
 def make_env(spec: str, envs: Mapping[str, EnvMaker] = ENVS) -> EnvMaker:
@@ -114,15 +104,6 @@ def read_envs(path: str | Path) -> dict[str, EnvMaker]:
             "ENVS = {'mine': MyEnv}"
         )
     return envs
-
-
-def _value(text: str) -> Value:
-    if text in ("true", "false"):
-        return text == "true"
-    for number in (int, float):
-        with suppress(ValueError):
-            return number(text)
-    return text
 
 
 def _fits(value: Value, hint: Any) -> bool:
