@@ -5,6 +5,7 @@ import json
 import re
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -232,6 +233,18 @@ def test_environments_of_a_file(tmp_path):
         make_env("guess", envs)
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_environments_of_the_docs_play(number, tmp_path):
+    page = Path(__file__).parent.parent / "docs" / "environments.md"
+    code = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)[number]
+    (tmp_path / "mine.py").write_text(code)
+    make = make_env("mine:highest=20", read_envs(tmp_path / "mine.py"))
+    guesses = ["no", *map(str, range(1, 21))]
+    chat, measured = played(make, saying(*guesses), seed=1)  # the number is 5
+    assert chat.turns[2][-2]["content"] == "Too low."
+    assert measured == {"return": 1, "turns": 6, "valid": 5 / 6, "success": 1}
+
+
 @pytest.mark.parametrize("text", ["", "ENVS = {}", "ENVS = [1]", "ENVS = {'a': 1}"])
 def test_a_file_without_environments_is_refused(tmp_path, text):
     (tmp_path / "mine.py").write_text(text)
@@ -354,22 +367,23 @@ def test_bad_commands_name_the_remedy(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-RANDOM_PLAY = {  # success in percent within 10 and within 20 moves with ROLL's rules, tolerance
-    "frozen_lake": (22.4, 28.1, 1.5),  # of 4,000 lakes
-    "sokoban": (16.1, 24.1, 2.5),  # of 921 rooms x 5, so the standard error is about 1
-    "sokoban_symbols": (17.4, 25.0, 2.5),
-    "sokoban_8x8": (2.0, 5.0, 1.5),
-    "sokoban_10x10": (3.2, 4.1, 1.5),
+RANDOM_PLAY = {  # success in percent within 10 and within 20 moves with ROLL's rules
+    "frozen_lake": (22.4, 28.1),  # of 4,000 lakes
+    "sokoban": (16.1, 24.1),  # of 921 rooms x 5; the standard error is 0.9, as rooms differ a lot
+    "sokoban_symbols": (17.4, 25.0),
+    "sokoban_8x8": (2.0, 5.0),
+    "sokoban_10x10": (3.2, 4.1),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RANDOM_PLAY)
 def test_random_play_is_as_good_as_elsewhere(name):
-    agent, num_episodes = random_agent(0), 4000
-    make = make_env(f"{name}:max_steps=20")
-    results = [played(make, agent, seed)[1] for seed in range(num_episodes)]
-    *percents, tolerance = RANDOM_PLAY[name]
-    for limit, percent in zip((10, 20), percents, strict=True):
+    """Of a thousand seeds, a tenth of the 6x6 rooms are repetitions, small and easy: left out."""
+    make, agent, results = make_env(f"{name}:max_steps=20"), random_agent(0), []
+    for start in range(0, 6000, 1000):
+        states = {make().reset(seed)[1]["state"]: seed for seed in range(start, start + 1000)}
+        results += [played(make, agent, seed)[1] for seed in states.values()]
+    for limit, percent in zip((10, 20), RANDOM_PLAY[name], strict=True):
         num_won = sum(result["success"] and result["turns"] <= limit for result in results)
-        assert 100 * num_won / num_episodes == pytest.approx(percent, abs=tolerance)
+        assert 100 * num_won / len(results) == pytest.approx(percent, abs=1.5)
