@@ -8,14 +8,19 @@ from http import HTTPStatus
 
 import pytest
 
-from roll_lite.envs.adapters import (
-    GymnasiumGame,
-    OpenEnvGame,
-    TextArenaGame,
-    reasoning_gym_answer,
-    reasoning_gym_prompts,
-)
+from roll_lite.envs.adapters import GymnasiumGame, TextArenaGame, import_package
+from roll_lite.envs.agents import AgentChat, random_agent
 from roll_lite.envs.game import as_reply
+from roll_lite.envs.play import EnvError
+from roll_lite.envs.registry import make_env
+from roll_lite.envs.tasks import env_tasks
+
+
+def played(spec, agent):
+    """An episode of the first task of an environment."""
+    chat = AgentChat(agent)
+    ending = asyncio.run(chat.play(make_env(spec), next(env_tasks(spec, 0))))
+    return chat, chat.measurements(ending)
 
 
 class Repeat:
@@ -31,34 +36,65 @@ class Repeat:
 
 @pytest.mark.parametrize("is_right", [True, False])
 def test_a_text_environment_takes_any_answer(is_right):
-    game = GymnasiumGame(env=Repeat(), rules="Say it again.")
-    (_, first), _ = game.reset(3)
-    word = game.env.word
-    assert word in first["content"] and "Actions: any text." in first["content"]
-    assert game.reset(3)[0][1] == first
+    game = GymnasiumGame(id=Repeat, rules="Say it again.")
+    (_, first), info = game.reset(3)
+    word = first["content"].split("\n")[1]
+    assert info["rules"] == "Say it again.\nActions: any text." and info["state"] == word
+    assert GymnasiumGame(id=Repeat).reset(3)[0][1] == first
     _, reward, terminated, _, info = game.step(as_reply(word if is_right else "no"))
-    assert terminated and reward == info["parts"]["success"] == float(is_right)
+    assert terminated and reward == info["last"]["success"] == float(is_right)
+
+
+NAMES = "Left/Down/Right/Up"
 
 
 def test_a_gymnasium_environment_plays_by_names():
     gymnasium = pytest.importorskip("gymnasium")
-    names = {"Left": 0, "Down": 1, "Right": 2, "Up": 3}
     game = GymnasiumGame(
-        env=gymnasium.make("FrozenLake-v1", is_slippery=False),
+        id=lambda: gymnasium.make("FrozenLake-v1", is_slippery=False),
         rules="Reach the last cell.",
-        action_names=names,
+        action_names=NAMES,
         describe=lambda cell: f"You are in cell {cell}.",
     )
-    (_, first), _ = game.reset(0)
-    assert "Actions: Left, Down, Right, Up." in first["content"]
-    assert "You are in cell 0." in first["content"]
+    _, info = game.reset(0)
+    assert info["rules"] == "Reach the last cell.\nActions: Left, Down, Right, Up."
+    assert info["state"] == "You are in cell 0."
     path = ["down", "Down", "RIGHT", "jump", "Right", "Down", "Right"]
     steps = [game.step(as_reply(action)) for action in path]
     assert [step[1] for step in steps] == [0, 0, 0, 0, 0, 0, 1]
-    assert "You are in cell 9." in steps[2][0][0]["content"]
-    assert steps[-1][2] and steps[-1][4]["parts"] == pytest.approx(
-        {"success": 1, "valid": 6 / 7, "effective": 6 / 7, "turns": 7}
+    assert steps[2][4]["state"] == "You are in cell 9."
+    assert [step[4]["mean"]["valid"] for step in steps] == [1, 1, 1, 0, 1, 1, 1]
+    assert steps[-1][2] and steps[-1][4]["last"] == {"success": 1}
+    game.close()
+
+
+def test_a_registered_environment_by_its_spec():
+    pytest.importorskip("gymnasium")
+    chat, measured = played("gymnasium:id=Blackjack-v1,max_steps=30", random_agent(0))
+    assert "Play Blackjack-v1.\nActions: 0, 1." in chat.turns[0][1]["content"]
+    assert measured["valid"] == 1 and measured["return"] in (-1, 0, 1, 1.5)
+    chat, _ = played(f"gymnasium:id=CliffWalking-v1,action_names={NAMES}", random_agent(0))
+    assert (
+        "Actions: Left, Down, Right, Up." in chat.turns[0][1]["content"] and len(chat.turns) == 10
     )
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("id=Pendulum-v1", r"the actions of Pendulum-v1 are Box\(.*, not discrete"),
+        ("id=CliffWalking-v1,action_names=Up/Down", "must be 4 names, joined by /"),
+    ],
+)
+def test_actions_without_names_are_refused(spec, message):
+    pytest.importorskip("gymnasium")
+    with pytest.raises(EnvError, match=message):
+        played(f"gymnasium:{spec}", random_agent(0))
+
+
+def test_a_missing_package_names_the_remedy():
+    with pytest.raises(ValueError, match=r"package nowhere cannot be imported .*pip install there"):
+        import_package("nowhere", "there")
 
 
 def test_a_textarena_game_leaves_the_global_generator_alone():
@@ -71,7 +107,7 @@ def test_a_textarena_game_leaves_the_global_generator_alone():
         games.append(game)
         random.random()
     assert openings[0] == openings[1]
-    assert "between 1 and 20" in openings[0][0][1]["content"]
+    assert "between 1 and 20" in openings[0][1]["rules"]
     random.setstate(before)
     low, high, won = 1, 20, None
     while won is None:
@@ -80,24 +116,14 @@ def test_a_textarena_game_leaves_the_global_generator_alone():
             game.step(as_reply(f"[{guess}]")) for game in games
         )
         assert again == (observation, reward, terminated, False, info)
-        assert terminated or "between 1 and 20" not in observation[0]["content"]
+        assert "between 1 and 20" not in observation
         if terminated:
-            won = info["parts"]["success"]
-        elif "lower" in observation[0]["content"]:
+            won = info["last"]["success"]
+        elif "lower" in observation:
             high = guess - 1
         else:
             low = guess + 1
     assert won == 1 and reward > 0 and random.getstate() == before
-
-
-def test_reasoning_gym_scores_its_own_answers():
-    pytest.importorskip("reasoning_gym")
-    prompts = reasoning_gym_prompts("spell_backward", size=5, seed=1)
-    assert prompts == reasoning_gym_prompts("spell_backward", size=5, seed=1)
-    for prompt in prompts:
-        assert reasoning_gym_answer(prompt, as_reply(prompt.ground_truth)) == 1
-        assert reasoning_gym_answer(prompt, as_reply("?")) < 1
-        assert reasoning_gym_answer(prompt, "no tags") == 0
 
 
 @pytest.fixture
@@ -136,16 +162,15 @@ def openenv_server():
 
 
 def test_an_openenv_server_by_its_messages(openenv_server):
-    game = OpenEnvGame(url=openenv_server, rules="Say something.", invalid_reward=-1.0)
-    assert game.reset(2) == game.reset(2) != game.reset(3)
-    replies = ["hello", '{"message": "you"}', '{"other": 1}', "fail", "end"]
-    steps = []
-    for reply in replies:
-        if reply == "fail":
-            with pytest.raises(RuntimeError, match="EXECUTION_ERROR"):
-                asyncio.run(game.step(as_reply(reply)))
-        else:
-            steps.append(asyncio.run(game.step(as_reply(reply))))
-    assert [step[1] for step in steps] == [0.5, 0.5, -1.0, 0.5]
-    assert '{"echo": "you"}' in steps[1][0][0]["content"]
-    assert steps[-1][2] and steps[-1][4]["parts"]["turns"] == 4
+    spec = f"openenv:url={openenv_server},rules=Say something.,invalid_reward=-1"
+    replies = iter(map(as_reply, ["hello", '{"message": "you"}', '{"other": 1}', "end"]))
+    chat, measured = played(spec, lambda env: next(replies))
+    first, *later = (turn[-2]["content"] for turn in chat.turns)
+    assert '"required": ["message"]' in first
+    assert first.startswith("Say something.") and '{"echo": ' in first
+    assert '{"echo": "hello"}' in later[0] and '{"echo": "you"}' in later[1]
+    assert [result.reward for result in chat.results] == [0.5, 0.5, -1, 0.5]
+    assert measured["success"] == 1 and measured["valid"] == 0.75
+    assert chat.turns[0] == played(spec, lambda env: as_reply("hello"))[0].turns[0]
+    with pytest.raises(EnvError, match=r"openenv.*turn 1.*EXECUTION_ERROR"):
+        played(spec, lambda env: as_reply("fail"))

@@ -8,10 +8,13 @@ A table such as LOSSES maps names to functions whose keyword-only parameters are
 
 Such an option exists once, in the signature: fields, flags, help and the refusal of options that
 the chosen function does not read follow from it.
+
+A spec names a thing with its options in one word: `frozen_lake:size=8,style=short`.
 """
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache, partial
 from typing import (
@@ -31,6 +34,30 @@ from roll_lite.checks import changed, check_choices
 
 T = TypeVar("T")
 _CHOSEN = "_chosen"
+
+
+def parse_spec(spec: str) -> tuple[str, dict[str, bool | int | float | str]]:
+    """`NAME:option=value,...` -> (name, options); values are true, false, numbers and texts."""
+    name, _, rest = spec.partition(":")
+    options = {}
+    for text in rest.split(",") if rest else ():
+        option, equals, value = text.partition("=")
+        if not option or not equals or option in options:
+            raise ValueError(
+                f"{spec!r}: {text!r} is not an option; write NAME:option=value,option=value, each "
+                "option once, as in frozen_lake:size=8,style=short"
+            )
+        options[option] = _spec_value(value)
+    return name, options
+
+
+def _spec_value(text: str) -> bool | int | float | str:
+    if text in ("true", "false"):
+        return text == "true"
+    for number in (int, float):
+        with suppress(ValueError):
+            return number(text)
+    return text
 
 
 def flatten(options: Any) -> dict[str, Any]:

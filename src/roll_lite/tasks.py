@@ -4,6 +4,9 @@ A task is named `kind:size`: `addition:2` (two-digit numbers), `reverse:5` (five
 `counting:8` (how often a letter occurs among eight), `instructions:3` (write a text under three
 constraints, which are the prompt's tests; the ground truth is an example). Whether a question is
 held out depends only on its text, so no seed trains on a question that another evaluates on.
+
+`rg:spell_backward` or `rg:spell_backward:min_word_len=5,max_word_len=8` are questions of the
+package reasoning-gym (rewards/reasoning_gym.py).
 """
 
 import zlib
@@ -12,6 +15,7 @@ from itertools import count
 from random import Random
 from typing import Any, Literal, NamedTuple
 
+from roll_lite.rewards import reasoning_gym
 from roll_lite.rewards.instruction_prompts import MAX_CONSTRAINTS, draw_instructions
 from roll_lite.types import Prompt
 
@@ -68,12 +72,18 @@ LARGEST = {"instructions": MAX_CONSTRAINTS}
 def is_task(source: str) -> bool:
     """Whether a source of data has the form of a task; write ./addition:2 for such a file."""
     kind, colon, _ = source.partition(":")
-    return bool(colon) and kind in TASKS
+    return bool(colon) and (kind in TASKS or is_reasoning_gym(source))
+
+
+def is_reasoning_gym(source: str) -> bool:
+    return source.startswith(reasoning_gym.PREFIX)
 
 
 def parse_task(task: str) -> tuple[str, int]:
     """`kind:size` -> (kind, size); raises ValueError for an unknown task."""
     kind, _, size = task.partition(":")
+    if is_reasoning_gym(task):
+        raise ValueError(f"task={task!r} has questions only, no replies to imitate; use it in RL")
     if kind not in TASKS or not size.isdecimal() or int(size) < 1:
         known = ", ".join(f"{name}:N" for name in TASKS)
         raise ValueError(f"task={task!r} is not known; use one of {known} with N at least 1")
@@ -82,8 +92,18 @@ def parse_task(task: str) -> tuple[str, int]:
     return kind, int(size)
 
 
+def check_task(task: str) -> None:
+    """Raise ValueError for an unknown task."""
+    if is_reasoning_gym(task):
+        reasoning_gym.open_dataset(task)
+    else:
+        parse_task(task)
+
+
 def prompts(task: str, *, seed: int | str, split: Split = "train") -> Iterator[Prompt]:
     """Endless prompts of one split, determined by the seed."""
+    if is_reasoning_gym(task):
+        yield from (reasoning_gym.question(task, n, seed=seed, split=split) for n in count())
     for prompt, _ in demonstrations(task, seed=seed, split=split):
         yield prompt
 

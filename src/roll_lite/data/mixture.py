@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from roll_lite import tasks
 from roll_lite.data.rows import read_prompts
-from roll_lite.data.sources import Endless, Shuffled, check_source, digest
+from roll_lite.data.sources import Endless, Indexed, Shuffled, check_source, digest
+from roll_lite.rewards import reasoning_gym
 from roll_lite.types import Prompt
 
 
@@ -39,7 +40,7 @@ def parse_mixture(entries: Sequence[str]) -> tuple[Entry, ...]:
     seen: dict[Any, str] = {}
     parsed = tuple(_parse_entry(text) for text in entries)
     for text, entry in zip(entries, parsed, strict=True):
-        identity = tasks.parse_task(entry.source) if entry.is_task else Path(entry.source).resolve()
+        identity = _identity(entry)
         if identity in seen:
             raise ValueError(
                 f"{text!r} is the same source as {seen[identity]!r}; name it once, with the sum "
@@ -47,6 +48,13 @@ def parse_mixture(entries: Sequence[str]) -> tuple[Entry, ...]:
             )
         seen[identity] = text
     return parsed
+
+
+def _identity(entry: Entry) -> Any:
+    if not entry.is_task:
+        return Path(entry.source).resolve()
+    is_whole = tasks.is_reasoning_gym(entry.source)
+    return entry.source if is_whole else tasks.parse_task(entry.source)
 
 
 def check_mixture(entries: Sequence[str]) -> None:
@@ -78,7 +86,7 @@ class Stream:
     domain: str
     weight: Fraction
     """Share of the mixture, not normalized."""
-    prompts: Shuffled[Prompt] | Endless[Prompt]
+    prompts: Shuffled[Prompt] | Endless[Prompt] | Indexed[Prompt]
     num_drawn: int = 0
     """Prompts drawn in turn; `next_of` takes further ones."""
 
@@ -131,7 +139,7 @@ class Mixture:
             for source, rows in files.items()
         }
         self._streams = [
-            [_generated_stream(entry, generate or tasks.prompts, seed)]
+            [_generated_stream(entry, generate, seed)]
             if generate or entry.is_task
             else _file_streams(entry, files[entry.source], seed)
             for entry in self._entries
@@ -276,9 +284,12 @@ def _read_file(source: str) -> list[Prompt]:
 
 
 def _generated_stream(
-    entry: Entry, generate: Callable[..., Iterator[Prompt]], seed: int | str
+    entry: Entry, generate: Callable[..., Iterator[Prompt]] | None, seed: int | str
 ) -> Stream:
-    restart = partial(generate, entry.source, seed=seed)
+    if generate is None and tasks.is_reasoning_gym(entry.source):
+        row = partial(reasoning_gym.question, entry.source, seed=seed, split="train")
+        return Stream(reasoning_gym.DOMAIN, entry.weight, Indexed(row))
+    restart = partial(generate or tasks.prompts, entry.source, seed=seed)
     return Stream(next(restart()).domain, entry.weight, Endless(restart))
 
 

@@ -70,6 +70,18 @@ class Endless(Positioned, Generic[T]):
         return taken
 
 
+class Indexed(Positioned, Generic[T]):
+    """Infinite rows, each of which is made from its number alone."""
+
+    def __init__(self, row: Callable[[int], T]):
+        self._row = row
+
+    def take(self, count: int) -> list[T]:
+        taken = [self._row(number) for number in range(self.position, self.position + count)]
+        self.position += count
+        return taken
+
+
 def fixed_options(config: Any, *names: str) -> dict[str, Any]:
     """Options that a resumed run must not change: the data, a file by its content, and these."""
     source, values = config.data, flatten(config)
@@ -86,9 +98,9 @@ def digest(path: str | Path) -> str:
 def check_source(source: str) -> None:
     """Raise ValueError for a source that is neither a file nor a task."""
     if tasks.is_task(source):
-        tasks.parse_task(source)
+        tasks.check_task(source)
     elif not Path(source).is_file():
-        known = ", ".join(f"{name}:N" for name in tasks.TASKS)
+        known = ", ".join([*(f"{name}:N" for name in tasks.TASKS), "rg:DATASET"])
         raise ValueError(f"{source!r} is neither a file nor a task; tasks are {known}")
 
 

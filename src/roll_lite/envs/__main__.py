@@ -17,13 +17,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from roll_lite.checks import at_least
 from roll_lite.envs.agents import Agent, AgentChat, game_class, human, random_agent, solver
 from roll_lite.envs.game import Game
 from roll_lite.envs.play import EnvError, EpisodeOptions
-from roll_lite.envs.registry import ENVS, EnvMaker, make_env, read_envs
+from roll_lite.envs.registry import ENVS, EnvMaker, make_env, read_envs, required_options
 from roll_lite.envs.traces import draw_traces, shares
 from roll_lite.types import Message, Prompt
 
@@ -76,7 +77,7 @@ def bench(options: argparse.Namespace) -> int:
     at_least(1, options, "episodes")
     envs, n = _envs(options), options.episodes
     print(f"{'env':<22}{'episodes/s':>11}{'steps/s':>10}{'success':>9}{'return':>8}{'turns':>7}")
-    for spec in options.env or [name for name, make in envs.items() if game_class(make)]:
+    for spec in options.env or filter(partial(_is_ready, envs), envs):
         make = make_env(spec, envs)
         agent, start = _agent(options.agent, make, options.seed), time.perf_counter()
         tasks = [_task(spec, seed) for seed in range(options.seed, options.seed + n)]
@@ -113,6 +114,11 @@ def traces(options: argparse.Namespace) -> int:
                 num_rows += 1
     print(f"{options.out}: {num_rows:,} dialogues of {options.episodes:,} episodes")
     return 0
+
+
+def _is_ready(envs: dict[str, EnvMaker], name: str) -> bool:
+    """Whether agents can play it without further options."""
+    return game_class(envs[name]) is not None and not required_options(envs[name])
 
 
 def _envs(options: argparse.Namespace) -> dict[str, EnvMaker]:

@@ -1,28 +1,41 @@
-"""Environments of other packages: Gymnasium, TextArena, OpenEnv, and reasoning-gym's questions.
+"""Environments of other packages as games: Gymnasium, TextArena, and OpenEnv's servers.
 
-Their packages are imported when they are used, and are no dependencies of this one.
+Their packages are imported when they are used, and are no dependencies of this one:
+`pip install "roll_lite[envs]"` installs them.
 """
 
 import asyncio
+import importlib
 import json
 import random as global_random
 import urllib.request
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
 from random import Random
+from types import ModuleType
 from typing import Any
 
 from roll_lite.envs.env import Observation
-from roll_lite.envs.game import Game, answer_of
-from roll_lite.types import Prompt
+from roll_lite.envs.game import Game
+
+
+def import_package(name: str, install: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"the package {name} cannot be imported ({error}); pip install {install}"
+        ) from error
 
 
 @dataclass(kw_only=True)
 class Adapted(Game):
     """A game whose rules are in another package. It is won if the rewards sum to more than 0."""
+
+    rules: str = ""
+    """What the player is told beside the actions."""
 
     def start(self, random: Random) -> None:
         self._return, self.is_over = 0.0, False
@@ -41,38 +54,68 @@ class Adapted(Game):
 
     def read(self, reply: str) -> str | None:
         """Any text, unless the actions have names: whether it is valid is for the package."""
-        return super().read(reply) if self.actions() else answer_of(reply)
+        return super().read(reply) if self.actions() else self.answer_of(reply)
 
 
 @dataclass(kw_only=True)
 class GymnasiumGame(Adapted):
-    """An object with Gymnasium's `reset` and `step`, by names of actions or by any text."""
+    """An environment of Gymnasium, with discrete actions or with text."""
 
-    env: Any
-    rules: str
-    action_names: Mapping[str, Any] | None = None
-    """The environment's actions by the names that the player uses; None if actions are text."""
+    id: str | Callable[[], Any]
+    """Of a registered environment, such as FrozenLake-v1; or a function that makes one."""
+    action_names: str | Mapping[str, Any] = ""
+    """Names of the actions 0, 1, ..., as in Left/Down/Right/Up, by default the numbers; or the
+    actions by name."""
     describe: Callable[[Any], str] = str
     """The text that the player sees of an observation."""
 
     @property
     def instruction(self) -> str:
-        return f"{self.rules}\nActions: {', '.join(self.actions()) or 'any text'}."
+        rules = self.rules or f"Play {self.id}."
+        return f"{rules}\nActions: {', '.join(self._actions) or 'any text'}."
 
     def begin(self, seed: int) -> None:
-        self._observation, _ = self.env.reset(seed=seed)
+        if callable(self.id):
+            self._env = self.id()
+        else:
+            self._env = import_package("gymnasium", "gymnasium").make(self.id)
+        self._actions = self._named_actions()
+        self._observation, _ = self._env.reset(seed=seed)
+
+    def _named_actions(self) -> dict[str, Any]:
+        """Actions by name; none if they are text."""
+        if isinstance(self.action_names, Mapping):
+            return dict(self.action_names)
+        space = getattr(self._env, "action_space", None)
+        if space is None or type(space).__name__ == "Text":
+            return {}
+        if type(space).__name__ != "Discrete":
+            raise ValueError(
+                f"the actions of {self.id} are {space}, not discrete; name some of them"
+            )
+        numbers = range(int(space.start), int(space.start) + int(space.n))
+        names = self.action_names.split("/") if self.action_names else list(map(str, numbers))
+        if len(names) != len(numbers):
+            raise ValueError(
+                f"action_names={self.action_names!r} must be {len(numbers)} names, joined by /"
+            )
+        return dict(zip(names, numbers, strict=True))
 
     def observe(self) -> str:
         return self.describe(self._observation)
 
     def actions(self) -> list[str]:
-        return list(self.action_names or ())
+        return list(self._actions)
 
     def act(self, action: str) -> float:
-        taken = self.action_names[action] if self.action_names else action
-        self._observation, reward, terminated, truncated, _ = self.env.step(taken)
+        taken = self._actions[action] if self._actions else action
+        self._observation, reward, terminated, truncated, _ = self._env.step(taken)
         self.is_over, self._return = terminated or truncated, self._return + float(reward)
         return float(reward)
+
+    def close(self) -> None:
+        if hasattr(self._env, "close"):
+            self._env.close()
 
 
 @dataclass(kw_only=True)
@@ -87,17 +130,16 @@ class TextArenaGame(Adapted):
 
     @property
     def instruction(self) -> str:
-        return self._rules
+        return "\n".join(filter(None, (self.rules, self._told_first)))
 
     def begin(self, seed: int) -> None:
-        import textarena
-
+        textarena = import_package("textarena", "textarena")
         self._generator = Random(seed).getstate()
         with self._own_generator():
             self._env = textarena.make(self.id)
             self._env.reset(num_players=1, seed=seed)
             self._told = ""
-            self._rules, self._seen = self._read_messages(), "The game begins."
+            self._told_first, self._seen = self._read_messages(), "The game begins."
 
     def observe(self) -> str:
         return self._seen
@@ -136,27 +178,36 @@ class OpenEnvGame(Adapted):
 
     url: str
     """Without a path, such as http://localhost:8000."""
-    rules: str
+    _closing: ExitStack = field(default_factory=ExitStack, init=False, repr=False)
 
     @property
     def instruction(self) -> str:
-        return f"{self.rules}\nAn action is JSON of this schema: {json.dumps(self._schema)}"
+        schema = f"An action is JSON of this schema: {json.dumps(self._schema)}"
+        return "\n".join(filter(None, (self.rules, schema)))
+
+    async def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:
+        return await asyncio.to_thread(super().reset, seed)
+
+    async def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        return await asyncio.to_thread(super().step, action)
+
+    def close(self) -> None:
+        self._closing.close()
 
     def begin(self, seed: int) -> None:
-        from websockets.sync.client import connect
-
+        client = import_package("websockets.sync.client", "websockets")
         with urllib.request.urlopen(f"{self.url}/schema") as answer:
             self._schema = json.load(answer)["action"]
         address = f"ws{self.url.removeprefix('http')}/ws"
-        self._closing = ExitStack()
-        self._socket = self._closing.enter_context(connect(address, max_size=100 << 20))
+        connection = client.connect(address, max_size=100 << 20)
+        self._socket = self._closing.enter_context(connection)
         self._request("reset", {"seed": seed})
 
     def observe(self) -> str:
         return json.dumps(self._observation)
 
     def read(self, reply: str) -> str | None:
-        answer, required = answer_of(reply), self._schema.get("required", [])
+        answer, required = self.answer_of(reply), self._schema.get("required", [])
         if not answer:
             return None
         try:
@@ -171,12 +222,6 @@ class OpenEnvGame(Adapted):
     def act(self, action: str) -> float:
         return self._request("step", json.loads(action))
 
-    async def step(self, action: str) -> tuple[Observation, float, bool, bool, dict]:
-        result = await asyncio.to_thread(super().step, action)
-        if not result[0]:
-            self._closing.close()
-        return result
-
     def _request(self, kind: str, data: dict[str, Any]) -> float:
         """Send a message, and take the observation that answers it; return the reward."""
         self._socket.send(json.dumps({"type": kind, "data": data}))
@@ -187,36 +232,3 @@ class OpenEnvGame(Adapted):
         self._observation, self.is_over = data["observation"], data["done"]
         self._return += data["reward"] or 0.0
         return data["reward"] or 0.0
-
-
-def reasoning_gym_prompts(name: str, *, size: int, seed: int, **config: Any) -> list[Prompt]:
-    """Questions of a reasoning-gym dataset, such as spell_backward; `config` is the dataset's."""
-    import reasoning_gym
-
-    items = reasoning_gym.create_dataset(name, size=size, seed=seed, **config)
-    return [_prompt(f"{name}-{seed}-{index}", item) for index, item in enumerate(items)]
-
-
-def _prompt(id: str, item: dict[str, Any]) -> Prompt:
-    question = f"{item['question']}\n\nGive the answer as <answer> [your answer] </answer>."
-    return Prompt(
-        id=id,
-        messages=({"role": "user", "content": question},),
-        domain="reasoning_gym",
-        ground_truth=str(item["answer"]),
-        extra={"item": item},
-    )
-
-
-def reasoning_gym_answer(prompt: Prompt, reply: str) -> float:
-    """The dataset's own score of the first answer in tags, from 0 to 1."""
-    item = prompt.extra["item"]
-    score = _score_function(item["metadata"]["source_dataset"])
-    return float(score(answer=answer_of(reply), entry=item))
-
-
-@cache
-def _score_function(name: str) -> Callable[..., float]:
-    import reasoning_gym
-
-    return reasoning_gym.get_score_answer_fn(name)

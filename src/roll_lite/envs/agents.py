@@ -21,7 +21,13 @@ ALL_TURNS = EpisodeOptions()
 def random_agent(seed: int | str) -> Agent:
     """Plays valid actions, all as likely."""
     random = Random(f"agent {seed}")
-    return lambda game: game.as_reply(random.choice(game.actions()))
+
+    def reply(game: Game) -> str:
+        if not (actions := game.actions()):
+            raise ValueError(f"{type(game).__name__} takes any text, so no agent plays at random")
+        return game.as_reply(random.choice(actions))
+
+    return reply
 
 
 def solver(game: Game) -> str:

@@ -6,18 +6,19 @@ true, false, numbers and texts.
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
 
+from roll_lite.envs.adapters import GymnasiumGame, OpenEnvGame, TextArenaGame
 from roll_lite.envs.env import Env, EpisodeFunction
 from roll_lite.envs.frozen_lake import FrozenLake
 from roll_lite.envs.guess import Guess
 from roll_lite.envs.shop import Shop
 from roll_lite.envs.sokoban import OTHER_SYMBOLS, Sokoban
 from roll_lite.envs.tool import python_tool
+from roll_lite.options import parse_spec
 from roll_lite.rewards.file import import_file
 
 EnvMaker = Callable[..., Env] | EpisodeFunction
@@ -41,23 +42,16 @@ ENVS: dict[str, EnvMaker] = {
     "shop": Shop,
     "guess": Guess,
     "tool": python_tool,
+    "gymnasium": GymnasiumGame,
+    "textarena": TextArenaGame,
+    "openenv": OpenEnvGame,
 }
 """The environments of this package; `read_envs` reads those of a user's file."""
 
 
 def parse_env(spec: str) -> tuple[str, dict[str, Value]]:
     """`NAME:option=value,...` -> (name, options)."""
-    name, _, rest = spec.partition(":")
-    options: dict[str, Value] = {}
-    for text in rest.split(",") if rest else ():
-        option, equals, value = text.partition("=")
-        if not option or not equals or option in options:
-            raise ValueError(
-                f"env={spec!r}: {text!r} is not an option; write NAME:option=value,option=value, "
-                "each option once, as in frozen_lake:size=8,style=short"
-            )
-        options[option] = _value(value)
-    return name, options
+    return parse_spec(spec)
 
 
 def make_env(spec: str, envs: Mapping[str, EnvMaker] = ENVS) -> EnvMaker:
@@ -76,9 +70,8 @@ def make_env(spec: str, envs: Mapping[str, EnvMaker] = ENVS) -> EnvMaker:
         if not _fits(value, known[option].annotation):
             wanted = _in_words(known[option].annotation)
             raise ValueError(f"env={spec!r}: {option}={value!r} must be {wanted}")
-    for option, parameter in known.items():
-        if parameter.default is parameter.empty and option not in options:
-            raise ValueError(f"env={spec!r} needs a value; write {name}:{option}=...")
+    if missing := [option for option in required_options(envs[name]) if option not in options]:
+        raise ValueError(f"env={spec!r} lacks {missing[0]}; write {name}:{missing[0]}=...")
     made = partial(envs[name], **options)
     if not inspect.iscoroutinefunction(made):
         _try(made, spec)
@@ -91,6 +84,11 @@ def options_of(maker: EnvMaker) -> dict[str, inspect.Parameter]:
     if inspect.iscoroutinefunction(maker):
         parameters = parameters[2:]  # after the conversation and the task
     return {p.name: p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+
+
+def required_options(maker: EnvMaker) -> list[str]:
+    known = options_of(maker).values()
+    return [parameter.name for parameter in known if parameter.default is parameter.empty]
 
 
 def read_envs(path: str | Path) -> dict[str, EnvMaker]:
@@ -106,15 +104,6 @@ def read_envs(path: str | Path) -> dict[str, EnvMaker]:
             "ENVS = {'mine': MyEnv}"
         )
     return envs
-
-
-def _value(text: str) -> Value:
-    if text in ("true", "false"):
-        return text == "true"
-    for number in (int, float):
-        with suppress(ValueError):
-            return number(text)
-    return text
 
 
 def _fits(value: Value, hint: Any) -> bool:

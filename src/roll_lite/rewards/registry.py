@@ -7,6 +7,7 @@ from roll_lite.rewards.choice import choice_answer, right_letter
 from roll_lite.rewards.code import check_tests, passes_tests
 from roll_lite.rewards.instructions import check_instructions, instructions_followed
 from roll_lite.rewards.maths import check_truth, math_answer
+from roll_lite.rewards.reasoning_gym import check_item, reasoning_gym_answer
 from roll_lite.types import Prompt, Reward
 
 REWARDS: dict[str, Reward] = {
@@ -14,6 +15,7 @@ REWARDS: dict[str, Reward] = {
     "choice": choice_answer,
     "instructions": instructions_followed,
     "code": passes_tests,
+    "reasoning_gym": reasoning_gym_answer,
 }
 """Rewards by domain, as `python -m roll_lite.rewards` knows them; add new ones here."""
 
@@ -22,6 +24,7 @@ CHECKS: dict[Reward, Callable[[Prompt], Any]] = {
     choice_answer: right_letter,
     instructions_followed: check_instructions,
     passes_tests: check_tests,
+    reasoning_gym_answer: check_item,
 }
 """Checks by reward; a check raises ValueError for a prompt that its reward cannot score."""
 

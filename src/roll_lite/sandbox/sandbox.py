@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import Pipe
@@ -19,6 +19,8 @@ from roll_lite.checks import above, at_least
 Isolation = Literal["full", "rlimits"]
 Kind = Literal["ok", "error", "timeout", "memory", "output"]
 
+MAX_SHARED = 4
+"""Programs of one process that run at the same time; there are many worker processes."""
 _PACKAGES = str(Path(__file__).parents[2])
 _START = (
     "import sys; sys.path.append({packages!r}); "
@@ -97,16 +99,18 @@ class Outcome:
 
 
 def run_program(source: str, *, isolation: Isolation = "full", **options: Any) -> Outcome:
-    """Run a Python program once, in a `Sandbox` that all calls of this process share.
+    """Run a Python program once, in one of the `Sandbox`es that all calls of this process share.
 
     The options are those of `Sandbox.run`.
     """
-    return _shared_sandbox(os.getpid(), isolation).run(source, **options)
+    with _shared_sandboxes(os.getpid(), isolation).take() as sandbox:
+        return sandbox.run(source, **options)
 
 
 def run_repeatedly(source: str, *, isolation: Isolation = "full", **options: Any) -> list[Outcome]:
     """As `Sandbox.run_repeatedly`, in a `Sandbox` that all calls of this process share."""
-    return _shared_sandbox(os.getpid(), isolation).run_repeatedly(source, **options)
+    with _shared_sandboxes(os.getpid(), isolation).take() as sandbox:
+        return sandbox.run_repeatedly(source, **options)
 
 
 class Sandbox:
@@ -198,9 +202,32 @@ def _environment() -> dict[str, str]:
     return kept | {"PYTHONHASHSEED": "0"}
 
 
+class SharedSandboxes:
+    """As many sandboxes as threads have used at the same time, up to MAX_SHARED."""
+
+    def __init__(self, isolation: Isolation):
+        self._isolation, self._idle = isolation, []
+        self._places = threading.Semaphore(MAX_SHARED)
+
+    @contextmanager
+    def take(self) -> Iterator[Sandbox]:
+        """One that no other thread uses until it is given back."""
+        with self._places:
+            sandbox = self._idle_or_new()
+            try:
+                yield sandbox
+            finally:
+                self._idle.append(sandbox)
+
+    def _idle_or_new(self) -> Sandbox:
+        with suppress(IndexError):
+            return self._idle.pop()
+        sandbox = Sandbox(self._isolation)
+        atexit.register(sandbox.close)
+        return sandbox
+
+
 @cache
-def _shared_sandbox(pid: int, isolation: Isolation) -> Sandbox:
-    """One for each process: a fork must not use its parent's sandbox."""
-    sandbox = Sandbox(isolation)
-    atexit.register(sandbox.close)
-    return sandbox
+def _shared_sandboxes(pid: int, isolation: Isolation) -> SharedSandboxes:
+    """Of each process its own: a fork must not use its parent's sandboxes."""
+    return SharedSandboxes(isolation)
