@@ -103,9 +103,9 @@ class SupervisorLink:
     def _write(self) -> None:
         with suppress(OSError):  # the supervisor has ended, which the reader finds out too
             while True:
-                message = self._outgoing.get()
-                self._connection.send(message)
-                if message is None:
+                messages = [self._outgoing.get() for _ in range(max(1, self._outgoing.qsize()))]
+                self._connection.send(messages)
+                if None in messages:
                     break
 
     def _read(self) -> None:

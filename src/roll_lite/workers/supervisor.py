@@ -108,7 +108,7 @@ class WorkerProcess:
 
 
 class Supervisor:
-    """Messages of the client are (job id, whether it begins, payload); those to the client are
+    """The client sends lists of messages (job id, whether it begins, payload), and gets messages
     (job id, whether it has ended, seconds, payload)."""
 
     def __init__(
@@ -138,10 +138,11 @@ class Supervisor:
                 self._assign()
                 ready = {key.fd: mask for key, mask in self._selector.select(self._seconds_left())}
                 if self._client.fileno() in ready:
-                    message = self._client.recv()
-                    if message is None:
+                    messages = self._client.recv()
+                    if None in messages:
                         break
-                    self._take_order(*message)
+                    for message in messages:
+                        self._take_order(*message)
                 for worker in list(self._workers):
                     self._check(worker, ready)
                 if time.monotonic() >= self._next_check:
@@ -153,6 +154,7 @@ class Supervisor:
     def _take_order(self, job_id: int, begins: bool, payload: bytes | None) -> None:
         if begins:
             self._waiting.append((job_id, payload))
+            self._assign()  # at once, for messages that follow this one
             return
         for worker in self._workers:  # none has the job if it ended meanwhile
             if job_id in worker.jobs:
