@@ -216,7 +216,7 @@ def run_recipe(recipe, *arguments, num_ranks=1):
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,  # only for a hang: a busy machine is slow
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -356,7 +356,7 @@ def test_two_nodes_with_their_own_addresses(tmp_path, alone):
     env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     command = [script, PROGRAMS, "same_everywhere", result_file]
-    run = subprocess.run(command, env=env, timeout=300, capture_output=True, text=True)
+    run = subprocess.run(command, env=env, timeout=1800, capture_output=True, text=True)
     if run.returncode == 77:
         pytest.skip("network namespaces are not allowed here")
     assert run.returncode == 0, run.stdout + run.stderr

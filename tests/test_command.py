@@ -129,7 +129,7 @@ def test_the_wheel_holds_library_command_and_recipes(tiny_folder, tmp_path):
 
     def run(*command):
         done = subprocess.run(
-            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1800
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

@@ -194,7 +194,7 @@ def test_pdb_stops_inside_a_reward_of_the_recipe(imitator, tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "pdb", RECIPES / "rlvr.py", "--model", imitator / "model",
          "--data", TASK, "--steps", "1", "--run-dir", tmp_path / "run"],
-        input=commands, capture_output=True, text=True, timeout=300,
+        input=commands, capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
     assert "reversed_word(prompt, reply" in result.stdout or "reversed_word()" in result.stdout
     assert "('truth is', '" in result.stdout

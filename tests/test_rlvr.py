@@ -42,7 +42,7 @@ def launch(num_ranks, **options):
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return steps_of(options["run_dir"])

@@ -4,7 +4,9 @@ import itertools
 import re
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 from test_cluster import Program, run_failing
@@ -58,7 +60,9 @@ def test_alone_a_real_engine_gives_what_it_gives_by_itself(tiny_folder):
                 asked[:1], num_samples=1, params=SamplingParams(max_tokens=4, temperature=0.0)
             )
     assert len(greedy.samples[0].turns[0].token_ids) <= 4
-    assert [[s.turns for s in g.samples] for g in groups] == [[[t] for t in g] for g in expected]
+    for group, turns in zip(groups, expected, strict=True):
+        for sample, turn in zip(group.samples, turns, strict=True):
+            assert sample.turns == [replace(turn, state=ANY, result=ANY)]
 
 
 def with_model(folder, tiny_folder):

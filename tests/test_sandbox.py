@@ -430,7 +430,8 @@ def test_a_cheat_among_many_tests(rlimits, name):
     tests = ["assert f(3) == 9", "assert f(4) == 16", f"cheat()\n{TESTS}", "assert f(6) == 36"]
     try:
         outcomes = rlimits.run_repeatedly(program, tests=tests)
-        assert [outcome.kind for outcome in outcomes[:2]] == ["ok", "ok"]
+        # What the cheat writes may hide the run before it from the monitor, if that is slow.
+        assert {outcome.kind for outcome in outcomes[:2]} == {"ok"}
         assert outcomes[2:] == [] or outcomes[2].kind != "ok"
     except SandboxError:
         assert name == "kills its parent" and os.geteuid() != 0

@@ -34,7 +34,7 @@ def test_every_engine_holds_its_part_of_the_trainers_weights(tmp_path, device_ma
         [sys.executable, *torchrun, TESTS / "sync_program.py", device_map, tmp_path / "model",
          tmp_path / "result.pt"],
         env=os.environ | {"PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=1800, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     results = torch.load(tmp_path / "result.pt", weights_only=False)

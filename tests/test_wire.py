@@ -8,7 +8,7 @@ import torch
 
 from roll_lite.cluster import wire
 from roll_lite.cluster.wire import LONG, Mailbox, Post, decode, encode
-from roll_lite.types import Prompt, Sample
+from roll_lite.types import Prompt, Sample, TokenSequence
 
 IDS = list(range(1000, 1000 + 3 * LONG))
 
@@ -40,10 +40,11 @@ def test_values_decode_with_their_types(value):
 def test_tokens_of_samples_are_not_pickled():
     ids = IDS * 50
     prompt = Prompt(id="p", messages=(), domain="d", ground_truth="")
-    samples = [
-        Sample(prompt=prompt, index=i, token_ids=ids, loss_mask=[True] * 9, logprobs=[-0.5] * 9600)
-        for i in range(8)
-    ]
+
+    def tokens():
+        return TokenSequence(token_ids=ids, loss_mask=[True] * 9, logprobs=[-0.5] * 9600)
+
+    samples = [Sample(prompt=prompt, index=i, sequences=[tokens()]) for i in range(8)]
     message = encode(samples)
     assert decode(message) == samples
     assert len(message.pickled) < 3000 < len(pickle.dumps(samples)) / 10

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
@@ -23,6 +23,7 @@ OPEN_THOUGHTS, CLOSE_THOUGHTS = "<think>", "</think>"
 _QUESTION = {"role": "user", "content": "?"}
 _MARK = "\u2063reply\u2063"  # placeholder for a reply in the rendered template
 _TOOL_CALL = r"(?s)<tool_call>\s*(.*?)\s*</tool_call>"
+_MEMORY = 4096  # encoded texts that are kept
 _AT_ONCE = 1024  # replies per tokenizer call: faster than one by one, with bounded memory
 _NOT_ARGUMENTS = {
     "messages", "add_generation_prompt", "raise_exception", "strftime_now", "namespace",
@@ -58,7 +59,7 @@ class Chat:
         template = _with_fixed_date(self.tokenizer.get_chat_template())
         _check_arguments(template_args, template, folder)
         self.tokenizer.chat_template, self._template_args = template, template_args
-        self._last_encoded: tuple[tuple | None, list[int]] = None, []
+        self._memory: dict[str, list[int]] = {}
         # SentencePiece tokenizers put a space before a text, but not behind a newline.
         self._lead = "" if self._ids("\na")[-1:] == self._ids("a") else "\n"
         self.end_of_turn = self._end_of_turn()
@@ -74,11 +75,11 @@ class Chat:
 
         `tools` are functions that the model may call, as JSON schemas; few templates show them.
         """
-        # The samples of a group have the same messages, one after the other.
-        key = tuple(tuple(message.items()) for message in messages), tools
-        if self._last_encoded[0] != key:
-            self._last_encoded = key, self._ids(self._prompt_text(messages, tools))
-        return list(self._last_encoded[1])
+
+        def encode() -> list[int]:
+            return self._ids(self._prompt_text(messages, tools))
+
+        return list(self._remembered(encode, "prompt", *messages, tools))
 
     def continue_with(self, token_ids: list[int], messages: Sequence[Message]) -> list[int]:
         """The ids for the next reply: the conversation so far, then `messages`.
@@ -86,8 +87,12 @@ class Chat:
         `token_ids` (the conversation exactly as it was sampled) is kept; only the text that the
         template puts after a reply is encoded.
         """
-        _, after = self._around_reply([_QUESTION], messages)
-        (after_ids,) = self._continuations([after])
+
+        def encode() -> list[int]:
+            _, after = self._around_reply([_QUESTION], messages)
+            return self._continuations([after])[0]
+
+        after_ids = self._remembered(encode, "continuation", *messages)
         if token_ids and token_ids[-1] in self.stop_ids and self.end_of_turn in after_ids:
             after_ids = after_ids[after_ids.index(self.end_of_turn) + 1 :]
         return token_ids + after_ids
@@ -146,6 +151,15 @@ class Chat:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def _remembered(self, encode: Callable[[], list[int]], *key: Any) -> list[int]:
+        """Samples of a group often read the same: their prompt, a board after the same moves."""
+        text = repr(key)
+        if text not in self._memory:
+            if len(self._memory) == _MEMORY:
+                self._memory.clear()
+            self._memory[text] = encode()
+        return self._memory[text]
 
     def _prompt_text(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None

@@ -5,7 +5,7 @@ from random import Random
 
 from roll_lite.checks import at_least
 from roll_lite.envs.game import Game
-from roll_lite.envs.sokoban_rooms import draw_room, push, shortest_solution
+from roll_lite.envs.sokoban_rooms import push, room_of, shortest_solution
 
 MEANINGS = (
     "a wall",
@@ -53,7 +53,8 @@ class Sokoban(Game):
         )
 
     def start(self, random: Random) -> None:
-        self.room = draw_room(random, self.size, self.num_boxes, self.search_depth)
+        seed = random.getrandbits(64)
+        self.room = room_of(seed, self.size, self.num_boxes, self.search_depth)
 
     @property
     def is_over(self) -> bool:

@@ -6,6 +6,7 @@ Walls surround the floor, so no step leaves the room.
 
 from collections import deque
 from collections.abc import Iterator
+from functools import lru_cache
 from random import Random
 from typing import NamedTuple
 
@@ -66,6 +67,12 @@ def shortest_solution(room: Room) -> list[str] | None:
                 seen.add(after[3:])
                 queue.append((after, (*path, action)))
     return None
+
+
+@lru_cache(maxsize=256)
+def room_of(seed: int, size: int, num_boxes: int, search_depth: int) -> Room:
+    """The samples of a group begin in the same room, which takes milliseconds to make."""
+    return draw_room(Random(seed), size, num_boxes, search_depth)
 
 
 def draw_room(random: Random, size: int, num_boxes: int, search_depth: int) -> Room:

@@ -14,6 +14,9 @@ from roll_lite.workers.waiting import cancel_other_tasks
 
 CLOSE_SECONDS = 5.0  # for rewards that are running to come to an end
 IDLE_SECONDS = 0.0005  # between two pumps when no engine has work
+MAX_ROUNDS = 20
+"""Of callbacks before the next pump, which takes much longer: a reply passes through several
+coroutines until it is the next request."""
 GC_THRESHOLDS = (20_000, 20, 50)
 
 
@@ -116,6 +119,10 @@ class PumpedLoop:
         try:
             while True:
                 await asyncio.sleep(0 if is_busy else IDLE_SECONDS)
+                for _ in range(MAX_ROUNDS):  # what is ready may make other coroutines ready
+                    if task.done() or not self._loop.has_ready:
+                        break
+                    await asyncio.sleep(0)
                 if task.done():
                     return task.result()
                 is_busy = self._pump()
@@ -156,6 +163,11 @@ class StoppedClockLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return time.monotonic() - self._stopped
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether callbacks are to be called in the next round."""
+        return bool(self._ready)
 
     @contextmanager
     def running_clock(self) -> Iterator[None]:
