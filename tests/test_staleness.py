@@ -77,7 +77,7 @@ def kolmogorov_smirnov(first, second):
 @pytest.mark.slow
 @pytest.mark.parametrize("stale", ["keep", "drop"])
 def test_with_keep_trained_samples_are_as_long_as_generated_ones(stale):
-    """A sample in nine takes more than two steps of training, which is too stale for drop."""
+    """Training takes 1 s and a step about 2; one sample in nine takes more than 2 s, some 30."""
     options = {"samples_per_prompt": 4, "prompts_per_step": 16, "max_staleness": 1, "stale": stale}
     engines, trained, gaps, version = (
         SimulatedEngines(num_slots=64, delay=sample_seconds),
