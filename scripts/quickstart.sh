@@ -1,25 +1,45 @@
 #!/usr/bin/env bash
 # From a fresh clone to a model that has learnt: builds a tiny model, warms it up with supervised
-# dialogues, then trains it by reinforcement and shows its accuracy on questions it never saw.
-#   scripts/quickstart.sh [seed]      a good 2 minutes on two CPU cores after installation
+# dialogues, then trains it by reinforcement and shows its accuracy on what it never saw.
+#   scripts/quickstart.sh [seed]             reverses words: a good 2 minutes on two CPU cores
+#   scripts/quickstart.sh agentic [seed]     walks over frozen lakes, turn by turn: 3 minutes
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/venv.sh
 enter_venv
 
+kind=rlvr
+if [ "${1:-}" = agentic ]; then
+  kind=agentic
+  shift
+fi
 seed=${1:-0}
 out=runs/quickstart-$seed-$(date +%Y%m%d-%H%M%S)
-task=reverse:5
 
 echo; echo "1. a tiny model: one million parameters, one token per character"
 python -m roll_lite.models.tiny "$out/tiny" --seed "$seed"
 
-echo; echo "2. warm-up: imitate a careless teacher, who forgets the last letter seven times in ten"
-python recipes/sft.py --model "$out/tiny" --data $task --seed "$seed" \
-  --steps 140 --careless 0.7 --run-dir "$out/sft"
+if [ $kind = rlvr ]; then
+  task=reverse:5
+  echo; echo "2. warm-up: imitate a careless teacher, who forgets the last letter seven times in ten"
+  python recipes/sft.py --model "$out/tiny" --data $task --seed "$seed" \
+    --steps 140 --careless 0.7 --run-dir "$out/sft"
 
-echo; echo "3. reinforcement learning: sample, score, reinforce"
-python recipes/rlvr.py --model "$out/sft/model" --data $task --seed "$seed" --run-dir "$out/rlvr"
+  echo; echo "3. reinforcement learning: sample, score, reinforce"
+  python recipes/rlvr.py --model "$out/sft/model" --data $task --seed "$seed" --run-dir "$out/rlvr"
+else
+  lake=frozen_lake:size=3,style=short
+  echo; echo "2. warm-up: imitate a careless player, three moves in ten of whom are random"
+  python -m roll_lite.envs traces $lake --history 0 --mistakes 0.3 --seed "$seed" \
+    --out "$out/traces.jsonl"
+  python recipes/sft.py --model "$out/tiny" --data "$out/traces.jsonl" --seed "$seed" \
+    --steps 60 --eval-every 0 --run-dir "$out/sft"
 
-echo; echo "4. the curve: accuracy on held-out questions"
-python -m roll_lite.report.curve "$out/rlvr" eval/pass@1
+  echo; echo "3. reinforcement learning: play, reinforce (of random players 36% reach the goal)"
+  python recipes/agentic.py --model "$out/sft/model" --data $lake --history 0 --seed "$seed" \
+    --max-tokens 6 --steps 20 --prompts-per-step 24 --env-workers 1 --eval-prompts 128 \
+    --eval-samples 2 --run-dir "$out/agentic"
+fi
+
+echo; echo "4. the curve: share that is right, of questions or lakes it never saw"
+python -m roll_lite.report.curve "$out/$kind" eval/pass@1
