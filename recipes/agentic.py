@@ -19,7 +19,6 @@ from random import Random
 from typing import ClassVar
 
 from rlvr import FIXED, SHOWN, PolicyConfig, cache_tokens, make_roles, train
-from roll_lite.workers.environments import EnvWorkers
 
 from roll_lite import command, data
 from roll_lite.chat import Chat
@@ -36,6 +35,7 @@ from roll_lite.rollout.evaluation import Evaluation
 from roll_lite.rollout.event_loop import rare_collections
 from roll_lite.train.defaults import choose_defaults
 from roll_lite.types import Group, Prompt, SamplingParams
+from roll_lite.workers.environments import EnvWorkers
 
 
 class Doors:
