@@ -72,10 +72,17 @@ class Config(PolicyConfig):
     def __post_init__(self):
         super().__post_init__()
         _ = self.players  # refuses unknown environments and options
-        read_only_if(False, "files, as in rlvr.py,", self.evaluation, "eval_share")
-        read_only_if(False, "files, as in rlvr.py,", self.lengths, "long_prompts")
+        read_only_if(False, "files (rlvr.py)", self.evaluation, "eval_share")
+        read_only_if(False, "files (rlvr.py)", self.lengths, "long_prompts")
         if self.lengths.overlong == "penalty":
-            raise ValueError("overlong='penalty' is of replies, not of episodes; use train or mask")
+            raise ValueError("overlong='penalty' applies to single replies; use train or mask")
+        is_split = self.episodes.history is not None or self.episodes.old_thoughts == "drop"
+        if is_split and self.policy_loss.pack_options["by_sample"]:
+            raise ValueError(
+                f"loss={self.policy_loss.loss!r} or its correction has one number per episode, "
+                "whose sequences need not fit a micro-batch with history or old_thoughts=drop; "
+                "use loss=ppo, segment or cispo, with corrections by token"
+            )
 
     @property
     def default_kinds(self) -> dict[str, str]:
@@ -94,7 +101,7 @@ class Config(PolicyConfig):
 
     @property
     def held_out(self) -> list[Prompt]:
-        """Tasks to evaluate on: the same for all seeds, and never trained on."""
+        """Tasks to evaluate on: the same for all seeds of a run, from seeds never trained on."""
         if self.evaluation.eval_every == 0:
             return []
         return held_out_tasks(self.eval_specs, self.evaluation.eval_prompts)

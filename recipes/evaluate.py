@@ -13,13 +13,13 @@ stopped.
 """
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from agentic import OWN
-from rlvr import INLINE, REWARDS
+from rlvr import INLINE, REWARDS, cache_tokens
 
 from roll_lite import command, data
 from roll_lite.chat import Chat, ChatOptions
@@ -92,8 +92,13 @@ class Config:
 
     def __post_init__(self):
         read_config(self.model)
-        if not self.is_played:
+        if self.is_played:
+            _ = self.players  # refuses wrong options of environments
+        else:
             data.check_mixture(self.data)
+        for part in (self.environments, self.episodes):
+            names = (field.name for field in fields(part))
+            read_only_if(self.is_played, "environments in data", part, *names)
         at_least(1, self, "samples")
         above(0, self, "kv_cache_gib")
         finite(self, "pass_reward")
@@ -169,7 +174,8 @@ def main(cfg: Config) -> dict[str, float]:
         print(engines.describe())
         start = time.perf_counter()
         with make_scoring(cfg, prompts, cluster) as scoring:
-            groups = ask(cfg, prompts, answers, engines, chat, scoring, run)
+            context = min(read_config(cfg.model).max_positions, cache_tokens(cfg, cluster))
+            groups = ask(cfg, prompts, answers, engines, chat, scoring, run, context)
         refuse_all_failed(groups)
         metrics = pass_rates(groups, cfg.pass_reward)
         metrics["time/rollout"] = time.perf_counter() - start
@@ -207,7 +213,7 @@ def asked_with(cfg: Config) -> dict[str, Any]:
 
 def ask(
     cfg: Config, prompts: list[Prompt], answers: AnswerFile,
-    engines: RoleHandle, chat: Chat, scoring: Rewards | EnvWorkers, run: Run,
+    engines: RoleHandle, chat: Chat, scoring: Rewards | EnvWorkers, run: Run, context: int,
 ) -> list[Group]:  # fmt: skip
     """A group for each prompt; prompts that were answered before are not asked again."""
     params = replace(cfg.params, stop_ids=chat.stop_ids)
@@ -220,7 +226,7 @@ def ask(
         options=RolloutOptions(samples_per_prompt=cfg.samples),
         seed=cfg.seed,
         reward_engines=getattr(scoring, "engine_clients", ()),
-        max_length=read_config(cfg.model).max_positions if cfg.is_played else None,
+        max_length=context if cfg.is_played else None,
         episodes=cfg.episodes if cfg.is_played else ONE_TURN,
     ) as rollout:
         places = answers.missing

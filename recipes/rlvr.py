@@ -22,6 +22,7 @@ from roll_lite.chat import Chat, ChatOptions
 from roll_lite.checks import above, at_least, read_only_if, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle, split
+from roll_lite.engine.attention import PAGE_SIZE
 from roll_lite.engine.service import EngineService
 from roll_lite.models.config import read_config
 from roll_lite.models.cost import SequenceCost, kv_bytes_per_token
@@ -44,8 +45,8 @@ from roll_lite.train.checkpoint import CheckpointOptions, RunState
 from roll_lite.train.defaults import (
     check_algorithm,
     choose_defaults,
+    default_tokens,
     paper_advantages,
-    reply_tokens,
 )
 from roll_lite.train.kl import KLOptions
 from roll_lite.train.losses import (
@@ -149,7 +150,8 @@ class PolicyConfig:
 
     def _check_sizes(self) -> None:
         config = read_config(self.model)
-        max_tokens = self.lengths.max_tokens or reply_tokens(config)
+        kind = self.default_kinds["max_tokens"]
+        max_tokens = self.lengths.max_tokens or default_tokens(kind, config)
         if max_tokens >= self.longest_sample:
             raise ValueError(
                 f"max_tokens={max_tokens} must be below the model's {config.max_positions} "
@@ -321,7 +323,9 @@ def main(cfg: Config) -> list[float]:
 def cache_tokens(cfg: PolicyConfig, cluster: Cluster) -> int:
     """Tokens that the KV cache of a replica holds: in 16 bits, or 32 on a CPU."""
     tp, width = cluster.device_map["generate"].tp, 2 if cluster.device.type == "cuda" else 4
-    return int(cfg.kv_cache_gib * 2**30 / kv_bytes_per_token(read_config(cfg.model), tp, width))
+    largest_page = max(PAGE_SIZE.values())
+    per_token = kv_bytes_per_token(read_config(cfg.model), tp, width)
+    return int(cfg.kv_cache_gib * 2**30 / per_token) // largest_page * largest_page
 
 
 def train(

@@ -29,13 +29,13 @@ if [ $kind = rlvr ]; then
   python recipes/rlvr.py --model "$out/sft/model" --data $task --seed "$seed" --run-dir "$out/rlvr"
 else
   lake=frozen_lake:size=3,style=short
-  echo; echo "2. warm-up: imitate a careless player, three moves in ten of whom are random"
+  echo; echo "2. warm-up: imitate a careless player, who plays three moves in ten at random"
   python -m roll_lite.envs traces $lake --history 0 --mistakes 0.3 --seed "$seed" \
     --out "$out/traces.jsonl"
   python recipes/sft.py --model "$out/tiny" --data "$out/traces.jsonl" --seed "$seed" \
     --steps 60 --eval-every 0 --run-dir "$out/sft"
 
-  echo; echo "3. reinforcement learning: play, reinforce (of random players 36% reach the goal)"
+  echo; echo "3. reinforcement learning: play, reinforce (random play reaches the goal in 36% of the lakes)"
   python recipes/agentic.py --model "$out/sft/model" --data $lake --history 0 --seed "$seed" \
     --max-tokens 6 --steps 20 --prompts-per-step 24 --env-workers 1 --eval-prompts 128 \
     --eval-samples 2 --run-dir "$out/agentic"

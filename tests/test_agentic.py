@@ -190,7 +190,10 @@ def test_failing_environments_are_counted_and_the_run_goes_on_until_they_are_too
         ({"data": ("frozen_sea",)}, "env='frozen_sea' is not known; use one of frozen_lake"),
         ({"data": ("frozen_lake:depth=3",)}, "has no option 'depth'"),
         ({"eval_share": 0.1}, "eval_share"),
-        ({"overlong": "penalty", "overlong_buffer": 2}, "overlong='penalty' is of replies"),
+        (
+            {"overlong": "penalty", "overlong_buffer": 2},
+            "overlong='penalty' applies",
+        ),
         ({"advantage": "opd"}, "advantage='opd' needs a teacher"),
         ({"history": -1}, "history=-1 must be"),
     ],

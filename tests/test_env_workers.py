@@ -214,7 +214,7 @@ def test_only_the_one_that_hangs_fails(hasty, undisturbed, domain, reply, where,
     hasty.metrics()
     error, others = play_together(hasty, domain, reply)
     note = f"{error} {error.__notes__}"
-    assert f"{domain}, seed 99, turn 1: the environment took longer than seconds=0.6" in note
+    assert f"{domain}, seed 99, turn 1: the environment took longer than env_seconds=0.6" in note
     assert where in note and "roll_lite/" not in note
     assert others == undisturbed("asyncwalk" if domain == "stubborn" else domain)
     metrics = hasty.metrics()
@@ -381,7 +381,7 @@ def test_broken_environments_end_the_run(num_workers, capfd):
         results = asyncio.run(gather(workers))
     assert {type(result) for result in results} == {Ending, EnvError, EnvsBroken}
     text = next(str(result) for result in results if isinstance(result, EnvsBroken))
-    assert "of the last 50 episodes failed, more than max_error_share=0.2" in text
+    assert "of the last 50 episodes failed, more than env_error_share=0.2" in text
     example = r"- prompt p(\d+), seed \1, turn 1, reply 'raise wrong': worker_rewards\.OwnError: wr"
     assert len(re.findall(example, text)) == 3
     shown = capfd.readouterr().err

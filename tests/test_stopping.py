@@ -128,7 +128,7 @@ def test_resume_takes_the_options_of_the_run(command, small_folder, tmp_path):
     now = read_options(run / "config.json")
     expected = json.loads(json.dumps(first)) | {"steps": 6, "lr": 1e-3}
     assert {name: now[name] for name in expected} == expected
-    begun, resumed = json.loads((run / "config.json").read_text())["history"]
+    begun, resumed = json.loads((run / "config.json").read_text())["starts"]
     assert begun["step"] == 0 and "--lr 0.003" in begun["command"]
     assert resumed["step"] == 4
     assert resumed["changed"] == {"lr": [3e-3, 1e-3], "steps": [4, 6]}
@@ -295,7 +295,7 @@ def test_runs_of_the_version_before_resume(command, toy_folder, tmp_path):
     rlvr.main(from_flat(rlvr.Config, **values))
     written = json.loads((run / "config.json").read_text())
     old = {"critic_lr": 1e-3, "clip_low": 0.2, "clip_high": 0.2, "divide_by_std": True}
-    for name in ("history", "chosen", "long_prompts", "checkpoint_minutes", "template_args"):
+    for name in ("starts", "chosen", "long_prompts", "checkpoint_minutes", "template_args"):
         del written[name]
     (run / "config.json").write_text(json.dumps(written | old | {"loss": "reinforce"}))
     code, text = command(RLVR, "--resume", run, "--steps", 2)
@@ -307,7 +307,7 @@ def test_runs_of_the_version_before_resume(command, toy_folder, tmp_path):
 def test_runs_from_before_stale_samples_were_kept_go_on_dropping_them(
     tmp_path, max_staleness, stale
 ):
-    written = {"max_staleness": max_staleness, "extra_prompts": 3}
+    written = {"max_staleness": max_staleness, "extra_prompts": 3, "history": [{"step": 0}]}
     (tmp_path / "config.json").write_text(json.dumps(written))
     options = read_options(tmp_path / "config.json")
     assert options == {"max_staleness": max_staleness, "extra_groups": 3} | stale

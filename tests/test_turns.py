@@ -193,7 +193,7 @@ def test_measurements_are_combined_as_they_say():
     turns[0].result = TurnResult(measurements={"sum": {"valid": 1.0}})
     with pytest.raises(ValueError, match="'valid' is given as sum and as mean"):
         combine_measurements(turns)
-    with pytest.raises(ValueError, match="'median' is no way to combine"):
+    with pytest.raises(ValueError, match="'median' is not a way to combine"):
         TurnResult(measurements={"median": {"x": 1.0}})
 
 

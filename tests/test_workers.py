@@ -73,7 +73,7 @@ def test_parts_are_plain_numbers(shared):
 
 def test_hang(hasty):
     start = time.monotonic()
-    with pytest.raises(RewardTimeout, match=r"(?s)longer than seconds=0\.8.*in hang.*in do"):
+    with pytest.raises(RewardTimeout, match=r"(?s)longer than reward_seconds=0\.8.*in hang.*in do"):
         score(hasty, "hang")
     assert 0.8 <= time.monotonic() - start < 30
     assert score(hasty, "ok").value == 1
@@ -238,7 +238,7 @@ def test_a_failure_is_shown_once_with_its_line_and_reply(capfd):
     shown = capfd.readouterr().err
     assert shown.count("the reward of domain 'do' failed on prompt p") == 3
     assert shown.count("raise OwnError(argument)") == shown.count("worker_rewards.OwnError: ") == 1
-    assert shown.count("longer than seconds=0.8") == shown.count("in hang") == 1
+    assert shown.count("longer than reward_seconds=0.8") == shown.count("in hang") == 1
     assert shown.count("reply: 'hang'") == shown.count("reply: 'raise ") == 1
     assert "worker_rewards.py" in shown and "roll_lite/workers/supervisor.py" not in shown
 

@@ -23,7 +23,7 @@ OPEN_THOUGHTS, CLOSE_THOUGHTS = "<think>", "</think>"
 _QUESTION = {"role": "user", "content": "?"}
 _MARK = "\u2063reply\u2063"  # placeholder for a reply in the rendered template
 _TOOL_CALL = r"(?s)<tool_call>\s*(.*?)\s*</tool_call>"
-_MEMORY = 4096  # encoded texts that are kept
+_MEMORY = 1024  # encoded texts that are kept
 _AT_ONCE = 1024  # replies per tokenizer call: faster than one by one, with bounded memory
 _NOT_ARGUMENTS = {
     "messages", "add_generation_prompt", "raise_exception", "strftime_now", "namespace",

@@ -102,7 +102,7 @@ class TurnResult:
         for reduction, values in self.measurements.items():
             if reduction not in REDUCTIONS:
                 raise ValueError(
-                    f"{reduction!r} is no way to combine measurements; use one of "
+                    f"{reduction!r} is not a way to combine measurements; use one of "
                     f"{', '.join(REDUCTIONS)}"
                 )
             for name, value in values.items():

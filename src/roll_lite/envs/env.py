@@ -23,9 +23,8 @@ Observation = str | Sequence[Message]
 class Env(Protocol):
     """An object plays one episode. Both methods may be coroutines.
 
-    Optional attributes: `stop`, texts that end a reply; `max_tokens` of a reply; `finish_reason`,
-    which is set before each step: how the reply ended, `stop` or `length`; and a method `close`,
-    which is called at the end.
+    Optional attributes: `stop`, texts that end a reply; `finish_reason`, which is set before each
+    step: how the reply ended, `stop` or `length`; and a method `close`, which is called at the end.
 
     Keys of `info`, all optional:
     - `rules`, of reset: a text that stands before whatever the model reads first;
@@ -43,8 +42,8 @@ class Env(Protocol):
 
 
 class OutOfTokens(Exception):
-    """The conversation has no room for a further reply. An episode that does not catch it ends
-    with the rewards of its turns so far."""
+    """The conversation has no room for a further reply, or had its last turn. An episode that does
+    not catch it ends with the rewards of its turns so far."""
 
 
 class Conversation(Protocol):

@@ -30,7 +30,7 @@ class EnvError(RuntimeError):
 class EpisodeOptions:
     """Episodes: turns, and what the model reads of earlier ones."""
 
-    max_turns: int | None = None
+    max_turns: int = 100
     """Most turns of an episode, beside the limit of the environment itself."""
     history: int | None = None
     """Earlier turns that the model reads again; None is all. With a number, every turn that lacks
@@ -93,8 +93,7 @@ class _EnvPlayer:
                 with _naming(place):
                     told.hear(_messages(observation))
                     key = _state(info, observation)
-                limits = {name: getattr(env, name, None) for name in ("stop", "max_tokens")}
-                reply = await chat(told.messages, state=key, **limits)
+                reply = await chat(told.messages, state=key, stop=getattr(env, "stop", None))
                 told.say(reply)
                 with _naming(place):
                     env.finish_reason = chat.finish_reason

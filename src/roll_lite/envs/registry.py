@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from roll_lite.envs.adapters import GymnasiumGame, OpenEnvGame, TextArenaGame
 from roll_lite.envs.env import Env, EpisodeFunction
@@ -112,13 +112,13 @@ def _fits(value: Value, hint: Any) -> bool:
         return True
     if get_origin(hint) is Literal:
         return value in get_args(hint)
-    if isinstance(hint, UnionType):
+    if get_origin(hint) in (UnionType, Union):
         return any(_fits(value, member) for member in get_args(hint))
     return type(value) is hint or (type(value) is int and hint is float)
 
 
 def _in_words(hint: Any) -> str:
-    members = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    members = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
     return " or ".join(
         f"one of {', '.join(map(str, get_args(member)))}"
         if get_origin(member) is Literal

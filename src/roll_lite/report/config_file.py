@@ -1,6 +1,6 @@
-"""config.json: the options of a run, flat, with the history of its starts.
+"""config.json: the options of a run, flat, with its starts.
 
-`history` has the command, the step and the changed options of every start; `chosen` names options
+`starts` has the command, the step and the changed options of every start; `chosen` names options
 that were not given, but chosen for the model; `recipe` is the file that wrote it.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from roll_lite.options import chosen_names, flatten
 
-HISTORY, CHOSEN, RECIPE = "history", "chosen", "recipe"
+STARTS, CHOSEN, RECIPE = "starts", "chosen", "recipe"
 RENAMED = {
     "task": "data",
     "validation_data": "eval_data",
@@ -34,17 +34,17 @@ def write_config(folder: Path, config: Any, resumed_at: int | None) -> None:
     path, options = folder / "config.json", to_json(config)
     before = {}
     if resumed_at is not None and path.exists():
-        before = json.loads(path.read_text())
+        before = _read(path)
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     start = {"step": resumed_at or 0, "time": now, "command": command()}
     if before:
         start["changed"] = changes(before, options)
-    history = [*before.get(HISTORY, []), start]
+    starts = [*before.get(STARTS, []), start]
     chosen = [name for name in before.get(CHOSEN, []) if before[name] == options.get(name)]
     options[CHOSEN] = sorted({*chosen_names(config), *chosen})
     options[RECIPE] = recipe_name(type(config))
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(options | {HISTORY: history}, indent=2) + "\n")
+    partial.write_text(json.dumps(options | {STARTS: starts}, indent=2) + "\n")
     partial.rename(path)
 
 
@@ -56,14 +56,15 @@ def to_json(config: Any) -> dict[str, Any]:
 def read_options(path: str | Path, *, with_chosen: bool = True) -> dict[str, Any]:
     """The options in a config.json, flat and by today's names."""
     try:
-        written = json.loads(Path(path).read_text())
+        written = _read(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}; name the config.json of a run") from None
     if not isinstance(written, dict):
         raise ValueError(f"{path} holds no JSON object; name the config.json of a run")
-    left_out = {HISTORY, CHOSEN, RECIPE, *(() if with_chosen else written.get(CHOSEN, ()))}
+    left_out = {STARTS, CHOSEN, RECIPE, *(() if with_chosen else written.get(CHOSEN, ()))}
     options = {name: value for name, value in written.items() if name not in left_out}
-    return options if HISTORY in written else _of_older_version(options)
+    options = _renamed(options)
+    return options if STARTS in written else _of_older_version(options)
 
 
 def written_by(path: str | Path) -> str | None:
@@ -97,12 +98,24 @@ def command(*args: str) -> str:
     return shlex.join([*launch, *program, *(args or sys.argv[1:])])
 
 
-def _of_older_version(written: dict[str, Any]) -> dict[str, Any]:
-    """Names of today, and values that mean what the old defaults did."""
+def _read(path: str | Path) -> Any:
+    written = json.loads(Path(path).read_text())
+    if isinstance(written, dict) and isinstance(written.get("history"), list):
+        written[STARTS] = written.pop("history")  # its name in earlier versions
+    return written
+
+
+def _renamed(written: dict[str, Any]) -> dict[str, Any]:
+    """By names of today; asynchronous runs go on dropping stale samples if they did."""
     options = {name: value for name, value in written.items() if name not in RENAMED}
     options |= {RENAMED[n]: v for n, v in written.items() if n in RENAMED and v is not None}
     if options.get("max_staleness"):
         options.setdefault("stale", "drop")
+    return options
+
+
+def _of_older_version(options: dict[str, Any]) -> dict[str, Any]:
+    """Values that mean what the old defaults did."""
     loss = options.get("loss")
     if options.get("critic_lr") == 1e-3 and options.get("advantage") != "gae":
         del options["critic_lr"]

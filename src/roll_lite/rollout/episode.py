@@ -52,7 +52,8 @@ class Episode:
         self._timeout = asyncio.timeout(None)
         self._threads: list[Thread] = []
         self._limit_reached = ""
-        """Why there was no room for a further reply: `context` or `tokens`."""
+        """Why there was no room for a further reply: `context`, `tokens` or `turns`."""
+        self._one_at_a_time = asyncio.Lock()
         self.finish_reason: FinishReason = "stop"
         self.step_state: State = "stepping"
         """The sample's state while its environment works."""
@@ -90,7 +91,19 @@ class Episode:
         max_tokens: int | None = None,
         state: str | None = None,
     ) -> Message:
-        messages, sample, chat = list(messages), self.sample, self._runner.chat
+        async with self._one_at_a_time:
+            options = {"tools": tools, "stop": stop, "max_tokens": max_tokens, "state": state}
+            return await self._reply(list(messages), **options)
+
+    async def _reply(
+        self,
+        messages: list[Message],
+        tools: Sequence[dict[str, Any]] | None,
+        stop: Sequence[str] | None,
+        max_tokens: int | None,
+        state: str | None,
+    ) -> Message:
+        sample, chat = self.sample, self._runner.chat
         token_ids = self._encode(messages, tools)
         params = self._fit(len(token_ids), stop, max_tokens)
         sample.transcript += _since_reply(messages)
@@ -175,6 +188,11 @@ class Episode:
     ) -> SamplingParams:
         """Sampling parameters for a reply that stays within the limits."""
         runner, params = self._runner, self._group.params
+        if isinstance(stop, str):
+            raise TypeError(f"stop={stop!r} must be a tuple of texts: ({stop!r},)")
+        if len(self.sample.turns) >= runner.episodes.max_turns:
+            self._limit_reached = "turns"
+            raise OutOfTokens(f"the episode has had its {runner.episodes.max_turns} turns")
         wanted = params.max_tokens if max_tokens is None else min(max_tokens, params.max_tokens)
         room = {}
         if runner.max_length is not None:

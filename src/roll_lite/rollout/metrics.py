@@ -63,9 +63,9 @@ def _by_domain(groups: list[Group]) -> dict[str, float]:
 def pass_rates(groups: list[Group], pass_reward: float = 1.0) -> dict[str, float]:
     """Share of samples that pass (pass@1), and of prompts with one that does (pass@k).
 
-    An episode passes by its `success`, if it has one; any other sample with a reward of at least
-    `pass_reward`. Failed samples count neither as passed nor as not passed. With several domains,
-    each also has metrics of its own.
+    An episode passes with a `success` of 1, if it measures that; any other sample with a reward of
+    at least `pass_reward`. Failed samples count neither as passed nor as not passed. With several
+    domains, each also has metrics of its own.
     """
     domains = _split(groups)
     metrics = _pass_rates("eval", groups, pass_reward)
@@ -91,7 +91,7 @@ def _pass_rates(prefix: str, groups: list[Group], pass_reward: float) -> dict[st
         f"{prefix}/pass@1": fmean(map(fmean, passed)),
     }
     if episodes := _episodes(prefix, finished):
-        metrics |= episodes | _parts(prefix, finished)
+        metrics = _parts(prefix, finished) | episodes | metrics
     return metrics | (
         {f"{prefix}/pass@{num_samples}": fmean(map(any, passed))} if num_samples > 1 else {}
     )
@@ -99,7 +99,7 @@ def _pass_rates(prefix: str, groups: list[Group], pass_reward: float) -> dict[st
 
 def has_passed(sample: Sample, pass_reward: float) -> bool:
     score = sample.score
-    return score.parts["success"] > 0 if "success" in score.parts else score.value >= pass_reward
+    return score.parts["success"] >= 1 if "success" in score.parts else score.value >= pass_reward
 
 
 def _split(groups: Iterable[Group]) -> dict[str, list[Group]]:

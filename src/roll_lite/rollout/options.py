@@ -45,7 +45,7 @@ class RolloutOptions:
     """Seconds until an unfinished sample is aborted, from its admission to an engine to the end of
     scoring. Evaluation has no deadline."""
     max_retries: int = 2
-    """Retries of a request that an engine failed, and of an environment step that raised."""
+    """Retries of a request that an engine failed, and of a reward that raised."""
     samples_per_replica: int = 1024
     """Most unfinished samples per engine replica; further groups wait until a replica has room."""
 

@@ -230,7 +230,8 @@ class AdvantageOptions:
     advantage: str = "grpo"
     """Advantage estimator; gae trains a critic."""
     whiten: bool | None = None
-    """Whiten advantages over the batch's tokens; None does so for reinforce and reinforce++."""
+    """Whiten advantages over the batch's tokens; None does so for reinforce, reinforce++ and
+    agentic_reinforce."""
     advantage_clip: float | None = None
     """Clip advantages to this magnitude, after whitening."""
     reward_norm: Literal["none", "batch", "group", "running"] = "none"
@@ -294,4 +295,5 @@ class AdvantageOptions:
     @property
     def compares_samples(self) -> bool:
         """Whether a sample alone in its group has nothing to learn from."""
-        return self.unit == PerSample or "group" in (self.baseline, self.reward_norm)
+        has_group = self.advantage == "gigpo" or "group" in (self.baseline, self.reward_norm)
+        return self.unit == PerSample or has_group

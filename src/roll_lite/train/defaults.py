@@ -47,9 +47,10 @@ def choose_defaults(cfg: T, **kinds: str) -> T:
     return mark_chosen(from_flat(type(cfg), **given | chosen), chosen)
 
 
-def reply_tokens(config: ModelConfig) -> int:
-    """Longest reply, at most half of the model's positions."""
-    return min(_of_size(REPLY_TOKENS, config), config.max_positions // 2)
+def default_tokens(kind: str, config: ModelConfig) -> int:
+    """Longest reply, or turn of an episode; at most half of the model's positions."""
+    tokens = {"reply": REPLY_TOKENS, "turn": TURN_TOKENS}[kind]
+    return min(_of_size(tokens, config), config.max_positions // 2)
 
 
 def check_algorithm(advantages: AdvantageOptions, loss: LossOptions, kl: KLOptions) -> None:
@@ -71,10 +72,8 @@ def paper_advantages(advantages: AdvantageOptions, loss: LossOptions) -> Advanta
 
 
 def _default(kind: str, config: ModelConfig, has_adapters: bool) -> float:
-    if kind == "reply":
-        return reply_tokens(config)
-    if kind == "turn":
-        return _of_size(TURN_TOKENS, config)
+    if kind not in RATES:
+        return default_tokens(kind, config)
     rate = _of_size(RATES[kind], config)
     return rate * LORA_FACTOR if has_adapters and kind != "critic" else rate
 

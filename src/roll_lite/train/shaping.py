@@ -114,6 +114,6 @@ def penalise_overlong(groups: list[Group], max_tokens: int, buffer: int) -> list
 
 
 def mask_overlong(sequences: list[TrainingSequence], groups: list[Group]) -> list[TrainingSequence]:
-    """Without the samples of `groups`, by number, whose last turn was cut by its length."""
+    """Without the samples of `groups`, by number, that have a reply cut by its length."""
     samples = [sample for group in groups for sample in group.samples]
-    return [s for s in sequences if samples[s.sample].turns[-1].finish_reason != "length"]
+    return [sequence for sequence in sequences if not samples[sequence.sample].is_cut]

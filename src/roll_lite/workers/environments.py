@@ -9,7 +9,7 @@ import bdb
 import itertools
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +61,7 @@ class EnvWorkers:
         if num_workers:
             self._supervisor = SupervisorLink(EPISODES, self._players, num_workers, limits)
 
-    async def play(self, chat: Conversation, task: Prompt) -> Ending:
+    def play(self, chat: Conversation, task: Prompt) -> Awaitable[Ending]:
         """One episode, from any event loop. EnvsBroken ends the run and EnvError fails one episode;
         what `chat` raises is raised here."""
         if task.domain not in self._players:
@@ -69,7 +69,9 @@ class EnvWorkers:
                 f"prompt {task.id} has domain={task.domain!r}, for which there is no environment; "
                 f"known domains: {', '.join(sorted(self._players))}"
             )
-        watched = _Watched(chat)
+        return self._play(_Watched(chat), task)
+
+    async def _play(self, watched: "_Watched", task: Prompt) -> Ending:
         start = time.monotonic()
         if self._supervisor is None:
             outcome = await self._play_inline(watched, task)
@@ -95,7 +97,11 @@ class EnvWorkers:
         self.close()
 
     async def _play_in_worker(self, chat: "_Watched", task: Prompt) -> Outcome:
-        episode = _Episode(self._supervisor, chat, task)
+
+        def warn(failure: Failure) -> None:
+            self._budget.show_once(task, f"prompt {task.id}", chat.last_reply, failure)
+
+        episode = _Episode(self._supervisor, chat, task, warn)
         try:
             return await episode.play()
         finally:
@@ -188,8 +194,15 @@ class _Asked:
 class _Episode:
     """An episode, in one worker after another until it has an outcome."""
 
-    def __init__(self, link: SupervisorLink, chat: _Watched, task: Prompt):
-        self._link, self._chat, self._task = link, chat, task
+    def __init__(
+        self,
+        link: SupervisorLink,
+        chat: _Watched,
+        task: Prompt,
+        warn: Callable[[Failure], None],
+    ):
+        """`warn` is told when its worker died for an unknown reason."""
+        self._link, self._chat, self._task, self._warn = link, chat, task, warn
         self._turns: list[tuple[_Asked, Reply]] = []
         self._out_of_tokens: OutOfTokens | None = None
         self.num_replays = 0
@@ -201,7 +214,9 @@ class _Episode:
             is_innocent = isinstance(outcome, Failure) and outcome.culprit != "this"
             if not is_innocent:
                 return outcome
-            num_unexplained += outcome.culprit == "unknown"
+            if outcome.culprit == "unknown":
+                num_unexplained += 1
+                self._warn(outcome)
             if num_unexplained > MAX_UNEXPLAINED:
                 return outcome
             self.num_replays += 1

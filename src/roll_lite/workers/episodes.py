@@ -4,6 +4,7 @@ coordinator (environments.py)."""
 import asyncio
 import pickle
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,8 @@ from roll_lite.workers.worker import (
     flush_output,
 )
 
+MAX_THREADS = 8
+"""Of `asyncio.to_thread`, in a worker."""
 _job_id: ContextVar[int] = ContextVar("job_id")
 """The episode that a task belongs to."""
 
@@ -60,6 +63,7 @@ def run_episodes(
 ) -> None:
     """Play all episodes that come, at the same time."""
     loop = asyncio.new_event_loop()
+    loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS))
     loop.set_task_factory(lambda *task, **options: _marked_task(running, *task, **options))
     episodes: dict[int, _Episode] = {}
 
@@ -239,7 +243,7 @@ class _Episode:
 
     @property
     def _late_text(self) -> str:
-        return f"the environment took longer than seconds={self._seconds}"
+        return f"the environment took longer than env_seconds={self._seconds}"
 
     def _expire(self) -> None:
         self._is_late = True

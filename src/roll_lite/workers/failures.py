@@ -73,6 +73,8 @@ class Words:
     """Of metrics."""
     metrics: tuple[str, ...]
     """The first counts calls."""
+    share_option: str
+    """Of a recipe: the share of failures that it tolerates."""
     broken: type[TooManyFailures]
 
 
@@ -84,6 +86,7 @@ REWARDS = Words(
     calls="rewards",
     prefix="reward",
     metrics=("calls", "seconds", "errors", "timeouts", "crashes"),
+    share_option="max_error_share",
     broken=RewardsBroken,
 )
 ENVIRONMENTS = Words(
@@ -93,6 +96,7 @@ ENVIRONMENTS = Words(
     calls="episodes",
     prefix="env",
     metrics=("episodes", "seconds", "errors", "timeouts", "crashes", "replayed"),
+    share_option="env_error_share",
     broken=EnvsBroken,
 )
 
@@ -204,7 +208,7 @@ class ErrorBudget:
         where = f"prompt {prompt.id}{place}"
         if failure:
             self._counts.update(("errors", *_COUNTED_AS.get(failure.kind, ())))
-            self._show_once(prompt, where, reply, failure)
+            self.show_once(prompt, where, reply, failure)
         key = (prompt.id, reply) if key is None else key
         if key not in self._failed:
             self._add(key, where, reply, failure)
@@ -236,11 +240,12 @@ class ErrorBudget:
         examples = "\n".join(self._examples)
         return (
             f"{len(self._failed)} of the last {len(self._calls)} {self._words.calls} failed, more "
-            f"than max_error_share={self._max_error_share}. The most recent failures:\n{examples}\n"
-            f"The last of them in full:\n{self._last}"
+            f"than {self._words.share_option}={self._max_error_share}. The most recent failures:\n"
+            f"{examples}\nThe last of them in full:\n{self._last}"
         )
 
-    def _show_once(self, prompt: Prompt, where: str, reply: str, failure: Failure) -> None:
+    def show_once(self, prompt: Prompt, where: str, reply: str, failure: Failure) -> None:
+        """On the console, unless one of its domain and place was shown before."""
         key = prompt.domain, failure.place
         if key in self._shown or len(self._shown) == MAX_SHOWN:
             return

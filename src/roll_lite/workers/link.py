@@ -12,7 +12,7 @@ from multiprocessing import Pipe
 from queue import SimpleQueue
 from typing import Any
 
-from roll_lite.workers.failures import Failure
+from roll_lite.workers.failures import Failure, describe
 from roll_lite.workers.loading import pack
 from roll_lite.workers.worker import Work, WorkerLimits
 
@@ -20,6 +20,8 @@ Receiver = Callable[[float, Any], None]
 """Called with the seconds since a job was assigned to a worker, and with a message of the job."""
 
 _CLOSE_SECONDS = 10.0
+_FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}
+"""Otherwise every thread of a worker maps 64 MiB, which count against its memory limit."""
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _START = (
     "import sys; sys.path[:] = {path!r}; "
@@ -46,7 +48,7 @@ class SupervisorLink:
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C interrupts only the coordinator, which then closes
             # Libraries start threads on import, and threads do not survive a fork.
-            env=os.environ | dict.fromkeys(_ONE_THREAD, "1"),
+            env=os.environ | dict.fromkeys(_ONE_THREAD, "1") | _FEW_ARENAS,
         )
         theirs.close()
         self._connection.send(setup)
@@ -116,7 +118,7 @@ class SupervisorLink:
                     receive = self._receivers[job_id]
                     if has_ended:
                         del self._receivers[job_id]
-                receive(seconds, pickle.loads(payload))
+                receive(seconds, _loaded(payload))
         with self._lock:
             receivers, self._receivers = self._receivers, None
         for receive in receivers.values():
@@ -125,3 +127,11 @@ class SupervisorLink:
     @property
     def _failure(self) -> Failure:
         return Failure("crash", f"the supervisor of the {self._words.one} workers has ended")
+
+
+def _loaded(payload: bytes) -> Any:
+    """A message of a worker; a Failure if this process cannot read it."""
+    try:
+        return pickle.loads(payload)
+    except Exception as error:  # user code may send anything
+        return describe(error)

@@ -188,7 +188,7 @@ class Supervisor:
         """Replace workers whose code runs for too long."""
         for worker in list(self._workers):
             if self._hangs(worker):
-                text = f"{self._it} took longer than seconds={self._limits.seconds}"
+                text = f"{self._it} took longer than {self._seconds_option}"
                 self._replace(worker, Failure("timeout", text + worker.output_text))
         now = time.monotonic()
         running = [worker.running.read() for worker in self._workers]
@@ -213,6 +213,10 @@ class Supervisor:
             self._replace(worker, Failure("crash", f"{self._it} printed more than {limit}"))
         elif has_ended:
             self._replace(worker, None)
+
+    @property
+    def _seconds_option(self) -> str:
+        return f"{self._work.words.prefix}_seconds={self._limits.seconds}"
 
     @property
     def _it(self) -> str:

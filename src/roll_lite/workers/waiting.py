@@ -72,7 +72,9 @@ class WaitingCalls:
     def _late(self, error: BaseException) -> Failure:
         """The cancellation that caused the timeout knows where the reward was waiting."""
         where = describe(error.__cause__ or error).text
-        text = f"the reward took longer than seconds={self._seconds}\nIt waited here:\n{where}"
+        text = (
+            f"the reward took longer than reward_seconds={self._seconds}\nIt waited here:\n{where}"
+        )
         return Failure("timeout", text)
 
     async def _responds(self) -> bool:
@@ -86,8 +88,8 @@ class WaitingCalls:
         stack = user_frames("".join(traceback.format_stack(frame)))
         return Failure(
             "timeout",
-            f"a reward has blocked the event loop for more than seconds={self._seconds}; await "
-            f"what takes long, or make it a plain function\nIt is here:\n{stack}",
+            f"a reward has blocked the event loop for more than reward_seconds={self._seconds}; "
+            f"await what takes long, or make it a plain function\nIt is here:\n{stack}",
         )
 
 
