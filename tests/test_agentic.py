@@ -14,6 +14,7 @@ from conftest import run_recipe
 
 from roll_lite.envs.__main__ import main as envs
 from roll_lite.options import from_flat
+from roll_lite.report.config_file import read_options
 
 LAKE = "frozen_lake:size=2,style=short,max_steps=2"
 BASE = {
@@ -105,6 +106,7 @@ def test_a_resumed_run_is_the_same(train, walker, tmp_path):
         return [{name: row.get(name) for name in names} for row in rows]
 
     assert essence(parts) == essence(whole)
+    assert read_options(tmp_path / "parts" / "config.json")["history"] == 0
 
 
 def test_environments_are_mixed_by_share(train):

@@ -305,6 +305,19 @@ def test_a_coroutine_may_summarise_and_catch_the_limit():
     assert sample.score.value == 3.0 and len(sample.turns) == 2
 
 
+def test_a_coroutine_has_no_more_turns_than_the_options_allow():
+    async def talks_on(chat, task):
+        while True:
+            await chat([{"role": "user", "content": "1 2"}])
+            chat.result(0.5)
+
+    def play(chat, task):
+        return player(talks_on, "mine", EpisodeOptions())(chat, task)
+
+    (sample,) = collected(play, 1, episodes=EpisodeOptions(max_turns=3))
+    assert sample.end == "turns" and sample.score.value == 1.5 and len(sample.turns) == 3
+
+
 def test_episodes_are_kept_by_a_checkpoint_with_all_their_sequences():
     (sample,) = collected(playing_with(EpisodeOptions(history=1)), 1)
     group = make_groups([[0.0]])[0]
