@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from roll_lite.checks import at_least
+from roll_lite.envs.env import Observation
 from roll_lite.envs.game import Game
 from roll_lite.envs.sokoban_rooms import push, room_of, shortest_solution
 
@@ -52,9 +54,12 @@ class Sokoban(Game):
             "there."
         )
 
+    def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:
+        self._seed = seed
+        return super().reset(seed)
+
     def start(self, random: Random) -> None:
-        seed = random.getrandbits(64)
-        self.room = room_of(seed, self.size, self.num_boxes, self.search_depth)
+        self.room = room_of(self._seed, self.size, self.num_boxes, self.search_depth)
 
     @property
     def is_over(self) -> bool:
