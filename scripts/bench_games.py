@@ -39,7 +39,8 @@ def main() -> None:
         } | {k: v for k, v in metrics.items() if k.startswith(f"eval/{options.env}/")}
 
     model = options.model
-    evaluate(model, "before")
+    if not options.skip_before:
+        evaluate(model, "before")
     if options.episodes:
         traces = out / "traces.jsonl"
         command = ["-m", "roll_lite.envs", "traces", options.env, "--episodes", options.episodes,
@@ -102,6 +103,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--mistakes", type=float, default=0.0, help="share of random actions")
     parser.add_argument("--sft-steps", type=int, default=60)
     parser.add_argument("--held-out", type=int, default=1024, help="episodes to evaluate on")
+    parser.add_argument("--skip-before", action="store_true", help="another seed's run has it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", required=True)
     own, _, further = " ".join(sys.argv[1:]).partition(" -- ")

@@ -136,6 +136,28 @@ def test_short_style_is_the_bare_observation_and_the_bare_action():
     assert played(make, saying(*[as_reply("Up")] * 10))[1]["valid"] == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "symbols"),
+    [
+        ("frozen_lake", {"Holes": "O", "Goal": "G", "You": "P"}),
+        ("sokoban", {"Targets": "O√S", "Boxes": "X√", "You": "PS"}),
+    ],
+)
+def test_the_places_are_those_of_the_board(name, symbols):
+    for seed in range(50):
+        board = make_env(name)().reset(seed)[1]["state"].splitlines()
+        state = make_env(f"{name}:view=places")().reset(seed)[1]["state"].splitlines()
+        assert [line.replace(" ", "") for line in state[: len(board)]] == board
+        for line, (thing, signs) in zip(state[len(board) :], symbols.items(), strict=True):
+            found = [
+                f"row {i}, column {j}"
+                for i, row in enumerate(board, 1)
+                for j, symbol in enumerate(row, 1)
+                if symbol in signs
+            ]
+            assert line == f"{thing}: {'; '.join(found) or 'none'}."
+
+
 def test_measurements_are_combined_over_the_episode():
     replies = ["no", as_reply("1"), as_reply("1"), as_reply("18")]
     _, measured = played(Guess, saying(*replies), seed=1)  # the number is 18

@@ -7,10 +7,8 @@ from random import Random
 from typing import NamedTuple
 
 from roll_lite.checks import at_least
-from roll_lite.envs.game import Game
+from roll_lite.envs.game import Cell, Game
 
-Cell = tuple[int, int]
-"""Row and column, from the top left."""
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
 ACTIONS = list(MOVES)
 
@@ -97,7 +95,10 @@ class FrozenLake(Game):
 
     def observe(self) -> str:
         rows = range(self.size)
-        return "\n".join("".join(self._symbol((row, column)) for column in rows) for row in rows)
+        return self.draw(
+            [[self._symbol((row, column)) for column in rows] for row in rows],
+            {"Holes": sorted(self.lake.holes), "Goal": [self.lake.goal], "You": [self.player]},
+        )
 
     def _symbol(self, cell: Cell) -> str:
         is_hole, is_goal = cell in self.lake.holes, cell == self.lake.goal

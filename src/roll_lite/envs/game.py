@@ -4,7 +4,7 @@ A whole game is guess.py.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal
@@ -14,6 +14,8 @@ from roll_lite.envs.env import Observation
 
 SYSTEM = "You play a game. Win it with as high a reward as you can."
 OPEN, CLOSE = "<answer>", "</answer>"
+Cell = tuple[int, int]
+"""Row and column, from the top left."""
 
 
 @dataclass(kw_only=True)
@@ -32,6 +34,9 @@ class Game(ABC):
     style: Literal["full", "short"] = "full"
     """short: the player reads nothing but what he sees, and replies with the action alone. For tiny
     models that have imitated a solver."""
+    view: Literal["board", "places"] = "board"
+    """places: spaces between the cells of a board, and below it the row and column of each thing.
+    Small models do not see where a thing is in a drawing whose cells their tokenizer joins."""
 
     is_over = is_won = False
     """A subclass sets these two in `start` and `act`, or makes them properties."""
@@ -81,6 +86,13 @@ class Game(ABC):
         """Measurements of the state; the last ones are those of the episode."""
         return {"success": float(self.is_won)}
 
+    def draw(self, rows: Iterable[Iterable[str]], places: dict[str, Iterable[Cell]]) -> str:
+        """A board as text; `places` are the cells (row, column) of each kind of thing."""
+        if self.view == "board":
+            return "\n".join(map("".join, rows))
+        lines = [f"{thing}: {_name(cells)}." for thing, cells in places.items()]
+        return "\n".join([*map(" ".join, rows), *lines])
+
     def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:
         self._num_steps = 0
         self.start(Random(seed))
@@ -113,6 +125,10 @@ class Game(ABC):
             f"Actions left: {self.max_steps - self._num_steps}. "
             f"A response has at most {self.max_tokens} tokens.\nDecide the next action."
         )
+
+
+def _name(cells: Iterable[Cell]) -> str:
+    return "; ".join(f"row {row + 1}, column {column + 1}" for row, column in cells) or "none"
 
 
 def answer_of(reply: str) -> str | None:

@@ -70,8 +70,13 @@ class Sokoban(Game):
         return self.room.is_solved
 
     def observe(self) -> str:
-        cells = "".join(map(self._symbol, range(self.size**2)))
-        return "\n".join(cells[i : i + self.size] for i in range(0, len(cells), self.size))
+        cells = [self._symbol(cell) for cell in range(self.size**2)]
+        room = self.room
+        things = {"Targets": room.targets, "Boxes": room.boxes, "You": [room.player]}
+        return self.draw(
+            [cells[i : i + self.size] for i in range(0, len(cells), self.size)],
+            {name: [divmod(i, self.size) for i in sorted(found)] for name, found in things.items()},
+        )
 
     def _symbol(self, cell: int) -> str:
         wall, empty, target, done, box, player, player_on_target = self.symbols
