@@ -3,6 +3,7 @@
 import fcntl
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -23,6 +24,9 @@ from roll_lite.cluster.rendezvous import read_launch
 from roll_lite.models.tiny import build_tiny, character_tokenizer
 from roll_lite.options import from_flat
 from roll_lite.sandbox.sandbox import Sandbox, SandboxUnavailable
+
+# a shell starts what runs in the background with SIGINT ignored; tests of Ctrl-C need it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 sys.path.insert(0, str(RECIPES))

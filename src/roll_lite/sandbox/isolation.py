@@ -167,7 +167,9 @@ def _set_limits(limits: Limits, *, max_tasks: int) -> None:
     ):
         _, most = resource.getrlimit(what)
         bound = bound if most == resource.RLIM_INFINITY else min(bound, most)
-        resource.setrlimit(what, (bound, bound))
+        # SIGXCPU, which tells of the time limit, comes at the first bound, SIGKILL at the second
+        last = bound + 1 if what == resource.RLIMIT_CPU and bound != most else bound
+        resource.setrlimit(what, (bound, last))
 
 
 def _wait_as_init(program: int) -> None:
