@@ -1,9 +1,10 @@
 """Convert public datasets to prompts: rows with id, prompt, domain, and ground_truth or tests.
 
-Rows of GSM8K also have a reply, the worked solution, which sft.py can train on.
+Rows of GSM8K and MBPP also have a reply, the solution, which sft.py can train on.
 
     python scripts/convert_data.py gsm8k train.jsonl data/gsm8k.jsonl
     python scripts/convert_data.py humaneval HumanEval.jsonl data/humaneval.jsonl
+    python scripts/convert_data.py mbpp mbpp.jsonl data/mbpp.jsonl --split train
     python scripts/convert_data.py deepmath train.jsonl data/deepmath.jsonl --min-difficulty 5
 
 The source files are JSON lines.
@@ -13,7 +14,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
@@ -21,18 +22,30 @@ from roll_lite.data import Row, read_rows
 
 GSM8K = "a row of GSM8K has question, and answer with a number after ####"
 HUMANEVAL = "a row of HumanEval has task_id, prompt, entry_point and test"
+MBPP = "a row of MBPP has task_id, text, code, test_list and test_setup_code"
+SPLITS = {"few-shot": (1, 10), "test": (11, 510), "validation": (511, 600), "train": (601, 974)}
+"""First and last task of MBPP's parts, as its authors divided it."""
 DEEPMATH = "a row of DeepMath has id, prompt, ground_truth and difficulty"
 MATH_INSTRUCTION = "Reason step by step, and put the final answer last, in \\boxed{}."
 CODE_INSTRUCTION = (
     "Complete this Python function. Answer with the whole code, imports and given functions "
     "included, in one ```python block."
 )
+MBPP_INSTRUCTION = "Answer with the whole code in one ```python block."
 _CALCULATION = re.compile(r"<<[^<>]*>>")  # calculator annotations: 48/2 = <<48/2=24>>24
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
-def gsm8k(source: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path]) -> None:
-    """Grade-school maths: the answer is a number."""
+def gsm8k(
+    source: tyro.conf.Positional[Path],
+    out: tyro.conf.Positional[Path],
+    instruction: str = MATH_INSTRUCTION,
+) -> None:
+    """Grade-school maths: the answer is a number.
+
+    Args:
+        instruction: stands below each question; the reward also reads answers after ####
+    """
 
     def convert(row: Row) -> dict[str, Any]:
         solution, mark, number = row.text("answer").rpartition("####")
@@ -41,7 +54,7 @@ def gsm8k(source: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path]) -
             raise row.error(f"the answer ends with {number[-40:]!r}")
         name = f"gsm8k/{source.stem}/{row.number}"
         reply = f"{_CALCULATION.sub('', solution).strip()}\n\n\\boxed{{{number}}}".lstrip()
-        return _math_row(name, row.text("question"), number) | {"reply": reply}
+        return _math_row(name, row.text("question"), number, instruction) | {"reply": reply}
 
     _write(out, read_rows(source, convert, GSM8K))
 
@@ -59,6 +72,38 @@ def humaneval(source: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path
         }
 
     _write(out, read_rows(source, convert, HUMANEVAL))
+
+
+def mbpp(
+    source: tyro.conf.Positional[Path],
+    out: tyro.conf.Positional[Path],
+    split: Literal["all", "train", "validation", "test", "few-shot"] = "all",
+) -> None:
+    """Short Python functions. The prompt shows the first test; all tests must pass.
+
+    Args:
+        split: a part, as the authors of MBPP divided it
+    """
+
+    def convert(row: Row) -> dict[str, Any] | None:
+        number = int(row.text_or_number("task_id"))
+        first, last = SPLITS.get(split, (1, 974))
+        if not first <= number <= last:
+            return None
+        tests = row.fields.get("test_list")
+        if not tests or not isinstance(tests, list):
+            raise row.error("field 'test_list' is not a list of tests")
+        code = row.text("code").replace("\r\n", "\n").strip()
+        return {
+            "id": f"mbpp/{number}",
+            "prompt": f"{row.text('text').strip()}\n\nIt must pass tests like this one:\n\n"
+            f"```python\n{tests[0]}\n```\n\n{MBPP_INSTRUCTION}",
+            "domain": "code",
+            "tests": [{"code": "\n".join([row.text("test_setup_code"), *tests]).strip()}],
+            "reply": f"```python\n{code}\n```",
+        }
+
+    _write(out, [row for row in read_rows(source, convert, MBPP) if row])
 
 
 def deepmath(
@@ -100,8 +145,10 @@ def _difficulty(row: Row) -> float:
         raise row.error(f"field 'difficulty' is {text!r} instead of a number") from None
 
 
-def _math_row(name: str, question: str, answer: str) -> dict[str, Any]:
-    prompt = f"{question.strip()}\n\n{MATH_INSTRUCTION}"
+def _math_row(
+    name: str, question: str, answer: str, instruction: str = MATH_INSTRUCTION
+) -> dict[str, Any]:
+    prompt = f"{question.strip()}\n\n{instruction}"
     return {"id": name, "prompt": prompt, "domain": "math", "ground_truth": answer}
 
 
@@ -114,6 +161,6 @@ def _write(out: Path, rows: list[dict[str, Any]]) -> None:
 
 if __name__ == "__main__":
     tyro.extras.subcommand_cli_from_dict(
-        {"gsm8k": gsm8k, "humaneval": humaneval, "deepmath": deepmath},
+        {"gsm8k": gsm8k, "humaneval": humaneval, "mbpp": mbpp, "deepmath": deepmath},
         description=__doc__.split("\n\n")[0],
     )

@@ -22,6 +22,17 @@ SQUARE = {
     "canonical_solution": "    return x * x\n",
     "test": "\n\ndef check(candidate):\n    assert candidate(3) == 9\n",
 }
+CUBES = [
+    {
+        "task_id": number,
+        "text": "Write a function to cube a number. ",
+        "code": "def cube(x):\r\n  return x ** 3",
+        "test_setup_code": "three = 3",
+        "test_list": ["assert cube(2) == 8", "assert cube(three) == 27"],
+        "challenge_test_list": [],
+    }
+    for number in (10, 11, 510, 511, 600, 601, 974)
+]
 LIMITS = [
     {"id": str(i), "difficulty": level, "prompt": f"Find limit {i}.", "ground_truth": f"\\pi/{i}"}
     for i, level in enumerate(["2.5", 5, "8.0", "9.5"], start=1)
@@ -70,6 +81,34 @@ def test_humaneval(tmp_path):
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
+        ((), [10, 11, 510, 511, 600, 601, 974]),
+        (("--split", "train"), [601, 974]),
+        (("--split", "validation"), [511, 600]),
+        (("--split", "test"), [11, 510]),
+    ],
+)
+def test_mbpp(tmp_path, options, kept):
+    out, _ = convert(tmp_path, "mbpp", CUBES, *options)
+    prompts, dialogues = read_prompts(out), read_dialogues(out)
+    assert [prompt.id for prompt in prompts] == [f"mbpp/{number}" for number in kept]
+    content = prompts[0].messages[0]["content"]
+    assert "cube(2) == 8" in content and "cube(three)" not in content
+    (test,) = prompts[0].tests
+    program = dialogues[0].messages[-1]["content"].removeprefix("```python").removesuffix("```")
+    exec(program + test["code"], {})
+    with pytest.raises(AssertionError):
+        exec(program.replace("3", "2 + 4 * (x == 2)") + test["code"], {})
+
+
+def test_another_instruction(tmp_path):
+    out, _ = convert(tmp_path, "gsm8k", [APPLES], "--instruction", "Answer after ####.")
+    (prompt,) = read_prompts(out)
+    assert prompt.messages[0]["content"] == "Two apples and 2 more?\n\nAnswer after ####."
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
         ((), [1, 2, 3, 4]),
         (("--min-difficulty", "5"), [2, 3, 4]),
         (("--min-difficulty", "5", "--max-difficulty", "8"), [2, 3]),
@@ -91,6 +130,7 @@ def test_deepmath(tmp_path, options, kept):
         ("gsm8k", APPLES, APPLES | {"answer": "#### four"}, "the answer ends with 'four'"),
         ("gsm8k", APPLES, {"answer": "#### 4"}, "no field 'question'"),
         ("humaneval", SQUARE, SQUARE | {"test": None}, "field 'test' is null instead of text"),
+        ("mbpp", CUBES[0], CUBES[0] | {"test_list": "x"}, "field 'test_list' is not a list"),
         ("deepmath", LIMITS[0], LIMITS[1] | {"ground_truth": " "}, "'ground_truth' is empty"),
         ("deepmath", LIMITS[0], LIMITS[1] | {"difficulty": "high"}, "'difficulty' is 'high' inst"),
     ],
