@@ -60,6 +60,8 @@ class Chat:
         _check_arguments(template_args, template, folder)
         self.tokenizer.chat_template, self._template_args = template, template_args
         self._memory: dict[str, list[int]] = {}
+        # Called without transformers' wrapper, which takes longer than a turn's tokens do.
+        self._backend = getattr(self.tokenizer, "backend_tokenizer", None)
         # SentencePiece tokenizers put a space before a text, but not behind a newline.
         self._lead = "" if self._ids("\na")[-1:] == self._ids("a") else "\n"
         self.end_of_turn = self._end_of_turn()
@@ -233,14 +235,18 @@ class Chat:
             ) from None
 
     def _ids(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        if self._backend is None:
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        return self._backend.encode(text, add_special_tokens=False).ids
 
     def _ids_of_all(self, texts: Sequence[str]) -> list[list[int]]:
+        if len(texts) == 1:
+            return [self._ids(texts[0])]
         return self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
 
     def _continuations(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of texts that go on where others ended."""
-        num_lead = len(self._ids(self._lead))
+        num_lead = len(self._ids(self._lead)) if self._lead else 0
         return [ids[num_lead:] for ids in self._ids_of_all([self._lead + text for text in texts])]
 
     def _ended(self, reply_ids: list[int]) -> list[int]:
