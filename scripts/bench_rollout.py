@@ -1,12 +1,14 @@
-"""Samples per second that the coordinator can start, score and return.
+"""Processor time that the coordinator needs for a sample: to start it, score it and return it.
 
 python scripts/bench_rollout.py
 
-Engines answer at once, in the coordinator's thread, so only its own work is measured.
+Engines answer in the coordinator's thread, some samples at a time, in random order, so only its own
+work is measured. All samples of a step are in flight at once, and a step more with staleness 1.
 The last line is JSON.
 """
 
 import json
+import random
 import time
 from dataclasses import dataclass
 from itertools import count
@@ -23,27 +25,31 @@ from roll_lite.types import Prompt, SamplingParams, Turn
 
 @dataclass(kw_only=True)
 class Config:
-    steps: int = 10
-    """Timed collects, after a warm-up collect."""
-    prompts_per_step: int = 256
-    """Prompts per collect."""
+    in_flight: tuple[int, ...] = (1_000, 10_000, 50_000, 160_000)
+    """Samples of a step."""
     samples_per_prompt: int = 8
     """Group size."""
     replicas: int = 4
     """Engine replicas."""
-    reply_tokens: int = 200
+    reply_tokens: int = 20
     """Length of every reply."""
+    at_a_time: int = 64
+    """Answers in a report of an engine."""
+    min_samples: int = 20_000
+    """Samples that are timed, after those of a first step, which are not."""
 
 
-class InstantEngines:
+class QuickEngines:
     """Stands in for the engines' RoleHandle; the replicas answer when they are pumped."""
 
     is_alone = True
 
     def __init__(self, cfg: Config):
         self.role = SimpleNamespace(num_replicas=cfg.replicas)
+        self._at_a_time, self._random, self.policy_version = cfg.at_a_time, random.Random(0), 0
         self._reply = list(range(cfg.reply_tokens)), [-1.0] * cfg.reply_tokens
         self._turns = [[] for _ in range(cfg.replicas)]
+        self._reported = [0] * cfg.replicas
 
     def version(self) -> int:
         return 0
@@ -54,7 +60,9 @@ class InstantEngines:
     def stop_listening(self) -> None:
         self._on_report = lambda *report: None
 
-    def post(self, replica: int, name: str, key: int, request) -> None:
+    def post(self, replica: int, name: str, key: int, request=None) -> None:
+        if name == "abort":
+            return
         token_ids, logprobs = self._reply
         for index in request.indices:
             turn = Turn(
@@ -62,22 +70,33 @@ class InstantEngines:
                 token_ids=token_ids,
                 logprobs=logprobs,
                 finish_reason="stop",
-                versions=[(0, 0)],
+                versions=[(self.policy_version, 0)],
             )
             self._turns[replica].append((key, index, turn))
 
     def pump(self) -> bool:
-        for replica, turns in enumerate(self._turns):
-            if turns:
-                self._turns[replica] = []
-                self._on_report(replica, "answers", EngineReport(turns, [], Load(0, 0, 0), 0))
+        for replica in range(len(self._turns)):
+            if self._turns[replica]:
+                self._answer_some(replica)
         return any(self._turns)
+
+    def _answer_some(self, replica: int) -> None:
+        turns, done, first = self._turns[replica], [], []
+        if self._reported[replica] < self.policy_version:  # tell the versions of what goes on
+            self._reported[replica] = self.policy_version
+            first = [(key, index, turn.versions[0][0]) for key, index, turn in turns]
+        for _ in range(min(self._at_a_time, len(turns))):
+            other = self._random.randrange(len(turns))
+            turns[other], turns[-1] = turns[-1], turns[other]
+            done.append(turns.pop())
+        report = EngineReport(done, [], Load(0, 0, 0), self.policy_version, first)
+        self._on_report(replica, "answers", report)
 
 
 class PlainChat:
     """No tokenizer, whose time would be measured too."""
 
-    def encode(self, messages) -> list[int]:
+    def encode(self, messages, tools=None) -> list[int]:
         return list(range(100))
 
     def decode(self, token_ids) -> str:
@@ -90,28 +109,60 @@ def endless_prompts():
         yield Prompt(id=str(i), messages=messages, domain="bench", ground_truth="")
 
 
-def main(cfg: Config) -> dict[str, float]:
+def score(prompt: Prompt, reply: str) -> float:
+    """In half of the groups all samples have the same reward."""
+    return random.random() if int(prompt.id) % 2 else 1.0
+
+
+MODES = {
+    "plain": {},
+    "drop equal": {"drop_equal": True, "max_refills": 2},
+    "staleness 1": {"max_staleness": 1.0, "stale": "drop"},
+    "staleness 1, drop equal": {"max_staleness": 1.0, "stale": "drop", "drop_equal": True},
+}
+
+
+def time_mode(cfg: Config, in_flight: int, options: dict) -> float:
+    """Microseconds of processor time a sample, of those that were started."""
+    engines, num_prompts = QuickEngines(cfg), in_flight // cfg.samples_per_prompt
     with Coordinator(
-        engines=InstantEngines(cfg),
+        engines=engines,
         chat=PlainChat(),
-        play=question_player({"bench": lambda prompt, reply: 1.0}),
+        play=question_player({"bench": score}),
         prompts=endless_prompts(),
         params=SamplingParams(max_tokens=cfg.reply_tokens),
         options=RolloutOptions(
-            prompts_per_step=cfg.prompts_per_step,
+            prompts_per_step=num_prompts,
             samples_per_prompt=cfg.samples_per_prompt,
-            deadline=60,
+            samples_per_replica=10**9,
+            deadline=600,
+            **options,
         ),
         seed=0,
     ) as rollout:
-        rollout.collect()
-        start = time.perf_counter()
-        num_samples = 0
-        for _ in range(cfg.steps):
-            num_samples += sum(len(group.samples) for group in rollout.collect())
-        seconds = time.perf_counter() - start
-    print(f"{num_samples:,} samples in {seconds:.2f} s: {num_samples / seconds:,.0f} per second")
-    return {"samples_per_second": num_samples / seconds}
+        if options.get("max_staleness"):
+            rollout.start()
+        num_samples, start = 0, 0.0
+        for version in count():
+            if version == 1:
+                num_samples, start = 0, time.process_time()
+            elif num_samples >= cfg.min_samples:
+                break
+            rollout.collect()
+            engines.policy_version = version + 1
+            rollout.set_version(version + 1)
+            num_samples += rollout.metrics()["rollout/started"]
+            rollout.dropped()
+        return 1e6 * (time.process_time() - start) / num_samples
+
+
+def main(cfg: Config) -> dict[str, dict[int, float]]:
+    print("us a sample" + "".join(f"{n:>10,}" for n in cfg.in_flight) + "  in flight")
+    table: dict[str, dict[int, float]] = {}
+    for name, options in MODES.items():
+        table[name] = {n: time_mode(cfg, n, options) for n in cfg.in_flight}
+        print(f"{name:<24}" + "".join(f"{value:>10.0f}" for value in table[name].values()))
+    return table
 
 
 if __name__ == "__main__":

@@ -307,57 +307,98 @@ def group_of(domain):
 
 def test_slots_are_matched_with_the_oldest_groups_of_their_domain():
     slots = Slots("abac")
-    for domain in "abac":
-        slots.fill(domain)
+    for number, domain in enumerate("abac"):
+        slots.fill(domain, number)
     assert slots.domains == list("abac") and slots.first_vacant() == (4, None)
-    slots.vacate("a")
+    slots.vacate("a", 0)
     assert slots.first_vacant() == (2, "a")
-    ready = {8: group_of("c"), 9: group_of("b"), 5: group_of("a"), 7: group_of("b")}
-    assert slots.match(2, ready) == [5, 7]
-    assert slots.match(3, ready) is None
-    slots.fill("a")
-    slots.release(2)
+    assert slots.match(2, {"a": [2], "b": [1], "c": [3]}) == [2, 1]
+    assert slots.match(3, {"a": [2], "b": [1], "c": [3]}) is None
+    slots.fill("a", 4)
+    assert slots.release(2, [4, 1]) == 0  # group 2 is older, but still running
     assert slots.domains == list("ac") and slots.first_vacant() == (2, None)
-    slots.vacate("a")
+    slots.vacate("a", 2)
     slots.close(slots.first_vacant()[0])
-    assert slots.domains == ["c"] and slots.match(5, ready) == [8]
+    assert slots.domains == ["c"] and slots.match(5, {"c": [3]}) == [3]
 
 
 def test_slots_that_are_given_up_stay_empty_where_they_are():
     slots = Slots("abaa")
-    for domain in "abaa":
-        slots.fill(domain)
-    slots.give_up("a", rank=1)
+    for number, domain in enumerate("abaa"):
+        slots.fill(domain, number)
+    slots.give_up("a", 2)
     assert slots.given_up == [2] and slots.first_vacant() == (4, None)
-    ready = {1: group_of("a"), 2: group_of("b"), 3: group_of("a")}
-    assert slots.match(3, ready) == [1, 2] and slots.match(4, ready) == [1, 2, 3]
-    slots.vacate("a")
+    ready = {"a": [0, 3], "b": [1]}
+    assert slots.match(3, ready) == [0, 1] and slots.match(4, ready) == [0, 1, 3]
+    slots.vacate("a", 3)
     assert slots.first_vacant() == (3, "a")  # groups count for the oldest
-    slots.fill("a")
-    assert slots.release(3) == 1
+    slots.fill("a", 4)
+    assert slots.release(3, [0, 1]) == 1
     assert slots.domains == ["a"] and slots.first_vacant() == (1, None)
-    slots.give_up("a")
-    assert slots.first_kept() is None and slots.match(1, ready) == []
+    slots.give_up_last("a", 4)
+    assert slots.first_kept() is None and slots.match(1, {}) == []
     slots.revive()
     assert slots.first_kept() == 0 and slots.first_vacant() == (0, "a")
 
 
-def test_slots_of_one_domain_are_a_plain_queue():
-    """Random fills, drops and takes beside a count of groups."""
+def plain_match(slots, num_slots, ready):
+    """What `match` says, found by walking over all slots."""
+    left = {domain: list(numbers) for domain, numbers in ready.items()}
+    taken = []
+    for index, domain in enumerate(slots.domains[:num_slots]):
+        if index not in slots.given_up:
+            if not left.get(domain):
+                return None
+            taken.append(left[domain].pop(0))
+    return taken
+
+
+def plain_vacant(slots, groups):
+    left = {domain: len(numbers) for domain, numbers in groups.items()}
+    for index, domain in enumerate(slots.domains):
+        if index not in slots.given_up:
+            if not left.get(domain):
+                return index, domain
+            left[domain] -= 1
+    return len(slots), None
+
+
+def test_slots_equal_a_walk_over_all_of_them():
+    """Random fills, drops and takes of three domains."""
     for seed in range(20):
-        r, slots, ready, num_slots = random.Random(seed), Slots(), {}, 0
-        for number in range(300):
-            if slots.first_vacant()[1] is None:
-                slots.add("a")
-            slots.fill("a")
-            num_slots = max(num_slots, len(ready) + 1)
-            ready[number] = group_of("a")
-            if r.random() < 0.3:
-                del ready[r.choice(list(ready))]
-                slots.vacate("a")
-            assert slots.first_vacant()[0] == len(ready) and len(slots.domains) == num_slots
-            if r.random() < 0.1 and len(ready) >= 4:
-                assert slots.match(4, ready) == sorted(ready)[:4]
-                ready = {n: ready[n] for n in sorted(ready)[4:]}
-                slots.release(4)
-                num_slots -= 4
+        r, slots, groups, ready = random.Random(seed), Slots(), {}, {}
+        for number in range(200):
+            index, domain = slots.first_vacant()
+            assert (index, domain) == plain_vacant(slots, groups)
+            if domain is None:
+                domain = r.choice("abc")
+                slots.add(domain)
+            slots.fill(domain, number)
+            groups.setdefault(domain, []).append(number)
+            for domain, running in groups.items():
+                for group in list(running):
+                    match r.randrange(9):
+                        case 0:
+                            running.remove(group)
+                            slots.vacate(domain, group)
+                        case 1:
+                            rank = running.index(group)
+                            own = [i for i, d in enumerate(slots.domains) if d == domain]
+                            own = [i for i in own if i not in slots.given_up]
+                            running.remove(group)
+                            slots.give_up(domain, group)
+                            assert own[rank] in slots.given_up
+                        case 2:
+                            ready.setdefault(domain, []).append(group)
+                    if domain in ready:
+                        ready[domain] = sorted(set(ready[domain]) & set(running))
+            num_slots = r.randrange(1, 6)
+            taken = slots.match(num_slots, ready)
+            assert taken == plain_match(slots, num_slots, ready)
+            if taken is not None:
+                num_given_up = sum(index < num_slots for index in slots.given_up)
+                assert slots.release(num_slots, taken) == num_given_up
+                for numbers in (*groups.values(), *ready.values()):
+                    numbers[:] = [n for n in numbers if n not in taken]
+            if r.random() < 0.02:
+                slots.revive()

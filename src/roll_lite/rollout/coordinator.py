@@ -263,9 +263,9 @@ class Coordinator:
 
     def _on_report(self, client: EngineClient, replica: int, *report: Any) -> None:
         try:
-            has_first_versions = client.receive(replica, *report)
-            if has_first_versions and client is self._engines:
-                self._groups.refresh()
+            told = client.receive(replica, *report)
+            if told and client is self._engines:
+                self._groups.refresh({pending.group_number for pending in told})
         except Exception as error:  # any kind: the recipe has to see it
             self._signal.fail(error)
 

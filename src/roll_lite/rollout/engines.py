@@ -64,6 +64,8 @@ class PendingRequest:
     """Samples that the engine aborted because new weights arrived."""
     first_versions: dict[int, int] = field(default_factory=dict)
     """Policy version of the first token by sample, as far as the engine has reported it."""
+    group_number: int | None = None
+    """The group of a rollout whose samples these are."""
 
     @property
     def unfinished(self) -> list[int]:
@@ -140,14 +142,14 @@ class EngineClient:
             self._dispatch()
         return pending
 
-    def receive(self, replica: int, kind: str, *args: Any) -> bool:
-        """Take the report of a replica; whether it names first versions of running samples.
+    def receive(self, replica: int, kind: str, *args: Any) -> list[PendingRequest]:
+        """Take the report of a replica; returns requests whose first versions it has told.
 
         Raises when no replica is left that works.
         """
         if kind == "failed":
             self._on_failed(replica, *args)
-            return False
+            return []
         return self._on_report(replica, *args)
 
     def _dispatch(self) -> None:
@@ -208,7 +210,7 @@ class EngineClient:
         if pending.replica is None:
             return
         self._num_unfinished[pending.replica] -= 1
-        if pending.key in self._pending and not pending.unfinished:
+        if pending.key in self._pending and not pending.num_counted:
             del self._pending[pending.key]
             if any(future.cancelled() for future in pending.futures):
                 self._post(pending.replica, "abort", pending.key)
@@ -216,7 +218,7 @@ class EngineClient:
             self._repeat_aborted(pending)  # the engine may have nothing else of it
         self._dispatch()
 
-    def _on_report(self, replica: int, report: EngineReport) -> bool:
+    def _on_report(self, replica: int, report: EngineReport) -> list[PendingRequest]:
         self.version.advance(report.policy_version)
         self.loads[replica] = report.load
         if report.turns:
@@ -227,10 +229,12 @@ class EngineClient:
         for key, reason in report.refused:
             if pending := self._pending.get(key):
                 pending.fail(ValueError, reason)
+        told = []
         for key, index, version in report.first_versions:
             if pending := self._pending.get(key):
                 pending.first_versions[index] = version
-        return bool(report.first_versions)
+                told.append(pending)
+        return told
 
     def _on_turn(self, pending: PendingRequest, index: int, turn: Turn) -> None:
         if pending.futures[index].done():

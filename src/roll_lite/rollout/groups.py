@@ -4,8 +4,9 @@
 """
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection
 from statistics import fmean
 from typing import Any
 
@@ -51,8 +52,12 @@ class Groups:
         """Complete groups, by the order in which their prompts were drawn."""
         self.rewards: list[float] = []
         """Rewards of all samples scored since the last metrics, also in dropped groups."""
-        self._checked: dict[int, int] = {}
-        """The policy version at which a ready group was last checked for stale samples."""
+        self._ready_of: defaultdict[str, list[int]] = defaultdict(list)
+        """Sorted numbers of the complete groups, by domain."""
+        self._unchecked: list[int] = []
+        """Complete groups that were not checked for stale samples since they ended."""
+        self._checked_version = -1
+        """The policy version at which all groups were last checked for stale samples."""
         self._slots = Slots()
         self._is_continuous = False
         """Whether groups are started while no `take` waits for them."""
@@ -97,10 +102,10 @@ class Groups:
         self._feed()
         return taken
 
-    def refresh(self) -> None:
-        """Drop what is too stale, after a new policy version or news about running samples."""
+    def refresh(self, numbers: Collection[int | None] | None = None) -> None:
+        """Drop what is too stale: after a new policy version, or after news about some groups."""
         self._drop_stale()
-        self._abort_stale()
+        self._abort_stale(self.running if numbers is None else numbers)
         self._feed()
         self._signal.notify()
 
@@ -116,8 +121,9 @@ class Groups:
         self.ready = {number: read_group(record) for number, record in enumerate(state["ready"])}
         self._num_started = len(self.ready)
         self._slots = Slots(state["slots"], state.get("given_up", ()))
-        for group in self.ready.values():
-            self._slots.fill(group.prompt.domain)
+        for number, group in self.ready.items():
+            self._slots.fill(group.prompt.domain, number)
+            self._ready_of[group.prompt.domain].append(number)
 
     async def _wait_for(self, num_groups: int, bar: ProgressBar) -> tuple[int, list[int]]:
         """How many slots to release, and the numbers of the groups that fill them."""
@@ -127,14 +133,14 @@ class Groups:
             self._drop_stale()
             self._feed()
             num_slots = self._num_due(num_groups)
-            if (numbers := self._slots.match(num_slots, self.ready)) is not None:
+            if (numbers := self._slots.match(num_slots, self._ready_of)) is not None:
                 return num_slots, numbers
             bar.reach(len(self.ready))
             await self._signal.wait()
 
     def _release(self, num_slots: int, numbers: list[int]) -> list[Group]:
-        taken = [self.ready.pop(number) for number in numbers]
-        num_given_up = self._slots.release(num_slots)
+        taken = [self._pop_ready(number) for number in numbers]
+        num_given_up = self._slots.release(num_slots, numbers)
         self._runner.counts["missing"] += num_given_up
         self._runner.counts["done"] += sum(len(group.samples) for group in taken)
         self._dropped.clear()
@@ -169,9 +175,9 @@ class Groups:
         number, self._num_started = self._num_started, self._num_started + 1
         num_samples, num_extra = self._options.samples_per_prompt, self._options.extra_samples
         group = RunningGroup(self._runner, visit, num_samples, self._params, num_extra)
-        group.task = asyncio.get_running_loop().create_task(group.run())
+        group.number, group.task = number, asyncio.get_running_loop().create_task(group.run())
         self.running[number] = group
-        self._slots.fill(group.domain)
+        self._slots.fill(group.domain, number)
         group.task.add_done_callback(lambda _: self._on_end(number))
 
     def _on_end(self, number: int) -> None:
@@ -179,7 +185,7 @@ class Groups:
         if ended is None:  # it was too stale
             return
         if ended.task.cancelled():
-            self._slots.vacate(ended.domain)
+            self._slots.vacate(ended.domain, number)
             self._runner.abort(ended.samples)
             self._runner.discard(ended.samples, "aborted")
         elif error := ended.task.exception():
@@ -198,6 +204,14 @@ class Groups:
             self._drop(number, group, reason)
         else:
             self.ready[number] = left
+            insort(self._ready_of[group.prompt.domain], number)
+            self._unchecked.append(number)
+
+    def _pop_ready(self, number: int) -> Group:
+        group = self.ready.pop(number)
+        numbers = self._ready_of[group.prompt.domain]
+        del numbers[bisect_left(numbers, number)]
+        return group
 
     def _objection(self, group: Group, left: Group) -> str | None:
         """Why not to train on a group, if there is a reason; `left` has only its done samples."""
@@ -222,21 +236,15 @@ class Groups:
         if self._num_refills < self._options.max_refills * self._options.prompts_per_step:
             self._num_refills += 1
             self._runner.counts["refilled"] += 1
-            self._slots.vacate(domain)
+            self._slots.vacate(domain, number)
         elif self._is_continuous:  # the step that the group was for gets one less
-            self._slots.give_up(domain, self._rank(number, domain))
+            self._slots.give_up(domain, number)
         else:  # a surplus group may take its place
-            self._slots.give_up(domain)
+            self._slots.give_up_last(domain, number)
         self._runner.discard(group.samples, "filtered", f"its group {reason}")
         self._dropped[domain, reason] += 1
         errors = [sample.error for sample in group.samples if sample.error]
         self._last_error = errors[-1] if errors else self._last_error
-
-    def _rank(self, number: int, domain: str) -> int:
-        """Place among the groups of a domain, by the order in which their prompts were drawn."""
-        running = [n for n, group in self.running.items() if group.domain == domain]
-        ready = [n for n, group in self.ready.items() if group.prompt.domain == domain]
-        return sum(other < number for other in running + ready)
 
     def _num_due(self, num_groups: int) -> int:
         """How many slots a step releases, including those that were given up.
@@ -275,50 +283,54 @@ class Groups:
         """Drop stale samples of complete groups, and groups with too few samples left."""
         if self._options.stale == "keep":
             return
-        version, oldest = self._version.current, self._oldest_version
-        for number, group in list(self.ready.items()):
-            if self._checked.get(number) == version:
-                continue
-            self._checked[number] = version
-            stale = [s for s in group.samples if s.first_version < oldest]
-            self._runner.discard(stale, "stale", "too stale")
-            group.samples = [s for s in group.samples if s.state == "done"]
-            if len(group.samples) < self._min_samples:
-                self._runner.discard(group.samples, "filtered", "its group became too stale")
-                self._slots.vacate(group.prompt.domain)
-                del self.ready[number]
-        self._checked = {number: self._checked[number] for number in self.ready}
+        version = self._version.current
+        numbers = self._unchecked if self._checked_version == version else list(self.ready)
+        self._unchecked, self._checked_version = [], version
+        for number in numbers:
+            if number in self.ready:
+                self._drop_stale_samples(number)
 
-    def _abort_stale(self) -> None:
-        """Abort running groups that will have too few samples that are young enough.
+    def _drop_stale_samples(self, number: int) -> None:
+        group = self.ready[number]
+        stale = [s for s in group.samples if s.first_version < self._oldest_version]
+        self._runner.discard(stale, "stale", "too stale")
+        group.samples = [s for s in group.samples if s.state == "done"]
+        if len(group.samples) < self._min_samples:
+            self._runner.discard(group.samples, "filtered", "its group became too stale")
+            self._slots.vacate(group.prompt.domain, number)
+            self._pop_ready(number)
 
-        A sample that has not begun is not stale.
-        """
-        if self._options.stale == "keep":
-            return
+    def _abort_stale(self, numbers: Collection[int | None]) -> None:
+        """Abort running groups that will have too few samples that are young enough."""
+        if self._options.stale == "drop":
+            for number in list(numbers):
+                if (group := self.running.get(number)) and not group.task.done():
+                    self._abort_if_stale(number, group)
+
+    def _abort_if_stale(self, number: int, group: RunningGroup) -> None:
+        """A sample that has not begun is not stale."""
+        left = [s for s in group.samples if s.state not in LOST]
+        versions = [group.first_version(s) for s in left]
         oldest = self._oldest_version
-        for number, group in list(self.running.items()):
-            left = [s for s in group.samples if s.state not in LOST]
-            versions = [group.first_version(s) for s in left]
-            stale = [s for s, v in zip(left, versions, strict=True) if v is not None and v < oldest]
-            is_enough = len(left) - len(stale) >= self._min_samples
-            if not stale or is_enough or group.task.done():
-                continue
-            self._runner.discard(stale, "stale", "too stale")
-            self._runner.discard(left, "filtered", "its group became too stale")
-            self._slots.vacate(group.domain)
-            del self.running[number]
-            group.task.cancel()
+        stale = [s for s, v in zip(left, versions, strict=True) if v is not None and v < oldest]
+        if not stale or len(left) - len(stale) >= self._min_samples:
+            return
+        self._runner.discard(stale, "stale", "too stale")
+        self._runner.discard(left, "filtered", "its group became too stale")
+        self._slots.vacate(group.domain, number)
+        del self.running[number]
+        group.task.cancel()
 
     async def _abort_surplus(self) -> None:
         tasks = [running.task for running in self.running.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for group in self.ready.values():
+        for number, group in self.ready.items():
             self._runner.discard(group.samples, "aborted", "one too many")
-            self._slots.vacate(group.prompt.domain)
+            self._slots.vacate(group.prompt.domain, number)
         self.ready.clear()
+        self._ready_of.clear()
 
 
 def drop_failed(groups: list[Group], *, min_samples: int = 2) -> list[Group]:

@@ -103,6 +103,8 @@ class RunningGroup:
 
     task: asyncio.Task
     """Set by the caller that runs the group as a task."""
+    number: int | None = None
+    """Set by the caller that knows groups by number."""
 
     def __init__(
         self,
@@ -178,4 +180,6 @@ class RunningGroup:
         last: PendingRequest | None = None,
     ) -> PendingRequest:
         request = Request(prompt_ids=token_ids, params=params, num_samples=num_samples, seed=seed)
-        return self._runner.engines.submit(request, same_replica_as=last)
+        pending = self._runner.engines.submit(request, same_replica_as=last)
+        pending.group_number = self.number
+        return pending

@@ -2,104 +2,145 @@
 
 Every prompt that is drawn adds a slot of its domain, which any group of that domain may fill. When
 a group is dropped its slot stays, so neither filters nor slow samples change the domains' shares.
+
+There may be a hundred thousand slots. Nothing here walks over them while samples end: slots have
+numbers that grow, so those of a domain are a sorted list, in which a place is found by bisection.
 """
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-
-from roll_lite.types import Group
-
-
-@dataclass(slots=True)
-class Slot:
-    domain: str
-    is_given_up: bool = False
-    """Its group was dropped and is not replaced."""
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 
 class Slots:
     """A queue of slots. The groups of a domain fill its oldest slots."""
 
     def __init__(self, domains: Iterable[str] = (), given_up: Collection[int] = ()):
-        """`given_up` are indices."""
-        self._slots = [Slot(domain, i in given_up) for i, domain in enumerate(domains)]
-        self._num_given_up = len(given_up)
-        self._num_filled: Counter[str] = Counter()
+        """`given_up` are indices of slots whose groups were dropped and are not replaced."""
+        self._domain_of: dict[int, str] = {}
+        self._order: list[int] = []
+        """The numbers of all slots, oldest first."""
+        self._kept: defaultdict[str, list[int]] = defaultdict(list)
+        """Those that were not given up, by domain."""
+        self._given_up: list[int] = []
+        self._groups: defaultdict[str, list[int]] = defaultdict(list)
+        """Numbers of the groups that fill slots, by domain."""
+        self._num_added = 0
+        for index, domain in enumerate(domains):
+            self.add(domain)
+            if index in given_up:
+                self._give_up(domain, -1)
 
     @property
     def domains(self) -> list[str]:
         """The domain of each slot, oldest first."""
-        return [slot.domain for slot in self._slots]
+        return [self._domain_of[slot] for slot in self._order]
 
     @property
     def given_up(self) -> list[int]:
-        return [index for index, slot in enumerate(self._slots) if slot.is_given_up]
+        """Indices of the slots that were given up."""
+        return [self._index(slot) for slot in self._given_up]
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self._order)
 
     def add(self, domain: str) -> None:
         """Append a vacant slot."""
-        self._slots.append(Slot(domain))
+        slot, self._num_added = self._num_added, self._num_added + 1
+        self._domain_of[slot] = domain
+        self._order.append(slot)
+        self._kept[domain].append(slot)
 
-    def fill(self, domain: str) -> None:
-        """A group takes a vacant slot of its domain."""
-        self._num_filled[domain] += 1
+    def fill(self, domain: str, group: int) -> None:
+        """A group, whose number is larger than those of earlier ones, takes a vacant slot."""
+        self._groups[domain].append(group)
 
-    def vacate(self, domain: str) -> None:
+    def vacate(self, domain: str, group: int) -> None:
         """A group is gone; another may take its slot."""
-        self._num_filled[domain] -= 1
+        self._remove(domain, group)
 
-    def give_up(self, domain: str, rank: int = -1) -> None:
-        """A group is gone, and its slot stays empty: number `rank` of the domain's slots."""
-        self._num_filled[domain] -= 1
-        own = [slot for slot in self._slots if slot.domain == domain and not slot.is_given_up]
-        own[rank].is_given_up = True
-        self._num_given_up += 1
+    def give_up(self, domain: str, group: int) -> None:
+        """A group is gone, and the slot that it filled stays empty."""
+        self._give_up(domain, self._remove(domain, group))
+
+    def give_up_last(self, domain: str, group: int) -> None:
+        """A group is gone, and the newest slot of its domain stays empty."""
+        self._remove(domain, group)
+        self._give_up(domain, -1)
 
     def revive(self) -> None:
         """Slots that were given up may be filled again."""
-        for slot in self._slots:
-            slot.is_given_up = False
-        self._num_given_up = 0
+        for slot in self._given_up:
+            insort(self._kept[self._domain_of[slot]], slot)
+        self._given_up.clear()
 
     def close(self, index: int) -> None:
         """Remove a vacant slot that nothing can fill."""
-        del self._slots[index]
+        slot = self._order.pop(index)
+        kept = self._kept[self._domain_of.pop(slot)]
+        del kept[bisect_left(kept, slot)]
 
     def first_vacant(self) -> tuple[int, str | None]:
         """Index and domain of the first vacant slot; the end and None if there is none."""
-        if self._num_filled.total() + self._num_given_up < len(self._slots):
-            left = self._num_filled.copy()
-            for index, slot in enumerate(self._slots):
-                if not slot.is_given_up:
-                    if not left[slot.domain]:
-                        return index, slot.domain
-                    left[slot.domain] -= 1
-        return len(self._slots), None
+        vacant = [
+            (kept[num_filled], domain)
+            for domain, kept in self._kept.items()
+            if (num_filled := len(self._groups[domain])) < len(kept)
+        ]
+        if not vacant:
+            return len(self._order), None
+        slot, domain = min(vacant)
+        return self._index(slot), domain
 
     def first_kept(self) -> int | None:
         """Index of the oldest slot that was not given up."""
-        return next((i for i, slot in enumerate(self._slots) if not slot.is_given_up), None)
+        oldest = [kept[0] for kept in self._kept.values() if kept]
+        return self._index(min(oldest)) if oldest else None
 
-    def match(self, num_slots: int, ready: Mapping[int, Group]) -> list[int] | None:
-        """The oldest group of its domain for each of the oldest slots; None if one is missing."""
-        wanted = [slot.domain for slot in self._slots[:num_slots] if not slot.is_given_up]
-        if len(ready) < len(wanted):
-            return None
-        by_domain: defaultdict[str, deque[int]] = defaultdict(deque)
-        for number in sorted(ready):
-            by_domain[ready[number].prompt.domain].append(number)
-        if any(len(by_domain[domain]) < count for domain, count in Counter(wanted).items()):
-            return None
-        return [by_domain[domain].popleft() for domain in wanted]
+    def match(self, num_slots: int, ready: Mapping[str, Sequence[int]]) -> list[int] | None:
+        """The oldest group of its domain for each of the oldest slots; None if one is missing.
 
-    def release(self, num_slots: int) -> int:
-        """Remove the oldest slots with their groups; returns how many had been given up."""
-        released = self._slots[:num_slots]
-        del self._slots[:num_slots]
-        self._num_filled.subtract(slot.domain for slot in released if not slot.is_given_up)
-        num_given_up = sum(slot.is_given_up for slot in released)
-        self._num_given_up -= num_given_up
+        `ready` has the sorted numbers of complete groups by domain.
+        """
+        counts = {domain: self._num_among(num_slots, domain) for domain in self._kept}
+        if any(len(ready.get(domain, ())) < count for domain, count in counts.items()):
+            return None
+        oldest = {domain: iter(ready.get(domain, ())) for domain in counts}
+        given_up = set(self._given_up)
+        wanted = [slot for slot in self._order[:num_slots] if slot not in given_up]
+        return [next(oldest[self._domain_of[slot]]) for slot in wanted]
+
+    def release(self, num_slots: int, taken: Collection[int] = ()) -> int:
+        """Remove the oldest slots, and the groups that `match` gave for them.
+
+        Returns how many of the slots had been given up.
+        """
+        gone = set(taken)
+        for domain, kept in self._kept.items():
+            del kept[: self._num_among(num_slots, domain)]
+            self._groups[domain] = [n for n in self._groups[domain] if n not in gone]
+        released = self._order[:num_slots]
+        del self._order[:num_slots]
+        for slot in released:
+            del self._domain_of[slot]
+        num_given_up = sum(slot not in self._domain_of for slot in self._given_up)
+        del self._given_up[:num_given_up]
         return num_given_up
+
+    def _remove(self, domain: str, group: int) -> int:
+        """Returns the group's place among those of its domain."""
+        rank = bisect_left(self._groups[domain], group)
+        del self._groups[domain][rank]
+        return rank
+
+    def _give_up(self, domain: str, rank: int) -> None:
+        insort(self._given_up, self._kept[domain].pop(rank))
+
+    def _index(self, slot: int) -> int:
+        return bisect_left(self._order, slot)
+
+    def _num_among(self, num_slots: int, domain: str) -> int:
+        """Slots of a domain that were not given up, among the oldest `num_slots`."""
+        if num_slots >= len(self._order):
+            return len(self._kept[domain])
+        return bisect_left(self._kept[domain], self._order[num_slots])
