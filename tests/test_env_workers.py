@@ -440,6 +440,15 @@ def test_closing_fails_running_episodes():
         play(workers, "walk", Model())
 
 
+@pytest.mark.slow
+def test_code_that_waits_for_a_processor_does_not_hang():
+    """It runs longer than the limit, but has a processor for a part of that time only."""
+    with EnvWorkers(PLAYERS, num_workers=1, seconds=1.0) as workers:
+        play(workers, "walk", Model("starve 1.5"))
+        metrics = workers.metrics()
+    assert metrics["env/timeouts"] == 0 and metrics["env/seconds"] > 1.5
+
+
 def fate(seed):
     """What happens to an episode of the storm, and at which turn."""
     percent = zlib.crc32(str(seed).encode()) % 100

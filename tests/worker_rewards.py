@@ -35,6 +35,17 @@ def hang():
         time.sleep(0.01)
 
 
+def starve(seconds):
+    """Run for this time on a processor that another process wants too, and rather gets."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        os.nice(5)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pass
+        other.kill()
+
+
 def leave_children(marker):
     """A child process, and a daemon whose parent has ended."""
     subprocess.Popen(["sleep", marker])
@@ -77,6 +88,8 @@ def do(prompt, reply):
     elif what == "children-and-hang":
         leave_children(argument)
         hang()
+    elif what == "starve":
+        starve(float(argument))
     elif what == "pid":
         return os.getpid()
     elif what == "close":

@@ -48,6 +48,19 @@ def num_tasks_of(uid: int) -> int:
     return num_tasks
 
 
+def lacks_processor(pid: int, seconds: float) -> bool:
+    """Whether a process waits for a processor, and has used less than `seconds` of one.
+
+    On a busy machine code that does little may take long.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    state, ticks = fields[0], int(fields[11]) + int(fields[12])
+    return state == "R" and ticks / os.sysconf("SC_CLK_TCK") < seconds
+
+
 def _kill_all(find: Callable[[], set[int]]) -> None:
     """Stop processes before killing them: a stopped process cannot fork, so the search ends."""
     stopped: set[int] = set()

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from roll_lite.sandbox.kernel import adopt_orphans
-from roll_lite.sandbox.processes import children, kill_orphans, kill_tree
+from roll_lite.sandbox.processes import children, kill_orphans, kill_tree, lacks_processor
 from roll_lite.workers.failures import Failure, user_frames
 from roll_lite.workers.loading import unpack
 from roll_lite.workers.worker import (
@@ -35,8 +35,11 @@ from roll_lite.workers.worker import (
 _CHUNK = 1 << 16
 _SHOWN = 4000
 """Bytes of a worker's output that an error shows."""
-_STACK_SECONDS, _STACK_READS = 0.1, 20
-"""How long to wait for each piece of a hanging worker's stack, and how many pieces to read."""
+_STACK_SECONDS = (2.0, *[0.1] * 19)
+"""How long to wait for each piece of a hanging worker's stack."""
+_STARVED = 10
+"""Code that waits for a processor may take this many times as long as its time limit."""
+_RECHECK_SECONDS = 0.05
 
 
 @dataclass(slots=True, eq=False)
@@ -95,8 +98,8 @@ class WorkerProcess:
         os.kill(self.pid, SHOW_STACK)
         with selectors.DefaultSelector() as selector:
             selector.register(self.output, selectors.EVENT_READ)
-            for _ in range(_STACK_READS):
-                if not selector.select(_STACK_SECONDS):
+            for seconds in _STACK_SECONDS:
+                if not selector.select(seconds):
                     break
                 self.read_output()
 
@@ -192,8 +195,8 @@ class Supervisor:
                 self._replace(worker, Failure("timeout", text + worker.output_text))
         now = time.monotonic()
         running = [worker.running.read() for worker in self._workers]
-        starts = [start if job_id >= 0 else now for job_id, start in running]
-        self._next_check = min(starts) + self._limits.seconds
+        starts = [start if job_id >= 0 else now for job_id, start, _ in running]
+        self._next_check = max(min(starts) + self._limits.seconds, now + _RECHECK_SECONDS)
 
     def _check(self, worker: WorkerProcess, ready: Mapping[int, int]) -> None:
         """Read what the worker sent, and replace it if it ended or broke a limit."""
@@ -239,8 +242,11 @@ class Supervisor:
 
     def _hangs(self, worker: WorkerProcess) -> bool:
         """Whether code reached the time limit. Its stack is read and the worker stopped then."""
-        late = job_id, start = worker.running.read()
-        if job_id < 0 or time.monotonic() - start < self._limits.seconds:
+        late = job_id, start, used = worker.running.read()
+        seconds, most = time.monotonic() - start, self._limits.seconds
+        if job_id < 0 or seconds < most:
+            return False
+        if seconds < _STARVED * most and lacks_processor(worker.pid, used + most):
             return False
         worker.read_stack()
         os.kill(worker.pid, signal.SIGSTOP)
@@ -266,7 +272,7 @@ class Supervisor:
 
     def _fail_jobs(self, worker: WorkerProcess, failure: Failure) -> None:
         """All jobs of a worker that died; the one whose code was running is to blame."""
-        running, _ = worker.running.read()
+        running, *_ = worker.running.read()
         for job_id in list(worker.jobs):
             others = "other" if running >= 0 else "unknown"
             culprit = "this" if job_id == running else others

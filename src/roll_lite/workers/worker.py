@@ -34,7 +34,7 @@ OUT_OF_MEMORY = 86
 SHOW_STACK = signal.SIGUSR1
 """Makes a worker print its stack."""
 _LENGTH = struct.Struct("!Q")
-_RUNNING = struct.Struct("qd")
+_RUNNING = struct.Struct("qdd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ def _framed(message: Any) -> bytes:
 
 
 class Running:
-    """Which job's code runs in a worker now, and since when: 16 bytes that the supervisor reads."""
+    """Which job's code runs in a worker now, and since when: 24 bytes that the supervisor reads."""
 
     def __init__(self):
         self._memory = mmap.mmap(-1, _RUNNING.size)  # shared with the processes forked from here
@@ -127,16 +127,16 @@ class Running:
         self.end()
 
     def begin(self, job_id: int) -> None:
-        self._start = time.monotonic()
-        _RUNNING.pack_into(self._memory, 0, -1, self._start)
-        _RUNNING.pack_into(self._memory, 0, job_id, self._start)
+        self._start, used = time.monotonic(), time.process_time()
+        _RUNNING.pack_into(self._memory, 0, -1, self._start, used)
+        _RUNNING.pack_into(self._memory, 0, job_id, self._start, used)
 
     def end(self) -> None:
-        _RUNNING.pack_into(self._memory, 0, -1, 0.0)
+        _RUNNING.pack_into(self._memory, 0, -1, 0.0, 0.0)
         self.busy += time.monotonic() - self._start
 
-    def read(self) -> tuple[int, float]:
-        """A job, or -1 for none, and when its code began."""
+    def read(self) -> tuple[int, float, float]:
+        """A job, or -1 for none; when its code began, and the processor time used until then."""
         while (found := _RUNNING.unpack_from(self._memory)) != _RUNNING.unpack_from(self._memory):
             continue  # the worker was just writing
         return found
