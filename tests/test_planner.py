@@ -382,7 +382,7 @@ def test_every_remedy_does_what_it_says(name, world_size, given, expected):
 
 
 def test_where_nothing_helps_it_says_so():
-    lines = remedies(make_plan("train=all generate=all,tp=4", name="qwen3-235b-a22b"))
+    lines = remedies(make_plan("train=all generate=all,tp=8", name="llama-3.1-405b"))
     assert "4096 ranks together" in lines[-2] and lines[-1].startswith("use larger devices")
 
 
@@ -474,7 +474,7 @@ def test_the_script_exits_with_1_where_the_run_would_not_fit(command):
     ("arguments", "words"),
     [
         (["--device-map", "train=0-9 generate=all"], "there is no rank 9"),
-        (["--device-map", "train=all generate=0-2,tp=3"], "does not divide 8 key/value heads"),
+        (["--device-map", "train=all generate=0-2,tp=3"], "does not divide 16 attention heads"),
         (["--device-map", "train=0-3 generate=0-3"], "ranks 4-7 have no role"),
         (["--model", "gpt2"], "neither a folder nor one of smollm2-135m"),
         (["--world", "8"], "--world"),

@@ -6,6 +6,7 @@ A folder appears by rename, so it is never seen half-written. Pickle is neither 
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from roll_lite.models.config import ModelConfig, read_config, read_hf_config
-from roll_lite.models.tensor_parallel import TensorShard, cut_dimension
+from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Head, Transformer
 
 INDEX = "model.safetensors.index.json"
@@ -99,26 +100,24 @@ def load_model(
     if head == "value" and "score.weight" not in files:
         wanted.pop()
     _check_names(folder, wanted, files)
+    num_left = Counter(part.parameter for part in wanted)
     state = {
         name: torch.zeros(parameter.shape, dtype=dtype, device=device)
         for name, parameter in model.named_parameters()
     }
+    wholes = {} if shard else state
     for part, tensor in _read(folder, wanted, files):
-        tensor = tensor.reshape(whole[part.parameter][part.index].shape)
-        if shard:
-            tensor = _cut_slice(part, tensor, shard)
-        state[part.parameter][part.index].copy_(tensor)
+        name = part.parameter
+        if name not in wholes:
+            wholes[name] = torch.empty(whole[name].shape, dtype=dtype)
+        target = wholes[name][part.index]
+        target.copy_(tensor.reshape(target.shape))
+        num_left[name] -= 1
+        if shard and not num_left[name]:
+            cut = model.shard.cut(name, wholes.pop(name), state[name].shape)
+            state[name].copy_(cut)
     model.load_state_dict(state, assign=True)
     return model
-
-
-def _cut_slice(part: TensorSlice, tensor: Tensor, shard: TensorShard) -> Tensor:
-    """A rank's part of a slice, whose index may have removed dimensions of the parameter."""
-    dimension = cut_dimension(part.parameter)
-    if dimension is None:
-        return tensor
-    dimension -= sum(isinstance(index, int) for index in part.index[:dimension])
-    return tensor.chunk(shard.size, dimension)[shard.rank]
 
 
 def has_value_head(folder: str | Path) -> bool:
