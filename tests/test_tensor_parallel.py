@@ -1,4 +1,4 @@
-"""The engine on two tensor-parallel ranks against the engine on one; and their lockstep."""
+"""The engine on tensor-parallel ranks against the engine on one; and their lockstep."""
 
 import json
 import queue
@@ -32,11 +32,12 @@ def make_requests():
         {"temperature": 0.7, "top_k": 5},
         {"temperature": 1.0, "top_p": 0.8},
         {"temperature": 1.3, "min_p": 0.05, "top_k": 40},
+        {"temperature": 1e30},  # all entries are as likely, and padding would be, too
     ]
     return [
         Request(
             prompt_ids=[r.randrange(1, 199) for _ in range(r.randint(1, 40))],
-            params=SamplingParams(max_tokens=r.randint(1, 25), stop_ids=(7, 8), **options[i % 5]),
+            params=SamplingParams(max_tokens=r.randint(1, 25), stop_ids=(7, 8), **options[i % 6]),
             num_samples=1 + i % 3,
             seed=i,
         )
@@ -65,14 +66,14 @@ def load_other(engine, folders):
     engine.load_weights(weights.named_parameters(), policy_version=4)
 
 
-def run_rank(rank, folders, store, out):
+def run_rank(rank, size, folders, store, out):
     torch.set_num_threads(1)
     sampler.CANDIDATES = 8  # too few for some rows
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
         rank=rank,
-        world_size=2,
+        world_size=size,
         timeout=timedelta(seconds=5 * SECONDS),
     )  # fmt: skip
     shard = TensorShard.of(dist.group.WORLD)
@@ -95,13 +96,21 @@ def run_rank(rank, folders, store, out):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen2.5", marks=pytest.mark.slow)])
-def test_two_ranks_answer_like_one(family, tmp_path, monkeypatch):
+CASES = [
+    ("qwen3", 2, {"vocab_size": 199, "num_key_value_heads": 1}),
+    pytest.param("qwen2.5", 2, {"vocab_size": 200}, marks=pytest.mark.slow),
+    pytest.param("qwen2.5", 4, {"vocab_size": 199}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("family", "size", "changes"), CASES)
+def test_many_ranks_answer_like_one(family, size, changes, tmp_path, monkeypatch):
     folders = [str(tmp_path / name) for name in ("first", "second")]
     for seed, folder in enumerate(folders):
-        make_reference(family, seed=seed, vocab_size=200).save_pretrained(folder)
+        make_reference(family, seed=seed, **changes).save_pretrained(folder)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(run_rank, (folders, tmp_path / "store", tmp_path / "out.json"), nprocs=2)
+    out = tmp_path / "out.json"
+    mp.spawn(run_rank, (size, folders, tmp_path / "store", out), nprocs=size)
     results, num_preempted = json.loads((tmp_path / "out.json").read_text())
     assert num_preempted > 0
     engine = Engine(load_model(folders[0]), kv_cache_gib=6e-4, page_size=4, burst=3)
