@@ -17,7 +17,9 @@ from roll_lite.engine import sampler
 from roll_lite.engine.engine import Engine
 from roll_lite.engine.request import Request
 from roll_lite.engine.tensor_parallel import Lockstep, TensorParallelEngine
+from roll_lite.models.config import tp_sizes
 from roll_lite.models.hf import load_model
+from roll_lite.models.presets import shape_config
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.types import SamplingParams
 
@@ -123,6 +125,49 @@ def test_many_ranks_answer_like_one(family, size, changes, tmp_path, monkeypatch
         torch.testing.assert_close(
             torch.tensor(logprobs), torch.tensor(exact_logprobs), rtol=0, atol=2e-5
         )
+
+
+def load_ranks(folder, size):
+    return [load_model(folder, shard=TensorShard(rank, size, None)) for rank in range(size)]
+
+
+@pytest.mark.parametrize(("kv_heads", "size"), [(4, 2), (2, 2), (2, 4), (1, 8)])
+def test_each_rank_loads_its_queries_and_the_keys_they_need(kv_heads, size, tmp_path):
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": kv_heads, "num_hidden_layers": 2}
+    reference = make_reference("qwen2.5", **sizes)
+    reference.save_pretrained(tmp_path)
+    attention = reference.model.layers[1].self_attn
+    for rank, model in enumerate(load_ranks(tmp_path, size)):
+        queries = range(rank * 8 // size, (rank + 1) * 8 // size)
+        keys = sorted({head * kv_heads // 8 for head in queries})
+        for kind, got in (
+            ("weight", model.blocks[1].attention.qkv),
+            ("bias", model.blocks[1].attention.qkv_bias),
+        ):
+            q, k, v = (
+                getattr(getattr(attention, f"{name}_proj"), kind).unflatten(0, (-1, 8))
+                for name in "qkv"
+            )
+            assert torch.equal(got[:, :-2].flatten(0, 1), q[queries])
+            assert torch.equal(got[:, -2], k[keys]) and torch.equal(got[:, -1], v[keys])
+
+
+def test_padding_is_no_entry_of_the_vocabulary(tmp_path):
+    """9 rows on 4 ranks, of 3 rows each: the last has nothing else."""
+    make_reference("qwen3", vocab_size=9).save_pretrained(tmp_path)
+    whole, hidden = load_model(tmp_path), -1e20 * torch.rand(5, 64)
+    with torch.no_grad():
+        logits = torch.cat([model.logits(hidden) for model in load_ranks(tmp_path, 4)], 1)
+        assert logits.shape[1] == 12 and (logits[:, 9:] == -torch.inf).all()
+        torch.testing.assert_close(logits[:, :9], whole.logits(hidden))
+
+
+def test_a_size_that_cannot_work_is_refused_with_those_that_do(tmp_path):
+    make_reference("qwen2.5", num_key_value_heads=4).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="tp=3 does not divide 8 attention heads; use one of 1, 2"):
+        load_ranks(tmp_path, 3)
+    known = {"smollm2-135m": [1, 3], "qwen2.5-7b": [1, 2, 4], "qwen3-0.6b": [1, 2, 4, 8, 16]}
+    assert {name: tp_sizes(shape_config(name)) for name in known} == known
 
 
 class Channel:

@@ -60,11 +60,9 @@ def shard_dimension(shape: torch.Size, num_ranks: int) -> int:
 
 def rectangles(name: str, parameter: DTensor, tensor_shard: TensorShard | None) -> list[Part]:
     """The parts of a parameter that a rank holds after `shard`; copies come last."""
-    shape = tuple(parameter.shape)
-    parts = [Part((0,) * len(shape), (0,) * len(shape), shape)]
-    if tensor_shard:
-        parts = tensor_shard.parts(name, shape)
-    return [part.within(*_held(parameter)) for part in parts]
+    shape, held = parameter.shape, _held(parameter)
+    parts = tensor_shard.parts(name, shape) if tensor_shard else [Part.whole(shape)]
+    return [part.within(*held) for part in parts]
 
 
 def _held(parameter: DTensor) -> tuple[int, int, int]:
@@ -118,8 +116,8 @@ def gradient_norm(
     norms, counts = [], []
     for name, parameter in parameters.items():
         is_shared = tensor_shard is not None and cut_dimension(name) is None
-        first, *_copies = rectangles(name, parameter, tensor_shard)
-        norms.append(first.of_local(parameter.grad.to_local()))
+        not_copied = rectangles(name, parameter, tensor_shard)[0]
+        norms.append(not_copied.of_local(parameter.grad.to_local()))
         counts.append(1 / tensor_shard.size if is_shared else 1.0)
     norms = torch.stack(torch._foreach_norm(norms))
     total = (norms.square() * norms.new_tensor(counts)).sum()

@@ -6,7 +6,6 @@ A folder appears by rename, so it is never seen half-written. Pickle is neither 
 import json
 import os
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,24 +99,30 @@ def load_model(
     if head == "value" and "score.weight" not in files:
         wanted.pop()
     _check_names(folder, wanted, files)
-    num_left = Counter(part.parameter for part in wanted)
     state = {
         name: torch.zeros(parameter.shape, dtype=dtype, device=device)
         for name, parameter in model.named_parameters()
     }
-    wholes = {} if shard else state
     for part, tensor in _read(folder, wanted, files):
-        name = part.parameter
-        if name not in wholes:
-            wholes[name] = torch.empty(whole[name].shape, dtype=dtype)
-        target = wholes[name][part.index]
-        target.copy_(tensor.reshape(target.shape))
-        num_left[name] -= 1
-        if shard and not num_left[name]:
-            cut = model.shard.cut(name, wholes.pop(name), state[name].shape)
-            state[name].copy_(cut)
+        target = state[part.parameter]
+        tensor = tensor.reshape(whole[part.parameter][part.index].shape)
+        if model.shard is None:
+            target[part.index].copy_(tensor)
+        else:
+            _copy_part(part, tensor, target, model.shard)
     model.load_state_dict(state, assign=True)
     return model
+
+
+def _copy_part(part: TensorSlice, tensor: Tensor, target: Tensor, shard: TensorShard) -> None:
+    """Copy what the rank holds of a slice; `target` is its tensor of the parameter."""
+    *before, rows = part.index or (slice(0, len(tensor)),)
+    dimension = len(before)
+    if isinstance(rows, int):  # the index has removed the dimension
+        rows, tensor = slice(rows, rows + 1), tensor.unsqueeze(dimension)
+    for held in shard.parts(part.parameter, target.shape):
+        seen = held.within_whole(dimension, rows.start, rows.stop)
+        seen.of_local(target).copy_(seen.of_whole(tensor))
 
 
 def has_value_head(folder: str | Path) -> bool:

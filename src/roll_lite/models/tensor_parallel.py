@@ -42,7 +42,7 @@ def _ends(name: str, *ends: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rectangle of a parameter: where it lies in the rank's tensor, and where in the whole."""
+    """A rectangle of a parameter: where it lies in a rank's tensor, and where in the whole."""
 
     starts: tuple[int, ...]
     """In the rank's tensor."""
@@ -68,8 +68,22 @@ class Part:
         shape[dimension] = last - first
         return Part(tuple(starts), tuple(offsets), tuple(shape), self.is_copy)
 
+    def within_whole(self, dimension: int, start: int, stop: int) -> "Part":
+        """What lies between two indices of the whole parameter, seen from the first."""
+        return self._swapped().within(dimension, start, stop)._swapped()
 
-def _rectangle(tensor: Tensor, starts: Sequence[int], shape: Sequence[int]) -> Tensor:
+    def _swapped(self) -> "Part":
+        return replace(self, starts=self.offsets, offsets=self.starts)
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> "Part":
+        """Of a rank that holds all of a parameter."""
+        return Part((0,) * len(shape), (0,) * len(shape), tuple(shape))
+
+
+def _rectangle(tensor: Tensor, starts: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    if tensor.shape == shape:
+        return tensor
     for dimension, (start, size) in enumerate(zip(starts, shape, strict=True)):
         tensor = tensor.narrow(dimension, start, size)
     return tensor
