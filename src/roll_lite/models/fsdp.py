@@ -116,8 +116,10 @@ def gradient_norm(
     norms, counts = [], []
     for name, parameter in parameters.items():
         is_shared = tensor_shard is not None and cut_dimension(name) is None
-        not_copied = rectangles(name, parameter, tensor_shard)[0]
-        norms.append(not_copied.of_local(parameter.grad.to_local()))
+        grad = parameter.grad.to_local()
+        if tensor_shard:  # without copies
+            grad = rectangles(name, parameter, tensor_shard)[0].of_local(grad)
+        norms.append(grad)
         counts.append(1 / tensor_shard.size if is_shared else 1.0)
     norms = torch.stack(torch._foreach_norm(norms))
     total = (norms.square() * norms.new_tensor(counts)).sum()
