@@ -13,7 +13,8 @@ from roll_lite.models.config import parse_config
 from roll_lite.models.presets import SHAPES, shape_config
 
 QWEN = shape_config("qwen3-8b")  # 8 kv heads, 12288 intermediate, 151936 = 2^7 x 1187 vocabulary
-TINY = parse_config(SHAPES["qwen3-0.6b"] | {"vocab_size": 71, "hidden_size": 128})
+SEVEN = {"num_attention_heads": 7, "num_key_value_heads": 7}
+TINY = parse_config(SHAPES["qwen3-0.6b"] | {"vocab_size": 71, "hidden_size": 128} | SEVEN)
 ALL_ROLES = ["train", "generate", "reference"]
 GIB = 2**30
 
@@ -96,12 +97,12 @@ def test_a_map_made_in_code_is_checked_as_well():
         (
             "train=all,tp=3 generate=all",
             {},
-            "role train: tp=3 does not divide 8 key/value heads; use 1, 2, 4 or 8",
+            "role train: tp=3 does not divide 32 attention heads; use 1, 2, 4 or 8",
         ),
         (
             "train=all generate=0-5,tp=3",  # 6 ranks allow fewer sizes
             {},
-            "role generate: tp=3 does not divide 8 key/value heads; use 1 or 2",
+            "role generate: tp=3 does not divide 32 attention heads; use 1 or 2",
         ),
         (
             "train=all,tp=4 generate=all",
@@ -109,9 +110,10 @@ def test_a_map_made_in_code_is_checked_as_well():
             "role train: tp=4 does not divide 12290 intermediate rows; use 1 or 2",
         ),
         (
-            "train=all generate=all,tp=2",
-            {"vocab_size": 151937},
-            "role generate: tp=2 does not divide 151937 vocabulary rows; use 1",
+            "train=all generate=all,tp=6",
+            {"num_attention_heads": 48},
+            "role generate: tp=6 is neither a divisor nor a multiple of 8 key/value heads; "
+            "use 1, 2, 4, 8 or 24",
         ),
         ("train=all", {}, "role generate is missing; add it, as in generate=all"),
         (
@@ -154,12 +156,12 @@ def test_overlaps_that_work_are_accepted(text):
 
 
 def test_a_role_with_its_own_model_is_checked_against_that_model():
-    """The policy's 8 kv heads allow tp=8, and TINY's 71 vocabulary rows none; and the other way."""
+    """The policy's 32 heads allow tp=8, and TINY's 7 do not; and the other way."""
     text, roles = "train=all generate=all judge=all,tp=8", ["train", "generate", "judge"]
     device_map = parse_device_map(text, 8)
     device_map.check(QWEN, required=roles, role_configs={"judge": QWEN})
     device_map.check(TINY, required=roles, role_configs={"judge": QWEN})
-    message = "role judge: tp=8 does not divide 71 vocabulary rows; use 1"
+    message = "role judge: tp=8 does not divide 7 attention heads; use 1"
     with pytest.raises(ValueError, match=message):
         device_map.check(QWEN, required=roles, role_configs={"judge": TINY})
     with pytest.raises(ValueError, match=message):

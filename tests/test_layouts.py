@@ -30,11 +30,14 @@ def torchrun(num_ranks, *arguments):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# A tied head and norms of q and k; a head of its own and biases.
-@pytest.fixture(scope="module", params=["qwen3", "qwen2.5"])
+# A tied head and norms of q and k, a vocabulary that no tp divides, and one key/value head for all
+# ranks; a head of its own and biases, and sizes that tp=2 divides.
+@pytest.fixture(scope="module", params=[("qwen3", 99, 1), ("qwen2.5", 200, 2)])
 def folder(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("layouts") / request.param
-    make_reference(request.param, vocab_size=200).save_pretrained(folder)
+    family, vocab, kv_heads = request.param
+    folder = tmp_path_factory.mktemp("layouts") / family
+    sizes = {"vocab_size": vocab, "num_key_value_heads": kv_heads}
+    make_reference(family, **sizes).save_pretrained(folder)
     return folder
 
 
@@ -73,6 +76,7 @@ def test_training_does_not_depend_on_the_layout(over_ranks, alone, layout, lora)
             assert error < 1e-5, (layout, name, error)
     assert got["losses"] == pytest.approx(expected["losses"], rel=2e-5)
     assert got["losses"][-1] < got["losses"][0]
+    assert all(got["holds"])
     for name in ("logprobs", "top"):
         for mine, theirs in zip(got[name], expected[name], strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)

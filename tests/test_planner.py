@@ -41,6 +41,7 @@ from roll_lite.models.fsdp import shard
 from roll_lite.models.logprobs import CUDA_CHUNK_ROWS
 from roll_lite.models.lora import TARGETS, LoraOptions, add_adapters
 from roll_lite.models.presets import PLANNED_SHAPES, SHAPES, planned_config, shape_config
+from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Transformer
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "plan.py"
@@ -127,6 +128,18 @@ def test_a_mixture_can_be_planned_but_not_run(tmp_path):
 def test_an_unknown_shape_is_named():
     with pytest.raises(ValueError, match=r"shape='gpt2' is not known; use one of smollm2-135m"):
         shape_config("gpt2")
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_padding_and_repeated_heads_are_counted(tp):
+    """Of real models' ranks: 10 rows on 4 ranks, 2 kv heads; only norms are the same on all."""
+    with torch.device("meta"):
+        model = Transformer(HAND, shard=TensorShard(0, tp, None))
+    norms = [p for name, p in model.named_parameters() if name.endswith("norm.weight")]
+    held = tp * (numel(model.parameters()) - numel(norms)) + numel(norms)
+    assert count_parameters(HAND, tp).total == held
+    shape = cache_shape(model, 1, 16)
+    assert 16 * kv_bytes_per_token(HAND, tp, 2) == 2 * torch.Size(shape).numel()
 
 
 def test_bytes_by_hand():
@@ -382,7 +395,7 @@ def test_every_remedy_does_what_it_says(name, world_size, given, expected):
 
 
 def test_where_nothing_helps_it_says_so():
-    lines = remedies(make_plan("train=all generate=all,tp=4", name="qwen3-235b-a22b"))
+    lines = remedies(make_plan("train=all generate=all,tp=8", name="llama-3.1-405b"))
     assert "4096 ranks together" in lines[-2] and lines[-1].startswith("use larger devices")
 
 
@@ -474,7 +487,7 @@ def test_the_script_exits_with_1_where_the_run_would_not_fit(command):
     ("arguments", "words"),
     [
         (["--device-map", "train=0-9 generate=all"], "there is no rank 9"),
-        (["--device-map", "train=all generate=0-2,tp=3"], "does not divide 8 key/value heads"),
+        (["--device-map", "train=all generate=0-2,tp=3"], "does not divide 16 attention heads"),
         (["--device-map", "train=0-3 generate=0-3"], "ranks 4-7 have no role"),
         (["--model", "gpt2"], "neither a folder nor one of smollm2-135m"),
         (["--world", "8"], "--world"),

@@ -1,4 +1,4 @@
-"""The engine on two tensor-parallel ranks against the engine on one; and their lockstep."""
+"""The engine on tensor-parallel ranks against the engine on one; and their lockstep."""
 
 import json
 import queue
@@ -17,7 +17,9 @@ from roll_lite.engine import sampler
 from roll_lite.engine.engine import Engine
 from roll_lite.engine.request import Request
 from roll_lite.engine.tensor_parallel import Lockstep, TensorParallelEngine
+from roll_lite.models.config import tp_sizes
 from roll_lite.models.hf import load_model
+from roll_lite.models.presets import shape_config
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.types import SamplingParams
 
@@ -32,11 +34,12 @@ def make_requests():
         {"temperature": 0.7, "top_k": 5},
         {"temperature": 1.0, "top_p": 0.8},
         {"temperature": 1.3, "min_p": 0.05, "top_k": 40},
+        {"temperature": 1e30},  # all entries are as likely, and padding would be, too
     ]
     return [
         Request(
             prompt_ids=[r.randrange(1, 199) for _ in range(r.randint(1, 40))],
-            params=SamplingParams(max_tokens=r.randint(1, 25), stop_ids=(7, 8), **options[i % 5]),
+            params=SamplingParams(max_tokens=r.randint(1, 25), stop_ids=(7, 8), **options[i % 6]),
             num_samples=1 + i % 3,
             seed=i,
         )
@@ -65,14 +68,14 @@ def load_other(engine, folders):
     engine.load_weights(weights.named_parameters(), policy_version=4)
 
 
-def run_rank(rank, folders, store, out):
+def run_rank(rank, size, folders, store, out):
     torch.set_num_threads(1)
     sampler.CANDIDATES = 8  # too few for some rows
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
         rank=rank,
-        world_size=2,
+        world_size=size,
         timeout=timedelta(seconds=5 * SECONDS),
     )  # fmt: skip
     shard = TensorShard.of(dist.group.WORLD)
@@ -95,13 +98,21 @@ def run_rank(rank, folders, store, out):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen2.5", marks=pytest.mark.slow)])
-def test_two_ranks_answer_like_one(family, tmp_path, monkeypatch):
+CASES = [
+    ("qwen3", 2, {"vocab_size": 199, "num_key_value_heads": 1}),
+    pytest.param("qwen2.5", 2, {"vocab_size": 200}, marks=pytest.mark.slow),
+    pytest.param("qwen2.5", 4, {"vocab_size": 199}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("family", "size", "changes"), CASES)
+def test_many_ranks_answer_like_one(family, size, changes, tmp_path, monkeypatch):
     folders = [str(tmp_path / name) for name in ("first", "second")]
     for seed, folder in enumerate(folders):
-        make_reference(family, seed=seed, vocab_size=200).save_pretrained(folder)
+        make_reference(family, seed=seed, **changes).save_pretrained(folder)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(run_rank, (folders, tmp_path / "store", tmp_path / "out.json"), nprocs=2)
+    out = tmp_path / "out.json"
+    mp.spawn(run_rank, (size, folders, tmp_path / "store", out), nprocs=size)
     results, num_preempted = json.loads((tmp_path / "out.json").read_text())
     assert num_preempted > 0
     engine = Engine(load_model(folders[0]), kv_cache_gib=6e-4, page_size=4, burst=3)
@@ -114,6 +125,49 @@ def test_two_ranks_answer_like_one(family, tmp_path, monkeypatch):
         torch.testing.assert_close(
             torch.tensor(logprobs), torch.tensor(exact_logprobs), rtol=0, atol=2e-5
         )
+
+
+def load_ranks(folder, size):
+    return [load_model(folder, shard=TensorShard(rank, size, None)) for rank in range(size)]
+
+
+@pytest.mark.parametrize(("kv_heads", "size"), [(4, 2), (2, 2), (2, 4), (1, 8)])
+def test_each_rank_loads_its_queries_and_the_keys_they_need(kv_heads, size, tmp_path):
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": kv_heads, "num_hidden_layers": 2}
+    reference = make_reference("qwen2.5", **sizes)
+    reference.save_pretrained(tmp_path)
+    attention = reference.model.layers[1].self_attn
+    for rank, model in enumerate(load_ranks(tmp_path, size)):
+        queries = range(rank * 8 // size, (rank + 1) * 8 // size)
+        keys = sorted({head * kv_heads // 8 for head in queries})
+        for kind, got in (
+            ("weight", model.blocks[1].attention.qkv),
+            ("bias", model.blocks[1].attention.qkv_bias),
+        ):
+            q, k, v = (
+                getattr(getattr(attention, f"{name}_proj"), kind).unflatten(0, (-1, 8))
+                for name in "qkv"
+            )
+            assert torch.equal(got[:, :-2].flatten(0, 1), q[queries])
+            assert torch.equal(got[:, -2], k[keys]) and torch.equal(got[:, -1], v[keys])
+
+
+def test_padding_is_no_entry_of_the_vocabulary(tmp_path):
+    """9 rows on 4 ranks, of 3 rows each: the last has nothing else."""
+    make_reference("qwen3", vocab_size=9).save_pretrained(tmp_path)
+    whole, hidden = load_model(tmp_path), -1e20 * torch.rand(5, 64)
+    with torch.no_grad():
+        logits = torch.cat([model.logits(hidden) for model in load_ranks(tmp_path, 4)], 1)
+        assert logits.shape[1] == 12 and (logits[:, 9:] == -torch.inf).all()
+        torch.testing.assert_close(logits[:, :9], whole.logits(hidden))
+
+
+def test_a_size_that_cannot_work_is_refused_with_those_that_do(tmp_path):
+    make_reference("qwen2.5", num_key_value_heads=4).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="tp=3 does not divide 8 attention heads; use one of 1, 2"):
+        load_ranks(tmp_path, 3)
+    known = {"smollm2-135m": [1, 3], "qwen2.5-7b": [1, 2, 4], "qwen3-0.6b": [1, 2, 4, 8, 16]}
+    assert {name: tp_sizes(shape_config(name)) for name in known} == known
 
 
 class Channel:

@@ -19,6 +19,7 @@ LAYOUTS = {
     "fsdp2": "fsdp2=0-1",
     "fsdp4": "fsdp4=0-3",
     "tp2": "tp2=0-1,tp=2",
+    "tp4": "tp4=0-3,tp=4",
     "fsdp2tp2": "fsdp2tp2=0-3,tp=2",
 }
 LORA = LoraOptions(rank=4, alpha=8.0)
@@ -41,6 +42,14 @@ class Probe(Trainer):
         self.optimizer.zero_grad()
         return grads, norm
 
+    def holds_its_part(self):
+        """Whether this rank has what it would cut from the whole: equal copies, zero padding."""
+        shard = self.tensor_shard
+        return shard is None or all(
+            torch.equal(shard.cut(name, whole(name, p, shard), p.shape), p.full_tensor())
+            for name, p in self.model.named_parameters()
+        )
+
     def shake_adapters(self):
         """Adapters start with no effect, and half of their gradients at 0."""
         for name, parameter in self.optimizer.parameters.items():
@@ -48,7 +57,7 @@ class Probe(Trainer):
                 torch.nn.init.constant_(parameter.to_local(), 0.01)
 
 
-def make_sequences(num=11, vocab=200):
+def make_sequences(num=11, vocab=99):
     generator = torch.Generator().manual_seed(5)
     sequences = []
     for i in range(num):
@@ -81,6 +90,7 @@ def measure(trainer, num_shards):
     losses = [trainer.step(split(batch))[0]["loss/loss"] for _ in range(10)]
     return {
         "grads": grads, "losses": losses, "state": trainer.state(),
+        "holds": trainer.holds_its_part.options(collect="all")(),
         "logprobs": by_sequence(batch, [x for part in logprobs for x in part]),
         "top": by_sequence(batch, [x[0] for part in top for x in part]),
     }  # fmt: skip

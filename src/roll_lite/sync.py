@@ -11,7 +11,7 @@ from torch import Tensor
 
 from roll_lite.cluster.groups import Place
 from roll_lite.engine.engine import Engine, OnNewWeights
-from roll_lite.models.tensor_parallel import TensorShard, cut_dimension
+from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Transformer
 from roll_lite.train.trainer import Trainer
 
@@ -93,11 +93,10 @@ class WeightSync:
             yield name, torch.empty(parameter.shape, **options)
 
     def _cut(self, name: str, tensor: Tensor) -> Tensor:
-        shard = self.engine.model.shard if self.engine else None
-        dimension = cut_dimension(name)
-        if shard is None or dimension is None:
+        model = self.engine.model if self.engine else None
+        if model is None or model.shard is None:
             return tensor
-        return tensor.chunk(shard.size, dimension)[shard.rank]
+        return model.shard.cut(name, tensor, model.get_parameter(name).shape)
 
 
 def row_checksums(tensor: Tensor) -> Tensor:

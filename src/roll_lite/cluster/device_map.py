@@ -14,7 +14,7 @@ from math import gcd
 from typing import Any
 
 from roll_lite.cluster.memory import engine_bytes, format_bytes, least_memory, usable_bytes
-from roll_lite.models.config import ModelConfig
+from roll_lite.models.config import ModelConfig, tp_problem, tp_sizes
 
 SYNTAX = "write role=RANKS or role=RANKS,tp=N, with RANKS like 0-3, 5, 0-1+4-5 or all"
 OPTIONAL_ROLES = ("reference", "critic")
@@ -153,24 +153,10 @@ def _unknown_rank(name: str, rank: int, world_size: int) -> ValueError:
     return ValueError(f"role {name}: there is no rank {rank}; world size {world_size} has {known}")
 
 
-def _sharded_sizes(config: ModelConfig) -> dict[str, int]:
-    """What tensor parallelism divides. Query heads are a multiple of the key/value heads."""
-    return {
-        "key/value heads": config.num_kv_heads,
-        "intermediate rows": config.intermediate_size,
-        "vocabulary rows": config.vocab_size,
-    }
-
-
 def _check_sizes(role: Role, config: ModelConfig) -> None:
-    sizes = _sharded_sizes(config)
-    for what, size in sizes.items():
-        if size % role.tp:
-            working = divisors(gcd(len(role.ranks), *sizes.values()))
-            raise ValueError(
-                f"role {role.name}: tp={role.tp} does not divide {size} {what}; "
-                f"use {listing(working, 'or')}"
-            )
+    if problem := tp_problem(config, role.tp):
+        working = [tp for tp in tp_sizes(config) if len(role.ranks) % tp == 0]
+        raise ValueError(f"role {role.name}: tp={role.tp} {problem}; use {listing(working, 'or')}")
 
 
 def _check_leaders(generate: Role, other: Role) -> None:
@@ -264,10 +250,8 @@ def _engine_sizes(
     """Bytes of an engine by its tp, for each power of two that is possible."""
     if "generate" not in roles:
         return {1: 0}
-    largest = gcd(world_size, *_sharded_sizes(config).values())
-    if world_size > node:
-        largest = gcd(largest, node)  # no engine spans two nodes
-    powers = [2**i for i in range(largest.bit_length()) if largest % 2**i == 0]
+    largest = gcd(world_size, node) if world_size > node else world_size  # within a node
+    powers = [tp for tp in tp_sizes(config) if largest % tp == 0 and tp & (tp - 1) == 0]
     return {tp: engine_bytes(config, tp, USEFUL_CACHE_TOKENS) for tp in powers}
 
 

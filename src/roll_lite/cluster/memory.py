@@ -15,6 +15,7 @@ from roll_lite.models.cost import (
     count_parameters,
     kv_bytes_per_token,
     saved_bytes_per_token,
+    vocabulary_rows,
     workspace_bytes_per_token,
 )
 
@@ -71,8 +72,8 @@ def train_memory(
     adapters. Inputs of projections without adapters are counted as kept, which is slightly too
     much.
     """
-    counts, targets = count_parameters(config), lora_targets if lora_rank else ()
-    adapters = adapter_parameters(config, lora_rank, targets)  # of a block
+    counts, targets = count_parameters(config, tp), lora_targets if lora_rank else ()
+    adapters = adapter_parameters(config, lora_rank, targets, tp)  # of a block
     trained = config.num_layers * adapters if lora_rank else counts.total
     shard = ceil(trained / num_ranks)
     frozen = width * ceil(counts.total / num_ranks) if lora_rank else 0
@@ -80,9 +81,9 @@ def train_memory(
     if checkpointing != "full":
         per_token += config.num_layers * width * lora_rank * len(targets)
     trained_block = adapters if lora_rank else counts.block
-    trained_head = 0 if lora_rank else config.vocab_size * config.hidden_size
+    trained_head = 0 if lora_rank else vocabulary_rows(config, tp) * config.hidden_size
     saved = tokens * per_token + _backward_bytes(
-        config, tp, tokens, width, checkpointing, trained_block // tp, trained_head // tp
+        config, tp, tokens, width, checkpointing, trained_block // tp, trained_head
     )
     # The root's gradients are reduced last (in `width` and fp32), after all activations are freed.
     root_gradients = 0 if lora_rank else (width + 4) * counts.root // tp
@@ -99,9 +100,10 @@ def reference_memory(
     config: ModelConfig, num_ranks: int, tp: int, tokens: int, width: int
 ) -> RankMemory:
     """A frozen model sharded in the compute dtype, gathered block by block to run forward."""
-    chunk = (width + 4) * LOGPROB_ROWS * config.vocab_size // tp  # a teacher also has them in fp32
+    # A teacher also has the logits in fp32.
+    chunk = (width + 4) * LOGPROB_ROWS * vocabulary_rows(config, tp)
     return RankMemory(
-        weights=width * ceil(count_parameters(config).total / num_ranks),
+        weights=width * ceil(count_parameters(config, tp).total / num_ranks),
         gathered=gathered_bytes(config, tp, width),
         activations=tokens * workspace_bytes_per_token(config, tp, width) + chunk,
     )
@@ -150,7 +152,7 @@ def role_memory(
 
 def engine_bytes(config: ModelConfig, tp: int, cache_tokens: int, width: int = 2) -> int:
     """An idle engine: its weights and its KV cache."""
-    weights = width * ceil(count_parameters(config).total / tp)
+    weights = width * ceil(count_parameters(config, tp).total / tp)
     return weights + cache_tokens * kv_bytes_per_token(config, tp, width)
 
 
@@ -159,7 +161,7 @@ def gathered_bytes(config: ModelConfig, tp: int, width: int, adapters: int = 0) 
 
     `adapters` are the parameters that LoRA adds to a block.
     """
-    counts = count_parameters(config)
+    counts = count_parameters(config, tp)
     return width * (counts.root + min(2, config.num_layers) * (counts.block + adapters)) // tp
 
 
@@ -176,7 +178,7 @@ def _backward_bytes(
 
     `trained_block` and `trained_head` are parameters with a gradient on this rank.
     """
-    H, V = config.hidden_size, config.vocab_size // tp
+    H, V = config.hidden_size, vocabulary_rows(config, tp)
     # Head, in chunks of rows: a chunk's logits, which become their gradient; the head's gradient
     # in fp32, and what a chunk adds to it; the gradient of the hidden states.
     head = width * LOGPROB_ROWS * V + (4 + width) * trained_head + num_tokens * width * H

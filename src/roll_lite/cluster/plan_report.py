@@ -12,6 +12,7 @@ from roll_lite.cluster.speed import MEMORY_SHARE, PRODUCTS_SHARE, Machine, step_
 from roll_lite.models.cost import active_parameters, count_parameters
 
 MAX_RANKS = 4096  # more are not proposed
+MAX_TP = 8  # larger ones, which would span nodes, are not proposed
 LORA_RANK = 16
 
 
@@ -174,7 +175,7 @@ def _halved(plan: Plan, option: str, least: float) -> Plan:
 def _wider(plan: Plan) -> Iterator[Plan]:
     """Twice the tp of one role, or two ranks for each."""
     device_map = plan.device_map
-    for role in device_map.roles:
+    for role in (role for role in device_map.roles if 2 * role.tp <= MAX_TP):
         roles = [replace(r, tp=2 * r.tp) if r is role else r for r in device_map.roles]
         try:
             wider = replace(device_map, roles=tuple(roles))

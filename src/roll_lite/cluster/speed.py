@@ -19,6 +19,7 @@ from roll_lite.models.cost import (
     forward_flops,
     kv_bytes_per_token,
     mlp_cost,
+    vocabulary_rows,
 )
 
 MEMORY_RATES = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.04e12, "L40S": 0.86e12, "B200": 8e12}
@@ -139,9 +140,10 @@ def _train_seconds(plan: Plan, role: Role, machine: Machine, lora_rank: int) -> 
     travelling = plan.step.microbatches_per_rank * shard_seconds(
         config, machine.rate(role), role.num_replicas, role.tp, is_frozen
     )
-    trained = count_parameters(config).total
+    trained = count_parameters(config, role.tp).total
     if is_frozen:
-        trained = config.num_layers * adapter_parameters(config, lora_rank, batch.lora_targets)
+        adapters = adapter_parameters(config, lora_rank, batch.lora_targets, role.tp)
+        trained = config.num_layers * adapters
     update = batch.updates_per_step * update_seconds(trained / len(role.ranks), machine.gpu)
     return batch.epochs * (max(computing, travelling) + update)
 
@@ -160,13 +162,15 @@ class Pass:
     def num_tokens(self) -> float:
         return self.num_samples * self.length
 
-    def forward(self, config: ModelConfig, gpu: Gpu) -> tuple[float, float, float, float]:
+    def forward(
+        self, config: ModelConfig, gpu: Gpu, tp: int = 1
+    ) -> tuple[float, float, float, float]:
         """Seconds of products in the blocks, products in the head, attention, and all else."""
         tokens, pairs = self.num_tokens, self.num_samples * self.length * (self.length + 1) / 2
         rows = self.num_samples * self.num_rows
-        blocks = forward_flops(config, num_tokens=tokens, num_pairs=0, num_rows=0)
-        head = forward_flops(config, num_tokens=0, num_pairs=0, num_rows=rows)
-        attention = forward_flops(config, num_tokens=0, num_pairs=pairs, num_rows=0)
+        blocks = forward_flops(config, tp, num_tokens=tokens, num_pairs=0, num_rows=0)
+        head = forward_flops(config, tp, num_tokens=0, num_pairs=0, num_rows=rows)
+        attention = forward_flops(config, tp, num_tokens=0, num_pairs=pairs, num_rows=0)
         other = POINTWISE_BYTES * tokens * config.num_layers * config.hidden_size
         rates = gpu.products, gpu.products, gpu.attention, gpu.memory
         return tuple(x / y for x, y in zip((blocks, head, attention, other), rates, strict=True))
@@ -174,14 +178,14 @@ class Pass:
 
 def score_seconds(config: ModelConfig, gpu: Gpu, tp: int, work: Pass) -> float:
     """A forward pass of a frozen model."""
-    return sum(work.forward(config, gpu)) / tp + _reduce_seconds(config, gpu, tp, work, 1)
+    return sum(work.forward(config, gpu, tp)) / tp + _reduce_seconds(config, gpu, tp, work, 1)
 
 
 def train_seconds(
     config: ModelConfig, gpu: Gpu, tp: int, work: Pass, *, checkpointing: str, is_frozen: bool
 ) -> float:
     """Forward and backward; with LoRA the model is frozen, and has no gradients of weights."""
-    blocks, head, attention, other = work.forward(config, gpu)
+    blocks, head, attention, other = work.forward(config, gpu, tp)
     seconds = (2 if is_frozen else 3) * (blocks + head) + 3 * (attention + other)
     if checkpointing != "none":
         seconds += other
@@ -203,7 +207,7 @@ def shard_seconds(
     """FSDP's traffic for one micro-batch: weights in bf16, twice, and gradients in fp32."""
     width = 4 if is_frozen else 8
     share = (num_replicas - 1) / num_replicas
-    return width * count_parameters(config).total / tp * share / rate
+    return width * count_parameters(config, tp).total / tp * share / rate
 
 
 def update_seconds(num_parameters: float, gpu: Gpu) -> float:
@@ -230,10 +234,10 @@ def generate_seconds(
     reply_tokens: int,
 ) -> float:
     """One engine: each prompt is read once, and every sample has `reply_tokens` tokens."""
-    head = config.vocab_size * config.hidden_size
-    block, layers = block_cost(config), config.num_layers
+    head = tp * vocabulary_rows(config, tp) * config.hidden_size
+    block, layers = block_cost(config, tp), config.num_layers
     steps = max(1.0, num_samples / at_once) * reply_tokens
-    reading = 2 * (layers * _read_parameters(config, at_once) + head) / gpu.memory
+    reading = 2 * (layers * _read_parameters(config, tp, at_once) + head) / gpu.memory
     products = 2 * (layers * block.active_parameters + head) * at_once / gpu.products
     prefill = 2 * layers * block.active_parameters * num_prompts * prompt_tokens / gpu.products
     seen = num_samples * (prompt_tokens * reply_tokens + reply_tokens**2 / 2)
@@ -243,9 +247,9 @@ def generate_seconds(
     return seconds / DECODE_SHARE + steps * layers * fixed
 
 
-def _read_parameters(config: ModelConfig, num_rows: int) -> float:
+def _read_parameters(config: ModelConfig, tp: int, num_rows: int) -> float:
     """Weights of a block that a decoding step of `num_rows` reads: of experts, those it uses."""
-    block = block_cost(config)
+    block = block_cost(config, tp)
     if not isinstance(config, MixtureConfig):
         return block.active_parameters
     unused = (1 - config.experts_per_token / config.num_experts) ** num_rows

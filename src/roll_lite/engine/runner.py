@@ -21,7 +21,6 @@ from roll_lite.engine.rows import SCRATCH_PAGE, DecodeBatch, RowTensors
 from roll_lite.engine.sampler import sample, truncate
 from roll_lite.engine.scheduler import Chunk
 from roll_lite.models.logprobs import row_chunks
-from roll_lite.models.ops import linear
 from roll_lite.models.transformer import Transformer
 
 ROW_BUCKETS = (
@@ -138,7 +137,7 @@ class Runner:
         positions_R = self._tensor([s.length for s in sequences])
         found = [(positions_R[:0], temperatures_R[:0])]
         for rows in row_chunks(len(sequences)):
-            logits_CV = linear(hidden_RH[rows], self.model.head_weight)
+            logits_CV = self.model.logits(hidden_RH[rows])
             if any(s.params.is_truncated for s in sequences[rows]):
                 options = (
                     self._tensor([getattr(s.params, name) for s in sequences[rows]], dtype)
@@ -283,7 +282,7 @@ class Runner:
             )
         )
         hidden_BH = self.model.hidden_states(rows.token_ids, positions_B, attend)
-        logits_BV = linear(hidden_BH, self.model.head_weight)
+        logits_BV = self.model.logits(hidden_BH)
         shard = self.model.shard
         if is_truncated:
             options = (rows.temperatures, rows.top_k, rows.top_p, rows.min_p)

@@ -1,7 +1,7 @@
 """The shape of a decoder, read from a Hugging Face config.json."""
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
@@ -62,6 +62,40 @@ class MixtureConfig(ModelConfig):
 
     num_experts: int
     experts_per_token: int
+
+
+def local_config(config: ModelConfig, tp: int) -> ModelConfig:
+    """The sizes that each of `tp` tensor-parallel ranks computes with.
+
+    Vocabulary rows are rounded up, so the last ranks may have padding, and key/value heads that are
+    fewer than ranks are repeated. Other sizes must divide.
+    """
+    if problem := tp_problem(config, tp):
+        sizes = ", ".join(map(str, tp_sizes(config)))
+        raise ValueError(f"tp={tp} {problem}; use one of {sizes}")
+    return replace(
+        config,
+        vocab_size=-(-config.vocab_size // tp),
+        intermediate_size=config.intermediate_size // tp,
+        num_heads=config.num_heads // tp,
+        num_kv_heads=max(1, config.num_kv_heads // tp),
+    )
+
+
+def tp_sizes(config: ModelConfig) -> list[int]:
+    """The numbers of tensor-parallel ranks that this model can have."""
+    return [tp for tp in range(1, config.num_heads + 1) if not tp_problem(config, tp)]
+
+
+def tp_problem(config: ModelConfig, tp: int) -> str | None:
+    """Why `tp` ranks cannot hold this model together; None if they can."""
+    if config.num_heads % tp:
+        return f"does not divide {config.num_heads} attention heads"
+    if config.num_kv_heads % tp and tp % config.num_kv_heads:
+        return f"is neither a divisor nor a multiple of {config.num_kv_heads} key/value heads"
+    if config.intermediate_size % tp:
+        return f"does not divide {config.intermediate_size} intermediate rows"
+    return None
 
 
 def read_config(folder: str | Path) -> ModelConfig:

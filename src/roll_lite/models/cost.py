@@ -2,7 +2,8 @@
 
 Everything is derived from the cost of one attention and one MLP. H hidden, F intermediate,
 V vocabulary, D head; `width` is the bytes of an element that models compute in: 2 (bf16) on a GPU,
-4 (fp32) on a CPU. Each of `tp` ranks holds an equal share of the heads, of F and of V.
+4 (fp32) on a CPU. Each of `tp` ranks holds an equal share of the heads, of F and of V. A share of V
+is rounded up, and key/value heads that are fewer than ranks are repeated.
 """
 
 from collections.abc import Collection
@@ -42,9 +43,9 @@ class ModuleCost:
 
 def attention_cost(config: ModelConfig, tp: int = 1) -> ModuleCost:
     H, D, num_heads = config.hidden_size, config.head_dim, config.num_heads
-    qkv_rows = (num_heads + 2 * config.num_kv_heads) * D
+    heads, kv_heads = num_heads // tp, max(1, config.num_kv_heads // tp)
+    qkv_rows = tp * (heads + 2 * kv_heads) * D
     weights = qkv_rows * H + num_heads * D * H
-    heads, kv_heads = num_heads // tp, config.num_kv_heads // tp
     qkv = (heads + 2 * kv_heads) * D
     # The input of qkv; rotated queries and keys, values; the output, for attention and `out`.
     saved = H + qkv + heads * D
@@ -113,11 +114,17 @@ class ParameterCounts:
     total: int
 
 
-def count_parameters(config: ModelConfig) -> ParameterCounts:
-    block = block_cost(config).parameters
-    root = config.vocab_size * config.hidden_size * (1 if config.tied_head else 2)
+def count_parameters(config: ModelConfig, tp: int = 1) -> ParameterCounts:
+    """Over all tensor-parallel ranks."""
+    block = block_cost(config, tp).parameters
+    root = tp * vocabulary_rows(config, tp) * config.hidden_size * (1 if config.tied_head else 2)
     root += config.hidden_size
     return ParameterCounts(block=block, root=root, total=config.num_layers * block + root)
+
+
+def vocabulary_rows(config: ModelConfig, tp: int) -> int:
+    """Of one tensor-parallel rank."""
+    return -(-config.vocab_size // tp)
 
 
 def active_parameters(config: ModelConfig) -> int:
@@ -128,10 +135,12 @@ def active_parameters(config: ModelConfig) -> int:
     return count_parameters(config).total - idle
 
 
-def adapter_parameters(config: ModelConfig, rank: int, targets: Collection[str]) -> int:
+def adapter_parameters(
+    config: ModelConfig, rank: int, targets: Collection[str], tp: int = 1
+) -> int:
     """Of one block's LoRA adapters, each of two matrices: inputs to `rank`, `rank` to outputs."""
     H, F, heads = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
-    keys = config.num_kv_heads * config.head_dim
+    keys = max(tp, config.num_kv_heads) * config.head_dim
     experts = config.num_experts if isinstance(config, MixtureConfig) else 1
     sizes = {
         "qkv": H + heads + 2 * keys,
@@ -144,7 +153,7 @@ def adapter_parameters(config: ModelConfig, rank: int, targets: Collection[str])
 
 def kv_bytes_per_token(config: ModelConfig, tp: int, width: int) -> int:
     """Keys and values of one token in all layers."""
-    return config.num_layers * 2 * config.num_kv_heads // tp * config.head_dim * width
+    return config.num_layers * 2 * max(1, config.num_kv_heads // tp) * config.head_dim * width
 
 
 def block_bytes_per_token(config: ModelConfig, tp: int, width: int) -> int:
@@ -173,12 +182,12 @@ def workspace_bytes_per_token(config: ModelConfig, tp: int, width: int) -> int:
 
 
 def forward_flops(
-    config: ModelConfig, *, num_tokens: float, num_pairs: float, num_rows: float
+    config: ModelConfig, tp: int = 1, *, num_tokens: float, num_pairs: float, num_rows: float
 ) -> float:
     """`num_pairs` counts (query, key) pairs, len * (len + 1) / 2 for each sequence; `num_rows` the
-    tokens that go through the head."""
-    block, layers = block_cost(config), config.num_layers
-    head = config.vocab_size * config.hidden_size
+    tokens that go through the head. Over all tensor-parallel ranks."""
+    block, layers = block_cost(config, tp), config.num_layers
+    head = tp * vocabulary_rows(config, tp) * config.hidden_size
     products = 2.0 * (layers * block.active_parameters * num_tokens + head * num_rows)
     return products + layers * block.pair_flops * num_pairs
 

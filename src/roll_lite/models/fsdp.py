@@ -4,15 +4,13 @@ Tensor-parallel modules already have local sizes (`models/tensor_parallel.py`); 
 again over the data-parallel ranks. So each rank holds a rectangle of every parameter.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from roll_lite.models.tensor_parallel import TensorShard, cut_dimension
+from roll_lite.models.tensor_parallel import Part, TensorShard, cut_dimension
 from roll_lite.models.transformer import Checkpointing, Transformer
 
 UNIT_PARAMETERS = 2**25  # that FSDP gathers at once, at most, unless one block has more
@@ -60,30 +58,25 @@ def shard_dimension(shape: torch.Size, num_ranks: int) -> int:
     return next((d for d, size in enumerate(shape) if size % num_ranks == 0), 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Rectangle:
-    """The part of a parameter that a rank holds."""
-
-    shape: tuple[int, ...]
-    """Shape of the whole parameter."""
-    offsets: tuple[int, ...]
-    is_copy: bool
-    """Whether an earlier tensor-parallel rank holds the same part."""
+def rectangles(name: str, parameter: DTensor, tensor_shard: TensorShard | None) -> list[Part]:
+    """The parts of a parameter that a rank holds after `shard`; copies come last."""
+    shape, held = parameter.shape, _held(parameter)
+    parts = tensor_shard.parts(name, shape) if tensor_shard else [Part.whole(shape)]
+    return [part.within(*held) for part in parts]
 
 
-def rectangle(name: str, parameter: DTensor, tensor_shard: TensorShard | None) -> Rectangle:
-    """The rectangle of a parameter that `shard` has sharded."""
-    shape, offsets = list(parameter.shape), [0] * parameter.ndim
+def _held(parameter: DTensor) -> tuple[int, int, int]:
+    """The dimension that FSDP has cut, and this rank's first and last index there."""
     (placement,) = parameter.placements
-    chunk = -(-shape[placement.dim] // parameter.device_mesh.size())
-    rank = parameter.device_mesh.get_local_rank()
-    offsets[placement.dim] = min(rank * chunk, shape[placement.dim])
-    cut = cut_dimension(name)
-    if tensor_shard and cut is not None:
-        offsets[cut] += tensor_shard.rank * shape[cut]
-        shape[cut] *= tensor_shard.size
-    is_copy = tensor_shard is not None and cut is None and tensor_shard.rank > 0
-    return Rectangle(tuple(shape), tuple(offsets), is_copy)
+    size = parameter.shape[placement.dim]
+    chunk = -(-size // parameter.device_mesh.size())
+    start = min(parameter.device_mesh.get_local_rank() * chunk, size)
+    return placement.dim, start, min(start + chunk, size)
+
+
+def whole_shape(name: str, parameter: DTensor, tensor_shard: TensorShard | None) -> tuple[int, ...]:
+    shape = tuple(parameter.shape)
+    return tensor_shard.whole_shape(name, shape) if tensor_shard else shape
 
 
 @torch.no_grad()
@@ -99,10 +92,19 @@ def whole(
         tensor = held if dtype is None else held.to(dtype)
     else:
         tensor = (parameter if dtype is None else parameter.to(dtype)).full_tensor()
-    cut = cut_dimension(name)
-    if tensor_shard is None or cut is None:
-        return tensor
-    return tensor_shard.gather(tensor, cut)
+    return tensor_shard.join(name, tensor) if tensor_shard else tensor
+
+
+@torch.no_grad()
+def sum_copied_gradients(
+    parameters: dict[str, nn.Parameter], tensor_shard: TensorShard | None
+) -> None:
+    """Give each copy of a key/value head the gradient of all: copies stay equal."""
+    for name, parameter in parameters.items() if tensor_shard else ():
+        if keys := tensor_shard.shared_keys(name, parameter.shape):
+            grad = keys.within(*_held(parameter)).of_local(parameter.grad.to_local())
+            if grad.numel():
+                grad.copy_(tensor_shard.sum_over_copies(grad))
 
 
 def gradient_norm(
@@ -114,7 +116,10 @@ def gradient_norm(
     norms, counts = [], []
     for name, parameter in parameters.items():
         is_shared = tensor_shard is not None and cut_dimension(name) is None
-        norms.append(parameter.grad.to_local())
+        grad = parameter.grad.to_local()
+        if tensor_shard:  # without copies
+            grad = rectangles(name, parameter, tensor_shard)[0].of_local(grad)
+        norms.append(grad)
         counts.append(1 / tensor_shard.size if is_shared else 1.0)
     norms = torch.stack(torch._foreach_norm(norms))
     total = (norms.square() * norms.new_tensor(counts)).sum()

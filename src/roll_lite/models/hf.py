@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from roll_lite.models.config import ModelConfig, read_config, read_hf_config
-from roll_lite.models.tensor_parallel import TensorShard, cut_dimension
+from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Head, Transformer
 
 INDEX = "model.safetensors.index.json"
@@ -104,21 +104,25 @@ def load_model(
         for name, parameter in model.named_parameters()
     }
     for part, tensor in _read(folder, wanted, files):
+        target = state[part.parameter]
         tensor = tensor.reshape(whole[part.parameter][part.index].shape)
-        if shard:
-            tensor = _cut_slice(part, tensor, shard)
-        state[part.parameter][part.index].copy_(tensor)
+        if model.shard is None:
+            target[part.index].copy_(tensor)
+        else:
+            _copy_part(part, tensor, target, model.shard)
     model.load_state_dict(state, assign=True)
     return model
 
 
-def _cut_slice(part: TensorSlice, tensor: Tensor, shard: TensorShard) -> Tensor:
-    """A rank's part of a slice, whose index may have removed dimensions of the parameter."""
-    dimension = cut_dimension(part.parameter)
-    if dimension is None:
-        return tensor
-    dimension -= sum(isinstance(index, int) for index in part.index[:dimension])
-    return tensor.chunk(shard.size, dimension)[shard.rank]
+def _copy_part(part: TensorSlice, tensor: Tensor, target: Tensor, shard: TensorShard) -> None:
+    """Copy what the rank holds of a slice; `target` is its tensor of the parameter."""
+    *before, rows = part.index or (slice(0, len(tensor)),)
+    dimension = len(before)
+    if isinstance(rows, int):  # the index has removed the dimension
+        rows, tensor = slice(rows, rows + 1), tensor.unsqueeze(dimension)
+    for held in shard.parts(part.parameter, target.shape):
+        seen = held.within_whole(dimension, rows.start, rows.stop)
+        seen.of_local(target).copy_(seen.of_whole(tensor))
 
 
 def has_value_head(folder: str | Path) -> bool:

@@ -12,11 +12,23 @@ from roll_lite.models.tensor_parallel import TensorShard
 
 CHUNK_ROWS = 512
 CUDA_CHUNK_ROWS = 2048  # its logits stay in 16 bits
+NO_ENTRY = -1e20
+"""The logit of padding in training: its probability is 0, and 0 times it is 0, unlike with -inf."""
 
 
 def scaled_logits(hidden_RH: Tensor, head_VH: Tensor, temperature: Tensor | float) -> Tensor:
     """fp32 logits over temperature. A tensor of temperatures has one entry per row."""
     return scale(linear(hidden_RH, head_VH), temperature)
+
+
+def head_logits(
+    hidden_RH: Tensor, head_VH: Tensor, shard: TensorShard | None, padding: float
+) -> Tensor:
+    """Logits of a rank's part of the vocabulary; rows that only pad it have the logit `padding`."""
+    logits_RV = linear(hidden_RH, head_VH)
+    if shard and shard.num_entries < len(head_VH):
+        logits_RV[:, shard.num_entries :] = padding
+    return logits_RV
 
 
 def scale(logits_RV: Tensor, temperature: Tensor | float) -> Tensor:
@@ -63,6 +75,8 @@ def top_logprobs(
     With `num_entries`, of the distribution over the first `num_entries` of the vocabulary.
     """
     first = shard.rank * len(head_VH) if shard else 0
+    if shard:
+        num_entries = min(num_entries or shard.config.vocab_size, shard.config.vocab_size)
     found = [hidden_RH.new_empty(0, k, dtype=dtype) for dtype in (torch.int64, torch.float32)]
     parts = [found]
     for rows in _chunks(hidden_RH):
@@ -92,7 +106,7 @@ class _TokenLogprobs(torch.autograd.Function):
         lse_R = torch.empty_like(entropy_R)
         ctx.first = first = shard.rank * len(head_VH) if shard else 0
         for rows in _chunks(hidden_RH):
-            logits_CV = linear(hidden_RH[rows], head_VH)
+            logits_CV = head_logits(hidden_RH[rows], head_VH, shard, NO_ENTRY)
             found = _logprobs_and_entropy(logits_CV, token_ids_RK[rows] - first, temperature, shard)
             logprobs_RK[rows], entropy_R[rows], lse_R[rows] = found
         ctx.save_for_backward(hidden_RH, head_VH, token_ids_RK, entropy_R, lse_R)
@@ -111,7 +125,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows in _chunks(hidden_RH):
             hidden_CH = hidden_RH[rows]
             grad_CV = _grad_logits(
-                linear(hidden_CH, head_VH), lse_R[rows], entropy_R[rows],
+                head_logits(hidden_CH, head_VH, ctx.shard, NO_ENTRY), lse_R[rows], entropy_R[rows],
                 token_ids_RK[rows] - ctx.first, grad_logprobs_RK[rows], grad_entropy_R[rows],
                 ctx.temperature,
             )  # fmt: skip

@@ -87,22 +87,19 @@ def add_adapters(model: nn.Module, options: LoraOptions) -> None:
             weight = getattr(module, target)
             adapter = Adapter(weight, options, model.shard, target in ("qkv", "gate_up"))
             adapter.to(weight.device)
-            _initialize(adapter, generator)
+            _initialize(adapter, f"{target}_adapter.down", generator)
             setattr(module, f"{target}_adapter", adapter)
 
 
 @torch.no_grad()
-def _initialize(adapter: Adapter, generator: torch.Generator) -> None:
-    """Ranks draw the whole matrix and keep their part, so the layout makes no difference."""
+def _initialize(adapter: Adapter, name: str, generator: torch.Generator) -> None:
+    """Ranks draw the whole `down` (its `name`) and keep their part, so the layout is no matter."""
     adapter.up.zero_()
-    rank, local = adapter.down.shape
-    is_cut = adapter.shard is not None and not adapter.cuts_up
-    size = local * adapter.shard.size if is_cut else local
+    shard, shape = adapter.shard, adapter.down.shape
+    rank, size = shard.whole_shape(name, shape) if shard else shape
     bound = 1 / math.sqrt(size)
     whole = (2 * torch.rand(rank, size, generator=generator) - 1) * bound
-    if is_cut:
-        whole = whole.chunk(adapter.shard.size, 1)[adapter.shard.rank]
-    adapter.down.copy_(whole)
+    adapter.down.copy_(shard.cut(name, whole, shape) if shard else whole)
 
 
 def merge(weight: Tensor, down: Tensor, up: Tensor, options: LoraOptions) -> Tensor:

@@ -4,6 +4,7 @@ Engine and trainer run the same modules of local size, with the explicit collect
 training these have gradients. Parameters are cut along heads, MLP columns or vocabulary entries.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,37 +27,161 @@ CUT_DIMENSION = {
     "down_adapter.down": 1,
 }
 """By the end of a parameter's name; every rank holds all other parameters whole."""
+VOCABULARY = ("embedding", "lm_head")
+WITH_KEYS = ("attention.qkv", "attention.qkv_bias", "qkv_adapter.up")
+"""Stored (key/value heads, query heads of each + key + value, ...)."""
 
 
 def cut_dimension(name: str) -> int | None:
-    return next((d for end, d in CUT_DIMENSION.items() if f".{name}".endswith(f".{end}")), None)
+    return next((d for end, d in CUT_DIMENSION.items() if _ends(name, end)), None)
+
+
+def _ends(name: str, *ends: str) -> bool:
+    return f".{name}".endswith(tuple(f".{end}" for end in ends))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rectangle of a parameter: where it lies in a rank's tensor, and where in the whole."""
+
+    starts: tuple[int, ...]
+    """In the rank's tensor."""
+    offsets: tuple[int, ...]
+    """In the whole parameter."""
+    shape: tuple[int, ...]
+    is_copy: bool = False
+    """Whether another tensor-parallel rank is the one that writes it."""
+
+    def of_local(self, tensor: Tensor) -> Tensor:
+        return _rectangle(tensor, self.starts, self.shape)
+
+    def of_whole(self, tensor: Tensor) -> Tensor:
+        return _rectangle(tensor, self.offsets, self.shape)
+
+    def within(self, dimension: int, start: int, stop: int) -> "Part":
+        """What lies between two indices of the rank's tensor, seen from the first."""
+        starts, offsets, shape = list(self.starts), list(self.offsets), list(self.shape)
+        begin, end = starts[dimension], starts[dimension] + shape[dimension]
+        first, last = (min(max(index, begin), end) for index in (start, stop))
+        offsets[dimension] += first - begin
+        starts[dimension] = max(0, min(first, stop) - start)
+        shape[dimension] = last - first
+        return Part(tuple(starts), tuple(offsets), tuple(shape), self.is_copy)
+
+    def within_whole(self, dimension: int, start: int, stop: int) -> "Part":
+        """What lies between two indices of the whole parameter, seen from the first."""
+        return self._swapped().within(dimension, start, stop)._swapped()
+
+    def _swapped(self) -> "Part":
+        return replace(self, starts=self.offsets, offsets=self.starts)
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> "Part":
+        """Of a rank that holds all of a parameter."""
+        return Part((0,) * len(shape), (0,) * len(shape), tuple(shape))
+
+
+def _rectangle(tensor: Tensor, starts: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    if tensor.shape == shape:
+        return tensor
+    for dimension, (start, size) in enumerate(zip(starts, shape, strict=True)):
+        tensor = tensor.narrow(dimension, start, size)
+    return tensor
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """One rank's part of a model that `size` ranks compute together."""
+    """One rank's part of a model that `size` ranks compute together.
+
+    `parts` is the only place that knows which part: loading, checkpoints, gradient norms and weight
+    sync ask it. Where the vocabulary does not divide, the last rows of the last ranks are padding,
+    which no token reads and no softmax sees. Where ranks outnumber the key/value heads, consecutive
+    ranks hold copies of one, and their gradients are summed.
+    """
 
     rank: int
     size: int
     group: dist.ProcessGroup
+    config: ModelConfig | None = None
+    """Of the whole model, which sets it."""
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> "TensorShard":
         return TensorShard(group.rank(), group.size(), group)
 
-    def local(self, config: ModelConfig) -> ModelConfig:
-        """The sizes that this rank computes with."""
-        sizes = {
-            name: getattr(config, name)
-            for name in ("vocab_size", "intermediate_size", "num_heads", "num_kv_heads")
-        }
-        for name, size in sizes.items():
-            if size % self.size:
-                fits = [n for n in range(1, self.size) if all(s % n == 0 for s in sizes.values())]
-                raise ValueError(
-                    f"tp={self.size} does not divide {name}={size}; use {', '.join(map(str, fits))}"
-                )
-        return replace(config, **{name: size // self.size for name, size in sizes.items()})
+    @property
+    def num_entries(self) -> int:
+        """Vocabulary rows of this rank that are not padding."""
+        rows = -(-self.config.vocab_size // self.size)
+        return min(rows, max(0, self.config.vocab_size - self.rank * rows))
+
+    @property
+    def num_copies(self) -> int:
+        """Ranks that hold the same key/value head."""
+        return max(1, self.size // self.config.num_kv_heads)
+
+    def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the whole parameter; `shape` is that of a rank's tensor."""
+        cut, whole = cut_dimension(name), list(shape)
+        if _ends(name, *VOCABULARY):
+            whole[0] = self.config.vocab_size
+        elif _ends(name, *WITH_KEYS):
+            whole[:2] = self.config.num_kv_heads, self.config.group_size + 2
+        elif cut is not None:
+            whole[cut] *= self.size
+        return tuple(whole)
+
+    def parts(self, name: str, shape: Sequence[int]) -> list[Part]:
+        """The rectangles of a rank's tensor of this shape: copies come last."""
+        cut, zeros, held = cut_dimension(name), (0,) * len(shape), list(shape)
+        if cut is None:
+            return [Part(zeros, zeros, tuple(shape), is_copy=self.rank > 0)]
+        if keys := self.shared_keys(name, shape):
+            # The last rank of a key/value head has the queries next to it: it writes both.
+            held[1] -= 2 * keys.is_copy
+            first = self.rank % self.num_copies * (shape[1] - 2)
+            queries = Part(zeros, (keys.offsets[0], first, *zeros[2:]), tuple(held))
+            return [queries, keys] if keys.is_copy else [queries]
+        if _ends(name, *VOCABULARY):
+            held[0] = self.num_entries
+        first = min(self.rank * shape[cut], self.whole_shape(name, shape)[cut])
+        return [Part(zeros, (*zeros[:cut], first, *zeros[cut + 1 :]), tuple(held))]
+
+    def shared_keys(self, name: str, shape: Sequence[int]) -> Part | None:
+        """The key and value rows that other ranks hold too."""
+        if self.num_copies == 1 or not _ends(name, *WITH_KEYS):
+            return None
+        head, copy = divmod(self.rank, self.num_copies)
+        rest = (0,) * (len(shape) - 2)
+        starts, offsets = (0, shape[1] - 2, *rest), (head, self.config.group_size, *rest)
+        is_copy = copy < self.num_copies - 1
+        return Part(starts, offsets, (1, 2, *shape[2:]), is_copy)
+
+    def cut(self, name: str, whole: Tensor, shape: Sequence[int]) -> Tensor:
+        """This rank's tensor, of the given shape, from the whole parameter; padding is 0."""
+        parts = self.parts(name, shape)
+        if parts[0].shape == tuple(shape):
+            return parts[0].of_whole(whole)
+        local = whole.new_zeros(shape)
+        for part in parts:
+            part.of_local(local).copy_(part.of_whole(whole))
+        return local
+
+    def join(self, name: str, local: Tensor) -> Tensor:
+        """The whole parameter from the tensors of all ranks. A collective call."""
+        if cut_dimension(name) is None:
+            return local
+        whole = local.new_empty(self.whole_shape(name, local.shape))
+        for rank, held in enumerate(self._gather(local)):
+            for part in replace(self, rank=rank).parts(name, local.shape):
+                if not part.is_copy:
+                    part.of_whole(whole).copy_(part.of_local(held))
+        return whole
+
+    def sum_over_copies(self, x: Tensor) -> Tensor:
+        """The sum over the ranks with the same key/value head, in the same order on each."""
+        first = self.rank // self.num_copies * self.num_copies
+        return torch.stack(self._gather(x)[first : first + self.num_copies]).sum(0)
 
     def look_up(self, token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor:
         """Embed tokens, each on the rank that holds its row."""
@@ -80,10 +205,13 @@ class TensorShard:
 
     def gather(self, x: Tensor, dimension: int = 1) -> Tensor:
         """All ranks' parts, concatenated in the order of ranks."""
+        return torch.cat(self._gather(x), dimension)
+
+    def _gather(self, x: Tensor) -> list[Tensor]:
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x, group=self.group)
-        return torch.cat(parts, dimension)
+        return parts
 
 
 class _AllReduce(torch.autograd.Function):

@@ -4,6 +4,7 @@ Shape suffixes: T tokens, H hidden, K kv heads, G query heads per kv head, D hea
 """
 
 import functools
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -17,8 +18,8 @@ from torch.utils.checkpoint import (
 )
 
 from roll_lite.models.attention import Attend, Projected
-from roll_lite.models.config import ModelConfig
-from roll_lite.models.logprobs import token_logprobs, top_logprobs
+from roll_lite.models.config import ModelConfig, local_config
+from roll_lite.models.logprobs import head_logits, token_logprobs, top_logprobs
 from roll_lite.models.lora import Adapter
 from roll_lite.models.ops import Rotary, add_norm, linear, silu_mul
 from roll_lite.models.tensor_parallel import TensorShard
@@ -175,8 +176,9 @@ class Transformer(nn.Module):
         self, config: ModelConfig, head: Head = "language", shard: TensorShard | None = None
     ):
         super().__init__()
+        shard = replace(shard, config=config) if shard else None
         self.config, self.shard = config, shard
-        self.local_config = config = shard.local(config) if shard else config
+        self.local_config = config = local_config(config, shard.size) if shard else config
         self.rotary = Rotary(config.rope, config.head_dim)
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.blocks = nn.ModuleList(
@@ -193,6 +195,10 @@ class Transformer(nn.Module):
     def head_weight(self) -> Tensor:
         """The (vocabulary, hidden) matrix of the language-model head."""
         return self.embedding if self.lm_head is None else self.lm_head
+
+    def logits(self, hidden_RH: Tensor) -> Tensor:
+        """Of this rank's part of the vocabulary; -inf for its padding."""
+        return head_logits(hidden_RH, self.head_weight, self.shard, -torch.inf)
 
     def hidden_states(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         if self.shard is None:

@@ -55,7 +55,7 @@ class Scorer:
         model = open_model(folder, **options)
         if lora:
             add_adapters(model, lora)
-        self.config, self.tensor_shard = model.config, tensor_shard
+        self.config, self.tensor_shard = model.config, model.shard
         self.model = shard(model, place.mesh["dp"], place.dtype, checkpointing)
 
     @torch.no_grad()

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from roll_lite.cluster.groups import Place
 from roll_lite.models.cost import device_flops, training_flops
-from roll_lite.models.fsdp import gradient_norm, rectangle, whole
+from roll_lite.models.fsdp import (
+    gradient_norm,
+    rectangles,
+    sum_copied_gradients,
+    whole,
+    whole_shape,
+)
 from roll_lite.models.hf import save_state, stored_dtype
 from roll_lite.models.lora import LoraOptions, adapters, merge
 from roll_lite.models.transformer import Checkpointing, Head
@@ -116,6 +122,7 @@ class Trainer(Scorer):
     def _clip(self) -> float:
         """Clip the gradient to `max_grad_norm`; returns its norm before."""
         trained = self.optimizer.parameters
+        sum_copied_gradients(trained, self.tensor_shard)
         norm = gradient_norm(trained, self.tensor_shard, self.place.group)
         scale = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_([local(p.grad) for p in trained.values()], scale)
@@ -234,10 +241,11 @@ class Trainer(Scorer):
         """Continue exactly as the ranks that wrote it would have, whatever their layout."""
         manifest = read_manifest(folder)
         check_architecture(manifest, self.config)
-        wanted = {name: piece for name, piece, _ in self._pieces()}
         kind = "adapter" if self.lora else "full"
-        # `kind` describes the policy; a critic has no adapters.
-        read_pieces(folder, wanted, kind=kind if self.part == "policy" else None)
+        for copies in (False, True):
+            wanted = {name: piece for name, piece, is_copy in self._pieces() if is_copy == copies}
+            # `kind` describes the policy; a critic has no adapters.
+            read_pieces(folder, wanted, kind=kind if self.part == "policy" else None)
         progress = manifest.state["progress"][self.part]
         self.num_steps = progress["num_steps"]
         self.optimizer.num_updates = progress["num_updates"]
@@ -246,12 +254,13 @@ class Trainer(Scorer):
         """All state that an update changes: name, this rank's rectangle, whether it is a copy."""
         self._check_here()
         for name, parameter in self.optimizer.parameters.items():
-            where = rectangle(name, parameter, self.tensor_shard)
+            shape = whole_shape(name, parameter, self.tensor_shard)
             tensors = {"model": local(parameter.detach())}
             tensors |= {moment: of[name] for moment, of in self.optimizer.moments.items()}
-            for what, tensor in tensors.items():
-                piece = Piece(tensor, where.offsets, where.shape)
-                yield f"{self.part}.{what}.{name}", piece, where.is_copy
+            for part in rectangles(name, parameter, self.tensor_shard):
+                for what, tensor in tensors.items():
+                    piece = Piece(part.of_local(tensor), part.offsets, shape)
+                    yield f"{self.part}.{what}.{name}", piece, part.is_copy
 
 
 class Totals:
