@@ -1,0 +1,96 @@
+// The lives of a step's samples over time, from their recorded events; zoomable.
+
+const STATES = { queued: "#9aa5b1", generating: "#2f7ed8", stepping: "#c98a00", scoring: "#9b5de5", retried: "#d6418f", waiting: "#cfd8d3", failed: "#c62828", filtered: "#7a7f87", aborted: "#7a7f87" };
+const STATE_WORDS = { stepping: "environment", waiting: "waiting to be trained on" };
+const MAX_LANES = 600;
+
+function timelineView(run, index, step) {
+  const names = run.names.filter((name) => name.startsWith("step_") || name.startsWith("dropped_"));
+  const steps = [...new Set(names.map(stepOf))];
+  if (!steps.length) return [el("h2", {}, "Samples over time"), el("p", { class: "faint" }, "No samples are recorded.")];
+  const chosen = step === null ? steps.at(-1) : steps.find((s) => s >= step) ?? steps.at(-1);
+  const body = el("div", { id: "timeline" }, "…");
+  fillTimeline(body, run, index, chosen).catch((error) => body.replaceChildren(String(error)));
+  const choose = select(steps.map((s) => [s, s]), chosen, (s) => { location.hash = hash("time", index, s); });
+  return [
+    el("h2", {}, "Samples over time"),
+    el("div", { class: "controls" }, label("step", choose), Object.entries(STATES).map(([state, fill]) =>
+      el("span", {}, el("span", { class: "dot", style: { background: fill } }), STATE_WORDS[state] || state))),
+    body,
+  ];
+}
+
+async function fillTimeline(body, run, index, step) {
+  const digits = String(step).padStart(5, "0");
+  const parts = [];
+  for (const name of [`step_${digits}`, `dropped_${digits}`].filter((n) => run.names.includes(n))) {
+    const { samples } = await loadSamples(index, name, 0);
+    parts.push(...samples.map((sample) => ({ ...sample, name })));
+  }
+  const lanes = parts.filter((s) => Array.isArray(s.events) && s.events.length).sort((a, b) => a.events[0][1] - b.events[0][1]);
+  if (!lanes.length) return body.replaceChildren("No events of this step's samples are in this page.");
+  const phases = stepPhases(run, step);
+  const trainingAt = phases.find((p) => p.state !== "rollout")?.from;
+  drawTimeline(body, lanes.slice(0, MAX_LANES).map((s) => ({ sample: s, segments: segments(s, trainingAt) })), phases, index,
+    `${Math.min(lanes.length, MAX_LANES)} samples${lanes.length > MAX_LANES ? ` of ${lanes.length}` : ""}. Zoom with the buttons or the wheel, drag to move; a click opens a sample. Ranks are not recorded.`);
+}
+
+// From state to state; a sample that is done waits until training begins.
+function segments(sample, trainingAt) {
+  return sample.events.map(([state, from, version], i) => {
+    const next = sample.events[i + 1];
+    const last = state === "done" ? Math.max(from, trainingAt ?? from) : from;
+    return { state: state === "done" ? "waiting" : state, from, to: next ? next[1] : last, version };
+  });
+}
+
+// The parts of the step itself, placed by the time of its record; an evaluation comes after them.
+function stepPhases(run, step) {
+  const i = run.metrics.step.lastIndexOf(step);
+  if (i < 0 || !run.metrics["time/step"] || run.metrics["time/step"][i] === null) return [];
+  const seconds = (name) => Number(run.metrics[name]?.[i] ?? 0);
+  let at = Number(run.metrics.time[i]) - seconds("time/evaluate") - seconds("time/step");
+  return ["rollout", "prepare", "train", "sync", "records"].map((state) => {
+    const from = at;
+    at += seconds(`time/${state}`);
+    return { state, from, to: at };
+  }).filter((p) => p.to > p.from);
+}
+
+function drawTimeline(body, lanes, phases, index, text) {
+  const all = [...phases, ...lanes.flatMap((lane) => lane.segments)];
+  const first = all.reduce((low, s) => Math.min(low, s.from), Infinity), end = all.reduce((high, s) => Math.max(high, s.to), -Infinity);
+  const width = 1000, top = 34, lane = Math.max(3, Math.min(12, 480 / lanes.length));
+  const view = { from: first, to: end > first ? end : first + 1 };
+  const readout = el("div", { class: "readout" }, text);
+  const svg = el("svg:svg", { viewBox: `0 0 ${width} ${top + lanes.length * lane + 4}` });
+  const draw = () => {
+    const x = (t) => Math.max(-5, Math.min(width + 5, ((t - view.from) / (view.to - view.from)) * width));
+    const rect = (s, y, height, fill, about, onclick) => (s.to < view.from || s.from > view.to ? null : el("svg:rect", {
+      x: x(s.from), y, width: Math.max(0.6, x(s.to) - x(s.from)), height, fill, class: "bar", onclick,
+      onpointermove: () => { readout.textContent = `${about}${STATE_WORDS[s.state] || s.state} ${number(s.to - s.from)} s, from ${number(s.from - first)} s on`; } }));
+    const nodes = ticks(view.from - first, view.to - first, 8).flatMap((t) => [
+      el("svg:line", { class: "grid", x1: x(t + first), x2: x(t + first), y1: 0, y2: 9999 }),
+      el("svg:text", { x: x(t + first) + 2, y: 9 }, `${number(Number(t.toPrecision(6)))} s`)]);
+    phases.forEach((p, k) => nodes.push(rect(p, 14, 14, color(k), "the step: "), x(p.to) - x(p.from) > 45 ? el("svg:text", { x: Math.max(2, x(p.from) + 2), y: 25, style: { fill: "#fff" } }, p.state) : null));
+    lanes.forEach(({ sample, segments: parts }, i) => {
+      const open = () => { location.hash = hash("sample", index, sample.name, sample.at); };
+      for (const s of parts) nodes.push(rect(s, top + i * lane, lane * 0.85, STATES[s.state] || "#7a7f87", `${sample.prompt_id} #${sample.index}, version ${s.version}: `, open));
+    });
+    svg.replaceChildren(...nodes.filter(Boolean));
+  };
+  const zoom = (factor, at = 0.5) => {
+    const middle = view.from + (view.to - view.from) * at;
+    Object.assign(view, { from: middle - (middle - view.from) * factor, to: middle + (view.to - middle) * factor });
+    draw();
+  };
+  const move = (share) => { const by = (view.to - view.from) * share; view.from += by; view.to += by; draw(); };
+  svg.addEventListener("wheel", (e) => { e.preventDefault(); const box = svg.getBoundingClientRect(); zoom(e.deltaY > 0 ? 1.25 : 0.8, (e.clientX - box.left) / box.width); }, { passive: false });
+  let dragged = null;
+  svg.addEventListener("pointerdown", (e) => { dragged = e.clientX; });
+  svg.addEventListener("pointermove", (e) => { if (e.buttons && dragged !== null) { move((dragged - e.clientX) / svg.getBoundingClientRect().width); dragged = e.clientX; } });
+  const button = (name, act) => el("button", { onclick: act }, name);
+  draw();
+  body.replaceChildren(el("div", { class: "controls" }, button("+", () => zoom(0.5)), button("−", () => zoom(2)), button("◀", () => move(-0.3)), button("▶", () => move(0.3)),
+    button("all", () => { Object.assign(view, { from: first, to: end }); draw(); })), readout, svg);
+}
