@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-BINARY = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+BINARY = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 needs_chromium = pytest.mark.skipif(
     not BINARY, reason="no chromium on the PATH: apt-get install chromium"
 )
@@ -86,7 +88,9 @@ class Browser:
     def go(self, place: str) -> None:
         self.run(f"location.hash = {json.dumps(place)}; new Promise(r => setTimeout(r, 50))")
 
-    def wait(self, script: str, is_wanted: Callable[[Any], bool] = bool, seconds: float = 60) -> Any:
+    def wait(
+        self, script: str, is_wanted: Callable[[Any], bool] = bool, seconds: float = 60
+    ) -> Any:
         end = time.monotonic() + seconds
         while not is_wanted(found := self.run(script)):
             assert time.monotonic() < end, f"{script} stayed {found!r}; errors: {self.errors}"

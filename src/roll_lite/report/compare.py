@@ -55,5 +55,8 @@ def _text(value: Any) -> str:
 
 def _table(head: list[str], lines: list[list[str]]) -> str:
     widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
-    rows = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in [head, *lines]]
+    rows = [
+        [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        for line in [head, *lines]
+    ]
     return "\n".join("  ".join(row).rstrip() for row in rows)

@@ -20,7 +20,7 @@ WEB = Path(__file__).parent / "web"
 SCRIPTS = ("dom", "chart", "overview", "curves", "times", "timeline", "sample", "rollouts", "main")
 MAX_ROWS = 5000
 NEWEST_STEPS, MAX_STEPS = 3, 24
-"""Steps whose samples are in the file: the newest, and others at equal distances."""
+"""Steps whose samples are in the file if all are too many: the newest, and an even choice."""
 MAX_TEXT, MAX_ITEMS = 20_000, 8_000
 """Characters of a text, and entries of a list, that the file keeps of one sample."""
 
@@ -81,7 +81,9 @@ def _kept_rows(rows: Sequence[Row]) -> list[int]:
 
 def embedded_samples(run: RunFolder, max_bytes: int) -> dict[str, Row]:
     """Samples of chosen steps by name; each name gets an equal share of what is left."""
-    steps = choose_steps(sorted({step_of(name) for name in run.names}))
+    steps = sorted({step_of(name) for name in run.names})
+    if run.num_sample_bytes > max_bytes:
+        steps = choose_steps(steps)
     names = [name for name in reversed(run.names) if step_of(name) in steps]
     found = {}
     for place, name in enumerate(names):
@@ -98,12 +100,12 @@ def embedded_samples(run: RunFolder, max_bytes: int) -> dict[str, Row]:
     return found
 
 
-def choose_steps(steps: Sequence[int]) -> set[int]:
+def choose_steps(steps: Sequence[int]) -> list[int]:
     """The newest steps, and others at equal distances from the first."""
     num_others = MAX_STEPS - NEWEST_STEPS
     newest, others = steps[-NEWEST_STEPS:], steps[:-NEWEST_STEPS]
     every = max(1, math.ceil(len(others) / num_others))
-    return {*newest, *others[::every]}
+    return [*others[::every], *newest]
 
 
 def clip(value: Any) -> Any:

@@ -159,22 +159,15 @@ class RunFolder:
         if not self.config:
             is_there = (self.folder / "config.json").exists()
             found.append(f"config.json {'cannot be read' if is_there else 'is missing'}")
-        for lines, has in (
-            (self._metrics, self.rows),
-            (self._events, self.events or self._dropped),
-        ):
-            name = lines.path.name
-            if not lines.path.exists():
-                found.append(f"{name} is missing")
-            elif not has:
-                found.append(f"{name} has no complete line yet")
-            if lines.num_broken:
-                found.append(f"{name}: {lines.num_broken} broken lines were skipped")
-            if lines.has_partial_line:
-                found.append(f"{name}: its last line is not complete")
+        found += self._metrics.notes + self._events.notes
         if not any((self.folder / "rollouts").glob("*.jsonl")):
             found.append("rollouts/ has no samples: see --rollouts-every")
         return found
+
+    @property
+    def num_sample_bytes(self) -> int:
+        sizes = (path.stat().st_size for path in self.folder.glob("rollouts/*.jsonl"))
+        return sum(sizes) + (self._events.offset if self._dropped else 0)
 
     def samples(self, name: str, start: int = 0, max_bytes: int = 2**22) -> Row:
         """Samples of a name from the place `start` on.

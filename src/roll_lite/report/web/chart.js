@@ -59,7 +59,7 @@ function axes(x, y, xLabel) {
     nodes.push(el("svg:text", { x: LEFT - 4, y: at + 3, "text-anchor": "end" }, number(Number(t.toPrecision(8)))));
   }
   for (const t of x.ticks) nodes.push(el("svg:text", { x: x.place(t), y: HEIGHT - 6, "text-anchor": "middle" }, number(Number(t.toPrecision(8)))));
-  nodes.push(el("svg:text", { x: WIDTH - RIGHT, y: HEIGHT - 6, "text-anchor": "end" }, xLabel));
+  nodes.push(el("svg:text", { x: LEFT - 18, y: HEIGHT - 6, "text-anchor": "end" }, xLabel));
   return nodes;
 }
 

@@ -50,7 +50,7 @@ function stepPhases(run, step) {
   if (i < 0 || !run.metrics["time/step"] || run.metrics["time/step"][i] === null) return [];
   const seconds = (name) => Number(run.metrics[name]?.[i] ?? 0);
   let at = Number(run.metrics.time[i]) - seconds("time/evaluate") - seconds("time/step");
-  return ["rollout", "prepare", "train", "sync", "records"].map((state) => {
+  return ORDER.map((state) => {
     const from = at;
     at += seconds(`time/${state}`);
     return { state, from, to: at };

@@ -2,7 +2,13 @@
 
 const MAX_BARS = 120;
 // Not parts: the sum itself, and the part of time/train that trains the critic.
-const timeParts = (run) => Object.keys(run.metrics).filter((name) => name.startsWith("time/") && !["time/step", "time/critic"].includes(name));
+const NO_PARTS = ["time/step", "time/critic"], ORDER = ["rollout", "prepare", "train", "sync", "records"];
+
+function timeParts(run) {
+  const others = Object.keys(run.metrics).filter((name) => name.startsWith("time/") && !NO_PARTS.includes(name));
+  const known = ORDER.map((name) => `time/${name}`).filter((name) => others.includes(name));
+  return [...new Set([...known, ...others])];
+}
 
 function timesView(runIndex = 0, step = null) {
   const index = Number(runIndex), run = data.runs[index];
