@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +31,7 @@ class Browser:
         command = f'exec "$0" {FLAGS} --user-data-dir="$1" 3<&{from_us} 4>&{to_us}'
         self._process = subprocess.Popen(
             ["bash", "-c", command, BINARY, profile], pass_fds=(from_us, to_us),
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         os.close(from_us)
         os.close(to_us)
@@ -101,12 +103,37 @@ class Browser:
         chosen = f"document.querySelectorAll({json.dumps(selector)})"
         return self.run(f"[...{chosen}].map((node) => node.textContent)")
 
+    def resize(self, width: int, height: int) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+
+    def move(self, x: float, y: float) -> None:
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, text=key)
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of all processes of the browser."""
+        own = str(self._process.pid)
+        listed = subprocess.run(["ps", "-eo", "pid,sid"], capture_output=True, text=True).stdout
+        return [int(pid) for pid, session in map(str.split, listed.splitlines()) if session == own]
 
     def close(self) -> None:
         self._process.terminate()
         self._process.wait()
         self._out.close()
         self._in.close()
+
+
+def renderer_megabytes(browser: Browser) -> float:
+    """Resident memory of the largest process that shows a page."""
+    sizes = []
+    for pid in browser.process_ids:
+        folder = Path("/proc", str(pid))
+        if b"--type=renderer" in (folder / "cmdline").read_bytes():
+            kilobytes = re.search(r"VmRSS:\s+(\d+)", (folder / "status").read_text())
+            sizes.append(int(kilobytes[1]) / 1024)
+    return max(sizes)

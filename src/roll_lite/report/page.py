@@ -62,7 +62,7 @@ def run_data(run: RunFolder, *notes: str) -> Row:
 
 def columns(run: RunFolder, kept: Sequence[int]) -> dict[str, list]:
     """The metrics by name, with a value for each row that is kept, and `seconds` of the run."""
-    names = dict.fromkeys(name for row in run.rows for name in row)
+    names = dict.fromkeys(["step", "time", *(name for row in run.rows for name in row)])
     seconds = elapsed(run)
     found = {name: [run.rows[i].get(name) for i in kept] for name in names}
     return found | {"seconds": [round(seconds[i], 3) for i in kept]}
