@@ -48,8 +48,8 @@ class LiveRuns:
 
     def samples(self, run: int, name: str, start: int) -> Row:
         with self._lock:
-            page = self.runs[run].samples(name, start)
-            return page | {"texts": self._texts[run].of(page["samples"])}
+            page, total = self.runs[run].samples(name, start), self.runs[run].count_samples(name)
+            return page | {"total": total, "texts": self._texts[run].of(page["samples"])}
 
 
 def make_server(runs: Sequence[RunFolder], port: int = 0) -> tuple[ThreadingHTTPServer, str]:

@@ -4,7 +4,8 @@
 const SVG = "http://www.w3.org/2000/svg";
 const SHOWN_CHARACTERS = 20000;
 // Characters that would reorder or hide text: controls, and marks of writing direction.
-const CONTROLS = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]/u;
+const CONTROLS =
+  /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]/u;
 
 // An element with attributes, listeners (onclick: f), styles (style: {color}) and children.
 function el(tag, attributes, ...children) {
@@ -13,7 +14,8 @@ function el(tag, attributes, ...children) {
   for (const [key, value] of Object.entries(attributes || {})) {
     if (key === "style") Object.assign(node.style, value);
     else if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
-    else if (value !== null && value !== undefined && value !== false) node.setAttribute(key, value);
+    else if (value !== null && value !== undefined && value !== false)
+      node.setAttribute(key, value);
   }
   node.append(...children.flat().filter((child) => child !== null && child !== undefined));
   return node;
@@ -45,7 +47,10 @@ function safeText(text) {
   const parts = [];
   let plain = "";
   for (const character of text) {
-    if (!CONTROLS.test(character)) { plain += character; continue; }
+    if (!CONTROLS.test(character)) {
+      plain += character;
+      continue;
+    }
     const code = character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
     parts.push(plain, el("span", { class: "control" }, `U+${code}`));
     plain = "";
@@ -69,21 +74,43 @@ function textBlock(text, className = "") {
 function select(options, chosen, onchange) {
   const node = el("select", { onchange: () => onchange(node.value) });
   for (const [value, label] of options) {
-    node.append(el("option", { value, selected: String(value) === String(chosen) ? "" : null }, label));
+    node.append(
+      el("option", { value, selected: String(value) === String(chosen) ? "" : null }, label),
+    );
   }
   return node;
 }
 
+function checkbox(isChecked, onchange, attributes) {
+  const checked = isChecked ? "" : null;
+  return el("input", {
+    type: "checkbox",
+    checked,
+    onchange: (e) => onchange(e.target.checked),
+    ...attributes,
+  });
+}
+
+const tableRow = (...cells) =>
+  el(
+    "tr",
+    {},
+    cells.flat().map((cell) => el("td", {}, cell)),
+  );
+const dot = (background) => el("span", { class: "dot", style: { background } });
 const label = (text, control) => el("label", {}, text, control);
 const link = (parts, ...children) => el("a", { href: hash(...parts) }, ...children);
 const hash = (...parts) => "#" + parts.map(encodeURIComponent).join("/");
 
 // Calls `draw` when the node comes into view for the first time.
 function whenVisible(node, draw) {
-  const observer = new IntersectionObserver((entries) => {
-    if (!entries.some((entry) => entry.isIntersecting)) return;
-    observer.disconnect();
-    draw();
-  }, { rootMargin: "300px" });
+  const observer = new IntersectionObserver(
+    (entries) => {
+      if (!entries.some((entry) => entry.isIntersecting)) return;
+      observer.disconnect();
+      draw();
+    },
+    { rootMargin: "300px" },
+  );
   observer.observe(node);
 }
