@@ -11,7 +11,9 @@ class TokenTexts:
 
     def __init__(self, run: RunFolder):
         self._tokenizer, self.note = None, ""
-        folders = [run.folder / "model", Path(str(run.options.get("model") or ""))]
+        folders = [run.folder / "model"]
+        if model := run.options.get("model"):
+            folders.append(Path(str(model)))
         found = [path for f in folders if (path := f / "tokenizer.json").is_file()]
         if not found:
             self.note = "tokens are shown as numbers: the model's folder with its tokenizer is gone"
