@@ -62,6 +62,7 @@ from roll_lite.train.sequences import (
     AdvantageState,
     ModelScores,
     plain_sequences,
+    sampled_advantages,
     with_advantages,
     with_field,
 )
@@ -367,7 +368,7 @@ def train(
             timer.lap("sync")
             metrics |= describe_groups(groups) | rollout.metrics() | scoring()
             if run.is_due(step, cfg.rollouts_every):
-                run.write_rollouts(step, groups)
+                run.write_rollouts(step, groups, sampled_advantages(sequences))
             run.note_samples(step, rollout.dropped())
             timer.lap("records")
             metrics |= state.metrics | timer.metrics()

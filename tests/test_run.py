@@ -1,10 +1,14 @@
 """The run's folder: what is written can be read back, and what is done again is forgotten."""
 
 import json
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
 from roll_lite.report.run import Run
+from roll_lite.train.sequences import sampled_advantages, with_advantages
 from roll_lite.types import Group, Prompt, Sample, Score, Turn
 
 PROMPT = Prompt(
@@ -59,3 +63,35 @@ def test_a_resumed_run_keeps_the_records_up_to_its_checkpoint(tmp_path, resumed_
 def test_a_run_without_records_can_be_resumed(tmp_path):
     Run(tmp_path, PROMPT, num_steps=9, shown={}, resumed_at=4)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_rollouts_hold_the_advantages_of_what_was_trained_on(tmp_path):
+    rewards, samples = (0.0, 1.0, 0.5), []
+    for index, reward in enumerate(rewards):
+        sample = Sample(prompt=PROMPT, index=index, score=Score(value=reward))
+        sample.add_turn(turn([1, 2], [3, 4, 5][: index + 1], [-1.0] * (index + 1), 0))
+        sample.enter("done", 0)
+        samples.append(sample)
+    group = Group(prompt=PROMPT, samples=samples)
+    advantages = sampled_advantages(with_advantages([group]))
+    assert [len(advantages[number]) for number in range(3)] == [1, 2, 3]
+    advantages[1] = [0.25, -0.5]  # as an estimator with one for each token
+    del advantages[2]  # as if it was masked
+    run = Run(tmp_path, PROMPT, num_steps=1, shown={})
+    run.write_rollouts(1, [group], advantages)
+    lines = (tmp_path / "rollouts" / "step_00001.jsonl").read_text().splitlines()
+    first, second, third = (json.loads(line).get("advantages") for line in lines)
+    assert first == pytest.approx(-1.0, abs=1e-4)  # GRPO: mean 0.5, standard deviation 0.5
+    assert (second, third) == ([0.25, -0.5], None)
+
+
+def test_a_start_says_what_it_ran_on(tmp_path):
+    Run(tmp_path, PROMPT, num_steps=1, shown={})
+    (start,) = json.loads((tmp_path / "config.json").read_text())["starts"]
+    assert start["versions"]["torch"] == version("torch") and "CPU cores" in start["hardware"]
+    clone = Path(__file__).parent.parent
+    if (clone / ".git").exists():
+        head = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=clone, capture_output=True, text=True
+        )
+        assert start["commit"].removesuffix("-dirty") == head.stdout.strip()

@@ -1,6 +1,6 @@
 """config.json: the options of a run, flat, with its starts.
 
-`starts` has the command, the step and the changed options of every start; `chosen` names options
+`starts` has the command, step, machine and changed options of every start; `chosen` names options
 that were not given, but chosen for the model; `recipe` is the file that wrote it.
 """
 
@@ -8,8 +8,11 @@ import inspect
 import json
 import os
 import shlex
+import subprocess
 import sys
 import time
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,7 @@ def write_config(folder: Path, config: Any, resumed_at: int | None) -> None:
     if resumed_at is not None and path.exists():
         before = _read(path)
     now = time.strftime("%Y-%m-%d %H:%M:%S")
-    start = {"step": resumed_at or 0, "time": now, "command": command()}
+    start = {"step": resumed_at or 0, "time": now, "command": command(), **machine()}
     if before:
         start["changed"] = changes(before, options)
     starts = [*before.get(STARTS, []), start]
@@ -96,6 +99,30 @@ def command(*args: str) -> str:
         if (nodes := os.environ["GROUP_WORLD_SIZE"]) != "1":
             launch += ["--nnodes", nodes]
     return shlex.join([*launch, *program, *(args or sys.argv[1:])])
+
+
+def machine() -> dict[str, Any]:
+    """What a start ran on: hardware of this node, versions and, in a clone, the commit."""
+    hardware, torch = f"{os.cpu_count()} CPU cores", sys.modules.get("torch")
+    if torch and torch.cuda.is_available():
+        hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {hardware}"
+    versions = {"python": sys.version.split()[0]}
+    for name in ("torch", "transformers"):
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    commit = _commit(Path(__file__).parents[3])
+    return {"hardware": hardware, "versions": versions} | ({"commit": commit} if commit else {})
+
+
+def _commit(clone: Path) -> str:
+    """The commit of a clone, with -dirty after it if files have changed since; else nothing."""
+    if not (clone / ".git").exists():
+        return ""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with suppress(OSError, subprocess.TimeoutExpired):  # there may be no git
+        found = subprocess.run(describe, cwd=clone, capture_output=True, text=True, timeout=10)
+        return found.stdout.strip()
+    return ""
 
 
 def _read(path: str | Path) -> Any:

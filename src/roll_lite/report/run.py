@@ -5,7 +5,8 @@ metrics.jsonl    one line per step
 events.jsonl     one line per dropped sample, with prompt, reply, state changes and the reason; one
                  line per checkpoint and resume
 rollouts/        step_*.jsonl: one line per sample that was trained on. token_ids holds, turn by
-                 turn, the tokens read and then those sampled; logprobs belong to the sampled.
+                 turn, the tokens read and then those sampled; logprobs and advantages belong to
+                 the sampled (one advantage if all are equal, none if it was not trained on).
                  eval_*.jsonl: one line per sample of an evaluation, as text
 tensorboard/     the metrics, if the package tensorboard is installed
 """
@@ -13,7 +14,7 @@ tensorboard/     the metrics, if the package tensorboard is installed
 import importlib.util
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from roll_lite.progress import ProgressBar
 from roll_lite.report.config_file import write_config
 from roll_lite.report.hints import Hints
 from roll_lite.types import Group, Sample
+
+NOT_TRAINED: Mapping[int, list[float]] = {}
 
 
 class Run:
@@ -129,10 +132,13 @@ class Run:
         if self._board:
             self._board.close()
 
-    def write_rollouts(self, step: int, groups: list[Group]) -> None:
-        """Record all samples of the groups in full."""
-        samples = (sample for group in groups for sample in group.samples)
-        self._write_samples(f"step_{step:05d}", ({**_text(s), **_tokens(s)} for s in samples))
+    def write_rollouts(
+        self, step: int, groups: list[Group], advantages: Mapping[int, list[float]] = NOT_TRAINED
+    ) -> None:
+        """Record all samples of the groups in full; `advantages` are by the sample's number."""
+        samples = enumerate(sample for group in groups for sample in group.samples)
+        rows = ({**_text(s), **_tokens(s), **_learnt(advantages.get(n))} for n, s in samples)
+        self._write_samples(f"step_{step:05d}", rows)
 
     def write_answers(self, step: int, groups: list[Group]) -> None:
         """Record the text and the rewards of an evaluation's samples, if there are any."""
@@ -226,6 +232,14 @@ def _tokens(sample: Sample) -> dict[str, Any]:
         **({"sequences": [s.turns for s in sample.sequences]} if len(sample.sequences) > 1 else {}),
         "events": sample.events,
     }
+
+
+def _learnt(advantages: list[float] | None) -> dict[str, Any]:
+    """Most estimators give all tokens of a sample the same advantage."""
+    if not advantages:
+        return {}
+    is_one = len(set(advantages)) == 1
+    return {"advantages": np.round(advantages[0] if is_one else advantages, 5).tolist()}
 
 
 def _turn(sample: Sample, number: int) -> dict[str, Any]:

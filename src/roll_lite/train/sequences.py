@@ -85,6 +85,15 @@ def with_field(
     return [replace(s, **{name: numbers}) for s, numbers in zip(sequences, lists, strict=True)]
 
 
+def sampled_advantages(sequences: list[TrainingSequence]) -> dict[int, list[float]]:
+    """Advantages of the sampled tokens, by the number of their sample."""
+    found: dict[int, list[float]] = {}
+    for sequence in sequences:
+        pairs = zip(sequence.advantages, sequence.loss_mask, strict=True)
+        found.setdefault(sequence.sample, []).extend(value for value, sampled in pairs if sampled)
+    return found
+
+
 GRPO, NO_SCORES = AdvantageOptions(), ModelScores()
 
 

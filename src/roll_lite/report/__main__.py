@@ -1,0 +1,59 @@
+"""Show runs: a page in one HTML file or, with --serve, live in a browser; two runs are compared.
+
+python -m roll_lite.report RUN [RUN ...]             writes RUN/report.html
+python -m roll_lite.report RUN --out page.html
+python -m roll_lite.report RUN --serve               shows the run while it goes on
+python -m roll_lite.report A B                       also prints what differs
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from roll_lite.report.compare import comparison
+from roll_lite.report.page import write_page
+from roll_lite.report.reader import RunFolder
+from roll_lite.report.serve import serve
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        runs = [RunFolder(folder) for folder in options.runs]
+        if len(runs) > 1:
+            print(comparison(runs))
+        if options.serve:
+            serve(runs, options.port)
+            return 0
+        path = options.out or runs[0].folder / "report.html"
+        write_page(runs, path, int(options.samples_mb * 1e6))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m roll_lite.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs")
+    parser.add_argument("--out", type=Path, help="the file to write (first run's report.html)")
+    parser.add_argument(
+        "--samples-mb",
+        type=float,
+        default=16.0,
+        help="how much of the file samples may take, chosen from the newest steps and from steps "
+        "at equal distances (16); --serve shows all samples",
+    )
+    parser.add_argument("--serve", action="store_true", help="serve the page on this machine")
+    parser.add_argument("--port", type=int, default=0, help="with --serve (a free one)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Where a run stands: time left, best evaluation, warnings; and how the options of runs differ."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+from roll_lite.report.hints import HINTS
+from roll_lite.report.reader import Row, RunFolder
+
+EVALUATIONS: dict[str, Callable] = {
+    "eval/pass@1": max, "eval/accuracy": max, "eval/loss": min, "eval/kl": min,
+}  # fmt: skip
+"""The first that a run has is its main evaluation, with the better of two values."""
+RECENT = 10
+"""Steps whose median time estimates the time left."""
+GRAD_JUMP, BEFORE = 10.0, 20
+"""A gradient norm this many times the median of this many steps before it is a warning."""
+DROPPED_SHARE = 0.5
+NOT_COMPARED = {"run_dir", "resume"}
+
+
+def overview(run: RunFolder, now: float | None = None) -> Row:
+    """Plain data: step, steps, seconds, time left, best evaluation, warnings."""
+    seconds = elapsed(run)
+    last = run.rows[-1] if run.rows else {}
+    return {
+        "step": last.get("step"),
+        "num_steps": run.num_steps,
+        "seconds": seconds[-1] if seconds else None,
+        "age": (now or time.time()) - last["time"] if "time" in last else None,
+        "seconds_left": _seconds_left(run, seconds),
+        "best": best_evaluation(run.rows),
+        "warnings": warnings(run.rows),
+    }
+
+
+def elapsed(run: RunFolder) -> list[float]:
+    """Seconds of the run up to each row of its metrics, without the time between two starts."""
+    resumes = [event.get("time", 0.0) for event in run.events if event.get("event") == "resumed"]
+    seconds, total, before = [], 0.0, None
+    for row in run.rows:
+        now, step_seconds = row.get("time", 0.0), row.get("time/step", 0.0)
+        is_first = before is None or any(before <= resume <= now for resume in resumes)
+        total += step_seconds if is_first else max(0.0, now - before)
+        seconds.append(total)
+        before = now
+    return seconds
+
+
+def _seconds_left(run: RunFolder, seconds: list[float]) -> float | None:
+    if not run.num_steps or len(seconds) < 2:
+        return None
+    pairs = list(zip(run.rows, seconds, strict=True))[-RECENT - 1 :]
+    steps = pairs[-1][0]["step"] - pairs[0][0]["step"]
+    if steps < 1:
+        return None
+    return (pairs[-1][1] - pairs[0][1]) / steps * max(0, run.num_steps - pairs[-1][0]["step"])
+
+
+def best_evaluation(rows: Sequence[Row]) -> Row | None:
+    for name, better in EVALUATIONS.items():
+        if found := [row for row in rows if name in row and row[name] == row[name]]:  # not nan
+            best = better(found, key=lambda row: row[name])
+            last = found[-1]
+            return {
+                "metric": name, "value": best[name], "step": best["step"],
+                "first": found[0][name], "last": last[name], "last_step": last["step"],
+            }  # fmt: skip
+    return None
+
+
+def warnings(rows: Sequence[Row]) -> list[Row]:
+    """What the run's hints say of its metrics, and jumps and shares that need its history."""
+    found = [_hint_warning(hint, rows) for hint in HINTS]
+    return [warning for warning in [*found, _grad_warning(rows), _dropped_warning(rows)] if warning]
+
+
+def _warning(metric: str, rows: list[Row], text: str) -> Row:
+    return {
+        "metric": metric, "text": text, "num_steps": len(rows),
+        "step": rows[0]["step"], "last_step": rows[-1]["step"],
+    }  # fmt: skip
+
+
+def _hint_warning(hint: Any, rows: Sequence[Row]) -> Row | None:
+    in_a_row, found = 0, []
+    for row in rows:
+        in_a_row = in_a_row + 1 if hint.applies(row) else 0
+        if in_a_row >= hint.num_steps:
+            found.append(row)
+    if not found:
+        return None
+    # Rows of older versions may lack a metric that the text names.
+    return _warning(hint.metric, found, hint.text.format_map(defaultdict(float, found[0])))
+
+
+def _grad_warning(rows: Sequence[Row]) -> Row | None:
+    name, before, found, text = "loss/grad_norm", [], [], ""
+    for row in rows:
+        norm = row.get(name, 0.0)
+        usual = median(before[-BEFORE:]) if len(before) >= BEFORE // 2 else 0.0
+        if usual and norm > GRAD_JUMP * usual:
+            found.append(row)
+            text = text or f"the gradient norm jumped to {norm:.3g}, from a usual {usual:.3g}"
+        if norm:
+            before.append(norm)
+    return _warning(name, found, text) if found else None
+
+
+def _dropped_warning(rows: Sequence[Row]) -> Row | None:
+    found = [row for row in rows if _dropped_share(row) > DROPPED_SHARE]
+    if not found:
+        return None
+    text = f"{_dropped_share(found[0]):.0%} of the samples were filtered, aborted or failed"
+    return _warning("rollout/filtered", found, f"{text}: see the dropped samples and their reasons")
+
+
+def _dropped_share(row: Row) -> float:
+    lost = sum(row.get(f"rollout/{state}", 0) for state in ("filtered", "aborted", "failed"))
+    return lost / max(1, row.get("rollout/started", 0))
+
+
+def differences(runs: Sequence[RunFolder]) -> dict[str, list[Any]]:
+    """Options whose values differ, with the value of each run; None where it has none."""
+    options = [run.options for run in runs if run.options]
+    names = sorted({name for part in options for name in part} - NOT_COMPARED)
+    values = {name: [run.options.get(name) for run in runs] for name in names}
+    return {name: found for name, found in values.items() if any(v != found[0] for v in found)}

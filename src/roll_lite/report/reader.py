@@ -1,0 +1,220 @@
+"""A run's folder as plain data, for everything that shows runs. No torch: it starts at once.
+
+A folder may be empty, torn by a crash, of an older version or still growing: what can be read is
+read, and `notes` says what is missing.
+"""
+
+import json
+import re
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from roll_lite.report.config_file import CHOSEN, RECIPE, STARTS
+
+Row = dict[str, Any]
+DROPPED = "dropped"
+"""Samples in events.jsonl, in names such as dropped_00010, beside the files of rollouts/."""
+_NAME = re.compile(r"(step|eval|dropped)_(\d+)")
+_DROPPED_SAMPLE = re.compile(rb'\{"event": "sample", "step": (\d+),')
+
+
+class JsonLines:
+    """The complete lines of a growing file; each reading continues after the last."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.restart()
+
+    def restart(self) -> None:
+        self.offset = self.num_broken = 0
+        self._inode = self.path.stat().st_ino if self.path.exists() else None
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a resumed run has written the file anew."""
+        if not self.path.exists():
+            return self.offset > 0
+        stat = self.path.stat()
+        return self.offset > 0 and (stat.st_ino != self._inode or stat.st_size < self.offset)
+
+    @property
+    def notes(self) -> list[str]:
+        """What is missing of the file."""
+        name = self.path.name
+        if not self.path.exists():
+            return [f"{name} is missing"]
+        found = {
+            f"{name} has no complete line yet": not self.offset,
+            f"{name}: broken lines that were skipped: {self.num_broken}": self.num_broken,
+            f"{name}: its last line is not complete": self.path.stat().st_size > self.offset,
+        }
+        return [note for note, applies in found.items() if applies]
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        """Place and text of each line since the last reading."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # still being written, or cut off
+                at, self.offset = self.offset, self.offset + len(line)
+                yield at, line
+
+    def parse(self, line: bytes) -> Row | None:
+        row = parse_line(line)
+        self.num_broken += row is None
+        return row
+
+
+def parse_line(line: bytes) -> Row | None:
+    """The JSON object of a line, or None if it is broken."""
+    try:
+        row = json.loads(line.decode(errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+class RunFolder:
+    """Options, metrics, events and samples of a run; `refresh` reads what was added since."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise ValueError(f"{folder} is not a folder; name the folder of a run, as runs/a")
+        self._metrics = JsonLines(self.folder / "metrics.jsonl")
+        self._events = JsonLines(self.folder / "events.jsonl")
+        self.num_restarts = 0
+        """How often a resumed run has dropped records since this was opened."""
+        self._clear()
+        self.refresh()
+
+    def _clear(self) -> None:
+        self.rows: list[Row] = []
+        """The metrics: numbers by name, with `step` and `time`."""
+        self.events: list[Row] = []
+        """All events but those of dropped samples."""
+        self._dropped: dict[int, array] = {}
+
+    def refresh(self) -> None:
+        if self._metrics.is_replaced or self._events.is_replaced:
+            self.num_restarts += 1
+            self._metrics.restart()
+            self._events.restart()
+            self._clear()
+        self.config = self._read_config()
+        for _, line in self._metrics:
+            row = self._metrics.parse(line)
+            if row is not None and isinstance(row.get("step"), int):
+                self.rows.append({name: v for name, v in row.items() if _is_number(v)})
+        for at, line in self._events:
+            self._read_event(at, line)
+
+    def _read_event(self, at: int, line: bytes) -> None:
+        """Dropped samples may be gigabytes: only their places are kept."""
+        if found := _DROPPED_SAMPLE.match(line):
+            self._dropped.setdefault(int(found[1]), array("Q")).append(at)
+        elif (row := self._events.parse(line)) is not None:
+            self.events.append(row)
+
+    def _read_config(self) -> Row:
+        try:
+            config = json.loads((self.folder / "config.json").read_text(errors="replace"))
+        except (OSError, ValueError):
+            return {}
+        if not isinstance(config, dict):
+            return {}
+        return {STARTS if name == "history" else name: value for name, value in config.items()}
+
+    @property
+    def options(self) -> Row:
+        return {n: v for n, v in self.config.items() if n not in (STARTS, CHOSEN, RECIPE)}
+
+    @property
+    def starts(self) -> list[Row]:
+        starts = self.config.get(STARTS)
+        return [s for s in starts if isinstance(s, dict)] if isinstance(starts, list) else []
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps that the run is to take, if its options say so."""
+        steps = self.config.get("steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def names(self) -> list[str]:
+        """Names under which `samples` finds samples, by step: step_00010, eval_00010."""
+        names = [p.stem for p in self.folder.glob("rollouts/*.jsonl") if _NAME.fullmatch(p.stem)]
+        names += [f"{DROPPED}_{step:05d}" for step in self._dropped]
+        return sorted(names, key=lambda name: (step_of(name), name))
+
+    @property
+    def notes(self) -> list[str]:
+        """What is missing, broken or not yet complete."""
+        found = []
+        if not self.config:
+            is_there = (self.folder / "config.json").exists()
+            found.append(f"config.json {'cannot be read' if is_there else 'is missing'}")
+        found += self._metrics.notes + self._events.notes
+        if not any((self.folder / "rollouts").glob("*.jsonl")):
+            found.append("rollouts/ has no samples: see --rollouts-every")
+        return found
+
+    @property
+    def num_sample_bytes(self) -> int:
+        sizes = (path.stat().st_size for path in self.folder.glob("rollouts/*.jsonl"))
+        return sum(sizes) + (self._events.offset if self._dropped else 0)
+
+    def samples(self, name: str, start: int = 0, max_bytes: int = 2**22) -> Row:
+        """Samples of a name from the place `start` on.
+
+        `next` is where to go on, or None at the end; `broken` counts lines that were skipped.
+        """
+        read, num_bytes, num_broken = [], 0, 0
+        for at, line in self._sample_lines(name, start):
+            if read and num_bytes + len(line) > max_bytes:
+                return {"samples": read, "next": at, "broken": num_broken}
+            if (row := parse_line(line)) is None:
+                num_broken += 1
+                continue
+            num_bytes += len(line)
+            read.append({**row, "at": at})
+        return {"samples": read, "next": None, "broken": num_broken}
+
+    def count_samples(self, name: str) -> int:
+        if name.startswith(DROPPED):
+            return len(self._dropped.get(step_of(name), ()))
+        with self._rollouts(name).open("rb") as file:
+            return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(2**20), b""))
+
+    def _sample_lines(self, name: str, start: int) -> Iterator[tuple[int, bytes]]:
+        if name.startswith(DROPPED):
+            places = self._dropped.get(step_of(name), ())
+            with self._events.path.open("rb") as file:
+                for at in places:
+                    if at >= start:
+                        file.seek(at)
+                        yield at, file.readline()
+            return
+        with self._rollouts(name).open("rb") as file:
+            file.seek(start)
+            for line in file:
+                yield start, line
+                start += len(line)
+
+    def _rollouts(self, name: str) -> Path:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{name!r} names no samples; the names are as step_00010")
+        return self.folder / "rollouts" / f"{name}.jsonl"
+
+
+def step_of(name: str) -> int:
+    return int(name.partition("_")[2])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)

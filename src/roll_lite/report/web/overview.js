@@ -1,0 +1,161 @@
+// The first view: what ran, where it stands, and what needs attention.
+
+function overviewView() {
+  return [
+    el("div", { class: "scroll" }, overviewTable()),
+    ...data.runs.flatMap(attention),
+    ...differencesTable(),
+    el("h2", {}, "Main curves"),
+    el(
+      "div",
+      { class: "charts" },
+      mainMetrics().map((name) => figure(name)),
+    ),
+    ...data.runs.map(details),
+  ];
+}
+
+function overviewTable() {
+  const row = (title, cell) => {
+    const cells = data.runs.map(cell);
+    if (cells.every((c) => c === null || c === undefined)) return null;
+    return el(
+      "tr",
+      {},
+      el("th", {}, title),
+      cells.map((c) => el("td", {}, c ?? "–")),
+    );
+  };
+  const option = (name) => (run) =>
+    run.options[name] === undefined ? null : optionText(run.options[name]);
+  const last = (name) => (run) => optionText(run.starts.at(-1)?.[name]);
+  return el(
+    "table",
+    { id: "overview" },
+    row("run", (run) => runName(run)),
+    row("stands at", progress),
+    row("best evaluation", bestText),
+    row("command", (run) => optionText(run.starts.at(-1)?.command)),
+    row("started", (run) =>
+      run.starts.length ? run.starts.map((s) => `${s.time} at step ${s.step}`).join("; ") : null,
+    ),
+    row("model", option("model")),
+    row("data", option("data")),
+    row("device map", option("device_map")),
+    row("hardware", last("hardware")),
+    row("versions", last("versions")),
+    row("commit", last("commit")),
+  );
+}
+
+function optionText(value) {
+  if (value === null || value === undefined) return null;
+  if (typeof value !== "object") return String(value);
+  if (Array.isArray(value)) return value.map(optionText).join(" ");
+  return Object.entries(value)
+    .map(([name, part]) => `${name} ${optionText(part)}`)
+    .join(", ");
+}
+
+function runName(run) {
+  return el("span", {}, dot(color(data.runs.indexOf(run))), run.name);
+}
+
+function progress(run) {
+  const o = run.overview;
+  if (o.step === null) return "no step is recorded yet";
+  const of = o.num_steps ? ` of ${o.num_steps}` : "";
+  const parts = [`step ${o.step}${of}, ${duration(o.seconds)} of running`];
+  if (o.num_steps && o.step >= o.num_steps) parts.push("complete");
+  else if (o.seconds_left !== null)
+    parts.push(`about ${duration(o.seconds_left)} left at this rate`);
+  if (o.age !== null && !(o.step >= o.num_steps))
+    parts.push(`last record ${duration(Math.max(0, o.age))} before this page was written`);
+  return parts.join("; ");
+}
+
+function bestText(run) {
+  const best = run.overview.best;
+  if (!best) return null;
+  return el(
+    "span",
+    {},
+    link(["curves", best.metric], best.metric),
+    ` ${number(best.value)} at step ${best.step}; ${number(best.first)} at first, ${number(best.last)} at step ${best.last_step}`,
+  );
+}
+
+// Warnings with links to their curve and samples; notes on what is missing.
+function attention(run, index) {
+  const name = data.runs.length > 1 ? `${run.name}: ` : "";
+  const warnings = run.overview.warnings.map((w) => {
+    const steps =
+      w.num_steps > 1 ? `${w.num_steps} steps from ${w.step} to ${w.last_step}` : `step ${w.step}`;
+    const samples = samplesNear(run, w.step, /failed|filtered/.test(w.metric));
+    return el(
+      "div",
+      { class: "notice warning" },
+      `${name}${w.text} (${steps}) `,
+      link(["curves", w.metric], w.metric),
+      samples ? [" ", link(["rollouts", index, samples], `samples of ${samples}`)] : null,
+    );
+  });
+  const notes = run.notes.map((note) => el("div", { class: "notice note" }, `${name}${note}`));
+  return [...warnings, ...notes];
+}
+
+// The name of recorded samples at a step or the first after it; of dropped ones, if `dropped`.
+function samplesNear(run, step, dropped = false) {
+  const kind = dropped ? "dropped" : "step";
+  const names = run.names.filter((name) => name.startsWith(kind + "_"));
+  return names.find((name) => stepOf(name) >= step) || names.at(-1) || null;
+}
+
+const stepOf = (name) => Number(name.split("_")[1]);
+
+function differencesTable() {
+  const names = Object.keys(data.differences);
+  if (data.runs.length < 2) return [];
+  if (!names.length) return [el("p", { class: "faint" }, "The runs have equal options.")];
+  const head = el(
+    "tr",
+    {},
+    el("th", {}, "option"),
+    data.runs.map((run) => el("th", {}, runName(run))),
+  );
+  const rows = names.map((name) =>
+    tableRow(
+      name,
+      data.differences[name].map((value) => optionText(value) ?? "–"),
+    ),
+  );
+  return [
+    el("h2", {}, "Options that differ"),
+    el("div", { class: "scroll" }, el("table", { id: "differences" }, head, rows)),
+  ];
+}
+
+function details(run) {
+  const options = Object.entries(run.options).map(([name, value]) =>
+    tableRow(name, optionText(value) ?? "none"),
+  );
+  const events = run.events.map((e) => {
+    const { event, step, time, ...more } = e;
+    return tableRow(
+      `step ${step}`,
+      String(event),
+      Object.keys(more).length ? optionText(more) : "",
+    );
+  });
+  return el(
+    "div",
+    {},
+    el("details", {}, el("summary", {}, `All options of ${run.name}`), el("table", {}, options)),
+    el(
+      "details",
+      {},
+      el("summary", {}, `Events of ${run.name}: checkpoints, resumes, hints (${events.length})`),
+      el("table", {}, events),
+    ),
+  );
+}

@@ -1,0 +1,200 @@
+// The lives of a step's samples over time, from their recorded events; zoomable.
+
+const STATES = {
+  queued: "#9aa5b1",
+  generating: "#2f7ed8",
+  stepping: "#c98a00",
+  scoring: "#9b5de5",
+  retried: "#d6418f",
+  waiting: "#cfd8d3",
+  failed: "#c62828",
+  filtered: "#7a7f87",
+  aborted: "#7a7f87",
+};
+const STATE_WORDS = { stepping: "environment", waiting: "waiting to be trained on" };
+const MAX_LANES = 600;
+const SPAN = 1000,
+  LANES_TOP = 34;
+const TIMELINE_HELP =
+  "Zoom with the buttons or the wheel, drag to move; a click opens a sample. Ranks are not recorded.";
+
+function timelineView(run, index, step) {
+  const names = run.names.filter((name) => name.startsWith("step_") || name.startsWith("dropped_"));
+  const steps = [...new Set(names.map(stepOf))];
+  if (!steps.length)
+    return [
+      el("h2", {}, "Samples over time"),
+      el("p", { class: "faint" }, "No samples are recorded."),
+    ];
+  const chosen = step === null ? steps.at(-1) : (steps.find((s) => s >= step) ?? steps.at(-1));
+  const body = el("div", { id: "timeline" }, "…");
+  fillTimeline(body, run, index, chosen).catch((error) => body.replaceChildren(String(error)));
+  const choose = select(
+    steps.map((s) => [s, s]),
+    chosen,
+    (s) => {
+      location.hash = hash("time", index, s);
+    },
+  );
+  return [
+    el("h2", {}, "Samples over time"),
+    el(
+      "div",
+      { class: "controls" },
+      label("step", choose),
+      Object.entries(STATES).map(([state, fill]) =>
+        el("span", {}, dot(fill), STATE_WORDS[state] || state),
+      ),
+    ),
+    body,
+  ];
+}
+
+async function fillTimeline(body, run, index, step) {
+  const digits = String(step).padStart(5, "0");
+  const parts = [];
+  let total = 0;
+  for (const name of [`step_${digits}`, `dropped_${digits}`].filter((n) => run.names.includes(n))) {
+    const { samples, total: all } = await loadSamples(index, name, 0);
+    total += all;
+    parts.push(...samples.map((sample) => ({ ...sample, name })));
+  }
+  const lanes = parts
+    .filter((s) => Array.isArray(s.events) && s.events.length)
+    .sort((a, b) => a.events[0][1] - b.events[0][1]);
+  if (!lanes.length)
+    return body.replaceChildren("No events of this step's samples are in this page.");
+  const phases = stepPhases(run, step);
+  const trainingAt = phases.find((p) => p.state !== "rollout")?.from;
+  drawTimeline(
+    body,
+    lanes.slice(0, MAX_LANES).map((s) => ({ sample: s, segments: segments(s, trainingAt) })),
+    phases,
+    index,
+    `${Math.min(lanes.length, MAX_LANES)} samples of ${total}. ${TIMELINE_HELP}`,
+  );
+}
+
+// From state to state; a sample that is done waits until training begins.
+function segments(sample, trainingAt) {
+  return sample.events.map(([state, from, version], i) => {
+    const next = sample.events[i + 1];
+    const last = state === "done" ? Math.max(from, trainingAt ?? from) : from;
+    return {
+      state: state === "done" ? "waiting" : state,
+      from,
+      to: next ? next[1] : last,
+      version,
+    };
+  });
+}
+
+// The parts of the step itself, placed by the time of its record; an evaluation comes after them.
+function stepPhases(run, step) {
+  const i = run.metrics.step.lastIndexOf(step);
+  if (i < 0 || !run.metrics["time/step"] || run.metrics["time/step"][i] === null) return [];
+  const seconds = (name) => Number(run.metrics[name]?.[i] ?? 0);
+  let at = Number(run.metrics.time[i]) - seconds("time/evaluate") - seconds("time/step");
+  return ORDER.map((state) => {
+    const from = at;
+    at += seconds(`time/${state}`);
+    return { state, from, to: at };
+  }).filter((p) => p.to > p.from);
+}
+
+// Draws lanes and phases over `view`, which zooming and moving change.
+function drawTimeline(body, lanes, phases, index, text) {
+  const all = [...phases, ...lanes.flatMap((lane) => lane.segments)];
+  const first = all.reduce((low, s) => Math.min(low, s.from), Infinity);
+  const end = all.reduce((high, s) => Math.max(high, s.to), first + 1e-3);
+  const lane = Math.max(3, Math.min(12, 480 / lanes.length));
+  const view = { from: first, to: end };
+  const readout = el("div", { class: "readout" }, text);
+  const svg = el("svg:svg", { viewBox: `0 0 ${SPAN} ${LANES_TOP + lanes.length * lane + 4}` });
+  const place = (t) =>
+    Math.max(-5, Math.min(SPAN + 5, ((t - view.from) / (view.to - view.from)) * SPAN));
+  const rect = (s, box, about, onclick) => {
+    if (s.to < view.from || s.from > view.to) return [];
+    const words = `${about}${STATE_WORDS[s.state] || s.state} ${number(s.to - s.from)} s, from ${number(s.from - first)} s on`;
+    const width = Math.max(0.6, place(s.to) - place(s.from));
+    const onpointermove = () => {
+      readout.textContent = words;
+    };
+    return [
+      el("svg:rect", { class: "bar", x: place(s.from), width, ...box, onclick, onpointermove }),
+    ];
+  };
+  const draw = () =>
+    svg.replaceChildren(
+      ...timeGrid(view, first, place),
+      ...phases.flatMap((p, k) => [
+        ...rect(p, { y: 14, height: 14, fill: color(k) }, "the step: "),
+        ...(place(p.to) - place(p.from) > 45
+          ? [
+              el(
+                "svg:text",
+                { x: Math.max(2, place(p.from) + 2), y: 25, style: { fill: "#fff" } },
+                p.state,
+              ),
+            ]
+          : []),
+      ]),
+      ...lanes.flatMap(({ sample, segments: parts }, i) => {
+        const open = () => {
+          location.hash = hash("sample", index, sample.name, sample.at);
+        };
+        const box = { y: LANES_TOP + i * lane, height: lane * 0.85 };
+        const about = `${sample.prompt_id} #${sample.index}: `;
+        return parts.flatMap((s) =>
+          rect(s, { ...box, fill: STATES[s.state] || "#7a7f87" }, about, open),
+        );
+      }),
+    );
+  draw();
+  body.replaceChildren(zoomControls(svg, view, { from: first, to: end }, draw), readout, svg);
+}
+
+function timeGrid(view, first, place) {
+  return ticks(view.from - first, view.to - first, 8).flatMap((t) => [
+    el("svg:line", { class: "grid", x1: place(t + first), x2: place(t + first), y1: 0, y2: 9999 }),
+    el("svg:text", { x: place(t + first) + 2, y: 9 }, `${tickText(t)} s`),
+  ]);
+}
+
+// Buttons, wheel and dragging, which change `view` and draw anew.
+function zoomControls(svg, view, whole, draw) {
+  const show = (from, to) => {
+    Object.assign(view, { from, to });
+    draw();
+  };
+  const zoom = (factor, share = 0.5) => {
+    const middle = view.from + (view.to - view.from) * share;
+    show(middle - (middle - view.from) * factor, middle + (view.to - middle) * factor);
+  };
+  const move = (share) => {
+    const by = (view.to - view.from) * share;
+    show(view.from + by, view.to + by);
+  };
+  svg.addEventListener(
+    "wheel",
+    (event) => {
+      event.preventDefault();
+      const box = svg.getBoundingClientRect();
+      zoom(event.deltaY > 0 ? 1.25 : 0.8, (event.clientX - box.left) / box.width);
+    },
+    { passive: false },
+  );
+  svg.addEventListener("pointermove", (event) => {
+    if (event.buttons) move(-event.movementX / svg.getBoundingClientRect().width);
+  });
+  const button = (name, act) => el("button", { onclick: act }, name);
+  return el(
+    "div",
+    { class: "controls" },
+    button("+", () => zoom(0.5)),
+    button("−", () => zoom(2)),
+    button("◀", () => move(-0.3)),
+    button("▶", () => move(0.3)),
+    button("all", () => show(whole.from, whole.to)),
+  );
+}
