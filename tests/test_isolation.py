@@ -109,8 +109,15 @@ def test_network(full, tmp_path):
 
 
 def test_no_network_but_ones_own(full):
-    program = "import socket\nprint(socket.if_nameindex())"
-    assert full.run(program).stdout == "[(1, 'lo')]\n"
+    program = """
+        import socket
+        for index in range(1, 1000):
+            try:
+                print(index, socket.if_indextoname(index))
+            except OSError:
+                pass
+    """
+    assert full.run(dedent(program)).stdout == "1 lo\n"
 
 
 def test_writing_outside(full, tmp_path):
@@ -190,7 +197,7 @@ def test_limits_cannot_be_raised(sandbox):
         import resource
         for what in (resource.RLIMIT_AS, resource.RLIMIT_NPROC, resource.RLIMIT_CPU):
             soft, hard = resource.getrlimit(what)
-            assert soft == hard != resource.RLIM_INFINITY
+            assert soft <= hard != resource.RLIM_INFINITY
             try:
                 resource.setrlimit(what, (hard + 1, hard + 1))
             except (ValueError, PermissionError):

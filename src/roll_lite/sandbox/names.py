@@ -5,6 +5,7 @@ import builtins
 import symtable
 from collections.abc import Iterator
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 SOLUTION = "solution"
@@ -35,6 +36,16 @@ USUAL_NAMES: dict[str, Any] = {module: import_module(module) for module in _MODU
 }
 """What programs find imported, as on the sites for which such problems are written. None of them
 is a builtin's name."""
+
+OWN_MODULES = (*_MODULES, "cmath", "decimal", "fractions")
+"""What tests mean by these names, even if only the program imports them."""
+
+
+def modules_used(tests: str) -> dict[str, ModuleType]:
+    """Modules of which the tests use something, as in math.isclose, without importing them."""
+    nodes = [node.value for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Attribute)]
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return {name: import_module(name) for name in used.intersection(OWN_MODULES)}
 
 
 def defined_names(source: str) -> set[str]:
