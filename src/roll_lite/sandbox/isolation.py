@@ -54,17 +54,24 @@ class Namespaces:
     def prepare(self, terms: Terms) -> None:
         """In the monitor, before it forks."""
         kernel.leave_keyring()
-        kernel.unshare("mount", "pid", "net", "ipc", "uts")
+        kernel.unshare("mount", "net", "ipc", "uts")
         options = f"mode=1777,size={terms.limits.disk_mib}m,nr_inodes={_MAX_FILES}"
         self._folders = [*FOLDERS.values()][: 1 + terms.is_apart]
         for folder in self._folders:
             flags = kernel.NO_SUID | kernel.NO_DEVICES
             kernel.mount("tmpfs", folder, "tmpfs", flags, options)
 
+    def fork(self, role: Role) -> int:
+        """As os.fork, in the monitor; the child is the first process of a pid namespace."""
+        if role == "program":
+            return kernel.fork_init()
+        kernel.unshare("pid")
+        return os.fork()
+
     def enter(self, limits: Limits, role: Role) -> None:
         """In the monitor's child; returns in the process that is to run the program or the tests.
 
-        The first child of the monitor is init, which forks the program and ends with it.
+        The child is init of its namespace. For the program, it forks once more and ends with it.
         """
         kernel.die_first(self._proc)
         if self._is_root:
@@ -118,6 +125,9 @@ class ResourceLimits:
             os.mkdir(self._folder(role))
             if os.geteuid() == 0:
                 os.chown(self._folder(role), NOBODY, NOBODY)
+
+    def fork(self, role: Role) -> int:
+        return os.fork()
 
     def _folder(self, role: Role) -> str:
         return self._parent + FOLDERS[role]

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import platform
+import signal
 import struct
 from collections.abc import Iterable
 from contextlib import suppress
@@ -51,6 +52,16 @@ def unshare(*namespaces: str) -> None:
     """Move this process to new namespaces."""
     flags = sum(_NAMESPACES[name] for name in namespaces)
     _checked(f"new namespaces ({', '.join(namespaces)})", _libc.unshare(c_int(flags)))
+
+
+def fork_init() -> int:
+    """As os.fork, but the child is the first process of a new pid namespace.
+
+    Python is not told, so the child can do little more than fork. After `unshare` os.fork does the
+    same for one namespace; a process cannot leave that to fork into a second.
+    """
+    flags = c_ulong(_NAMESPACES["pid"] | signal.SIGCHLD)
+    return _syscall("clone", _number("clone"), flags, *[None] * 4)
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:

@@ -120,7 +120,7 @@ class Monitor:
         self, role: str, streams: tuple[int, ...], part: int, link: socket.socket | None
     ) -> None:
         notes, theirs = socket.socketpair()
-        pid = os.fork()
+        pid = self._place.fork(role)
         if pid:
             theirs.close()
             self._cells.append(Cell(pid, os.pidfd_open(pid), notes))
@@ -261,12 +261,13 @@ class Monitor:
         return {"runs": list(zip(kinds, printed, strict=True)), "stderr": _text(stderr)}
 
     def _kinds(self, broken_limit: Kind | None) -> list[Kind]:
-        terms, code, num_ended = self._terms, self._code(), self._num_runs_ended()
+        terms, num_ended = self._terms, self._num_runs_ended()
         kinds: list[Kind] = ["ok"] * num_ended
         has_all = terms.is_apart and num_ended == terms.num_runs
-        if has_all or (terms.has_tests and num_ended and not (code or broken_limit)):
+        is_end_of_tests = terms.has_tests and self._deciding.code == 0 and not broken_limit
+        if has_all or (is_end_of_tests and num_ended):
             return kinds
-        last = broken_limit or _kind(code, has_passed=not terms.has_tests)
+        last = broken_limit or _kind(self._code(), has_passed=not terms.has_tests)
         return [*kinds[: terms.num_runs - 1], last]
 
     def _code(self) -> int:
