@@ -3,8 +3,9 @@
 import atexit
 import builtins
 import fcntl
-import json
+import gc
 import linecache
+import marshal
 import os
 import socket
 import sys
@@ -59,7 +60,7 @@ def _run_program(part: int, notes: socket.socket, token: bytes, link: int | None
     job = _read_part(part)
     _feed(_take_input(job["inputs"], notes, token))
     filter_calls()
-    _open_streams()
+    _start()
     if job["tests"]:
         _run_together(job["source"], job["tests"][0], notes, token)
         return
@@ -80,7 +81,7 @@ def _run_tests(
 ) -> None:
     """Each with a copy of the program, up to the last, or up to the first without a copy."""
     filter_calls()
-    _open_streams()
+    _start()
 
     def stop(problem: str) -> NoReturn:
         if problem:
@@ -102,11 +103,12 @@ def _run_tests(
 
 
 def _read_part(descriptor: int) -> Any:
-    with open(descriptor) as file:
-        return json.load(file)
+    with open(descriptor, "rb") as file:
+        return marshal.load(file)
 
 
-def _open_streams() -> None:
+def _start() -> None:
+    gc.enable()
     sys.stdin, sys.stdout, sys.stderr = _open(0, "r"), _open(1, "w"), _open(2, "w")
 
 

@@ -62,17 +62,23 @@ class Namespaces:
             kernel.mount("tmpfs", folder, "tmpfs", flags, options)
 
     def fork(self, role: Role) -> int:
-        """As os.fork, in the monitor; the child is the first process of a pid namespace."""
-        if role == "program":
-            return kernel.fork_init()
-        kernel.unshare("pid")
-        return os.fork()
+        """As os.fork, in the monitor; the child is in a pid namespace of its own.
+
+        The tests' process is the first one there; the program has an init, which ends with it.
+        """
+        if role == "tests":
+            kernel.unshare("pid")
+            return os.fork()
+        if init := kernel.fork_init():
+            return init
+        kernel.die_with_parent()
+        if program := os.fork():
+            close_all_but(())
+            _wait_as_init(program)
+        return 0
 
     def enter(self, limits: Limits, role: Role) -> None:
-        """In the monitor's child; returns in the process that is to run the program or the tests.
-
-        The child is init of its namespace. For the program, it forks once more and ends with it.
-        """
+        """In the monitor's child, which is to run the program or the tests."""
         kernel.die_first(self._proc)
         if self._is_root:
             _become_nobody()
@@ -81,16 +87,10 @@ class Namespaces:
         kernel.map_user(NOBODY, uid, gid, self._proc)
         with suppress(OSError):  # read-only /proc/sys; a nested namespace would gain it nothing
             kernel.write_file("sys/user/max_user_namespaces", "0", self._proc)
-        kernel.set_inspectable(False)
+        kernel.set_inspectable(role == "program")  # by the monitor: nothing else sees that process
         kernel.die_with_parent()
-        if role == "program":
-            program = os.fork()
-            if program:
-                close_all_but(())
-                _wait_as_init(program)
-            kernel.set_inspectable(True)  # by the monitor: nothing else sees this process
         os.chdir(FOLDERS[role])
-        _set_limits(limits, max_tasks=limits.processes + 1)  # init counts too
+        _set_limits(limits, max_tasks=limits.processes)
         kernel.drop_capabilities()
         kernel.forbid_new_privileges()
         readable = [*self._python, *_present(READ_DEVICES)]

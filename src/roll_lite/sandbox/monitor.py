@@ -4,10 +4,10 @@ It knows the job's `Terms` alone. The program's process reads its source from a 
 tests' process reads the tests from another, and neither is a copy of a process that has read them.
 """
 
-import json
+import marshal
 import os
 import secrets
-import selectors
+import select
 import signal
 import socket
 import time
@@ -45,7 +45,7 @@ def monitor_and_exit(
 ) -> NoReturn:
     connection = Connection(client)
     try:
-        terms = json.loads(connection.recv_bytes())
+        terms = marshal.loads(connection.recv_bytes())
         terms = Terms(**terms | {"limits": Limits(**terms["limits"])})
         answer = Monitor(terms, place, connection).run(program, tests)
     except SandboxError as error:
@@ -53,7 +53,7 @@ def monitor_and_exit(
     except BaseException:  # the process ends here, so report anything
         answer = {"problem": traceback.format_exc()}
     with suppress(ConnectionError):  # the client has closed or ended
-        connection.send_bytes(json.dumps(answer).encode())
+        connection.send_bytes(marshal.dumps(answer))
     os._exit(0)
 
 
@@ -156,22 +156,22 @@ class Monitor:
     def _watch(self) -> Kind | None:
         """Until the job or the client ends, or a limit is broken, which is returned."""
         ends = {cell.end: cell for cell in self._cells}
-        with selectors.DefaultSelector() as selector:
-            for descriptor in (*self._read, *ends, self._client.fileno()):
-                selector.register(descriptor, selectors.EVENT_READ)
-            while ends and (left := self._seconds_left()) > 0:
-                ready = {key.fd for key, _ in selector.select(min(left, _MEMORY_EVERY))}
-                for descriptor in ready & self._read.keys():
-                    if not self._take(descriptor):
-                        selector.unregister(descriptor)
-                for descriptor in ready & ends.keys():
-                    selector.unregister(descriptor)
-                    self._note_end(ends.pop(descriptor))
-                self._note_runs()
-                if self._client.fileno() in ready:
-                    return None
-                if broken := self._broken_limit():
-                    return broken
+        poll = select.poll()  # which runs less Python than `selectors`
+        for descriptor in (*self._read, *ends, self._client.fileno()):
+            poll.register(descriptor, select.POLLIN)
+        while ends and (left := self._seconds_left()) > 0:
+            ready = {descriptor for descriptor, _ in poll.poll(1e3 * min(left, _MEMORY_EVERY))}
+            for descriptor in ready & self._read.keys():
+                if not self._take(descriptor):
+                    poll.unregister(descriptor)
+            for descriptor in ready & ends.keys():
+                poll.unregister(descriptor)
+                self._note_end(ends.pop(descriptor))
+            self._note_runs()
+            if self._client.fileno() in ready:
+                return None
+            if broken := self._broken_limit():
+                return broken
         return None if self._deciding.code is not None else "timeout"
 
     @property

@@ -5,6 +5,7 @@ modules that programs often use. Jobs pass through it as descriptors that it doe
 later programs are copies of its memory.
 """
 
+import gc
 import os
 import resource
 import socket
@@ -32,6 +33,8 @@ def serve(descriptor: int, isolation: str) -> None:
     os.close(descriptor)
     for name in PRELOADED:
         import_module(name)
+    gc.disable()  # until a program starts: collecting copies the memory that forks share
+    gc.freeze()
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_DESCRIPTORS, MAX_DESCRIPTORS))
     try:
         place = Namespaces() if isolation == "full" else ResourceLimits()
