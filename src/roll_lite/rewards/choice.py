@@ -95,8 +95,8 @@ def _stated(text: str) -> Iterator[str]:
 
 def _in_lines(text: str) -> Iterator[str]:
     """Lines that are only a letter; else an option in the first or the last line."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    bare = [match[1].upper() for line in lines if (match := _BARE.match(line))]
+    lines = [*filter(str.strip, text.splitlines())]
+    bare = [match[1].upper() for match in map(_BARE.match, lines) if match]
     if bare or not lines:
         yield from bare
         return

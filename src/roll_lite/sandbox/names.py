@@ -48,18 +48,21 @@ def modules_used(tests: str) -> dict[str, ModuleType]:
     return {name: import_module(name) for name in used.intersection(OWN_MODULES)}
 
 
-def defined_names(source: str) -> set[str]:
-    """Global names that the code assigns, imports, or defines as a function or class."""
+def defined_and_used_names(source: str) -> tuple[set[str], set[str]]:
+    """Global names that the code assigns, imports or defines, and those that it reads."""
     top, *inner = _scopes(symtable.symtable(source, "names", "exec"))
-    names = {symbol.get_name() for symbol in top.get_symbols() if _is_bound(symbol)}
-    return names | {s.get_name() for s in _globals(inner) if s.is_assigned()}
+    ours, inside = top.get_symbols(), list(_globals(inner))
+    defined = {symbol.get_name() for symbol in ours if _is_bound(symbol)}
+    defined |= {symbol.get_name() for symbol in inside if symbol.is_assigned()}
+    return defined, {s.get_name() for s in (*ours, *inside) if s.is_referenced()}
+
+
+def defined_names(source: str) -> set[str]:
+    return defined_and_used_names(source)[0]
 
 
 def used_names(source: str) -> set[str]:
-    """Global names that the code reads."""
-    top, *inner = _scopes(symtable.symtable(source, "names", "exec"))
-    symbols = [*top.get_symbols(), *_globals(inner)]
-    return {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
+    return defined_and_used_names(source)[1]
 
 
 def names_from_program(tests: str) -> set[str]:
