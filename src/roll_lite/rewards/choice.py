@@ -40,6 +40,10 @@ _CORRECTION = re.compile(
     r"\b(?:wait|actually|correction|sorry|hold on|on second thought|my mistake|i made a mistake)\b",
     re.IGNORECASE,
 )
+_HINT = re.compile(
+    r"boxed|fbox|answer|choice|option|solution|choose|pick|select|with|####|is", re.IGNORECASE
+)
+"""Something that every place of a letter has in it, except for a line."""
 _BARE = re.compile(rf"{_LETTER}[\s)}}\]*_\"'$.\\]*$")
 _OPTION = re.compile(
     r"[\s*_]*(?:\(([A-Ja-j])\)|([A-J](?=[*_]*[).:])|[a-j](?=\)))[*_]*[).:])[\s*_]*(?:\S.*)?$"
@@ -73,7 +77,7 @@ def right_letter(prompt: Prompt) -> str:
 def chosen(reply: str) -> Choice:
     """The letters that a reply names as its answer, and where."""
     text = reply.rpartition("</think>")[2]
-    for part in reversed(_CORRECTION.split(text)):
+    for part in filter(_HINT.search, reversed(_CORRECTION.split(text))):
         for source, find in (("boxed", _in_boxes), ("stated", _stated)):
             if letters := frozenset(find(part)):
                 return Choice(letters, source)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import takewhile
+from operator import itemgetter
 from typing import Any
 
 from roll_lite.rewards.format import without_thinking
@@ -32,6 +33,9 @@ from roll_lite.types import Prompt, Score
 Test = dict[str, str]
 
 _SHORTEST_FENCE = 3
+_MOST_PARSED, _COST_OF_BLOCK = 20_000, 100
+"""Characters of a reply that are parsed outside the sandbox, which takes 20 ms; a block takes as
+long to start as so many characters."""
 _LANGUAGE = re.compile(r"[ \t]*(\w*)")
 _LANGUAGES = ("", "python", "python3", "py", "py3")
 _READERS = {"input", "open", "stdin", "sys"}
@@ -58,7 +62,7 @@ def passes_tests(
     """
     tests = check_tests(prompt)
     source = program_of(reply, tests)
-    is_readable = source is not None and _names(source) is not None
+    is_readable = source is not None and _is_python(source)
     how = {"limits": limits, "isolation": isolation, "tests_apart": tests_apart}
     num_passed = _count_passed(source, tests, partial, seconds, **how) if is_readable else 0
     share = num_passed / len(tests)
@@ -81,8 +85,7 @@ def program_of(reply: str, tests: Sequence[Test]) -> str | None:
     if len(blocks) < 2:
         return blocks[0] if blocks else None
     codes = [test["code"] for test in tests if "code" in test]
-    wanted = set().union(*map(_names_from_program, codes))
-    return max(reversed(blocks), key=lambda block: _fitness(block, wanted))
+    return _fittest(blocks, set().union(*map(_names_from_program, codes)))
 
 
 def code_blocks(text: str) -> Iterator[tuple[str, str]]:
@@ -122,6 +125,25 @@ def _closes(line: str, fence: str) -> bool:
 _names_from_program = lru_cache(maxsize=4096)(names_from_program)
 
 
+def _fittest(blocks: list[str], wanted: set[str]) -> str:
+    """From the last on, parsing only blocks whose words may make them fitter."""
+    best, fitness, left = blocks[-1], -2, _MOST_PARSED
+    for block in reversed(blocks):
+        if _possible_fitness(block, wanted) <= fitness:
+            continue
+        left -= len(block) + _COST_OF_BLOCK
+        if left < 0:
+            break
+        best, fitness = max((best, fitness), (block, _fitness(block, wanted)), key=itemgetter(1))
+    return best
+
+
+def _possible_fitness(block: str, wanted: set[str]) -> int:
+    if wanted:
+        return sum(name in block for name in wanted)
+    return 2 * any(name in block for name in _READERS) + ("print" in block)
+
+
 def _fitness(block: str, wanted: set[str]) -> int:
     names = _names(block)
     if names is None:
@@ -132,6 +154,7 @@ def _fitness(block: str, wanted: set[str]) -> int:
     return 2 * bool(_READERS & (used | defined)) + ("print" in used)
 
 
+@lru_cache(maxsize=16)  # the block that is chosen is asked for twice
 def _names(source: str) -> tuple[set[str], set[str]] | None:
     """Names that the code defines and uses; None if it is not Python."""
     try:
@@ -139,6 +162,11 @@ def _names(source: str) -> tuple[set[str], set[str]] | None:
             return defined_and_used_names(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # ValueError: null bytes
         return None
+
+
+def _is_python(source: str) -> bool:
+    """Of a long text only the sandbox tells."""
+    return len(source) > _MOST_PARSED or _names(source) is not None
 
 
 def _count_passed(
