@@ -24,7 +24,8 @@ SHORTEST = 0.004
 PIECES = (
     "```python\n", "`", "```", "```python ", "~~~\n", "~~~\n(\n~~~\n", "~", "~~~a", "\n", " ", "\t",
     "\n \n", "a", "9", "1,", "1.", "1,234", "\\boxed{", "}", "{", "<answer>", "</answer>",
-    "<think>", "</think>", "answer is ", "answer to a ", "#### ", "option ", "A ", "B is ", "(B)", "*", "**a",
+    "<think>", "</think>", "answer is ", "answer to a ", "#### ", "option ", "A ", "B is ", "(B)",
+    "*", "**a",
     "_", "- ", "# ", "[", "[a", "<<", "<<a", ".", "! ", "e.g. ", "A.", "P.S.", "a'", "wait ", "$",
     "x=1\n", "def f(): 0\n", "lambda:", "(", "\x0b", "\u3000", "'", '"', "\\frac{1}{", "1 ",
 )  # fmt: skip

@@ -86,13 +86,11 @@ def chosen(reply: str) -> Choice:
 
 
 def _in_boxes(text: str) -> Iterator[str]:
-    for box in _BOX.finditer(text):
-        yield from _letters_at(text, box.end())
+    return _letters_after(_BOX, text)
 
 
 def _stated(text: str) -> Iterator[str]:
-    for statement in _STATED.finditer(text):
-        yield from _letters_at(text, statement.end())
+    yield from _letters_after(_STATED, text)
     for statement in _CORRECT.finditer(text):
         yield statement[1]
 
@@ -109,7 +107,7 @@ def _in_lines(text: str) -> Iterator[str]:
             yield (match[1] or match[2]).upper()
 
 
-def _letters_at(text: str, start: int) -> Iterator[str]:
-    match = _LETTERS.match(text, start)
-    if match:
-        yield from (letter.upper() for letter in match.groups() if letter)
+def _letters_after(start: re.Pattern, text: str) -> Iterator[str]:
+    for found in start.finditer(text):
+        if match := _LETTERS.match(text, found.end()):
+            yield from (letter.upper() for letter in match.groups() if letter)

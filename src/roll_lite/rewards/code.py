@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import takewhile
-from operator import itemgetter
 from typing import Any
 
 from roll_lite.rewards.format import without_thinking
@@ -81,9 +80,9 @@ def program_of(reply: str, tests: Sequence[Test]) -> str | None:
     that reads, or else prints.
     """
     found = code_blocks(without_thinking(reply))
-    blocks = [textwrap.dedent(code) for language, code in found if language.lower() in _LANGUAGES]
-    if len(blocks) < 2:
-        return blocks[0] if blocks else None
+    blocks = [code for language, code in found if language.lower() in _LANGUAGES]
+    if not blocks:
+        return None
     codes = [test["code"] for test in tests if "code" in test]
     return _fittest(blocks, set().union(*map(_names_from_program, codes)))
 
@@ -127,14 +126,16 @@ _names_from_program = lru_cache(maxsize=4096)(names_from_program)
 
 def _fittest(blocks: list[str], wanted: set[str]) -> str:
     """From the last on, parsing only blocks whose words may make them fitter."""
-    best, fitness, left = blocks[-1], -2, _MOST_PARSED
-    for block in reversed(blocks):
-        if _possible_fitness(block, wanted) <= fitness:
+    best, most, left = textwrap.dedent(blocks[-1]), -2, _MOST_PARSED
+    for block in reversed(blocks if len(blocks) > 1 else ()):
+        if _possible_fitness(block, wanted) <= most:
             continue
         left -= len(block) + _COST_OF_BLOCK
         if left < 0:
             break
-        best, fitness = max((best, fitness), (block, _fitness(block, wanted)), key=itemgetter(1))
+        block = textwrap.dedent(block)
+        if (fitness := _fitness(block, wanted)) > most:
+            best, most = block, fitness
     return best
 
 
