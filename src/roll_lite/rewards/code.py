@@ -26,7 +26,14 @@ from roll_lite.sandbox.names import (
     names_from_program,
     uncalled_tests,
 )
-from roll_lite.sandbox.sandbox import Isolation, Limits, Outcome, run_repeatedly
+from roll_lite.sandbox.sandbox import (
+    Isolation,
+    Limits,
+    Outcome,
+    Sandbox,
+    SandboxUnavailable,
+    run_repeatedly,
+)
 from roll_lite.types import Prompt, Score
 
 Test = dict[str, str]
@@ -219,6 +226,17 @@ def _is_same_word(found: str, wanted: str) -> bool:
     if not (_DECIMAL.fullmatch(wanted) and _NUMBER.fullmatch(found)):
         return False
     return math.isclose(float(found), float(wanted), rel_tol=1e-6, abs_tol=1e-6)
+
+
+def check_isolation(isolation: Isolation) -> None:
+    """Raise ValueError if programs cannot be isolated so on this machine."""
+    try:
+        Sandbox(isolation).close()
+    except SandboxUnavailable as error:
+        raise ValueError(
+            f'the reward for code runs no programs: {error}, as REWARDS = {{"code": partial('
+            'passes_tests, isolation="rlimits")} in a file for --rewards'
+        ) from None
 
 
 def check_tests(prompt: Prompt) -> tuple[Test, ...]:
