@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 from conftest import RECIPES
+from test_isolation import run_script
 
 from roll_lite.envs.question import ask
 from roll_lite.report.run import Run
@@ -65,6 +66,34 @@ def test_prompts_that_could_not_be_scored_are_refused(domain, fields, message):
     bad = Prompt(id="p", messages=(), domain=domain, **{"ground_truth": ""} | fields)
     with pytest.raises(ValueError, match=message):
         check_prompts([good, bad], rewards)
+
+
+@pytest.mark.parametrize("reward", ["passes_tests", "weighted({'a': (passes_tests, 1.0)})"])
+def test_code_rewards_need_isolation_that_works(reward):
+    """Checked before a run, here in a user namespace that may hold no other."""
+    script = f"""
+        import os
+        from functools import partial
+        from roll_lite.rewards.code import passes_tests
+        from roll_lite.rewards.combine import weighted
+        from roll_lite.rewards.registry import check_prompts
+        from roll_lite.sandbox import kernel
+        from roll_lite.types import Prompt
+        proc, uid, gid = os.open("/proc", os.O_PATH), os.getuid(), os.getgid()
+        kernel.unshare("user")
+        kernel.map_user(1000, uid, gid, proc)
+        kernel.write_file("sys/user/max_user_namespaces", "0", proc)
+        fields = {{"messages": (), "ground_truth": "", "tests": ({{"code": "assert f"}},)}}
+        prompt = Prompt(id="p", domain="code", **fields)
+        check_prompts([prompt], {{"code": partial(passes_tests, isolation="rlimits")}})
+        check_prompts([], {{"code": {reward}}})
+        print("so far")
+        check_prompts([prompt], {{"code": {reward}}})
+    """
+    done = run_script(script)
+    assert done.stdout == "so far\n", done.stderr
+    assert "ValueError: the reward for code runs no programs: isolation='full'" in done.stderr
+    assert 'partial(passes_tests, isolation="rlimits")' in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,10 @@ _CORRECTION = re.compile(
     r"\b(?:wait|actually|correction|sorry|hold on|on second thought|my mistake|i made a mistake)\b",
     re.IGNORECASE,
 )
+_HINT = re.compile(
+    r"boxed|fbox|answer|choice|option|solution|choose|pick|select|with|####|is", re.IGNORECASE
+)
+"""Something that every place of a letter has in it, except for a line."""
 _BARE = re.compile(rf"{_LETTER}[\s)}}\]*_\"'$.\\]*$")
 _OPTION = re.compile(
     r"[\s*_]*(?:\(([A-Ja-j])\)|([A-J](?=[*_]*[).:])|[a-j](?=\)))[*_]*[).:])[\s*_]*(?:\S.*)?$"
@@ -73,7 +77,7 @@ def right_letter(prompt: Prompt) -> str:
 def chosen(reply: str) -> Choice:
     """The letters that a reply names as its answer, and where."""
     text = reply.rpartition("</think>")[2]
-    for part in reversed(_CORRECTION.split(text)):
+    for part in filter(_HINT.search, reversed(_CORRECTION.split(text))):
         for source, find in (("boxed", _in_boxes), ("stated", _stated)):
             if letters := frozenset(find(part)):
                 return Choice(letters, source)
@@ -82,21 +86,19 @@ def chosen(reply: str) -> Choice:
 
 
 def _in_boxes(text: str) -> Iterator[str]:
-    for box in _BOX.finditer(text):
-        yield from _letters_at(text, box.end())
+    return _letters_after(_BOX, text)
 
 
 def _stated(text: str) -> Iterator[str]:
-    for statement in _STATED.finditer(text):
-        yield from _letters_at(text, statement.end())
+    yield from _letters_after(_STATED, text)
     for statement in _CORRECT.finditer(text):
         yield statement[1]
 
 
 def _in_lines(text: str) -> Iterator[str]:
     """Lines that are only a letter; else an option in the first or the last line."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    bare = [match[1].upper() for line in lines if (match := _BARE.match(line))]
+    lines = [*filter(str.strip, text.splitlines())]
+    bare = [match[1].upper() for match in map(_BARE.match, lines) if match]
     if bare or not lines:
         yield from bare
         return
@@ -105,7 +107,7 @@ def _in_lines(text: str) -> Iterator[str]:
             yield (match[1] or match[2]).upper()
 
 
-def _letters_at(text: str, start: int) -> Iterator[str]:
-    match = _LETTERS.match(text, start)
-    if match:
-        yield from (letter.upper() for letter in match.groups() if letter)
+def _letters_after(start: re.Pattern, text: str) -> Iterator[str]:
+    for found in start.finditer(text):
+        if match := _LETTERS.match(text, found.end()):
+            yield from (letter.upper() for letter in match.groups() if letter)

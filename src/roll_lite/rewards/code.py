@@ -11,7 +11,7 @@ import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import takewhile
@@ -20,24 +20,29 @@ from typing import Any
 from roll_lite.rewards.format import without_thinking
 from roll_lite.sandbox.names import (
     SOLUTION,
-    defined_names,
+    defined_and_used_names,
     does_something,
     imports,
     names_from_program,
     uncalled_tests,
-    used_names,
 )
-from roll_lite.sandbox.sandbox import Isolation, Limits, Outcome, run_repeatedly
+from roll_lite.sandbox.sandbox import (
+    Isolation,
+    Limits,
+    Outcome,
+    Sandbox,
+    SandboxUnavailable,
+    run_repeatedly,
+)
 from roll_lite.types import Prompt, Score
 
 Test = dict[str, str]
 
-_BLOCK = re.compile(
-    r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>\w*)[^\n`]*\n"
-    r"(?P<code>.*?)"
-    r"(?:^[ \t]*(?P=fence)[`~]*[ \t]*$|(?:(?P=fence)\s*)?\Z)",  # the last one may be left open
-    re.MULTILINE | re.DOTALL,
-)
+_SHORTEST_FENCE = 3
+_MOST_PARSED, _COST_OF_BLOCK = 20_000, 100
+"""Characters of a reply that are parsed outside the sandbox, which takes 20 ms; a block takes as
+long to start as so many characters."""
+_LANGUAGE = re.compile(r"[ \t]*(\w*)")
 _LANGUAGES = ("", "python", "python3", "py", "py3")
 _READERS = {"input", "open", "stdin", "sys"}
 _DECIMAL = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?")
@@ -63,7 +68,7 @@ def passes_tests(
     """
     tests = check_tests(prompt)
     source = program_of(reply, tests)
-    is_readable = source is not None and _names(source) is not None
+    is_readable = source is not None and _is_python(source)
     how = {"limits": limits, "isolation": isolation, "tests_apart": tests_apart}
     num_passed = _count_passed(source, tests, partial, seconds, **how) if is_readable else 0
     share = num_passed / len(tests)
@@ -81,18 +86,70 @@ def program_of(reply: str, tests: Sequence[Test]) -> str | None:
     Blocks must be marked as Python or not at all. For tests with input and output it is the block
     that reads, or else prints.
     """
-    found = _BLOCK.finditer(without_thinking(reply))
-    blocks = [
-        textwrap.dedent(block["code"]) for block in found if block["language"].lower() in _LANGUAGES
-    ]
-    if len(blocks) < 2:
-        return blocks[0] if blocks else None
+    found = code_blocks(without_thinking(reply))
+    blocks = [code for language, code in found if language.lower() in _LANGUAGES]
+    if not blocks:
+        return None
     codes = [test["code"] for test in tests if "code" in test]
-    wanted = set().union(*map(_names_from_program, codes))
-    return max(reversed(blocks), key=lambda block: _fitness(block, wanted))
+    return _fittest(blocks, set().union(*map(_names_from_program, codes)))
+
+
+def code_blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Language and code of the blocks between fences, line by line, in linear time.
+
+    The last one may be left open, or closed where its last line ends.
+    """
+    lines, fence, language, start = text.split("\n"), "", "", 0
+    for number, line in enumerate(lines):
+        if not fence:
+            fence, language = _opening(line)
+            start = number + 1
+        elif _closes(line, fence):
+            yield language, "".join(f"{line}\n" for line in lines[start:number])
+            fence = ""
+    if fence and start < len(lines):
+        rest = "\n".join(lines[start:])
+        is_closed = rest.rstrip().endswith(fence)
+        yield language, rest.rstrip().removesuffix(fence) if is_closed else rest
+
+
+def _opening(line: str) -> tuple[str, str]:
+    """The fence that the line opens a block with, and the language; nothing if it opens none."""
+    text = line.lstrip(" \t")
+    after = text.lstrip(text[:1]) if text[:1] in ("`", "~") else text
+    num_marks = len(text) - len(after)
+    if num_marks < _SHORTEST_FENCE or "`" in after:
+        return "", ""
+    return text[:num_marks], _LANGUAGE.match(after)[1]
+
+
+def _closes(line: str, fence: str) -> bool:
+    text = line.strip(" \t")
+    return text.startswith(fence) and not text.strip("`~")
 
 
 _names_from_program = lru_cache(maxsize=4096)(names_from_program)
+
+
+def _fittest(blocks: list[str], wanted: set[str]) -> str:
+    """From the last on, parsing only blocks whose words may make them fitter."""
+    best, most, left = textwrap.dedent(blocks[-1]), -2, _MOST_PARSED
+    for block in reversed(blocks if len(blocks) > 1 else ()):
+        if _possible_fitness(block, wanted) <= most:
+            continue
+        left -= len(block) + _COST_OF_BLOCK
+        if left < 0:
+            break
+        block = textwrap.dedent(block)
+        if (fitness := _fitness(block, wanted)) > most:
+            best, most = block, fitness
+    return best
+
+
+def _possible_fitness(block: str, wanted: set[str]) -> int:
+    if wanted:
+        return sum(name in block for name in wanted)
+    return 2 * any(name in block for name in _READERS) + ("print" in block)
 
 
 def _fitness(block: str, wanted: set[str]) -> int:
@@ -105,13 +162,19 @@ def _fitness(block: str, wanted: set[str]) -> int:
     return 2 * bool(_READERS & (used | defined)) + ("print" in used)
 
 
+@lru_cache(maxsize=16)  # the block that is chosen is asked for twice
 def _names(source: str) -> tuple[set[str], set[str]] | None:
     """Names that the code defines and uses; None if it is not Python."""
     try:
         with warnings.catch_warnings(action="ignore"):
-            return defined_names(source), used_names(source)
+            return defined_and_used_names(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # ValueError: null bytes
         return None
+
+
+def _is_python(source: str) -> bool:
+    """Of a long text only the sandbox tells."""
+    return len(source) > _MOST_PARSED or _names(source) is not None
 
 
 def _count_passed(
@@ -163,6 +226,17 @@ def _is_same_word(found: str, wanted: str) -> bool:
     if not (_DECIMAL.fullmatch(wanted) and _NUMBER.fullmatch(found)):
         return False
     return math.isclose(float(found), float(wanted), rel_tol=1e-6, abs_tol=1e-6)
+
+
+def check_isolation(isolation: Isolation) -> None:
+    """Raise ValueError if programs cannot be isolated so on this machine."""
+    try:
+        Sandbox(isolation).close()
+    except SandboxUnavailable as error:
+        raise ValueError(
+            f'the reward for code runs no programs: {error}, as REWARDS = {{"code": partial('
+            'passes_tests, isolation="rlimits")} in a file for --rewards'
+        ) from None
 
 
 def check_tests(prompt: Prompt) -> tuple[Test, ...]:

@@ -212,7 +212,7 @@ def is_json(reply: str) -> bool:
         text = re.sub(r"^\s*json\b", "", text[3:-3], flags=re.IGNORECASE)
     try:
         value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # ValueError: also a number of too many digits
         return False
     return isinstance(value, dict | list)
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from roll_lite.rewards.choice import choice_answer, right_letter
-from roll_lite.rewards.code import check_tests, passes_tests
+from roll_lite.rewards.code import check_isolation, check_tests, passes_tests
+from roll_lite.rewards.combine import Weighted
 from roll_lite.rewards.instructions import check_instructions, instructions_followed
 from roll_lite.rewards.maths import check_truth, math_answer
 from roll_lite.rewards.reasoning_gym import check_item, reasoning_gym_answer
@@ -30,10 +31,20 @@ CHECKS: dict[Reward, Callable[[Prompt], Any]] = {
 
 
 def check_prompts(prompts: Iterable[Prompt], rewards: Mapping[str, Reward]) -> None:
-    """Raise ValueError for the first prompt that its reward cannot score."""
+    """Raise ValueError for the first prompt that its reward cannot score, here or at all."""
+    domains = set()
     for prompt in prompts:
+        domains.add(prompt.domain)
         reward = rewards.get(prompt.domain)
         reward = getattr(reward, "func", reward)  # unwrap functools.partial
         for known, check in CHECKS.items():
             if known is reward:
                 check(prompt)
+    for reward in (part for domain in domains for part in _parts(rewards.get(domain))):
+        if getattr(reward, "func", reward) is passes_tests:
+            check_isolation(getattr(reward, "keywords", {}).get("isolation", "full"))
+
+
+def _parts(reward: Reward | None) -> list[Reward | None]:
+    """The rewards that a weighted sum adds up."""
+    return [part for _, part, _ in reward.rewards] if isinstance(reward, Weighted) else [reward]

@@ -1,72 +1,127 @@
-"""Runs a program and its tests, in two processes or in one."""
+"""What the processes of a program and of its tests do."""
 
 import atexit
 import builtins
+import fcntl
+import gc
 import linecache
+import marshal
 import os
-import select
+import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import CodeType, ModuleType
 from typing import Any, NoReturn, TextIO
 
-from roll_lite.sandbox.names import SOLUTION, USUAL_NAMES, names_from_program, uncalled_tests
+from roll_lite.sandbox.kernel import filter_calls
+from roll_lite.sandbox.names import (
+    SOLUTION,
+    USUAL_NAMES,
+    modules_used,
+    names_from_program,
+    uncalled_tests,
+)
 from roll_lite.sandbox.processes import exit_code
 from roll_lite.sandbox.remote import (
-    OBJECT_OPERATIONS,
-    PAIR_OPERATIONS,
-    CannotCross,
-    Link,
     OtherSideEnded,
+    ProgramLink,
     ProgramModule,
     ProgramNames,
     TestsLink,
 )
-from roll_lite.sandbox.sandbox import Job
 
 OUT_OF_MEMORY = 86
 """Exit code of a program that ended with a MemoryError."""
-CANNOT_CROSS = 87
-"""Exit code of tests that can only run in the program's process."""
+PROGRAM_ENDED = 87
+"""Exit code of tests whose program has ended."""
 COPY_ENDED = 88
 """Exit code of a copy of the program, when its tests have ended."""
+PROBLEM = b"!"
+"""With it begins a note that says why the tests cannot run apart from the program."""
 _FILE = "program.py"
-_GRACE = 0.2
-"""Seconds that a program has to end after its connection to the tests has closed."""
 
 
-def run_and_exit(job: Job, note: int, token: bytes) -> NoReturn:
-    """Writes the token to the descriptor `note` when tests, or a run before the last, end well."""
-    _do_and_exit(lambda: _run(job, note, token))
+def run_program_and_exit(
+    part: int, notes: socket.socket, token: bytes, link: int | None
+) -> NoReturn:
+    """Sends the token as a note when a run before the last, or a test, ends well.
+
+    `part` is a descriptor of `Job.program()`; `link` is one of the connection to the tests, if they
+    have a process of their own.
+    """
+    _do_and_exit(lambda: _run_program(part, notes, token, link))
 
 
-def _run(job: Job, note: int, token: bytes) -> None:
-    _feed(job.inputs[0] if job.tests else _take_input(job, note, token))
-    sys.stdin, sys.stdout, sys.stderr = _open(0, "r"), _open(1, "w"), _open(2, "w")
-    if not job.tests:
-        os.close(note)
-        _load(job.source)
-    elif job.tests_apart:
-        _run_apart(job, note, token)
+def _run_program(part: int, notes: socket.socket, token: bytes, link: int | None) -> None:
+    job = _read_part(part)
+    _feed(_take_input(job["inputs"], notes, token))
+    filter_calls()
+    _start()
+    if job["tests"]:
+        _run_together(job["source"], job["tests"][0], notes, token)
+        return
+    notes.close()
+    if link is None:
+        _load(job["source"])
     else:
-        _run_together(job, note, token)
+        _serve(job["source"], Connection(link))
 
 
-def _take_input(job: Job, note: int, token: bytes) -> str:
+def run_tests_and_exit(part: int, notes: socket.socket, token: bytes, link: int) -> NoReturn:
+    """`part` is a descriptor of the tests, `link` one of the connection to the program."""
+    _do_and_exit(lambda: _run_tests(_read_part(part), notes, token, Connection(link)))
+
+
+def _run_tests(
+    all_tests: list[str], notes: socket.socket, token: bytes, program: Connection
+) -> None:
+    """Each with a copy of the program, up to the last, or up to the first without a copy."""
+    filter_calls()
+    _start()
+
+    def stop(problem: str) -> NoReturn:
+        if problem:
+            notes.sendall(PROBLEM + problem.encode(errors="replace"))
+        _flush_and_exit(PROGRAM_ENDED)
+
+    link, is_copy = TestsLink(program, stop), True
+    redefined = link.start_program()
+    while all_tests and is_copy:
+        link, tests = TestsLink(program, stop), all_tests.pop(0)
+        is_copy = bool(all_tests) and link.request("copy")
+        sys.modules[SOLUTION] = ProgramModule(SOLUTION, link)
+        names = ProgramNames(link, _tested_builtin(tests, redefined), modules_used(tests))
+        _prepared(tests)(names)
+        if is_copy:
+            link.request("end copy")
+            _mark_end(notes, token)
+    notes.sendall(token)
+
+
+def _read_part(descriptor: int) -> Any:
+    with open(descriptor, "rb") as file:
+        return marshal.load(file)
+
+
+def _start() -> None:
+    gc.enable()
+    sys.stdin, sys.stdout, sys.stderr = _open(0, "r"), _open(1, "w"), _open(2, "w")
+
+
+def _take_input(inputs: list[str], notes: socket.socket, token: bytes) -> str:
     """Returns in a copy of this process for each input; for the last, in this process."""
-    while len(job.inputs) > 1 and (copy := _fork()):
+    while len(inputs) > 1 and (copy := _fork()):
         code = exit_code(os.waitpid(copy, 0)[1])
         if code:
             os._exit(code)
-        _mark_end(note, token)
-        del job.inputs[0]
-    text = job.inputs[0]
-    job.inputs.clear()
+        _mark_end(notes, token)
+        del inputs[0]
+    text = inputs[0]
+    inputs.clear()
     return text
 
 
@@ -76,62 +131,34 @@ def _fork() -> int | None:
         return os.fork()
 
 
-def _mark_end(note: int, token: bytes) -> None:
-    """Of a run, and of what it printed."""
-    os.write(1, token)
-    os.write(note, token)
+def _mark_end(notes: socket.socket, token: bytes) -> None:
+    """Of a run, and wait until the monitor has read what it printed."""
+    _flush()
+    notes.sendall(token)
+    if not notes.recv(1):
+        os._exit(1)  # there is no monitor
 
 
 def _feed(text: str) -> None:
-    """Make the text the standard input."""
-    stdin = os.memfd_create("stdin")
+    """Make the text the standard input, which cannot grow."""
+    stdin = os.memfd_create("stdin", os.MFD_ALLOW_SEALING)
     with open(stdin, "wb", closefd=False) as file:
         file.write(text.encode(errors="surrogatepass"))
     os.lseek(stdin, 0, os.SEEK_SET)
+    fcntl.fcntl(stdin, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW)
     os.dup2(stdin, 0)
     os.close(stdin)
 
 
-def _run_together(job: Job, note: int, token: bytes) -> None:
-    run_tests, untouched = _prepared(job.tests[0]), dict(vars(builtins))
-    names = _load(job.source)
+def _run_together(source: str, tests: str, notes: socket.socket, token: bytes) -> None:
+    run_tests, untouched = _prepared(tests), dict(vars(builtins))
+    names = _load(source)
     sys.settrace(None)
     sys.setprofile(None)
     vars(builtins).update(untouched)
     sys.modules[SOLUTION] = sys.modules["__main__"]
     run_tests(names)
-    os.write(note, token)
-
-
-def _run_apart(job: Job, note: int, token: bytes) -> None:
-    ours, theirs = Pipe()
-    program = os.fork()
-    if program == 0:
-        os.close(note)
-        ours.close()
-        job.tests.clear()  # the program must not find them in its memory
-        _do_and_exit(lambda: _serve(job.source, theirs))
-    theirs.close()
-    try:
-        _run_tests(job.tests, ours, lambda: _mark_end(note, token))
-    except OtherSideEnded:
-        raise SystemExit(OUT_OF_MEMORY if _ended_with(program) == OUT_OF_MEMORY else 1) from None
-    os.write(note, token)
-    ours.close()
-    _ended_with(program)  # it may still have something to print
-
-
-def _run_tests(all_tests: list[str], program: Connection, mark_end: Callable[[], None]) -> None:
-    """Each with a copy of the program, up to the last, or up to the first without a copy."""
-    redefined, is_copy = TestsLink(program).await_answer(), True
-    while all_tests and is_copy:
-        link, tests = TestsLink(program), all_tests.pop(0)
-        is_copy = bool(all_tests) and link.request("copy")
-        sys.modules[SOLUTION] = ProgramModule(SOLUTION, link)
-        _prepared(tests)(ProgramNames(link, _tested_builtin(tests, redefined)))
-        if is_copy:
-            link.request("end copy")
-            mark_end()
+    notes.sendall(token)
 
 
 def _tested_builtin(tests: str, redefined: list[str]) -> str | None:
@@ -163,25 +190,14 @@ def _run_class(test: type) -> None:
         getattr(test(), name)()
 
 
-def _ended_with(program: int) -> int | None:
-    """The program's exit code; None if it is still running."""
-    has_ended, _, _ = select.select([os.pidfd_open(program)], [], [], _GRACE)
-    return exit_code(os.waitpid(program, 0)[1]) if has_ended else None
-
-
 def _serve(source: str, connection: Connection) -> None:
-    """Load the program, and serve the tests' requests until they end."""
-    known = set(dir(builtins))
-    names = _load(source)
-    more = {
-        "isinstance": isinstance,
-        "name": names.__getitem__,
-        "copy": _copy_program,
-        "end copy": lambda: _flush_and_exit(COPY_ENDED),
-    }
-    link = Link(connection, OBJECT_OPERATIONS | PAIR_OPERATIONS | more)
-    link.answer([name for name in names if name in known and not name.startswith("__")])
+    """Load the program when its tests are ready, and serve their requests until they end."""
+    more = {"copy": _copy_program, "end copy": lambda: _flush_and_exit(COPY_ENDED)}
+    link, known = ProgramLink(connection, more), set(dir(builtins))
     with suppress(OtherSideEnded):
+        link.await_start()
+        link.names = names = _load(source)
+        link.answer([name for name in names if name in known and not name.startswith("__")])
         link.await_answer()
 
 
@@ -225,9 +241,6 @@ def _do_and_exit(action: Callable[[], object]) -> NoReturn:
         code = _requested_code(request)
     except MemoryError:
         code = OUT_OF_MEMORY
-    except CannotCross as error:
-        print(error, file=sys.stderr)
-        code = CANNOT_CROSS
     except BaseException as error:  # the program ends here, so report anything
         _print_traceback(error)
     _flush_and_exit(code)

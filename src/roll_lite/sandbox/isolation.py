@@ -1,25 +1,40 @@
 """Two ways to isolate a program: namespaces with Landlock, or resource limits alone.
 
-Four processes take part. The zygote forks a monitor for each job. The monitor prepares the
-isolation, forks, and watches. With namespaces its child is the init process of a pid namespace; it
+The zygote forks a monitor for each job. The monitor prepares the isolation, forks the program and
+its tests, and watches. With namespaces its first child is the init process of a pid namespace; it
 forks the program, and the whole namespace ends with it.
 """
 
 import math
 import os
 import resource
-import shutil
+import stat
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import count
+from typing import Literal
 
 from roll_lite.sandbox import kernel
-from roll_lite.sandbox.processes import exit_code, kill_orphans, num_tasks_of
-from roll_lite.sandbox.sandbox import Limits
+from roll_lite.sandbox.processes import (
+    children_of,
+    close_all_but,
+    exit_code,
+    kill_orphans,
+    memory_of,
+    num_tasks_of,
+)
+from roll_lite.sandbox.sandbox import Limits, Terms
+
+Role = Literal["program", "tests"]
 
 NOBODY = 65534
-DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+READ_DEVICES = ("/dev/zero", "/dev/random", "/dev/urandom")
+DEVICES = ("/dev/null", *READ_DEVICES)
 TEMPORARY = "/tmp"
+FOLDERS: dict[Role, str] = {"program": "/program", "tests": "/tests"}
+"""The working folder of each process."""
 _MAX_FILES = 4096
 
 
@@ -29,20 +44,42 @@ class Namespaces:
     def __init__(self):
         """In the zygote, once: leave the machine's file system."""
         self._proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.descriptors = {self._proc}
+        """What `enter` needs."""
         self._is_root = os.geteuid() == 0
-        self._folders = _python_folders()
+        self._python = _python_folders()
         _enter_mount_namespace(self._proc)
         _enter_jail()
 
-    def prepare(self, limits: Limits) -> None:
+    def prepare(self, terms: Terms) -> None:
         """In the monitor, before it forks."""
-        kernel.unshare("mount", "pid", "net", "ipc", "uts")
-        options = f"mode=1777,size={limits.disk_mib}m,nr_inodes={_MAX_FILES}"
-        flags = kernel.NO_SUID | kernel.NO_DEVICES
-        kernel.mount("tmpfs", TEMPORARY, "tmpfs", flags, options)
+        kernel.leave_keyring()
+        kernel.unshare("mount", "net", "ipc", "uts")
+        options = f"mode=1777,size={terms.limits.disk_mib}m,nr_inodes={_MAX_FILES}"
+        self._folders = [*FOLDERS.values()][: 1 + terms.is_apart]
+        for folder in self._folders:
+            flags = kernel.NO_SUID | kernel.NO_DEVICES
+            kernel.mount("tmpfs", folder, "tmpfs", flags, options)
 
-    def enter(self, limits: Limits) -> None:
-        """In the monitor's child; returns in the process that is to run the program."""
+    def fork(self, role: Role) -> int:
+        """As os.fork, in the monitor; the child is in a pid namespace of its own.
+
+        The tests' process is the first one there; the program has an init, which ends with it.
+        """
+        if role == "tests":
+            kernel.unshare("pid")
+            return os.fork()
+        if init := kernel.fork_init():
+            return init
+        kernel.die_with_parent()
+        if program := os.fork():
+            close_all_but(())
+            _wait_as_init(program)
+        return 0
+
+    def enter(self, limits: Limits, role: Role) -> None:
+        """In the monitor's child, which is to run the program or the tests."""
+        kernel.die_first(self._proc)
         if self._is_root:
             _become_nobody()
         uid, gid = os.geteuid(), os.getegid()
@@ -50,19 +87,23 @@ class Namespaces:
         kernel.map_user(NOBODY, uid, gid, self._proc)
         with suppress(OSError):  # read-only /proc/sys; a nested namespace would gain it nothing
             kernel.write_file("sys/user/max_user_namespaces", "0", self._proc)
-        kernel.set_inspectable(False)
+        kernel.set_inspectable(role == "program")  # by the monitor: nothing else sees that process
         kernel.die_with_parent()
-        program = os.fork()
-        if program:
-            _wait_as_init(program)
-        os.chdir(TEMPORARY)
-        _set_limits(limits, max_tasks=limits.processes + 1)  # init counts too
+        os.chdir(FOLDERS[role])
+        _set_limits(limits, max_tasks=limits.processes)
         kernel.drop_capabilities()
         kernel.forbid_new_privileges()
-        kernel.restrict_access(self._folders, [TEMPORARY, *_devices()])
+        readable = [*self._python, *_present(READ_DEVICES)]
+        kernel.restrict_access(readable, [FOLDERS[role], *_present(["/dev/null"])])
+
+    def memory(self, pids: list[int], limit: int) -> int:
+        """Bytes that the job uses, files included; exact if they are near the limit."""
+        files = [os.statvfs(folder) for folder in self._folders]
+        in_files = sum((f.f_blocks - f.f_bfree) * f.f_frsize for f in files)
+        return in_files + memory_of(pids, self._proc, limit - in_files)
 
     def clean(self) -> None:
-        """In the monitor, after its child has ended; the kernel has removed the namespaces."""
+        """In the monitor, after its children have ended; the kernel has removed the namespaces."""
 
 
 class ResourceLimits:
@@ -71,25 +112,43 @@ class ResourceLimits:
     The program can reach the machine's files and network as far as its user may.
     """
 
-    def prepare(self, limits: Limits) -> None:
-        kernel.adopt_orphans()
-        self._folder = tempfile.mkdtemp(prefix="program-")
-        if os.geteuid() == 0:
-            os.chown(self._folder, NOBODY, NOBODY)
+    def __init__(self):
+        self._proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.descriptors = {self._proc}
 
-    def enter(self, limits: Limits) -> None:
+    def prepare(self, terms: Terms) -> None:
+        kernel.leave_keyring()
+        kernel.adopt_orphans()
+        self._parent = tempfile.mkdtemp(prefix="program-")  # the program cannot move its folder
+        os.chmod(self._parent, 0o711)
+        for role in FOLDERS:
+            os.mkdir(self._folder(role))
+            if os.geteuid() == 0:
+                os.chown(self._folder(role), NOBODY, NOBODY)
+
+    def fork(self, role: Role) -> int:
+        return os.fork()
+
+    def _folder(self, role: Role) -> str:
+        return self._parent + FOLDERS[role]
+
+    def enter(self, limits: Limits, role: Role) -> None:
+        kernel.die_first(self._proc)
         if os.geteuid() == 0:
             _become_nobody()
-        os.chdir(self._folder)
+        os.chdir(self._folder(role))
         os.setsid()
         kernel.die_with_parent()
         kernel.set_inspectable(False)
         _set_limits(limits, max_tasks=limits.processes + num_tasks_of(os.geteuid()) - 1)
         kernel.forbid_new_privileges()
 
+    def memory(self, pids: list[int], limit: int) -> int:
+        return memory_of(children_of(os.getpid(), self._proc), self._proc, limit)
+
     def clean(self) -> None:
         kill_orphans()
-        _remove_folder(self._folder)
+        remove_folder(self._parent)
 
 
 def _enter_mount_namespace(proc: int) -> None:
@@ -110,14 +169,14 @@ def _python_folders() -> list[str]:
     return [f for f in seen if not any(f.startswith(other + "/") for other in seen)]
 
 
-def _devices() -> list[str]:
-    return [path for path in DEVICES if os.path.exists(path)]
+def _present(paths: Iterable[str]) -> list[str]:
+    return [path for path in paths if os.path.exists(path)]
 
 
 def _enter_jail() -> None:
     """In a new mount namespace: replace the root by one that has only what Python reads."""
     kernel.mount("none", "/", None, kernel.RECURSIVE | kernel.PRIVATE)
-    devices = _devices()
+    devices = _present(DEVICES)
     paths = [*_python_folders(), *devices]
     # Open the paths first: the new root is about to cover /tmp, where some of them may be.
     opened = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in paths}
@@ -125,8 +184,11 @@ def _enter_jail() -> None:
     for path, descriptor in opened.items():
         _bind(f"/proc/self/fd/{descriptor}", TEMPORARY + path, is_device=path in devices)
         os.close(descriptor)
-    os.makedirs(TEMPORARY + TEMPORARY, exist_ok=True)
-    os.symlink(TEMPORARY, TEMPORARY + "/dev/shm")  # semaphores are files there
+    for folder in FOLDERS.values():
+        os.makedirs(TEMPORARY + folder, exist_ok=True)
+    for path in (TEMPORARY, "/dev/shm"):  # semaphores are files in the latter
+        with suppress(FileExistsError):  # a Python that lives in /tmp; then programs have no /tmp
+            os.symlink(FOLDERS["program"], TEMPORARY + path)
     kernel.pivot_root(TEMPORARY)
     _remount_read_only("/", kernel.NO_SUID)
 
@@ -180,11 +242,38 @@ def _wait_as_init(program: int) -> None:
             os._exit(exit_code(status))
 
 
-def _remove_folder(folder: str) -> None:
-    """Also if the program has removed permissions in it."""
-    for parent, names, _ in os.walk(folder):
-        for name in names:
-            path = os.path.join(parent, name)
-            if not os.path.islink(path):
-                os.chmod(path, 0o700)
-    shutil.rmtree(folder)
+def remove_folder(folder: str) -> None:
+    """Whatever a program has left there: also folders without permissions, nested thousandfold.
+
+    What is in a folder is moved up before the folder is removed, so no path becomes long. What
+    cannot be removed stays: a program of the same user can still change something.
+    """
+    numbers, top = count(), os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with suppress(OSError):
+        while names := os.listdir(top):
+            for name in names:
+                _empty_or_remove(name, top, numbers)
+    os.close(top)
+    with suppress(OSError):
+        os.rmdir(folder)
+
+
+def _empty_or_remove(name: str, top: int, numbers: Iterator[int]) -> None:
+    """Remove a file; move the entries of a folder to the top and remove it."""
+    if not _is_opened_folder(name, top):
+        os.unlink(name, dir_fd=top)
+        return
+    inside = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+    for entry in os.listdir(inside):
+        _is_opened_folder(entry, inside)  # a folder without permissions cannot be moved
+        os.rename(entry, f"moved-{next(numbers)}", src_dir_fd=inside, dst_dir_fd=top)
+    os.close(inside)
+    os.rmdir(name, dir_fd=top)
+
+
+def _is_opened_folder(name: str, parent: int) -> bool:
+    """Whether it is a folder, which is given all permissions then."""
+    is_folder = stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode)
+    if is_folder:
+        os.chmod(name, 0o700, dir_fd=parent)
+    return is_folder

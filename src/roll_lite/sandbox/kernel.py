@@ -1,11 +1,15 @@
-"""System calls that Python does not offer: namespaces, mounts, capabilities, Landlock."""
+"""System calls that Python does not offer: namespaces, mounts, capabilities, Landlock, seccomp."""
 
 import ctypes
 import os
 import platform
+import signal
 import struct
 from collections.abc import Iterable
+from contextlib import suppress
 from ctypes import c_int, c_size_t, c_uint32, c_ulong
+
+from roll_lite.sandbox.syscalls import NUMBERS, filter_for
 
 _NAMESPACES = {
     "mount": 0x0002_0000, "uts": 0x0400_0000, "ipc": 0x0800_0000,
@@ -18,9 +22,11 @@ _DETACH = 2
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
-_SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_PR_SET_SECCOMP, _SECCOMP_FILTER = 22, 2
+_JOIN_SESSION_KEYRING = 1
 _CAPABILITY_VERSION_3 = 0x2008_0522
 
+_FILTERS = {machine: filter_for(machine) for machine in NUMBERS}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -35,10 +41,27 @@ def _syscall(what: str, number: int, *arguments: object) -> int:
     return _checked(what, _libc.syscall(ctypes.c_long(number), *arguments))
 
 
+def _number(call: str) -> int:
+    numbers = NUMBERS.get(platform.machine())
+    if numbers is None:
+        raise OSError(f"{call}: its number on {platform.machine()} is not known here")
+    return numbers[call]
+
+
 def unshare(*namespaces: str) -> None:
     """Move this process to new namespaces."""
     flags = sum(_NAMESPACES[name] for name in namespaces)
     _checked(f"new namespaces ({', '.join(namespaces)})", _libc.unshare(c_int(flags)))
+
+
+def fork_init() -> int:
+    """As os.fork, but the child is the first process of a new pid namespace.
+
+    Python is not told, so the child can do little more than fork. After `unshare` os.fork does the
+    same for one namespace; a process cannot leave that to fork into a second.
+    """
+    flags = c_ulong(_NAMESPACES["pid"] | signal.SIGCHLD)
+    return _syscall("clone", _number("clone"), flags, *[None] * 4)
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
@@ -49,11 +72,9 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
 
 def pivot_root(new_root: str) -> None:
     """Make a folder that is a mount point the root, and unmount the old root."""
-    number = _SYS_PIVOT_ROOT.get(platform.machine())
-    if number is None:
-        raise OSError(f"pivot_root: its number on {platform.machine()} is not known here")
     os.chdir(new_root)
-    _syscall("pivot_root", number, b".", b".")  # mounts the old root on top of the new one
+    # This mounts the old root on top of the new one
+    _syscall("pivot_root", _number("pivot_root"), b".", b".")
     _checked("umount2", _libc.umount2(b".", _DETACH))
     os.chdir("/")
 
@@ -80,6 +101,29 @@ def forbid_new_privileges() -> None:
 def set_inspectable(is_inspectable: bool) -> None:
     """Whether processes of the same user may read this process's memory."""
     _prctl("DUMPABLE", _PR_SET_DUMPABLE, int(is_inspectable))
+
+
+def die_first(proc: int) -> None:
+    """When the machine runs out of memory. `proc` is a descriptor of /proc."""
+    with suppress(OSError):  # someone set it to the most already
+        write_file("self/oom_score_adj", "1000", proc)
+
+
+def leave_keyring() -> None:
+    """Join a new, empty session keyring."""
+    with suppress(OSError):  # a kernel without keys, or a container that takes the call away
+        _syscall("keyctl", _number("keyctl"), c_int(_JOIN_SESSION_KEYRING), None)
+
+
+def filter_calls() -> None:
+    """Refuse system calls that programs do not need, for good. See `syscalls.py`."""
+    instructions = _FILTERS.get(platform.machine())
+    if instructions is None:
+        raise OSError(f"seccomp: the system calls of {platform.machine()} are not known here")
+    buffer = ctypes.create_string_buffer(instructions, len(instructions))
+    program = struct.pack("=H6xQ", len(instructions) // 8, ctypes.addressof(buffer))
+    arguments = c_ulong(_SECCOMP_FILTER), program, c_ulong(0), c_ulong(0)
+    _checked("prctl SECCOMP", _libc.prctl(_PR_SET_SECCOMP, *arguments))
 
 
 def drop_capabilities() -> None:

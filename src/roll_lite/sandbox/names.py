@@ -5,6 +5,7 @@ import builtins
 import symtable
 from collections.abc import Iterator
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 SOLUTION = "solution"
@@ -36,19 +37,32 @@ USUAL_NAMES: dict[str, Any] = {module: import_module(module) for module in _MODU
 """What programs find imported, as on the sites for which such problems are written. None of them
 is a builtin's name."""
 
+OWN_MODULES = (*_MODULES, "cmath", "decimal", "fractions")
+"""What tests mean by these names, even if only the program imports them."""
+
+
+def modules_used(tests: str) -> dict[str, ModuleType]:
+    """Modules of which the tests use something, as in math.isclose, without importing them."""
+    nodes = [node.value for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Attribute)]
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return {name: import_module(name) for name in used.intersection(OWN_MODULES)}
+
+
+def defined_and_used_names(source: str) -> tuple[set[str], set[str]]:
+    """Global names that the code assigns, imports or defines, and those that it reads."""
+    top, *inner = _scopes(symtable.symtable(source, "names", "exec"))
+    ours, inside = top.get_symbols(), list(_globals(inner))
+    defined = {symbol.get_name() for symbol in ours if _is_bound(symbol)}
+    defined |= {symbol.get_name() for symbol in inside if symbol.is_assigned()}
+    return defined, {s.get_name() for s in (*ours, *inside) if s.is_referenced()}
+
 
 def defined_names(source: str) -> set[str]:
-    """Global names that the code assigns, imports, or defines as a function or class."""
-    top, *inner = _scopes(symtable.symtable(source, "names", "exec"))
-    names = {symbol.get_name() for symbol in top.get_symbols() if _is_bound(symbol)}
-    return names | {s.get_name() for s in _globals(inner) if s.is_assigned()}
+    return defined_and_used_names(source)[0]
 
 
 def used_names(source: str) -> set[str]:
-    """Global names that the code reads."""
-    top, *inner = _scopes(symtable.symtable(source, "names", "exec"))
-    symbols = [*top.get_symbols(), *_globals(inner)]
-    return {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
+    return defined_and_used_names(source)[1]
 
 
 def names_from_program(tests: str) -> set[str]:

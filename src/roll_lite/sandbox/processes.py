@@ -4,7 +4,17 @@ import os
 import signal
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
+
+MAX_DESCRIPTORS = 256
+"""The zygote and its copies have no higher descriptors."""
+
+
+def close_all_but(kept: Collection[int]) -> None:
+    """Also keeps the three standard streams."""
+    for low, high in pairwise([2, *sorted(kept), MAX_DESCRIPTORS]):
+        os.closerange(low + 1, high)
 
 
 def exit_code(status: int) -> int:
@@ -35,6 +45,55 @@ def kill_orphans(spared: Collection[int] = ()) -> None:
         _kill_all(lambda found=orphans: found | _descendants(os.getpid(), spared))
         for pid in orphans:
             os.waitpid(pid, 0)
+
+
+def memory_of(pids: Collection[int], proc: int, limit: int) -> int:
+    """Bytes that processes and their descendants use; `proc` is a descriptor of /proc.
+
+    Above the limit, pages that they share count once, which takes longer to find out. Where the
+    kernel does not tell (not everyone may inspect every process), they count for each process.
+    """
+    found = [each for pid in pids for each in _tree(pid, proc)]
+    used = [_kib(f"{pid}/status", "VmRSS:", proc) for pid in found]
+    if sum(used) << 10 > limit:
+        shares = [_kib(f"{pid}/smaps_rollup", "Pss:", proc) for pid in found]
+        used = [share or all_of_it for share, all_of_it in zip(shares, used, strict=True)]
+    return sum(used) << 10
+
+
+def _tree(pid: int, proc: int) -> list[int]:
+    """A process and its descendants."""
+    found, new = [], [pid]
+    while new:
+        found += new
+        new = [child for parent in new for child in children_of(parent, proc)]
+    return found
+
+
+def children_of(pid: int, proc: int) -> list[int]:
+    with suppress(OSError):  # it has ended
+        tasks = os.open(f"{pid}/task", os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
+        try:
+            lists = [_read(f"{task}/children", tasks) for task in os.listdir(tasks)]
+        finally:
+            os.close(tasks)
+        return [int(child) for each in lists for child in each.split()]
+    return []
+
+
+def _kib(path: str, field: str, proc: int) -> int:
+    lines = (line.split() for line in _read(path, proc).splitlines())
+    return next((int(line[1]) for line in lines if line and line[0] == field), 0)
+
+
+def _read(path: str, folder: int) -> str:
+    """Nothing if the process has ended or may not be inspected."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY, dir_fd=folder)
+        with open(descriptor) as file:
+            return file.read()
+    except OSError:
+        return ""
 
 
 def num_tasks_of(uid: int) -> int:

@@ -5,7 +5,9 @@ the program sees a value that the tests expect: a `Remote` equals no data, whate
 claims, and what the program patches is patched in its own process.
 
 Values travel as JSON: data is copied, everything else is sent as a reference that only its own side
-can resolve. Instances of subclasses of data types arrive as the plain type.
+can resolve. Instances of subclasses of data types arrive as the plain type. Nothing that arrives
+from the program makes the tests' process import or run anything: types and exceptions are looked up
+in a table, modules of the program stay `Remote`s.
 """
 
 import builtins
@@ -13,15 +15,18 @@ import json
 import operator
 import sys
 import traceback
-from collections import Counter, OrderedDict, deque, namedtuple
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
+from functools import cache, reduce
 from importlib import import_module
 from multiprocessing.connection import Connection
+from operator import itemgetter
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 _MAX_MESSAGE = 64 << 20
 """Bytes."""
@@ -32,6 +37,7 @@ Resolve = Callable[[list], Any]
 """Finds the object of a reference."""
 
 _SMALL = 2**63
+_MUTABLE = (list, dict, set, bytearray, deque)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _MAPPINGS = (Counter, OrderedDict, dict)
 _LEAVES: dict[type, tuple[Callable, Callable]] = {
@@ -47,6 +53,15 @@ _LEAVES: dict[type, tuple[Callable, Callable]] = {
     timedelta: (lambda d: [d.days, d.seconds, d.microseconds], lambda parts: timedelta(*parts)),
 }
 _KINDS = {kind.__name__: kind for kind in (*_CONTAINERS, *_MAPPINGS, *_LEAVES)}
+_ERRORS = {
+    name: kind
+    for name, kind in vars(builtins).items()
+    if isinstance(kind, type) and issubclass(kind, Exception)
+}
+_DATA_TYPES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
+TYPES = _ERRORS | {kind.__name__: kind for kind in (*_DATA_TYPES, range)}
+"""Types that the tests' process knows by the name that the program gives. Their instances are data
+or exceptions, none of which ends a process."""
 
 
 def dumps(value: Any, refer: Refer) -> bytes:
@@ -88,7 +103,7 @@ def _decode(data: Any, resolve: Resolve) -> Any:
     if name == "reference":
         return resolve(content)
     if name == "namedtuple":
-        return namedtuple("Row", data[1])(*(_decode(item, resolve) for item in content))
+        return _row_type(*map(str, data[1]))(_decode(item, resolve) for item in content)
     kind = _KINDS[name]
     if kind in _CONTAINERS:
         return kind(_decode(item, resolve) for item in content)
@@ -97,15 +112,19 @@ def _decode(data: Any, resolve: Resolve) -> Any:
     return _LEAVES[kind][1](content)
 
 
+@cache
+def _row_type(*fields: str) -> type:
+    """A named tuple whose fields can be read; no field can be a special method."""
+    names = [name for name in fields if name.isidentifier() and not name.startswith("_")]
+    readers = {name: property(itemgetter(fields.index(name))) for name in names}
+    return type("Row", (tuple,), readers | {"_fields": fields})
+
+
 class OtherSideEnded(BaseException):
-    """Not an Exception: tests that expect one must not catch this."""
+    """Not an Exception: a program that expects one must not catch this."""
 
 
-class CannotCross(BaseException):
-    """The tests pass the program something that is neither data nor a function."""
-
-
-def _call(function: Callable, *args: Any, **keywords: Any) -> Any:
+def _call(function: Callable, /, *args: Any, **keywords: Any) -> Any:
     return function(*args, **keywords)
 
 
@@ -201,28 +220,24 @@ class Link:
         """A reference, which the other side resolves."""
         if isinstance(value, Remote):
             return ["yours", value._remote_number]
-        if isinstance(value, ModuleType):
-            return ["module", value.__name__]
         if isinstance(value, type):
-            if getattr(builtins, value.__name__, None) is value:
-                return ["builtin", value.__name__]
+            if TYPES.get(value.__name__) is value:
+                return ["type", value.__name__]
             if value in self._errors:
                 return ["yours", self._errors[value]]
         number = self._numbers.setdefault(id(value), len(self._objects))
         if number == len(self._objects):
             self._objects.append(value)
         if isinstance(value, type) and issubclass(value, Exception):
-            return ["error", number, value.__name__, _builtin_base(value).__name__]
+            return ["error", number, value.__name__, _known_base(value).__name__]
         return ["mine", number]
 
     def resolve(self, reference: list) -> Any:
         kind, name, *more = reference
         if kind == "yours":
             return self._objects[name]
-        if kind == "module":
-            return _standard_module(name)
-        if kind == "builtin":
-            return _builtin_type(name)
+        if kind == "type":
+            return TYPES[name]
         if name not in self._remotes:
             is_error = kind == "error"
             self._remotes[name] = self._stand_in(name, *more) if is_error else Remote(self, name)
@@ -230,7 +245,7 @@ class Link:
 
     def _stand_in(self, number: int, name: str, base: str) -> type:
         """A class that tests can catch."""
-        made = type(name, (_builtin_type(base),), {})
+        made = type(name, (_ERRORS[base],), {})
         self._errors[made] = number
         return made
 
@@ -247,28 +262,60 @@ class Link:
 
     def _snapshot(self, operand: Any) -> bytes | None:
         """The content of a mutable operand; None for others."""
-        is_mutable = isinstance(operand, list | dict | set | bytearray | deque)
-        return dumps(operand, self.refer) if is_mutable else None
+        return dumps(operand, self.refer) if isinstance(operand, _MUTABLE) else None
 
     def _send(self, *message: Any) -> None:
         try:
             self._connection.send_bytes(dumps(message, self.refer))
         except ConnectionError:
-            raise OtherSideEnded from None
+            self._end()
 
     def _receive(self) -> Any:
+        return loads(self._receive_bytes(), self.resolve)
+
+    def _receive_bytes(self) -> bytes:
         try:
-            data = self._connection.recv_bytes(_MAX_MESSAGE)
+            return self._connection.recv_bytes(_MAX_MESSAGE)
         except (EOFError, OSError):  # it has ended, or sent something that is not a message
-            raise OtherSideEnded from None
-        return loads(data, self.resolve)
+            self._end()
+
+    def _end(self) -> NoReturn:
+        raise OtherSideEnded
+
+
+class ProgramLink(Link):
+    """The program's end. `names` are its global names."""
+
+    def __init__(self, connection: Connection, more: Mapping[str, Callable]):
+        name = {"isinstance": isinstance, "name": lambda name: self.names[name]}
+        super().__init__(connection, OBJECT_OPERATIONS | PAIR_OPERATIONS | name | more)
+        self.names: dict[str, Any] = {}
+
+    def await_start(self) -> None:
+        """Until the tests' process is ready."""
+        self._receive_bytes()
+
+    def resolve(self, reference: list) -> Any:
+        if reference[0] == "global":
+            return _named(*reference[1:])
+        return super().resolve(reference)
 
 
 class TestsLink(Link):
-    """The tests' end: all it runs for the program are functions that the tests passed to it."""
+    """The tests' end: all it runs for the program are functions that the tests passed to it.
 
-    def __init__(self, connection: Connection):
+    `stop` ends the process; what it is called with says why the tests cannot run apart from the
+    program, or is empty if the program has ended.
+    """
+
+    def __init__(self, connection: Connection, stop: Callable[[str], NoReturn]):
         super().__init__(connection, {"__call__": _call})
+        self._stop, self._is_provoked = stop, False
+
+    def start_program(self) -> list[str]:
+        """The builtins that it redefines."""
+        self._connection.send_bytes(b"")
+        return [str(name) for name in self.await_answer()]
 
     def perform(self, operation: str, operands: list, keywords: dict) -> Any:
         if not any(operands[0] is given for given in self._objects):
@@ -276,26 +323,44 @@ class TestsLink(Link):
         return super().perform(operation, operands, keywords)
 
     def refer(self, value: Any) -> list:
+        """Python's own functions and modules go by name, so the program has its own."""
+        if name := _name_of(value):
+            return ["global", *name]
         reference = super().refer(value)
-        if reference[0] == "mine" and not callable(value):
-            raise CannotCross(f"the tests hand the program a {type(value).__name__}")
+        if reference[0] == "mine" and not (callable(value) or isinstance(value, Exception)):
+            problem = f"the tests hand the program a {type(value).__name__}"
+            if self._is_provoked:
+                raise TypeError(problem)
+            self._stop(problem)
         return reference
+
+    def _serve(self, operation: str, operands: list, keywords: dict) -> None:
+        """What a function returns is the program's fault, if that passes it more than data."""
+        before = self._is_provoked
+        self._is_provoked = before or not _is_data([operands[1:], keywords])
+        super()._serve(operation, operands, keywords)
+        self._is_provoked = before
+
+    def _end(self) -> NoReturn:
+        self._stop("")
 
 
 class ProgramNames(dict):
     """The tests' global names: their own, then the interpreter's, then the program's.
 
     Of the builtins that a program redefines, tests see only the one that they test, `tested`.
+    `modules` are what tests mean by their names, unless the program has data of that name.
     """
 
-    def __init__(self, link: TestsLink, tested: str | None):
+    def __init__(self, link: TestsLink, tested: str | None, modules: Mapping[str, ModuleType]):
         super().__init__(__name__="__main__", __builtins__=builtins)
-        self._link, self._tested = link, tested
+        self._link, self._tested, self._modules = link, tested, modules
 
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name) and name != self._tested:
             raise KeyError(name)
-        return self._link.request("name", name)  # KeyError if the program has no such name
+        value = self._link.request("name", name)  # KeyError if the program has no such name
+        return self._modules.get(name, value) if isinstance(value, Remote) else value
 
 
 class ProgramModule(ModuleType):
@@ -316,29 +381,56 @@ class ProgramModule(ModuleType):
             raise AttributeError(f"the program has no {name}") from None
 
 
-def _exception(kind: type, args: list, text: str) -> Exception:
-    error = kind(*args) if isinstance(kind, type) else RuntimeError(*args)
+def _exception(kind: object, args: list, text: str) -> Exception:
+    is_error = isinstance(kind, type) and issubclass(kind, Exception)
+    kind = kind if is_error else RuntimeError
+    try:
+        error = kind(*args)
+    except TypeError:  # some need arguments that do not cross
+        error = kind.__new__(kind)
     error.add_note(f"In the program:\n{text}")
     return error
 
 
 def _overwrite(target: Any, value: Any) -> None:
+    """Only data that can change."""
+    if not isinstance(target, _MUTABLE):
+        raise TypeError(f"a {type(target).__name__} cannot be changed")
     target.clear()
     (target.update if isinstance(target, dict | set) else target.extend)(value)
 
 
-def _standard_module(name: str) -> ModuleType:
-    if name.split(".")[0] not in sys.stdlib_module_names:
-        raise ImportError(f"{name} is not in Python's standard library")
-    return import_module(name)
+def _is_data(value: Any) -> bool:
+    try:
+        _encode(value, _refuse)
+    except TypeError:
+        return False
+    return True
 
 
-def _builtin_type(name: str) -> type:
-    kind = getattr(builtins, name)
-    if not isinstance(kind, type):
-        raise TypeError(f"{name} is not a type")
-    return kind
+def _refuse(value: Any) -> NoReturn:
+    raise TypeError(f"a {type(value).__name__} is not data")
 
 
-def _builtin_base(error: type) -> type:
-    return next(kind for kind in error.__mro__ if getattr(builtins, kind.__name__, None) is kind)
+def _name_of(value: Any) -> tuple[str, str] | None:
+    """Module and name, if it is a module, function or class of Python's library."""
+    if isinstance(value, ModuleType):
+        module, name = value.__name__, ""
+    elif isinstance(value, Remote) or (isinstance(value, type) and value in TYPES.values()):
+        return None
+    else:
+        module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not (isinstance(module, str) and isinstance(name, str) and module in sys.modules):
+        return None
+    is_ours = module.split(".")[0] in sys.stdlib_module_names
+    with suppress(AttributeError):
+        return (module, name) if is_ours and _named(module, name) is value else None
+    return None
+
+
+def _named(module: str, name: str) -> Any:
+    return reduce(getattr, name.split(".") if name else (), import_module(module))
+
+
+def _known_base(error: type) -> type:
+    return next(kind for kind in error.__mro__ if kind in _ERRORS.values())

@@ -1,14 +1,16 @@
 """Runs untrusted programs, from any process: `run_program(source)`."""
 
 import atexit
+import marshal
 import math
 import os
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from multiprocessing import Pipe
 from pathlib import Path
@@ -21,6 +23,9 @@ Kind = Literal["ok", "error", "timeout", "memory", "output"]
 
 MAX_SHARED = 4
 """Programs of one process that run at the same time; there are many worker processes."""
+READY = "ready"
+"""The zygote's first answer, if it can run programs."""
+_LONGEST_ANSWER = 1 << 16
 _PACKAGES = str(Path(__file__).parents[2])
 _START = (
     "import sys; sys.path.append({packages!r}); "
@@ -42,9 +47,10 @@ class Limits:
     seconds: float = 10.0
     """Wall time of a run; also the CPU time of each process, rounded up."""
     memory_mib: int = 512
-    """Address space of each process, including 30 MiB for the interpreter."""
+    """Memory of all processes and files together; also the address space of each process, which
+    includes 30 MiB for the interpreter."""
     processes: int = 16
-    """Processes and threads at a time, including the tests' and the one that is copied for them."""
+    """Processes and threads of the program at a time, including the one copied for each test."""
     output_kib: int = 1024
     """Standard output and standard error together, of a run."""
     disk_mib: int = 64
@@ -62,7 +68,7 @@ class Limits:
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """Runs of one program, for each input or each of the tests, as they are sent to the zygote.
+    """Runs of one program, for each input or each of the tests.
 
     Each run has a process of its own. They end with the first run that fails.
     """
@@ -81,9 +87,32 @@ class Job:
     to it: then any test works, but a malicious program can make it pass."""
     limits: Limits = Limits()
 
-    @property
-    def num_runs(self) -> int:
-        return len(self.tests if self.tests and self.tests_apart else self.inputs)
+    def terms(self) -> "Terms":
+        is_apart = bool(self.tests) and self.tests_apart
+        return Terms(
+            num_runs=len(self.tests if is_apart else self.inputs),
+            has_tests=bool(self.tests),
+            is_apart=is_apart,
+            seconds=self.seconds,
+            limits=self.limits,
+        )
+
+    def program(self) -> dict[str, Any]:
+        """What the program's process reads."""
+        together = [] if self.tests_apart else self.tests[:1]
+        return {"source": self.source, "inputs": self.inputs, "tests": together}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What the monitor of a job knows of it: nothing that a program or its tests contain."""
+
+    num_runs: int
+    has_tests: bool
+    is_apart: bool
+    """Whether the tests have a process of their own."""
+    seconds: float
+    limits: Limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +154,7 @@ class Sandbox:
         if isolation not in ("full", "rlimits"):
             raise ValueError(f"isolation={isolation!r} is not known; use full or rlimits")
         self._lock = threading.Lock()
-        self._zygote, theirs = Pipe()
+        self._zygote, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         start = _START.format(packages=_PACKAGES, descriptor=theirs.fileno(), isolation=isolation)
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-X", "utf8", "-c", start],
@@ -136,13 +165,13 @@ class Sandbox:
             start_new_session=True,
         )
         theirs.close()
-        problem = self._receive()
-        if problem:
+        answer = self._zygote.recv(_LONGEST_ANSWER).decode()
+        if answer != READY:
             self.close()
             raise SandboxUnavailable(
-                f"isolation={isolation!r} does not work on this machine: {problem}. Run where the "
-                "kernel allows namespaces, mounts and Landlock; for programs that you trust, "
-                "isolation='rlimits' is enough"
+                f"isolation={isolation!r} does not work on this machine: {answer or self._end()}. "
+                "Run where the kernel allows namespaces, mounts, Landlock and seccomp; for "
+                "programs that you trust, isolation='rlimits' is enough"
             )
 
     def run(self, source: str, *, stdin: str = "", tests: str = "", **options: Any) -> Outcome:
@@ -169,12 +198,10 @@ class Sandbox:
         given = {"inputs": list(inputs), "tests": list(tests), "seconds": seconds}
         job = Job(source=source, **given, **options)
         with self._lock:
-            with suppress(BrokenPipeError):  # the zygote has ended, which _receive reports
-                self._zygote.send(job)
-            outcomes = self._receive()
-        if isinstance(outcomes, str):
-            raise SandboxError(outcomes)
-        return outcomes
+            try:
+                return exchange(job, self._hand_over)
+            except (EOFError, ConnectionError):
+                raise SandboxError(self._end()) from None
 
     def close(self) -> None:
         self._zygote.close()
@@ -186,14 +213,51 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _receive(self) -> list[Outcome] | str:
+    def _hand_over(self, descriptors: list[int]) -> None:
+        socket.send_fds(self._zygote, [b"job"], descriptors)
+
+    def _end(self) -> str:
+        """Why there is no answer."""
         try:
-            return self._zygote.recv()
-        except (EOFError, ConnectionError):
-            code = self._process.wait()
-            raise SandboxError(
-                f"the sandbox's process ended with {code}; see its standard error for the reason"
-            ) from None
+            code = self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            return "the monitor of a program was killed"
+        return f"the sandbox's process ended with {code}; see its standard error for the reason"
+
+
+def exchange(job: Job, hand_over: Callable[[list[int]], None]) -> list[Outcome]:
+    """Hand over a job and wait for its outcomes.
+
+    The job itself goes to a monitor through the first of the descriptors, and to the processes of
+    the program and its tests through the other two. Who forks the monitor reads none of them.
+    marshal is the format that touches the least memory: every page costs a copy in a fork.
+    """
+    monitor, theirs = Pipe()
+    parts = [_readable(part) for part in (job.program(), job.tests)]
+    with monitor:
+        try:
+            hand_over([theirs.fileno(), *parts])
+        finally:
+            theirs.close()
+            for part in parts:
+                os.close(part)
+        monitor.send_bytes(marshal.dumps(asdict(job.terms())))
+        answer = marshal.loads(monitor.recv_bytes())
+        with suppress(EOFError, ConnectionError):  # when the monitor has ended
+            monitor.recv_bytes()
+    if problem := answer.pop("problem", None):
+        raise SandboxError(problem)
+    runs, shared = answer.pop("runs"), answer
+    return [Outcome(kind=kind, stdout=printed, **shared) for kind, printed in runs]
+
+
+def _readable(part: Any) -> int:
+    """A descriptor from which one process can read the part of a job."""
+    descriptor = os.memfd_create("job")
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(marshal.dumps(part))
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
 
 
 def _environment() -> dict[str, str]:

@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Literal, NamedTuple
 
-from roll_lite.rewards.maths.comparison import Verdict, compare
+from roll_lite.rewards.maths.comparison import MAX_CHARACTERS, Verdict, compare
 from roll_lite.rewards.maths.notation import SCALES
 from roll_lite.types import Prompt, Score
 
@@ -37,6 +37,7 @@ _NUMBER = re.compile(
     rf"(?: (?:{'|'.join(SCALES)})\b)?"
 )
 _PLAIN_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_DIGIT = re.compile(r"\d")
 _LATEX = re.compile(r"\\[A-Za-z]")
 _LONGEST_LINE = 100
 """Characters of a one-line reply that is read as an answer as a whole."""
@@ -156,9 +157,15 @@ def final_answers(reply: str, *, guess: bool = True) -> Iterator[FinalAnswer]:
         return
     elif "\n" not in text.strip() and 0 < len(text.strip()) <= _LONGEST_LINE:
         yield FinalAnswer(text.strip(), "whole")
-    numbers = _NUMBER.findall(text)
+    numbers = _NUMBER.findall(_with_last_digit(text))
     if numbers:
         yield FinalAnswer(numbers[-1], "last number")
+
+
+def _with_last_digit(text: str) -> str:
+    """The end of a long text, from well before its last digit on."""
+    last = next(_DIGIT.finditer(text[::-1]), None)
+    return text[max(0, len(text) - last.end() - MAX_CHARACTERS) :] if last else ""
 
 
 def _boxes(text: str) -> list[str]:

@@ -1,0 +1,249 @@
+"""Which process holds what: the program, its tests, earlier jobs. And whose fault a failure is."""
+
+from textwrap import dedent
+
+import pytest
+
+from roll_lite.sandbox.sandbox import Limits, SandboxError
+
+SQUARE = "def f(x): return x * x\n"
+
+# Tests cannot be made to import or run anything
+
+NAMED = {
+    "a module that shows a poem": "import types\ndef f(x): return types.ModuleType('this')",
+    "a module by another name": "import math\nmath.__name__ = 'this'\nf = math",
+    "a class of modules": "import types\nclass M(types.ModuleType): pass\nf = M('this')",
+    "a class by another name": (
+        "class Meta(type): __name__ = 'exec'\nclass f(metaclass=Meta):\n"
+        "    def __init__(self, x): pass"
+    ),
+    "a function of Python": "f = __import__",
+    "an object that pickles": (
+        "class P:\n    def __reduce__(self): return (print, ('RAN',))\ndef f(x): return P()"
+    ),
+    "an object of another class": (
+        "class P:\n    __class__ = property(lambda self: __import__('types').ModuleType)\n"
+        "    __name__ = 'this'\ndef f(x): return P()"
+    ),
+    "fields that are methods": (
+        "class R(tuple):\n    _fields = ('__eq__', '__class__', 'a b', '')\n"
+        "def f(x): return R((1, 2, 3, 4))"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_nothing_that_the_program_names_is_imported(sandbox, name):
+    """The tests look at their own process: new modules, and what was printed."""
+    tests = """
+        import sys
+        known = set(sys.modules)
+        try:
+            assert f(3) == 9, "no square"
+        except Exception as error:
+            seen = error
+        assert set(sys.modules) <= known | {"traceback", "solution"}, set(sys.modules) - known
+    """
+    outcome = sandbox.run(NAMED[name], tests=dedent(tests))
+    assert (outcome.kind, outcome.stdout) == ("ok", ""), outcome.stderr
+    assert sandbox.run(NAMED[name], tests="assert f(3) == 9").kind == "error"
+
+
+def test_a_module_cannot_run_the_programs_files(sandbox):
+    """`unittest.__main__` runs the tests of the working folder, which it shared once."""
+    program = """
+        with open("test_all.py", "w") as file:
+            file.write("from unittest import *\\nclass T(TestCase):\\n def test(self): pass\\n")
+        import types
+        def f(x):
+            return types.ModuleType("unittest.__main__")
+    """
+    outcome = sandbox.run(dedent(program), tests="assert f(3) == 9")
+    assert outcome.kind == "error" and "Ran 1 test" not in outcome.stderr
+
+
+def test_the_program_and_its_tests_share_no_folder(sandbox):
+    program = "open('left', 'w').close()\nimport os\ndef f(): return os.listdir('.')"
+    tests = """
+        import os, sys
+        assert f() == ["left"] and os.listdir(".") == []
+        open("mine", "w").close()
+        assert f() == ["left"] and os.listdir(".") == ["mine"]
+        assert "" not in sys.path and "." not in sys.path
+    """
+    outcome = sandbox.run(dedent(program), tests=dedent(tests))
+    assert outcome.kind == "ok", outcome.stderr
+
+
+def test_the_program_cannot_signal_its_tests(full):
+    program = """
+        import os
+        def f():
+            reached = []
+            for pid in range(1, 300):
+                try:
+                    os.kill(pid, 0)
+                    reached.append(pid)
+                except OSError:
+                    pass
+            return len(reached)
+    """
+    outcome = full.run(dedent(program), tests="assert f() <= 2")  # itself and perhaps init
+    assert outcome.kind == "ok", outcome.stderr
+
+
+@pytest.mark.parametrize("name", ["math", "operator", "cmath"])
+def test_modules_in_tests_are_pythons_own(sandbox, name):
+    """Even if the tests leave their import to the program, which has something else instead."""
+    liar = f"""
+        class {name}:
+            isclose = eq = staticmethod(lambda *values, **more: True)
+        def f(x): return 0
+    """
+    test = "eq(f(3), 9)" if name == "operator" else "isclose(f(3), 9)"
+    assert sandbox.run(dedent(liar), tests=f"assert {name}.{test}").kind == "error"
+    patched = (
+        f"import {name}\n{name}.isclose = {name}.eq = lambda *values: True\ndef f(x): return 0"
+    )
+    assert sandbox.run(patched, tests=f"assert {name}.{test}").kind == "error"
+    honest = f"import {name}\n{SQUARE}"
+    assert sandbox.run(honest, tests=f"assert {name}.{test}").kind == "ok"
+
+
+def test_functions_of_python_that_tests_pass_run_in_the_program(sandbox):
+    """The program may call what it is given, so that must not be the tests' own eval."""
+    program = """
+        def apply(function, *values): return function(*values)
+        def steal(function): return function("__import__('sys').modules['solution'] and 9")
+    """
+    tests = """
+        import math, operator
+        assert apply(len, [1, 2]) == 2 and apply(math.sqrt, 4) == 2.0
+        assert apply(operator.add, 1, 2) == 3 and apply(sorted, [2, 1]) == [1, 2]
+        try:
+            steal(eval)
+        except KeyError:
+            pass  # there is no module `solution` in the program's process
+        else:
+            raise AssertionError("it ran here")
+    """
+    outcome = sandbox.run(dedent(program), tests=dedent(tests))
+    assert outcome.kind == "ok", outcome.stderr
+
+
+# Memory
+
+SEARCH = """
+    import ctypes, os
+    libc = ctypes.CDLL(None)
+    libc.sbrk.restype = ctypes.c_void_p
+    reading, writing = os.pipe()
+
+    def pages():
+        "Of the heap and of the arenas, read without touching what is not mapped."
+        brk, near = libc.sbrk(ctypes.c_long(0)), id([])
+        for low, high in ((brk - 2**25, brk), (near - 2**26, near + 2**26)):
+            for page in range(low & ~0xFFFF, high, 0x10000):
+                if libc.write(writing, ctypes.c_void_p(page), 0x10000) > 0:
+                    yield os.read(reading, 0x10000).translate(NEXT)
+
+    NEXT = bytes((byte + 1) % 256 for byte in range(256))
+
+    def found(*texts):
+        "Texts, of which each letter is given as the next, so that they are not here themselves."
+        return sorted({text for page in pages() for text in texts if text in page})
+"""
+
+
+def shifted(*texts: str) -> str:
+    """Arguments for `found`."""
+    return ", ".join(repr(bytes(byte + 1 for byte in text.encode())) for text in texts)
+
+
+def test_the_search_finds_what_is_there(sandbox):
+    wanted = shifted("plugh-42"), shifted("plugh-no")
+    program = dedent(SEARCH) + f"\nx = 'plugh-' + str(7 * 6)\nprint(found({', '.join(wanted)}))"
+    assert sandbox.run(program).stdout == f"[{wanted[0]}]\n"
+
+
+def test_the_tests_are_not_in_the_programs_memory(sandbox):
+    outcome = sandbox.run(dedent(SEARCH), tests=f"assert not found({shifted('xyzzy')})  # xyzzy")
+    assert outcome.kind == "ok", outcome.stderr
+
+
+def test_earlier_jobs_are_not_in_a_programs_memory(sandbox):
+    for number in range(5):
+        tests = f"assert f({number}) == {number**2}  # of-the-tests" + "!" * 5000
+        program = f"{SQUARE}# of-the-source {'!' * 5000}\nprint('of-the-', 'print' * 1000, sep='')"
+        assert sandbox.run(program, tests=tests).kind == "ok"
+        assert sandbox.run("print(input())", stdin="of-the-input" * 100).kind == "ok"
+    wanted = shifted("of-the-tests", "of-the-source", "of-the-print", "of-the-input")
+    assert sandbox.run(dedent(SEARCH) + f"\nprint(found({wanted}))").stdout == "[]\n"
+
+
+# Failures are the program's
+
+BOTH = "class E({}): pass\ndef f(x): raise E({})\n"
+FAILURES = {
+    "exits as an error": BOTH.format("SystemExit, ValueError", 87),
+    "errs as an exit": BOTH.format("ValueError, SystemExit", 0),
+    "interrupts as an error": BOTH.format("KeyboardInterrupt, KeyError", 0),
+    "exits with an odd code": (
+        "class C:\n    def __str__(self): raise SystemExit(0)\nraise SystemExit(C())"
+    ),
+    "exits with no code": "class S(SystemExit):\n    code = property(lambda self: 1 / 0)\nraise S",
+    "raises what cannot be shown": (
+        "class E(Exception):\n    def __str__(self): raise KeyboardInterrupt\nraise E"
+    ),
+    "raises without a base": (
+        "class M(type):\n    __mro__ = ()\n    __name__ = 3\n"
+        "class E(Exception, metaclass=M): pass\ndef f(x): raise E"
+    ),
+    "closes everything": "import os\nos.closerange(0, 99)\ndef f(x): return 9",
+    "closes everything later": "import os\ndef f(x):\n    os.closerange(0, 99)\n    return 9",
+    "patches the end": (
+        "import os\nos._exit = lambda code: None\nimport sys\nsys.exit = None\nraise SystemExit(0)"
+    ),
+    "nests folders": (
+        "import os\nfor _ in range(1200):\n    os.mkdir('d')\n    os.chdir('d')\ndef f(x): return 0"
+    ),
+    "removes its folder": (
+        "import os, shutil\nshutil.rmtree(os.getcwd(), ignore_errors=True)\n"
+        "try: os.rename(os.getcwd(), '../moved')\nexcept OSError: pass\ndef f(x): return 0"
+    ),
+    "asks for what cannot cross": (
+        "def f(x): return 0\ndef apply(g):\n    g(object)\n    g(ValueError)\n    return g(g)"
+    ),
+    "answers with junk": (
+        "import os\ndef f(x):\n    for n in range(3, 64):\n"
+        "        try: os.write(n, b'\\0\\0\\0\\4[1,2')\n        except OSError: pass"
+    ),
+    "answers too deep": "def f(x):\n    r = []\n    for _ in range(10**5): r = [r]\n    return r",
+    "is killed": "import os\nos.kill(os.getpid(), 9)",
+    "stops": "import os\ndef f(x): os.kill(os.getpid(), 19)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_whatever_a_program_does_is_its_failure(sandbox, name):
+    """No SandboxError, with the tests apart or not; and the sandbox goes on."""
+    tests = "apply(lambda kind: kind()) if 'cross' in NAME else None\nassert f(3) == 9"
+    tests = tests.replace("NAME", repr(name))
+    limits = Limits(seconds=1)
+    assert sandbox.run(FAILURES[name], tests=tests, limits=limits).kind != "ok"
+    sandbox.run(FAILURES[name], limits=limits)
+    assert sandbox.run(SQUARE, tests="assert f(3) == 9").kind == "ok"
+
+
+def test_tests_that_cannot_run_apart_are_an_error(sandbox):
+    """What they hand over themselves, and what their functions return to data."""
+    for tests in ("f(object())", "class B: pass\napply(lambda x: B(), 1)"):
+        with pytest.raises(SandboxError, match="tests_apart=False"):
+            sandbox.run(f"{SQUARE}def apply(g, x): return g(x)", tests=tests)
+
+
+def test_tests_that_catch_everything_do_not_pass_with_a_dead_program(sandbox):
+    program = "import os\ndef f(x): os._exit(0)"
+    tests = "try:\n    f(3)\nexcept BaseException:\n    pass\nassert True"
+    assert sandbox.run(program, tests=tests).kind == "error"
