@@ -211,6 +211,13 @@ def test_limits_cannot_be_raised(sandbox):
     assert outcome.kind == "ok", outcome.stderr
 
 
+def test_programs_can_be_terminated(sandbox):
+    """A program has the signals of a new process, whatever its sandbox ignores."""
+    source = "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nprint('goes on')"
+    outcome = sandbox.run(source)
+    assert outcome.kind == "error" and "goes on" not in outcome.stdout
+
+
 def test_says_what_the_kernel_lacks():
     """Inside a user namespace that may hold no other."""
     script = """

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from roll_lite import command as commands
 from roll_lite.options import from_flat
 from roll_lite.report.config_file import read_options
 from roll_lite.report.curve import read_metric
+from roll_lite.rewards.code import passes_tests
 from roll_lite.rewards.maths import math_answer
 from roll_lite.stopping import Stopped, StopRequest
 from roll_lite.train.shards import read_manifest
@@ -358,11 +360,17 @@ def test_ignored_signals_stay_ignored():
 
 def test_rewards_go_on_when_sigterm_reaches_all_processes():
     """As from a scheduler. The run needs them until it has its checkpoint."""
-    with RewardWorkers({"math": math_answer}, num_workers=2) as pool:
+    tests = ({"code": "assert double(2) == 4"},)
+    code = Prompt(id="b", messages=(), domain="code", ground_truth="", tests=tests)
+    reply = "```python\ndef double(x):\n    return 2 * x\n```"
+    rewards = {"math": math_answer, "code": partial(passes_tests, isolation="rlimits")}
+    with RewardWorkers(rewards, num_workers=1) as pool:
+        assert asyncio.run(pool.score(code, reply)).value == 1  # starts a sandbox
         for pid in descendants(os.getpid()):
             os.kill(pid, signal.SIGTERM)
         prompt = Prompt(id="a", messages=(), domain="math", ground_truth="7")
         assert asyncio.run(pool.score(prompt, r"\boxed{7}")).value == 1
+        assert asyncio.run(pool.score(code, reply)).value == 1
 
 
 def descendants(pid):

@@ -139,6 +139,7 @@ class Monitor:
         link: socket.socket | None,
     ) -> NoReturn:
         try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             for descriptor, target in zip(streams, (1, 2), strict=True):
                 os.dup2(descriptor, target)
             kept = {part, notes.fileno()} | ({link.fileno()} if link else set())

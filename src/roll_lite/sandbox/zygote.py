@@ -8,6 +8,7 @@ later programs are copies of its memory.
 import gc
 import os
 import resource
+import signal
 import socket
 from contextlib import suppress
 from importlib import import_module
@@ -31,6 +32,8 @@ def serve(descriptor: int, isolation: str) -> None:
     """Fork monitors one after another. The first answer says why the isolation fails, or READY."""
     client = socket.socket(fileno=os.dup(descriptor))  # a low number, so that programs close it
     os.close(descriptor)
+    # SIGTERM may reach all processes of a job. The run still needs this one, and ends it itself.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for name in PRELOADED:
         import_module(name)
     gc.disable()  # until a program starts: collecting copies the memory that forks share
