@@ -1,35 +1,45 @@
-"""TRL's GRPOTrainer on the addition task of recipes/rlvr.py, like for like. Prints JSON lines.
+"""TRL's GRPOTrainer on the prompts of recipes/rlvr.py, like for like. Prints JSON lines.
 
     pip install trl datasets                 # only for this comparison
     python scripts/compare_trl.py --model models/SmolLM2-135M-Instruct --steps 60 > trl.jsonl
+    python scripts/compare_trl.py --model ... --data gsm8k-train.jsonl --schedule constant \
+            --lr 2e-6 --prompts-per-step 64 --updates-per-step 2 --max-tokens 320 --out runs/trl
 
-Model, questions, reward, samples per step, updates per step, learning rate, schedule, lengths,
-temperature and clipping are those of the command in docs/benchmarks.md ("Learning"); generation is
-TRL's own with transformers, not vLLM. Two things differ: TRL trains on groups with equal rewards,
-whose advantage is zero, and its token average counts them. A line has the step, the seconds of
-training so far, and the share of right samples in the step.
+Model, prompts and their order, reward, samples per step, updates per step, learning rate, schedule,
+lengths, temperature and clipping are those of rlvr.py with the same options; the defaults are those
+of the addition run in docs/benchmarks.md. Generation is TRL's own with transformers, not vLLM. Two
+things differ: TRL trains on groups with equal rewards, whose advantage is zero, and its token
+average counts them. A line has the step, the seconds of training so far, the tokens generated a
+second, the share of right samples in the step, and the most GPU memory so far.
 """
 
 import itertools
 import json
 import time
 from dataclasses import dataclass
+from typing import Literal
 
+import torch
 import tyro
 from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from roll_lite import tasks
+from roll_lite.data import Mixture
+from roll_lite.rewards import registry
 from roll_lite.rewards.maths import last_number
+
+REWARDS = registry.REWARDS | {"addition": last_number, "counting": last_number}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     model: str = "models/SmolLM2-135M-Instruct"
     """Hugging Face folder."""
-    task: str = "addition:2"
-    """Questions."""
+    data: str = "addition:2"
+    """A task or a file of prompts."""
+    eval_share: float = 0.0
+    """Share of the file that rlvr.py holds out."""
     steps: int = 60
     """Rollouts, each followed by `updates_per_step` updates."""
     prompts_per_step: int = 128
@@ -38,33 +48,47 @@ class Config:
     """Samples of a prompt."""
     updates_per_step: int = 4
     """Updates on equal parts of a rollout."""
+    samples_per_microbatch: int = 256
+    """Samples of one forward and backward pass: as many as the memory allows."""
     lr: float = 8e-5
-    """Learning rate, which falls linearly to 0."""
+    """Learning rate."""
+    schedule: Literal["constant", "linear"] = "linear"
+    """linear: it falls to 0."""
     max_tokens: int = 48
     """Longest reply."""
     seed: int = 0
-    """Seed of questions and sampling."""
+    """Seed of prompts and sampling."""
     minutes: float | None = None
     """Stop after this time."""
+    out: str = "runs/trl"
+    """Folder for the model that was trained."""
 
 
 class Clock(TrainerCallback):
     """Prints a line after each rollout's updates."""
 
     def __init__(self, cfg: Config):
-        self.cfg, self.start, self.rewards = cfg, 0.0, []
+        self.cfg, self.start, self.rewards, self.tokens = cfg, 0.0, [], 0
 
     def on_train_begin(self, *_, **__):
         self.start = time.perf_counter()
 
     def on_log(self, args, state, control, logs=None, **_):
-        if "reward" in (logs or {}):
+        logs = logs or {}
+        if "reward" in logs:  # once for each rollout
             self.rewards.append(logs["reward"])
+            samples = self.cfg.prompts_per_step * self.cfg.samples_per_prompt
+            self.tokens += samples * float(logs["completions/mean_length"])
         if state.global_step % self.cfg.updates_per_step == 0 and self.rewards:
             seconds = time.perf_counter() - self.start
-            step = state.global_step // self.cfg.updates_per_step
-            right = sum(self.rewards) / len(self.rewards)
-            print(json.dumps({"step": step, "seconds": seconds, "right": right}), flush=True)
+            line = {
+                "step": state.global_step // self.cfg.updates_per_step,
+                "seconds": seconds,
+                "tokens_per_second": self.tokens / seconds,
+                "right": sum(self.rewards) / len(self.rewards),
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+            }
+            print(json.dumps(line), flush=True)
             self.rewards = []
             control.should_training_stop |= bool(
                 self.cfg.minutes and seconds > 60 * self.cfg.minutes
@@ -72,11 +96,8 @@ class Clock(TrainerCallback):
 
 
 def main(cfg: Config) -> None:
-    prompts = list(
-        itertools.islice(
-            tasks.prompts(cfg.task, seed=f"rlvr-{cfg.seed}"), cfg.prompts_per_step * cfg.steps
-        )
-    )
+    mixture = Mixture((cfg.data,), seed=f"rlvr-{cfg.seed}", held_out_share=cfg.eval_share)
+    prompts = list(itertools.islice(mixture, cfg.prompts_per_step * cfg.steps))
     by_id = {prompt.id: prompt for prompt in prompts}
     rows = [{"prompt": list(prompt.messages), "key": prompt.id} for prompt in prompts]
 
@@ -84,15 +105,20 @@ def main(cfg: Config) -> None:
         replies = [completion[0]["content"] for completion in completions]
         return [
             float(getattr(score, "value", score))
-            for score in map(last_number, [by_id[k] for k in key], replies)
+            for prompt, reply in zip(map(by_id.get, key), replies, strict=True)
+            for score in [REWARDS[prompt.domain](prompt, reply)]
         ]
 
     samples = cfg.prompts_per_step * cfg.samples_per_prompt
+    per_update = samples // cfg.updates_per_step
+    microbatch = min(cfg.samples_per_microbatch, per_update)
     options = GRPOConfig(
-        output_dir="runs/trl", seed=cfg.seed, bf16=True, report_to=[], save_strategy="no",
-        learning_rate=cfg.lr, lr_scheduler_type="linear", weight_decay=0.0, max_grad_norm=1.0,
-        per_device_train_batch_size=samples // cfg.updates_per_step,
-        steps_per_generation=cfg.updates_per_step, num_generations=cfg.samples_per_prompt,
+        output_dir=cfg.out, seed=cfg.seed, report_to=[], save_strategy="no",
+        bf16=torch.cuda.is_available(), use_cpu=not torch.cuda.is_available(),
+        learning_rate=cfg.lr, lr_scheduler_type=cfg.schedule, weight_decay=0.0, max_grad_norm=1.0,
+        per_device_train_batch_size=microbatch,
+        gradient_accumulation_steps=per_update // microbatch,
+        steps_per_generation=samples // microbatch, num_generations=cfg.samples_per_prompt,
         max_steps=cfg.steps * cfg.updates_per_step, num_iterations=1, beta=0.0, epsilon=0.2,
         loss_type="dapo", temperature=1.0, max_completion_length=cfg.max_tokens,
         logging_steps=1, disable_tqdm=True, shuffle_dataset=False, gradient_checkpointing=False,
@@ -102,6 +128,8 @@ def main(cfg: Config) -> None:
         callbacks=[Clock(cfg)],
     )  # fmt: skip
     trainer.train()
+    trainer.save_model(cfg.out)
+    trainer.processing_class.save_pretrained(cfg.out)
 
 
 if __name__ == "__main__":
