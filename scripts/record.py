@@ -38,7 +38,10 @@ class Entry(NamedTuple):
 
 def main() -> None:
     options = _parse()
-    entries = [read(Path(folder)) for folder in options.folders]
+    try:
+        entries = [read(Path(folder)) for folder in options.folders]
+    except OSError as error:
+        sys.exit(f"{error}; name folders that speedrun.sh has made")
     if options.target is None:
         for folder, entry in zip(options.folders, entries, strict=True):
             print(describe(Path(folder), entry))
