@@ -60,7 +60,7 @@ def test_ranks_are_written_compactly():
         ("", "no roles.*train=all"),
         ("train", "'train' in the device map is not understood; write role=RANKS"),
         ("train=", "'train=' .*not understood"),
-        ("train=0-3,dp=2", "'train=0-3,dp=2'.*role=RANKS,tp=N"),
+        ("train=0-3,dp=2", r"'train=0-3,dp=2'.*role=RANKS\[,tp=N\]\[,fsdp=N\]"),
         ("train=0-3,6", "'train=0-3,6'.*0-1[+]4-5"),
         ("train=0-3, tp=2", "'train=0-3,'"),
         ("tp=2", "'tp=2'"),
@@ -75,11 +75,24 @@ def test_ranks_are_written_compactly():
         ("train=0-3 generate=4 train=5", "role train appears 2 times; list all its ranks once"),
         ("train=0-3,tp=0", "role train: tp=0 must be at least 1"),
         ("train=0-3,tp=3", "role train: tp=3 does not divide its 4 ranks; use 1, 2 or 4"),
+        ("train=all,tp=2,fsdp=3", "fsdp=3 does not divide its 4 replicas; use 1, 2 or 4"),
+        ("train=all,fsdp=0", "fsdp=0 does not divide its 8 replicas; use 1, 2, 4 or 8"),
+        ("fsdp=2", "'fsdp=2'"),
     ],
 )  # fmt: skip
 def test_invalid_text_is_rejected_with_the_remedy(text, message):
     with pytest.raises(ValueError, match=message):
         parse_device_map(text, 8)
+
+
+def test_copies_of_sharded_weights():
+    """Of 16 ranks with tp=2, as on two machines: 4 replicas share the weights, twice."""
+    device_map = parse_device_map("train=all,tp=2,fsdp=4 generate=all", 16)
+    train = device_map["train"]
+    assert (train.num_replicas, train.ranks_per_copy, train.num_copies) == (8, 8, 2)
+    assert parse_device_map(device_map.text, 16) == device_map
+    assert str(device_map).splitlines()[1].split() == ["train", "0-15", "2", "8", "4"]
+    assert device_map["generate"].num_copies == 1
 
 
 def test_a_map_made_in_code_is_checked_as_well():
@@ -116,6 +129,11 @@ def test_a_map_made_in_code_is_checked_as_well():
             "use 1, 2, 4, 8 or 24",
         ),
         ("train=all", {}, "role generate is missing; add it, as in generate=all"),
+        (
+            "train=all,fsdp=4 generate=all,fsdp=4",
+            {},
+            "role generate: fsdp=4 is for models that are sharded, .* leave it out",
+        ),
         (
             "train=all genrate=all",
             {},

@@ -96,3 +96,11 @@ def test_every_layout_reads_what_another_wrote(over_ranks):
         for name, tensor in expected.items():
             assert torch.equal(state[name], tensor), (layout, name)
         assert found == pytest.approx(losses, rel=1e-6), layout
+
+
+def test_copies_of_the_weights_are_written_once(over_ranks):
+    num_bytes, written, read = over_ranks["of copies"]
+    once = 3 * sum(tensor.nbytes for tensor in written.values())  # masters and two moments
+    assert once <= num_bytes < 1.2 * once
+    for name, tensor in written.items():
+        assert torch.equal(read[name], tensor), name

@@ -319,6 +319,18 @@ def make_plan(text, world_size=8, name="qwen3-8b", gib=80, **changes):
     return Plan(planned_config(name), device_map, BatchPlan(**changes), gib * GIB)
 
 
+def test_copies_of_the_weights_take_memory():
+    """16 ranks with two copies hold what 8 ranks with one do."""
+    maps = (
+        ("train=all,fsdp=8 generate=all", 16),
+        ("train=all generate=all", 8),
+        ("train=all generate=all", 16),
+    )
+    plans = [make_plan(text, size, gib=141) for text, size in maps]
+    copies, one, spread = (plan.ranks[0].memory.weights for plan in plans)
+    assert copies == one > spread
+
+
 def test_an_engine_that_sleeps_leaves_its_memory_to_the_trainer():
     options = {"text": "train=all generate=all", "checkpointing": "full", "kv_cache_gib": 10.0}
     beside, in_turn = make_plan(**options), make_plan(**options, engines_sleep=True)

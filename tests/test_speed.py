@@ -12,6 +12,7 @@ from roll_lite.cluster.speed import (
     Gpu,
     Machine,
     Pass,
+    copy_seconds,
     generate_seconds,
     known_gpu,
     score_seconds,
@@ -151,6 +152,9 @@ def test_traffic_by_hand():
     config = shape_config("qwen3-0.6b")
     assert shard_seconds(config, 1e9, 4, 1, False) == pytest.approx(8 * 0.59604992 * 3 / 4)
     assert shard_seconds(config, 1e9, 1, 1, False) == 0
+    # gradients in fp32 of a thousand parameters: a ring of four sends 3/4 of them, twice
+    assert copy_seconds(1000, 1e9, 4) == pytest.approx(4e-6 * 2 * 3 / 4)
+    assert copy_seconds(1000, 1e9, 1) == 0
     assert sync_seconds(config, ROUND, 1e9, 2) == pytest.approx(0.02 + 0.59604992 * (1.2 + 1))
 
 

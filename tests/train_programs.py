@@ -21,6 +21,8 @@ LAYOUTS = {
     "tp2": "tp2=0-1,tp=2",
     "tp4": "tp4=0-3,tp=4",
     "fsdp2tp2": "fsdp2tp2=0-3,tp=2",
+    "hsdp2": "hsdp2=0-3,fsdp=2",
+    "copies2tp2": "copies2tp2=0-3,tp=2,fsdp=1",
 }
 LORA = LoraOptions(rank=4, alpha=8.0)
 LORA_LAYOUTS = ("fsdp2tp2",)
@@ -32,8 +34,7 @@ class Probe(Trainer):
     """Shows the gradient that an update would use."""
 
     def gradient(self, batch):
-        for micro in batch:
-            self._backward(micro)
+        self._accumulate(batch)
         norm = self._clip()
         grads = {
             name: whole(name, parameter.grad, self.tensor_shard)
@@ -115,6 +116,7 @@ def layouts(model, result_file):
                     trainer.shake_adapters()
                 results[name, bool(lora)] = measure(trainer, cluster.device_map[name].num_replicas)
         results["resumed"] = resume_elsewhere(cluster, model, Path(result_file).parent)
+        results["of copies"] = written_by_copies(cluster, model, Path(result_file).parent)
         torch.save(results, result_file)
 
 
@@ -137,6 +139,21 @@ def resume_elsewhere(cluster, model, folder):
         losses = [reader.step(split(batches[name]))[0]["loss/loss"] for _ in range(3)]
         results[name] = state, losses
     return results
+
+
+def written_by_copies(cluster, model, folder):
+    """Of two copies of the weights: bytes of the checkpoint, and state before and after reading."""
+    writer = cluster.role("hsdp2", Trainer, folder=model, **options())
+    writer.step(split(pack(make_sequences(), 200, num_shards=4)))
+    checkpoints = Checkpoints(folder / "of-copies")
+    save_checkpoint(checkpoints, [writer], 1, {"position": 1, "fixed": {}})
+    num_bytes = sum(
+        path.stat().st_size for path in checkpoints.newest_first()[0].glob("*.safetensors")
+    )
+    written = {name: tensor.clone() for name, tensor in writer.state().items()}
+    reader = cluster.role("fsdp2", Trainer, folder=model, **options())
+    load_checkpoint(checkpoints, [reader], {})
+    return num_bytes, written, {name: tensor.clone() for name, tensor in reader.state().items()}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from typing import Any
 from roll_lite.cluster.memory import engine_bytes, format_bytes, least_memory, usable_bytes
 from roll_lite.models.config import ModelConfig, tp_problem, tp_sizes
 
-SYNTAX = "write role=RANKS or role=RANKS,tp=N, with RANKS like 0-3, 5, 0-1+4-5 or all"
+SYNTAX = "write role=RANKS[,tp=N][,fsdp=N], with RANKS like 0-3, 5, 0-1+4-5 or all"
+ENGINE_ROLES = ("generate", "judge")
 OPTIONAL_ROLES = ("reference", "critic")
 USEFUL_CACHE_TOKENS = 32768  # least KV cache of each engine under `auto`: 8 samples of 4,096 tokens
 
@@ -28,10 +29,22 @@ class Role:
     """Ascending."""
     tp: int = 1
     """Tensor-parallel size: consecutive ranks that hold one model together."""
+    fsdp: int | None = None
+    """Consecutive replicas over which weights are sharded; None is all of them. With fewer there
+    are copies of the sharded weights, such as one on each machine (HSDP)."""
 
     @property
     def num_replicas(self) -> int:
         return len(self.ranks) // self.tp
+
+    @property
+    def ranks_per_copy(self) -> int:
+        """Ranks that hold the weights once, in shards."""
+        return self.tp * (self.fsdp or self.num_replicas)
+
+    @property
+    def num_copies(self) -> int:
+        return len(self.ranks) // self.ranks_per_copy
 
     @property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
@@ -88,16 +101,19 @@ class DeviceMap:
     def _role_text(self, role: Role) -> str:
         is_all = len(role.ranks) == self.world_size
         ranks = "all" if is_all else format_ranks(role.ranks).replace(",", "+")
-        return f"{role.name}={ranks}" + (f",tp={role.tp}" if role.tp > 1 else "")
+        sizes = {"tp": role.tp if role.tp > 1 else None, "fsdp": role.fsdp}
+        return f"{role.name}={ranks}" + "".join(f",{n}={size}" for n, size in sizes.items() if size)
 
     def roles_of(self, rank: int) -> tuple[Role, ...]:
         return tuple(role for role in self.roles if rank in role.ranks)
 
     def __str__(self) -> str:
-        rows = [("role", "ranks", "tp", "replicas")]
+        rows = [("role", "ranks", "tp", "replicas", "fsdp")]
         for role in self.roles:
-            rows.append((role.name, format_ranks(role.ranks), str(role.tp), str(role.num_replicas)))
-        return format_table(rows)
+            sizes = role.tp, role.num_replicas, role.fsdp or ""
+            rows.append((role.name, format_ranks(role.ranks), *map(str, sizes)))
+        has_copies = any(role.fsdp for role in self.roles)
+        return format_table(rows if has_copies else [row[:-1] for row in rows])
 
     def check(
         self,
@@ -119,6 +135,11 @@ class DeviceMap:
                 raise ValueError(f"role {name} is missing; add it, as in {name}=all")
         for role in self.roles:
             _check_sizes(role, (role_configs or {}).get(role.name, config))
+            if role.fsdp and role.name in ENGINE_ROLES:
+                raise ValueError(
+                    f"role {role.name}: fsdp={role.fsdp} is for models that are sharded, and an "
+                    "engine holds its model whole, or in tp parts; leave it out"
+                )
             if "generate" in self:
                 _check_leaders(self["generate"], role)
         idle = set(range(self.world_size)).difference(*(role.ranks for role in self.roles))
@@ -145,6 +166,11 @@ def _check_ranks(role: Role, world_size: int) -> None:
         raise ValueError(
             f"role {role.name}: tp={role.tp} does not divide its {len(role.ranks)} ranks; "
             f"use {listing(divisors(len(role.ranks)), 'or')}"
+        )
+    if role.fsdp is not None and (role.fsdp < 1 or role.num_replicas % role.fsdp):
+        raise ValueError(
+            f"role {role.name}: fsdp={role.fsdp} does not divide its {role.num_replicas} replicas; "
+            f"use {listing(divisors(role.num_replicas), 'or')}"
         )
 
 
@@ -183,11 +209,12 @@ def parse_device_map(text: str, world_size: int) -> DeviceMap:
 
 
 def _parse_role(entry: str, world_size: int) -> Role:
-    match = re.fullmatch(r"([a-z][a-z0-9_]*)=([^,=]+)(?:,tp=(\d+))?", entry)
-    if not match or match[1] == "tp":
+    match = re.fullmatch(r"([a-z][a-z0-9_]*)=([^,=]+)(?:,tp=(\d+))?(?:,fsdp=(\d+))?", entry)
+    if not match or match[1] in ("tp", "fsdp"):
         raise ValueError(f"{entry!r} in the device map is not understood; {SYNTAX}")
-    name, ranks, tp = match.groups()
-    return Role(name, _parse_ranks(name, ranks, world_size), int(tp or 1))
+    name, ranks, tp, fsdp = match.groups()
+    ranks = _parse_ranks(name, ranks, world_size)
+    return Role(name, ranks, int(tp or 1), int(fsdp) if fsdp else None)
 
 
 def _parse_ranks(name: str, text: str, world_size: int) -> tuple[int, ...]:

@@ -24,12 +24,16 @@ class Place:
     replica: int
     """Index of this rank's replica in the role: its data-parallel rank."""
     num_replicas: int
+    copy: int
+    """Index of the copy of the sharded weights that this rank has a shard of."""
     tp_rank: int
     """Index of this rank in its replica."""
     tp: int
     device: torch.device
     mesh: DeviceMesh
     """Dimensions dp and tp."""
+    shards: DeviceMesh
+    """Over which weights are sharded: its last dimension. Copies are along the first of two."""
     group: dist.ProcessGroup
     """All ranks of the role."""
     control: dist.ProcessGroup
@@ -94,12 +98,12 @@ def make_places(
 
     `report(role, replica, *args)` sends a report to the controller.
 
-    Roles with the same ranks and tp share their groups. They never use them at the same time, and
-    each NCCL communicator costs memory.
+    Roles with the same ranks and sizes share their groups. They never use them at the same time,
+    and each NCCL communicator costs memory.
     """
     places, formed = {}, {}
     for role in device_map.roles:
-        layout = role.ranks, role.tp
+        layout = role.ranks, role.tp, role.num_copies
         if layout not in formed:
             formed[layout] = _form_groups(role, rank, device)
         if rank in role.ranks:
@@ -109,6 +113,7 @@ def make_places(
                 rank=rank,
                 replica=replica,
                 num_replicas=role.num_replicas,
+                copy=role.ranks.index(rank) // role.ranks_per_copy,
                 tp_rank=tp_rank,
                 tp=role.tp,
                 device=device,
@@ -119,8 +124,13 @@ def make_places(
 
 
 def _form_groups(role: Role, rank: int, device: torch.device) -> dict[str, Any]:
-    """The fields mesh, group and control of a `Place`."""
-    mesh = DeviceMesh(device.type, torch.tensor(role.replicas), mesh_dim_names=("dp", "tp"))
+    """The fields mesh, shards, group and control of a `Place`."""
+    replicas = torch.tensor(role.replicas)
+    mesh = shards = DeviceMesh(device.type, replicas, mesh_dim_names=("dp", "tp"))
+    if role.num_copies > 1:
+        names = "copies", "dp", "tp"
+        copies = replicas.view(role.num_copies, -1, role.tp)
+        shards = DeviceMesh(device.type, copies, mesh_dim_names=names)
     group = dist.new_group(role.ranks)
     control = None
     if role.tp == 1 and rank in role.ranks:
@@ -129,4 +139,6 @@ def _form_groups(role: Role, rank: int, device: torch.device) -> dict[str, Any]:
         formed = dist.new_group(replica, backend="gloo")
         if rank in replica:
             control = formed
-    return {"mesh": mesh, "group": group, "control": control}
+    if rank in role.ranks:
+        shards = shards["copies", "dp"] if role.num_copies > 1 else mesh["dp"]
+    return {"mesh": mesh, "shards": shards, "group": group, "control": control}

@@ -66,7 +66,8 @@ def train_memory(
     lora_rank: int = 0,
     lora_targets: Collection[str] = LORA_TARGETS,
 ) -> RankMemory:
-    """FSDP2 over the role's ranks: fp32 masters and gradients, compute in `width`.
+    """FSDP2 over `num_ranks` that hold the weights once: fp32 masters and gradients, compute in
+    `width`.
 
     With LoRA the model is frozen in `width`, and masters, gradients and moments are those of the
     adapters. Inputs of projections without adapters are counted as kept, which is slightly too

@@ -207,7 +207,7 @@ def _role_memory(plan: Plan, role: Role) -> RankMemory:
         samples = share(share(batch.num_samples, batch.updates_per_step), role.num_replicas)
         tokens = min(batch.tokens_per_microbatch, samples * batch.packed_tokens)
     config = plan.role_configs.get(role.name, plan.config)
-    sizes = len(role.ranks), role.tp, tokens, plan.width
+    sizes = role.ranks_per_copy, role.tp, tokens, plan.width
     held = role_memory(role.name, config, *sizes, **batch.train_options)
     return replace(held, kv_cache=int(batch.judge_cache_gib * 2**30 * (role.name == "judge")))
 

@@ -6,6 +6,7 @@ time of rewards and of the host is not counted.
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from roll_lite.cluster.device_map import Role
@@ -79,9 +80,9 @@ class Machine:
     gpu: Gpu
     ranks_per_node: int = 8
 
-    def rate(self, role: Role) -> float:
-        """Bytes per second between a role's ranks: NVLink in one machine, else the network."""
-        nodes = {rank // self.ranks_per_node for rank in role.ranks}
+    def rate(self, ranks: Collection[int]) -> float:
+        """Bytes per second between ranks: NVLink in one machine, else the network."""
+        nodes = {rank // self.ranks_per_node for rank in ranks}
         return self.gpu.link if len(nodes) == 1 else NETWORK_RATE
 
 
@@ -100,7 +101,9 @@ def step_seconds(plan: Plan, machine: Machine) -> dict[str, float]:
     train, generate = device_map["train"], device_map["generate"]
     seconds["train"] = _train_seconds(plan, train, machine, batch.lora_rank)
     seconds["train"] += batch.policy_scores * _score_seconds(plan, train, machine.gpu)
-    seconds["sync"] = sync_seconds(plan.config, machine.gpu, machine.rate(train), len(train.ranks))
+    seconds["sync"] = sync_seconds(
+        plan.config, machine.gpu, machine.rate(train.ranks), len(train.ranks)
+    )
     seconds["sync"] += SLEEP_SECONDS * batch.engines_sleep
     others, generating = sum(seconds.values()), _generate_seconds(plan, machine.gpu)
     runs_ahead = batch.max_staleness and set(train.ranks).isdisjoint(generate.ranks)
@@ -137,14 +140,19 @@ def _train_seconds(plan: Plan, role: Role, machine: Machine, lora_rank: int) -> 
         config, machine.gpu, role.tp, _work(plan, role),
         checkpointing=batch.checkpointing, is_frozen=is_frozen,
     )  # fmt: skip
+    one_copy = role.ranks[: role.ranks_per_copy]
     travelling = plan.step.microbatches_per_rank * shard_seconds(
-        config, machine.rate(role), role.num_replicas, role.tp, is_frozen
+        config, machine.rate(one_copy), role.ranks_per_copy // role.tp, role.tp, is_frozen
     )
     trained = count_parameters(config, role.tp).total
     if is_frozen:
         adapters = adapter_parameters(config, lora_rank, batch.lora_targets, role.tp)
         trained = config.num_layers * adapters
-    update = batch.updates_per_step * update_seconds(trained / len(role.ranks), machine.gpu)
+    held = trained / role.ranks_per_copy
+    update = batch.updates_per_step * (
+        update_seconds(held, machine.gpu)
+        + copy_seconds(held, machine.rate(role.ranks), role.num_copies)
+    )
     return batch.epochs * (max(computing, travelling) + update)
 
 
@@ -208,6 +216,11 @@ def shard_seconds(
     width = 4 if is_frozen else 8
     share = (num_replicas - 1) / num_replicas
     return width * count_parameters(config, tp).total / tp * share / rate
+
+
+def copy_seconds(num_parameters: float, rate: float, num_copies: int) -> float:
+    """The sum of a rank's gradients in fp32 over all copies of the weights, as a ring does it."""
+    return 4 * num_parameters * 2 * (num_copies - 1) / num_copies / rate
 
 
 def update_seconds(num_parameters: float, gpu: Gpu) -> float:

@@ -1,7 +1,8 @@
 """How a model in training is sharded: tensor parallel within a replica, FSDP2 over replicas.
 
 Tensor-parallel modules already have local sizes (`models/tensor_parallel.py`); FSDP2 shards these
-again over the data-parallel ranks. So each rank holds a rectangle of every parameter.
+again over the data-parallel ranks, or over those of one machine, with a copy on every other (HSDP).
+So each rank holds a rectangle of every parameter.
 """
 
 import torch
@@ -22,8 +23,9 @@ def shard(
     compute_dtype: torch.dtype,
     checkpointing: Checkpointing = "none",
 ) -> Transformer:
-    """FSDP2 over the data-parallel mesh; parameters are gathered in `compute_dtype` unit by unit.
+    """FSDP2 over the last dimension of the mesh, with copies along the first of two.
 
+    Parameters are gathered in `compute_dtype` unit by unit.
     Gradients are summed over ranks, not averaged: loss weights are normalised over the whole batch.
     """
     # Inputs are not cast: rotation is in fp32, as in the engine.
@@ -32,7 +34,7 @@ def shard(
     )
 
     def placement(parameter: nn.Parameter) -> Shard:
-        return Shard(shard_dimension(parameter.shape, mesh.size()))
+        return Shard(shard_dimension(parameter.shape, mesh.size(mesh.ndim - 1)))
 
     for block in model.blocks:
         block.checkpointing = checkpointing
@@ -67,10 +69,10 @@ def rectangles(name: str, parameter: DTensor, tensor_shard: TensorShard | None) 
 
 def _held(parameter: DTensor) -> tuple[int, int, int]:
     """The dimension that FSDP has cut, and this rank's first and last index there."""
-    (placement,) = parameter.placements
+    placement, mesh = parameter.placements[-1], parameter.device_mesh
     size = parameter.shape[placement.dim]
-    chunk = -(-size // parameter.device_mesh.size())
-    start = min(parameter.device_mesh.get_local_rank() * chunk, size)
+    chunk = -(-size // mesh.size(mesh.ndim - 1))
+    start = min(mesh.get_local_rank(mesh.ndim - 1) * chunk, size)
     return placement.dim, start, min(start + chunk, size)
 
 
@@ -112,15 +114,17 @@ def gradient_norm(
     tensor_shard: TensorShard | None,
     group: torch.distributed.ProcessGroup,
 ) -> Tensor:
-    """The norm of the whole gradient: every rank's part counts once."""
+    """The norm of the whole gradient: every part of it counts once."""
     norms, counts = [], []
     for name, parameter in parameters.items():
+        mesh = parameter.device_mesh
+        num_copies = mesh.size() // mesh.size(mesh.ndim - 1)
         is_shared = tensor_shard is not None and cut_dimension(name) is None
         grad = parameter.grad.to_local()
         if tensor_shard:  # without copies
             grad = rectangles(name, parameter, tensor_shard)[0].of_local(grad)
         norms.append(grad)
-        counts.append(1 / tensor_shard.size if is_shared else 1.0)
+        counts.append(1 / (num_copies * (tensor_shard.size if is_shared else 1)))
     norms = torch.stack(torch._foreach_norm(norms))
     total = (norms.square() * norms.new_tensor(counts)).sum()
     torch.distributed.all_reduce(total, group=group)

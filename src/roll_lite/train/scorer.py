@@ -56,7 +56,7 @@ class Scorer:
         if lora:
             add_adapters(model, lora)
         self.config, self.tensor_shard = model.config, model.shard
-        self.model = shard(model, place.mesh["dp"], place.dtype, checkpointing)
+        self.model = shard(model, place.shards, place.dtype, checkpointing)
 
     @torch.no_grad()
     def logprobs(self, batch: list[MicroBatch]) -> list[Tensor]:

@@ -79,10 +79,7 @@ class Trainer(Scorer):
         self.optimizer.zero_grad()  # in case an earlier step failed midway
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        totals = Totals()
-        for micro in batch:
-            micro = micro.to(self.device)
-            totals.add(self._backward(micro), micro.weights_R)
+        totals = self._accumulate(batch)
         grad_norm = self._clip()
         lr = self.schedule.at(self.num_steps if scheduled_at is None else scheduled_at)
         is_finite = grad_norm < float("inf")
@@ -97,6 +94,15 @@ class Trainer(Scorer):
             "loss/skipped_steps": float(not is_finite),
         }
         return metrics | self._speed(batch, time.perf_counter() - start)
+
+    def _accumulate(self, batch: list[MicroBatch]) -> "Totals":
+        """The gradient of all micro-batches; copies of the weights sum theirs after the last."""
+        totals, last = Totals(), len(batch) - 1
+        for number, micro in enumerate(batch):
+            micro = micro.to(self.device)
+            self.model.set_requires_all_reduce(number == last)
+            totals.add(self._backward(micro), micro.weights_R)
+        return totals
 
     def _backward(self, micro: MicroBatch) -> dict[str, Tensor]:
         loss_R, measurements = self._loss(micro)
@@ -216,8 +222,12 @@ class Trainer(Scorer):
         return save_state(folder, state, self.config, like=self.folder) if is_first else folder
 
     def write_checkpoint(self, folder: str | Path) -> ShardRecord:
-        """Write this rank's file: masters (with LoRA, adapters alone) and moments."""
-        pieces = {name: piece for name, piece, is_copy in self._pieces() if not is_copy}
+        """Write this rank's file: masters (with LoRA, adapters alone) and moments.
+
+        Of several copies of the weights the first is written.
+        """
+        held = self._pieces() if self.place.copy == 0 else ()
+        pieces = {name: piece for name, piece, is_copy in held if not is_copy}
         return write_shard(folder, self.place.group.rank(), pieces, of=self.part)
 
     def describe_checkpoint(self) -> dict[str, Any]:
