@@ -234,7 +234,7 @@ class Cluster:
         if exit_code or not is_idle:
             time.sleep(LINGER_SECONDS)
             _exit_now(exit_code or 1)
-        _disconnect()
+        self._disconnect()
         raise SystemExit(0)
 
     def stop_request(self) -> StopRequest:
@@ -267,10 +267,15 @@ class Cluster:
         if failed:
             wire.disconnect(graceful=False)
         else:
-            _disconnect()
+            self._disconnect()
             _set_signals(handlers)
         if not is_idle:  # it may hang in a collective, whose destructor would hang too
             atexit.register(_exit_now, 1)
+
+    def _disconnect(self) -> None:
+        self._worker.forget_objects()
+        dist.destroy_process_group()
+        wire.disconnect(graceful=True)
 
     def _end_ranks(self, exit_code: int) -> None:
         """Tell all other ranks to exit."""
@@ -281,11 +286,6 @@ class Cluster:
         for answer in answers:
             with suppress(RuntimeError):  # dead, or stopped: then torchrun kills it
                 answer.wait()
-
-
-def _disconnect() -> None:
-    dist.destroy_process_group()
-    wire.disconnect(graceful=True)
 
 
 def _set_signals(handlers: dict[signal.Signals, Any]) -> dict[signal.Signals, Any]:

@@ -1,5 +1,6 @@
 """This rank's device, the process groups of each role, and the rank's `Place` in them."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -72,18 +73,24 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def choose_backend(device: torch.device, launch: Launch) -> str:
-    """nccl if each rank has a GPU of its own; ranks that share one need gloo."""
-    if device.type == "cpu":
-        return "gloo"
-    has_own_gpu = torch.cuda.device_count() >= launch.local_world_size
-    return "cpu:gloo,cuda:nccl" if has_own_gpu else "cpu:gloo,cuda:gloo"
+def _let_ranks_share_gpus(launch: Launch) -> None:
+    """NCCL refuses two ranks on one GPU, unless it takes them for different hosts."""
+    settings = {"NCCL_HOSTID": f"rank-{launch.rank}", "NCCL_IB_DISABLE": "1"}
+    settings |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+    if launch.world_size == launch.local_world_size:
+        settings["NCCL_SOCKET_IFNAME"] = "lo"
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+    if launch.rank == 0:
+        print("ranks share a GPU: NCCL connects them by sockets, which is slow and for testing")
 
 
 def start_group(device: torch.device, launch: Launch, store: dist.Store, *, seconds: float) -> None:
     """Start the default process group; `seconds` is the timeout of every collective."""
+    if device.type == "cuda" and torch.cuda.device_count() < launch.local_world_size:
+        _let_ranks_share_gpus(launch)
     dist.init_process_group(
-        choose_backend(device, launch),
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         store=store,
         rank=launch.rank,
         world_size=launch.world_size,

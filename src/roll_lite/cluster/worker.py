@@ -85,6 +85,11 @@ class Worker:
             self._thread.join(seconds)
         return not self._thread.is_alive()
 
+    def forget_objects(self) -> None:
+        """Free them, after `stop`. NCCL waits for captured CUDA graphs that use a communicator."""
+        self._objects.clear()
+        gc.collect()
+
     def put(self, call: RankCall, reply: Callable[[RankReply], None]) -> None:
         """Queue a call, from any thread; returns at once."""
         with self._changed:
