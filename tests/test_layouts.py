@@ -17,12 +17,16 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 
 
+def _path_of_packages():
+    return os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
+
+
 def torchrun(num_ranks, *arguments):
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
     program = Path(train_programs.__file__)
     done = subprocess.run(
         [*command, str(program), *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": _path_of_packages(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=1800,

@@ -1,4 +1,4 @@
-"""Programs that test_layouts.py runs under torchrun: train_programs.py NAME MODEL RESULT_FILE."""
+"""Programs that tests run under torchrun: train_programs.py NAME MODEL RESULT_FILE [DEVICE]."""
 
 import sys
 from pathlib import Path
@@ -106,8 +106,8 @@ def by_sequence(batch, rows):
     return [found[i] for i in sorted(found)]
 
 
-def layouts(model, result_file):
-    with Cluster(" ".join(LAYOUTS.values()), "cpu") as cluster:
+def layouts(model, result_file, device="cpu"):
+    with Cluster(" ".join(LAYOUTS.values()), device) as cluster:
         results = {}
         for name in LAYOUTS:
             for lora in (None, LORA) if name in LORA_LAYOUTS else (None,):

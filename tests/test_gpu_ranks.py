@@ -1,0 +1,92 @@
+"""Several ranks on one GPU, over NCCL: layouts against one rank, and runs that end by themselves.
+
+Where there are as many GPUs as ranks, each has its own.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import train_programs
+from conftest import RECIPES, make_reference
+from test_layouts import CASES, torchrun
+
+from roll_lite.cluster.cluster import Cluster
+from roll_lite.models.tiny import build_tiny
+
+pytestmark = pytest.mark.gpu
+TOLERANCE = 3e-2
+"""Of gradients that are computed in bf16 and summed in another order."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks") / "qwen3"
+    make_reference("qwen3", vocab_size=99, num_key_value_heads=1).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def over_ranks(folder):
+    torchrun(4, "layouts", folder, folder.parent / "layouts.pt", "cuda")
+    return torch.load(folder.parent / "layouts.pt", weights_only=False, map_location="cpu")
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    results = {}
+    with Cluster("train=0", "cuda") as cluster:
+        for lora in (None, train_programs.LORA):
+            options = train_programs.options(lora)
+            trainer = cluster.role("train", train_programs.Probe, folder=folder, **options)
+            if lora:
+                trainer.shake_adapters()
+            results[bool(lora)] = train_programs.measure(trainer, 1)
+    return results
+
+
+@pytest.mark.parametrize(("layout", "lora"), CASES)
+def test_training_does_not_depend_on_the_layout(over_ranks, alone, layout, lora):
+    got, expected = over_ranks[layout, lora], alone[lora]
+    for budget, grads in got["grads"].items():
+        for name, grad in grads.items():
+            whole = expected["grads"][budget][name].cpu()
+            error = (grad.cpu() - whole).norm() / whole.norm()
+            assert error < TOLERANCE, (layout, budget, name, error)
+    assert got["losses"] == pytest.approx(expected["losses"], rel=1e-2)
+    assert all(got["holds"])
+
+
+def test_every_layout_reads_what_another_wrote(over_ranks):
+    expected, _ = over_ranks["resumed"]["fsdp2tp2"]
+    for layout, (state, _) in over_ranks["resumed"].items():
+        for name, tensor in expected.items():
+            assert torch.equal(state[name].cpu(), tensor.cpu()), (layout, name)
+
+
+MAPS = {
+    "train=all generate=all": 2,
+    "train=0-1,tp=2 generate=0-1,tp=2": 2,
+    "train=0-3,tp=2 generate=0-3,tp=4": 4,
+    "train=0-1,tp=2 generate=2-3,tp=2": 4,
+    "train=0-1 generate=2-3": 4,
+    "train=all,fsdp=2 generate=all,tp=2": 4,
+}
+
+
+@pytest.mark.parametrize(("device_map", "num_ranks"), MAPS.items())
+def test_a_run_ends_by_itself(tmp_path, device_map, num_ranks):
+    """Also where CUDA graphs have captured collectives of an engine."""
+    build_tiny(tmp_path / "tiny")
+    command = [
+        sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}",
+        RECIPES / "rlvr.py", "--model", tmp_path / "tiny", "--run-dir", tmp_path / "run",
+        "--device", "cuda", "--device-map", device_map, "--steps", 3, "--eval-every", 0,
+        "--kv-cache-gib", 0.2, "--prompts-per-step", 8, "--samples-per-prompt", 4,
+    ]  # fmt: skip
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert [row["step"] for row in rows if "time/step" in row] == [1, 2, 3]
