@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import random
 from dataclasses import replace
 from weakref import WeakKeyDictionary
@@ -75,6 +76,12 @@ def talkative(tiny_folder, tmp_path_factory):
         torch.nn.init.normal_(parameter, 0.0, 0.3)
     reference.save_pretrained(folder)
     return Chat(tiny_folder), reference, folder
+
+
+def test_a_cache_larger_than_the_memory_is_refused(qwen):
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    with pytest.raises(ValueError, match=rf"kv_cache_gib={total} is more than .* on cpu; lower it"):
+        Engine(qwen[1], kv_cache_gib=total)
 
 
 @pytest.mark.parametrize("burst", [1, 7])

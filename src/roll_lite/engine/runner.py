@@ -6,8 +6,11 @@ per batch size and replayed. Launching does not wait for the device (capturing d
 does.
 """
 
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -328,4 +331,23 @@ def pages_within(kv_cache_gib: float, model: Transformer, page_size: int) -> int
         raise ValueError(
             f"kv_cache_gib={kv_cache_gib} is less than one page of {page_bytes} bytes; raise it"
         )
+    free = free_bytes(model.embedding.device)
+    if num_pages * page_bytes > free:
+        raise ValueError(
+            f"kv_cache_gib={kv_cache_gib} is more than the {free / 2**30:.1f} GiB that are free on "
+            f"{model.embedding.device}; lower it"
+        )
     return num_pages
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can still be allocated on a GPU or, on a CPU, in the machine's memory."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + kept
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(found.split()[1]) << 10
+    return sys.maxsize  # not Linux
