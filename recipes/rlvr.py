@@ -267,9 +267,9 @@ SHOWN = {
     "rollout/missing_groups": "missing groups", "rollout/reply_tokens": "tokens",
     "rollout/staleness": "staleness",
     "loss/entropy": "entropy", "loss/grad_norm": "grad", "loss/skipped_steps": "skipped",
-    "mismatch/logprob_mean": "mismatch",
-    "loss/kl": "kl", "critic/explained_variance": "explained variance",
-    "time/rollout": "rollout s", "time/train": "train s", "time/step": "step s",
+    "time/step": "step s", "loss/kl": "kl", "mismatch/logprob_mean": "mismatch",
+    "critic/explained_variance": "explained variance",
+    "time/rollout": "rollout s", "time/train": "train s",
 }  # fmt: skip
 FIXED = "model", "seed", "template_args", "lora_rank", "lora_alpha", "lora_targets", "advantage"
 

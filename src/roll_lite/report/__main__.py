@@ -4,6 +4,7 @@ python -m roll_lite.report RUN [RUN ...]             writes RUN/report.html
 python -m roll_lite.report RUN --out page.html
 python -m roll_lite.report RUN --serve               shows the run while it goes on
 python -m roll_lite.report A B                       also prints what differs
+python -m roll_lite.report RUN --tail                prints the last steps and two samples
 """
 
 import argparse
@@ -15,12 +16,16 @@ from roll_lite.report.compare import comparison
 from roll_lite.report.page import write_page
 from roll_lite.report.reader import RunFolder
 from roll_lite.report.serve import serve
+from roll_lite.report.tail import tail
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         runs = [RunFolder(folder) for folder in options.runs]
+        if options.tail:
+            print("\n\n".join(tail(run, options.tail) for run in runs))
+            return 0
         if len(runs) > 1:
             print(comparison(runs))
         if options.serve:
@@ -49,6 +54,14 @@ def _parser() -> argparse.ArgumentParser:
         default=16.0,
         help="how much of the file samples may take, chosen from the newest steps and from steps "
         "at equal distances (16); --serve shows all samples",
+    )
+    parser.add_argument(
+        "--tail",
+        type=int,
+        nargs="?",
+        const=20,
+        metavar="STEPS",
+        help="print the last steps (20) in the terminal, and the worst and the best sample",
     )
     parser.add_argument("--serve", action="store_true", help="serve the page on this machine")
     parser.add_argument("--port", type=int, default=0, help="with --serve (a free one)")

@@ -1,7 +1,7 @@
 """config.json: the options of a run, flat, with its starts.
 
-`starts` has the command, step, machine and changed options of every start; `chosen` names options
-that were not given, but chosen for the model; `recipe` is the file that wrote it.
+`starts` has the command, step, machine, changed options and shown metrics of every start; `chosen`
+names options that were not given, but chosen for the model; `recipe` is the file that wrote it.
 """
 
 import inspect
@@ -33,13 +33,14 @@ RENAMED = {
 """Options by names of earlier versions, which are still understood."""
 
 
-def write_config(folder: Path, config: Any, resumed_at: int | None) -> None:
+def write_config(folder: Path, config: Any, resumed_at: int | None, shown: dict[str, str]) -> None:
     path, options = folder / "config.json", to_json(config)
     before = {}
     if resumed_at is not None and path.exists():
         before = _read(path)
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     start = {"step": resumed_at or 0, "time": now, "command": command(), **machine()}
+    start["shown"] = shown
     if before:
         start["changed"] = changes(before, options)
     starts = [*before.get(STARTS, []), start]

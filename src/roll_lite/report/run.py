@@ -13,6 +13,7 @@ tensorboard/     the metrics, if the package tensorboard is installed
 
 import importlib.util
 import json
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from roll_lite.progress import ProgressBar
+from roll_lite.progress import ProgressBar, terminal_width
 from roll_lite.report.config_file import write_config
 from roll_lite.report.hints import Hints
+from roll_lite.report.table import StepTable
 from roll_lite.types import Group, Sample
 
 NOT_TRAINED: Mapping[int, list[float]] = {}
@@ -56,9 +58,10 @@ class Run:
         print(f"run folder: {self.folder}", flush=True)
         if resumed_at and resumed_at == num_steps:
             print(f"{place}: nothing is left to train; --steps N goes on", flush=True)
-        write_config(self.folder, config, resumed_at)
+        write_config(self.folder, config, resumed_at, shown)
         self._hints = Hints()
-        self._bar = ProgressBar(num_steps, "steps")
+        self._bar = ProgressBar(num_steps, "steps", done=resumed_at or 0)
+        self._table = StepTable(shown)
         self._num_steps, self._width = num_steps, len(str(num_steps))
         self._board = _open_tensorboard(self.folder / "tensorboard", resumed_at)
         if resumed_at is not None:
@@ -83,19 +86,24 @@ class Run:
         if self._board:
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
-        parts = [
-            f"{label} {metrics[name]:.4g}" for name, label in self._shown.items() if name in metrics
-        ]
-        self._bar.count = step
-        if parts:
-            self.print(f"step {step:>{self._width}}  " + "  ".join(parts))
+        self._bar.reach(step)
+        if any(name in metrics for name in self._shown):
+            self.print("\n".join(self._step_lines(step, metrics)))
         for hint in self._hints.read(metrics):
             self.print(f"hint: {hint}")
             self.note("hint", step=step, text=hint)
 
+    def _step_lines(self, step: int, metrics: dict[str, float]) -> list[str]:
+        """The row of a table; where the output is not a terminal, a line of names and values."""
+        if sys.stdout.isatty():
+            return self._table.lines(step, metrics, terminal_width())
+        parts = [
+            f"{label} {metrics[name]:.4g}" for name, label in self._shown.items() if name in metrics
+        ]
+        return [f"step {step:>{self._width}}  " + "  ".join(parts)]
+
     def print(self, text: str) -> None:
         """Print a line above the progress bar."""
-        self._bar.clear()
         print(text, flush=True)
         self._bar.draw()
 
@@ -128,7 +136,7 @@ class Run:
             partial.rename(path)
 
     def close(self) -> None:
-        self._bar.clear()
+        self._bar.close()
         if self._board:
             self._board.close()
 

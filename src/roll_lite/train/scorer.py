@@ -121,7 +121,7 @@ def score_over_ranks(
     `method` is `logprobs` or `values` of a role.
     """
     scores, num_shards = [], method.role.num_replicas
-    with ProgressBar(len(sequences), method.role.name) as bar:
+    with ProgressBar(len(sequences), method.role.name, "sequences") as bar:
         for start in range(0, len(sequences), SEQUENCES_PER_CALL):
             part = sequences[start : start + SEQUENCES_PER_CALL]
             batch = pack(part, tokens_per_microbatch, num_shards=num_shards)
