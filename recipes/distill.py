@@ -102,6 +102,7 @@ SHOWN = {
     "loss/grad_norm": "grad", "loss/skipped_steps": "skipped", "rollout/reply_tokens": "tokens",
     "train/tokens_per_second": "tokens/s", "time/step": "step s",
 }  # fmt: skip
+TRACKERS = ()  # yours, beside TensorBoard: docs/tutorial.md has wandb and trackio
 FIXED = (
     "model", "teacher", "seed", "on_policy", "kind", "template_args",
     "lora_rank", "lora_alpha", "lora_targets",
@@ -135,7 +136,10 @@ def main(cfg: Config) -> None:
         fixed = data.fixed_options(cfg, *FIXED)
         saved = RunState(cfg.run_dir, cfg.checkpoints, [models.student], {"rows": rows}, fixed)
         resumed_at = saved.resumed_at
-        run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=resumed_at)
+        run = Run(
+            cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=resumed_at,
+            trackers=TRACKERS,
+        )  # fmt: skip
         make_batches = OnPolicyBatches if cfg.on_policy else TeacherBatches
         make_batch = make_batches(cfg, models, chat)
         if not (is_task or cfg.on_policy):

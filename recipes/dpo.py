@@ -76,6 +76,7 @@ SHOWN = {
     "reward/chosen": "chosen", "reward/rejected": "rejected", "eval/accuracy": "validation",
     "loss/grad_norm": "grad", "loss/skipped_steps": "skipped", "time/step": "step s",
 }  # fmt: skip
+TRACKERS = ()  # yours, beside TensorBoard: docs/tutorial.md has wandb and trackio
 FIXED = (
     "model", "seed", "kind", "beta", "lora_rank", "lora_alpha", "lora_targets", "reference",
     "template_args",
@@ -112,7 +113,10 @@ def main(cfg: Config) -> None:
         fixed = data.fixed_options(cfg, *FIXED)
         saved = RunState(cfg.run_dir, cfg.checkpoints, [trainer], {"rows": rows}, fixed)
         resumed_at = saved.resumed_at
-        run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=resumed_at)
+        run = Run(
+            cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=resumed_at,
+            trackers=TRACKERS,
+        )  # fmt: skip
         if validation and not resumed_at:
             run.log(0, validate(trainer, validation))
         with saved.kept(run, cluster.stop_request()):

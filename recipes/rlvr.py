@@ -271,6 +271,7 @@ SHOWN = {
     "critic/explained_variance": "explained variance",
     "time/rollout": "rollout s", "time/train": "train s",
 }  # fmt: skip
+TRACKERS = ()  # yours, beside TensorBoard: docs/tutorial.md has wandb and trackio
 FIXED = "model", "seed", "template_args", "lora_rank", "lora_alpha", "lora_targets", "advantage"
 
 
@@ -340,7 +341,10 @@ def train(
     parts = {"rollout": rollout, "advantages": state}
     saved = RunState(cfg.run_dir, cfg.checkpoints, models.trained, parts, fixed)
     resumed_at = saved.resumed_at
-    run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=shown, resumed_at=resumed_at)
+    run = Run(
+        cfg.run_dir, cfg, num_steps=cfg.steps, shown=shown, resumed_at=resumed_at,
+        trackers=TRACKERS,
+    )  # fmt: skip
     if resumed_at:
         models.sync.sync(resumed_at)
         rollout.set_version(resumed_at)

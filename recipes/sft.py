@@ -78,6 +78,7 @@ SHOWN = {
     "loss/skipped_steps": "skipped", "data/truncated": "cut",
     "train/tokens_per_second": "tokens/s", "time/step": "step s",
 }  # fmt: skip
+TRACKERS = ()  # yours, beside TensorBoard: docs/tutorial.md has wandb and trackio
 FIXED = (
     "model", "seed", "careless", "template_args", "lora_rank", "lora_alpha", "lora_targets",
 )  # fmt: skip
@@ -102,8 +103,10 @@ def main(cfg: Config) -> None:
         )
         fixed = data.fixed_options(cfg, *FIXED)
         saved = RunState(cfg.run_dir, cfg.checkpoints, [trainer], {"rows": rows}, fixed)
-        resumed_at = saved.resumed_at
-        run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=resumed_at)
+        run = Run(
+            cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=saved.resumed_at,
+            trackers=TRACKERS,
+        )  # fmt: skip
         encode = partial(encode_rows, chat, model_config.max_positions, cfg)
         num_shards, cost = trainer.role.num_replicas, SequenceCost.of(model_config)
         validation, _ = encode(held_out)

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import time
+import uuid
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,14 +34,16 @@ RENAMED = {
 """Options by names of earlier versions, which are still understood."""
 
 
-def write_config(folder: Path, config: Any, resumed_at: int | None, shown: dict[str, str]) -> None:
+def write_config(folder: Path, config: Any, resumed_at: int | None, shown: dict[str, str]) -> str:
+    """Returns the id of the run, which it keeps when it is resumed."""
     path, options = folder / "config.json", to_json(config)
     before = {}
     if resumed_at is not None and path.exists():
         before = _read(path)
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     start = {"step": resumed_at or 0, "time": now, "command": command(), **machine()}
-    start["shown"] = shown
+    ids = [start["id"] for start in before.get(STARTS, []) if "id" in start]
+    start |= {"shown": shown, "id": ids[0] if ids else uuid.uuid4().hex}
     if before:
         start["changed"] = changes(before, options)
     starts = [*before.get(STARTS, []), start]
@@ -50,6 +53,7 @@ def write_config(folder: Path, config: Any, resumed_at: int | None, shown: dict[
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(options | {STARTS: starts}, indent=2) + "\n")
     partial.rename(path)
+    return start["id"]
 
 
 def to_json(config: Any) -> dict[str, Any]:

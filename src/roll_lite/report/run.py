@@ -11,20 +11,20 @@ rollouts/        step_*.jsonl: one line per sample that was trained on. token_id
 tensorboard/     the metrics, if the package tensorboard is installed
 """
 
-import importlib.util
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from roll_lite.progress import ProgressBar, terminal_width
-from roll_lite.report.config_file import write_config
+from roll_lite.report.config_file import to_json, write_config
 from roll_lite.report.hints import Hints
 from roll_lite.report.table import StepTable
+from roll_lite.report.trackers import OpenTracker, TrackedRun, Trackers
 from roll_lite.types import Group, Sample
 
 NOT_TRAINED: Mapping[int, list[float]] = {}
@@ -41,14 +41,17 @@ class Run:
         num_steps: int,
         shown: dict[str, str],
         resumed_at: int | None = None,
+        trackers: Sequence[OpenTracker] = (),
     ):
-        """`shown` maps the metrics of the console line to their labels.
+        """`shown` maps the metrics of the console to their titles, the most important first.
 
-        A run that is `resumed_at` a step keeps the records up to that step.
+        A run that is `resumed_at` a step keeps the records up to that step. `trackers` get the
+        metrics too.
         """
         self.folder, self._shown = Path(folder), shown
+        last_step = -1
         if resumed_at is not None:
-            self._drop_records_after(resumed_at)
+            last_step = self._drop_records_after(resumed_at)
         else:
             refuse_old_run(self.folder)
         place = f"{folder} is at step {resumed_at} of {num_steps}"
@@ -58,12 +61,13 @@ class Run:
         print(f"run folder: {self.folder}", flush=True)
         if resumed_at and resumed_at == num_steps:
             print(f"{place}: nothing is left to train; --steps N goes on", flush=True)
-        write_config(self.folder, config, resumed_at, shown)
+        run_id = write_config(self.folder, config, resumed_at, shown)
         self._hints = Hints()
         self._bar = ProgressBar(num_steps, "steps", done=resumed_at or 0)
         self._table = StepTable(shown)
         self._num_steps, self._width = num_steps, len(str(num_steps))
-        self._board = _open_tensorboard(self.folder / "tensorboard", resumed_at)
+        tracked = TrackedRun(run_id, self.folder, to_json(config), resumed_at)
+        self._trackers = Trackers(trackers, tracked, last_step)
         if resumed_at is not None:
             self.note("resumed", step=resumed_at)
 
@@ -83,9 +87,7 @@ class Run:
         """Record the metrics of a step, and print those of the console line."""
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
-        if self._board:
-            for name, value in metrics.items():
-                self._board.add_scalar(name, value, step)
+        self._trackers.log(step, metrics)
         self._bar.reach(step)
         if any(name in metrics for name in self._shown):
             self.print("\n".join(self._step_lines(step, metrics)))
@@ -122,8 +124,9 @@ class Run:
         with (self.folder / "events.jsonl").open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
-    def _drop_records_after(self, step: int) -> None:
-        """Drop the records of steps that will be repeated."""
+    def _drop_records_after(self, step: int) -> int:
+        """Drop the records of steps that will be repeated; returns the last that was recorded."""
+        last_step = -1
         for name in ("metrics.jsonl", "events.jsonl"):
             path = self.folder / name
             path.touch()
@@ -131,14 +134,17 @@ class Run:
             with path.open() as lines, partial.open("w") as kept:  # may be gigabytes
                 # A line that was cut off when the last run ended is newer than its checkpoint.
                 whole = (line for line in lines if line.endswith("}\n"))
-                # A resume at step 0 repeats everything, including the metrics before training.
-                kept.writelines(line for line in whole if 0 < step >= json.loads(line)["step"])
+                for line in whole:
+                    last_step = max(last_step, at := json.loads(line)["step"])
+                    # A resume at step 0 repeats everything, also the metrics before training.
+                    if 0 < step >= at:
+                        kept.write(line)
             partial.rename(path)
+        return last_step
 
     def close(self) -> None:
         self._bar.close()
-        if self._board:
-            self._board.close()
+        self._trackers.close()
 
     def write_rollouts(
         self, step: int, groups: list[Group], advantages: Mapping[int, list[float]] = NOT_TRAINED
@@ -171,15 +177,6 @@ def refuse_old_run(folder: str | Path) -> None:
 
 def default_folder(recipe: str) -> str:
     return time.strftime(f"runs/{recipe}-%Y%m%d-%H%M%S")
-
-
-def _open_tensorboard(folder: Path, resumed_at: int | None) -> Any:
-    """A writer, or None if the package is not installed."""
-    if importlib.util.find_spec("tensorboard") is None:
-        return None
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)
 
 
 def _history(sample: Sample) -> dict[str, Any]:
