@@ -38,6 +38,7 @@ from roll_lite.train.distillation import DistillLoss, pack_taught
 from roll_lite.train.encoding import check_vocabulary, encode_fitting
 from roll_lite.train.losses import PolicyLoss
 from roll_lite.train.optimizer import TrainingOptions
+from roll_lite.train.profiling import ProfileOptions, Profiler
 from roll_lite.train.scorer import Scorer, score_over_ranks
 from roll_lite.train.sequences import ModelScores, plain_sequences, with_advantages
 from roll_lite.train.trainer import Trainer
@@ -82,6 +83,7 @@ class Config:
     training: TrainingOptions = TrainingOptions(warmup_steps=10)
     evaluation: HeldOutOptions = HeldOutOptions(eval_every=20)
     checkpoints: CheckpointOptions = CheckpointOptions()
+    profile: ProfileOptions = ProfileOptions()
 
     def __post_init__(self):
         data.check_source(self.data)
@@ -138,7 +140,7 @@ def main(cfg: Config) -> None:
         resumed_at = saved.resumed_at
         run = Run(
             cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=resumed_at,
-            trackers=TRACKERS,
+            trackers=TRACKERS, ranks=cluster.device_map.replicas,
         )  # fmt: skip
         make_batches = OnPolicyBatches if cfg.on_policy else TeacherBatches
         make_batch = make_batches(cfg, models, chat)
@@ -146,8 +148,10 @@ def main(cfg: Config) -> None:
             make_batch.encode(rows.rows)  # refuse a row that does not fit now, not in mid-run
         if held_out and not resumed_at:
             run.log(0, {"eval/kl": kl_to_teacher(models, *make_batch(held_out, 0))})
+        profiler = Profiler(cfg.profile, cfg.run_dir, list(filter(None, models[:3])))
         with saved.kept(run, cluster.stop_request()):
             for step in range(saved.step + 1, cfg.steps + 1):
+                profiler.at(step)
                 start = time.perf_counter()
                 batch, metrics = make_batch(rows.take(cfg.rows_per_step), step - 1)
                 metrics |= models.student.step(split(batch))[0]
@@ -156,6 +160,7 @@ def main(cfg: Config) -> None:
                     metrics["eval/kl"] = kl_to_teacher(models, *make_batch(held_out, step))
                 run.log(step, metrics)
                 saved.end_step(run, step, lower=metrics.get("eval/kl"))
+        profiler.close()
         run.close()
         print(f"model: {models.student.export(f'{cfg.run_dir}/model')}")
 

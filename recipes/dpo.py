@@ -25,6 +25,7 @@ from roll_lite.train.checkpoint import CheckpointOptions, RunState
 from roll_lite.train.defaults import choose_defaults
 from roll_lite.train.encoding import check_vocabulary, encode_preferences
 from roll_lite.train.optimizer import TrainingOptions
+from roll_lite.train.profiling import ProfileOptions, Profiler
 from roll_lite.train.preference import DPOLoss, pack_pairs, with_reference
 from roll_lite.train.scorer import Scorer, score_over_ranks
 from roll_lite.train.trainer import Trainer
@@ -58,6 +59,7 @@ class Config:
     training: TrainingOptions = TrainingOptions(warmup_steps=5)
     evaluation: HeldOutOptions = HeldOutOptions(eval_every=10)
     checkpoints: CheckpointOptions = CheckpointOptions()
+    profile: ProfileOptions = ProfileOptions()
 
     def __post_init__(self):
         read_config(self.model)
@@ -115,12 +117,14 @@ def main(cfg: Config) -> None:
         resumed_at = saved.resumed_at
         run = Run(
             cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=resumed_at,
-            trackers=TRACKERS,
+            trackers=TRACKERS, ranks=cluster.device_map.replicas,
         )  # fmt: skip
         if validation and not resumed_at:
             run.log(0, validate(trainer, validation))
+        profiler = Profiler(cfg.profile, cfg.run_dir, [trainer])
         with saved.kept(run, cluster.stop_request()):
             for step in range(saved.step + 1, cfg.steps + 1):
+                profiler.at(step)
                 start = time.perf_counter()
                 batch = packed(rows.take(cfg.rows_per_step))
                 metrics = trainer.step(split(batch))[0]
@@ -130,6 +134,7 @@ def main(cfg: Config) -> None:
                 run.log(step, metrics)
                 saved.end_step(run, step, higher=metrics.get("eval/accuracy"))
 
+        profiler.close()
         run.close()
         print(f"model: {trainer.export(f'{cfg.run_dir}/model')}")
 

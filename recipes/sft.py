@@ -25,6 +25,7 @@ from roll_lite.train.defaults import choose_defaults
 from roll_lite.train.encoding import encode_dialogues, fit
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import TrainingOptions
+from roll_lite.train.profiling import ProfileOptions, Profiler
 from roll_lite.train.trainer import Trainer
 
 
@@ -59,6 +60,7 @@ class Config:
     training: TrainingOptions = TrainingOptions(warmup_steps=20)
     evaluation: HeldOutOptions = HeldOutOptions(eval_every=50)
     checkpoints: CheckpointOptions = CheckpointOptions()
+    profile: ProfileOptions = ProfileOptions()
 
     def __post_init__(self):
         read_config(self.model)
@@ -105,7 +107,7 @@ def main(cfg: Config) -> None:
         saved = RunState(cfg.run_dir, cfg.checkpoints, [trainer], {"rows": rows}, fixed)
         run = Run(
             cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=saved.resumed_at,
-            trackers=TRACKERS,
+            trackers=TRACKERS, ranks=cluster.device_map.replicas,
         )  # fmt: skip
         encode = partial(encode_rows, chat, model_config.max_positions, cfg)
         num_shards, cost = trainer.role.num_replicas, SequenceCost.of(model_config)
@@ -114,8 +116,10 @@ def main(cfg: Config) -> None:
             encode(rows.rows)  # refuse a dialogue that does not fit now, not in mid-run
 
         budget = cfg.training.tokens_per_microbatch
+        profiler = Profiler(cfg.profile, cfg.run_dir, [trainer])
         with saved.kept(run, cluster.stop_request()):
             for step in range(saved.step + 1, cfg.steps + 1):
+                profiler.at(step)
                 start = time.perf_counter()
                 sequences, num_cut = encode(rows.take(cfg.rows_per_step))
                 batch = pack(sequences, budget, num_shards=num_shards, cost=cost)
@@ -127,6 +131,7 @@ def main(cfg: Config) -> None:
                 run.log(step, metrics)
                 saved.end_step(run, step, lower=metrics.get("eval/loss"))
 
+        profiler.close()
         run.close()
         print(f"model: {trainer.export(f'{cfg.run_dir}/model')}")
 

@@ -1,7 +1,8 @@
 """config.json: the options of a run, flat, with its starts.
 
-`starts` has the command, step, machine, changed options and shown metrics of every start; `chosen`
-names options that were not given, but chosen for the model; `recipe` is the file that wrote it.
+`starts` has the command, step, machine, ranks, changed options and shown metrics of every start.
+`chosen` names options that were not given, but chosen for the model. `recipe` is the file that
+wrote it.
 """
 
 import inspect
@@ -34,8 +35,8 @@ RENAMED = {
 """Options by names of earlier versions, which are still understood."""
 
 
-def write_config(folder: Path, config: Any, resumed_at: int | None, shown: dict[str, str]) -> str:
-    """Returns the id of the run, which it keeps when it is resumed."""
+def write_config(folder: Path, config: Any, resumed_at: int | None, **about: Any) -> str:
+    """`about` is kept with the start. Returns the run's id, which stays when it is resumed."""
     path, options = folder / "config.json", to_json(config)
     before = {}
     if resumed_at is not None and path.exists():
@@ -43,7 +44,7 @@ def write_config(folder: Path, config: Any, resumed_at: int | None, shown: dict[
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     start = {"step": resumed_at or 0, "time": now, "command": command(), **machine()}
     ids = [start["id"] for start in before.get(STARTS, []) if "id" in start]
-    start |= {"shown": shown, "id": ids[0] if ids else uuid.uuid4().hex}
+    start |= about | {"id": ids[0] if ids else uuid.uuid4().hex}
     if before:
         start["changed"] = changes(before, options)
     starts = [*before.get(STARTS, []), start]

@@ -28,6 +28,7 @@ from roll_lite.report.trackers import OpenTracker, TrackedRun, Trackers
 from roll_lite.types import Group, Sample
 
 NOT_TRAINED: Mapping[int, list[float]] = {}
+NO_RANKS: Mapping[str, Sequence[Sequence[int]]] = {}
 
 
 class Run:
@@ -42,11 +43,12 @@ class Run:
         shown: dict[str, str],
         resumed_at: int | None = None,
         trackers: Sequence[OpenTracker] = (),
+        ranks: Mapping[str, Sequence[Sequence[int]]] = NO_RANKS,
     ):
         """`shown` maps the metrics of the console to their titles, the most important first.
 
         A run that is `resumed_at` a step keeps the records up to that step. `trackers` get the
-        metrics too.
+        metrics too. `ranks` are those of each replica of each role.
         """
         self.folder, self._shown = Path(folder), shown
         last_step = -1
@@ -61,7 +63,7 @@ class Run:
         print(f"run folder: {self.folder}", flush=True)
         if resumed_at and resumed_at == num_steps:
             print(f"{place}: nothing is left to train; --steps N goes on", flush=True)
-        run_id = write_config(self.folder, config, resumed_at, shown)
+        run_id = write_config(self.folder, config, resumed_at, shown=shown, ranks=ranks)
         self._hints = Hints()
         self._bar = ProgressBar(num_steps, "steps", done=resumed_at or 0)
         self._table = StepTable(shown)
@@ -192,6 +194,7 @@ def _history(sample: Sample) -> dict[str, Any]:
         **_transcript(sample),
         "reward": sample.score.value if sample.score else None,
         "tokens": sample.num_sampled,
+        "replicas": [turn.replica for turn in sample.turns],
         "events": sample.events,
         "error": sample.error,
     }
@@ -259,5 +262,6 @@ def _turn(sample: Sample, number: int) -> dict[str, Any]:
         "sampled": len(turn.token_ids),
         "finish": turn.finish_reason,
         "versions": turn.versions,
+        "replica": turn.replica,
         **(said if len(sample.turns) > 1 else {}),
     }

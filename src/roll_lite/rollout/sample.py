@@ -164,7 +164,7 @@ class RunningGroup:
             seed = derive_seed(self.seed, sample.index, len(sample.turns))
             last = self._last.get(sample.index, self._first)
             self._last[sample.index] = pending = self._submit(token_ids, params, 1, seed, last)
-            return await pending.join(0, episode)
+            return await self._turn(pending, 0, episode)
         if self._first is None:
             self._first = self._submit(token_ids, params, len(self.samples), self.seed)
         elif (token_ids, params) != (self._first.request.prompt_ids, self._first.request.params):
@@ -172,7 +172,12 @@ class RunningGroup:
                 f"sample {sample.index} of {sample.prompt.id} opens differently from its "
                 "group; an environment must depend on nothing but the prompt and the seed"
             )
-        return await self._first.join(sample.index, episode)
+        return await self._turn(self._first, sample.index, episode)
+
+    async def _turn(self, pending: PendingRequest, index: int, episode: Episode) -> Turn:
+        turn = await pending.join(index, episode)
+        turn.replica = pending.replica
+        return turn
 
     def first_version(self, sample: Sample) -> int | None:
         """Policy version of a sample's first token; None if no engine has reported one."""
