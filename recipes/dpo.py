@@ -25,8 +25,8 @@ from roll_lite.train.checkpoint import CheckpointOptions, RunState
 from roll_lite.train.defaults import choose_defaults
 from roll_lite.train.encoding import check_vocabulary, encode_preferences
 from roll_lite.train.optimizer import TrainingOptions
-from roll_lite.train.profiling import ProfileOptions, Profiler
 from roll_lite.train.preference import DPOLoss, pack_pairs, with_reference
+from roll_lite.train.profiling import ProfileOptions, Profiler
 from roll_lite.train.scorer import Scorer, score_over_ranks
 from roll_lite.train.trainer import Trainer
 
