@@ -107,9 +107,9 @@ class Config(PolicyConfig):
         return held_out_tasks(self.eval_specs, self.evaluation.eval_prompts)
 
 
-SHOWN = SHOWN | {
-    "reward/success": "success", "rollout/turns": "turns", "reward/valid": "valid",
-    "env/errors": "env errors",
+SHOWN = {
+    "reward/mean": "reward", "eval/pass@1": "eval", "reward/success": "success",
+    "rollout/turns": "turns", "reward/valid": "valid", "env/errors": "env errors", **SHOWN,
 }  # fmt: skip
 
 

@@ -38,6 +38,7 @@ from roll_lite.train.distillation import DistillLoss, pack_taught
 from roll_lite.train.encoding import check_vocabulary, encode_fitting
 from roll_lite.train.losses import PolicyLoss
 from roll_lite.train.optimizer import TrainingOptions
+from roll_lite.train.profiling import ProfileOptions, Profiler
 from roll_lite.train.scorer import Scorer, score_over_ranks
 from roll_lite.train.sequences import ModelScores, plain_sequences, with_advantages
 from roll_lite.train.trainer import Trainer
@@ -82,6 +83,7 @@ class Config:
     training: TrainingOptions = TrainingOptions(warmup_steps=10)
     evaluation: HeldOutOptions = HeldOutOptions(eval_every=20)
     checkpoints: CheckpointOptions = CheckpointOptions()
+    profile: ProfileOptions = ProfileOptions()
 
     def __post_init__(self):
         data.check_source(self.data)
@@ -102,6 +104,7 @@ SHOWN = {
     "loss/grad_norm": "grad", "loss/skipped_steps": "skipped", "rollout/reply_tokens": "tokens",
     "train/tokens_per_second": "tokens/s", "time/step": "step s",
 }  # fmt: skip
+TRACKERS = ()  # yours, beside TensorBoard: docs/tutorial.md has wandb and trackio
 FIXED = (
     "model", "teacher", "seed", "on_policy", "kind", "template_args",
     "lora_rank", "lora_alpha", "lora_targets",
@@ -135,15 +138,20 @@ def main(cfg: Config) -> None:
         fixed = data.fixed_options(cfg, *FIXED)
         saved = RunState(cfg.run_dir, cfg.checkpoints, [models.student], {"rows": rows}, fixed)
         resumed_at = saved.resumed_at
-        run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=resumed_at)
+        run = Run(
+            cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=resumed_at,
+            trackers=TRACKERS, ranks=cluster.device_map.replicas,
+        )  # fmt: skip
         make_batches = OnPolicyBatches if cfg.on_policy else TeacherBatches
         make_batch = make_batches(cfg, models, chat)
         if not (is_task or cfg.on_policy):
             make_batch.encode(rows.rows)  # refuse a row that does not fit now, not in mid-run
         if held_out and not resumed_at:
             run.log(0, {"eval/kl": kl_to_teacher(models, *make_batch(held_out, 0))})
+        profiler = Profiler(cfg.profile, cfg.run_dir, list(filter(None, models[:3])))
         with saved.kept(run, cluster.stop_request()):
             for step in range(saved.step + 1, cfg.steps + 1):
+                profiler.at(step)
                 start = time.perf_counter()
                 batch, metrics = make_batch(rows.take(cfg.rows_per_step), step - 1)
                 metrics |= models.student.step(split(batch))[0]
@@ -152,6 +160,7 @@ def main(cfg: Config) -> None:
                     metrics["eval/kl"] = kl_to_teacher(models, *make_batch(held_out, step))
                 run.log(step, metrics)
                 saved.end_step(run, step, lower=metrics.get("eval/kl"))
+        profiler.close()
         run.close()
         print(f"model: {models.student.export(f'{cfg.run_dir}/model')}")
 

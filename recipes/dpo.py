@@ -26,6 +26,7 @@ from roll_lite.train.defaults import choose_defaults
 from roll_lite.train.encoding import check_vocabulary, encode_preferences
 from roll_lite.train.optimizer import TrainingOptions
 from roll_lite.train.preference import DPOLoss, pack_pairs, with_reference
+from roll_lite.train.profiling import ProfileOptions, Profiler
 from roll_lite.train.scorer import Scorer, score_over_ranks
 from roll_lite.train.trainer import Trainer
 
@@ -58,6 +59,7 @@ class Config:
     training: TrainingOptions = TrainingOptions(warmup_steps=5)
     evaluation: HeldOutOptions = HeldOutOptions(eval_every=10)
     checkpoints: CheckpointOptions = CheckpointOptions()
+    profile: ProfileOptions = ProfileOptions()
 
     def __post_init__(self):
         read_config(self.model)
@@ -76,6 +78,7 @@ SHOWN = {
     "reward/chosen": "chosen", "reward/rejected": "rejected", "eval/accuracy": "validation",
     "loss/grad_norm": "grad", "loss/skipped_steps": "skipped", "time/step": "step s",
 }  # fmt: skip
+TRACKERS = ()  # yours, beside TensorBoard: docs/tutorial.md has wandb and trackio
 FIXED = (
     "model", "seed", "kind", "beta", "lora_rank", "lora_alpha", "lora_targets", "reference",
     "template_args",
@@ -112,11 +115,16 @@ def main(cfg: Config) -> None:
         fixed = data.fixed_options(cfg, *FIXED)
         saved = RunState(cfg.run_dir, cfg.checkpoints, [trainer], {"rows": rows}, fixed)
         resumed_at = saved.resumed_at
-        run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=resumed_at)
+        run = Run(
+            cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=resumed_at,
+            trackers=TRACKERS, ranks=cluster.device_map.replicas,
+        )  # fmt: skip
         if validation and not resumed_at:
             run.log(0, validate(trainer, validation))
+        profiler = Profiler(cfg.profile, cfg.run_dir, [trainer])
         with saved.kept(run, cluster.stop_request()):
             for step in range(saved.step + 1, cfg.steps + 1):
+                profiler.at(step)
                 start = time.perf_counter()
                 batch = packed(rows.take(cfg.rows_per_step))
                 metrics = trainer.step(split(batch))[0]
@@ -126,6 +134,7 @@ def main(cfg: Config) -> None:
                 run.log(step, metrics)
                 saved.end_step(run, step, higher=metrics.get("eval/accuracy"))
 
+        profiler.close()
         run.close()
         print(f"model: {trainer.export(f'{cfg.run_dir}/model')}")
 

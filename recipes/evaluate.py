@@ -154,6 +154,7 @@ SHOWN = {
     "eval/pass@1": "pass@1", "eval/reward": "reward", "eval/failed": "failed",
     "eval/reply_tokens": "tokens",
 }  # fmt: skip
+TRACKERS = ()  # yours, beside TensorBoard: docs/tutorial.md has wandb and trackio
 
 
 def main(cfg: Config) -> dict[str, float]:
@@ -165,7 +166,7 @@ def main(cfg: Config) -> dict[str, float]:
         chat = Chat(cfg.model, **cfg.chat.arguments)
         prompts = read_prompts(cfg, chat)
         answers = AnswerFile(f"{cfg.run_dir}/answers.jsonl", prompts, asked_with(cfg))
-        run = Run(cfg.run_dir, cfg, num_steps=0, shown=SHOWN)
+        run = Run(cfg.run_dir, cfg, num_steps=0, shown=SHOWN, trackers=TRACKERS)
         folder = cfg.model
         if cfg.checkpoint:
             folder = str(export_checkpoint(cfg.checkpoint, cfg.model, f"{cfg.run_dir}/model"))

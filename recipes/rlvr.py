@@ -57,6 +57,7 @@ from roll_lite.train.losses import (
     critic_metrics,
 )
 from roll_lite.train.optimizer import TrainingOptions
+from roll_lite.train.profiling import ProfileOptions, Profiler
 from roll_lite.train.scorer import Scorer, score_over_ranks
 from roll_lite.train.sequences import (
     AdvantageState,
@@ -115,6 +116,7 @@ class PolicyConfig:
     critic: CriticOptions = CriticOptions()
     evaluation: EvaluationOptions = EvaluationOptions()
     checkpoints: CheckpointOptions = CheckpointOptions()
+    profile: ProfileOptions = ProfileOptions()
     chat: ChatOptions = ChatOptions()
     lacking: ClassVar[dict[str, str]]
     """Advantages that the recipe cannot compute, and what it lacks for them."""
@@ -267,10 +269,11 @@ SHOWN = {
     "rollout/missing_groups": "missing groups", "rollout/reply_tokens": "tokens",
     "rollout/staleness": "staleness",
     "loss/entropy": "entropy", "loss/grad_norm": "grad", "loss/skipped_steps": "skipped",
-    "mismatch/logprob_mean": "mismatch",
-    "loss/kl": "kl", "critic/explained_variance": "explained variance",
-    "time/rollout": "rollout s", "time/train": "train s", "time/step": "step s",
+    "time/step": "step s", "loss/kl": "kl", "mismatch/logprob_mean": "mismatch",
+    "critic/explained_variance": "explained variance",
+    "time/rollout": "rollout s", "time/train": "train s",
 }  # fmt: skip
+TRACKERS = ()  # yours, beside TensorBoard: docs/tutorial.md has wandb and trackio
 FIXED = "model", "seed", "template_args", "lora_rank", "lora_alpha", "lora_targets", "advantage"
 
 
@@ -340,7 +343,10 @@ def train(
     parts = {"rollout": rollout, "advantages": state}
     saved = RunState(cfg.run_dir, cfg.checkpoints, models.trained, parts, fixed)
     resumed_at = saved.resumed_at
-    run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=shown, resumed_at=resumed_at)
+    run = Run(
+        cfg.run_dir, cfg, num_steps=cfg.steps, shown=shown, resumed_at=resumed_at,
+        trackers=TRACKERS, ranks=cluster.device_map.replicas,
+    )  # fmt: skip
     if resumed_at:
         models.sync.sync(resumed_at)
         rollout.set_version(resumed_at)
@@ -349,8 +355,10 @@ def train(
     if cfg.runs_ahead:
         rollout.start()
     stop.listen(rollout.stop)
+    profiler = Profiler(cfg.profile, cfg.run_dir, [*models.trained, models.engines])
     with saved.kept(run, stop, lambda: run.note_samples(saved.step + 1, rollout.dropped())):
         for step in range(saved.step + 1, cfg.steps + 1):
+            profiler.at(step)
             timer = StepTimer()
             groups = rollout.collect()
             timer.lap("rollout")
@@ -378,6 +386,7 @@ def train(
                 metrics |= evaluate(cfg, step, run, rollout, evaluation)
             run.log(step, metrics)
             saved.end_step(run, step, higher=metrics.get("eval/pass@1"))
+    profiler.close()
     run.close()
     if len(rates := evaluation.rates) > 1:
         since = f" since step {resumed_at}" if resumed_at else ""

@@ -25,6 +25,7 @@ from roll_lite.train.defaults import choose_defaults
 from roll_lite.train.encoding import encode_dialogues, fit
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import TrainingOptions
+from roll_lite.train.profiling import ProfileOptions, Profiler
 from roll_lite.train.trainer import Trainer
 
 
@@ -59,6 +60,7 @@ class Config:
     training: TrainingOptions = TrainingOptions(warmup_steps=20)
     evaluation: HeldOutOptions = HeldOutOptions(eval_every=50)
     checkpoints: CheckpointOptions = CheckpointOptions()
+    profile: ProfileOptions = ProfileOptions()
 
     def __post_init__(self):
         read_config(self.model)
@@ -78,6 +80,7 @@ SHOWN = {
     "loss/skipped_steps": "skipped", "data/truncated": "cut",
     "train/tokens_per_second": "tokens/s", "time/step": "step s",
 }  # fmt: skip
+TRACKERS = ()  # yours, beside TensorBoard: docs/tutorial.md has wandb and trackio
 FIXED = (
     "model", "seed", "careless", "template_args", "lora_rank", "lora_alpha", "lora_targets",
 )  # fmt: skip
@@ -102,8 +105,10 @@ def main(cfg: Config) -> None:
         )
         fixed = data.fixed_options(cfg, *FIXED)
         saved = RunState(cfg.run_dir, cfg.checkpoints, [trainer], {"rows": rows}, fixed)
-        resumed_at = saved.resumed_at
-        run = Run(cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=resumed_at)
+        run = Run(
+            cfg.run_dir, cfg, num_steps=cfg.steps, shown=SHOWN, resumed_at=saved.resumed_at,
+            trackers=TRACKERS, ranks=cluster.device_map.replicas,
+        )  # fmt: skip
         encode = partial(encode_rows, chat, model_config.max_positions, cfg)
         num_shards, cost = trainer.role.num_replicas, SequenceCost.of(model_config)
         validation, _ = encode(held_out)
@@ -111,8 +116,10 @@ def main(cfg: Config) -> None:
             encode(rows.rows)  # refuse a dialogue that does not fit now, not in mid-run
 
         budget = cfg.training.tokens_per_microbatch
+        profiler = Profiler(cfg.profile, cfg.run_dir, [trainer])
         with saved.kept(run, cluster.stop_request()):
             for step in range(saved.step + 1, cfg.steps + 1):
+                profiler.at(step)
                 start = time.perf_counter()
                 sequences, num_cut = encode(rows.take(cfg.rows_per_step))
                 batch = pack(sequences, budget, num_shards=num_shards, cost=cost)
@@ -124,6 +131,7 @@ def main(cfg: Config) -> None:
                 run.log(step, metrics)
                 saved.end_step(run, step, lower=metrics.get("eval/loss"))
 
+        profiler.close()
         run.close()
         print(f"model: {trainer.export(f'{cfg.run_dir}/model')}")
 

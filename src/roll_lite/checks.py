@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields as dataclass_fields
 from functools import cache
@@ -85,3 +86,13 @@ def refuse_changes(folder: Path, written: Mapping[str, Any], fixed: Mapping[str,
             f"the run in {folder} cannot be resumed with {listed}; give what it was "
             "started with, or name another run_dir"
         )
+
+
+def parse_range(name: str, text: str) -> range | None:
+    """The numbers of a text like 5 or 5-8; None if it is empty."""
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if not found or int(found[1]) > int(found[2] or found[1]):
+        raise ValueError(f"{name}={text!r} is not a range of numbers; write it as 5 or 5-8")
+    return range(int(found[1]), int(found[2] or found[1]) + 1)

@@ -1,61 +1,192 @@
-"""A progress bar, and the timer of a training step."""
+"""The progress line of long work, and the timer of a training step.
 
+    with ProgressBar(len(rows), "reading", unit="rows") as bar:
+        for row in rows:
+            ...
+            bar.advance()
+
+Bars may be nested, as the samples of a step in the steps of a run: all share the terminal's last
+line. What the program prints meanwhile goes above it. Where the output is not a terminal, long work
+says once a minute on standard error how far it is.
+"""
+
+import os
 import sys
 import time
+from collections import deque
+from functools import partial
+from threading import RLock
+from typing import TextIO
 
-WIDTH = 24
+WIDTH = 16
 """Characters of the bar."""
+DRAW_SECONDS = 0.1
+PLAIN_SECONDS = 60.0
+"""Between two lines where the output is not a terminal."""
+WINDOW = 64
+"""Points of time, at least DRAW_SECONDS apart, over which a rate is measured."""
 
 
 class ProgressBar:
-    """On the terminal's last line; prints nothing if standard error is not a terminal."""
+    """How much of some work is done, its rate, and the time left."""
 
-    def __init__(self, total: int, label: str, *, enabled: bool = True):
-        self.total, self.label = total, label
-        self.count = 0
-        self._start = self._drawn = time.monotonic()
-        self._enabled = enabled and sys.stderr.isatty()
+    def __init__(
+        self, total: int, label: str, unit: str = "", *, done: int = 0, enabled: bool = True
+    ):
+        """`unit` is a plural, or bytes; `done` is where a resumed run begins."""
+        self.total, self.label, self.unit, self.count = total, label, unit, done
+        self.num_tokens = 0
+        """Of models, if the work counts them."""
+        self._points = deque([(time.monotonic(), done, 0)], maxlen=WINDOW)
+        if enabled:
+            _LINE.add(self)
 
     def __enter__(self) -> "ProgressBar":
         return self
 
-    def __exit__(self, *exception) -> None:
-        self.clear()
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
-    def advance(self, count: int = 1) -> None:
+    def advance(self, count: int = 1, num_tokens: int = 0) -> None:
         self.count += count
-        if time.monotonic() - self._drawn > 0.1 or self.count == self.total:
-            self.draw()
+        self.num_tokens += num_tokens
+        now = time.monotonic()
+        if now - self._points[-1][0] > DRAW_SECONDS or self.count == self.total:
+            self._points.append((now, self.count, self.num_tokens))
+            _LINE.update()
 
     def reach(self, count: int) -> None:
         """Advance to a total count."""
         self.advance(count - self.count)
 
     def draw(self) -> None:
-        if not self._enabled:
-            return
-        self._drawn = time.monotonic()
-        seconds = self._drawn - self._start
-        filled = WIDTH * self.count // max(1, self.total)
-        left = seconds / self.count * (self.total - self.count) if self.count else 0.0
-        bar = "#" * filled + "." * (WIDTH - filled)
-        sys.stderr.write(
-            f"\r\x1b[K{self.label} [{bar}] {self.count}/{self.total}, {seconds:.0f} s, "
-            f"{left:.0f} s left"
+        _LINE.draw()
+
+    def close(self) -> None:
+        if self in _LINE.bars:
+            _LINE.bars.remove(self)
+            _LINE.draw()
+
+    def describe(self, *, has_graph: bool = False, is_outer: bool = False) -> str:
+        """As in: rollout [####....] 96/256 samples, 14,200 tokens/s, 0:03 left."""
+        filled = min(WIDTH, WIDTH * self.count // max(1, self.total))
+        graph = f"[{'#' * filled}{'.' * (WIDTH - filled)}] " if has_graph else ""
+        scale, unit = (1e9, "GB") if self.unit == "bytes" else (1, self.unit)
+        done = "/".join(f"{number / scale:,.3g}" if scale > 1 else f"{number:,}"
+                        for number in (self.count, self.total))  # fmt: skip
+        return ", ".join(
+            [f"{self.label} {graph}{done} {unit}".rstrip(), *self._speed(scale, unit)[is_outer:]]
         )
-        sys.stderr.flush()
+
+    def _speed(self, scale: float, unit: str) -> list[str]:
+        (start, first, first_tokens), (end, last, last_tokens) = self._points[0], self._points[-1]
+        if last <= first or end <= start:
+            return []
+        rate, tokens = (last - first) / (end - start), (last_tokens - first_tokens) / (end - start)
+        shown = f"{tokens:,.0f} tokens/s" if tokens else _rate(rate / scale, unit or self.label)
+        left = max(0, self.total - self.count) / rate
+        return [shown, f"{_clock(left)} left"]
+
+
+def _rate(rate: float, unit: str) -> str:
+    if rate < 1 and unit != "GB":
+        return f"{1 / rate:.3g} s/{unit.removesuffix('s')}"
+    return f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.3g} {unit}/s"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+class _ProgressLine:
+    """The terminal's last line, which shows all bars."""
+
+    def __init__(self):
+        self.bars: list[ProgressBar] = []
+        """The outermost first."""
+        self.is_on = True
+        self._is_drawn = self._is_mid_line = False
+        self._said_at = time.monotonic()
+        self._lock = RLock()
+        """Several threads advance bars and print."""
+
+    def add(self, bar: ProgressBar) -> None:
+        self.bars.append(bar)
+        if self.is_on and is_terminal():
+            self._write_above()
+
+    def text(self, width: int | None = None) -> str:
+        """All bars, the last one with a graph if it fits the width."""
+        shown = [bar for bar in self.bars if bar.total]
+        plain = [bar.describe(is_outer=bar is not shown[-1]) for bar in shown]
+        if width is None or not shown:
+            return " | ".join(plain)
+        line = " | ".join([*plain[:-1], shown[-1].describe(has_graph=True)])
+        return (line if len(line) <= width else " | ".join(plain))[:width]
+
+    def update(self) -> None:
+        """Draw the bars or, where there is no terminal, say now and then how far they are."""
+        if is_terminal():
+            self.draw()
+        elif self.is_on and time.monotonic() - self._said_at > PLAIN_SECONDS:
+            self.clear()
+            print(f"progress: {self.text()}", file=sys.stderr, flush=True)
+
+    def draw(self) -> None:
+        if not (self.is_on and is_terminal()):
+            return
+        with self._lock:
+            self.clear()
+            # One column stays free: a full line would wrap in some terminals.
+            if (text := self.text(terminal_width() - 1)) and not self._is_mid_line:
+                _write(sys.stderr, text)
+                self._is_drawn = True
 
     def clear(self) -> None:
-        """Clear the line for other output; the next draw shows the bar again."""
-        if self._enabled:
-            clear_line()
+        with self._lock:
+            self._said_at = time.monotonic()
+            if self._is_drawn:
+                self._is_drawn = False
+                _write(sys.stderr, "\r\x1b[K")
+
+    def _write_above(self) -> None:
+        """Have the standard streams clear the line before they write; the next draw is below.
+
+        An attribute of the stream itself: loggers may have kept the stream.
+        """
+        for stream in (sys.stdout, sys.stderr):
+            if "write" not in vars(stream):
+                stream.write = partial(self._clear_and_write, stream)
+
+    def _clear_and_write(self, stream: TextIO, text: str) -> int:
+        with self._lock:
+            self.clear()
+            self._is_mid_line = not text.endswith("\n") if text else self._is_mid_line
+            return type(stream).write(stream, text)
 
 
-def clear_line() -> None:
-    """Clear the line of a progress bar, if there is a terminal to draw one."""
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[K")
-        sys.stderr.flush()
+def _write(stream: TextIO, text: str) -> None:
+    type(stream).write(stream, text)
+    stream.flush()
+
+
+_LINE = _ProgressLine()
+
+
+def turn_off() -> None:
+    """Show no progress in this process: on ranks other than 0."""
+    _LINE.is_on = False
+
+
+def is_terminal() -> bool:
+    """Whether both streams are a terminal: a pipe may end, as that of tee, in the same one."""
+    return sys.stdout.isatty() and sys.stderr.isatty()
+
+
+def terminal_width() -> int:
+    return os.get_terminal_size(sys.stdout.fileno()).columns or 80
 
 
 class StepTimer:

@@ -127,6 +127,8 @@ class Turn:
     state: str = ""
     """A key of what the model saw: turns of a group with equal keys began in the same state."""
     result: TurnResult = NO_RESULT
+    replica: int | None = None
+    """The engine that sampled it; None after a resume."""
 
 
 REWARD_METRICS = frozenset(

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.futures import Future
 
+from roll_lite import progress
 from roll_lite.cluster import wire
 from roll_lite.cluster.controller import Controller, LocalController
 from roll_lite.cluster.device_map import DeviceMap, auto_device_map, parse_device_map
@@ -117,6 +118,7 @@ class Cluster:
         # Python's own Ctrl-C handler would not run while C++ code waits for other ranks.
         handlers = _set_signals({signal.SIGINT: signal.SIG_DFL})
         if self._launch.rank > 0:
+            progress.turn_off()
             self._serve()
         self._start_controller()
         _set_signals(handlers | {signal.SIGTERM: self._on_sigterm})

@@ -80,6 +80,11 @@ class DeviceMap:
     def names(self) -> tuple[str, ...]:
         return tuple(role.name for role in self.roles)
 
+    @property
+    def replicas(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """The ranks of each replica of each role."""
+        return {role.name: role.replicas for role in self.roles}
+
     def with_sync(self) -> "DeviceMap":
         """This map plus the roles that move weights from train to generate.
 

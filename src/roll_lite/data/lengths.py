@@ -59,7 +59,7 @@ class PromptLimit:
             raise ValueError(f"{prompt.id}: {error}") from None
 
     def _shown(self, prompts: list[Prompt]) -> Iterator[Prompt]:
-        with ProgressBar(len(prompts), "prompts") as bar:
+        with ProgressBar(len(prompts), "reading", "prompts") as bar:
             for prompt in prompts:
                 yield prompt
                 bar.advance()

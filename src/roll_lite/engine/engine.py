@@ -191,8 +191,11 @@ class Engine:
         num_samples = sum(len(request.indices) for request in requests)
         for request in requests:  # all, before any is submitted
             self._check(request)
-        with ProgressBar(num_samples, "generate", enabled=progress) as bar:
-            handles = [self.submit(r, lambda index, turn: bar.advance()) for r in requests]
+        with ProgressBar(num_samples, "generate", "samples", enabled=progress) as bar:
+            handles = [
+                self.submit(r, lambda index, turn: bar.advance(1, len(turn.token_ids)))
+                for r in requests
+            ]
             while not all(handle.is_done for handle in handles):
                 self.step()
         return [handle.turns for handle in handles]

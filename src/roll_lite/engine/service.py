@@ -22,6 +22,7 @@ from roll_lite.engine.engine import Engine
 from roll_lite.engine.request import Handle, Request
 from roll_lite.engine.tensor_parallel import Lockstep, TensorParallelEngine
 from roll_lite.models.presets import SHAPE, open_model
+from roll_lite.models.profiling import Profiled
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.types import Turn
 
@@ -61,7 +62,7 @@ class EngineReport(NamedTuple):
     that continues. Samples not listed start under the new version."""
 
 
-class EngineService:
+class EngineService(Profiled):
     def __init__(self, folder: str | Path, *, place: EnginePlace, **options: Any):
         """`options` are those of Engine, except decode. `folder` may be a shape such as
         shape:qwen3-0.6b, which stands for random weights, for benchmarks."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from roll_lite.models.config import ModelConfig, read_config, read_hf_config
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Head, Transformer
+from roll_lite.progress import ProgressBar
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 2**30
@@ -103,7 +104,7 @@ def load_model(
         name: torch.zeros(parameter.shape, dtype=dtype, device=device)
         for name, parameter in model.named_parameters()
     }
-    for part, tensor in _read(folder, wanted, files):
+    for part, tensor in _with_progress(folder, files, _read(folder, wanted, files)):
         target = state[part.parameter]
         tensor = tensor.reshape(whole[part.parameter][part.index].shape)
         if model.shard is None:
@@ -301,6 +302,17 @@ def _read(
                     )
     if wrong:
         raise CheckpointError(f"{folder} has tensors of unexpected shapes: {_some(wrong)}")
+
+
+def _with_progress(
+    folder: Path, files: dict[str, str], parts: Iterator[tuple[TensorSlice, Tensor]]
+) -> Iterator[tuple[TensorSlice, Tensor]]:
+    paths = {folder / name for name in files.values()}
+    num_bytes = sum(path.stat().st_size for path in paths if path.exists())
+    with ProgressBar(num_bytes, f"loading {folder.name}", "bytes") as bar:
+        for part, tensor in parts:
+            yield part, tensor
+            bar.advance(tensor.nbytes)
 
 
 def _open(path: Path):

@@ -4,6 +4,8 @@ python -m roll_lite.report RUN [RUN ...]             writes RUN/report.html
 python -m roll_lite.report RUN --out page.html
 python -m roll_lite.report RUN --serve               shows the run while it goes on
 python -m roll_lite.report A B                       also prints what differs
+python -m roll_lite.report RUN --tail                prints the last steps and two samples
+python -m roll_lite.report RUN --trace out.json      writes a trace for ui.perfetto.dev
 """
 
 import argparse
@@ -11,16 +13,26 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from roll_lite.checks import parse_range
 from roll_lite.report.compare import comparison
 from roll_lite.report.page import write_page
 from roll_lite.report.reader import RunFolder
 from roll_lite.report.serve import serve
+from roll_lite.report.tail import tail
+from roll_lite.report.trace import write_trace
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         runs = [RunFolder(folder) for folder in options.runs]
+        if options.tail:
+            print("\n\n".join(tail(run, options.tail) for run in runs))
+            return 0
+        if options.trace:
+            num_events = write_trace(runs[0], options.trace, parse_range("steps", options.steps))
+            print(f"wrote {options.trace} ({num_events:,} events); open it at ui.perfetto.dev")
+            return 0
         if len(runs) > 1:
             print(comparison(runs))
         if options.serve:
@@ -50,6 +62,18 @@ def _parser() -> argparse.ArgumentParser:
         help="how much of the file samples may take, chosen from the newest steps and from steps "
         "at equal distances (16); --serve shows all samples",
     )
+    parser.add_argument(
+        "--tail",
+        type=int,
+        nargs="?",
+        const=20,
+        metavar="STEPS",
+        help="print the last steps (20) in the terminal, and the worst and the best sample",
+    )
+    parser.add_argument(
+        "--trace", type=Path, help="a file for the trace of steps, ranks and samples of a run"
+    )
+    parser.add_argument("--steps", default="", help="with --trace: which, as 5 or 5-8 (all)")
     parser.add_argument("--serve", action="store_true", help="serve the page on this machine")
     parser.add_argument("--port", type=int, default=0, help="with --serve (a free one)")
     return parser

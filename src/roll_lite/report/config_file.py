@@ -1,7 +1,8 @@
 """config.json: the options of a run, flat, with its starts.
 
-`starts` has the command, step, machine and changed options of every start; `chosen` names options
-that were not given, but chosen for the model; `recipe` is the file that wrote it.
+`starts` has the command, step, machine, ranks, changed options and shown metrics of every start.
+`chosen` names options that were not given, but chosen for the model. `recipe` is the file that
+wrote it.
 """
 
 import inspect
@@ -11,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import time
+import uuid
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,13 +35,16 @@ RENAMED = {
 """Options by names of earlier versions, which are still understood."""
 
 
-def write_config(folder: Path, config: Any, resumed_at: int | None) -> None:
+def write_config(folder: Path, config: Any, resumed_at: int | None, **about: Any) -> str:
+    """`about` is kept with the start. Returns the run's id, which stays when it is resumed."""
     path, options = folder / "config.json", to_json(config)
     before = {}
     if resumed_at is not None and path.exists():
         before = _read(path)
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     start = {"step": resumed_at or 0, "time": now, "command": command(), **machine()}
+    ids = [start["id"] for start in before.get(STARTS, []) if "id" in start]
+    start |= about | {"id": ids[0] if ids else uuid.uuid4().hex}
     if before:
         start["changed"] = changes(before, options)
     starts = [*before.get(STARTS, []), start]
@@ -49,6 +54,7 @@ def write_config(folder: Path, config: Any, resumed_at: int | None) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(options | {STARTS: starts}, indent=2) + "\n")
     partial.rename(path)
+    return start["id"]
 
 
 def to_json(config: Any) -> dict[str, Any]:

@@ -11,21 +11,24 @@ rollouts/        step_*.jsonl: one line per sample that was trained on. token_id
 tensorboard/     the metrics, if the package tensorboard is installed
 """
 
-import importlib.util
 import json
+import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from roll_lite.progress import ProgressBar
-from roll_lite.report.config_file import write_config
+from roll_lite.progress import ProgressBar, terminal_width
+from roll_lite.report.config_file import to_json, write_config
 from roll_lite.report.hints import Hints
+from roll_lite.report.table import StepTable
+from roll_lite.report.trackers import OpenTracker, TrackedRun, Trackers
 from roll_lite.types import Group, Sample
 
 NOT_TRAINED: Mapping[int, list[float]] = {}
+NO_RANKS: Mapping[str, Sequence[Sequence[int]]] = {}
 
 
 class Run:
@@ -39,14 +42,18 @@ class Run:
         num_steps: int,
         shown: dict[str, str],
         resumed_at: int | None = None,
+        trackers: Sequence[OpenTracker] = (),
+        ranks: Mapping[str, Sequence[Sequence[int]]] = NO_RANKS,
     ):
-        """`shown` maps the metrics of the console line to their labels.
+        """`shown` maps the metrics of the console to their titles, the most important first.
 
-        A run that is `resumed_at` a step keeps the records up to that step.
+        A run that is `resumed_at` a step keeps the records up to that step. `trackers` get the
+        metrics too. `ranks` are those of each replica of each role.
         """
         self.folder, self._shown = Path(folder), shown
+        last_step = -1
         if resumed_at is not None:
-            self._drop_records_after(resumed_at)
+            last_step = self._drop_records_after(resumed_at)
         else:
             refuse_old_run(self.folder)
         place = f"{folder} is at step {resumed_at} of {num_steps}"
@@ -56,11 +63,13 @@ class Run:
         print(f"run folder: {self.folder}", flush=True)
         if resumed_at and resumed_at == num_steps:
             print(f"{place}: nothing is left to train; --steps N goes on", flush=True)
-        write_config(self.folder, config, resumed_at)
+        run_id = write_config(self.folder, config, resumed_at, shown=shown, ranks=ranks)
         self._hints = Hints()
-        self._bar = ProgressBar(num_steps, "steps")
+        self._bar = ProgressBar(num_steps, "steps", done=resumed_at or 0)
+        self._table = StepTable(shown)
         self._num_steps, self._width = num_steps, len(str(num_steps))
-        self._board = _open_tensorboard(self.folder / "tensorboard", resumed_at)
+        tracked = TrackedRun(run_id, self.folder, to_json(config), resumed_at)
+        self._trackers = Trackers(trackers, tracked, last_step)
         if resumed_at is not None:
             self.note("resumed", step=resumed_at)
 
@@ -80,22 +89,25 @@ class Run:
         """Record the metrics of a step, and print those of the console line."""
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
-        if self._board:
-            for name, value in metrics.items():
-                self._board.add_scalar(name, value, step)
-        parts = [
-            f"{label} {metrics[name]:.4g}" for name, label in self._shown.items() if name in metrics
-        ]
-        self._bar.count = step
-        if parts:
-            self.print(f"step {step:>{self._width}}  " + "  ".join(parts))
+        self._trackers.log(step, metrics)
+        self._bar.reach(step)
+        if any(name in metrics for name in self._shown):
+            self.print("\n".join(self._step_lines(step, metrics)))
         for hint in self._hints.read(metrics):
             self.print(f"hint: {hint}")
             self.note("hint", step=step, text=hint)
 
+    def _step_lines(self, step: int, metrics: dict[str, float]) -> list[str]:
+        """The row of a table; where the output is not a terminal, a line of names and values."""
+        if sys.stdout.isatty():
+            return self._table.lines(step, metrics, terminal_width())
+        parts = [
+            f"{label} {metrics[name]:.4g}" for name, label in self._shown.items() if name in metrics
+        ]
+        return [f"step {step:>{self._width}}  " + "  ".join(parts)]
+
     def print(self, text: str) -> None:
         """Print a line above the progress bar."""
-        self._bar.clear()
         print(text, flush=True)
         self._bar.draw()
 
@@ -114,8 +126,9 @@ class Run:
         with (self.folder / "events.jsonl").open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
-    def _drop_records_after(self, step: int) -> None:
-        """Drop the records of steps that will be repeated."""
+    def _drop_records_after(self, step: int) -> int:
+        """Drop the records of steps that will be repeated; returns the last that was recorded."""
+        last_step = -1
         for name in ("metrics.jsonl", "events.jsonl"):
             path = self.folder / name
             path.touch()
@@ -123,14 +136,17 @@ class Run:
             with path.open() as lines, partial.open("w") as kept:  # may be gigabytes
                 # A line that was cut off when the last run ended is newer than its checkpoint.
                 whole = (line for line in lines if line.endswith("}\n"))
-                # A resume at step 0 repeats everything, including the metrics before training.
-                kept.writelines(line for line in whole if 0 < step >= json.loads(line)["step"])
+                for line in whole:
+                    last_step = max(last_step, at := json.loads(line)["step"])
+                    # A resume at step 0 repeats everything, also the metrics before training.
+                    if 0 < step >= at:
+                        kept.write(line)
             partial.rename(path)
+        return last_step
 
     def close(self) -> None:
-        self._bar.clear()
-        if self._board:
-            self._board.close()
+        self._bar.close()
+        self._trackers.close()
 
     def write_rollouts(
         self, step: int, groups: list[Group], advantages: Mapping[int, list[float]] = NOT_TRAINED
@@ -165,15 +181,6 @@ def default_folder(recipe: str) -> str:
     return time.strftime(f"runs/{recipe}-%Y%m%d-%H%M%S")
 
 
-def _open_tensorboard(folder: Path, resumed_at: int | None) -> Any:
-    """A writer, or None if the package is not installed."""
-    if importlib.util.find_spec("tensorboard") is None:
-        return None
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)
-
-
 def _history(sample: Sample) -> dict[str, Any]:
     """What a dropped sample was, and its state changes, each with its time and policy version."""
     return {
@@ -187,6 +194,7 @@ def _history(sample: Sample) -> dict[str, Any]:
         **_transcript(sample),
         "reward": sample.score.value if sample.score else None,
         "tokens": sample.num_sampled,
+        "replicas": [turn.replica for turn in sample.turns],
         "events": sample.events,
         "error": sample.error,
     }
@@ -254,5 +262,6 @@ def _turn(sample: Sample, number: int) -> dict[str, Any]:
         "sampled": len(turn.token_ids),
         "finish": turn.finish_reason,
         "versions": turn.versions,
+        "replica": turn.replica,
         **(said if len(sample.turns) > 1 else {}),
     }

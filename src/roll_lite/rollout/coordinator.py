@@ -170,8 +170,10 @@ class Coordinator:
         self._prompts.load_state_dict(state)
 
     async def _collect(self, num_groups: int) -> list[Group]:
-        with ProgressBar(num_groups, "rollout") as bar:
-            groups = await self._groups.take(num_groups, bar)
+        num_samples = num_groups * self._options.samples_per_prompt
+        with ProgressBar(num_samples, "rollout", "samples", done=self._groups.num_ready) as bar:
+            self._runner.bar = bar
+            groups = await self._groups.take(num_groups)
         version = self._engines.version.current
         samples = [sample for group in groups for sample in group.samples]
         self._version_gaps += [version - sample.first_version for sample in samples]
@@ -185,12 +187,12 @@ class Coordinator:
         on_group: Callable[[int, Group], None],
     ) -> list[Group]:
         running = [self._running_answer(prompt, num_samples, params) for prompt in prompts]
-        with ProgressBar(len(running), "answers") as bar:
+        with ProgressBar(num_samples * len(running), "evaluation", "samples") as bar:
+            self._answerer.bar = bar
 
             async def answer(place: int) -> Group:
                 group = await running[place].run()
                 on_group(place, group)
-                bar.advance()
                 return group
 
             answers = asyncio.gather(*map(answer, range(len(running))))

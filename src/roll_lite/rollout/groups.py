@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection
 from statistics import fmean
 from typing import Any
 
-from roll_lite.progress import ProgressBar
 from roll_lite.rollout.event_loop import Signal
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.prompts import PromptQueue, Visit
@@ -85,14 +84,19 @@ class Groups:
         for group in self.running.values():
             self._runner.abort(sample for sample in group.samples if sample.error)
 
-    async def take(self, num_groups: int, bar: ProgressBar) -> list[Group]:
+    @property
+    def num_ready(self) -> int:
+        """Samples of complete groups."""
+        return sum(len(group.samples) for group in self.ready.values())
+
+    async def take(self, num_groups: int) -> list[Group]:
         """The oldest complete groups for the oldest slots.
 
         Fewer when the prompts have ended, or when too many groups were dropped to replace them all.
         """
         self._num_awaited = num_groups
         try:
-            num_slots, numbers = await self._wait_for(num_groups, bar)
+            num_slots, numbers = await self._wait_for(num_groups)
         finally:
             self._num_awaited = 0
         taken = self._release(num_slots, numbers)
@@ -125,7 +129,7 @@ class Groups:
             self._slots.fill(group.prompt.domain, number)
             self._ready_of[group.prompt.domain].append(number)
 
-    async def _wait_for(self, num_groups: int, bar: ProgressBar) -> tuple[int, list[int]]:
+    async def _wait_for(self, num_groups: int) -> tuple[int, list[int]]:
         """How many slots to release, and the numbers of the groups that fill them."""
         while True:
             if self._signal.error:
@@ -135,7 +139,6 @@ class Groups:
             num_slots = self._num_due(num_groups)
             if (numbers := self._slots.match(num_slots, self._ready_of)) is not None:
                 return num_slots, numbers
-            bar.reach(len(self.ready))
             await self._signal.wait()
 
     def _release(self, num_slots: int, numbers: list[int]) -> list[Group]:
@@ -235,6 +238,7 @@ class Groups:
         domain = group.prompt.domain
         if self._num_refills < self._options.max_refills * self._options.prompts_per_step:
             self._num_refills += 1
+            self._runner.bar.total += len(group.samples)
             self._runner.counts["refilled"] += 1
             self._slots.vacate(domain, number)
         elif self._is_continuous:  # the step that the group was for gets one less

@@ -14,6 +14,7 @@ from roll_lite.chat import Chat
 from roll_lite.engine.request import Request
 from roll_lite.envs.env import Player
 from roll_lite.envs.play import ONE_TURN, EpisodeOptions
+from roll_lite.progress import ProgressBar
 from roll_lite.rollout.engines import EngineClient, PendingRequest
 from roll_lite.rollout.episode import Episode
 from roll_lite.rollout.prompts import Visit
@@ -49,6 +50,8 @@ class SampleRunner:
         """Samples by how they ended, and retries."""
         self.dropped: list[tuple[Sample, str]] = []
         """Samples that are in no group, or failed, each with the reason."""
+        self.bar = ProgressBar(0, "", enabled=False)
+        """Counts samples that end, for the caller that waits for them."""
 
     def make_samples(self, prompt: Prompt, num_samples: int) -> list[Sample]:
         samples = [Sample(prompt=prompt, index=index) for index in range(num_samples)]
@@ -66,8 +69,14 @@ class SampleRunner:
         self.enter(sample, "retried")
         self.counts["retried"] += 1
 
+    def end(self, sample: Sample) -> None:
+        """The sample is scored."""
+        self.enter(sample, "done")
+        self.bar.advance(1, sample.num_sampled)
+
     def fail(self, sample: Sample, error: str) -> None:
         sample.error = error
+        self.bar.advance(1, sample.num_sampled)
         self._drop(sample, "failed", "failed", "failed")
 
     def abort(self, samples: Iterable[Sample]) -> None:
@@ -155,7 +164,7 @@ class RunningGroup:
             seed = derive_seed(self.seed, sample.index, len(sample.turns))
             last = self._last.get(sample.index, self._first)
             self._last[sample.index] = pending = self._submit(token_ids, params, 1, seed, last)
-            return await pending.join(0, episode)
+            return await self._turn(pending, 0, episode)
         if self._first is None:
             self._first = self._submit(token_ids, params, len(self.samples), self.seed)
         elif (token_ids, params) != (self._first.request.prompt_ids, self._first.request.params):
@@ -163,7 +172,12 @@ class RunningGroup:
                 f"sample {sample.index} of {sample.prompt.id} opens differently from its "
                 "group; an environment must depend on nothing but the prompt and the seed"
             )
-        return await self._first.join(sample.index, episode)
+        return await self._turn(self._first, sample.index, episode)
+
+    async def _turn(self, pending: PendingRequest, index: int, episode: Episode) -> Turn:
+        turn = await pending.join(index, episode)
+        turn.replica = pending.replica
+        return turn
 
     def first_version(self, sample: Sample) -> int | None:
         """Policy version of a sample's first token; None if no engine has reported one."""

@@ -11,6 +11,7 @@ from roll_lite.cluster.role import Method, split
 from roll_lite.models.fsdp import shard
 from roll_lite.models.lora import LoraOptions, add_adapters
 from roll_lite.models.presets import open_model
+from roll_lite.models.profiling import Profiled
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Checkpointing, Head
 from roll_lite.progress import ProgressBar
@@ -19,7 +20,7 @@ from roll_lite.train.batch import MicroBatch, TrainingSequence, pack, unpack
 SEQUENCES_PER_CALL = 512  # bounds what a call over ranks carries
 
 
-class Scorer:
+class Scorer(Profiled):
     """A frozen model in the compute dtype, sharded: a reference, teacher or reward model."""
 
     def __init__(
@@ -121,7 +122,7 @@ def score_over_ranks(
     `method` is `logprobs` or `values` of a role.
     """
     scores, num_shards = [], method.role.num_replicas
-    with ProgressBar(len(sequences), method.role.name) as bar:
+    with ProgressBar(len(sequences), method.role.name, "sequences") as bar:
         for start in range(0, len(sequences), SEQUENCES_PER_CALL):
             part = sequences[start : start + SEQUENCES_PER_CALL]
             batch = pack(part, tokens_per_microbatch, num_shards=num_shards)

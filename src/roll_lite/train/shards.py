@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from roll_lite.models.config import ModelConfig
+from roll_lite.progress import ProgressBar
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -107,9 +108,11 @@ def write_shard(
 def write_durably(path: Path, parts: Iterable[memoryview], size: int) -> int:
     """Write a file of `size` bytes, wait until it is on disk, and return its crc32."""
     crc32 = 0
-    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
+    bar = ProgressBar(size, "checkpoint", "bytes")
+    with bar, path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
         try:
             for part in parts:
+                bar.advance(len(part))
                 checksum = beside.submit(zlib.crc32, part, crc32)
                 while part:  # a disk that fills up accepts a part first
                     part = part[file.write(part) :]
@@ -132,6 +135,20 @@ def read_shards(
     """Fill the wanted pieces, reading only the slices that overlap them."""
     _check_wanted(folder, records, wanted)
     num_unfilled = {name: piece.tensor.numel() for name, piece in wanted.items()}
+    num_bytes = sum(piece.tensor.nbytes for piece in wanted.values())
+    with ProgressBar(num_bytes, "reading the checkpoint", "bytes") as bar:
+        _fill(folder, records, wanted, num_unfilled, bar)
+    if incomplete := [name for name, count in num_unfilled.items() if count]:
+        raise DamagedError(f"{folder} does not cover the whole of {_some(incomplete)}")
+
+
+def _fill(
+    folder: str | Path,
+    records: Sequence[ShardRecord],
+    wanted: dict[str, Piece],
+    num_unfilled: dict[str, int],
+    bar: ProgressBar,
+) -> None:
     for record in records:
         overlaps = [
             (name, overlap)
@@ -145,8 +162,7 @@ def read_shards(
                 part = file.get_slice(name)[source]
                 wanted[name].tensor.detach()[target].copy_(part)
                 num_unfilled[name] -= part.numel()
-    if incomplete := [name for name, count in num_unfilled.items() if count]:
-        raise DamagedError(f"{folder} does not cover the whole of {_some(incomplete)}")
+                bar.advance(part.nbytes)
 
 
 def whole_tensors(records: Sequence[ShardRecord]) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -23,6 +23,7 @@ from roll_lite.models.fsdp import (
 from roll_lite.models.hf import save_state, stored_dtype
 from roll_lite.models.lora import LoraOptions, adapters, merge
 from roll_lite.models.transformer import Checkpointing, Head
+from roll_lite.progress import ProgressBar
 from roll_lite.train.batch import MicroBatch
 from roll_lite.train.checkpoint import read_pieces, verify
 from roll_lite.train.losses import Loss
@@ -98,10 +99,12 @@ class Trainer(Scorer):
     def _accumulate(self, batch: list[MicroBatch]) -> "Totals":
         """The gradient of all micro-batches; copies of the weights sum theirs after the last."""
         totals, last = Totals(), len(batch) - 1
-        for number, micro in enumerate(batch):
-            micro = micro.to(self.device)
-            self.model.set_requires_all_reduce(number == last)
-            totals.add(self._backward(micro), micro.weights_R)
+        with _token_bar(batch, "training") as bar:
+            for number, micro in enumerate(batch):
+                micro = micro.to(self.device)
+                self.model.set_requires_all_reduce(number == last)
+                totals.add(self._backward(micro), micro.weights_R)
+                bar.advance(len(micro.token_ids_T))
         return totals
 
     def _backward(self, micro: MicroBatch) -> dict[str, Tensor]:
@@ -121,8 +124,10 @@ class Trainer(Scorer):
         def add(micro: MicroBatch) -> None:
             loss_R, measurements = self._loss(micro)
             totals.add({LOSS: loss_R, **measurements}, micro.weights_R)
+            bar.advance(len(micro.token_ids_T))
 
-        self._read(batch, add)
+        with _token_bar(batch, "evaluation") as bar:
+            self._read(batch, add)
         return totals.over_ranks(self.replicas)
 
     def _clip(self) -> float:
@@ -271,6 +276,10 @@ class Trainer(Scorer):
                 for what, tensor in tensors.items():
                     piece = Piece(part.of_local(tensor), part.offsets, shape)
                     yield f"{self.part}.{what}.{name}", piece, part.is_copy
+
+
+def _token_bar(batch: list[MicroBatch], label: str) -> ProgressBar:
+    return ProgressBar(sum(len(micro.token_ids_T) for micro in batch), label, "tokens")
 
 
 class Totals:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from textwrap import indent
 from typing import Literal
 
-from roll_lite.progress import clear_line
 from roll_lite.stopping import Ended
 from roll_lite.types import Prompt
 
@@ -250,7 +249,6 @@ class ErrorBudget:
         if key in self._shown or len(self._shown) == MAX_SHOWN:
             return
         self._shown.add(key)
-        clear_line()
         print(
             f"the {self._words.one} of domain {prompt.domain!r} failed on {where} (such failures "
             f"are shown once, and counted in {self._words.prefix}/errors)\n"
