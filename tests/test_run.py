@@ -41,6 +41,20 @@ def test_rollouts_say_which_tokens_were_read_and_which_sampled(tmp_path):
     assert [told["versions"] for told in row["turns"]] == [[[0, 7]], [[0, 8]]]
 
 
+def test_damaged_records_do_not_keep_a_run_from_going_on(tmp_path, capsys):
+    """No JSON, no text, and no record in the middle; the last line was cut off."""
+    good = [json.dumps({"step": step, "x": 1.0}).encode() + b"\n" for step in range(1, 6)]
+    broken = [b'{"step": 2, "x": }\n', b"\xff\xfe\x00\n", b"[1]\n"]
+    lines = [*good[:2], *broken, *good[2:], b'{"step": 6, "x"']
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+    Run(tmp_path, PROMPT, num_steps=9, shown={}, resumed_at=4)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(good[:4])
+    said = capsys.readouterr().out
+    assert [f"line {number} of" in said for number in range(1, 10)] == [
+        number in (3, 4, 5) for number in range(1, 10)
+    ]
+
+
 @pytest.mark.parametrize(("resumed_at", "kept"), [(3, [0, 1, 2, 3]), (0, [])])
 def test_a_resumed_run_keeps_the_records_up_to_its_checkpoint(tmp_path, resumed_at, kept):
     run = Run(tmp_path, PROMPT, num_steps=9, shown={})

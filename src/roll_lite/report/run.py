@@ -133,14 +133,16 @@ class Run:
             path = self.folder / name
             path.touch()
             partial = path.with_suffix(".partial")
-            with path.open() as lines, partial.open("w") as kept:  # may be gigabytes
-                # A line that was cut off when the last run ended is newer than its checkpoint.
-                whole = (line for line in lines if line.endswith("}\n"))
-                for line in whole:
-                    last_step = max(last_step, at := json.loads(line)["step"])
+            with path.open("rb") as lines, partial.open("wb") as kept:  # may be gigabytes
+                for number, line in enumerate(lines, 1):
+                    at = _step_of(line)
+                    if at is None and line.endswith(b"\n"):
+                        print(f"warning: line {number} of {path} is damaged, and is dropped")
+                    # A line that was cut off when the last run ended is newer than its checkpoint.
                     # A resume at step 0 repeats everything, also the metrics before training.
-                    if 0 < step >= at:
+                    if at is not None and 0 < step >= at:
                         kept.write(line)
+                    last_step = max(last_step, -1 if at is None else at)
             partial.rename(path)
         return last_step
 
@@ -179,6 +181,15 @@ def refuse_old_run(folder: str | Path) -> None:
 
 def default_folder(recipe: str) -> str:
     return time.strftime(f"runs/{recipe}-%Y%m%d-%H%M%S")
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a record; None if it cannot be read."""
+    try:
+        step = json.loads(line)["step"] if line.endswith(b"}\n") else None
+    except (ValueError, TypeError, KeyError):  # ValueError: neither JSON nor text
+        return None
+    return step if isinstance(step, int) else None
 
 
 def _history(sample: Sample) -> dict[str, Any]:
