@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -72,6 +73,24 @@ def test_a_resumed_run_keeps_the_records_up_to_its_checkpoint(tmp_path, resumed_
     assert [row["step"] for row in metrics] == kept
     told = [(row["event"], row["step"]) for row in events]
     assert told == [*(("checkpoint", step) for step in kept), ("resumed", resumed_at)]
+
+
+def test_two_programs_do_not_write_to_one_folder(tmp_path):
+    """A lock that a kill does not leave behind."""
+    program = (
+        "import sys, time; from roll_lite.report.run import lock_folder; from pathlib import Path; "
+        "file = lock_folder(Path(sys.argv[1])); print('locked', flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout.readline() == "locked\n"
+            with pytest.raises(ValueError, match=rf"another program \(process {other.pid} on "):
+                Run(tmp_path, PROMPT, num_steps=9, shown={}, resumed_at=4)
+        finally:
+            other.kill()
+            other.wait()
+    Run(tmp_path, PROMPT, num_steps=9, shown={}, resumed_at=4).close()
 
 
 def test_a_run_without_records_can_be_resumed(tmp_path):

@@ -11,12 +11,15 @@ rollouts/        step_*.jsonl: one line per sample that was trained on. token_id
 tensorboard/     the metrics, if the package tensorboard is installed
 """
 
+import fcntl
 import json
+import os
+import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -27,6 +30,7 @@ from roll_lite.report.table import StepTable
 from roll_lite.report.trackers import OpenTracker, TrackedRun, Trackers
 from roll_lite.types import Group, Sample
 
+LOCK = ".lock"
 NOT_TRAINED: Mapping[int, list[float]] = {}
 NO_RANKS: Mapping[str, Sequence[Sequence[int]]] = {}
 
@@ -51,7 +55,7 @@ class Run:
         metrics too. `ranks` are those of each replica of each role.
         """
         self.folder, self._shown = Path(folder), shown
-        last_step = -1
+        self._lock, last_step = lock_folder(self.folder), -1
         if resumed_at is not None:
             last_step = self._drop_records_after(resumed_at)
         else:
@@ -59,7 +63,6 @@ class Run:
         place = f"{folder} is at step {resumed_at} of {num_steps}"
         if resumed_at and resumed_at > num_steps:
             raise ValueError(f"{place}; resume with more steps")
-        self.folder.mkdir(parents=True, exist_ok=True)
         print(f"run folder: {self.folder}", flush=True)
         if resumed_at and resumed_at == num_steps:
             print(f"{place}: nothing is left to train; --steps N goes on", flush=True)
@@ -149,6 +152,7 @@ class Run:
     def close(self) -> None:
         self._bar.close()
         self._trackers.close()
+        self._lock.close()
 
     def write_rollouts(
         self, step: int, groups: list[Group], advantages: Mapping[int, list[float]] = NOT_TRAINED
@@ -177,6 +181,26 @@ def refuse_old_run(folder: str | Path) -> None:
             f"run_dir={folder} holds the records of an earlier run; name another folder, remove "
             "it or, if the recipe has --resume, continue that run"
         )
+
+
+def lock_folder(folder: Path) -> TextIO:
+    """Keep other programs from writing to a run folder until this file is closed.
+
+    The system itself forgets the lock of a process that ends, however it ends.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / LOCK).open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise ValueError(
+            f"run_dir={folder} is being written by another program ({file.read().strip()}); wait "
+            "until it has ended, or name another folder"
+        ) from None
+    file.truncate(0)
+    print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
+    return file
 
 
 def default_folder(recipe: str) -> str:
