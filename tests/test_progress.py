@@ -78,6 +78,17 @@ def test_without_a_terminal_there_are_plain_lines_now_and_then():
     assert any(re.match(r"progress: steps 1/3.* \| rollout \d+/20 samples", e) for e in errors)
 
 
+def test_a_pipe_to_the_same_terminal_gets_no_progress_line():
+    piped = """
+import subprocess, sys
+subprocess.run([sys.executable, "-W", "ignore", "-c", sys.argv[1]], stdout=tee.stdin)
+"""
+    start = "import subprocess\ntee = subprocess.Popen(['tee'], stdin=subprocess.PIPE)"
+    written = run_in_terminal(start + piped + "tee.communicate()", 100, PROGRAM)
+    assert "\x1b" not in written and "rollout" not in written
+    assert "prompt> answer" in written and "RuntimeError: the end" in written
+
+
 def test_rate_and_time_left(monkeypatch):
     now = 1000.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)

@@ -127,7 +127,7 @@ class Turn:
     state: str = ""
     """A key of what the model saw: turns of a group with equal keys began in the same state."""
     result: TurnResult = NO_RESULT
-    replica: int | None = None
+    replica: int | None = field(default=None, compare=False)
     """The engine that sampled it; None after a resume."""
 
 

@@ -69,15 +69,16 @@ class _Trace:
         """When each replica of the engines had a sample."""
         self._lanes: list[tuple[float, int]] = []
         """When each lane of samples becomes free, and its number."""
+        self._names = set(run.names)
         self._zero = min(self._starts(), default=0.0)
 
     def _starts(self) -> Iterator[float]:
-        yield from (spans[0].start for spans in self._phases.values())
-        for row in self._rows:
+        """Among them that of the run, so that traces of several parts of it fit together."""
+        for row in self._run.rows:
             if "time" in row:
-                yield row["time"] - row.get("time/evaluate", 0.0)
-        for _, sample in self._samples():
-            yield sample["events"][0][1]
+                yield row["time"] - row.get("time/evaluate", 0.0) - row.get("time/step", 0.0)
+        for step in self._recorded_steps()[:1]:
+            yield from (sample["events"][0][1] for sample in self._samples_of(step))
 
     def events(self) -> Iterator[Row]:
         yield from _names(STEPS, "steps", "steps", "evaluations", "checkpoints")
@@ -93,17 +94,22 @@ class _Trace:
 
     def _samples(self) -> Iterator[tuple[int, Row]]:
         """Samples with events, in the order of steps; those of a step by their first event."""
-        for step in sorted({step_of(name) for name in self._run.names}):
-            if self._steps is not None and step not in self._steps:
-                continue
-            found = []
-            for name in (f"step_{step:05d}", f"{DROPPED}_{step:05d}"):
-                start: int | None = 0 if name in self._run.names else None
-                while start is not None:
-                    page = self._run.samples(name, start)
-                    found += [sample for sample in page["samples"] if sample.get("events")]
-                    start = page["next"]
-            yield from ((step, s) for s in sorted(found, key=lambda s: s["events"][0][1]))
+        for step in self._recorded_steps():
+            if self._steps is None or step in self._steps:
+                found = sorted(self._samples_of(step), key=lambda sample: sample["events"][0][1])
+                yield from ((step, sample) for sample in found)
+
+    def _recorded_steps(self) -> list[int]:
+        kinds = ("step_", f"{DROPPED}_")
+        return sorted({step_of(name) for name in self._names if name.startswith(kinds)})
+
+    def _samples_of(self, step: int) -> Iterator[Row]:
+        for name in {f"step_{step:05d}", f"{DROPPED}_{step:05d}"} & self._names:
+            start: int | None = 0
+            while start is not None:
+                page = self._run.samples(name, start)
+                yield from (sample for sample in page["samples"] if sample.get("events"))
+                start = page["next"]
 
     def _step(self, row: Row) -> Iterator[Row]:
         if phases := self._phases.get(row["step"]):

@@ -224,6 +224,7 @@ class RunState:
                 on_end()
                 if self.step > self._saved_step:
                     self._save(run)
+                run.close()
                 raise
 
     def end_step(

@@ -16,7 +16,7 @@ const MAX_LANES = 600;
 const SPAN = 1000,
   LANES_TOP = 34;
 const TIMELINE_HELP =
-  "Zoom with the buttons or the wheel, drag to move; a click opens a sample. Ranks are not recorded.";
+  "Zoom with the buttons or the wheel, drag to move; a click opens a sample. --trace shows ranks too.";
 
 function timelineView(run, index, step) {
   const names = run.names.filter((name) => name.startsWith("step_") || name.startsWith("dropped_"));
