@@ -381,7 +381,8 @@ def test_broken_environments_end_the_run(num_workers, capfd):
         results = asyncio.run(gather(workers))
     assert {type(result) for result in results} == {Ending, EnvError, EnvsBroken}
     text = next(str(result) for result in results if isinstance(result, EnvsBroken))
-    assert "of the last 50 episodes failed, more than env_error_share=0.2" in text
+    # 50 are needed; the last of them may have ended well, and then a failure is waited for
+    assert re.search(r"of the last 5\d episodes failed, more than env_error_share=0.2", text)
     example = r"- prompt p(\d+), seed \1, turn 1, reply 'raise wrong': worker_rewards\.OwnError: wr"
     assert len(re.findall(example, text)) == 3
     shown = capfd.readouterr().err
