@@ -357,3 +357,14 @@ def test_a_quoted_message_by_hand(tmp_path, generation):
     opening = [token("<|im_start|>"), token("a")] if generation else []
     assert chat.encode_quoted([{"role": "user", "content": said}], generation) == ids + opening
     assert chat.encode([QUESTION]) == template_ids(chat, [QUESTION])  # as before
+
+
+def test_code_of_a_folder_is_not_run_nor_asked_for(tmp_path, capfd):
+    chat_with(tmp_path)
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n")
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}})
+    )
+    with pytest.raises(ValueError, match="is code of its own, which roll_lite does not run"):
+        Chat(tmp_path)
+    assert not (tmp_path / "ran").exists() and "[y/N]" not in "".join(capfd.readouterr())

@@ -310,7 +310,17 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             f"{folder} has no tokenizer; copy tokenizer.json and tokenizer_config.json of its "
             "model into it"
         )
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:  # the code of a folder is never run, and the user is not asked to allow it
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"the tokenizer of {folder} is code of its own, which roll_lite does not run; take a "
+            "model whose tokenizer transformers knows"
+        ) from None
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer of {folder} has no chat template; take the model's chat variant, "
