@@ -4,6 +4,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import re
 import resource
 import signal
 import sys
@@ -16,7 +17,14 @@ import torch
 
 from roll_lite.models.presets import shape_config
 from roll_lite.train import shards
-from roll_lite.train.checkpoint import Checkpoints, read_pieces, verify
+from roll_lite.train.checkpoint import (
+    CheckpointOptions,
+    Checkpoints,
+    RunState,
+    read_pieces,
+    refuse_links_out,
+    verify,
+)
 from roll_lite.train.shards import (
     DamagedError,
     Piece,
@@ -67,6 +75,30 @@ def test_files_that_do_not_overlap_are_not_opened(tmp_path):
     assert target.unique().tolist() == [7]
     with pytest.raises(DamagedError, match=r"shard-00000\.safetensors is missing"):
         load(folder)
+
+
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/etc/passwd", "a/b.safetensors"])
+def test_a_manifest_names_files_of_its_folder_only(tmp_path, name):
+    folder = save(Checkpoints(tmp_path), 7)
+    manifest = read_manifest(folder)
+    first, *rest = manifest.files
+    shards.write_manifest(folder, replace(manifest, files=[replace(first, file=name), *rest]))
+    with pytest.raises(DamagedError, match=re.escape(repr(name))):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize("inside", ["rollouts", "metrics.partial", "checkpoints/step-00000001/x"])
+def test_a_run_with_links_to_elsewhere_is_not_resumed(tmp_path, inside):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    (run / "checkpoints/step-00000001").mkdir(parents=True)
+    elsewhere.mkdir()
+    (run / "also.jsonl").symlink_to(run / "metrics.jsonl")
+    (tmp_path / "here").symlink_to(run)
+    refuse_links_out(tmp_path / "here")
+    (run / inside).symlink_to(elsewhere)
+    options = CheckpointOptions(resume=True)
+    with pytest.raises(ValueError, match=f"{inside} is a link to .*elsewhere, out of run_dir="):
+        RunState(run, options, [], {}, {})
 
 
 def test_the_manifest_keeps_what_the_run_needs(tmp_path):

@@ -283,7 +283,7 @@ def test_cancelling_at_any_moment(shared):
         await asyncio.wait(calls)
 
     asyncio.run(cancel())
-    wait_until(lambda: not shared._supervisor._receivers)
+    wait_until(lambda: not shared._supervisor.num_jobs)
 
 
 @pytest.mark.parametrize("domain", ["walk", "sum_up"])
@@ -435,9 +435,9 @@ def test_closing_fails_running_episodes():
 
         await workers.play(Model(before=close), task())
 
-    with pytest.raises(EnvError, match="supervisor of the environment workers has ended"):
+    with pytest.raises(EnvError, match="the environment workers were closed"):
         asyncio.run(close_meanwhile())
-    with pytest.raises(EnvError, match="supervisor of the environment workers has ended"):
+    with pytest.raises(EnvError, match="the environment workers were closed"):
         play(workers, "walk", Model())
 
 

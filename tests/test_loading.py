@@ -15,7 +15,7 @@ from worker_rewards import do
 
 from roll_lite.rewards.file import read_rewards
 from roll_lite.types import Prompt, Score
-from roll_lite.workers.failures import RewardCrash
+from roll_lite.workers.failures import RewardCrash, RewardError
 from roll_lite.workers.pool import RewardWorkers
 
 
@@ -60,6 +60,7 @@ def test_rewards_of_the_recipe_itself(tmp_path):
         import asyncio, os, sys
         from dataclasses import dataclass
         from roll_lite.types import Prompt
+        from roll_lite.workers.failures import RewardError
         from roll_lite.workers.pool import RewardWorkers
 
         print("imported as", __name__, flush=True)
@@ -80,8 +81,8 @@ def test_rewards_of_the_recipe_itself(tmp_path):
                 print("parents", len({score.value for score in scores}))
                 try:
                     await workers.score(prompt, "raise")
-                except Own as error:
-                    print("caught", error.text, type(error).__module__)
+                except RewardError as error:
+                    print("caught", error)
 
         if __name__ == "__main__":
             print("runs")
@@ -92,7 +93,7 @@ def test_rewards_of_the_recipe_itself(tmp_path):
         "runs",
         "imported as __mp_main__",
         "parents 1",
-        "caught mine __main__",
+        "caught __mp_main__.Own: mine",
     ]
 
 
@@ -194,7 +195,7 @@ def test_a_file_of_rewards_in_workers(own_file):
         with pytest.raises(Exception, match="yes") as error:
             asyncio.run(workers.score(prompt, "raise"))
     assert score == Score(value=3.0, parts={"right": 1.0}) and inline == {}
-    assert type(error.value).__name__ == "Own" and error.value.text == "yes"
+    assert type(error.value) is RewardError and str(error.value).endswith("Own: yes")
     assert f'{own_file}", line ' in error.value.__notes__[0]
 
 

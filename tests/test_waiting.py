@@ -10,7 +10,7 @@ from worker_rewards import do
 
 from roll_lite.rewards.combine import weighted
 from roll_lite.types import Score
-from roll_lite.workers.failures import RewardTimeout
+from roll_lite.workers.failures import RewardError, RewardTimeout
 from roll_lite.workers.pool import RewardWorkers
 
 
@@ -71,7 +71,7 @@ def test_one_that_waits_too_long_says_where():
     assert isinstance(late, RewardTimeout) and fine == Score(value=3.0)
     for text in ("longer than reward_seconds=0.2", "test_waiting.py", "await asyncio.sleep(1000)"):
         assert text in str(late)
-    assert isinstance(wrong, ValueError) and "in act" in wrong.__notes__[0]
+    assert isinstance(wrong, RewardError) and "in act" in wrong.__notes__[0]
     assert "SystemExit: 3" in str(leaves)
 
 

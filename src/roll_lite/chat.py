@@ -25,6 +25,7 @@ _MARK = "\u2063reply\u2063"  # placeholder for a reply in the rendered template
 _TOOL_CALL = r"(?s)<tool_call>\s*(.*?)\s*</tool_call>"
 _MEMORY = 1024  # encoded texts that are kept
 _AT_ONCE = 1024  # replies per tokenizer call: faster than one by one, with bounded memory
+_PRIVATE_USE = range(0xF0000, 0xFFFFE)  # characters without a meaning
 _NOT_ARGUMENTS = {
     "messages", "add_generation_prompt", "raise_exception", "strftime_now", "namespace",
     "bos_token", "eos_token", "unk_token", "pad_token",
@@ -62,6 +63,7 @@ class Chat:
         self._memory: dict[str, list[int]] = {}
         # Called without transformers' wrapper, which takes longer than a turn's tokens do.
         self._backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        self._special = _special_tokens(self.tokenizer)
         # SentencePiece tokenizers put a space before a text, but not behind a newline.
         self._lead = "" if self._ids("\na")[-1:] == self._ids("a") else "\n"
         self.end_of_turn = self._end_of_turn()
@@ -133,9 +135,16 @@ class Chat:
             encoded += [(ids_of[p], s) for p, s in zip(prompts, said_ids, strict=True)]
         return encoded
 
-    def encode_whole(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a finished conversation, exactly as the template renders it."""
-        return self._ids(self._render(messages, add_generation_prompt=False))
+    def encode_quoted(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """As `encode`, or the ids of a finished conversation, for messages that quote others: a
+        special token in a message is text like any other, so only the template's own control.
+        """
+        marks = self._marks_for(messages)
+        quoted = _replaced(messages, marks)
+        text = self._prompt_text(quoted) if add_generation_prompt else self._render(quoted, False)
+        return self._ids_of_marked(text, marks) if marks else self._ids(text)
 
     def check_prompts(self, prompts: Iterable[Prompt]) -> None:
         """Raise ValueError for the first prompt whose roles the template refuses."""
@@ -249,6 +258,40 @@ class Chat:
         num_lead = len(self._ids(self._lead)) if self._lead else 0
         return [ids[num_lead:] for ids in self._ids_of_all([self._lead + text for text in texts])]
 
+    def _marks_for(self, messages: Sequence[Message]) -> dict[str, str]:
+        """For each special token in the messages, a character that they do not have."""
+        said = repr(messages)
+        unused = (mark for mark in map(chr, _PRIVATE_USE) if mark not in said)
+        found = (token for token in self._special if token in said)
+        return dict(zip(found, unused, strict=False))
+
+    def _ids_of_marked(self, text: str, marks: dict[str, str]) -> list[int]:
+        """The ids of a text with marks for special tokens that are to be split."""
+        split = {ord(mark): token for token, mark in marks.items()}
+        ids: list[int] = []
+        for part in re.split(f"({'|'.join(self._special.values())})", text):
+            if part.strip() in self._special:
+                ids.append(self.tokenizer.convert_tokens_to_ids(part.strip()))
+            elif part:
+                ids += self._plain_ids(part.translate(split), is_first=not ids)
+        return ids
+
+    def _plain_ids(self, text: str, is_first: bool) -> list[int]:
+        """The ids of a text without special tokens, at the start or behind a special token."""
+        marker = next(iter(self._special))
+        lead = "" if is_first or self._ids(f"{marker}a")[1:] == self._ids("a") else self._lead
+        num_lead = len(self._ids(lead)) if lead else 0
+        if self._backend is None:
+            ids = self.tokenizer.encode(
+                lead + text, add_special_tokens=False, split_special_tokens=True
+            )
+            return ids[num_lead:]
+        self._backend.encode_special_tokens = True  # as text
+        try:
+            return self._ids(lead + text)[num_lead:]
+        finally:
+            self._backend.encode_special_tokens = False
+
     def _ended(self, reply_ids: list[int]) -> list[int]:
         """With a stop token at the end, which few templates do not write."""
         is_ended = reply_ids[-1:] == [self.end_of_turn]
@@ -267,13 +310,43 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             f"{folder} has no tokenizer; copy tokenizer.json and tokenizer_config.json of its "
             "model into it"
         )
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:  # the code of a folder is never run, and the user is not asked to allow it
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"the tokenizer of {folder} is code of its own, which roll_lite does not run; take a "
+            "model whose tokenizer transformers knows"
+        ) from None
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer of {folder} has no chat template; take the model's chat variant, "
             "or put a chat_template.jinja into the folder"
         )
     return tokenizer
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Patterns of special tokens, some of which take the space around them; the longest first."""
+    added = (token for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return {
+        token.content: r"\s*" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip
+        for token in sorted(added, key=lambda token: -len(token.content))
+    }
+
+
+def _replaced(data: Any, texts: dict[str, str]) -> Any:
+    """Data with texts replaced in all of its strings."""
+    if isinstance(data, str):
+        for old, new in texts.items():
+            data = data.replace(old, new)
+        return data
+    if isinstance(data, dict):
+        return {name: _replaced(value, texts) for name, value in data.items()}
+    return [_replaced(each, texts) for each in data] if isinstance(data, list | tuple) else data
 
 
 def _stop_ids(folder: Path, *ids: int | None) -> tuple[int, ...]:

@@ -264,7 +264,7 @@ class Judge(EngineClient):
         self._params = [greedy, replace(greedy, temperature=1.0)]
 
     async def __call__(self, prompt: Prompt, reply: str) -> Score:
-        token_ids = self._chat.encode(self._messages(prompt, reply))
+        token_ids = self._chat.encode_quoted(self._messages(prompt, reply))
         for attempt in range(1, self._max_tries + 1):
             seed = derive_seed(self._seed, prompt.id, reply, attempt)
             params = self._params[attempt > 1]
@@ -293,7 +293,7 @@ class RewardModel:
 
     async def __call__(self, prompt: Prompt, reply: str) -> Score:
         said = (*prompt.messages, {"role": "assistant", "content": reply})
-        token_ids = self._chat.encode_whole(said)
+        token_ids = self._chat.encode_quoted(said, add_generation_prompt=False)
         if len(token_ids) > self._budget:
             raise ValueError(
                 f"prompt {prompt.id} and its reply have {len(token_ids)} tokens, more than the "

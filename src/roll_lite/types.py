@@ -134,7 +134,7 @@ class Turn:
 REWARD_METRICS = frozenset(
     {
         "mean", "solved_groups", "equal_groups",
-        "calls", "seconds", "errors", "timeouts", "crashes",
+        "calls", "seconds", "errors", "timeouts", "crashes", "replaced",
     }
 )  # fmt: skip
 """Metrics under reward/ that a part of a score must not replace."""

@@ -250,9 +250,13 @@ def _tensor_files(folder: Path) -> dict[str, str]:
     """Tensor name -> file of the folder that holds it."""
     if (folder / INDEX).exists():
         try:
-            return json.loads((folder / INDEX).read_text())["weight_map"]
+            files = json.loads((folder / INDEX).read_text())["weight_map"]
         except (json.JSONDecodeError, KeyError) as error:
             raise CheckpointError(f"{folder / INDEX} is not a valid index: {error!r}") from None
+        for name in set(files.values()):
+            if Path(name).name != name:
+                raise CheckpointError(f"{folder / INDEX} names {name!r}, outside of its folder")
+        return files
     if (folder / "model.safetensors").exists():
         with _open(folder / "model.safetensors") as file:
             return dict.fromkeys(file.keys(), "model.safetensors")

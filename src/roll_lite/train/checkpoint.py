@@ -176,6 +176,18 @@ class Checkpoints:
         return self.folder / f".step-{step:08d}.{suffix}"
 
 
+def refuse_links_out(run_dir: str | Path) -> None:
+    """Raise ValueError for a link in a run folder that leads out of it: a run that goes on there
+    would write to other folders. The run folder itself may be a link."""
+    for folder, folders, files in os.walk(run_dir):
+        for path in (Path(folder) / name for name in (*folders, *files)):
+            if path.is_symlink() and not path.resolve().is_relative_to(Path(run_dir).resolve()):
+                raise ValueError(
+                    f"{path} is a link to {path.resolve()}, out of run_dir={run_dir}; replace it "
+                    "by what it leads to, or resume with the run_dir that it leads to"
+                )
+
+
 class Resumable(Protocol):
     """A part of the controller with state that a checkpoint keeps."""
 
@@ -197,6 +209,8 @@ class RunState:
         fixed: dict[str, Any],
     ):
         """Resumes, if the options say so. `fixed` are options that must not change then."""
+        if options.resume:
+            refuse_links_out(run_dir)
         self._checkpoints = Checkpoints(f"{run_dir}/checkpoints", keep_last=options.keep_last)
         self._options, self._trainers, self._parts = options, trainers, parts
         self._fixed, self._stop = fixed, StopRequest()

@@ -318,6 +318,9 @@ def read_manifest(folder: str | Path) -> Manifest:
             "update roll_lite, or name an older checkpoint"
         )
     fields["files"] = [_read_record(record) for record in fields["files"]]
+    for record in fields["files"]:
+        if Path(record.file).name != record.file or not record.file.endswith(".safetensors"):
+            raise DamagedError(f"{path} names {record.file!r}, which is no shard of its folder")
     return Manifest(**fields)
 
 

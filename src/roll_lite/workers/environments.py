@@ -17,14 +17,23 @@ from typing import Any
 from roll_lite.envs.env import Conversation, Ending, OutOfTokens, Player
 from roll_lite.envs.play import EnvError
 from roll_lite.types import FinishReason, Message, Prompt, TurnResult
-from roll_lite.workers.episodes import Ask, End, Reply, cause_of, checked_ending, run_episodes
-from roll_lite.workers.failures import ENVIRONMENTS, ErrorBudget, Failure, describe
+from roll_lite.workers.episodes import (
+    Ask,
+    End,
+    Reply,
+    cause_of,
+    checked_ending,
+    read_message,
+    run_episodes,
+)
+from roll_lite.workers.failures import ENVIRONMENTS, EnvsBroken, ErrorBudget, Failure, describe
 from roll_lite.workers.link import SupervisorLink
 from roll_lite.workers.worker import Work, WorkerLimits
 
-EPISODES = Work(words=ENVIRONMENTS, loop=run_episodes, jobs_per_worker=None)
+EPISODES = Work(words=ENVIRONMENTS, loop=run_episodes, read=read_message, jobs_per_worker=None)
 MAX_UNEXPLAINED = 2
-"""How often an episode is played again after its worker died and no episode's code was running."""
+"""How often an episode is played again after its worker died and no episode's code was running, or
+the supervisor died."""
 Outcome = Ending | OutOfTokens | Failure
 
 
@@ -82,7 +91,9 @@ class EnvWorkers:
 
     def metrics(self) -> dict[str, float]:
         """Since the last call: episodes, the seconds they waited for their environments, failures,
-        and how often one was played again."""
+        how often one was played again, and workers that were replaced."""
+        if self._supervisor:
+            self._budget.count("replaced", self._supervisor.take_num_replaced())
         return self._budget.metrics()
 
     def close(self) -> None:
@@ -214,10 +225,12 @@ class _Episode:
             is_innocent = isinstance(outcome, Failure) and outcome.culprit != "this"
             if not is_innocent:
                 return outcome
-            if outcome.culprit == "unknown":
+            if outcome.culprit != "other":
                 num_unexplained += 1
                 self._warn(outcome)
             if num_unexplained > MAX_UNEXPLAINED:
+                if outcome.culprit == "supervisor":  # a sample must not be lost through that
+                    raise EnvsBroken(f"{outcome.text}, {num_unexplained} times", outcome)
                 return outcome
             self.num_replays += 1
 
@@ -240,7 +253,7 @@ class _Episode:
         known: list[Message] = []
         number = 0
         while isinstance(message := await inbox.get(), Ask):
-            messages = known[: message.num_known] + [pickle.loads(m) for m in message.messages]
+            messages = known[: message.num_known] + message.messages
             asked = _Asked(messages, message.options, message.results)
             if number == len(self._turns):
                 self._turns.append((asked, await self._ask(number, asked)))

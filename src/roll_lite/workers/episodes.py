@@ -2,24 +2,26 @@
 coordinator (environments.py)."""
 
 import asyncio
+import json
 import pickle
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from roll_lite.envs.env import Ending, OutOfTokens, Player
 from roll_lite.envs.play import EnvError
 from roll_lite.types import FinishReason, Message, Prompt, TurnResult
+from roll_lite.workers.channel import CONTINUES, ENDED, WorkerEnd
 from roll_lite.workers.failures import Failure, describe
 from roll_lite.workers.worker import (
-    Channel,
     Running,
     WorkerLimits,
     checked,
     exit_without_memory,
     flush_output,
+    read_result,
 )
 
 MAX_THREADS = 8
@@ -34,8 +36,8 @@ class Ask:
 
     num_known: int
     """Messages that are equal to the first ones of the last ask and its reply."""
-    messages: list[bytes]
-    """The further ones, each pickled."""
+    messages: list[Message]
+    """The further ones."""
     options: dict[str, Any]
     results: list[TurnResult]
     """What came of the last reply."""
@@ -58,8 +60,52 @@ class End:
     results: list[TurnResult] = field(default_factory=list)
 
 
+def write_ask(
+    num_known: int, messages: str, options: dict[str, Any], results: list[TurnResult]
+) -> bytes:
+    """An Ask, of which the messages are JSON already."""
+    rest = json.dumps({"num_known": num_known, "options": options, "results": _plain(results)})
+    return f'{{"messages": {messages}, {rest[1:]}'.encode()
+
+
+def _plain(results: list[TurnResult]) -> list[dict[str, Any]]:
+    return [{"reward": each.reward, "measurements": each.measurements} for each in results]
+
+
+def write_end(end: End) -> bytes:
+    fields: dict[str, Any] = {"results": _plain(end.results)}
+    if isinstance(end.outcome, Ending):
+        fields["ending"] = asdict(end.outcome)
+    elif isinstance(end.outcome, OutOfTokens):
+        fields["out_of_tokens"] = str(end.outcome)
+    else:
+        fields |= {"failure": end.outcome.text, "kind": end.outcome.kind}
+    return json.dumps(fields).encode()
+
+
+def read_message(fields: Any) -> Ask | End:
+    """Raises an exception for what the two above do not write."""
+    results = [TurnResult(**result) for result in fields["results"]]
+    if "messages" not in fields:
+        return End(_read_outcome(fields), results)
+    stop = fields["options"]["stop"]
+    options = fields["options"] | {"stop": tuple(stop) if isinstance(stop, list) else stop}
+    messages = [dict(message) for message in fields["messages"]]
+    return Ask(int(fields["num_known"]), messages, options, results)
+
+
+def _read_outcome(fields: dict[str, Any]) -> Ending | OutOfTokens | Failure:
+    if "failure" in fields:
+        return read_result(fields)
+    if "out_of_tokens" in fields:
+        return OutOfTokens(str(fields["out_of_tokens"]))
+    ending = fields["ending"]
+    score = ending["score"] and read_result(ending["score"])
+    return Ending(reason=str(ending["reason"]), score=score)
+
+
 def run_episodes(
-    channel: Channel, players: Mapping[str, Player], limits: WorkerLimits, running: Running
+    channel: WorkerEnd, players: Mapping[str, Player], limits: WorkerLimits, running: Running
 ) -> None:
     """Play all episodes that come, at the same time."""
     loop = asyncio.new_event_loop()
@@ -126,13 +172,13 @@ class _WorkerConversation:
 
     finish_reason: FinishReason = "stop"
 
-    def __init__(self, send: Callable[[Ask], None], timer: _StepTimer):
+    def __init__(self, send: Callable[[bytes], None], timer: _StepTimer):
         self._send, self._timer = send, timer
         self._one_at_a_time = asyncio.Lock()
         self._num_asked = 0
         self._answer: asyncio.Future[Reply]
-        self._known: list[bytes] = []
-        """Messages that the coordinator has."""
+        self._known: list[Message] = []
+        """Copies of the messages that the coordinator has."""
         self._results: list[TurnResult] = []
 
     async def __call__(
@@ -146,15 +192,15 @@ class _WorkerConversation:
     ) -> Message:
         options = {"tools": tools, "stop": stop, "max_tokens": max_tokens, "state": state}
         async with self._one_at_a_time:
-            packed = [pickle.dumps(message) for message in messages]
-            num_known = _num_equal(packed, self._known)
-            self._send(Ask(num_known, packed[num_known:], options, self._results))
-            self._known, self._results = packed, []
+            num_known = _num_equal(messages, self._known)
+            new = json.dumps(list(messages[num_known:]))
+            self._send(write_ask(num_known, new, options, self._results))
+            self._known, self._results = self._known[:num_known] + json.loads(new), []
             self._num_asked += 1
             reply = await self._receive_reply()
         if reply.message is None:
             raise OutOfTokens(reply.problem)
-        self._known.append(pickle.dumps(reply.message))
+        self._known.append(json.loads(json.dumps(reply.message)))
         self.finish_reason = reply.finish_reason
         return reply.message
 
@@ -183,7 +229,7 @@ class _WorkerConversation:
             self._timer.start()
 
 
-def _num_equal(some: list[bytes], others: list[bytes]) -> int:
+def _num_equal(some: Sequence[Message], others: Sequence[Message]) -> int:
     """How many leading elements are equal."""
     pairs = enumerate(zip(some, others, strict=False))
     return next((i for i, (one, other) in pairs if one != other), min(len(some), len(others)))
@@ -195,7 +241,7 @@ class _Episode:
     def __init__(
         self,
         job_id: int,
-        channel: Channel,
+        channel: WorkerEnd,
         seconds: float,
         running: Running,
         loop: asyncio.AbstractEventLoop,
@@ -256,8 +302,7 @@ class _Episode:
         failure = Failure("timeout", f"{self._late_text}, and did not end when it was cancelled")
         self._loop.call_later(self._seconds, self._end, failure)
 
-    def _ask(self, ask: Ask) -> None:
-        payload = pickle.dumps(ask)
+    def _ask(self, payload: bytes) -> None:
         if self._has_ended:
             raise RuntimeError("the episode is over, so the model cannot be asked any more")
         self._send(payload, has_ended=False)
@@ -265,11 +310,11 @@ class _Episode:
     def _end(self, outcome: Ending | OutOfTokens | Failure) -> None:
         if not self._has_ended:
             self._has_ended = True
-            self._send(pickle.dumps(End(outcome, self._chat.take_results())), has_ended=True)
+            self._send(write_end(End(outcome, self._chat.take_results())), has_ended=True)
 
     def _send(self, payload: bytes, *, has_ended: bool) -> None:
         flush_output()
-        self._channel.send((self._id, has_ended, payload))
+        self._channel.send((self._id, ENDED if has_ended else CONTINUES, payload))
 
 
 def checked_ending(ending: Ending) -> Ending:

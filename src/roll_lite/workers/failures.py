@@ -1,6 +1,5 @@
 """How a call in a worker can fail, and how many failures a run tolerates."""
 
-import pickle
 import re
 import sys
 import traceback
@@ -20,6 +19,8 @@ MIN_CALLS = 50
 NUM_EXAMPLES = 3
 MAX_SHOWN = 20
 """Kinds of failures that are shown on the console."""
+MAX_TEXT = 1 << 16
+"""Characters of a failure."""
 SHOWN_CHARACTERS = 1000
 """Of a reply on the console; events.jsonl has all of it."""
 _OUR_FRAMES = r"<string>|.*/roll_lite/(?:workers/|envs/play\.py)|.*/asyncio/|.*/threading\.py"
@@ -36,7 +37,7 @@ class RewardCrash(RuntimeError):
 
 
 class RewardError(RuntimeError):
-    """The reward raised an exception that cannot be pickled; the message holds its traceback."""
+    """The reward raised an exception, which the message names; a note has its traceback."""
 
 
 class TooManyFailures(Ended):
@@ -84,7 +85,7 @@ REWARDS = Words(
     "reward_workers=0",
     calls="rewards",
     prefix="reward",
-    metrics=("calls", "seconds", "errors", "timeouts", "crashes"),
+    metrics=("calls", "seconds", "errors", "timeouts", "crashes", "replaced"),
     share_option="max_error_share",
     broken=RewardsBroken,
 )
@@ -94,7 +95,7 @@ ENVIRONMENTS = Words(
     remedy="define it with class or def at the top level of a file, or run with env_workers=0",
     calls="episodes",
     prefix="env",
-    metrics=("episodes", "seconds", "errors", "timeouts", "crashes", "replayed"),
+    metrics=("episodes", "seconds", "errors", "timeouts", "crashes", "replayed", "replaced"),
     share_option="env_error_share",
     broken=EnvsBroken,
 )
@@ -106,11 +107,10 @@ class Failure:
 
     kind: Literal["raised", "timeout", "crash", "lost"]
     text: str
-    pickled: bytes | None = None
-    """The exception that was raised, if it can be pickled."""
-    culprit: Literal["this", "other", "unknown"] = "this"
+    culprit: Literal["this", "other", "unknown", "supervisor"] = "this"
     """Whose code ran when the worker died: this call's, that of another call in the same worker,
-    or none that is known."""
+    or none that is known; or the supervisor died. Only in the first case is the call to blame, and
+    in the others it is asked again."""
 
     @property
     def place(self) -> str:
@@ -123,7 +123,7 @@ class Failure:
     @property
     def summary(self) -> str:
         """One line: the exception, or why the worker was killed."""
-        lines = self.text.strip().splitlines()
+        lines = self.text.strip().splitlines() or [""]
         return lines[-1] if self.kind == "raised" else lines[0]
 
     def exception(self) -> Exception:
@@ -131,9 +131,7 @@ class Failure:
             return RewardTimeout(self.text)
         if self.kind == "crash":
             return RewardCrash(self.text)
-        error = _unpickled(self.pickled)
-        if error is None:
-            return RewardError(self.text)
+        error = RewardError(self.summary)
         error.add_note(f"In a reward worker:\n{self.text}")
         return error
 
@@ -144,26 +142,13 @@ def describe(error: BaseException) -> Failure:
     while frames and frames.tb_next and _is_ours(frames.tb_frame.f_globals.get("__name__", "")):
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
-    return Failure("raised", text, _pickled(error))
+    if len(text) > MAX_TEXT:
+        text = f"{text[: MAX_TEXT // 2]}\n...\n{text[-MAX_TEXT // 2 :]}"
+    return Failure("raised", text)
 
 
 def _is_ours(module: str) -> bool:
     return module.startswith(_OUR_MODULES)
-
-
-def _pickled(error: BaseException) -> bytes | None:
-    try:
-        return pickle.dumps(error)
-    except Exception:  # a user's class may raise anything; the text is sent in any case
-        return None
-
-
-def _unpickled(data: bytes | None) -> Exception | None:
-    try:
-        error = pickle.loads(data) if data else None
-    except Exception:  # the class may need other arguments, or not exist in this process
-        return None
-    return error if isinstance(error, Exception) else None
 
 
 def user_frames(stack: str) -> str:

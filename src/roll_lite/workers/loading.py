@@ -36,7 +36,6 @@ def pack(table: Mapping[str, Any], words: Words) -> Packed:
                 f"{words.table}[{domain!r}]={value!r} {objection}, so a worker process cannot "
                 f"import it; {words.remedy}"
             )
-    sys.modules.setdefault(MAIN_ELSEWHERE, main)  # to unpickle exceptions that the script defines
     pickled = pickle.dumps(dict(table))
     return Packed(pickled, main_file, main.__package__, imported_files())
 

@@ -10,12 +10,14 @@ from concurrent.futures import Future
 
 from roll_lite.rewards.combine import is_async
 from roll_lite.types import AsyncReward, Prompt, Reward, Score
-from roll_lite.workers.failures import REWARDS, ErrorBudget, Failure, describe
+from roll_lite.workers.failures import REWARDS, ErrorBudget, Failure, RewardsBroken, describe
 from roll_lite.workers.link import SupervisorLink
 from roll_lite.workers.waiting import WaitingCalls
-from roll_lite.workers.worker import Work, WorkerLimits, checked, run_calls
+from roll_lite.workers.worker import Work, WorkerLimits, checked, read_result, run_calls
 
-CALLS = Work(words=REWARDS, loop=run_calls, jobs_per_worker=1)
+CALLS = Work(words=REWARDS, loop=run_calls, read=read_result, jobs_per_worker=1)
+MAX_ASKED = 3
+"""How often a call is made whose worker died for a reason that is not known."""
 Answer = tuple[float, Score | Failure]
 """Seconds that the call took, and its result."""
 
@@ -24,7 +26,8 @@ class RewardWorkers:
     """Processes that call the reward of a prompt's domain.
 
     A call that hangs, crashes or breaks a limit fails with RewardTimeout or RewardCrash, and its
-    worker is replaced. An exception of the reward is raised here, with its traceback as a note.
+    worker is replaced. An exception of the reward is a RewardError here, with its traceback as a
+    note: only text and numbers come from a worker, so nothing of it runs in this process.
     Rewards that are `async def` are awaited in a thread of this process, many at once.
     """
 
@@ -71,7 +74,7 @@ class RewardWorkers:
         if prompt.domain in self._async:
             seconds, result = await self._waiting.answer(reward, prompt, reply)
         else:
-            seconds, result = await asyncio.wrap_future(self._submit(prompt, reply))
+            seconds, result = await self._ask(prompt, reply)
         failure = result if isinstance(result, Failure) else None
         self._budget.record(prompt, reply, seconds, failure)
         if failure:
@@ -79,6 +82,9 @@ class RewardWorkers:
         return result
 
     def metrics(self) -> dict[str, float]:
+        """Since the last call: calls, their seconds, failures, and workers that were replaced."""
+        if self._supervisor:
+            self._budget.count("replaced", self._supervisor.take_num_replaced())
         return self._budget.metrics()
 
     def close(self) -> None:
@@ -92,6 +98,18 @@ class RewardWorkers:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    async def _ask(self, prompt: Prompt, reply: str) -> Answer:
+        """Again, if the worker died and the call is not known to be why. RewardsBroken if the
+        supervisor dies again and again: a sample must not be lost through that."""
+        for _ in range(MAX_ASKED):
+            seconds, result = await asyncio.wrap_future(self._submit(prompt, reply))
+            if not isinstance(result, Failure) or result.culprit == "this":
+                break
+        else:
+            if result.culprit == "supervisor":
+                raise RewardsBroken(f"{result.text}, {MAX_ASKED} times during a call", result)
+        return seconds, result
 
     def _submit(self, prompt: Prompt, reply: str) -> "Future[Answer]":
         future: Future[Answer] = Future()

@@ -4,6 +4,7 @@ It is started as a fresh interpreter, so that workers are forked from a process 
 without a device. It enforces the time limit itself, so a busy coordinator causes no timeouts.
 """
 
+import json
 import os
 import pickle
 import selectors
@@ -16,21 +17,20 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from roll_lite.sandbox.kernel import adopt_orphans
 from roll_lite.sandbox.processes import children, kill_orphans, kill_tree, lacks_processor
+from roll_lite.workers.channel import CONTINUES, LEAVES, ProtocolError, SupervisorEnd, connect
 from roll_lite.workers.failures import Failure, user_frames
 from roll_lite.workers.loading import unpack
-from roll_lite.workers.worker import (
-    OUT_OF_MEMORY,
-    SHOW_STACK,
-    Channel,
-    Running,
-    Work,
-    WorkerLimits,
-    work_and_exit,
-)
+from roll_lite.workers.state import SHOW_STACK
+from roll_lite.workers.worker import OUT_OF_MEMORY, Running, Work, WorkerLimits, work_and_exit
+
+NO_JOB = -1
+"""Job id of a message that asks for a sign of life, and of one that gives it and says how many
+workers were replaced since the last."""
 
 _CHUNK = 1 << 16
 _SHOWN = 4000
@@ -49,7 +49,7 @@ class WorkerProcess:
     pid: int
     pidfd: int
     """Readable when the process has ended."""
-    channel: Channel
+    channel: SupervisorEnd
     output: int
     running: Running
     jobs: dict[int, float] = field(default_factory=dict)
@@ -61,6 +61,10 @@ class WorkerProcess:
     printing: tuple[int, float] = (-1, 0.0)
     is_behind: bool = False
     """Whether messages wait until it reads."""
+    is_leaving: bool = False
+    """Whether it has asked to be replaced."""
+    silent_since: float | None = None
+    """When it was first seen to run nothing although it must, if it has not sent anything since."""
 
     @property
     def descriptors(self) -> tuple[int, int, int]:
@@ -73,7 +77,7 @@ class WorkerProcess:
         return f"; it printed:\n{text}" if text else ""
 
     def assign(self, job_id: int, payload: bytes) -> None:
-        self.jobs[job_id] = time.monotonic()
+        self.jobs[job_id], self.silent_since = time.monotonic(), None
         self.post(job_id, True, payload)
 
     def post(self, job_id: int, begins: bool, payload: bytes | None) -> None:
@@ -111,8 +115,9 @@ class WorkerProcess:
 
 
 class Supervisor:
-    """The client sends lists of messages (job id, whether it begins, payload), and gets messages
-    (job id, whether it has ended, seconds, payload)."""
+    """The client sends lists of messages (job id, whether it begins, payload), and gets lists of
+    messages (job id, whether it has ended, seconds, the fields of its worker's message or a
+    Failure)."""
 
     def __init__(
         self,
@@ -131,6 +136,9 @@ class Supervisor:
         self._selector.register(client, selectors.EVENT_READ)
         self._next_check = 0.0
         """No code reaches the time limit before."""
+        self._outgoing: list[tuple[int, bool, float, Any]] = []
+        self._shown: set[str] = set()
+        """What workers did that is no job's failure."""
         for _ in range(num_workers):
             self._add_worker()
 
@@ -138,7 +146,6 @@ class Supervisor:
         """Until the client sends None or has ended."""
         with suppress(EOFError, ConnectionError):
             while True:
-                self._assign()
                 ready = {key.fd: mask for key, mask in self._selector.select(self._seconds_left())}
                 if self._client.fileno() in ready:
                     messages = self._client.recv()
@@ -150,11 +157,24 @@ class Supervisor:
                     self._check(worker, ready)
                 if time.monotonic() >= self._next_check:
                     self._check_time()
+                self._assign()  # first: workers run meanwhile
+                self._send()
         for worker in self._workers:
             kill_tree(worker.pid)
         kill_orphans()
 
+    def _send(self) -> None:
+        if self._outgoing:
+            self._client.send_bytes(pickle.dumps(self._outgoing))  # faster than `send`
+            self._outgoing = []
+
+    def _note(self, num_replaced: int) -> None:
+        self._outgoing.append((NO_JOB, False, 0.0, num_replaced))
+
     def _take_order(self, job_id: int, begins: bool, payload: bytes | None) -> None:
+        if job_id == NO_JOB:
+            self._note(0)
+            return
         if begins:
             self._waiting.append((job_id, payload))
             self._assign()  # at once, for messages that follow this one
@@ -188,11 +208,13 @@ class Supervisor:
         return max(0.0, self._next_check - time.monotonic())
 
     def _check_time(self) -> None:
-        """Replace workers whose code runs for too long."""
+        """Replace workers whose code runs for too long, and those that neither run nor answer."""
         for worker in list(self._workers):
             if self._hangs(worker):
                 text = f"{self._it} took longer than {self._seconds_option}"
                 self._replace(worker, Failure("timeout", text + worker.output_text))
+            elif self._is_silent(worker):
+                self._replace_for(worker, f"did nothing for {self._seconds_option}, with work left")
         now = time.monotonic()
         running = [worker.running.read() for worker in self._workers]
         starts = [start if job_id >= 0 else now for job_id, start, _ in running]
@@ -210,11 +232,15 @@ class Supervisor:
                 worker.channel.flush()
             self._watch_writing(worker)
         if events & selectors.EVENT_READ:
-            has_ended = not self._take_message(worker)
+            try:
+                has_ended |= not self._take_messages(worker)
+            except ProtocolError as error:
+                self._replace_for(worker, str(error))
+                return
         if worker.num_printed > self._limits.output_kib << 10:
             limit = f"output_kib={self._limits.output_kib}"
             self._replace(worker, Failure("crash", f"{self._it} printed more than {limit}"))
-        elif has_ended:
+        elif has_ended or worker.is_leaving:
             self._replace(worker, None)
 
     @property
@@ -225,20 +251,47 @@ class Supervisor:
     def _it(self) -> str:
         return f"the {self._work.words.one}"
 
-    def _take_message(self, worker: WorkerProcess) -> bool:
+    def _take_messages(self, worker: WorkerProcess) -> bool:
         """False if the worker has closed its connection."""
-        try:
-            job_id, has_ended, payload = worker.channel.receive()
-        except (EOFError, ConnectionError):
-            return False
-        self._answer(worker, job_id, has_ended, payload)
-        return True
+        is_open = worker.channel.read()
+        for job_id, state, payload in worker.channel.messages():
+            if job_id not in worker.jobs:
+                raise ProtocolError("answered twice, or without being asked")
+            self._answer(worker, job_id, state != CONTINUES, self._checked(payload))
+            worker.is_leaving |= state == LEAVES
+        if worker.channel.has_part and not worker.jobs:
+            raise ProtocolError("sent something without being asked")
+        return is_open
 
-    def _answer(self, worker: WorkerProcess, job_id: int, has_ended: bool, payload: bytes) -> None:
-        seconds = time.monotonic() - worker.jobs[job_id]
+    def _checked(self, payload: bytes) -> Any:
+        """The fields of a message that the client can read. They are data: a message as an object
+        would take longer to send."""
+        try:
+            fields = json.loads(payload)
+            self._work.read(fields)
+        except Exception:  # user code may have sent anything
+            raise ProtocolError("sent a message that cannot be read") from None
+        return fields
+
+    def _answer(self, worker: WorkerProcess, job_id: int, has_ended: bool, message: Any) -> None:
+        seconds, worker.silent_since = time.monotonic() - worker.jobs[job_id], None
         if has_ended:
             del worker.jobs[job_id]
-        self._client.send((job_id, has_ended, seconds, payload))
+        self._outgoing.append((job_id, has_ended, seconds, message))
+
+    def _is_silent(self, worker: WorkerProcess) -> bool:
+        """Whether a worker that must run a job's code, or finish a message, has done neither for as
+        long as the time limit. One that was stopped must do so too: episodes may wait for it."""
+        one_by_one = self._work.jobs_per_worker == 1
+        must = worker.jobs and (one_by_one or worker.channel.has_part or _state(worker.pid) == "T")
+        if not must or worker.running.read()[0] >= 0:
+            worker.silent_since = None
+            return False
+        if worker.silent_since is None:
+            worker.silent_since = time.monotonic()
+        seconds, most = time.monotonic() - worker.silent_since, self._limits.seconds
+        is_starved = _state(worker.pid) == "R" and seconds < _STARVED * most
+        return seconds >= most and not is_starved
 
     def _hangs(self, worker: WorkerProcess) -> bool:
         """Whether code reached the time limit. Its stack is read and the worker stopped then."""
@@ -255,28 +308,44 @@ class Supervisor:
         os.kill(worker.pid, signal.SIGCONT)  # it returned at the last moment
         return False
 
+    def _replace_for(self, worker: WorkerProcess, deed: str) -> None:
+        """Replace a worker for what is not known to be the fault of a job that it has."""
+        if deed not in self._shown:
+            self._shown.add(deed)
+            words = self._work.words
+            note = f"a {words.one} worker {deed}; it was replaced (shown once, and counted in "
+            with suppress(OSError):
+                os.write(2, f"{note}{words.prefix}/replaced)\n".encode())
+        self._replace(worker, Failure("crash", f"{self._it}'s process {deed}", "unknown"))
+
     def _replace(self, worker: WorkerProcess, failure: Failure | None) -> None:
         """`failure` is None for a worker that ended by itself."""
         code = kill_tree(worker.pid)
         self._workers.remove(worker)
         kill_orphans(spared=self._from_imports | {other.pid for other in self._workers})
         worker.channel.stop()
-        while self._take_message(worker):  # what it had sent before
-            continue
+        with suppress(ProtocolError):
+            while self._take_messages(worker):  # what it had sent before
+                continue
         worker.read_output()
+        self._note(1)
         self._fail_jobs(worker, failure or self._crash(worker, code))
         for descriptor in worker.descriptors:
             self._selector.unregister(descriptor)
         worker.close()
         self._add_worker()
+        self._send()  # now: to replace many takes long, and the client waits for signs of life
 
     def _fail_jobs(self, worker: WorkerProcess, failure: Failure) -> None:
-        """All jobs of a worker that died; the one whose code was running is to blame."""
+        """All jobs of a worker that died; the one whose code was running is to blame, unless it is
+        known that this need not be so."""
         running, *_ = worker.running.read()
         for job_id in list(worker.jobs):
             others = "other" if running >= 0 else "unknown"
             culprit = "this" if job_id == running else others
-            self._answer(worker, job_id, True, pickle.dumps(replace(failure, culprit=culprit)))
+            if failure.culprit == "unknown":
+                culprit = "unknown"
+            self._answer(worker, job_id, True, replace(failure, culprit=culprit))
 
     def _crash(self, worker: WorkerProcess, code: int) -> Failure:
         if code == OUT_OF_MEMORY:
@@ -288,7 +357,7 @@ class Supervisor:
         return Failure("crash", text + worker.output_text)
 
     def _add_worker(self) -> None:
-        ours, theirs = Channel.pair()
+        ours, theirs = connect()
         reading, writing = os.pipe()
         running = Running()
         pid = os.fork()
@@ -303,7 +372,7 @@ class Supervisor:
             self._selector.register(descriptor, selectors.EVENT_READ)
         self._workers.append(worker)
 
-    def _close_inherited(self, ours: Channel, reading: int) -> None:
+    def _close_inherited(self, ours: SupervisorEnd, reading: int) -> None:
         """In a new worker: close the supervisor's ends of all connections."""
         self._selector.close()
         self._client.close()
@@ -311,6 +380,14 @@ class Supervisor:
         os.close(reading)
         for worker in self._workers:
             worker.close()
+
+
+def _state(pid: int) -> str:
+    """R for running, T for stopped, and so on; empty if the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def serve(descriptor: int) -> None:

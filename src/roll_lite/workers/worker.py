@@ -1,23 +1,20 @@
-"""A worker process: its connection, its limits, and the loop that runs reward calls in it.
+"""A worker process: its limits, and the loop that runs reward calls in it.
 
 The loop that plays episodes is in episodes.py.
 """
 
 import asyncio
-import faulthandler
 import inspect
+import json
 import math
 import mmap
 import os
 import pickle
 import resource
-import signal
-import socket
 import struct
 import sys
 import time
 import traceback
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,13 +24,12 @@ from typing import Any, NoReturn
 from roll_lite.checks import above
 from roll_lite.sandbox.kernel import adopt_orphans, die_with_parent
 from roll_lite.types import Prompt, Reward, Score
-from roll_lite.workers.failures import Words, describe
+from roll_lite.workers.channel import ENDED, LEAVES, WorkerEnd
+from roll_lite.workers.failures import Failure, Words, describe
+from roll_lite.workers.state import ProcessState, show_stack_when_asked
 
 OUT_OF_MEMORY = 86
 """Exit code of a worker that ran out of memory."""
-SHOW_STACK = signal.SIGUSR1
-"""Makes a worker print its stack."""
-_LENGTH = struct.Struct("!Q")
 _RUNNING = struct.Struct("qdd")
 
 
@@ -50,81 +46,18 @@ class WorkerLimits:
         above(0, self, "seconds", "memory_gib", "output_kib")
 
 
-class Channel:
-    """One end of the connection between the supervisor and a worker.
-
-    A worker reads nothing while user code runs in it, so the supervisor only posts messages: what
-    the socket does not take is sent by `flush`. A worker sends, and waits until that is done.
-    """
-
-    def __init__(self, end: socket.socket):
-        self._socket = end
-        self._waiting: deque[memoryview] = deque()
-
-    @classmethod
-    def pair(cls) -> tuple["Channel", "Channel"]:
-        ours, theirs = socket.socketpair()
-        return cls(ours), cls(theirs)
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def receive(self) -> Any:
-        """The next message. Raises EOFError if the other end is closed."""
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        return pickle.loads(self._read(length))
-
-    def send(self, message: Any) -> None:
-        self._socket.sendall(_framed(message))
-
-    def post(self, message: Any) -> None:
-        self._waiting.append(memoryview(_framed(message)))
-        self.flush()
-
-    def flush(self) -> None:
-        with suppress(BlockingIOError):
-            while self._waiting:
-                sent = self._socket.send(self._waiting[0], socket.MSG_DONTWAIT)
-                self._waiting[0] = self._waiting[0][sent:]
-                if not self._waiting[0]:
-                    self._waiting.popleft()
-
-    def stop(self) -> None:
-        """Receive only what has arrived already: another process may hold the other end."""
-        self._socket.shutdown(socket.SHUT_RDWR)
-
-    @property
-    def is_flushed(self) -> bool:
-        return not self._waiting
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def _read(self, length: int) -> bytearray:
-        data = bytearray(length)
-        num_read = 0
-        while num_read < length:
-            num_new = self._socket.recv_into(memoryview(data)[num_read:])
-            if not num_new:
-                raise EOFError
-            num_read += num_new
-        return data
-
-
-def _framed(message: Any) -> bytes:
-    data = pickle.dumps(message)
-    return _LENGTH.pack(len(data)) + data
-
-
 class Running:
     """Which job's code runs in a worker now, and since when: 24 bytes that the supervisor reads."""
 
     def __init__(self):
         self._memory = mmap.mmap(-1, _RUNNING.size)  # shared with the processes forked from here
-        self._start = time.monotonic()
+        self._start, self._worker = time.monotonic(), os.getpid()
         self.busy = 0.0
         """Seconds in which the worker ran code of jobs, as the worker counts them."""
         self.end()
+
+    def belong_to_this_process(self) -> None:
+        self._worker = os.getpid()
 
     def begin(self, job_id: int) -> None:
         self._start, used = time.monotonic(), time.process_time()
@@ -132,6 +65,10 @@ class Running:
         _RUNNING.pack_into(self._memory, 0, job_id, self._start, used)
 
     def end(self) -> None:
+        """Also ends a process that the code forked and that comes back here: it is no worker."""
+        if os.getpid() != self._worker:
+            os.write(2, b"a process that user code forked came back from it, and was ended\n")
+            os._exit(1)
         _RUNNING.pack_into(self._memory, 0, -1, 0.0, 0.0)
         self.busy += time.monotonic() - self._start
 
@@ -145,7 +82,7 @@ class Running:
         self._memory.close()
 
 
-Loop = Callable[[Channel, Mapping[str, Any], WorkerLimits, Running], None]
+Loop = Callable[[WorkerEnd, Mapping[str, Any], WorkerLimits, Running], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +92,9 @@ class Work:
     words: Words
     loop: Loop
     """Runs jobs in a worker, until the supervisor closes the channel. It receives (job id, whether
-    the job begins, pickled message or None to cancel it), and sends (job id, whether the job has
-    ended, pickled message)."""
+    the job begins, pickled message or None to cancel it), and sends what channel.py describes."""
+    read: Callable[[Any], Any]
+    """From the JSON that the loop sent to a message; raises an exception if it is none."""
     jobs_per_worker: int | None
     """None is any number at once."""
 
@@ -175,15 +113,18 @@ async def _wait_for(score: Awaitable[Score | float]) -> Score | float:
 def checked(score: Score | float) -> Score:
     """What a reward returned, as a Score of finite numbers."""
     score = Score.of(score)
-    parts = {name: float(part) for name, part in score.parts.items()}
-    score = Score(value=float(score.value), parts=parts)  # plain floats can always be pickled
-    if not math.isfinite(score.value):
-        raise ValueError(f"reward={score.value} is not a finite number")
-    return score
+    return _plain_score(score.value, score.parts)
+
+
+def _plain_score(value: float, parts: Mapping[str, float]) -> Score:
+    """Plain numbers can always be sent."""
+    if not math.isfinite(value := float(value)):
+        raise ValueError(f"reward={value} is not a finite number")
+    return Score(value=value, parts={str(name): float(part) for name, part in parts.items()})
 
 
 def work_and_exit(
-    channel: Channel,
+    channel: WorkerEnd,
     output: int,
     loop: Loop,
     table: Mapping[str, Any],
@@ -191,6 +132,7 @@ def work_and_exit(
     running: Running,
 ) -> NoReturn:
     """Do jobs until the channel closes. User code prints to the descriptor `output`."""
+    running.belong_to_this_process()
     _set_up(output, limits)
     try:
         with suppress(EOFError):
@@ -202,26 +144,48 @@ def work_and_exit(
 
 
 def run_calls(
-    channel: Channel, rewards: Mapping[str, Reward], limits: WorkerLimits, running: Running
+    channel: WorkerEnd, rewards: Mapping[str, Reward], limits: WorkerLimits, running: Running
 ) -> None:
-    """Call rewards, one after another."""
+    """Call rewards, one after another, each in the process state that the first one found."""
+    state = ProcessState()
     while True:
         job_id, _, payload = channel.receive()
         running.begin(job_id)
         result = _call(rewards, payload)
         flush_output()
         running.end()
-        channel.send((job_id, True, result))
+        channel.send((job_id, ENDED if _restored(state) else LEAVES, write_result(result)))
 
 
-def _call(rewards: Mapping[str, Reward], payload: bytes) -> bytes:
-    """From a pickled prompt and reply to a pickled Score or Failure."""
+def _call(rewards: Mapping[str, Reward], payload: bytes) -> Score | Failure:
+    """From a pickled prompt and reply."""
     try:
-        return pickle.dumps(evaluate(rewards, *pickle.loads(payload)))
+        return evaluate(rewards, *pickle.loads(payload))
     except MemoryError:
         exit_without_memory()
     except BaseException as error:  # user code may raise anything
-        return pickle.dumps(describe(error))
+        return describe(error)
+
+
+def _restored(state: ProcessState) -> bool:
+    try:
+        state.restore()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def write_result(result: Score | Failure) -> bytes:
+    if isinstance(result, Failure):
+        return json.dumps({"failure": result.text, "kind": result.kind}).encode()
+    return json.dumps({"value": result.value, "parts": result.parts}).encode()
+
+
+def read_result(fields: Any) -> Score | Failure:
+    """Raises an exception for what `write_result` does not write."""
+    if "failure" in fields:
+        return Failure(str(fields["kind"]), str(fields["failure"]))
+    return _plain_score(fields["value"], fields["parts"])
 
 
 def exit_without_memory() -> NoReturn:
@@ -249,10 +213,11 @@ def _set_up(output: int, limits: WorkerLimits) -> None:
     os.dup2(output, 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    faulthandler.enable(sys.stderr)
-    faulthandler.register(SHOW_STACK, sys.stderr)
+    show_stack_when_asked()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     most = _address_space() + int(limits.memory_gib * 2**30)
+    _, allowed = resource.getrlimit(resource.RLIMIT_AS)  # `ulimit -v`
+    most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 

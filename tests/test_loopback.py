@@ -1,0 +1,45 @@
+"""On one node, nothing of a run can be reached from another machine."""
+
+import configparser
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from process_checks import SOURCES
+
+PROGRAM = Path(__file__).parent / "listening.py"
+LOOPBACK = "0100007F"
+
+
+def installed(folder):
+    """Make the entry points of setup.cfg known, as pip does."""
+    config = configparser.ConfigParser()
+    config.read(Path(SOURCES).parent / "setup.cfg")
+    (info := folder / "roll_lite-0.dist-info").mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: roll_lite\nVersion: 0\n")
+    handlers = config["options.entry_points"]["torchrun.handlers"]
+    (info / "entry_points.txt").write_text(f"[torchrun.handlers]{handlers}\n")
+    return os.pathsep.join([SOURCES, str(folder)])
+
+
+def torchrun(path, *options):
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node=2", PROGRAM],
+        capture_output=True, text=True, timeout=180,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_everything_listens_on_loopback(tmp_path):
+    done = torchrun(installed(tmp_path), "--rdzv-backend=loopback")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"listening on {LOOPBACK}"
+
+
+@pytest.mark.slow
+def test_several_nodes_need_another_backend(tmp_path):
+    done = torchrun(installed(tmp_path), "--rdzv-backend=loopback", "--nnodes=2")
+    assert "--rdzv-backend loopback is for one node, but --nnodes is 2" in done.stderr
