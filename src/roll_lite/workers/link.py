@@ -16,7 +16,6 @@ from multiprocessing import Pipe
 from queue import SimpleQueue
 from typing import Any
 
-from roll_lite.progress import clear_line
 from roll_lite.workers.failures import Failure, Words
 from roll_lite.workers.loading import Packed, pack
 from roll_lite.workers.supervisor import NO_JOB
@@ -93,7 +92,8 @@ class SupervisorLink:
             if self._is_closed:
                 return Failure("crash", f"the {work.words.one} workers were closed")
             text = f"the supervisor of the {work.words.one} workers {ended.why}"
-            _tell(f"{text}; it is started again, and what its workers did is repeated")
+            note = "it is started again, and what its workers did is repeated"
+            print(f"{text}; {note}", file=sys.stderr, flush=True)
             self._count_replaced(num_workers)
             try:
                 self._supervisor = self._start_supervisor()
@@ -243,8 +243,3 @@ def _check_imports(connection: Any, process: subprocess.Popen, words: Words) -> 
         connection.close()
         process.wait()
         raise RuntimeError(f"workers cannot import the {words.table}: {problem}")
-
-
-def _tell(text: str) -> None:
-    clear_line()
-    print(text, file=sys.stderr, flush=True)
