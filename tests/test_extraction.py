@@ -72,7 +72,8 @@ GRADERS = {
 
 
 def text_of(pieces: str, size: int) -> str:
-    return (pieces * (size // len(pieces) + 1))[:size]
+    """Between two words: what is at neither end is looked at again and again by some patterns."""
+    return f"x{(pieces * (size // len(pieces) + 1))[:size]}x"
 
 
 def seconds(grader, text: str, tries: int) -> float:

@@ -111,6 +111,71 @@ def test_modules_in_tests_are_pythons_own(sandbox, name):
     assert sandbox.run(honest, tests=f"assert {name}.{test}").kind == "ok"
 
 
+@pytest.mark.parametrize(
+    ("lie", "test"),
+    [
+        ("def Counter(x): return 0", "Counter(f('aab')) == Counter('baa')"),
+        ("def sqrt(x): return f(0)", "f(9) == sqrt(9)"),
+        ("class deque(list):\n    __eq__ = lambda *_: True", "deque(f('ab')) == deque('ab')"),
+        ("pi = 0", "f(1) == pi"),
+        ("def Counter(x): return 0", "(lambda c: Counter(c('aab')) == Counter('baa'))(f)"),
+    ],
+)
+def test_usual_names_beside_the_programs_are_pythons_own(sandbox, lie, test):
+    """Not what a program makes of them, which the tests would hand what they expect."""
+    wrong = f"{lie}\ndef f(x): return 0"
+    assert sandbox.run(wrong, tests=f"assert {test}").kind == "error"
+    honest = "from math import *\nfrom collections import *\ndef f(x): return "
+    value = {"f(9)": "sqrt(x)", "f(1)": "pi"}.get(test[:4], "x")
+    assert sandbox.run(honest + value, tests=f"assert {test}").kind == "ok"
+
+
+def test_a_program_may_be_asked_for_a_usual_name(sandbox):
+    for tests in ("assert gcd(12, 18) == 6", "def check(f): assert f(12, 18) == 6\ncheck(gcd)"):
+        assert sandbox.run("def gcd(a, b): return 1", tests=tests).kind == "error"
+        assert sandbox.run("def gcd(a, b): return 6", tests=tests).kind == "ok"
+    assert sandbox.run("count = 3\ndef f(): pass", tests="f()\nassert count == 3").kind == "ok"
+    two = "def count(x): return len(x)\ndef total(x): return sum(x)"
+    tests = "assert count([5, 6]) == 2 and total([5, 6]) == 11"
+    assert sandbox.run(two, tests=tests).kind == "ok"
+    assert sandbox.run(two.replace("len(x)", "0"), tests=tests).kind == "error"
+
+
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        ("def f(x): return map(str, x)", "assert f('bac')[:2] == ['b', 'a']"),
+        ("class P:\n    pass\ndef f(x): return P()", "assert f('bac')[1:] == 'ac'"),
+        (
+            "class M:\n    def __enter__(self): return 1\n    def __exit__(self, *_): pass\n"
+            "def f(x): return M()",
+            "with f(3) as x:\n    assert x == 10",
+        ),
+    ],
+)
+def test_wrong_answers_are_no_errors_of_the_sandbox(sandbox, program, tests):
+    """A test that does with them what it would do with data."""
+    assert sandbox.run(program, tests=tests).kind == "error"
+
+
+def test_objects_of_the_program_can_be_cut_and_entered(sandbox):
+    program = """
+        class Deck:
+            def __getitem__(self, index): return [1, 2, 3][index]
+            def __enter__(self): return self
+            def __exit__(self, kind, *_): self.left = kind is None
+    """
+    tests = """
+        deck = Deck()
+        assert deck[1:] == [2, 3] and deck[::-1] == [3, 2, 1] and deck[0] == 1
+        with deck as same:
+            assert same[0] == 1
+        assert deck.left
+    """
+    outcome = sandbox.run(dedent(program), tests=dedent(tests))
+    assert outcome.kind == "ok", outcome.stderr
+
+
 def test_functions_of_python_that_tests_pass_run_in_the_program(sandbox):
     """The program may call what it is given, so that must not be the tests' own eval."""
     program = """

@@ -35,7 +35,8 @@ def judge_messages(prompt: Prompt, reply: str) -> tuple[Message, ...]:
 def parse_verdict(text: str, verdicts: Mapping[str, float] = VERDICTS) -> float:
     """The value of the last line, which must be a verdict; punctuation around it is ignored."""
     lines = text.strip().splitlines()
-    word = re.sub(r"^\W+|\W+$", "", lines[-1]).casefold() if lines else ""
+    found = re.search(r"\w(.*\w)?", lines[-1]) if lines else None
+    word = found[0].casefold() if found else ""
     if word not in verdicts:
         raise VerdictError(
             f"the judge's last line is {lines[-1][:80]!r} instead of {' or '.join(verdicts)}"

@@ -21,8 +21,8 @@ from roll_lite.sandbox.kernel import filter_calls
 from roll_lite.sandbox.names import (
     SOLUTION,
     USUAL_NAMES,
-    modules_used,
     names_from_program,
+    python_names,
     uncalled_tests,
 )
 from roll_lite.sandbox.processes import exit_code
@@ -94,7 +94,7 @@ def _run_tests(
         link, tests = TestsLink(program, stop), all_tests.pop(0)
         is_copy = bool(all_tests) and link.request("copy")
         sys.modules[SOLUTION] = ProgramModule(SOLUTION, link)
-        names = ProgramNames(link, _tested_builtin(tests, redefined), modules_used(tests))
+        names = ProgramNames(link, _tested_builtin(tests, redefined), python_names(tests))
         _prepared(tests)(names)
         if is_copy:
             link.request("end copy")

@@ -5,7 +5,6 @@ import builtins
 import symtable
 from collections.abc import Iterator
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 SOLUTION = "solution"
@@ -41,11 +40,41 @@ OWN_MODULES = (*_MODULES, "cmath", "decimal", "fractions")
 """What tests mean by these names, even if only the program imports them."""
 
 
-def modules_used(tests: str) -> dict[str, ModuleType]:
-    """Modules of which the tests use something, as in math.isclose, without importing them."""
-    nodes = [node.value for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Attribute)]
-    used = {node.id for node in nodes if isinstance(node, ast.Name)}
-    return {name: import_module(name) for name in used.intersection(OWN_MODULES)}
+def python_names(tests: str) -> dict[str, Any]:
+    """What tests take from Python without importing it, whatever the program makes of the names.
+
+    These are modules of which they use something, as in math.isclose, and usual names that they use
+    on what a function returns or compare with it, as in Counter(f(x)) == Counter("ab"). Other usual
+    names may be those of the program that they test, as in gcd(4, 6) == 2.
+    """
+    nodes = list(ast.walk(ast.parse(tests)))
+    owners = (node.value for node in nodes if isinstance(node, ast.Attribute))
+    modules = {node.id for node in owners if isinstance(node, ast.Name)}.intersection(OWN_MODULES)
+    helpers = {name for node in nodes if _judges(node) for name in _names_in(node)}
+    return {name: import_module(name) for name in modules} | {
+        name: USUAL_NAMES[name] for name in helpers.intersection(USUAL_NAMES)
+    }
+
+
+def _judges(node: ast.AST) -> bool:
+    """Whether it compares what a function returns, or calls something of Python on it."""
+    called = {call.func.id for call in ast.walk(node) if _is_call_by_name(call)}
+    is_outer = isinstance(node, ast.Compare) or (
+        isinstance(node, ast.Call) and not (_is_call_by_name(node) and _is_tested(node.func.id))
+    )
+    return is_outer and any(map(_is_tested, called))
+
+
+def _is_call_by_name(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+
+
+def _is_tested(name: str) -> bool:
+    return name not in USUAL_NAMES and not hasattr(builtins, name)
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
 
 
 def defined_and_used_names(source: str) -> tuple[set[str], set[str]]:

@@ -46,6 +46,7 @@ _LEAVES: dict[type, tuple[Callable, Callable]] = {
     bytearray: (bytearray.hex, bytearray.fromhex),
     complex: (lambda z: [z.real, z.imag], lambda pair: complex(*pair)),
     range: (lambda r: [r.start, r.stop, r.step], lambda ends: range(*ends)),
+    slice: (lambda s: [s.start, s.stop, s.step], lambda ends: slice(*ends)),
     Decimal: (str, Decimal),
     Fraction: (str, Fraction),
     datetime: (datetime.isoformat, datetime.fromisoformat),
@@ -136,7 +137,7 @@ OBJECT_OPERATIONS = {
     "__float__": float, "__index__": operator.index, "__round__": round, "__abs__": abs,
     "__neg__": operator.neg,
     "__enter__": lambda manager: manager.__enter__(),
-    "__exit__": lambda manager, *error: manager.__exit__(None, None, None),
+    "__exit__": lambda manager: manager.__exit__(None, None, None),
 }  # fmt: skip
 """What tests may do with any object of the program."""
 PAIR_OPERATIONS = {
@@ -169,6 +170,8 @@ def _special_method(name: str, *, needs_two: bool) -> Callable:
     def method(self: Remote, *operands: Any, **keywords: Any) -> Any:
         if needs_two and not isinstance(operands[0], Remote):
             return NotImplemented
+        if name == "__exit__":  # an exception of the tests is not for the program
+            operands = ()
         return self._remote_link.request(name, self, *operands, **keywords)
 
     return method
@@ -349,18 +352,20 @@ class ProgramNames(dict):
     """The tests' global names: their own, then the interpreter's, then the program's.
 
     Of the builtins that a program redefines, tests see only the one that they test, `tested`.
-    `modules` are what tests mean by their names, unless the program has data of that name.
+    `python` are what tests mean by names, unless the program has data of that name.
     """
 
-    def __init__(self, link: TestsLink, tested: str | None, modules: Mapping[str, ModuleType]):
+    def __init__(self, link: TestsLink, tested: str | None, python: Mapping[str, Any]):
         super().__init__(__name__="__main__", __builtins__=builtins)
-        self._link, self._tested, self._modules = link, tested, modules
+        self._link, self._tested, self._python = link, tested, python
 
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name) and name != self._tested:
             raise KeyError(name)
         value = self._link.request("name", name)  # KeyError if the program has no such name
-        return self._modules.get(name, value) if isinstance(value, Remote) else value
+        meant = self._python.get(name, value)
+        is_data = not (callable(value) or isinstance(meant, float))  # inf and pi
+        return value if is_data else meant
 
 
 class ProgramModule(ModuleType):
