@@ -117,6 +117,12 @@ def test_a_shard_that_is_not_there_is_named(folder, tmp_path, monkeypatch):
         load_model(sharded)
 
 
+def test_an_index_names_files_of_its_folder_only(folder):
+    (folder / hf.INDEX).write_text('{"weight_map": {"a": "../other/model.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"'\.\./other/.*' *, outside of its folder"):
+        load_model(folder)
+
+
 def test_a_truncated_index_is_named(folder):
     (folder / hf.INDEX).write_text('{"weight_map": {"a"')
     with pytest.raises(CheckpointError, match=r"index\.json is not a valid index"):

@@ -21,7 +21,7 @@ Order = tuple[int, bool, bytes | None]
 """Job id, whether the job begins, a pickled message or None to cancel the job."""
 _ORDER = struct.Struct("!Qq??")  # length, job id, whether it begins, whether it is None
 _HEADER = struct.Struct("!QqB")  # length, job id, state
-_CHUNK = 1 << 16
+_chunk = memoryview(bytearray(1 << 16))
 
 
 class ProtocolError(Exception):
@@ -102,13 +102,13 @@ class SupervisorEnd:
     def read(self) -> bool:
         """Take in some of what has arrived; False if the worker's end is closed."""
         try:
-            chunk = self._socket.recv(_CHUNK, socket.MSG_DONTWAIT)
+            num_read = self._socket.recv_into(_chunk, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
         except ConnectionError:
             return False
-        self._received += chunk
-        return bool(chunk)
+        self._received += _chunk[:num_read]
+        return num_read > 0
 
     def messages(self) -> Iterator[Message]:
         """Those that are complete."""

@@ -12,11 +12,10 @@ SHOW_STACK = signal.SIGUSR1
 """Makes a worker print its stack."""
 _SIGNALS = tuple(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}))
 _LIMITS = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
-_TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 
 
 class ProcessState:
-    """The working folder, file mode mask, environment, signal handlers, timers and limits of this
+    """The working folder, file mode mask, environment, signal handlers, alarm and limits of this
     process, as they are now. What modules keep in their variables is not among them.
 
     Python reports changes of folder, environment and limits, so that `restore` need not look.
@@ -41,8 +40,7 @@ class ProcessState:
             os.fchdir(self._folder)
         if self._changed_names:
             self._restore_environment()
-        for timer in _TIMERS:
-            _signal.setitimer(timer, 0)
+        _signal.alarm(0)
         _signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
         # That of `signal` makes enums, which takes 20 times as long.
         if list(map(_signal.getsignal, _SIGNALS)) != self._handlers:

@@ -267,7 +267,7 @@ class Supervisor:
         """The fields of a message that the client can read. They are data: a message as an object
         would take longer to send."""
         try:
-            fields = json.loads(payload)
+            fields = json.loads(payload.decode())
             self._work.read(fields)
         except Exception:  # user code may have sent anything
             raise ProtocolError("sent a message that cannot be read") from None
