@@ -37,7 +37,7 @@ class Probe(Trainer):
         self._accumulate(batch)
         norm = self._clip()
         grads = {
-            name: whole(name, parameter.grad, self.tensor_shard)
+            name: whole(name, parameter.grad, self.tensor_shard).cpu()  # calls carry host tensors
             for name, parameter in self.optimizer.parameters.items()
         }
         self.optimizer.zero_grad()
