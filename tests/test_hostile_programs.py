@@ -17,8 +17,8 @@ from roll_lite.types import Prompt
 from roll_lite.workers.pool import RewardWorkers
 
 PROGRAMS = tomllib.loads(Path(__file__).with_name("hostile_programs.toml").read_text())["programs"]
-KINDS = sorted({program["kind"] for program in PROGRAMS})
 NUM_WORKERS = 4
+NUM_TESTS = 8  # of a call, so that no worker is left alone with a long list
 HANG_SECONDS = 600.0  # only a safety net
 SECRET = "kettle-7319-amber"
 SURVIVOR = "3000.7319"  # on the command line of processes that are meant to survive
@@ -116,31 +116,46 @@ def values(scores):
     return [getattr(score, "value", repr(score)) for score in scores]
 
 
-def case(program, words):
-    """The prompt and the reply of an entry of the file."""
+def cases(program, words):
+    """Prompts and replies of an entry of the file."""
 
     def fill(test):
-        text = json.dumps(test)
+        text = json.dumps({"code": test} if isinstance(test, str) else test)
         for word, meaning in words.items():
             text = text.replace(word, meaning)
         return json.loads(text)
 
-    tests = [fill({"code": test} if isinstance(test, str) else test) for test in program["tests"]]
+    tests = [fill(test) for test in program["tests"]]
     domain = program["kind"] if program["kind"] in REWARDS else ""
-    check_tests(asked := prompt(tests, domain))
-    return asked, reply(program["program"])
+    for start in range(0, len(tests), NUM_TESTS):
+        check_tests(asked := prompt(tests[start : start + NUM_TESTS], domain))
+        yield asked, reply(program["program"])
+
+
+def score_programs(workers, words, programs):
+    """The values that each program's calls gave."""
+    calls = [(p["name"], case) for p in programs for case in cases(p, words)]
+    found = {}
+    scores = score(workers, [case for _, case in calls])
+    for (name, _), value in zip(calls, values(scores), strict=True):
+        found.setdefault(name, set()).add(value)
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_only_honest_programs_pass(kind, workers, words):
-    programs = [program for program in PROGRAMS if program["kind"] == kind]
-    found = values(score(workers, [case(program, words) for program in programs]))
-    wanted = 1.0 if kind == "honest" else 0.0
-    names = [program["name"] for program in programs]
-    assert dict(zip(names, found, strict=True)) == dict.fromkeys(names, wanted)
+def test_hostile_programs_score_nothing(workers, words):
+    hostile = [program for program in PROGRAMS if program["kind"] != "honest"]
+    found = score_programs(workers, words, hostile)
+    assert {name: values for name, values in found.items() if values != {0.0}} == {}
+    assert len(found) == len(hostile) > 100
     wait_until(lambda: len(sandbox_processes()) <= NUM_WORKERS)  # a zygote for each worker
     wait_until(lambda: not processes_with(SURVIVOR))
+
+
+@pytest.mark.slow
+def test_honest_programs_pass(workers, words):
+    honest = [program for program in PROGRAMS if program["kind"] == "honest"]
+    assert all(values == {1.0} for values in score_programs(workers, words, honest).values())
 
 
 @pytest.mark.slow
