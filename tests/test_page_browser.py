@@ -288,7 +288,8 @@ def test_a_large_run_stays_small(browser, tmp_path):
         metrics(step) | {f"loss/m{i}": step / (i + 1) for i in range(50)} for step in range(1, 1001)
     ])  # fmt: skip
     turn = {"read": 2, "sampled": 160, "versions": [[0, 1]]}
-    tokens = {"token_ids": [5] * 162, "logprobs": [-0.12345] * 160, "turns": [turn]}
+    packed = pack([-0.12345] * 160)
+    tokens = {"token_ids": [5] * 162, "logprobs": packed, "entropies": packed, "turns": [turn]}
     first = folder / "rollouts" / "step_00001.jsonl"
     write_lines(first, [sample(1, number, **tokens) for number in range(512)])
     for step in range(2, 1001):

@@ -17,7 +17,7 @@ from made_runs import make_run, sample, write_lines
 
 from roll_lite.options import from_flat
 from roll_lite.replay import main
-from roll_lite.report.samples import numbers, pack
+from roll_lite.report.samples import numbers, pack, read_tokens
 
 REWARDS = """
 from roll_lite.types import Score
@@ -248,6 +248,16 @@ def test_unknown_samples_are_refused(tmp_path, capsys):
     said = refused(capsys, folder, "--sample", "2/p1/0")
     assert "recorded without seed and visit, by an older version" in said
     assert "is not a folder" in refused(capsys, tmp_path / "b", "--sample", "2/p1/0")
+
+
+def test_damaged_samples_are_refused():
+    with pytest.raises(ValueError, match=r"2 of p0 is damaged: its turns have 5 tokens, 3 of them"):
+        read_tokens(sample(1, 2, token_ids=[1]))
+    with pytest.raises(ValueError, match="AAA is not base64 of float32 numbers"):
+        read_tokens(sample(1, 2, logprobs="AAA"))
+    found = read_tokens(sample(1, 2))
+    assert [token.logprob for token in found] == [None, None, -0.125, -2.5, -0.03125]
+    assert [token.version for token in found] == [None, None, 3, 3, 4]
 
 
 def test_runs_that_cannot_be_replayed_are_refused(tmp_path, capsys):

@@ -105,7 +105,7 @@ def find_sample(run: RunFolder, sample: str, visit: int | None = None) -> Row:
     if len(chosen) > 1:
         visits = " or ".join(f"--visit {row.get('visit')}" for row in chosen)
         raise ValueError(f"step {step} has prompt {prompt_id} {len(chosen)} times; add {visits}")
-    if missing := {"visit", "seed", "token_ids"} - chosen[0].keys():
+    if missing := {"visit", "seed", "token_ids", "logprobs", "turns"} - chosen[0].keys():
         raise ValueError(
             f"the sample was recorded without {' and '.join(sorted(missing))}, by an older version "
             "of roll_lite; only samples of newer runs can be generated again"

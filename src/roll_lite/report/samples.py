@@ -76,7 +76,12 @@ def pack(numbers: Sequence[float]) -> str:
 
 def numbers(packed: str | list[float] | None) -> list[float]:
     """Logprobs, entropies or advantages of a line, in the format of any version."""
-    return array("f", b64decode(packed)).tolist() if isinstance(packed, str) else packed or []
+    if not isinstance(packed, str):
+        return packed or []
+    try:
+        return array("f", b64decode(packed)).tolist()
+    except ValueError as error:
+        raise ValueError(f"{packed:.40} is not base64 of float32 numbers: {error}") from None
 
 
 def _opening(prompt: Prompt) -> str:
@@ -188,8 +193,15 @@ def read_prompt(row: dict[str, Any]) -> Prompt:
 
 
 def read_tokens(row: dict[str, Any]) -> list[Token]:
-    """The tokens of a line of rollouts/."""
-    ids, logprobs, found = iter(row["token_ids"]), iter(numbers(row["logprobs"])), []
+    """The tokens of a line of rollouts/; raises ValueError if it is damaged."""
+    all_logprobs = numbers(row["logprobs"])
+    ids, logprobs, found = iter(row["token_ids"]), iter(all_logprobs), []
+    sizes = [sum(turn[kind] for turn in row["turns"]) for kind in ("read", "sampled")]
+    if (sum(sizes), sizes[1]) != (len(row["token_ids"]), len(all_logprobs)):
+        raise ValueError(
+            f"sample {row.get('index')} of {row.get('prompt_id')} is damaged: its turns have "
+            f"{sum(sizes)} tokens, {sizes[1]} of them sampled, which token_ids and logprobs do not"
+        )
     for number in (n for order in row.get("sequences", [range(len(row["turns"]))]) for n in order):
         turn = row["turns"][number]
         found += [Token(next(ids), number, None, None) for _ in range(turn["read"])]
