@@ -158,6 +158,11 @@ def test_parts_and_partial_scores(judge):
     score = judge(prompt, doubles, partial=True)
     assert score.value == 0.75
     assert score.parts == {"no_code_block": 0.0, "unreadable": 0.0, "tests_passed": 0.75}
+    assert score.reason.startswith("test 1 of 4 failed: ")
+    assert judge(make_prompt("assert f(2) == 4"), doubles).reason == "all tests passed"
+    prompt = make_prompt(*({"input": a, "output": b} for a, b in (("2", "4"), ("3", "6"))))
+    score = judge(prompt, reply("x = int(input()); print(x * x)"))
+    assert score.reason == "test 2 of 2 failed: printed '9', expected '6'"
 
 
 def test_replies_without_python(judge):
@@ -165,6 +170,7 @@ def test_replies_without_python(judge):
         score = judge(make_prompt("assert f(1) == 1"), text)
         parts = {"no_code_block": float(not has_block), "unreadable": 1.0, "tests_passed": 0.0}
         assert (score.value, score.parts) == (0, parts)
+        assert score.reason == ("the code block is not Python" if has_block else "no code block")
 
 
 @pytest.mark.parametrize(

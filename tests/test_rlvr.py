@@ -20,6 +20,7 @@ from test_algorithms import gain
 
 from roll_lite.options import from_flat
 from roll_lite.report.curve import read_metric
+from roll_lite.report.samples import numbers
 
 PROGRAM = Path(__file__).parent / "rlvr_program.py"
 
@@ -121,6 +122,9 @@ def test_the_number_of_ranks_does_not_change_the_samples(runs):
             expected, found = samples_of(folder / "one", step), samples_of(folder / name, step)
             assert [s["token_ids"] for s in found] == [s["token_ids"] for s in expected]
             assert [s["reward"] for s in found] == [s["reward"] for s in expected]
+            for sample, other in zip(found, expected, strict=True):
+                close = pytest.approx(numbers(other["entropies"]), abs=1e-2)
+                assert numbers(sample["entropies"]) == close
 
 
 @pytest.mark.slow

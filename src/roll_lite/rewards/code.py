@@ -46,6 +46,8 @@ _SHORTEST_FENCE = 3
 _MOST_PARSED, _COST_OF_BLOCK = 20_000, 100
 """Characters of a reply that are parsed outside the sandbox, which takes 20 ms; a block takes as
 long to start as so many characters."""
+_LONGEST_SHOWN = 160
+"""Characters of an output that the reason of a score names."""
 _LANGUAGE = re.compile(r"[ \t]*(\w*)")
 _LANGUAGES = ("", "python", "python3", "py", "py3")
 _READERS = {"input", "open", "stdin", "sys"}
@@ -74,14 +76,17 @@ def passes_tests(
     source = program_of(reply, tests)
     is_readable = source is not None and _is_python(source)
     how = {"limits": limits, "isolation": isolation, "tests_apart": tests_apart}
-    num_passed = _count_passed(source, tests, partial, seconds, **how) if is_readable else 0
+    num_passed, failure = 0, "no code block" if source is None else "the code block is not Python"
+    if is_readable:
+        num_passed, failure = _run_tests(source, tests, partial, seconds, **how)
     share = num_passed / len(tests)
     parts = {
         "no_code_block": float(source is None),
         "unreadable": float(not is_readable),
         "tests_passed": share,
     }
-    return Score(value=share if partial else float(share == 1), parts=parts)
+    value = share if partial else float(share == 1)
+    return Score(value=value, parts=parts, reason=failure or "all tests passed")
 
 
 def program_of(reply: str, tests: Sequence[Test]) -> str | None:
@@ -181,22 +186,43 @@ def _is_python(source: str) -> bool:
     return len(source) > _MOST_PARSED or _names(source) is not None
 
 
-def _count_passed(
+def _run_tests(
     source: str, tests: Sequence[Test], partial: bool, seconds: float, *, limits: Limits, **how: Any
-) -> int:
-    """Unless `partial`, this ends soon after the first test that the program does not pass."""
-    num_run = num_passed = 0
+) -> tuple[int, str]:
+    """How many tests passed, and what the first did that failed.
+
+    Unless `partial`, this ends soon after the first test that the program does not pass.
+    """
+    num_run, num_passed, failure = 0, 0, ""
     end = time.monotonic() + seconds
     while num_run < len(tests) and (partial or num_passed == num_run):
         left = end - time.monotonic()
         if left <= 0:
+            failure = failure or f"no time was left for test {num_run + 1} of {len(tests)}"
             break
         batch = _next_batch(tests, num_run, partial)
         within = replace(limits, seconds=min(limits.seconds, left))
         outcomes = run_repeatedly(source, seconds=left, limits=within, **_runs(batch), **how)
+        has_passed = list(map(_has_passed, outcomes, batch))
+        if not failure and not all(has_passed):
+            place = has_passed.index(False)
+            what = _failure(outcomes[place], batch[place], is_last=place == len(outcomes) - 1)
+            failure = f"test {num_run + place + 1} of {len(tests)} failed: {what}"
         num_run += len(outcomes)  # at least 1
-        num_passed += sum(map(_has_passed, outcomes, batch))
-    return num_passed
+        num_passed += sum(has_passed)
+    return num_passed, failure
+
+
+def _failure(outcome: Outcome, test: Test, *, is_last: bool) -> str:
+    """`is_last` of its job, whose stderr is that of all runs."""
+    if outcome.kind == "ok":
+        printed, expected = (
+            " ".join(text[: 4 * _LONGEST_SHOWN].split())[:_LONGEST_SHOWN]
+            for text in (outcome.stdout, test["output"])
+        )
+        return f"printed {printed!r}, expected {expected!r}"
+    lines = outcome.stderr[-_LONGEST_SHOWN:].strip().splitlines() if is_last else []
+    return lines[-1] if outcome.kind == "error" and lines else outcome.kind
 
 
 def _next_batch(tests: Sequence[Test], num_run: int, partial: bool) -> list[Test]:
