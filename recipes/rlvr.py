@@ -22,12 +22,11 @@ from roll_lite.chat import Chat, ChatOptions
 from roll_lite.checks import above, at_least, read_only_if, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle, split
-from roll_lite.engine.attention import PAGE_SIZE
 from roll_lite.engine.service import EngineService
 from roll_lite.models.config import read_config
-from roll_lite.models.cost import SequenceCost, kv_bytes_per_token
+from roll_lite.models.cost import SequenceCost
 from roll_lite.options import flatten, unique_options
-from roll_lite.planning import print_plan
+from roll_lite.planning import cache_tokens, choose_memory, print_plan
 from roll_lite.progress import StepTimer
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rewarding import RewardOptions, Rewards
@@ -38,7 +37,7 @@ from roll_lite.rollout.evaluation import Evaluation, EvaluationOptions
 from roll_lite.rollout.event_loop import rare_collections
 from roll_lite.rollout.metrics import describe_groups
 from roll_lite.rollout.options import RolloutOptions
-from roll_lite.sync import WeightSync
+from roll_lite.sync import Colocated, WeightSync
 from roll_lite.train.advantages import AdvantageOptions
 from roll_lite.train.batch import TrainingSequence, equal_parts, pack, sample_runs
 from roll_lite.train.checkpoint import CheckpointOptions, RunState
@@ -100,7 +99,11 @@ class PolicyConfig:
     kv_cache_gib: float = 1.0
     """KV cache of each generation engine, in GiB."""
     engines_sleep: bool = False
-    """Engines give their memory (weights and KV cache) to the trainer while it works."""
+    """Engines give their memory (weights and KV cache) to the trainer while it works. With
+    device_map=auto this and offload are on where memory asks for them."""
+    offload: bool = False
+    """Trainers give theirs (weights, moments, the reference) to the engines while these generate:
+    it waits in host memory."""
     on_new_weights: Literal["go_on", "finish", "abort"] = "go_on"
     """What in-flight samples do when weights update: continue (go_on), finish first, or restart
     (abort)."""
@@ -130,7 +133,7 @@ class PolicyConfig:
         self._check_sizes()
         if self.runs_ahead:
             unread_with("max_staleness above 0", self.rollout, "extra_groups")
-            unread_with("max_staleness above 0", self, "engines_sleep")
+            unread_with("max_staleness above 0", self, "engines_sleep", "offload")
         else:
             unread_with("max_staleness=0", self, "on_new_weights")
         if not self.checkpoints.resume:
@@ -201,11 +204,12 @@ class PolicyConfig:
         wanted = {"critic": self.advantages.needs_critic, "reference": self.loads_reference}
         chosen = [name for name, is_wanted in wanted.items() if is_wanted]
         reference = {"reference": read_config(self.kl.reference)} if self.kl.reference else {}
+        turns = dict.fromkeys(("engines_sleep", "offload"), not self.runs_ahead)  # if need be
         return {
             "roles": ["train", "generate", *chosen],
             "config": read_config(self.model),
             "role_configs": reference,
-            "auto_options": self.training.memory_options | {"engines_sleep": self.engines_sleep},
+            "auto_options": self.training.memory_options | turns,
         }
 
 
@@ -245,7 +249,8 @@ class Models(NamedTuple):
 
     policy: RoleHandle
     engines: RoleHandle
-    sync: RoleHandle
+    devices: Colocated
+    """Hands them from the engines to the trainers and back, with new weights."""
     critic: RoleHandle | None
     """With advantage gae."""
     reference: RoleHandle | None
@@ -284,7 +289,7 @@ def main(cfg: Config) -> list[float]:
         prompts, chat = data.Mixture(cfg.data, seed=0), Chat(cfg.model, **cfg.chat.arguments)
         sys.exit(print_plan(cfg, [len(chat.encode(next(prompts).messages)) for _ in range(64)]))
     with Cluster(cfg.device_map, cfg.device, options=cfg, **cfg.cluster_options) as cluster:
-        cfg = choose_defaults(cfg, **cfg.default_kinds)
+        cfg = choose_memory(choose_defaults(cfg, **cfg.default_kinds), cluster)
         chat = Chat(cfg.model, **cfg.chat.arguments)
         fitting = data.PromptLimit(
             count=lambda prompt: len(chat.encode(prompt.messages)),
@@ -324,14 +329,6 @@ def main(cfg: Config) -> list[float]:
     return evaluation.rates
 
 
-def cache_tokens(cfg: PolicyConfig, cluster: Cluster) -> int:
-    """Tokens that the KV cache of a replica holds: in 16 bits, or 32 on a CPU."""
-    tp, width = cluster.device_map["generate"].tp, 2 if cluster.device.type == "cuda" else 4
-    largest_page = max(PAGE_SIZE.values())
-    per_token = kv_bytes_per_token(read_config(cfg.model), tp, width)
-    return int(cfg.kv_cache_gib * 2**30 / per_token) // largest_page * largest_page
-
-
 def train(
     cfg: PolicyConfig, cluster: Cluster, models: Models,
     rollout: Coordinator, evaluation: Evaluation, scoring: Callable[[], dict[str, float]],
@@ -348,7 +345,8 @@ def train(
         trackers=TRACKERS, ranks=cluster.device_map.replicas,
     )  # fmt: skip
     if resumed_at:
-        models.sync.sync(resumed_at)
+        models.devices.to_training()
+        models.devices.to_engines(resumed_at)
         rollout.set_version(resumed_at)
     if run.lacks("eval/pass@1", saved.step, cfg.evaluation.eval_every):  # or was abandoned
         run.log(saved.step, evaluate(cfg, saved.step, run, rollout, evaluation))
@@ -362,16 +360,13 @@ def train(
             timer = StepTimer()
             groups = rollout.collect()
             timer.lap("rollout")
-            if cfg.engines_sleep:
-                models.engines.sleep()
+            models.devices.to_training()
             sequences = prepare(groups, cfg, models, state)
             timer.lap("prepare")
             is_recorded = run.is_due(step, cfg.rollouts_every)
             metrics = update(sequences, cfg, models, step, is_recorded)
             timer.lap("train")
-            if cfg.engines_sleep:
-                models.engines.wake()
-            models.sync.sync(step, cfg.on_new_weights)
+            models.devices.to_engines(step, cfg.on_new_weights)
             rollout.set_version(step)
             saved.step = step
             timer.lap("sync")
@@ -381,7 +376,7 @@ def train(
                 run.write_rollouts(step, groups, *learnt)
             run.note_samples(step, rollout.dropped())
             timer.lap("records")
-            metrics |= state.metrics | timer.metrics()
+            metrics |= state.metrics | models.devices.metrics | timer.metrics()
             metrics["rollout/trained_samples"] = len(sample_runs(sequences))
             if run.is_due(step, cfg.evaluation.eval_every):
                 # Not part of the step's time.
@@ -410,25 +405,28 @@ def evaluate(
 def make_roles(cfg: PolicyConfig, cluster: Cluster) -> Models:
     """The policy, and beside it only the models that the algorithm reads."""
     critic = reference = None
-    policy = cluster.role(
+    sharing = {"engines_sleep": cfg.engines_sleep, "offload": cfg.offload}
+    devices = Colocated(cluster.device_map, **sharing)
+    policy = devices.add(cluster.role(
         "train", Trainer, folder=cfg.model, loss=PolicyLoss(cfg.policy_loss, cfg.kl),
         schedule=cfg.training.schedule_over(cfg.steps - cfg.critic.critic_warmup_steps),
         temperature=cfg.temperature, **cfg.training.policy_options,
-    )  # fmt: skip
+    ), stays_for_sync=not cfg.training.lora_rank)  # fmt: skip
     if cfg.advantages.needs_critic:
-        critic = cluster.role(
+        critic = devices.add(cluster.role(
             "critic", Trainer, folder=cfg.model, loss=ValueLoss(clip=cfg.critic.value_clip),
             head="value", schedule=cfg.training.schedule_over(cfg.steps, cfg.critic.critic_lr),
             **cfg.training.trainer_options,
-        )  # fmt: skip
+        ))  # fmt: skip
     if cfg.loads_reference:
-        folder = cfg.kl.reference or cfg.model
-        reference = cluster.role("reference", Scorer, folder=folder, temperature=cfg.temperature)
+        options = {"folder": cfg.kl.reference or cfg.model, "temperature": cfg.temperature}
+        reference = devices.add(cluster.role("reference", Scorer, **options))
     engines = cluster.role(
         "generate", EngineService, folder=cfg.model, kv_cache_gib=cfg.kv_cache_gib
     )
     print(engines.describe())
-    return Models(policy, engines, cluster.role("sync", WeightSync), critic, reference)
+    devices.connect(engines, cluster.role("sync", WeightSync))
+    return Models(policy, engines, devices, critic, reference)
 
 
 def prepare(

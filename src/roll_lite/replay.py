@@ -30,6 +30,7 @@ from roll_lite.envs.play import ONE_TURN
 from roll_lite.envs.registry import ENVS
 from roll_lite.models.config import read_config
 from roll_lite.options import from_flat
+from roll_lite.planning import cache_tokens
 from roll_lite.report.config_file import RECIPE, read_options
 from roll_lite.report.difference import Difference
 from roll_lite.report.reader import Row, RunFolder, step_of
@@ -208,7 +209,7 @@ def generate(
         engines = cluster.role("generate", CheckpointEngine, **options)
         if checkpoint:
             engines.load_checkpoint(checkpoint, cfg.model, version)
-        context = recipe.cache_tokens(cfg, cluster) if is_played else cfg.longest_sample
+        context = cache_tokens(cfg, cluster) if is_played else cfg.longest_sample
         make_scoring = make_environment if is_played else make_rewards
         with make_scoring(recipe, cfg, prompt, cluster, debugger) as scoring:
             return repeat(cfg, row, engines, scoring, min(cfg.longest_sample, context))
