@@ -347,6 +347,7 @@ def train(
         cfg.run_dir, cfg, num_steps=cfg.steps, shown=shown, resumed_at=resumed_at,
         trackers=TRACKERS, ranks=cluster.device_map.replicas,
     )  # fmt: skip
+    rollout.on_states(run.phase.show_states)
     if resumed_at:
         models.sync.sync(resumed_at)
         rollout.set_version(resumed_at)
@@ -359,26 +360,26 @@ def train(
     with saved.kept(run, stop, lambda: run.note_samples(saved.step + 1, rollout.dropped())):
         for step in range(saved.step + 1, cfg.steps + 1):
             profiler.at(step)
-            timer = StepTimer()
+            timer = StepTimer(run.phase, step)
+            timer.begin("rollout")
             groups = rollout.collect()
-            timer.lap("rollout")
+            timer.begin("prepare")
             if cfg.engines_sleep:
                 models.engines.sleep()
             sequences = prepare(groups, cfg, models, state)
-            timer.lap("prepare")
+            timer.begin("train")
             metrics = update(sequences, cfg, models, step)
-            timer.lap("train")
+            timer.begin("sync")
             if cfg.engines_sleep:
                 models.engines.wake()
             models.sync.sync(step, cfg.on_new_weights)
             rollout.set_version(step)
             saved.step = step
-            timer.lap("sync")
+            timer.begin("records")
             metrics |= describe_groups(groups) | rollout.metrics() | scoring()
             if run.is_due(step, cfg.rollouts_every):
                 run.write_rollouts(step, groups, sampled_advantages(sequences))
             run.note_samples(step, rollout.dropped())
-            timer.lap("records")
             metrics |= state.metrics | timer.metrics()
             metrics["rollout/trained_samples"] = len(sample_runs(sequences))
             if run.is_due(step, cfg.evaluation.eval_every):
@@ -397,6 +398,7 @@ def evaluate(
     cfg: PolicyConfig, step: int, run: Run, rollout: Coordinator, evaluation: Evaluation
 ) -> dict[str, float]:
     """Held-out pass rates; the answers are written to the run folder."""
+    run.phase.enter("evaluate", step)
     try:
         return evaluation.run(rollout)
     finally:
