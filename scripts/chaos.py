@@ -28,7 +28,7 @@ from statistics import median
 from typing import NamedTuple
 
 from run_compare import differences, unaccounted
-from run_processes import LIMITS, SIGNALS, Program, inject
+from run_processes import LIMITS, SIGNALS, Program, inject, launch
 
 FAULTS = (*SIGNALS, *LIMITS)
 PHASES = {"generating": "generate", "stepping": "environment", "scoring": "score", "end": "export"}
@@ -38,6 +38,8 @@ GONE_SECONDS = 15.0
 PAUSE_SECONDS = 3.0
 """For processes that no other process watches: stopped, then continued."""
 POLL_SECONDS = 0.002
+MAX_MISSES = 3
+"""Steps in which a phase was over before its fault came; then comes another fault."""
 SURVIVED, HUNG = "survived", "hung"
 
 
@@ -87,7 +89,8 @@ class Campaign:
 
     def __init__(self, args: argparse.Namespace):
         self.num_ranks, self.num_kills = args.ranks, args.kills
-        self.folder, self.recipe, self.only = Path(args.out), args.command, set(args.only)
+        self.folder, self.recipe, self.max_runs = Path(args.out), args.command, args.runs
+        self.chosen = [Target(*text.split("/")) for text in args.targets]
         self.random, self.end = random.Random(args.seed), time.monotonic() + 60 * args.minutes
         self.guard = args.guard
         self.faults: list[Fault] = []
@@ -100,11 +103,7 @@ class Campaign:
 
     def start(self, run_dir: Path) -> Program:
         """Starts the run or resumes it: the same line does both."""
-        launch = [sys.executable]
-        if self.num_ranks > 1:
-            launch += ["-m", "torch.distributed.run", "--standalone"]
-            launch += [f"--nproc-per-node={self.num_ranks}"]
-        command = [*launch, *self.recipe, "--run-dir", str(run_dir), "--resume"]
+        command = [*launch(self.num_ranks), *self.recipe, "--run-dir", str(run_dir), "--resume"]
         output = self.folder / f"{run_dir.name}.txt"
         return Program.start(command, self.num_ranks, output, self.temp)
 
@@ -135,13 +134,13 @@ class Campaign:
         print("phases:", ", ".join(f"{p} {s:.2f} s" for p, s in self.seconds.items()))
         print("victims:", ", ".join(sorted(victims)), flush=True)
         product = itertools.product(self.seconds, sorted(victims), FAULTS)
-        targets = [t for t in map(Target._make, product) if not self.only or self.only <= set(t)]
+        targets = list(map(Target._make, product))
         self.random.shuffle(targets)
-        return targets or sys.exit(f"--only {' '.join(self.only)} leaves nothing to do")
+        return self.chosen or targets
 
     def run(self) -> None:
         targets = deque(self.watch_reference())
-        while not self.is_enough:
+        while not self.is_enough and self.num_runs < self.max_runs:
             self.num_runs += 1
             run_dir, before = self.folder / f"run-{self.num_runs:03d}", len(self.faults)
             problem = self.complete(run_dir, targets)
@@ -173,6 +172,9 @@ class Campaign:
                 self.faults.append(fault := placed)
                 targets.append(target)
                 code = self.settle(program, run_dir, fault)
+            elif target and program.process.poll() is None:
+                targets.append(target)  # missed too often
+                continue
             else:
                 targets.extendleft([target] if target else [])
                 code = self.wait_for_end(program, run_dir, fault)
@@ -194,23 +196,23 @@ class Campaign:
     def place(
         self, program: Program, run_dir: Path, target: Target, last: Fault | None
     ) -> Fault | None:
-        """Inject the fault in its phase; None if the program ends before."""
-        delay, tried = self.random.random() * self.seconds[target.phase], None
-        while program.process.poll() is None:
+        """Inject the fault in its phase; None if the program ends before, or it is missed often."""
+        delay, tried = self.random.random() * self.seconds.get(target.phase, 0.0), set()
+        while program.process.poll() is None and len(tried) < MAX_MISSES:
             note_recovery(run_dir, last)
+            is_there = program.find(target.victim)  # first: a search takes longer than some phases
             now = read_now(run_dir, program)
-            if target.phase in now.phases and now[:2] != tried:
-                tried = now[:2]
+            if is_there and target.phase in now.phases and now[:2] not in tried:
+                tried.add(now[:2])
                 time.sleep(delay)
                 if fault := self.fire(program, run_dir, target):
                     return fault
-                delay /= 2  # the phase was over: again in the next step
+                delay /= 4  # the phase was over: again in the next step
             time.sleep(POLL_SECONDS)
         return None
 
     def fire(self, program: Program, run_dir: Path, target: Target) -> Fault | None:
-        victim = program.victims().get(target.victim)
-        now = read_now(run_dir, program)
+        victim, now = program.find(target.victim), read_now(run_dir, program)
         if victim is None or target.phase not in now.phases:
             return None
         fired = time.time()
@@ -267,7 +269,8 @@ class Campaign:
         if not can_lock(run_dir / ".lock"):
             problems.append("the run folder is still locked")
         for path in [*self.temp.iterdir(), *program.shared_memory()]:
-            problems.append(f"{path.name} is left in {path.parent.name}")
+            if not path.name.startswith("torchelastic_"):  # torchrun's own, empty
+                problems.append(f"{path.name} is left in {path.parent.name}")
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         return problems
 
@@ -340,7 +343,7 @@ def table(faults: Sequence[Fault]) -> Iterator[str]:
         yield f"{phase:12}{victim:12}{kind:9}{len(found):6}{recovered:10}{''.join(shown)}"
 
 
-def main() -> None:
+def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20, help="faults to inject")
     parser.add_argument("--ranks", type=int, default=1, help="1: python; more: torchrun")
@@ -349,10 +352,17 @@ def main() -> None:
     parser.add_argument(
         "--guard", type=float, default=900.0, help="seconds after which a run counts as hung"
     )
-    parser.add_argument("--only", nargs="*", default=[], help="words of a phase, victim or fault")
+    parser.add_argument("--runs", type=int, default=10**6, help="at most so many runs")
+    parser.add_argument(
+        "--targets", nargs="*", default=[], help="instead of random ones, as 'train/rank 0/SIGKILL'"
+    )
     parser.add_argument("--out", default=time.strftime("runs/chaos-%Y%m%d-%H%M%S"))
     parser.add_argument("command", nargs="+", help="after --: recipe and its options")
-    campaign = Campaign(parser.parse_args())
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    campaign = Campaign(read_options())
     campaign.run()
     print("\n".join(table(campaign.faults)))
     longest = max((f.ended_s or 0.0 for f in campaign.faults), default=0.0)

@@ -9,6 +9,7 @@ import re
 import resource
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,6 +21,8 @@ MARK = "ROLL_LITE_CHAOS"
 LIMITS = {"memory": resource.RLIMIT_AS, "disk": resource.RLIMIT_FSIZE}
 """Faults that are limits: allocations and writes fail, as without memory and on a full disk."""
 SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGINT", "SIGSEGV")
+SEARCH_SECONDS = 0.25
+"""Between two searches among all processes of the machine."""
 LANDING_SECONDS = 60.0
 """Only for a machine that is very busy: a signal lands at once."""
 
@@ -41,6 +44,8 @@ class Program:
     num_ranks: int
     seen: set[int] = field(default_factory=set)
     """Numbers of all processes that were found."""
+    known: dict[str, Process] = field(default_factory=dict)
+    searched_at: float = 0.0
 
     @classmethod
     def start(cls, command: Sequence[str], num_ranks: int, output: Path, temp: Path) -> "Program":
@@ -96,6 +101,15 @@ class Program:
                 named.setdefault("worker", process)
         return named
 
+    def find(self, victim: str) -> Process | None:
+        """The living process of that name. Searches all processes only now and then."""
+        known = self.known.get(victim)
+        found = known and _marked(known.pid, self.mark)
+        if found is None and time.monotonic() > self.searched_at + SEARCH_SECONDS:
+            self.known, self.searched_at = self.victims(), time.monotonic()
+            found = self.known.get(victim)
+        return found
+
     def kill_all(self) -> None:
         while alive := self.alive():
             for process in alive:
@@ -103,6 +117,14 @@ class Program:
                     os.kill(process.pid, signal.SIGKILL)
             time.sleep(0.02)
             self.process.poll()
+
+
+def launch(num_ranks: int) -> list[str]:
+    """As a user does: python, or torchrun for several ranks."""
+    if num_ranks == 1:
+        return [sys.executable]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*torchrun, f"--nproc-per-node={num_ranks}"]
 
 
 def inject(process: Process, fault: str) -> tuple[str, Callable[[], None]]:
