@@ -18,6 +18,7 @@ import itertools
 import json
 import random
 import shutil
+import signal
 import sys
 import time
 from collections import defaultdict, deque
@@ -105,7 +106,8 @@ class Campaign:
         """Starts the run or resumes it: the same line does both."""
         command = [*launch(self.num_ranks), *self.recipe, "--run-dir", str(run_dir), "--resume"]
         output = self.folder / f"{run_dir.name}.txt"
-        return Program.start(command, self.num_ranks, output, self.temp)
+        self.program = Program.start(command, self.num_ranks, output, self.temp)
+        return self.program
 
     @property
     def is_enough(self) -> bool:
@@ -113,7 +115,7 @@ class Campaign:
 
     def watch_reference(self) -> list[Target]:
         """The run that is left alone. Returns all that can be done to such a run, shuffled."""
-        run_dir, victims, spans = self.folder / "reference", set(), defaultdict(list)
+        run_dir, seen, spans = self.folder / "reference", defaultdict(set), defaultdict(list)
         program = self.start(run_dir)
         began, last, looked_at = time.monotonic(), STARTING, 0.0
         while program.process.poll() is None:
@@ -123,7 +125,8 @@ class Campaign:
                     spans[phase].append(clock - began)
                 last, began = now, clock
             if clock > looked_at + 0.5:
-                victims, looked_at = victims | program.victims().keys(), clock
+                seen[now.phases[0]] |= program.victims().keys()
+                looked_at = clock
             time.sleep(POLL_SECONDS)
         for phase in last.phases:
             spans[phase].append(time.monotonic() - began)
@@ -132,9 +135,11 @@ class Campaign:
         self.problems += [f"{run_dir}: {text}" for text in self.left_behind(program, run_dir)]
         self.seconds = {phase: median(found) for phase, found in spans.items()}
         print("phases:", ", ".join(f"{p} {s:.2f} s" for p, s in self.seconds.items()))
+        victims = set().union(*seen.values())
         print("victims:", ", ".join(sorted(victims)), flush=True)
         product = itertools.product(self.seconds, sorted(victims), FAULTS)
-        targets = list(map(Target._make, product))
+        once = {phase: seen[phase] for phase in ("start", "export")}  # not all live then
+        targets = [t for t in map(Target._make, product) if t.victim in once.get(t.phase, victims)]
         self.random.shuffle(targets)
         return self.chosen or targets
 
@@ -170,13 +175,11 @@ class Campaign:
             placed = self.place(program, run_dir, target, fault) if target else None
             if placed:
                 self.faults.append(fault := placed)
-                targets.append(target)
                 code = self.settle(program, run_dir, fault)
-            elif target and program.process.poll() is None:
-                targets.append(target)  # missed too often
+            elif target and program.process.poll() is None:  # missed too often
+                is_fresh = False
                 continue
             else:
-                targets.extendleft([target] if target else [])
                 code = self.wait_for_end(program, run_dir, fault)
             if code is None:
                 is_fresh = False
@@ -202,6 +205,8 @@ class Campaign:
             note_recovery(run_dir, last)
             is_there = program.find(target.victim)  # first: a search takes longer than some phases
             now = read_now(run_dir, program)
+            if target.phase == "start" and now is not STARTING and "start" not in now.phases:
+                return None  # it comes once
             if is_there and target.phase in now.phases and now[:2] not in tried:
                 tried.add(now[:2])
                 time.sleep(delay)
@@ -220,7 +225,9 @@ class Campaign:
             landed, self.undo = inject(victim, target.fault)
         except ProcessLookupError:
             return None
-        return Fault(*target, victim.pid, now.step, fired, now.phases, landed)
+        fault = Fault(*target, victim.pid, now.step, fired, now.phases, landed)
+        fault.problems += [] if landed else ["it did not land"]
+        return fault
 
     def settle(self, program: Program, run_dir: Path, fault: Fault) -> int | str | None:
         """Wait until the run has recorded a step (None) or has ended (the exit code)."""
@@ -285,6 +292,7 @@ def next_target(targets: deque[Target], is_fresh: bool) -> Target | None:
     found = next((t for t in targets if is_fresh or t.phase != "start"), None)
     if found:
         targets.remove(found)
+        targets.append(found)  # whether it is hit or missed, the others come first
     return found
 
 
@@ -363,7 +371,11 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     campaign = Campaign(read_options())
-    campaign.run()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        campaign.run()
+    finally:
+        campaign.program.kill_all()
     print("\n".join(table(campaign.faults)))
     longest = max((f.ended_s or 0.0 for f in campaign.faults), default=0.0)
     text = f"{len(campaign.faults)} faults in {campaign.num_runs} runs; the longest end took "

@@ -131,15 +131,16 @@ def inject(process: Process, fault: str) -> tuple[str, Callable[[], None]]:
     """Returns what shows that it landed, and how to undo it, which does nothing to the dead."""
     if fault in LIMITS:
         return _limit(process.pid, fault)
-    number = signal.Signals[fault]
-    pidfd = os.pidfd_open(process.pid)  # a number may be used again; this is the process
-    try:
-        ignores = int(_status(process.pid, "SigIgn") or "0", 16) >> (number - 1) & 1
-        signal.pidfd_send_signal(pidfd, number)
-    finally:
-        os.close(pidfd)
+    number, pidfd = signal.Signals[fault], os.pidfd_open(process.pid)  # numbers are used again
+    ignores = int(_status(process.pid, "SigIgn") or "0", 16) >> (number - 1) & 1
+    signal.pidfd_send_signal(pidfd, number)
     landed = _wait_for_landing(process.pid, fault)
-    return "ignored" if ignores else landed, lambda: _send(process.pid, signal.SIGCONT)
+
+    def undo() -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+
+    return "ignored" if ignores else landed, undo
 
 
 def _wait_for_landing(pid: int, fault: str) -> str:
@@ -170,11 +171,6 @@ def _limit(pid: int, fault: str) -> tuple[str, Callable[[], None]]:
             resource.prlimit(pid, which, before)
 
     return f"limited to {found} bytes", undo
-
-
-def _send(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
 
 
 def _is_fork(process: Process, alive: Sequence[Process]) -> bool:
