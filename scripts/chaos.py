@@ -192,7 +192,8 @@ class Campaign:
             elif code or left:
                 return "; ".join([f"ended with {code} without a fault", *left])
             if code == 0:
-                fault.recovered_s = fault.recovered_s or time.time() - fault.time
+                if fault and fault.recovered_s is None:
+                    fault.recovered_s = time.time() - fault.time
                 return None
             program, is_fresh = self.start(run_dir), True
 
