@@ -41,7 +41,9 @@ PAUSE_SECONDS = 3.0
 POLL_SECONDS = 0.002
 MAX_MISSES = 3
 """Steps in which a phase was over before its fault came; then comes another fault."""
-SURVIVED, HUNG = "survived", "hung"
+MAX_RESTARTS = 1000
+"""Of torchrun; under python the script itself gives the command again."""
+SURVIVED, RESTARTED, HUNG = "survived", "restarted", "hung"
 
 
 class Now(NamedTuple):
@@ -70,6 +72,8 @@ class Fault:
     victim: str
     fault: str
     pid: int
+    run_pid: int
+    """Of rank 0, where the recipe runs; 0 while it starts."""
     step: int
     time: float
     phases: tuple[str, ...]
@@ -77,7 +81,7 @@ class Fault:
     landed: str
     """What shows that it did: gone, stopped, delivered, ignored, or the limit."""
     outcome: str = ""
-    """survived, ended with a code, or hung."""
+    """survived, restarted by torchrun, ended with a code, or hung."""
     ended_s: float | None = None
     """Until the last process of the run was gone."""
     recovered_s: float | None = None
@@ -104,7 +108,8 @@ class Campaign:
 
     def start(self, run_dir: Path) -> Program:
         """Starts the run or resumes it: the same line does both."""
-        command = [*launch(self.num_ranks), *self.recipe, "--run-dir", str(run_dir), "--resume"]
+        command = [*launch(self.num_ranks, MAX_RESTARTS), *self.recipe]
+        command += ["--run-dir", str(run_dir), "--resume", "auto"]
         output = self.folder / f"{run_dir.name}.txt"
         self.program = Program.start(command, self.num_ranks, output, self.temp)
         return self.program
@@ -185,7 +190,12 @@ class Campaign:
                 is_fresh = False
                 continue
             # After SIGTERM, for one, a run may record a step before it ends.
-            is_late = not placed and code != 0 and fault is not None and fault.outcome == SURVIVED
+            is_late = (
+                not placed
+                and code != 0
+                and fault is not None
+                and fault.outcome in (SURVIVED, RESTARTED)
+            )
             left = self.left_behind(program, run_dir)
             if placed or is_late:
                 self.note_end(fault, code, left)
@@ -226,7 +236,7 @@ class Campaign:
             landed, self.undo = inject(victim, target.fault)
         except ProcessLookupError:
             return None
-        fault = Fault(*target, victim.pid, now.step, fired, now.phases, landed)
+        fault = Fault(*target, victim.pid, now.pid, now.step, fired, now.phases, landed)
         fault.problems += [] if landed else ["it did not land"]
         return fault
 
@@ -239,7 +249,8 @@ class Campaign:
         code = self.wait_for_end(program, run_dir, fault, or_recovery=True)
         self.undo()
         if code is None:
-            fault.outcome = SURVIVED
+            is_same = read_now(run_dir, program).pid == fault.run_pid
+            fault.outcome = SURVIVED if is_same or not fault.run_pid else RESTARTED
             self.print(fault)
         return code
 
@@ -304,7 +315,7 @@ def read_now(run_dir: Path, program: Program) -> Now:
         now = Now(int(pid), int(step), tuple(PHASES.get(p, p) for p in (phase, *states)))
     except (OSError, ValueError):  # not there yet
         return STARTING
-    return now if program.owns(now.pid) else STARTING
+    return now if program.is_alive(now.pid) else STARTING
 
 
 def note_recovery(run_dir: Path, fault: Fault | None) -> bool:

@@ -72,11 +72,9 @@ class Program:
         self.seen |= {process.pid for process in found}
         return found
 
-    def owns(self, pid: int) -> bool:
-        """Whether a number is of one of its processes, dead or alive."""
-        if pid not in self.seen and _marked(pid, self.mark):
-            self.seen.add(pid)
-        return pid in self.seen
+    def is_alive(self, pid: int) -> bool:
+        """Whether a number is that of a process of it."""
+        return _marked(pid, self.mark) is not None
 
     def shared_memory(self) -> list[Path]:
         """What is named after one of its processes."""
@@ -119,12 +117,12 @@ class Program:
             self.process.poll()
 
 
-def launch(num_ranks: int) -> list[str]:
+def launch(num_ranks: int, max_restarts: int = 0) -> list[str]:
     """As a user does: python, or torchrun for several ranks."""
     if num_ranks == 1:
         return [sys.executable]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*torchrun, f"--nproc-per-node={num_ranks}"]
+    return [*torchrun, f"--max-restarts={max_restarts}", f"--nproc-per-node={num_ranks}"]
 
 
 def inject(process: Process, fault: str) -> tuple[str, Callable[[], None]]:

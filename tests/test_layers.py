@@ -27,6 +27,7 @@ TORCH_FREE = (
     "checks",
     "stopping",
     "options",
+    "chat",
     "tasks",
     "data",
     "rewards",

@@ -14,6 +14,7 @@ tensorboard/     the metrics, if the package tensorboard is installed
 
 import fcntl
 import json
+import math
 import os
 import socket
 import sys
@@ -93,7 +94,7 @@ class Run:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of a step, and print those of the console line."""
         with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
+            file.write(_line({"step": step, "time": time.time(), **metrics}))
         self._trackers.log(step, metrics)
         self._bar.reach(step)
         if any(name in metrics for name in self._shown):
@@ -129,7 +130,7 @@ class Run:
 
     def _write_events(self, rows: Iterable[dict[str, Any]]) -> None:
         with (self.folder / "events.jsonl").open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.writelines(map(_line, rows))
 
     def _drop_records_after(self, step: int) -> int:
         """Drop the records of steps that will be repeated; returns the last that was recorded."""
@@ -175,7 +176,7 @@ class Run:
     def _write_samples(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
         (self.folder / "rollouts").mkdir(exist_ok=True)
         with (self.folder / "rollouts" / f"{name}.jsonl").open("w") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.writelines(map(_line, rows))
 
 
 def refuse_old_run(folder: str | Path) -> None:
@@ -209,6 +210,22 @@ def lock_folder(folder: Path) -> TextIO:
 
 def default_folder(recipe: str) -> str:
     return time.strftime(f"runs/{recipe}-%Y%m%d-%H%M%S")
+
+
+def _line(row: dict[str, Any]) -> str:
+    """JSON has neither NaN nor Infinity: they become null."""
+    try:
+        return json.dumps(row, allow_nan=False) + "\n"
+    except ValueError:
+        return json.dumps(_finite(json.loads(json.dumps(row)))) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return list(map(_finite, value))
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step_of(line: bytes) -> int | None:
