@@ -69,10 +69,12 @@ def soak(program: Program, run_dir: Path, every: float) -> dict[str, list[tuple[
 
 
 def current_step(run_dir: Path) -> int:
+    """0 before the first step and after the last."""
     try:
-        return int((run_dir / "phase").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
+        _, step, phase, *_ = (run_dir / "phase").read_text().split()
+    except (OSError, ValueError):
         return 0
+    return 0 if phase == "end" else int(step)
 
 
 def step_times(run_dir: Path) -> list[tuple[float, float]]:
