@@ -83,7 +83,7 @@ class Fault:
     outcome: str = ""
     """survived, restarted by torchrun, ended with a code, or hung."""
     ended_s: float | None = None
-    """Until the last process of the run was gone."""
+    """Until the last process of the run was gone; of a run that torchrun restarts: rank 0."""
     recovered_s: float | None = None
     """Until the next step was recorded, or the run was complete."""
     problems: list[str] = field(default_factory=list)
@@ -262,6 +262,8 @@ class Campaign:
         while program.process.poll() is None:
             if note_recovery(run_dir, fault) and or_recovery:
                 return None
+            if or_recovery and fault.ended_s is None and is_gone(program, fault):
+                fault.ended_s = time.time() - fault.time
             if time.monotonic() > end:
                 program.kill_all()
                 program.process.wait()
@@ -328,6 +330,11 @@ def note_recovery(run_dir: Path, fault: Fault | None) -> bool:
     if recorded > fault.time and fault.recovered_s is None:
         fault.recovered_s = recorded - fault.time
     return recorded > fault.time
+
+
+def is_gone(program: Program, fault: Fault) -> bool:
+    """Whether the process that ran the recipe at the time of the fault has ended."""
+    return fault.run_pid > 0 and not program.is_alive(fault.run_pid)
 
 
 def can_lock(path: Path) -> bool:
