@@ -344,6 +344,7 @@ def train(
         cfg.run_dir, cfg, num_steps=cfg.steps, shown=shown, resumed_at=resumed_at,
         trackers=TRACKERS, ranks=cluster.device_map.replicas,
     )  # fmt: skip
+    rollout.on_states(run.phase.show_states)
     if resumed_at:
         models.devices.to_training()
         models.devices.to_engines(resumed_at)
@@ -357,25 +358,25 @@ def train(
     with saved.kept(run, stop, lambda: run.note_samples(saved.step + 1, rollout.dropped())):
         for step in range(saved.step + 1, cfg.steps + 1):
             profiler.at(step)
-            timer = StepTimer()
+            timer = StepTimer(run.phase, step)
+            timer.begin("rollout")
             groups = rollout.collect()
-            timer.lap("rollout")
+            timer.begin("prepare")
             models.devices.to_training()
             sequences = prepare(groups, cfg, models, state)
-            timer.lap("prepare")
+            timer.begin("train")
             is_recorded = run.is_due(step, cfg.rollouts_every)
             metrics = update(sequences, cfg, models, step, is_recorded)
-            timer.lap("train")
+            timer.begin("sync")
             models.devices.to_engines(step, cfg.on_new_weights)
             rollout.set_version(step)
             saved.step = step
-            timer.lap("sync")
+            timer.begin("records")
             metrics |= describe_groups(groups) | rollout.metrics() | scoring()
             if is_recorded:
                 learnt = (sampled_numbers(sequences, name) for name in ("advantages", "entropies"))
                 run.write_rollouts(step, groups, *learnt)
             run.note_samples(step, rollout.dropped())
-            timer.lap("records")
             metrics |= state.metrics | models.devices.metrics | timer.metrics()
             metrics["rollout/trained_samples"] = len(sample_runs(sequences))
             if run.is_due(step, cfg.evaluation.eval_every):
@@ -394,6 +395,7 @@ def evaluate(
     cfg: PolicyConfig, step: int, run: Run, rollout: Coordinator, evaluation: Evaluation
 ) -> dict[str, float]:
     """Held-out pass rates; the answers are written to the run folder."""
+    run.phase.enter("evaluate", step)
     try:
         return evaluation.run(rollout)
     finally:

@@ -121,12 +121,14 @@ def main(cfg: Config) -> None:
         with saved.kept(run, cluster.stop_request()):
             for step in range(saved.step + 1, cfg.steps + 1):
                 profiler.at(step)
+                run.phase.enter("train", step)
                 start = time.perf_counter()
                 sequences, num_cut = encode(rows.take(cfg.rows_per_step))
                 batch = pack(sequences, budget, num_shards=num_shards, cost=cost)
                 metrics = trainer.step(split(batch))[0] | {"data/truncated": num_cut}
                 metrics["time/step"] = time.perf_counter() - start
                 if validation and run.is_due(step, cfg.evaluation.eval_every):
+                    run.phase.enter("evaluate")
                     batch = pack(validation, budget, num_shards=num_shards)
                     metrics["eval/loss"] = trainer.evaluate(split(batch))[0]["loss/loss"]
                 run.log(step, metrics)

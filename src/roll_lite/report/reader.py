@@ -146,6 +146,15 @@ class RunFolder:
         return steps if isinstance(steps, int) else None
 
     @property
+    def phase(self) -> str | None:
+        """What the run is doing, or did when it ended: phase, and states that samples are in."""
+        try:
+            _, _, *words = (self.folder / "phase").read_text(errors="replace").split()
+        except (OSError, ValueError):
+            return None
+        return f"{words[0]} ({', '.join(words[1:])})" if words[1:] else words[0] if words else None
+
+    @property
     def names(self) -> list[str]:
         """Names under which `samples` finds samples, by step: step_00010, eval_00010."""
         names = [p.stem for p in self.folder.glob("rollouts/*.jsonl") if _NAME.fullmatch(p.stem)]

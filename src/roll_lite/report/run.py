@@ -6,6 +6,7 @@ events.jsonl     one line per dropped sample, with prompt, reply, state changes 
                  line per checkpoint and resume
 rollouts/        step_*.jsonl: one line per sample that was trained on, as in samples.py;
                  eval_*.jsonl: one line per sample of an evaluation, as text
+phase            what the run is doing now: process, step, phase, states of samples
 tensorboard/     the metrics, if the package tensorboard is installed
 """
 
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from roll_lite.progress import ProgressBar, terminal_width
+from roll_lite.progress import PhaseFile, ProgressBar, terminal_width
 from roll_lite.report.config_file import to_json, write_config
 from roll_lite.report.hints import Hints
 from roll_lite.report.samples import (
@@ -69,6 +70,7 @@ class Run:
         if resumed_at and resumed_at == num_steps:
             print(f"{place}: nothing is left to train; --steps N goes on", flush=True)
         run_id = write_config(self.folder, config, resumed_at, shown=shown, ranks=ranks)
+        self.phase = PhaseFile(self.folder / "phase", step=resumed_at or 0)
         self._hints = Hints()
         self._bar = ProgressBar(num_steps, "steps", done=resumed_at or 0)
         self._table = StepTable(shown)
@@ -150,6 +152,8 @@ class Run:
         return last_step
 
     def close(self) -> None:
+        """No step follows; the recipe may still export the model."""
+        self.phase.enter("end")
         self._bar.close()
         self._trackers.close()
         self._lock.close()

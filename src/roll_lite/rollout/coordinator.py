@@ -78,6 +78,7 @@ class Coordinator:
         )  # fmt: skip
         self._runner = runner(deadline=options.deadline)
         self._answerer = runner()  # without deadline: an evaluation needs every sample
+        self._answerer.in_flight = self._runner.in_flight
         self._prompts = PromptQueue(prompts)
         self._groups = Groups(
             self._runner, self._prompts, options, params, min_samples, self._signal, keep
@@ -152,6 +153,10 @@ class Coordinator:
     def set_version(self, policy_version: int) -> None:
         """Announce new weights in the engines: groups collected from now on are used under them."""
         self._loop.run(_call(self._set_version, policy_version))
+
+    def on_states(self, listener: Callable[[list[str]], None]) -> None:
+        """Have it told which states samples are in, whenever that changes, in any thread."""
+        self._runner.in_flight.listener = listener
 
     def metrics(self) -> dict[str, float]:
         """How samples ended since the last call, and how much is in flight."""

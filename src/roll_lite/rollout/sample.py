@@ -7,7 +7,7 @@ how they end. Everything here runs in the coordinator's event loop.
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from roll_lite.chat import Chat
@@ -25,6 +25,28 @@ def derive_seed(*parts: int | str) -> int:
     """63 bits that depend on all parts and their order."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
+
+
+class StatesInFlight:
+    """Which of the states that take time have samples; `listener` is told when that changes."""
+
+    WATCHED = ("generating", "stepping", "scoring")
+
+    def __init__(self):
+        self._counts = dict.fromkeys(self.WATCHED, 0)
+        self.listener: Callable[[list[str]], None] = lambda states: None
+
+    def move(self, before: State | None, now: State) -> None:
+        """A sample has changed its state."""
+        has_changed = False
+        if before in self._counts:
+            self._counts[before] -= 1
+            has_changed = self._counts[before] == 0
+        if now in self._counts:
+            self._counts[now] += 1
+            has_changed |= self._counts[now] == 1
+        if has_changed:
+            self.listener([state for state, count in self._counts.items() if count])
 
 
 class SampleRunner:
@@ -52,6 +74,7 @@ class SampleRunner:
         """Samples that are in no group, or failed, each with the reason."""
         self.bar = ProgressBar(0, "", enabled=False)
         """Counts samples that end, for the caller that waits for them."""
+        self.in_flight = StatesInFlight()
 
     def make_samples(self, prompt: Prompt, indices: Iterable[int]) -> list[Sample]:
         samples = [Sample(prompt=prompt, index=index) for index in indices]
@@ -62,7 +85,9 @@ class SampleRunner:
 
     def enter(self, sample: Sample, state: State) -> None:
         """What is lost stays lost: an environment may ignore that it was cancelled."""
-        if not sample.events or sample.state not in LOST:
+        before = sample.state if sample.events else None
+        if before not in LOST:
+            self.in_flight.move(before, state)
             sample.enter(state, self.version.current)
 
     def retry(self, sample: Sample) -> None:

@@ -272,6 +272,7 @@ class RunState:
 
     def _save(self, run: Run) -> None:
         start = time.monotonic()
+        run.phase.enter("checkpoint", self.step)
         measured, score = self._score
         score = score if measured == self.step else None
         parts = {name: part.state_dict() for name, part in self._parts.items()}
