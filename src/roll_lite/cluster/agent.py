@@ -61,18 +61,22 @@ class Process(NamedTuple):
     @property
     def is_stopped(self) -> bool:
         """By SIGSTOP; False for a process of another host."""
-        if self.host != socket.gethostname():
-            return False
+        return self._state() == STOPPED
+
+    def kill(self) -> None:
+        """If it is on this host."""
+        if self._state():
+            with suppress(OSError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def _state(self) -> str:
+        """Empty if it has ended, or is on another host."""
         try:
             fields = _stat(self.pid)
         except OSError:
-            return False
-        return fields[0] == STOPPED and int(fields[19]) == self.born
-
-    def kill(self) -> None:
-        """End a process that `is_stopped`, which can end in no other way."""
-        with suppress(OSError):
-            os.kill(self.pid, signal.SIGKILL)
+            return ""
+        is_this = self.host == socket.gethostname() and int(fields[19]) == self.born
+        return fields[0] if is_this else ""
 
 
 def _stat(pid: int) -> list[str]:
