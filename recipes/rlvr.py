@@ -63,12 +63,12 @@ from roll_lite.train.sequences import (
     AdvantageState,
     ModelScores,
     plain_sequences,
-    sampled_advantages,
+    sampled_numbers,
     with_advantages,
     with_field,
 )
 from roll_lite.train.shaping import LengthOptions
-from roll_lite.train.trainer import Trainer, combine
+from roll_lite.train.trainer import Trainer, combine, note_entropies
 from roll_lite.types import Group, Prompt, SamplingParams
 
 
@@ -366,7 +366,8 @@ def train(
                 models.engines.sleep()
             sequences = prepare(groups, cfg, models, state)
             timer.lap("prepare")
-            metrics = update(sequences, cfg, models, step)
+            is_recorded = run.is_due(step, cfg.rollouts_every)
+            metrics = update(sequences, cfg, models, step, is_recorded)
             timer.lap("train")
             if cfg.engines_sleep:
                 models.engines.wake()
@@ -375,8 +376,9 @@ def train(
             saved.step = step
             timer.lap("sync")
             metrics |= describe_groups(groups) | rollout.metrics() | scoring()
-            if run.is_due(step, cfg.rollouts_every):
-                run.write_rollouts(step, groups, sampled_advantages(sequences))
+            if is_recorded:
+                learnt = (sampled_numbers(sequences, name) for name in ("advantages", "entropies"))
+                run.write_rollouts(step, groups, *learnt)
             run.note_samples(step, rollout.dropped())
             timer.lap("records")
             metrics |= state.metrics | timer.metrics()
@@ -458,9 +460,13 @@ def prepare(
 
 
 def update(
-    sequences: list[TrainingSequence], cfg: PolicyConfig, models: Models, step: int
-) -> dict[str, float]:
-    """The step's optimizer updates: `epochs` passes of `updates_per_step` each."""
+    sequences: list[TrainingSequence], cfg: PolicyConfig, models: Models, step: int,
+    is_recorded: bool = False,
+) -> dict[str, float]:  # fmt: skip
+    """The step's optimizer updates: `epochs` passes of `updates_per_step` each.
+
+    If the step `is_recorded`, the sequences get the entropies of their tokens.
+    """
     cost, policy_updates, critic_updates = SequenceCost.of(read_config(cfg.model)), [], []
 
     def update_once(
@@ -468,7 +474,10 @@ def update(
     ) -> dict[str, float]:
         options |= {"num_shards": trainer.role.num_replicas, "cost": cost}
         batch = pack(part, cfg.training.tokens_per_microbatch, **options)
-        return trainer.step(split(batch), scheduled_at=done)[0]
+        metrics = trainer.step(split(batch), scheduled_at=done)[0]
+        if is_recorded and trainer is models.policy:
+            note_entropies(trainer, batch, part)
+        return metrics
 
     share = len(sample_runs(sequences)) / (
         cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt

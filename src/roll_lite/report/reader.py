@@ -17,7 +17,7 @@ Row = dict[str, Any]
 DROPPED = "dropped"
 """Samples in events.jsonl, in names such as dropped_00010, beside the files of rollouts/."""
 _NAME = re.compile(r"(step|eval|dropped)_(\d+)")
-_DROPPED_SAMPLE = re.compile(rb'\{"event": "sample", "step": (\d+),')
+_DROPPED_SAMPLE = re.compile(rb'\{"event": ?"sample", ?"step": ?(\d+),')
 
 
 class JsonLines:

@@ -53,11 +53,11 @@ class SampleRunner:
         self.bar = ProgressBar(0, "", enabled=False)
         """Counts samples that end, for the caller that waits for them."""
 
-    def make_samples(self, prompt: Prompt, num_samples: int) -> list[Sample]:
-        samples = [Sample(prompt=prompt, index=index) for index in range(num_samples)]
+    def make_samples(self, prompt: Prompt, indices: Iterable[int]) -> list[Sample]:
+        samples = [Sample(prompt=prompt, index=index) for index in indices]
         for sample in samples:
             self.enter(sample, "queued")
-        self.counts["started"] += num_samples
+        self.counts["started"] += len(samples)
         return samples
 
     def enter(self, sample: Sample, state: State) -> None:
@@ -122,11 +122,17 @@ class RunningGroup:
         num_samples: int,
         params: SamplingParams,
         num_extra: int = 0,
+        only: int | None = None,
     ):
-        self.visit, self._num_wanted = visit, num_samples
-        self.samples = runner.make_samples(visit.prompt, num_samples + num_extra)
+        """`only` is the index of a single sample of the group to run."""
+        self.visit, self._num_wanted = visit, num_samples if only is None else 1
+        self._num_samples = num_samples + num_extra
+        self._wanted = None if only is None else (only,)
+        self.samples = runner.make_samples(visit.prompt, self._wanted or range(self._num_samples))
         self._episodes: list[asyncio.Task] = []
         self.seed = derive_seed(runner.seed, visit.prompt.id, visit.number)
+        for sample in self.samples:
+            sample.visit, sample.seed = visit.number, self.seed
         self.params, self._runner = params, runner
         known = visit.prompt.seed
         self.prompt = replace(visit.prompt, seed=self.seed if known is None else known)
@@ -166,7 +172,9 @@ class RunningGroup:
             self._last[sample.index] = pending = self._submit(token_ids, params, 1, seed, last)
             return await self._turn(pending, 0, episode)
         if self._first is None:
-            self._first = self._submit(token_ids, params, len(self.samples), self.seed)
+            self._first = self._submit(
+                token_ids, params, self._num_samples, self.seed, wanted=self._wanted
+            )
         elif (token_ids, params) != (self._first.request.prompt_ids, self._first.request.params):
             raise ValueError(
                 f"sample {sample.index} of {sample.prompt.id} opens differently from its "
@@ -192,8 +200,11 @@ class RunningGroup:
         num_samples: int,
         seed: int,
         last: PendingRequest | None = None,
+        wanted: tuple[int, ...] | None = None,
     ) -> PendingRequest:
-        request = Request(prompt_ids=token_ids, params=params, num_samples=num_samples, seed=seed)
+        request = Request(
+            prompt_ids=token_ids, params=params, num_samples=num_samples, seed=seed, wanted=wanted
+        )
         pending = self._runner.engines.submit(request, same_replica_as=last)
         pending.group_number = self.number
         return pending

@@ -1,7 +1,7 @@
 """The train role: fp32 master weights and optimizer; one call of `step` is one update."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll_lite.cluster.groups import Place
+from roll_lite.cluster.role import RoleHandle
 from roll_lite.models.cost import device_flops, training_flops
 from roll_lite.models.fsdp import (
     gradient_norm,
@@ -25,7 +26,7 @@ from roll_lite.models.lora import LoraOptions, adapters, merge
 from roll_lite.models.transformer import Checkpointing, Head
 from roll_lite.progress import ProgressBar
 from roll_lite.stopping import Ended
-from roll_lite.train.batch import MicroBatch
+from roll_lite.train.batch import MicroBatch, TrainingSequence, unpack
 from roll_lite.train.checkpoint import read_pieces, verify
 from roll_lite.train.losses import Loss
 from roll_lite.train.optimizer import AdamW, Offload, Schedule, local
@@ -38,7 +39,7 @@ from roll_lite.train.shards import (
     write_shard,
 )
 
-LOSS, WEIGHT = "loss/loss", "weight"
+LOSS, WEIGHT, ENTROPY = "loss/loss", "weight", "loss/entropy"
 MAX_SKIPPED = 5
 """Updates in a row without a finite gradient that end a run."""
 
@@ -78,6 +79,8 @@ class Trainer(Scorer):
             trained, weight_decay=weight_decay, moments_dtype=getattr(torch, moments)
         )
         self._offload: Offload | None = None
+        self._entropies: list[Tensor] = []
+        """Of the rows of each micro-batch of the last step, on the device."""
 
     def step(self, batch: list[MicroBatch], scheduled_at: int | None = None) -> dict[str, float]:
         """Accumulate the gradient over all micro-batches of all ranks, then update once.
@@ -118,13 +121,20 @@ class Trainer(Scorer):
     def _accumulate(self, batch: list[MicroBatch]) -> "Totals":
         """The gradient of all micro-batches; copies of the weights sum theirs after the last."""
         totals, last = Totals(), len(batch) - 1
+        self._entropies = []
         with _token_bar(batch, "training") as bar:
             for number, micro in enumerate(batch):
                 micro = micro.to(self.device)
                 self.model.set_requires_all_reduce(number == last)
-                totals.add(self._backward(micro), micro.weights_R)
+                measurements = self._backward(micro)
+                totals.add(measurements, micro.weights_R)
+                self._entropies += [v_R for n, v_R in measurements.items() if n == ENTROPY]
                 bar.advance(len(micro.token_ids_T))
         return totals
+
+    def entropies(self) -> list[Tensor]:
+        """The policy's entropy at each row of each micro-batch of the last step."""
+        return [entropy_R.cpu() for entropy_R in self._entropies]
 
     def _backward(self, micro: MicroBatch) -> dict[str, Tensor]:
         loss_R, measurements = self._loss(micro)
@@ -330,6 +340,17 @@ class Totals:
             name: value if name == LOSS or name.endswith("_max") else value / total
             for name, value in metrics.items()
         }
+
+
+def note_entropies(
+    trainer: RoleHandle, batch: list[MicroBatch], sequences: Sequence[TrainingSequence]
+) -> None:
+    """Note in the sequences of a batch the entropies that the step on it computed, unless an
+    earlier step has."""
+    replicas = trainer.entropies.options(collect="replicas")()
+    rows = [rows_R for replica in replicas for rows_R in replica]
+    for sequence, values in zip(sequences, unpack(batch, rows, sequences), strict=True):
+        sequence.entropies = sequence.entropies or values
 
 
 def combine(updates: list[dict[str, float]]) -> dict[str, float]:
