@@ -4,6 +4,7 @@ asks the kernel to end it with its agent."""
 import os
 import signal
 import socket
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +27,8 @@ def end_with_agent() -> None:
         return
     with suppress(OSError):  # the watchdog of a cluster looks at the parent, too
         die_with_parent()
+    if _is_init(os.getppid()):
+        sys.exit("this rank exits: torchrun ended before its first import of roll_lite")
 
 
 def agent_name() -> str:
@@ -77,6 +80,16 @@ class Process(NamedTuple):
             return ""
         is_this = self.host == socket.gethostname() and int(fields[19]) == self.born
         return fields[0] if is_this else ""
+
+
+def _is_init(pid: int) -> bool:
+    """Whether it is what adopts orphans, and no torchrun that is the first process itself."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    is_first = pid == 1 or command.split(b"\0")[0].endswith(b"systemd")
+    return is_first and b"python" not in command and b"torch" not in command
 
 
 def _stat(pid: int) -> list[str]:
