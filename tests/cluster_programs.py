@@ -289,7 +289,9 @@ def hang_in_work(cluster, train):
     call.result()
     cluster._watchdog._deadline = 2.0
     cluster.role("train", Busy).post(1, "hang")
-    time.sleep(600)
+    while not cluster._controller.failure:
+        time.sleep(0.01)
+    raise cluster._controller.failure
 
 
 def fail_then_kill(cluster, train):

@@ -99,8 +99,7 @@ class Program:
         finally:
             for pid in self.processes():
                 os.kill(pid, signal.SIGKILL)
-        # torchrun kills ranks that do not exit by themselves: those that are silent, and no other.
-        assert ("forcefully exiting" in self.output()) == ("silent" in self.log.name)
+        assert "forcefully exiting" not in self.output()  # torchrun had to kill a rank after 30 s
         return self.process.returncode
 
     def result(self):
@@ -277,8 +276,7 @@ def test_a_stopped_rank_is_named_and_killed(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_silent_rank_is_named_after_its_heartbeat_stops(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")
+def test_a_silent_rank_is_named_after_its_heartbeat_stops(tmp_path):
     output = run_failing("silent", 2, tmp_path)
     message = (
         r"RoleError: rank 1 \(train; pid .*\) sent no heartbeat for \d+ s; train.keep_the_lock"

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from process_checks import is_running, wait_until
 
-from roll_lite.cluster import comparison, rendezvous
+from roll_lite.cluster import agent, comparison, rendezvous
 from roll_lite.cluster.agent import Process
 from roll_lite.cluster.comparison import describe
 from roll_lite.cluster.rendezvous import Launch
@@ -199,23 +199,32 @@ rank.wait()
 """
 
 
+def test_a_rank_whose_agent_ended_before_its_first_import_exits(monkeypatch):
+    """Which process adopts orphans depends on the machine, so its command is made up."""
+    commands = {1: b"/sbin/init\0", 2: b"/usr/lib/systemd/systemd\0--user\0", 3: b"agent\0"}
+    monkeypatch.setattr(Path, "read_bytes", lambda path: commands[int(path.parent.name)])
+    assert [agent._is_init(pid) for pid in commands] == [True, True, False]
+    commands[1] = b"/usr/bin/python3\0/usr/bin/torchrun\0"  # of a container
+    assert not agent._is_init(1)
+
+
 def test_a_rank_ends_with_its_agent_and_what_it_starts_outlives_a_thread():
     """From the first import on. The child is one as the supervisor of workers is."""
-    agent = subprocess.Popen(
+    torchrun = subprocess.Popen(
         [sys.executable, "-c", AGENT, RANK],
         env=os.environ | {"PYTHONPATH": str(SOURCES)},
         stdout=subprocess.PIPE,
         text=True,
     )
-    rank, child = (int(agent.stdout.readline()) for _ in range(2))
+    rank, child = (int(torchrun.stdout.readline()) for _ in range(2))
     try:
         assert is_running(rank) and is_running(child)
-        agent.kill()
+        torchrun.kill()
         wait_until(lambda: not is_running(rank), seconds=600)
         assert is_running(child)
     finally:
-        agent.kill()
-        agent.wait()
-        agent.stdout.close()
+        torchrun.kill()
+        torchrun.wait()
+        torchrun.stdout.close()
         for pid in filter(is_running, (rank, child)):
             os.kill(pid, signal.SIGKILL)

@@ -4,6 +4,7 @@ asks the kernel to end it with its agent."""
 import os
 import signal
 import socket
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +27,8 @@ def end_with_agent() -> None:
         return
     with suppress(OSError):  # the watchdog of a cluster looks at the parent, too
         die_with_parent()
+    if _is_init(os.getppid()):
+        sys.exit("this rank exits: torchrun ended before its first import of roll_lite")
 
 
 def agent_name() -> str:
@@ -61,18 +64,32 @@ class Process(NamedTuple):
     @property
     def is_stopped(self) -> bool:
         """By SIGSTOP; False for a process of another host."""
-        if self.host != socket.gethostname():
-            return False
+        return self._state() == STOPPED
+
+    def kill(self) -> None:
+        """If it is on this host."""
+        if self._state():
+            with suppress(OSError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def _state(self) -> str:
+        """Empty if it has ended, or is on another host."""
         try:
             fields = _stat(self.pid)
         except OSError:
-            return False
-        return fields[0] == STOPPED and int(fields[19]) == self.born
+            return ""
+        is_this = self.host == socket.gethostname() and int(fields[19]) == self.born
+        return fields[0] if is_this else ""
 
-    def kill(self) -> None:
-        """End a process that `is_stopped`, which can end in no other way."""
-        with suppress(OSError):
-            os.kill(self.pid, signal.SIGKILL)
+
+def _is_init(pid: int) -> bool:
+    """Whether it is what adopts orphans, and no torchrun that is the first process itself."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    is_first = pid == 1 or command.split(b"\0")[0].endswith(b"systemd")
+    return is_first and b"python" not in command and b"torch" not in command
 
 
 def _stat(pid: int) -> list[str]:

@@ -5,8 +5,8 @@ dies, its connections close, and the RPC fails within milliseconds.
 
 Each rank sends the controller a *heartbeat* every second, from a thread of its own, with the status
 of its worker thread. A stopped process (SIGSTOP, a frozen container) keeps its connections but
-sends no heartbeats. On the controller's host the kernel tells that it is stopped: the run fails,
-and the process is killed. Elsewhere the run fails after HEARTBEAT_TIMEOUT, and torchrun kills it.
+sends no heartbeats. On the controller's host the kernel tells that it is stopped, and the run fails
+soon; otherwise after HEARTBEAT_TIMEOUT. The process is killed: by the controller, or by torchrun.
 
 A rank that sends heartbeats but has been in one call, or in one piece of an object's `work`, longer
 than the *deadline* is stuck: the run fails, and the error shows the stacks of the ranks that have
@@ -114,11 +114,12 @@ class Watchdog:
 
     def _check_heartbeats(self, now: float) -> None:
         for rank, (last, _) in self._heartbeats.items():
-            if now - last > STOPPED_SECONDS and self._processes[rank].is_stopped:
-                self._controller.lose(rank, STOPPED)
-                self._processes[rank].kill()
-            elif now - last > HEARTBEAT_TIMEOUT:
-                self._controller.lose(rank, f"sent no heartbeat for {now - last:.0f} s")
+            process = self._processes[rank]
+            is_stopped = now - last > STOPPED_SECONDS and process.is_stopped
+            if is_stopped or now - last > HEARTBEAT_TIMEOUT:
+                silence = f"sent no heartbeat for {now - last:.0f} s"
+                self._controller.lose(rank, STOPPED if is_stopped else silence)
+                process.kill()  # neither can end by itself
 
     def _check_deadlines(self) -> None:
         statuses = {rank: status for rank, (_, status) in self._heartbeats.items()}
@@ -232,12 +233,11 @@ class Heartbeat:
         wire.send(0, "heartbeat", rank, status, timeout=ANSWER_SECONDS).wait()
 
     def _check_controller(self, silence: float) -> None:
-        who = f"the controller (rank 0, {self._controller})"
-        if silence > STOPPED_SECONDS and self._controller.is_stopped:
+        is_stopped = silence > STOPPED_SECONDS and self._controller.is_stopped
+        if is_stopped or (silence > HEARTBEAT_TIMEOUT and self._is_connected):
             self._controller.kill()
-            self._lose(f"{who} {STOPPED}")
-        elif silence > HEARTBEAT_TIMEOUT and self._is_connected:
-            self._lose(f"{who} did not answer a heartbeat for {silence:.0f} s")
+            why = STOPPED if is_stopped else f"did not answer a heartbeat for {silence:.0f} s"
+            self._lose(f"the controller (rank 0, {self._controller}) {why}")
 
     def _lose(self, reason: str) -> None:
         self._on_lost(1, reason)
