@@ -124,8 +124,8 @@ def main(cfg: Config) -> None:
     roles = ["train", "teacher", *(["generate"] if cfg.on_policy else [])]
     device_map = cfg.device_map or " ".join(f"{role}=all" for role in roles)
     config, role_configs = read_config(cfg.model), {"teacher": read_config(cfg.teacher)}
-    options = {"roles": roles, "config": config, "role_configs": role_configs}
-    with Cluster(device_map, cfg.device, **options) as cluster:
+    configs = {"config": config, "role_configs": role_configs}
+    with Cluster(device_map, cfg.device, roles=roles, options=cfg, **configs) as cluster:
         cfg = choose_defaults(cfg, lr="sft", **({"max_tokens": "reply"} if cfg.on_policy else {}))
         is_task = tasks.is_task(cfg.data)
         source = data.PROMPTS if cfg.on_policy else data.DIALOGUES

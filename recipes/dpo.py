@@ -89,7 +89,7 @@ def main(cfg: Config) -> None:
     others = {} if cfg.reference is None else {"reference": read_config(cfg.reference)}
     roles, configs = ["train", *others], {"config": read_config(cfg.model), "role_configs": others}
     device_map = " ".join(f"{role}=all,tp={cfg.tp}" for role in roles)
-    with Cluster(device_map, cfg.device, roles=roles, **configs) as cluster:
+    with Cluster(device_map, cfg.device, roles=roles, options=cfg, **configs) as cluster:
         cfg = choose_defaults(cfg, lr="preference")
         pairs = training_pairs(cfg)
         held_out = data.PREFERENCES.held_out(cfg.data, cfg.evaluation)

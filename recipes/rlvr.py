@@ -283,7 +283,7 @@ def main(cfg: Config) -> list[float]:
         cfg = choose_defaults(cfg, **cfg.default_kinds)
         prompts, chat = data.Mixture(cfg.data, seed=0), Chat(cfg.model, **cfg.chat.arguments)
         sys.exit(print_plan(cfg, [len(chat.encode(next(prompts).messages)) for _ in range(64)]))
-    with Cluster(cfg.device_map, cfg.device, **cfg.cluster_options) as cluster:
+    with Cluster(cfg.device_map, cfg.device, options=cfg, **cfg.cluster_options) as cluster:
         cfg = choose_defaults(cfg, **cfg.default_kinds)
         chat = Chat(cfg.model, **cfg.chat.arguments)
         fitting = data.PromptLimit(

@@ -89,7 +89,8 @@ FIXED = (
 def main(cfg: Config) -> None:
     device_map = cfg.device_map or f"train=all,tp={cfg.tp}"
     model_config = read_config(cfg.model)
-    with Cluster(device_map, cfg.device, config=model_config, roles=["train"]) as cluster:
+    configs = {"config": model_config, "roles": ["train"]}
+    with Cluster(device_map, cfg.device, options=cfg, **configs) as cluster:
         cfg = choose_defaults(cfg, lr="sft")
         rows = data.DIALOGUES.training(cfg.data, f"sft-{cfg.seed}", careless=cfg.careless)
         held_out = data.DIALOGUES.held_out(cfg.data, cfg.evaluation)

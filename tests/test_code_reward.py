@@ -240,6 +240,7 @@ def test_the_block_that_the_tests_are_about(name):
         ("-2.5e3", ["-2500", "-2500.0"], ["2500"]),
         ("3", ["3"], ["3.0", "03", "2.9999999"]),
         ("nan inf Yes", ["nan inf Yes"], ["nan inf YES", "inf nan Yes"]),
+        ("1.5e999", ["1.5e999"], ["9" * 1000]),
         ("", ["", " \n"], ["0"]),
     ],
 )
@@ -343,6 +344,11 @@ def test_a_broken_sandbox_is_not_a_wrong_answer(judge, monkeypatch):
         (["X = 1\ndef check(g): assert g(1)"], "only defines things, so every program would pass"),
         (["def test_f(f): assert f(1)"], "does not call test_f, which needs arguments"),
         (["async def test_f(): assert f(1)"], "does not call test_f, .* an event loop; call it"),
+        (["f(1) == 1"], "compares and does nothing with the result, .*; assert it"),
+        (["def test_f():\n    yield\n    assert f(1)"], "has test_f, a coroutine or generator"),
+        (["class TestF:\n    async def test_f(self): assert f(1)"], "has test_f, a coroutine"),
+        (["import asyncio\nasync def g(): assert await f(1)\nasyncio.run(g())"], "awaits, but"),
+        (["assert np.isclose(f(1), 1)"], "uses np, which the sandbox does not have"),
         (["import unittest\nunittest.main()"], "calls unittest.main; leave the call out"),
     ],
 )

@@ -22,7 +22,13 @@ from typing import Any, TextIO
 from roll_lite.progress import ProgressBar, terminal_width
 from roll_lite.report.config_file import to_json, write_config
 from roll_lite.report.hints import Hints
-from roll_lite.report.samples import NOT_TRAINED, answer_lines, dropped_lines, rollout_lines
+from roll_lite.report.samples import (
+    NOT_TRAINED,
+    answer_lines,
+    dropped_lines,
+    finite,
+    rollout_lines,
+)
 from roll_lite.report.table import StepTable
 from roll_lite.report.trackers import OpenTracker, TrackedRun, Trackers
 from roll_lite.types import Group, Sample
@@ -87,7 +93,7 @@ class Run:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of a step, and print those of the console line."""
         with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
+            file.write(_line({"step": step, "time": time.time(), **metrics}))
         self._trackers.log(step, metrics)
         self._bar.reach(step)
         if any(name in metrics for name in self._shown):
@@ -113,7 +119,7 @@ class Run:
     def note(self, event: str, step: int, **more: Any) -> None:
         """Record an event."""
         row = {"event": event, "step": step, "time": time.time(), **more}
-        self._write_events([json.dumps(row) + "\n"])
+        self._write_events([_line(row)])
 
     def note_samples(self, step: int, dropped: Iterable[tuple[Sample, str]]) -> None:
         """Record samples that are not trained on, and why."""
@@ -199,6 +205,14 @@ def lock_folder(folder: Path) -> TextIO:
 
 def default_folder(recipe: str) -> str:
     return time.strftime(f"runs/{recipe}-%Y%m%d-%H%M%S")
+
+
+def _line(row: dict[str, Any]) -> str:
+    """JSON has neither NaN nor Infinity: they become null."""
+    try:
+        return json.dumps(row, allow_nan=False) + "\n"
+    except ValueError:
+        return json.dumps(finite(json.loads(json.dumps(row)))) + "\n"
 
 
 def _step_of(line: bytes) -> int | None:

@@ -10,6 +10,7 @@ random numbers of its samples derive; `prompt_seed` is that of the environment, 
 """
 
 import json
+import math
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 from roll_lite.types import Group, Prompt, Sample, Turn
 
 NOT_TRAINED: Mapping[int, list[float]] = {}
-_encode = json.JSONEncoder(check_circular=False, separators=(",", ":")).encode
+_ENCODER = json.JSONEncoder(check_circular=False, allow_nan=False, separators=(",", ":"))
 
 
 def rollout_lines(
@@ -82,6 +83,22 @@ def numbers(packed: str | list[float] | None) -> list[float]:
         return array("f", b64decode(packed)).tolist()
     except ValueError as error:
         raise ValueError(f"{packed:.40} is not base64 of float32 numbers: {error}") from None
+
+
+def finite(value: Any) -> Any:
+    """The value without NaN and Infinity, which JSON does not have: they become null."""
+    if isinstance(value, dict):
+        return {name: finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return list(map(finite, value))
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _encode(row: dict[str, Any]) -> str:
+    try:
+        return _ENCODER.encode(row)
+    except ValueError:
+        return _ENCODER.encode(finite(json.loads(json.dumps(row))))
 
 
 def _opening(prompt: Prompt) -> str:

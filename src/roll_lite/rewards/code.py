@@ -19,6 +19,7 @@ from typing import Any
 
 from roll_lite.rewards.format import without_thinking
 from roll_lite.sandbox.names import (
+    FUNCTIONS,
     SOLUTION,
     defined_and_used_names,
     does_something,
@@ -37,6 +38,9 @@ from roll_lite.sandbox.sandbox import (
 from roll_lite.types import Prompt, Score
 
 Test = dict[str, str]
+
+ABSENT = {"np", "numpy", "pd", "pandas"}
+"""What tests mean by these is not in the sandbox, and a program's own is no substitute."""
 
 _SHORTEST_FENCE = 3
 _MOST_PARSED, _COST_OF_BLOCK = 20_000, 100
@@ -251,7 +255,8 @@ def _is_same_word(found: str, wanted: str) -> bool:
         return True
     if not (_DECIMAL.fullmatch(wanted) and _NUMBER.fullmatch(found)):
         return False
-    return math.isclose(float(found), float(wanted), rel_tol=1e-6, abs_tol=1e-6)
+    is_finite = math.isfinite(float(wanted))  # else it is too large for any digits to count
+    return is_finite and math.isclose(float(found), float(wanted), rel_tol=1e-6, abs_tol=1e-6)
 
 
 def check_isolation(isolation: Isolation) -> None:
@@ -300,19 +305,36 @@ def _problem_of_code(code: str) -> str:
             f"imports {missing[0]}, which the sandbox does not have; use Python's own library, and "
             f"import the program as {SOLUTION}"
         )
+    defined, used = defined_and_used_names(code)
+    if absent := sorted(ABSENT & used - defined):
+        return f"uses {absent[0]}, which the sandbox does not have; use Python's own library"
     if "unittest.main(" in code:
         return "calls unittest.main; leave the call out, because test cases run without it"
     uncalled = uncalled_tests(code)
     if not (uncalled or does_something(code)):
         return "only defines things, so every program would pass; call what it defines"
+    nodes = list(ast.walk(ast.parse(code)))
+    if any(isinstance(node, ast.Expr) and isinstance(node.value, ast.Compare) for node in nodes):
+        return "compares and does nothing with the result, so every program would pass; assert it"
+    if any(isinstance(node, ast.Await) for node in nodes):
+        return "awaits, but tests run in a process apart from the program's event loop"
     return next((problem for test in uncalled if (problem := _problem_of_call(test))), "")
 
 
 def _problem_of_call(test: ast.AST) -> str:
     if isinstance(test, ast.ClassDef):
-        return ""
+        methods = (node for node in test.body if isinstance(node, FUNCTIONS))
+        found = (_problem_of_body(node) for node in methods if node.name.startswith("test"))
+        return next(filter(None, found), "")
     given = test.args
     num_needed = len(given.posonlyargs + given.args) - len(given.defaults)
     if isinstance(test, ast.AsyncFunctionDef) or num_needed or None in given.kw_defaults:
         return f"does not call {test.name}, which needs arguments or an event loop; call it"
+    return _problem_of_body(test)
+
+
+def _problem_of_body(test: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    is_async = isinstance(test, ast.AsyncFunctionDef)
+    if is_async or any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(test)):
+        return f"has {test.name}, a coroutine or generator, whose body never runs; make it plain"
     return ""

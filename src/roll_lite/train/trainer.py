@@ -25,6 +25,7 @@ from roll_lite.models.hf import save_state, stored_dtype
 from roll_lite.models.lora import LoraOptions, adapters, merge
 from roll_lite.models.transformer import Checkpointing, Head
 from roll_lite.progress import ProgressBar
+from roll_lite.stopping import Ended
 from roll_lite.train.batch import MicroBatch, TrainingSequence, unpack
 from roll_lite.train.checkpoint import read_pieces, verify
 from roll_lite.train.losses import Loss
@@ -39,6 +40,12 @@ from roll_lite.train.shards import (
 )
 
 LOSS, WEIGHT, ENTROPY = "loss/loss", "weight", "loss/entropy"
+MAX_SKIPPED = 5
+"""Updates in a row without a finite gradient that end a run."""
+
+
+class Diverged(Ended):
+    """No gradient is finite any more. All ranks raise it together, with the weights unchanged."""
 
 
 class Trainer(Scorer):
@@ -65,6 +72,7 @@ class Trainer(Scorer):
         self.part: Literal["policy", "critic"] = "policy" if head == "language" else "critic"
         """The name of its files in a checkpoint."""
         self.num_steps = 0
+        self._num_skipped = 0  # in a row
         self.lora = lora
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = AdamW(
@@ -90,6 +98,7 @@ class Trainer(Scorer):
         if is_finite:  # inf or nan would destroy the policy: skip the update
             self.optimizer.step(lr)
         self.optimizer.zero_grad()
+        self._count_skipped(is_finite, lr)
         self.num_steps += 1
         metrics = totals.over_ranks(self.replicas)
         metrics |= {
@@ -98,6 +107,16 @@ class Trainer(Scorer):
             "loss/skipped_steps": float(not is_finite),
         }
         return metrics | self._speed(batch, time.perf_counter() - start)
+
+    def _count_skipped(self, is_finite: bool, lr: float) -> None:
+        self._num_skipped = 0 if is_finite else self._num_skipped + 1
+        if self._num_skipped == MAX_SKIPPED:
+            raise Diverged(
+                f"the gradient of the {self.part} was not finite in {MAX_SKIPPED} updates in a row "
+                f"(learning rate {lr:g}): nothing is learnt any more; start again, or from an "
+                "earlier checkpoint, with a lower learning rate, and look at the rewards and "
+                "advantages for nan and inf"
+            )
 
     def _accumulate(self, batch: list[MicroBatch]) -> "Totals":
         """The gradient of all micro-batches; copies of the weights sum theirs after the last."""
