@@ -70,11 +70,11 @@ def make_runs(toy_folder, folder):
     (folder / "my_rewards.py").write_text(REWARDS)
     (folder / "my_envs.py").write_text(ENVS)
     common = COMMON | {"model": str(toy_folder)}
-    own = {"data": ("reverse:1",), "rewards": str(folder / "my_rewards.py"), "reward_workers": 1}
+    own = {"data": ("reverse:1",), "rewards": str(folder / "my_rewards.py"), "reward_workers": 0}
     rlvr.main(from_flat(rlvr.Config, **common, **own, run_dir=str(folder / "rlvr")))
     own = {"data": ("mine", "talk"), "envs": str(folder / "my_envs.py"), "history": 0}
     agentic.main(
-        from_flat(agentic.Config, **common, **own, env_workers=1, run_dir=str(folder / "agentic"))
+        from_flat(agentic.Config, **common, **own, env_workers=0, run_dir=str(folder / "agentic"))
     )
     for recipe in ("rlvr", "agentic"):  # otherwise all checkpoints would do
         lines = (folder / recipe / "metrics.jsonl").read_text().splitlines()

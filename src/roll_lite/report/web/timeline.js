@@ -198,8 +198,13 @@ function drawTimeline(body, lanes, phases, ranks, index, text) {
       ]),
       ...ranks.flatMap(({ rank, about, spans }, i) => {
         const y = RANKS_TOP + i * RANK_HEIGHT;
-        const box = { y, height: RANK_HEIGHT * 0.8, "data-rank": rank };
-        return spans.flatMap((s) => rect(s, { ...box, "data-state": s.state, fill: s.fill }, about));
+        const height = RANK_HEIGHT * 0.9,
+          box = { y, height, "data-rank": rank };
+        return [
+          el("svg:rect", { x: 0, y, width: SPAN, height, fill: STATES.aborted }), // nothing to do
+          ...spans.flatMap((s) => rect(s, { ...box, "data-state": s.state, fill: s.fill }, about)),
+          el("svg:text", { x: 2, y: y + 9, style: { fill: "#fff" } }, `rank ${rank}`),
+        ];
       }),
       ...lanes.flatMap(({ sample, segments: parts }, i) => {
         const open = () => {
