@@ -103,22 +103,6 @@ def numbers(packed: str | list[float] | None) -> list[float]:
         raise ValueError(f"{packed:.40} is not base64 of float32 numbers: {error}") from None
 
 
-def finite(value: Any) -> Any:
-    """The value without NaN and Infinity, which JSON does not have: they become null."""
-    if isinstance(value, dict):
-        return {name: finite(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return list(map(finite, value))
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _encode(row: dict[str, Any]) -> str:
-    try:
-        return _ENCODER.encode(row)
-    except ValueError:
-        return _ENCODER.encode(finite(json.loads(json.dumps(row))))
-
-
 def _opening(prompt: Prompt) -> str:
     """The beginning of a line: all of the prompt, so that its replies can be scored again."""
     told = {
