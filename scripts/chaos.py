@@ -139,6 +139,7 @@ class Campaign:
             sys.exit(f"the run fails when it is left alone: see {self.folder}/reference.txt")
         self.problems += [f"{run_dir}: {text}" for text in self.left_behind(program, run_dir)]
         self.seconds = {phase: median(found) for phase, found in spans.items()}
+        self.seconds["start"] = max(spans["start"])  # its line comes when most of it is over
         print("phases:", ", ".join(f"{p} {s:.2f} s" for p, s in self.seconds.items()))
         victims = set().union(*seen.values())
         print("victims:", ", ".join(sorted(victims)), flush=True)
@@ -180,6 +181,8 @@ class Campaign:
             placed = self.place(program, run_dir, target, fault) if target else None
             if placed:
                 self.faults.append(fault := placed)
+                if self.chosen:  # each of them once
+                    targets.remove(target)
                 code = self.settle(program, run_dir, fault)
             elif target and program.process.poll() is None:  # missed too often
                 is_fresh = False
