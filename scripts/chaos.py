@@ -137,6 +137,7 @@ class Campaign:
             sys.exit(f"the run fails when it is left alone: see {self.folder}/reference.txt")
         self.problems += [f"{run_dir}: {text}" for text in self.left_behind(program, run_dir)]
         self.seconds = {phase: median(found) for phase, found in spans.items()}
+        self.seconds["start"] = max(spans["start"])  # its line comes when most of it is over
         print("phases:", ", ".join(f"{p} {s:.2f} s" for p, s in self.seconds.items()))
         victims = set().union(*seen.values())
         print("victims:", ", ".join(sorted(victims)), flush=True)
@@ -178,6 +179,8 @@ class Campaign:
             placed = self.place(program, run_dir, target, fault) if target else None
             if placed:
                 self.faults.append(fault := placed)
+                if self.chosen:  # each of them once
+                    targets.remove(target)
                 code = self.settle(program, run_dir, fault)
             elif target and program.process.poll() is None:  # missed too often
                 is_fresh = False
@@ -247,8 +250,9 @@ class Campaign:
         code = self.wait_for_end(program, run_dir, fault, or_recovery=True)
         self.undo()
         if code is None:
-            is_same = read_now(run_dir, program).pid == fault.run_pid
-            fault.outcome = SURVIVED if is_same or not fault.run_pid else RESTARTED
+            fault.outcome = RESTARTED if is_gone(program, fault) else SURVIVED
+            if fault.outcome == RESTARTED and fault.ended_s is None:  # after it recorded a step
+                fault.ended_s, fault.recovered_s = time.time() - fault.time, None
             self.print(fault)
         return code
 
@@ -325,9 +329,11 @@ def note_recovery(run_dir: Path, fault: Fault | None) -> bool:
         return False
     *_, last = path.read_bytes().rpartition(b"\n")[0].rpartition(b"\n")
     recorded = json.loads(last)["time"] if last else 0.0
-    if recorded > fault.time and fault.recovered_s is None:
+    # What it recorded before it ended is no recovery.
+    is_recovered = recorded > fault.time + (fault.ended_s or 0.0)
+    if is_recovered and fault.recovered_s is None:
         fault.recovered_s = recorded - fault.time
-    return recorded > fault.time
+    return is_recovered
 
 
 def is_gone(program: Program, fault: Fault) -> bool:
