@@ -18,7 +18,7 @@ from functools import partial
 from random import Random
 from typing import ClassVar
 
-from rlvr import FIXED, SHOWN, PolicyConfig, cache_tokens, make_roles, train
+from rlvr import FIXED, SHOWN, PolicyConfig, make_roles, train
 
 from roll_lite import command, data
 from roll_lite.chat import Chat
@@ -29,6 +29,7 @@ from roll_lite.envs.play import EpisodeOptions
 from roll_lite.envs.registry import ENVS
 from roll_lite.envs.tasks import env_tasks, held_out_tasks
 from roll_lite.options import unique_options
+from roll_lite.planning import cache_tokens
 from roll_lite.report.run import default_folder
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.evaluation import Evaluation

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agentic import OWN
-from rlvr import INLINE, REWARDS, cache_tokens
+from rlvr import INLINE, REWARDS
 
 from roll_lite import command, data
 from roll_lite.chat import Chat, ChatOptions
@@ -35,6 +35,7 @@ from roll_lite.envs.registry import ENVS
 from roll_lite.envs.tasks import held_out_tasks
 from roll_lite.models.config import read_config
 from roll_lite.options import flatten, unique_options
+from roll_lite.planning import cache_tokens
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rewards import registry

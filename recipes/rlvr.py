@@ -22,12 +22,11 @@ from roll_lite.chat import Chat, ChatOptions
 from roll_lite.checks import above, at_least, read_only_if, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle, split
-from roll_lite.engine.attention import PAGE_SIZE
 from roll_lite.engine.service import EngineService
 from roll_lite.models.config import read_config
-from roll_lite.models.cost import SequenceCost, kv_bytes_per_token
+from roll_lite.models.cost import SequenceCost
 from roll_lite.options import flatten, unique_options
-from roll_lite.planning import print_plan
+from roll_lite.planning import cache_tokens, print_plan
 from roll_lite.progress import StepTimer
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rewarding import RewardOptions, Rewards
@@ -38,7 +37,7 @@ from roll_lite.rollout.evaluation import Evaluation, EvaluationOptions
 from roll_lite.rollout.event_loop import rare_collections
 from roll_lite.rollout.metrics import describe_groups
 from roll_lite.rollout.options import RolloutOptions
-from roll_lite.sync import WeightSync
+from roll_lite.sync import Colocated, WeightSync
 from roll_lite.train.advantages import AdvantageOptions
 from roll_lite.train.batch import TrainingSequence, equal_parts, pack, sample_runs
 from roll_lite.train.checkpoint import CheckpointOptions, RunState
@@ -101,6 +100,9 @@ class PolicyConfig:
     """KV cache of each generation engine, in GiB."""
     engines_sleep: bool = False
     """Engines give their memory (weights and KV cache) to the trainer while it works."""
+    offload: bool = False
+    """Trainers give theirs (weights, moments, the reference) to the engines while these generate:
+    it waits in host memory."""
     on_new_weights: Literal["go_on", "finish", "abort"] = "go_on"
     """What in-flight samples do when weights update: continue (go_on), finish first, or restart
     (abort)."""
@@ -130,7 +132,7 @@ class PolicyConfig:
         self._check_sizes()
         if self.runs_ahead:
             unread_with("max_staleness above 0", self.rollout, "extra_groups")
-            unread_with("max_staleness above 0", self, "engines_sleep")
+            unread_with("max_staleness above 0", self, "engines_sleep", "offload")
         else:
             unread_with("max_staleness=0", self, "on_new_weights")
         if not self.checkpoints.resume:
@@ -245,7 +247,8 @@ class Models(NamedTuple):
 
     policy: RoleHandle
     engines: RoleHandle
-    sync: RoleHandle
+    devices: Colocated
+    """Hands them from the engines to the trainers and back, with new weights."""
     critic: RoleHandle | None
     """With advantage gae."""
     reference: RoleHandle | None
@@ -324,14 +327,6 @@ def main(cfg: Config) -> list[float]:
     return evaluation.rates
 
 
-def cache_tokens(cfg: PolicyConfig, cluster: Cluster) -> int:
-    """Tokens that the KV cache of a replica holds: in 16 bits, or 32 on a CPU."""
-    tp, width = cluster.device_map["generate"].tp, 2 if cluster.device.type == "cuda" else 4
-    largest_page = max(PAGE_SIZE.values())
-    per_token = kv_bytes_per_token(read_config(cfg.model), tp, width)
-    return int(cfg.kv_cache_gib * 2**30 / per_token) // largest_page * largest_page
-
-
 def train(
     cfg: PolicyConfig, cluster: Cluster, models: Models,
     rollout: Coordinator, evaluation: Evaluation, scoring: Callable[[], dict[str, float]],
@@ -348,7 +343,8 @@ def train(
         trackers=TRACKERS, ranks=cluster.device_map.replicas,
     )  # fmt: skip
     if resumed_at:
-        models.sync.sync(resumed_at)
+        models.devices.to_training()
+        models.devices.to_engines(resumed_at)
         rollout.set_version(resumed_at)
     if run.lacks("eval/pass@1", saved.step, cfg.evaluation.eval_every):  # or was abandoned
         run.log(saved.step, evaluate(cfg, saved.step, run, rollout, evaluation))
@@ -362,15 +358,12 @@ def train(
             timer = StepTimer()
             groups = rollout.collect()
             timer.lap("rollout")
-            if cfg.engines_sleep:
-                models.engines.sleep()
+            models.devices.to_training()
             sequences = prepare(groups, cfg, models, state)
             timer.lap("prepare")
             metrics = update(sequences, cfg, models, step)
             timer.lap("train")
-            if cfg.engines_sleep:
-                models.engines.wake()
-            models.sync.sync(step, cfg.on_new_weights)
+            models.devices.to_engines(step, cfg.on_new_weights)
             rollout.set_version(step)
             saved.step = step
             timer.lap("sync")
@@ -379,7 +372,7 @@ def train(
                 run.write_rollouts(step, groups, sampled_advantages(sequences))
             run.note_samples(step, rollout.dropped())
             timer.lap("records")
-            metrics |= state.metrics | timer.metrics()
+            metrics |= state.metrics | models.devices.metrics | timer.metrics()
             metrics["rollout/trained_samples"] = len(sample_runs(sequences))
             if run.is_due(step, cfg.evaluation.eval_every):
                 # Not part of the step's time.
@@ -408,25 +401,28 @@ def evaluate(
 def make_roles(cfg: PolicyConfig, cluster: Cluster) -> Models:
     """The policy, and beside it only the models that the algorithm reads."""
     critic = reference = None
-    policy = cluster.role(
+    sharing = {"engines_sleep": cfg.engines_sleep, "offload": cfg.offload}
+    devices = Colocated(cluster.device_map, **sharing)
+    policy = devices.add(cluster.role(
         "train", Trainer, folder=cfg.model, loss=PolicyLoss(cfg.policy_loss, cfg.kl),
         schedule=cfg.training.schedule_over(cfg.steps - cfg.critic.critic_warmup_steps),
         temperature=cfg.temperature, **cfg.training.policy_options,
-    )  # fmt: skip
+    ))  # fmt: skip
     if cfg.advantages.needs_critic:
-        critic = cluster.role(
+        critic = devices.add(cluster.role(
             "critic", Trainer, folder=cfg.model, loss=ValueLoss(clip=cfg.critic.value_clip),
             head="value", schedule=cfg.training.schedule_over(cfg.steps, cfg.critic.critic_lr),
             **cfg.training.trainer_options,
-        )  # fmt: skip
+        ))  # fmt: skip
     if cfg.loads_reference:
-        folder = cfg.kl.reference or cfg.model
-        reference = cluster.role("reference", Scorer, folder=folder, temperature=cfg.temperature)
+        options = {"folder": cfg.kl.reference or cfg.model, "temperature": cfg.temperature}
+        reference = devices.add(cluster.role("reference", Scorer, **options))
     engines = cluster.role(
         "generate", EngineService, folder=cfg.model, kv_cache_gib=cfg.kv_cache_gib
     )
     print(engines.describe())
-    return Models(policy, engines, cluster.role("sync", WeightSync), critic, reference)
+    devices.connect(engines, cluster.role("sync", WeightSync))
+    return Models(policy, engines, devices, critic, reference)
 
 
 def prepare(

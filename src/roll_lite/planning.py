@@ -8,6 +8,9 @@ from roll_lite.cluster.groups import device_bytes
 from roll_lite.cluster.plan_report import render
 from roll_lite.cluster.planner import BatchPlan, Plan
 from roll_lite.cluster.speed import Machine
+from roll_lite.engine.attention import PAGE_SIZE
+from roll_lite.models.config import read_config
+from roll_lite.models.cost import kv_bytes_per_token
 
 
 def print_plan(cfg: Any, prompt_tokens: Sequence[int]) -> int:
@@ -44,3 +47,11 @@ def make_plan(cfg: Any, prompt_tokens: int) -> tuple[Plan, Machine | None]:
     cluster = Cluster(cfg.device_map, cfg.device, **options)  # not entered
     sizes = cluster.device_map, batch, device_bytes(cluster.device), options["role_configs"]
     return Plan(options["config"], *sizes), cluster.machine
+
+
+def cache_tokens(cfg: Any, cluster: Cluster) -> int:
+    """Tokens that the KV cache of a replica holds: in 16 bits, or 32 on a CPU."""
+    tp, width = cluster.device_map["generate"].tp, 2 if cluster.device.type == "cuda" else 4
+    largest_page = max(PAGE_SIZE.values())
+    per_token = kv_bytes_per_token(read_config(cfg.model), tp, width)
+    return int(cfg.kv_cache_gib * 2**30 / per_token) // largest_page * largest_page

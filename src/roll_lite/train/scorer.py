@@ -16,6 +16,7 @@ from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Checkpointing, Head
 from roll_lite.progress import ProgressBar
 from roll_lite.train.batch import MicroBatch, TrainingSequence, pack, unpack
+from roll_lite.train.offload import Offload, local
 
 SEQUENCES_PER_CALL = 512  # bounds what a call over ranks carries
 
@@ -58,6 +59,7 @@ class Scorer(Profiled):
             add_adapters(model, lora)
         self.config, self.tensor_shard = model.config, model.shard
         self.model = shard(model, place.shards, place.dtype, checkpointing)
+        self._offload: Offload | None = None
 
     @torch.no_grad()
     def logprobs(self, batch: list[MicroBatch]) -> list[Tensor]:
@@ -92,8 +94,27 @@ class Scorer(Profiled):
         finally:
             self.model.reshard()  # there is no backward pass to free the gathered root parameters
 
+    def offload(self) -> None:
+        """Move weights and optimizer to host memory until `reload`, to free the device."""
+        if self._offload is None:
+            self._offload = Offload(*self._state_tensors())
+        self._offload.out()
+
+    def reload(self) -> None:
+        if self._offload is not None:
+            self._offload.back()
+
+    @property
+    def is_offloaded(self) -> bool:
+        return self._offload is not None and self._offload.is_out
+
+    def _state_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """This rank's tensors that updates change, and those that nothing changes."""
+        return [], [local(p.detach()) for p in self.model.parameters()]
+
     def _check_here(self) -> None:
-        """Raise if the weights are offloaded."""
+        if self.is_offloaded:
+            raise RuntimeError(f"the weights of {self.place.role} are offloaded; call reload()")
 
     def _forward(self, micro: MicroBatch, targets: Tensor | None, *top: int | None) -> tuple:
         self._check_here()

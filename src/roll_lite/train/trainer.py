@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from roll_lite.cluster.groups import Place
 from roll_lite.models.cost import device_flops, training_flops
@@ -27,7 +28,8 @@ from roll_lite.progress import ProgressBar
 from roll_lite.train.batch import MicroBatch
 from roll_lite.train.checkpoint import read_pieces, verify
 from roll_lite.train.losses import Loss
-from roll_lite.train.optimizer import AdamW, Offload, Schedule, local
+from roll_lite.train.offload import local
+from roll_lite.train.optimizer import AdamW, Schedule
 from roll_lite.train.scorer import Scorer
 from roll_lite.train.shards import (
     Piece,
@@ -69,7 +71,6 @@ class Trainer(Scorer):
         self.optimizer = AdamW(
             trained, weight_decay=weight_decay, moments_dtype=getattr(torch, moments)
         )
-        self._offload: Offload | None = None
 
     def step(self, batch: list[MicroBatch], scheduled_at: int | None = None) -> dict[str, float]:
         """Accumulate the gradient over all micro-batches of all ranks, then update once.
@@ -173,21 +174,24 @@ class Trainer(Scorer):
         with self.without_adapters():
             return self.logprobs(batch)
 
-    def offload(self) -> None:
-        """Move masters and moments to host memory until `reload`, to free the device."""
-        if self._offload is None:
-            held = [local(p.detach()) for p in self.model.parameters()]
-            held += [t for moment in self.optimizer.moments.values() for t in moment.values()]
-            self._offload = Offload(held)
-        self._offload.out()
+    def _state_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        trained = [local(p.detach()) for p in self.optimizer.parameters.values()]
+        moments = [t for moment in self.optimizer.moments.values() for t in moment.values()]
+        frozen = [local(p.detach()) for p in self.model.parameters() if not p.requires_grad]
+        return trained + moments, frozen
 
-    def reload(self) -> None:
-        if self._offload is not None:
-            self._offload.back()
+    def _readable(self, tensor: Tensor) -> Tensor:
+        """One of this rank's tensors, or its copy in host memory."""
+        return self._offload.host_copy(tensor) if self.is_offloaded else tensor
 
-    def _check_here(self) -> None:
-        if self._offload is not None and self._offload.is_out:
-            raise RuntimeError("the trainer's weights are offloaded; call reload() first")
+    def _on_device(self, parameter: DTensor) -> DTensor:
+        """A parameter, or while it is offloaded a copy for the moment."""
+        if not self.is_offloaded:
+            return parameter
+        held = self._readable(local(parameter.detach())).to(self.device)
+        layout = parameter.device_mesh, parameter.placements
+        sizes = {"shape": parameter.shape, "stride": parameter.stride()}
+        return DTensor.from_local(held, *layout, run_check=False, **sizes)
 
     def state(self) -> dict[str, Tensor]:
         """Whole parameters by name, adapters merged. All ranks of the role call this together.
@@ -203,16 +207,17 @@ class Trainer(Scorer):
 
         `only_part` keeps the tensor-parallel split: this rank's part.
         """
-        self._check_here()
         parameters = dict(self.model.named_parameters())
         tensor_shard = None if only_part else self.tensor_shard
         for name, parameter in parameters.items():
             if "_adapter." in name:
                 continue
-            tensor = whole(name, parameter, tensor_shard, dtype)
+            tensor = whole(name, self._on_device(parameter), tensor_shard, dtype)
             if (down := f"{name}_adapter.down") in parameters:
                 up = f"{name}_adapter.up"
-                down, up = (whole(n, parameters[n], tensor_shard) for n in (down, up))
+                down, up = (
+                    whole(n, self._on_device(parameters[n]), tensor_shard) for n in (down, up)
+                )
                 tensor = merge(tensor, down, up, self.lora)
             yield name, tensor
 
@@ -267,14 +272,13 @@ class Trainer(Scorer):
 
     def _pieces(self) -> Iterator[tuple[str, Piece, bool]]:
         """All state that an update changes: name, this rank's rectangle, whether it is a copy."""
-        self._check_here()
         for name, parameter in self.optimizer.parameters.items():
             shape = whole_shape(name, parameter, self.tensor_shard)
             tensors = {"model": local(parameter.detach())}
             tensors |= {moment: of[name] for moment, of in self.optimizer.moments.items()}
             for part in rectangles(name, parameter, self.tensor_shard):
                 for what, tensor in tensors.items():
-                    piece = Piece(part.of_local(tensor), part.offsets, shape)
+                    piece = Piece(part.of_local(self._readable(tensor)), part.offsets, shape)
                     yield f"{self.part}.{what}.{name}", piece, part.is_copy
 
 
