@@ -26,7 +26,7 @@ from roll_lite.engine.service import EngineService
 from roll_lite.models.config import read_config
 from roll_lite.models.cost import SequenceCost
 from roll_lite.options import flatten, unique_options
-from roll_lite.planning import cache_tokens, print_plan
+from roll_lite.planning import cache_tokens, choose_memory, print_plan
 from roll_lite.progress import StepTimer
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rewarding import RewardOptions, Rewards
@@ -99,7 +99,8 @@ class PolicyConfig:
     kv_cache_gib: float = 1.0
     """KV cache of each generation engine, in GiB."""
     engines_sleep: bool = False
-    """Engines give their memory (weights and KV cache) to the trainer while it works."""
+    """Engines give their memory (weights and KV cache) to the trainer while it works. With
+    device_map=auto this and offload are on where memory asks for them."""
     offload: bool = False
     """Trainers give theirs (weights, moments, the reference) to the engines while these generate:
     it waits in host memory."""
@@ -203,11 +204,12 @@ class PolicyConfig:
         wanted = {"critic": self.advantages.needs_critic, "reference": self.loads_reference}
         chosen = [name for name, is_wanted in wanted.items() if is_wanted]
         reference = {"reference": read_config(self.kl.reference)} if self.kl.reference else {}
+        turns = dict.fromkeys(("engines_sleep", "offload"), not self.runs_ahead)  # if need be
         return {
             "roles": ["train", "generate", *chosen],
             "config": read_config(self.model),
             "role_configs": reference,
-            "auto_options": self.training.memory_options | {"engines_sleep": self.engines_sleep},
+            "auto_options": self.training.memory_options | turns,
         }
 
 
@@ -287,7 +289,7 @@ def main(cfg: Config) -> list[float]:
         prompts, chat = data.Mixture(cfg.data, seed=0), Chat(cfg.model, **cfg.chat.arguments)
         sys.exit(print_plan(cfg, [len(chat.encode(next(prompts).messages)) for _ in range(64)]))
     with Cluster(cfg.device_map, cfg.device, **cfg.cluster_options) as cluster:
-        cfg = choose_defaults(cfg, **cfg.default_kinds)
+        cfg = choose_memory(choose_defaults(cfg, **cfg.default_kinds), cluster)
         chat = Chat(cfg.model, **cfg.chat.arguments)
         fitting = data.PromptLimit(
             count=lambda prompt: len(chat.encode(prompt.messages)),
@@ -407,7 +409,7 @@ def make_roles(cfg: PolicyConfig, cluster: Cluster) -> Models:
         "train", Trainer, folder=cfg.model, loss=PolicyLoss(cfg.policy_loss, cfg.kl),
         schedule=cfg.training.schedule_over(cfg.steps - cfg.critic.critic_warmup_steps),
         temperature=cfg.temperature, **cfg.training.policy_options,
-    ))  # fmt: skip
+    ), stays_for_sync=not cfg.training.lora_rank)  # fmt: skip
     if cfg.advantages.needs_critic:
         critic = devices.add(cluster.role(
             "critic", Trainer, folder=cfg.model, loss=ValueLoss(clip=cfg.critic.value_clip),

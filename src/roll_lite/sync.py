@@ -105,13 +105,14 @@ class WeightSync:
 class Colocated:
     """Hands devices that trainers and engines share from one to the other; the controller's part.
 
-    |          | engines (engines_sleep)       | trainers (offload) |
-    |----------|-------------------------------|--------------------|
-    | generate | weights and KV cache          | in host memory     |
-    | train    | nothing                       | on the device      |
-    | sync     | weights, which are new        | on the device      |
+    |          | engines (engines_sleep) | trainers (offload)                             |
+    |----------|-------------------------|------------------------------------------------|
+    | generate | weights and KV cache    | in host memory                                 |
+    | train    | nothing                 | on the device                                  |
+    | sync     | weights, which are new  | a policy without adapters; others leave before |
 
-    Without the option in brackets that side stays on the device.
+    Without the option in brackets that side stays on the device. A policy with adapters is as large
+    as the engine, and its frozen weights are on the host anyway: the engine reads them from there.
     """
 
     def __init__(
@@ -119,6 +120,8 @@ class Colocated:
     ):
         self._sleeps, self._offloads = engines_sleep, offload
         self._trainers: list[RoleHandle] = []
+        self._source: RoleHandle | None = None
+        """Stays until the engines have its weights."""
         self.seconds: dict[str, float] = {}
         """Of the parts of the last step."""
         options = {"engines_sleep": engines_sleep, "offload": offload}
@@ -129,9 +132,11 @@ class Colocated:
                 f"{device_map.text!r} has none; leave it out"
             )
 
-    def add(self, trainer: RoleHandle) -> RoleHandle:
+    def add(self, trainer: RoleHandle, *, stays_for_sync: bool = False) -> RoleHandle:
         """A role that only works between generations; it leaves the device for the next role."""
         self._trainers.append(trainer)
+        if stays_for_sync:
+            self._source = trainer
         if self._offloads:
             trainer.offload()
         return trainer
@@ -150,11 +155,14 @@ class Colocated:
 
     def to_engines(self, version: int, running: OnNewWeights = "go_on") -> None:
         """New weights to the engines, for the next samples."""
+        if self._offloads:
+            first = (trainer for trainer in self._trainers if trainer is not self._source)
+            self._timed("offload", *(trainer.offload for trainer in first))
         if self._sleeps:
             self._timed("wake", lambda: self._engines.wake("weights"))
         self._timed("sync", lambda: self._sync.sync(version, running))
-        if self._offloads:
-            self._timed("offload", *(trainer.offload for trainer in self._trainers))
+        if self._offloads and self._source:
+            self._timed("offload", self._source.offload)
         if self._sleeps:
             self._timed("wake", self._engines.wake)
 

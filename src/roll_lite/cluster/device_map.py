@@ -245,6 +245,7 @@ def auto_device_map(
     ranks_per_node: int = 8,
     *,
     engines_sleep: bool = False,
+    offload: bool = False,
     must_fit: bool = True,
     **train: Any,
 ) -> tuple[DeviceMap, list[str]]:
@@ -257,6 +258,9 @@ def auto_device_map(
     if device_bytes is not None:
         others = least_memory(config, roles, world_size, **train)
         idle = others.idle.total if engines_sleep else others.total
+        if offload:  # a judge and a reward model stay
+            beside = [name for name in roles if name in ("judge", "reward_model")]
+            idle = least_memory(config, beside, world_size).total
         tp, why, fits = _smallest_tp(
             _engine_sizes(world_size, config, roles, ranks_per_node),
             others.total, idle, usable_bytes(device_bytes),

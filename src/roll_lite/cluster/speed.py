@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from roll_lite.cluster.device_map import Role
-from roll_lite.cluster.planner import Plan, share
+from roll_lite.cluster.planner import Plan, memory_of, share
 from roll_lite.models.config import MixtureConfig, ModelConfig
 from roll_lite.models.cost import (
     adapter_parameters,
@@ -41,6 +41,7 @@ LAYER_SECONDS = 35e-6  # starting a layer's kernels in a decoding step
 REDUCE_SECONDS = 20e-6  # one small all-reduce between tensor-parallel ranks; assumed
 SLEEP_SECONDS = 0.3  # sleep() and wake(): 0.1 to 0.4
 SYNC_SECONDS = 0.02  # of the host
+HOST_RATE = 50e9  # bytes per second to and from pinned host memory, PCIe 5; assumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +106,26 @@ def step_seconds(plan: Plan, machine: Machine) -> dict[str, float]:
         plan.config, machine.gpu, machine.rate(train.ranks), len(train.ranks)
     )
     seconds["sync"] += SLEEP_SECONDS * batch.engines_sleep
+    if batch.offload:
+        seconds["offload"] = _offload_seconds(plan)
     others, generating = sum(seconds.values()), _generate_seconds(plan, machine.gpu)
     runs_ahead = batch.max_staleness and set(train.ranks).isdisjoint(generate.ranks)
     whole = max(generating, others) if runs_ahead else generating + others
     return {"generate": generating, **seconds, "step": whole}
+
+
+def _offload_seconds(plan: Plan) -> float:
+    """Masters and moments to the host, and these and frozen weights back; with adapters the engine
+    reads frozen weights from there too."""
+    batch, num_bytes = plan.batch, 0
+    moment = batch.train_options["moment_bytes"]
+    for role in plan.device_map.roles:
+        if role.name in ("train", "critic", "reference"):
+            held = memory_of(plan, role)
+            changing = held.optimizer * (4 + 2 * moment) // (2 * moment)
+            num_bytes += changing + held.weights + held.optimizer
+            num_bytes += held.weights * (role.name == "train" and batch.lora_rank > 0)
+    return num_bytes / HOST_RATE
 
 
 def _generate_seconds(plan: Plan, gpu: Gpu) -> float:

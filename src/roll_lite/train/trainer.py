@@ -188,7 +188,7 @@ class Trainer(Scorer):
         """A parameter, or while it is offloaded a copy for the moment."""
         if not self.is_offloaded:
             return parameter
-        held = self._readable(local(parameter.detach())).to(self.device)
+        held = self._readable(local(parameter.detach())).to(self.device, non_blocking=True)
         layout = parameter.device_mesh, parameter.placements
         sizes = {"shape": parameter.shape, "stride": parameter.stride()}
         return DTensor.from_local(held, *layout, run_check=False, **sizes)
