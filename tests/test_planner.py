@@ -26,7 +26,7 @@ from roll_lite.cluster.memory import (
 )
 from roll_lite.cluster.plan_report import remedies, render
 from roll_lite.cluster.planner import BatchPlan, Plan, take_turns
-from roll_lite.cluster.speed import Machine, known_gpu, step_seconds
+from roll_lite.cluster.speed import HOST_RATE, Machine, known_gpu, step_seconds
 from roll_lite.engine.attention import PAGE_SIZE
 from roll_lite.engine.engine import MAX_PREFILL_TOKENS, Engine
 from roll_lite.engine.runner import cache_shape
@@ -366,7 +366,11 @@ def test_offloaded_trainers_leave_their_memory_to_the_engine():
     assert more == [0, 60 * GIB, weights + 60 * GIB]
     adapters = make_plan(**options, engines_sleep=True, offload=True, lora_rank=16)
     assert list(adapters.ranks[0].phases.values())[1].total == weights
-    assert "offload" in step_seconds(plan, Machine(known_gpu("H200")))
+    seconds = step_seconds(plan, Machine(known_gpu("H200")))
+    moved = [2 * masters + weights, 2 * masters]  # the reference never changes
+    assert [seconds[name] for name in ("reload", "offload")] == pytest.approx(
+        [num_bytes / HOST_RATE for num_bytes in moved]
+    )
 
 
 @pytest.mark.parametrize(

@@ -29,14 +29,14 @@ def make_plan(cfg: Any, prompt_tokens: int) -> tuple[Plan, Machine | None]:
     options["auto_options"]["must_fit"] = False
     cluster = Cluster(cfg.device_map, cfg.device, **options)  # not entered
     cfg = choose_memory(cfg, cluster, prompt_tokens)
-    return _plan(cfg, cluster, prompt_tokens), cluster.machine
+    return plan_run(cfg, cluster, prompt_tokens), cluster.machine
 
 
 def choose_memory(cfg: T, cluster: Cluster, prompt_tokens: int = 256) -> T:
     """The config with engines_sleep and offload where device_map=auto needs them; says so."""
     if cfg.device_map != "auto":
         return cfg
-    planned, why = take_turns(_plan(cfg, cluster, prompt_tokens))
+    planned, why = take_turns(plan_run(cfg, cluster, prompt_tokens))
     if why is None:
         return cfg
     print(f"chosen: {why}", flush=True)
@@ -47,7 +47,7 @@ def choose_memory(cfg: T, cluster: Cluster, prompt_tokens: int = 256) -> T:
     )
 
 
-def _plan(cfg: Any, cluster: Cluster, prompt_tokens: int) -> Plan:
+def plan_run(cfg: Any, cluster: Cluster, prompt_tokens: int) -> Plan:
     training, options = cfg.training, cfg.cluster_options
     is_own_reference = cfg.kl.kl_coef > 0 and not cfg.loads_reference
     batch = BatchPlan(

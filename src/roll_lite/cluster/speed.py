@@ -39,7 +39,7 @@ UPDATE_BYTES = 28  # of AdamW, per parameter: gradient, master and two moments; 
 DECODE_SHARE = 0.85  # of what decoding's products and bytes take one after the other
 LAYER_SECONDS = 35e-6  # starting a layer's kernels in a decoding step
 REDUCE_SECONDS = 20e-6  # one small all-reduce between tensor-parallel ranks; assumed
-SLEEP_SECONDS = 0.3  # sleep() and wake(): 0.1 to 0.4
+SLEEP_SECONDS = 0.3  # sleep() and wake() together: 0.1 to 0.4
 SYNC_SECONDS = 0.02  # of the host
 HOST_RATE = 50e9  # bytes per second to and from pinned host memory, PCIe 5; assumed
 
@@ -105,27 +105,28 @@ def step_seconds(plan: Plan, machine: Machine) -> dict[str, float]:
     seconds["sync"] = sync_seconds(
         plan.config, machine.gpu, machine.rate(train.ranks), len(train.ranks)
     )
-    seconds["sync"] += SLEEP_SECONDS * batch.engines_sleep
-    if batch.offload:
-        seconds["offload"] = _offload_seconds(plan)
+    if batch.engines_sleep:
+        seconds["sleep"] = SLEEP_SECONDS
+    for name, num_bytes in _offloaded_bytes(plan).items() if batch.offload else ():
+        seconds[name] = seconds.get(name, 0.0) + num_bytes / HOST_RATE
     others, generating = sum(seconds.values()), _generate_seconds(plan, machine.gpu)
     runs_ahead = batch.max_staleness and set(train.ranks).isdisjoint(generate.ranks)
     whole = max(generating, others) if runs_ahead else generating + others
     return {"generate": generating, **seconds, "step": whole}
 
 
-def _offload_seconds(plan: Plan) -> float:
-    """Masters and moments to the host, and these and frozen weights back; with adapters the engine
-    reads frozen weights from there too."""
-    batch, num_bytes = plan.batch, 0
+def _offloaded_bytes(plan: Plan) -> dict[str, int]:
+    """Between a rank and its host: masters and moments leave, they and frozen weights come back;
+    with adapters the engine reads frozen weights from the host too."""
+    batch, num_bytes = plan.batch, {"reload": 0, "offload": 0, "sync": 0}
     moment = batch.train_options["moment_bytes"]
     for role in plan.device_map.roles:
         if role.name in ("train", "critic", "reference"):
             held = memory_of(plan, role)
-            changing = held.optimizer * (4 + 2 * moment) // (2 * moment)
-            num_bytes += changing + held.weights + held.optimizer
-            num_bytes += held.weights * (role.name == "train" and batch.lora_rank > 0)
-    return num_bytes / HOST_RATE
+            num_bytes["reload"] += held.weights + held.optimizer
+            num_bytes["offload"] += held.optimizer * (4 + 2 * moment) // (2 * moment)
+            num_bytes["sync"] += held.weights * (role.name == "train" and batch.lora_rank > 0)
+    return num_bytes
 
 
 def _generate_seconds(plan: Plan, gpu: Gpu) -> float:

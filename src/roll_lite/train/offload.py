@@ -34,8 +34,7 @@ class Offload:
             self._host, copied = _host_copies(self._held, self._device), self._held.keys()
         for key in copied:
             self._host[key].copy_(self._held[key], non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._wait()
         for held in self._held.values():
             held.untyped_storage().resize_(0)
         if self._device.type == "cuda":
@@ -43,13 +42,18 @@ class Offload:
         self.is_out = True
 
     def back(self) -> None:
-        """Does not wait for the copies: what follows on the same stream does."""
         if not self.is_out:
             return
         for key, held in self._held.items():
             held.untyped_storage().resize_(held.numel())
             held.copy_(self._host[key], non_blocking=True)
+        self._wait()
         self.is_out = False
+
+    def _wait(self) -> None:
+        """For all copies at once."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def host_copy(self, tensor: Tensor) -> Tensor:
         """The copy of an offloaded tensor, or of a view of one; it may be written to."""
