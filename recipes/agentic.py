@@ -116,7 +116,7 @@ SHOWN = {
 
 def main(cfg: Config) -> list[float]:
     """Returns the held-out success rates of this start, in order."""
-    with Cluster(cfg.device_map, cfg.device, **cfg.cluster_options) as cluster:
+    with Cluster(cfg.device_map, cfg.device, options=cfg, **cfg.cluster_options) as cluster:
         cfg = choose_memory(choose_defaults(cfg, **cfg.default_kinds), cluster)
         chat = Chat(cfg.model, **cfg.chat.arguments)
         tasks = data.Mixture(cfg.data, seed=f"agentic-{cfg.seed}", generate=env_tasks)

@@ -162,7 +162,7 @@ def main(cfg: Config) -> dict[str, float]:
     roles = ["generate", *cfg.scoring.reward_roles]
     device_map = cfg.device_map or " ".join(f"{role}=all" for role in roles)
     configs = {"config": read_config(cfg.model), "role_configs": cfg.scoring.reward_configs}
-    with Cluster(device_map, cfg.device, roles=roles, **configs) as cluster:
+    with Cluster(device_map, cfg.device, roles=roles, options=cfg, **configs) as cluster:
         cfg = choose_defaults(cfg, max_tokens="turn" if cfg.is_played else "reply")
         chat = Chat(cfg.model, **cfg.chat.arguments)
         prompts = read_prompts(cfg, chat)

@@ -62,12 +62,12 @@ from roll_lite.train.sequences import (
     AdvantageState,
     ModelScores,
     plain_sequences,
-    sampled_advantages,
+    sampled_numbers,
     with_advantages,
     with_field,
 )
 from roll_lite.train.shaping import LengthOptions
-from roll_lite.train.trainer import Trainer, combine
+from roll_lite.train.trainer import Trainer, combine, note_entropies
 from roll_lite.types import Group, Prompt, SamplingParams
 
 
@@ -288,7 +288,7 @@ def main(cfg: Config) -> list[float]:
         cfg = choose_defaults(cfg, **cfg.default_kinds)
         prompts, chat = data.Mixture(cfg.data, seed=0), Chat(cfg.model, **cfg.chat.arguments)
         sys.exit(print_plan(cfg, [len(chat.encode(next(prompts).messages)) for _ in range(64)]))
-    with Cluster(cfg.device_map, cfg.device, **cfg.cluster_options) as cluster:
+    with Cluster(cfg.device_map, cfg.device, options=cfg, **cfg.cluster_options) as cluster:
         cfg = choose_memory(choose_defaults(cfg, **cfg.default_kinds), cluster)
         chat = Chat(cfg.model, **cfg.chat.arguments)
         fitting = data.PromptLimit(
@@ -344,6 +344,7 @@ def train(
         cfg.run_dir, cfg, num_steps=cfg.steps, shown=shown, resumed_at=resumed_at,
         trackers=TRACKERS, ranks=cluster.device_map.replicas,
     )  # fmt: skip
+    rollout.on_states(run.phase.show_states)
     if resumed_at:
         models.devices.to_training()
         models.devices.to_engines(resumed_at)
@@ -357,23 +358,25 @@ def train(
     with saved.kept(run, stop, lambda: run.note_samples(saved.step + 1, rollout.dropped())):
         for step in range(saved.step + 1, cfg.steps + 1):
             profiler.at(step)
-            timer = StepTimer()
+            timer = StepTimer(run.phase, step)
+            timer.begin("rollout")
             groups = rollout.collect()
-            timer.lap("rollout")
+            timer.begin("prepare")
             models.devices.to_training()
             sequences = prepare(groups, cfg, models, state)
-            timer.lap("prepare")
-            metrics = update(sequences, cfg, models, step)
-            timer.lap("train")
+            timer.begin("train")
+            is_recorded = run.is_due(step, cfg.rollouts_every)
+            metrics = update(sequences, cfg, models, step, is_recorded)
+            timer.begin("sync")
             models.devices.to_engines(step, cfg.on_new_weights)
             rollout.set_version(step)
             saved.step = step
-            timer.lap("sync")
+            timer.begin("records")
             metrics |= describe_groups(groups) | rollout.metrics() | scoring()
-            if run.is_due(step, cfg.rollouts_every):
-                run.write_rollouts(step, groups, sampled_advantages(sequences))
+            if is_recorded:
+                learnt = (sampled_numbers(sequences, name) for name in ("advantages", "entropies"))
+                run.write_rollouts(step, groups, *learnt)
             run.note_samples(step, rollout.dropped())
-            timer.lap("records")
             metrics |= state.metrics | models.devices.metrics | timer.metrics()
             metrics["rollout/trained_samples"] = len(sample_runs(sequences))
             if run.is_due(step, cfg.evaluation.eval_every):
@@ -392,6 +395,7 @@ def evaluate(
     cfg: PolicyConfig, step: int, run: Run, rollout: Coordinator, evaluation: Evaluation
 ) -> dict[str, float]:
     """Held-out pass rates; the answers are written to the run folder."""
+    run.phase.enter("evaluate", step)
     try:
         return evaluation.run(rollout)
     finally:
@@ -456,9 +460,13 @@ def prepare(
 
 
 def update(
-    sequences: list[TrainingSequence], cfg: PolicyConfig, models: Models, step: int
-) -> dict[str, float]:
-    """The step's optimizer updates: `epochs` passes of `updates_per_step` each."""
+    sequences: list[TrainingSequence], cfg: PolicyConfig, models: Models, step: int,
+    is_recorded: bool = False,
+) -> dict[str, float]:  # fmt: skip
+    """The step's optimizer updates: `epochs` passes of `updates_per_step` each.
+
+    If the step `is_recorded`, the sequences get the entropies of their tokens.
+    """
     cost, policy_updates, critic_updates = SequenceCost.of(read_config(cfg.model)), [], []
 
     def update_once(
@@ -466,7 +474,10 @@ def update(
     ) -> dict[str, float]:
         options |= {"num_shards": trainer.role.num_replicas, "cost": cost}
         batch = pack(part, cfg.training.tokens_per_microbatch, **options)
-        return trainer.step(split(batch), scheduled_at=done)[0]
+        metrics = trainer.step(split(batch), scheduled_at=done)[0]
+        if is_recorded and trainer is models.policy:
+            note_entropies(trainer, batch, part)
+        return metrics
 
     share = len(sample_runs(sequences)) / (
         cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt

@@ -55,6 +55,19 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def child_of_rank(parent: int, rank: int) -> int:
+    """The process of a rank, among the children of torchrun."""
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        try:
+            with open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/environ") as environ:
+                is_child = int(stat.read().rpartition(")")[2].split()[1]) == parent
+                if is_child and f"\0RANK={rank}\0" in environ.read():
+                    return pid
+        except OSError:  # it has ended
+            continue
+    raise AssertionError(f"no rank {rank}")
+
+
 def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """The time is only a safety net."""
     deadline = time.monotonic() + seconds

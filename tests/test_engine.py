@@ -600,7 +600,7 @@ def test_a_wake_that_fails_can_be_repeated(qwen, monkeypatch):
         with pytest.raises(OSError):
             engine.wake()
     engine.load_weights(model.named_parameters(), 1)  # their memory is there
-    with pytest.raises(RuntimeError, match="no KV cache .* call wake"):
+    with pytest.raises(RuntimeError, match=r"no KV cache .* call wake"):
         engine.step()
     engine.wake()
     ((turn,),) = engine.generate([Request(prompt_ids=[1, 2], params=GREEDY)])

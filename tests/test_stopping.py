@@ -15,6 +15,7 @@ import pytest
 import rlvr
 import sft
 from conftest import RECIPES
+from process_checks import child_of_rank
 from rlvr_program import share_of_good_letters
 from test_rlvr import comparable, here, samples_of, steps_of, toy_options  # noqa: F401
 from test_sft import flags, losses, options, run_here
@@ -192,7 +193,7 @@ def test_two_ranks_stop_with_a_checkpoint(toy_folder, tmp_path, recipe, target, 
         )  # fmt: skip
     try:
         wait_for(lambda: "step      3" in log.read_text(), process, log)
-        os.kill(process.pid if target == "torchrun" else worker_pid(process.pid), signum)
+        os.kill(process.pid if target == "torchrun" else child_of_rank(process.pid, 1), signum)
         process.wait(timeout=120)
     finally:
         if process.poll() is None:
@@ -212,19 +213,6 @@ def wait_for(condition, process, log):
     while not condition():
         assert process.poll() is None, log.read_text()
         time.sleep(0.05)
-
-
-def worker_pid(parent):
-    """The process of rank 1, among the children of torchrun."""
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        try:
-            with open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/environ") as environ:
-                is_child = int(stat.read().rpartition(")")[2].split()[1]) == parent
-                if is_child and "\0RANK=1\0" in environ.read():
-                    return pid
-        except OSError:  # it has ended
-            continue
-    raise AssertionError("no rank 1")
 
 
 def test_old_names_of_options_are_understood(command, small_folder, tmp_path):

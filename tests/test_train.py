@@ -13,7 +13,7 @@ from roll_lite.models.hf import load_model
 from roll_lite.train.batch import TrainingSequence, pack
 from roll_lite.train.losses import LossOptions, PolicyLoss, sft_loss
 from roll_lite.train.optimizer import Schedule
-from roll_lite.train.trainer import Trainer, combine
+from roll_lite.train.trainer import MAX_SKIPPED, Diverged, Trainer, combine
 
 
 @pytest.fixture
@@ -161,6 +161,12 @@ def test_nonfinite_gradients_skip_the_step(place, qwen_folder):
     assert same_state(trainer.state(), before)
     assert trainer.step(pack(random_sequences(), 10**6))["loss/skipped_steps"] == 0
     assert not same_state(trainer.state(), before)
+    before = copy.deepcopy(trainer.state())
+    for _ in range(MAX_SKIPPED - 1):
+        trainer.step(pack(broken, 10**6))
+    with pytest.raises(Diverged, match="gradient of the policy was not finite in 5 updates"):
+        trainer.step(pack(broken, 10**6))
+    assert same_state(trainer.state(), before)
 
 
 def test_sequences_beyond_the_models_positions_are_refused(place, qwen_folder):

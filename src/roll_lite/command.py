@@ -7,9 +7,10 @@ if __name__ == "__main__":
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -30,15 +31,19 @@ from roll_lite.report.config_file import (
     written_by,
 )
 from roll_lite.stopping import Ended, Stopped
+from roll_lite.train.checkpoint import is_finished
 
 T = TypeVar("T")
-RESUME = "--resume RUN_DIR continues a run with its own options; "
+RESUME = """--resume RUN_DIR continues a run with its own options; --resume auto starts the run of
+--run-dir, or continues it; """
+AUTO = "auto"
 ALSO = """Also: {resume}--config FILE starts with the options of a config.json (options on the
 command line take precedence); --debug prints tracebacks."""
 OLD_FLAGS = {"--no-divide-by-std": ["--divide-by-std", "False"]}
 """Flags of earlier versions, which are still understood."""
 USER_ERROR = 2
 """Exit code where the user has to change something."""
+LINGER_SECONDS = 5.0  # in which torchrun is told to end: it restarts all as soon as one has exited
 
 
 def run(main: Callable[[T], Any], config: type[T], doc: str, fixed: Iterable[str] = ()) -> None:
@@ -51,6 +56,10 @@ def run(main: Callable[[T], Any], config: type[T], doc: str, fixed: Iterable[str
     try:
         cfg = parse(config, doc, args, fixed)
         main(cfg)
+    except SystemExit as end:
+        if end.code == USER_ERROR:  # of options that tyro cannot read
+            _end_restarts()
+        raise
     except Stopped as stopped:
         _print_resume(cfg)
         sys.exit(128 + stopped.signum)
@@ -77,18 +86,50 @@ def parse(config: type[T], doc: str, args: Sequence[str], fixed: Iterable[str] =
     if folder is None:
         return _parse(config, doc, args)
     run_dir = _take([arg.replace("--run_dir", "--run-dir") for arg in args], "--run-dir")[1]
+    if folder == AUTO:
+        return _parse_auto(config, doc, args, run_dir, fixed)
     if not (folder or run_dir) or (folder and run_dir and Path(folder) != Path(run_dir)):
         raise ValueError(
             f"--resume {folder} with --run-dir {run_dir}: name one run folder, as in "
             "--resume runs/mine"
         )
-    path = Path(folder or run_dir) / "config.json"
+    return _parse_resumed(config, doc, args, folder or run_dir, fixed, may_start=bool(run_dir))
+
+
+def _parse_auto(
+    config: type[T], doc: str, args: Sequence[str], run_dir: str | None, fixed: Iterable[str]
+) -> T:
+    """Exits if the run has finished: torchrun restarts the program also for a rank that dies when
+    all work is done."""
+    if not run_dir:
+        raise ValueError(
+            "--resume auto needs --run-dir: a restart continues the run in that folder"
+        )
+    cfg = _parse_resumed(config, doc, args, run_dir, fixed, may_start=True)
+    if is_finished(run_dir, cfg.steps):
+        if _is_first_rank():
+            print(f"the run in {run_dir} has finished, at step {cfg.steps}; --steps N goes on")
+        sys.exit(0)
+    return cfg
+
+
+def _parse_resumed(
+    config: type[T],
+    doc: str,
+    args: Sequence[str],
+    run_dir: str,
+    fixed: Iterable[str],
+    *,
+    may_start: bool,
+) -> T:
+    """The options of a run that goes on; if it `may_start`, the same command may also start it."""
+    path = Path(run_dir) / "config.json"
     if path.exists():
-        saved = _saved(config, path) | {"run_dir": folder or run_dir, "resume": True}
+        saved = _saved(config, path) | {"run_dir": run_dir, "resume": True}
         return _parse_over(config, doc, args, saved, fixed)
-    if run_dir:  # the same command may start the run and continue it
+    if may_start:
         return _parse(config, doc, [*args, "--resume"])
-    raise ValueError(f"--resume {folder}: there is no {path}; name a run folder")
+    raise ValueError(f"--resume {run_dir}: there is no {path}; name a run folder")
 
 
 def _saved(config: type, path: str | Path, **options: bool) -> dict[str, Any]:
@@ -184,16 +225,36 @@ def _is_explained(error: Exception) -> bool:
     if not isinstance(error, RoleError | ValueError | OSError):
         return False
     if isinstance(error, RoleError):  # its text holds the traceback of the rank that failed
-        return isinstance(error.__cause__, ValueError | OSError)
+        return isinstance(error.__cause__, ValueError | OSError | Ended)
     last = traceback.extract_tb(error.__traceback__)[-1]
     is_ours = Path(last.filename).is_relative_to(Path(__file__).parent)
     return is_ours and (isinstance(error, OSError) or (last.line or "").startswith("raise"))
 
 
 def _exit_with(error: BaseException) -> NoReturn:
+    if isinstance(error.__cause__, Ended):  # on all ranks at once: where does not matter
+        error = error.__cause__
     if _is_first_rank():
         print(f"\nerror: {error}\n\n--debug prints the traceback", file=sys.stderr, flush=True)
+    # A full disk or a file server that is away may be better after a restart; a value is not.
+    if isinstance(error, ValueError) or isinstance(error.__cause__, ValueError):
+        _end_restarts()
     sys.exit(1 if isinstance(error, Ended) else USER_ERROR)
+
+
+def _end_restarts() -> None:
+    """Have torchrun end now, if it would only run into the same error again."""
+    env, agent = os.environ, os.getppid()
+    max_restarts = int(env.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    if int(env.get("TORCHELASTIC_RESTART_COUNT", 0)) >= max_restarts:
+        return
+    if read_launch().local_rank > 0:
+        time.sleep(LINGER_SECONDS)
+        return
+    with suppress(OSError):  # it has ended
+        words = Path(f"/proc/{agent}/cmdline").read_text()
+        if "torchrun" in words or "torch.distributed.run" in words:  # not one that adopted us
+            os.kill(agent, signal.SIGTERM)
 
 
 def _is_first_rank() -> bool:

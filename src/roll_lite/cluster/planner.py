@@ -15,6 +15,7 @@ from roll_lite.cluster.memory import (
     MAX_RUNNING,
     PAGE_TOKENS,
     RankMemory,
+    context_bytes,
     format_bytes,
     role_memory,
     together,
@@ -23,6 +24,7 @@ from roll_lite.cluster.memory import (
 from roll_lite.models.config import MixtureConfig, ModelConfig
 from roll_lite.models.cost import kv_bytes_per_token
 
+TRAINED = ("train", "critic")
 CPU_CACHE_GIB = 1.0  # default of kv_cache_gib on a CPU
 ENGINES = ("generate", "judge", "reward_model")
 """Roles that work while samples are generated; the first may sleep."""
@@ -227,10 +229,14 @@ def memory_of(plan: Plan, role: Role) -> RankMemory:
     else:
         samples = share(share(batch.num_samples, batch.updates_per_step), role.num_replicas)
         tokens = min(batch.tokens_per_microbatch, samples * batch.packed_tokens)
+        tokens = share(tokens, role.cp)
     config = plan.role_configs.get(role.name, plan.config)
     sizes = role.ranks_per_copy, role.tp, tokens, plan.width
     held = role_memory(role.name, config, *sizes, **batch.train_options)
-    return replace(held, kv_cache=int(batch.judge_cache_gib * 2**30 * (role.name == "judge")))
+    checkpointing = batch.checkpointing if role.name in TRAINED else None
+    keys = context_bytes(config, role.cp, *sizes[1:], checkpointing)
+    cache = int(batch.judge_cache_gib * 2**30 * (role.name == "judge"))
+    return replace(held, activations=held.activations + keys, kv_cache=cache)
 
 
 def _phases(plan: Plan, names: tuple[str, ...], parts: dict[str, RankMemory]) -> dict:

@@ -141,23 +141,25 @@ def _generate_seconds(plan: Plan, gpu: Gpu) -> float:
 
 
 def _work(plan: Plan, role: Role) -> "Pass":
-    """The samples of a step on one replica of a role."""
-    samples, batch = share(plan.batch.num_samples, role.num_replicas), plan.batch
+    """The samples of a step on one replica of a role: what each of its `cp` ranks reads of them."""
+    samples, batch = share(plan.batch.num_samples, role.num_replicas) / role.cp, plan.batch
     return Pass(num_samples=samples, length=batch.packed_tokens, num_rows=batch.reply_tokens)
 
 
 def _score_seconds(plan: Plan, role: Role, gpu: Gpu) -> float:
     config = plan.role_configs.get(role.name, plan.config)
-    return score_seconds(config, gpu, role.tp, _work(plan, role))
+    work = _work(plan, role)
+    return score_seconds(config, gpu, role.tp, work) + keys_seconds(config, gpu, role, work, 1)
 
 
 def _train_seconds(plan: Plan, role: Role, machine: Machine, lora_rank: int) -> float:
     """All epochs and updates of a step. Weights and gradients travel while others are computed."""
     config, batch, is_frozen = plan.config, plan.batch, lora_rank > 0
+    work, passes = _work(plan, role), 2 if batch.checkpointing == "none" else 3
     computing = train_seconds(
-        config, machine.gpu, role.tp, _work(plan, role),
+        config, machine.gpu, role.tp, work,
         checkpointing=batch.checkpointing, is_frozen=is_frozen,
-    )  # fmt: skip
+    ) + keys_seconds(config, machine.gpu, role, work, passes)  # fmt: skip
     one_copy = role.ranks[: role.ranks_per_copy]
     travelling = plan.step.microbatches_per_rank * shard_seconds(
         config, machine.rate(one_copy), role.ranks_per_copy // role.tp, role.tp, is_frozen
@@ -225,6 +227,12 @@ def _reduce_seconds(config: ModelConfig, gpu: Gpu, tp: int, work: Pass, passes: 
     """Two sums of hidden states in every layer, over the tensor-parallel ranks, in bf16."""
     num_bytes = 2 * 2 * config.num_layers * config.hidden_size * work.num_tokens
     return passes * num_bytes * 2 * (tp - 1) / tp / gpu.link
+
+
+def keys_seconds(config: ModelConfig, gpu: Gpu, role: Role, work: Pass, passes: int) -> float:
+    """Keys and values in bf16, or their gradients, between the context-parallel ranks."""
+    received = (role.cp - 1) * work.num_tokens * kv_bytes_per_token(config, role.tp, 2)
+    return passes * received / gpu.link
 
 
 def shard_seconds(

@@ -180,8 +180,9 @@ def write_folder(
     """Write a Hugging Face folder under a temporary name, then rename it."""
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.parent.glob(f".{folder.name}.*-*"):  # of a process that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
         _fill_folder(partial, hf_config, tensors, add_files)

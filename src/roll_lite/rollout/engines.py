@@ -133,8 +133,11 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in range(request.num_samples)]
         pending = PendingRequest(request, futures, num_counted=len(futures))
-        for future in futures:
-            future.add_done_callback(lambda _: self._on_done(pending))
+        for index in {*range(request.num_samples)}.difference(request.indices):
+            futures[index].cancel()
+            pending.num_counted -= 1
+        for index in request.indices:
+            futures[index].add_done_callback(lambda _: self._on_done(pending))
         if same_replica_as is not None and not self._is_broken(same_replica_as.replica):
             self._send(pending, self._next_replica(same_replica_as.replica, request))
         else:

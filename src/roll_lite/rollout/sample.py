@@ -7,7 +7,7 @@ how they end. Everything here runs in the coordinator's event loop.
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from roll_lite.chat import Chat
@@ -25,6 +25,28 @@ def derive_seed(*parts: int | str) -> int:
     """63 bits that depend on all parts and their order."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
+
+
+class StatesInFlight:
+    """Which of the states that take time have samples; `listener` is told when that changes."""
+
+    WATCHED = ("generating", "stepping", "scoring")
+
+    def __init__(self):
+        self._counts = dict.fromkeys(self.WATCHED, 0)
+        self.listener: Callable[[list[str]], None] = lambda states: None
+
+    def move(self, before: State | None, now: State) -> None:
+        """A sample has changed its state."""
+        has_changed = False
+        if before in self._counts:
+            self._counts[before] -= 1
+            has_changed = self._counts[before] == 0
+        if now in self._counts:
+            self._counts[now] += 1
+            has_changed |= self._counts[now] == 1
+        if has_changed:
+            self.listener([state for state, count in self._counts.items() if count])
 
 
 class SampleRunner:
@@ -52,17 +74,20 @@ class SampleRunner:
         """Samples that are in no group, or failed, each with the reason."""
         self.bar = ProgressBar(0, "", enabled=False)
         """Counts samples that end, for the caller that waits for them."""
+        self.in_flight = StatesInFlight()
 
-    def make_samples(self, prompt: Prompt, num_samples: int) -> list[Sample]:
-        samples = [Sample(prompt=prompt, index=index) for index in range(num_samples)]
+    def make_samples(self, prompt: Prompt, indices: Iterable[int]) -> list[Sample]:
+        samples = [Sample(prompt=prompt, index=index) for index in indices]
         for sample in samples:
             self.enter(sample, "queued")
-        self.counts["started"] += num_samples
+        self.counts["started"] += len(samples)
         return samples
 
     def enter(self, sample: Sample, state: State) -> None:
         """What is lost stays lost: an environment may ignore that it was cancelled."""
-        if not sample.events or sample.state not in LOST:
+        before = sample.state if sample.events else None
+        if before not in LOST:
+            self.in_flight.move(before, state)
             sample.enter(state, self.version.current)
 
     def retry(self, sample: Sample) -> None:
@@ -122,11 +147,17 @@ class RunningGroup:
         num_samples: int,
         params: SamplingParams,
         num_extra: int = 0,
+        only: int | None = None,
     ):
-        self.visit, self._num_wanted = visit, num_samples
-        self.samples = runner.make_samples(visit.prompt, num_samples + num_extra)
+        """`only` is the index of a single sample of the group to run."""
+        self.visit, self._num_wanted = visit, num_samples if only is None else 1
+        self._num_samples = num_samples + num_extra
+        self._wanted = None if only is None else (only,)
+        self.samples = runner.make_samples(visit.prompt, self._wanted or range(self._num_samples))
         self._episodes: list[asyncio.Task] = []
         self.seed = derive_seed(runner.seed, visit.prompt.id, visit.number)
+        for sample in self.samples:
+            sample.visit, sample.seed = visit.number, self.seed
         self.params, self._runner = params, runner
         known = visit.prompt.seed
         self.prompt = replace(visit.prompt, seed=self.seed if known is None else known)
@@ -166,7 +197,9 @@ class RunningGroup:
             self._last[sample.index] = pending = self._submit(token_ids, params, 1, seed, last)
             return await self._turn(pending, 0, episode)
         if self._first is None:
-            self._first = self._submit(token_ids, params, len(self.samples), self.seed)
+            self._first = self._submit(
+                token_ids, params, self._num_samples, self.seed, wanted=self._wanted
+            )
         elif (token_ids, params) != (self._first.request.prompt_ids, self._first.request.params):
             raise ValueError(
                 f"sample {sample.index} of {sample.prompt.id} opens differently from its "
@@ -192,8 +225,11 @@ class RunningGroup:
         num_samples: int,
         seed: int,
         last: PendingRequest | None = None,
+        wanted: tuple[int, ...] | None = None,
     ) -> PendingRequest:
-        request = Request(prompt_ids=token_ids, params=params, num_samples=num_samples, seed=seed)
+        request = Request(
+            prompt_ids=token_ids, params=params, num_samples=num_samples, seed=seed, wanted=wanted
+        )
         pending = self._runner.engines.submit(request, same_replica_as=last)
         pending.group_number = self.number
         return pending

@@ -29,6 +29,7 @@ from roll_lite.models.config import ModelConfig
 from roll_lite.report.run import Run
 from roll_lite.stopping import Ended, StopRequest
 from roll_lite.train.shards import (
+    MANIFEST,
     DamagedError,
     Kind,
     Manifest,
@@ -55,7 +56,7 @@ class CheckpointOptions:
     keep_last: int = 2
     """Checkpoints to keep, beside the one that evaluates best."""
     resume: bool = False
-    """Resume the run in run_dir, if it has a checkpoint; --resume RUN_DIR is the same."""
+    """Resume the run in run_dir, if it has a checkpoint; --resume RUN_DIR and --resume auto too."""
 
     def __post_init__(self):
         at_least(0, self, "checkpoint_minutes", "checkpoint_every")
@@ -126,7 +127,7 @@ class Checkpoints:
             state=state,
             files=sorted(records, key=lambda record: record.file),
         )
-        partial, path = self._hidden(step, "partial"), self.folder / f"step-{step:08d}"
+        partial, path = self._hidden(step, "partial"), self.folder / _name(step)
         try:
             check_cover(records)
             _check_present(partial, records)
@@ -173,7 +174,7 @@ class Checkpoints:
             shutil.rmtree(removed, ignore_errors=True)
 
     def _hidden(self, step: int, suffix: Literal["partial", "replaced", "removed"]) -> Path:
-        return self.folder / f".step-{step:08d}.{suffix}"
+        return self.folder / f".{_name(step)}.{suffix}"
 
 
 def refuse_links_out(run_dir: str | Path) -> None:
@@ -186,6 +187,17 @@ def refuse_links_out(run_dir: str | Path) -> None:
                     f"{path} is a link to {path.resolve()}, out of run_dir={run_dir}; replace it "
                     "by what it leads to, or resume with the run_dir that it leads to"
                 )
+
+
+def is_finished(run_dir: str | Path, steps: int) -> bool:
+    """Whether a run has its last checkpoint and the model that was exported after it."""
+    try:
+        checkpoint = Path(run_dir) / "checkpoints" / _name(steps) / MANIFEST
+        return (Path(run_dir) / "model" / "config.json").stat().st_mtime_ns >= (
+            checkpoint.stat().st_mtime_ns
+        )
+    except OSError:  # one of them does not exist
+        return False
 
 
 class Resumable(Protocol):
@@ -260,6 +272,7 @@ class RunState:
 
     def _save(self, run: Run) -> None:
         start = time.monotonic()
+        run.phase.enter("checkpoint", self.step)
         measured, score = self._score
         score = score if measured == self.step else None
         parts = {name: part.state_dict() for name, part in self._parts.items()}
@@ -360,6 +373,10 @@ def verify(folder: str | Path, part: int = 0, num_parts: int = 1) -> list[str]:
         return [str(error)]
     found = [_problem(Path(folder) / r.file, r) for r in manifest.files[part::num_parts]]
     return [problem for problem in found if problem]
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def _step(path: Path) -> int | None:

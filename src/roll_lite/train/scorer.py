@@ -8,6 +8,7 @@ from torch import Tensor
 
 from roll_lite.cluster.groups import Place
 from roll_lite.cluster.role import Method, split
+from roll_lite.models.context_parallel import ContextShard
 from roll_lite.models.fsdp import shard
 from roll_lite.models.lora import LoraOptions, add_adapters
 from roll_lite.models.presets import open_model
@@ -53,6 +54,7 @@ class Scorer(Profiled):
         self.temperature = temperature
         self.replicas = place.mesh["dp"].get_group()
         tensor_shard = TensorShard.of(place.mesh["tp"].get_group()) if place.tp > 1 else None
+        self.context_shard = ContextShard.of(place.mesh["cp"].get_group()) if place.cp > 1 else None
         options = {"device": place.device, "dtype": dtype, "head": head, "shard": tensor_shard}
         model = open_model(folder, **options)
         if lora:
@@ -123,6 +125,8 @@ class Scorer(Profiled):
                 f"a sequence of {micro.max_seqlen} tokens exceeds the model's "
                 f"{self.config.max_positions} positions"
             )
+        if self.context_shard:
+            return self._forward_over_ranks(micro, targets, *top)
         out = self.model(
             micro.token_ids_T,
             micro.positions_T,
@@ -133,6 +137,24 @@ class Scorer(Profiled):
             *top,
         )
         return out if isinstance(out, tuple) else (out,)
+
+    def _forward_over_ranks(
+        self, micro: MicroBatch, targets: Tensor | None, *top: int | None
+    ) -> tuple:
+        """Every rank reads its part of the tokens, and gets the results of all rows."""
+        tokens = micro.token_ids_T, micro.positions_T, micro.cu_seqlens
+        part = self.context_shard.cut(*tokens, micro.rows_R)
+        out = self.model(
+            part.token_ids_L,
+            part.positions_L,
+            part.attention,
+            part.rows,
+            None if targets is None else targets[part.chosen],
+            self.temperature,
+            *top,
+        )
+        results = out if isinstance(out, tuple) else (out,)
+        return tuple(self.context_shard.join_rows(x, part, len(micro.rows_R)) for x in results)
 
 
 def score_over_ranks(

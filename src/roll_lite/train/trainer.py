@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from roll_lite.cluster.groups import Place
+from roll_lite.cluster.role import RoleHandle
 from roll_lite.models.cost import device_flops, training_flops
 from roll_lite.models.fsdp import (
     gradient_norm,
@@ -28,7 +29,8 @@ from roll_lite.models.lora import LoraOptions, adapters, merge
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Checkpointing, Head
 from roll_lite.progress import ProgressBar
-from roll_lite.train.batch import MicroBatch
+from roll_lite.stopping import Ended
+from roll_lite.train.batch import MicroBatch, TrainingSequence, unpack
 from roll_lite.train.checkpoint import read_pieces, verify
 from roll_lite.train.losses import Loss
 from roll_lite.train.offload import local
@@ -42,7 +44,13 @@ from roll_lite.train.shards import (
     write_shard,
 )
 
-LOSS, WEIGHT = "loss/loss", "weight"
+LOSS, WEIGHT, ENTROPY = "loss/loss", "weight", "loss/entropy"
+MAX_SKIPPED = 5
+"""Updates in a row without a finite gradient that end a run."""
+
+
+class Diverged(Ended):
+    """No gradient is finite any more. All ranks raise it together, with the weights unchanged."""
 
 
 class Trainer(Scorer):
@@ -69,6 +77,7 @@ class Trainer(Scorer):
         self.part: Literal["policy", "critic"] = "policy" if head == "language" else "critic"
         """The name of its files in a checkpoint."""
         self.num_steps = 0
+        self._num_skipped = 0  # in a row
         self.lora = lora
         self._parameters = dict(self.model.named_parameters())
         weights = ((n, p) for n, p in self._parameters.items() if "_adapter." not in n)
@@ -77,6 +86,8 @@ class Trainer(Scorer):
         self.optimizer = AdamW(
             trained, weight_decay=weight_decay, moments_dtype=getattr(torch, moments)
         )
+        self._entropies: list[Tensor] = []
+        """Of the rows of each micro-batch of the last step, on the device."""
 
     def step(self, batch: list[MicroBatch], scheduled_at: int | None = None) -> dict[str, float]:
         """Accumulate the gradient over all micro-batches of all ranks, then update once.
@@ -94,6 +105,7 @@ class Trainer(Scorer):
         if is_finite:  # inf or nan would destroy the policy: skip the update
             self.optimizer.step(lr)
         self.optimizer.zero_grad()
+        self._count_skipped(is_finite, lr)
         self.num_steps += 1
         metrics = totals.over_ranks(self.replicas)
         metrics |= {
@@ -103,16 +115,33 @@ class Trainer(Scorer):
         }
         return metrics | self._speed(batch, time.perf_counter() - start)
 
+    def _count_skipped(self, is_finite: bool, lr: float) -> None:
+        self._num_skipped = 0 if is_finite else self._num_skipped + 1
+        if self._num_skipped == MAX_SKIPPED:
+            raise Diverged(
+                f"the gradient of the {self.part} was not finite in {MAX_SKIPPED} updates in a row "
+                f"(learning rate {lr:g}): nothing is learnt any more; start again, or from an "
+                "earlier checkpoint, with a lower learning rate, and look at the rewards and "
+                "advantages for nan and inf"
+            )
+
     def _accumulate(self, batch: list[MicroBatch]) -> "Totals":
         """The gradient of all micro-batches; copies of the weights sum theirs after the last."""
         totals, last = Totals(), len(batch) - 1
+        self._entropies = []
         with _token_bar(batch, "training") as bar:
             for number, micro in enumerate(batch):
                 micro = micro.to(self.device)
                 self.model.set_requires_all_reduce(number == last)
-                totals.add(self._backward(micro), micro.weights_R)
+                measurements = self._backward(micro)
+                totals.add(measurements, micro.weights_R)
+                self._entropies += [v_R for n, v_R in measurements.items() if n == ENTROPY]
                 bar.advance(len(micro.token_ids_T))
         return totals
+
+    def entropies(self) -> list[Tensor]:
+        """The policy's entropy at each row of each micro-batch of the last step."""
+        return [entropy_R.cpu() for entropy_R in self._entropies]
 
     def _backward(self, micro: MicroBatch) -> dict[str, Tensor]:
         loss_R, measurements = self._loss(micro)
@@ -344,6 +373,17 @@ class Totals:
             name: value if name == LOSS or name.endswith("_max") else value / total
             for name, value in metrics.items()
         }
+
+
+def note_entropies(
+    trainer: RoleHandle, batch: list[MicroBatch], sequences: Sequence[TrainingSequence]
+) -> None:
+    """Note in the sequences of a batch the entropies that the step on it computed, unless an
+    earlier step has."""
+    replicas = trainer.entropies.options(collect="replicas")()
+    rows = [rows_R for replica in replicas for rows_R in replica]
+    for sequence, values in zip(sequences, unpack(batch, rows, sequences), strict=True):
+        sequence.entropies = sequence.entropies or values
 
 
 def combine(updates: list[dict[str, float]]) -> dict[str, float]:
