@@ -599,10 +599,10 @@ def test_a_wake_that_fails_can_be_repeated(qwen, monkeypatch):
         patch.setattr(engine.runner.arena, "restore", lambda: (_ for _ in ()).throw(OSError()))
         with pytest.raises(OSError):
             engine.wake()
-    with pytest.raises(RuntimeError, match="call wake"):
-        engine.load_weights(model.named_parameters(), 1)
+    engine.load_weights(model.named_parameters(), 1)  # their memory is there
+    with pytest.raises(RuntimeError, match=r"no KV cache .* call wake"):
+        engine.step()
     engine.wake()
-    engine.load_weights(model.named_parameters(), 1)
     ((turn,),) = engine.generate([Request(prompt_ids=[1, 2], params=GREEDY)])
     assert len(turn.token_ids) == 24
 

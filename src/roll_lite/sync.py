@@ -13,7 +13,9 @@ from torch import Tensor
 from roll_lite.cluster.device_map import DeviceMap
 from roll_lite.cluster.groups import Place
 from roll_lite.cluster.role import RoleHandle
+from roll_lite.engine.arena import ROW_BYTES, held_by
 from roll_lite.engine.engine import Engine, OnNewWeights
+from roll_lite.models.fsdp import in_buckets
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Transformer
 from roll_lite.train.trainer import Trainer
@@ -22,9 +24,10 @@ from roll_lite.train.trainer import Trainer
 class WeightSync:
     """The sync role, on all ranks of train and generate, for any pair of layouts.
 
-    Train's ranks gather each parameter, train's first rank broadcasts it to ranks without a
-    trainer, and each engine takes its shard. If every engine is on the rank of the trainer with the
-    same shard (aligned), FSDP's gathering is the only communication.
+    Parameters travel in buckets. Train's ranks gather one while the one before is used, train's
+    first rank broadcasts it to ranks without a trainer, and each engine takes its shard. If every
+    engine is on the rank of the trainer with the same shard (aligned), FSDP's gathering is the only
+    communication, and on one rank there is none.
     """
 
     def __init__(self, *, place: Place, places: Mapping[str, Place], siblings: Mapping[str, Any]):
@@ -33,6 +36,9 @@ class WeightSync:
         self.engine: Engine | None = siblings["generate"].engine if "generate" in siblings else None
         self.is_aligned = self._all_aligned()
         self._source = self._find_source() if self.feed else 0
+        arenas = held_by(self.engine.weight_arenas, self.engine.model) if self.engine else []
+        self._shapes = {name: p.shape for held in arenas for name, p in held.items()}
+        self._num_rows = [{n: -(-p.nbytes // ROW_BYTES) for n, p in h.items()} for h in arenas]
 
     def _all_aligned(self) -> bool:
         mine = _tensor_place(self.trainer.tensor_shard) if self.trainer else None
@@ -41,21 +47,20 @@ class WeightSync:
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=self.place.group)
         return bool(flag)
 
+    @torch.no_grad()
     def sync(self, version: int, running: OnNewWeights = "go_on") -> dict[str, float]:
         """Load the trainer's weights into all engines, and verify checksums."""
-        start = time.perf_counter()
-        arrived: dict[str, Tensor] = {}
-        taken: dict[str, Tensor] = {}
-        weights = self._aligned() if self.is_aligned else self._gathered(arrived)
+        start, arrived, taken = time.perf_counter(), {}, {}
+        buckets = self._aligned() if self.is_aligned else self._cut(self._arriving(arrived))
         if self.engine is None:
-            deque(weights, maxlen=0)  # only takes part in the collectives
+            deque(buckets, maxlen=0)  # only takes part in the collectives
         else:
-            self.engine.load_weights(_recording(weights, taken), version, running)
+            self.engine.load_weights(_recording(buckets, taken), version, running)
         sent = self._source_checksums(arrived) if self.feed else arrived
         # No collective follows, so a rank may raise here.
         _compare(version, "what arrived is not what was sent", sent, arrived)
         if self.engine:
-            held = {name: row_checksums(p) for name, p in self.engine.model.named_parameters()}
+            held = self._held_checksums()
             _compare(version, "the engine does not hold what it got", taken, held)
         return {"time/sync": time.perf_counter() - start}
 
@@ -72,34 +77,81 @@ class WeightSync:
         parts = sums.split([len(rows) for rows in arrived.values()])
         return dict(zip(arrived, parts, strict=True))
 
-    def _aligned(self) -> Iterator[tuple[str, Tensor]]:
-        return self.trainer.whole_parameters(self.place.dtype, only_part=True)
+    def _held_checksums(self) -> dict[str, Tensor]:
+        """Of the engine's weights, arena by arena."""
+        sums, dtype = {}, self.place.dtype
+        for arena, num_rows in zip(self.engine.weight_arenas, self._num_rows, strict=True):
+            rows = row_checksums(arena.bytes.view(dtype).view(-1, _row_size(dtype)))
+            sums |= zip(num_rows, rows.split([*num_rows.values()]), strict=True)
+        return sums
 
-    def _gathered(self, arrived: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Parameters one by one, cut for the engine; fills `arrived` with their checksums."""
-        for name, tensor in self._whole_parameters():
+    def _aligned(self) -> Iterator["Bucket"]:
+        # One rank casts on the way into the bucket, several before they gather.
+        dtype = self.place.dtype if self.trainer.place.shards.size() > 1 else None
+        yield from self._packed(self.trainer.whole_parameters(dtype, only_part=True))
+
+    def _arriving(self, arrived: dict[str, Tensor]) -> Iterator["Bucket"]:
+        """Whole parameters, on all ranks; fills `arrived` with checksums of what was sent."""
+        for bucket in self._packed(self._whole_parameters()):
             if self.feed:
-                tensor = tensor.contiguous()
-                dist.broadcast(tensor, group_src=self._source, group=self.feed.group)
-            arrived[name] = row_checksums(tensor)
-            yield name, self._cut(name, tensor)
+                dist.broadcast(bucket.flat, group_src=self._source, group=self.feed.group)
+                arrived |= bucket.checksums
+            yield bucket
 
     def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The trainer's parameters; without one, uninitialised tensors of their shapes."""
+        """The trainer's parameters; without one, shapes alone."""
         if self.trainer:
             yield from self.trainer.whole_parameters(self.place.dtype)
             return
         with torch.device("meta"):
-            model = Transformer(self.engine.model.config)
-        for name, parameter in model.named_parameters():
-            options = {"dtype": self.place.dtype, "device": self.place.device}
-            yield name, torch.empty(parameter.shape, **options)
+            yield from Transformer(self.engine.model.config).named_parameters()
 
-    def _cut(self, name: str, tensor: Tensor) -> Tensor:
+    def _cut(self, buckets: Iterator["Bucket"]) -> Iterator["Bucket"]:
+        """The engine's part of each."""
         model = self.engine.model if self.engine else None
         if model is None or model.shard is None:
-            return tensor
-        return model.shard.cut(name, tensor, model.get_parameter(name).shape)
+            yield from buckets
+            return
+        for bucket in buckets:
+            yield from self._packed(
+                (name, model.shard.cut(name, tensor, self._shapes[name]))
+                for name, tensor in bucket.tensors.items()
+            )
+
+    def _packed(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator["Bucket"]:
+        """In buckets that have the same names on all ranks."""
+        for tensors in in_buckets(weights, self.place.device):
+            yield Bucket(tensors, self.place.dtype, self.place.device)
+
+
+class Bucket:
+    """Copies of tensors in one, as an arena has them: they begin at multiples of ROW_BYTES."""
+
+    def __init__(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device):
+        """Tensors on the meta device only have a shape: their bucket is left to be filled."""
+        self._rows = [-(-t.numel() // _row_size(dtype)) for t in tensors.values()]
+        self.flat = torch.empty(sum(self._rows) * _row_size(dtype), dtype=dtype, device=device)
+        parts = self.flat.split([rows * _row_size(dtype) for rows in self._rows])
+        self.tensors, tails = {}, []
+        for part, (name, tensor) in zip(parts, tensors.items(), strict=True):
+            size = tensor.numel()
+            if size < len(part):
+                tails.append(part[size:])
+                part = part[:size]
+            self.tensors[name] = part.view(tensor.shape)
+        if not any(tensor.is_meta for tensor in tensors.values()):
+            torch._foreach_copy_([*self.tensors.values()], [*tensors.values()])
+            if tails:  # zero, as in an arena
+                torch._foreach_zero_(tails)
+
+    @property
+    def checksums(self) -> dict[str, Tensor]:
+        rows = row_checksums(self.flat.view(-1, _row_size(self.flat.dtype)))
+        return dict(zip(self.tensors, rows.split(self._rows), strict=True))
+
+
+def _row_size(dtype: torch.dtype) -> int:
+    return ROW_BYTES // dtype.itemsize
 
 
 class Colocated:
@@ -187,12 +239,11 @@ def row_checksums(tensor: Tensor) -> Tensor:
     return bits.view(-1, bits.shape[-1] if bits.ndim > 1 else 1).sum(1, dtype=torch.int64)
 
 
-def _recording(
-    weights: Iterable[tuple[str, Tensor]], sums: dict[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in weights:
-        sums[name] = row_checksums(tensor)
-        yield name, tensor
+def _recording(buckets: Iterator[Bucket], sums: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of buckets one by one; fills `sums` with their checksums."""
+    for bucket in buckets:
+        sums |= bucket.checksums
+        yield from bucket.tensors.items()
 
 
 def _compare(

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from roll_lite.models.transformer import Transformer
 
+ROW_BYTES = 1024  # parameters begin at multiples of it
+WRITE_BYTES = 2**28  # of weights that are copied together
 _DEVICE, _PINNED, _READ_WRITE = 1, 1, 3  # enumerators of the CUDA driver API
 
 
@@ -73,26 +75,42 @@ def move_to_arena(model: Transformer) -> list[Arena]:
     return _ARENAS[model]
 
 
-def check_fit(model: Transformer, shapes: dict[str, torch.Size]) -> None:
+def held_by(arenas: list[Arena], model: Transformer) -> list[dict[str, Tensor]]:
+    """The parameters in each arena, in the order of their addresses."""
+    held = {arena.bytes.untyped_storage()._cdata: {} for arena in arenas}
+    for name, p in sorted(model.named_parameters(), key=lambda item: item[1].storage_offset()):
+        held[p.untyped_storage()._cdata][name] = p.detach()
+    return [*held.values()]
+
+
+def check_fit(parameters: dict[str, Tensor], shapes: dict[str, torch.Size]) -> None:
     """Refuse weights whose names and shapes are not exactly the model's."""
-    wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
+    wanted = {name: parameter.shape for name, parameter in parameters.items()}
     if wanted != shapes:
         differing = sorted(name for name, _ in wanted.items() ^ shapes.items())
         raise ValueError(f"new weights do not fit the model: {', '.join(dict.fromkeys(differing))}")
 
 
-def write(model: Transformer, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy weights in place as they arrive."""
-    parameters, shapes = dict(model.named_parameters()), {}
+def write(parameters: dict[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy weights in place as they arrive, many at once: a launch for each would take longer."""
+    shapes, targets, sources, num_bytes = {}, [], [], 0
     for name, tensor in weights:
         shapes[name] = tensor.shape
         if name in parameters and parameters[name].shape == tensor.shape:
-            parameters[name].copy_(tensor)
-    check_fit(model, shapes)
+            targets.append(parameters[name])
+            sources.append(tensor)
+            num_bytes += tensor.nbytes
+        if num_bytes >= WRITE_BYTES:
+            torch._foreach_copy_(targets, sources)
+            targets, sources, num_bytes = [], [], 0
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    check_fit(parameters, shapes)
 
 
 def _move(parameters: list[nn.Parameter], device: torch.device) -> Arena:
-    starts = np.cumsum([0] + [-(-p.nbytes // 256) * 256 for p in parameters]).tolist()
+    sizes = [-(-p.nbytes // ROW_BYTES) * ROW_BYTES for p in parameters]
+    starts = np.cumsum([0, *sizes]).tolist()
     arena = Arena(starts[-1], device)
     for parameter, start in zip(parameters, starts[:-1], strict=True):
         view = arena.tensor(tuple(parameter.shape), parameter.dtype, start)

@@ -60,7 +60,8 @@ class Engine:
         - `decode` turns token ids into text, for requests with stop texts.
         """
         self.model = model.requires_grad_(False)
-        self._weights = move_to_arena(model)
+        self.weight_arenas = move_to_arena(model)
+        self._parameters = dict(model.named_parameters())
         self.policy_version = 0
         weight, config = model.embedding, model.config
         backend = choose_backend(backend, weight.device, weight.dtype, config.head_dim)
@@ -215,8 +216,9 @@ class Engine:
         finish under the old ones, or are aborted. Waiting requests get the new weights.
         """
         if isinstance(weights, Collection):  # a stream is checked as it arrives
-            check_fit(self.model, {name: tensor.shape for name, tensor in weights})
-        if not all(arena.is_held for arena in self._weights):
+            shapes = {name: tensor.shape for name, tensor in weights}
+            check_fit(self._parameters, shapes)
+        if not all(arena.is_held for arena in self.weight_arenas):
             raise RuntimeError("the engine is asleep; call wake() before load_weights()")
         if running not in ("go_on", "finish", "abort"):
             raise ValueError(f"running={running!r} is not known; use go_on, finish or abort")
@@ -225,7 +227,7 @@ class Engine:
         with self._working():
             self._clear(running)
             self._needs_weights = True  # until all have arrived
-            write(self.model, weights)
+            write(self._parameters, weights)
             self.policy_version = policy_version
             self._needs_weights = False
 
@@ -247,7 +249,7 @@ class Engine:
         With part="weights" the KV cache sleeps on, so that a trainer may keep its memory until its
         weights are loaded.
         """
-        for arena in self._arenas if part == "all" else self._weights:
+        for arena in self._arenas if part == "all" else self.weight_arenas:
             if not arena.is_held:
                 arena.restore()
 
@@ -258,7 +260,7 @@ class Engine:
 
     @property
     def _arenas(self) -> list[Arena]:
-        return [*self._weights, self.runner.arena]
+        return [*self.weight_arenas, self.runner.arena]
 
     def _clear(self, running: OnNewWeights) -> None:
         """Leave nothing in the KV cache or running on the device."""

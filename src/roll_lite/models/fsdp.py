@@ -5,7 +5,10 @@ again over the data-parallel ranks, or over those of one machine, with a copy on
 So each rank holds a rectangle of every parameter.
 """
 
+from collections.abc import Callable, Iterable, Iterator
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -14,7 +17,11 @@ from torch.distributed.tensor import DTensor, Shard
 from roll_lite.models.tensor_parallel import Part, TensorShard, cut_dimension
 from roll_lite.models.transformer import Checkpointing, Transformer
 
+# The newer name of torch 2.13, which warns of the older one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 UNIT_PARAMETERS = 2**25  # that FSDP gathers at once, at most, unless one block has more
+BUCKET_PARAMETERS = {"cuda": 2**26, "cpu": 2**20}  # a CPU's caches are small
+"""That travel in one message, at most, unless one tensor has more."""
 
 
 def shard(
@@ -81,20 +88,78 @@ def whole_shape(name: str, parameter: DTensor, tensor_shard: TensorShard | None)
     return tensor_shard.whole_shape(name, shape) if tensor_shard else shape
 
 
+def in_buckets(
+    tensors: Iterable[tuple[str, Tensor]], device: torch.device
+) -> Iterator[dict[str, Tensor]]:
+    """Tensors in order, as many at a time as travel together."""
+    bucket, size = {}, 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.numel() > BUCKET_PARAMETERS[device.type]:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += tensor.numel()
+    yield bucket
+
+
 @torch.no_grad()
-def whole(
-    name: str,
-    parameter: DTensor,
-    tensor_shard: TensorShard | None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """The whole parameter, on every rank, cast before communication. A collective call."""
-    if parameter.device_mesh.size() == 1:  # DTensor overhead exceeds the copy
-        held = parameter.to_local()
-        tensor = held if dtype is None else held.to(dtype)
-    else:
-        tensor = (parameter if dtype is None else parameter.to(dtype)).full_tensor()
+def start_gathering(
+    parameters: dict[str, DTensor], dtype: torch.dtype | None = None
+) -> Callable[[], dict[str, Tensor]]:
+    """Whole parameters over FSDP's ranks, cast before communication, all in one message.
+
+    A collective call. The result waits for the message; start the next one before that. Where one
+    rank holds all, these are the parameters themselves.
+    """
+    mesh = next(iter(parameters.values())).device_mesh
+    dtype = dtype or next(iter(parameters.values())).dtype
+    if mesh.size() == 1:  # DTensor overhead exceeds the copy
+        held = {name: parameter.to_local() for name, parameter in parameters.items()}
+        return lambda: {name: tensor.to(dtype) for name, tensor in held.items()}
+    group, num_ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    padded = [_padded_shape(parameter, num_ranks) for parameter in parameters.values()]
+    sizes, shards = [s.numel() for s in padded], [p.to_local() for p in parameters.values()]
+    device = shards[0].device
+    mine = torch.empty(sum(sizes), dtype=dtype, device=device)
+    views = [x.view(shape) for x, shape in zip(mine.split(sizes), padded, strict=True)]
+    filled = [(v[_corner(x)], x) for v, x in zip(views, shards, strict=True) if x.numel()]
+    if filled:
+        torch._foreach_copy_(*map(list, zip(*filled, strict=True)))
+    everyone = torch.empty(num_ranks * len(mine), dtype=dtype, device=device)
+    work = _all_gather(everyone, mine, group=group, async_op=True)
+
+    def finish() -> dict[str, Tensor]:
+        work.wait()
+        wholes, targets, sources = {}, [], []
+        ranks = [row.split(sizes) for row in everyone.view(num_ranks, -1)]
+        for i, (name, parameter) in enumerate(parameters.items()):
+            dimension = parameter.placements[-1].dim
+            wholes[name] = torch.empty(parameter.shape, dtype=dtype, device=device)
+            parts = wholes[name].split(padded[i][dimension], dimension)
+            targets += parts  # fewer than ranks, if the last ones have nothing
+            sources += [ranks[r][i].view(padded[i])[_corner(part)] for r, part in enumerate(parts)]
+        torch._foreach_copy_(targets, sources)
+        return wholes
+
+    return finish
+
+
+def whole(name: str, parameter: DTensor, tensor_shard: TensorShard | None) -> Tensor:
+    """One whole parameter, on every rank. A collective call."""
+    tensor = start_gathering({name: parameter})()[name]
     return tensor_shard.join(name, tensor) if tensor_shard else tensor
+
+
+def _padded_shape(parameter: DTensor, num_ranks: int) -> torch.Size:
+    """Of the largest shard."""
+    shape, dimension = list(parameter.shape), parameter.placements[-1].dim
+    shape[dimension] = -(-shape[dimension] // num_ranks)
+    return torch.Size(shape)
+
+
+def _corner(shard: Tensor) -> tuple[slice, ...]:
+    """Where a shard lies in a padded one."""
+    return tuple(slice(size) for size in shard.shape)
 
 
 @torch.no_grad()
@@ -112,7 +177,7 @@ def sum_copied_gradients(
 def gradient_norm(
     parameters: dict[str, nn.Parameter],
     tensor_shard: TensorShard | None,
-    group: torch.distributed.ProcessGroup,
+    group: dist.ProcessGroup,
 ) -> Tensor:
     """The norm of the whole gradient: every part of it counts once."""
     norms, counts = [], []
@@ -127,5 +192,5 @@ def gradient_norm(
         counts.append(1 / (num_copies * (tensor_shard.size if is_shared else 1)))
     norms = torch.stack(torch._foreach_norm(norms))
     total = (norms.square() * norms.new_tensor(counts)).sum()
-    torch.distributed.all_reduce(total, group=group)
+    dist.all_reduce(total, group=group)
     return total.sqrt()

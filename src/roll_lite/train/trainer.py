@@ -1,7 +1,8 @@
 """The train role: fp32 master weights and optimizer; one call of `step` is one update."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -17,13 +18,15 @@ from roll_lite.cluster.role import RoleHandle
 from roll_lite.models.cost import device_flops, training_flops
 from roll_lite.models.fsdp import (
     gradient_norm,
+    in_buckets,
     rectangles,
+    start_gathering,
     sum_copied_gradients,
-    whole,
     whole_shape,
 )
 from roll_lite.models.hf import save_state, stored_dtype
 from roll_lite.models.lora import LoraOptions, adapters, merge
+from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Checkpointing, Head
 from roll_lite.progress import ProgressBar
 from roll_lite.stopping import Ended
@@ -76,7 +79,10 @@ class Trainer(Scorer):
         self.num_steps = 0
         self._num_skipped = 0  # in a row
         self.lora = lora
-        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self._parameters = dict(self.model.named_parameters())
+        weights = ((n, p) for n, p in self._parameters.items() if "_adapter." not in n)
+        self._buckets = [list(bucket) for bucket in in_buckets(weights, place.device)]
+        trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
         self.optimizer = AdamW(
             trained, weight_decay=weight_decay, moments_dtype=getattr(torch, moments)
         )
@@ -232,22 +238,45 @@ class Trainer(Scorer):
     def whole_parameters(
         self, dtype: torch.dtype | None = None, *, only_part: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Whole parameters one at a time, so that no rank holds the whole model; cast to `dtype`.
+        """Whole parameters, some at a time so that no rank holds the whole model; cast to `dtype`.
 
         `only_part` keeps the tensor-parallel split: this rank's part.
         """
-        parameters = dict(self.model.named_parameters())
-        tensor_shard = None if only_part else self.tensor_shard
-        for name, parameter in parameters.items():
-            if "_adapter." in name:
-                continue
-            tensor = whole(name, self._on_device(parameter), tensor_shard, dtype)
-            if (down := f"{name}_adapter.down") in parameters:
-                up = f"{name}_adapter.up"
-                down, up = (
-                    whole(n, self._on_device(parameters[n]), tensor_shard) for n in (down, up)
-                )
-                tensor = merge(tensor, down, up, self.lora)
+        tensor_shard, started = None if only_part else self.tensor_shard, deque()
+        for names in self._buckets:  # one is on its way while the last is used
+            started.append((names, self._start_gathering(names, dtype)))
+            if len(started) > 1:
+                yield from self._finish_gathering(*started.popleft(), tensor_shard)
+        for bucket in started:
+            yield from self._finish_gathering(*bucket, tensor_shard)
+
+    def _start_gathering(
+        self, names: list[str], dtype: torch.dtype | None
+    ) -> list[Callable[[], dict[str, Tensor]]]:
+        """Weights, and in a second message their adapters, if they have any."""
+        added = [f"{name}_adapter.{part}" for name in names for part in ("down", "up")]
+        adapters = [name for name in added if name in self._parameters]
+        return [
+            start_gathering({name: self._on_device(self._parameters[name]) for name in part}, kind)
+            for part, kind in ((names, dtype), (adapters, None))
+            if part
+        ]
+
+    def _finish_gathering(
+        self,
+        names: list[str],
+        messages: list[Callable[[], dict[str, Tensor]]],
+        tensor_shard: TensorShard | None,
+    ) -> Iterator[tuple[str, Tensor]]:
+        arrived = {name: tensor for finish in messages for name, tensor in finish().items()}
+
+        def whole(name: str) -> Tensor:
+            return tensor_shard.join(name, arrived[name]) if tensor_shard else arrived[name]
+
+        for name in names:
+            tensor, adapter = whole(name), f"{name}_adapter"
+            if f"{adapter}.down" in arrived:
+                tensor = merge(tensor, whole(f"{adapter}.down"), whole(f"{adapter}.up"), self.lora)
             yield name, tensor
 
     def export(self, folder: str | Path) -> Path:
