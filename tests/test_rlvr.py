@@ -175,7 +175,7 @@ def test_without_learning_twenty_rounds_change_nothing(toy_folder, tmp_path, num
 def comparable(rows):
     """Without times, and evaluations, of which a run that ends early has one more."""
     ignored = ("time", "eval/", "train/tokens_per_second", "critic/tokens_per_second")
-    ignored += ("reward/calls", "reward/seconds")
+    ignored += ("reward/calls", "reward/seconds", "rollout/restored", "rollout/engine_")
     return [{k: v for k, v in row.items() if not k.startswith(ignored)} for row in rows]
 
 

@@ -1,5 +1,6 @@
 """Weights from the trainers to the engines: the only module that knows both."""
 
+import hashlib
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,6 +31,8 @@ class WeightSync:
         self.engine: Engine | None = siblings["generate"].engine if "generate" in siblings else None
         self.is_aligned = self._all_aligned()
         self._source = self._find_source() if self.feed else 0
+        self._held: dict[str, Tensor] = {}
+        """Checksums of the engine's parameters since the last sync."""
 
     def _all_aligned(self) -> bool:
         mine = _tensor_place(self.trainer.tensor_shard) if self.trainer else None
@@ -52,9 +55,19 @@ class WeightSync:
         # No collective follows, so a rank may raise here.
         _compare(version, "what arrived is not what was sent", sent, arrived)
         if self.engine:
-            held = {name: row_checksums(p) for name, p in self.engine.model.named_parameters()}
-            _compare(version, "the engine does not hold what it got", taken, held)
+            self._held = self._engine_checksums()
+            _compare(version, "the engine does not hold what it got", taken, self._held)
         return {"time/sync": time.perf_counter() - start}
+
+    def digest(self) -> str:
+        """Of the weights of this rank's engine: another text for other weights. Empty without."""
+        if self.engine is None:
+            return ""
+        sums = torch.cat(list((self._held or self._engine_checksums()).values()))
+        return hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=16).hexdigest()
+
+    def _engine_checksums(self) -> dict[str, Tensor]:
+        return {name: row_checksums(p) for name, p in self.engine.model.named_parameters()}
 
     def _find_source(self) -> int:
         """The rank within the feed group that has a trainer."""

@@ -219,13 +219,17 @@ class RunState:
         trainers: Sequence[RoleHandle],
         parts: Mapping[str, Resumable],
         fixed: dict[str, Any],
+        on_saved: Callable[[int], None] = lambda step: None,
     ):
-        """Resumes, if the options say so. `fixed` are options that must not change then."""
+        """Resumes, if the options say so. `fixed` are options that must not change then.
+
+        `on_saved` is called with the step of every checkpoint that was written.
+        """
         if options.resume:
             refuse_links_out(run_dir)
         self._checkpoints = Checkpoints(f"{run_dir}/checkpoints", keep_last=options.keep_last)
         self._options, self._trainers, self._parts = options, trainers, parts
-        self._fixed, self._stop = fixed, StopRequest()
+        self._fixed, self._on_saved, self._stop = fixed, on_saved, StopRequest()
         self.resumed_at = self._resume() if options.resume else None
         """The step of the checkpoint; 0 if there was none to resume from."""
         self.step = self._saved_step = self.resumed_at or 0
@@ -281,6 +285,7 @@ class RunState:
         seconds, num_bytes = self._saved_at - start, sum(f.size for f in read_manifest(path).files)
         run.note("checkpoint", step=self.step, seconds=seconds, bytes=num_bytes)
         run.print(f"wrote {path}: {num_bytes / 1e9:.3g} GB in {seconds:.1f} s")
+        self._on_saved(self.step)
 
     def _resume(self) -> int:
         """Load the newest complete checkpoint: its step, or 0 if there is none."""
