@@ -18,7 +18,7 @@ from functools import partial
 from random import Random
 from typing import ClassVar
 
-from rlvr import FIXED, SHOWN, PolicyConfig, cache_tokens, make_roles, train
+from rlvr import FIXED, SHOWN, PolicyConfig, make_roles, train
 
 from roll_lite import command, data
 from roll_lite.chat import Chat
@@ -29,6 +29,7 @@ from roll_lite.envs.play import EpisodeOptions
 from roll_lite.envs.registry import ENVS
 from roll_lite.envs.tasks import env_tasks, held_out_tasks
 from roll_lite.options import unique_options
+from roll_lite.planning import cache_tokens, choose_memory
 from roll_lite.report.run import default_folder
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.evaluation import Evaluation
@@ -115,8 +116,8 @@ SHOWN = {
 
 def main(cfg: Config) -> list[float]:
     """Returns the held-out success rates of this start, in order."""
-    with Cluster(cfg.device_map, cfg.device, **cfg.cluster_options) as cluster:
-        cfg = choose_defaults(cfg, **cfg.default_kinds)
+    with Cluster(cfg.device_map, cfg.device, options=cfg, **cfg.cluster_options) as cluster:
+        cfg = choose_memory(choose_defaults(cfg, **cfg.default_kinds), cluster)
         chat = Chat(cfg.model, **cfg.chat.arguments)
         tasks = data.Mixture(cfg.data, seed=f"agentic-{cfg.seed}", generate=env_tasks)
         with EnvWorkers(cfg.players, **cfg.environments.limits) as envs:

@@ -124,8 +124,8 @@ def main(cfg: Config) -> None:
     roles = ["train", "teacher", *(["generate"] if cfg.on_policy else [])]
     device_map = cfg.device_map or " ".join(f"{role}=all" for role in roles)
     config, role_configs = read_config(cfg.model), {"teacher": read_config(cfg.teacher)}
-    options = {"roles": roles, "config": config, "role_configs": role_configs}
-    with Cluster(device_map, cfg.device, **options) as cluster:
+    configs = {"config": config, "role_configs": role_configs}
+    with Cluster(device_map, cfg.device, roles=roles, options=cfg, **configs) as cluster:
         cfg = choose_defaults(cfg, lr="sft", **({"max_tokens": "reply"} if cfg.on_policy else {}))
         is_task = tasks.is_task(cfg.data)
         source = data.PROMPTS if cfg.on_policy else data.DIALOGUES
@@ -152,11 +152,13 @@ def main(cfg: Config) -> None:
         with saved.kept(run, cluster.stop_request()):
             for step in range(saved.step + 1, cfg.steps + 1):
                 profiler.at(step)
+                run.phase.enter("train", step)
                 start = time.perf_counter()
                 batch, metrics = make_batch(rows.take(cfg.rows_per_step), step - 1)
                 metrics |= models.student.step(split(batch))[0]
                 metrics["time/step"] = time.perf_counter() - start
                 if held_out and run.is_due(step, cfg.evaluation.eval_every):
+                    run.phase.enter("evaluate")
                     metrics["eval/kl"] = kl_to_teacher(models, *make_batch(held_out, step))
                 run.log(step, metrics)
                 saved.end_step(run, step, lower=metrics.get("eval/kl"))

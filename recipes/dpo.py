@@ -89,7 +89,7 @@ def main(cfg: Config) -> None:
     others = {} if cfg.reference is None else {"reference": read_config(cfg.reference)}
     roles, configs = ["train", *others], {"config": read_config(cfg.model), "role_configs": others}
     device_map = " ".join(f"{role}=all,tp={cfg.tp}" for role in roles)
-    with Cluster(device_map, cfg.device, roles=roles, **configs) as cluster:
+    with Cluster(device_map, cfg.device, roles=roles, options=cfg, **configs) as cluster:
         cfg = choose_defaults(cfg, lr="preference")
         pairs = training_pairs(cfg)
         held_out = data.PREFERENCES.held_out(cfg.data, cfg.evaluation)
@@ -125,11 +125,13 @@ def main(cfg: Config) -> None:
         with saved.kept(run, cluster.stop_request()):
             for step in range(saved.step + 1, cfg.steps + 1):
                 profiler.at(step)
+                run.phase.enter("train", step)
                 start = time.perf_counter()
                 batch = packed(rows.take(cfg.rows_per_step))
                 metrics = trainer.step(split(batch))[0]
                 metrics["time/step"] = time.perf_counter() - start
                 if validation and run.is_due(step, cfg.evaluation.eval_every):
+                    run.phase.enter("evaluate")
                     metrics |= validate(trainer, validation)
                 run.log(step, metrics)
                 saved.end_step(run, step, higher=metrics.get("eval/accuracy"))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agentic import OWN
-from rlvr import INLINE, REWARDS, cache_tokens
+from rlvr import INLINE, REWARDS
 
 from roll_lite import command, data
 from roll_lite.chat import Chat, ChatOptions
@@ -35,6 +35,7 @@ from roll_lite.envs.registry import ENVS
 from roll_lite.envs.tasks import held_out_tasks
 from roll_lite.models.config import read_config
 from roll_lite.options import flatten, unique_options
+from roll_lite.planning import cache_tokens
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rewards import registry
@@ -161,7 +162,7 @@ def main(cfg: Config) -> dict[str, float]:
     roles = ["generate", *cfg.scoring.reward_roles]
     device_map = cfg.device_map or " ".join(f"{role}=all" for role in roles)
     configs = {"config": read_config(cfg.model), "role_configs": cfg.scoring.reward_configs}
-    with Cluster(device_map, cfg.device, roles=roles, **configs) as cluster:
+    with Cluster(device_map, cfg.device, roles=roles, options=cfg, **configs) as cluster:
         cfg = choose_defaults(cfg, max_tokens="turn" if cfg.is_played else "reply")
         chat = Chat(cfg.model, **cfg.chat.arguments)
         prompts = read_prompts(cfg, chat)

@@ -22,12 +22,11 @@ from roll_lite.chat import Chat, ChatOptions
 from roll_lite.checks import above, at_least, read_only_if, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle, split
-from roll_lite.engine.attention import PAGE_SIZE
 from roll_lite.engine.service import EngineService
 from roll_lite.models.config import read_config
-from roll_lite.models.cost import SequenceCost, kv_bytes_per_token
+from roll_lite.models.cost import SequenceCost
 from roll_lite.options import flatten, unique_options
-from roll_lite.planning import print_plan
+from roll_lite.planning import cache_tokens, choose_memory, print_plan
 from roll_lite.progress import StepTimer
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rewarding import RewardOptions, Rewards
@@ -39,7 +38,7 @@ from roll_lite.rollout.event_loop import rare_collections
 from roll_lite.rollout.journal import fingerprint
 from roll_lite.rollout.metrics import describe_groups
 from roll_lite.rollout.options import RolloutOptions
-from roll_lite.sync import WeightSync
+from roll_lite.sync import Colocated, WeightSync
 from roll_lite.train.advantages import AdvantageOptions
 from roll_lite.train.batch import TrainingSequence, equal_parts, pack, sample_runs
 from roll_lite.train.checkpoint import CheckpointOptions, RunState
@@ -64,12 +63,12 @@ from roll_lite.train.sequences import (
     AdvantageState,
     ModelScores,
     plain_sequences,
-    sampled_advantages,
+    sampled_numbers,
     with_advantages,
     with_field,
 )
 from roll_lite.train.shaping import LengthOptions
-from roll_lite.train.trainer import Trainer, combine
+from roll_lite.train.trainer import Trainer, combine, note_entropies
 from roll_lite.types import Group, Prompt, SamplingParams
 
 
@@ -101,7 +100,11 @@ class PolicyConfig:
     kv_cache_gib: float = 1.0
     """KV cache of each generation engine, in GiB."""
     engines_sleep: bool = False
-    """Engines give their memory (weights and KV cache) to the trainer while it works."""
+    """Engines give their memory (weights and KV cache) to the trainer while it works. With
+    device_map=auto this and offload are on where memory asks for them."""
+    offload: bool = False
+    """Trainers give theirs (weights, moments, the reference) to the engines while these generate:
+    it waits in host memory."""
     on_new_weights: Literal["go_on", "finish", "abort"] = "go_on"
     """What in-flight samples do when weights update: continue (go_on), finish first, or restart
     (abort)."""
@@ -131,7 +134,7 @@ class PolicyConfig:
         self._check_sizes()
         if self.runs_ahead:
             unread_with("max_staleness above 0", self.rollout, "extra_groups")
-            unread_with("max_staleness above 0", self, "engines_sleep")
+            unread_with("max_staleness above 0", self, "engines_sleep", "offload")
         else:
             unread_with("max_staleness=0", self, "on_new_weights")
         if not self.checkpoints.resume:
@@ -202,11 +205,12 @@ class PolicyConfig:
         wanted = {"critic": self.advantages.needs_critic, "reference": self.loads_reference}
         chosen = [name for name, is_wanted in wanted.items() if is_wanted]
         reference = {"reference": read_config(self.kl.reference)} if self.kl.reference else {}
+        turns = dict.fromkeys(("engines_sleep", "offload"), not self.runs_ahead)  # if need be
         return {
             "roles": ["train", "generate", *chosen],
             "config": read_config(self.model),
             "role_configs": reference,
-            "auto_options": self.training.memory_options | {"engines_sleep": self.engines_sleep},
+            "auto_options": self.training.memory_options | turns,
         }
 
 
@@ -246,7 +250,8 @@ class Models(NamedTuple):
 
     policy: RoleHandle
     engines: RoleHandle
-    sync: RoleHandle
+    devices: Colocated
+    """Hands them from the engines to the trainers and back, with new weights."""
     critic: RoleHandle | None
     """With advantage gae."""
     reference: RoleHandle | None
@@ -284,8 +289,8 @@ def main(cfg: Config) -> list[float]:
         cfg = choose_defaults(cfg, **cfg.default_kinds)
         prompts, chat = data.Mixture(cfg.data, seed=0), Chat(cfg.model, **cfg.chat.arguments)
         sys.exit(print_plan(cfg, [len(chat.encode(next(prompts).messages)) for _ in range(64)]))
-    with Cluster(cfg.device_map, cfg.device, **cfg.cluster_options) as cluster:
-        cfg = choose_defaults(cfg, **cfg.default_kinds)
+    with Cluster(cfg.device_map, cfg.device, options=cfg, **cfg.cluster_options) as cluster:
+        cfg = choose_memory(choose_defaults(cfg, **cfg.default_kinds), cluster)
         chat = Chat(cfg.model, **cfg.chat.arguments)
         fitting = data.PromptLimit(
             count=lambda prompt: len(chat.encode(prompt.messages)),
@@ -325,14 +330,6 @@ def main(cfg: Config) -> list[float]:
     return evaluation.rates
 
 
-def cache_tokens(cfg: PolicyConfig, cluster: Cluster) -> int:
-    """Tokens that the KV cache of a replica holds: in 16 bits, or 32 on a CPU."""
-    tp, width = cluster.device_map["generate"].tp, 2 if cluster.device.type == "cuda" else 4
-    largest_page = max(PAGE_SIZE.values())
-    per_token = kv_bytes_per_token(read_config(cfg.model), tp, width)
-    return int(cfg.kv_cache_gib * 2**30 / per_token) // largest_page * largest_page
-
-
 def train(
     cfg: PolicyConfig, cluster: Cluster, models: Models,
     rollout: Coordinator, evaluation: Evaluation, scoring: Callable[[], dict[str, float]],
@@ -348,13 +345,14 @@ def train(
         cfg.run_dir, cfg, num_steps=cfg.steps, shown=shown, resumed_at=resumed_at,
         trackers=TRACKERS, ranks=cluster.device_map.replicas,
     )  # fmt: skip
+    rollout.on_states(run.phase.show_states)
     if resumed_at:
-        models.sync.sync(resumed_at)
+        models.devices.to_training()
+        models.devices.to_engines(resumed_at)
         rollout.set_version(resumed_at)
     if cfg.rollout.journal:
-        digest = models.sync.digest.options(collect="all")
-        made_with = fingerprint(flatten(cfg))
-        rollout.open_journal(f"{cfg.run_dir}/journal", made_with, saved.step, lambda: max(digest()))
+        made_with, weights = fingerprint(flatten(cfg)), models.devices.digest
+        rollout.open_journal(f"{cfg.run_dir}/journal", made_with, saved.step, weights)
     if run.lacks("eval/pass@1", saved.step, cfg.evaluation.eval_every):  # or was abandoned
         run.log(saved.step, evaluate(cfg, saved.step, run, rollout, evaluation))
     if cfg.runs_ahead:
@@ -364,27 +362,26 @@ def train(
     with saved.kept(run, stop, lambda: run.note_samples(saved.step + 1, rollout.dropped())):
         for step in range(saved.step + 1, cfg.steps + 1):
             profiler.at(step)
-            timer = StepTimer()
+            timer = StepTimer(run.phase, step)
+            timer.begin("rollout")
             groups = rollout.collect()
-            timer.lap("rollout")
-            if cfg.engines_sleep:
-                models.engines.sleep()
+            timer.begin("prepare")
+            models.devices.to_training()
             sequences = prepare(groups, cfg, models, state)
-            timer.lap("prepare")
-            metrics = update(sequences, cfg, models, step)
-            timer.lap("train")
-            if cfg.engines_sleep:
-                models.engines.wake()
-            models.sync.sync(step, cfg.on_new_weights)
+            timer.begin("train")
+            is_recorded = run.is_due(step, cfg.rollouts_every)
+            metrics = update(sequences, cfg, models, step, is_recorded)
+            timer.begin("sync")
+            models.devices.to_engines(step, cfg.on_new_weights)
             rollout.set_version(step)
             saved.step = step
-            timer.lap("sync")
+            timer.begin("records")
             metrics |= describe_groups(groups) | rollout.metrics() | scoring()
-            if run.is_due(step, cfg.rollouts_every):
-                run.write_rollouts(step, groups, sampled_advantages(sequences))
+            if is_recorded:
+                learnt = (sampled_numbers(sequences, name) for name in ("advantages", "entropies"))
+                run.write_rollouts(step, groups, *learnt)
             run.note_samples(step, rollout.dropped())
-            timer.lap("records")
-            metrics |= state.metrics | timer.metrics()
+            metrics |= state.metrics | models.devices.metrics | timer.metrics()
             metrics["rollout/trained_samples"] = len(sample_runs(sequences))
             if run.is_due(step, cfg.evaluation.eval_every):
                 # Not part of the step's time.
@@ -403,6 +400,7 @@ def evaluate(
     cfg: PolicyConfig, step: int, run: Run, rollout: Coordinator, evaluation: Evaluation
 ) -> dict[str, float]:
     """Held-out pass rates; the answers are written to the run folder."""
+    run.phase.enter("evaluate", step)
     try:
         return evaluation.run(rollout)
     finally:
@@ -414,25 +412,28 @@ def evaluate(
 def make_roles(cfg: PolicyConfig, cluster: Cluster) -> Models:
     """The policy, and beside it only the models that the algorithm reads."""
     critic = reference = None
-    policy = cluster.role(
+    sharing = {"engines_sleep": cfg.engines_sleep, "offload": cfg.offload}
+    devices = Colocated(cluster.device_map, **sharing)
+    policy = devices.add(cluster.role(
         "train", Trainer, folder=cfg.model, loss=PolicyLoss(cfg.policy_loss, cfg.kl),
         schedule=cfg.training.schedule_over(cfg.steps - cfg.critic.critic_warmup_steps),
         temperature=cfg.temperature, **cfg.training.policy_options,
-    )  # fmt: skip
+    ), stays_for_sync=not cfg.training.lora_rank)  # fmt: skip
     if cfg.advantages.needs_critic:
-        critic = cluster.role(
+        critic = devices.add(cluster.role(
             "critic", Trainer, folder=cfg.model, loss=ValueLoss(clip=cfg.critic.value_clip),
             head="value", schedule=cfg.training.schedule_over(cfg.steps, cfg.critic.critic_lr),
             **cfg.training.trainer_options,
-        )  # fmt: skip
+        ))  # fmt: skip
     if cfg.loads_reference:
-        folder = cfg.kl.reference or cfg.model
-        reference = cluster.role("reference", Scorer, folder=folder, temperature=cfg.temperature)
+        options = {"folder": cfg.kl.reference or cfg.model, "temperature": cfg.temperature}
+        reference = devices.add(cluster.role("reference", Scorer, **options))
     engines = cluster.role(
         "generate", EngineService, folder=cfg.model, kv_cache_gib=cfg.kv_cache_gib
     )
     print(engines.describe())
-    return Models(policy, engines, cluster.role("sync", WeightSync), critic, reference)
+    devices.connect(engines, cluster.role("sync", WeightSync))
+    return Models(policy, engines, devices, critic, reference)
 
 
 def prepare(
@@ -464,9 +465,13 @@ def prepare(
 
 
 def update(
-    sequences: list[TrainingSequence], cfg: PolicyConfig, models: Models, step: int
-) -> dict[str, float]:
-    """The step's optimizer updates: `epochs` passes of `updates_per_step` each."""
+    sequences: list[TrainingSequence], cfg: PolicyConfig, models: Models, step: int,
+    is_recorded: bool = False,
+) -> dict[str, float]:  # fmt: skip
+    """The step's optimizer updates: `epochs` passes of `updates_per_step` each.
+
+    If the step `is_recorded`, the sequences get the entropies of their tokens.
+    """
     cost, policy_updates, critic_updates = SequenceCost.of(read_config(cfg.model)), [], []
 
     def update_once(
@@ -474,7 +479,10 @@ def update(
     ) -> dict[str, float]:
         options |= {"num_shards": trainer.role.num_replicas, "cost": cost}
         batch = pack(part, cfg.training.tokens_per_microbatch, **options)
-        return trainer.step(split(batch), scheduled_at=done)[0]
+        metrics = trainer.step(split(batch), scheduled_at=done)[0]
+        if is_recorded and trainer is models.policy:
+            note_entropies(trainer, batch, part)
+        return metrics
 
     share = len(sample_runs(sequences)) / (
         cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt

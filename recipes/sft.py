@@ -89,7 +89,8 @@ FIXED = (
 def main(cfg: Config) -> None:
     device_map = cfg.device_map or f"train=all,tp={cfg.tp}"
     model_config = read_config(cfg.model)
-    with Cluster(device_map, cfg.device, config=model_config, roles=["train"]) as cluster:
+    configs = {"config": model_config, "roles": ["train"]}
+    with Cluster(device_map, cfg.device, options=cfg, **configs) as cluster:
         cfg = choose_defaults(cfg, lr="sft")
         rows = data.DIALOGUES.training(cfg.data, f"sft-{cfg.seed}", careless=cfg.careless)
         held_out = data.DIALOGUES.held_out(cfg.data, cfg.evaluation)
@@ -120,12 +121,14 @@ def main(cfg: Config) -> None:
         with saved.kept(run, cluster.stop_request()):
             for step in range(saved.step + 1, cfg.steps + 1):
                 profiler.at(step)
+                run.phase.enter("train", step)
                 start = time.perf_counter()
                 sequences, num_cut = encode(rows.take(cfg.rows_per_step))
                 batch = pack(sequences, budget, num_shards=num_shards, cost=cost)
                 metrics = trainer.step(split(batch))[0] | {"data/truncated": num_cut}
                 metrics["time/step"] = time.perf_counter() - start
                 if validation and run.is_due(step, cfg.evaluation.eval_every):
+                    run.phase.enter("evaluate")
                     batch = pack(validation, budget, num_shards=num_shards)
                     metrics["eval/loss"] = trainer.evaluate(split(batch))[0]["loss/loss"]
                 run.log(step, metrics)

@@ -20,6 +20,7 @@ import tyro
 from roll_lite.engine.service import EngineReport, Load
 from roll_lite.envs.question import question_player
 from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.event_loop import rare_collections
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.types import Prompt, SamplingParams, Turn
 
@@ -169,7 +170,8 @@ def main(cfg: Config) -> dict[str, dict[int, float]]:
     print("us a sample" + "".join(f"{n:>10,}" for n in cfg.in_flight) + "  in flight")
     table: dict[str, dict[int, float]] = {}
     for name, options in MODES.items():
-        table[name] = {n: time_mode(cfg, n, options) for n in cfg.in_flight}
+        with rare_collections():  # as in the recipes
+            table[name] = {n: time_mode(cfg, n, options) for n in cfg.in_flight}
         print(f"{name:<24}" + "".join(f"{value:>10.0f}" for value in table[name].values()))
     return table
 

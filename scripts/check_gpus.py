@@ -184,6 +184,8 @@ def layouts(num_ranks: int, sizes: list[int]) -> Iterator[tuple[str, str]]:
             yield f"fsdp{replicas}_tp{tp}", f"all,tp={tp}"
         for fsdp in divisors(replicas)[1:-1]:
             yield f"copies{replicas // fsdp}_fsdp{fsdp}_tp{tp}", f"all,tp={tp},fsdp={fsdp}"
+    if num_ranks > 1:
+        yield f"cp{num_ranks}", f"all,cp={num_ranks}"
 
 
 def rates(cluster: Cluster, mib: int) -> Iterator[Line]:

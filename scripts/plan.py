@@ -18,7 +18,7 @@ import tyro
 from roll_lite.checks import above, at_least, unread_with
 from roll_lite.cluster.device_map import DeviceMap, auto_device_map, parse_device_map
 from roll_lite.cluster.plan_report import render
-from roll_lite.cluster.planner import BatchPlan, Plan
+from roll_lite.cluster.planner import BatchPlan, Plan, take_turns
 from roll_lite.cluster.speed import Machine, known_gpu
 from roll_lite.models.config import ModelConfig
 from roll_lite.models.presets import planned_config
@@ -61,6 +61,8 @@ class Config:
     """Train LoRA adapters of this rank instead of all weights; 0 is off."""
     engines_sleep: bool = False
     """Engines give their memory to the trainer while it works."""
+    offload: bool = False
+    """Trainers give theirs to the engines while these generate."""
     max_staleness: int = 0
     """Above 0, engines on ranks of their own generate while the trainer works."""
     kv_cache_gib: float | None = None
@@ -71,7 +73,7 @@ class Config:
         if self.device_gib is not None:
             above(0, self, "device_gib")
         if self.max_staleness:
-            unread_with("max_staleness above 0", self, "engines_sleep")
+            unread_with("max_staleness above 0", self, "engines_sleep", "offload")
         batch_plan(self)
         device_map(self, planned_config(self.model))
 
@@ -87,7 +89,8 @@ def device_map(cfg: Config, config: ModelConfig) -> tuple[DeviceMap, list[str]]:
         roles = ["train", "generate", *(["reference"] if has_reference else [])]
         return auto_device_map(
             cfg.world_size, config, device_bytes(cfg), roles, cfg.ranks_per_node,
-            engines_sleep=cfg.engines_sleep, must_fit=False, **batch_plan(cfg).train_options,
+            must_fit=False, **batch_plan(cfg).train_options,
+            **dict.fromkeys(("engines_sleep", "offload"), not cfg.max_staleness),  # if need be
         )  # fmt: skip
     chosen = parse_device_map(cfg.device_map, cfg.world_size)
     chosen.check(config)
@@ -108,6 +111,7 @@ def batch_plan(cfg: Config) -> BatchPlan:
         lora_rank=cfg.lora_rank,
         policy_scores=int(cfg.reference and cfg.lora_rank > 0),
         engines_sleep=cfg.engines_sleep,
+        offload=cfg.offload,
         max_staleness=cfg.max_staleness,
     )
 
@@ -119,6 +123,10 @@ def main(cfg: Config) -> bool:
     for reason in reasons:
         print(f"device map: {reason}")
     planned = Plan(config, chosen, batch_plan(cfg), device_bytes(cfg))
+    if cfg.device_map == "auto":
+        planned, why = take_turns(planned)
+        if why:
+            print(f"chosen: {why}")
     is_gpu = cfg.device_gib is not None
     print(render(planned, Machine(known_gpu(cfg.gpu), cfg.ranks_per_node) if is_gpu else None))
     return planned.fits

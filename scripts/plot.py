@@ -67,7 +67,7 @@ def read_curve(text: str, metric: str, x: str) -> Curve:
     points = [
         (total if x == "seconds" else row["step"], row[metric])
         for row, total in zip(rows, seconds, strict=True)
-        if metric in row
+        if row.get(metric) is not None
     ]
     if not points:
         raise ValueError(f"{path} has no metric {metric!r}")

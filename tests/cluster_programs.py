@@ -1,5 +1,6 @@
 """Programs that test_cluster.py runs under torchrun: cluster_programs.py NAME RESULT_FILE."""
 
+import ctypes
 import json
 import os
 import signal
@@ -82,6 +83,27 @@ class Worker:
                 file.touch()
             time.sleep(seconds)
         dist.all_reduce(torch.ones(1), group=self.place.group)
+
+    def wait_for(self, rank, file):
+        while self.place.rank == rank and not file.exists():
+            time.sleep(0.01)
+
+    def keep_the_lock(self, rank):
+        if self.place.rank == rank:
+            ctypes.PyDLL(None).sleep(600)  # a PyDLL does not release Python's lock
+
+
+class Busy:
+    def __init__(self):
+        self.is_hanging = False
+
+    def receive(self, name):
+        self.is_hanging = True
+
+    def work(self):
+        while self.is_hanging:
+            time.sleep(0.1)
+        return False
 
 
 class Lonely:
@@ -258,6 +280,20 @@ def restarted():
         return {"attempt": attempt, "total": total, "again": train.total([4])}
 
 
+def hang_in_work(cluster, train):
+    """First a slow rank; then one is stuck while no call waits for it."""
+    call = train.wait_for.start(1, file := Path(sys.argv[2]))
+    while not cluster._controller.pending()[0].is_slow:
+        time.sleep(0.01)
+    file.touch()
+    call.result()
+    cluster._watchdog._deadline = 2.0
+    cluster.role("train", Busy).post(1, "hang")
+    while not cluster._controller.failure:
+        time.sleep(0.01)
+    raise cluster._controller.failure
+
+
 def fail_then_kill(cluster, train):
     """The last rank fails while the others wait for it in a collective; then it is killed."""
     print(caught(lambda: train.fail_before_collective(cluster.world_size - 1))[3], flush=True)
@@ -280,6 +316,8 @@ def ignore_everything(cluster, train):
 FAILURES = {
     "killed_idle": lambda c, t: (t.echo(), Path(sys.argv[2]).touch(), time.sleep(600)),
     "stopped": lambda c, t: t.kill(c.world_size - 1, signal.SIGSTOP),
+    "silent": lambda c, t: t.keep_the_lock(1),
+    "slow_then_stuck": hang_in_work,
     "stuck": lambda c, t: t.hang.options(deadline=2)(c.world_size - 1),
     "one_fails_then_dies": fail_then_kill,
     "crash": lambda c, t: (t.hang.start(1), time.sleep(1), os.kill(os.getpid(), signal.SIGKILL)),
@@ -293,8 +331,12 @@ FAILURES = {
 
 
 def main(name, result_file):
-    if name in ("stopped", "controller_stopped"):
+    if name == "silent":
         watchdog.HEARTBEAT_TIMEOUT = 4.0
+    if name in ("stopped", "controller_stopped"):
+        watchdog.STOPPED_SECONDS = 2.0
+    if name == "slow_then_stuck":
+        watchdog.SLOW_SECONDS = 0.5
     result = failing(FAILURES[name]) if name in FAILURES else globals()[name]()
     Path(result_file).write_text(json.dumps(result))
 

@@ -19,7 +19,8 @@ def sample(step: int, number: int, **changes) -> dict:
         "reply": f"answer {number} of step {step}", "ground_truth": "g", "tests": [], "extra": {},
         "end": "", "reward": reward, "parts": {"format": 0.25}, "error": None,
         "token_ids": [5, 6, 7, 8, 9], "logprobs": [-0.125, -2.5, -0.03125],
-        "turns": [{"read": 2, "sampled": 3, "finish": "stop", "versions": [[0, 3], [2, 4]]}],
+        "turns": [{"read": 2, "sampled": 3, "finish": "stop", "versions": [[0, 3], [2, 4]],
+                   "replica": number % 2}],
         "events": [["queued", 100.0 + step, 3], ["generating", 100.1 + step, 3],
                    ["scoring", 100.4 + step, 3], ["done", 100.5 + step, 4]],
         "advantages": reward - 1.0, **changes,
@@ -43,6 +44,7 @@ def write_lines(path: Path, rows: list[dict]) -> None:
 def make_run(folder: Path, num_steps: int = 4, num_samples: int = 8, **options) -> Path:
     config = {"model": "nowhere", "steps": 6, "lr": 0.1, **options}
     start = {"step": 0, "time": "2026-01-01 00:00:00", "command": "python recipes/rlvr.py"}
+    start["ranks"] = {"train": [[0]], "generate": [[0], [1]]}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config | {"starts": [start]}))
     steps = range(1, num_steps + 1)

@@ -30,6 +30,7 @@ def test_layouts_use_all_ranks():
         "copies2_fsdp4_tp1": "all,tp=1,fsdp=4",
         "fsdp4_tp2": "all,tp=2",
         "copies2_fsdp2_tp2": "all,tp=2,fsdp=2",
+        "cp8": "all,cp=8",
     }
 
 

@@ -158,6 +158,11 @@ def test_parts_and_partial_scores(judge):
     score = judge(prompt, doubles, partial=True)
     assert score.value == 0.75
     assert score.parts == {"no_code_block": 0.0, "unreadable": 0.0, "tests_passed": 0.75}
+    assert score.reason.startswith("test 1 of 4 failed: ")
+    assert judge(make_prompt("assert f(2) == 4"), doubles).reason == "all tests passed"
+    prompt = make_prompt(*({"input": a, "output": b} for a, b in (("2", "4"), ("3", "6"))))
+    score = judge(prompt, reply("x = int(input()); print(x * x)"))
+    assert score.reason == "test 2 of 2 failed: printed '9', expected '6'"
 
 
 def test_replies_without_python(judge):
@@ -165,6 +170,7 @@ def test_replies_without_python(judge):
         score = judge(make_prompt("assert f(1) == 1"), text)
         parts = {"no_code_block": float(not has_block), "unreadable": 1.0, "tests_passed": 0.0}
         assert (score.value, score.parts) == (0, parts)
+        assert score.reason == ("the code block is not Python" if has_block else "no code block")
 
 
 @pytest.mark.parametrize(
@@ -234,6 +240,7 @@ def test_the_block_that_the_tests_are_about(name):
         ("-2.5e3", ["-2500", "-2500.0"], ["2500"]),
         ("3", ["3"], ["3.0", "03", "2.9999999"]),
         ("nan inf Yes", ["nan inf Yes"], ["nan inf YES", "inf nan Yes"]),
+        ("1.5e999", ["1.5e999"], ["9" * 1000]),
         ("", ["", " \n"], ["0"]),
     ],
 )
@@ -337,6 +344,11 @@ def test_a_broken_sandbox_is_not_a_wrong_answer(judge, monkeypatch):
         (["X = 1\ndef check(g): assert g(1)"], "only defines things, so every program would pass"),
         (["def test_f(f): assert f(1)"], "does not call test_f, which needs arguments"),
         (["async def test_f(): assert f(1)"], "does not call test_f, .* an event loop; call it"),
+        (["f(1) == 1"], "compares and does nothing with the result, .*; assert it"),
+        (["def test_f():\n    yield\n    assert f(1)"], "has test_f, a coroutine or generator"),
+        (["class TestF:\n    async def test_f(self): assert f(1)"], "has test_f, a coroutine"),
+        (["import asyncio\nasync def g(): assert await f(1)\nasyncio.run(g())"], "awaits, but"),
+        (["assert np.isclose(f(1), 1)"], "uses np, which the sandbox does not have"),
         (["import unittest\nunittest.main()"], "calls unittest.main; leave the call out"),
     ],
 )

@@ -27,6 +27,7 @@ def test_the_weighted_sum_and_its_parts():
     score = both()(PROMPT, "<think>2 + 2</think><answer>5</answer>")
     assert score.value == pytest.approx(0.2)
     assert score.parts == {"correct": 0.0, "correct/boxed": 0.0, "format": 1.0} | unused
+    assert score.reason == "correct: extracted 5 (stated), expected 4"
 
 
 def test_options_and_negative_weights():

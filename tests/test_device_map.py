@@ -31,6 +31,20 @@ def test_parsing():
     assert "reference" in device_map and "judge" not in device_map
 
 
+def test_a_replica_has_the_ranks_of_its_context():
+    text = "train=0-7,tp=2,cp=2,fsdp=1 generate=all"
+    train = parse_device_map(text, 8)["train"]
+    assert train.replicas == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert (train.ranks_per_copy, train.num_copies) == (4, 2)
+    assert parse_device_map("train=all,cp=4", 8)["train"].ranks_per_copy == 8
+    assert parse_device_map(text, 8).text == "train=all,tp=2,cp=2,fsdp=1 generate=all"
+    assert str(parse_device_map(text, 8)).splitlines() == [
+        "role      ranks  tp  cp  replicas  fsdp",
+        "train     0-7    2   2   2         1",
+        "generate  0-7    1   1   8",
+    ]
+
+
 def test_shared_ranks():
     device_map = parse_device_map("train=0-3 generate=2-5 reference=0-3", 7)
     assert [role.name for role in device_map.roles_of(2)] == ["train", "generate", "reference"]
@@ -60,7 +74,9 @@ def test_ranks_are_written_compactly():
         ("", "no roles.*train=all"),
         ("train", "'train' in the device map is not understood; write role=RANKS"),
         ("train=", "'train=' .*not understood"),
-        ("train=0-3,dp=2", r"'train=0-3,dp=2'.*role=RANKS\[,tp=N\]\[,fsdp=N\]"),
+        ("train=0-3,dp=2", r"'train=0-3,dp=2'.*role=RANKS\[,tp=N\]\[,cp=N\]\[,fsdp=N\]"),
+        ("train=0-3,cp=3", "train: cp=3 does not divide its 4 ranks; use 1, 2 or 4"),
+        ("train=0-3,tp=2,cp=4", "cp=4 does not divide its 2 groups of tp=2; use 1 or 2"),
         ("train=0-3,6", "'train=0-3,6'.*0-1[+]4-5"),
         ("train=0-3, tp=2", "'train=0-3,'"),
         ("tp=2", "'tp=2'"),
@@ -129,6 +145,7 @@ def test_a_map_made_in_code_is_checked_as_well():
             "use 1, 2, 4, 8 or 24",
         ),
         ("train=all", {}, "role generate is missing; add it, as in generate=all"),
+        ("train=all,cp=2 generate=all,cp=2", {}, "generate: cp=2 is for models that are trained"),
         (
             "train=all,fsdp=4 generate=all,fsdp=4",
             {},

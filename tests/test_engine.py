@@ -379,7 +379,7 @@ def test_sleep_gives_memory_back_and_samples_go_on_after_it(qwen, device):
     handles = [engine.submit(request) for request in requests]
     for _ in range(4):
         engine.step()
-    for _ in range(2):
+    for part in ("all", "weights"):
         free = torch.cuda.mem_get_info()[0] if device == "cuda" else 0
         engine.sleep()
         engine.sleep()  # nothing more happens
@@ -389,10 +389,16 @@ def test_sleep_gives_memory_back_and_samples_go_on_after_it(qwen, device):
             engine.step()
         with pytest.raises(RuntimeError, match="call wake"):
             engine.load_weights(weights.items(), 1)
-        engine.wake()
+        engine.wake(part)
         with pytest.raises(RuntimeError, match="call load_weights"):
             engine.step()
         engine.load_weights(weights.items(), 1)
+        if part == "weights":
+            with pytest.raises(RuntimeError, match=r"no KV cache since sleep\(\); call wake"):
+                engine.step()
+            if device == "cuda":
+                assert torch.cuda.mem_get_info()[0] - free > 2**30
+            engine.wake()
         engine.step()
     while engine.has_work:
         engine.step()

@@ -201,6 +201,14 @@ def test_only_the_culprit_fails(shared, undisturbed, domain, reply, message, die
     assert counts == [5, 1, dies, 0]
 
 
+def test_no_episode_fails_if_its_worker_was_killed(shared, undisturbed, tmp_path):
+    shared.metrics()
+    end, others = play_together(shared, "walk", f"killed-once {tmp_path / 'killed'}")
+    assert not isinstance(end, Exception) and others == undisturbed("walk")
+    metrics = shared.metrics()
+    assert metrics["env/errors"] == 0 and metrics["env/replaced"] == 1
+
+
 @pytest.mark.parametrize(
     ("domain", "reply", "where", "dies"),
     [

@@ -10,6 +10,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "roll_lite"
 LAYERS = [  # top first; a name may import names below its line, and within its own package
     {"__main__"},
+    {"replay"},
     {"rewarding", "export", "command", "planning"},
     {"rollout", "train", "sync"},
     {"cluster", "engine", "data", "workers", "report"},
@@ -27,6 +28,7 @@ TORCH_FREE = (
     "checks",
     "stopping",
     "options",
+    "chat",
     "tasks",
     "data",
     "rewards",

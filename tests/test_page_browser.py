@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shlex
 import subprocess
 import sys
 from threading import Thread
@@ -12,6 +13,7 @@ from made_runs import HOSTILE, make_run, metrics, sample, write_lines
 
 from roll_lite.report.__main__ import main
 from roll_lite.report.reader import RunFolder
+from roll_lite.report.samples import pack
 from roll_lite.report.serve import make_server
 
 pytestmark = [pytest.mark.slow, needs_chromium]
@@ -96,6 +98,20 @@ def test_the_bars_are_the_recorded_seconds(browser, address):
     browser.wait("document.querySelectorAll('#timeline svg rect').length >= 8 * 4")
 
 
+def test_ranks_have_lanes(browser, address):
+    """Two engines, and a trainer beside the first; samples take turns between the engines."""
+    browser.open(address + "#time/0/3")
+    lanes = "[...document.querySelectorAll('#timeline [data-rank]')]"
+    browser.wait(f"{lanes}.length > 0")
+    found = browser.run(
+        f"{lanes}.map(b => [b.dataset.rank, b.dataset.state, Number(b.getAttribute('width'))])"
+    )
+    assert [(rank, state) for rank, state, _ in found] == [
+        ("0", "train"), ("0", "generating"), ("1", "generating"),
+    ]  # fmt: skip
+    assert found[1][2] == pytest.approx(found[2][2]) == pytest.approx(found[0][2] * 0.3 / 0.5)
+
+
 def test_filters_find_what_they_must(browser, address):
     browser.open(address + "#rollouts/0/step_00003")
     assert listed(browser) == [f"answer {n} of step 3" for n in range(8)]
@@ -128,6 +144,43 @@ def test_tokens_tell_their_recorded_numbers(browser, address, tiny_folder):
     assert [p["advantage"] for p in parts] == ["1", "1", "1"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_folder)
     assert browser.texts(".token") == [tokenizer.decode([i]) for i in (7, 8, 9)]
+
+
+def test_what_newer_runs_record_is_shown(browser, tmp_path):
+    """Packed numbers, entropies, the grader's reason, and the command that repeats a sample."""
+    told = {
+        "visit": 2, "seed": 5, "reason": "extracted 41, expected <b>42</b>",
+        "logprobs": pack([-0.1, -2.5, -0.03125]), "entropies": pack([0.3, 1.5, 0.0]),
+        "advantages": pack([0.5, -0.5, 0.25]), "prompt_id": "it's/train/0",
+    }  # fmt: skip
+    folder = make_run(tmp_path / "a", num_steps=1)
+    broken = sample(1, 2, logprobs="no base64!")
+    write_lines(folder / "rollouts" / "step_00001.jsonl", [sample(1, 0, **told), broken])
+    browser.open(write(folder) + "#sample/0/step_00001/0")
+    browser.wait("!!document.querySelector('#sample')")
+    titles = browser.run("[...document.querySelectorAll('.token')].map(t => t.title)")
+    parts = [dict(part.rsplit(" ", 1) for part in title.split(", ")) for title in titles]
+    assert [p["logprob"] for p in parts] == ["-0.1", "-2.5", "-0.03125"]
+    assert [p["entropy"] for p in parts] == ["0.3", "1.5", "0"]
+    assert [p["advantage"] for p in parts] == ["0.5", "-0.5", "0.25"]
+    assert browser.texts("#reason") == ["grader: extracted 41, expected <b>42</b>"]
+    (command,) = browser.texts("#replay")
+    assert shlex.split(command) == [
+        "python", "-m", "roll_lite.replay", str(folder), "--sample", "1/it's/train/0/0",
+    ]  # fmt: skip
+    choose = "document.querySelector('#sample select')"
+    browser.run(f"{choose}.value = 'entropy'; {choose}.dispatchEvent(new Event('change'))")
+    shades = browser.run(
+        "[...document.querySelectorAll('.token')].map(t => t.style.backgroundColor)"
+    )
+    assert len(set(shades)) == 3 and all("40, 90, 220" in shade for shade in shades)
+    browser.press("n")  # it has no entropies
+    browser.wait("document.querySelector('#conversation').textContent.includes('answer 2')")
+    off = browser.run(f"[...{choose}.options].filter(o => o.disabled).map(o => o.textContent)")
+    assert off == [
+        "logprob (not recorded)", "entropy (not trained on, or recorded by an older version)",
+    ]  # fmt: skip
+    assert not browser.texts("#replay") and not browser.texts("#reason")
 
 
 def test_keys_and_links_open_samples(browser, address):
@@ -235,7 +288,8 @@ def test_a_large_run_stays_small(browser, tmp_path):
         metrics(step) | {f"loss/m{i}": step / (i + 1) for i in range(50)} for step in range(1, 1001)
     ])  # fmt: skip
     turn = {"read": 2, "sampled": 160, "versions": [[0, 1]]}
-    tokens = {"token_ids": [5] * 162, "logprobs": [-0.12345] * 160, "turns": [turn]}
+    packed = pack([-0.12345] * 160)
+    tokens = {"token_ids": [5] * 162, "logprobs": packed, "entropies": packed, "turns": [turn]}
     first = folder / "rollouts" / "step_00001.jsonl"
     write_lines(first, [sample(1, number, **tokens) for number in range(512)])
     for step in range(2, 1001):

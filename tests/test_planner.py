@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,8 @@ from roll_lite.cluster.memory import (
     train_memory,
 )
 from roll_lite.cluster.plan_report import remedies, render
-from roll_lite.cluster.planner import BatchPlan, Plan
+from roll_lite.cluster.planner import BatchPlan, Plan, take_turns
+from roll_lite.cluster.speed import HOST_RATE, Machine, known_gpu, step_seconds
 from roll_lite.engine.attention import PAGE_SIZE
 from roll_lite.engine.engine import MAX_PREFILL_TOKENS, Engine
 from roll_lite.engine.runner import cache_shape
@@ -336,17 +338,64 @@ def test_an_engine_that_sleeps_leaves_its_memory_to_the_trainer():
     beside, in_turn = make_plan(**options), make_plan(**options, engines_sleep=True)
     config = shape_config("qwen3-8b")
     trainer = train_memory(config, 8, 1, 16384, 2, checkpointing="full")
-    awake, asleep = in_turn.ranks[0].phases.values()
+    awake, syncing, asleep = in_turn.ranks[0].phases.values()
     assert beside.needed == trainer.total + 2 * 8_190_735_360 + 10 * GIB
     assert asleep == trainer and in_turn.needed == max(awake.total, trainer.total)
     # masters and moments stay: 12 bytes a parameter; gradients come with training
     prompts = 32 * 256 * 2 * (2 * 4096 + 3 * 12288)
     shares = 12 * 8_190_735_360 // 8 + 2 * 8_190_735_360
     assert awake.total == shares + prompts + 10 * GIB
-    assert "train+generate, engine asleep" in render(in_turn)
+    assert syncing.total == shares  # the cache sleeps on
+    assert "train+generate, training" in render(in_turn)
     # ranks without a trainer win nothing
     apart = make_plan("train=0-3 generate=4-7", engines_sleep=True)
     assert [len(part.phases) for part in apart.ranks] == [1, 1]
+
+
+def test_offloaded_trainers_leave_their_memory_to_the_engine():
+    options = {"text": "train=all generate=all reference=all", "checkpointing": "full"}
+    options |= {"kv_cache_gib": 60.0, "world_size": 1, "gib": 139.8, "moments": "bfloat16"}
+    weights, masters = 2 * 8_190_735_360, 4 * 8_190_735_360
+    prompts = MAX_PREFILL_TOKENS["cuda"] * 2 * (2 * 4096 + 3 * 12288)
+    plan = make_plan(**options, engines_sleep=True, offload=True)
+    generating, syncing, _ = in_turn = [*plan.ranks[0].phases.values()]
+    assert generating.total == weights + prompts + 60 * GIB
+    assert syncing.total == weights + 2 * masters  # without the reference
+    beside = make_plan(**options, offload=True).ranks[0].phases.values()
+    more = [a.total - b.total for a, b in zip(beside, in_turn, strict=True)]
+    assert more == [0, 60 * GIB, weights + 60 * GIB]
+    adapters = make_plan(**options, engines_sleep=True, offload=True, lora_rank=16)
+    assert list(adapters.ranks[0].phases.values())[1].total == weights
+    seconds = step_seconds(plan, Machine(known_gpu("H200")))
+    moved = [2 * masters + weights, 2 * masters]  # the reference never changes
+    assert [seconds[name] for name in ("reload", "offload")] == pytest.approx(
+        [num_bytes / HOST_RATE for num_bytes in moved]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "chosen"),
+    [
+        ("qwen3-0.6b", {"kv_cache_gib": 40.0}, None),
+        ("qwen3-1.7b", {"kv_cache_gib": 90.0}, "engines_sleep: a rank would need"),
+        ("qwen3-8b", {"moments": "bfloat16"}, "engines_sleep and offload: a rank would need"),
+        ("qwen3-14b", {"lora_rank": 16, "kv_cache_gib": 30.0}, None),
+        (
+            "qwen3-32b",
+            {"lora_rank": 16, "kv_cache_gib": 40.0},
+            "engines_sleep and offload: a rank would need",
+        ),
+        ("qwen3-14b", {"moments": "bfloat16"}, None),  # 165 GiB of masters, gradients and moments
+    ],
+)
+def test_auto_takes_turns_where_memory_asks_for_it(name, options, chosen):
+    options = {"checkpointing": "full", "kv_cache_gib": 60.0} | options
+    plan = make_plan("train=all generate=all", 1, name, gib=139.8, **options)
+    new, why = take_turns(plan)
+    assert (why or "").startswith(chosen or "") and bool(why) == bool(chosen)
+    assert new.fits_devices or not chosen
+    ahead = replace(plan, batch=replace(plan.batch, max_staleness=1))
+    assert take_turns(ahead) == (ahead, None)
 
 
 def test_a_judge_has_its_own_model_and_cache():
@@ -358,7 +407,8 @@ def test_a_judge_has_its_own_model_and_cache():
     assert with_judge.needed - alone.needed == engine_bytes(small, 1, 0) + 2 * GIB
 
 
-FLAGS = {"--engines-sleep": "engines_sleep", "--checkpointing": "checkpointing",
+FLAGS = {"--engines-sleep": "engines_sleep", "--offload": "offload",
+         "--checkpointing": "checkpointing",
          "--tokens-per-microbatch": "tokens_per_microbatch", "--moments": "moments",
          "--lora-rank": "lora_rank", "--kv-cache-gib": "kv_cache_gib"}  # fmt: skip
 
@@ -408,7 +458,9 @@ def test_every_remedy_does_what_it_says(name, world_size, given, expected):
 
 def test_where_nothing_helps_it_says_so():
     lines = remedies(make_plan("train=all generate=all,tp=8", name="llama-3.1-405b"))
-    assert "4096 ranks together" in lines[-2] and lines[-1].startswith("use larger devices")
+    assert re.search(r"\d+ ranks together .* not enough", lines[-2]) and lines[-1].startswith(
+        "use larger devices"
+    )
 
 
 @pytest.mark.parametrize(

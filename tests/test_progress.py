@@ -1,5 +1,6 @@
 """The progress line in a real terminal (a pty): what is printed stays whole, whoever prints it."""
 
+import os
 import re
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import pytest
 from terminals import run_in_terminal, screens
 
 from roll_lite import progress
-from roll_lite.progress import ProgressBar
+from roll_lite.progress import PhaseFile, ProgressBar, StepTimer
 
 PROGRAM = """
 import logging, sys, threading, time, warnings
@@ -111,3 +112,23 @@ def test_rate_and_time_left(monkeypatch):
     assert checkpoint.describe(has_graph=True) == (
         "checkpoint [####............] 1/4 GB, 2 GB/s, 0:02 left"
     )
+
+
+def test_a_step_s_parts_are_the_phases_of_its_run(tmp_path):
+    phase = PhaseFile(tmp_path / "phase", step=6)
+    assert read_phase(tmp_path) == [str(os.getpid()), "6", "start"]
+    timer = StepTimer(phase, 7)
+    for part in ("rollout", "train", "rollout"):
+        timer.begin(part)
+        assert read_phase(tmp_path)[1:] == ["7", part]
+    assert timer.metrics().keys() == {"time/rollout", "time/train", "time/step"}
+    phase.show_states(["generating", "scoring"])
+    assert read_phase(tmp_path)[1:] == ["7", "rollout", "generating", "scoring"]
+    phase.show_states([])
+    phase.enter("end")
+    assert read_phase(tmp_path)[1:] == ["7", "end"]
+
+
+def read_phase(folder):
+    (line,) = (folder / "phase").read_text().splitlines()
+    return line.split()

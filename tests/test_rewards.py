@@ -20,6 +20,7 @@ from roll_lite.rewards.registry import REWARDS, check_prompts
 from roll_lite.rollout.metrics import describe_groups
 from roll_lite.types import REWARD_METRICS, Group, Prompt, Sample, Score, Turn
 from roll_lite.workers.failures import ErrorBudget
+from roll_lite.workers.worker import checked, read_result, write_result
 
 
 def prompt(truth):
@@ -47,6 +48,29 @@ def test_a_question_ends_with_its_score():
     score = Score(value=0.5, parts={"format": 0.1, "answer": 0.4})
     assert answered("y", lambda p, reply: score) == score
     assert answered("x", lambda p, reply: reply == p.ground_truth) == Score(value=1.0)
+
+
+@pytest.mark.parametrize(
+    ("domain", "fields", "reply", "reason"),
+    [
+        ("math", {"ground_truth": "41"}, r"So \boxed{42}", "extracted 42 (boxed), expected 41"),
+        ("math", {"ground_truth": "41"}, "<think>41", "the reply has no answer, expected 41"),
+        ("math", {"ground_truth": "4" * 99}, "5", f"extracted 5 (whole), expected {'4' * 80}"),
+        ("choice", {"ground_truth": "B"}, "The answer is (B).", "chose B (stated), expected B"),
+        ("choice", {"ground_truth": "B"}, "Who knows?", "chose no letter, expected B"),
+        ("instructions", {"tests": ({"kind": "min_words", "count": 9}, {"kind": "lowercase"})}, "ab", "not fulfilled: min_words 9"),
+        ("instructions", {"tests": ({"kind": "lowercase"},)}, "ab", "all constraints are fulfilled"),
+    ],
+)  # fmt: skip
+def test_graders_say_why(domain, fields, reply, reason):
+    asked = Prompt(id="p", messages=(), domain=domain, **{"ground_truth": ""} | fields)
+    assert REWARDS[domain](asked, reply).reason == reason
+
+
+def test_a_reason_of_a_worker_is_text_of_a_bounded_length():
+    score = checked(Score(value=1, reason=["x" * 1000]))
+    sent = read_result(json.loads(write_result(score)))
+    assert sent == Score(value=1.0) and sent.reason == "['" + "x" * 498
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The run's folder: what is written can be read back, and what is done again is forgotten."""
 
 import json
+import struct
 import subprocess
 import sys
 from importlib.metadata import version
@@ -9,12 +10,17 @@ from pathlib import Path
 import pytest
 
 from roll_lite.report.run import Run
-from roll_lite.train.sequences import sampled_advantages, with_advantages
+from roll_lite.report.samples import numbers
+from roll_lite.train.sequences import sampled_numbers, with_advantages
 from roll_lite.types import Group, Prompt, Sample, Score, Turn
 
 PROMPT = Prompt(
     id="p", messages=({"role": "user", "content": "?"},), domain="math", ground_truth=""
 )
+
+
+def float32(number):
+    return struct.unpack("<f", struct.pack("<f", number))[0]
 
 
 def turn(prompt_ids, token_ids, logprobs, version):
@@ -32,13 +38,13 @@ def test_rollouts_say_which_tokens_were_read_and_which_sampled(tmp_path):
     run = Run(tmp_path, PROMPT, num_steps=1, shown={})
     run.write_rollouts(1, [Group(prompt=PROMPT, samples=[sample])])
     (row,) = map(json.loads, (tmp_path / "rollouts" / "step_00001.jsonl").read_text().splitlines())
-    ids, logprobs, found = iter(row["token_ids"]), iter(row["logprobs"]), []
+    ids, logprobs, found = iter(row["token_ids"]), iter(numbers(row["logprobs"])), []
     for told in row["turns"]:
         found += [(next(ids), 0.0) for _ in range(told["read"])]
         found += [(next(ids), next(logprobs)) for _ in range(told["sampled"])]
     assert not list(ids) and not list(logprobs)
     assert [token for token, _ in found] == sample.token_ids
-    assert [logprob for _, logprob in found] == pytest.approx(sample.logprobs, abs=5e-6)
+    assert [logprob for _, logprob in found] == list(map(float32, sample.logprobs))
     assert [told["versions"] for told in row["turns"]] == [[[0, 7]], [[0, 8]]]
 
 
@@ -106,16 +112,19 @@ def test_rollouts_hold_the_advantages_of_what_was_trained_on(tmp_path):
         sample.enter("done", 0)
         samples.append(sample)
     group = Group(prompt=PROMPT, samples=samples)
-    advantages = sampled_advantages(with_advantages([group]))
+    advantages = sampled_numbers(with_advantages([group]), "advantages")
     assert [len(advantages[number]) for number in range(3)] == [1, 2, 3]
-    advantages[1] = [0.25, -0.5]  # as an estimator with one for each token
+    advantages[1] = [0.25, -0.1]  # as an estimator with one for each token
     del advantages[2]  # as if it was masked
     run = Run(tmp_path, PROMPT, num_steps=1, shown={})
-    run.write_rollouts(1, [group], advantages)
+    run.write_rollouts(1, [group], advantages, {1: [2.5, 0.3]})
     lines = (tmp_path / "rollouts" / "step_00001.jsonl").read_text().splitlines()
-    first, second, third = (json.loads(line).get("advantages") for line in lines)
-    assert first == pytest.approx(-1.0, abs=1e-4)  # GRPO: mean 0.5, standard deviation 0.5
-    assert (second, third) == ([0.25, -0.5], None)
+    first, second, third = map(json.loads, lines)
+    assert first["advantages"] == pytest.approx(-1.0, abs=1e-4)  # GRPO: (0 - 0.5) / 0.5
+    assert numbers(second["advantages"]) == [0.25, float32(-0.1)]
+    assert numbers(second["entropies"]) == [2.5, float32(0.3)]
+    assert not {"advantages", "entropies"} & third.keys() and "entropies" not in first
+    assert numbers([0.25, -0.5]) == [0.25, -0.5]  # of older versions
 
 
 def test_a_start_says_what_it_ran_on(tmp_path):

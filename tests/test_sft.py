@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import sft
 import torch
-from conftest import run_recipe
+from conftest import RECIPES, run_recipe
 from process_checks import wait_until
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -15,6 +15,7 @@ from roll_lite.models.attention import PackedAttention
 from roll_lite.models.hf import load_model
 from roll_lite.options import from_flat
 from roll_lite.report.curve import read_metric
+from roll_lite.report.reader import RunFolder
 from roll_lite.train import trainer
 from roll_lite.train.checkpoint import verify
 from roll_lite.train.shards import read_manifest
@@ -57,6 +58,23 @@ def run_in_two_parts(run, model, run_dir, **changes):
     values = options(model, run_dir, checkpoint_every=5, **changes)
     run(values | {"steps": 10})
     run(values | {"resume": True})
+
+
+def no_json(constant):
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def test_a_run_that_diverges_ends_and_its_records_are_json(command, toy_folder, tmp_path):
+    values = options(toy_folder, tmp_path, lr=1e9, warmup_steps=0, eval_every=1)
+    code, output = command(RECIPES / "sft.py", *flags(values))
+    assert code == 1
+    assert "error: the gradient of the policy was not finite in 5 updates in a row" in output
+    assert "Traceback" not in output
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line, parse_constant=no_json) for line in lines]
+    assert rows[-1]["loss/grad_norm"] is None and rows[-1]["loss/skipped_steps"] == 1
+    assert len(read_metric(tmp_path, "loss/grad_norm")) < len(rows)
+    assert all(value is not None for row in RunFolder(tmp_path).rows for value in row.values())
 
 
 def run_here(values):

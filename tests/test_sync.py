@@ -11,7 +11,7 @@ from conftest import make_reference
 
 from roll_lite.cluster.device_map import parse_device_map
 from roll_lite.models.tensor_parallel import cut_dimension
-from roll_lite.sync import row_checksums
+from roll_lite.sync import Colocated, row_checksums
 
 TESTS = Path(__file__).parent
 
@@ -71,6 +71,14 @@ def test_roles_that_weights_travel_by():
     assert shared["sync"].ranks == (0, 1) and "feed" not in shared
     apart = parse_device_map("train=2-3 generate=0-1 reference=4", 5).with_sync()
     assert apart["sync"].ranks == (0, 1, 2, 3) and apart["feed"].ranks == (0, 1, 2)
+
+
+def test_turns_need_ranks_that_train_and_generate():
+    apart = parse_device_map("train=0 generate=1", 2)
+    for name in ("engines_sleep", "offload"):
+        with pytest.raises(ValueError, match=f"{name}=True is for ranks .*'train=0 generate=1' ha"):
+            Colocated(apart, **{name: True})
+    Colocated(apart)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,7 +18,7 @@ from worker_rewards import OwnError, do, length, with_parts
 
 from roll_lite.types import Prompt, Score
 from roll_lite.workers.failures import RewardCrash, RewardError, RewardsBroken, RewardTimeout
-from roll_lite.workers.pool import RewardWorkers
+from roll_lite.workers.pool import MAX_ASKED, RewardWorkers
 from roll_lite.workers.worker import checked
 
 REWARDS = {"do": do, "length": length, "parts": with_parts}
@@ -96,6 +96,17 @@ def test_crash(shared, reply, message):
     with pytest.raises(RewardCrash, match=f"(?s){message}"):
         score(shared, reply)
     assert score(shared, "ok").value == 1
+
+
+def test_a_call_whose_worker_was_killed_is_made_again(shared, tmp_path):
+    shared.metrics()
+    assert score(shared, f"killed-once {tmp_path / 'killed'}").value == 1
+    metrics = shared.metrics()
+    assert metrics["reward/errors"] == 0 and metrics["reward/replaced"] == 1
+    with pytest.raises(RewardCrash, match=r"ended by signal 9"):  # every time
+        score(shared, "signal 9")
+    metrics = shared.metrics()
+    assert metrics["reward/errors"] == 1 and metrics["reward/replaced"] == MAX_ASKED
 
 
 def test_within_limits(shared):

@@ -17,15 +17,18 @@ from roll_lite.train.trainer import Trainer
 
 LAYOUTS = {
     "fsdp2": "fsdp2=0-1",
-    "fsdp4": "fsdp4=0-3",
+    "fsdp2cp2": "fsdp2cp2=0-3,cp=2",
     "tp2": "tp2=0-1,tp=2",
     "tp4": "tp4=0-3,tp=4",
+    "cp2tp2": "cp2tp2=0-3,tp=2,cp=2",
     "fsdp2tp2": "fsdp2tp2=0-3,tp=2",
     "hsdp2": "hsdp2=0-3,fsdp=2",
     "copies2tp2": "copies2tp2=0-3,tp=2,fsdp=1",
 }
 LORA = LoraOptions(rank=4, alpha=8.0)
 LORA_LAYOUTS = ("fsdp2tp2",)
+CHECKPOINTING = {"cp2tp2": "selective", "fsdp2cp2": "full"}
+"""Where the backward pass recomputes the collectives of the forward pass too."""
 BUDGETS = {10_000: 1, 200: 2, 60: 5}
 """Tokens of a micro-batch, and how many of them that gives to a single rank."""
 
@@ -37,7 +40,7 @@ class Probe(Trainer):
         self._accumulate(batch)
         norm = self._clip()
         grads = {
-            name: whole(name, parameter.grad, self.tensor_shard)
+            name: whole(name, parameter.grad, self.tensor_shard).cpu()  # calls carry host tensors
             for name, parameter in self.optimizer.parameters.items()
         }
         self.optimizer.zero_grad()
@@ -111,7 +114,8 @@ def layouts(model, result_file, device="cpu"):
         results = {}
         for name in LAYOUTS:
             for lora in (None, LORA) if name in LORA_LAYOUTS else (None,):
-                trainer = cluster.role(name, Probe, folder=model, **options(lora))
+                recomputed = {"checkpointing": CHECKPOINTING.get(name, "none")}
+                trainer = cluster.role(name, Probe, folder=model, **options(lora), **recomputed)
                 if lora:
                     trainer.shake_adapters()
                 results[name, bool(lora)] = measure(trainer, cluster.device_map[name].num_replicas)

@@ -1,1 +1,8 @@
 """roll_lite: reinforcement learning for language models in one torchrun program."""
+
+import os
+
+if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process, or one of its ancestors
+    from roll_lite.cluster.agent import end_with_agent
+
+    end_with_agent()  # before anything that takes time to import

@@ -4,6 +4,7 @@ roll-lite rlvr --model models/tiny --data reverse:5        # as `python recipes/
 roll-lite rlvr --help
 roll-lite eject rlvr mine                                  # then: python mine/rlvr.py
 roll-lite export runs/RUN/checkpoints/step-00000100 OUT    # a Hugging Face folder
+roll-lite replay runs/RUN --sample STEP/PROMPT/INDEX       # generates a recorded sample again
 torchrun --nproc-per-node 8 -m roll_lite rlvr ...          # several ranks
 """
 
@@ -27,6 +28,10 @@ def main() -> None:
             from roll_lite import export  # not above: it takes torch a second to import
 
             sys.exit(export.main(arguments))
+        case ["replay", *arguments]:
+            from roll_lite import replay
+
+            sys.exit(replay.main(arguments))
         case ["eject", name, folder] if name in names:
             for path in eject(name, Path(folder)):
                 print(f"wrote {path}")

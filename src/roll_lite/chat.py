@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from datetime import date
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2.meta
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from roll_lite.types import Message, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DATE = date(2024, 7, 26)
 """What templates write that show today's date: a run, its resumption and the evaluation of its
@@ -298,7 +300,7 @@ class Chat:
         return reply_ids if is_ended else [*reply_ids, self.end_of_turn]
 
 
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def _load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     """The tokenizer of a folder; a model hub is never asked."""
     if not folder.is_dir():
         raise ValueError(
@@ -310,6 +312,9 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             f"{folder} has no tokenizer; copy tokenizer.json and tokenizer_config.json of its "
             "model into it"
         )
+    # Not above: its import takes 1.2 s, and ranks without a tokenizer need not wait for it.
+    from transformers import AutoTokenizer
+
     try:  # the code of a folder is never run, and the user is not asked to allow it
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -329,7 +334,7 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+def _special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
     """Patterns of special tokens, some of which take the space around them; the longest first."""
     added = (token for token in tokenizer.added_tokens_decoder.values() if token.special)
     return {

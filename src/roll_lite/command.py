@@ -225,13 +225,15 @@ def _is_explained(error: Exception) -> bool:
     if not isinstance(error, RoleError | ValueError | OSError):
         return False
     if isinstance(error, RoleError):  # its text holds the traceback of the rank that failed
-        return isinstance(error.__cause__, ValueError | OSError)
+        return isinstance(error.__cause__, ValueError | OSError | Ended)
     last = traceback.extract_tb(error.__traceback__)[-1]
     is_ours = Path(last.filename).is_relative_to(Path(__file__).parent)
     return is_ours and (isinstance(error, OSError) or (last.line or "").startswith("raise"))
 
 
 def _exit_with(error: BaseException) -> NoReturn:
+    if isinstance(error.__cause__, Ended):  # on all ranks at once: where does not matter
+        error = error.__cause__
     if _is_first_rank():
         print(f"\nerror: {error}\n\n--debug prints the traceback", file=sys.stderr, flush=True)
     # A full disk or a file server that is away may be better after a restart; a value is not.

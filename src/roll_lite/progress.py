@@ -1,4 +1,4 @@
-"""The progress line of long work, and the timer of a training step.
+"""The progress line of long work, the phase of a run, and the timer of a training step.
 
     with ProgressBar(len(rows), "reading", unit="rows") as bar:
         for row in rows:
@@ -14,8 +14,11 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable
 from functools import partial
-from threading import RLock
+from mmap import mmap
+from pathlib import Path
+from threading import Lock, RLock
 from typing import TextIO
 
 WIDTH = 16
@@ -23,6 +26,7 @@ WIDTH = 16
 DRAW_SECONDS = 0.1
 PLAIN_SECONDS = 60.0
 """Between two lines where the output is not a terminal."""
+PHASE_BYTES = 96
 WINDOW = 64
 """Points of time, at least DRAW_SECONDS apart, over which a rate is measured."""
 
@@ -189,19 +193,66 @@ def terminal_width() -> int:
     return os.get_terminal_size(sys.stdout.fileno()).columns or 80
 
 
+class PhaseFile:
+    """What a run is doing now, for whoever looks from outside: one short line, always up to date.
+
+    4711 12 rollout generating scoring      # process, step, phase, and states that samples are in
+    """
+
+    def __init__(self, path: str | Path, step: int):
+        self._lock, self._line = Lock(), _mapped(Path(path))
+        self._pid, self._step, self._phase, self._states = os.getpid(), step, "start", ""
+        self.enter("start")
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        with self._lock:
+            self._phase, self._step = phase, self._step if step is None else step
+            self._write()
+
+    def show_states(self, states: Iterable[str]) -> None:
+        """Of samples in flight; generation may go on beside any phase."""
+        with self._lock:
+            self._states = " ".join(states)
+            self._write()
+
+    def _write(self) -> None:
+        line = f"{self._pid} {self._step} {self._phase} {self._states}".ljust(PHASE_BYTES - 1)
+        self._line[:] = f"{line[: PHASE_BYTES - 1]}\n".encode()
+
+
+def _mapped(path: Path) -> mmap | bytearray:
+    """Memory that is the file, so that a change of it costs no call of the system. On a file system
+    that cannot do this nothing is shown."""
+    try:
+        path.write_bytes(b" " * PHASE_BYTES)
+        with path.open("r+b") as file:
+            return mmap(file.fileno(), PHASE_BYTES)
+    except OSError:
+        return bytearray(PHASE_BYTES)
+
+
 class StepTimer:
     """Seconds of the parts of a step, which add up to the whole step."""
 
-    def __init__(self):
-        self._last = time.perf_counter()
+    def __init__(self, phase: PhaseFile, step: int):
+        self._phase, self._step = phase, step
         self._seconds: dict[str, float] = {}
+        self._part, self._began = "", 0.0
 
-    def lap(self, name: str) -> None:
-        """Add the time since the last lap to the part `name`."""
-        now = time.perf_counter()
-        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
-        self._last = now
+    def begin(self, part: str) -> None:
+        """What comes now is the part of that name, and the phase of the run."""
+        self._end_part()
+        self._part, self._began = part, time.perf_counter()
+        self._phase.enter(part, self._step)
+
+    def _end_part(self) -> None:
+        if self._part:
+            seconds = time.perf_counter() - self._began
+            self._seconds[self._part] = self._seconds.get(self._part, 0.0) + seconds
+        self._part = ""
 
     def metrics(self) -> dict[str, float]:
+        """The last part ends here."""
+        self._end_part()
         parts = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         return parts | {"time/step": sum(parts.values())}

@@ -92,14 +92,20 @@ class RewardOptions:
         return {name: read_config(getattr(self, name)) for name in self.reward_roles}
 
     def with_file(
-        self, functions: Mapping[str, Reward], inline: Mapping[str, Reward], domains: Iterable[str]
+        self,
+        functions: Mapping[str, Reward],
+        inline: Mapping[str, Reward],
+        domains: Iterable[str] | None = None,
     ) -> RewardTables:
-        """A recipe's rewards with those of the file `rewards`, which replace them by domain."""
+        """A recipe's rewards with those of the file `rewards`, which replace them by domain.
+
+        A file without a reward for any of the `domains`, all that prompts have, is refused.
+        """
         if self.rewards is None:
             return RewardTables(dict(functions), dict(inline))
         own = read_rewards(self.rewards)
         names = own.functions.keys() | own.inline.keys()
-        if names.isdisjoint(domains):
+        if domains is not None and names.isdisjoint(domains):
             raise ValueError(
                 f"{self.rewards} has rewards for domain {' and '.join(sorted(names))}, but the "
                 f"prompts have {' and '.join(map(repr, sorted(domains)))}; give them the same name"

@@ -145,6 +145,8 @@ class Score:
     value: float
     parts: dict[str, float] = field(default_factory=dict)
     """Named parts of the reward, logged as reward/NAME."""
+    reason: str = field(default="", compare=False)
+    """Why, in a few words for people: "extracted 42, expected 41"."""
 
     def __post_init__(self):
         if not REWARD_METRICS.isdisjoint(self.parts):
@@ -210,6 +212,10 @@ class Sample:
     prompt: Prompt
     index: int
     """Place in the group."""
+    visit: int = 0
+    """How often the prompt was sampled before."""
+    seed: int | None = field(default=None, compare=False)
+    """The group's, from which all random numbers of its samples derive."""
     turns: list[Turn] = field(default_factory=list)
     """In the order of time."""
     sequences: list[TokenSequence] = field(default_factory=list)

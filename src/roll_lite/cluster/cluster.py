@@ -24,6 +24,8 @@ from torch.futures import Future
 
 from roll_lite import progress
 from roll_lite.cluster import wire
+from roll_lite.cluster.agent import Process
+from roll_lite.cluster.comparison import describe
 from roll_lite.cluster.controller import Controller, LocalController
 from roll_lite.cluster.device_map import DeviceMap, auto_device_map, parse_device_map
 from roll_lite.cluster.groups import (
@@ -40,6 +42,7 @@ from roll_lite.cluster.watchdog import Heartbeat, Watchdog
 from roll_lite.cluster.wire import Mailbox, Post
 from roll_lite.cluster.worker import BUILD, RankCall, Worker
 from roll_lite.models.config import ModelConfig
+from roll_lite.options import flatten
 from roll_lite.stopping import Stopped, StopRequest
 
 DEADLINE = 1800.0
@@ -61,14 +64,16 @@ class Cluster:
         roles: Sequence[str] = ("train", "generate"),
         role_configs: Mapping[str, ModelConfig] | None = None,
         auto_options: Mapping[str, Any] | None = None,
+        options: Any = None,
         deadline: float = DEADLINE,
     ):
         """`device_map` is the text of a map, or auto, which needs the model's `config` and has
         `auto_options`, those of `auto_device_map`.
 
         With a `config`, the map is checked for the `roles` that the recipe uses; `role_configs`
-        are the configs of roles with a model of their own. `deadline` is the number of seconds that
-        a rank may spend in one role call, or in one collective.
+        are the configs of roles with a model of their own. `options` is the recipe's dataclass,
+        which must be equal on all ranks. `deadline` is the number of seconds that a rank may spend
+        in one role call, in one piece of an object's `work`, or in one collective.
         """
         if not deadline > 0:
             raise ValueError(f"deadline={deadline} must be above 0 seconds")
@@ -80,6 +85,7 @@ class Cluster:
         )
         needs_sync = "train" in self.device_map and "generate" in self.device_map
         self._all_roles = self.device_map.with_sync() if needs_sync else self.device_map
+        self._options = flatten(options) if options else {}
         self._worker = Worker(self._launch.rank, self.device)
         self._controller: Controller | LocalController
         self._watchdog: Watchdog
@@ -162,9 +168,9 @@ class Cluster:
         self._worker.places = make_places(self._all_roles, 0, self.device, self._report)
 
     def _start_controller(self) -> None:
-        store, processes = rendezvous(self._launch)
+        store, processes = self._rendezvous()
         controller = self._controller = Controller(self._worker, self._all_roles, processes)
-        self._watchdog = Watchdog(controller, self._worker, processes)
+        self._watchdog = Watchdog(controller, self._worker, processes, self.deadline)
         self._worker.on_fault = controller.on_fault
         handlers = {
             "heartbeat": self._watchdog.on_heartbeat,
@@ -173,9 +179,10 @@ class Cluster:
             "fault": controller.on_fault,
             "sigterm": lambda: os.kill(os.getpid(), signal.SIGTERM),
         }
+        self._watchdog.start()  # now: a rank that is stopped would keep this one waiting
         wire.connect(store, 0, self.world_size, handlers)
         try:
-            self._watchdog.start()
+            self._watchdog.hold_lifelines()
             self._form_groups(store)
             self._watchdog.groups_have_formed()
         except Exception:
@@ -184,7 +191,7 @@ class Cluster:
 
     def _serve(self) -> NoReturn:
         """The life of a rank other than 0: serve calls until the controller ends, then exit."""
-        store, processes = rendezvous(self._launch)
+        store, processes = self._rendezvous()
         heartbeat = Heartbeat(self._worker, processes[0], self._request_exit)
         self._worker.on_fault = partial(wire.send, 0, "fault")
         handlers = {
@@ -194,8 +201,9 @@ class Cluster:
             "lifeline": wire.hold_lifeline,
             "exit": self._request_exit,
         }
-        wire.connect(store, self._launch.rank, self.world_size, handlers)
         heartbeat.start()
+        wire.connect(store, self._launch.rank, self.world_size, handlers)
+        heartbeat.hold_lifeline()
         self._form_groups(store)
         # Ctrl-C reaches all ranks, SIGTERM perhaps only those of one machine: the controller
         # handles them, with the help of all ranks, and then ends these.
@@ -205,6 +213,9 @@ class Cluster:
         exit_code, reason = self._exits.get()  # only the first request counts
         heartbeat.stop()
         self._exit_rank(exit_code, reason)
+
+    def _rendezvous(self) -> tuple[dist.Store, list[Process]]:
+        return rendezvous(self._launch, describe(self.device_map.text, self._options))
 
     def _form_groups(self, store: dist.Store) -> None:
         # The collectives' own timeout comes after the watchdog's, whose error says more.

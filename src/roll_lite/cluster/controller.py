@@ -14,6 +14,7 @@ from pickle import PicklingError
 from typing import Any
 
 from roll_lite.cluster import wire
+from roll_lite.cluster.agent import Process
 from roll_lite.cluster.device_map import DeviceMap, Role
 from roll_lite.cluster.errors import (
     RankFailure,
@@ -51,7 +52,9 @@ class Call:
         self.role, self.method, self.contents = role, method, contents
         self.collect, self.deadline = collect, deadline
         self.label = f"{role.name}.{method}"
-        self.issued = time.monotonic()
+        self.issued = self.last_reply = time.monotonic()
+        self.is_slow = False
+        """Whether it was said that a rank is slower than the others."""
         self.future: Future = Future()
         self._replies: dict[int, RankReply] = {}  # in the order of arrival
 
@@ -66,7 +69,7 @@ class Call:
 
     def deliver(self, rank: int, reply: RankReply) -> None:
         is_first_failure = reply.failure and not self._failures()
-        self._replies[rank] = reply
+        self._replies[rank], self.last_reply = reply, time.monotonic()
         if not self.unanswered:
             self._finish()
         elif is_first_failure:
@@ -98,7 +101,7 @@ class Call:
 class Controller:
     """Issues calls and posts to all ranks, and receives their replies and reports."""
 
-    def __init__(self, worker: Worker, device_map: DeviceMap, processes: Sequence[str]):
+    def __init__(self, worker: Worker, device_map: DeviceMap, processes: Sequence[Process]):
         self._worker = worker
         self._device_map = device_map
         self._processes = processes

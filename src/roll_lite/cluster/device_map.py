@@ -16,7 +16,7 @@ from typing import Any
 from roll_lite.cluster.memory import engine_bytes, format_bytes, least_memory, usable_bytes
 from roll_lite.models.config import ModelConfig, tp_problem, tp_sizes
 
-SYNTAX = "write role=RANKS[,tp=N][,fsdp=N], with RANKS like 0-3, 5, 0-1+4-5 or all"
+SYNTAX = "write role=RANKS[,tp=N][,cp=N][,fsdp=N], with RANKS like 0-3, 5, 0-1+4-5 or all"
 ENGINE_ROLES = ("generate", "judge")
 OPTIONAL_ROLES = ("reference", "critic")
 USEFUL_CACHE_TOKENS = 32768  # least KV cache of each engine under `auto`: 8 samples of 4,096 tokens
@@ -29,18 +29,24 @@ class Role:
     """Ascending."""
     tp: int = 1
     """Tensor-parallel size: consecutive ranks that hold one model together."""
+    cp: int = 1
+    """Context-parallel size: `cp` groups of `tp` ranks are a replica, and share its tokens."""
     fsdp: int | None = None
     """Consecutive replicas over which weights are sharded; None is all of them. With fewer there
     are copies of the sharded weights, such as one on each machine (HSDP)."""
 
     @property
+    def ranks_per_replica(self) -> int:
+        return self.tp * self.cp
+
+    @property
     def num_replicas(self) -> int:
-        return len(self.ranks) // self.tp
+        return len(self.ranks) // self.ranks_per_replica
 
     @property
     def ranks_per_copy(self) -> int:
         """Ranks that hold the weights once, in shards."""
-        return self.tp * (self.fsdp or self.num_replicas)
+        return self.ranks_per_replica * (self.fsdp or self.num_replicas)
 
     @property
     def num_copies(self) -> int:
@@ -49,8 +55,9 @@ class Role:
     @property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each replica, in data-parallel order."""
-        starts = range(0, len(self.ranks), self.tp)
-        return tuple(self.ranks[start : start + self.tp] for start in starts)
+        size = self.ranks_per_replica
+        starts = range(0, len(self.ranks), size)
+        return tuple(self.ranks[start : start + size] for start in starts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +113,24 @@ class DeviceMap:
     def _role_text(self, role: Role) -> str:
         is_all = len(role.ranks) == self.world_size
         ranks = "all" if is_all else format_ranks(role.ranks).replace(",", "+")
-        sizes = {"tp": role.tp if role.tp > 1 else None, "fsdp": role.fsdp}
-        return f"{role.name}={ranks}" + "".join(f",{n}={size}" for n, size in sizes.items() if size)
+        sizes = {n: size for n in ("tp", "cp") if (size := getattr(role, n)) > 1}
+        sizes |= {"fsdp": role.fsdp} if role.fsdp else {}
+        return f"{role.name}={ranks}" + "".join(f",{n}={size}" for n, size in sizes.items())
 
     def roles_of(self, rank: int) -> tuple[Role, ...]:
         return tuple(role for role in self.roles if rank in role.ranks)
 
     def __str__(self) -> str:
-        rows = [("role", "ranks", "tp", "replicas", "fsdp")]
-        for role in self.roles:
-            sizes = role.tp, role.num_replicas, role.fsdp or ""
+        columns = {"tp": [role.tp for role in self.roles]}
+        if any(role.cp > 1 for role in self.roles):
+            columns["cp"] = [role.cp for role in self.roles]
+        columns["replicas"] = [role.num_replicas for role in self.roles]
+        if any(role.fsdp for role in self.roles):
+            columns["fsdp"] = [role.fsdp or "" for role in self.roles]
+        rows = [("role", "ranks", *columns)]
+        for role, sizes in zip(self.roles, zip(*columns.values(), strict=True), strict=True):
             rows.append((role.name, format_ranks(role.ranks), *map(str, sizes)))
-        has_copies = any(role.fsdp for role in self.roles)
-        return format_table(rows if has_copies else [row[:-1] for row in rows])
+        return format_table(rows)
 
     def check(
         self,
@@ -140,11 +152,8 @@ class DeviceMap:
                 raise ValueError(f"role {name} is missing; add it, as in {name}=all")
         for role in self.roles:
             _check_sizes(role, (role_configs or {}).get(role.name, config))
-            if role.fsdp and role.name in ENGINE_ROLES:
-                raise ValueError(
-                    f"role {role.name}: fsdp={role.fsdp} is for models that are sharded, and an "
-                    "engine holds its model whole, or in tp parts; leave it out"
-                )
+            if role.name in ENGINE_ROLES:
+                _check_engine(role)
             if "generate" in self:
                 _check_leaders(self["generate"], role)
         idle = set(range(self.world_size)).difference(*(role.ranks for role in self.roles))
@@ -172,10 +181,30 @@ def _check_ranks(role: Role, world_size: int) -> None:
             f"role {role.name}: tp={role.tp} does not divide its {len(role.ranks)} ranks; "
             f"use {listing(divisors(len(role.ranks)), 'or')}"
         )
+    if role.cp < 1 or len(role.ranks) % role.ranks_per_replica:
+        groups = len(role.ranks) // role.tp
+        of_tp = f" groups of tp={role.tp}" if role.tp > 1 else " ranks"
+        raise ValueError(
+            f"role {role.name}: cp={role.cp} does not divide its {groups}{of_tp}; "
+            f"use {listing(divisors(groups), 'or')}"
+        )
     if role.fsdp is not None and (role.fsdp < 1 or role.num_replicas % role.fsdp):
         raise ValueError(
             f"role {role.name}: fsdp={role.fsdp} does not divide its {role.num_replicas} replicas; "
             f"use {listing(divisors(role.num_replicas), 'or')}"
+        )
+
+
+def _check_engine(role: Role) -> None:
+    if role.fsdp:
+        raise ValueError(
+            f"role {role.name}: fsdp={role.fsdp} is for models that are sharded, and an "
+            "engine holds its model whole, or in tp parts; leave it out"
+        )
+    if role.cp > 1:
+        raise ValueError(
+            f"role {role.name}: cp={role.cp} is for models that are trained or scored, and an "
+            "engine reads its sequences on one replica; leave it out, or use tp"
         )
 
 
@@ -214,12 +243,13 @@ def parse_device_map(text: str, world_size: int) -> DeviceMap:
 
 
 def _parse_role(entry: str, world_size: int) -> Role:
-    match = re.fullmatch(r"([a-z][a-z0-9_]*)=([^,=]+)(?:,tp=(\d+))?(?:,fsdp=(\d+))?", entry)
-    if not match or match[1] in ("tp", "fsdp"):
+    sizes = r"(?:,tp=(\d+))?(?:,cp=(\d+))?(?:,fsdp=(\d+))?"
+    match = re.fullmatch(rf"([a-z][a-z0-9_]*)=([^,=]+){sizes}", entry)
+    if not match or match[1] in ("tp", "cp", "fsdp"):
         raise ValueError(f"{entry!r} in the device map is not understood; {SYNTAX}")
-    name, ranks, tp, fsdp = match.groups()
+    name, ranks, tp, cp, fsdp = match.groups()
     ranks = _parse_ranks(name, ranks, world_size)
-    return Role(name, ranks, int(tp or 1), int(fsdp) if fsdp else None)
+    return Role(name, ranks, int(tp or 1), int(cp or 1), int(fsdp) if fsdp else None)
 
 
 def _parse_ranks(name: str, text: str, world_size: int) -> tuple[int, ...]:
@@ -245,6 +275,7 @@ def auto_device_map(
     ranks_per_node: int = 8,
     *,
     engines_sleep: bool = False,
+    offload: bool = False,
     must_fit: bool = True,
     **train: Any,
 ) -> tuple[DeviceMap, list[str]]:
@@ -257,6 +288,9 @@ def auto_device_map(
     if device_bytes is not None:
         others = least_memory(config, roles, world_size, **train)
         idle = others.idle.total if engines_sleep else others.total
+        if offload:  # a judge and a reward model stay
+            beside = [name for name in roles if name in ("judge", "reward_model")]
+            idle = least_memory(config, beside, world_size).total
         tp, why, fits = _smallest_tp(
             _engine_sizes(world_size, config, roles, ranks_per_node),
             others.total, idle, usable_bytes(device_bytes),

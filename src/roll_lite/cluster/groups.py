@@ -28,11 +28,13 @@ class Place:
     copy: int
     """Index of the copy of the sharded weights that this rank has a shard of."""
     tp_rank: int
-    """Index of this rank in its replica."""
+    """Index of this rank among those that hold the model together."""
     tp: int
+    cp: int
+    """Parts in which the ranks of a replica read its tokens."""
     device: torch.device
     mesh: DeviceMesh
-    """Dimensions dp and tp."""
+    """Dimensions dp, cp (where it is above 1) and tp."""
     shards: DeviceMesh
     """Over which weights are sharded: its last dimension. Copies are along the first of two."""
     group: dist.ProcessGroup
@@ -110,19 +112,21 @@ def make_places(
     """
     places, formed = {}, {}
     for role in device_map.roles:
-        layout = role.ranks, role.tp, role.num_copies
+        layout = role.ranks, role.tp, role.cp, role.num_copies
         if layout not in formed:
             formed[layout] = _form_groups(role, rank, device)
         if rank in role.ranks:
-            replica, tp_rank = divmod(role.ranks.index(rank), role.tp)
+            index = role.ranks.index(rank)
+            replica = index // role.ranks_per_replica
             places[role.name] = Place(
                 role=role.name,
                 rank=rank,
                 replica=replica,
                 num_replicas=role.num_replicas,
-                copy=role.ranks.index(rank) // role.ranks_per_copy,
-                tp_rank=tp_rank,
+                copy=index // role.ranks_per_copy,
+                tp_rank=index % role.tp,
                 tp=role.tp,
+                cp=role.cp,
                 device=device,
                 report=partial(report, role.name, replica),
                 **formed[layout],
@@ -132,20 +136,24 @@ def make_places(
 
 def _form_groups(role: Role, rank: int, device: torch.device) -> dict[str, Any]:
     """The fields mesh, shards, group and control of a `Place`."""
-    replicas = torch.tensor(role.replicas)
-    mesh = shards = DeviceMesh(device.type, replicas, mesh_dim_names=("dp", "tp"))
+    ranks = torch.tensor(role.ranks)
+    mesh = shards = DeviceMesh(device.type, ranks.view(-1, role.tp), mesh_dim_names=("dp", "tp"))
     if role.num_copies > 1:
-        names = "copies", "dp", "tp"
-        copies = replicas.view(role.num_copies, -1, role.tp)
-        shards = DeviceMesh(device.type, copies, mesh_dim_names=names)
+        copies = ranks.view(role.num_copies, -1, role.tp)
+        shards = DeviceMesh(device.type, copies, mesh_dim_names=("copies", "dp", "tp"))
+    if (
+        rank in role.ranks
+    ):  # the ranks of a context read with all weights: these are sharded over all
+        shards = shards["copies", "dp"] if role.num_copies > 1 else mesh["dp"]
+    if role.cp > 1:
+        replicas = ranks.view(-1, role.cp, role.tp)
+        mesh = DeviceMesh(device.type, replicas, mesh_dim_names=("dp", "cp", "tp"))
     group = dist.new_group(role.ranks)
     control = None
-    if role.tp == 1 and rank in role.ranks:
+    if role.ranks_per_replica == 1 and rank in role.ranks:
         control = mesh["tp"].get_group()  # one rank: no gloo group is needed
-    for replica in role.replicas if role.tp > 1 else ():
+    for replica in role.replicas if role.ranks_per_replica > 1 else ():
         formed = dist.new_group(replica, backend="gloo")
         if rank in replica:
             control = formed
-    if rank in role.ranks:
-        shards = shards["copies", "dp"] if role.num_copies > 1 else mesh["dp"]
     return {"mesh": mesh, "shards": shards, "group": group, "control": control}

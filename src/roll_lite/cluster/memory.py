@@ -110,6 +110,20 @@ def reference_memory(
     )
 
 
+def context_bytes(
+    config: ModelConfig, cp: int, tp: int, tokens: int, width: int, checkpointing: str | None
+) -> int:
+    """Keys and values of all `cp` ranks beside a rank's own `tokens`; None is a forward pass alone.
+
+    A layer holds them as they arrive and in order; backward needs those of all layers, unless they
+    are gathered again.
+    """
+    if cp == 1:
+        return 0
+    layer = cp * tokens * kv_bytes_per_token(config, tp, width) // config.num_layers
+    return (2 + (config.num_layers if checkpointing == "none" else 1)) * layer
+
+
 def engine_memory(
     config: ModelConfig, num_ranks: int, tp: int, tokens: int, width: int
 ) -> RankMemory:

@@ -143,6 +143,9 @@ def _smaller(plan: Plan) -> Iterator[Plan]:
     batch = plan.batch
     if not batch.engines_sleep and not batch.max_staleness:
         yield _with_batch(plan, engines_sleep=True)
+        yield _with_batch(plan, engines_sleep=True, offload=True)
+    elif not batch.offload and not batch.max_staleness:
+        yield _with_batch(plan, offload=True)
     if batch.checkpointing != "full":
         yield _with_batch(plan, checkpointing="full")
     yield _halved(plan, "tokens_per_microbatch", batch.packed_tokens)

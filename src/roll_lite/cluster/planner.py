@@ -15,6 +15,7 @@ from roll_lite.cluster.memory import (
     MAX_RUNNING,
     PAGE_TOKENS,
     RankMemory,
+    context_bytes,
     format_bytes,
     role_memory,
     together,
@@ -23,8 +24,10 @@ from roll_lite.cluster.memory import (
 from roll_lite.models.config import MixtureConfig, ModelConfig
 from roll_lite.models.cost import kv_bytes_per_token
 
+TRAINED = ("train", "critic")
 CPU_CACHE_GIB = 1.0  # default of kv_cache_gib on a CPU
-ENGINES = ("generate", "judge", "reward_model")  # roles that work while samples are generated
+ENGINES = ("generate", "judge", "reward_model")
+"""Roles that work while samples are generated; the first may sleep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,8 @@ class BatchPlan:
     """KV cache of a judge, per rank."""
     engines_sleep: bool = False
     """Engines have no weights and no KV cache while the trainer works."""
+    offload: bool = False
+    """Trainers and the reference are in host memory while the engines generate."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """What the backward pass recomputes."""
     moments: Literal["float32", "bfloat16"] = "float32"
@@ -108,7 +113,7 @@ class RankPlan:
     ranks: tuple[int, ...]
     roles: tuple[str, ...]
     phases: Mapping[str, RankMemory]
-    """What they hold and when: with engines that sleep there are two phases."""
+    """What they hold and when: several phases where engines sleep or trainers are offloaded."""
     needed: int
     """Peak with a KV cache of its fixed size, or of one sample."""
     samples_at_once: int
@@ -180,6 +185,24 @@ class Plan:
         return tuple(_warnings(self))
 
 
+def take_turns(plan: Plan) -> tuple[Plan, str | None]:
+    """What `auto` does with a plan that does not fit: engines sleep, then trainers are offloaded
+    too, if that is enough. Returns the plan, and what was chosen and why."""
+    options = {"engines_sleep": True, "offload": True}
+    sleeping = replace(plan, batch=replace(plan.batch, engines_sleep=True))
+    both = replace(plan, batch=replace(plan.batch, **options))
+    if plan.fits_devices or plan.batch.max_staleness:
+        return plan, None
+    for new in (sleeping, both):
+        if new.fits_devices:
+            chosen = [n for n in options if getattr(new.batch, n) > getattr(plan.batch, n)]
+            before, needed = format_bytes(plan.needed), format_bytes(new.needed)
+            usable = format_bytes(usable_bytes(plan.device_bytes))
+            why = f"a rank would need {before} at once, in turn {needed} of {usable}"
+            return new, f"{' and '.join(chosen)}: {why}"
+    return plan, None
+
+
 def _plan_step(device_map: DeviceMap, batch: BatchPlan) -> StepPlan:
     num_trainers = device_map["train"].num_replicas if "train" in device_map else 0
     num_engines = device_map["generate"].num_replicas if "generate" in device_map else 0
@@ -198,7 +221,7 @@ def share(total: int, num_parts: int) -> int:
     return -(-total // num_parts) if num_parts else 0
 
 
-def _role_memory(plan: Plan, role: Role) -> RankMemory:
+def memory_of(plan: Plan, role: Role) -> RankMemory:
     """Memory of one role on one of its ranks, without the KV cache."""
     batch = plan.batch
     if role.name == "generate":
@@ -206,24 +229,49 @@ def _role_memory(plan: Plan, role: Role) -> RankMemory:
     else:
         samples = share(share(batch.num_samples, batch.updates_per_step), role.num_replicas)
         tokens = min(batch.tokens_per_microbatch, samples * batch.packed_tokens)
+        tokens = share(tokens, role.cp)
     config = plan.role_configs.get(role.name, plan.config)
     sizes = role.ranks_per_copy, role.tp, tokens, plan.width
     held = role_memory(role.name, config, *sizes, **batch.train_options)
-    return replace(held, kv_cache=int(batch.judge_cache_gib * 2**30 * (role.name == "judge")))
+    checkpointing = batch.checkpointing if role.name in TRAINED else None
+    keys = context_bytes(config, role.cp, *sizes[1:], checkpointing)
+    cache = int(batch.judge_cache_gib * 2**30 * (role.name == "judge"))
+    return replace(held, activations=held.activations + keys, kv_cache=cache)
 
 
-def _phases(plan: Plan, names: tuple[str, ...], parts: dict[str, RankMemory]) -> tuple:
-    """Memory of these roles while the engine is awake, and while it sleeps, if it does."""
-    if not (plan.batch.engines_sleep and "generate" in names and len(names) > 1):
-        return (together(parts[name] for name in names),)
-    awake = together(parts[name] if name in ENGINES else parts[name].idle for name in names)
-    return awake, together(parts[name] for name in names if name != "generate")
+def _phases(plan: Plan, names: tuple[str, ...], parts: dict[str, RankMemory]) -> dict:
+    """What these roles hold in each phase of a step, without the KV cache of generate.
+
+    One phase, without a name, unless engines and trainers take turns.
+    """
+    batch, trainers = plan.batch, [name for name in names if name not in ENGINES]
+    if not ((batch.engines_sleep or batch.offload) and "generate" in names and trainers):
+        return {"": together(parts[name] for name in names)}
+    idle = {name: parts[name].idle for name in names}
+    awake = [parts[name] for name in names if name in ENGINES]
+    held = ENGINES[1:] if batch.engines_sleep else ENGINES  # while trainers work
+    # sync.py: of offloaded trainers only a policy without adapters is there while weights travel
+    synced = [name for name in trainers if name == "train" and not batch.lora_rank]
+    stays = [idle[name] for name in trainers if not batch.offload]
+    syncing = [idle[name] for name in (synced if batch.offload else trainers)]
+    return {
+        "generating": together([*awake, *stays]),
+        "syncing": together([*(idle[name] for name in names if name in ENGINES), *syncing]),
+        "training": together(
+            [*(parts[name] for name in trainers), *(idle[name] for name in names if name in held)]
+        ),
+    }
+
+
+def _has_cache(plan: Plan, phase: str) -> bool:
+    """Whether the engine's KV cache is there."""
+    return not plan.batch.engines_sleep or phase not in ("syncing", "training")
 
 
 def _plan_ranks(plan: Plan) -> tuple[RankPlan, ...]:
     """Memory of all ranks, grouped by roles and KV cache."""
     device_map = plan.device_map
-    parts = {role.name: _role_memory(plan, role) for role in device_map.roles}
+    parts = {role.name: memory_of(plan, role) for role in device_map.roles}
     roles: dict[int, tuple[str, ...]] = dict.fromkeys(range(device_map.world_size), ())
     for role in device_map.roles:
         for rank in role.ranks:
@@ -232,13 +280,14 @@ def _plan_ranks(plan: Plan) -> tuple[RankPlan, ...]:
     caches = dict.fromkeys(roles, 0)
     if "generate" in device_map:
         for replica in device_map["generate"].replicas:
-            fullest = max(phases[roles[rank]][0].total for rank in replica)
-            caches |= dict.fromkeys(replica, _cache_bytes(plan, fullest))
+            held = [memory.total for rank in replica for phase, memory in
+                    phases[roles[rank]].items() if _has_cache(plan, phase)]  # fmt: skip
+            caches |= dict.fromkeys(replica, _cache_bytes(plan, max(held)))
     groups: dict[tuple[tuple[str, ...], int], list[int]] = {}
     for rank in roles:
         groups.setdefault((roles[rank], caches[rank]), []).append(rank)
     return tuple(
-        _rank_plan(plan, ranks, names, cache, *phases[names])
+        _rank_plan(plan, ranks, names, cache, phases[names])
         for (names, cache), ranks in groups.items()
     )
 
@@ -248,21 +297,25 @@ def _rank_plan(
     ranks: list[int],
     names: tuple[str, ...],
     cache: int,
-    awake: RankMemory,
-    asleep: RankMemory | None = None,
+    phases: Mapping[str, RankMemory],
 ) -> RankPlan:
     holds = "+".join(names) or "nothing"
-    phases = {holds: replace(awake, kv_cache=awake.kv_cache + cache)}
     at_once = least = 0
     if "generate" in names:
         at_once = min(cache // plan.sample_bytes, plan.step.samples_per_replica, MAX_RUNNING)
         least = plan.sample_bytes if plan.fixed_cache is None else cache
-    needed = awake.total + least
-    if asleep is not None:
-        phases = {f"{holds}, engine awake": phases[holds], f"{holds}, engine asleep": asleep}
-        needed = max(needed, asleep.total)
+    with_cache = {phase: _has_cache(plan, phase) for phase in phases}
     return RankPlan(
-        ranks=tuple(ranks), roles=names, phases=phases, needed=needed, samples_at_once=at_once
+        ranks=tuple(ranks),
+        roles=names,
+        phases={
+            ", ".join(filter(None, (holds, phase))): replace(
+                memory, kv_cache=memory.kv_cache + cache * with_cache[phase]
+            )
+            for phase, memory in phases.items()
+        },
+        needed=max(m.total + least * with_cache[phase] for phase, m in phases.items()),
+        samples_at_once=at_once,
     )
 
 

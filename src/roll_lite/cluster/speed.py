@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from roll_lite.cluster.device_map import Role
-from roll_lite.cluster.planner import Plan, share
+from roll_lite.cluster.planner import Plan, memory_of, share
 from roll_lite.models.config import MixtureConfig, ModelConfig
 from roll_lite.models.cost import (
     adapter_parameters,
@@ -39,8 +39,9 @@ UPDATE_BYTES = 28  # of AdamW, per parameter: gradient, master and two moments; 
 DECODE_SHARE = 0.85  # of what decoding's products and bytes take one after the other
 LAYER_SECONDS = 35e-6  # starting a layer's kernels in a decoding step
 REDUCE_SECONDS = 20e-6  # one small all-reduce between tensor-parallel ranks; assumed
-SLEEP_SECONDS = 0.3  # sleep() and wake(): 0.1 to 0.4
+SLEEP_SECONDS = 0.3  # sleep() and wake() together: 0.1 to 0.4
 SYNC_SECONDS = 0.02  # of the host
+HOST_RATE = 50e9  # bytes per second to and from pinned host memory, PCIe 5; assumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +105,28 @@ def step_seconds(plan: Plan, machine: Machine) -> dict[str, float]:
     seconds["sync"] = sync_seconds(
         plan.config, machine.gpu, machine.rate(train.ranks), len(train.ranks)
     )
-    seconds["sync"] += SLEEP_SECONDS * batch.engines_sleep
+    if batch.engines_sleep:
+        seconds["sleep"] = SLEEP_SECONDS
+    for name, num_bytes in _offloaded_bytes(plan).items() if batch.offload else ():
+        seconds[name] = seconds.get(name, 0.0) + num_bytes / HOST_RATE
     others, generating = sum(seconds.values()), _generate_seconds(plan, machine.gpu)
     runs_ahead = batch.max_staleness and set(train.ranks).isdisjoint(generate.ranks)
     whole = max(generating, others) if runs_ahead else generating + others
     return {"generate": generating, **seconds, "step": whole}
+
+
+def _offloaded_bytes(plan: Plan) -> dict[str, int]:
+    """Between a rank and its host: masters and moments leave, they and frozen weights come back;
+    with adapters the engine reads frozen weights from the host too."""
+    batch, num_bytes = plan.batch, {"reload": 0, "offload": 0, "sync": 0}
+    moment = batch.train_options["moment_bytes"]
+    for role in plan.device_map.roles:
+        if role.name in ("train", "critic", "reference"):
+            held = memory_of(plan, role)
+            num_bytes["reload"] += held.weights + held.optimizer
+            num_bytes["offload"] += held.optimizer * (4 + 2 * moment) // (2 * moment)
+            num_bytes["sync"] += held.weights * (role.name == "train" and batch.lora_rank > 0)
+    return num_bytes
 
 
 def _generate_seconds(plan: Plan, gpu: Gpu) -> float:
@@ -123,23 +141,25 @@ def _generate_seconds(plan: Plan, gpu: Gpu) -> float:
 
 
 def _work(plan: Plan, role: Role) -> "Pass":
-    """The samples of a step on one replica of a role."""
-    samples, batch = share(plan.batch.num_samples, role.num_replicas), plan.batch
+    """The samples of a step on one replica of a role: what each of its `cp` ranks reads of them."""
+    samples, batch = share(plan.batch.num_samples, role.num_replicas) / role.cp, plan.batch
     return Pass(num_samples=samples, length=batch.packed_tokens, num_rows=batch.reply_tokens)
 
 
 def _score_seconds(plan: Plan, role: Role, gpu: Gpu) -> float:
     config = plan.role_configs.get(role.name, plan.config)
-    return score_seconds(config, gpu, role.tp, _work(plan, role))
+    work = _work(plan, role)
+    return score_seconds(config, gpu, role.tp, work) + keys_seconds(config, gpu, role, work, 1)
 
 
 def _train_seconds(plan: Plan, role: Role, machine: Machine, lora_rank: int) -> float:
     """All epochs and updates of a step. Weights and gradients travel while others are computed."""
     config, batch, is_frozen = plan.config, plan.batch, lora_rank > 0
+    work, passes = _work(plan, role), 2 if batch.checkpointing == "none" else 3
     computing = train_seconds(
-        config, machine.gpu, role.tp, _work(plan, role),
+        config, machine.gpu, role.tp, work,
         checkpointing=batch.checkpointing, is_frozen=is_frozen,
-    )  # fmt: skip
+    ) + keys_seconds(config, machine.gpu, role, work, passes)  # fmt: skip
     one_copy = role.ranks[: role.ranks_per_copy]
     travelling = plan.step.microbatches_per_rank * shard_seconds(
         config, machine.rate(one_copy), role.ranks_per_copy // role.tp, role.tp, is_frozen
@@ -207,6 +227,12 @@ def _reduce_seconds(config: ModelConfig, gpu: Gpu, tp: int, work: Pass, passes: 
     """Two sums of hidden states in every layer, over the tensor-parallel ranks, in bf16."""
     num_bytes = 2 * 2 * config.num_layers * config.hidden_size * work.num_tokens
     return passes * num_bytes * 2 * (tp - 1) / tp / gpu.link
+
+
+def keys_seconds(config: ModelConfig, gpu: Gpu, role: Role, work: Pass, passes: int) -> float:
+    """Keys and values in bf16, or their gradients, between the context-parallel ranks."""
+    received = (role.cp - 1) * work.num_tokens * kv_bytes_per_token(config, role.tp, 2)
+    return passes * received / gpu.link
 
 
 def shard_seconds(

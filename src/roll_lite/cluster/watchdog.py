@@ -5,10 +5,12 @@ dies, its connections close, and the RPC fails within milliseconds.
 
 Each rank sends the controller a *heartbeat* every second, from a thread of its own, with the status
 of its worker thread. A stopped process (SIGSTOP, a frozen container) keeps its connections but
-sends no heartbeats. After HEARTBEAT_TIMEOUT the run fails, and torchrun kills the silent process.
+sends no heartbeats. On the controller's host the kernel tells that it is stopped, and the run fails
+soon; otherwise after HEARTBEAT_TIMEOUT. The process is killed: by the controller, or by torchrun.
 
-A rank that sends heartbeats but has been in one call longer than its *deadline* is stuck: the run
-fails, and the error shows the stacks of the ranks that have not answered.
+A rank that sends heartbeats but has been in one call, or in one piece of an object's `work`, longer
+than the *deadline* is stuck: the run fails, and the error shows the stacks of the ranks that have
+not answered.
 """
 
 import os
@@ -16,12 +18,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from torch.futures import Future
 
 from roll_lite.cluster import wire
+from roll_lite.cluster.agent import Process
 from roll_lite.cluster.controller import DIED, Call, Controller
 from roll_lite.cluster.errors import RoleError, name_ranks, summarise
 from roll_lite.cluster.rendezvous import RENDEZVOUS_SECONDS
@@ -29,14 +32,25 @@ from roll_lite.cluster.worker import BACKGROUND, Worker, WorkerStatus
 
 HEARTBEAT_SECONDS = 1.0
 HEARTBEAT_TIMEOUT = 120.0  # long, because code that holds the GIL sends no heartbeats either
+STOPPED_SECONDS = 10.0  # without a heartbeat, for a process that is stopped
+SLOW_SECONDS = 10.0  # after all other ranks have answered
 ANSWER_SECONDS = 4.0  # for the answer to a heartbeat, or for a stack
+STOPPED = "was stopped (SIGSTOP) and is killed"
 EXIT_SECONDS = 8.0  # for the recipe to leave its `with` block after a rank was lost
 
 
 class Watchdog:
     """Runs on the controller and watches all other ranks."""
 
-    def __init__(self, controller: Controller, worker: Worker, processes: Sequence[str]):
+    def __init__(
+        self,
+        controller: Controller,
+        worker: Worker,
+        processes: Sequence[Process],
+        deadline: float,
+    ):
+        """`deadline` is that of a piece of `work`, which no call waits for."""
+        self._deadline = deadline
         self._controller = controller
         self._worker = worker
         self._processes = processes
@@ -48,10 +62,12 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
+        self._thread.start()
+
+    def hold_lifelines(self) -> None:
         for rank in self._heartbeats:
             lifeline = wire.send(rank, "lifeline")
             lifeline.add_done_callback(partial(self._on_lifeline, rank))
-        self._thread.start()
 
     def groups_have_formed(self) -> None:
         self._forming_since = None
@@ -82,6 +98,7 @@ class Watchdog:
                 self._check_start(now)
                 self._check_heartbeats(now)
                 self._check_deadlines()
+                self._name_slow_ranks(now)
 
     def _force_exit(self, now: float) -> None:
         """The recipe may be in foreign code that neither the failure nor a signal interrupts."""
@@ -97,8 +114,12 @@ class Watchdog:
 
     def _check_heartbeats(self, now: float) -> None:
         for rank, (last, _) in self._heartbeats.items():
-            if now - last > HEARTBEAT_TIMEOUT:
-                self._controller.lose(rank, f"sent no heartbeat for {now - last:.0f} s")
+            process = self._processes[rank]
+            is_stopped = now - last > STOPPED_SECONDS and process.is_stopped
+            if is_stopped or now - last > HEARTBEAT_TIMEOUT:
+                silence = f"sent no heartbeat for {now - last:.0f} s"
+                self._controller.lose(rank, STOPPED if is_stopped else silence)
+                process.kill()  # neither can end by itself
 
     def _check_deadlines(self) -> None:
         statuses = {rank: status for rank, (_, status) in self._heartbeats.items()}
@@ -108,21 +129,43 @@ class Watchdog:
             if max(times, default=0.0) > call.deadline:
                 self._controller.fail(self._deadline_error(call, max(times)))
                 return
+        working = {r: s.seconds for r, s in statuses.items() if s and s.ticket == BACKGROUND}
+        if max(working.values(), default=0.0) > self._deadline:
+            self._controller.fail(self._work_error(working))
+
+    def _name_slow_ranks(self, now: float) -> None:
+        """Once for each call. It says nothing of ranks that wait in a collective for a slow one."""
+        for call in self._controller.pending():
+            unanswered, seconds = call.unanswered, now - call.last_reply
+            is_last = len(unanswered) == 1 and len(call.role.ranks) > 1
+            if is_last and seconds > SLOW_SECONDS and not call.is_slow:
+                call.is_slow, rank = True, unanswered[0]
+                who = f"rank {rank} ({self._processes[rank]})"
+                text = f"{call.label}: {who} is slow; all other ranks answered {seconds:.0f} s ago"
+                print(text, file=sys.stderr, flush=True)
+
+    def _work_error(self, working: Mapping[int, float]) -> RoleError:
+        late = [rank for rank, seconds in working.items() if seconds > self._deadline]
+        what = f"the work of {{}} takes {max(working.values()):.1f} s"
+        return self._stuck_error(late, what, self._deadline, "", "work")
 
     def _deadline_error(self, call: Call, seconds: float) -> RoleError:
+        what = f"{call.label} is not done on {{}} after {seconds:.1f} s"
+        return self._stuck_error(call.unanswered, what, call.deadline, call.role.name, call.method)
+
+    def _stuck_error(
+        self, ranks: Sequence[int], what: str, deadline: float, role: str, method: str
+    ) -> RoleError:
         """Names ranks outside of collectives first: ranks inside wait for them."""
-        stacks = self._collect_stacks(call.unanswered)
+        stacks = self._collect_stacks(ranks)
         waiting = [rank for rank, stack in stacks.items() if "torch/distributed" in stack]
         stuck = [rank for rank in stacks if rank not in waiting] or waiting
-        lines = [
-            f"{call.label} is not done on {name_ranks(stuck)} after {seconds:.1f} s; "
-            f"its deadline is {call.deadline:g} s"
-        ]
+        lines = [f"{what.format(name_ranks(stuck))}; its deadline is {deadline:g} s"]
         if waiting and waiting != stuck:
             lines.append(f"  waiting in a collective: {name_ranks(waiting)}")
         for rank in sorted(stacks, key=lambda rank: (rank not in stuck, rank)):
             lines += [f"--- rank {rank} ({self._processes[rank]}) is at ---", stacks[rank].rstrip()]
-        return RoleError("\n".join(lines), role=call.role.name, method=call.method, rank=stuck[0])
+        return RoleError("\n".join(lines), role=role, method=method, rank=stuck[0])
 
     def _collect_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         own = self._worker.rank
@@ -148,18 +191,22 @@ def _seconds_in(call: Call, status: WorkerStatus | None) -> float:
 class Heartbeat:
     """Runs on every other rank: sends its heartbeats, and watches the controller and torchrun."""
 
-    def __init__(self, worker: Worker, controller: str, on_lost: Callable[[int, str], None]):
+    def __init__(self, worker: Worker, controller: Process, on_lost: Callable[[int, str], None]):
         """`on_lost(exit_code, reason)` ends this rank; `controller` is the process of rank 0."""
         self._worker = worker
         self._controller = controller
         self._on_lost = on_lost
         self._stopping = threading.Event()
+        self._is_connected = False
         self._parent = os.getppid()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        wire.send(0, "lifeline").add_done_callback(self._on_lifeline)
         self._thread.start()
+
+    def hold_lifeline(self) -> None:
+        wire.send(0, "lifeline").add_done_callback(self._on_lifeline)
+        self._is_connected = True
 
     def stop(self) -> None:
         self._stopping.set()
@@ -172,18 +219,28 @@ class Heartbeat:
         last_answer = time.monotonic()
         while not self._stopping.wait(HEARTBEAT_SECONDS):
             try:
-                self._send()
-                last_answer = time.monotonic()
+                if self._is_connected:
+                    self._send()
+                    last_answer = time.monotonic()
             except RuntimeError:  # a slow controller; if it died, the lifeline fails too
-                self._check_controller(time.monotonic() - last_answer)
+                pass
+            self._check_controller(time.monotonic() - last_answer)
             if os.getppid() != self._parent:
-                self._on_lost(1, "torchrun died")
+                self._lose("torchrun died")
 
     def _send(self) -> None:
         rank, status = self._worker.rank, self._worker.status()
         wire.send(0, "heartbeat", rank, status, timeout=ANSWER_SECONDS).wait()
 
     def _check_controller(self, silence: float) -> None:
-        if silence > HEARTBEAT_TIMEOUT:
-            who = f"the controller (rank 0, {self._controller})"
-            self._on_lost(1, f"{who} did not answer a heartbeat for {silence:.0f} s")
+        is_stopped = silence > STOPPED_SECONDS and self._controller.is_stopped
+        if is_stopped or (silence > HEARTBEAT_TIMEOUT and self._is_connected):
+            self._controller.kill()
+            why = STOPPED if is_stopped else f"did not answer a heartbeat for {silence:.0f} s"
+            self._lose(f"the controller (rank 0, {self._controller}) {why}")
+
+    def _lose(self, reason: str) -> None:
+        self._on_lost(1, reason)
+        if not self._stopping.wait(EXIT_SECONDS):  # it still waits for others to start
+            print(f"rank {self._worker.rank} exits: {reason}", file=sys.stderr, flush=True)
+            os._exit(1)

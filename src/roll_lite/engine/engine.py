@@ -150,8 +150,10 @@ class Engine:
         Prefill comes first: the more sequences decode together, the better. Callbacks come last,
         when the state is consistent and the device is busy: they may submit, abort and load.
         """
-        if not self.is_ready:
+        if self._needs_weights:
             raise RuntimeError("the engine has no weights since sleep(); call load_weights()")
+        if not self.is_ready:
+            raise RuntimeError("the engine has no KV cache since sleep(); call wake()")
         with self._working():
             if launched := self._decode_ahead():
                 earlier, self._in_flight = self._in_flight, launched
@@ -214,7 +216,7 @@ class Engine:
         """
         if isinstance(weights, Collection):  # a stream is checked as it arrives
             check_fit(self.model, {name: tensor.shape for name, tensor in weights})
-        if not self._is_awake:
+        if not all(arena.is_held for arena in self._weights):
             raise RuntimeError("the engine is asleep; call wake() before load_weights()")
         if running not in ("go_on", "finish", "abort"):
             raise ValueError(f"running={running!r} is not known; use go_on, finish or abort")
@@ -239,24 +241,24 @@ class Engine:
                 if arena.is_held:
                     arena.release()
 
-    def wake(self) -> None:
-        """Restore the memory that sleep() released. Its weights are lost: call load_weights()."""
-        for arena in self._arenas:
+    def wake(self, part: Literal["all", "weights"] = "all") -> None:
+        """Restore the memory that sleep() released. Its weights are lost: call load_weights().
+
+        With part="weights" the KV cache sleeps on, so that a trainer may keep its memory until its
+        weights are loaded.
+        """
+        for arena in self._arenas if part == "all" else self._weights:
             if not arena.is_held:
                 arena.restore()
 
     @property
     def is_ready(self) -> bool:
         """Whether the engine has weights and memory, so that it can step."""
-        return self._is_awake and not self._needs_weights
+        return all(arena.is_held for arena in self._arenas) and not self._needs_weights
 
     @property
     def _arenas(self) -> list[Arena]:
         return [*self._weights, self.runner.arena]
-
-    @property
-    def _is_awake(self) -> bool:
-        return all(arena.is_held for arena in self._arenas)
 
     def _clear(self, running: OnNewWeights) -> None:
         """Leave nothing in the KV cache or running on the device."""

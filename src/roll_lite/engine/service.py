@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -92,8 +92,8 @@ class EngineService(Profiled):
     def sleep(self) -> None:
         self.engine.sleep()
 
-    def wake(self) -> None:
-        self.engine.wake()
+    def wake(self, part: Literal["all", "weights"] = "all") -> None:
+        self.engine.wake(part)
 
     # Run by the rank's worker thread between calls
 

@@ -45,11 +45,17 @@ Attend = Callable[[int, Projected], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PackedAttention:
-    """Causal attention within each of several sequences, packed end to end without padding."""
+    """Causal attention within each of several sequences, packed end to end without padding.
+
+    Queries may be the last tokens of sequences whose keys are given whole.
+    """
 
     cu_seqlens: Tensor
     """int32, (sequences + 1,): where each sequence starts, then the total."""
     max_seqlen: int
+    cu_keys: Tensor | None = None
+    """The same of the keys, where they are more than the queries."""
+    max_keys: int | None = None
 
     def __call__(self, layer: int, projected: Projected) -> Tensor:
         return self.attend(*projected.rotated())
@@ -60,13 +66,17 @@ class PackedAttention:
         return self._sdpa(q_THD, k_TKD, v_TKD)
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cu_keys, max_keys = self.cu_seqlens, self.max_seqlen
+        if self.cu_keys is not None:
+            cu_keys, max_keys = self.cu_keys, self.max_keys
         return _varlen_kernel()(
-            q, k.contiguous(), v.contiguous(), self.cu_seqlens, self.cu_seqlens,
-            self.max_seqlen, self.max_seqlen,
-        )  # fmt: skip
+            q, k.contiguous(), v.contiguous(), self.cu_seqlens, cu_keys, self.max_seqlen, max_keys
+        )
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Sequences of similar length together, so that little is padded."""
+        if self.cu_keys is not None:
+            return self._sdpa_one_by_one(q, k, v)
         starts = self.cu_seqlens.tolist()
         lengths = [end - start for start, end in pairwise(starts)]
         if max(lengths) <= 2 * min(lengths):
@@ -80,6 +90,31 @@ class PackedAttention:
                 q[tokens], k[tokens], v[tokens], [lengths[i] for i in members]
             )
         return out
+
+    def _sdpa_one_by_one(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The last query of a sequence sees its last key."""
+        spans = zip(
+            pairwise(self.cu_seqlens.tolist()), pairwise(self.cu_keys.tolist()), strict=True
+        )
+        parts = []
+        for (first, end), (first_key, end_key) in spans:
+            num_queries, num_keys = end - first, end_key - first_key
+            sees_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device)
+            heads = (
+                x[start:stop].transpose(0, 1)
+                for x, start, stop in (
+                    (q, first, end),
+                    (k, first_key, end_key),
+                    (v, first_key, end_key),
+                )
+            )
+            out = F.scaled_dot_product_attention(
+                *heads,
+                attn_mask=sees_QK.tril(num_keys - num_queries),
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+            parts.append(out.transpose(0, 1))
+        return torch.cat(parts)
 
 
 def _similar(lengths: list[int]) -> list[list[int]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 SUPPORTED_ROPE = ("default", "linear", "llama3")
+SHAPE = "shape:"  # before the name of a shape, for a model with random weights
 
 
 class UnsupportedModelError(ValueError):
@@ -103,7 +104,11 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def read_hf_config(folder: str | Path) -> dict:
-    """The config.json of a model folder, unparsed."""
+    """The config.json of a model folder, unparsed; or of a shape, as in shape:qwen3-0.6b."""
+    if str(folder).startswith(SHAPE):
+        from roll_lite.models.presets import hf_shape  # which imports this module
+
+        return hf_shape(str(folder).removeprefix(SHAPE))
     path = Path(folder) / "config.json"
     try:
         return json.loads(path.read_text())

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_lite.models.config import (
+    SHAPE,
     ModelConfig,
     parse_config,
     parse_planned_config,
@@ -12,8 +13,6 @@ from roll_lite.models.config import (
 
 if TYPE_CHECKING:
     from roll_lite.models.transformer import Transformer
-
-SHAPE = "shape:"
 
 
 def _qwen3(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int = 8, **more: Any) -> dict:
@@ -78,9 +77,14 @@ PLANNED_SHAPES: dict[str, dict] = {
 
 
 def shape_config(name: str) -> ModelConfig:
+    return parse_config(hf_shape(name))
+
+
+def hf_shape(name: str) -> dict:
+    """As a config.json has it."""
     if name not in SHAPES:
         raise ValueError(f"shape={name!r} is not known; use one of {', '.join(SHAPES)}")
-    return parse_config(SHAPES[name])
+    return SHAPES[name]
 
 
 def planned_config(model: str | Path) -> ModelConfig:

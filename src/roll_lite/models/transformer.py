@@ -262,6 +262,6 @@ def random_model(
     """A model for benchmarks; tensor-parallel ranks draw the same numbers for their shards."""
     with torch.device("meta"):
         model = Transformer(config, head, shard)
-    model.to_empty(device=device).to(dtype)
+    model.to(dtype).to_empty(device=device)  # in this order: fp32 might not fit
     model.init_weights(0)
     return model

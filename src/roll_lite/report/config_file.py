@@ -1,8 +1,8 @@
 """config.json: the options of a run, flat, with its starts.
 
-`starts` has the command, step, machine, ranks, changed options and shown metrics of every start.
-`chosen` names options that were not given, but chosen for the model. `recipe` is the file that
-wrote it.
+`starts` has the command, the recipe's file, step, machine, ranks, changed options and shown metrics
+of every start. `chosen` names options that were not given, but chosen for the model. `recipe` is
+the name of the file that wrote it.
 """
 
 import inspect
@@ -43,6 +43,7 @@ def write_config(folder: Path, config: Any, resumed_at: int | None, **about: Any
         before = _read(path)
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     start = {"step": resumed_at or 0, "time": now, "command": command(), **machine()}
+    start["file"] = str(Path(inspect.getfile(type(config))).resolve())
     ids = [start["id"] for start in before.get(STARTS, []) if "id" in start]
     start |= about | {"id": ids[0] if ids else uuid.uuid4().hex}
     if before:

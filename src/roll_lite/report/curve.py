@@ -12,10 +12,10 @@ WIDTH = 50
 
 
 def read_metric(run_dir: str | Path, metric: str) -> list[tuple[int, float]]:
-    """(step, value) of every step that recorded the metric."""
+    """(step, value) of every step that recorded the metric; null is no value."""
     path = Path(run_dir) / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    points = [(row["step"], row[metric]) for row in rows if metric in row]
+    points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
     if not points:
         known = ", ".join(sorted({name for row in rows for name in row} - {"step", "time"}))
         raise ValueError(f"{path} has no metric {metric!r}; it has {known}")

@@ -22,12 +22,13 @@ NOT_COMPARED = {"run_dir", "resume"}
 
 
 def overview(run: RunFolder, now: float | None = None) -> Row:
-    """Plain data: step, steps, seconds, time left, best evaluation, warnings."""
+    """Plain data: step, steps, phase, seconds, time left, best evaluation, warnings."""
     seconds = elapsed(run)
     last = run.rows[-1] if run.rows else {}
     return {
         "step": last.get("step"),
         "num_steps": run.num_steps,
+        "phase": run.phase,
         "seconds": seconds[-1] if seconds else None,
         "age": (now or time.time()) - last["time"] if "time" in last else None,
         "seconds_left": _seconds_left(run, seconds),

@@ -15,6 +15,7 @@ from typing import Any
 from roll_lite.report.overview import differences, elapsed, overview
 from roll_lite.report.reader import Row, RunFolder, step_of
 from roll_lite.report.tokens import TokenTexts
+from roll_lite.report.trace import PHASES, ROLES
 
 WEB = Path(__file__).parent / "web"
 SCRIPTS = ("dom", "chart", "overview", "curves", "times", "timeline", "sample", "rollouts", "main")
@@ -23,6 +24,8 @@ NEWEST_STEPS, MAX_STEPS = 3, 24
 """Steps whose samples are in the file if all are too many: the newest, and an even choice."""
 MAX_TEXT, MAX_ITEMS = 20_000, 8_000
 """Characters of a text, and entries of a list, that the file keeps of one sample."""
+PACKED = ("logprobs", "entropies", "advantages")
+"""Fields whose texts are numbers, as in samples.py: 16 characters are three numbers."""
 
 
 def write_page(runs: Sequence[RunFolder], path: Path, max_bytes: int) -> None:
@@ -39,7 +42,10 @@ def write_page(runs: Sequence[RunFolder], path: Path, max_bytes: int) -> None:
 
 
 def page_data(runs: Sequence[RunFolder], parts: list[Row], *, live: bool = False) -> Row:
-    return {"live": live, "written": time.time(), "differences": differences(runs), "runs": parts}
+    return {
+        "live": live, "written": time.time(), "differences": differences(runs), "runs": parts,
+        "phases": PHASES, "roles": ROLES,
+    }  # fmt: skip
 
 
 def run_data(run: RunFolder, *notes: str) -> Row:
@@ -114,7 +120,12 @@ def clip(value: Any) -> Any:
         more = f"{len(value) - MAX_TEXT:,} more characters"
         return f"{value[:MAX_TEXT]}… [{more} are in the run's folder; --serve shows them]"
     if isinstance(value, dict):
-        return {name: clip(part) for name, part in value.items()}
+        return {
+            name: part[: MAX_ITEMS // 3 * 16]
+            if name in PACKED and isinstance(part, str)
+            else clip(part)
+            for name, part in value.items()
+        }
     if isinstance(value, list):
         is_numbers = bool(value) and isinstance(value[0], int | float)
         return value[:MAX_ITEMS] if is_numbers else [clip(part) for part in value[:MAX_ITEMS]]

@@ -17,7 +17,7 @@ Row = dict[str, Any]
 DROPPED = "dropped"
 """Samples in events.jsonl, in names such as dropped_00010, beside the files of rollouts/."""
 _NAME = re.compile(r"(step|eval|dropped)_(\d+)")
-_DROPPED_SAMPLE = re.compile(rb'\{"event": "sample", "step": (\d+),')
+_DROPPED_SAMPLE = re.compile(rb'\{"event": ?"sample", ?"step": ?(\d+),')
 
 
 class JsonLines:
@@ -144,6 +144,15 @@ class RunFolder:
         """Steps that the run is to take, if its options say so."""
         steps = self.config.get("steps")
         return steps if isinstance(steps, int) else None
+
+    @property
+    def phase(self) -> str | None:
+        """What the run is doing, or did when it ended: phase, and states that samples are in."""
+        try:
+            _, _, *words = (self.folder / "phase").read_text(errors="replace").split()
+        except (OSError, ValueError):
+            return None
+        return f"{words[0]} ({', '.join(words[1:])})" if words[1:] else words[0] if words else None
 
     @property
     def names(self) -> list[str]:

@@ -4,10 +4,9 @@ config.json      the options, and their history: every start with its command an
 metrics.jsonl    one line per step
 events.jsonl     one line per dropped sample, with prompt, reply, state changes and the reason; one
                  line per checkpoint and resume
-rollouts/        step_*.jsonl: one line per sample that was trained on. token_ids holds, turn by
-                 turn, the tokens read and then those sampled; logprobs and advantages belong to
-                 the sampled (one advantage if all are equal, none if it was not trained on).
+rollouts/        step_*.jsonl: one line per sample that was trained on, as in samples.py;
                  eval_*.jsonl: one line per sample of an evaluation, as text
+phase            what the run is doing now: process, step, phase, states of samples
 tensorboard/     the metrics, if the package tensorboard is installed
 """
 
@@ -21,17 +20,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
-
-from roll_lite.progress import ProgressBar, terminal_width
+from roll_lite.progress import PhaseFile, ProgressBar, terminal_width
 from roll_lite.report.config_file import to_json, write_config
 from roll_lite.report.hints import Hints
+from roll_lite.report.samples import (
+    NOT_TRAINED,
+    answer_lines,
+    dropped_lines,
+    encode,
+    rollout_lines,
+)
 from roll_lite.report.table import StepTable
 from roll_lite.report.trackers import OpenTracker, TrackedRun, Trackers
 from roll_lite.types import Group, Sample
 
 LOCK = ".lock"
-NOT_TRAINED: Mapping[int, list[float]] = {}
 NO_RANKS: Mapping[str, Sequence[Sequence[int]]] = {}
 
 
@@ -67,6 +70,7 @@ class Run:
         if resumed_at and resumed_at == num_steps:
             print(f"{place}: nothing is left to train; --steps N goes on", flush=True)
         run_id = write_config(self.folder, config, resumed_at, shown=shown, ranks=ranks)
+        self.phase = PhaseFile(self.folder / "phase", step=resumed_at or 0)
         self._hints = Hints()
         self._bar = ProgressBar(num_steps, "steps", done=resumed_at or 0)
         self._table = StepTable(shown)
@@ -91,7 +95,7 @@ class Run:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of a step, and print those of the console line."""
         with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
+            file.write(encode({"step": step, "time": time.time(), **metrics}) + "\n")
         self._trackers.log(step, metrics)
         self._bar.reach(step)
         if any(name in metrics for name in self._shown):
@@ -116,18 +120,16 @@ class Run:
 
     def note(self, event: str, step: int, **more: Any) -> None:
         """Record an event."""
-        self._write_events([{"event": event, "step": step, "time": time.time(), **more}])
+        row = {"event": event, "step": step, "time": time.time(), **more}
+        self._write_events([encode(row) + "\n"])
 
     def note_samples(self, step: int, dropped: Iterable[tuple[Sample, str]]) -> None:
         """Record samples that are not trained on, and why."""
-        self._write_events(
-            {"event": "sample", "step": step, "why": why, **_history(sample)}
-            for sample, why in dropped
-        )
+        self._write_events(dropped_lines(step, dropped))
 
-    def _write_events(self, rows: Iterable[dict[str, Any]]) -> None:
+    def _write_events(self, lines: Iterable[str]) -> None:
         with (self.folder / "events.jsonl").open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.write("".join(lines))
 
     def _drop_records_after(self, step: int) -> int:
         """Drop the records of steps that will be repeated; returns the last that was recorded."""
@@ -150,28 +152,30 @@ class Run:
         return last_step
 
     def close(self) -> None:
+        """No step follows; the recipe may still export the model."""
+        self.phase.enter("end")
         self._bar.close()
         self._trackers.close()
         self._lock.close()
 
     def write_rollouts(
-        self, step: int, groups: list[Group], advantages: Mapping[int, list[float]] = NOT_TRAINED
+        self,
+        step: int,
+        groups: list[Group],
+        advantages: Mapping[int, list[float]] = NOT_TRAINED,
+        entropies: Mapping[int, list[float]] = NOT_TRAINED,
     ) -> None:
-        """Record all samples of the groups in full; `advantages` are by the sample's number."""
-        samples = enumerate(sample for group in groups for sample in group.samples)
-        rows = ({**_text(s), **_tokens(s), **_learnt(advantages.get(n))} for n, s in samples)
-        self._write_samples(f"step_{step:05d}", rows)
+        """Record all samples in full; advantages and entropies are by the sample's number."""
+        self._write_samples(f"step_{step:05d}", rollout_lines(groups, advantages, entropies))
 
     def write_answers(self, step: int, groups: list[Group]) -> None:
         """Record the text and the rewards of an evaluation's samples, if there are any."""
         if groups:
-            samples = (sample for group in groups for sample in group.samples)
-            self._write_samples(f"eval_{step:05d}", map(_text, samples))
+            self._write_samples(f"eval_{step:05d}", answer_lines(groups))
 
-    def _write_samples(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
+    def _write_samples(self, name: str, lines: Iterable[str]) -> None:
         (self.folder / "rollouts").mkdir(exist_ok=True)
-        with (self.folder / "rollouts" / f"{name}.jsonl").open("w") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        (self.folder / "rollouts" / f"{name}.jsonl").write_text("".join(lines))
 
 
 def refuse_old_run(folder: str | Path) -> None:
@@ -214,89 +218,3 @@ def _step_of(line: bytes) -> int | None:
     except (ValueError, TypeError, KeyError):  # ValueError: neither JSON nor text
         return None
     return step if isinstance(step, int) else None
-
-
-def _history(sample: Sample) -> dict[str, Any]:
-    """What a dropped sample was, and its state changes, each with its time and policy version."""
-    return {
-        "time": sample.events[-1].time,
-        "prompt_id": sample.prompt.id,
-        "index": sample.index,
-        "state": sample.state,
-        "domain": sample.prompt.domain,
-        "messages": sample.prompt.messages,
-        "reply": sample.reply,
-        **_transcript(sample),
-        "reward": sample.score.value if sample.score else None,
-        "tokens": sample.num_sampled,
-        "replicas": [turn.replica for turn in sample.turns],
-        "events": sample.events,
-        "error": sample.error,
-    }
-
-
-def _text(sample: Sample) -> dict[str, Any]:
-    """A sample as text, with its score: all that scoring it again needs."""
-    return {
-        "prompt_id": sample.prompt.id,
-        "domain": sample.prompt.domain,
-        "index": sample.index,
-        "state": sample.state,
-        "messages": sample.prompt.messages,
-        "reply": sample.reply,
-        **_transcript(sample),
-        "ground_truth": sample.prompt.ground_truth,
-        "tests": sample.prompt.tests,
-        "extra": sample.prompt.extra,
-        "end": sample.end,
-        "reward": sample.score.value if sample.score else None,
-        "parts": sample.score.parts if sample.score else {},
-        "error": sample.error,
-    }
-
-
-def _transcript(sample: Sample) -> dict[str, Any]:
-    """The whole conversation, where it has several turns."""
-    return {"transcript": sample.transcript} if len(sample.turns) > 1 else {}
-
-
-def _tokens(sample: Sample) -> dict[str, Any]:
-    """Ids and logprobs of all sequences end to end, in the order of `sequences`."""
-    logprobs = [
-        logprob
-        for sequence in sample.sequences
-        for number in sequence.turns
-        for logprob in sample.turns[number].logprobs
-    ]
-    return {
-        "token_ids": sample.token_ids,
-        "logprobs": np.round(logprobs, 5).tolist(),
-        "turns": [_turn(sample, number) for number in range(len(sample.turns))],
-        **({"sequences": [s.turns for s in sample.sequences]} if len(sample.sequences) > 1 else {}),
-        "events": sample.events,
-    }
-
-
-def _learnt(advantages: list[float] | None) -> dict[str, Any]:
-    """Most estimators give all tokens of a sample the same advantage."""
-    if not advantages:
-        return {}
-    is_one = len(set(advantages)) == 1
-    return {"advantages": np.round(advantages[0] if is_one else advantages, 5).tolist()}
-
-
-def _turn(sample: Sample, number: int) -> dict[str, Any]:
-    turn = sample.turns[number]
-    sequence = next(s for s in sample.sequences if number in s.turns)
-    place = sequence.turns.index(number)
-    before = sample.turns[sequence.turns[place - 1]] if place else None
-    known = len(before.prompt_ids) + len(before.token_ids) if before else 0
-    said = {"reward": turn.result.reward, "state": turn.state, **turn.result.measurements}
-    return {
-        "read": len(turn.prompt_ids) - known,
-        "sampled": len(turn.token_ids),
-        "finish": turn.finish_reason,
-        "versions": turn.versions,
-        "replica": turn.replica,
-        **(said if len(sample.turns) > 1 else {}),
-    }

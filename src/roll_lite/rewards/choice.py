@@ -58,10 +58,12 @@ class Choice(NamedTuple):
 
 def choice_answer(prompt: Prompt, reply: str) -> Score:
     """1 if the reply chooses the letter of the ground truth and no other, else 0."""
-    letters = chosen(reply).letters
-    correct = float(letters == {right_letter(prompt)})
+    letters, source = chosen(reply)
+    truth = right_letter(prompt)
+    correct = float(letters == {truth})
     parts = {"correct": correct, "ambiguous": float(len(letters) > 1), "none": float(not letters)}
-    return Score(value=correct, parts=parts)
+    said = f"chose {' and '.join(sorted(letters))} ({source})" if letters else "chose no letter"
+    return Score(value=correct, parts=parts, reason=f"{said}, expected {truth}")
 
 
 def right_letter(prompt: Prompt) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 from roll_lite.rewards.format import without_thinking
 from roll_lite.sandbox.names import (
+    FUNCTIONS,
     SOLUTION,
     defined_and_used_names,
     does_something,
@@ -38,10 +39,15 @@ from roll_lite.types import Prompt, Score
 
 Test = dict[str, str]
 
+ABSENT = {"np", "numpy", "pd", "pandas"}
+"""What tests mean by these is not in the sandbox, and a program's own is no substitute."""
+
 _SHORTEST_FENCE = 3
 _MOST_PARSED, _COST_OF_BLOCK = 20_000, 100
 """Characters of a reply that are parsed outside the sandbox, which takes 20 ms; a block takes as
 long to start as so many characters."""
+_LONGEST_SHOWN = 160
+"""Characters of an output that the reason of a score names."""
 _LANGUAGE = re.compile(r"[ \t]*(\w*)")
 _LANGUAGES = ("", "python", "python3", "py", "py3")
 _READERS = {"input", "open", "stdin", "sys"}
@@ -70,14 +76,17 @@ def passes_tests(
     source = program_of(reply, tests)
     is_readable = source is not None and _is_python(source)
     how = {"limits": limits, "isolation": isolation, "tests_apart": tests_apart}
-    num_passed = _count_passed(source, tests, partial, seconds, **how) if is_readable else 0
+    num_passed, failure = 0, "no code block" if source is None else "the code block is not Python"
+    if is_readable:
+        num_passed, failure = _run_tests(source, tests, partial, seconds, **how)
     share = num_passed / len(tests)
     parts = {
         "no_code_block": float(source is None),
         "unreadable": float(not is_readable),
         "tests_passed": share,
     }
-    return Score(value=share if partial else float(share == 1), parts=parts)
+    value = share if partial else float(share == 1)
+    return Score(value=value, parts=parts, reason=failure or "all tests passed")
 
 
 def program_of(reply: str, tests: Sequence[Test]) -> str | None:
@@ -177,22 +186,43 @@ def _is_python(source: str) -> bool:
     return len(source) > _MOST_PARSED or _names(source) is not None
 
 
-def _count_passed(
+def _run_tests(
     source: str, tests: Sequence[Test], partial: bool, seconds: float, *, limits: Limits, **how: Any
-) -> int:
-    """Unless `partial`, this ends soon after the first test that the program does not pass."""
-    num_run = num_passed = 0
+) -> tuple[int, str]:
+    """How many tests passed, and what the first did that failed.
+
+    Unless `partial`, this ends soon after the first test that the program does not pass.
+    """
+    num_run, num_passed, failure = 0, 0, ""
     end = time.monotonic() + seconds
     while num_run < len(tests) and (partial or num_passed == num_run):
         left = end - time.monotonic()
         if left <= 0:
+            failure = failure or f"no time was left for test {num_run + 1} of {len(tests)}"
             break
         batch = _next_batch(tests, num_run, partial)
         within = replace(limits, seconds=min(limits.seconds, left))
         outcomes = run_repeatedly(source, seconds=left, limits=within, **_runs(batch), **how)
+        has_passed = list(map(_has_passed, outcomes, batch))
+        if not failure and not all(has_passed):
+            place = has_passed.index(False)
+            what = _failure(outcomes[place], batch[place], is_last=place == len(outcomes) - 1)
+            failure = f"test {num_run + place + 1} of {len(tests)} failed: {what}"
         num_run += len(outcomes)  # at least 1
-        num_passed += sum(map(_has_passed, outcomes, batch))
-    return num_passed
+        num_passed += sum(has_passed)
+    return num_passed, failure
+
+
+def _failure(outcome: Outcome, test: Test, *, is_last: bool) -> str:
+    """`is_last` of its job, whose stderr is that of all runs."""
+    if outcome.kind == "ok":
+        printed, expected = (
+            " ".join(text[: 4 * _LONGEST_SHOWN].split())[:_LONGEST_SHOWN]
+            for text in (outcome.stdout, test["output"])
+        )
+        return f"printed {printed!r}, expected {expected!r}"
+    lines = outcome.stderr[-_LONGEST_SHOWN:].strip().splitlines() if is_last else []
+    return lines[-1] if outcome.kind == "error" and lines else outcome.kind
 
 
 def _next_batch(tests: Sequence[Test], num_run: int, partial: bool) -> list[Test]:
@@ -225,7 +255,8 @@ def _is_same_word(found: str, wanted: str) -> bool:
         return True
     if not (_DECIMAL.fullmatch(wanted) and _NUMBER.fullmatch(found)):
         return False
-    return math.isclose(float(found), float(wanted), rel_tol=1e-6, abs_tol=1e-6)
+    is_finite = math.isfinite(float(wanted))  # else it is too large for any digits to count
+    return is_finite and math.isclose(float(found), float(wanted), rel_tol=1e-6, abs_tol=1e-6)
 
 
 def check_isolation(isolation: Isolation) -> None:
@@ -274,19 +305,36 @@ def _problem_of_code(code: str) -> str:
             f"imports {missing[0]}, which the sandbox does not have; use Python's own library, and "
             f"import the program as {SOLUTION}"
         )
+    defined, used = defined_and_used_names(code)
+    if absent := sorted(ABSENT & used - defined):
+        return f"uses {absent[0]}, which the sandbox does not have; use Python's own library"
     if "unittest.main(" in code:
         return "calls unittest.main; leave the call out, because test cases run without it"
     uncalled = uncalled_tests(code)
     if not (uncalled or does_something(code)):
         return "only defines things, so every program would pass; call what it defines"
+    nodes = list(ast.walk(ast.parse(code)))
+    if any(isinstance(node, ast.Expr) and isinstance(node.value, ast.Compare) for node in nodes):
+        return "compares and does nothing with the result, so every program would pass; assert it"
+    if any(isinstance(node, ast.Await) for node in nodes):
+        return "awaits, but tests run in a process apart from the program's event loop"
     return next((problem for test in uncalled if (problem := _problem_of_call(test))), "")
 
 
 def _problem_of_call(test: ast.AST) -> str:
     if isinstance(test, ast.ClassDef):
-        return ""
+        methods = (node for node in test.body if isinstance(node, FUNCTIONS))
+        found = (_problem_of_body(node) for node in methods if node.name.startswith("test"))
+        return next(filter(None, found), "")
     given = test.args
     num_needed = len(given.posonlyargs + given.args) - len(given.defaults)
     if isinstance(test, ast.AsyncFunctionDef) or num_needed or None in given.kw_defaults:
         return f"does not call {test.name}, which needs arguments or an event loop; call it"
+    return _problem_of_body(test)
+
+
+def _problem_of_body(test: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    is_async = isinstance(test, ast.AsyncFunctionDef)
+    if is_async or any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(test)):
+        return f"has {test.name}, a coroutine or generator, whose body never runs; make it plain"
     return ""

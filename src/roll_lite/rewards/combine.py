@@ -22,13 +22,14 @@ class Weighted:
 
     def _sum(self, scores: Sequence[Score | float]) -> Score:
         """Parts are the unweighted scores; the parts of reward `name` are called name/part."""
-        value, parts = 0.0, {}
+        value, parts, reasons = 0.0, {}, []
         for (name, _, weight), score in zip(self.rewards, scores, strict=True):
             score = Score.of(score)
             value += weight * score.value
             parts[name] = score.value
             parts |= {f"{name}/{part}": v for part, v in score.parts.items() if part != name}
-        return Score(value=value, parts=parts)
+            reasons += [f"{name}: {score.reason}"] if score.reason else []
+        return Score(value=value, parts=parts, reason="; ".join(reasons))
 
 
 class AsyncWeighted(Weighted):

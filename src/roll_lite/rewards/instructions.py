@@ -9,7 +9,7 @@ further fields of the constraint.
 import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from operator import eq, ge, le
 from types import ModuleType
@@ -43,8 +43,15 @@ def instructions_followed(prompt: Prompt, reply: str, *, strict: bool = False) -
     for constraint in prompt.tests:
         parts[_part_name(constraint["kind"], parts)] = float(holds(reply, constraint))
     share = sum(parts.values()) / len(parts)
+    reason = _reason(prompt.tests, list(parts.values()))
     parts["unreadable"] = float(not without_thinking(reply).strip())
-    return Score(value=float(share == 1) if strict else share, parts=parts)
+    return Score(value=float(share == 1) if strict else share, parts=parts, reason=reason)
+
+
+def _reason(constraints: Sequence[dict[str, Any]], fulfilled: Sequence[float]) -> str:
+    broken = [c for c, is_fulfilled in zip(constraints, fulfilled, strict=True) if not is_fulfilled]
+    said = (f"{c['kind']} {' '.join(str(c[f]) for f in c if f != 'kind')}".strip() for c in broken)
+    return f"not fulfilled: {', '.join(said)}" if broken else "all constraints are fulfilled"
 
 
 def check_instructions(prompt: Prompt) -> None:

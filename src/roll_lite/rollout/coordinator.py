@@ -80,6 +80,7 @@ class Coordinator:
         )  # fmt: skip
         self._runner = runner(deadline=options.deadline)
         self._answerer = runner()  # without deadline: an evaluation needs every sample
+        self._answerer.in_flight = self._runner.in_flight
         self._prompts = PromptQueue(prompts)
         self._groups = Groups(
             self._runner, self._prompts, options, params, min_samples, self._signal, keep
@@ -174,12 +175,21 @@ class Coordinator:
         """
         return self._loop.run(self._answer(list(prompts), num_samples, params, on_group))
 
+    def repeat(self, visit: Visit, index: int, params: SamplingParams) -> Sample:
+        """One sample of an earlier visit again, with the random numbers that it had."""
+        group = self._loop.run(self._repeat(visit, index, params))
+        return group.samples[0]
+
     def set_version(self, policy_version: int) -> None:
         """Announce new weights in the engines: groups collected from now on are used under them."""
         if self._journal:
             weights = self._digest_weights()
             self._loop.run(_call(self._journal.begin, policy_version, weights))
         self._loop.run(_call(self._set_version, policy_version))
+
+    def on_states(self, listener: Callable[[list[str]], None]) -> None:
+        """Have it told which states samples are in, whenever that changes, in any thread."""
+        self._runner.in_flight.listener = listener
 
     def metrics(self) -> dict[str, float]:
         """How samples ended since the last call, and how much is in flight."""
@@ -246,6 +256,10 @@ class Coordinator:
         # Negative numbers, which no visit in training has: a prompt may be used for both.
         visit = Visit(prompt, -self._num_answered[prompt.id])
         return RunningGroup(self._answerer, visit, num_samples, params)
+
+    async def _repeat(self, visit: Visit, index: int, params: SamplingParams) -> Group:
+        group = RunningGroup(self._answerer, visit, index + 1, params, only=index)
+        return await self._signal.result_of(asyncio.ensure_future(group.run()))
 
     def _take_dropped(self) -> list[tuple[Sample, str]]:
         if self._signal.error:

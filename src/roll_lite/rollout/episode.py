@@ -173,7 +173,7 @@ class Episode:
             return Score(value=total, parts=parts)
         last = turns[-1]
         last.result = replace(last.result, reward=last.result.reward + returned.value - total)
-        return Score(value=returned.value, parts=parts | returned.parts)
+        return replace(returned, parts=parts | returned.parts)
 
     def _encode(self, messages: list[Message], tools: Sequence[dict] | None) -> list[int]:
         """The ids of a conversation; those of an earlier one that it continues are kept."""

@@ -140,10 +140,12 @@ class Journal:
         if self._file is None:
             return
         payload = b"".join([pickle.dumps(part, protocol=5) for part in parts])
+        record = HEADER.pack(len(payload), zlib.crc32(payload)) + payload
         try:
-            self._file.write(HEADER.pack(len(payload), zlib.crc32(payload)) + payload)
-        except OSError as error:  # a full disk, say: the run does not need the journal
-            print(f"warning: no journal from now on: {error}", file=sys.stderr, flush=True)
+            if self._file.write(record) < len(record):  # a disk that fills up accepts a part first
+                self.close()
+        except OSError as error:  # the run does not need the journal
+            print(f"warning: no journal of this step: {error}", file=sys.stderr, flush=True)
             self.close()
 
 

@@ -37,6 +37,8 @@ def write_sample(sample: Sample) -> dict[str, Any]:
     """Plain data. Token ids and logprobs are there once, by sequence; turns only as lengths."""
     return {
         "index": sample.index,
+        "visit": sample.visit,
+        "seed": sample.seed,
         "sequences": [
             [sequence.token_ids, sequence.logprobs, sequence.turns] for sequence in sample.sequences
         ],
@@ -47,7 +49,7 @@ def write_sample(sample: Sample) -> dict[str, Any]:
         ],
         "transcript": sample.transcript,
         "reply": sample.reply,
-        "score": [sample.score.value, sample.score.parts] if sample.score else None,
+        "score": _write_score(sample.score) if sample.score else None,
         "end": sample.end,
         "error": sample.error,
         "events": [tuple(event) for event in sample.events],
@@ -55,13 +57,14 @@ def write_sample(sample: Sample) -> dict[str, Any]:
 
 
 def read_sample(record: dict[str, Any], prompt: Prompt) -> Sample:
-    value, parts = record["score"] or (None, {})
     sample = Sample(
         prompt=prompt,
         index=record["index"],
+        visit=record.get("visit", 0),  # neither is in runs of older versions
+        seed=record.get("seed"),
         transcript=record.get("transcript", []),
         reply=record["reply"],
-        score=None if value is None else Score(value=value, parts=parts),
+        score=_read_score(*record["score"]) if record["score"] else None,
         end=record.get("end", ""),
         error=record["error"],
         events=[Event(*event) for event in record["events"]],
@@ -69,6 +72,14 @@ def read_sample(record: dict[str, Any], prompt: Prompt) -> Sample:
     for turn in _read_turns(record):
         sample.add_turn(turn)
     return sample
+
+
+def _write_score(score: Score) -> list[Any]:
+    return [score.value, score.parts, score.reason]
+
+
+def _read_score(value: float, parts: dict[str, float], reason: str = "") -> Score:
+    return Score(value=value, parts=parts, reason=reason)
 
 
 def _read_turns(record: dict[str, Any]) -> list[Turn]:

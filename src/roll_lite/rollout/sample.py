@@ -7,7 +7,7 @@ how they end. Everything here runs in the coordinator's event loop.
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from roll_lite.chat import Chat
@@ -26,6 +26,28 @@ def derive_seed(*parts: int | str) -> int:
     """63 bits that depend on all parts and their order."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
+
+
+class StatesInFlight:
+    """Which of the states that take time have samples; `listener` is told when that changes."""
+
+    WATCHED = ("generating", "stepping", "scoring")
+
+    def __init__(self):
+        self._counts = dict.fromkeys(self.WATCHED, 0)
+        self.listener: Callable[[list[str]], None] = lambda states: None
+
+    def move(self, before: State | None, now: State) -> None:
+        """A sample has changed its state."""
+        has_changed = False
+        if before in self._counts:
+            self._counts[before] -= 1
+            has_changed = self._counts[before] == 0
+        if now in self._counts:
+            self._counts[now] += 1
+            has_changed |= self._counts[now] == 1
+        if has_changed:
+            self.listener([state for state, count in self._counts.items() if count])
 
 
 class SampleRunner:
@@ -53,12 +75,13 @@ class SampleRunner:
         """Samples that are in no group, or failed, each with the reason."""
         self.bar = ProgressBar(0, "", enabled=False)
         """Counts samples that end, for the caller that waits for them."""
+        self.in_flight = StatesInFlight()
         self.journal: Journal | None = None
 
-    def make_samples(self, visit: Visit, num_samples: int) -> list[Sample]:
+    def make_samples(self, visit: Visit, indices: Sequence[int]) -> list[Sample]:
         """Those that ended before a crash are done; the others are queued."""
-        self.counts["started"] += num_samples
-        return [self._restored(visit, i) or self._queued(visit, i) for i in range(num_samples)]
+        self.counts["started"] += len(indices)
+        return [self._restored(visit, i) or self._queued(visit, i) for i in indices]
 
     def _restored(self, visit: Visit, index: int) -> Sample | None:
         sample = self.journal.restored(visit, index) if self.journal else None
@@ -74,7 +97,9 @@ class SampleRunner:
 
     def enter(self, sample: Sample, state: State) -> None:
         """What is lost stays lost: an environment may ignore that it was cancelled."""
-        if not sample.events or sample.state not in LOST:
+        before = sample.state if sample.events else None
+        if before not in LOST:
+            self.in_flight.move(before, state)
             sample.enter(state, self.version.current)
 
     def retry(self, sample: Sample) -> None:
@@ -136,12 +161,18 @@ class RunningGroup:
         num_samples: int,
         params: SamplingParams,
         num_extra: int = 0,
+        only: int | None = None,
     ):
-        self.visit, self._num_wanted = visit, num_samples
-        self.samples = runner.make_samples(visit, num_samples + num_extra)
+        """`only` is the index of a single sample of the group to run."""
+        self.visit, self._num_wanted = visit, num_samples if only is None else 1
+        self._num_samples = num_samples + num_extra
+        indices = range(self._num_samples) if only is None else (only,)
+        self.samples = runner.make_samples(visit, indices)
         self._episodes: dict[int, asyncio.Task] = {}
         """By the index of the sample."""
         self.seed = derive_seed(runner.seed, visit.prompt.id, visit.number)
+        for sample in self.samples:
+            sample.visit, sample.seed = visit.number, self.seed
         self.params, self._runner = params, runner
         known = visit.prompt.seed
         self.prompt = replace(visit.prompt, seed=self.seed if known is None else known)
@@ -160,7 +191,7 @@ class RunningGroup:
         """Run all samples to their end."""
         self.on_done()  # a journal may have had enough of them
         queued = [sample for sample in self.samples if sample.state == "queued"]
-        self._wanted = tuple(s.index for s in queued) if len(queued) < len(self.samples) else None
+        self._wanted = tuple(s.index for s in queued) if len(queued) < self._num_samples else None
         for sample in queued:
             episode = Episode(self._runner, sample, self)
             self._episodes[sample.index] = asyncio.create_task(episode.run())
@@ -189,7 +220,7 @@ class RunningGroup:
             return await self._turn(pending, 0, episode)
         if self._first is None:
             self._first = self._submit(
-                token_ids, params, len(self.samples), self.seed, wanted=self._wanted
+                token_ids, params, self._num_samples, self.seed, wanted=self._wanted
             )
         elif (token_ids, params) != (self._first.request.prompt_ids, self._first.request.params):
             raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 
 SOLUTION = "solution"
 """The module as which tests can import the program."""
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _IMPORTS = (ast.Import, ast.ImportFrom)
 _MODULES = (
     "bisect", "collections", "copy", "datetime", "functools", "heapq", "itertools", "json", "math",
@@ -23,7 +23,9 @@ _FROM = {
     "heapq": "heapify heappop heappush heappushpop heapreplace nlargest nsmallest",
     "itertools": "accumulate chain combinations count cycle groupby pairwise permutations product "
     "zip_longest",
-    "math": "ceil comb factorial floor gcd inf isqrt lcm log log2 pi sqrt",
+    "decimal": "Decimal",
+    "fractions": "Fraction",
+    "math": "ceil comb factorial floor gcd inf isclose isqrt lcm log log2 pi sqrt",
     "typing": "Any Callable DefaultDict Deque Dict FrozenSet Generator Iterable Iterator List "
     "Mapping Optional Sequence Set Tuple TypeVar Union",
 }
@@ -43,38 +45,39 @@ OWN_MODULES = (*_MODULES, "cmath", "decimal", "fractions")
 def python_names(tests: str) -> dict[str, Any]:
     """What tests take from Python without importing it, whatever the program makes of the names.
 
-    These are modules of which they use something, as in math.isclose, and usual names that they use
-    on what a function returns or compare with it, as in Counter(f(x)) == Counter("ab"). Other usual
-    names may be those of the program that they test, as in gcd(4, 6) == 2.
+    These are modules of which they use something, as in math.isclose, and usual names beside what
+    they test: in `r = f(x)` and `assert Counter(r) == Counter("ab")` the program must not judge its
+    own result. Usual names that they only use on data may be what they test, as gcd(4, 6) == 2.
     """
     nodes = list(ast.walk(ast.parse(tests)))
     owners = (node.value for node in nodes if isinstance(node, ast.Attribute))
     modules = {node.id for node in owners if isinstance(node, ast.Name)}.intersection(OWN_MODULES)
-    helpers = {name for node in nodes if _judges(node) for name in _names_in(node)}
+    own = set()
+    if any(map(_is_tested, names_from_program(tests))):
+        names = {node for node in nodes if isinstance(node, ast.Name)} - _on_data(nodes)
+        own = {node.id for node in names}.intersection(USUAL_NAMES)
     return {name: import_module(name) for name in modules} | {
-        name: USUAL_NAMES[name] for name in helpers.intersection(USUAL_NAMES)
+        name: USUAL_NAMES[name] for name in own
     }
 
 
-def _judges(node: ast.AST) -> bool:
-    """Whether it compares what a function returns, or calls something of Python on it."""
-    called = {call.func.id for call in ast.walk(node) if _is_call_by_name(call)}
-    is_outer = isinstance(node, ast.Compare) or (
-        isinstance(node, ast.Call) and not (_is_call_by_name(node) and _is_tested(node.func.id))
-    )
-    return is_outer and any(map(_is_tested, called))
-
-
-def _is_call_by_name(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+def _on_data(nodes: list[ast.AST]) -> set[ast.AST]:
+    """Names in comparisons and assertions that use nothing but data, builtins and usual names."""
+    found: set[ast.AST] = set()
+    for node in nodes:
+        parts = [node] if isinstance(node, ast.Compare) else []
+        if isinstance(node, ast.Assert):
+            parts = [node.test]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            parts = node.args if node.func.attr.startswith("assert") else []
+        names = [n for part in parts for n in ast.walk(part) if isinstance(n, ast.Name)]
+        if not any(_is_tested(name.id) for name in names):
+            found.update(names)
+    return found
 
 
 def _is_tested(name: str) -> bool:
     return name not in USUAL_NAMES and not hasattr(builtins, name)
-
-
-def _names_in(node: ast.AST) -> set[str]:
-    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
 
 
 def defined_and_used_names(source: str) -> tuple[set[str], set[str]]:
@@ -119,20 +122,24 @@ def imports(source: str) -> list[tuple[str, str]]:
 
 
 def uncalled_tests(source: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    """Functions test... and classes Test... that the code defines for pytest or unittest to run."""
+    """Functions test..., classes Test... and unittest cases that the code only defines."""
     used = used_names(source)
     return [
         node
         for node in ast.parse(source).body
-        if (isinstance(node, _FUNCTIONS) and node.name.startswith("test"))
-        or (isinstance(node, ast.ClassDef) and node.name.startswith("Test"))
+        if (isinstance(node, FUNCTIONS) and node.name.startswith("test"))
+        or (isinstance(node, ast.ClassDef) and (node.name.startswith("Test") or _is_case(node)))
         if node.name not in used
     ]
 
 
+def _is_case(node: ast.ClassDef) -> bool:
+    return any(ast.unparse(base).endswith("TestCase") for base in node.bases)
+
+
 def does_something(source: str) -> bool:
     """Whether the code asserts, calls or raises anything outside its functions and classes."""
-    definitions = (*_FUNCTIONS, ast.ClassDef)
+    definitions = (*FUNCTIONS, ast.ClassDef)
     statements = (node for node in ast.parse(source).body if not isinstance(node, definitions))
     nodes = (node for statement in statements for node in ast.walk(statement))
     return any(isinstance(node, ast.Assert | ast.Call | ast.Raise) for node in nodes)

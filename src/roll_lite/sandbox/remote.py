@@ -63,6 +63,9 @@ _DATA_TYPES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, di
 TYPES = _ERRORS | {kind.__name__: kind for kind in (*_DATA_TYPES, range)}
 """Types that the tests' process knows by the name that the program gives. Their instances are data
 or exceptions, none of which ends a process."""
+_CATCH_ALL = {name: type(name, (Exception,), {}) for name in ("AssertionError", "Exception")}
+"""What tests get for such a type of the program's: with it they do not catch their own failure."""
+_RAISED = {made: _ERRORS[name] for name, made in _CATCH_ALL.items()}
 
 
 def dumps(value: Any, refer: Refer) -> bytes:
@@ -170,8 +173,9 @@ def _special_method(name: str, *, needs_two: bool) -> Callable:
     def method(self: Remote, *operands: Any, **keywords: Any) -> Any:
         if needs_two and not isinstance(operands[0], Remote):
             return NotImplemented
-        if name == "__exit__":  # an exception of the tests is not for the program
-            operands = ()
+        if name == "__exit__":  # an exception of the tests is not for the program to see or swallow
+            self._remote_link.request(name, self)
+            return None
         return self._remote_link.request(name, self, *operands, **keywords)
 
     return method
@@ -320,6 +324,11 @@ class TestsLink(Link):
         self._connection.send_bytes(b"")
         return [str(name) for name in self.await_answer()]
 
+    def resolve(self, reference: list) -> Any:
+        if reference[0] == "type" and reference[1] in _CATCH_ALL:
+            return _CATCH_ALL[reference[1]]
+        return super().resolve(reference)
+
     def perform(self, operation: str, operands: list, keywords: dict) -> Any:
         if not any(operands[0] is given for given in self._objects):
             raise TypeError(f"{operands[0]} was not given to the program")
@@ -388,7 +397,7 @@ class ProgramModule(ModuleType):
 
 def _exception(kind: object, args: list, text: str) -> Exception:
     is_error = isinstance(kind, type) and issubclass(kind, Exception)
-    kind = kind if is_error else RuntimeError
+    kind = _RAISED.get(kind, kind) if is_error else RuntimeError
     try:
         error = kind(*args)
     except TypeError:  # some need arguments that do not cross

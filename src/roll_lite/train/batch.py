@@ -52,6 +52,8 @@ class TrainingSequence:
     returns: list[float] = field(default_factory=list)
     segments: list[int] = field(default_factory=list)
     """The turn that each token belongs to."""
+    entropies: list[float] = field(default_factory=list)
+    """Of the policy at token i when it was first trained on; for records alone."""
     teacher_ids: Tensor | None = None
     """(tokens, k): the teacher's likeliest tokens at the place of token i."""
     teacher_logprobs: Tensor | None = None

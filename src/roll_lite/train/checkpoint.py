@@ -286,6 +286,7 @@ class RunState:
 
     def _save(self, run: Run, *, beside: bool = False) -> None:
         start = time.monotonic()
+        run.phase.enter("checkpoint", self.step)
         measured, score = self._score
         score = score if measured == self.step else None
         parts = {name: part.state_dict() for name, part in self._parts.items()}

@@ -63,17 +63,21 @@ def _check_base(checkpoint: str | Path, manifest: Manifest, base: Path) -> None:
 
 def export_checkpoint(checkpoint: str | Path, base: str | Path, folder: str | Path) -> Path:
     """Write the folder in the dtype of `base`, the model that training started from."""
+    state, dtype = checkpoint_weights(checkpoint, base), stored_dtype(base)
+    state = {name: tensor.to(dtype) for name, tensor in state.items()}
+    return save_state(folder, state, read_config(base), like=base)
+
+
+def checkpoint_weights(checkpoint: str | Path, base: str | Path) -> dict[str, Tensor]:
+    """The policy's masters in fp32, adapters merged; `base` is what training started from."""
     manifest, config = check_checkpoint(checkpoint, base), read_config(base)
     if problems := verify(checkpoint):
         raise DamagedError(f"{checkpoint} is damaged: {'; '.join(problems)}")
     if manifest.kind == "adapter":
-        state = _merged(checkpoint, manifest, config, base)
-    else:
-        with torch.device("meta"):
-            model = Transformer(config)
-        state = _read(checkpoint, dict(model.named_parameters()), manifest)
-    dtype = stored_dtype(base)
-    return save_state(folder, {name: t.to(dtype) for name, t in state.items()}, config, like=base)
+        return _merged(checkpoint, manifest, config, base)
+    with torch.device("meta"):
+        model = Transformer(config)
+    return _read(checkpoint, dict(model.named_parameters()), manifest)
 
 
 def _merged(

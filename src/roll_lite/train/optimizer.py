@@ -1,4 +1,4 @@
-"""How a model is optimised: options, learning-rate schedule, AdamW over shards, offloading."""
+"""How a model is optimised: options, learning-rate schedule, AdamW over shards."""
 
 import math
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from roll_lite.checks import above, at_least, check_choices, unread_with
 from roll_lite.models.lora import TARGETS, lora_options
+from roll_lite.train.offload import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -169,11 +169,6 @@ class AdamW:
         adamw(parameters, grads, first, second, [], steps, lr=lr, **self._options)
 
 
-def local(parameter: Tensor) -> Tensor:
-    """This rank's shard."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 def round_stochastically(x: Tensor, seed: int) -> Tensor:
     """fp32 to bf16, up or down at random so that the mean is unchanged."""
     generator = torch.Generator(x.device).manual_seed(seed)
@@ -182,40 +177,3 @@ def round_stochastically(x: Tensor, seed: int) -> Tensor:
     )
     bits = (x.view(torch.int32) + noise) & -(2**16)
     return bits.view(torch.float32).to(torch.bfloat16)
-
-
-class Offload:
-    """Moves CUDA tensors to pinned host memory and back.
-
-    Storages are emptied and refilled in place, so parameters, shards and views of them stay the
-    same objects. On a CPU it does nothing.
-    """
-
-    def __init__(self, tensors: list[Tensor]):
-        self._tensors = [tensor for tensor in tensors if tensor.is_cuda]
-        self._sizes = [tensor.untyped_storage().nbytes() for tensor in self._tensors]
-        self._kept: list[Tensor] = []
-        self.is_out = False
-
-    def out(self) -> None:
-        if self.is_out:
-            return
-        if not self._kept:  # pinned once: pinning takes longer than the copies
-            self._kept = [torch.empty_like(t, device="cpu", pin_memory=True) for t in self._tensors]
-        for tensor, kept in zip(self._tensors, self._kept, strict=True):
-            kept.copy_(tensor, non_blocking=True)
-        if self._tensors:
-            torch.cuda.synchronize()
-        for tensor in self._tensors:
-            tensor.untyped_storage().resize_(0)
-        if self._tensors:
-            torch.cuda.empty_cache()
-        self.is_out = True
-
-    def back(self) -> None:
-        if not self.is_out:
-            return
-        for tensor, size, kept in zip(self._tensors, self._sizes, self._kept, strict=True):
-            tensor.untyped_storage().resize_(size)
-            tensor.copy_(kept, non_blocking=True)
-        self.is_out = False

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from roll_lite.cluster.groups import Place
 from roll_lite.cluster.role import Method, split
+from roll_lite.models.context_parallel import ContextShard
 from roll_lite.models.fsdp import shard
 from roll_lite.models.lora import LoraOptions, add_adapters
 from roll_lite.models.presets import open_model
@@ -16,6 +17,7 @@ from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Checkpointing, Head
 from roll_lite.progress import ProgressBar
 from roll_lite.train.batch import MicroBatch, TrainingSequence, pack, unpack
+from roll_lite.train.offload import Offload, local
 
 SEQUENCES_PER_CALL = 512  # bounds what a call over ranks carries
 
@@ -52,12 +54,14 @@ class Scorer(Profiled):
         self.temperature = temperature
         self.replicas = place.mesh["dp"].get_group()
         tensor_shard = TensorShard.of(place.mesh["tp"].get_group()) if place.tp > 1 else None
+        self.context_shard = ContextShard.of(place.mesh["cp"].get_group()) if place.cp > 1 else None
         options = {"device": place.device, "dtype": dtype, "head": head, "shard": tensor_shard}
         model = open_model(folder, **options)
         if lora:
             add_adapters(model, lora)
         self.config, self.tensor_shard = model.config, model.shard
         self.model = shard(model, place.shards, place.dtype, checkpointing)
+        self._offload: Offload | None = None
 
     @torch.no_grad()
     def logprobs(self, batch: list[MicroBatch]) -> list[Tensor]:
@@ -92,8 +96,27 @@ class Scorer(Profiled):
         finally:
             self.model.reshard()  # there is no backward pass to free the gathered root parameters
 
+    def offload(self) -> None:
+        """Move weights and optimizer to host memory until `reload`, to free the device."""
+        if self._offload is None:
+            self._offload = Offload(*self._state_tensors())
+        self._offload.out()
+
+    def reload(self) -> None:
+        if self._offload is not None:
+            self._offload.back()
+
+    @property
+    def is_offloaded(self) -> bool:
+        return self._offload is not None and self._offload.is_out
+
+    def _state_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """This rank's tensors that updates change, and those that nothing changes."""
+        return [], [local(p.detach()) for p in self.model.parameters()]
+
     def _check_here(self) -> None:
-        """Raise if the weights are offloaded."""
+        if self.is_offloaded:
+            raise RuntimeError(f"the weights of {self.place.role} are offloaded; call reload()")
 
     def _forward(self, micro: MicroBatch, targets: Tensor | None, *top: int | None) -> tuple:
         self._check_here()
@@ -102,6 +125,8 @@ class Scorer(Profiled):
                 f"a sequence of {micro.max_seqlen} tokens exceeds the model's "
                 f"{self.config.max_positions} positions"
             )
+        if self.context_shard:
+            return self._forward_over_ranks(micro, targets, *top)
         out = self.model(
             micro.token_ids_T,
             micro.positions_T,
@@ -112,6 +137,24 @@ class Scorer(Profiled):
             *top,
         )
         return out if isinstance(out, tuple) else (out,)
+
+    def _forward_over_ranks(
+        self, micro: MicroBatch, targets: Tensor | None, *top: int | None
+    ) -> tuple:
+        """Every rank reads its part of the tokens, and gets the results of all rows."""
+        tokens = micro.token_ids_T, micro.positions_T, micro.cu_seqlens
+        part = self.context_shard.cut(*tokens, micro.rows_R)
+        out = self.model(
+            part.token_ids_L,
+            part.positions_L,
+            part.attention,
+            part.rows,
+            None if targets is None else targets[part.chosen],
+            self.temperature,
+            *top,
+        )
+        results = out if isinstance(out, tuple) else (out,)
+        return tuple(self.context_shard.join_rows(x, part, len(micro.rows_R)) for x in results)
 
 
 def score_over_ranks(

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from itertools import compress
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,12 +86,14 @@ def with_field(
     return [replace(s, **{name: numbers}) for s, numbers in zip(sequences, lists, strict=True)]
 
 
-def sampled_advantages(sequences: list[TrainingSequence]) -> dict[int, list[float]]:
-    """Advantages of the sampled tokens, by the number of their sample."""
+def sampled_numbers(
+    sequences: list[TrainingSequence], name: Literal["advantages", "entropies"]
+) -> dict[int, list[float]]:
+    """Numbers of the sampled tokens, by the number of their sample; none where unknown."""
     found: dict[int, list[float]] = {}
     for sequence in sequences:
-        pairs = zip(sequence.advantages, sequence.loss_mask, strict=True)
-        found.setdefault(sequence.sample, []).extend(value for value, sampled in pairs if sampled)
+        numbers = compress(getattr(sequence, name), sequence.loss_mask)
+        found.setdefault(sequence.sample, []).extend(numbers)
     return found
 
 

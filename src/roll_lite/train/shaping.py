@@ -9,7 +9,7 @@ from torch import Tensor
 from roll_lite.checks import at_least, check_choices, read_only_if
 from roll_lite.train.advantages import EPSILON, EQUAL, standardise
 from roll_lite.train.batch import TrainingSequence
-from roll_lite.types import Group, Sample, Score
+from roll_lite.types import Group, Sample
 
 
 def normalise(rewards_S: Tensor, groups_S: Tensor, by: str, moments: "RunningMoments") -> Tensor:
@@ -100,9 +100,8 @@ def penalise_overlong(groups: list[Group], max_tokens: int, buffer: int) -> list
 
     def penalised(sample: Sample) -> Sample:
         penalty = overlong_penalty(sample.num_sampled, max_tokens, buffer)
-        score = Score(
-            value=sample.score.value + penalty, parts={**sample.score.parts, "overlong": penalty}
-        )
+        value, parts = sample.score.value + penalty, {**sample.score.parts, "overlong": penalty}
+        score = replace(sample.score, value=value, parts=parts)
         *turns, last = sample.turns
         result = replace(last.result, reward=last.result.reward + penalty)
         return replace(sample, score=score, turns=[*turns, replace(last, result=result)])

@@ -1,7 +1,7 @@
 """The train role: fp32 master weights and optimizer; one call of `step` is one update."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -13,8 +13,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from roll_lite.cluster.groups import Place
+from roll_lite.cluster.role import RoleHandle
 from roll_lite.models.cost import device_flops, training_flops
 from roll_lite.models.fsdp import (
     gradient_norm,
@@ -27,10 +29,12 @@ from roll_lite.models.hf import save_state, stored_dtype
 from roll_lite.models.lora import LoraOptions, adapters, merge
 from roll_lite.models.transformer import Checkpointing, Head
 from roll_lite.progress import ProgressBar
-from roll_lite.train.batch import MicroBatch
+from roll_lite.stopping import Ended
+from roll_lite.train.batch import MicroBatch, TrainingSequence, unpack
 from roll_lite.train.checkpoint import read_pieces, verify
 from roll_lite.train.losses import Loss
-from roll_lite.train.optimizer import AdamW, Offload, Schedule, local
+from roll_lite.train.offload import local
+from roll_lite.train.optimizer import AdamW, Schedule
 from roll_lite.train.scorer import Scorer
 from roll_lite.train.shards import (
     Piece,
@@ -40,7 +44,13 @@ from roll_lite.train.shards import (
     write_shard,
 )
 
-LOSS, WEIGHT = "loss/loss", "weight"
+LOSS, WEIGHT, ENTROPY = "loss/loss", "weight", "loss/entropy"
+MAX_SKIPPED = 5
+"""Updates in a row without a finite gradient that end a run."""
+
+
+class Diverged(Ended):
+    """No gradient is finite any more. All ranks raise it together, with the weights unchanged."""
 
 
 class Trainer(Scorer):
@@ -67,12 +77,14 @@ class Trainer(Scorer):
         self.part: Literal["policy", "critic"] = "policy" if head == "language" else "critic"
         """The name of its files in a checkpoint."""
         self.num_steps = 0
+        self._num_skipped = 0  # in a row
         self.lora = lora
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = AdamW(
             trained, weight_decay=weight_decay, moments_dtype=getattr(torch, moments)
         )
-        self._offload: Offload | None = None
+        self._entropies: list[Tensor] = []
+        """Of the rows of each micro-batch of the last step, on the device."""
         self._checkpoint: Future[ShardRecord]
 
     def step(self, batch: list[MicroBatch], scheduled_at: int | None = None) -> dict[str, float]:
@@ -91,6 +103,7 @@ class Trainer(Scorer):
         if is_finite:  # inf or nan would destroy the policy: skip the update
             self.optimizer.step(lr)
         self.optimizer.zero_grad()
+        self._count_skipped(is_finite, lr)
         self.num_steps += 1
         metrics = totals.over_ranks(self.replicas)
         metrics |= {
@@ -100,16 +113,33 @@ class Trainer(Scorer):
         }
         return metrics | self._speed(batch, time.perf_counter() - start)
 
+    def _count_skipped(self, is_finite: bool, lr: float) -> None:
+        self._num_skipped = 0 if is_finite else self._num_skipped + 1
+        if self._num_skipped == MAX_SKIPPED:
+            raise Diverged(
+                f"the gradient of the {self.part} was not finite in {MAX_SKIPPED} updates in a row "
+                f"(learning rate {lr:g}): nothing is learnt any more; start again, or from an "
+                "earlier checkpoint, with a lower learning rate, and look at the rewards and "
+                "advantages for nan and inf"
+            )
+
     def _accumulate(self, batch: list[MicroBatch]) -> "Totals":
         """The gradient of all micro-batches; copies of the weights sum theirs after the last."""
         totals, last = Totals(), len(batch) - 1
+        self._entropies = []
         with _token_bar(batch, "training") as bar:
             for number, micro in enumerate(batch):
                 micro = micro.to(self.device)
                 self.model.set_requires_all_reduce(number == last)
-                totals.add(self._backward(micro), micro.weights_R)
+                measurements = self._backward(micro)
+                totals.add(measurements, micro.weights_R)
+                self._entropies += [v_R for n, v_R in measurements.items() if n == ENTROPY]
                 bar.advance(len(micro.token_ids_T))
         return totals
+
+    def entropies(self) -> list[Tensor]:
+        """The policy's entropy at each row of each micro-batch of the last step."""
+        return [entropy_R.cpu() for entropy_R in self._entropies]
 
     def _backward(self, micro: MicroBatch) -> dict[str, Tensor]:
         loss_R, measurements = self._loss(micro)
@@ -177,21 +207,24 @@ class Trainer(Scorer):
         with self.without_adapters():
             return self.logprobs(batch)
 
-    def offload(self) -> None:
-        """Move masters and moments to host memory until `reload`, to free the device."""
-        if self._offload is None:
-            held = [local(p.detach()) for p in self.model.parameters()]
-            held += [t for moment in self.optimizer.moments.values() for t in moment.values()]
-            self._offload = Offload(held)
-        self._offload.out()
+    def _state_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        trained = [local(p.detach()) for p in self.optimizer.parameters.values()]
+        moments = [t for moment in self.optimizer.moments.values() for t in moment.values()]
+        frozen = [local(p.detach()) for p in self.model.parameters() if not p.requires_grad]
+        return trained + moments, frozen
 
-    def reload(self) -> None:
-        if self._offload is not None:
-            self._offload.back()
+    def _readable(self, tensor: Tensor) -> Tensor:
+        """One of this rank's tensors, or its copy in host memory."""
+        return self._offload.host_copy(tensor) if self.is_offloaded else tensor
 
-    def _check_here(self) -> None:
-        if self._offload is not None and self._offload.is_out:
-            raise RuntimeError("the trainer's weights are offloaded; call reload() first")
+    def _on_device(self, parameter: DTensor) -> DTensor:
+        """A parameter, or while it is offloaded a copy for the moment."""
+        if not self.is_offloaded:
+            return parameter
+        held = self._readable(local(parameter.detach())).to(self.device, non_blocking=True)
+        layout = parameter.device_mesh, parameter.placements
+        sizes = {"shape": parameter.shape, "stride": parameter.stride()}
+        return DTensor.from_local(held, *layout, run_check=False, **sizes)
 
     def state(self) -> dict[str, Tensor]:
         """Whole parameters by name, adapters merged. All ranks of the role call this together.
@@ -207,16 +240,17 @@ class Trainer(Scorer):
 
         `only_part` keeps the tensor-parallel split: this rank's part.
         """
-        self._check_here()
         parameters = dict(self.model.named_parameters())
         tensor_shard = None if only_part else self.tensor_shard
         for name, parameter in parameters.items():
             if "_adapter." in name:
                 continue
-            tensor = whole(name, parameter, tensor_shard, dtype)
+            tensor = whole(name, self._on_device(parameter), tensor_shard, dtype)
             if (down := f"{name}_adapter.down") in parameters:
                 up = f"{name}_adapter.up"
-                down, up = (whole(n, parameters[n], tensor_shard) for n in (down, up))
+                down, up = (
+                    whole(n, self._on_device(parameters[n]), tensor_shard) for n in (down, up)
+                )
                 tensor = merge(tensor, down, up, self.lora)
             yield name, tensor
 
@@ -284,14 +318,13 @@ class Trainer(Scorer):
 
     def _pieces(self) -> Iterator[tuple[str, Piece, bool]]:
         """All state that an update changes: name, this rank's rectangle, whether it is a copy."""
-        self._check_here()
         for name, parameter in self.optimizer.parameters.items():
             shape = whole_shape(name, parameter, self.tensor_shard)
             tensors = {"model": local(parameter.detach())}
             tensors |= {moment: of[name] for moment, of in self.optimizer.moments.items()}
             for part in rectangles(name, parameter, self.tensor_shard):
                 for what, tensor in tensors.items():
-                    piece = Piece(part.of_local(tensor), part.offsets, shape)
+                    piece = Piece(part.of_local(self._readable(tensor)), part.offsets, shape)
                     yield f"{self.part}.{what}.{name}", piece, part.is_copy
 
 
@@ -342,6 +375,17 @@ class Totals:
             name: value if name == LOSS or name.endswith("_max") else value / total
             for name, value in metrics.items()
         }
+
+
+def note_entropies(
+    trainer: RoleHandle, batch: list[MicroBatch], sequences: Sequence[TrainingSequence]
+) -> None:
+    """Note in the sequences of a batch the entropies that the step on it computed, unless an
+    earlier step has."""
+    replicas = trainer.entropies.options(collect="replicas")()
+    rows = [rows_R for replica in replicas for rows_R in replica]
+    for sequence, values in zip(sequences, unpack(batch, rows, sequences), strict=True):
+        sequence.entropies = sequence.entropies or values
 
 
 def combine(updates: list[dict[str, float]]) -> dict[str, float]:

@@ -329,20 +329,23 @@ class Supervisor:
                 continue
         worker.read_output()
         self._note(1)
-        self._fail_jobs(worker, failure or self._crash(worker, code))
+        was_killed = failure is None and code == -signal.SIGKILL
+        self._fail_jobs(worker, failure or self._crash(worker, code), was_killed)
         for descriptor in worker.descriptors:
             self._selector.unregister(descriptor)
         worker.close()
         self._add_worker()
         self._send()  # now: to replace many takes long, and the client waits for signs of life
 
-    def _fail_jobs(self, worker: WorkerProcess, failure: Failure) -> None:
+    def _fail_jobs(self, worker: WorkerProcess, failure: Failure, was_killed: bool) -> None:
         """All jobs of a worker that died; the one whose code was running is to blame, unless it is
-        known that this need not be so."""
+        known that this need not be so, or the worker was killed from outside: by an operator, or by
+        the kernel because the machine's memory was used up."""
         running, *_ = worker.running.read()
         for job_id in list(worker.jobs):
             others = "other" if running >= 0 else "unknown"
-            culprit = "this" if job_id == running else others
+            runner = "unknown" if was_killed else "this"
+            culprit = runner if job_id == running else others
             if failure.culprit == "unknown":
                 culprit = "unknown"
             self._answer(worker, job_id, True, replace(failure, culprit=culprit))

@@ -30,6 +30,8 @@ from roll_lite.workers.state import ProcessState, show_stack_when_asked
 
 OUT_OF_MEMORY = 86
 """Exit code of a worker that ran out of memory."""
+LONGEST_REASON = 500
+"""Characters of what a reward says of its score."""
 _RUNNING = struct.Struct("qdd")
 
 
@@ -113,14 +115,15 @@ async def _wait_for(score: Awaitable[Score | float]) -> Score | float:
 def checked(score: Score | float) -> Score:
     """What a reward returned, as a Score of finite numbers."""
     score = Score.of(score)
-    return _plain_score(score.value, score.parts)
+    return _plain_score(score.value, score.parts, score.reason)
 
 
-def _plain_score(value: float, parts: Mapping[str, float]) -> Score:
-    """Plain numbers can always be sent."""
+def _plain_score(value: float, parts: Mapping[str, float], reason: str) -> Score:
+    """Plain numbers, and a text of a bounded length, can always be sent."""
     if not math.isfinite(value := float(value)):
         raise ValueError(f"reward={value} is not a finite number")
-    return Score(value=value, parts={str(name): float(part) for name, part in parts.items()})
+    parts = {str(name): float(part) for name, part in parts.items()}
+    return Score(value=value, parts=parts, reason=str(reason)[:LONGEST_REASON])
 
 
 def work_and_exit(
@@ -178,14 +181,15 @@ def _restored(state: ProcessState) -> bool:
 def write_result(result: Score | Failure) -> bytes:
     if isinstance(result, Failure):
         return json.dumps({"failure": result.text, "kind": result.kind}).encode()
-    return json.dumps({"value": result.value, "parts": result.parts}).encode()
+    told = {"value": result.value, "parts": result.parts, "reason": result.reason}
+    return json.dumps(told).encode()
 
 
 def read_result(fields: Any) -> Score | Failure:
     """Raises an exception for what `write_result` does not write."""
     if "failure" in fields:
         return Failure(str(fields["kind"]), str(fields["failure"]))
-    return _plain_score(fields["value"], fields["parts"])
+    return _plain_score(fields["value"], fields["parts"], fields["reason"])
 
 
 def exit_without_memory() -> NoReturn:

@@ -71,12 +71,12 @@ function textBlock(text, className = "") {
   return node;
 }
 
+// Options are [value, label], and true after them if they cannot be chosen.
 function select(options, chosen, onchange) {
   const node = el("select", { onchange: () => onchange(node.value) });
-  for (const [value, label] of options) {
-    node.append(
-      el("option", { value, selected: String(value) === String(chosen) ? "" : null }, label),
-    );
+  for (const [value, label, disabled = false] of options) {
+    const selected = String(value) === String(chosen) ? "" : null;
+    node.append(el("option", { value, selected, disabled }, label));
   }
   return node;
 }

@@ -69,6 +69,7 @@ function progress(run) {
   if (o.num_steps && o.step >= o.num_steps) parts.push("complete");
   else if (o.seconds_left !== null)
     parts.push(`about ${duration(o.seconds_left)} left at this rate`);
+  if (o.phase && !(o.step >= o.num_steps)) parts.push(`last phase: ${o.phase}`);
   if (o.age !== null && !(o.step >= o.num_steps))
     parts.push(`last record ${duration(Math.max(0, o.age))} before this page was written`);
   return parts.join("; ");

@@ -55,9 +55,9 @@ function hasPassed(sample) {
 }
 
 function searchedText(sample) {
-  const { prompt_id, reply, error, why, ground_truth } = sample;
+  const { prompt_id, reply, error, why, ground_truth, reason } = sample;
   const said = (sample.transcript || sample.messages || []).map((message) => message.content);
-  const texts = [prompt_id, reply, error, why, ground_truth, ...said].filter(
+  const texts = [prompt_id, reply, error, why, ground_truth, reason, ...said].filter(
     (text) => text !== null && text !== undefined,
   );
   return texts

@@ -1,7 +1,14 @@
 // One sample: how it scored, its conversation, and its tokens in colour.
 
 const MAX_TOKENS_SHOWN = 3000;
-const KINDS = ["logprob", "advantage", "version"];
+const KINDS = ["logprob", "advantage", "entropy", "version"];
+// Why a sample has no such numbers.
+const NOT_KNOWN = {
+  logprob: "not recorded",
+  advantage: "not trained on",
+  entropy: "not trained on, or recorded by an older version",
+  version: "not recorded",
+};
 const tokenSettings = { by: "logprob" };
 
 function sampleView(runIndex, name, sample) {
@@ -17,7 +24,11 @@ function sampleView(runIndex, name, sample) {
       ` #${sample.index}`,
     ),
     el("div", {}, link(["sample", runIndex, name, sample.at], "link to this sample")),
+    replayCommand(run, name, sample),
     facts(sample),
+    sample.reason
+      ? el("div", { id: "reason" }, "grader: ", el("b", {}, ...safeText(String(sample.reason))))
+      : null,
     sample.why
       ? el("div", { class: "notice" }, "dropped: ", ...safeText(String(sample.why)))
       : null,
@@ -30,6 +41,23 @@ function sampleView(runIndex, name, sample) {
     others(sample),
   );
 }
+
+// What generates this sample again; evaluations, whose visits are negative, are not repeated.
+function replayCommand(run, name, sample) {
+  if (!name.startsWith("step_") || !(sample.visit >= 0)) return null;
+  const id = `${stepOf(name)}/${sample.prompt_id}/${sample.index}`;
+  const command = ["python -m roll_lite.replay", quoted(run.name), "--sample", quoted(id)];
+  return el(
+    "div",
+    { class: "faint" },
+    "again: ",
+    el("code", { id: "replay" }, ...safeText(command.join(" "))),
+  );
+}
+
+// A word of a shell's command.
+const quoted = (text) =>
+  /^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", `'"'"'`)}'`;
 
 function facts(sample) {
   const cells = {
@@ -97,11 +125,26 @@ function conversation(sample) {
   );
 }
 
-// Ids with logprob, version and advantage, in the order in which they were read and sampled.
+// Numbers of sampled tokens: base64 of float32; lists in older runs.
+function numbersOf(packed) {
+  if (typeof packed !== "string") return packed ?? [];
+  try {
+    const bytes = Uint8Array.from(atob(packed), (character) => character.charCodeAt(0));
+    return new Float32Array(bytes.buffer, 0, bytes.length >> 2);
+  } catch {
+    return [];
+  }
+}
+
+// Ids with logprob, advantage, entropy and version, in the order in which they were read and sampled.
 function tokens(sample) {
   const found = [],
     turns = sample.turns || [],
-    ids = sample.token_ids || [];
+    ids = sample.token_ids || [],
+    logprobs = numbersOf(sample.logprobs),
+    entropies = numbersOf(sample.entropies),
+    isOne = typeof sample.advantages === "number",
+    advantages = isOne ? [] : numbersOf(sample.advantages);
   let at = 0,
     sampled = 0;
   for (const turn of (sample.sequences || [turns.map((_, i) => i)]).flat()) {
@@ -110,10 +153,14 @@ function tokens(sample) {
       found.push({ id: ids[at++], turn, isRead: true });
     for (let i = 0; i < count && at < ids.length; i++, sampled++) {
       const version = versions.filter(([first]) => first <= i).at(-1)?.[1];
-      const advantage = Array.isArray(sample.advantages)
-        ? sample.advantages[sampled]
-        : sample.advantages;
-      found.push({ id: ids[at++], turn, logprob: sample.logprobs?.[sampled], version, advantage });
+      found.push({
+        id: ids[at++],
+        turn,
+        logprob: logprobs[sampled],
+        advantage: isOne ? sample.advantages : advantages[sampled],
+        entropy: entropies[sampled],
+        version,
+      });
     }
   }
   return found;
@@ -160,7 +207,7 @@ function tokensView(run, sample) {
       label(
         "colour",
         select(
-          kinds.map((k) => [k, k]),
+          KINDS.map((k) => (kinds.includes(k) ? [k, k] : [k, `${k} (${NOT_KNOWN[k]})`, true])),
           tokenSettings.by,
           (k) => {
             tokenSettings.by = k;
@@ -178,7 +225,7 @@ function tokensView(run, sample) {
       el(
         "span",
         { class: "faint" },
-        "red: unlikely token, or negative advantage; green: positive advantage",
+        "red: unlikely token, or negative advantage; green: positive advantage; blue: entropy",
       ),
     ),
     readout,
@@ -186,12 +233,13 @@ function tokensView(run, sample) {
   );
 }
 
-// A background for each token: by logprob, advantage or version.
+// A background for each token: by logprob, advantage, entropy or version.
 function shadeOf(found) {
   const by = tokenSettings.by;
   if (by === "version")
     return (t) => (t.version === undefined ? "" : `hsl(${(t.version * 67) % 360} 70% 50% / 0.3)`);
   if (by === "logprob") return (t) => `rgb(220 50 40 / ${Math.min(0.85, -(t.logprob || 0) / 6)})`;
+  if (by === "entropy") return (t) => `rgb(40 90 220 / ${Math.min(0.85, (t.entropy || 0) / 3)})`;
   const most = found.reduce((m, t) => Math.max(m, Math.abs(Number(t.advantage) || 0)), 1e-9);
   return (t) =>
     t.advantage
@@ -205,7 +253,9 @@ function tokenNode(run, token, shade, readout) {
   if (token.isRead) about.push("read");
   else
     about.push(
-      ...KINDS.filter((kind) => token[kind] !== undefined).map((kind) => `${kind} ${token[kind]}`),
+      ...KINDS.filter((kind) => token[kind] !== undefined).map(
+        (kind) => `${kind} ${Number(Number(token[kind]).toPrecision(7))}`,
+      ),
     );
   if (token.logprob !== undefined) about.push(`probability ${number(Math.exp(token.logprob))}`);
   const title = about.join(", ");

@@ -1,4 +1,4 @@
-// The lives of a step's samples over time, from their recorded events; zoomable.
+// What ranks did in a step, and the lives of its samples, from their recorded events; zoomable.
 
 const STATES = {
   queued: "#9aa5b1",
@@ -13,17 +13,21 @@ const STATES = {
 };
 const STATE_WORDS = { stepping: "environment", waiting: "waiting to be trained on" };
 const MAX_LANES = 600;
+const MAX_RANKS = 64;
 const SPAN = 1000,
-  LANES_TOP = 34;
+  STEP_TOP = 14,
+  RANKS_TOP = 32,
+  RANK_HEIGHT = 12;
 const TIMELINE_HELP =
-  "Zoom with the buttons or the wheel, drag to move; a click opens a sample. --trace shows ranks too.";
+  "Zoom with the buttons or the wheel, drag to move; a click opens a sample. " +
+  "A rank generates while its engine has one of these samples.";
 
 function timelineView(run, index, step) {
   const names = run.names.filter((name) => name.startsWith("step_") || name.startsWith("dropped_"));
   const steps = [...new Set(names.map(stepOf))];
   if (!steps.length)
     return [
-      el("h2", {}, "Samples over time"),
+      el("h2", {}, "Ranks and samples over time"),
       el("p", { class: "faint" }, "No samples are recorded."),
     ];
   const chosen = step === null ? steps.at(-1) : (steps.find((s) => s >= step) ?? steps.at(-1));
@@ -37,7 +41,7 @@ function timelineView(run, index, step) {
     },
   );
   return [
-    el("h2", {}, "Samples over time"),
+    el("h2", {}, "Ranks and samples over time"),
     el(
       "div",
       { class: "controls" },
@@ -70,6 +74,7 @@ async function fillTimeline(body, run, index, step) {
     body,
     lanes.slice(0, MAX_LANES).map((s) => ({ sample: s, segments: segments(s, trainingAt) })),
     phases,
+    rankLanes(run, lanes, phases),
     index,
     `${Math.min(lanes.length, MAX_LANES)} samples of ${total}. ${TIMELINE_HELP}`,
   );
@@ -95,22 +100,74 @@ function stepPhases(run, step) {
   if (i < 0 || !run.metrics["time/step"] || run.metrics["time/step"][i] === null) return [];
   const seconds = (name) => Number(run.metrics[name]?.[i] ?? 0);
   let at = Number(run.metrics.time[i]) - seconds("time/evaluate") - seconds("time/step");
-  return ORDER.map((state) => {
-    const from = at;
-    at += seconds(`time/${state}`);
-    return { state, from, to: at };
-  }).filter((p) => p.to > p.from);
+  return data.phases
+    .map((state) => {
+      const from = at,
+        fill = color(timeParts(run).indexOf(`time/${state}`)); // as in the bars
+      at += seconds(`time/${state}`);
+      return { state, from, to: at, fill };
+    })
+    .filter((p) => p.to > p.from);
 }
 
-// Draws lanes and phases over `view`, which zooming and moving change.
-function drawTimeline(body, lanes, phases, index, text) {
+// Each rank with its roles: when its engine had samples, and the parts of the step it works in.
+function rankLanes(run, samples, phases) {
+  const list = (value) => (Array.isArray(value) ? value : []);
+  const roles = Object.entries(run.starts.at(-1)?.ranks || {}).map(([role, replicas]) => [
+    role,
+    list(replicas).map(list),
+  ]);
+  const busy = generatingSpans(samples);
+  const ranks = [...new Set(roles.flatMap(([, replicas]) => replicas.flat()))].filter(
+    Number.isInteger,
+  );
+  return ranks
+    .sort((a, b) => a - b)
+    .slice(0, MAX_RANKS)
+    .map((rank) => {
+      const own = roles.filter(([, replicas]) => replicas.flat().includes(rank));
+      const names = own.map(([role]) => role);
+      const engines = own.filter(([role]) => role === "generate").flatMap(([, r]) => r);
+      const spans = engines.flatMap((of, i) => (of.includes(rank) ? merged(busy[i] || []) : []));
+      const works = (phase) => list(data.roles[phase.state]).some((role) => names.includes(role));
+      const about = `rank ${rank} (${names.join(", ")}): `;
+      return { rank, about, spans: [...phases.filter(works), ...spans] };
+    });
+}
+
+// By replica of the engines, when samples were generated there.
+function generatingSpans(samples) {
+  const busy = {};
+  for (const sample of samples) {
+    const replicas = sample.replicas || (sample.turns || []).map((turn) => turn.replica);
+    segments(sample)
+      .filter((s) => s.state === "generating")
+      .forEach((s, i) => (busy[replicas[i]] ||= []).push(s));
+  }
+  return busy;
+}
+
+// Spans that overlap, as one.
+function merged(spans) {
+  const found = [];
+  for (const { from, to } of [...spans].sort((a, b) => a.from - b.from)) {
+    const last = found.at(-1);
+    if (last && from <= last.to) last.to = Math.max(last.to, to);
+    else found.push({ state: "generating", from, to, fill: STATES.generating });
+  }
+  return found;
+}
+
+// Draws phases, ranks and lanes over `view`, which zooming and moving change.
+function drawTimeline(body, lanes, phases, ranks, index, text) {
   const all = [...phases, ...lanes.flatMap((lane) => lane.segments)];
   const first = all.reduce((low, s) => Math.min(low, s.from), Infinity);
   const end = all.reduce((high, s) => Math.max(high, s.to), first + 1e-3);
   const lane = Math.max(3, Math.min(12, 480 / lanes.length));
   const view = { from: first, to: end };
   const readout = el("div", { class: "readout" }, text);
-  const svg = el("svg:svg", { viewBox: `0 0 ${SPAN} ${LANES_TOP + lanes.length * lane + 4}` });
+  const top = RANKS_TOP + ranks.length * RANK_HEIGHT + 6;
+  const svg = el("svg:svg", { viewBox: `0 0 ${SPAN} ${top + lanes.length * lane + 4}` });
   const place = (t) =>
     Math.max(-5, Math.min(SPAN + 5, ((t - view.from) / (view.to - view.from)) * SPAN));
   const rect = (s, box, about, onclick) => {
@@ -127,8 +184,8 @@ function drawTimeline(body, lanes, phases, index, text) {
   const draw = () =>
     svg.replaceChildren(
       ...timeGrid(view, first, place),
-      ...phases.flatMap((p, k) => [
-        ...rect(p, { y: 14, height: 14, fill: color(k) }, "the step: "),
+      ...phases.flatMap((p) => [
+        ...rect(p, { y: STEP_TOP, height: 14, fill: p.fill }, "the step: "),
         ...(place(p.to) - place(p.from) > 45
           ? [
               el(
@@ -139,11 +196,21 @@ function drawTimeline(body, lanes, phases, index, text) {
             ]
           : []),
       ]),
+      ...ranks.flatMap(({ rank, about, spans }, i) => {
+        const y = RANKS_TOP + i * RANK_HEIGHT;
+        const height = RANK_HEIGHT * 0.9,
+          box = { y, height, "data-rank": rank };
+        return [
+          el("svg:rect", { x: 0, y, width: SPAN, height, fill: STATES.aborted }), // nothing to do
+          ...spans.flatMap((s) => rect(s, { ...box, "data-state": s.state, fill: s.fill }, about)),
+          el("svg:text", { x: 2, y: y + 9, style: { fill: "#fff" } }, `rank ${rank}`),
+        ];
+      }),
       ...lanes.flatMap(({ sample, segments: parts }, i) => {
         const open = () => {
           location.hash = hash("sample", index, sample.name, sample.at);
         };
-        const box = { y: LANES_TOP + i * lane, height: lane * 0.85 };
+        const box = { y: top + i * lane, height: lane * 0.85 };
         const about = `${sample.prompt_id} #${sample.index}: `;
         return parts.flatMap((s) =>
           rect(s, { ...box, fill: STATES[s.state] || "#7a7f87" }, about, open),

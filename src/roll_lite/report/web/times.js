@@ -5,14 +5,13 @@ const BARS_HELP =
   "Each bar is a step, or the mean of several; a click shows its samples below. " +
   "time/evaluate is not part of time/step.";
 // Not parts: the sum itself, and the part of time/train that trains the critic.
-const NO_PARTS = ["time/step", "time/critic"],
-  ORDER = ["rollout", "prepare", "train", "sync", "records"];
+const NO_PARTS = ["time/step", "time/critic"];
 
 function timeParts(run) {
   const others = Object.keys(run.metrics).filter(
     (name) => name.startsWith("time/") && !NO_PARTS.includes(name),
   );
-  const known = ORDER.map((name) => `time/${name}`).filter((name) => others.includes(name));
+  const known = data.phases.map((name) => `time/${name}`).filter((name) => others.includes(name));
   return [...new Set([...known, ...others])];
 }
 

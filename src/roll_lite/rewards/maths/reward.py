@@ -39,6 +39,8 @@ _NUMBER = re.compile(
 _PLAIN_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _DIGIT = re.compile(r"\d")
 _LATEX = re.compile(r"\\[A-Za-z]")
+_LONGEST_SHOWN = 80
+"""Characters of an answer that the reason of a score names."""
 _LONGEST_LINE = 100
 """Characters of a one-line reply that is read as an answer as a whole."""
 
@@ -66,14 +68,24 @@ def math_answer(prompt: Prompt, reply: str, *, guess: bool = True) -> Score:
     check_truth(prompt)
     is_cut = prompt.extra.get("finish_reason") == "length"
     grade = grade_reply(reply, prompt.ground_truth, guess=guess and not is_cut)
-    correct, is_asked = grade.verdict.kind == "equal", grade.verdict.comparer == "math-verify"
+    correct, is_asked = grade.verdict.kind == "equal", _is_asked(grade)
     parts = {
         "correct": correct,
         "boxed": grade.source == "boxed",
         "unreadable": is_asked or grade.verdict.kind in ("not comparable", "refused"),
         "math_verify": is_asked,
     }
-    return Score(value=float(correct), parts={name: float(part) for name, part in parts.items()})
+    parts = {name: float(part) for name, part in parts.items()}
+    return Score(value=float(correct), parts=parts, reason=_reason(grade, prompt.ground_truth))
+
+
+def _reason(grade: Grade, truth: str) -> str:
+    if grade.answer is None:
+        return f"{grade.verdict.why}, expected {truth:.{_LONGEST_SHOWN}}"
+    said = f"extracted {grade.answer:.{_LONGEST_SHOWN}} ({grade.source})"
+    said += f", expected {truth:.{_LONGEST_SHOWN}}"
+    is_explained = grade.verdict.kind in ("not comparable", "refused")
+    return f"{said}: {grade.verdict.why}" if is_explained or _is_asked(grade) else said
 
 
 def last_number(prompt: Prompt, reply: str) -> float:
@@ -83,6 +95,10 @@ def last_number(prompt: Prompt, reply: str) -> float:
         return 0.0
     value, truth = (Decimal(text.replace(",", "")) for text in (numbers[-1], prompt.ground_truth))
     return float(value == truth)
+
+
+def _is_asked(grade: Grade) -> bool:
+    return grade.verdict.comparer == "math-verify"
 
 
 def check_truth(prompt: Prompt) -> None:

@@ -1,0 +1,227 @@
+"""Steps of recipes/rlvr.py with a model of random weights: peak memory and seconds beside the plan.
+
+python scripts/bench_step.py qwen3-8b --moments bfloat16 --kv-cache-gib 60 --checkpointing full \
+        --max-tokens 512 --steps 10
+python scripts/bench_step.py qwen3-32b --lora-rank 16 --kv-cache-gib 40 --checkpointing full
+
+The loop is the recipe's. Every reply has its full length and a random reward; no checkpoint and no
+model is written. Medians leave out the first two steps, which capture graphs and pin host memory.
+The last line is JSON.
+"""
+
+import json
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
+import rlvr
+
+from roll_lite import data
+from roll_lite.chat import Chat
+from roll_lite.cluster.cluster import Cluster
+from roll_lite.cluster.device_map import format_table
+from roll_lite.cluster.plan_report import render
+from roll_lite.cluster.planner import Plan
+from roll_lite.cluster.speed import Machine, step_seconds
+from roll_lite.envs.question import question_player
+from roll_lite.models.config import SHAPE
+from roll_lite.models.tiny import build_tiny
+from roll_lite.options import from_flat
+from roll_lite.planning import choose_memory, plan_run
+from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.evaluation import Evaluation
+from roll_lite.train.checkpoint import RunState
+from roll_lite.train.defaults import choose_defaults
+from roll_lite.types import SamplingParams
+
+WARM_UP = 2
+POLL_SECONDS = 0.02
+
+
+@dataclass(kw_only=True)
+class Config:
+    model: tyro.conf.Positional[str] = "qwen3-0.6b"
+    """A shape, or a folder."""
+    steps: int = 10
+    """Steps of the recipe."""
+    max_tokens: int = 512
+    """Length of every reply."""
+    prompts_per_step: int = 32
+    """Prompts per step."""
+    samples_per_prompt: int = 8
+    """Group size."""
+    tokens_per_microbatch: int = 16384
+    """Packed tokens of one forward and backward pass."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """What the backward pass recomputes."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of AdamW's moments."""
+    lora_rank: int = 0
+    """Train adapters of this rank instead of all weights."""
+    kv_cache_gib: float = 1.0
+    """KV cache of each engine."""
+    kl_coef: float = 0.0
+    """Above 0 the run has a reference."""
+    engines_sleep: bool = False
+    """As in rlvr.py, which turns it on by itself where memory asks for it."""
+    offload: bool = False
+    """Likewise."""
+    device_map: str = "auto"
+    """As in rlvr.py."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+
+
+class Unsaved(RunState):
+    """Masters and moments of 8B take 61 GiB, which nothing reads here."""
+
+    def _save(self, run) -> None:
+        pass
+
+
+@dataclass
+class DeviceMemory:
+    """The most bytes in use on the controller's GPU in each phase, by any process and allocator."""
+
+    device: torch.device
+    peaks: dict[str, int] = field(default_factory=dict)
+    phase: str = "generating"
+
+    @contextmanager
+    def watched(self, devices: rlvr.Colocated) -> Iterator[None]:
+        """Polls in a thread of its own."""
+        to_training, to_engines = devices.to_training, devices.to_engines
+        devices.to_training = lambda: self._in("training", to_training)
+        devices.to_engines = lambda *args: self._in("syncing", to_engines, *args)
+        is_over = threading.Event()
+        thread = threading.Thread(target=self._poll, args=(is_over,), daemon=True)
+        if self.device.type == "cuda":
+            thread.start()
+        yield
+        is_over.set()
+
+    def _in(self, phase: str, hand_over, *args) -> None:
+        self.phase = phase
+        hand_over(*args)
+        self.phase = "generating" if phase == "syncing" else phase
+
+    def _poll(self, is_over: threading.Event) -> None:
+        while not is_over.wait(POLL_SECONDS):
+            free, total = torch.cuda.mem_get_info(self.device)
+            self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), total - free)
+
+
+def recipe_config(cfg: Config, run_dir: str) -> rlvr.Config:
+    is_folder = Path(cfg.model).is_dir()
+    given = {name: getattr(cfg, name) for name in vars(cfg)}
+    given |= {"model": cfg.model if is_folder else f"{SHAPE}{cfg.model}", "lr": 1e-6}
+    return from_flat(
+        rlvr.Config, **given, data=("addition:2",), run_dir=run_dir, eval_every=0, rollouts_every=0
+    )
+
+
+def random_reward(prompt, reply: str) -> float:
+    return float(random.random() < 0.5)
+
+
+def run_steps(run: rlvr.Config, cluster: Cluster, chat: Chat, memory: DeviceMemory) -> None:
+    """The recipe's loop, without what surrounds it."""
+    models = rlvr.make_roles(run, cluster)
+    params = SamplingParams(max_tokens=run.lengths.max_tokens, temperature=run.temperature)
+    prompts = data.Mixture(run.data, seed="bench")
+    play = question_player({"addition": random_reward})
+    rollout = Coordinator(
+        engines=models.engines, chat=chat, play=play, prompts=prompts, params=params,
+        options=run.rollout, min_samples=run.min_samples, seed=run.seed,
+        max_length=run.longest_sample,
+    )  # fmt: skip
+    rlvr.RunState = Unsaved
+    evaluation = Evaluation([], run.evaluation, params)
+    with rollout, memory.watched(models.devices):
+        rlvr.train(run, cluster, models, rollout, evaluation, dict)
+
+
+def measured_seconds(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Medians of the parts of a step, named as in the plan."""
+
+    def median(name: str) -> float:
+        return statistics.median(row.get(name, 0.0) for row in rows)
+
+    moving = {n: median(f"colocated/{n}") for n in ("sleep", "wake", "reload", "offload")}
+    is_shared = any(moving.values())
+    return {
+        "generate": median("time/rollout"),
+        "prepare": median("time/prepare") - moving["sleep"] - moving["reload"],
+        "train": median("time/train"),
+        "sync": median("colocated/sync") if is_shared else median("time/sync"),
+        "sleep": moving["sleep"] + moving["wake"],
+        "reload": moving["reload"],
+        "offload": moving["offload"],
+        "step": median("time/step"),
+    }
+
+
+def memory_table(plan: Plan, memory: DeviceMemory, rows: list[dict[str, float]]) -> list[list[str]]:
+    """Planned and measured GiB of the controller's rank, by phase."""
+    table = [["memory", "planned GiB", "used on the device", "allocated by torch"]]
+    phases = next(part for part in plan.ranks if 0 in part.ranks).phases
+    allocated = max((row.get("train/peak_gib", 0.0) for row in rows), default=0.0)
+    for name, held in phases.items():
+        found = [peak for phase, peak in memory.peaks.items() if phase in name] or [
+            max(memory.peaks.values(), default=0)
+        ]
+        is_training = "training" in name or len(phases) == 1
+        torch_peak = f"{allocated:.1f}" if allocated and is_training else ""
+        table.append([name, f"{held.total / 2**30:.1f}", f"{found[0] / 2**30:.1f}", torch_peak])
+    return table
+
+
+def seconds_table(
+    plan: Plan, machine: Machine | None, measured: dict[str, float]
+) -> list[list[str]]:
+    planned = step_seconds(plan, machine) if machine else {}
+    rows = [["seconds", "planned", "measured", "planned / measured"]]
+    for name, seconds in measured.items():
+        expected = planned.get(name)
+        ratio = f"{expected / seconds:.2f}" if expected and seconds else ""
+        rows.append([name, f"{expected:.3f}" if expected else "", f"{seconds:.3f}", ratio])
+    return rows
+
+
+def main(cfg: Config) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run = recipe_config(cfg, f"{folder}/run")
+        with Cluster(run.device_map, run.device, **run.cluster_options) as cluster:
+            run = choose_memory(choose_defaults(run, **run.default_kinds), cluster)
+            chat = Chat(cfg.model if Path(cfg.model).is_dir() else build_tiny(f"{folder}/tiny"))
+            prompts = data.Mixture(run.data, seed="bench")
+            longest = max(len(chat.encode(next(prompts).messages)) for _ in range(64))
+            plan = plan_run(run, cluster, longest)
+            print(render(plan, cluster.machine), flush=True)
+            memory, start = DeviceMemory(cluster.device), time.perf_counter()
+            run_steps(run, cluster, chat, memory)
+            lines = (Path(run.run_dir) / "metrics.jsonl").read_text().splitlines()
+            rows = [row for row in map(json.loads, lines) if "time/step" in row]
+            measured = measured_seconds(rows[min(WARM_UP, len(rows) - 1) :])
+            print(f"\n{format_table(memory_table(plan, memory, rows))}\n")
+            print(f"{format_table(seconds_table(plan, cluster.machine, measured))}\n")
+            result = {"model": cfg.model, "steps": len(rows), "seconds": measured}
+            result |= {"peak_gib": {k: round(v / 2**30, 2) for k, v in memory.peaks.items()}}
+            result |= {"planned_gib": round(plan.needed / 2**30, 2)}
+            print(json.dumps(result | {"all_seconds": round(time.perf_counter() - start, 1)}))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__.split("\n\n")[0]))

@@ -1,0 +1,137 @@
+"""Whether two run folders hold the same run, bit for bit; or no sample twice and none lost.
+
+python scripts/run_compare.py RUN RUN
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+TIMES = ("time", "seconds", "tokens_per_second")
+OF_FAULTS = {
+    "rollout/retried", "reward/calls", "reward/errors", "reward/timeouts", "reward/crashes",
+    "reward/replaced", "env/errors", "env/timeouts", "env/crashes", "env/replaced",
+    "rollout/started", "rollout/aborted", "rollout/restored",
+    "rollout/engine_free_pages", "rollout/engine_running", "rollout/engine_waiting",
+}  # fmt: skip
+"""Metrics that count the faults themselves, or what a restart leaves empty or need not do again."""
+OF_SAMPLES = (
+    "prompt_id", "index", "state", "reply", "end", "reward", "parts", "token_ids", "logprobs",
+    "advantages",
+)  # fmt: skip
+
+
+def differences(run: Path, other: Path) -> list[str]:
+    """Of weights, optimizers, samples and metrics; empty if the runs are the same."""
+    return [
+        *_of_metrics(run, other),
+        *_of_samples(run, other),
+        *_of_tensors(run / "model", other / "model"),
+        *_of_tensors(newest_checkpoint(run), newest_checkpoint(other)),
+    ]
+
+
+def unaccounted(run: Path) -> list[str]:
+    """Samples of an asynchronous run that were trained on twice, or vanished."""
+    trained = Counter(
+        (row["prompt_id"], row["index"])
+        for path in sorted(run.glob("rollouts/step_*.jsonl"))
+        for row in _rows(path)
+    )
+    problems = [f"{key} was trained on {n} times" for key, n in trained.items() if n > 1]
+    num_trained = sum(row.get("rollout/trained_samples", 0) for row in _rows(run / "metrics.jsonl"))
+    if num_trained != trained.total():
+        problems.append(f"metrics count {num_trained} samples, rollouts/ has {trained.total()}")
+    kept = json.dumps(json.loads((newest_checkpoint(run) / "manifest.json").read_text())["state"])
+    dropped = {row.get("prompt_id") for row in _rows(run / "events.jsonl")}
+    used = {prompt_id for prompt_id, _ in trained}
+    for prompt_id in sorted(_drawn(used) - used - dropped):
+        if json.dumps(prompt_id) not in kept:
+            problems.append(f"{prompt_id} was neither trained on, nor dropped, nor kept")
+    return problems
+
+
+def _drawn(used: set[str]) -> set[str]:
+    """Prompts of tasks are numbered from 0: those up to the last that was used."""
+    last: dict[str, int] = {}
+    for prompt_id in used:
+        name, _, number = prompt_id.rpartition("/")
+        if number.isdecimal():
+            last[name] = max(last.get(name, 0), int(number))
+    return {f"{name}/{number}" for name, end in last.items() for number in range(end)}
+
+
+def newest_checkpoint(run: Path) -> Path:
+    return max(run.glob("checkpoints/step-*"), default=run / "checkpoints")
+
+
+def _of_metrics(run: Path, other: Path) -> Iterator[str]:
+    rows, others = ([_steady(row) for row in _rows(f / "metrics.jsonl")] for f in (run, other))
+    steps, expected = [row["step"] for row in rows], [row["step"] for row in others]
+    if steps != expected:
+        yield f"metrics.jsonl has steps {steps} instead of {expected}"
+        return
+    for row, wanted in zip(rows, others, strict=True):
+        for name in sorted(row.keys() | wanted.keys()):
+            if row.get(name) != wanted.get(name):
+                yield f"step {row['step']}: {name} {row.get(name)} instead of {wanted.get(name)}"
+
+
+def _steady(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of metrics without times and counts of faults."""
+    named = {name: value for name, value in row.items() if name not in OF_FAULTS}
+    return {
+        name: value
+        for name, value in named.items()
+        if name.partition("/")[0] != "time" and name.rpartition("/")[2] not in TIMES
+    }
+
+
+def _of_samples(run: Path, other: Path) -> Iterator[str]:
+    names = sorted({path.name for f in (run, other) for path in f.glob("rollouts/*.jsonl")})
+    for name in names:
+        rows, others = (_rows(folder / "rollouts" / name) for folder in (run, other))
+        if len(rows) != len(others):
+            yield f"{name} has {len(rows)} samples instead of {len(others)}"
+            continue
+        for number, (row, wanted) in enumerate(zip(rows, others, strict=True)):
+            if wrong := [key for key in OF_SAMPLES if row.get(key) != wanted.get(key)]:
+                yield f"{name}: sample {number} differs in {', '.join(wrong)}"
+
+
+def _of_tensors(folder: Path, other: Path) -> Iterator[str]:
+    found, wanted = _tensor_bytes(folder), _tensor_bytes(other)
+    if not wanted:
+        yield f"{other} has no tensors"
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            yield f"{folder}: {name} differs from {other}"
+
+
+def _tensor_bytes(folder: Path) -> dict[str, tuple[str, bytes]]:
+    """By file and name: type and shape, and all bits."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        content = path.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        for name, about in json.loads(content[8:end]).items():
+            if name != "__metadata__":
+                start, stop = about.pop("data_offsets")
+                found[f"{path.name}: {name}"] = (str(about), content[end + start : end + stop])
+    return found
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs=2, type=Path)
+    found = differences(*parser.parse_args().runs)
+    print("\n".join(found) or "the same run")
+    sys.exit(bool(found))

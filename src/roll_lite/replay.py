@@ -1,0 +1,325 @@
+"""Generate a recorded sample again, and show where it differs from the record.
+
+python -m roll_lite.replay RUN --sample STEP/PROMPT/INDEX            # as in 3/addition:2/17/0
+python -m roll_lite.replay RUN --sample STEP/PROMPT/INDEX --pdb      # stop in reward or environment
+
+RUN is the folder of a run of rlvr.py or agentic.py. The sample has the weights of its policy
+version, from the run's checkpoints, the random numbers that it had, and the run's own environment
+and rewards, in this process. On a CPU all bits are equal. The exit code is 0 if tokens, logprobs
+and reward are equal, and 1 if they are not.
+"""
+
+import argparse
+import bdb
+import json
+import pdb
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from roll_lite.chat import Chat
+from roll_lite.cluster.cluster import Cluster
+from roll_lite.cluster.role import RoleHandle
+from roll_lite.engine.service import EngineService
+from roll_lite.envs.play import ONE_TURN
+from roll_lite.envs.registry import ENVS
+from roll_lite.models.config import read_config
+from roll_lite.options import from_flat
+from roll_lite.planning import cache_tokens
+from roll_lite.report.config_file import RECIPE, read_options
+from roll_lite.report.difference import Difference
+from roll_lite.report.reader import Row, RunFolder, step_of
+from roll_lite.report.samples import read_prompt, read_tokens, rollout_lines
+from roll_lite.report.tokens import TokenTexts
+from roll_lite.rewarding import Rewards
+from roll_lite.rewards.combine import is_async
+from roll_lite.rewards.file import import_file
+from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.prompts import Visit
+from roll_lite.rollout.sample import derive_seed
+from roll_lite.train.export import checkpoint_weights
+from roll_lite.types import Group, Prompt, Sample, SamplingParams
+from roll_lite.workers.environments import EnvWorkers
+
+RECIPES = Path(__file__).parent / "recipes"
+MAX_NAMED = 8
+"""Names that an error lists."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    on_interrupt = signal.getsignal(signal.SIGINT)  # a breakpoint() installs another handler
+    try:
+        return replay(options)
+    except bdb.BdbQuit:
+        print("left the debugger; nothing was compared")
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        if signal.getsignal(signal.SIGINT) is not on_interrupt:
+            signal.signal(signal.SIGINT, on_interrupt)
+
+
+def replay(options: argparse.Namespace) -> int:
+    run = RunFolder(options.run)
+    row = find_sample(run, options.sample, options.visit)
+    given = {"model": options.model, "device": options.device}
+    recipe, cfg = read_recipe(run, {name: v for name, v in given.items() if v is not None})
+    if (expected := derive_seed(cfg.seed, row["prompt_id"], row["visit"])) != row["seed"]:
+        raise ValueError(
+            f"the sample has seed {row['seed']}, but seed={cfg.seed} of {run.folder}/config.json "
+            f"gives {expected}; was one of them edited?"
+        )
+    print(f"visit {row['visit']}, seed {row['seed']}, {_versions(row)}")
+    version, checkpoint = find_weights(run, _first_version(row), cfg.model)
+    debugger = Debugger() if options.pdb else None
+    sample = generate(recipe, cfg, row, version, checkpoint, debugger)
+    again = json.loads(next(rollout_lines([Group(prompt=sample.prompt, samples=[sample])])))
+    found = Difference(row, again, TokenTexts(run))
+    print("\n".join(found.lines()))
+    return 0 if found.is_equal else 1
+
+
+# What was recorded
+
+
+def find_sample(run: RunFolder, sample: str, visit: int | None = None) -> Row:
+    """The line of a sample, named STEP/PROMPT/INDEX. The name of a prompt may have slashes."""
+    if not (found := re.fullmatch(r"(\d+)/(.+)/(\d+)", sample, re.DOTALL)):
+        raise ValueError(f"--sample {sample} is not STEP/PROMPT/INDEX, as in 3/{{prompt_id}}/0")
+    step, prompt_id, index = int(found[1]), found[2], int(found[3])
+    rows = [row for row in _rows(run, step) if row.get("prompt_id") == prompt_id]
+    rows = [row for row in rows if visit in (None, row.get("visit"))]
+    if not rows:
+        ids = dict.fromkeys(str(row.get("prompt_id")) for row in _rows(run, step))
+        raise ValueError(f"step {step} has no prompt {prompt_id}; it has {_listing(ids)}")
+    if not (chosen := [row for row in rows if row.get("index") == index]):
+        places = ", ".join(str(row.get("index")) for row in rows)
+        raise ValueError(f"prompt {prompt_id} of step {step} has samples {places}, but no {index}")
+    if len(chosen) > 1:
+        visits = " or ".join(f"--visit {row.get('visit')}" for row in chosen)
+        raise ValueError(f"step {step} has prompt {prompt_id} {len(chosen)} times; add {visits}")
+    if missing := {"visit", "seed", "token_ids", "logprobs", "turns"} - chosen[0].keys():
+        raise ValueError(
+            f"the sample was recorded without {' and '.join(sorted(missing))}, by an older version "
+            "of roll_lite; only samples of newer runs can be generated again"
+        )
+    return chosen[0]
+
+
+def _rows(run: RunFolder, step: int) -> Iterator[Row]:
+    name, names = f"step_{step:05d}", [n for n in run.names if n.startswith("step_")]
+    if name not in names:
+        steps = _listing([str(step_of(n)) for n in names]) if names else "none"
+        raise ValueError(
+            f"{run.folder} has no samples of step {step}; recorded steps: {steps} "
+            "(--rollouts-every of the run)"
+        )
+    start: int | None = 0
+    while start is not None:
+        page = run.samples(name, start)
+        if page["broken"]:
+            print(f"note: broken lines of {name}.jsonl that are skipped: {page['broken']}")
+        yield from page["samples"]
+        start = page["next"]
+
+
+def read_recipe(run: RunFolder, changes: dict[str, Any]) -> tuple[ModuleType, Any]:
+    """The recipe that wrote the run, and its Config without worker processes.
+
+    It is the file that was started, or the recipe of that name if the file is gone.
+    """
+    options = read_options(run.folder / "config.json")
+    name, started = run.config.get(RECIPE), run.starts[-1].get("file", "") if run.starts else ""
+    path = next((p for p in (Path(started), RECIPES / f"{name}.py") if p.is_file()), None)
+    recipe = import_file(path) if path else None
+    if not hasattr(getattr(recipe, "Config", None), "longest_sample"):
+        raise ValueError(
+            f"{run.folder} was written by the recipe {name}; runs of rlvr.py and agentic.py can be "
+            "replayed"
+        )
+    workers = "env_workers" if "env_workers" in options else "reward_workers"
+    return recipe, from_flat(recipe.Config, check=False, **options | {workers: 0} | changes)
+
+
+def find_weights(run: RunFolder, version: int, base: str) -> tuple[int, Path | None]:
+    """The version to use, and its checkpoint; None is the model that training started from."""
+    known: dict[int, Path | None] = {0: None}
+    for path in run.folder.glob("checkpoints/step-*"):
+        known[int(path.name.removeprefix("step-"))] = path
+    nearest = min(known, key=lambda v: (abs(v - version), v))
+    print(f"weights: version {nearest}, {known[nearest] or base}")
+    if nearest != version:
+        print(
+            f"note: the checkpoint of version {version} is missing; there are "
+            f"{', '.join(map(str, sorted(known)))}, and {nearest} is the nearest, so differences "
+            "are expected. --checkpoint-every 1 --keep-last N keeps those of the last N steps"
+        )
+    return nearest, known[nearest]
+
+
+def _first_version(row: Row) -> int:
+    return next(token.version for token in read_tokens(row) if token.version is not None)
+
+
+def _versions(row: Row) -> str:
+    versions = dict.fromkeys(t.version for t in read_tokens(row) if t.version is not None)
+    if len(versions) == 1:
+        return f"sampled by version {_first_version(row)}"
+    later = ", ".join(map(str, list(versions)[1:]))
+    return f"begun by version {_first_version(row)}, which is used; continued by version {later}"
+
+
+# The sample again
+
+
+class CheckpointEngine(EngineService):
+    """An engine that takes its weights from a checkpoint."""
+
+    def load_checkpoint(self, checkpoint: Path, base: str, version: int) -> None:
+        self.engine.load_weights(checkpoint_weights(checkpoint, base).items(), version)
+
+
+def generate(
+    recipe: ModuleType,
+    cfg: Any,
+    row: Row,
+    version: int,
+    checkpoint: Path | None,
+    debugger: "Debugger | None",
+) -> Sample:
+    """Run the sample as the recipe does."""
+    is_played = hasattr(cfg, "environments")
+    reward_roles = [] if is_played else cfg.scoring.reward_roles
+    configs = {} if is_played else cfg.scoring.reward_configs
+    roles = ["generate", *reward_roles]
+    device_map = " ".join(f"{role}=all" for role in roles)
+    config, prompt = read_config(cfg.model), read_prompt(row)
+    with Cluster(
+        device_map, cfg.device, roles=roles, config=config, role_configs=configs
+    ) as cluster:
+        options = {"folder": cfg.model, "kv_cache_gib": cfg.kv_cache_gib}
+        engines = cluster.role("generate", CheckpointEngine, **options)
+        if checkpoint:
+            engines.load_checkpoint(checkpoint, cfg.model, version)
+        context = cache_tokens(cfg, cluster) if is_played else cfg.longest_sample
+        make_scoring = make_environment if is_played else make_rewards
+        with make_scoring(recipe, cfg, prompt, cluster, debugger) as scoring:
+            return repeat(cfg, row, engines, scoring, min(cfg.longest_sample, context))
+
+
+def repeat(
+    cfg: Any, row: Row, engines: RoleHandle, scoring: Rewards | EnvWorkers, max_length: int
+) -> Sample:
+    chat = Chat(cfg.model, **cfg.chat.arguments)
+    params = SamplingParams(
+        max_tokens=cfg.lengths.max_tokens, temperature=cfg.temperature, stop_ids=chat.stop_ids
+    )
+    with Coordinator(
+        engines=engines,
+        chat=chat,
+        play=scoring.play,
+        prompts=iter(()),
+        params=params,
+        options=replace(cfg.rollout, max_retries=0),
+        seed=cfg.seed,
+        reward_engines=getattr(scoring, "engine_clients", ()),
+        max_length=max_length,
+        episodes=getattr(cfg, "episodes", ONE_TURN),
+    ) as rollout:
+        return rollout.repeat(Visit(read_prompt(row), row["visit"]), row["index"], params)
+
+
+def make_rewards(
+    recipe: ModuleType, cfg: Any, prompt: Prompt, cluster: Cluster, debugger: "Debugger | None"
+) -> Rewards:
+    tables = cfg.scoring.with_file(recipe.REWARDS, recipe.INLINE)
+    if debugger:
+        tables = [{domain: debugger.before(f) for domain, f in t.items()} for t in tables]
+    domains = {prompt.domain, *cfg.scoring.reward_roles}
+    return Rewards(*tables, domains, cfg.scoring, cluster, cfg.training.tokens_per_microbatch)
+
+
+def make_environment(
+    recipe: ModuleType, cfg: Any, prompt: Prompt, cluster: Cluster, debugger: "Debugger | None"
+) -> EnvWorkers:
+    players = cfg.environments.players([prompt.domain], ENVS | recipe.OWN, cfg.episodes)
+    if debugger:
+        players = {domain: debugger.in_player(player) for domain, player in players.items()}
+    return EnvWorkers(players, **cfg.environments.limits)
+
+
+class Debugger(pdb.Pdb):
+    """Stops in the first line of user code. It leaves Ctrl-C alone."""
+
+    def __init__(self):
+        super().__init__(nosigint=True)
+
+    def before(self, function: Callable) -> Callable:
+        """The function, stopping when it is called."""
+
+        async def call_async(*args: Any) -> Any:
+            self._begin()
+            try:
+                return await function(*args)
+            finally:
+                sys.settrace(None)
+
+        def call(*args: Any) -> Any:
+            self._begin()
+            try:
+                return function(*args)
+            finally:
+                sys.settrace(None)
+
+        return call_async if is_async(function) else call
+
+    def in_player(self, player: Any) -> Any:
+        """The player of an environment, stopping in reset and step, or in its coroutine."""
+        if hasattr(player, "episode"):
+            return replace(player, episode=self.before(player.episode))
+
+        def make() -> Any:
+            env = player.make()
+            for name in ("reset", "step"):
+                setattr(env, name, self.before(getattr(env, name)))
+            return env
+
+        return replace(player, make=make)
+
+    def _begin(self) -> None:
+        """Trace what is called from now on. Unlike `runcall`, an error goes through."""
+        self.reset()
+        sys.settrace(self.trace_dispatch)
+
+
+def _listing(names: Sequence[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m roll_lite.replay",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", metavar="RUN", help="the folder of a run")
+    parser.add_argument("--sample", required=True, metavar="STEP/PROMPT/INDEX")
+    parser.add_argument("--visit", type=int, help="which, if the step has the prompt several times")
+    parser.add_argument("--pdb", action="store_true", help="stop in reward or environment")
+    parser.add_argument("--model", help="model that training started from, if it has moved since")
+    parser.add_argument("--device", help="auto, cpu or cuda, instead of the run's")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""Samples as lines of JSON: the rollouts of a step, the answers of an evaluation, dropped samples.
+
+In a line of rollouts/, `token_ids` holds, turn by turn, the tokens read and then those sampled.
+`logprobs`, `entropies` and `advantages` belong to the sampled: base64 of float32 numbers, which is
+exact and cheap to write (lists in runs of older versions); `numbers` reads both. `advantages` is
+one number if all are equal. Without training, `entropies` and `advantages` are left out.
+
+`visit` says how often the prompt had been sampled before, and `seed` is the group's, from which all
+random numbers of its samples derive; `prompt_seed` is that of the environment, where it is fixed.
+"""
+
+import json
+import math
+from array import array
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from roll_lite.types import Group, Prompt, Sample, Turn
+
+NOT_TRAINED: Mapping[int, list[float]] = {}
+_encode_finite = json.JSONEncoder(
+    check_circular=False, allow_nan=False, separators=(",", ":")
+).encode
+
+
+def encode(row: dict[str, Any]) -> str:
+    """JSON has neither NaN nor Infinity: they become null."""
+    try:
+        return _encode_finite(row)
+    except ValueError:
+        return _encode_finite(_finite(json.loads(json.dumps(row))))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return list(map(_finite, value))
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def rollout_lines(
+    groups: Iterable[Group],
+    advantages: Mapping[int, list[float]] = NOT_TRAINED,
+    entropies: Mapping[int, list[float]] = NOT_TRAINED,
+) -> Iterator[str]:
+    """Samples in full; what was learnt of them is by the sample's number."""
+    number = 0
+    for group in groups:
+        prompt = _opening(group.prompt)  # once for all samples: it may be long
+        for sample in group.samples:
+            learnt = _learnt(advantages.get(number), entropies.get(number))
+            yield prompt + _rest({**_outcome(sample), **_tokens(sample), **learnt})
+            number += 1
+
+
+def answer_lines(groups: Iterable[Group]) -> Iterator[str]:
+    """Samples as text, with their scores."""
+    for group in groups:
+        prompt = _opening(group.prompt)
+        yield from (prompt + _rest(_outcome(sample)) for sample in group.samples)
+
+
+def dropped_lines(step: int, dropped: Iterable[tuple[Sample, str]]) -> Iterator[str]:
+    """What dropped samples were, why, and their state changes, each with its time and version."""
+    prompt, told = None, ""
+    for sample, why in dropped:
+        if sample.prompt is not prompt:
+            prompt = sample.prompt
+            about = {"prompt_id": prompt.id, "domain": prompt.domain, "messages": prompt.messages}
+            told = encode({"event": "sample", "step": step, **about})[:-1] + ","
+        yield told + _rest({"why": why, **_history(sample)})
+
+
+def _history(sample: Sample) -> dict[str, Any]:
+    return {
+        "time": sample.events[-1].time,
+        "index": sample.index,
+        "state": sample.state,
+        "reply": sample.reply,
+        **_transcript(sample),
+        "reward": sample.score.value if sample.score else None,
+        "reason": sample.score.reason if sample.score else "",
+        "tokens": sample.num_sampled,
+        "replicas": [turn.replica for turn in sample.turns],
+        "events": sample.events,
+        "error": sample.error,
+    }
+
+
+def pack(numbers: Sequence[float]) -> str:
+    return b64encode(array("f", numbers)).decode()
+
+
+def numbers(packed: str | list[float] | None) -> list[float]:
+    """Logprobs, entropies or advantages of a line, in the format of any version."""
+    if not isinstance(packed, str):
+        return packed or []
+    try:
+        return array("f", b64decode(packed)).tolist()
+    except ValueError as error:
+        raise ValueError(f"{packed:.40} is not base64 of float32 numbers: {error}") from None
+
+
+def _opening(prompt: Prompt) -> str:
+    """The beginning of a line: all of the prompt, so that its replies can be scored again."""
+    told = {
+        "prompt_id": prompt.id,
+        "domain": prompt.domain,
+        "messages": prompt.messages,
+        "ground_truth": prompt.ground_truth,
+        "tests": prompt.tests,
+        "extra": prompt.extra,
+    }
+    if prompt.seed is not None:
+        told["prompt_seed"] = prompt.seed
+    return encode(told)[:-1] + ","
+
+
+def _rest(told: dict[str, Any]) -> str:
+    return encode(told)[1:] + "\n"
+
+
+def _outcome(sample: Sample) -> dict[str, Any]:
+    score = sample.score
+    return {
+        "index": sample.index,
+        "visit": sample.visit,
+        "seed": sample.seed,
+        "state": sample.state,
+        "reply": sample.reply,
+        **_transcript(sample),
+        "end": sample.end,
+        "reward": score.value if score else None,
+        "parts": score.parts if score else {},
+        "reason": score.reason if score else "",
+        "error": sample.error,
+    }
+
+
+def _transcript(sample: Sample) -> dict[str, Any]:
+    """The whole conversation, where it has several turns."""
+    return {"transcript": sample.transcript} if len(sample.turns) > 1 else {}
+
+
+def _tokens(sample: Sample) -> dict[str, Any]:
+    """Ids and logprobs of all sequences end to end, in the order of `sequences`."""
+    turns, logprobs = [{}] * len(sample.turns), []
+    for sequence in sample.sequences:
+        known = 0
+        for number in sequence.turns:
+            turn = sample.turns[number]
+            turns[number] = _turn(turn, known, is_one_of_several=len(turns) > 1)
+            known = len(turn.prompt_ids) + len(turn.token_ids)
+            logprobs += turn.logprobs
+    orders = [sequence.turns for sequence in sample.sequences]
+    return {
+        "token_ids": sample.sequences[0].token_ids if len(orders) == 1 else sample.token_ids,
+        "logprobs": pack(logprobs),
+        "turns": turns,
+        **({"sequences": orders} if len(orders) > 1 else {}),
+        "events": sample.events,
+    }
+
+
+def _turn(turn: Turn, known: int, is_one_of_several: bool) -> dict[str, Any]:
+    """`known` tokens of what it read are those of the turn before."""
+    told = {
+        "read": len(turn.prompt_ids) - known,
+        "sampled": len(turn.token_ids),
+        "finish": turn.finish_reason,
+        "versions": turn.versions,
+        "replica": turn.replica,
+    }
+    if is_one_of_several:
+        told |= {"reward": turn.result.reward, "state": turn.state, **turn.result.measurements}
+    return told
+
+
+def _learnt(advantages: list[float] | None, entropies: list[float] | None) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    if advantages:  # most estimators give all tokens of a sample the same
+        is_one = advantages.count(advantages[0]) == len(advantages)
+        told["advantages"] = round(advantages[0], 5) if is_one else pack(advantages)
+    if entropies:
+        told["entropies"] = pack(entropies)
+    return told
+
+
+class Token(NamedTuple):
+    """A token of a recorded sample, in the order in which it was read or sampled."""
+
+    id: int
+    turn: int
+    logprob: float | None
+    """None if it was read."""
+    version: int | None
+
+
+def read_prompt(row: dict[str, Any]) -> Prompt:
+    """The prompt of a line of rollouts/."""
+    return Prompt(
+        id=row["prompt_id"],
+        messages=tuple(row["messages"]),
+        domain=row["domain"],
+        ground_truth=row["ground_truth"],
+        tests=tuple(row["tests"]),
+        extra=row["extra"],
+        seed=row.get("prompt_seed"),
+    )
+
+
+def read_tokens(row: dict[str, Any]) -> list[Token]:
+    """The tokens of a line of rollouts/; raises ValueError if it is damaged."""
+    all_logprobs = numbers(row["logprobs"])
+    ids, logprobs, found = iter(row["token_ids"]), iter(all_logprobs), []
+    sizes = [sum(turn[kind] for turn in row["turns"]) for kind in ("read", "sampled")]
+    if (sum(sizes), sizes[1]) != (len(row["token_ids"]), len(all_logprobs)):
+        raise ValueError(
+            f"sample {row.get('index')} of {row.get('prompt_id')} is damaged: its turns have "
+            f"{sum(sizes)} tokens, {sizes[1]} of them sampled, which token_ids and logprobs do not"
+        )
+    for number in (n for order in row.get("sequences", [range(len(row["turns"]))]) for n in order):
+        turn = row["turns"][number]
+        found += [Token(next(ids), number, None, None) for _ in range(turn["read"])]
+        for place in range(turn["sampled"]):
+            version = [v for first, v in turn["versions"] if first <= place][-1]
+            found.append(Token(next(ids), number, next(logprobs), version))
+    return found
