@@ -15,6 +15,7 @@ TIMES = ("time", "seconds", "tokens_per_second")
 OF_FAULTS = {
     "rollout/retried", "reward/calls", "reward/errors", "reward/timeouts", "reward/crashes",
     "reward/replaced", "env/errors", "env/timeouts", "env/crashes", "env/replaced",
+    "env/episodes", "env/replayed",
     "rollout/started", "rollout/aborted", "rollout/restored",
     "rollout/engine_free_pages", "rollout/engine_running", "rollout/engine_waiting",
 }  # fmt: skip
