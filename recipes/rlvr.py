@@ -35,6 +35,7 @@ from roll_lite.rewards.maths import last_number
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.evaluation import Evaluation, EvaluationOptions
 from roll_lite.rollout.event_loop import rare_collections
+from roll_lite.rollout.journal import fingerprint
 from roll_lite.rollout.metrics import describe_groups
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.sync import Colocated, WeightSync
@@ -338,7 +339,7 @@ def train(
     state, stop = AdvantageState(cfg.kl), cluster.stop_request()
     fixed = {name: value for name, value in flatten(cfg).items() if name in FIXED}
     parts = {"rollout": rollout, "advantages": state}
-    saved = RunState(cfg.run_dir, cfg.checkpoints, models.trained, parts, fixed)
+    saved = RunState(cfg.run_dir, cfg.checkpoints, models.trained, parts, fixed, rollout.forget)
     resumed_at = saved.resumed_at
     run = Run(
         cfg.run_dir, cfg, num_steps=cfg.steps, shown=shown, resumed_at=resumed_at,
@@ -349,6 +350,9 @@ def train(
         models.devices.to_training()
         models.devices.to_engines(resumed_at)
         rollout.set_version(resumed_at)
+    if cfg.rollout.journal:
+        made_with, weights = fingerprint(flatten(cfg)), models.devices.digest
+        rollout.open_journal(f"{cfg.run_dir}/journal", made_with, saved.step, weights)
     if run.lacks("eval/pass@1", saved.step, cfg.evaluation.eval_every):  # or was abandoned
         run.log(saved.step, evaluate(cfg, saved.step, run, rollout, evaluation))
     if cfg.runs_ahead:
@@ -384,6 +388,7 @@ def train(
                 metrics |= evaluate(cfg, step, run, rollout, evaluation)
             run.log(step, metrics)
             saved.end_step(run, step, higher=metrics.get("eval/pass@1"))
+    rollout.end_journal()
     profiler.close()
     run.close()
     if len(rates := evaluation.rates) > 1:

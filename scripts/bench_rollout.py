@@ -12,6 +12,7 @@ import random
 import time
 from dataclasses import dataclass
 from itertools import count
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import tyro
@@ -38,6 +39,8 @@ class Config:
     """Answers in a report of an engine."""
     min_samples: int = 20_000
     """Samples that are timed, after those of a first step, which are not."""
+    journal: bool = False
+    """Keep a journal, in a temporary folder, of which a checkpoint a step removes the old part."""
 
 
 class QuickEngines:
@@ -126,21 +129,26 @@ MODES = {
 def time_mode(cfg: Config, in_flight: int, options: dict) -> float:
     """Microseconds of processor time a sample, of those that were started."""
     engines, num_prompts = QuickEngines(cfg), in_flight // cfg.samples_per_prompt
-    with Coordinator(
-        engines=engines,
-        chat=PlainChat(),
-        play=question_player({"bench": score}),
-        prompts=endless_prompts(),
-        params=SamplingParams(max_tokens=cfg.reply_tokens),
-        options=RolloutOptions(
-            prompts_per_step=num_prompts,
-            samples_per_prompt=cfg.samples_per_prompt,
-            samples_per_replica=10**9,
-            deadline=600,
-            **options,
-        ),
-        seed=0,
-    ) as rollout:
+    with (
+        Coordinator(
+            engines=engines,
+            chat=PlainChat(),
+            play=question_player({"bench": score}),
+            prompts=endless_prompts(),
+            params=SamplingParams(max_tokens=cfg.reply_tokens),
+            options=RolloutOptions(
+                prompts_per_step=num_prompts,
+                samples_per_prompt=cfg.samples_per_prompt,
+                samples_per_replica=10**9,
+                deadline=600,
+                **options,
+            ),
+            seed=0,
+        ) as rollout,
+        TemporaryDirectory() as folder,
+    ):
+        if cfg.journal:
+            rollout.open_journal(folder, made_with="", resumed_at=0, weights=str)
         if options.get("max_staleness"):
             rollout.start()
         num_samples, start = 0, 0.0
@@ -152,6 +160,7 @@ def time_mode(cfg: Config, in_flight: int, options: dict) -> float:
             rollout.collect()
             engines.policy_version = version + 1
             rollout.set_version(version + 1)
+            rollout.forget(version + 1)
             num_samples += rollout.metrics()["rollout/started"]
             rollout.dropped()
         return 1e6 * (time.process_time() - start) / num_samples

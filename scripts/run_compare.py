@@ -15,9 +15,11 @@ TIMES = ("time", "seconds", "tokens_per_second")
 OF_FAULTS = {
     "rollout/retried", "reward/calls", "reward/errors", "reward/timeouts", "reward/crashes",
     "reward/replaced", "env/errors", "env/timeouts", "env/crashes", "env/replaced",
-    "rollout/started", "rollout/aborted", "rollout/engine_free_pages",
+    "env/episodes", "env/replayed",
+    "rollout/started", "rollout/aborted", "rollout/restored",
+    "rollout/engine_free_pages", "rollout/engine_running", "rollout/engine_waiting",
 }  # fmt: skip
-"""Metrics that count the faults themselves, or what a restart leaves empty."""
+"""Metrics that count the faults themselves, or what a restart leaves empty or need not do again."""
 OF_SAMPLES = (
     "prompt_id", "index", "state", "reply", "end", "reward", "parts", "token_ids", "logprobs",
     "advantages",

@@ -29,7 +29,7 @@ def deadly(plan, log):
     def reward(prompt, reply):
         call = next(CALLS)
         with log.open("a") as file:
-            file.write(f"{count} {prompt.id} {reply!r}\n")
+            file.write(f"{prompt.id} {reply!r}\n")
         if call == number:
             os.kill(child_of_rank(os.getppid(), rank), signal.SIGKILL)
         return share_of_good_letters(prompt, reply)

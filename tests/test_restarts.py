@@ -48,9 +48,9 @@ def killed_run(toy_folder, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_goes_on_by_itself_when_a_rank_is_killed(killed_run, tmp_path):
-    """In the middle of the fourth rollout: the same run as without."""
+    """Rank 0 in the fourth rollout: the same run as without, and only that call is repeated."""
     killed_run("whole", {}, steps=5, checkpoint_every=2)
-    text = killed_run("killed", {"0": [1, 8 + 3 * 64 + 30]}, steps=5, checkpoint_every=2)
+    text = killed_run("killed", {"0": [0, 8 + 3 * 64 + 30]}, steps=5, checkpoint_every=2)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert f"resuming from {killed}/checkpoints/step-00000002" in text
     assert comparable(steps_of(killed)) == comparable(steps_of(whole))
@@ -59,6 +59,8 @@ def test_a_run_goes_on_by_itself_when_a_rank_is_killed(killed_run, tmp_path):
         assert kept == [[s["token_ids"], s["logprobs"]] for s in samples_of(whole, step)]
     models = [load_file(path / "model" / "model.safetensors") for path in (killed, whole)]
     assert all(models[0][name].equal(tensor) for name, tensor in models[1].items())
+    calls = [sorted((tmp_path / f"{name}.calls").open()) for name in ("killed", "whole")]
+    assert len(calls[0]) == len(calls[1]) + 1 and set(calls[0]) == set(calls[1])
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """Supervised fine-tuning as a user runs it: over ranks, interrupted, from files."""
 
 import json
+from pathlib import Path
 
 import pytest
 import sft
 import torch
 from conftest import RECIPES, run_recipe
+from process_checks import wait_until
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -14,6 +16,9 @@ from roll_lite.models.hf import load_model
 from roll_lite.options import from_flat
 from roll_lite.report.curve import read_metric
 from roll_lite.report.reader import RunFolder
+from roll_lite.train import trainer
+from roll_lite.train.checkpoint import verify
+from roll_lite.train.shards import read_manifest
 
 SHORT = {
     "data": "reverse:2", "steps": 20, "rows_per_step": 4, "warmup_steps": 2,
@@ -221,3 +226,29 @@ def test_a_bad_row_is_named_and_nothing_is_left(small_folder, tmp_path):
 def test_wrong_values_are_named(small_folder, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         from_flat(sft.Config, **options(small_folder, tmp_path / "run", **changes))
+
+
+def test_checkpoints_beside_training_are_those_that_stop_it(small_folder, tmp_path, monkeypatch):
+    """They are written from copies: here not before the next update has changed the weights."""
+    three = {"steps": 3, "checkpoint_every": 1, "keep_last": 3}
+    run_here(options(small_folder, tmp_path / "before", **three))
+    write, step, updates = trainer.write_shard, sft.Trainer.step, []
+
+    def late(folder, *args, **kwargs):
+        number = int(Path(folder).name.split("-")[1].split(".")[0])
+        wait_until(lambda: len(updates) > min(number, 2), 600)  # none follows the third
+        return write(folder, *args, **kwargs)
+
+    def counted(*args, **kwargs):
+        metrics = step(*args, **kwargs)
+        updates.append(metrics)
+        return metrics
+
+    monkeypatch.setattr(trainer, "write_shard", late)
+    monkeypatch.setattr(sft.Trainer, "step", counted)
+    run_here(options(small_folder, tmp_path / "beside", checkpoint_beside=True, **three))
+    for folder in (tmp_path / "before" / "checkpoints").iterdir():
+        other = tmp_path / "beside" / "checkpoints" / folder.name
+        for file in folder.glob("*.safetensors"):
+            assert file.read_bytes() == (other / file.name).read_bytes()
+        assert read_manifest(folder).state == read_manifest(other).state and not verify(other)

@@ -1,6 +1,7 @@
 """Weights from the trainers to the engines, and which of them has the device: the only module that
 knows both."""
 
+import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,6 +40,8 @@ class WeightSync:
         arenas = held_by(self.engine.weight_arenas, self.engine.model) if self.engine else []
         self._shapes = {name: p.shape for held in arenas for name, p in held.items()}
         self._num_rows = [{n: -(-p.nbytes // ROW_BYTES) for n, p in h.items()} for h in arenas]
+        self._held: dict[str, Tensor] = {}
+        """Checksums of the engine's parameters since the last sync."""
 
     def _all_aligned(self) -> bool:
         mine = _tensor_place(self.trainer.tensor_shard) if self.trainer else None
@@ -60,9 +63,16 @@ class WeightSync:
         # No collective follows, so a rank may raise here.
         _compare(version, "what arrived is not what was sent", sent, arrived)
         if self.engine:
-            held = self._held_checksums()
-            _compare(version, "the engine does not hold what it got", taken, held)
+            self._held = self._held_checksums()
+            _compare(version, "the engine does not hold what it got", taken, self._held)
         return {"time/sync": time.perf_counter() - start}
+
+    def digest(self) -> str:
+        """Of the weights of this rank's engine: another text for other weights. Empty without."""
+        if self.engine is None:
+            return ""
+        sums = torch.cat(list((self._held or self._held_checksums()).values()))
+        return hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
     def _find_source(self) -> int:
         """The rank within the feed group that has a trainer."""
@@ -217,6 +227,10 @@ class Colocated:
             self._timed("offload", self._source.offload)
         if self._sleeps:
             self._timed("wake", self._engines.wake)
+
+    def digest(self) -> str:
+        """Of the engines' weights; another text for other weights."""
+        return max(self._sync.digest.options(collect="all")())
 
     @property
     def metrics(self) -> dict[str, float]:

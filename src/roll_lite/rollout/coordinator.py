@@ -15,6 +15,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -26,6 +27,7 @@ from roll_lite.progress import ProgressBar
 from roll_lite.rollout.engines import EngineClient
 from roll_lite.rollout.event_loop import LoopThread, PumpedLoop, Signal
 from roll_lite.rollout.groups import Groups, Keep, NothingLeft
+from roll_lite.rollout.journal import Journal
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.prompts import PromptQueue, PromptSource, Visit
 from roll_lite.rollout.sample import RunningGroup, SampleRunner
@@ -86,6 +88,9 @@ class Coordinator:
         self._num_answered: Counter[str] = Counter()
         self._version_gaps: list[int] = []
         self._is_continuous = False
+        self._journal: Journal | None = None
+        self._digest_weights: Callable[[], str]
+        """Set with the journal."""
         self._resume_from: dict[str, Any] | None = None
         """The state before a step that was abandoned."""
         is_alone = engines.is_alone
@@ -105,6 +110,31 @@ class Coordinator:
             client.engines.stop_listening()
         self._loop.call(self._groups.stop)
         self._loop.close()
+        if self._journal:
+            self._journal.close()
+
+    def open_journal(
+        self, folder: str | Path, made_with: str, resumed_at: int, weights: Callable[[], str]
+    ) -> None:
+        """Keep finished samples in a folder until `forget`, and use those that it has.
+
+        `made_with` are options, as journal.fingerprint has them. `weights` gives a digest of the
+        engines' weights.
+        """
+        self._journal, self._digest_weights = Journal(folder, made_with, resumed_at), weights
+        self._runner.journal = self._answerer.journal = self._journal
+        self._journal.begin(self._engines.version.current, weights())
+
+    def forget(self, saved_step: int) -> None:
+        """A checkpoint has this step: the journal keeps what came after it."""
+        if self._journal:
+            before = saved_step - self._options.max_version_gap
+            self._loop.run(_call(self._journal.forget, before))
+
+    def end_journal(self) -> None:
+        """Remove the journal: the run is complete."""
+        if self._journal:
+            self._loop.run(_call(self._journal.remove))
 
     def start(self) -> None:
         """From now on keep generating, as far ahead as max_staleness allows."""
@@ -152,6 +182,9 @@ class Coordinator:
 
     def set_version(self, policy_version: int) -> None:
         """Announce new weights in the engines: groups collected from now on are used under them."""
+        if self._journal:
+            weights = self._digest_weights()
+            self._loop.run(_call(self._journal.begin, policy_version, weights))
         self._loop.run(_call(self._set_version, policy_version))
 
     def on_states(self, listener: Callable[[list[str]], None]) -> None:
@@ -248,6 +281,8 @@ class Coordinator:
             metrics |= {"rollout/staleness": fmean(gaps), "rollout/max_staleness": max(gaps)}
         if counts["missing"]:
             metrics["rollout/missing_groups"] = counts["missing"]
+        if counts["restored"]:
+            metrics["rollout/restored"] = counts["restored"]
         if loads := [load for load in self._engines.loads if load]:
             metrics["rollout/engine_running"] = sum(load.num_running for load in loads)
             metrics["rollout/engine_waiting"] = sum(load.num_waiting for load in loads)

@@ -132,10 +132,10 @@ class EngineClient:
         """
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in range(request.num_samples)]
-        pending = PendingRequest(request, futures, num_counted=len(futures))
-        for index in {*range(request.num_samples)}.difference(request.indices):
-            futures[index].cancel()
-            pending.num_counted -= 1
+        pending = PendingRequest(request, futures, num_counted=len(request.indices))
+        if request.wanted is not None:  # the others are known already
+            for index in set(range(request.num_samples)) - set(request.wanted):
+                futures[index].set_result(None)
         for index in request.indices:
             futures[index].add_done_callback(lambda _: self._on_done(pending))
         if same_replica_as is not None and not self._is_broken(same_replica_as.replica):

@@ -152,7 +152,7 @@ class Episode:
             self._runner.fail(self.sample, traceback.format_exc())
         else:
             self.sample.score, self.sample.error = score, None
-            self._runner.end(self.sample)
+            self._runner.end(self.sample, self._group.visit)
             self._group.on_done()
 
     async def _play(self, episode: Awaitable[Ending]) -> Score:

@@ -48,6 +48,9 @@ class RolloutOptions:
     """Retries of a request that an engine failed, and of a reward that raised."""
     samples_per_replica: int = 1024
     """Most unfinished samples per engine replica; further groups wait until a replica has room."""
+    journal: bool = True
+    """Keep finished samples in the run folder until the next checkpoint, so that after a crash only
+    what was in flight is generated again."""
 
     def __post_init__(self):
         at_least(1, self, "samples_per_prompt", "prompts_per_step", "samples_per_replica")

@@ -22,24 +22,25 @@ def read_prompt(record: dict[str, Any]) -> Prompt:
 
 
 def write_group(group: Group) -> dict[str, Any]:
-    samples = [_write_sample(sample) for sample in group.samples]
+    samples = [_packed(write_sample(sample)) for sample in group.samples]
     return {"prompt": write_prompt(group.prompt), "samples": samples}
 
 
 def read_group(record: dict[str, Any]) -> Group:
     prompt = read_prompt(record["prompt"])
-    return Group(prompt=prompt, samples=[_read_sample(s, prompt) for s in record["samples"]])
+    return Group(
+        prompt=prompt, samples=[read_sample(_unpacked(s), prompt) for s in record["samples"]]
+    )
 
 
-def _write_sample(sample: Sample) -> dict[str, Any]:
-    """Token ids and logprobs are written once, by sequence; turns only as lengths."""
+def write_sample(sample: Sample) -> dict[str, Any]:
+    """Plain data. Token ids and logprobs are there once, by sequence; turns only as lengths."""
     return {
         "index": sample.index,
         "visit": sample.visit,
         "seed": sample.seed,
         "sequences": [
-            [_pack("i", sequence.token_ids), _pack("f", sequence.logprobs), sequence.turns]
-            for sequence in sample.sequences
+            [sequence.token_ids, sequence.logprobs, sequence.turns] for sequence in sample.sequences
         ],
         "turns": [
             [len(turn.prompt_ids), len(turn.token_ids), turn.finish_reason, turn.versions,
@@ -51,11 +52,11 @@ def _write_sample(sample: Sample) -> dict[str, Any]:
         "score": _write_score(sample.score) if sample.score else None,
         "end": sample.end,
         "error": sample.error,
-        "events": list(sample.events),
+        "events": [tuple(event) for event in sample.events],
     }  # fmt: skip
 
 
-def _read_sample(record: dict[str, Any], prompt: Prompt) -> Sample:
+def read_sample(record: dict[str, Any], prompt: Prompt) -> Sample:
     sample = Sample(
         prompt=prompt,
         index=record["index"],
@@ -83,9 +84,7 @@ def _read_score(value: float, parts: dict[str, float], reason: str = "") -> Scor
 
 def _read_turns(record: dict[str, Any]) -> list[Turn]:
     turns: dict[int, Turn] = {}
-    whole = [[record.get("token_ids"), record.get("logprobs"), range(len(record["turns"]))]]
-    for packed_ids, packed_logprobs, numbers in record.get("sequences", whole):
-        token_ids, logprobs = _unpack("i", packed_ids), _unpack("f", packed_logprobs)
+    for token_ids, logprobs, numbers in record["sequences"]:
         for number in numbers:
             num_read, num_sampled, finish_reason, versions, *said = record["turns"][number]
             sampled = slice(num_read, num_read + num_sampled)
@@ -100,6 +99,18 @@ def _read_turns(record: dict[str, Any]) -> list[Turn]:
                 turn.state, reward, measurements = said
                 turn.result = TurnResult(reward=reward, measurements=measurements)
     return [turns[number] for number in sorted(turns)]
+
+
+def _packed(record: dict[str, Any]) -> dict[str, Any]:
+    """For JSON, in which lists of numbers are long."""
+    sequences = [[_pack("i", ids), _pack("f", ps), turns] for ids, ps, turns in record["sequences"]]
+    return record | {"sequences": sequences}
+
+
+def _unpacked(record: dict[str, Any]) -> dict[str, Any]:
+    whole = [[record.get("token_ids"), record.get("logprobs"), range(len(record["turns"]))]]
+    packed = record.get("sequences", whole)  # not in runs of older versions
+    return record | {"sequences": [[_unpack("i", a), _unpack("f", b), c] for a, b, c in packed]}
 
 
 def _pack(kind: str, numbers: list) -> str:

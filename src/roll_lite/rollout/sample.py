@@ -7,7 +7,7 @@ how they end. Everything here runs in the coordinator's event loop.
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from roll_lite.chat import Chat
@@ -17,8 +17,9 @@ from roll_lite.envs.play import ONE_TURN, EpisodeOptions
 from roll_lite.progress import ProgressBar
 from roll_lite.rollout.engines import EngineClient, PendingRequest
 from roll_lite.rollout.episode import Episode
+from roll_lite.rollout.journal import Journal
 from roll_lite.rollout.prompts import Visit
-from roll_lite.types import LOST, Group, Prompt, Sample, SamplingParams, State, Turn
+from roll_lite.types import LOST, Group, Sample, SamplingParams, State, Turn
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -75,13 +76,24 @@ class SampleRunner:
         self.bar = ProgressBar(0, "", enabled=False)
         """Counts samples that end, for the caller that waits for them."""
         self.in_flight = StatesInFlight()
+        self.journal: Journal | None = None
 
-    def make_samples(self, prompt: Prompt, indices: Iterable[int]) -> list[Sample]:
-        samples = [Sample(prompt=prompt, index=index) for index in indices]
-        for sample in samples:
-            self.enter(sample, "queued")
-        self.counts["started"] += len(samples)
-        return samples
+    def make_samples(self, visit: Visit, indices: Sequence[int]) -> list[Sample]:
+        """Those that ended before a crash are done; the others are queued."""
+        self.counts["started"] += len(indices)
+        return [self._restored(visit, i) or self._queued(visit, i) for i in indices]
+
+    def _restored(self, visit: Visit, index: int) -> Sample | None:
+        sample = self.journal.restored(visit, index) if self.journal else None
+        if sample:
+            self.counts["restored"] += 1
+            self.bar.advance(1, sample.num_sampled)
+        return sample
+
+    def _queued(self, visit: Visit, index: int) -> Sample:
+        sample = Sample(prompt=visit.prompt, index=index)
+        self.enter(sample, "queued")
+        return sample
 
     def enter(self, sample: Sample, state: State) -> None:
         """What is lost stays lost: an environment may ignore that it was cancelled."""
@@ -94,10 +106,12 @@ class SampleRunner:
         self.enter(sample, "retried")
         self.counts["retried"] += 1
 
-    def end(self, sample: Sample) -> None:
+    def end(self, sample: Sample, visit: Visit) -> None:
         """The sample is scored."""
         self.enter(sample, "done")
         self.bar.advance(1, sample.num_sampled)
+        if self.journal:
+            self.journal.write(visit, sample)
 
     def fail(self, sample: Sample, error: str) -> None:
         sample.error = error
@@ -152,9 +166,10 @@ class RunningGroup:
         """`only` is the index of a single sample of the group to run."""
         self.visit, self._num_wanted = visit, num_samples if only is None else 1
         self._num_samples = num_samples + num_extra
-        self._wanted = None if only is None else (only,)
-        self.samples = runner.make_samples(visit.prompt, self._wanted or range(self._num_samples))
-        self._episodes: list[asyncio.Task] = []
+        indices = range(self._num_samples) if only is None else (only,)
+        self.samples = runner.make_samples(visit, indices)
+        self._episodes: dict[int, asyncio.Task] = {}
+        """By the index of the sample."""
         self.seed = derive_seed(runner.seed, visit.prompt.id, visit.number)
         for sample in self.samples:
             sample.visit, sample.seed = visit.number, self.seed
@@ -162,6 +177,8 @@ class RunningGroup:
         known = visit.prompt.seed
         self.prompt = replace(visit.prompt, seed=self.seed if known is None else known)
         """The prompt as its environment gets it, with the seed that all samples share."""
+        self._wanted: tuple[int, ...] | None = None
+        """The samples to generate; None is all of them."""
         self._first: PendingRequest | None = None
         self._last: dict[int, PendingRequest] = {}
         """The request of each sample's last turn, if it was not the first."""
@@ -172,19 +189,24 @@ class RunningGroup:
 
     async def run(self) -> Group:
         """Run all samples to their end."""
-        episodes = (Episode(self._runner, sample, self) for sample in self.samples)
-        self._episodes = [asyncio.create_task(episode.run()) for episode in episodes]
-        await asyncio.gather(*self._episodes)
+        self.on_done()  # a journal may have had enough of them
+        queued = [sample for sample in self.samples if sample.state == "queued"]
+        self._wanted = tuple(s.index for s in queued) if len(queued) < self._num_samples else None
+        for sample in queued:
+            episode = Episode(self._runner, sample, self)
+            self._episodes[sample.index] = asyncio.create_task(episode.run())
+        await asyncio.gather(*self._episodes.values())
         return Group(prompt=self.visit.prompt, samples=self.samples)
 
     def on_done(self) -> None:
         """A sample is done. If it is the last that is wanted, abort those that are running."""
         if sum(sample.state == "done" for sample in self.samples) < self._num_wanted:
             return
-        for sample, episode in zip(self.samples, self._episodes, strict=True):
+        for sample in self.samples:
             if sample.state not in ("done", *LOST):
                 self._runner.discard([sample], "aborted", "one too many")
-                episode.cancel()
+                if episode := self._episodes.get(sample.index):
+                    episode.cancel()
 
     async def generate(
         self, episode: Episode, token_ids: list[int], params: SamplingParams

@@ -11,6 +11,7 @@ of that name is always complete.
 """
 
 import dataclasses
+import json
 import math
 import os
 import re
@@ -53,6 +54,9 @@ class CheckpointOptions:
     step writes one in any case, and so do Ctrl-C and SIGTERM."""
     checkpoint_every: int = 0
     """Write a checkpoint every N steps too."""
+    checkpoint_beside: bool = False
+    """Write checkpoints while training goes on, from a copy in host memory: 12 bytes a parameter
+    over all ranks. They are complete one step later; the last is not written so."""
     keep_last: int = 2
     """Checkpoints to keep, beside the one that evaluates best."""
     resume: bool = False
@@ -219,13 +223,17 @@ class RunState:
         trainers: Sequence[RoleHandle],
         parts: Mapping[str, Resumable],
         fixed: dict[str, Any],
+        on_saved: Callable[[int], None] = lambda step: None,
     ):
-        """Resumes, if the options say so. `fixed` are options that must not change then."""
+        """Resumes, if the options say so. `fixed` are options that must not change then.
+
+        `on_saved` is called with the step of every checkpoint that was written.
+        """
         if options.resume:
             refuse_links_out(run_dir)
         self._checkpoints = Checkpoints(f"{run_dir}/checkpoints", keep_last=options.keep_last)
         self._options, self._trainers, self._parts = options, trainers, parts
-        self._fixed, self._stop = fixed, StopRequest()
+        self._fixed, self._on_saved, self._stop = fixed, on_saved, StopRequest()
         self.resumed_at = self._resume() if options.resume else None
         """The step of the checkpoint; 0 if there was none to resume from."""
         self.step = self._saved_step = self.resumed_at or 0
@@ -233,6 +241,9 @@ class RunState:
         self._saved_at = time.monotonic()
         self._score: tuple[int, float | None] = (0, None)
         """The last step that ended, and its measurement."""
+        self._pending: tuple[int, float, Callable[[], Path]] | None = None
+        """A checkpoint that is being written: its step, the seconds that training waited for it so
+        far, and what publishes it."""
 
     @contextmanager
     def kept(
@@ -248,6 +259,7 @@ class RunState:
                 yield
             except Ended:
                 on_end()
+                self._publish(run)
                 if self.step > self._saved_step:
                     self._save(run)
                 run.close()
@@ -261,8 +273,10 @@ class RunState:
         The best checkpoint is kept: `higher` or `lower` is its measurement.
         """
         self.step, self._score = step, (step, higher if lower is None else -lower)
+        self._publish(run)
         if self._stop.error or self._is_due(run):
-            self._save(run)
+            is_last = self._stop.error or run.is_due(step, 0)
+            self._save(run, beside=self._options.checkpoint_beside and not is_last)
         self._stop.check()
 
     def _is_due(self, run: Run) -> bool:
@@ -270,18 +284,32 @@ class RunState:
         is_time = minutes > 0 and time.monotonic() - self._saved_at > 60 * minutes
         return is_time or run.is_due(self.step, self._options.checkpoint_every)
 
-    def _save(self, run: Run) -> None:
+    def _save(self, run: Run, *, beside: bool = False) -> None:
         start = time.monotonic()
         run.phase.enter("checkpoint", self.step)
         measured, score = self._score
         score = score if measured == self.step else None
         parts = {name: part.state_dict() for name, part in self._parts.items()}
         state = {"step": self.step, "fixed": self._fixed, "parts": parts}
-        path = save_checkpoint(self._checkpoints, self._trainers, self.step, state, score)
+        arguments = self._checkpoints, self._trainers, self.step, state, score
+        finish = start_checkpoint(*arguments, beside=beside)
         self._saved_step, self._saved_at = self.step, time.monotonic()
-        seconds, num_bytes = self._saved_at - start, sum(f.size for f in read_manifest(path).files)
-        run.note("checkpoint", step=self.step, seconds=seconds, bytes=num_bytes)
+        self._pending = self.step, self._saved_at - start, finish
+        if not beside:
+            self._publish(run)
+
+    def _publish(self, run: Run) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        if self._pending is None:
+            return
+        (step, waited, finish), self._pending = self._pending, None
+        start = time.monotonic()
+        path = finish()
+        seconds = waited + time.monotonic() - start
+        num_bytes = sum(file.size for file in read_manifest(path).files)
+        run.note("checkpoint", step=step, seconds=seconds, bytes=num_bytes)
         run.print(f"wrote {path}: {num_bytes / 1e9:.3g} GB in {seconds:.1f} s")
+        self._on_saved(step)
 
     def _resume(self) -> int:
         """Load the newest complete checkpoint: its step, or 0 if there is none."""
@@ -300,29 +328,61 @@ def save_checkpoint(
     state: dict[str, Any],
     score: float | None = None,
 ) -> Path:
-    """Write the trainers' weights and optimizers, and the controller's `state` (plain JSON).
+    """Write the trainers' weights and optimizers, and the controller's `state` (plain JSON)."""
+    return start_checkpoint(checkpoints, trainers, step, state, score, beside=False)()
+
+
+def start_checkpoint(
+    checkpoints: Checkpoints,
+    trainers: Sequence[RoleHandle],
+    step: int,
+    state: dict[str, Any],
+    score: float | None,
+    *,
+    beside: bool,
+) -> Callable[[], Path]:
+    """Write a checkpoint, `beside` what the trainers do next or at once. The function that is
+    returned waits until it is written, and publishes it.
 
     The first trainer is the policy; its architecture, layout and kind are the checkpoint's.
     """
-    partial = checkpoints.begin(step)
+    partial = str(checkpoints.begin(step))
+    with _abandoned_on_error(checkpoints, step):
+        written = _call_all(trainers, "start_checkpoint" if beside else "write_checkpoint", partial)
+        about = [trainer.describe_checkpoint() for trainer in trainers]
+    progress = {part: done for one in about for part, done in one["progress"].items()}
+    # A copy: what it was made of may change until the checkpoint is published.
+    state = json.loads(json.dumps({"progress": progress, "controller": state}))
+
+    def finish() -> Path:
+        with _abandoned_on_error(checkpoints, step):
+            records = _call_all(trainers, "finish_checkpoint") if beside else written
+        return checkpoints.finish(
+            step,
+            [record for record in records if record is not None],
+            architecture=about[0]["architecture"],
+            layout=about[0]["layout"],
+            kind=about[0]["kind"],
+            state=state,
+            score=score,
+        )
+
+    return finish
+
+
+@contextmanager
+def _abandoned_on_error(checkpoints: Checkpoints, step: int) -> Iterator[None]:
     try:
-        records, progress = [], {}
-        for trainer in trainers:
-            records += trainer.write_checkpoint.options(collect="all")(str(partial))
-            progress |= trainer.describe_checkpoint()["progress"]
-        about = trainers[0].describe_checkpoint()
+        yield
     except BaseException:
         checkpoints.abandon(step)
         raise
-    return checkpoints.finish(
-        step,
-        [record for record in records if record is not None],
-        architecture=about["architecture"],
-        layout=about["layout"],
-        kind=about["kind"],
-        state={"progress": progress, "controller": state},
-        score=score,
-    )
+
+
+def _call_all(trainers: Sequence[RoleHandle], method: str, *args: Any) -> list[Any]:
+    """The results of all ranks of all trainers."""
+    calls = [getattr(trainer, method).options(collect="all") for trainer in trainers]
+    return [result for call in calls for result in call(*args)]
 
 
 def load_checkpoint(

@@ -50,6 +50,11 @@ class Piece:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
 
+    def copy(self) -> "Piece":
+        """In the host's memory."""
+        tensor = torch.empty_like(self.tensor, device="cpu", memory_format=torch.contiguous_format)
+        return Piece(tensor.copy_(self.tensor), self.offsets, self.shape)
+
     def __post_init__(self):
         local = tuple(self.tensor.shape)
         if not len(local) == len(self.offsets) == len(self.shape) or any(
@@ -87,7 +92,12 @@ class ShardRecord:
 
 
 def write_shard(
-    folder: str | Path, rank: int, pieces: dict[str, Piece], *, of: str = "shard"
+    folder: str | Path,
+    rank: int,
+    pieces: dict[str, Piece],
+    *,
+    of: str = "shard",
+    shows_progress: bool = True,
 ) -> ShardRecord:
     """Write a rank's file. Pieces on a device are copied to the CPU one at a time."""
     # Wide dtypes first, as safetensors orders them, so that every tensor is aligned.
@@ -100,15 +110,17 @@ def write_shard(
     return ShardRecord(
         file=path.name,
         size=size,
-        crc32=write_durably(path, parts, size),
+        crc32=write_durably(path, parts, size, shows_progress),
         pieces={name: _stored(piece) for name, piece in held.items()},
     )
 
 
-def write_durably(path: Path, parts: Iterable[memoryview], size: int) -> int:
+def write_durably(
+    path: Path, parts: Iterable[memoryview], size: int, shows_progress: bool = True
+) -> int:
     """Write a file of `size` bytes, wait until it is on disk, and return its crc32."""
     crc32 = 0
-    bar = ProgressBar(size, "checkpoint", "bytes")
+    bar = ProgressBar(size, "checkpoint", "bytes", enabled=shows_progress)
     with bar, path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
         try:
             for part in parts:

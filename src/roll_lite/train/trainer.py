@@ -3,9 +3,12 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import fmean
+from threading import Thread
 from typing import Any, Literal
 
 import torch
@@ -88,6 +91,7 @@ class Trainer(Scorer):
         )
         self._entropies: list[Tensor] = []
         """Of the rows of each micro-batch of the last step, on the device."""
+        self._checkpoint: Future[ShardRecord]
 
     def step(self, batch: list[MicroBatch], scheduled_at: int | None = None) -> dict[str, float]:
         """Accumulate the gradient over all micro-batches of all ranks, then update once.
@@ -294,9 +298,22 @@ class Trainer(Scorer):
 
         Of several copies of the weights the first is written.
         """
+        return write_shard(folder, self.place.group.rank(), self._written_pieces(), of=self.part)
+
+    def start_checkpoint(self, folder: str | Path) -> None:
+        """As `write_checkpoint`, but write a copy beside what this rank does next."""
+        pieces = {name: piece.copy() for name, piece in self._written_pieces().items()}
+        options = {"of": self.part, "shows_progress": False}  # the bar is that of the next work
+        write = partial(write_shard, folder, self.place.group.rank(), pieces, **options)
+        self._checkpoint = _run_beside(write)
+
+    def finish_checkpoint(self) -> ShardRecord:
+        """Wait until the copy is written."""
+        return self._checkpoint.result()
+
+    def _written_pieces(self) -> dict[str, Piece]:
         held = self._pieces() if self.place.copy == 0 else ()
-        pieces = {name: piece for name, piece, is_copy in held if not is_copy}
-        return write_shard(folder, self.place.group.rank(), pieces, of=self.part)
+        return {name: piece for name, piece, is_copy in held if not is_copy}
 
     def describe_checkpoint(self) -> dict[str, Any]:
         return {
@@ -338,6 +355,20 @@ class Trainer(Scorer):
                 for what, tensor in tensors.items():
                     piece = Piece(part.of_local(self._readable(tensor)), part.offsets, shape)
                     yield f"{self.part}.{what}.{name}", piece, part.is_copy
+
+
+def _run_beside(function: Callable[[], ShardRecord]) -> "Future[ShardRecord]":
+    """In a thread that does not keep a process alive which ends for another reason."""
+    future = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # raised where the result is asked for
+            future.set_exception(error)
+
+    Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
 
 
 def _token_bar(batch: list[MicroBatch], label: str) -> ProgressBar:
