@@ -39,6 +39,7 @@ PAUSE_SECONDS = 3.0
 POLL_SECONDS = 0.002
 MAX_MISSES = 3
 """Steps in which a phase was over before its fault came; then comes another fault."""
+SHOWN_PROBLEMS = 20
 MAX_RESTARTS = 1000
 """Of torchrun; under python the script itself gives the command again."""
 SURVIVED, RESTARTED, HUNG = "survived", "restarted", "hung"
@@ -406,7 +407,7 @@ def main() -> None:
     print("\n".join(table(campaign.faults)))
     longest = max((f.ended_s or 0.0 for f in campaign.faults), default=0.0)
     text = f"{len(campaign.faults)} faults in {campaign.num_runs} runs; the longest end took "
-    print("\n".join(campaign.problems))
+    print("\n".join(campaign.problems[:SHOWN_PROBLEMS]))
     print(
         f"{text}{longest:.1f} s;",
         f"{len(campaign.problems)} problems" if campaign.problems else "all is well",
