@@ -213,7 +213,9 @@ class Campaign:
         self, program: Program, run_dir: Path, target: Target, last: Fault | None
     ) -> Fault | None:
         """Inject the fault in its phase; None if the program ends before, or it is missed often."""
-        delay, tried = self.random.random() * self.seconds.get(target.phase, 0.0), set()
+        # Chosen ones come at once: a random moment may be after the end of the phase.
+        delay = 0.0 if self.chosen else self.random.random() * self.seconds[target.phase]
+        tried: set[tuple[int, int]] = set()
         while program.process.poll() is None and len(tried) < MAX_MISSES:
             note_recovery(run_dir, last)
             is_there = program.find(target.victim)  # first: a search takes longer than some phases
