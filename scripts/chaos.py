@@ -39,6 +39,7 @@ PAUSE_SECONDS = 3.0
 POLL_SECONDS = 0.002
 MAX_MISSES = 3
 """Steps in which a phase was over before its fault came; then comes another fault."""
+SHOWN_PROBLEMS = 20
 MAX_RESTARTS = 1000
 """Of torchrun; under python the script itself gives the command again."""
 SURVIVED, RESTARTED, HUNG = "survived", "restarted", "hung"
@@ -212,7 +213,9 @@ class Campaign:
         self, program: Program, run_dir: Path, target: Target, last: Fault | None
     ) -> Fault | None:
         """Inject the fault in its phase; None if the program ends before, or it is missed often."""
-        delay, tried = self.random.random() * self.seconds.get(target.phase, 0.0), set()
+        # Chosen ones come at once: a random moment may be after the end of the phase.
+        delay = 0.0 if self.chosen else self.random.random() * self.seconds[target.phase]
+        tried: set[tuple[int, int]] = set()
         while program.process.poll() is None and len(tried) < MAX_MISSES:
             note_recovery(run_dir, last)
             is_there = program.find(target.victim)  # first: a search takes longer than some phases
@@ -406,7 +409,7 @@ def main() -> None:
     print("\n".join(table(campaign.faults)))
     longest = max((f.ended_s or 0.0 for f in campaign.faults), default=0.0)
     text = f"{len(campaign.faults)} faults in {campaign.num_runs} runs; the longest end took "
-    print("\n".join(campaign.problems))
+    print("\n".join(campaign.problems[:SHOWN_PROBLEMS]))
     print(
         f"{text}{longest:.1f} s;",
         f"{len(campaign.problems)} problems" if campaign.problems else "all is well",
