@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def newest_checkpoint(run: Path) -> Path:
 
 
 def _of_metrics(run: Path, other: Path) -> Iterator[str]:
-    rows, others = ([_steady(row) for row in _rows(f / "metrics.jsonl")] for f in (run, other))
+    rows, others = (_steps(map(_steady, _rows(f / "metrics.jsonl"))) for f in (run, other))
     steps, expected = [row["step"] for row in rows], [row["step"] for row in others]
     if steps != expected:
         yield f"metrics.jsonl has steps {steps} instead of {expected}"
@@ -80,6 +80,17 @@ def _of_metrics(run: Path, other: Path) -> Iterator[str]:
         for name in sorted(row.keys() | wanted.keys()):
             if row.get(name) != wanted.get(name):
                 yield f"step {row['step']}: {name} {row.get(name)} instead of {wanted.get(name)}"
+
+
+def _steps(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """An evaluation that a signal ended has a row of its own, after that of its step."""
+    steps: list[dict[str, Any]] = []
+    for row in rows:
+        if steps and row.keys() & steps[-1].keys() == {"step"} and row["step"] == steps[-1]["step"]:
+            steps[-1] |= row
+        else:
+            steps.append(row)
+    return steps
 
 
 def _steady(row: dict[str, Any]) -> dict[str, Any]:
