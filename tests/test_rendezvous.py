@@ -13,16 +13,18 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from process_checks import is_running, wait_until
 
-from roll_lite.cluster import agent, comparison, rendezvous
+from roll_lite.cluster import agent, comparison, rendezvous, wire
 from roll_lite.cluster.agent import Process
 from roll_lite.cluster.comparison import describe
 from roll_lite.cluster.rendezvous import Launch
+from roll_lite.cluster.watchdog import Heartbeat
 
 SOURCES = Path(__file__).parent.parent / "src"
 OPTIONS = {"lr": 0.1, "steps": 3, "run_dir": "runs/a"}
@@ -228,3 +230,26 @@ def test_a_rank_ends_with_its_agent_and_what_it_starts_outlives_a_thread():
         torchrun.stdout.close()
         for pid in filter(is_running, (rank, child)):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_a_controller_without_memory_is_given_up(monkeypatch):
+    """Its handlers answer every message with MemoryError; the process lives."""
+    controller = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    reasons = []
+
+    def on_lost(code, reason):
+        reasons.append(reason)
+        heartbeat.stop()
+
+    worker = SimpleNamespace(rank=1, status=lambda: None)
+    heartbeat = Heartbeat(worker, Process.find(controller.pid), on_lost)
+    heartbeat._is_connected = True
+    monkeypatch.setattr(wire, "send", _raise_memory_error)
+    heartbeat.start()
+    assert controller.wait(600) == -signal.SIGKILL
+    wait_until(lambda: reasons)
+    assert reasons[0].endswith("has no memory left")
+
+
+def _raise_memory_error(*arguments, **options):
+    raise MemoryError

@@ -222,6 +222,8 @@ class Heartbeat:
                 if self._is_connected:
                     self._send()
                     last_answer = time.monotonic()
+            except MemoryError:  # what a handler raises comes back to the caller
+                self._give_up("has no memory left")
             except RuntimeError:  # a slow controller; if it died, the lifeline fails too
                 pass
             self._check_controller(time.monotonic() - last_answer)
@@ -235,9 +237,11 @@ class Heartbeat:
     def _check_controller(self, silence: float) -> None:
         is_stopped = silence > STOPPED_SECONDS and self._controller.is_stopped
         if is_stopped or (silence > HEARTBEAT_TIMEOUT and self._is_connected):
-            self._controller.kill()
-            why = STOPPED if is_stopped else f"did not answer a heartbeat for {silence:.0f} s"
-            self._lose(f"the controller (rank 0, {self._controller}) {why}")
+            self._give_up(STOPPED if is_stopped else f"sent no answer for {silence:.0f} s")
+
+    def _give_up(self, why: str) -> None:
+        self._controller.kill()
+        self._lose(f"the controller (rank 0, {self._controller}) {why}")
 
     def _lose(self, reason: str) -> None:
         self._on_lost(1, reason)
