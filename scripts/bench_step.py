@@ -87,7 +87,7 @@ class Config:
 class Unsaved(RunState):
     """Masters and moments of 8B take 61 GiB, which nothing reads here."""
 
-    def _save(self, run) -> None:
+    def _save(self, run, *, beside: bool = False) -> None:
         pass
 
 

@@ -88,7 +88,14 @@ def words(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def workers(words):
+def started():
+    """Sandbox processes that began here: other tests of this process may keep theirs."""
+    before = sandbox_processes()
+    return lambda: sandbox_processes() - before
+
+
+@pytest.fixture(scope="module")
+def workers(words, started):
     try:
         check_isolation("full")
     except ValueError as error:
@@ -99,7 +106,7 @@ def workers(words):
             REWARDS, num_workers=NUM_WORKERS, seconds=HANG_SECONDS, max_error_share=1.0
         ) as workers:
             yield workers
-    wait_until(lambda: not sandbox_processes() and not processes_with(SURVIVOR))
+    wait_until(lambda: not started() and not processes_with(SURVIVOR), HANG_SECONDS)
 
 
 def score(workers, cases):
@@ -143,13 +150,13 @@ def score_programs(workers, words, programs):
 
 
 @pytest.mark.slow
-def test_hostile_programs_score_nothing(workers, words):
+def test_hostile_programs_score_nothing(workers, words, started):
     hostile = [program for program in PROGRAMS if program["kind"] != "honest"]
     found = score_programs(workers, words, hostile)
     assert {name: values for name, values in found.items() if values != {0.0}} == {}
     assert len(found) == len(hostile) > 100
-    wait_until(lambda: len(sandbox_processes()) <= NUM_WORKERS)  # a zygote for each worker
-    wait_until(lambda: not processes_with(SURVIVOR))
+    wait_until(lambda: len(started()) <= NUM_WORKERS, HANG_SECONDS)  # a zygote for each worker
+    wait_until(lambda: not processes_with(SURVIVOR), HANG_SECONDS)
 
 
 @pytest.mark.slow

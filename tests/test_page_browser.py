@@ -271,10 +271,12 @@ def test_the_live_page_follows_the_run(browser, tmp_path):
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(metrics(5)) + "\n")
         browser.wait("document.querySelector('#overview').textContent.includes('step 5 of 6')")
+        rows = "document.querySelectorAll('.row .start').length"  # when the server has sent them
         browser.go("#rollouts/0/step_00005")
+        browser.wait(rows, lambda number: number == 1)
         assert listed(browser) == ["answer 0 of step 5"]
         browser.go("#rollouts/0/step_00001")
-        assert len(listed(browser)) == 8
+        browser.wait(rows, lambda number: number == 8)
         browser.call("Page.navigate", url="about:blank")  # it asks the server no more
     finally:
         server.shutdown()

@@ -62,10 +62,11 @@ def python_names(tests: str) -> dict[str, Any]:
 
 
 def _on_data(nodes: list[ast.AST]) -> set[ast.AST]:
-    """Names in comparisons and assertions that use nothing but data, builtins and usual names."""
+    """Names in comparisons, assertions and calls whose result is not used, that read nothing but
+    data, builtins and usual names."""
     found: set[ast.AST] = set()
     for node in nodes:
-        parts = [node] if isinstance(node, ast.Compare) else []
+        parts = [node] if isinstance(node, ast.Compare | ast.Expr) else []
         if isinstance(node, ast.Assert):
             parts = [node.test]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
