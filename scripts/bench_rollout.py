@@ -170,8 +170,10 @@ def main(cfg: Config) -> dict[str, dict[int, float]]:
     print("us a sample" + "".join(f"{n:>10,}" for n in cfg.in_flight) + "  in flight")
     table: dict[str, dict[int, float]] = {}
     for name, options in MODES.items():
-        with rare_collections():  # as in the recipes
-            table[name] = {n: time_mode(cfg, n, options) for n in cfg.in_flight}
+        table[name] = {}
+        for in_flight in cfg.in_flight:
+            with rare_collections():  # as in the recipes; and what is left of the last is collected
+                table[name][in_flight] = time_mode(cfg, in_flight, options)
         print(f"{name:<24}" + "".join(f"{value:>10.0f}" for value in table[name].values()))
     return table
 
