@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lint and test. Makes a virtual environment and installs what it needs.
 #   scripts/test.sh                  the fast part: under 5 minutes on two CPU cores
-#   scripts/test.sh --all            with the slow tests: under 25 minutes
+#   scripts/test.sh --all            with the slow tests: under 30 minutes
 #   scripts/test.sh tests/test_x.py  only these (any pytest arguments)
 #   scripts/test.sh -n 0 --pdb       in one process, where a debugger and print work
 # Two worker processes run the tests, each with one thread for linear algebra; pytest's own

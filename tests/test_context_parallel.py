@@ -17,8 +17,7 @@ def cut(lengths, size, device="cpu"):
     total = sum(lengths)
     places, starts = torch.arange(total), torch.tensor([0, *lengths]).cumsum(0).int()
     rows = places[::2]
-    batch = (x.to(device) for x in (places, places, starts, rows))
-    batch = list(batch)
+    batch = [x.to(device) for x in (places, places, starts, rows)]
     return [ContextShard(rank, size, None).cut(*batch) for rank in range(size)], rows.to(device)
 
 
