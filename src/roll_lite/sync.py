@@ -28,7 +28,8 @@ class WeightSync:
     Parameters travel in buckets. Train's ranks gather one while the one before is used, train's
     first rank broadcasts it to ranks without a trainer, and each engine takes its shard. If every
     engine is on the rank of the trainer with the same shard (aligned), FSDP's gathering is the only
-    communication, and on one rank there is none.
+    communication. If there is nothing to gather either, the weights are cast into the engine's
+    memory, and nothing else is touched. Whatever travelled is compared by checksums.
     """
 
     def __init__(self, *, place: Place, places: Mapping[str, Place], siblings: Mapping[str, Any]):
@@ -41,7 +42,7 @@ class WeightSync:
         self._shapes = {name: p.shape for held in arenas for name, p in held.items()}
         self._num_rows = [{n: -(-p.nbytes // ROW_BYTES) for n, p in h.items()} for h in arenas]
         self._held: dict[str, Tensor] = {}
-        """Checksums of the engine's parameters since the last sync."""
+        """Checksums of the engine's parameters since the last sync, if they are known."""
 
     def _all_aligned(self) -> bool:
         mine = _tensor_place(self.trainer.tensor_shard) if self.trainer else None
@@ -53,7 +54,20 @@ class WeightSync:
     @torch.no_grad()
     def sync(self, version: int, running: OnNewWeights = "go_on") -> dict[str, float]:
         """Load the trainer's weights into all engines, and verify checksums."""
-        start, arrived, taken = time.perf_counter(), {}, {}
+        start = time.perf_counter()
+        if self.is_aligned and self.trainer.place.shards.size() == 1:
+            if self.engine:
+                own = self.trainer.whole_parameters(only_part=True)
+                self.engine.load_weights(own, version, running)
+                self._held = {}
+                if self.place.device.type == "cuda":
+                    torch.cuda.synchronize(self.place.device)  # the engine may use another stream
+        else:
+            self._send(version, running)
+        return {"time/sync": time.perf_counter() - start}
+
+    def _send(self, version: int, running: OnNewWeights) -> None:
+        arrived, taken = {}, {}
         buckets = self._aligned() if self.is_aligned else self._cut(self._arriving(arrived))
         if self.engine is None:
             deque(buckets, maxlen=0)  # only takes part in the collectives
@@ -65,13 +79,13 @@ class WeightSync:
         if self.engine:
             self._held = self._held_checksums()
             _compare(version, "the engine does not hold what it got", taken, self._held)
-        return {"time/sync": time.perf_counter() - start}
 
     def digest(self) -> str:
         """Of the weights of this rank's engine: another text for other weights. Empty without."""
         if self.engine is None:
             return ""
-        sums = torch.cat(list((self._held or self._held_checksums()).values()))
+        self._held = self._held or self._held_checksums()
+        sums = torch.cat([*self._held.values()])
         return hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
     def _find_source(self) -> int:
@@ -89,16 +103,14 @@ class WeightSync:
 
     def _held_checksums(self) -> dict[str, Tensor]:
         """Of the engine's weights, arena by arena."""
-        sums, dtype = {}, self.place.dtype
+        sums = {}
         for arena, num_rows in zip(self.engine.weight_arenas, self._num_rows, strict=True):
-            rows = row_checksums(arena.bytes.view(dtype).view(-1, _row_size(dtype)))
+            rows = row_checksums(arena.bytes)
             sums |= zip(num_rows, rows.split([*num_rows.values()]), strict=True)
         return sums
 
     def _aligned(self) -> Iterator["Bucket"]:
-        # One rank casts on the way into the bucket, several before they gather.
-        dtype = self.place.dtype if self.trainer.place.shards.size() > 1 else None
-        yield from self._packed(self.trainer.whole_parameters(dtype, only_part=True))
+        yield from self._packed(self.trainer.whole_parameters(self.place.dtype, only_part=True))
 
     def _arriving(self, arrived: dict[str, Tensor]) -> Iterator["Bucket"]:
         """Whole parameters, on all ranks; fills `arrived` with checksums of what was sent."""
@@ -156,7 +168,7 @@ class Bucket:
 
     @property
     def checksums(self) -> dict[str, Tensor]:
-        rows = row_checksums(self.flat.view(-1, _row_size(self.flat.dtype)))
+        rows = row_checksums(self.flat)
         return dict(zip(self.tensors, rows.split(self._rows), strict=True))
 
 
@@ -246,11 +258,10 @@ class Colocated:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-def row_checksums(tensor: Tensor) -> Tensor:
-    """Checksums per row, so that swapped rows are found as well as changed bits."""
-    width = torch.int32 if tensor.element_size() == 4 else torch.int16
-    bits = tensor.detach().contiguous().view(width)
-    return bits.view(-1, bits.shape[-1] if bits.ndim > 1 else 1).sum(1, dtype=torch.int64)
+def row_checksums(flat: Tensor) -> Tensor:
+    """Of each ROW_BYTES: the sum of its 64-bit words, so that a changed bit and rows that changed
+    places are found. Narrower words would take longer than the copy of the weights."""
+    return flat.view(torch.int64).view(-1, ROW_BYTES // 8).sum(1)
 
 
 def _recording(buckets: Iterator[Bucket], sums: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
