@@ -17,8 +17,6 @@ from roll_lite.cluster.cluster import Cluster
 from roll_lite.models.tiny import build_tiny
 
 pytestmark = pytest.mark.gpu
-TOLERANCE = 3e-2
-"""Of gradients that are computed in bf16 and summed in another order."""
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +34,18 @@ def over_ranks(folder):
 
 @pytest.fixture(scope="module")
 def alone(folder):
+    return on_one_rank(folder, "cuda")
+
+
+@pytest.fixture(scope="module")
+def exact(folder):
+    """In fp32, on the CPU."""
+    return on_one_rank(folder, "cpu")
+
+
+def on_one_rank(folder, device):
     results = {}
-    with Cluster("train=0", "cuda") as cluster:
+    with Cluster("train=0", device) as cluster:
         for lora in (None, train_programs.LORA):
             options = train_programs.options(lora)
             trainer = cluster.role("train", train_programs.Probe, folder=folder, **options)
@@ -48,13 +56,17 @@ def alone(folder):
 
 
 @pytest.mark.parametrize(("layout", "lora"), CASES)
-def test_training_does_not_depend_on_the_layout(over_ranks, alone, layout, lora):
+def test_training_does_not_depend_on_the_layout(over_ranks, alone, exact, layout, lora):
+    """Gradients in bf16 are off by up to 3% on one rank, and no further on many."""
     got, expected = over_ranks[layout, lora], alone[lora]
     for budget, grads in got["grads"].items():
         for name, grad in grads.items():
-            whole = expected["grads"][budget][name].cpu()
-            error = (grad.cpu() - whole).norm() / whole.norm()
-            assert error < TOLERANCE, (layout, budget, name, error)
+            true = exact[lora]["grads"][budget][name]
+            error, on_one = (
+                ((found.cpu() - true).norm() / true.norm()).item()
+                for found in (grad, expected["grads"][budget][name])
+            )
+            assert error < 1.5 * on_one + 5e-3, (layout, budget, name, error, on_one)
     assert got["losses"] == pytest.approx(expected["losses"], rel=1e-2)
     assert all(got["holds"])
 
