@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from made_runs import HOSTILE
 
 from roll_lite.report.run import Run
 from roll_lite.report.samples import numbers
@@ -17,6 +18,8 @@ from roll_lite.types import Group, Prompt, Sample, Score, Turn
 PROMPT = Prompt(
     id="p", messages=({"role": "user", "content": "?"},), domain="math", ground_truth=""
 )
+
+PARTS = {"a": 0.5, "n": float("nan")}
 
 
 def float32(number):
@@ -125,6 +128,37 @@ def test_rollouts_hold_the_advantages_of_what_was_trained_on(tmp_path):
     assert numbers(second["entropies"]) == [2.5, float32(0.3)]
     assert not {"advantages", "entropies"} & third.keys() and "entropies" not in first
     assert numbers([0.25, -0.5]) == [0.25, -0.5]  # of older versions
+
+
+@pytest.mark.parametrize("reward", [None, 0.1, True, float("nan"), float("inf")])
+@pytest.mark.parametrize("num_turns", [0, 1, 2])
+def test_lines_are_what_the_samples_hold(tmp_path, reward, num_turns):
+    """Lines are put together by hand, so any text must come back from a parser."""
+    score = None if reward is None else Score(value=reward, parts=PARTS, reason=HOSTILE)
+    sample = Sample(prompt=PROMPT, index=3, visit=2, seed=7 if num_turns else None, score=score)
+    sample.reply, sample.end, sample.error = HOSTILE, 'a "b"', HOSTILE if num_turns else None
+    sample.transcript = [{"role": "user", "content": HOSTILE}]
+    for number in range(num_turns):
+        sample.add_turn(turn([1, 2], [3], [-1.0], 0))
+        sample.turns[-1].replica = number or None
+    for state in ("queued", "generating", "filtered"):
+        sample.enter(state, 4)
+    run = Run(tmp_path, PROMPT, num_steps=1, shown={})
+    run.write_answers(1, [Group(prompt=PROMPT, samples=[sample])])
+    run.note_samples(1, [(sample, HOSTILE), (sample, "b")])
+    outcome = {
+        "index": 3, "visit": 2, "seed": sample.seed, "state": "filtered", "reply": HOSTILE,
+        "end": 'a "b"', "reward": reward if reward in (0.1, True) else None,
+        "parts": {"a": 0.5, "n": None} if score else {}, "reason": HOSTILE if score else "",
+        "error": sample.error, **({"transcript": sample.transcript} if num_turns > 1 else {}),
+    }  # fmt: skip
+    answer = json.loads((tmp_path / "rollouts" / "eval_00001.jsonl").read_text())
+    assert outcome.items() <= answer.items() and answer["prompt_id"] == PROMPT.id
+    first, second = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert outcome.items() <= first.items() and (first["why"], second["why"]) == (HOSTILE, "b")
+    assert (first["tokens"], first["replicas"]) == (num_turns, [None, 1][:num_turns])
+    assert first["events"] == [list(e._replace(time=round(e.time, 6))) for e in sample.events]
+    assert first["time"] == first["events"][-1][1]
 
 
 def test_a_start_says_what_it_ran_on(tmp_path):

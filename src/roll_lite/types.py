@@ -255,7 +255,7 @@ class Sample:
 
     @property
     def num_sampled(self) -> int:
-        return sum(len(turn.token_ids) for turn in self.turns)
+        return sum([len(turn.token_ids) for turn in self.turns])
 
     @property
     def is_cut(self) -> bool:
