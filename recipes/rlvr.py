@@ -22,6 +22,7 @@ from roll_lite.chat import Chat, ChatOptions
 from roll_lite.checks import above, at_least, read_only_if, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle, split
+from roll_lite.colocated import Colocated
 from roll_lite.engine.service import EngineService
 from roll_lite.models.config import read_config
 from roll_lite.models.cost import SequenceCost
@@ -38,7 +39,7 @@ from roll_lite.rollout.event_loop import rare_collections
 from roll_lite.rollout.journal import fingerprint
 from roll_lite.rollout.metrics import describe_groups
 from roll_lite.rollout.options import RolloutOptions
-from roll_lite.sync import Colocated, WeightSync
+from roll_lite.sync import WeightSync
 from roll_lite.train.advantages import AdvantageOptions
 from roll_lite.train.batch import TrainingSequence, equal_parts, pack, sample_runs
 from roll_lite.train.checkpoint import CheckpointOptions, RunState

@@ -25,7 +25,7 @@ from roll_lite.engine.service import EngineService
 from roll_lite.models.cost import count_parameters
 from roll_lite.models.fsdp import BUCKET_PARAMETERS
 from roll_lite.models.presets import shape_config
-from roll_lite.sync import WeightSync
+from roll_lite.sync import Feed, WeightSync
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule
 from roll_lite.train.trainer import Trainer
@@ -65,13 +65,19 @@ class MeasuredSync(WeightSync):
             parts = [torch.empty_like(message) for _ in range(size)]
             gather = self._seconds(lambda: dist.all_gather(parts, message, group=group))
             seconds += found["gathered_bytes"] / (size - 1) / message.nbytes * gather
-        if self.feed:
-            whole = self.place.dtype.itemsize * self._num_parameters()
-            found["fed_bytes"] = whole * (trainer is None)
-            options = {"group_src": self._source, "group": self.feed.group}
-            feed = self._seconds(lambda: dist.broadcast(message, **options))
-            seconds = max(seconds, whole / message.nbytes * feed)  # at the same time
+        if self.feeds:
+            found["fed_bytes"] = taken * (trainer is None)
+            fed = sum(self._feeding(feed, message) for feed in self.feeds.values())
+            seconds = max(seconds, fed)  # at the same time
         return found | {"lower_bound_seconds": seconds}
+
+    def _feeding(self, feed: Feed, message: torch.Tensor) -> float:
+        options = {"group_src": feed.source, "group": feed.place.group}
+        return (
+            feed.num_bytes
+            / message.nbytes
+            * self._seconds(lambda: dist.broadcast(message, **options))
+        )
 
     def _num_parameters(self) -> int:
         """Of the whole model."""

@@ -12,7 +12,7 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
     {"__main__"},
     {"replay"},
     {"rewarding", "export", "command", "planning"},
-    {"rollout", "train", "sync"},
+    {"rollout", "train", "sync", "colocated"},
     {"cluster", "engine", "data", "workers", "report"},
     {"models", "envs", "chat", "tasks"},
     {"rewards", "kernels"},

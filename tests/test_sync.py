@@ -10,9 +10,10 @@ import torch
 from conftest import make_reference
 
 from roll_lite.cluster.device_map import parse_device_map
+from roll_lite.colocated import Colocated
 from roll_lite.engine.arena import ROW_BYTES
 from roll_lite.models.tensor_parallel import cut_dimension
-from roll_lite.sync import Colocated, row_checksums
+from roll_lite.sync import row_checksums
 
 TESTS = Path(__file__).parent
 
@@ -25,6 +26,7 @@ MAPS = [
     pytest.param(WITHOUT_TRAVEL, marks=pytest.mark.slow),
     pytest.param("train=0-3,tp=2 generate=0-3", marks=pytest.mark.slow),
     pytest.param("train=3 generate=0-2", marks=pytest.mark.slow),
+    pytest.param("train=0-1 generate=2-3,tp=2", marks=pytest.mark.slow),  # a part to each
     pytest.param("train=all,tp=2 generate=all,tp=4", marks=pytest.mark.slow),
     pytest.param("train=all,tp=4 generate=all,tp=2", marks=pytest.mark.slow),
 ]
@@ -73,9 +75,12 @@ def test_every_engine_holds_its_part_of_the_trainers_weights(tmp_path, device_ma
 
 def test_roles_that_weights_travel_by():
     shared = parse_device_map("train=0-1 generate=0-1", 2).with_sync()
-    assert shared["sync"].ranks == (0, 1) and "feed" not in shared
+    assert shared["sync"].ranks == (0, 1) and "feed0" not in shared
     apart = parse_device_map("train=2-3 generate=0-1 reference=4", 5).with_sync()
-    assert apart["sync"].ranks == (0, 1, 2, 3) and apart["feed"].ranks == (0, 1, 2)
+    assert apart["sync"].ranks == (0, 1, 2, 3) and apart["feed0"].ranks == (0, 1, 2)
+    split = parse_device_map("train=0-1 generate=1-6,tp=2", 7).with_sync()
+    assert split["feed0"].ranks == (0, 3, 5)  # of 1, 3 and 5 the first has a trainer
+    assert split["feed1"].ranks == (0, 2, 4, 6) and "feed2" not in split
 
 
 def test_turns_need_ranks_that_train_and_generate():

@@ -1,45 +1,48 @@
-"""Weights from the trainers to the engines, and which of them has the device: the only module that
-knows both."""
+"""Weights from the trainers to the engines: the only module that knows both."""
 
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll_lite.cluster.device_map import DeviceMap
 from roll_lite.cluster.groups import Place
-from roll_lite.cluster.role import RoleHandle
 from roll_lite.engine.arena import ROW_BYTES, held_by
 from roll_lite.engine.engine import Engine, OnNewWeights
+from roll_lite.models.config import ModelConfig
 from roll_lite.models.fsdp import in_buckets
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Transformer
 from roll_lite.train.trainer import Trainer
 
+FEED = "feed"
+
 
 class WeightSync:
     """The sync role, on all ranks of train and generate, for any pair of layouts.
 
-    Parameters travel in buckets. Train's ranks gather one while the one before is used, train's
-    first rank broadcasts it to ranks without a trainer, and each engine takes its shard. If every
-    engine is on the rank of the trainer with the same shard (aligned), FSDP's gathering is the only
-    communication. If there is nothing to gather either, the weights are cast into the engine's
-    memory, and nothing else is touched. Whatever travelled is compared by checksums.
+    Parameters travel in buckets. Train's ranks gather one while the one before is used. Engines
+    there take their shards; to ranks without a trainer train's first rank broadcasts theirs. If
+    every engine is on the rank of the trainer with the same shard (aligned), FSDP's gathering is
+    the only communication. If there is nothing to gather either, the weights are cast into the
+    engine's memory, and nothing else is touched. Whatever travelled is compared by checksums.
     """
 
     def __init__(self, *, place: Place, places: Mapping[str, Place], siblings: Mapping[str, Any]):
-        self.place, self.feed = place, places.get("feed")
+        self.place = place
         self.trainer: Trainer | None = siblings.get("train")
         self.engine: Engine | None = siblings["generate"].engine if "generate" in siblings else None
         self.is_aligned = self._all_aligned()
-        self._source = self._find_source() if self.feed else 0
+        feeds = {int(n.removeprefix(FEED)): p for n, p in places.items() if n.startswith(FEED)}
+        self.feeds = {part: Feed(part, feeds[part], self.trainer, self.engine) for part in feeds}
+        """By tensor-parallel part: all on train's first rank, one on ranks without a trainer."""
         arenas = held_by(self.engine.weight_arenas, self.engine.model) if self.engine else []
-        self._shapes = {name: p.shape for held in arenas for name, p in held.items()}
+        shapes = {name: p.shape for held in arenas for name, p in held.items()}
+        self._own = Cut(self.engine.model.shard, shapes) if self.engine else None
         self._num_rows = [{n: -(-p.nbytes // ROW_BYTES) for n, p in h.items()} for h in arenas]
         self._held: dict[str, Tensor] = {}
         """Checksums of the engine's parameters since the last sync, if they are known."""
@@ -67,15 +70,16 @@ class WeightSync:
         return {"time/sync": time.perf_counter() - start}
 
     def _send(self, version: int, running: OnNewWeights) -> None:
-        arrived, taken = {}, {}
-        buckets = self._aligned() if self.is_aligned else self._cut(self._arriving(arrived))
+        taken = {}
+        buckets = self._aligned() if self.is_aligned else self._arriving()
         if self.engine is None:
             deque(buckets, maxlen=0)  # only takes part in the collectives
         else:
             self.engine.load_weights(_recording(buckets, taken), version, running)
-        sent = self._source_checksums(arrived) if self.feed else arrived
+        pairs = [feed.sums() for feed in self.feeds.values()]
         # No collective follows, so a rank may raise here.
-        _compare(version, "what arrived is not what was sent", sent, arrived)
+        for sent, arrived in pairs:
+            _compare(version, "what arrived is not what was sent", sent, arrived)
         if self.engine:
             self._held = self._held_checksums()
             _compare(version, "the engine does not hold what it got", taken, self._held)
@@ -88,19 +92,6 @@ class WeightSync:
         sums = torch.cat([*self._held.values()])
         return hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
-    def _find_source(self) -> int:
-        """The rank within the feed group that has a trainer."""
-        flags = torch.tensor([self.trainer is not None], device=self.place.device)
-        everyone = [torch.empty_like(flags) for _ in range(self.feed.group.size())]
-        dist.all_gather(everyone, flags, group=self.feed.group)
-        return [bool(flag) for flag in everyone].index(True)
-
-    def _source_checksums(self, arrived: dict[str, Tensor]) -> dict[str, Tensor]:
-        sums = torch.cat(list(arrived.values()))
-        dist.broadcast(sums, group_src=self._source, group=self.feed.group)
-        parts = sums.split([len(rows) for rows in arrived.values()])
-        return dict(zip(arrived, parts, strict=True))
-
     def _held_checksums(self) -> dict[str, Tensor]:
         """Of the engine's weights, arena by arena."""
         sums = {}
@@ -112,38 +103,84 @@ class WeightSync:
     def _aligned(self) -> Iterator["Bucket"]:
         yield from self._packed(self.trainer.whole_parameters(self.place.dtype, only_part=True))
 
-    def _arriving(self, arrived: dict[str, Tensor]) -> Iterator["Bucket"]:
-        """Whole parameters, on all ranks; fills `arrived` with checksums of what was sent."""
-        for bucket in self._packed(self._whole_parameters()):
-            if self.feed:
-                dist.broadcast(bucket.flat, group_src=self._source, group=self.feed.group)
-                arrived |= bucket.checksums
-            yield bucket
-
-    def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The trainer's parameters; without one, shapes alone."""
-        if self.trainer:
-            yield from self.trainer.whole_parameters(self.place.dtype)
+    def _arriving(self) -> Iterator["Bucket"]:
+        """The engine's weights; on ranks with a trainer alone nothing, but it feeds others."""
+        if self.trainer is None:
+            (feed,) = self.feeds.values()
+            yield from map(feed.receive, in_buckets(self._whole_shapes(), self.place.device))
             return
+        for bucket in self._packed(self.trainer.whole_parameters(self.place.dtype)):
+            for feed in self.feeds.values():
+                feed.send(bucket)
+            if self.engine:
+                yield bucket.cut(self._own)
+
+    def _whole_shapes(self) -> Iterator[tuple[str, Tensor]]:
         with torch.device("meta"):
-            yield from Transformer(self.engine.model.config).named_parameters()
-
-    def _cut(self, buckets: Iterator["Bucket"]) -> Iterator["Bucket"]:
-        """The engine's part of each."""
-        model = self.engine.model if self.engine else None
-        if model is None or model.shard is None:
-            yield from buckets
-            return
-        for bucket in buckets:
-            yield from self._packed(
-                (name, model.shard.cut(name, tensor, self._shapes[name]))
-                for name, tensor in bucket.tensors.items()
-            )
+            model = Transformer(self.engine.model.config)
+        return model.named_parameters()
 
     def _packed(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator["Bucket"]:
         """In buckets that have the same names on all ranks."""
         for tensors in in_buckets(weights, self.place.device):
             yield Bucket(tensors, self.place.dtype, self.place.device)
+
+
+class Cut(NamedTuple):
+    """What an engine has of the whole parameters."""
+
+    shard: TensorShard | None
+    shapes: dict[str, torch.Size]
+
+    @staticmethod
+    def of(config: ModelConfig, part: int, size: int) -> "Cut":
+        """Of an engine on another rank."""
+        with torch.device("meta"):
+            model = Transformer(config, shard=TensorShard(part, size, None) if size > 1 else None)
+        return Cut(model.shard, {name: p.shape for name, p in model.named_parameters()})
+
+
+class Feed:
+    """One tensor-parallel part of the weights on its way from train's first rank to the ranks
+    without a trainer that hold it."""
+
+    def __init__(self, part: int, place: Place, trainer: Trainer | None, engine: Engine | None):
+        self.place = place
+        size = _tensor_place(engine.model.shard)[1] if engine and trainer is None else 0
+        sizes = torch.tensor([size], device=place.device)
+        everyone = [torch.empty_like(sizes) for _ in range(place.group.size())]
+        dist.all_gather(everyone, sizes, group=place.group)
+        known = [int(size) for size in everyone]
+        self.source = known.index(0)
+        config = trainer.config if trainer else engine.model.config
+        self._cut = Cut.of(config, part, max(known))
+        self._sums: dict[str, Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the part, which each rank receives."""
+        return self.place.dtype.itemsize * sum(s.numel() for s in self._cut.shapes.values())
+
+    def send(self, bucket: "Bucket") -> None:
+        self._broadcast(bucket.cut(self._cut))
+
+    def receive(self, shapes: dict[str, Tensor]) -> "Bucket":
+        """As many parameters as the source sends at a time; these only have a shape."""
+        own = {name: torch.empty(self._cut.shapes[name], device="meta") for name in shapes}
+        return self._broadcast(Bucket(own, self.place.dtype, self.place.device))
+
+    def _broadcast(self, bucket: "Bucket") -> "Bucket":
+        dist.broadcast(bucket.flat, group_src=self.source, group=self.place.group)
+        self._sums |= bucket.checksums
+        return bucket
+
+    def sums(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Checksums of what was sent, and of what this rank has of it, since the last call."""
+        arrived, self._sums = self._sums, {}
+        sums = torch.cat([*arrived.values()])
+        dist.broadcast(sums, group_src=self.source, group=self.place.group)
+        parts = sums.split([len(rows) for rows in arrived.values()])
+        return dict(zip(arrived, parts, strict=True)), arrived
 
 
 class Bucket:
@@ -166,6 +203,12 @@ class Bucket:
             if tails:  # zero, as in an arena
                 torch._foreach_zero_(tails)
 
+    def cut(self, cut: Cut) -> "Bucket":
+        if cut.shard is None:
+            return self
+        parts = {n: cut.shard.cut(n, t, cut.shapes[n]) for n, t in self.tensors.items()}
+        return Bucket(parts, self.flat.dtype, self.flat.device)
+
     @property
     def checksums(self) -> dict[str, Tensor]:
         rows = row_checksums(self.flat)
@@ -174,88 +217,6 @@ class Bucket:
 
 def _row_size(dtype: torch.dtype) -> int:
     return ROW_BYTES // dtype.itemsize
-
-
-class Colocated:
-    """Hands devices that trainers and engines share from one to the other; the controller's part.
-
-    |          | engines (engines_sleep) | trainers (offload)                             |
-    |----------|-------------------------|------------------------------------------------|
-    | generate | weights and KV cache    | in host memory                                 |
-    | train    | nothing                 | on the device                                  |
-    | sync     | weights, which are new  | a policy without adapters; others leave before |
-
-    Without the option in brackets that side stays on the device. A policy with adapters is as large
-    as the engine, and its frozen weights are on the host anyway: the engine reads them from there.
-    """
-
-    def __init__(
-        self, device_map: DeviceMap, *, engines_sleep: bool = False, offload: bool = False
-    ):
-        self._sleeps, self._offloads = engines_sleep, offload
-        self._trainers: list[RoleHandle] = []
-        self._source: RoleHandle | None = None
-        """Stays until the engines have its weights."""
-        self.seconds: dict[str, float] = {}
-        """Of the parts of the last step."""
-        options = {"engines_sleep": engines_sleep, "offload": offload}
-        is_shared = not set(device_map["train"].ranks).isdisjoint(device_map["generate"].ranks)
-        for name in (name for name, is_on in options.items() if is_on and not is_shared):
-            raise ValueError(
-                f"{name}=True is for ranks that train and generate in turn, and device_map="
-                f"{device_map.text!r} has none; leave it out"
-            )
-
-    def add(self, trainer: RoleHandle, *, stays_for_sync: bool = False) -> RoleHandle:
-        """A role that only works between generations; it leaves the device for the next role."""
-        self._trainers.append(trainer)
-        if stays_for_sync:
-            self._source = trainer
-        if self._offloads:
-            trainer.offload()
-        return trainer
-
-    def connect(self, engines: RoleHandle, sync: RoleHandle) -> None:
-        """The engines, which have the devices until `to_training`."""
-        self._engines, self._sync = engines, sync
-
-    def to_training(self) -> None:
-        """Generation has ended, for the next update."""
-        self.seconds = {}
-        if self._sleeps:
-            self._timed("sleep", self._engines.sleep)
-        if self._offloads:
-            self._timed("reload", *(trainer.reload for trainer in self._trainers))
-
-    def to_engines(self, version: int, running: OnNewWeights = "go_on") -> None:
-        """New weights to the engines, for the next samples."""
-        if self._offloads:
-            first = (trainer for trainer in self._trainers if trainer is not self._source)
-            self._timed("offload", *(trainer.offload for trainer in first))
-        if self._sleeps:
-            self._timed("wake", lambda: self._engines.wake("weights"))
-        self._timed("sync", lambda: self._sync.sync(version, running))
-        if self._offloads and self._source:
-            self._timed("offload", self._source.offload)
-        if self._sleeps:
-            self._timed("wake", self._engines.wake)
-
-    def digest(self) -> str:
-        """Of the engines' weights; another text for other weights."""
-        return max(self._sync.digest.options(collect="all")())
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Seconds of handing over, where memory changes hands; time/sync and time/prepare include
-        them."""
-        is_shared = self._sleeps or self._offloads
-        return {f"colocated/{k}": v for k, v in self.seconds.items()} if is_shared else {}
-
-    def _timed(self, name: str, *calls: Callable[[], Any]) -> None:
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 def row_checksums(flat: Tensor) -> Tensor:

@@ -95,14 +95,16 @@ class DeviceMap:
     def with_sync(self) -> "DeviceMap":
         """This map plus the roles that move weights from train to generate.
 
-        `sync` has all ranks of both. `feed` has train's first rank and the ranks of generate that
-        have no trainer: they receive their weights from it.
+        `sync` has all ranks of both. `feed0` has train's first rank and those ranks of generate
+        without a trainer that hold the first tensor-parallel part: they receive it from there.
+        `feed1` is for the second part, and so on.
         """
-        train, generate = self["train"].ranks, self["generate"].ranks
-        outside = tuple(rank for rank in generate if rank not in train)
-        roles = [Role("sync", tuple(sorted({*train, *generate})))]
-        if outside:
-            roles.append(Role("feed", tuple(sorted((train[0], *outside)))))
+        train, generate = self["train"].ranks, self["generate"]
+        roles = [Role("sync", tuple(sorted({*train, *generate.ranks})))]
+        for part in range(generate.tp):
+            fed = [rank for rank in generate.ranks[part :: generate.tp] if rank not in train]
+            if fed:
+                roles.append(Role(f"feed{part}", tuple(sorted((train[0], *fed)))))
         return DeviceMap((*self.roles, *roles), self.world_size)
 
     @property
