@@ -22,9 +22,9 @@ from timing import median_seconds, run_times
 
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.engine.service import EngineService
+from roll_lite.models.config import shape_config
 from roll_lite.models.cost import count_parameters
 from roll_lite.models.fsdp import BUCKET_PARAMETERS
-from roll_lite.models.presets import shape_config
 from roll_lite.sync import Feed, WeightSync
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule

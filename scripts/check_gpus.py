@@ -30,7 +30,7 @@ from roll_lite.engine.request import Request
 from roll_lite.engine.tensor_parallel import TensorParallelEngine
 from roll_lite.models.config import read_config, tp_sizes
 from roll_lite.models.fsdp import whole
-from roll_lite.models.presets import open_model
+from roll_lite.models.hf import open_model
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.tiny import build_tiny
 from roll_lite.sync import WeightSync

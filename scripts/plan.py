@@ -20,8 +20,7 @@ from roll_lite.cluster.device_map import DeviceMap, auto_device_map, parse_devic
 from roll_lite.cluster.plan_report import render
 from roll_lite.cluster.planner import BatchPlan, Plan, take_turns
 from roll_lite.cluster.speed import Machine, known_gpu
-from roll_lite.models.config import ModelConfig
-from roll_lite.models.presets import planned_config
+from roll_lite.models.config import ModelConfig, planned_config
 
 
 @dataclass(kw_only=True)

@@ -10,8 +10,8 @@ import torch
 from training_data import random_sequences
 
 from roll_lite.cluster.wire import decode, encode
+from roll_lite.models.config import shape_config
 from roll_lite.models.cost import SequenceCost
-from roll_lite.models.presets import shape_config
 from roll_lite.train.balance import spread
 from roll_lite.train.batch import (
     NUMBERS,

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from roll_lite.models.presets import shape_config
+from roll_lite.models.config import shape_config
 from roll_lite.train import shards
 from roll_lite.train.checkpoint import (
     CheckpointOptions,

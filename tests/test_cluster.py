@@ -26,7 +26,7 @@ from roll_lite.cluster.device_map import parse_device_map
 from roll_lite.cluster.errors import RoleError
 from roll_lite.cluster.rendezvous import Launch, _interface_of, choose_interface
 from roll_lite.cluster.role import split
-from roll_lite.models.presets import shape_config
+from roll_lite.models.config import shape_config
 
 PROGRAMS = Path(__file__).parent / "cluster_programs.py"
 ROOT = Path(__file__).parent.parent

@@ -6,7 +6,7 @@ import rlvr
 import sft
 from test_rlvr import toy_options
 
-from roll_lite.models.presets import shape_config
+from roll_lite.models.config import shape_config
 from roll_lite.options import flatten, from_flat
 from roll_lite.train import defaults
 from roll_lite.train.advantages import AdvantageOptions

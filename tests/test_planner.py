@@ -30,7 +30,7 @@ from roll_lite.cluster.speed import HOST_RATE, Machine, known_gpu, step_seconds
 from roll_lite.engine.attention import PAGE_SIZE
 from roll_lite.engine.engine import MAX_PREFILL_TOKENS, Engine
 from roll_lite.engine.runner import cache_shape
-from roll_lite.models.config import parse_config, read_config
+from roll_lite.models.config import parse_config, planned_config, read_config, shape_config
 from roll_lite.models.cost import (
     active_parameters,
     adapter_parameters,
@@ -42,7 +42,7 @@ from roll_lite.models.cost import (
 from roll_lite.models.fsdp import shard
 from roll_lite.models.logprobs import CUDA_CHUNK_ROWS
 from roll_lite.models.lora import TARGETS, LoraOptions, add_adapters
-from roll_lite.models.presets import PLANNED_SHAPES, SHAPES, planned_config, shape_config
+from roll_lite.models.shapes import PLANNED_SHAPES, SHAPES
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Transformer
 

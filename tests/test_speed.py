@@ -22,8 +22,8 @@ from roll_lite.cluster.speed import (
     train_seconds,
     update_seconds,
 )
+from roll_lite.models.config import planned_config, shape_config
 from roll_lite.models.cost import DENSE_BF16, count_parameters
-from roll_lite.models.presets import planned_config, shape_config
 
 H200 = known_gpu("NVIDIA H200")
 GIB = 2**30

@@ -17,9 +17,8 @@ from roll_lite.engine import sampler
 from roll_lite.engine.engine import Engine
 from roll_lite.engine.request import Request
 from roll_lite.engine.tensor_parallel import Lockstep, TensorParallelEngine
-from roll_lite.models.config import tp_sizes
+from roll_lite.models.config import shape_config, tp_sizes
 from roll_lite.models.hf import load_model
-from roll_lite.models.presets import shape_config
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.types import SamplingParams
 

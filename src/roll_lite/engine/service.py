@@ -21,7 +21,8 @@ from roll_lite.chat import Chat
 from roll_lite.engine.engine import Engine
 from roll_lite.engine.request import Handle, Request
 from roll_lite.engine.tensor_parallel import Lockstep, TensorParallelEngine
-from roll_lite.models.presets import SHAPE, open_model
+from roll_lite.models.config import SHAPE
+from roll_lite.models.hf import open_model
 from roll_lite.models.profiling import Profiled
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.types import Turn

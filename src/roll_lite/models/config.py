@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from roll_lite.models.shapes import PLANNED_SHAPES, SHAPES, hf_shape
+
 SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 SUPPORTED_ROPE = ("default", "linear", "llama3")
 SHAPE = "shape:"  # before the name of a shape, for a model with random weights
@@ -103,11 +105,23 @@ def read_config(folder: str | Path) -> ModelConfig:
     return parse_config(read_hf_config(folder))
 
 
+def shape_config(name: str) -> ModelConfig:
+    return parse_config(hf_shape(name))
+
+
+def planned_config(model: str | Path) -> ModelConfig:
+    """Of a shape or a folder, for the planner: also of models that cannot be run yet."""
+    shapes = SHAPES | PLANNED_SHAPES
+    if (name := str(model).lower()) in shapes:
+        return parse_planned_config(shapes[name])
+    if not Path(model).is_dir():
+        raise ValueError(f"model={model!r} is neither a folder nor one of {', '.join(shapes)}")
+    return parse_planned_config(read_hf_config(model))
+
+
 def read_hf_config(folder: str | Path) -> dict:
     """The config.json of a model folder, unparsed; or of a shape, as in shape:qwen3-0.6b."""
     if str(folder).startswith(SHAPE):
-        from roll_lite.models.presets import hf_shape  # which imports this module
-
         return hf_shape(str(folder).removeprefix(SHAPE))
     path = Path(folder) / "config.json"
     try:

@@ -9,15 +9,22 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from roll_lite.models.config import ModelConfig, read_config, read_hf_config
+from roll_lite.models.config import (
+    SHAPE,
+    ModelConfig,
+    read_config,
+    read_hf_config,
+    shape_config,
+)
 from roll_lite.models.tensor_parallel import TensorShard
-from roll_lite.models.transformer import Head, Transformer
+from roll_lite.models.transformer import Head, Transformer, random_model
 from roll_lite.progress import ProgressBar
 
 INDEX = "model.safetensors.index.json"
@@ -79,6 +86,13 @@ def _block_slices(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], s
             yield f"{projection}.bias", (heads * D,), "attention.qkv_bias", index
         if config.qk_norm and name != "v":
             yield f"self_attn.{name}_norm.weight", (D,), f"attention.{name}_norm.weight", ()
+
+
+def open_model(source: str | Path, **options: Any) -> Transformer:
+    """`source` is a folder, or a shape with random weights for benchmarks: shape:qwen3-0.6b."""
+    if str(source).startswith(SHAPE):
+        return random_model(shape_config(str(source).removeprefix(SHAPE)), **options)
+    return load_model(source, **options)
 
 
 def load_model(

@@ -10,8 +10,8 @@ from roll_lite.cluster.groups import Place
 from roll_lite.cluster.role import Method, split
 from roll_lite.models.context_parallel import ContextShard
 from roll_lite.models.fsdp import shard
+from roll_lite.models.hf import open_model
 from roll_lite.models.lora import LoraOptions, add_adapters
-from roll_lite.models.presets import open_model
 from roll_lite.models.profiling import Profiled
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Checkpointing, Head

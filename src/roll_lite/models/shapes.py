@@ -1,18 +1,6 @@
-"""Models by name: a Hugging Face folder, or the shape of a well-known model (no download)."""
+"""The shapes of well-known models, by name: what their config.json says (no download)."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from roll_lite.models.config import (
-    SHAPE,
-    ModelConfig,
-    parse_config,
-    parse_planned_config,
-    read_hf_config,
-)
-
-if TYPE_CHECKING:
-    from roll_lite.models.transformer import Transformer
+from typing import Any
 
 
 def _qwen3(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int = 8, **more: Any) -> dict:
@@ -76,32 +64,8 @@ PLANNED_SHAPES: dict[str, dict] = {
 """Mixtures of experts, which can be planned but not yet run."""
 
 
-def shape_config(name: str) -> ModelConfig:
-    return parse_config(hf_shape(name))
-
-
 def hf_shape(name: str) -> dict:
     """As a config.json has it."""
     if name not in SHAPES:
         raise ValueError(f"shape={name!r} is not known; use one of {', '.join(SHAPES)}")
     return SHAPES[name]
-
-
-def planned_config(model: str | Path) -> ModelConfig:
-    """Of a shape or a folder, for the planner: also of models that cannot be run yet."""
-    shapes = SHAPES | PLANNED_SHAPES
-    if (name := str(model).lower()) in shapes:
-        return parse_planned_config(shapes[name])
-    if not Path(model).is_dir():
-        raise ValueError(f"model={model!r} is neither a folder nor one of {', '.join(shapes)}")
-    return parse_planned_config(read_hf_config(model))
-
-
-def open_model(source: str | Path, **options: Any) -> "Transformer":
-    """`source` is a folder, or a shape with random weights for benchmarks: shape:qwen3-0.6b."""
-    from roll_lite.models.hf import load_model  # not above: sizes alone need no torch
-    from roll_lite.models.transformer import random_model
-
-    if str(source).startswith(SHAPE):
-        return random_model(shape_config(str(source).removeprefix(SHAPE)), **options)
-    return load_model(source, **options)
