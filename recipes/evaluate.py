@@ -41,7 +41,7 @@ from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rewards import registry
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.groups import refuse_all_failed
-from roll_lite.rollout.metrics import pass_rates
+from roll_lite.rollout.metrics import parts_of, pass_rates
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.record import AnswerFile
 from roll_lite.train.defaults import choose_defaults
@@ -245,16 +245,14 @@ def ask(
 
 
 def table(metrics: dict[str, float], groups: list[Group], num_samples: int) -> str:
-    """A row for each domain, and one for all: pass rates, and the mean reward."""
-    domains = sorted({group.prompt.domain for group in groups})
+    """A row for each domain and file, and one for all: pass rates, and the mean reward."""
     of_several = [f"pass@{num_samples}"] if num_samples > 1 else []
-    rows = [["domain", "prompts", "pass@1", *of_several, "reward"]]
-    for domain in [*(domains if len(domains) > 1 else []), None]:
-        members = [g for g in groups if domain in (None, g.prompt.domain)]
-        prefix = f"eval/{domain}" if domain else "eval"
+    rows = [["of", "prompts", "pass@1", *of_several, "reward"]]
+    for part, members in (parts_of(groups) | {"": groups}).items():
+        prefix = f"eval/{part}" if part else "eval"
         rates = [metrics.get(f"{prefix}/{name}") for name in rows[0][2:]]
         shown = ["-" if rate is None else f"{rate:.3f}" for rate in rates]
-        rows.append([domain or "all", str(len(members)), *shown])
+        rows.append([part or "all", str(len(members)), *shown])
     return format_table(rows)
 
 

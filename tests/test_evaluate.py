@@ -172,3 +172,30 @@ def test_files_that_share_ids_are_refused(config, tmp_path):
     files = tuple(write_rows(tmp_path / name, rows) for name in ("a.jsonl", "b.jsonl"))
     with pytest.raises(ValueError, match=r"id '0' is in .*a.jsonl and in .*b.jsonl"):
         evaluate.main(config("run", data=files))
+
+
+def test_files_of_one_domain_have_their_own_rates(config, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(rlvr.INLINE, "words", lambda prompt, reply: float(prompt.ground_truth))
+    files = []
+    for name, rewards in {"a/test": (1, 1, 0), "b/test": (0, 0), "words": (1,)}.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        rows = [
+            {"id": f"{name}/{i}", "prompt": "?", "domain": "words", "ground_truth": str(reward)}
+            for i, reward in enumerate(rewards)
+        ]
+        files.append(write_rows(path, rows))
+    cfg = config("run", data=(*files, "addition:1"), samples=1)
+    monkeypatch.setitem(rlvr.INLINE, "addition", lambda prompt, reply: 0.0)
+    metrics = evaluate.main(cfg)
+    shown = {words[0]: words[1:3] for line in capsys.readouterr().out.splitlines()[-7:]
+             if (words := line.split())}  # fmt: skip
+    expected = {  # name: prompts, pass@1; a file named as a domain has both names
+        "a-test": (3, 2 / 3), "b-test": (2, 0.0), "words-words": (1, 1.0), "words": (6, 0.5),
+        "addition": (6, 0.0), "all": (12, 0.25),
+    }  # fmt: skip
+    for name, (count, rate) in expected.items():
+        key = "eval/pass@1" if name == "all" else f"eval/{name}/pass@1"
+        assert metrics[key] == pytest.approx(rate) and shown[name] == [str(count), f"{rate:.3f}"]
+    alone = evaluate.main(config("alone", data=tuple(files[:1]), samples=1))
+    assert [name for name in alone if name.endswith("pass@1")] == ["eval/pass@1"]

@@ -50,6 +50,8 @@ class Prompt:
     """All other fields of the prompt's row, for rewards of your own."""
     seed: int | None = None
     """Seed of its environment; None is another one at each visit."""
+    source: str = field(default="", compare=False)
+    """Name of the file that it is from, for metrics; empty if it was generated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from itertools import islice
@@ -265,7 +265,8 @@ def next_in_turn(counts: Sequence[int], weights: Sequence[Fraction]) -> int:
 
 def _read_files(entries: Sequence[Entry]) -> dict[str, list[Prompt]]:
     """Prompts by file, with ids unique across files: samples are seeded by the prompt's id."""
-    files = {entry.source: _read_file(entry.source) for entry in entries if not entry.is_task}
+    names = _short_names([entry.source for entry in entries if not entry.is_task])
+    files = {source: _read_file(source, name) for source, name in names.items()}
     owners: dict[str, str] = {}
     for source, prompts in files.items():
         for prompt in prompts:
@@ -278,9 +279,19 @@ def _read_files(entries: Sequence[Entry]) -> dict[str, list[Prompt]]:
     return files
 
 
-def _read_file(source: str) -> list[Prompt]:
+def _short_names(sources: Sequence[str]) -> dict[str, str]:
+    """Files without folder and suffix; with the folder where that is not enough."""
+    paths = [Path(source) for source in dict.fromkeys(sources)]
+    stems = [path.stem for path in paths]
+    return {
+        str(source): path.stem if stems.count(path.stem) == 1 else f"{path.parent.name}-{path.stem}"
+        for source, path in zip(dict.fromkeys(sources), paths, strict=True)
+    }
+
+
+def _read_file(source: str, name: str) -> list[Prompt]:
     check_source(source)
-    return read_prompts(source)
+    return [replace(prompt, source=name) for prompt in read_prompts(source)]
 
 
 def _generated_stream(

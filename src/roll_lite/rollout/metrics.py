@@ -7,7 +7,7 @@ from roll_lite.types import Group, Sample
 
 
 def describe_groups(groups: list[Group]) -> dict[str, float]:
-    """Rewards and lengths of all samples, and the same for each domain.
+    """Rewards and lengths of all samples, and the same for each of several domains and files.
 
     A group is solved if any of its rewards is above 0, and equal if all its rewards are.
     """
@@ -19,7 +19,7 @@ def describe_groups(groups: list[Group]) -> dict[str, float]:
         "reward/mean": fmean(s.score.value for s in done) if done else 0.0,
         "reward/solved_groups": fmean(any(r > 0 for r in group) for group in rewards),
         "reward/equal_groups": fmean(len(set(group)) < 2 for group in rewards),
-        **_by_domain(groups),
+        **_by_part(groups),
         "rollout/reply_tokens": fmean(s.num_sampled for s in samples),
         "rollout/truncated": fmean(s.is_cut for s in samples),
         **_episodes("rollout", samples),
@@ -47,16 +47,15 @@ def _episodes(prefix: str, samples: list[Sample]) -> dict[str, float]:
     }
 
 
-def _by_domain(groups: list[Group]) -> dict[str, float]:
-    """Reward, its parts and the share of groups, if there are several domains."""
-    domains = _split(groups)
+def _by_part(groups: list[Group]) -> dict[str, float]:
+    """Reward, its parts and the share of groups."""
     metrics: dict[str, float] = {}
-    for domain, members in domains.items() if len(domains) > 1 else ():
+    for name, members in parts_of(groups).items():
         done = [s for group in members for s in group.samples if s.state == "done"]
-        metrics[f"rollout/{domain}/share"] = len(members) / len(groups)
+        metrics[f"rollout/{name}/share"] = len(members) / len(groups)
         if done:
-            metrics |= _parts(f"reward/{domain}", done)
-            metrics[f"reward/{domain}/mean"] = fmean(s.score.value for s in done)
+            metrics |= _parts(f"reward/{name}", done)
+            metrics[f"reward/{name}/mean"] = fmean(s.score.value for s in done)
     return metrics
 
 
@@ -64,13 +63,12 @@ def pass_rates(groups: list[Group], pass_reward: float = 1.0) -> dict[str, float
     """Share of samples that pass (pass@1), and of prompts with one that does (pass@k).
 
     An episode passes with a `success` of 1, if it measures that; any other sample with a reward of
-    at least `pass_reward`. Failed samples count neither as passed nor as not passed. With several
-    domains, each also has metrics of its own.
+    at least `pass_reward`. Failed samples count neither as passed nor as not passed. Several
+    domains, and several files of one domain, also have metrics of their own.
     """
-    domains = _split(groups)
     metrics = _pass_rates("eval", groups, pass_reward)
-    for domain, members in domains.items() if len(domains) > 1 else ():
-        metrics |= _pass_rates(f"eval/{domain}", members, pass_reward)
+    for name, members in parts_of(groups).items():
+        metrics |= _pass_rates(f"eval/{name}", members, pass_reward)
     samples = [sample for group in groups for sample in group.samples]
     return metrics | {
         "eval/failed": sum(sample.state != "done" for sample in samples),
@@ -102,8 +100,17 @@ def has_passed(sample: Sample, pass_reward: float) -> bool:
     return score.parts["success"] >= 1 if "success" in score.parts else score.value >= pass_reward
 
 
-def _split(groups: Iterable[Group]) -> dict[str, list[Group]]:
-    domains: dict[str, list[Group]] = {}
+def parts_of(groups: Iterable[Group]) -> dict[str, list[Group]]:
+    """Groups by domain, if there are several, and by file, where a domain has several."""
+    by_domain: dict[str, list[Group]] = {}
     for group in groups:
-        domains.setdefault(group.prompt.domain, []).append(group)
-    return dict(sorted(domains.items()))
+        by_domain.setdefault(group.prompt.domain, []).append(group)
+    parts = dict(sorted(by_domain.items())) if len(by_domain) > 1 else {}
+    for domain, members in sorted(by_domain.items()):
+        files: dict[str, list[Group]] = {}
+        for group in members:
+            files.setdefault(group.prompt.source, []).append(group)
+        for source, own in sorted(files.items()) if len(files) > 1 else ():
+            name = source or "generated"
+            parts[f"{domain}-{name}" if name in parts or name in by_domain else name] = own
+    return parts
