@@ -73,6 +73,7 @@ def pass_rates(groups: list[Group], pass_reward: float = 1.0) -> dict[str, float
     return metrics | {
         "eval/failed": sum(sample.state != "done" for sample in samples),
         "eval/reply_tokens": fmean(sample.num_sampled for sample in samples),
+        "eval/truncated": fmean(sample.is_cut for sample in samples),
     }
 
 
