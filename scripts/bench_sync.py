@@ -24,7 +24,7 @@ from roll_lite.cluster.cluster import Cluster
 from roll_lite.engine.service import EngineService
 from roll_lite.models.config import shape_config
 from roll_lite.models.cost import count_parameters
-from roll_lite.models.fsdp import BUCKET_PARAMETERS
+from roll_lite.models.fsdp import BUCKET_PARAMETERS, num_shards
 from roll_lite.sync import Feed, WeightSync
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule
@@ -58,7 +58,7 @@ class MeasuredSync(WeightSync):
         length = BUCKET_PARAMETERS[self._device.type] // 4
         message = torch.empty(length, dtype=self.place.dtype, device=self._device)
         shards = trainer.place.shards if trainer else None
-        if trainer and (size := shards.size(shards.ndim - 1)) > 1:
+        if trainer and (size := num_shards(shards)) > 1:
             whole = self.place.dtype.itemsize * self._num_parameters() // trainer.place.tp
             found["gathered_bytes"] = whole * (size - 1) // size
             group = shards.get_group(shards.ndim - 1)
@@ -73,11 +73,8 @@ class MeasuredSync(WeightSync):
 
     def _feeding(self, feed: Feed, message: torch.Tensor) -> float:
         options = {"group_src": feed.source, "group": feed.place.group}
-        return (
-            feed.num_bytes
-            / message.nbytes
-            * self._seconds(lambda: dist.broadcast(message, **options))
-        )
+        fed = sum(shape.numel() for shape in feed.cut.shapes.values()) * message.itemsize
+        return fed / message.nbytes * self._seconds(lambda: dist.broadcast(message, **options))
 
     def _num_parameters(self) -> int:
         """Of the whole model."""

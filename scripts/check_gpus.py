@@ -255,14 +255,28 @@ def compare_replies(
         yield Line(f"reply, tp={tp}", "all", seconds, text, _verdict(error, tolerance))
 
 
+class CheckedSync(WeightSync):
+    """Compares also what did not travel, of which the sync itself makes no checksums."""
+
+    @torch.no_grad()
+    def is_wrong(self) -> bool:
+        if not (self.is_direct and self.engine):
+            return False
+        held = dict(self.engine.model.named_parameters())
+        own = self.trainer.whole_parameters(self.place.dtype, only_part=True)
+        return not all(torch.equal(held[name], tensor) for name, tensor in own)
+
+
 def sync_weights(cluster: Cluster) -> Line:
-    """From FSDP over all ranks to the engines; the sync itself compares checksums of both ends."""
-    sync = cluster.role("sync", WeightSync)
+    """From FSDP over all ranks to the engines."""
+    sync = cluster.role("sync", CheckedSync)
     try:
         sync.sync(1)
         seconds = sync.sync(2)["time/sync"]
     except RuntimeError as error:
         return Line("weight sync", "all", 0.0, str(error).splitlines()[0], "FAILED")
+    if any(sync.is_wrong.options(collect="all")()):
+        return Line("weight sync", "all", seconds, "an engine holds other weights", "FAILED")
     return Line("weight sync", "all", seconds, "every engine holds the trainer's weights")
 
 

@@ -10,16 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roll_lite.cluster.device_map import FEED
 from roll_lite.cluster.groups import Place
 from roll_lite.engine.arena import ROW_BYTES, held_by
 from roll_lite.engine.engine import Engine, OnNewWeights
 from roll_lite.models.config import ModelConfig
-from roll_lite.models.fsdp import in_buckets
+from roll_lite.models.fsdp import in_buckets, num_shards
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Transformer
 from roll_lite.train.trainer import Trainer
-
-FEED = "feed"
 
 
 class WeightSync:
@@ -36,7 +35,9 @@ class WeightSync:
         self.place = place
         self.trainer: Trainer | None = siblings.get("train")
         self.engine: Engine | None = siblings["generate"].engine if "generate" in siblings else None
-        self.is_aligned = self._all_aligned()
+        self._is_aligned = self._all_aligned()
+        self.is_direct = self._is_aligned and num_shards(self.trainer.place.shards) == 1
+        """Whether the weights do not travel, so that there is nothing to compare."""
         feeds = {int(n.removeprefix(FEED)): p for n, p in places.items() if n.startswith(FEED)}
         self.feeds = {part: Feed(part, feeds[part], self.trainer, self.engine) for part in feeds}
         """By tensor-parallel part: all on train's first rank, one on ranks without a trainer."""
@@ -56,9 +57,9 @@ class WeightSync:
 
     @torch.no_grad()
     def sync(self, version: int, running: OnNewWeights = "go_on") -> dict[str, float]:
-        """Load the trainer's weights into all engines, and verify checksums."""
+        """Load the trainer's weights into all engines."""
         start = time.perf_counter()
-        if self.is_aligned and self.trainer.place.shards.size() == 1:
+        if self.is_direct:
             if self.engine:
                 own = self.trainer.whole_parameters(only_part=True)
                 self.engine.load_weights(own, version, running)
@@ -71,7 +72,7 @@ class WeightSync:
 
     def _send(self, version: int, running: OnNewWeights) -> None:
         taken = {}
-        buckets = self._aligned() if self.is_aligned else self._arriving()
+        buckets = self._aligned() if self._is_aligned else self._arriving()
         if self.engine is None:
             deque(buckets, maxlen=0)  # only takes part in the collectives
         else:
@@ -153,20 +154,15 @@ class Feed:
         known = [int(size) for size in everyone]
         self.source = known.index(0)
         config = trainer.config if trainer else engine.model.config
-        self._cut = Cut.of(config, part, max(known))
+        self.cut = Cut.of(config, part, max(known))
         self._sums: dict[str, Tensor] = {}
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the part, which each rank receives."""
-        return self.place.dtype.itemsize * sum(s.numel() for s in self._cut.shapes.values())
-
     def send(self, bucket: "Bucket") -> None:
-        self._broadcast(bucket.cut(self._cut))
+        self._broadcast(bucket.cut(self.cut))
 
     def receive(self, shapes: dict[str, Tensor]) -> "Bucket":
         """As many parameters as the source sends at a time; these only have a shape."""
-        own = {name: torch.empty(self._cut.shapes[name], device="meta") for name in shapes}
+        own = {name: torch.empty(self.cut.shapes[name], device="meta") for name in shapes}
         return self._broadcast(Bucket(own, self.place.dtype, self.place.device))
 
     def _broadcast(self, bucket: "Bucket") -> "Bucket":
@@ -221,7 +217,8 @@ def _row_size(dtype: torch.dtype) -> int:
 
 def row_checksums(flat: Tensor) -> Tensor:
     """Of each ROW_BYTES: the sum of its 64-bit words, so that a changed bit and rows that changed
-    places are found. Narrower words would take longer than the copy of the weights."""
+    places are found, though not every pair of changes in a row. Sums of narrower words take longer
+    than the copy of the weights."""
     return flat.view(torch.int64).view(-1, ROW_BYTES // 8).sum(1)
 
 

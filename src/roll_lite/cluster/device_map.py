@@ -19,6 +19,7 @@ from roll_lite.models.config import ModelConfig, tp_problem, tp_sizes
 SYNTAX = "write role=RANKS[,tp=N][,cp=N][,fsdp=N], with RANKS like 0-3, 5, 0-1+4-5 or all"
 ENGINE_ROLES = ("generate", "judge")
 OPTIONAL_ROLES = ("reference", "critic")
+FEED = "feed"  # and a number: see `with_sync`
 USEFUL_CACHE_TOKENS = 32768  # least KV cache of each engine under `auto`: 8 samples of 4,096 tokens
 
 
@@ -104,7 +105,7 @@ class DeviceMap:
         for part in range(generate.tp):
             fed = [rank for rank in generate.ranks[part :: generate.tp] if rank not in train]
             if fed:
-                roles.append(Role(f"feed{part}", tuple(sorted((train[0], *fed)))))
+                roles.append(Role(f"{FEED}{part}", tuple(sorted((train[0], *fed)))))
         return DeviceMap((*self.roles, *roles), self.world_size)
 
     @property

@@ -250,7 +250,7 @@ def _phases(plan: Plan, names: tuple[str, ...], parts: dict[str, RankMemory]) ->
     idle = {name: parts[name].idle for name in names}
     awake = [parts[name] for name in names if name in ENGINES]
     held = ENGINES[1:] if batch.engines_sleep else ENGINES  # while trainers work
-    # sync.py: of offloaded trainers only a policy without adapters is there while weights travel
+    # colocated.py: of offloaded trainers only a policy without adapters is there during a sync
     synced = [name for name in trainers if name == "train" and not batch.lora_rank]
     stays = [idle[name] for name in trainers if not batch.offload]
     syncing = [idle[name] for name in (synced if batch.offload else trainers)]

@@ -40,7 +40,7 @@ DECODE_SHARE = 0.85  # of what decoding's products and bytes take one after the 
 LAYER_SECONDS = 35e-6  # starting a layer's kernels in a decoding step
 REDUCE_SECONDS = 20e-6  # one small all-reduce between tensor-parallel ranks; assumed
 SLEEP_SECONDS = 0.3  # sleep() and wake() together: 0.1 to 0.4
-SYNC_SECONDS = 0.02  # of the host
+SYNC_SECONDS = 5e-3  # of the host; assumed
 HOST_RATE = 50e9  # bytes per second to and from pinned host memory, PCIe 5; assumed
 
 
@@ -255,10 +255,12 @@ def update_seconds(num_parameters: float, gpu: Gpu) -> float:
 
 
 def sync_seconds(config: ModelConfig, gpu: Gpu, rate: float, num_ranks: int) -> float:
-    """Weights to the engines: masters are cast, gathered and copied; both ends are checked."""
+    """Weights to the engines: masters are cast. Several ranks also gather and copy them, and both
+    ends are checked."""
     num_parameters = count_parameters(config).total
     gathered = 2 * num_parameters * (num_ranks - 1) / num_ranks
-    return SYNC_SECONDS + 12 * num_parameters / gpu.memory + gathered / rate
+    num_bytes = (6 if num_ranks == 1 else 14) * num_parameters
+    return SYNC_SECONDS + num_bytes / gpu.memory + gathered / rate
 
 
 def generate_seconds(

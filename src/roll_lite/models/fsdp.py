@@ -41,7 +41,7 @@ def shard(
     )
 
     def placement(parameter: nn.Parameter) -> Shard:
-        return Shard(shard_dimension(parameter.shape, mesh.size(mesh.ndim - 1)))
+        return Shard(shard_dimension(parameter.shape, num_shards(mesh)))
 
     for block in model.blocks:
         block.checkpointing = checkpointing
@@ -62,6 +62,11 @@ def _units(model: Transformer) -> list[list[nn.Module]]:
     return [blocks[start : start + count] for start in range(0, len(blocks), count)]
 
 
+def num_shards(mesh: DeviceMesh) -> int:
+    """In which weights are cut; the ranks of further dimensions have copies."""
+    return mesh.size(mesh.ndim - 1)
+
+
 def shard_dimension(shape: torch.Size, num_ranks: int) -> int:
     """The first dimension that divides evenly, else dimension 0 (unevenly)."""
     return next((d for d, size in enumerate(shape) if size % num_ranks == 0), 0)
@@ -78,7 +83,7 @@ def _held(parameter: DTensor) -> tuple[int, int, int]:
     """The dimension that FSDP has cut, and this rank's first and last index there."""
     placement, mesh = parameter.placements[-1], parameter.device_mesh
     size = parameter.shape[placement.dim]
-    chunk = -(-size // mesh.size(mesh.ndim - 1))
+    chunk = -(-size // num_shards(mesh))
     start = min(mesh.get_local_rank(mesh.ndim - 1) * chunk, size)
     return placement.dim, start, min(start + chunk, size)
 
@@ -113,10 +118,10 @@ def start_gathering(
     """
     mesh = next(iter(parameters.values())).device_mesh
     dtype = dtype or next(iter(parameters.values())).dtype
-    if mesh.size() == 1:  # DTensor overhead exceeds the copy
+    if num_shards(mesh) == 1:  # DTensor overhead exceeds the copy
         held = {name: parameter.to_local() for name, parameter in parameters.items()}
         return lambda: {name: tensor.to(dtype) for name, tensor in held.items()}
-    group, num_ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    group, num_ranks = mesh.get_group(mesh.ndim - 1), num_shards(mesh)
     padded = [_padded_shape(parameter, num_ranks) for parameter in parameters.values()]
     sizes, shards = [s.numel() for s in padded], [p.to_local() for p in parameters.values()]
     device = shards[0].device
@@ -183,7 +188,7 @@ def gradient_norm(
     norms, counts = [], []
     for name, parameter in parameters.items():
         mesh = parameter.device_mesh
-        num_copies = mesh.size() // mesh.size(mesh.ndim - 1)
+        num_copies = mesh.size() // num_shards(mesh)
         is_shared = tensor_shard is not None and cut_dimension(name) is None
         grad = parameter.grad.to_local()
         if tensor_shard:  # without copies

@@ -112,12 +112,14 @@ def _outcome(sample: Sample) -> str:
     """Fields of a line. Samples are many, and an encoder for all of it takes twice as long."""
     score = sample.score
     value, parts, reason = (score.value, score.parts, score.reason) if score else (None, {}, "")
+    error = _quoted(sample.error) if sample.error else "null"
     transcript = f'"transcript":{encode(sample.transcript)},' if len(sample.turns) > 1 else ""
     return (
-        f'"index":{sample.index},"visit":{sample.visit},"seed":{_whole(sample.seed)},"state":"{sample.state}",'
-        f'"reply":{_quoted(sample.reply)},{transcript}"end":{_quoted(sample.end)},'
-        f'"reward":{_number(value)},"parts":{encode(parts) if parts else "{}"},'
-        f'"reason":{_quoted(reason)},"error":{_quoted(sample.error) if sample.error else "null"}'
+        f'"index":{sample.index},"visit":{sample.visit},"seed":{_whole(sample.seed)},'
+        f'"state":"{sample.state}","reply":{_quoted(sample.reply)},{transcript}'
+        f'"end":{_quoted(sample.end)},"reward":{_number(value)},'
+        f'"parts":{encode(parts) if parts else "{}"},"reason":{_quoted(str(reason))},'
+        f'"error":{error}'
     )
 
 
