@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -233,8 +234,12 @@ def test_a_rank_ends_with_its_agent_and_what_it_starts_outlives_a_thread():
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_controller_without_memory_is_given_up(monkeypatch):
-    """Its handlers answer every message with MemoryError; the process lives."""
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("On WorkerInfo(id=0): MemoryError: <EMPTY MESSAGE>")]
+)
+def test_a_controller_without_memory_is_given_up(monkeypatch, error):
+    """Its handlers answer every message with MemoryError, as text where a message cannot even be
+    read; the process lives."""
     controller = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     reasons = []
 
@@ -245,12 +250,8 @@ def test_a_controller_without_memory_is_given_up(monkeypatch):
     worker = SimpleNamespace(rank=1, status=lambda: None)
     heartbeat = Heartbeat(worker, Process.find(controller.pid), on_lost)
     heartbeat._is_connected = True
-    monkeypatch.setattr(wire, "send", _raise_memory_error)
+    monkeypatch.setattr(wire, "send", Mock(side_effect=error))
     heartbeat.start()
     assert controller.wait(600) == -signal.SIGKILL
     wait_until(lambda: reasons)
     assert reasons[0].endswith("has no memory left")
-
-
-def _raise_memory_error(*arguments, **options):
-    raise MemoryError

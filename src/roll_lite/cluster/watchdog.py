@@ -222,10 +222,11 @@ class Heartbeat:
                 if self._is_connected:
                     self._send()
                     last_answer = time.monotonic()
-            except MemoryError:  # what a handler raises comes back to the caller
-                self._give_up("has no memory left")
-            except RuntimeError:  # a slow controller; if it died, the lifeline fails too
-                pass
+            except (MemoryError, RuntimeError) as error:
+                # What a handler raises comes back to the caller, as text if it fails before that.
+                if "MemoryError" in repr(error):
+                    self._give_up("has no memory left")
+                # Otherwise the controller is slow; if it died, the lifeline fails too.
             self._check_controller(time.monotonic() - last_answer)
             if os.getppid() != self._parent:
                 self._lose("torchrun died")
