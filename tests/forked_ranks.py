@@ -59,6 +59,7 @@ class _Server:
         environment = {
             "PYTHONPATH": os.pathsep.join(filter(None, map(str, paths))),
             "OMP_NUM_THREADS": "1",
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # any other breaks CUDA in forks
         }
         self._process = subprocess.Popen(
             [sys.executable, __file__],
