@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 def folder(request, tmp_path_factory):
     family, vocab, kv_heads = request.param
     folder = tmp_path_factory.mktemp("layouts") / family
-    sizes = {"vocab_size": vocab, "num_key_value_heads": kv_heads}
+    sizes = {"vocab_size": vocab, "num_key_value_heads": kv_heads, "num_hidden_layers": 2}
     make_reference(family, **sizes).save_pretrained(folder)
     return folder
 
