@@ -212,11 +212,16 @@ def command(monkeypatch, capsys):
 
 def run_recipe(recipe, *arguments, num_ranks=1):
     """As a user does: python, or torchrun for several ranks; returns what was printed."""
+    return run_torchrun(num_ranks, RECIPES / f"{recipe}.py", *arguments)
+
+
+def run_torchrun(num_ranks, program, *arguments):
+    """forked_ranks.py starts ranks faster."""
     launch = [sys.executable]
     if num_ranks > 1:
         launch += ["-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
     done = subprocess.run(
-        [*launch, RECIPES / f"{recipe}.py", *map(str, arguments)],
+        [*launch, program, *map(str, arguments)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -10,7 +10,8 @@ import evaluate
 import pytest
 import rlvr
 import sft
-from conftest import run_recipe
+from conftest import RECIPES, run_torchrun
+from forked_ranks import run_ranks
 
 from roll_lite.envs.__main__ import main as envs
 from roll_lite.options import from_flat
@@ -123,12 +124,13 @@ def test_an_environment_of_the_recipe_and_one_of_a_file_play_in_workers(
     tiny_folder, tmp_path, num_ranks
 ):
     (tmp_path / "mine.py").write_text(MINE)
-    run_recipe(
-        "agentic", "--model", tiny_folder, "--data", "doors", "mine:goal=2", "--steps", 1,
-        "--envs", tmp_path / "mine.py", "--prompts-per-step", 4, "--samples-per-prompt", 4,
+    start = run_torchrun if num_ranks > 1 else run_ranks
+    start(
+        num_ranks, RECIPES / "agentic.py", "--model", tiny_folder,
+        "--data", "doors", "mine:goal=2", "--steps", 1, "--envs", tmp_path / "mine.py",
+        "--prompts-per-step", 4, "--samples-per-prompt", 4,
         "--eval-every", 0, "--device", "cpu", "--kv-cache-gib", 0.1, "--run-dir",
         tmp_path / "run", "--reward-norm", "batch", "--device-map", "train=all generate=all",
-        num_ranks=num_ranks,
     )  # fmt: skip
     (row,) = metrics_of(tmp_path / "run")
     assert row["env/episodes"] == 16 and row["env/errors"] == row["rollout/failed"] == 0

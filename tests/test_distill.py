@@ -4,12 +4,14 @@ import distill
 import pytest
 import sft
 import torch
-from conftest import run_recipe
+from conftest import RECIPES, run_recipe, run_torchrun
+from forked_ranks import run_ranks
 from safetensors.torch import load_file
 
 from roll_lite.options import from_flat
 from roll_lite.report.curve import read_metric
 
+DISTILL = RECIPES / "distill.py"
 SHORT = {
     "data": "reverse:2", "steps": 16, "rows_per_step": 16, "lr": 5e-3, "warmup_steps": 2,
     "eval_rows": 32, "eval_every": 16, "device": "cpu",
@@ -101,12 +103,11 @@ def test_ranks_do_not_change_distillation(small_folder, teacher, tmp_path):
     """Also where student and teacher have different numbers of ranks."""
     arguments = ["--model", small_folder, "--teacher", teacher / "model", "--data", "reverse:2"]
     arguments += ["--steps", 3, "--rows-per-step", 5, "--eval-rows", 8]
-    run_recipe("distill", *arguments, "--run-dir", tmp_path / "one")
-    for name, device_map in (("all", "train=all teacher=all"), ("some", "train=all teacher=1")):
+    run_ranks(1, DISTILL, *arguments, "--run-dir", tmp_path / "one")
+    maps = {"all": "train=all teacher=all", "some": "train=all teacher=1"}
+    for start, (name, device_map) in zip((run_ranks, run_torchrun), maps.items(), strict=True):
         run_dir = tmp_path / name
-        run_recipe(
-            "distill", *arguments, "--device-map", device_map, "--run-dir", run_dir, num_ranks=2
-        )
+        start(2, DISTILL, *arguments, "--device-map", device_map, "--run-dir", run_dir)
         for key in ("loss/loss", "eval/kl"):
             assert metric(run_dir, key) == pytest.approx(metric(tmp_path / "one", key), abs=1e-5)
 
@@ -115,11 +116,11 @@ def test_ranks_do_not_change_distillation(small_folder, teacher, tmp_path):
 def test_on_policy_over_ranks_gives_the_samples_of_one(small_folder, teacher, tmp_path):
     arguments = ["--model", small_folder, "--teacher", teacher / "model", "--on-policy"]
     arguments += ["--steps", 2, "--rows-per-step", 4, "--eval-rows", 4]
-    run_recipe("distill", *arguments, "--run-dir", tmp_path / "one")
+    run_ranks(1, DISTILL, *arguments, "--run-dir", tmp_path / "one")
     split = "train=0 teacher=0 generate=1"
     for name, device_map in (("all", []), ("split", ["--device-map", split])):
         run_dir = tmp_path / name
-        run_recipe("distill", *arguments, *device_map, "--run-dir", run_dir, num_ranks=2)
+        run_ranks(2, DISTILL, *arguments, *device_map, "--run-dir", run_dir)
         for key in ("loss/loss", "eval/kl", "rollout/reply_tokens"):
             assert metric(run_dir, key) == pytest.approx(metric(tmp_path / "one", key), abs=1e-4)
 

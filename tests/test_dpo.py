@@ -5,7 +5,8 @@ import json
 import dpo
 import pytest
 import torch
-from conftest import run_recipe
+from conftest import RECIPES, run_recipe, run_torchrun
+from forked_ranks import run_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -108,9 +109,8 @@ def test_dpo_from_a_file_as_a_user_runs_it(imitator, tmp_path):
 def test_ranks_do_not_change_dpo(imitator, tmp_path):
     arguments = ["--model", imitator / "model", "--data", "reverse:2", "--task-pairs", 64]
     arguments += ["--steps", 6, "--rows-per-step", 5, "--eval-rows", 9]
-    for num_ranks in (1, 2):
-        run_dir = tmp_path / str(num_ranks)
-        run_recipe("dpo", *arguments, "--run-dir", run_dir, num_ranks=num_ranks)
+    for start, num_ranks in ((run_ranks, 1), (run_torchrun, 2)):
+        start(num_ranks, RECIPES / "dpo.py", *arguments, "--run-dir", tmp_path / str(num_ranks))
     for name in ("loss/loss", "reward/margin", "eval/margin"):
         one, two = (metric(tmp_path / n, name) for n in "12")
         assert two == pytest.approx(one, abs=1e-5)

@@ -398,9 +398,9 @@ RANDOM_PLAY = {  # success in percent within 10 and within 20 moves with ROLL's 
 }
 
 
-def distinct_rooms(make):
+def distinct_rooms(make, num_rooms):
     """Seeds of the distinct rooms of each thousand: a tenth of the 6x6 rooms are repetitions."""
-    for start in range(0, 6000, 1000):
+    for start in range(0, num_rooms, 1000):
         seeds = range(start, start + 1000)
         yield from {make().reset(seed)[1]["state"]: seed for seed in seeds}.values()
 
@@ -409,7 +409,9 @@ def distinct_rooms(make):
 @pytest.mark.parametrize("name", RANDOM_PLAY)
 def test_random_play_is_as_good_as_elsewhere(name):
     make, agent = make_env(f"{name}:max_steps=20"), random_agent(0)
-    seeds = range(4000) if name == "frozen_lake" else distinct_rooms(make)
+    # A standard error of at most 0.8, below that of the reference
+    num_rooms = 2000 if name in ("sokoban_8x8", "sokoban_10x10") else 3000
+    seeds = range(4000) if name == "frozen_lake" else distinct_rooms(make, num_rooms)
     results = [played(make, agent, seed)[1] for seed in seeds]
     for limit, percent in zip((10, 20), RANDOM_PLAY[name], strict=True):
         num_won = sum(result["success"] and result["turns"] <= limit for result in results)

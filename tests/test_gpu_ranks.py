@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 import train_programs
-from conftest import RECIPES, make_reference
-from test_layouts import CASES, torchrun
+from conftest import RECIPES, make_reference, run_torchrun
+from test_layouts import CASES
 
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.models.tiny import build_tiny
@@ -28,8 +28,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def over_ranks(folder):
-    torchrun(4, "layouts", folder, folder.parent / "layouts.pt", "cuda")
-    return torch.load(folder.parent / "layouts.pt", weights_only=False, map_location="cpu")
+    result_file = folder.parent / "layouts.pt"
+    run_torchrun(4, train_programs.__file__, "layouts", folder, result_file, "cuda")
+    return torch.load(result_file, weights_only=False, map_location="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -1,37 +1,15 @@
 """The same training on one rank and on many: FSDP, tensor parallel, and both."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import train_programs
-from conftest import make_reference
+from conftest import make_reference, run_torchrun
+from forked_ranks import run_ranks
 
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.train.batch import pack
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parent.parent
-
-
-def _path_of_packages():
-    return os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
-
-
-def torchrun(num_ranks, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
-    program = Path(train_programs.__file__)
-    done = subprocess.run(
-        [*command, str(program), *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": _path_of_packages(), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # A tied head and norms of q and k, a vocabulary that no tp divides, and one key/value head for all
@@ -40,7 +18,7 @@ def torchrun(num_ranks, *arguments):
 def folder(request, tmp_path_factory):
     family, vocab, kv_heads = request.param
     folder = tmp_path_factory.mktemp("layouts") / family
-    sizes = {"vocab_size": vocab, "num_key_value_heads": kv_heads}
+    sizes = {"vocab_size": vocab, "num_key_value_heads": kv_heads, "num_hidden_layers": 2}
     make_reference(family, **sizes).save_pretrained(folder)
     return folder
 
@@ -48,7 +26,8 @@ def folder(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def over_ranks(folder):
     result_file = folder.parent / "layouts.pt"
-    torchrun(4, "layouts", folder, result_file)
+    start = run_torchrun if folder.name == "qwen3" else run_ranks
+    start(4, train_programs.__file__, "layouts", folder, result_file)
     return torch.load(result_file, weights_only=False)
 
 

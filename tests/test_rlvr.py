@@ -2,10 +2,7 @@
 
 import itertools
 import json
-import os
 import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +10,8 @@ import evaluate
 import pytest
 import rlvr
 import torch
-from conftest import make_toy
+from conftest import make_toy, run_torchrun
+from forked_ranks import run_ranks
 from rlvr_program import share_of_good_letters
 from safetensors.torch import load_file
 from test_algorithms import gain
@@ -34,19 +32,9 @@ def toy_options(folder, run_dir, **changes):
     } | changes  # fmt: skip
 
 
-def launch(num_ranks, **options):
+def launch(num_ranks, *, start=run_ranks, **options):
     """The recipe as a program of its own; returns the metrics of its steps."""
-    command = [sys.executable]
-    if num_ranks > 1:
-        command += ["-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
-    done = subprocess.run(
-        [*command, PROGRAM, json.dumps(options)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    start(num_ranks, PROGRAM, json.dumps(options))
     return steps_of(options["run_dir"])
 
 
@@ -95,15 +83,18 @@ MAPS = {
         {"device_map": "train=0-1 generate=2-3", "max_staleness": 1, "stale": "drop"},
     ),
 }
+UNDER_TORCHRUN = ("four_partly",)
 
 
 @pytest.fixture(scope="module")
 def runs(toy_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("maps")
-    return folder, {
-        name: launch(num_ranks, **toy_options(toy_folder, folder / name, **changes))
-        for name, (num_ranks, changes) in MAPS.items()
-    }
+    steps = {}
+    for name, (num_ranks, changes) in MAPS.items():
+        start = run_torchrun if name in UNDER_TORCHRUN else run_ranks
+        options = toy_options(toy_folder, folder / name, **changes)
+        steps[name] = launch(num_ranks, start=start, **options)
+    return folder, steps
 
 
 @pytest.mark.slow

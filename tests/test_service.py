@@ -1,13 +1,15 @@
 """Engines that work on their own in a role, over real ranks, against an engine alone."""
 
+import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 from conftest import make_reference
+from forked_ranks import run_ranks
 from service_programs import Mailbag, make_requests
-from test_cluster import Program, run_failing
+from test_cluster import run_failing
 
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.errors import RoleError
@@ -42,7 +44,8 @@ def expected(folder):
 @pytest.mark.slow
 def test_requests_and_calls_interleave_over_tensor_parallel_ranks(expected, folder, tmp_path):
     shutil.copytree(folder, tmp_path / "model")
-    result = Program("interleaved", 4, tmp_path, programs=PROGRAMS).result()
+    run_ranks(4, PROGRAMS, "interleaved", tmp_path / "interleaved.json")
+    result = json.loads((tmp_path / "interleaved.json").read_text())
     answers = {(key, index): [ids, reason] for key, index, ids, reason in result["answers"]}
     ids, reason = answers.pop(("aborted", 0))
     assert reason == "abort" and len(ids) < 500

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import rlvr
 import sft
-from conftest import RECIPES
+from conftest import RECIPES, run_torchrun
+from forked_ranks import run_ranks
 from process_checks import child_of_rank
 from rlvr_program import share_of_good_letters
 from test_rlvr import comparable, here, samples_of, steps_of, toy_options  # noqa: F401
@@ -201,11 +202,8 @@ def test_two_ranks_stop_with_a_checkpoint(toy_folder, tmp_path, recipe, target, 
     text = log.read_text()
     done = max(json.loads(line)["step"] for line in (run / "metrics.jsonl").open())
     assert f"step-{done:08d}: " in text and "continue with\n    torchrun --nproc-per-node 2" in text
-    code = subprocess.run(
-        [*map(str, launch), "--resume", run, "--steps", str(done + 1)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    ).returncode
-    assert code == 0
+    start = run_torchrun if recipe == RLVR else run_ranks
+    start(2, recipe, "--resume", run, "--steps", done + 1)
     assert [row["step"] for row in steps_of(run)] == list(range(1, done + 2))
 
 

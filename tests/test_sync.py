@@ -1,13 +1,11 @@
 """Weights from trainers to engines of other layouts, over real ranks."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_reference
+from conftest import make_reference, run_torchrun
+from forked_ranks import run_ranks
 
 from roll_lite.cluster.device_map import parse_device_map
 from roll_lite.colocated import Colocated
@@ -15,7 +13,7 @@ from roll_lite.engine.arena import ROW_BYTES
 from roll_lite.models.tensor_parallel import cut_dimension
 from roll_lite.sync import row_checksums
 
-TESTS = Path(__file__).parent
+PROGRAM = Path(__file__).parent / "sync_program.py"
 
 WITHOUT_TRAVEL = "train=0-1,tp=2 generate=0-1,tp=2"
 MAPS = [
@@ -30,6 +28,9 @@ MAPS = [
     pytest.param("train=all,tp=2 generate=all,tp=4", marks=pytest.mark.slow),
     pytest.param("train=all,tp=4 generate=all,tp=2", marks=pytest.mark.slow),
 ]
+
+
+UNDER_TORCHRUN = ("train=0-1 generate=0-3,tp=2",)
 
 
 def part_of(name, tensor, rank, size):
@@ -49,14 +50,8 @@ def test_every_engine_holds_its_part_of_the_trainers_weights(tmp_path, device_ma
     odd = {"vocab_size": 199, "num_key_value_heads": 1}
     make_reference("qwen2.5", **odd).save_pretrained(tmp_path / "model")
     ranks = 2 if device_map.endswith("0-1,tp=2") else 4
-    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, TESTS / "sync_program.py", device_map, tmp_path / "model",
-         tmp_path / "result.pt"],
-        env=os.environ | {"PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=1800, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    start = run_torchrun if device_map in UNDER_TORCHRUN else run_ranks
+    start(ranks, PROGRAM, device_map, tmp_path / "model", tmp_path / "result.pt")
     results = torch.load(tmp_path / "result.pt", weights_only=False)
     for kind, version in (("full", 2), ("lora", 2), ("rounds", 22)):
         state, engines = results[kind]

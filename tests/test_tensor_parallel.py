@@ -5,96 +5,22 @@ import queue
 import random
 import threading
 import time
-from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from conftest import make_reference
+from conftest import make_reference, run_torchrun
+from forked_ranks import run_ranks
+from tensor_parallel_program import run_workload
 
-from roll_lite.engine import sampler
 from roll_lite.engine.engine import Engine
-from roll_lite.engine.request import Request
-from roll_lite.engine.tensor_parallel import Lockstep, TensorParallelEngine
+from roll_lite.engine.tensor_parallel import Lockstep
 from roll_lite.models.config import shape_config, tp_sizes
 from roll_lite.models.hf import load_model
 from roll_lite.models.tensor_parallel import TensorShard
-from roll_lite.types import SamplingParams
 
+PROGRAM = Path(__file__).parent / "tensor_parallel_program.py"
 SECONDS = 60  # a rank that waits longer is taken to wait for ever
-
-
-def make_requests():
-    r = random.Random(3)
-    options = [
-        {"temperature": 0.0},
-        {"temperature": 1.0},
-        {"temperature": 0.7, "top_k": 5},
-        {"temperature": 1.0, "top_p": 0.8},
-        {"temperature": 1.3, "min_p": 0.05, "top_k": 40},
-        {"temperature": 1e30},  # all entries are as likely, and padding would be, too
-    ]
-    return [
-        Request(
-            prompt_ids=[r.randrange(1, 199) for _ in range(r.randint(1, 40))],
-            params=SamplingParams(max_tokens=r.randint(1, 25), stop_ids=(7, 8), **options[i % 6]),
-            num_samples=1 + i % 3,
-            seed=i,
-        )
-        for i in range(20)
-    ]
-
-
-def run_workload(engine, folders):
-    """Answers before and after new weights, with samples under way and one request aborted."""
-    first = engine.generate(make_requests())
-    handles = [engine.submit(request) for request in make_requests()]
-    engine.abort(handles[3].id)
-    for _ in range(6):
-        engine.step()
-    if isinstance(engine, TensorParallelEngine):
-        engine.pause()
-    load_other(engine, folders)
-    while engine.has_work:
-        engine.step()
-    turns = [t for group in first for t in group] + [t for h in handles for t in h.turns]
-    return [[t.token_ids, t.logprobs, t.finish_reason, t.versions] for t in turns]
-
-
-def load_other(engine, folders):
-    weights = load_model(folders[1], shard=engine.model.shard)
-    engine.load_weights(weights.named_parameters(), policy_version=4)
-
-
-def run_rank(rank, size, folders, store, out):
-    torch.set_num_threads(1)
-    sampler.CANDIDATES = 8  # too few for some rows
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=5 * SECONDS),
-    )  # fmt: skip
-    shard = TensorShard.of(dist.group.WORLD)
-    model = load_model(folders[0], shard=shard)
-    engine = TensorParallelEngine(
-        model, control=dist.new_group(backend="gloo"), kv_cache_gib=3e-4, max_prefill_tokens=50,
-        page_size=4, burst=3,
-    )  # fmt: skip
-    if rank == 0:
-        results = run_workload(engine, folders)
-        engine.pause()
-        with open(out, "w") as file:
-            json.dump([results, engine.scheduler.num_preempted], file)
-    else:
-        engine.follow()
-        load_other(engine, folders)
-        engine.follow()
-    assert not engine.has_work
-    assert engine.pool.num_free == engine.pool.num_pages
-    dist.destroy_process_group()
 
 
 CASES = [
@@ -105,14 +31,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "size", "changes"), CASES)
-def test_many_ranks_answer_like_one(family, size, changes, tmp_path, monkeypatch):
+def test_many_ranks_answer_like_one(family, size, changes, tmp_path):
     folders = [str(tmp_path / name) for name in ("first", "second")]
     for seed, folder in enumerate(folders):
         make_reference(family, seed=seed, **changes).save_pretrained(folder)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    out = tmp_path / "out.json"
-    mp.spawn(run_rank, (size, folders, tmp_path / "store", out), nprocs=size)
-    results, num_preempted = json.loads((tmp_path / "out.json").read_text())
+    start = run_torchrun if size == 4 else run_ranks
+    start(size, PROGRAM, *folders, tmp_path / "store", out := tmp_path / "out.json")
+    results, num_preempted = json.loads(out.read_text())
     assert num_preempted > 0
     engine = Engine(load_model(folders[0]), kv_cache_gib=6e-4, page_size=4, burst=3)
     expected = json.loads(json.dumps(run_workload(engine, folders)))

@@ -82,7 +82,7 @@ def options(lora=None):
 
 
 def measure(trainer, num_shards):
-    """Gradients of three cuts of one batch, then the losses of ten updates, then the weights."""
+    """Gradients of three cuts of one batch, then the losses of five updates, then the weights."""
     sequences = make_sequences()
     grads = {
         budget: trainer.gradient(split(pack(sequences, budget, num_shards=num_shards)))[0][0]
@@ -91,7 +91,7 @@ def measure(trainer, num_shards):
     batch = pack(sequences, 200, num_shards=num_shards)
     logprobs = trainer.logprobs(split(batch))
     top = trainer.top_logprobs(split(batch), 5)
-    losses = [trainer.step(split(batch))[0]["loss/loss"] for _ in range(10)]
+    losses = [trainer.step(split(batch))[0]["loss/loss"] for _ in range(5)]
     return {
         "grads": grads, "losses": losses, "state": trainer.state(),
         "holds": trainer.holds_its_part.options(collect="all")(),
