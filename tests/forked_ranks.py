@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -70,6 +69,10 @@ class _Server:
         )
         atexit.register(self._end)
 
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
     def _end(self):
         self._process.kill()
         self._process.wait()
@@ -78,13 +81,21 @@ class _Server:
         self._process.stdin.write(json.dumps(launch) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
-        assert answer, "the process that forks ranks has ended"
+        assert answer, f"the process that forks ranks has ended: {self.exit_code}"
         return json.loads(answer)
 
 
-@cache
+_servers: list[_Server] = []
+
+
 def _server() -> _Server:
-    return _Server()
+    """Of this process; another one if a test of signals or limits has ended it."""
+    while _servers and (code := _servers[-1].exit_code) is not None:
+        print(f"the process that forks ranks ended with {code}; starting another", file=sys.stderr)
+        _servers.pop()
+    if not _servers:
+        _servers.append(_Server())
+    return _servers[-1]
 
 
 def _serve() -> dict:
