@@ -41,7 +41,7 @@ from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rewards import registry
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.groups import refuse_all_failed
-from roll_lite.rollout.metrics import parts_of, pass_rates
+from roll_lite.rollout.metrics import pass_rates, subsets_of
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.record import AnswerFile
 from roll_lite.train.defaults import choose_defaults
@@ -247,12 +247,12 @@ def ask(
 def table(metrics: dict[str, float], groups: list[Group], num_samples: int) -> str:
     """A row for each domain and file, and one for all: pass rates, and the mean reward."""
     of_several = [f"pass@{num_samples}"] if num_samples > 1 else []
-    rows = [["of", "prompts", "pass@1", *of_several, "reward"]]
-    for part, members in (parts_of(groups) | {"": groups}).items():
-        prefix = f"eval/{part}" if part else "eval"
+    rows = [["subset", "prompts", "pass@1", *of_several, "reward"]]
+    for subset, members in (subsets_of(groups) | {"": groups}).items():
+        prefix = f"eval/{subset}" if subset else "eval"
         rates = [metrics.get(f"{prefix}/{name}") for name in rows[0][2:]]
         shown = ["-" if rate is None else f"{rate:.3f}" for rate in rates]
-        rows.append([part or "all", str(len(members)), *shown])
+        rows.append([subset or "all", str(len(members)), *shown])
     return format_table(rows)
 
 

@@ -19,7 +19,7 @@ def describe_groups(groups: list[Group]) -> dict[str, float]:
         "reward/mean": fmean(s.score.value for s in done) if done else 0.0,
         "reward/solved_groups": fmean(any(r > 0 for r in group) for group in rewards),
         "reward/equal_groups": fmean(len(set(group)) < 2 for group in rewards),
-        **_by_part(groups),
+        **_by_subset(groups),
         "rollout/reply_tokens": fmean(s.num_sampled for s in samples),
         "rollout/truncated": fmean(s.is_cut for s in samples),
         **_episodes("rollout", samples),
@@ -47,10 +47,10 @@ def _episodes(prefix: str, samples: list[Sample]) -> dict[str, float]:
     }
 
 
-def _by_part(groups: list[Group]) -> dict[str, float]:
+def _by_subset(groups: list[Group]) -> dict[str, float]:
     """Reward, its parts and the share of groups."""
     metrics: dict[str, float] = {}
-    for name, members in parts_of(groups).items():
+    for name, members in subsets_of(groups).items():
         done = [s for group in members for s in group.samples if s.state == "done"]
         metrics[f"rollout/{name}/share"] = len(members) / len(groups)
         if done:
@@ -67,7 +67,7 @@ def pass_rates(groups: list[Group], pass_reward: float = 1.0) -> dict[str, float
     domains, and several files of one domain, also have metrics of their own.
     """
     metrics = _pass_rates("eval", groups, pass_reward)
-    for name, members in parts_of(groups).items():
+    for name, members in subsets_of(groups).items():
         metrics |= _pass_rates(f"eval/{name}", members, pass_reward)
     samples = [sample for group in groups for sample in group.samples]
     return metrics | {
@@ -101,17 +101,17 @@ def has_passed(sample: Sample, pass_reward: float) -> bool:
     return score.parts["success"] >= 1 if "success" in score.parts else score.value >= pass_reward
 
 
-def parts_of(groups: Iterable[Group]) -> dict[str, list[Group]]:
+def subsets_of(groups: Iterable[Group]) -> dict[str, list[Group]]:
     """Groups by domain, if there are several, and by file, where a domain has several."""
     by_domain: dict[str, list[Group]] = {}
     for group in groups:
         by_domain.setdefault(group.prompt.domain, []).append(group)
-    parts = dict(sorted(by_domain.items())) if len(by_domain) > 1 else {}
+    subsets = dict(sorted(by_domain.items())) if len(by_domain) > 1 else {}
     for domain, members in sorted(by_domain.items()):
         files: dict[str, list[Group]] = {}
         for group in members:
             files.setdefault(group.prompt.source, []).append(group)
         for source, own in sorted(files.items()) if len(files) > 1 else ():
             name = source or "generated"
-            parts[f"{domain}-{name}" if name in parts or name in by_domain else name] = own
-    return parts
+            subsets[f"{domain}-{name}" if name in subsets or name in by_domain else name] = own
+    return subsets
