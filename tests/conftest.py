@@ -195,7 +195,10 @@ def sandbox(request):
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """Runs a script as a command does, but in this process; returns exit code and output."""
+    """Runs a script as a command does, but in this process; returns exit code and output.
+
+    Of the output, first the errors, among them the progress of a slow run, then what it printed.
+    """
 
     def run(script, *arguments):
         monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
@@ -205,7 +208,8 @@ def command(monkeypatch, capsys):
             code = 0
         except SystemExit as end:
             code = end.code or 0
-        return code, "".join(capsys.readouterr())
+        out, err = capsys.readouterr()
+        return code, err + out
 
     return run
 

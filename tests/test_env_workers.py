@@ -452,10 +452,10 @@ def test_closing_fails_running_episodes():
 @pytest.mark.slow
 def test_code_that_waits_for_a_processor_does_not_hang():
     """It runs longer than the limit, but has a processor for a part of that time only."""
-    with EnvWorkers(PLAYERS, num_workers=1, seconds=1.0) as workers:
-        play(workers, "walk", Model("starve 1.5"))
+    with EnvWorkers(PLAYERS, num_workers=1, seconds=2.0) as workers:
+        play(workers, "walk", Model("starve 2.5"))
         metrics = workers.metrics()
-    assert metrics["env/timeouts"] == 0 and metrics["env/seconds"] > 1.5
+    assert metrics["env/timeouts"] == 0 and metrics["env/seconds"] > 2.5
 
 
 def fate(seed):

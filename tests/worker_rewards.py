@@ -38,14 +38,18 @@ def hang():
 
 
 def starve(seconds):
-    """Run for this time on a processor that another process wants too, and rather gets."""
+    """Run for this time on a processor that another process wants too, and rather gets.
+
+    The other is this one's child: Linux shares processors among sessions first. Nothing waits for
+    its end, since only a process that is ready to run lacks a processor.
+    """
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
-        os.nice(5)
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            pass
-        other.kill()
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    os.nice(5)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+    other.kill()
 
 
 def leave_children(marker):
