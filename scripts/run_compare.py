@@ -16,7 +16,7 @@ OF_FAULTS = {
     "rollout/retried", "reward/calls", "reward/errors", "reward/timeouts", "reward/crashes",
     "reward/replaced", "env/errors", "env/timeouts", "env/crashes", "env/replaced",
     "env/episodes", "env/replayed",
-    "rollout/started", "rollout/aborted", "rollout/restored",
+    "rollout/started", "rollout/aborted", "rollout/restored", "rollout/lost_engines",
     "rollout/engine_free_pages", "rollout/engine_running", "rollout/engine_waiting",
 }  # fmt: skip
 """Metrics that count the faults themselves, or what a restart leaves empty or need not do again."""

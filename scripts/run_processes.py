@@ -83,7 +83,8 @@ class Program:
         return [path for path in found if numbers & set(re.findall(r"\d+", path.name))]
 
     def victims(self) -> dict[str, Process]:
-        """By name: agent, rank 0 to the last, supervisor, worker (the first of each)."""
+        """By name: agent, rank 0 to the last and their keepers, supervisor, worker (the first of
+        each)."""
         alive, root = self.alive(), self.process.pid
         named: dict[str, Process] = {}
         supervisors = [p for p in alive if "workers.supervisor" in p.command]
@@ -92,7 +93,9 @@ class Program:
             if process.pid == root:
                 named["rank 0" if self.num_ranks == 1 else "agent"] = process
             elif process.parent == root and self.num_ranks > 1 and process.rank is not None:
-                named[f"rank {process.rank}"] = process
+                named[f"rank {process.rank}"] = fork = self._kept_by(process) or process
+                if fork is not process:
+                    named[f"keeper {process.rank}"] = process
             elif process.pid in roots:
                 named.setdefault("supervisor", process)
             elif process.parent in roots:
@@ -103,10 +106,22 @@ class Program:
         """The living process of that name. Searches all processes only now and then."""
         known = self.known.get(victim)
         found = known and _marked(known.pid, self.mark)
+        if found and found.rank is not None and victim.startswith("rank"):
+            found = self._kept_by(found) or found  # it may have forked since then
         if found is None and time.monotonic() > self.searched_at + SEARCH_SECONDS:
             self.known, self.searched_at = self.victims(), time.monotonic()
             found = self.known.get(victim)
         return found
+
+    def _kept_by(self, keeper: Process) -> Process | None:
+        """The rank that a process has forked and keeps."""
+        for task in Path(f"/proc/{keeper.pid}/task").glob("*/children"):
+            with suppress(OSError):  # it has ended
+                children = [_marked(int(pid), self.mark) for pid in task.read_text().split()]
+                for child in filter(None, children):
+                    if child[2:] == keeper[2:]:
+                        return child
+        return None
 
     def kill_all(self) -> None:
         while alive := self.alive():

@@ -37,6 +37,9 @@ class Worker:
     def echo(self, *args, **kwargs):
         return args, kwargs
 
+    def process(self):
+        return os.getpid()
+
     def total(self, values):
         """The sum over replicas, by a collective of the role."""
         part = torch.tensor(sum(values) if self.place.tp_rank == 0 else 0)
@@ -278,6 +281,49 @@ def restarted():
         if attempt == 0:
             train.kill(1, signal.SIGKILL)
         return {"attempt": attempt, "total": total, "again": train.total([4])}
+
+
+def spare_engine():
+    """An engine of two ranks ends while it has no call; the other goes on."""
+    with Cluster("train=0 generate=1-4,tp=2") as cluster:
+        train, engines, reports = *two_roles(cluster), []
+        engines.listen(lambda *report: reports.append(report), reports.append)
+        pids = engines.process.options(collect="all")()
+        os.kill(pids[3], signal.SIGKILL)
+        wait_until(lambda: reports)
+        ranks = [row[1] for row in engines.describe.options(collect="all")()]
+        engines.post(1, "nothing")  # to the lost one: it has no effect
+        again = []
+        engines.listen(lambda *report: again.append(report), again.append)
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids[2:]))
+        return {"reports": reports, "again": again, "ranks": ranks, "total": train.total([4])}
+
+
+def last_engine():
+    with Cluster("train=0 generate=1-2") as cluster:
+        _, engines = two_roles(cluster)
+        pids = engines.process.options(collect="all")()
+        os.kill(pids[1], signal.SIGKILL)
+        wait_until(lambda: cluster._controller.lost)
+        os.kill(pids[0], signal.SIGKILL)
+        wait_until(lambda: cluster._controller.failure)
+        raise cluster._controller.failure
+
+
+def engine_in_a_call():
+    with Cluster("train=0 generate=1-2") as cluster:
+        two_roles(cluster)[1].kill(2, signal.SIGKILL)
+
+
+def two_roles(cluster):
+    roles = cluster.role("train", Worker), cluster.role("generate", Worker)
+    print("ready", flush=True)
+    return roles
+
+
+def wait_until(condition):
+    while not condition():
+        time.sleep(0.01)
 
 
 def hang_in_work(cluster, train):

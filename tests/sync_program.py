@@ -99,7 +99,22 @@ def main(text, model, result_file):
             engines.flip_what_arrives(False, trained)
         engines.break_a_bit()
         results["broken"] = error_of(sync, 99)
+        *_, replica = device_map["generate"].replicas
+        if device_map.is_spare(replica[0]):
+            results["spared"] = without(cluster, replica, trainer, model)
         torch.save(results, result_file)
+
+
+def without(cluster, replica, trainer, model):
+    """An engine gets no more calls, as if it had ended."""
+    engines, sync = cluster.role("generate", Holder, folder=model), cluster.role("sync", WeightSync)
+    cluster._controller.lost = frozenset(replica)
+    for version in (1, 2):
+        sync.sync(version)
+    state = {key: tensor.clone() for key, tensor in trainer.state().items()}
+    held = engines.held.options(collect="all")()
+    cluster._controller.lost = frozenset()
+    return state, held
 
 
 if __name__ == "__main__":

@@ -268,6 +268,29 @@ def test_a_rank_killed_while_it_has_no_call_is_named(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_without_an_engine_that_others_replace(tmp_path):
+    program = Program("spare_engine", 5, tmp_path)
+    assert program.result() == {
+        "reports": [[1, "lost"]], "again": [[1, "lost"]], "ranks": [1, 2], "total": 4,
+    }  # fmt: skip
+    said = r"^rank 4 \(generate, sync, feed1; pid .*\) died .*; .* the other engines, 1 of 2\. "
+    assert len(re.findall(said, program.output(), re.MULTILINE)) == 1
+    assert "Error" not in program.output()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("last_engine", r"rank 1 \(.*\) died.*; it had no call"),
+        ("engine_in_a_call", r"rank 2 \(.*\) died.*; generate.kill was called \d"),
+    ],
+)
+def test_a_run_ends_with_an_engine_that_it_needs(tmp_path, name, message):
+    assert re.search(f"RoleError: {message}", run_failing(name, 3, tmp_path))
+
+
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_and_killed(tmp_path):
     output = run_failing("stopped", 2, tmp_path)
     message = (

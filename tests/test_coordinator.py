@@ -24,12 +24,13 @@ from fake_engines import (
 
 from roll_lite.data import Mixture
 from roll_lite.engine.request import Request
-from roll_lite.engine.service import Load
+from roll_lite.engine.service import EngineReport, Load
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.engines import EngineClient
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.prompts import PromptQueue
 from roll_lite.rollout.sample import derive_seed
+from roll_lite.types import Turn
 
 
 class Troubled:
@@ -594,6 +595,41 @@ def test_when_all_replicas_die_the_run_ends_with_their_error():
         pytest.raises(RuntimeError, match=r"no engine replica works(.|\n)*dead for ever"),
     ):
         rollout.collect()
+
+
+def test_the_samples_of_a_lost_replica_are_generated_by_another():
+    """Answers that come from it later are ignored."""
+    options = {"prompts_per_step": 8, "samples_per_prompt": 2, "max_retries": 0}
+    with FakeEngines(2) as engines, coordinator_over(engines, **options) as rollout:
+        expected = [[s.turns for s in group.samples] for group in rollout.collect()]
+    with FakeEngines(2) as engines, coordinator_over(engines, **options) as rollout:
+        asked, post, late = Counter(), engines.post, []
+
+        def losing(replica, name, key, request=None):
+            asked[replica] += name == "submit"
+            if replica == 1:
+                late.append((key, request))
+                if asked[1] == 3:
+                    engines.on_report(1, "lost")
+                    turns = [(k, i, made_turn(r, i)) for k, r in late for i in r.indices]
+                    engines.on_report(1, "answers", EngineReport(turns, [], Load(0, 0, 1), 0))
+            else:
+                post(replica, name, key, request)
+
+        engines.post = losing
+        groups = rollout.collect()
+        metrics = rollout.metrics()
+    assert asked[0] == 8 and asked[1] >= 3
+    assert [[s.turns for s in group.samples] for group in groups] == expected
+    assert metrics["rollout/lost_engines"] == 1 and metrics["rollout/retried"] == 2 * asked[1]
+
+
+def made_turn(request, index):
+    """Of an engine that nobody listens to any more."""
+    return Turn(
+        prompt_ids=request.prompt_ids, token_ids=[index], logprobs=[0.0], finish_reason="stop",
+        versions=[(0, 0)],
+    )  # fmt: skip
 
 
 def test_faults_arrive_with_their_traceback_and_no_thread_is_left():

@@ -45,6 +45,24 @@ def test_a_replica_has_the_ranks_of_its_context():
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "spare"),
+    [
+        ("train=all generate=all", []),
+        ("train=0-1 generate=2-3", [2, 3]),
+        ("train=0-1 generate=1-3", [2, 3]),
+        ("train=0-2 generate=3", []),  # the only engine
+        ("train=2-3 generate=0-1", [1]),  # rank 0 is the controller
+        ("train=0 generate=0-3,tp=2", [2, 3]),
+        ("train=0-1 generate=1-2+4-5,tp=2 judge=3", [4, 5]),
+        ("train=0 generate=1-2 judge=1", [2]),
+    ],
+)
+def test_ranks_whose_engines_others_can_replace(text, spare):
+    device_map = parse_device_map(text, 6)
+    assert [rank for rank in range(6) if device_map.is_spare(rank)] == spare
+
+
 def test_shared_ranks():
     device_map = parse_device_map("train=0-3 generate=2-5 reference=0-3", 7)
     assert [role.name for role in device_map.roles_of(2)] == ["train", "generate", "reference"]

@@ -24,6 +24,8 @@ MAPS = [
     pytest.param(WITHOUT_TRAVEL, marks=pytest.mark.slow),
     pytest.param("train=0-3,tp=2 generate=0-3", marks=pytest.mark.slow),
     pytest.param("train=3 generate=0-2", marks=pytest.mark.slow),
+    pytest.param("train=0 generate=0-1", marks=pytest.mark.slow),  # in the end nobody is fed
+    pytest.param("train=0 generate=1-4,tp=2", marks=pytest.mark.slow),
     pytest.param("train=0-1 generate=2-3,tp=2", marks=pytest.mark.slow),  # a part to each
     pytest.param("train=all,tp=2 generate=all,tp=4", marks=pytest.mark.slow),
     pytest.param("train=all,tp=4 generate=all,tp=2", marks=pytest.mark.slow),
@@ -49,17 +51,22 @@ def part_of(name, tensor, rank, size):
 def test_every_engine_holds_its_part_of_the_trainers_weights(tmp_path, device_map):
     odd = {"vocab_size": 199, "num_key_value_heads": 1}
     make_reference("qwen2.5", **odd).save_pretrained(tmp_path / "model")
-    ranks = 2 if device_map.endswith("0-1,tp=2") else 4
+    ranks = 2 if "generate=0-1" in device_map else 5 if "1-4" in device_map else 4
     start = run_torchrun if device_map in UNDER_TORCHRUN else run_ranks
     start(ranks, PROGRAM, device_map, tmp_path / "model", tmp_path / "result.pt")
     results = torch.load(tmp_path / "result.pt", weights_only=False)
-    for kind, version in (("full", 2), ("lora", 2), ("rounds", 22)):
+    parsed = parse_device_map(device_map, ranks)
+    *_, last = parsed["generate"].replicas
+    versions = {"full": 2, "lora": 2, "rounds": 22}
+    if parsed.is_spare(last[0]):
+        versions["spared"] = 2
+    for kind, version in versions.items():
         state, engines = results[kind]
+        assert len(engines) == len(parsed["generate"].ranks) - len(last) * (kind == "spared")
         for rank, size, found, weights in engines:
             assert found == version and weights.keys() == state.keys()
             for name, tensor in state.items():
                 assert torch.equal(weights[name], part_of(name, tensor, rank, size)), (kind, name)
-    parsed = parse_device_map(device_map, ranks)
     if device_map == WITHOUT_TRAVEL:
         assert results["broken"] is None  # nothing to compare
     else:

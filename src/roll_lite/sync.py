@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +59,7 @@ class WeightSync:
     def sync(self, version: int, running: OnNewWeights = "go_on") -> dict[str, float]:
         """Load the trainer's weights into all engines."""
         start = time.perf_counter()
+        self._leave_out_lost()
         if self.is_direct:
             if self.engine:
                 own = self.trainer.whole_parameters(only_part=True)
@@ -69,6 +70,14 @@ class WeightSync:
         else:
             self._send(version, running)
         return {"time/sync": time.perf_counter() - start}
+
+    def _leave_out_lost(self) -> None:
+        """Form the groups of feeds again without engines that have ended."""
+        for part, feed in [*self.feeds.items()]:
+            if not self.place.lost.isdisjoint(feed.ranks):
+                feed.leave_out(self.place.lost)
+                if len(feed.ranks) == 1:  # nobody is left to be fed
+                    del self.feeds[part]
 
     def _send(self, version: int, running: OnNewWeights) -> None:
         taken = {}
@@ -146,16 +155,23 @@ class Feed:
     without a trainer that hold it."""
 
     def __init__(self, part: int, place: Place, trainer: Trainer | None, engine: Engine | None):
-        self.place = place
+        self.place, self._group = place, place.group
+        self.ranks = dist.get_process_group_ranks(place.group)
         size = _tensor_place(engine.model.shard)[1] if engine and trainer is None else 0
         sizes = torch.tensor([size], device=place.device)
-        everyone = [torch.empty_like(sizes) for _ in range(place.group.size())]
+        everyone = [torch.empty_like(sizes) for _ in self.ranks]
         dist.all_gather(everyone, sizes, group=place.group)
         known = [int(size) for size in everyone]
-        self.source = known.index(0)
+        self.source = self.ranks[known.index(0)]
         config = trainer.config if trainer else engine.model.config
         self.cut = Cut.of(config, part, max(known))
         self._sums: dict[str, Tensor] = {}
+
+    def leave_out(self, lost: Set[int]) -> None:
+        """Go on without some ranks; all others call it together."""
+        self.ranks = [rank for rank in self.ranks if rank not in lost]
+        if len(self.ranks) > 1:
+            self._group = dist.new_group(self.ranks, use_local_synchronization=True)
 
     def send(self, bucket: "Bucket") -> None:
         self._broadcast(bucket.cut(self.cut))
@@ -166,7 +182,7 @@ class Feed:
         return self._broadcast(Bucket(own, self.place.dtype, self.place.device))
 
     def _broadcast(self, bucket: "Bucket") -> "Bucket":
-        dist.broadcast(bucket.flat, group_src=self.source, group=self.place.group)
+        dist.broadcast(bucket.flat, src=self.source, group=self._group)
         self._sums |= bucket.checksums
         return bucket
 
@@ -174,7 +190,7 @@ class Feed:
         """Checksums of what was sent, and of what this rank has of it, since the last call."""
         arrived, self._sums = self._sums, {}
         sums = torch.cat([*arrived.values()])
-        dist.broadcast(sums, group_src=self.source, group=self.place.group)
+        dist.broadcast(sums, src=self.source, group=self._group)
         parts = sums.split([len(rows) for rows in arrived.values()])
         return dict(zip(arrived, parts, strict=True)), arrived
 

@@ -39,10 +39,19 @@ def agent_name() -> str:
 
 def find_rank(rank: int) -> "Process | None":
     """The process of another rank that the agent of this one started, if /proc tells."""
-    for task in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
+    agent = os.getppid()
+    if _variables(agent).get(RUN_ID):  # it is this rank's keeper
+        agent = int(_stat(agent)[1])
+    started = _child_of(agent, rank)
+    return started and (_child_of(started.pid, rank) or started)
+
+
+def _child_of(parent: int, rank: int) -> "Process | None":
+    """The process of a rank that an agent, or the rank's keeper, started."""
+    for task in Path(f"/proc/{parent}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended, or the kernel has no such file
             for pid in map(int, task.read_text().split()):
-                if _variables(pid).get("RANK") == str(rank):
+                if _variables(pid).get("RANK") == str(rank) and _command(pid) == _command():
                     return Process.find(pid)
     return None
 
@@ -85,11 +94,15 @@ class Process(NamedTuple):
 def _is_init(pid: int) -> bool:
     """Whether it is what adopts orphans, and no torchrun that is the first process itself."""
     try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = _command(pid)
     except OSError:
         return False
     is_first = pid == 1 or command.split(b"\0")[0].endswith(b"systemd")
     return is_first and b"python" not in command and b"torch" not in command
+
+
+def _command(pid: int | str = "self") -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def _stat(pid: int) -> list[str]:

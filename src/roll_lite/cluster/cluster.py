@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NoReturn
@@ -24,7 +25,6 @@ from torch.futures import Future
 
 from roll_lite import progress
 from roll_lite.cluster import wire
-from roll_lite.cluster.agent import Process
 from roll_lite.cluster.comparison import describe
 from roll_lite.cluster.controller import Controller, LocalController
 from roll_lite.cluster.device_map import DeviceMap, auto_device_map, parse_device_map
@@ -35,7 +35,8 @@ from roll_lite.cluster.groups import (
     make_places,
     start_group,
 )
-from roll_lite.cluster.rendezvous import read_launch, rendezvous
+from roll_lite.cluster.keeper import ENDED, Keeper, fork_rank, needs_keeper
+from roll_lite.cluster.rendezvous import Session, read_launch, rendezvous
 from roll_lite.cluster.role import Method, RoleHandle
 from roll_lite.cluster.speed import Machine, known_gpu
 from roll_lite.cluster.watchdog import Heartbeat, Watchdog
@@ -74,11 +75,17 @@ class Cluster:
         are the configs of roles with a model of their own. `options` is the recipe's dataclass,
         which must be equal on all ranks. `deadline` is the number of seconds that a rank may spend
         in one role call, in one piece of an object's `work`, or in one collective.
+
+        A process whose rank is spare forks here; see keeper.py.
         """
         if not deadline > 0:
             raise ValueError(f"deadline={deadline} must be above 0 seconds")
         self.deadline = deadline
         self._launch = read_launch()
+        self._keeper: Keeper | None = None
+        if needs_keeper(self._launch, device_map):
+            self._keeper = fork_rank()
+            self._launch = replace(self._launch, has_keeper=True)
         self.device = choose_device(device, self._launch)
         self.device_map, self._reasons = self._read_map(
             device_map, config, roles, role_configs, auto_options or {}
@@ -91,7 +98,8 @@ class Cluster:
         self._watchdog: Watchdog
         # If the controller dies, the lifeline fails too and ends this rank.
         self._reports = Mailbox(0, "report", on_lost=lambda: None)
-        self._exits: SimpleQueue[tuple[int, str]] = SimpleQueue()  # exit codes and reasons
+        self._exits: SimpleQueue[tuple[int, str, bool]] = SimpleQueue()
+        """Exit codes, reasons, and whether all other ranks are there to say goodbye to."""
 
     @property
     def world_size(self) -> int:
@@ -168,9 +176,10 @@ class Cluster:
         self._worker.places = make_places(self._all_roles, 0, self.device, self._report)
 
     def _start_controller(self) -> None:
-        store, processes = self._rendezvous()
-        controller = self._controller = Controller(self._worker, self._all_roles, processes)
-        self._watchdog = Watchdog(controller, self._worker, processes, self.deadline)
+        session = self._session = self._rendezvous()
+        controller = Controller(self._worker, self._all_roles, session.processes)
+        self._controller = controller
+        self._watchdog = Watchdog(controller, self._worker, session.processes, self.deadline)
         self._worker.on_fault = controller.on_fault
         handlers = {
             "heartbeat": self._watchdog.on_heartbeat,
@@ -180,19 +189,20 @@ class Cluster:
             "sigterm": lambda: os.kill(os.getpid(), signal.SIGTERM),
         }
         self._watchdog.start()  # now: a rank that is stopped would keep this one waiting
-        wire.connect(store, 0, self.world_size, handlers)
+        wire.connect(session.store, 0, self.world_size, handlers)
         try:
             self._watchdog.hold_lifelines()
-            self._form_groups(store)
+            self._form_groups(session.store)
             self._watchdog.groups_have_formed()
+            controller.spare = session.kept
         except Exception:
             self._stop_controller(failed=True)  # or the other ranks would wait
             raise
 
     def _serve(self) -> NoReturn:
         """The life of a rank other than 0: serve calls until the controller ends, then exit."""
-        store, processes = self._rendezvous()
-        heartbeat = Heartbeat(self._worker, processes[0], self._request_exit)
+        session = self._rendezvous()
+        heartbeat = Heartbeat(self._worker, session.processes[0], self._request_exit)
         self._worker.on_fault = partial(wire.send, 0, "fault")
         handlers = {
             "call": self._on_call,
@@ -202,26 +212,29 @@ class Cluster:
             "exit": self._request_exit,
         }
         heartbeat.start()
-        wire.connect(store, self._launch.rank, self.world_size, handlers)
+        wire.connect(session.store, self._launch.rank, self.world_size, handlers)
         heartbeat.hold_lifeline()
-        self._form_groups(store)
+        self._form_groups(session.store)
+        if self._keeper:
+            self._keeper.let_go(self._launch, session.name)
         # Ctrl-C reaches all ranks, SIGTERM perhaps only those of one machine: the controller
         # handles them, with the help of all ranks, and then ends these.
         _set_signals({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: _forward_sigterm})
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which nohup sets
             _set_signals({signal.SIGHUP: _forward_sigterm})
-        exit_code, reason = self._exits.get()  # only the first request counts
+        exit_code, reason, are_all_there = self._exits.get()  # only the first request counts
         heartbeat.stop()
-        self._exit_rank(exit_code, reason)
+        self._exit_rank(exit_code, reason, are_all_there)
 
-    def _rendezvous(self) -> tuple[dist.Store, list[Process]]:
+    def _rendezvous(self) -> Session:
         return rendezvous(self._launch, describe(self.device_map.text, self._options))
 
     def _form_groups(self, store: dist.Store) -> None:
         # The collectives' own timeout comes after the watchdog's, whose error says more.
         start_group(self.device, self._launch, store, seconds=self.deadline + GROUP_MARGIN)
-        rank = self._launch.rank
-        self._worker.places = make_places(self._all_roles, rank, self.device, self._report)
+        self._worker.places = make_places(
+            self._all_roles, self._launch.rank, self.device, self._report, self._worker.lost
+        )
         self._worker.start()
 
     def _report(self, role: str, replica: int, *args: Any) -> None:
@@ -237,16 +250,18 @@ class Cluster:
         self._worker.put(call, answer.set_result)
         return answer
 
-    def _request_exit(self, exit_code: int, reason: str = "") -> None:
-        self._exits.put((exit_code, reason))
+    def _request_exit(self, exit_code: int, reason: str = "", are_all_there: bool = True) -> None:
+        self._exits.put((exit_code, reason, are_all_there))
 
-    def _exit_rank(self, exit_code: int, reason: str) -> NoReturn:
+    def _exit_rank(self, exit_code: int, reason: str, are_all_there: bool) -> NoReturn:
         is_idle = self._worker.stop(EXIT_SECONDS if exit_code == 0 else 0)
         if reason:
             print(f"rank {self._launch.rank} exits: {reason}", file=sys.stderr)
         if exit_code or not is_idle:
             time.sleep(LINGER_SECONDS)
             _exit_now(exit_code or 1)
+        if not are_all_there:  # groups that a lost rank was in may not end
+            _exit_now(0)
         self._disconnect()
         raise SystemExit(0)
 
@@ -275,12 +290,15 @@ class Cluster:
         handlers = _set_signals(dict.fromkeys(ENDING_SIGNALS, signal.SIG_IGN))
         self._watchdog.stop()
         is_idle = self._worker.stop(IDLE_SECONDS if failed else EXIT_SECONDS)
-        failed = failed or not is_idle
-        self._end_ranks(exit_code=int(failed))
-        if failed:
+        failed, has_lost = failed or not is_idle, bool(self._controller.lost)
+        if has_lost and not failed:
+            self._session.store.set(ENDED, "")  # keepers wait for it
+        self._end_ranks(int(failed), are_all_there=not has_lost)
+        if failed or has_lost:
             wire.disconnect(graceful=False)
         else:
             self._disconnect()
+        if not failed:
             _set_signals(handlers)
         if not is_idle:  # it may hang in a collective, whose destructor would hang too
             atexit.register(_exit_now, 1)
@@ -290,12 +308,12 @@ class Cluster:
         dist.destroy_process_group()
         wire.disconnect(graceful=True)
 
-    def _end_ranks(self, exit_code: int) -> None:
+    def _end_ranks(self, exit_code: int, are_all_there: bool) -> None:
         """Tell all other ranks to exit."""
-        answers = []
-        for rank in range(1, self.world_size):
+        answers, message = [], ("exit", exit_code, "", are_all_there)
+        for rank in set(range(1, self.world_size)) - self._controller.lost:
             with suppress(RuntimeError):  # already dead
-                answers.append(wire.send(rank, "exit", exit_code, timeout=EXIT_SECONDS))
+                answers.append(wire.send(rank, *message, timeout=EXIT_SECONDS))
         for answer in answers:
             with suppress(RuntimeError):  # dead, or stopped: then torchrun kills it
                 answer.wait()

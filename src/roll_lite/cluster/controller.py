@@ -4,6 +4,7 @@ Every call gets a ticket from one counter, and each rank runs its calls strictly
 collectives are issued in the same order on all ranks.
 """
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -41,6 +42,8 @@ class Call:
 
     ticket = 0
     """Its place in the order of all calls, from 1; set by the controller."""
+    lost: frozenset[int] = frozenset()
+    """Ranks that were lost before it was issued; set by the controller."""
 
     def __init__(
         self, role: Role, method: str, contents: Sequence[tuple], collect: str, deadline: float
@@ -59,13 +62,17 @@ class Call:
         self._replies: dict[int, RankReply] = {}  # in the order of arrival
 
     @property
-    def wanted_ranks(self) -> tuple[int, ...]:
-        firsts = tuple(replica[0] for replica in self.role.replicas)
-        return {"first": firsts[:1], "replicas": firsts, "all": self.role.ranks}[self.collect]
+    def wanted_ranks(self) -> list[int]:
+        firsts = [replica[0] for replica in self.role.replicas if replica[0] not in self.lost]
+        return {"first": firsts[:1], "replicas": firsts, "all": self.ranks}[self.collect]
+
+    @property
+    def ranks(self) -> list[int]:
+        return [rank for rank in self.role.ranks if rank not in self.lost]
 
     @property
     def unanswered(self) -> list[int]:
-        return [rank for rank in self.role.ranks if rank not in self._replies]
+        return [rank for rank in self.ranks if rank not in self._replies]
 
     def deliver(self, rank: int, reply: RankReply) -> None:
         is_first_failure = reply.failure and not self._failures()
@@ -118,13 +125,19 @@ class Controller:
         self._on_report: dict[str, OnReport | None] = {}
         self._on_failure: dict[str, OnFailure | None] = {}
         self.failure: RoleError | None = None
-        """Set when a rank is lost; no call is possible afterwards."""
+        """Set when a rank is lost that is needed; no call is possible afterwards."""
+        self.spare: frozenset[int] = frozenset()
+        """Ranks of engines that the run can go on without."""
+        self.lost: frozenset[int] = frozenset()
+        """Those of them that have ended."""
 
     def issue(self, call: Call) -> Future:
         if self.failure:
             raise self.failure
-        contents, wanted = self._contents_by_rank(call), call.wanted_ranks
+        contents = self._contents_by_rank(call)
         with self._lock:
+            call.lost = self.lost
+            wanted = call.wanted_ranks
             self._ticket = call.ticket = self._ticket + 1
             self._pending[call.ticket] = call
             rank_calls = {
@@ -135,8 +148,10 @@ class Controller:
                     method=call.method if rank in call.role.ranks else BARRIER,
                     content=content,
                     is_wanted=rank in wanted,
+                    lost=call.lost,
                 )
                 for rank, content in contents.items()
+                if rank not in call.lost
             }
             self._last_ticket.update(dict.fromkeys(rank_calls, call.ticket))
         call.future.add_done_callback(lambda _: self._pending.pop(call.ticket))
@@ -183,6 +198,8 @@ class Controller:
         if self.failure:
             raise self.failure
         first, *followers = role.replicas[replica]
+        if first in self.lost:
+            return
         for rank in followers if first in self._lockstep else ():
             self._post(rank, Post(role.name, replica, ("follow",)))
         self._post(first, Post(role.name, replica, args))
@@ -199,6 +216,9 @@ class Controller:
         self._on_failure[role.name] = on_failure
         if self.failure and on_failure:
             on_failure(self.failure)
+        if on_report:
+            for replica in self._lost_replicas(role):
+                on_report(replica, "lost")
 
     def on_reports(self, posts: Sequence[Post]) -> None:
         """Pass reports to the listeners of their roles; without a listener they are dropped."""
@@ -216,21 +236,55 @@ class Controller:
         self.fail(role_error(role, method, [failure]))
 
     def lose(self, rank: int, why: str) -> None:
-        """End everything because a rank is gone; only the first loss is reported."""
+        """A rank is gone. That ends everything, unless it is spare; only the first loss counts."""
         roles = [role.name for role in self._device_map.roles_of(rank)]
+        who = f"rank {rank} ({', '.join(roles) or 'no role'}; {self._processes[rank]}) {why}"
+        if self.failure or rank in self.lost or self._go_on_without(rank, who):
+            return
         call = next((c for c in self.pending() if rank in c.unanswered), None)
         doing = "it had no call"
         if call:
             doing = f"{call.label} was called {time.monotonic() - call.issued:.1f} s before"
         self.fail(
             RoleError(
-                f"rank {rank} ({', '.join(roles) or 'no role'}; {self._processes[rank]}) {why}; "
-                f"{doing}",
+                f"{who}; {doing}",
                 role=call.role.name if call else "",
                 method=call.method if call else "",
                 rank=rank,
             )
         )
+
+    def _go_on_without(self, rank: int, who: str) -> bool:
+        """Whether the engines of other replicas do the work of a rank from now on.
+
+        Not if a call waits for the rank: others may be in a collective with it.
+        """
+        if rank not in self.spare:
+            return False
+        role = self._device_map["generate"]
+        index, replica = next((i, r) for i, r in enumerate(role.replicas) if rank in r)
+        with self._lock:
+            lost = self.lost | set(replica)
+            num_left = sum(lost.isdisjoint(ranks) for ranks in role.replicas)
+            is_called = any(not lost.isdisjoint(c.unanswered) for c in [*self._pending.values()])
+            if is_called or not num_left:
+                return False
+            self.lost = lost
+        print(
+            f"{who}; its samples are generated again by the other engines, {num_left} of "
+            f"{role.num_replicas}. The run goes on without it: stop and resume it to have all",
+            file=sys.stderr,
+            flush=True,
+        )
+        for other in set(replica) - {rank}:  # they wait for the rank in collectives
+            with suppress(RuntimeError):
+                wire.send(other, "exit", 1)
+        if listener := self._on_report.get(role.name):
+            listener(index, "lost")
+        return True
+
+    def _lost_replicas(self, role: Role) -> list[int]:
+        return [i for i, replica in enumerate(role.replicas) if replica[0] in self.lost]
 
     def _contents_by_rank(self, call: Call) -> dict[int, Message | tuple]:
         """What each rank gets. Equal contents are encoded once, and not at all for this rank."""
@@ -286,6 +340,7 @@ class LocalController:
         self._worker = worker
         self._lock = threading.RLock()  # several threads may call; calls still run one by one
         self._on_report: dict[str, OnReport | None] = {}
+        self.lost: frozenset[int] = frozenset()
 
     def issue(self, call: Call) -> Future:
         args, kwargs = call.contents[0]

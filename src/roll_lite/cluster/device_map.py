@@ -120,6 +120,15 @@ class DeviceMap:
         sizes |= {"fsdp": role.fsdp} if role.fsdp else {}
         return f"{role.name}={ranks}" + "".join(f",{n}={size}" for n, size in sizes.items())
 
+    def is_spare(self, rank: int) -> bool:
+        """Whether all ranks of its replica only generate, and another replica can do their work."""
+        if [role.name for role in self.roles_of(rank)] != ["generate"]:
+            return False
+        generate = self["generate"]
+        together = next(replica for replica in generate.replicas if rank in replica)
+        are_free = all(len(self.roles_of(other)) == 1 for other in together)
+        return generate.num_replicas > 1 and are_free and 0 not in together
+
     def roles_of(self, rank: int) -> tuple[Role, ...]:
         return tuple(role for role in self.roles if rank in role.ranks)
 

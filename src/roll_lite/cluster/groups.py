@@ -1,7 +1,7 @@
 """This rank's device, the process groups of each role, and the rank's `Place` in them."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -43,6 +43,8 @@ class Place:
     """gloo group of the ranks of this replica, for commands."""
     report: Callable[..., None]
     """Sends its arguments to the role's listener on the controller; does not wait."""
+    lost: Set[int] = frozenset()
+    """Ranks of the cluster that had ended when the current call was made."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,11 +103,15 @@ def start_group(device: torch.device, launch: Launch, store: dist.Store, *, seco
 
 
 def make_places(
-    device_map: DeviceMap, rank: int, device: torch.device, report: Callable[..., None]
+    device_map: DeviceMap,
+    rank: int,
+    device: torch.device,
+    report: Callable[..., None],
+    lost: Set[int] = frozenset(),
 ) -> dict[str, Place]:
     """This rank's place in each of its roles. Collective: all ranks must call it.
 
-    `report(role, replica, *args)` sends a report to the controller.
+    `report(role, replica, *args)` sends a report to the controller. `lost` is a set that changes.
 
     Roles with the same ranks and sizes share their groups. They never use them at the same time,
     and each NCCL communicator costs memory.
@@ -129,6 +135,7 @@ def make_places(
                 cp=role.cp,
                 device=device,
                 report=partial(report, role.name, replica),
+                lost=lost,
                 **formed[layout],
             )
     return places

@@ -54,6 +54,8 @@ class Launch:
     node: int = 0
     agent: str = ""
     """Of this node. A rank that outlives its agent finds the next agent's store at its port."""
+    has_keeper: bool = False
+    """torchrun does not see this rank fail; see keeper.py."""
 
 
 def read_launch() -> Launch:
@@ -80,18 +82,29 @@ def read_launch() -> Launch:
         ) from None
 
 
-def rendezvous(launch: Launch, description: Description) -> tuple[dist.Store, list[Process]]:
-    """The store of this session, and the processes of all ranks. ValueError on all ranks if the
-    description of one differs from that of rank 0."""
+class Session(NamedTuple):
+    """One start of all ranks."""
+
+    name: str
+    """Prefix of its keys in the store of torchrun, or of rank 0."""
+    store: dist.Store
+    processes: list[Process]
+    """Of all ranks."""
+    kept: frozenset[int]
+    """Ranks that have a keeper; only rank 0 knows them."""
+
+
+def rendezvous(launch: Launch, description: Description) -> Session:
+    """Meet all other ranks. ValueError on all if the description of one differs from that of rank
+    0."""
     _resolve(launch)
     choose_interface(launch)
     # On several nodes agents have several names: there those of each node are compared.
     name = f"roll_lite/{launch.agent}" if launch.num_nodes == 1 else "roll_lite"
     store = dist.PrefixStore(name, _connect(launch))
     me = JoinRequest(uuid.uuid4().hex, Process.find(os.getpid()), launch, description)
-    if launch.rank == 0:
-        return _open_session(store, me)
-    return _join_session(store, me)
+    session = _open_session(store, me) if launch.rank == 0 else _join_session(store, me)
+    return session._replace(name=f"{name}/{session.name}")
 
 
 class JoinRequest(NamedTuple):
@@ -193,7 +206,7 @@ def _wait_for_port(launch: Launch, name: str) -> None:
             patience.wait()
 
 
-def _join_session(store: dist.Store, me: JoinRequest) -> tuple[dist.Store, list[Process]]:
+def _join_session(store: dist.Store, me: JoinRequest) -> Session:
     patience = Patience(me.launch, partial(_name_missing, [0]))
     store.set(f"join/{me.launch.rank}", me.encode())
     session = _get(store, f"session/{me.token}", patience).decode()
@@ -201,7 +214,8 @@ def _join_session(store: dist.Store, me: JoinRequest) -> tuple[dist.Store, list[
     answer = json.loads(_get(store, f"{session}/answer", patience))
     if isinstance(answer, str):
         raise ValueError(answer)
-    return dist.PrefixStore(session, store), [Process(*process) for process in answer]
+    processes = [Process(*process) for process in answer]
+    return Session(session, dist.PrefixStore(session, store), processes, frozenset())
 
 
 def _get(store: dist.Store, key: str, patience: Patience) -> bytes:
@@ -210,7 +224,7 @@ def _get(store: dist.Store, key: str, patience: Patience) -> bytes:
     return store.get(key)
 
 
-def _open_session(store: dist.Store, me: JoinRequest) -> tuple[dist.Store, list[Process]]:
+def _open_session(store: dist.Store, me: JoinRequest) -> Session:
     """Answer join requests until all ranks have joined. Those of dead ranks have no effect."""
     session, requests = uuid.uuid4().hex, {0: me}
     missing = list(range(1, me.launch.world_size))
@@ -230,7 +244,8 @@ def _open_session(store: dist.Store, me: JoinRequest) -> tuple[dist.Store, list[
             patience.wait()
     processes = [requests[rank].process for rank in range(me.launch.world_size)]
     store.set(f"{session}/answer", json.dumps(processes))
-    return dist.PrefixStore(session, store), processes
+    kept = frozenset(rank for rank, request in requests.items() if request.launch.has_keeper)
+    return Session(session, dist.PrefixStore(session, store), processes, kept)
 
 
 def _check_rank(

@@ -129,7 +129,8 @@ class RoleHandle:
         return self._controller.pump(self.role)
 
     def listen(self, on_report: OnReport, on_failure: OnFailure) -> None:
-        """Have `on_report(replica, ...)` called with reports, `on_failure` if a rank is lost."""
+        """Have `on_report(replica, ...)` called with reports, and with "lost" if a spare replica is
+        gone; `on_failure` if a rank is lost that is needed."""
         self._controller.listen(self.role, on_report, on_failure)
 
     def stop_listening(self) -> None:

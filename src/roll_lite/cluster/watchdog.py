@@ -114,6 +114,8 @@ class Watchdog:
 
     def _check_heartbeats(self, now: float) -> None:
         for rank, (last, _) in self._heartbeats.items():
+            if rank in self._controller.lost:
+                continue
             process = self._processes[rank]
             is_stopped = now - last > STOPPED_SECONDS and process.is_stopped
             if is_stopped or now - last > HEARTBEAT_TIMEOUT:

@@ -37,6 +37,8 @@ class RankCall(NamedTuple):
     """Positional and keyword arguments; not encoded for the controller's own rank."""
     is_wanted: bool
     """The controller wants this rank's result."""
+    lost: frozenset[int] = frozenset()
+    """Ranks that have ended; all ranks of a call get the same."""
 
 
 class RankReply(NamedTuple):
@@ -61,6 +63,8 @@ class Worker:
         """By role; set once the process groups have formed, before the first call runs."""
         self.on_fault: Callable[[str, str, RankFailure], None]
         """Gets the role, the method and the exception when `work` or `receive` raises."""
+        self.lost: set[int] = set()
+        """Ranks that had ended when the current call was issued; places refer to it."""
         self._device = device
         self._objects: dict[str, Any] = {}
         self._queue: dict[int, tuple[RankCall, Callable[[RankReply], None]]] = {}  # by `previous`
@@ -182,6 +186,7 @@ class Worker:
 
     def _run_call(self, call: RankCall, reply: Callable[[RankReply], None]) -> None:
         self._last_ticket = call.ticket
+        self.lost |= call.lost
         self._current = call.ticket, time.monotonic()
         answer = self._answer(call)
         self._current = None

@@ -283,6 +283,8 @@ class Coordinator:
             metrics["rollout/missing_groups"] = counts["missing"]
         if counts["restored"]:
             metrics["rollout/restored"] = counts["restored"]
+        if self._engines.lost:
+            metrics["rollout/lost_engines"] = len(self._engines.lost)
         if loads := [load for load in self._engines.loads if load]:
             metrics["rollout/engine_running"] = sum(load.num_running for load in loads)
             metrics["rollout/engine_waiting"] = sum(load.num_waiting for load in loads)

@@ -2,8 +2,8 @@
 
 Everything here runs in the coordinator's event loop. A request goes to the replica with the fewest
 unfinished samples, once that replica has room. The next turn of a conversation goes where the last
-one was, unless that replica is overloaded. The requests of a replica that fails go to another; a
-replica that fails MAX_FAILURES times in a row gets no more.
+one was, unless that replica is overloaded. The requests of a replica that fails or is lost go to
+another; a replica that fails MAX_FAILURES times in a row gets no more.
 """
 
 import asyncio
@@ -112,6 +112,8 @@ class EngineClient:
         self._pending: dict[int, PendingRequest] = {}
         self._num_unfinished = [0] * num_replicas
         self._num_failures = [0] * num_replicas
+        self.lost: set[int] = set()
+        """Replicas whose ranks have ended."""
 
     async def ask(self, request: Request) -> Turn:
         """The answer to a request for one sample."""
@@ -150,6 +152,11 @@ class EngineClient:
 
         Raises when no replica is left that works.
         """
+        if replica in self.lost:  # a report that was under way
+            return []
+        if kind == "lost":
+            self._on_lost(replica)
+            return []
         if kind == "failed":
             self._on_failed(replica, *args)
             return []
@@ -196,7 +203,7 @@ class EngineClient:
         return min(preferred or working, key=lambda r: self._num_unfinished[r])
 
     def _is_broken(self, replica: int) -> bool:
-        return self._num_failures[replica] >= MAX_FAILURES
+        return replica in self.lost or self._num_failures[replica] >= MAX_FAILURES
 
     def _post(self, replica: int, *message: Any) -> None:
         if self.is_lost:
@@ -257,9 +264,7 @@ class EngineClient:
 
     def _on_failed(self, replica: int, keys: list[int], text: str) -> None:
         self._num_failures[replica] += 1
-        if all(map(self._is_broken, range(len(self._num_failures)))):
-            self.is_lost = True
-            raise RuntimeError(f"no engine replica works any more; the last error:\n{text}")
+        self._check_any_works(text)
         for key in keys:
             pending = self._pending.get(key)
             if pending is None or not pending.unfinished:
@@ -270,6 +275,19 @@ class EngineClient:
                 pending.fail(RuntimeError, error)
             else:
                 self._resend(pending, self._least_loaded(exclude=replica))
+
+    def _on_lost(self, replica: int) -> None:
+        self.lost.add(replica)
+        self.loads[replica] = None
+        self._check_any_works(f"the ranks of replica {replica} have ended")
+        for pending in [p for p in self._pending.values() if p.replica == replica]:
+            if pending.unfinished:
+                self._resend(pending, self._least_loaded())
+
+    def _check_any_works(self, text: str) -> None:
+        if all(map(self._is_broken, range(len(self._num_failures)))):
+            self.is_lost = True
+            raise RuntimeError(f"no engine replica works any more; the last error:\n{text}")
 
     def _resend(self, pending: PendingRequest, replica: int) -> None:
         """Send a request again for its unfinished samples, with the same random numbers."""

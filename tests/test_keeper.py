@@ -1,0 +1,107 @@
+"""How the keeper of a rank ends: as the rank did, or with the run."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+from process_checks import SOURCES, wait_until
+
+from roll_lite.cluster.keeper import needs_keeper
+from roll_lite.cluster.rendezvous import Launch
+
+PROGRAM = """
+import os, signal, sys, time
+from roll_lite.cluster.keeper import fork_rank
+from roll_lite.cluster.rendezvous import Launch
+
+def stop(*_):
+    print("stopping", flush=True)
+    sys.exit(9)
+
+def act(word):
+    if word == "let_go":
+        keeper.let_go(Launch(rank=1, world_size=2, port=int(sys.argv[1])), "run/a")
+    elif word == "exit":
+        sys.exit(int(sys.argv[-1]))
+    elif word == "abort":
+        os.abort()
+
+keeper = fork_rank()
+signal.signal(signal.SIGTERM, stop)
+for word in sys.argv[2:]:
+    act(word)
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def store():
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def start(store):
+    started = []
+
+    def run(*words):
+        command = [sys.executable, "-c", PROGRAM, str(store.port), *words]
+        process = subprocess.Popen(
+            command, env=os.environ | {"PYTHONPATH": SOURCES}, stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_keeper_ends_as_its_rank(start):
+    ends = {start("exit", "0"): 0, start("exit", "3"): 3, start("abort"): -signal.SIGABRT}
+    ends |= {start("let_go", "exit", "0"): 0, (killed := start()): -signal.SIGKILL}
+    os.kill(int(killed.stdout.readline()), signal.SIGKILL)
+    assert [process.wait() for process in ends] == [*ends.values()]
+
+
+def test_after_letting_go_a_keeper_ends_with_the_run(start, store):
+    failed, aborted = start("let_go", "exit", "3"), start("let_go", "abort")
+    killed, stopped = start("let_go"), start("let_go")
+    rank = int(killed.stdout.readline())
+    os.kill(rank, signal.SIGKILL)
+    stopped.stdout.readline()
+    stopped.terminate()  # as torchrun does it: the rank decides, and the keeper does not stay
+    assert stopped.wait() == 9 and stopped.stdout.readline() == "stopping\n"
+    wait_until(lambda: not is_alive(rank))
+    keepers = [failed, aborted, killed]
+    assert [keeper.poll() for keeper in keepers] == [None] * 3
+    store.set("run/a/ended", "")
+    assert [keeper.wait() for keeper in keepers] == [0] * 3
+
+
+def test_a_rank_ends_with_its_keeper(start):
+    process = start("let_go")
+    rank = int(process.stdout.readline())
+    process.kill()
+    wait_until(lambda: not is_alive(rank))
+
+
+def is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_only_spare_ranks_of_torchrun_have_a_keeper():
+    launch = Launch(rank=3, world_size=4, agent="folder")
+    assert needs_keeper(launch, "train=0-1 generate=2-3")
+    assert not needs_keeper(launch, "train=all generate=all")
+    assert not needs_keeper(launch, "auto")
+    assert not needs_keeper(Launch(rank=3, world_size=4), "train=0-1 generate=2-3")
+    assert not needs_keeper(Launch(world_size=4, agent="folder"), "train=2-3 generate=0-1")
