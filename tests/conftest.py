@@ -77,7 +77,8 @@ def start_alone(device):
     chosen = choose_device(device, read_launch())
     start_group(chosen, read_launch(), dist.HashStore(), seconds=300)
     try:
-        yield make_places(DeviceMap((Role("all", (0,)),), 1), 0, chosen, report=print)["all"]
+        alone = DeviceMap((Role("all", (0,)),), 1)
+        yield make_places(alone, 0, chosen, report=print, lost=set(), regroup=None)["all"]
     finally:
         dist.destroy_process_group()
 

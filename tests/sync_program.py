@@ -15,13 +15,13 @@ from roll_lite.engine.tensor_parallel import TensorParallelEngine
 from roll_lite.models.hf import load_model
 from roll_lite.models.lora import LoraOptions
 from roll_lite.models.tensor_parallel import TensorShard
-from roll_lite.sync import WeightSync
+from roll_lite.sync import Feed, WeightSync
 from roll_lite.train.batch import pack
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule
 from roll_lite.train.trainer import Trainer
 
-BROADCAST = dist.broadcast
+BROADCAST = Feed._broadcast_flat
 
 
 class Holder:
@@ -47,13 +47,13 @@ class Holder:
     def flip_what_arrives(self, is_on, but_of):
         """A bit of all weights that come over the wire, save to these ranks."""
 
-        def flipped(tensor, **options):
-            BROADCAST(tensor, **options)
+        def flipped(feed, tensor):
+            BROADCAST(feed, tensor)
             if tensor.is_floating_point():
                 tensor.view(-1).view(torch.int32)[5] += 1
 
         is_here = is_on and dist.get_rank() not in but_of
-        dist.broadcast = flipped if is_here else BROADCAST
+        Feed._broadcast_flat = flipped if is_here else BROADCAST
 
     def break_a_bit(self):
         write = self.engine.load_weights

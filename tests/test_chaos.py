@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import RECIPES
+from test_sft import flags
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
@@ -22,26 +23,46 @@ TARGETS = (  # what kills rank 0 costs a start; a run survives the others
 )  # fmt: skip
 
 
+@pytest.fixture
+def campaign(toy_folder, tmp_path):
+    """One run of rlvr.py with these faults, after it was compared with one left alone."""
+
+    def run(targets, *, ranks=1, **more):
+        values = {
+            "model": toy_folder, "data": "reverse:2", "rewards": slow_reward(tmp_path),
+            "reward_workers": 1, "steps": 5, "prompts_per_step": 4, "samples_per_prompt": 2,
+            "max_tokens": 4, "eval_every": 2, "eval_prompts": 8, "checkpoint_every": 1,
+        } | more  # fmt: skip
+        own = ("--runs", 1, "--kills", len(targets), "--gone-within", 600)  # it may be busy here
+        own += ("--ranks", ranks, "--targets", *targets, "--out", tmp_path / "chaos")
+        command = (*own, "--", RECIPES / "rlvr.py", *flags(values))
+        campaign = chaos.Campaign(chaos.read_options([str(word) for word in command]))
+        campaign.run()
+        assert not campaign.problems
+        return campaign
+
+    return run
+
+
 @pytest.mark.slow
-def test_a_run_recovers_from_a_kill_in_every_phase(toy_folder, tmp_path):
+def test_a_run_recovers_from_a_kill_in_every_phase(campaign, tmp_path):
     """A fault whose phase is over before it comes is tried in the next step, or left out."""
-    options = (
-        "--model", toy_folder, "--data", "reverse:2", "--rewards", slow_reward(tmp_path),
-        "--reward-workers", 1, "--steps", 5, "--prompts-per-step", 4, "--samples-per-prompt", 2,
-        "--max-tokens", 4, "--eval-every", 2, "--eval-prompts", 8, "--checkpoint-every", 1,
-    )  # fmt: skip
-    out = tmp_path / "chaos"
-    own = ("--runs", 1, "--kills", len(TARGETS), "--gone-within", 600)  # the machine may be busy
-    own += ("--targets", *TARGETS, "--out", out)
-    command = ("--", RECIPES / "rlvr.py", *options)
-    campaign = chaos.Campaign(chaos.read_options([str(word) for word in (*own, *command)]))
-    campaign.run()
-    assert not campaign.problems
+    out, campaign = tmp_path / "chaos", campaign(TARGETS)
     assert campaign.faults  # at least that at the start, which lasts for seconds
     recorded = [json.loads(line) for line in (out / "faults.jsonl").read_text().splitlines()]
     assert [row["phase"] for row in recorded] == [fault.phase for fault in campaign.faults]
     assert all(row["landed"] and row["phase"] in row["phases"] for row in recorded)
     check_that_differences_are_found(out / "reference", tmp_path / "copy")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_an_engine_and_is_the_same(campaign):
+    """Samples take long enough that some are unfinished."""
+    (fault,) = campaign(
+        ["generate/rank 2/SIGKILL"],
+        ranks=3, device_map="train=0 generate=1-2", max_tokens=40, prompts_per_step=8,
+    ).faults  # fmt: skip
+    assert fault.outcome == chaos.SURVIVED
 
 
 def slow_reward(folder):

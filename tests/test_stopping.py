@@ -350,8 +350,9 @@ def test_rewards_go_on_when_sigterm_reaches_all_processes():
     code = Prompt(id="b", messages=(), domain="code", ground_truth="", tests=tests)
     reply = "```python\ndef double(x):\n    return 2 * x\n```"
     rewards = {"math": math_answer, "code": partial(passes_tests, isolation="rlimits")}
-    with RewardWorkers(rewards, num_workers=1) as pool:
-        assert asyncio.run(pool.score(code, reply)).value == 1  # starts a sandbox
+    # The first program waits for the start of a sandbox, which takes long on a busy machine.
+    with RewardWorkers(rewards, num_workers=1, seconds=300.0) as pool:
+        assert asyncio.run(pool.score(code, reply)).value == 1
         for pid in descendants(os.getpid()):
             os.kill(pid, signal.SIGTERM)
         prompt = Prompt(id="a", messages=(), domain="math", ground_truth="7")

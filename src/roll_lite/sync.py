@@ -171,7 +171,7 @@ class Feed:
         """Go on without some ranks; all others call it together."""
         self.ranks = [rank for rank in self.ranks if rank not in lost]
         if len(self.ranks) > 1:
-            self._group = dist.new_group(self.ranks, use_local_synchronization=True)
+            self._group = self.place.regroup(self.place.role, self.ranks)
 
     def send(self, bucket: "Bucket") -> None:
         self._broadcast(bucket.cut(self.cut))
@@ -182,15 +182,22 @@ class Feed:
         return self._broadcast(Bucket(own, self.place.dtype, self.place.device))
 
     def _broadcast(self, bucket: "Bucket") -> "Bucket":
-        dist.broadcast(bucket.flat, src=self.source, group=self._group)
+        self._broadcast_flat(bucket.flat)
         self._sums |= bucket.checksums
         return bucket
+
+    def _broadcast_flat(self, tensor: Tensor) -> None:
+        # Not dist.broadcast, which does not know groups that were formed again.
+        options = dist.BroadcastOptions()
+        options.rootRank, options.asyncOp = self.ranks.index(self.source), False
+        if work := self._group.broadcast([tensor], options):
+            work.wait()
 
     def sums(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Checksums of what was sent, and of what this rank has of it, since the last call."""
         arrived, self._sums = self._sums, {}
         sums = torch.cat([*arrived.values()])
-        dist.broadcast(sums, src=self.source, group=self._group)
+        self._broadcast_flat(sums)
         parts = sums.split([len(rows) for rows in arrived.values()])
         return dict(zip(arrived, parts, strict=True)), arrived
 

@@ -32,6 +32,7 @@ from roll_lite.cluster.groups import (
     choose_device,
     device_bytes,
     device_name,
+    form_group_again,
     make_places,
     start_group,
 )
@@ -171,9 +172,8 @@ class Cluster:
         return device_map, []
 
     def _start_alone(self) -> None:
-        start_group(self.device, self._launch, dist.HashStore(), seconds=self.deadline)
         self._controller = LocalController(self._worker)
-        self._worker.places = make_places(self._all_roles, 0, self.device, self._report)
+        self._make_places(dist.HashStore(), self.deadline)
 
     def _start_controller(self) -> None:
         session = self._session = self._rendezvous()
@@ -231,11 +231,16 @@ class Cluster:
 
     def _form_groups(self, store: dist.Store) -> None:
         # The collectives' own timeout comes after the watchdog's, whose error says more.
-        start_group(self.device, self._launch, store, seconds=self.deadline + GROUP_MARGIN)
-        self._worker.places = make_places(
-            self._all_roles, self._launch.rank, self.device, self._report, self._worker.lost
-        )
+        self._make_places(store, self.deadline + GROUP_MARGIN)
         self._worker.start()
+
+    def _make_places(self, store: dist.Store, seconds: float) -> None:
+        start_group(self.device, self._launch, store, seconds=seconds)
+        rank = self._launch.rank
+        regroup = partial(form_group_again, self.device, rank, store, seconds)
+        self._worker.places = make_places(
+            self._all_roles, rank, self.device, self._report, self._worker.lost, regroup
+        )
 
     def _report(self, role: str, replica: int, *args: Any) -> None:
         """Send a report of a worker object on this rank to the controller."""

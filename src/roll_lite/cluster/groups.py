@@ -1,7 +1,7 @@
 """This rank's device, the process groups of each role, and the rank's `Place` in them."""
 
 import os
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -43,8 +43,10 @@ class Place:
     """gloo group of the ranks of this replica, for commands."""
     report: Callable[..., None]
     """Sends its arguments to the role's listener on the controller; does not wait."""
-    lost: Set[int] = frozenset()
+    lost: Set[int]
     """Ranks of the cluster that had ended when the current call was made."""
+    regroup: Callable[[str, Sequence[int]], dist.Backend]
+    """Forms a group of some ranks, which call it together; no other rank takes part."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,12 +104,33 @@ def start_group(device: torch.device, launch: Launch, store: dist.Store, *, seco
     )
 
 
+def form_group_again(
+    device: torch.device,
+    rank: int,
+    store: dist.Store,
+    seconds: float,
+    name: str,
+    ranks: Sequence[int],
+) -> dist.Backend:
+    """A group of the ranks that are left. Unlike new_group it does not wait for all of the world;
+    only its own methods can be used. `name` is given once for these ranks."""
+    names, size = "-".join(map(str, ranks)), len(ranks)
+    store = dist.PrefixStore(f"{name}/{names}", store)
+    timeout = timedelta(seconds=seconds)
+    if device.type == "cpu":
+        return dist.ProcessGroupGloo(store, ranks.index(rank), size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, ranks.index(rank), size, options)
+
+
 def make_places(
     device_map: DeviceMap,
     rank: int,
     device: torch.device,
     report: Callable[..., None],
-    lost: Set[int] = frozenset(),
+    lost: Set[int],
+    regroup: Callable[[str, Sequence[int]], dist.Backend],
 ) -> dict[str, Place]:
     """This rank's place in each of its roles. Collective: all ranks must call it.
 
@@ -136,6 +159,7 @@ def make_places(
                 device=device,
                 report=partial(report, role.name, replica),
                 lost=lost,
+                regroup=regroup,
                 **formed[layout],
             )
     return places

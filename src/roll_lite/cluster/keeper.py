@@ -19,6 +19,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from roll_lite.cluster.agent import Process
 from roll_lite.cluster.device_map import parse_device_map
 from roll_lite.cluster.rendezvous import STORE_SECONDS, Launch
 from roll_lite.sandbox.kernel import die_with_parent
@@ -27,6 +28,7 @@ ENDED = "ended"
 """The key in a session's store that says that the run has ended well."""
 FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 POLL_SECONDS = 0.25
+STOPPED_SECONDS = 150.0  # the controller gives up a silent rank before
 
 
 class Keeper:
@@ -79,7 +81,7 @@ def _keep(rank: int, pipe: int) -> NoReturn:
     forwarded = [s for s in FORWARDED if signal.getsignal(s) is not signal.SIG_IGN]
     for signum in forwarded:
         signal.signal(signum, forward)
-    os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT)  # a signal may still be sent to it
+    _wait_for(rank)
     for signum in forwarded:
         signal.signal(signum, signal.SIG_DFL)
     exit_code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
@@ -92,6 +94,20 @@ def _keep(rank: int, pipe: int) -> NoReturn:
             signal.signal(-exit_code, signal.SIG_DFL)
         os.kill(os.getpid(), -exit_code)
     os._exit(exit_code)
+
+
+def _wait_for(rank: int) -> None:
+    """Until a rank has ended; a signal can still be sent to it afterwards.
+
+    One that stays stopped is killed: the controller cannot do that from another host.
+    """
+    process, running_at = Process.find(rank), time.monotonic()
+    while not os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT | os.WNOHANG):
+        time.sleep(POLL_SECONDS)
+        if not process.is_stopped:
+            running_at = time.monotonic()
+        elif time.monotonic() - running_at > STOPPED_SECONDS:
+            process.kill()
 
 
 def _read(pipe: int) -> bytes:
