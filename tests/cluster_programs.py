@@ -109,6 +109,11 @@ class Busy:
         return False
 
 
+class Raising(Worker):
+    def receive(self, name):
+        raise ArithmeticError(name)
+
+
 class Lonely:
     def __init__(self, value):
         self.value = value
@@ -303,7 +308,7 @@ def last_engine():
     with Cluster("train=0 generate=1-2") as cluster:
         _, engines = two_roles(cluster)
         pids = engines.process.options(collect="all")()
-        os.kill(pids[1], signal.SIGKILL)
+        engines.post(1, "raise")
         wait_until(lambda: cluster._controller.lost)
         os.kill(pids[0], signal.SIGKILL)
         wait_until(lambda: cluster._controller.failure)
@@ -316,7 +321,7 @@ def engine_in_a_call():
 
 
 def two_roles(cluster):
-    roles = cluster.role("train", Worker), cluster.role("generate", Worker)
+    roles = cluster.role("train", Worker), cluster.role("generate", Raising)
     print("ready", flush=True)
     return roles
 

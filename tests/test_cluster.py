@@ -282,12 +282,17 @@ def test_a_run_goes_on_without_an_engine_that_others_replace(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("last_engine", r"rank 1 \(.*\) died.*; it had no call"),
+        ("last_engine", r"rank 1 \(.*\) died.*; it had no call"),  # the other has failed before
         ("engine_in_a_call", r"rank 2 \(.*\) died.*; generate.kill was called \d"),
     ],
 )
 def test_a_run_ends_with_an_engine_that_it_needs(tmp_path, name, message):
-    assert re.search(f"RoleError: {message}", run_failing(name, 3, tmp_path))
+    output = run_failing(name, 3, tmp_path)
+    assert re.search(f"RoleError: {message}", output)
+    said = (
+        r"in receive\n(.*\n)+.*rank 2 \(.*\) failed in generate.receive \(ArithmeticError: raise\)"
+    )
+    assert bool(re.search(said, output)) == (name == "last_engine")
 
 
 @pytest.mark.slow

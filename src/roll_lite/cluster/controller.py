@@ -232,14 +232,20 @@ class Controller:
                 self.on_fault(post.role, "report", failure)
 
     def on_fault(self, role: str, method: str, failure: RankFailure) -> None:
-        """`work`, `receive` or a listener raised: no call waits for it, so everything ends."""
+        """`work`, `receive` or a listener raised: no call waits for it, so everything ends, unless
+        the rank is spare."""
+        rank = failure.rank
+        if rank in self.lost:
+            return
+        why = f"failed in {role}.{method} ({failure.summary})"
+        if self._go_on_without(rank, f"{failure.text}{self._name(rank)} {why}"):
+            return
         self.fail(role_error(role, method, [failure]))
 
     def lose(self, rank: int, why: str) -> None:
         """A rank is gone. That ends everything, unless it is spare; only the first loss counts."""
-        roles = [role.name for role in self._device_map.roles_of(rank)]
-        who = f"rank {rank} ({', '.join(roles) or 'no role'}; {self._processes[rank]}) {why}"
-        if self.failure or rank in self.lost or self._go_on_without(rank, who):
+        who = f"{self._name(rank)} {why}"
+        if rank in self.lost or self._go_on_without(rank, who):
             return
         call = next((c for c in self.pending() if rank in c.unanswered), None)
         doing = "it had no call"
@@ -254,12 +260,16 @@ class Controller:
             )
         )
 
+    def _name(self, rank: int) -> str:
+        roles = [role.name for role in self._device_map.roles_of(rank)]
+        return f"rank {rank} ({', '.join(roles) or 'no role'}; {self._processes[rank]})"
+
     def _go_on_without(self, rank: int, who: str) -> bool:
         """Whether the engines of other replicas do the work of a rank from now on.
 
         Not if a call waits for the rank: others may be in a collective with it.
         """
-        if rank not in self.spare:
+        if self.failure or rank not in self.spare:
             return False
         role = self._device_map["generate"]
         index, replica = next((i, r) for i, r in enumerate(role.replicas) if rank in r)
@@ -276,9 +286,9 @@ class Controller:
             file=sys.stderr,
             flush=True,
         )
-        for other in set(replica) - {rank}:  # they wait for the rank in collectives
+        for each in replica:  # those that live wait for the others in collectives
             with suppress(RuntimeError):
-                wire.send(other, "exit", 1)
+                wire.send(each, "exit", 1)
         if listener := self._on_report.get(role.name):
             listener(index, "lost")
         return True
