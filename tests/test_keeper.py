@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -34,6 +35,8 @@ signal.signal(signal.SIGTERM, stop)
 for word in sys.argv[2:]:
     act(word)
 print(os.getpid(), flush=True)
+for line in sys.stdin:
+    keeper.wake()
 time.sleep(600)
 """
 
@@ -50,8 +53,9 @@ def start(store):
     def run(*words):
         command = [sys.executable, "-c", PROGRAM, str(store.port), *words]
         process = subprocess.Popen(
-            command, env=os.environ | {"PYTHONPATH": SOURCES}, stdout=subprocess.PIPE, text=True
-        )
+            command, env=os.environ | {"PYTHONPATH": SOURCES}, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
         started.append(process)
         return process
 
@@ -90,12 +94,25 @@ def test_a_rank_ends_with_its_keeper(start):
     wait_until(lambda: not is_alive(rank))
 
 
+def test_a_rank_wakes_its_keeper(start):
+    process = start()
+    process.stdout.readline()
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: state_of(process.pid) == "T")
+    print("wake", file=process.stdin, flush=True)
+    wait_until(lambda: state_of(process.pid) == "S")
+
+
 def is_alive(pid):
+    return state_of(pid) not in "ZX"
+
+
+def state_of(pid):
+    """X if it is gone."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "X"
 
 
 def test_only_spare_ranks_of_torchrun_have_a_keeper():

@@ -202,7 +202,8 @@ class Cluster:
     def _serve(self) -> NoReturn:
         """The life of a rank other than 0: serve calls until the controller ends, then exit."""
         session = self._rendezvous()
-        heartbeat = Heartbeat(self._worker, session.processes[0], self._request_exit)
+        controller = session.processes[0]
+        heartbeat = Heartbeat(self._worker, controller, self._request_exit, self._keeper)
         self._worker.on_fault = partial(wire.send, 0, "fault")
         handlers = {
             "call": self._on_call,
@@ -260,6 +261,8 @@ class Cluster:
 
     def _exit_rank(self, exit_code: int, reason: str, are_all_there: bool) -> NoReturn:
         is_idle = self._worker.stop(EXIT_SECONDS if exit_code == 0 else 0)
+        if self._keeper:
+            self._keeper.wake()
         if reason:
             print(f"rank {self._launch.rank} exits: {reason}", file=sys.stderr)
         if exit_code or not is_idle:

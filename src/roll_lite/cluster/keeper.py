@@ -36,6 +36,13 @@ class Keeper:
 
     def __init__(self, pipe: int):
         self._pipe = pipe
+        self._process = Process.find(os.getppid())
+
+    def wake(self) -> None:
+        """Continue it if it was stopped: torchrun would wait for it when the run has ended."""
+        if self._process.is_stopped:
+            with suppress(OSError):
+                os.kill(self._process.pid, signal.SIGCONT)
 
     def let_go(self, launch: Launch, session: str) -> None:
         """The run can go on without this rank from now on."""

@@ -27,6 +27,7 @@ from roll_lite.cluster import wire
 from roll_lite.cluster.agent import Process
 from roll_lite.cluster.controller import DIED, Call, Controller
 from roll_lite.cluster.errors import RoleError, name_ranks, summarise
+from roll_lite.cluster.keeper import Keeper
 from roll_lite.cluster.rendezvous import RENDEZVOUS_SECONDS
 from roll_lite.cluster.worker import BACKGROUND, Worker, WorkerStatus
 
@@ -193,8 +194,15 @@ def _seconds_in(call: Call, status: WorkerStatus | None) -> float:
 class Heartbeat:
     """Runs on every other rank: sends its heartbeats, and watches the controller and torchrun."""
 
-    def __init__(self, worker: Worker, controller: Process, on_lost: Callable[[int, str], None]):
+    def __init__(
+        self,
+        worker: Worker,
+        controller: Process,
+        on_lost: Callable[[int, str], None],
+        keeper: Keeper | None = None,
+    ):
         """`on_lost(exit_code, reason)` ends this rank; `controller` is the process of rank 0."""
+        self._keeper = keeper
         self._worker = worker
         self._controller = controller
         self._on_lost = on_lost
@@ -230,6 +238,8 @@ class Heartbeat:
                     self._give_up("has no memory left")
                 # Otherwise the controller is slow; if it died, the lifeline fails too.
             self._check_controller(time.monotonic() - last_answer)
+            if self._keeper:
+                self._keeper.wake()
             if os.getppid() != self._parent:
                 self._lose("torchrun died")
 
