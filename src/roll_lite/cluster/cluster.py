@@ -299,7 +299,7 @@ class Cluster:
         self._watchdog.stop()
         is_idle = self._worker.stop(IDLE_SECONDS if failed else EXIT_SECONDS)
         failed, has_lost = failed or not is_idle, bool(self._controller.lost)
-        if has_lost and not failed:
+        if self._session.kept and not failed:
             self._session.store.set(ENDED, "")  # keepers wait for it
         self._end_ranks(int(failed), are_all_there=not has_lost)
         if failed or has_lost:

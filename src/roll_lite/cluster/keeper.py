@@ -25,7 +25,7 @@ from roll_lite.cluster.rendezvous import STORE_SECONDS, Launch
 from roll_lite.sandbox.kernel import die_with_parent
 
 ENDED = "ended"
-"""The key in a session's store that says that the run has ended well."""
+"""The key in a session's store that says that the run ends well: no rank is needed any more."""
 FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 POLL_SECONDS = 0.25
 STOPPED_SECONDS = 150.0  # the controller gives up a silent rank before
