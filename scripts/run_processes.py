@@ -44,6 +44,8 @@ class Program:
     num_ranks: int
     seen: set[int] = field(default_factory=set)
     """Numbers of all processes that were found."""
+    keepers: set[int] = field(default_factory=set)
+    """Processes that have forked their rank, which may be gone."""
     known: dict[str, Process] = field(default_factory=dict)
     searched_at: float = 0.0
 
@@ -93,9 +95,11 @@ class Program:
             if process.pid == root:
                 named["rank 0" if self.num_ranks == 1 else "agent"] = process
             elif process.parent == root and self.num_ranks > 1 and process.rank is not None:
-                named[f"rank {process.rank}"] = fork = self._kept_by(process) or process
-                if fork is not process:
+                rank = self._kept_by(process)
+                if process.pid in self.keepers:
                     named[f"keeper {process.rank}"] = process
+                if rank or process.pid not in self.keepers:
+                    named[f"rank {process.rank}"] = rank or process
             elif process.pid in roots:
                 named.setdefault("supervisor", process)
             elif process.parent in roots:
@@ -120,6 +124,7 @@ class Program:
                 children = [_marked(int(pid), self.mark) for pid in task.read_text().split()]
                 for child in filter(None, children):
                     if child[2:] == keeper[2:]:
+                        self.keepers.add(keeper.pid)
                         return child
         return None
 

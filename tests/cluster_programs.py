@@ -316,12 +316,26 @@ def last_engine():
 
 
 def engine_in_a_call():
+    """Also ends if the program goes on after the error."""
+    try:
+        with Cluster("train=0 generate=1-2") as cluster:
+            two_roles(cluster)[1].kill(2, signal.SIGKILL)
+    except RoleError as error:
+        print("RoleError:", error, flush=True)
+
+
+def engine_before_sync():
     with Cluster("train=0 generate=1-2") as cluster:
-        two_roles(cluster)[1].kill(2, signal.SIGKILL)
+        pids = two_roles(cluster, has_sync=False)[1].process.options(collect="all")()
+        os.kill(pids[1], signal.SIGKILL)
+        wait_until(lambda: cluster._controller.failure)
+        raise cluster._controller.failure
 
 
-def two_roles(cluster):
+def two_roles(cluster, has_sync=True):
     roles = cluster.role("train", Worker), cluster.role("generate", Raising)
+    if has_sync:
+        cluster.role("sync", Worker)
     print("ready", flush=True)
     return roles
 

@@ -284,6 +284,7 @@ def test_a_run_goes_on_without_an_engine_that_others_replace(tmp_path):
     [
         ("last_engine", r"rank 1 \(.*\) died.*; it had no call"),  # the other has failed before
         ("engine_in_a_call", r"rank 2 \(.*\) died.*; generate.kill was called \d"),
+        ("engine_before_sync", r"rank 2 \(.*\) died.*; it had no call"),
     ],
 )
 def test_a_run_ends_with_an_engine_that_it_needs(tmp_path, name, message):

@@ -621,6 +621,7 @@ def test_the_samples_of_a_lost_replica_are_generated_by_another():
         metrics = rollout.metrics()
     assert asked[0] == 8 and asked[1] >= 3
     assert [[s.turns for s in group.samples] for group in groups] == expected
+    assert rollout._engines.loads[1] is None
     assert metrics["rollout/lost_engines"] == 1 and metrics["rollout/retried"] == 2 * asked[1]
 
 

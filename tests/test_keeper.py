@@ -15,6 +15,7 @@ from roll_lite.cluster.rendezvous import Launch
 
 PROGRAM = """
 import os, signal, sys, time
+import torch
 from roll_lite.cluster.keeper import fork_rank
 from roll_lite.cluster.rendezvous import Launch
 
@@ -25,12 +26,18 @@ def stop(*_):
 def act(word):
     if word == "let_go":
         keeper.let_go(Launch(rank=1, world_size=2, port=int(sys.argv[1])), "run/a")
+    elif word == "take_back":
+        keeper.take_back()
     elif word == "exit":
         sys.exit(int(sys.argv[-1]))
     elif word == "abort":
         os.abort()
 
+if "bad" in sys.argv:
+    torch.cuda._is_in_bad_fork = lambda: True  # as if CUDA were in use
 keeper = fork_rank()
+if "bad" in sys.argv:
+    assert keeper is None
 signal.signal(signal.SIGTERM, stop)
 for word in sys.argv[2:]:
     act(word)
@@ -50,8 +57,8 @@ def store():
 def start(store):
     started = []
 
-    def run(*words):
-        command = [sys.executable, "-c", PROGRAM, str(store.port), *words]
+    def run(*words, port=store.port):
+        command = [sys.executable, "-c", PROGRAM, str(port), *words]
         process = subprocess.Popen(
             command, env=os.environ | {"PYTHONPATH": SOURCES}, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -68,6 +75,7 @@ def start(store):
 def test_a_keeper_ends_as_its_rank(start):
     ends = {start("exit", "0"): 0, start("exit", "3"): 3, start("abort"): -signal.SIGABRT}
     ends |= {start("let_go", "exit", "0"): 0, (killed := start()): -signal.SIGKILL}
+    ends |= {start("let_go", "take_back", "exit", "4"): 4, start("bad", "exit", "5"): 5}
     os.kill(int(killed.stdout.readline()), signal.SIGKILL)
     assert [process.wait() for process in ends] == [*ends.values()]
 
@@ -87,6 +95,22 @@ def test_after_letting_go_a_keeper_ends_with_the_run(start, store):
     assert [keeper.wait() for keeper in keepers] == [0] * 3
 
 
+def test_a_keeper_fails_if_the_run_cannot_have_ended_well(start):
+    stores = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)]
+    port = stores[0].port
+    process = start("let_go", "exit", "3", port=port)
+    wait_until(lambda: num_connections(port) == 2)  # of the store itself, and of the keeper
+    stores.clear()
+    assert process.wait() == 1
+
+
+def num_connections(port):
+    """To a port of this machine: the columns are of /proc/net/tcp, and state 01 is connected."""
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [row.split() for table in tables for row in table]
+    return sum(row[2].endswith(f":{port:04X}") and row[3] == "01" for row in rows)
+
+
 def test_a_rank_ends_with_its_keeper(start):
     process = start("let_go")
     rank = int(process.stdout.readline())
@@ -100,7 +124,7 @@ def test_a_rank_wakes_its_keeper(start):
     process.send_signal(signal.SIGSTOP)
     wait_until(lambda: state_of(process.pid) == "T")
     print("wake", file=process.stdin, flush=True)
-    wait_until(lambda: state_of(process.pid) == "S")
+    wait_until(lambda: state_of(process.pid) != "T")
 
 
 def is_alive(pid):

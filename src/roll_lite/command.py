@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import tyro
 
 from roll_lite.checks import refuse_changes
+from roll_lite.cluster.agent import agent_pid
 from roll_lite.cluster.errors import RoleError
 from roll_lite.cluster.rendezvous import read_launch
 from roll_lite.options import flatten, from_flat
@@ -244,7 +245,7 @@ def _exit_with(error: BaseException) -> NoReturn:
 
 def _end_restarts() -> None:
     """Have torchrun end now, if it would only run into the same error again."""
-    env, agent = os.environ, os.getppid()
+    env, agent = os.environ, agent_pid()
     max_restarts = int(env.get("TORCHELASTIC_MAX_RESTARTS", 0))
     if int(env.get("TORCHELASTIC_RESTART_COUNT", 0)) >= max_restarts:
         return

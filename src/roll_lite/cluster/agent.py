@@ -37,12 +37,17 @@ def agent_name() -> str:
     return str(Path(file).parent.parent) if file else ""
 
 
+def agent_pid() -> int:
+    """The process that started this rank. Its parent may be its keeper, which forked it."""
+    parent = os.getppid()
+    with suppress(OSError):  # it has ended
+        return int(_stat(parent)[1]) if _command(parent) == _command() else parent
+    return parent
+
+
 def find_rank(rank: int) -> "Process | None":
     """The process of another rank that the agent of this one started, if /proc tells."""
-    agent = os.getppid()
-    if _variables(agent).get(RUN_ID):  # it is this rank's keeper
-        agent = int(_stat(agent)[1])
-    started = _child_of(agent, rank)
+    started = _child_of(agent_pid(), rank)
     return started and (_child_of(started.pid, rank) or started)
 
 

@@ -26,7 +26,7 @@ from torch.futures import Future
 from roll_lite import progress
 from roll_lite.cluster import wire
 from roll_lite.cluster.comparison import describe
-from roll_lite.cluster.controller import Controller, LocalController
+from roll_lite.cluster.controller import Controller, Exit, LocalController
 from roll_lite.cluster.device_map import DeviceMap, auto_device_map, parse_device_map
 from roll_lite.cluster.groups import (
     choose_device,
@@ -53,6 +53,7 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 IDLE_SECONDS = 0.5  # for a worker thread to end after a failure
 EXIT_SECONDS = 3.0  # for a rank to confirm that it exits, and for a last call to end
 BLAME_SECONDS = 0.5  # after SIGTERM from torchrun: for news of the rank that failed
+ENDED_SECONDS = 1.0  # for keepers to read that the run has ended, if this process has the store
 LINGER_SECONDS = 1.0  # other ranks exit later: torchrun reports the first to exit as the cause
 
 
@@ -86,7 +87,7 @@ class Cluster:
         self._keeper: Keeper | None = None
         if needs_keeper(self._launch, device_map):
             self._keeper = fork_rank()
-            self._launch = replace(self._launch, has_keeper=True)
+            self._launch = replace(self._launch, has_keeper=self._keeper is not None)
         self.device = choose_device(device, self._launch)
         self.device_map, self._reasons = self._read_map(
             device_map, config, roles, role_configs, auto_options or {}
@@ -99,8 +100,7 @@ class Cluster:
         self._watchdog: Watchdog
         # If the controller dies, the lifeline fails too and ends this rank.
         self._reports = Mailbox(0, "report", on_lost=lambda: None)
-        self._exits: SimpleQueue[tuple[int, str, bool]] = SimpleQueue()
-        """Exit codes, reasons, and whether all other ranks are there to say goodbye to."""
+        self._exits: SimpleQueue[Exit] = SimpleQueue()
 
     @property
     def world_size(self) -> int:
@@ -122,6 +122,8 @@ class Cluster:
         Method(self._controller, role, BUILD, self.deadline)(cls, **kwargs)
         if role.tp > 1 and hasattr(cls, "pause_for_call"):
             self._controller.run_in_lockstep(role)
+        if self.world_size > 1 and name == ("sync" if "sync" in self._all_roles else "generate"):
+            self._controller.spare = self._session.kept  # before, all form groups together
         return RoleHandle(self._controller, role, cls, self.deadline)
 
     def __enter__(self) -> "Cluster":
@@ -194,7 +196,6 @@ class Cluster:
             self._watchdog.hold_lifelines()
             self._form_groups(session.store)
             self._watchdog.groups_have_formed()
-            controller.spare = session.kept
         except Exception:
             self._stop_controller(failed=True)  # or the other ranks would wait
             raise
@@ -210,7 +211,7 @@ class Cluster:
             "post": self._worker.post,
             "stack": self._worker.stack,
             "lifeline": wire.hold_lifeline,
-            "exit": self._request_exit,
+            "exit": self._exits.put,
         }
         heartbeat.start()
         wire.connect(session.store, self._launch.rank, self.world_size, handlers)
@@ -223,9 +224,9 @@ class Cluster:
         _set_signals({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: _forward_sigterm})
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which nohup sets
             _set_signals({signal.SIGHUP: _forward_sigterm})
-        exit_code, reason, are_all_there = self._exits.get()  # only the first request counts
+        request = self._exits.get()  # only the first counts
         heartbeat.stop()
-        self._exit_rank(exit_code, reason, are_all_there)
+        self._exit_rank(request)
 
     def _rendezvous(self) -> Session:
         return rendezvous(self._launch, describe(self.device_map.text, self._options))
@@ -256,19 +257,21 @@ class Cluster:
         self._worker.put(call, answer.set_result)
         return answer
 
-    def _request_exit(self, exit_code: int, reason: str = "", are_all_there: bool = True) -> None:
-        self._exits.put((exit_code, reason, are_all_there))
+    def _request_exit(self, exit_code: int, reason: str) -> None:
+        self._exits.put(Exit(exit_code, reason))
 
-    def _exit_rank(self, exit_code: int, reason: str, are_all_there: bool) -> NoReturn:
-        is_idle = self._worker.stop(EXIT_SECONDS if exit_code == 0 else 0)
+    def _exit_rank(self, request: Exit) -> NoReturn:
+        is_idle = self._worker.stop(0 if request.code else EXIT_SECONDS)
         if self._keeper:
             self._keeper.wake()
-        if reason:
-            print(f"rank {self._launch.rank} exits: {reason}", file=sys.stderr)
-        if exit_code or not is_idle:
+            if not request.is_lost:
+                self._keeper.take_back()
+        if request.reason:
+            print(f"rank {self._launch.rank} exits: {request.reason}", file=sys.stderr)
+        if request.code or not is_idle:
             time.sleep(LINGER_SECONDS)
-            _exit_now(exit_code or 1)
-        if not are_all_there:  # groups that a lost rank was in may not end
+            _exit_now(request.code or 1)
+        if not request.are_all_there:
             _exit_now(0)
         self._disconnect()
         raise SystemExit(0)
@@ -300,10 +303,14 @@ class Cluster:
         is_idle = self._worker.stop(IDLE_SECONDS if failed else EXIT_SECONDS)
         failed, has_lost = failed or not is_idle, bool(self._controller.lost)
         if self._session.kept and not failed:
-            self._session.store.set(ENDED, "")  # keepers wait for it
-        self._end_ranks(int(failed), are_all_there=not has_lost)
-        if failed or has_lost:
+            self._session.store.set(ENDED, "")
+        self._end_ranks(Exit(int(failed), are_all_there=not has_lost))
+        if failed:
             wire.disconnect(graceful=False)
+        elif has_lost:
+            self._worker.forget_objects()
+            wire.disconnect(graceful=False)
+            time.sleep(ENDED_SECONDS)
         else:
             self._disconnect()
         if not failed:
@@ -316,12 +323,12 @@ class Cluster:
         dist.destroy_process_group()
         wire.disconnect(graceful=True)
 
-    def _end_ranks(self, exit_code: int, are_all_there: bool) -> None:
+    def _end_ranks(self, request: Exit) -> None:
         """Tell all other ranks to exit."""
-        answers, message = [], ("exit", exit_code, "", are_all_there)
+        answers = []
         for rank in set(range(1, self.world_size)) - self._controller.lost:
             with suppress(RuntimeError):  # already dead
-                answers.append(wire.send(rank, *message, timeout=EXIT_SECONDS))
+                answers.append(wire.send(rank, "exit", request, timeout=EXIT_SECONDS))
         for answer in answers:
             with suppress(RuntimeError):  # dead, or stopped: then torchrun kills it
                 answer.wait()

@@ -12,7 +12,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from pickle import PicklingError
-from typing import Any
+from typing import Any, NamedTuple
 
 from roll_lite.cluster import wire
 from roll_lite.cluster.agent import Process
@@ -35,6 +35,17 @@ OnReport = Callable[..., None]
 """Gets the replica's index and what it reported; runs in any thread and must not wait."""
 OnFailure = Callable[[RoleError], None]
 """Runs in any thread, when no call is possible any more."""
+
+
+class Exit(NamedTuple):
+    """What the controller tells a rank to do."""
+
+    code: int
+    reason: str = ""
+    are_all_there: bool = True
+    """False if ranks were lost: groups that they were in may not end."""
+    is_lost: bool = False
+    """The run goes on without this rank."""
 
 
 class Call:
@@ -125,7 +136,7 @@ class Controller:
         self._on_report: dict[str, OnReport | None] = {}
         self._on_failure: dict[str, OnFailure | None] = {}
         self.failure: RoleError | None = None
-        """Set when a rank is lost that is needed; no call is possible afterwards."""
+        """Set when a rank that is needed is lost; no call is possible afterwards."""
         self.spare: frozenset[int] = frozenset()
         """Ranks of engines that the run can go on without."""
         self.lost: frozenset[int] = frozenset()
@@ -282,13 +293,14 @@ class Controller:
             self.lost = lost
         print(
             f"{who}; its samples are generated again by the other engines, {num_left} of "
-            f"{role.num_replicas}. The run goes on without it: stop and resume it to have all",
+            f"{role.num_replicas}. Stop and resume the run to get all engines back",
             file=sys.stderr,
             flush=True,
         )
         for each in replica:  # those that live wait for the others in collectives
             with suppress(RuntimeError):
-                wire.send(each, "exit", 1)
+                wire.send(each, "exit", Exit(1, is_lost=True))
+            self._processes[each].kill()
         if listener := self._on_report.get(role.name):
             listener(index, "lost")
         return True

@@ -1,7 +1,7 @@
 """This rank's device, the process groups of each role, and the rank's `Place` in them."""
 
 import os
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -45,8 +45,9 @@ class Place:
     """Sends its arguments to the role's listener on the controller; does not wait."""
     lost: Set[int]
     """Ranks of the cluster that had ended when the current call was made."""
-    regroup: Callable[[str, Sequence[int]], dist.Backend]
-    """Forms a group of some ranks, which call it together; no other rank takes part."""
+    regroup: Callable[[str, list[int]], Any]
+    """Forms a group of some ranks, which call it together; no other rank takes part. It has the
+    methods of a ProcessGroup."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -110,18 +111,17 @@ def form_group_again(
     store: dist.Store,
     seconds: float,
     name: str,
-    ranks: Sequence[int],
-) -> dist.Backend:
+    ranks: list[int],
+) -> Any:
     """A group of the ranks that are left. Unlike new_group it does not wait for all of the world;
-    only its own methods can be used. `name` is given once for these ranks."""
-    names, size = "-".join(map(str, ranks)), len(ranks)
-    store = dist.PrefixStore(f"{name}/{names}", store)
-    timeout = timedelta(seconds=seconds)
+    only its own methods can be used. A name is used once for the same ranks."""
+    name = f"{name}:{'-'.join(map(str, ranks))}"
+    store, timeout = dist.PrefixStore(name, store), timedelta(seconds=seconds)
     if device.type == "cpu":
-        return dist.ProcessGroupGloo(store, ranks.index(rank), size, timeout)
+        return dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), timeout)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, ranks.index(rank), size, options)
+    options._timeout, options.group_name, options.global_ranks_in_group = timeout, name, ranks
+    return dist.ProcessGroupNCCL(store, ranks.index(rank), len(ranks), options)
 
 
 def make_places(
@@ -130,7 +130,7 @@ def make_places(
     device: torch.device,
     report: Callable[..., None],
     lost: Set[int],
-    regroup: Callable[[str, Sequence[int]], dist.Backend],
+    regroup: Callable[[str, list[int]], Any],
 ) -> dict[str, Place]:
     """This rank's place in each of its roles. Collective: all ranks must call it.
 

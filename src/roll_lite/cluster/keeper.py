@@ -2,8 +2,9 @@
 
 torchrun ends all ranks as soon as one has failed. A spare rank only generates, and other replicas
 can do its work, so torchrun must not see it fail. Such a rank forks before it touches a device. The
-child is the rank. The parent, its keeper, waits for it and ends as it ended; once the cluster is
-complete it waits for the end of the run instead.
+child is the rank; the parent, its keeper, waits for it and then exits with its exit code. From the
+moment when the cluster is complete (`let_go`) until the rank is told to exit (`take_back`), the
+keeper of a rank that fails waits for the end of the run instead.
 """
 
 import json
@@ -14,21 +15,25 @@ import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from roll_lite.cluster.agent import Process
 from roll_lite.cluster.device_map import parse_device_map
-from roll_lite.cluster.rendezvous import STORE_SECONDS, Launch
+from roll_lite.cluster.rendezvous import Launch
 from roll_lite.sandbox.kernel import die_with_parent
 
 ENDED = "ended"
 """The key in a session's store that says that the run ends well: no rank is needed any more."""
 FORWARDED = (signal.SIGTERM, signal.SIGHUP)
+FORK_WORKS, FORK_IS_BAD = b"y", b"n"
 POLL_SECONDS = 0.25
+SLOW_POLL_SECONDS = 10.0  # of the store, while the rank lives
+STORE_SECONDS = 20.0  # for the store to answer
 STOPPED_SECONDS = 150.0  # the controller gives up a silent rank before
+LATE_SECONDS = 30.0  # for the rank to exit when the run has ended
 
 
 class Keeper:
@@ -46,38 +51,99 @@ class Keeper:
 
     def let_go(self, launch: Launch, session: str) -> None:
         """The run can go on without this rank from now on."""
-        text = json.dumps([launch.master, launch.port, f"{session}/{ENDED}"])
-        os.write(self._pipe, text.encode())
+        self._tell([launch.master, launch.port, f"{session}/{ENDED}"])
+
+    def take_back(self) -> None:
+        """This rank ends because the run does."""
+        self._tell(None)
+
+    def _tell(self, run: list | None) -> None:
+        os.write(self._pipe, json.dumps(run).encode() + b"\n")
 
 
 def needs_keeper(launch: Launch, device_map: str) -> bool:
-    """Whether this rank is spare, torchrun watches it, and it can still fork."""
+    """Whether this rank is spare, and torchrun watches it."""
     if launch.rank == 0 or not launch.agent or device_map == "auto":  # which has no spare ranks
         return False
-    is_spare = parse_device_map(device_map, launch.world_size).is_spare(launch.rank)
-    return is_spare and not torch.cuda.is_initialized()
+    return parse_device_map(device_map, launch.world_size).is_spare(launch.rank)
 
 
-def fork_rank() -> Keeper:
-    """Returns in the child, which dies with its keeper; the parent exits from here."""
+def fork_rank() -> Keeper | None:
+    """Returns in the child, which dies with its keeper; the parent exits from here.
+
+    Returns None in the parent if a child cannot use CUDA, because this process already has. Then
+    the rank has no keeper.
+    """
     reader, writer = os.pipe()
-    os.set_blocking(reader, False)  # something that the rank started may still hold the other end
     sys.stdout.flush()
     sys.stderr.flush()
     keeper = os.getpid()
+    waiting = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     rank = os.fork()
     if rank:
         os.close(writer)
-        _keep(rank, reader)
+        if os.read(reader, 1) == FORK_WORKS:
+            _keep(rank, reader, waiting)
+        os.close(reader)
+        os.waitpid(rank, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
+        return None
     os.close(reader)
     with suppress(OSError):  # its heartbeat looks at the parent, too
         die_with_parent()
-    if os.getppid() != keeper:
+    is_bad = torch.cuda._is_in_bad_fork()
+    os.write(writer, FORK_IS_BAD if is_bad else FORK_WORKS)
+    if is_bad or os.getppid() != keeper:
         os._exit(1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
     return Keeper(writer)
 
 
-def _keep(rank: int, pipe: int) -> NoReturn:
+class _Run(NamedTuple):
+    """Where the store of a run is, and the key that says that it ends well."""
+
+    host: str
+    port: int
+    key: str
+
+    def open(self) -> dist.Store:
+        seconds = timedelta(seconds=STORE_SECONDS)
+        return dist.TCPStore(
+            self.host, self.port, is_master=False, wait_for_workers=False, timeout=seconds
+        )
+
+    def has_ended(self) -> bool:
+        with suppress(RuntimeError):  # it is too busy, or gone: then the rank exits by itself
+            return self.open().check([self.key])
+        return False
+
+    def wait(self) -> int:
+        """An exit code. If the run fails on this node, torchrun kills this process instead."""
+        with suppress(RuntimeError):
+            store = self.open()
+            while not store.check([self.key]):
+                time.sleep(POLL_SECONDS)
+            return 0
+        return 1  # the store has ended before the run
+
+
+class _Pipe:
+    def __init__(self, reader: int):
+        os.set_blocking(reader, False)  # something that the rank started may hold the other end
+        self._reader, self._text = reader, b""
+
+    def run(self) -> _Run | None:
+        """The run that goes on if the rank fails now; None if it needs the rank."""
+        with suppress(BlockingIOError):
+            while part := os.read(self._reader, 4096):
+                self._text += part
+        lines = self._text.splitlines()
+        told = json.loads(lines[-1]) if lines else None
+        return _Run(*told) if told else None
+
+
+def _keep(rank: int, reader: int, waiting: set) -> NoReturn:
+    """`waiting` are the signals that were blocked before this process blocked more."""
     received = []
 
     def forward(signum: int, _: object) -> None:
@@ -88,13 +154,14 @@ def _keep(rank: int, pipe: int) -> NoReturn:
     forwarded = [s for s in FORWARDED if signal.getsignal(s) is not signal.SIG_IGN]
     for signum in forwarded:
         signal.signal(signum, forward)
-    _wait_for(rank)
+    signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
+    pipe = _Pipe(reader)
+    _wait_for(rank, pipe)
     for signum in forwarded:
         signal.signal(signum, signal.SIG_DFL)
     exit_code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
-    if exit_code and not received and (run := _read(pipe)):
-        _wait_for_end(*json.loads(run))
-        exit_code = 0
+    if exit_code and not received and (run := pipe.run()):
+        exit_code = run.wait()
     if exit_code < 0:  # die by the same signal: torchrun reports it
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -exit_code != signal.SIGKILL:
@@ -103,32 +170,24 @@ def _keep(rank: int, pipe: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _wait_for(rank: int) -> None:
+def _wait_for(rank: int, pipe: _Pipe) -> None:
     """Until a rank has ended; a signal can still be sent to it afterwards.
 
-    One that stays stopped is killed: the controller cannot do that from another host.
+    It is killed if it stays stopped, or stays when the run has ended: the controller cannot do that
+    from another host.
     """
-    process, running_at = Process.find(rank), time.monotonic()
+    process, agent = Process.find(rank), Process.find(os.getppid())
+    looked_at = running_at = asked_at = time.monotonic()
+    ended_at = None
     while not os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT | os.WNOHANG):
         time.sleep(POLL_SECONDS)
-        if not process.is_stopped:
-            running_at = time.monotonic()
-        elif time.monotonic() - running_at > STOPPED_SECONDS:
+        now = time.monotonic()
+        was_stopped = now - looked_at > STOPPED_SECONDS / 2  # this process, perhaps with all others
+        if was_stopped or agent.is_stopped or not process.is_stopped:
+            running_at = now
+        if now - asked_at > SLOW_POLL_SECONDS and ended_at is None:
+            asked_at, run = now, pipe.run()
+            ended_at = now if run and run.has_ended() else None
+        if now - running_at > STOPPED_SECONDS or (ended_at and now - ended_at > LATE_SECONDS):
             process.kill()
-
-
-def _read(pipe: int) -> bytes:
-    """What the rank wrote; empty for nothing."""
-    try:
-        return os.read(pipe, 4096)
-    except BlockingIOError:
-        return b""
-
-
-def _wait_for_end(host: str, port: int, key: str) -> None:
-    """A run that fails has an end too: torchrun kills this process."""
-    seconds = timedelta(seconds=STORE_SECONDS)
-    with suppress(RuntimeError):  # the store has ended with rank 0
-        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=seconds)
-        while not store.check([key]):
-            time.sleep(POLL_SECONDS)
+        looked_at = now

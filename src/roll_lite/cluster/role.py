@@ -130,7 +130,7 @@ class RoleHandle:
 
     def listen(self, on_report: OnReport, on_failure: OnFailure) -> None:
         """Have `on_report(replica, ...)` called with reports, and with "lost" if a spare replica is
-        gone; `on_failure` if a rank is lost that is needed."""
+        gone; `on_failure` if a rank that is needed is lost."""
         self._controller.listen(self.role, on_report, on_failure)
 
     def stop_listening(self) -> None:

@@ -140,7 +140,7 @@ class Watchdog:
         """Once for each call. It says nothing of ranks that wait in a collective for a slow one."""
         for call in self._controller.pending():
             unanswered, seconds = call.unanswered, now - call.last_reply
-            is_last = len(unanswered) == 1 and len(call.role.ranks) > 1
+            is_last = len(unanswered) == 1 and len(call.ranks) > 1
             if is_last and seconds > SLOW_SECONDS and not call.is_slow:
                 call.is_slow, rank = True, unanswered[0]
                 who = f"rank {rank} ({self._processes[rank]})"
