@@ -66,10 +66,13 @@ def test_equal_ranks_meet(port):
     """Only the run folder may differ: its default has the time in it."""
     launch, ours = first(port), describe("train=all", OPTIONS)
     theirs = describe("train=all", OPTIONS | {"run_dir": "runs/b"})
-    (store, processes), (other_store, others) = meet((launch, ours), (second(launch), theirs))
-    assert processes == others == [Process.find(os.getpid())] * 2
-    store.set("key", "value")
-    assert other_store.get("key") == b"value"
+    one, other = meet((launch, ours), (second(launch, has_keeper=True), theirs))
+    assert one.processes == other.processes == [Process.find(os.getpid())] * 2
+    one.store.set("key", "value")
+    assert other.store.get("key") == b"value"
+    assert one.name == other.name and one.kept == {1}
+    plain = dist.TCPStore(launch.master, port, is_master=False, wait_for_workers=False)
+    assert plain.get(f"{one.name}/key") == b"value"  # as a keeper reads it
 
 
 def test_a_rank_that_differs_is_refused_on_all_ranks(port, monkeypatch, tmp_path):
@@ -118,10 +121,10 @@ def test_a_rank_of_another_agent_does_not_join(port, monkeypatch):
     assert all("another torchrun started it" in str(error) for error in errors)
     several = first(port, num_nodes=2)
     ours, theirs = meet((several, same), (second(several, agent="b", node=1), same))
-    assert ours[1] == theirs[1]
+    assert ours.processes == theirs.processes
     launch = first(port)
     ours, theirs = meet((launch, same), (second(launch), same))
-    assert ours[1] == theirs[1]
+    assert ours.processes == theirs.processes
     monkeypatch.setattr(rendezvous, "RENDEZVOUS_SECONDS", 0.5)
     (lost,) = meet((second(launch, agent="old"), same))
     assert isinstance(lost, TimeoutError) and "rank 1 waited 0 s for rank 0;" in str(lost)
@@ -147,7 +150,7 @@ def test_missing_ranks_are_named(port, monkeypatch, capfd):
 
 def test_a_stopped_rank_is_named(monkeypatch):
     """A child of this process's own parent would be a rank beside it; here its agent is faked."""
-    monkeypatch.setattr(os, "getppid", os.getpid)
+    monkeypatch.setattr(agent, "agent_pid", os.getpid)
     rank = subprocess.Popen(["sleep", "600"], env=os.environ | {"RANK": "3"})
     try:
         rank.send_signal(signal.SIGSTOP)

@@ -47,18 +47,20 @@ def agent_pid() -> int:
 
 def find_rank(rank: int) -> "Process | None":
     """The process of another rank that the agent of this one started, if /proc tells."""
-    started = _child_of(agent_pid(), rank)
-    return started and (_child_of(started.pid, rank) or started)
-
-
-def _child_of(parent: int, rank: int) -> "Process | None":
-    """The process of a rank that an agent, or the rank's keeper, started."""
-    for task in Path(f"/proc/{parent}/task").glob("*/children"):
-        with suppress(OSError):  # the thread has ended, or the kernel has no such file
-            for pid in map(int, task.read_text().split()):
-                if _variables(pid).get("RANK") == str(rank) and _command(pid) == _command():
-                    return Process.find(pid)
+    for pid in _children(agent_pid()):
+        if _variables(pid).get("RANK") == str(rank):
+            with suppress(OSError):  # it has ended
+                forked = [child for child in _children(pid) if _command(child) == _command(pid)]
+                return Process.find(forked[0] if forked else pid)  # which may be its keeper
     return None
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended, or the kernel has no such file
+            found += map(int, task.read_text().split())
+    return found
 
 
 class Process(NamedTuple):
