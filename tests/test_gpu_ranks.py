@@ -11,6 +11,7 @@ import pytest
 import torch
 import train_programs
 from conftest import RECIPES, make_reference, run_torchrun
+from test_chaos import chaos
 from test_layouts import CASES
 
 from roll_lite.cluster.cluster import Cluster
@@ -104,3 +105,19 @@ def test_a_run_ends_by_itself(tmp_path, device_map, num_ranks):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     assert [row["step"] for row in rows if "time/step" in row] == [1, 2, 3]
+
+
+def test_a_run_goes_on_without_an_engine(tmp_path):
+    """Asynchronous, so that samples are counted, not compared bit for bit."""
+    build_tiny(tmp_path / "tiny")
+    options = [
+        "--ranks", 5, "--runs", 1, "--kills", 1, "--targets", "generate/rank 4/SIGKILL",
+        "--out", tmp_path / "chaos", "--", RECIPES / "rlvr.py", "--model", tmp_path / "tiny",
+        "--device", "cuda", "--device-map", "train=0 generate=1-4,tp=2", "--max-staleness", 1,
+        "--steps", 6, "--eval-every", 0, "--kv-cache-gib", 0.2, "--prompts-per-step", 32,
+        "--samples-per-prompt", 4, "--max-tokens", 64,
+    ]  # fmt: skip
+    campaign = chaos.Campaign(chaos.read_options([str(option) for option in options]))
+    campaign.run()
+    assert not campaign.problems
+    assert [fault.outcome for fault in campaign.faults] == [chaos.SURVIVED]
