@@ -309,7 +309,7 @@ def check_sample(sample, visit=0, seed=3):
 
 
 def wait_until(condition):
-    end = time.monotonic() + 30
+    end = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)

@@ -68,7 +68,7 @@ def child_of_rank(parent: int, rank: int) -> int:
     raise AssertionError(f"no rank {rank}")
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 300.0) -> None:
     """The time is only a safety net."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:

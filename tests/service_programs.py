@@ -79,7 +79,7 @@ class Mailbag:
 
     def wait_for(self, condition):
         with self.changed:
-            assert self.changed.wait_for(condition, timeout=60), (len(self.turns), self.refused)
+            assert self.changed.wait_for(condition, timeout=600), (len(self.turns), self.refused)
 
 
 def interleaved(folder):
@@ -160,7 +160,7 @@ def faulty(letter):
         train.listen(lambda *_: None, failures.put)
         print("ready", flush=True)
         train.post(1, letter)
-        raise failures.get(timeout=30)
+        raise failures.get(timeout=600)
 
 
 def hanging():

@@ -220,7 +220,7 @@ def test_mistakes_are_named(four, mistake, kind, message):
 
 
 def test_exit_is_quick(four):
-    assert four["leaving"] < 20  # seconds: less than a second, unless the machine is busy
+    assert four["leaving"] < 120  # seconds: less than a second, unless the machine is busy
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ def run_script(folder, script):
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": SOURCES},
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -27,7 +27,7 @@ def installed(folder):
 def torchrun(path, *options):
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node=2", PROGRAM],
-        capture_output=True, text=True, timeout=180,
+        capture_output=True, text=True, timeout=600,
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 

@@ -195,7 +195,7 @@ def test_two_ranks_stop_with_a_checkpoint(toy_folder, tmp_path, recipe, target, 
     try:
         wait_for(lambda: "step      3" in log.read_text(), process, log)
         os.kill(process.pid if target == "torchrun" else child_of_rank(process.pid, 1), signum)
-        process.wait(timeout=120)
+        process.wait(timeout=600)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -75,7 +75,7 @@ def test_hang(hasty):
     start = time.monotonic()
     with pytest.raises(RewardTimeout, match=r"(?s)longer than reward_seconds=0\.8.*in hang.*in do"):
         score(hasty, "hang")
-    assert 0.8 <= time.monotonic() - start < 30
+    assert time.monotonic() - start >= 0.8
     assert score(hasty, "ok").value == 1
 
 
