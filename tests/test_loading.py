@@ -15,6 +15,7 @@ from worker_rewards import do
 
 from roll_lite.rewards.file import read_rewards
 from roll_lite.types import Prompt, Score
+from roll_lite.workers import link
 from roll_lite.workers.failures import RewardCrash, RewardError
 from roll_lite.workers.pool import RewardWorkers
 
@@ -132,6 +133,19 @@ def test_a_reward_whose_module_fails(tmp_path, monkeypatch):
     from failing_module import mine
 
     with pytest.raises(RuntimeError, match="no dictionary here"):
+        RewardWorkers({"x": mine})
+
+
+def test_a_supervisor_that_is_stopped_while_it_imports(tmp_path, monkeypatch):
+    (tmp_path / "stopping_module.py").write_text(
+        "import os, signal, sys\ndef mine(prompt, reply): return 1\n"
+        "if 'pytest' not in sys.modules: os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(link, "_PING_SECONDS", 0.05)
+    from stopping_module import mine
+
+    with pytest.raises(RuntimeError, match=r"was stopped \(SIGSTOP\) and has been killed"):
         RewardWorkers({"x": mine})
 
 

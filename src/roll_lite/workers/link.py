@@ -18,7 +18,7 @@ from typing import Any
 
 from roll_lite.workers.failures import Failure, Words
 from roll_lite.workers.loading import Packed, pack
-from roll_lite.workers.supervisor import NO_JOB
+from roll_lite.workers.supervisor import NO_JOB, state_of
 from roll_lite.workers.worker import Work, WorkerLimits
 
 Receiver = Callable[[float, Any], None]
@@ -235,10 +235,18 @@ def _start_process(setup: Setup) -> tuple[Any, subprocess.Popen]:
 
 
 def _check_imports(connection: Any, process: subprocess.Popen, words: Words) -> None:
+    """Imports may take as long as they like, but a process that was stopped does not go on."""
+    num_stopped = 0
+    while num_stopped < _MAX_SILENT and not connection.poll(_PING_SECONDS):
+        num_stopped = num_stopped + 1 if state_of(process.pid) == "T" else 0
+    if num_stopped == _MAX_SILENT:
+        process.kill()
     try:
         problem = connection.recv()
     except EOFError:
         problem = "the supervisor process has ended"
+        if num_stopped == _MAX_SILENT:
+            problem = "the supervisor process was stopped (SIGSTOP) and has been killed"
     if problem:
         connection.close()
         process.wait()

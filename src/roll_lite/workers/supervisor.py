@@ -283,14 +283,16 @@ class Supervisor:
         """Whether a worker that must run a job's code, or finish a message, has done neither for as
         long as the time limit. One that was stopped must do so too: episodes may wait for it."""
         one_by_one = self._work.jobs_per_worker == 1
-        must = worker.jobs and (one_by_one or worker.channel.has_part or _state(worker.pid) == "T")
+        must = worker.jobs and (
+            one_by_one or worker.channel.has_part or state_of(worker.pid) == "T"
+        )
         if not must or worker.running.read()[0] >= 0:
             worker.silent_since = None
             return False
         if worker.silent_since is None:
             worker.silent_since = time.monotonic()
         seconds, most = time.monotonic() - worker.silent_since, self._limits.seconds
-        is_starved = _state(worker.pid) == "R" and seconds < _STARVED * most
+        is_starved = state_of(worker.pid) == "R" and seconds < _STARVED * most
         return seconds >= most and not is_starved
 
     def _hangs(self, worker: WorkerProcess) -> bool:
@@ -385,7 +387,7 @@ class Supervisor:
             worker.close()
 
 
-def _state(pid: int) -> str:
+def state_of(pid: int) -> str:
     """R for running, T for stopped, and so on; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
