@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from process_checks import SOURCES, wait_until
+from process_checks import SOURCES, is_running, wait_until
 
 from roll_lite.cluster.keeper import needs_keeper
 from roll_lite.cluster.rendezvous import Launch
+from roll_lite.sandbox.processes import state_of
 
 PROGRAM = """
 import os, signal, sys, time
@@ -88,7 +89,7 @@ def test_after_letting_go_a_keeper_ends_with_the_run(start, store):
     stopped.stdout.readline()
     stopped.terminate()  # as torchrun does it: the rank decides, and the keeper does not stay
     assert stopped.wait() == 9 and stopped.stdout.readline() == "stopping\n"
-    wait_until(lambda: not is_alive(rank))
+    wait_until(lambda: not is_running(rank))
     keepers = [failed, aborted, killed]
     assert [keeper.poll() for keeper in keepers] == [None] * 3
     store.set("run/a/ended", "")
@@ -115,7 +116,7 @@ def test_a_rank_ends_with_its_keeper(start):
     process = start("let_go")
     rank = int(process.stdout.readline())
     process.kill()
-    wait_until(lambda: not is_alive(rank))
+    wait_until(lambda: not is_running(rank))
 
 
 def test_a_rank_wakes_its_keeper(start):
@@ -125,18 +126,6 @@ def test_a_rank_wakes_its_keeper(start):
     wait_until(lambda: state_of(process.pid) == "T")
     print("wake", file=process.stdin, flush=True)
     wait_until(lambda: state_of(process.pid) != "T")
-
-
-def is_alive(pid):
-    return state_of(pid) not in "ZX"
-
-
-def state_of(pid):
-    """X if it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
 
 
 def test_only_spare_ranks_of_torchrun_have_a_keeper():

@@ -78,15 +78,15 @@ def fork_rank() -> Keeper | None:
     sys.stdout.flush()
     sys.stderr.flush()
     keeper = os.getpid()
-    waiting = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     rank = os.fork()
     if rank:
         os.close(writer)
         if os.read(reader, 1) == FORK_WORKS:
-            _keep(rank, reader, waiting)
+            _keep(rank, reader, mask)
         os.close(reader)
         os.waitpid(rank, 0)
-        signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return None
     os.close(reader)
     with suppress(OSError):  # its heartbeat looks at the parent, too
@@ -95,7 +95,7 @@ def fork_rank() -> Keeper | None:
     os.write(writer, FORK_IS_BAD if is_bad else FORK_WORKS)
     if is_bad or os.getppid() != keeper:
         os._exit(1)
-    signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return Keeper(writer)
 
 
@@ -128,6 +128,8 @@ class _Run(NamedTuple):
 
 
 class _Pipe:
+    """What the rank has told its keeper."""
+
     def __init__(self, reader: int):
         os.set_blocking(reader, False)  # something that the rank started may hold the other end
         self._reader, self._text = reader, b""
@@ -142,8 +144,8 @@ class _Pipe:
         return _Run(*told) if told else None
 
 
-def _keep(rank: int, reader: int, waiting: set) -> NoReturn:
-    """`waiting` are the signals that were blocked before this process blocked more."""
+def _keep(rank: int, reader: int, mask: set) -> NoReturn:
+    """`mask` are the signals that are to be blocked once this process handles the others."""
     received = []
 
     def forward(signum: int, _: object) -> None:
@@ -154,7 +156,7 @@ def _keep(rank: int, reader: int, waiting: set) -> NoReturn:
     forwarded = [s for s in FORWARDED if signal.getsignal(s) is not signal.SIG_IGN]
     for signum in forwarded:
         signal.signal(signum, forward)
-    signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     pipe = _Pipe(reader)
     _wait_for(rank, pipe)
     for signum in forwarded:

@@ -107,6 +107,14 @@ def num_tasks_of(uid: int) -> int:
     return num_tasks
 
 
+def state_of(pid: int) -> str:
+    """R for running, T for stopped, and so on; empty if the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
 def lacks_processor(pid: int, seconds: float) -> bool:
     """Whether a process waits for a processor, and has used less than `seconds` of one.
 

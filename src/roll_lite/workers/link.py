@@ -16,9 +16,10 @@ from multiprocessing import Pipe
 from queue import SimpleQueue
 from typing import Any
 
+from roll_lite.sandbox.processes import state_of
 from roll_lite.workers.failures import Failure, Words
 from roll_lite.workers.loading import Packed, pack
-from roll_lite.workers.supervisor import NO_JOB, state_of
+from roll_lite.workers.supervisor import NO_JOB
 from roll_lite.workers.worker import Work, WorkerLimits
 
 Receiver = Callable[[float, Any], None]
@@ -239,14 +240,13 @@ def _check_imports(connection: Any, process: subprocess.Popen, words: Words) -> 
     num_stopped = 0
     while num_stopped < _MAX_SILENT and not connection.poll(_PING_SECONDS):
         num_stopped = num_stopped + 1 if state_of(process.pid) == "T" else 0
-    if num_stopped == _MAX_SILENT:
+    if was_stopped := num_stopped == _MAX_SILENT:
         process.kill()
     try:
         problem = connection.recv()
     except EOFError:
-        problem = "the supervisor process has ended"
-        if num_stopped == _MAX_SILENT:
-            problem = "the supervisor process was stopped (SIGSTOP) and has been killed"
+        why = "was stopped (SIGSTOP) and has been killed" if was_stopped else "has ended"
+        problem = f"the supervisor process {why}"
     if problem:
         connection.close()
         process.wait()

@@ -17,11 +17,16 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from roll_lite.sandbox.kernel import adopt_orphans
-from roll_lite.sandbox.processes import children, kill_orphans, kill_tree, lacks_processor
+from roll_lite.sandbox.processes import (
+    children,
+    kill_orphans,
+    kill_tree,
+    lacks_processor,
+    state_of,
+)
 from roll_lite.workers.channel import CONTINUES, LEAVES, ProtocolError, SupervisorEnd, connect
 from roll_lite.workers.failures import Failure, user_frames
 from roll_lite.workers.loading import unpack
@@ -385,14 +390,6 @@ class Supervisor:
         os.close(reading)
         for worker in self._workers:
             worker.close()
-
-
-def state_of(pid: int) -> str:
-    """R for running, T for stopped, and so on; empty if the process has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
 
 
 def serve(descriptor: int) -> None:
