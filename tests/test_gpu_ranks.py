@@ -4,20 +4,30 @@ Where there are as many GPUs as ranks, each has its own.
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
+import sft
 import torch
 import train_programs
 from conftest import RECIPES, make_reference, run_torchrun
 from test_chaos import chaos
 from test_layouts import CASES
+from test_reward_roles import reward_folder  # noqa: F401
+from test_stopping import wait_for
 
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.models.tiny import build_tiny
+from roll_lite.options import from_flat
 
 pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+SMALL = ("--steps", 3, "--eval-every", 0, "--kv-cache-gib", 0.2)
+GROUPS = (*SMALL, "--prompts-per-step", 8, "--samples-per-prompt", 4)
 
 
 @pytest.fixture(scope="module")
@@ -95,16 +105,136 @@ MAPS = {
 def test_a_run_ends_by_itself(tmp_path, device_map, num_ranks):
     """Also where CUDA graphs have captured collectives of an engine."""
     build_tiny(tmp_path / "tiny")
-    command = [
-        sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}",
-        RECIPES / "rlvr.py", "--model", tmp_path / "tiny", "--run-dir", tmp_path / "run",
-        "--device", "cuda", "--device-map", device_map, "--steps", 3, "--eval-every", 0,
-        "--kv-cache-gib", 0.2, "--prompts-per-step", 8, "--samples-per-prompt", 4,
-    ]  # fmt: skip
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    options = ("--device-map", device_map, *GROUPS)
+    done = start(tmp_path, "rlvr", *options, num_ranks=num_ranks)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     assert [row["step"] for row in rows if "time/step" in row] == [1, 2, 3]
+
+
+ROWS = ("--steps", 3, "--rows-per-step", 8, "--eval-rows", 8, "--data", "reverse:3")
+BOTH = "train=0-1,tp=2 generate=0-1,tp=2"
+PROGRAMS = {
+    "critic and reference": (
+        "rlvr", *GROUPS, "--advantage", "gae", "--kl-coef", 0.01,
+        "--device-map", f"{BOTH} critic=0-1 reference=0-1,tp=2",
+    ),
+    "adapters": ("rlvr", *GROUPS, "--lora-rank", 4, "--device-map", BOTH),
+    "judge and reward model": (
+        "rlvr", *GROUPS, "--data", "{judged}", "--judge", "{judge}", "--reward-model", "{scorer}",
+        "--device-map", "train=0-1,tp=2 generate=0-1 judge=0-1 reward_model=0-1",
+    ),
+    "turns": ("rlvr", *GROUPS, "--engines-sleep", "--offload", "--device-map", BOTH),
+    "new weights in flight": (
+        "rlvr", *GROUPS, "--max-staleness", 1, "--on-new-weights", "abort",
+        "--device-map", "train=0 generate=1",
+    ),
+    "agentic": ("agentic", *GROUPS, "--data", "frozen_lake", "--device-map", BOTH),
+    "sft": ("sft", *ROWS, "--tp", 2),
+    "dpo": ("dpo", *ROWS),
+    "distill": ("distill", *ROWS, "--teacher", "{tiny}", "--device-map", "train=0-1 teacher=0-1"),
+    "distill on policy": (
+        "distill", *SMALL, "--rows-per-step", 8, "--data", "reverse:3", "--on-policy",
+        "--teacher", "{tiny}", "--device-map", "train=0-1 teacher=0-1 generate=0-1,tp=2",
+    ),
+    "evaluate": ("evaluate", "--data", "reverse:3", "--prompts", 16, "--kv-cache-gib", 0.2),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory):
+    """A tiny model that says yes or no to everything."""
+    folder = tmp_path_factory.mktemp("judge")
+    rows = [{"prompt": f"{a}{b}", "reply": "yes"} for a in "abcdef" for b in "uvwxyz"]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sft.main(from_flat(
+        sft.Config, model=str(build_tiny(folder / "tiny")), data=str(folder / "rows.jsonl"),
+        steps=30, rows_per_step=36, lr=5e-3, eval_every=0, device=DEVICE,
+        run_dir=str(folder / "run"),
+    ))  # fmt: skip
+    return folder / "run" / "model"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_recipe_and_role(tmp_path, judge, reward_folder, name):  # noqa: F811
+    """It does its work and ends by itself."""
+    recipe, *options = PROGRAMS[name]
+    judged = [
+        {"prompt": f"Reverse {word}", "ground_truth": word[::-1], "domain": domain}
+        for domain in ("judge", "reward_model")
+        for word in ("abc", "xyz", "kl", "mn")
+    ]
+    (tmp_path / "judged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in judged))
+    names = {"{tiny}": build_tiny(tmp_path / "tiny"), "{scorer}": reward_folder[1]}
+    names |= {"{judge}": judge, "{judged}": tmp_path / "judged.jsonl"}
+    done = start(tmp_path, recipe, *(names.get(option, option) for option in options))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    if recipe == "evaluate":
+        assert "eval/pass@1" in rows[-1]
+    else:
+        assert [row["step"] for row in rows if "time/step" in row] == [1, 2, 3]
+
+
+def start(folder, recipe, *options, num_ranks=2):
+    """Under torchrun, with the tiny model of a folder."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}",
+        RECIPES / f"{recipe}.py", "--model", folder / "tiny", "--run-dir", folder / "run",
+        "--device", DEVICE, *options,
+    ]  # fmt: skip
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+
+
+FAILING = """
+import sys
+sys.path.insert(0, {recipes!r})
+import rlvr
+
+def fail(*arguments, **options):
+    raise RuntimeError("my own mistake")
+
+if __name__ == "__main__":
+    rlvr.describe_groups = fail
+    rlvr.command.run(rlvr.main, rlvr.Config, "")
+"""
+
+
+@pytest.mark.parametrize("end", ["Ctrl-C", "a killed rank", "an exception"])
+def test_all_processes_end_with_a_run_that_is_cut_short(tmp_path, end):
+    """With engines and trainers that are tensor parallel, so that graphs hold collectives."""
+    build_tiny(tmp_path / "tiny")
+    program = RECIPES / "rlvr.py"
+    if end == "an exception":
+        program = tmp_path / "failing.py"
+        program.write_text(FAILING.format(recipes=str(RECIPES)))
+    command = [
+        *chaos.launch(2), program, "--model", tmp_path / "tiny", "--device", DEVICE,
+        "--run-dir", tmp_path / "run", *GROUPS, "--steps", 100_000, "--device-map", BOTH,
+    ]  # fmt: skip
+    log, metrics = tmp_path / "log", tmp_path / "run" / "metrics.jsonl"
+    (tmp_path / "temp").mkdir()
+    run = chaos.Program.start(list(map(str, command)), 2, log, tmp_path / "temp")
+    try:
+        if end == "an exception":
+            wait_for(lambda: "my own mistake" in log.read_text(), run.process, log)
+        else:
+            wait_for(metrics.exists, run.process, log)
+            wait_for(lambda: "reward/mean" in metrics.read_text(), run.process, log)
+            if end == "Ctrl-C":
+                os.killpg(run.process.pid, signal.SIGINT)
+            else:
+                os.kill(run.find("rank 1").pid, signal.SIGKILL)
+        since = time.monotonic()
+        assert run.process.wait(timeout=120) != 0
+        while run.alive():
+            assert time.monotonic() < since + 120, run.alive()
+            time.sleep(0.1)
+        print(f"{end}: all gone after {time.monotonic() - since:.1f} s")
+    finally:
+        run.kill_all()
+    if end == "Ctrl-C":
+        assert "continue with" in log.read_text()
 
 
 def test_a_run_goes_on_without_an_engine(tmp_path):

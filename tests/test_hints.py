@@ -5,7 +5,7 @@ from roll_lite.report.hints import Hints
 HEALTHY = {
     "rollout/truncated": 0.1, "reward/equal_groups": 0.5, "reward/timeouts": 0.0,
     "loss/entropy": 0.4, "loss/skipped_steps": 0.0, "rollout/failed": 1, "rollout/done": 63,
-    "mismatch/outside": 0.001,
+    "mismatch/outside": 0.001, "reward/mean": 0.5,
 }  # fmt: skip
 
 
@@ -17,7 +17,8 @@ def steps(*changes):
 
 def test_a_healthy_run_has_no_hints():
     assert steps(*[{}] * 10) == [[]] * 10
-    assert Hints().read({"loss/loss": 1.0}) == []  # of another recipe
+    imitating = Hints()  # another recipe, which has no samples
+    assert [imitating.read({"loss/loss": 0.01, "loss/entropy": 0.001}) for _ in "12"] == [[], []]
 
 
 def test_a_hint_is_given_once_with_the_number_and_the_remedy():

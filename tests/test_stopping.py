@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -185,6 +186,21 @@ def test_two_ranks_stop_with_a_checkpoint(toy_folder, tmp_path, recipe, target, 
     values = toy_options(toy_folder, run, steps=100_000, data="reverse:1")
     if recipe == SFT:
         values = options(toy_folder, run, steps=100_000)
+    with two_ranks(recipe, values, log) as process:
+        wait_for(lambda: "step      3" in log.read_text(), process, log)
+        os.kill(process.pid if target == "torchrun" else child_of_rank(process.pid, 1), signum)
+        process.wait(timeout=600)
+    text = log.read_text()
+    done = max(json.loads(line)["step"] for line in (run / "metrics.jsonl").open())
+    assert f"step-{done:08d}: " in text and "continue with\n    torchrun --nproc-per-node 2" in text
+    start = run_torchrun if recipe == RLVR else run_ranks
+    start(2, recipe, "--resume", run, "--steps", done + 1)
+    assert [row["step"] for row in steps_of(run)] == list(range(1, done + 2))
+
+
+@contextmanager
+def two_ranks(recipe, values, log):
+    """Under torchrun, in a session of their own."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", recipe]
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -193,18 +209,10 @@ def test_two_ranks_stop_with_a_checkpoint(toy_folder, tmp_path, recipe, target, 
             start_new_session=True,
         )  # fmt: skip
     try:
-        wait_for(lambda: "step      3" in log.read_text(), process, log)
-        os.kill(process.pid if target == "torchrun" else child_of_rank(process.pid, 1), signum)
-        process.wait(timeout=600)
+        yield process
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    text = log.read_text()
-    done = max(json.loads(line)["step"] for line in (run / "metrics.jsonl").open())
-    assert f"step-{done:08d}: " in text and "continue with\n    torchrun --nproc-per-node 2" in text
-    start = run_torchrun if recipe == RLVR else run_ranks
-    start(2, recipe, "--resume", run, "--steps", done + 1)
-    assert [row["step"] for row in steps_of(run)] == list(range(1, done + 2))
 
 
 def wait_for(condition, process, log):
@@ -396,3 +404,16 @@ def test_an_error_in_mid_run_says_how_to_continue(toy_folder, tmp_path, monkeypa
     with pytest.raises(KeyError) as error:
         commands.run(main, rlvr.Config, rlvr.__doc__)
     assert f"rlvr.py --resume {tmp_path / 'run'}" in error.value.__notes__[0]
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_first_rollout_of_a_tensor_parallel_engine(toy_folder, tmp_path):
+    """No call follows that would part its ranks: the leader lets go of those that follow it."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    values = toy_options(toy_folder, run, steps=100_000, data="reverse:1", eval_every=0)
+    values["device_map"] = "train=0-1,tp=2 generate=0-1,tp=2"
+    with two_ranks(RLVR, values, log) as process:
+        wait_for((run / "metrics.jsonl").exists, process, log)
+        os.kill(process.pid, signal.SIGINT)
+        process.wait(timeout=600)
+    assert "Followers" not in log.read_text()

@@ -261,7 +261,7 @@ class Cluster:
         self._exits.put(Exit(exit_code, reason))
 
     def _exit_rank(self, request: Exit) -> NoReturn:
-        is_idle = self._worker.stop(0 if request.code else EXIT_SECONDS)
+        is_idle = self._worker.stop(0 if request.code else EXIT_SECONDS, finish=not request.code)
         if self._keeper:
             self._keeper.wake()
             if not request.is_lost:
@@ -300,7 +300,7 @@ class Cluster:
         """End all ranks. It takes seconds at most, so signals are ignored meanwhile."""
         handlers = _set_signals(dict.fromkeys(ENDING_SIGNALS, signal.SIG_IGN))
         self._watchdog.stop()
-        is_idle = self._worker.stop(IDLE_SECONDS if failed else EXIT_SECONDS)
+        is_idle = self._worker.stop(IDLE_SECONDS if failed else EXIT_SECONDS, finish=not failed)
         failed, has_lost = failed or not is_idle, bool(self._controller.lost)
         if self._session.kept and not failed:
             self._session.store.set(ENDED, "")

@@ -70,7 +70,7 @@ class Worker:
         self._queue: dict[int, tuple[RankCall, Callable[[RankReply], None]]] = {}  # by `previous`
         self._posts: list[Post] = []
         self._changed = threading.Condition()
-        self._is_stopping = False
+        self._is_stopping = self._finishes = False
         self._has_fault = False
         self._last_ticket = 0
         self._current: tuple[int, float] | None = None
@@ -80,10 +80,14 @@ class Worker:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self, seconds: float) -> bool:
-        """End the thread after its current call; False if that takes longer than `seconds`."""
+    def stop(self, seconds: float, *, finish: bool) -> bool:
+        """End the thread after what it does now; False if that takes longer than `seconds`.
+
+        With `finish` it does all that is left first: the leader of a tensor-parallel engine whose
+        requests were aborted then lets the ranks go that follow it.
+        """
         with self._changed:
-            self._is_stopping = True
+            self._is_stopping, self._finishes = True, finish
             self._changed.notify()
         if self._thread.is_alive():
             self._thread.join(seconds)
@@ -143,14 +147,14 @@ class Worker:
             has_work = self._take_turn()
 
     def _wait(self, has_work: bool) -> bool:
-        """Wait for a post, a call or background work; False when stopping."""
+        """Wait for a post, a call or background work; False when it is time to stop."""
+
+        def is_left() -> bool:
+            return bool(has_work or self._posts or self._last_ticket in self._queue)
+
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    has_work or self._is_stopping or self._posts or self._last_ticket in self._queue
-                )
-            )
-            return not self._is_stopping
+            self._changed.wait_for(lambda: is_left() or self._is_stopping)
+            return not self._is_stopping or (self._finishes and is_left())
 
     def _take_turn(self) -> bool:
         """Handle posts, then one call or one piece of work; whether more work may be left."""

@@ -45,7 +45,7 @@ HINTS = (
         "{reward/timeouts:.0f} rewards timed out: raise --reward-seconds or make the reward faster",
     ),
     Hint(
-        lambda m: 0 <= m.get("loss/entropy", 1) < 0.01,
+        lambda m: 0 <= m.get("loss/entropy", 1) < 0.01 and "reward/mean" in m,
         "loss/entropy",
         "entropy fell to {loss/entropy:.2g}: samples are nearly equal, and exploration is over; "
         "lower --lr, raise --clip-high, or add --entropy-coef",
