@@ -224,7 +224,7 @@ def run_torchrun(num_ranks, program, *arguments):
     """forked_ranks.py starts ranks faster."""
     launch = [sys.executable]
     if num_ranks > 1:
-        launch += ["-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
+        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     done = subprocess.run(
         [*launch, program, *map(str, arguments)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},

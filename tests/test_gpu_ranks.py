@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -179,15 +178,13 @@ def test_every_recipe_and_role(tmp_path, judge, reward_folder, name):  # noqa: F
 def start(folder, recipe, *options, num_ranks=2):
     """Under torchrun, with the tiny model of a folder."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}",
-        RECIPES / f"{recipe}.py", "--model", folder / "tiny", "--run-dir", folder / "run",
-        "--device", DEVICE, *options,
+        *chaos.launch(num_ranks), RECIPES / f"{recipe}.py", "--model", folder / "tiny",
+        "--run-dir", folder / "run", "--device", DEVICE, *options,
     ]  # fmt: skip
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
 
 
 FAILING = """
-import sys
 sys.path.insert(0, {recipes!r})
 import rlvr
 

@@ -176,7 +176,8 @@ def test_a_resumed_run_does_not_count_the_time_between_its_starts(tmp_path):
 
 
 def test_warnings_name_metric_and_steps():
-    calm = [{"step": step, "loss/grad_norm": 1.0, "loss/entropy": 0.5} for step in range(1, 16)]
+    usual = {"loss/grad_norm": 1.0, "loss/entropy": 0.5, "reward/mean": 0.5}
+    calm = [{"step": step, **usual} for step in range(1, 16)]
     assert warnings(calm) == []
     calm[12]["loss/grad_norm"] = 30.0
     calm[13]["loss/entropy"] = calm[14]["loss/entropy"] = 0.002

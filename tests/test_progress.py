@@ -61,7 +61,7 @@ def test_what_a_program_prints_is_whole_beside_the_progress_line(width):
     progress_lines = {screen[-1] for screen in shown if "rollout" in screen[-1]}
     assert any(re.match(r"steps 2/3, 0:0\d left \| rollout ", line) for line in progress_lines)
     assert any("tokens/s, 0:0" in line for line in progress_lines) == (width == 120)
-    assert any("[####" in line for line in progress_lines) == (width == 120)
+    assert any(re.search(r"\[#*\.*\]", line) for line in progress_lines) == (width == 120)
     assert all(len(line) < width for line in progress_lines)
 
 

@@ -200,6 +200,7 @@ def test_the_rollouts_of_a_run(tmp_path, capsys):
         sample.enter("done", 0)
     run = Run(tmp_path / "run", prompt, num_steps=1, shown={})
     run.write_rollouts(1, [Group(prompt=prompt, samples=samples)])
+    run.flush()
     capsys.readouterr()
     path = tmp_path / "run" / "rollouts" / "step_00001.jsonl"
     assert main(["score", str(path), "--domain", "math"]) == 0

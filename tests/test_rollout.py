@@ -311,6 +311,7 @@ def test_several_turns_have_a_transcript(engine, chat, tmp_path):
     groups = rollout.answer(some_prompts(1), num_samples=2, params=params(chat))
     run = Run(tmp_path / "run", RolloutOptions(), num_steps=1, shown={})
     run.write_rollouts(1, groups)
+    run.flush()
     lines = (tmp_path / "run" / "rollouts" / "step_00001.jsonl").read_text().splitlines()
     for line, sample in zip(map(json.loads, lines), groups[0].samples, strict=True):
         first, second = (chat.decode(turn.token_ids) for turn in sample.turns)

@@ -40,6 +40,7 @@ def test_rollouts_say_which_tokens_were_read_and_which_sampled(tmp_path):
     sample.enter("done", 8)
     run = Run(tmp_path, PROMPT, num_steps=1, shown={})
     run.write_rollouts(1, [Group(prompt=PROMPT, samples=[sample])])
+    run.flush()
     (row,) = map(json.loads, (tmp_path / "rollouts" / "step_00001.jsonl").read_text().splitlines())
     ids, logprobs, found = iter(row["token_ids"]), iter(numbers(row["logprobs"])), []
     for told in row["turns"]:
@@ -121,6 +122,7 @@ def test_rollouts_hold_the_advantages_of_what_was_trained_on(tmp_path):
     del advantages[2]  # as if it was masked
     run = Run(tmp_path, PROMPT, num_steps=1, shown={})
     run.write_rollouts(1, [group], advantages, {1: [2.5, 0.3]})
+    run.flush()
     lines = (tmp_path / "rollouts" / "step_00001.jsonl").read_text().splitlines()
     first, second, third = map(json.loads, lines)
     assert first["advantages"] == pytest.approx(-1.0, abs=1e-4)  # GRPO: (0 - 0.5) / 0.5
@@ -146,6 +148,7 @@ def test_lines_are_what_the_samples_hold(tmp_path, reward, num_turns):
     run = Run(tmp_path, PROMPT, num_steps=1, shown={})
     run.write_answers(1, [Group(prompt=PROMPT, samples=[sample])])
     run.note_samples(1, [(sample, HOSTILE), (sample, "b")])
+    run.flush()
     outcome = {
         "index": 3, "visit": 2, "seed": sample.seed, "state": "filtered", "reply": HOSTILE,
         "end": 'a "b"', "reward": reward if reward in (0.1, True) else None,
@@ -157,7 +160,7 @@ def test_lines_are_what_the_samples_hold(tmp_path, reward, num_turns):
     first, second = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert outcome.items() <= first.items() and (first["why"], second["why"]) == (HOSTILE, "b")
     assert (first["tokens"], first["replicas"]) == (num_turns, [None, 1][:num_turns])
-    assert first["events"] == [list(e._replace(time=round(e.time, 6))) for e in sample.events]
+    assert first["events"] == [list(e._replace(time=round(e.time, 4))) for e in sample.events]
     assert first["time"] == first["events"][-1][1]
 
 

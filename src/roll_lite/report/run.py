@@ -32,6 +32,7 @@ from roll_lite.report.samples import (
 )
 from roll_lite.report.table import StepTable
 from roll_lite.report.trackers import OpenTracker, TrackedRun, Trackers
+from roll_lite.report.writer import Writer
 from roll_lite.types import Group, Sample
 
 LOCK = ".lock"
@@ -59,6 +60,7 @@ class Run:
         """
         self.folder, self._shown = Path(folder), shown
         self._lock, last_step = lock_folder(self.folder), -1
+        self._writer = Writer()
         if resumed_at is not None:
             last_step = self._drop_records_after(resumed_at)
         else:
@@ -122,14 +124,14 @@ class Run:
         """Record an event."""
         row = {"event": event, "step": step, "time": time.time(), **more}
         self._write_events([encode(row) + "\n"])
+        self.flush()  # events are rare
 
     def note_samples(self, step: int, dropped: Iterable[tuple[Sample, str]]) -> None:
         """Record samples that are not trained on, and why."""
         self._write_events(dropped_lines(step, dropped))
 
     def _write_events(self, lines: Iterable[str]) -> None:
-        with (self.folder / "events.jsonl").open("a") as file:
-            file.write("".join(lines))
+        self._writer.append(self.folder / "events.jsonl", lines)
 
     def _drop_records_after(self, step: int) -> int:
         """Drop the records of steps that will be repeated; returns the last that was recorded."""
@@ -151,8 +153,13 @@ class Run:
             partial.rename(path)
         return last_step
 
+    def flush(self) -> None:
+        """Returns when all records so far are on disk; they are written beside the steps."""
+        self._writer.flush()
+
     def close(self) -> None:
         """No step follows; the recipe may still export the model."""
+        self._writer.close()
         self.phase.enter("end")
         self._bar.close()
         self._trackers.close()
@@ -175,7 +182,7 @@ class Run:
 
     def _write_samples(self, name: str, lines: Iterable[str]) -> None:
         (self.folder / "rollouts").mkdir(exist_ok=True)
-        (self.folder / "rollouts" / f"{name}.jsonl").write_text("".join(lines))
+        self._writer.write(self.folder / "rollouts" / f"{name}.jsonl", lines)
 
 
 def refuse_old_run(folder: str | Path) -> None:

@@ -287,6 +287,7 @@ class RunState:
     def _save(self, run: Run, *, beside: bool = False) -> None:
         start = time.monotonic()
         run.phase.enter("checkpoint", self.step)
+        run.flush()  # a resumed run does not write them again
         measured, score = self._score
         score = score if measured == self.step else None
         parts = {name: part.state_dict() for name, part in self._parts.items()}
