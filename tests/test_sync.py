@@ -11,7 +11,7 @@ from roll_lite.cluster.device_map import parse_device_map
 from roll_lite.colocated import Colocated
 from roll_lite.engine.arena import ROW_BYTES
 from roll_lite.models.tensor_parallel import cut_dimension
-from roll_lite.sync import row_checksums
+from roll_lite.sync import mixed, row_checksums
 
 PROGRAM = Path(__file__).parent / "sync_program.py"
 
@@ -103,3 +103,29 @@ def test_sums_see_bits_and_order(dtype):
         flipped.view(torch.uint8)[3, bit // 8] ^= 1 << bit % 8
         assert (row_checksums(flipped.flatten()) != sums).tolist() == [False] * 3 + [True, False]
     assert (row_checksums(rows.flip(0).flatten()) != sums).sum() == 4  # the middle one stays
+
+
+def test_a_digest_depends_on_every_sum_and_its_place():
+    def reference(sums):
+        """With Python's integers, which do not wrap around."""
+        words = []
+        for odd in (0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D):
+            total = 0
+            for place, value in enumerate(sums):
+                word = (place * odd ^ value) % 2**64
+                for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+                    word = (word ^ word >> 33) * factor % 2**64
+                total += word ^ word >> 33
+            words.append(f"{total % 2**64:016x}")
+        return "".join(words)
+
+    sums = torch.randint(-(2**62), 2**62, (1000,), generator=torch.Generator().manual_seed(0))
+    assert mixed(sums) == reference(sums.tolist())
+    seen = {mixed(sums), mixed(sums.flip(0)), mixed(~sums), mixed(sums + 1), mixed(sums[:-1])}
+    for place in range(0, 1000, 7):
+        changed = sums.clone()
+        changed[place] ^= 1 << (place % 63)
+        seen.add(mixed(changed))
+        changed[place + 1] += sums[place] - changed[place]  # the sum of both is as it was
+        seen.add(mixed(changed))
+    assert len(seen) == 5 + 2 * len(range(0, 1000, 7))

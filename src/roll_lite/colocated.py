@@ -75,7 +75,7 @@ class Colocated:
 
     def digest(self) -> str:
         """Of the engines' weights; another text for other weights."""
-        return max(self._sync.digest.options(collect="all")())
+        return "".join(sorted({*self._sync.digest.options(collect="all")()}))
 
     @property
     def metrics(self) -> dict[str, float]:
