@@ -155,8 +155,8 @@ def test_traffic_by_hand():
     # gradients in fp32 of a thousand parameters: a ring of four sends 3/4 of them, twice
     assert copy_seconds(1000, 1e9, 4) == pytest.approx(4e-6 * 2 * 3 / 4)
     assert copy_seconds(1000, 1e9, 1) == 0
-    assert sync_seconds(config, ROUND, 1e9, 1) == pytest.approx(0.005 + 0.59604992 * 0.6)
-    assert sync_seconds(config, ROUND, 1e9, 2) == pytest.approx(0.005 + 0.59604992 * (1.4 + 1))
+    assert sync_seconds(config, ROUND, 1e9, 1) == pytest.approx(0.0011 + 0.59604992 * 0.6)
+    assert sync_seconds(config, ROUND, 1e9, 2) == pytest.approx(0.0011 + 0.59604992 * (1.4 + 1))
 
 
 def test_a_decoding_step_reads_the_experts_that_its_rows_use():
