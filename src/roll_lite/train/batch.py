@@ -5,7 +5,7 @@ context. Each row carries its weight in the loss of the whole batch, so the grad
 on how the batch is split into micro-batches and over ranks.
 """
 
-from array import array
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
@@ -27,7 +27,7 @@ AGGREGATIONS = (
 NUMBERS = ("logprobs", "old_logprobs", "reference_logprobs", "advantages", "values", "returns")
 TENSORS = ("teacher_ids", "teacher_logprobs")
 OPTIONAL = (*NUMBERS, *TENSORS, "segments")
-CODES = {"b": torch.int8, "q": torch.int64, "d": torch.float64}  # of arrays
+CODES = {"b": torch.int8, "q": torch.int64, "d": torch.float64}  # of struct
 
 
 @dataclass(slots=True, kw_only=True)
@@ -300,11 +300,10 @@ def _pack(
 
 
 def join_numbers(lists: Iterable[Sequence[float]], code: str) -> Tensor:
-    """Lists end to end as a tensor; by way of an array, which is ten times faster."""
-    numbers = array(code)
-    for values in lists:
-        numbers += array(code, values)
-    return torch.frombuffer(numbers, dtype=CODES[code])
+    """Lists end to end as a tensor; `struct` takes a tenth of the time of torch.tensor."""
+    joined = bytearray().join([struct.pack(f"{len(values)}{code}", *values) for values in lists])
+    dtype = CODES[code]
+    return torch.frombuffer(joined, dtype=dtype) if joined else torch.empty(0, dtype=dtype)
 
 
 def _count_segments(sequence_R: Tensor, segment_R: Tensor) -> tuple[Tensor, int]:
