@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -180,6 +181,8 @@ def _config(gguf: Gguf, tied: bool, tensors: dict[str, Tensor]) -> dict:
     return {
         "architectures": [f"{family}ForCausalLM"],
         "model_type": family.lower(),
+        # Without it transformers 5 takes any tokenizer for an old one of Mistral's, and warns.
+        "transformers_version": version("transformers"),
         "vocab_size": len(tensors["model.embed_tokens.weight"]),
         "hidden_size": hidden,
         "intermediate_size": gguf.of_model("feed_forward_length"),
