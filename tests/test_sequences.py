@@ -262,7 +262,7 @@ def test_kl_estimators_agree_with_the_exact_divergence():
 def test_samples_without_any_token_to_learn_from():
     samples = [make_sample(r, index=i) for i, r in enumerate([0.0, 1.0, 2.0])]
     (sequence,) = samples[1].sequences
-    sequence.loss_mask = [False] * len(sequence.token_ids)
+    sequence.lengths = [(len(sequence.token_ids), 0)]  # all of it was read
     group = Group(prompt=samples[0].prompt, samples=samples)
     for kind in ("grpo", "reinforce"):
         low, none, high = with_advantages([group], AdvantageOptions(advantage=kind, whiten=False))

@@ -42,7 +42,7 @@ def test_tokens_of_samples_are_not_pickled():
     prompt = Prompt(id="p", messages=(), domain="d", ground_truth="")
 
     def tokens():
-        return TokenSequence(token_ids=ids, loss_mask=[True] * 9, logprobs=[-0.5] * 9600)
+        return TokenSequence(token_ids=ids, logprobs=[-0.5] * 9600)
 
     samples = [Sample(prompt=prompt, index=i, sequences=[tokens()]) for i in range(8)]
     message = encode(samples)

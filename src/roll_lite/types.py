@@ -185,14 +185,29 @@ class TokenSequence:
     """Turns that continue each other: all tokens as the model read and sampled them."""
 
     token_ids: list[int] = field(default_factory=list)
-    loss_mask: list[bool] = field(default_factory=list)
-    """True where the model sampled the token."""
     logprobs: list[float] = field(default_factory=list)
     """Behaviour logprobs; 0 where loss_mask is False."""
     turns: list[int] = field(default_factory=list)
     """Numbers of its turns in the sample."""
-    segments: list[int] = field(default_factory=list)
-    """The turn of each token; what a turn reads belongs to it."""
+    lengths: list[tuple[int, int]] = field(default_factory=list)
+    """Of each turn: how many tokens it read since the one before, and how many it sampled."""
+
+    @property
+    def loss_mask(self) -> list[bool]:
+        """True where the model sampled the token. Made when it is asked for: most samples may be
+        dropped before they are trained on."""
+        mask = []
+        for read, sampled in self.lengths:
+            mask += [False] * read + [True] * sampled
+        return mask
+
+    @property
+    def segments(self) -> list[int]:
+        """The turn of each token; what a turn reads belongs to it."""
+        numbers = []
+        for number, (read, sampled) in zip(self.turns, self.lengths, strict=True):
+            numbers += [number] * (read + sampled)
+        return numbers
 
     def is_continued_by(self, turn: Turn) -> bool:
         return turn.prompt_ids[: len(self.token_ids)] == self.token_ids
@@ -201,10 +216,9 @@ class TokenSequence:
         """Append what the model read since the last turn, then what it sampled."""
         read = turn.prompt_ids[len(self.token_ids) :]
         self.token_ids += read + turn.token_ids
-        self.loss_mask += [False] * len(read) + [True] * len(turn.token_ids)
         self.logprobs += [0.0] * len(read) + turn.logprobs
-        self.segments += [number] * (len(read) + len(turn.token_ids))
         self.turns.append(number)
+        self.lengths.append((len(read), len(turn.token_ids)))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -29,6 +29,7 @@ class Part(NamedTuple):
     """Of the sample, over all groups."""
     sample: Sample
     tokens: TokenSequence
+    loss_mask: list[bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,15 +140,18 @@ class _Rows:
         state: AdvantageState,
     ):
         self.samples = samples = _samples(groups)
-        self.parts = [Part(i, s, part) for i, s in enumerate(samples) for part in s.sequences]
+        self.parts = [
+            Part(i, s, part, part.loss_mask) for i, s in enumerate(samples) for part in s.sequences
+        ]
         _check_scores(options, scores, state.kl_options, self.parts)
         self.lengths = [len(part.tokens.token_ids) for part in self.parts]
         self.groups_S = torch.tensor([i for i, group in enumerate(groups) for _ in group.samples])
         number_P = torch.tensor([part.number for part in self.parts])
         sample_N = number_P.repeat_interleave(torch.tensor(self.lengths))
+        mask_N = join_numbers((part.loss_mask for part in self.parts), "b")
         # A row is a token with loss; the first token of a sequence is never predicted.
-        masks = ([False, *part.tokens.loss_mask[1:]] for part in self.parts)
-        self.learned_R = join_numbers(masks, "b").nonzero()[:, 0]
+        mask_N[torch.tensor([0, *self.lengths[:-1]]).cumsum(0)] = 0
+        self.learned_R = mask_N.nonzero()[:, 0]
         if len(self.parts) > len(samples):  # turns may alternate between sequences
             turn_N = join_numbers((part.tokens.segments for part in self.parts), "q")
             time_R = (sample_N * 2**32 + turn_N)[self.learned_R]
@@ -290,7 +294,7 @@ def _sequences(
             id=_name(part.sample),
             sample=part.number,
             token_ids=part.tokens.token_ids,
-            loss_mask=part.tokens.loss_mask,
+            loss_mask=part.loss_mask,
             logprobs=part.tokens.logprobs,
             reference_logprobs=list(references[i]) if references else [],
             advantages=advantages[i],
