@@ -259,7 +259,9 @@ class EngineClient:
 
     def _repeat_aborted(self, pending: PendingRequest) -> None:
         """Send the request again once the engine has nothing of it left."""
-        if pending.unfinished and pending.aborted.issuperset(pending.unfinished):
+        if not pending.aborted:  # nearly always, and lists of the unfinished take time
+            return
+        if (unfinished := pending.unfinished) and pending.aborted.issuperset(unfinished):
             self._resend(pending, pending.replica)
 
     def _on_failed(self, replica: int, keys: list[int], text: str) -> None:

@@ -171,9 +171,10 @@ class Episode:
         total, parts = sum(turn.result.reward for turn in turns), combine_measurements(turns)
         if returned is None:
             return Score(value=total, parts=parts)
-        last = turns[-1]
-        last.result = replace(last.result, reward=last.result.reward + returned.value - total)
-        return replace(returned, parts=parts | returned.parts)
+        last = turns[-1].result
+        reward = last.reward + returned.value - total
+        turns[-1].result = TurnResult(reward=reward, measurements=last.measurements)
+        return replace(returned, parts=parts | returned.parts) if parts else returned
 
     def _encode(self, messages: list[Message], tools: Sequence[dict] | None) -> list[int]:
         """The ids of a conversation; those of an earlier one that it continues are kept."""

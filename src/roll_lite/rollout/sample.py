@@ -200,6 +200,8 @@ class RunningGroup:
 
     def on_done(self) -> None:
         """A sample is done. If it is the last that is wanted, abort those that are running."""
+        if self._num_wanted == len(self.samples):
+            return
         if sum(sample.state == "done" for sample in self.samples) < self._num_wanted:
             return
         for sample in self.samples:
