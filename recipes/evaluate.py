@@ -241,6 +241,7 @@ def ask(
             )
         finally:
             run.note_samples(0, rollout.dropped())
+            run.flush()
     return [answers.groups[place] for place in range(len(prompts))]
 
 

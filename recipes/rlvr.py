@@ -408,6 +408,7 @@ def evaluate(
         if run.is_due(step, min(1, cfg.rollouts_every)):
             run.write_answers(step, evaluation.groups)
         run.note_samples(step, rollout.dropped())
+        run.flush()
 
 
 def make_roles(cfg: PolicyConfig, cluster: Cluster) -> Models:

@@ -185,6 +185,7 @@ def start(folder, recipe, *options, num_ranks=2):
 
 
 FAILING = """
+import sys
 sys.path.insert(0, {recipes!r})
 import rlvr
 

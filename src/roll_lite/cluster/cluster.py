@@ -325,6 +325,8 @@ class Cluster:
 
     def _end_ranks(self, request: Exit) -> None:
         """Tell all other ranks to exit."""
+        if not request.code:  # or some ranks of a replica may wait for others that have left
+            self._controller.wait_for_posts(EXIT_SECONDS)
         answers = []
         for rank in set(range(1, self.world_size)) - self._controller.lost:
             with suppress(RuntimeError):  # already dead

@@ -222,6 +222,12 @@ class Controller:
             packed = _pack(f"{post.role}.receive", post.content)
             self._mailboxes[rank].put(post._replace(content=packed))
 
+    def wait_for_posts(self, seconds: float) -> None:
+        """Returns when all living ranks have what was posted to them, or after some time."""
+        end = time.monotonic() + seconds
+        for rank in self._mailboxes.keys() - self.lost:
+            self._mailboxes[rank].wait_until_sent(max(0.0, end - time.monotonic()))
+
     def listen(self, role: Role, on_report: OnReport | None, on_failure: OnFailure | None) -> None:
         self._on_report[role.name] = on_report
         self._on_failure[role.name] = on_failure

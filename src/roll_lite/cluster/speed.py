@@ -40,7 +40,7 @@ DECODE_SHARE = 0.85  # of what decoding's products and bytes take one after the 
 LAYER_SECONDS = 35e-6  # starting a layer's kernels in a decoding step
 REDUCE_SECONDS = 20e-6  # one small all-reduce between tensor-parallel ranks; assumed
 SLEEP_SECONDS = 0.3  # sleep() and wake() together: 0.1 to 0.4
-SYNC_SECONDS = 1.1e-3  # of the host: 0.7 to 1.1 beyond the bytes for 0.6B and 1.7B, 2.7 for 8B
+SYNC_SECONDS = 1.1e-3  # of the host, beyond the bytes: 1.1 ms for 0.6B, 0.7 for 1.7B, 2.7 for 8B
 HOST_RATE = 50e9  # bytes per second to and from pinned host memory, PCIe 5; assumed
 
 

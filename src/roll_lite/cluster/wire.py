@@ -194,11 +194,19 @@ class Mailbox:
         self._posts: list[Post] = []
         self._is_sending = False
         self._lock = threading.Lock()
+        self._is_empty = threading.Event()
+        """Set while nothing is left to send."""
+        self._is_empty.set()
+
+    def wait_until_sent(self, seconds: float) -> None:
+        """Returns when the rank has all posts, or after some time, as if it had died."""
+        self._is_empty.wait(seconds)
 
     def put(self, post: Post) -> None:
         """Queue a post, from any thread; returns at once."""
         with self._lock:
             self._posts.append(post)
+            self._is_empty.clear()
             if self._is_sending:
                 return
             self._is_sending = True
@@ -222,5 +230,7 @@ class Mailbox:
             return
         with self._lock:
             has_more = self._is_sending = bool(self._posts)
+            if not has_more:
+                self._is_empty.set()
         if has_more:  # not self._is_sending: another thread may have started to send by now
             self._send()

@@ -83,15 +83,25 @@ class Worker:
     def stop(self, seconds: float, *, finish: bool) -> bool:
         """End the thread after what it does now; False if that takes longer than `seconds`.
 
-        With `finish` it does all that is left first: the leader of a tensor-parallel engine whose
-        requests were aborted then lets the ranks go that follow it.
+        To `finish`, it first has half of the time for all that is left: the leader of a
+        tensor-parallel engine whose requests were aborted then lets the ranks go that follow it.
         """
-        with self._changed:
-            self._is_stopping, self._finishes = True, finish
-            self._changed.notify()
-        if self._thread.is_alive():
-            self._thread.join(seconds)
+        end = time.monotonic() + seconds
+        if finish:
+            self._ask_to_stop(finishes=True)
+            self._join(seconds / 2)
+        self._ask_to_stop(finishes=False)
+        self._join(end - time.monotonic())
         return not self._thread.is_alive()
+
+    def _ask_to_stop(self, *, finishes: bool) -> None:
+        with self._changed:
+            self._is_stopping, self._finishes = True, finishes
+            self._changed.notify()
+
+    def _join(self, seconds: float) -> None:
+        if self._thread.is_alive():
+            self._thread.join(max(0.0, seconds))
 
     def forget_objects(self) -> None:
         """Free them, after `stop`. NCCL waits for captured CUDA graphs that use a communicator."""

@@ -159,11 +159,13 @@ class Run:
 
     def close(self) -> None:
         """No step follows; the recipe may still export the model."""
-        self._writer.close()
-        self.phase.enter("end")
-        self._bar.close()
-        self._trackers.close()
-        self._lock.close()
+        try:
+            self._writer.close()
+        finally:
+            self.phase.enter("end")
+            self._bar.close()
+            self._trackers.close()
+            self._lock.close()
 
     def write_rollouts(
         self,

@@ -139,7 +139,7 @@ def _events(sample: Sample) -> str:
 
 def _tokens(sample: Sample) -> str:
     """Ids and logprobs of all sequences end to end, in the order of `sequences`."""
-    turns, logprobs = [""] * len(sample.turns), []
+    turns, logprobs = ["{}"] * len(sample.turns), []
     for sequence in sample.sequences:
         known = 0
         for number in sequence.turns:

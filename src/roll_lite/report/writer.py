@@ -8,7 +8,7 @@ interpreter, and must not wait for it.
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,30 +28,44 @@ class Writer:
         """Set while somebody waits: no more pauses."""
 
     def append(self, path: Path, lines: Iterable[str]) -> None:
-        self._put(path, "a", lines)
+        self._put(self._append, path, lines)
 
     def write(self, path: Path, lines: Iterable[str]) -> None:
-        self._put(path, "w", lines)
+        self._put(self._replace, path, lines)
 
     def flush(self) -> None:
         """Returns when all is written."""
-        self._hurry.set()
         while self._pending:
-            self._pending.popleft().result()
-        self._hurry.clear()
+            self._wait_for_first()
 
     def close(self) -> None:
-        self.flush()
-        self._thread.shutdown()
+        try:
+            self.flush()
+        finally:
+            self._thread.shutdown()
 
-    def _put(self, path: Path, mode: str, lines: Iterable[str]) -> None:
+    def _put(self, write: Callable[..., None], path: Path, lines: Iterable[str]) -> None:
         while self._pending and (self._pending[0].done() or len(self._pending) >= MAX_PENDING):
-            self._pending.popleft().result()
-        self._pending.append(self._thread.submit(self._write, path, mode, lines))
+            self._wait_for_first()
+        self._pending.append(self._thread.submit(write, path, lines))
 
-    def _write(self, path: Path, mode: str, lines: Iterable[str]) -> None:
+    def _wait_for_first(self) -> None:
+        self._hurry.set()
+        try:
+            self._pending.popleft().result()
+        finally:
+            self._hurry.clear()
+
+    def _replace(self, path: Path, lines: Iterable[str]) -> None:
+        """Whoever reads meanwhile sees no half of it."""
+        partial = path.with_suffix(".partial")
+        partial.unlink(missing_ok=True)
+        self._append(partial, lines)
+        partial.rename(path)
+
+    def _append(self, path: Path, lines: Iterable[str]) -> None:
         end = time.perf_counter() + SLICE_SECONDS
-        with path.open(mode) as file:
+        with path.open("a") as file:
             for line in lines:
                 file.write(line)
                 if time.perf_counter() > end:

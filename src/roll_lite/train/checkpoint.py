@@ -285,9 +285,9 @@ class RunState:
         return is_time or run.is_due(self.step, self._options.checkpoint_every)
 
     def _save(self, run: Run, *, beside: bool = False) -> None:
+        run.flush()  # a resumed run does not write them again
         start = time.monotonic()
         run.phase.enter("checkpoint", self.step)
-        run.flush()  # a resumed run does not write them again
         measured, score = self._score
         score = score if measured == self.step else None
         parts = {name: part.state_dict() for name, part in self._parts.items()}
