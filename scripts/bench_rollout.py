@@ -74,7 +74,7 @@ class QuickEngines:
                 token_ids=token_ids,
                 logprobs=logprobs,
                 finish_reason="stop",
-                versions=[(self.policy_version, 0)],
+                versions=[(0, self.policy_version)],
             )
             self._turns[replica].append((key, index, turn))
 
@@ -88,7 +88,7 @@ class QuickEngines:
         turns, done, first = self._turns[replica], [], []
         if self._reported[replica] < self.policy_version:  # tell the versions of what goes on
             self._reported[replica] = self.policy_version
-            first = [(key, index, turn.versions[0][0]) for key, index, turn in turns]
+            first = [(key, index, turn.versions[0][1]) for key, index, turn in turns]
         for _ in range(min(self._at_a_time, len(turns))):
             other = self._random.randrange(len(turns))
             turns[other], turns[-1] = turns[-1], turns[other]

@@ -142,7 +142,7 @@ PROGRAMS = {
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory):
-    """A tiny model that says yes or no to everything."""
+    """A tiny model that says yes to everything."""
     folder = tmp_path_factory.mktemp("judge")
     rows = [{"prompt": f"{a}{b}", "reply": "yes"} for a in "abcdef" for b in "uvwxyz"]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -411,10 +411,13 @@ def test_ctrl_c_in_the_first_rollout_of_a_tensor_parallel_engine(toy_folder, tmp
     """No call follows that would part its ranks: the leader lets go of those that follow it."""
     run, log = tmp_path / "run", tmp_path / "log"
     values = toy_options(toy_folder, run, steps=100_000, data="reverse:1", eval_every=0)
-    values["device_map"] = "train=0-1,tp=2 generate=0-1,tp=2"
+    values |= {"device_map": "train=0-1,tp=2 generate=0-1,tp=2", "prompts_per_step": 512}
     with two_ranks(RLVR, values, log) as process:
-        wait_for((run / "metrics.jsonl").exists, process, log)
+        wait_for((run / "phase").exists, process, log)
+        wait_for(lambda: "rollout" in (run / "phase").read_text(), process, log)
         os.kill(process.pid, signal.SIGINT)
         process.wait(timeout=600)
     text = log.read_text()
-    assert "stopped before the first step was complete" in text and "Followers" not in text
+    # The step is complete before the signal comes only if this process waits long to send it.
+    assert "stopped before the first step was complete" in text or "continue with" in text
+    assert "Followers" not in text

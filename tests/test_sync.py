@@ -11,7 +11,7 @@ from roll_lite.cluster.device_map import parse_device_map
 from roll_lite.colocated import Colocated
 from roll_lite.engine.arena import ROW_BYTES
 from roll_lite.models.tensor_parallel import cut_dimension
-from roll_lite.sync import mixed, row_checksums
+from roll_lite.sync import digest_of, row_checksums
 
 PROGRAM = Path(__file__).parent / "sync_program.py"
 
@@ -120,12 +120,18 @@ def test_a_digest_depends_on_every_sum_and_its_place():
         return "".join(words)
 
     sums = torch.randint(-(2**62), 2**62, (1000,), generator=torch.Generator().manual_seed(0))
-    assert mixed(sums) == reference(sums.tolist())
-    seen = {mixed(sums), mixed(sums.flip(0)), mixed(~sums), mixed(sums + 1), mixed(sums[:-1])}
+    assert digest_of(sums) == reference(sums.tolist())
+    seen = {
+        digest_of(sums),
+        digest_of(sums.flip(0)),
+        digest_of(~sums),
+        digest_of(sums + 1),
+        digest_of(sums[:-1]),
+    }
     for place in range(0, 1000, 7):
         changed = sums.clone()
         changed[place] ^= 1 << (place % 63)
-        seen.add(mixed(changed))
+        seen.add(digest_of(changed))
         changed[place + 1] += sums[place] - changed[place]  # the sum of both is as it was
-        seen.add(mixed(changed))
+        seen.add(digest_of(changed))
     assert len(seen) == 5 + 2 * len(range(0, 1000, 7))

@@ -137,7 +137,6 @@ def test_a_post_put_during_an_answer_is_sent_once_and_one_rpc_runs_at_a_time(mon
     assert len(messages) == 2  # the second RPC is not answered yet
     answers[1].finish()
     assert messages == [[1], [2], [3, 4]]
-    assert not box._is_empty.is_set()
+    assert not box.wait_until_sent(0)
     answers[2].finish()
-    assert len(messages) == 3 and box._is_empty.is_set()
-    box.wait_until_sent(600)
+    assert len(messages) == 3 and box.wait_until_sent(0)

@@ -98,7 +98,7 @@ class WeightSync:
         if self.engine is None:
             return ""
         self._held = self._held or self._held_checksums()
-        return mixed(torch.cat([*self._held.values()]))
+        return digest_of(torch.cat([*self._held.values()]))
 
     def _held_checksums(self) -> dict[str, Tensor]:
         """Of the engine's weights, arena by arena."""
@@ -243,10 +243,10 @@ def row_checksums(flat: Tensor) -> Tensor:
     return flat.view(torch.int64).view(-1, ROW_BYTES // 8).sum(1)
 
 
-def mixed(sums: Tensor) -> str:
+def digest_of(sums: Tensor) -> str:
     """128 bits that depend on every sum and its place.
 
-    They are made on the device: one 8B model has 128 MB of sums. Each sum goes through the
+    They are made on the device: an 8B model has 128 MB of sums. Each sum goes through the
     finaliser of MurmurHash3 (public domain), so changes of several do not cancel.
     """
     places = torch.arange(len(sums), device=sums.device)

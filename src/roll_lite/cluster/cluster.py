@@ -123,7 +123,7 @@ class Cluster:
         if role.tp > 1 and hasattr(cls, "pause_for_call"):
             self._controller.run_in_lockstep(role)
         if self.world_size > 1 and name == ("sync" if "sync" in self._all_roles else "generate"):
-            self._controller.spare = self._session.kept  # to make the roles all were needed
+            self._controller.spare = self._session.kept  # only now: making roles needs all ranks
         return RoleHandle(self._controller, role, cls, self.deadline)
 
     def __enter__(self) -> "Cluster":

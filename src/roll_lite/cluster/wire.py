@@ -198,9 +198,9 @@ class Mailbox:
         """Set while nothing is left to send."""
         self._is_empty.set()
 
-    def wait_until_sent(self, seconds: float) -> None:
-        """Returns when the rank has all posts, or after some time, as if it had died."""
-        self._is_empty.wait(seconds)
+    def wait_until_sent(self, seconds: float) -> bool:
+        """Whether the rank has got all posts within this time; it may have died."""
+        return self._is_empty.wait(seconds)
 
     def put(self, post: Post) -> None:
         """Queue a post, from any thread; returns at once."""

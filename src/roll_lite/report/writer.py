@@ -2,7 +2,7 @@
 
 A thousand short samples take 20 ms to become lines of JSON, and long ones more. A thread does that
 while the next step generates. It works in short slices: the threads that feed the GPU need the same
-interpreter, and must not wait for it.
+interpreter, and should hardly wait for it.
 """
 
 import threading
