@@ -708,6 +708,55 @@ def test_who_shares_pages_with_a_broken_sample_goes_on(qwen, burst):
     assert engine.pool.num_free == engine.pool.num_pages
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_page_that_breaks_is_computed_again(qwen, ahead):
+    """Also if the next burst was launched before the host saw it."""
+    reference, model = qwen
+    engine = engine_with(model, num_pages=60, burst=4, launch_ahead=ahead)
+    prompts = prompts_of([9, 12, 5])
+    handles = [engine.submit(Request(prompt_ids=p, params=GREEDY)) for p in prompts]
+    broken = handles[0].sequences[0]
+    while broken.num_sampled < 5:
+        engine.step()
+    engine.runner.cache[:, :, broken.pages[1]] = torch.nan
+    while engine.has_work:
+        engine.step()
+    assert engine.scheduler.num_preempted == 1
+    for prompt, handle in zip(prompts, handles, strict=True):
+        assert handle.turns[0].token_ids == reference_greedy(reference, prompt, 24)
+    assert engine.pool.num_free == engine.pool.num_pages
+
+
+def test_rows_move_while_the_device_works(qwen):
+    """Samples end at many lengths, and some are aborted: every next burst is launched ahead all the
+    same, and no sample changes."""
+    _, model = qwen
+    prompts = prompts_of([5, 9, 13, 17, 6, 30])
+    requests = [
+        Request(
+            prompt_ids=prompt, seed=seed, num_samples=3,
+            params=SamplingParams(max_tokens=12 + 9 * seed, temperature=1.0, stop_ids=(5, 6, 7, 8)),
+        )
+        for seed, prompt in enumerate(prompts)
+    ]  # fmt: skip
+    whole = engine_with(model, num_pages=900, burst=3).generate(requests)
+    engine = engine_with(model, num_pages=900, burst=3, launch_ahead=True)
+    decoded, decode = [], engine.runner.decode
+    engine.runner.decode = lambda *args: decoded.append(args) or decode(*args)
+    handles = [engine.submit(request) for request in requests]
+    while not any(handles[4].turns):
+        engine.step()
+    engine.abort(handles[5].id)
+    while engine.has_work:
+        engine.step()
+    assert len(decoded) == 1  # the first
+    for handle, expected in zip(handles, whole, strict=True):
+        for turn, other in zip(handle.turns, expected, strict=True):
+            assert turn.token_ids == other.token_ids[: len(turn.token_ids)]
+            assert turn.logprobs == other.logprobs[: len(turn.token_ids)]
+            assert turn.finish_reason in (other.finish_reason, "abort")
+
+
 @pytest.mark.parametrize(
     ("request_fields", "message"),
     [

@@ -160,11 +160,9 @@ class Engine:
                 earlier, self._in_flight = self._in_flight, launched
                 self._collect(earlier)
                 return
-            if self._in_flight and self._in_flight.rows:
-                self._drain()
             if chunks := self.scheduler.schedule_prefill():
                 earlier, self._in_flight = self._in_flight, self._prefill(chunks)
-                self._collect(earlier)  # an earlier prefill, while the device runs this one
+                self._collect(earlier)  # while the device runs this one
             else:
                 self._drain()
                 if self.scheduler.running:
@@ -290,21 +288,20 @@ class Engine:
         return self.runner.decode(self.scheduler.running, num_steps)
 
     def _decode_ahead(self) -> InFlightBatch | None:
-        """Launch the next burst before the last is collected, if it has the same rows."""
+        """Launch the next burst before the last is collected, if its rows will do."""
         earlier, running = self._in_flight, self.scheduler.running
         if not self.launch_ahead or not earlier or not earlier.rows or not running:
             return None
-        num_rows = self.runner.num_rows
-        if (
-            self._rows_are_stale
-            or self.scheduler.may_prefill
-            or num_rows(len(running)) != num_rows(len(earlier.sequences))
-        ):
+        if self.scheduler.may_prefill:
             return None
         before = len(earlier.token_ids_SN)
         num_steps = self._num_steps(before)
         if num_steps < 1 or not self.scheduler.reserve_without_preemption(before + num_steps):
             return None
+        num_rows = self.runner.num_rows
+        if self._rows_are_stale or num_rows(len(running)) != num_rows(len(earlier.sequences)):
+            self.runner.keep_rows(running, earlier)
+            self._rows_are_stale = False
         return self.runner.decode_ahead(num_steps, before)
 
     def _num_steps(self, num_in_flight: int) -> int:
@@ -330,7 +327,8 @@ class Engine:
     def _collect(self, launched: InFlightBatch | None) -> None:
         """Wait for a batch, and append its tokens to their sequences."""
         for sampled in self.runner.collect(launched) if launched else ():
-            if sampled.sequence.finish_reason is None:  # not aborted meanwhile
+            sequence = sampled.sequence
+            if sequence.finish_reason is None and sequence not in launched.discarded:
                 self._extend(sampled)
 
     def _extend(self, sampled: SampledTokens) -> None:
@@ -372,6 +370,8 @@ class Engine:
         else:
             sequence.is_suspect = True
             self.scheduler.preempt(sequence)
+            if self._in_flight:
+                self._in_flight.discarded.add(sequence)
 
     def _report(self) -> None:
         """Store the turns of ended sequences, and call their callbacks."""

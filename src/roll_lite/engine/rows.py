@@ -67,15 +67,17 @@ class DecodeBatch:
         self.on_device = RowTensors.empty(max_num_seqs, max_pages, device=device)
         self._edit = {f.name: getattr(self._host, f.name).numpy() for f in fields(RowTensors)}
         self._blank = RowTensors.empty(1, max_pages, device="cpu")
+        self._blank_on_device = RowTensors.empty(1, max_pages, device=device)
         self.sequences: list[Sequence] = []
         """By row."""
         self._placed: list[tuple[list[int], int]] = []
         """By row: the page list that the row was filled from, and how many of its pages."""
+        self._uploaded = torch.cuda.Event() if pinned else None
+        """Reached when the device has read the host's rows."""
 
     def place(self, sequences: list[Sequence]) -> None:
         """Give each of these sequences a row, and free all other rows."""
-        wanted = set(sequences)
-        self._keep([row for row, held in enumerate(self.sequences) if held in wanted])
+        self._keep(self.rows_of(sequences))
         known = {sequence: row for row, sequence in enumerate(self.sequences)}
         for sequence in sequences:
             row = known.get(sequence)
@@ -84,6 +86,21 @@ class DecodeBatch:
                 self.sequences.append(sequence)
                 self._placed.append(([], 0))
             self._refresh(row, sequence)
+
+    def rows_of(self, sequences: list[Sequence]) -> list[int]:
+        wanted = set(sequences)
+        return [row for row, held in enumerate(self.sequences) if held in wanted]
+
+    def move(self, rows: list[int], rows_on_device: Tensor) -> None:
+        """Keep these rows, moved to the front in their order; the device may be advancing them."""
+        if self._uploaded:
+            self._uploaded.synchronize()
+        num_kept, num_held = len(rows), len(self.sequences)
+        self._keep(rows)
+        for field in fields(RowTensors):
+            values = getattr(self.on_device, field.name)
+            values[:num_kept] = values[rows_on_device]
+            values[num_kept:num_held] = getattr(self._blank_on_device, field.name)
 
     def add_pages(self) -> None:
         """Add pages that were reserved since, while the device still advances the rows."""
@@ -98,7 +115,7 @@ class DecodeBatch:
     def deactivate(self) -> RowTensors:
         """Make all rows on the device inactive, on the scratch page; returns a copy to restore."""
         held = RowTensors(*(getattr(self.on_device, f.name).clone() for f in fields(RowTensors)))
-        self.restore(self._blank)
+        self.restore(self._blank_on_device)
         return held
 
     def restore(self, rows: RowTensors) -> None:
@@ -107,15 +124,17 @@ class DecodeBatch:
 
     def upload(self, num_rows: int) -> None:
         """Copy the host's rows to the device, which must not be advancing them."""
-        for field in fields(RowTensors):
-            self._upload(field.name, num_rows)
+        self._upload([field.name for field in fields(RowTensors)], num_rows)
 
     def upload_pages(self, num_rows: int) -> None:
-        self._upload("page_table", num_rows)
+        self._upload(["page_table"], num_rows)
 
-    def _upload(self, name: str, num_rows: int) -> None:
-        source = getattr(self._host, name)[:num_rows]
-        getattr(self.on_device, name)[:num_rows].copy_(source, non_blocking=True)
+    def _upload(self, names: list[str], num_rows: int) -> None:
+        for name in names:
+            source = getattr(self._host, name)[:num_rows]
+            getattr(self.on_device, name)[:num_rows].copy_(source, non_blocking=True)
+        if self._uploaded:
+            self._uploaded.record()
 
     def advanced(self, token_ids: np.ndarray, lengths: np.ndarray) -> None:
         """Record on the host how far the device has advanced the rows."""

@@ -9,7 +9,7 @@ does.
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +45,11 @@ class InFlightBatch:
     rows: tuple[Tensor, Tensor] | None
     """After a burst: the last token and the length of each row; None after a prefill."""
     ready: torch.cuda.Event | None
+    moved: tuple[list[int], np.ndarray] | None = None
+    """If rows were taken out since its launch: those that were kept, and the lengths of all as of
+    the last burst that was collected."""
+    discarded: set[Sequence] = field(default_factory=set)
+    """Sequences that were sent back since its launch: what it samples for them does not count."""
 
 
 @dataclass(slots=True)
@@ -162,8 +167,15 @@ class Runner:
         return self._burst(run, num_steps)
 
     @torch.inference_mode()
+    def keep_rows(self, sequences: list[Sequence], launched: InFlightBatch) -> None:
+        """Take out the rows of all other sequences, while the device still runs this burst."""
+        lengths, rows = self.batch.lengths(), self.batch.rows_of(sequences)
+        self.batch.move(rows, self._tensor(rows))
+        launched.moved = rows, lengths
+
+    @torch.inference_mode()
     def decode_ahead(self, num_steps: int, num_steps_before: int) -> InFlightBatch:
-        """The next burst of the same rows, launched while the device still runs the last one.
+        """The next burst of the rows, launched while the device still runs the last one.
 
         Rows that end in the last burst are inactive in this one.
         """
@@ -214,8 +226,9 @@ class Runner:
         counts = np.ones(len(ids_NS), dtype=np.int64)
         if launched.rows:
             last_ids, lengths = (x.numpy() for x in launched.rows)
-            counts = lengths - self.batch.lengths()
-            self.batch.advanced(last_ids, lengths)
+            rows, before = launched.moved or (slice(None), self.batch.lengths())
+            counts = lengths - before
+            self.batch.advanced(last_ids[rows], lengths[rows])
         is_sampled = np.arange(ids_NS.shape[1]) < counts[:, None]
         is_finite = (np.isfinite(logprobs_NS) | ~is_sampled).all(1).tolist()
         return [

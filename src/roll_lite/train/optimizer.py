@@ -164,8 +164,8 @@ class AdamW:
     def _update(self, names: list[str], first: list[Tensor], second: list[Tensor], lr: float):
         parameters = [local(self.parameters[name]) for name in names]
         grads = [local(self.parameters[name].grad) for name in names]
-        steps = [torch.tensor(float(self.num_updates), device=parameters[0].device)] * len(names)
-        steps = [step.clone() for step in steps]  # adamw increments each
+        counts = torch.full((len(names),), float(self.num_updates), device=parameters[0].device)
+        steps = list(counts.unbind())  # adamw increments each
         adamw(parameters, grads, first, second, [], steps, lr=lr, **self._options)
 
 

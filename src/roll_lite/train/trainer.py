@@ -170,6 +170,7 @@ class Trainer(Scorer):
             self._read(batch, add)
         return totals.over_ranks(self.replicas)
 
+    @torch.no_grad()
     def _clip(self) -> float:
         """Clip the gradient to `max_grad_norm`; returns its norm before."""
         trained = self.optimizer.parameters
