@@ -42,6 +42,7 @@ from roll_lite.options import from_flat
 from roll_lite.planning import choose_memory, plan_run
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.evaluation import Evaluation
+from roll_lite.rollout.event_loop import rare_collections
 from roll_lite.train.checkpoint import RunState
 from roll_lite.train.defaults import choose_defaults
 from roll_lite.types import SamplingParams
@@ -149,7 +150,7 @@ def run_steps(run: rlvr.Config, cluster: Cluster, chat: Chat, memory: DeviceMemo
     )  # fmt: skip
     rlvr.RunState = Unsaved
     evaluation = Evaluation([], run.evaluation, params)
-    with rollout, memory.watched(models.devices):
+    with rollout, rare_collections(), memory.watched(models.devices):
         rlvr.train(run, cluster, models, rollout, evaluation, dict)
 
 
