@@ -11,7 +11,6 @@ The last line is JSON.
 
 import json
 import random
-import statistics
 import sys
 import tempfile
 import threading
@@ -34,7 +33,8 @@ from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.device_map import format_table
 from roll_lite.cluster.plan_report import render
 from roll_lite.cluster.planner import Plan
-from roll_lite.cluster.speed import Machine, step_seconds
+from roll_lite.cluster.run_speed import WARM_UP, measured_seconds, seconds_table
+from roll_lite.cluster.speed import step_seconds
 from roll_lite.envs.question import question_player
 from roll_lite.models.config import SHAPE
 from roll_lite.models.tiny import build_tiny
@@ -47,7 +47,6 @@ from roll_lite.train.checkpoint import RunState
 from roll_lite.train.defaults import choose_defaults
 from roll_lite.types import SamplingParams
 
-WARM_UP = 2
 POLL_SECONDS = 0.02
 
 
@@ -154,26 +153,6 @@ def run_steps(run: rlvr.Config, cluster: Cluster, chat: Chat, memory: DeviceMemo
         rlvr.train(run, cluster, models, rollout, evaluation, dict)
 
 
-def measured_seconds(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Medians of the parts of a step, named as in the plan."""
-
-    def median(name: str) -> float:
-        return statistics.median(row.get(name, 0.0) for row in rows)
-
-    moving = {n: median(f"colocated/{n}") for n in ("sleep", "wake", "reload", "offload")}
-    is_shared = any(moving.values())
-    return {
-        "generate": median("time/rollout"),
-        "prepare": median("time/prepare") - moving["sleep"] - moving["reload"],
-        "train": median("time/train"),
-        "sync": median("colocated/sync") if is_shared else median("time/sync"),
-        "sleep": moving["sleep"] + moving["wake"],
-        "reload": moving["reload"],
-        "offload": moving["offload"],
-        "step": median("time/step"),
-    }
-
-
 def memory_table(plan: Plan, memory: DeviceMemory, rows: list[dict[str, float]]) -> list[list[str]]:
     """Planned and measured GiB of the controller's rank, by phase."""
     table = [["memory", "planned GiB", "used on the device", "allocated by torch"]]
@@ -187,18 +166,6 @@ def memory_table(plan: Plan, memory: DeviceMemory, rows: list[dict[str, float]])
         torch_peak = f"{allocated:.1f}" if allocated and is_training else ""
         table.append([name, f"{held.total / 2**30:.1f}", f"{found[0] / 2**30:.1f}", torch_peak])
     return table
-
-
-def seconds_table(
-    plan: Plan, machine: Machine | None, measured: dict[str, float]
-) -> list[list[str]]:
-    planned = step_seconds(plan, machine) if machine else {}
-    rows = [["seconds", "planned", "measured", "planned / measured"]]
-    for name, seconds in measured.items():
-        expected = planned.get(name)
-        ratio = f"{expected / seconds:.2f}" if expected and seconds else ""
-        rows.append([name, f"{expected:.3f}" if expected else "", f"{seconds:.3f}", ratio])
-    return rows
 
 
 def main(cfg: Config) -> None:
@@ -217,7 +184,8 @@ def main(cfg: Config) -> None:
             rows = [row for row in map(json.loads, lines) if "time/step" in row]
             measured = measured_seconds(rows[min(WARM_UP, len(rows) - 1) :])
             print(f"\n{format_table(memory_table(plan, memory, rows))}\n")
-            print(f"{format_table(seconds_table(plan, cluster.machine, measured))}\n")
+            planned = step_seconds(plan, cluster.machine) if cluster.machine else {}
+            print(f"{format_table(seconds_table(planned, measured))}\n")
             result = {"model": cfg.model, "steps": len(rows), "seconds": measured}
             result |= {"peak_gib": {k: round(v / 2**30, 2) for k, v in memory.peaks.items()}}
             result |= {"planned_gib": round(plan.needed / 2**30, 2)}

@@ -4,6 +4,7 @@
     python scripts/plan.py --model qwen3-8b --world-size 16 --device-map "train=0-7 generate=8-15"
     python scripts/plan.py --model qwen3-32b --lora-rank 16 --checkpointing full
     python scripts/plan.py --model models/tiny --device-gib None --max-tokens 64      # on a CPU
+    python scripts/plan.py --run runs/rlvr     # what its steps took beside the plan of its samples
 
 Needs no GPU, no torch and no download: only the name of a shape, or a folder's config.json. Exits
 with 1 if the run would not fit.
@@ -16,18 +17,28 @@ from typing import Literal
 import tyro
 
 from roll_lite.checks import above, at_least, unread_with
-from roll_lite.cluster.device_map import DeviceMap, auto_device_map, parse_device_map
+from roll_lite.cluster.device_map import (
+    DeviceMap,
+    auto_device_map,
+    format_table,
+    parse_device_map,
+)
 from roll_lite.cluster.plan_report import render
 from roll_lite.cluster.planner import BatchPlan, Plan, take_turns
+from roll_lite.cluster.run_speed import run_table
 from roll_lite.cluster.speed import Machine, known_gpu
 from roll_lite.models.config import ModelConfig, planned_config
 
 
 @dataclass(kw_only=True)
 class Config:
-    model: str = "qwen3-0.6b"
+    run: str | None = None
+    """Folder of a run of recipes/rlvr.py on GPUs: the seconds that its steps took, beside those
+    planned for the samples that it had. Of the other options only --model is read then."""
+    model: str | None = None
     """Hugging Face folder, or a shape: qwen3-0.6b, 1.7b, 4b, 8b, 14b, 32b, 30b-a3b or 235b-a22b;
-    llama-3.2-1b or 3b, llama-3.1-8b, 70b or 405b; qwen2.5-7b; smollm2-135m."""
+    llama-3.2-1b or 3b, llama-3.1-8b, 70b or 405b; qwen2.5-7b; smollm2-135m. None means that of the
+    run, or qwen3-0.6b."""
     world_size: int = 8
     """Number of processes, one per device."""
     ranks_per_node: int = 8
@@ -68,6 +79,9 @@ class Config:
     """KV cache per rank; None means what its samples need, or as much of that as fits."""
 
     def __post_init__(self):
+        if self.run is not None:
+            return
+        self.model = self.model or "qwen3-0.6b"
         at_least(1, self, "world_size", "ranks_per_node", "max_tokens")
         if self.device_gib is not None:
             above(0, self, "device_gib")
@@ -117,6 +131,9 @@ def batch_plan(cfg: Config) -> BatchPlan:
 
 def main(cfg: Config) -> bool:
     """Returns whether the run would fit."""
+    if cfg.run is not None:
+        print(format_table(run_table(cfg.run, cfg.model)))
+        return True
     config = planned_config(cfg.model)
     chosen, reasons = device_map(cfg, config)
     for reason in reasons:
@@ -132,5 +149,8 @@ def main(cfg: Config) -> bool:
 
 
 if __name__ == "__main__":
-    fits = main(tyro.cli(Config, description=__doc__.split("\n\n")[0]))
+    try:
+        fits = main(tyro.cli(Config, description=__doc__.split("\n\n")[0]))
+    except (ValueError, OSError) as error:  # of a run's folder
+        sys.exit(f"error: {error}")
     sys.exit(0 if fits else 1)

@@ -8,7 +8,13 @@ from typing import Any
 from roll_lite.cluster.device_map import DeviceMap, format_ranks, format_table, listing
 from roll_lite.cluster.memory import MAX_RUNNING, USABLE, RankMemory, format_bytes
 from roll_lite.cluster.planner import BatchPlan, Plan, RankPlan
-from roll_lite.cluster.speed import MEMORY_SHARE, PRODUCTS_SHARE, Machine, step_seconds
+from roll_lite.cluster.speed import (
+    MEMORY_SHARE,
+    PRODUCTS_SHARE,
+    SAMPLE_SECONDS,
+    Machine,
+    step_seconds,
+)
 from roll_lite.models.cost import active_parameters, count_parameters
 
 MAX_RANKS = 4096  # more are not proposed
@@ -71,8 +77,8 @@ def _seconds_lines(plan: Plan, machine: Machine) -> list[str]:
     return [
         f"seconds: about {whole:.2g} a step of full-length samples on {gpu.name}: {parts}",
         f"  assumed: products at {gpu.products / 1e12:.0f} TFLOP/s ({PRODUCTS_SHARE:.0%} of the "
-        f"published rate), memory at {gpu.memory / 1e12:.1f} TB/s ({MEMORY_SHARE:.0%}); rewards "
-        "and the host are not counted",
+        f"published rate), memory at {gpu.memory / 1e12:.1f} TB/s ({MEMORY_SHARE:.0%}), "
+        f"{SAMPLE_SECONDS * 1e6:.0f} us of the host a sample; rewards are not counted",
     ]
 
 

@@ -1,8 +1,8 @@
 """Seconds that the parts of a step take on GPUs. Pure arithmetic: no torch, no device.
 
 Published rates of a GPU, times the shares of them that this code reached on one H200
-(docs/benchmarks.md compares). Traffic between ranks is counted by bytes and was not measured; the
-time of rewards and of the host is not counted.
+(docs/benchmarks.md compares), and what the host needs for a sample and for a layer. Traffic between
+ranks is counted by bytes and was not measured; the time of rewards is not counted.
 """
 
 import re
@@ -10,7 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from roll_lite.cluster.device_map import Role
-from roll_lite.cluster.planner import Plan, memory_of, share
+from roll_lite.cluster.memory import PAGE_TOKENS
+from roll_lite.cluster.planner import BatchPlan, Plan, memory_of, share
 from roll_lite.models.config import MixtureConfig, ModelConfig
 from roll_lite.models.cost import (
     adapter_parameters,
@@ -37,10 +38,13 @@ POINTWISE_BYTES = 160
 three parts of a pass: forward, and gradients of inputs and of weights."""
 UPDATE_BYTES = 28  # of AdamW, per parameter: gradient, master and two moments; all but one written
 DECODE_SHARE = 0.85  # of what decoding's products and bytes take one after the other
-LAYER_SECONDS = 35e-6  # starting a layer's kernels in a decoding step
+LAYER_SECONDS = 30e-6  # starting a layer's kernels in a decoding step
+SAMPLE_SECONDS = 250e-6  # of the host: coordinator and engine, for each sample
+LAUNCH_SECONDS = 4.5e-3  # of the host: a layer's kernels of one micro-batch, forward and backward
 REDUCE_SECONDS = 20e-6  # one small all-reduce between tensor-parallel ranks; assumed
 SLEEP_SECONDS = 0.3  # sleep() and wake() together: 0.1 to 0.4
-SYNC_SECONDS = 1.1e-3  # of the host, beyond the bytes: 1.1 ms for 0.6B, 0.7 for 1.7B, 2.7 for 8B
+SYNC_SECONDS = 3e-3  # of the host, beyond the bytes; without a digest of the weights 0.7 to 2.7 ms
+PAGE_SECONDS = 0.5e-6  # of the host, to forget a page of the KV cache when weights are new
 HOST_RATE = 50e9  # bytes per second to and from pinned host memory, PCIe 5; assumed
 
 
@@ -87,29 +91,66 @@ class Machine:
         return self.gpu.link if len(nodes) == 1 else NETWORK_RATE
 
 
-def step_seconds(plan: Plan, machine: Machine) -> dict[str, float]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """The samples of a step: those of a plan have their full length, those of a run a mean."""
+
+    num_generated: int
+    num_trained: int
+    prompt_tokens: float
+    reply_tokens: float
+    longest_reply: int
+    num_updates: int
+
+    @staticmethod
+    def planned(batch: BatchPlan) -> "Samples":
+        return Samples(
+            num_generated=batch.num_samples, num_trained=batch.num_samples,
+            prompt_tokens=batch.prompt_tokens, reply_tokens=batch.reply_tokens,
+            longest_reply=batch.reply_tokens, num_updates=batch.updates_per_step,
+        )  # fmt: skip
+
+    def passed(self, role: Role) -> "Pass":
+        """Those of one replica of a role: what each of its `cp` ranks reads of them."""
+        return Pass(
+            num_samples=share(self.num_trained, role.num_replicas) / role.cp,
+            length=self.prompt_tokens + self.reply_tokens - 1,
+            num_rows=self.reply_tokens,
+        )
+
+    def microbatches(self, role: Role, tokens: int) -> int:
+        """Of one replica of a role, in one pass over the samples."""
+        in_update = share(share(self.num_trained, self.num_updates), role.num_replicas)
+        in_microbatch = max(1, int(tokens // self.passed(role).length))
+        return share(in_update, in_microbatch) * self.num_updates
+
+
+def step_seconds(plan: Plan, machine: Machine, samples: Samples | None = None) -> dict[str, float]:
     """Seconds of the parts of a step, and of the whole, `step`.
 
     Parts follow each other, unless the engines run ahead on ranks of their own.
     """
     device_map, batch = plan.device_map, plan.batch
-    seconds = {}
+    samples, seconds = samples or Samples.planned(batch), {}
     for name in ("reward_model", "reference", "critic"):
         if name in device_map:
-            seconds[name] = _score_seconds(plan, device_map[name], machine.gpu)
+            seconds[name] = _score_seconds(plan, device_map[name], machine.gpu, samples)
     if "critic" in device_map:
-        seconds["critic"] += _train_seconds(plan, device_map["critic"], machine, lora_rank=0)
+        seconds["critic"] += _train_seconds(plan, device_map["critic"], machine, samples, 0)
     train, generate = device_map["train"], device_map["generate"]
-    seconds["train"] = _train_seconds(plan, train, machine, batch.lora_rank)
-    seconds["train"] += batch.policy_scores * _score_seconds(plan, train, machine.gpu)
+    seconds["train"] = _train_seconds(plan, train, machine, samples, batch.lora_rank)
+    seconds["train"] += batch.policy_scores * _score_seconds(plan, train, machine.gpu, samples)
     seconds["sync"] = sync_seconds(
         plan.config, machine.gpu, machine.rate(train.ranks), len(train.ranks)
     )
+    held = share(samples.num_generated, generate.num_replicas)
+    pages = held * (samples.prompt_tokens + samples.reply_tokens) / PAGE_TOKENS
+    seconds["sync"] += pages * PAGE_SECONDS
     if batch.engines_sleep:
         seconds["sleep"] = SLEEP_SECONDS
     for name, num_bytes in _offloaded_bytes(plan).items() if batch.offload else ():
         seconds[name] = seconds.get(name, 0.0) + num_bytes / HOST_RATE
-    others, generating = sum(seconds.values()), _generate_seconds(plan, machine.gpu)
+    others, generating = sum(seconds.values()), _generate_seconds(plan, machine.gpu, samples)
     runs_ahead = batch.max_staleness and set(train.ranks).isdisjoint(generate.ranks)
     whole = max(generating, others) if runs_ahead else generating + others
     return {"generate": generating, **seconds, "step": whole}
@@ -129,51 +170,51 @@ def _offloaded_bytes(plan: Plan) -> dict[str, int]:
     return num_bytes
 
 
-def _generate_seconds(plan: Plan, gpu: Gpu) -> float:
-    batch, num_samples = plan.batch, plan.step.samples_per_replica
+def _generate_seconds(plan: Plan, gpu: Gpu, samples: Samples) -> float:
+    generate, per_prompt = plan.device_map["generate"], plan.batch.samples_per_prompt
     at_once = min(part.samples_at_once for part in plan.ranks if "generate" in part.roles)
-    return generate_seconds(
-        plan.config, gpu, plan.device_map["generate"].tp,
-        num_samples=num_samples, num_prompts=num_samples / batch.samples_per_prompt,
-        at_once=max(1, at_once),
-        prompt_tokens=batch.prompt_tokens, reply_tokens=batch.reply_tokens,
+    num_samples = share(samples.num_generated, generate.num_replicas)
+    return samples.num_generated * SAMPLE_SECONDS + generate_seconds(
+        plan.config, gpu, generate.tp,
+        num_samples=num_samples, num_prompts=num_samples / per_prompt, at_once=max(1, at_once),
+        prompt_tokens=samples.prompt_tokens, reply_tokens=samples.reply_tokens,
+        longest_reply=samples.longest_reply,
     )  # fmt: skip
 
 
-def _work(plan: Plan, role: Role) -> "Pass":
-    """The samples of a step on one replica of a role: what each of its `cp` ranks reads of them."""
-    samples, batch = share(plan.batch.num_samples, role.num_replicas) / role.cp, plan.batch
-    return Pass(num_samples=samples, length=batch.packed_tokens, num_rows=batch.reply_tokens)
-
-
-def _score_seconds(plan: Plan, role: Role, gpu: Gpu) -> float:
+def _score_seconds(plan: Plan, role: Role, gpu: Gpu, samples: Samples) -> float:
     config = plan.role_configs.get(role.name, plan.config)
-    work = _work(plan, role)
+    work = samples.passed(role)
     return score_seconds(config, gpu, role.tp, work) + keys_seconds(config, gpu, role, work, 1)
 
 
-def _train_seconds(plan: Plan, role: Role, machine: Machine, lora_rank: int) -> float:
-    """All epochs and updates of a step. Weights and gradients travel while others are computed."""
+def _train_seconds(
+    plan: Plan, role: Role, machine: Machine, samples: Samples, lora_rank: int
+) -> float:
+    """All epochs and updates of a step. Weights and gradients travel, and the host launches
+    kernels, while others are computed."""
     config, batch, is_frozen = plan.config, plan.batch, lora_rank > 0
-    work, passes = _work(plan, role), 2 if batch.checkpointing == "none" else 3
+    work, passes = samples.passed(role), 2 if batch.checkpointing == "none" else 3
     computing = train_seconds(
         config, machine.gpu, role.tp, work,
         checkpointing=batch.checkpointing, is_frozen=is_frozen,
     ) + keys_seconds(config, machine.gpu, role, work, passes)  # fmt: skip
+    num_microbatches = samples.microbatches(role, batch.tokens_per_microbatch)
     one_copy = role.ranks[: role.ranks_per_copy]
-    travelling = plan.step.microbatches_per_rank * shard_seconds(
+    travelling = num_microbatches * shard_seconds(
         config, machine.rate(one_copy), role.ranks_per_copy // role.tp, role.tp, is_frozen
     )
+    launching = num_microbatches * config.num_layers * LAUNCH_SECONDS
     trained = count_parameters(config, role.tp).total
     if is_frozen:
         adapters = adapter_parameters(config, lora_rank, batch.lora_targets, role.tp)
         trained = config.num_layers * adapters
     held = trained / role.ranks_per_copy
-    update = batch.updates_per_step * (
+    update = samples.num_updates * (
         update_seconds(held, machine.gpu)
         + copy_seconds(held, machine.rate(role.ranks), role.num_copies)
     )
-    return batch.epochs * (max(computing, travelling) + update)
+    return batch.epochs * (max(computing, travelling, launching) + update)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,9 +222,9 @@ class Pass:
     """Samples that go through a model, on all tensor-parallel ranks of a replica."""
 
     num_samples: float
-    length: int
+    length: float
     """Packed tokens of a sample."""
-    num_rows: int
+    num_rows: float
     """Its tokens with a loss."""
 
     @property
@@ -271,15 +312,17 @@ def generate_seconds(
     num_samples: int,
     num_prompts: float,
     at_once: int,
-    prompt_tokens: int,
-    reply_tokens: int,
+    prompt_tokens: float,
+    reply_tokens: float,
+    longest_reply: int,
 ) -> float:
-    """One engine: each prompt is read once, and every sample has `reply_tokens` tokens."""
+    """One engine: each prompt is read once, and samples have `reply_tokens` tokens on average."""
     head = tp * vocabulary_rows(config, tp) * config.hidden_size
     block, layers = block_cost(config, tp), config.num_layers
-    steps = max(1.0, num_samples / at_once) * reply_tokens
-    reading = 2 * (layers * _read_parameters(config, tp, at_once) + head) / gpu.memory
-    products = 2 * (layers * block.active_parameters + head) * at_once / gpu.products
+    steps = max(longest_reply, num_samples / at_once * reply_tokens)
+    rows = num_samples * reply_tokens / steps
+    reading = 2 * (layers * _read_parameters(config, tp, rows) + head) / gpu.memory
+    products = 2 * (layers * block.active_parameters + head) * rows / gpu.products
     prefill = 2 * layers * block.active_parameters * num_prompts * prompt_tokens / gpu.products
     seen = num_samples * (prompt_tokens * reply_tokens + reply_tokens**2 / 2)
     keys = seen * kv_bytes_per_token(config, tp, 2) / gpu.memory
@@ -288,7 +331,7 @@ def generate_seconds(
     return seconds / DECODE_SHARE + steps * layers * fixed
 
 
-def _read_parameters(config: ModelConfig, tp: int, num_rows: int) -> float:
+def _read_parameters(config: ModelConfig, tp: int, num_rows: float) -> float:
     """Weights of a block that a decoding step of `num_rows` reads: of experts, those it uses."""
     block = block_cost(config, tp)
     if not isinstance(config, MixtureConfig):

@@ -21,6 +21,7 @@ def describe_groups(groups: list[Group]) -> dict[str, float]:
         "reward/equal_groups": fmean(len(set(group)) < 2 for group in rewards),
         **_by_subset(groups),
         "rollout/reply_tokens": fmean(s.num_sampled for s in samples),
+        "rollout/longest_reply": max(s.num_sampled for s in samples),
         "rollout/truncated": fmean(s.is_cut for s in samples),
         **_episodes("rollout", samples),
     }

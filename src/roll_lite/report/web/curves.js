@@ -16,7 +16,7 @@ const MAIN = [
 const SECTIONS = [
   ["Reward", /^reward\//],
   ["Evaluation", /^eval\//],
-  ["Lengths and episodes", /^rollout\/(reply_tokens|truncated|turns|sequences|end_)/],
+  ["Lengths and episodes", /^rollout\/(reply_tokens|longest_reply|truncated|turns|sequences|end_)/],
   ["Loss, entropy, KL, clipping, gradient", /^(loss|critic)\//],
   ["Mismatch of engine and trainer", /^mismatch\//],
   ["Speed and time", /^(time\/|.*tokens_per_second)/],
