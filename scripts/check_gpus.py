@@ -124,11 +124,10 @@ class Learner(Trainer):
 class Speaker:
     """An engine that answers a call, as all ranks of its replica."""
 
-    def __init__(self, model: str | None, *, place: Place):
+    def __init__(self, model: str | None, dtype: torch.dtype | None = None, *, place: Place):
         shard = TensorShard.of(place.mesh["tp"].get_group()) if place.tp > 1 else None
-        model = open_model(
-            model or tiny_here(), device=place.device, dtype=place.dtype, shard=shard
-        )
+        options = {"device": place.device, "dtype": dtype or place.dtype, "shard": shard}
+        model = open_model(model or tiny_here(), **options)
         options = {"kv_cache_gib": 0.1} | ({"control": place.control} if shard else {})
         self.engine = (TensorParallelEngine if shard else Engine)(model, **options)
         self._is_first = place.tp_rank == 0
@@ -251,7 +250,9 @@ def compare_replies(
         found = answers(name)
         error = max(_reply_error(replies, expected) for replies, _ in found)
         tp = cluster.device_map[name].tp
-        text, seconds = f"logprobs within {error:.1e}", max(seconds for _, seconds in found)
+        same = min(_num_equal(replies, expected) for replies, _ in found)
+        text = f"{same} of {len(expected)} replies equal, logprobs within {error:.1e}"
+        seconds = max(seconds for _, seconds in found)
         yield Line(f"reply, tp={tp}", "all", seconds, text, _verdict(error, tolerance))
 
 
@@ -294,6 +295,10 @@ def make_sequences() -> list[TrainingSequence]:
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).norm() / expected.norm().clamp(min=1e-12)).item()
+
+
+def _num_equal(found: list, expected: list) -> int:
+    return sum(ids == wanted for (ids, _), (wanted, _) in zip(found, expected, strict=True))
 
 
 def _reply_error(found: list, expected: list) -> float:

@@ -1,4 +1,4 @@
-"""Run under torchrun by test_sync.py: sync_program.py DEVICE_MAP MODEL RESULT_FILE."""
+"""Run under torchrun by test_sync.py: sync_program.py DEVICE_MAP MODEL RESULT_FILE DEVICE."""
 
 import sys
 
@@ -29,7 +29,7 @@ class Holder:
 
     def __init__(self, folder, *, place):
         shard = TensorShard.of(place.mesh["tp"].get_group()) if place.tp > 1 else None
-        model = load_model(folder, dtype=place.dtype, shard=shard)
+        model = load_model(folder, device=place.device, dtype=place.dtype, shard=shard)
         control = {"control": place.control} if shard else {}
         self.engine = (TensorParallelEngine if shard else Engine)(
             model, kv_cache_gib=0.01, **control
@@ -72,9 +72,9 @@ def error_of(sync, version):
         return str(error)
 
 
-def main(text, model, result_file):
+def main(text, model, result_file, device="cpu"):
     device_map = parse_device_map(text, read_launch().world_size)
-    with Cluster(text, "cpu") as cluster:
+    with Cluster(text, device) as cluster:
         options = {"loss": sft_loss, "folder": model, "lora": None}
         results = {}
         for name, lora, lr in [("full", None, 1e-2), ("lora", LoraOptions(rank=2), 1e-1)]:

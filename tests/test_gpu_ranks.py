@@ -9,15 +9,18 @@ import signal
 import subprocess
 import time
 
+import exact_replies
 import pytest
 import sft
 import torch
 import train_programs
 from conftest import RECIPES, make_reference, run_torchrun
 from test_chaos import chaos
+from test_check_gpus import check_gpus
 from test_layouts import CASES
 from test_reward_roles import reward_folder  # noqa: F401
 from test_stopping import wait_for
+from test_sync import PROGRAM, check_synced
 
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.models.tiny import build_tiny
@@ -109,6 +112,33 @@ def test_a_run_ends_by_itself(tmp_path, device_map, num_ranks):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     assert [row["step"] for row in rows if "time/step" in row] == [1, 2, 3]
+
+
+SYNCED = {
+    "train=0 generate=0-1,tp=2": 2,
+    "train=0-1 generate=0-3,tp=2": 4,
+    "train=0-1,tp=2 generate=2-3": 4,
+    "train=all,tp=2 generate=all,tp=4": 4,
+}
+
+
+@pytest.mark.parametrize(("device_map", "num_ranks"), SYNCED.items())
+def test_engines_hold_the_trainers_weights_bit_for_bit(tmp_path, device_map, num_ranks):
+    odd = {"vocab_size": 199, "num_key_value_heads": 1}
+    make_reference("qwen2.5", **odd).save_pretrained(tmp_path / "model")
+    result = tmp_path / "result.pt"
+    run_torchrun(num_ranks, PROGRAM, device_map, tmp_path / "model", result, DEVICE)
+    check_synced(result, device_map, num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_answer_and_learn_like_one(num_ranks, folder):
+    """scripts/check_gpus.py in bf16, where a near tie may go either way; and in fp32."""
+    table = run_torchrun(num_ranks, check_gpus.__file__, "--device", DEVICE, "--mib", 1)
+    print(table)
+    assert table.endswith("all is well\n") and "FAILED" not in table
+    told = run_torchrun(num_ranks, exact_replies.__file__, folder, DEVICE)
+    assert told.splitlines()[-1] == f"{num_ranks} ranks: 16 of 16 replies equal"
 
 
 ROWS = ("--steps", 3, "--rows-per-step", 8, "--eval-rows", 8, "--data", "reverse:3")

@@ -54,7 +54,11 @@ def test_every_engine_holds_its_part_of_the_trainers_weights(tmp_path, device_ma
     ranks = 2 if "generate=0-1" in device_map else 5 if "1-4" in device_map else 4
     start = run_torchrun if device_map in UNDER_TORCHRUN else run_ranks
     start(ranks, PROGRAM, device_map, tmp_path / "model", tmp_path / "result.pt")
-    results = torch.load(tmp_path / "result.pt", weights_only=False)
+    check_synced(tmp_path / "result.pt", device_map, ranks)
+
+
+def check_synced(result_file, device_map, ranks):
+    results = torch.load(result_file, weights_only=False, map_location="cpu")
     parsed = parse_device_map(device_map, ranks)
     *_, last = parsed["generate"].replicas
     versions = {"full": 2, "lora": 2, "rounds": 22}
@@ -66,7 +70,8 @@ def test_every_engine_holds_its_part_of_the_trainers_weights(tmp_path, device_ma
         for rank, size, found, weights in engines:
             assert found == version and weights.keys() == state.keys()
             for name, tensor in state.items():
-                assert torch.equal(weights[name], part_of(name, tensor, rank, size)), (kind, name)
+                expected = part_of(name, tensor, rank, size).to(weights[name].dtype)
+                assert torch.equal(weights[name], expected), (kind, name)
     if device_map == WITHOUT_TRAVEL:
         assert results["broken"] is None  # nothing to compare
     else:
