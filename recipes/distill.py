@@ -16,7 +16,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from roll_lite import command, data, tasks
-from roll_lite.chat import Chat, ChatOptions
+from roll_lite.chat import Chat
+from roll_lite.chat_template import ChatOptions
 from roll_lite.checks import above, at_least, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle, split

@@ -13,7 +13,8 @@ from functools import partial
 from itertools import islice
 
 from roll_lite import command, data, tasks
-from roll_lite.chat import Chat, ChatOptions
+from roll_lite.chat import Chat
+from roll_lite.chat_template import ChatOptions
 from roll_lite.checks import at_least, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle, split

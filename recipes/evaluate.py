@@ -22,7 +22,8 @@ from agentic import OWN
 from rlvr import INLINE, REWARDS
 
 from roll_lite import command, data
-from roll_lite.chat import Chat, ChatOptions
+from roll_lite.chat import Chat
+from roll_lite.chat_template import ChatOptions
 from roll_lite.checks import above, at_least, finite, read_only_if
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.device_map import format_table

@@ -18,7 +18,8 @@ from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from roll_lite import command, data
-from roll_lite.chat import Chat, ChatOptions
+from roll_lite.chat import Chat
+from roll_lite.chat_template import ChatOptions
 from roll_lite.checks import above, at_least, read_only_if, unread_with
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle, split

@@ -37,7 +37,9 @@ class Holder:
         self.place = place
 
     def held(self):
-        weights = {name: p.detach().clone() for name, p in self.engine.model.named_parameters()}
+        weights = {
+            name: p.detach().cpu().clone() for name, p in self.engine.model.named_parameters()
+        }
         return self.place.tp_rank, self.place.tp, self.engine.policy_version, weights
 
     def sleep_and_wake(self):

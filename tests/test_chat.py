@@ -2,13 +2,15 @@
 
 import json
 import re
+import resource
 from functools import cache
 
 import pytest
 import transformers
 from chat_templates import ADDED, R1_EOS, TEMPLATES, save_tokenizer
 
-from roll_lite.chat import Chat, ChatOptions
+from roll_lite.chat import Chat
+from roll_lite.chat_template import ChatOptions
 from roll_lite.models.tiny import character_tokenizer
 from roll_lite.types import Prompt
 
@@ -241,6 +243,22 @@ def test_a_template_that_drops_the_system_message_is_refused(tmp_path):
     chat = chat_with(tmp_path, LLAMA2.replace("{% else %}", "{% elif m.role == 'assistant' %}"))
     with pytest.raises(ValueError, match="leaves out the system message; put its text into"):
         chat.encode([SYSTEM, QUESTION])
+
+
+@pytest.mark.parametrize(
+    "filling",
+    [
+        "{{ 'a' * 10**11 }}",
+        "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
+        "{% endfor %}{{ n.x }}",
+        "{{ '%99999999999d' | format(1) }}",
+    ],
+)
+def test_a_template_that_fills_the_memory_is_refused(tmp_path, filling):
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    with pytest.raises(ValueError, match=f"template of {tmp_path} takes more than 1,024 MiB"):
+        chat_with(tmp_path, "{{ messages[0].content }}" + filling)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == limits
 
 
 def test_thoughts_where_the_template_asks_for_none_are_refused(folder_of):

@@ -4,23 +4,22 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import date
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import jinja2.meta
+import jinja2
 
+from roll_lite.chat_template import (
+    bounded_memory,
+    check_arguments,
+    load_tokenizer,
+    special_tokens,
+    stop_ids,
+    with_fixed_date,
+)
 from roll_lite.types import Message, Prompt
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-DATE = date(2024, 7, 26)
-"""What templates write that show today's date: a run, its resumption and the evaluation of its
-model read the same. It is the date that Llama's templates fall back to."""
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 OPEN_THOUGHTS, CLOSE_THOUGHTS = "<think>", "</think>"
 _QUESTION = {"role": "user", "content": "?"}
 _MARK = "\u2063reply\u2063"  # placeholder for a reply in the rendered template
@@ -28,50 +27,27 @@ _TOOL_CALL = r"(?s)<tool_call>\s*(.*?)\s*</tool_call>"
 _MEMORY = 1024  # encoded texts that are kept
 _AT_ONCE = 1024  # replies per tokenizer call: faster than one by one, with bounded memory
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)  # characters without a meaning
-_NOT_ARGUMENTS = {
-    "messages", "add_generation_prompt", "raise_exception", "strftime_now", "namespace",
-    "bos_token", "eos_token", "unk_token", "pad_token",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatOptions:
-    """Chat template."""
-
-    template_args: tuple[str, ...] | None = None
-    """NAME=VALUE that the model's chat template reads, as in enable_thinking=false."""
-
-    def __post_init__(self):
-        for entry in self.template_args or ():
-            if not re.match(r"\w+=", entry):
-                raise ValueError(
-                    f"template_args={entry!r} is not NAME=VALUE, as in enable_thinking=false"
-                )
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        pairs = (entry.split("=", 1) for entry in self.template_args or ())
-        return {name: _parse_value(text) for name, text in pairs}
 
 
 class Chat:
     """Encodes conversations by the chat template of a model folder."""
 
     def __init__(self, folder: str | Path, /, **template_args: Any):
-        self.tokenizer = _load_tokenizer(Path(folder))
-        template = _with_fixed_date(self.tokenizer.get_chat_template())
-        _check_arguments(template_args, template, folder)
+        self.tokenizer = load_tokenizer(Path(folder))
+        template = with_fixed_date(self.tokenizer.get_chat_template())
+        check_arguments(template_args, template, folder)
         self.tokenizer.chat_template, self._template_args = template, template_args
         self._memory: dict[str, list[int]] = {}
         # Called without transformers' wrapper, which takes longer than a turn's tokens do.
         self._backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        self._special = _special_tokens(self.tokenizer)
+        self._special = special_tokens(self.tokenizer)
         # SentencePiece tokenizers put a space before a text, but not behind a newline.
         self._lead = "" if self._ids("\na")[-1:] == self._ids("a") else "\n"
-        self.end_of_turn = self._end_of_turn()
-        self._opening = self._render([_QUESTION])
-        self._turn_end, self._after_turn = self._text_after_reply()
-        self.stop_ids = _stop_ids(Path(folder), self.end_of_turn, self.tokenizer.eos_token_id)
+        with bounded_memory(folder):
+            self.end_of_turn = self._end_of_turn()
+            self._opening = self._render([_QUESTION])
+            self._turn_end, self._after_turn = self._text_after_reply()
+        self.stop_ids = stop_ids(Path(folder), self.end_of_turn, self.tokenizer.eos_token_id)
         """Sampling one of these ends a turn."""
 
     def encode(
@@ -300,49 +276,6 @@ class Chat:
         return reply_ids if is_ended else [*reply_ids, self.end_of_turn]
 
 
-def _load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a folder; a model hub is never asked."""
-    if not folder.is_dir():
-        raise ValueError(
-            f"{folder} is not a folder; give a Hugging Face folder on this machine, or make one: "
-            "`python -m roll_lite.models.tiny FOLDER`"
-        )
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ValueError(
-            f"{folder} has no tokenizer; copy tokenizer.json and tokenizer_config.json of its "
-            "model into it"
-        )
-    # Not above: its import takes 1.2 s, and ranks without a tokenizer need not wait for it.
-    from transformers import AutoTokenizer
-
-    try:  # the code of a folder is never run, and the user is not asked to allow it
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise ValueError(
-            f"the tokenizer of {folder} is code of its own, which roll_lite does not run; take a "
-            "model whose tokenizer transformers knows"
-        ) from None
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"the tokenizer of {folder} has no chat template; take the model's chat variant, "
-            "or put a chat_template.jinja into the folder"
-        )
-    return tokenizer
-
-
-def _special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
-    """Patterns of special tokens, some of which take the space around them; the longest first."""
-    added = (token for token in tokenizer.added_tokens_decoder.values() if token.special)
-    return {
-        token.content: r"\s*" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip
-        for token in sorted(added, key=lambda token: -len(token.content))
-    }
-
-
 def _replaced(data: Any, texts: dict[str, str]) -> Any:
     """Data with texts replaced in all of its strings."""
     if isinstance(data, str):
@@ -352,53 +285,6 @@ def _replaced(data: Any, texts: dict[str, str]) -> Any:
     if isinstance(data, dict):
         return {name: _replaced(value, texts) for name, value in data.items()}
     return [_replaced(each, texts) for each in data] if isinstance(data, list | tuple) else data
-
-
-def _stop_ids(folder: Path, *ids: int | None) -> tuple[int, ...]:
-    """The given ids, then those of the folder's generation config."""
-    path = folder / "generation_config.json"
-    configured = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-    more = configured if isinstance(configured, list) else [configured]
-    return tuple(dict.fromkeys(i for i in [*ids, *more] if i is not None))
-
-
-# ---- arguments of the template
-
-
-def _parse_value(text: str) -> Any:
-    """A truth value, another JSON value, or plain text."""
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
-def _check_arguments(arguments: dict[str, Any], template: str, folder: str | Path) -> None:
-    """Refuse arguments that the template does not read."""
-    read = _variables(template) - _NOT_ARGUMENTS
-    if unread := sorted(set(arguments) - read):
-        raise ValueError(
-            f"template_args names {unread[0]!r}, which the chat template of {folder} does not "
-            f"read; it reads {', '.join(sorted(read)) or 'no arguments'}"
-        )
-
-
-def _variables(template: str) -> set[str]:
-    """Names that a template looks up, among them a few that it sets itself."""
-    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # a tag of transformers
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-    return jinja2.meta.find_undeclared_variables(environment.parse(plain))
-
-
-def _with_fixed_date(template: str) -> str:
-    """The template with DATE where it asks for today's."""
-    call = r"""strftime_now\((["'])(.*?)\1\)"""
-    return re.sub(call, lambda found: repr(DATE.strftime(found[2])), template)
-
-
-# ---- replies
 
 
 def _up_to_replies(name: str, messages: Sequence[Message]) -> list[tuple[str, Sequence[Message]]]:

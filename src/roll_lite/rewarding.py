@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import count
 
-from roll_lite.chat import Chat, ChatOptions
+from roll_lite.chat import Chat
+from roll_lite.chat_template import ChatOptions
 from roll_lite.checks import above, at_least, read_only_if
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.device_map import DeviceMap

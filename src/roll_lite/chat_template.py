@@ -1,0 +1,157 @@
+"""What a model folder says of conversations: its tokenizer, chat template and stop tokens."""
+
+import json
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2.meta
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DATE = date(2024, 7, 26)
+"""What templates write that show today's date: a run, its resumption and the evaluation of its
+model read the same. It is the date that Llama's templates fall back to."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TEMPLATE_BYTES = 2**30
+"""Memory that a template may take when it is first tried, on a short conversation."""
+NOT_ARGUMENTS = {
+    "messages", "add_generation_prompt", "raise_exception", "strftime_now", "namespace",
+    "bos_token", "eos_token", "unk_token", "pad_token",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """Chat template."""
+
+    template_args: tuple[str, ...] | None = None
+    """NAME=VALUE that the model's chat template reads, as in enable_thinking=false."""
+
+    def __post_init__(self):
+        for entry in self.template_args or ():
+            if not re.match(r"\w+=", entry):
+                raise ValueError(
+                    f"template_args={entry!r} is not NAME=VALUE, as in enable_thinking=false"
+                )
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        pairs = (entry.split("=", 1) for entry in self.template_args or ())
+        return {name: _parse_value(text) for name, text in pairs}
+
+
+def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a folder; a model hub is never asked."""
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} is not a folder; give a Hugging Face folder on this machine, or make one: "
+            "`python -m roll_lite.models.tiny FOLDER`"
+        )
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ValueError(
+            f"{folder} has no tokenizer; copy tokenizer.json and tokenizer_config.json of its "
+            "model into it"
+        )
+    # Not above: its import takes 1.2 s, and ranks without a tokenizer need not wait for it.
+    from transformers import AutoTokenizer
+
+    try:  # the code of a folder is never run, and the user is not asked to allow it
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"the tokenizer of {folder} is code of its own, which roll_lite does not run; take a "
+            "model whose tokenizer transformers knows"
+        ) from None
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer of {folder} has no chat template; take the model's chat variant, "
+            "or put a chat_template.jinja into the folder"
+        )
+    return tokenizer
+
+
+def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
+    """Patterns of special tokens, some of which take the space around them; the longest first."""
+    added = (token for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return {
+        token.content: r"\s*" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip
+        for token in sorted(added, key=lambda token: -len(token.content))
+    }
+
+
+def stop_ids(folder: Path, *ids: int | None) -> tuple[int, ...]:
+    """The given ids, then those of the folder's generation config."""
+    path = folder / "generation_config.json"
+    configured = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+    more = configured if isinstance(configured, list) else [configured]
+    return tuple(dict.fromkeys(i for i in [*ids, *more] if i is not None))
+
+
+def _parse_value(text: str) -> Any:
+    """A truth value, another JSON value, or plain text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def check_arguments(arguments: dict[str, Any], template: str, folder: str | Path) -> None:
+    """Refuse arguments that the template does not read."""
+    read = _variables(template) - NOT_ARGUMENTS
+    if unread := sorted(set(arguments) - read):
+        raise ValueError(
+            f"template_args names {unread[0]!r}, which the chat template of {folder} does not "
+            f"read; it reads {', '.join(sorted(read)) or 'no arguments'}"
+        )
+
+
+def _variables(template: str) -> set[str]:
+    """Names that a template looks up, among them a few that it sets itself."""
+    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # a tag of transformers
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    return jinja2.meta.find_undeclared_variables(environment.parse(plain))
+
+
+def with_fixed_date(template: str) -> str:
+    """The template with DATE where it asks for today's."""
+    call = r"""strftime_now\((["'])(.*?)\1\)"""
+    return re.sub(call, lambda found: repr(DATE.strftime(found[2])), template)
+
+
+@contextmanager
+def bounded_memory(folder: str | Path) -> Iterator[None]:
+    """Refuse the template of a folder if it takes more than TEMPLATE_BYTES.
+
+    Jinja's sandbox keeps a template from files and code, not from memory. The limit is that of the
+    process, so this is for its start, when no other thread takes as much.
+    """
+    usage = Path("/proc/self/statm")
+    if not usage.exists():  # not Linux
+        yield
+        return
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = int(usage.read_text().split()[5]) * resource.getpagesize() + TEMPLATE_BYTES
+    known = [value for value in (soft, hard) if value != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([limit, *known]), hard))
+    try:
+        yield
+    except MemoryError:
+        raise ValueError(
+            f"the chat template of {folder} takes more than {TEMPLATE_BYTES >> 20:,} MiB of memory "
+            "for a short conversation; take the model from somebody you trust"
+        ) from None
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
