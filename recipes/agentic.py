@@ -134,7 +134,7 @@ def main(cfg: Config) -> list[float]:
                 max_length=min(cfg.longest_sample, cache_tokens(cfg, cluster)),
                 episodes=cfg.episodes,
             )  # fmt: skip
-            with rollout, rare_collections():
+            with rollout, rare_collections(cfg.rollout.max_samples_in_flight):
                 train(cfg, cluster, models, rollout, evaluation, envs.metrics, SHOWN)
         print(f"model: {models.policy.export(f'{cfg.run_dir}/model')}")
     return evaluation.rates

@@ -326,7 +326,7 @@ def main(cfg: Config) -> list[float]:
                 reward_engines=rewards.engine_clients,
                 max_length=cfg.longest_sample,
             )  # fmt: skip
-            with rollout, rare_collections():
+            with rollout, rare_collections(cfg.rollout.max_samples_in_flight):
                 train(cfg, cluster, models, rollout, evaluation, rewards.metrics)
         print(f"model: {models.policy.export(f'{cfg.run_dir}/model')}")
     return evaluation.rates

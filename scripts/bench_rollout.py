@@ -126,30 +126,33 @@ MODES = {
 }
 
 
-def time_mode(cfg: Config, in_flight: int, options: dict) -> float:
+def time_mode(cfg: Config, in_flight: int, mode: dict) -> float:
     """Microseconds of processor time a sample, of those that were started."""
-    engines, num_prompts = QuickEngines(cfg), in_flight // cfg.samples_per_prompt
+    engines = QuickEngines(cfg)
+    options = RolloutOptions(
+        prompts_per_step=in_flight // cfg.samples_per_prompt,
+        samples_per_prompt=cfg.samples_per_prompt,
+        samples_per_replica=10**9,
+        deadline=600,
+        **mode,
+    )
     with (
+        # As in the recipes; and what is left of the last measurement is collected.
+        rare_collections(options.max_samples_in_flight),
         Coordinator(
             engines=engines,
             chat=PlainChat(),
             play=question_player({"bench": score}),
             prompts=endless_prompts(),
             params=SamplingParams(max_tokens=cfg.reply_tokens),
-            options=RolloutOptions(
-                prompts_per_step=num_prompts,
-                samples_per_prompt=cfg.samples_per_prompt,
-                samples_per_replica=10**9,
-                deadline=600,
-                **options,
-            ),
+            options=options,
             seed=0,
         ) as rollout,
         TemporaryDirectory() as folder,
     ):
         if cfg.journal:
             rollout.open_journal(folder, made_with="", resumed_at=0, weights=str)
-        if options.get("max_staleness"):
+        if options.max_staleness:
             rollout.start()
         num_samples, start = 0, 0.0
         for version in count():
@@ -169,11 +172,10 @@ def time_mode(cfg: Config, in_flight: int, options: dict) -> float:
 def main(cfg: Config) -> dict[str, dict[int, float]]:
     print("us a sample" + "".join(f"{n:>10,}" for n in cfg.in_flight) + "  in flight")
     table: dict[str, dict[int, float]] = {}
-    for name, options in MODES.items():
+    for name, mode in MODES.items():
         table[name] = {}
         for in_flight in cfg.in_flight:
-            with rare_collections():  # as in the recipes; and what is left of the last is collected
-                table[name][in_flight] = time_mode(cfg, in_flight, options)
+            table[name][in_flight] = time_mode(cfg, in_flight, mode)
         print(f"{name:<24}" + "".join(f"{value:>10.0f}" for value in table[name].values()))
     return table
 

@@ -149,7 +149,11 @@ def run_steps(run: rlvr.Config, cluster: Cluster, chat: Chat, memory: DeviceMemo
     )  # fmt: skip
     rlvr.RunState = Unsaved
     evaluation = Evaluation([], run.evaluation, params)
-    with rollout, rare_collections(), memory.watched(models.devices):
+    with (
+        rollout,
+        rare_collections(run.rollout.max_samples_in_flight),
+        memory.watched(models.devices),
+    ):
         rlvr.train(run, cluster, models, rollout, evaluation, dict)
 
 

@@ -1,6 +1,7 @@
 """The coordinator over fake engines: many samples, every kind of failure."""
 
 import asyncio
+import gc
 import itertools
 import json
 import random
@@ -26,7 +27,8 @@ from roll_lite.data import Mixture
 from roll_lite.engine.request import Request
 from roll_lite.engine.service import EngineReport, Load
 from roll_lite.rollout.coordinator import Coordinator
-from roll_lite.rollout.engines import EngineClient
+from roll_lite.rollout.engines import EngineClient, PendingRequest
+from roll_lite.rollout.episode import Episode
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.prompts import PromptQueue
 from roll_lite.rollout.sample import derive_seed
@@ -84,6 +86,31 @@ def test_ten_thousand_samples_none_lost_none_twice():
     assert totals["rollout/refilled"] > 0 and totals["rollout/filtered"] > 0
     assert all(len(group.samples) >= 2 for group in handed_out)
     assert all(len({s.score.value for s in group.samples}) == 2 for group in handed_out)
+
+
+def test_samples_that_have_ended_are_freed_without_a_garbage_collection():
+    """Also those whose reward raised, that were dropped, or that passed their deadline."""
+
+    def num_left():
+        return sum(type(thing) in (Episode, PendingRequest) for thing in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        num_before = num_left()
+        with (
+            FakeEngines(2, max_delay=0.01) as engines,
+            coordinator_over(
+                engines, Troubled(), fake_prompts(endless_every=10), samples_per_prompt=4,
+                prompts_per_step=100, drop_equal=True, deadline=1, max_retries=1,
+            ) as rollout,
+        ):  # fmt: skip
+            rollout.collect()
+            counts = rollout.metrics()
+            assert all(counts[f"rollout/{end}"] for end in ("retried", "failed", "aborted"))
+            wait_until(lambda: num_left() <= num_before)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 4])

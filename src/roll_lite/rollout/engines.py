@@ -9,6 +9,7 @@ another; a replica that fails MAX_FAILURES times in a row gets no more.
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
@@ -53,7 +54,8 @@ class PendingRequest:
     request: Request
     futures: list[asyncio.Future]
     samples: dict[int, WaitingSample] = field(default_factory=dict)
-    """Samples that have joined, by index."""
+    """Samples that have joined and wait, by index. One that has its turn is not kept: it knows its
+    group, which knows this request, and only a garbage collection would end such a cycle."""
     replica: int | None = None
     """The replica that has the request; None while it waits for room."""
     key: int = 0
@@ -139,7 +141,7 @@ class EngineClient:
             for index in set(range(request.num_samples)) - set(request.wanted):
                 futures[index].set_result(None)
         for index in request.indices:
-            futures[index].add_done_callback(lambda _: self._on_done(pending))
+            futures[index].add_done_callback(partial(self._on_done, pending, index))
         if same_replica_as is not None and not self._is_broken(same_replica_as.replica):
             self._send(pending, self._next_replica(same_replica_as.replica, request))
         else:
@@ -214,8 +216,9 @@ class EngineClient:
             self.is_lost = True
             raise
 
-    def _on_done(self, pending: PendingRequest) -> None:
+    def _on_done(self, pending: PendingRequest, index: int, _: asyncio.Future) -> None:
         """One of the futures has a turn or an error, or was cancelled."""
+        pending.samples.pop(index, None)
         pending.num_counted -= 1
         if pending.replica is None:
             return

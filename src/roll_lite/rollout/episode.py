@@ -92,8 +92,7 @@ class Episode:
         state: str | None = None,
     ) -> Message:
         async with self._one_at_a_time:
-            options = {"tools": tools, "stop": stop, "max_tokens": max_tokens, "state": state}
-            return await self._reply(list(messages), **options)
+            return await self._reply(list(messages), tools, stop, max_tokens, state)
 
     async def _reply(
         self,

@@ -18,6 +18,8 @@ MAX_ROUNDS = 20
 """Of callbacks before the next pump, which takes much longer: a reply passes through several
 coroutines until it is the next request."""
 GC_THRESHOLDS = (20_000, 20, 50)
+OBJECTS_PER_SAMPLE = 100
+"""More than a sample in flight consists of, which is about 70 that the collector looks at."""
 
 
 class Signal:
@@ -179,9 +181,13 @@ class StoppedClockLoop(asyncio.SelectorEventLoop):
 
 
 @contextmanager
-def rare_collections() -> Iterator[None]:
-    """Collect garbage less often, and only among new objects: a quarter more samples per second."""
-    thresholds = gc.get_threshold()
+def rare_collections(num_samples: int = 0) -> Iterator[None]:
+    """Collect garbage less often, and only among new objects: a quarter more samples per second.
+
+    With `num_samples` in flight at once, not before there are more new objects than these have.
+    They are freed without a collection, which would only look at all of them and find nothing.
+    """
+    thresholds, (first, *others) = gc.get_threshold(), GC_THRESHOLDS
 
     def freeze_once_more(phase: str, info: dict[str, int]) -> None:
         """What the first steps have imported and compiled stays too: some 0.4 s a collection."""
@@ -191,7 +197,7 @@ def rare_collections() -> Iterator[None]:
 
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
+    gc.set_threshold(max(first, num_samples * OBJECTS_PER_SAMPLE), *others)
     gc.callbacks.append(freeze_once_more)
     try:
         yield

@@ -73,6 +73,12 @@ class RolloutOptions:
         return int((1 + self.max_staleness) * self.prompts_per_step)
 
     @property
+    def max_samples_in_flight(self) -> int:
+        """Most samples that are being generated, ready or in training."""
+        num_groups = self.max_in_flight + self.extra_groups
+        return num_groups * (self.samples_per_prompt + self.extra_samples)
+
+    @property
     def max_version_gap(self) -> int:
         """Most policy versions from a sample's first token to its use, with stale="drop"."""
         return math.ceil(self.max_staleness)

@@ -216,10 +216,15 @@ class RunningGroup:
         """The next turn of a sample."""
         sample = episode.sample
         if sample.turns:
-            seed = derive_seed(self.seed, sample.index, len(sample.turns))
-            last = self._last.get(sample.index, self._first)
-            self._last[sample.index] = pending = self._submit(token_ids, params, 1, seed, last)
-            return await self._turn(pending, 0, episode)
+            pending, index = self._continue(sample, token_ids, params), 0
+        else:
+            pending, index = self._open(sample, token_ids, params), sample.index
+        turn = await pending.join(index, episode)
+        turn.replica = pending.replica
+        return turn
+
+    def _open(self, sample: Sample, token_ids: list[int], params: SamplingParams) -> PendingRequest:
+        """The request of the first turn, which is one for all samples."""
         if self._first is None:
             self._first = self._submit(
                 token_ids, params, self._num_samples, self.seed, wanted=self._wanted
@@ -229,12 +234,16 @@ class RunningGroup:
                 f"sample {sample.index} of {sample.prompt.id} opens differently from its "
                 "group; an environment must depend on nothing but the prompt and the seed"
             )
-        return await self._turn(self._first, sample.index, episode)
+        return self._first
 
-    async def _turn(self, pending: PendingRequest, index: int, episode: Episode) -> Turn:
-        turn = await pending.join(index, episode)
-        turn.replica = pending.replica
-        return turn
+    def _continue(
+        self, sample: Sample, token_ids: list[int], params: SamplingParams
+    ) -> PendingRequest:
+        """A request for a later turn."""
+        seed = derive_seed(self.seed, sample.index, len(sample.turns))
+        last = self._last.get(sample.index, self._first)
+        self._last[sample.index] = pending = self._submit(token_ids, params, 1, seed, last)
+        return pending
 
     def first_version(self, sample: Sample) -> int | None:
         """Policy version of a sample's first token; None if no engine has reported one."""
