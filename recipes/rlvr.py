@@ -70,7 +70,8 @@ from roll_lite.train.sequences import (
     with_field,
 )
 from roll_lite.train.shaping import LengthOptions
-from roll_lite.train.trainer import Trainer, combine, note_entropies
+from roll_lite.train.totals import combine
+from roll_lite.train.trainer import Trainer, note_entropies
 from roll_lite.types import Group, Prompt, SamplingParams
 
 

@@ -17,14 +17,8 @@ import torch
 
 from roll_lite.models.config import shape_config
 from roll_lite.train import shards
-from roll_lite.train.checkpoint import (
-    CheckpointOptions,
-    Checkpoints,
-    RunState,
-    read_pieces,
-    refuse_links_out,
-    verify,
-)
+from roll_lite.train.checkpoint import CheckpointOptions, RunState, refuse_links_out
+from roll_lite.train.checkpoint_folders import Checkpoints, read_pieces, verify
 from roll_lite.train.shards import (
     DamagedError,
     Piece,

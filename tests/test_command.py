@@ -19,7 +19,8 @@ from roll_lite.models.config import read_config
 from roll_lite.models.hf import hf_tensors
 from roll_lite.models.lora import LoraOptions
 from roll_lite.train.batch import pack
-from roll_lite.train.checkpoint import Checkpoints, save_checkpoint
+from roll_lite.train.checkpoint import save_checkpoint
+from roll_lite.train.checkpoint_folders import Checkpoints
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule
 from roll_lite.train.trainer import Trainer

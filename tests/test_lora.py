@@ -9,7 +9,8 @@ from roll_lite.cluster.cluster import Cluster
 from roll_lite.models.hf import load_model
 from roll_lite.models.lora import LoraOptions, adapters
 from roll_lite.train.batch import pack
-from roll_lite.train.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
+from roll_lite.train.checkpoint import load_checkpoint, save_checkpoint
+from roll_lite.train.checkpoint_folders import Checkpoints
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule
 from roll_lite.train.shards import read_manifest

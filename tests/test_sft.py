@@ -18,7 +18,7 @@ from roll_lite.options import from_flat
 from roll_lite.report.curve import read_metric
 from roll_lite.report.reader import RunFolder
 from roll_lite.train import trainer
-from roll_lite.train.checkpoint import verify
+from roll_lite.train.checkpoint_folders import verify
 from roll_lite.train.shards import read_manifest
 
 SHORT = {

@@ -13,7 +13,8 @@ from roll_lite.models.hf import load_model
 from roll_lite.train.batch import TrainingSequence, pack
 from roll_lite.train.losses import LossOptions, PolicyLoss, sft_loss
 from roll_lite.train.optimizer import Schedule
-from roll_lite.train.trainer import MAX_SKIPPED, Diverged, Trainer, combine
+from roll_lite.train.totals import combine
+from roll_lite.train.trainer import MAX_SKIPPED, Diverged, Trainer
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from roll_lite.report.config_file import (
     written_by,
 )
 from roll_lite.stopping import Ended, Stopped
-from roll_lite.train.checkpoint import is_finished
+from roll_lite.train.checkpoint_folders import is_finished
 
 T = TypeVar("T")
 RESUME = """--resume RUN_DIR continues a run with its own options; --resume auto starts the run of

@@ -10,39 +10,23 @@
 of that name is always complete.
 """
 
-import dataclasses
 import json
-import math
 import os
-import re
-import shutil
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from roll_lite.checks import at_least, refuse_changes
 from roll_lite.cluster.role import RoleHandle
-from roll_lite.models.config import ModelConfig
 from roll_lite.report.run import Run
 from roll_lite.stopping import Ended, StopRequest
+from roll_lite.train.checkpoint_folders import Checkpoints
 from roll_lite.train.shards import (
-    MANIFEST,
-    DamagedError,
-    Kind,
-    Manifest,
-    Piece,
-    ShardRecord,
-    check_cover,
     read_manifest,
-    read_shards,
-    write_manifest,
 )
-
-CHUNK_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,120 +51,6 @@ class CheckpointOptions:
         at_least(1, self, "keep_last")
 
 
-class Checkpoints:
-    """The folder of a run's checkpoints; used by the controller."""
-
-    def __init__(self, folder: str | Path, *, keep_last: int = 2, keep_best: int = 1):
-        if keep_last < 1 or keep_best < 0:
-            raise ValueError(
-                f"keep_last={keep_last} must be at least 1 and keep_best={keep_best} at least 0"
-            )
-        self.folder = Path(folder)
-        self.keep_last, self.keep_best = keep_last, keep_best
-        self._writing: set[int] = set()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._put_back_replaced()
-
-    def newest_first(self) -> list[Path]:
-        """Complete checkpoints."""
-        steps = {_step(path): path for path in self.folder.iterdir()}
-        return [steps[step] for step in sorted(steps.keys() - {None}, reverse=True)]
-
-    def newest_whole(self, verify_all: Callable[[Path], list[str]]) -> Path | None:
-        """The newest one without problems (`verify` over all parts); None if there is none."""
-        damaged = []
-        for path in self.newest_first():
-            problems = list(dict.fromkeys(verify_all(path)))  # each part reports the manifest
-            if not problems:
-                return path
-            damaged.append(f"{path} is damaged: {'; '.join(problems)}")
-            print(f"{damaged[-1]}; looking for an older checkpoint", flush=True)
-        if damaged:
-            raise DamagedError("no checkpoint is whole:\n" + "\n".join(damaged))
-        return None
-
-    def begin(self, step: int) -> Path:
-        """An empty folder for the files of all ranks; partial folders of dead runs are removed."""
-        self._writing.add(step)
-        being_written = {self._hidden(other, "partial") for other in self._writing - {step}}
-        for leftover in self.folder.glob(".step-*"):
-            if leftover not in being_written:
-                shutil.rmtree(leftover, ignore_errors=True)
-        partial = self._hidden(step, "partial")
-        partial.mkdir()
-        return partial
-
-    def finish(
-        self,
-        step: int,
-        records: Sequence[ShardRecord],
-        *,
-        architecture: ModelConfig,
-        state: dict[str, Any],
-        layout: dict[str, int],
-        kind: Kind = "full",
-        score: float | None = None,
-    ) -> Path:
-        """Publish the checkpoint once all ranks have written, and remove superseded ones."""
-        manifest = Manifest(
-            step=step,
-            kind=kind,
-            score=score,
-            layout=layout,
-            architecture=dataclasses.asdict(architecture),
-            state=state,
-            files=sorted(records, key=lambda record: record.file),
-        )
-        partial, path = self._hidden(step, "partial"), self.folder / _name(step)
-        try:
-            check_cover(records)
-            _check_present(partial, records)
-            write_manifest(partial, manifest)
-            self._publish(partial, path)
-        except BaseException:
-            self.abandon(step)
-            raise
-        self._writing.discard(step)
-        self._prune(path)
-        return path
-
-    def abandon(self, step: int) -> None:
-        """Remove what was written since `begin`."""
-        self._writing.discard(step)
-        shutil.rmtree(self._hidden(step, "partial"), ignore_errors=True)
-        self._put_back_replaced()
-
-    def _publish(self, partial: Path, path: Path) -> None:
-        _sync_folder(partial)
-        replaced = self._hidden(_step(path), "replaced")
-        if path.exists():  # a run resumed from an earlier step writes this one again
-            path.rename(replaced)
-        partial.rename(path)
-        _sync_folder(self.folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-
-    def _put_back_replaced(self) -> None:
-        """Undo a replacement that was interrupted between its two renames."""
-        for replaced in self.folder.glob(".step-*.replaced"):
-            path = self.folder / replaced.stem.removeprefix(".")
-            if not path.exists():
-                replaced.rename(path)
-
-    def _prune(self, just_written: Path) -> None:
-        present = self.newest_first()
-        scores = {path: score for path in present if (score := _score(path)) is not None}
-        best = sorted(scores, key=lambda path: (scores[path], _step(path)), reverse=True)
-        kept = {just_written, *present[: self.keep_last], *best[: self.keep_best]}
-        for path in set(present) - kept:
-            # Rename first: a half-removed folder must not look like a checkpoint.
-            removed = self._hidden(_step(path), "removed")
-            path.rename(removed)
-            shutil.rmtree(removed, ignore_errors=True)
-
-    def _hidden(self, step: int, suffix: Literal["partial", "replaced", "removed"]) -> Path:
-        return self.folder / f".{_name(step)}.{suffix}"
-
-
 def refuse_links_out(run_dir: str | Path) -> None:
     """Raise ValueError for a link in a run folder that leads out of it: a run that goes on there
     would write to other folders. The run folder itself may be a link."""
@@ -191,17 +61,6 @@ def refuse_links_out(run_dir: str | Path) -> None:
                     f"{path} is a link to {path.resolve()}, out of run_dir={run_dir}; replace it "
                     "by what it leads to, or resume with the run_dir that it leads to"
                 )
-
-
-def is_finished(run_dir: str | Path, steps: int) -> bool:
-    """Whether a run has its last checkpoint and the model that was exported after it."""
-    try:
-        checkpoint = Path(run_dir) / "checkpoints" / _name(steps) / MANIFEST
-        return (Path(run_dir) / "model" / "config.json").stat().st_mtime_ns >= (
-            checkpoint.stat().st_mtime_ns
-        )
-    except OSError:  # one of them does not exist
-        return False
 
 
 class Resumable(Protocol):
@@ -407,83 +266,3 @@ def load_checkpoint(
         trainer.read_checkpoint(str(folder))
     print(f"resuming from {folder}", flush=True)
     return state
-
-
-def read_pieces(
-    folder: str | Path, wanted: dict[str, Piece], *, kind: Kind | None = "full"
-) -> None:
-    """Fill a rank's pieces in place. A checkpoint of another `kind` is refused; None is any."""
-    manifest = read_manifest(folder)
-    if kind not in (None, manifest.kind):
-        remedy = {
-            "full": "turn LoRA off, or resume from an adapter checkpoint",
-            "adapter": "turn LoRA on with the same rank, or resume from a full checkpoint",
-        }
-        raise ValueError(
-            f"{folder} has kind={manifest.kind!r}, and the run trains kind={kind!r}; "
-            f"{remedy[manifest.kind]}"
-        )
-    read_shards(folder, manifest.files, wanted)
-
-
-def verify(folder: str | Path, part: int = 0, num_parts: int = 1) -> list[str]:
-    """Problems of the manifest and of one part of the files."""
-    try:
-        manifest = read_manifest(folder)
-    except DamagedError as error:
-        return [str(error)]
-    found = [_problem(Path(folder) / r.file, r) for r in manifest.files[part::num_parts]]
-    return [problem for problem in found if problem]
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def _step(path: Path) -> int | None:
-    match = re.fullmatch(r"step-(\d{8,})", path.name)
-    return int(match[1]) if match else None
-
-
-def _score(path: Path) -> float | None:
-    try:
-        score = read_manifest(path).score
-    except ValueError:  # damaged, or of a newer format
-        return None
-    return score if score is not None and math.isfinite(score) else None
-
-
-def _check_present(partial: Path, records: Sequence[ShardRecord]) -> None:
-    """Ranks of other machines may have written to local folders of the same name."""
-    for record in records:
-        path = partial / record.file
-        if not path.exists() or path.stat().st_size != record.size:
-            raise ValueError(
-                f"{path} does not have the {record.size} bytes that its rank wrote; "
-                "put the checkpoints on a file system that all machines share"
-            )
-
-
-def _problem(path: Path, record: ShardRecord) -> str | None:
-    try:
-        size = path.stat().st_size
-        if size != record.size:
-            return f"{path} has {size} bytes instead of {record.size}"
-        crc32 = 0
-        with path.open("rb", buffering=0) as file:
-            while chunk := file.read(CHUNK_BYTES):
-                crc32 = zlib.crc32(chunk, crc32)
-    except FileNotFoundError:
-        return f"{path} is missing"
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
-    return None if crc32 == record.crc32 else f"{path} has changed since it was written"
-
-
-def _sync_folder(folder: Path) -> None:
-    """Wait until the folder's entries are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from threading import Thread
 from typing import Any, Literal
 
@@ -34,7 +33,7 @@ from roll_lite.models.transformer import Checkpointing, Head
 from roll_lite.progress import ProgressBar
 from roll_lite.stopping import Ended
 from roll_lite.train.batch import MicroBatch, TrainingSequence, unpack
-from roll_lite.train.checkpoint import read_pieces, verify
+from roll_lite.train.checkpoint_folders import read_pieces, verify
 from roll_lite.train.losses import Loss
 from roll_lite.train.offload import local
 from roll_lite.train.optimizer import AdamW, Schedule
@@ -46,8 +45,8 @@ from roll_lite.train.shards import (
     read_manifest,
     write_shard,
 )
+from roll_lite.train.totals import ENTROPY, LOSS, Totals
 
-LOSS, WEIGHT, ENTROPY = "loss/loss", "weight", "loss/entropy"
 MAX_SKIPPED = 5
 """Updates in a row without a finite gradient that end a run."""
 
@@ -376,37 +375,6 @@ def _token_bar(batch: list[MicroBatch], label: str) -> ProgressBar:
     return ProgressBar(sum(len(micro.token_ids_T) for micro in batch), label, "tokens")
 
 
-class Totals:
-    """Accumulates measurements of rows: weighted means, `_max` maxima, and the loss as a sum."""
-
-    def __init__(self):
-        self._values: dict[str, Tensor] = {}
-
-    def add(self, rows: dict[str, Tensor], weights_R: Tensor) -> None:
-        rows = rows | {WEIGHT: torch.ones_like(weights_R)}
-        for name, value_R in rows.items():
-            if name.endswith("_max"):
-                largest = torch.cat([value_R, value_R.new_zeros(1)]).max()
-                self._values[name] = torch.maximum(self._values.get(name, largest), largest)
-            else:
-                self._values[name] = self._values.get(name, 0.0) + (value_R * weights_R).sum()
-
-    def over_ranks(self, group: dist.ProcessGroup) -> dict[str, float]:
-        metrics = {}
-        for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
-            is_max = operation == dist.ReduceOp.MAX
-            names = [name for name in self._values if name.endswith("_max") == is_max]
-            if names:
-                values = torch.stack([self._values[name].float() for name in names])
-                dist.all_reduce(values, operation, group=group)
-                metrics |= dict(zip(names, values.tolist(), strict=True))
-        total = metrics.pop(WEIGHT)
-        return {
-            name: value if name == LOSS or name.endswith("_max") else value / total
-            for name, value in metrics.items()
-        }
-
-
 def note_entropies(
     trainer: RoleHandle, batch: list[MicroBatch], sequences: Sequence[TrainingSequence]
 ) -> None:
@@ -416,16 +384,3 @@ def note_entropies(
     rows = [rows_R for replica in replicas for rows_R in replica]
     for sequence, values in zip(sequences, unpack(batch, rows, sequences), strict=True):
         sequence.entropies = sequence.entropies or values
-
-
-def combine(updates: list[dict[str, float]]) -> dict[str, float]:
-    """The metrics of several updates as one: times and skips are summed, `_max` is the maximum and
-    others are averaged. Empty without updates."""
-    result = {}
-    for name in updates[0] if updates else ():
-        values = [metrics[name] for metrics in updates]
-        if name.startswith("time/") or name == "loss/skipped_steps":
-            result[name] = sum(values)
-        else:
-            result[name] = max(values) if name.endswith("_max") else fmean(values)
-    return result

@@ -1,0 +1,53 @@
+"""Measurements of a step: summed over micro-batches and ranks, and of several updates as one."""
+
+from statistics import fmean
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+LOSS, WEIGHT, ENTROPY = "loss/loss", "weight", "loss/entropy"
+
+
+class Totals:
+    """Accumulates measurements of rows: weighted means, `_max` maxima, and the loss as a sum."""
+
+    def __init__(self):
+        self._values: dict[str, Tensor] = {}
+
+    def add(self, rows: dict[str, Tensor], weights_R: Tensor) -> None:
+        rows = rows | {WEIGHT: torch.ones_like(weights_R)}
+        for name, value_R in rows.items():
+            if name.endswith("_max"):
+                largest = torch.cat([value_R, value_R.new_zeros(1)]).max()
+                self._values[name] = torch.maximum(self._values.get(name, largest), largest)
+            else:
+                self._values[name] = self._values.get(name, 0.0) + (value_R * weights_R).sum()
+
+    def over_ranks(self, group: dist.ProcessGroup) -> dict[str, float]:
+        metrics = {}
+        for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+            is_max = operation == dist.ReduceOp.MAX
+            names = [name for name in self._values if name.endswith("_max") == is_max]
+            if names:
+                values = torch.stack([self._values[name].float() for name in names])
+                dist.all_reduce(values, operation, group=group)
+                metrics |= dict(zip(names, values.tolist(), strict=True))
+        total = metrics.pop(WEIGHT)
+        return {
+            name: value if name == LOSS or name.endswith("_max") else value / total
+            for name, value in metrics.items()
+        }
+
+
+def combine(updates: list[dict[str, float]]) -> dict[str, float]:
+    """The metrics of several updates as one: times and skips are summed, `_max` is the maximum and
+    others are averaged. Empty without updates."""
+    result = {}
+    for name in updates[0] if updates else ():
+        values = [metrics[name] for metrics in updates]
+        if name.startswith("time/") or name == "loss/skipped_steps":
+            result[name] = sum(values)
+        else:
+            result[name] = max(values) if name.endswith("_max") else fmean(values)
+    return result
