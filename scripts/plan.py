@@ -11,7 +11,7 @@ with 1 if the run would not fit.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import tyro
@@ -28,6 +28,9 @@ from roll_lite.cluster.planner import BatchPlan, Plan, take_turns
 from roll_lite.cluster.run_speed import run_table
 from roll_lite.cluster.speed import Machine, known_gpu
 from roll_lite.models.config import ModelConfig, planned_config
+
+DEFAULT = "qwen3-0.6b"
+READ_OF_RUN = ("run", "model")
 
 
 @dataclass(kw_only=True)
@@ -80,15 +83,15 @@ class Config:
 
     def __post_init__(self):
         if self.run is not None:
+            unread_with("run", self, *(f.name for f in fields(self) if f.name not in READ_OF_RUN))
             return
-        self.model = self.model or "qwen3-0.6b"
         at_least(1, self, "world_size", "ranks_per_node", "max_tokens")
         if self.device_gib is not None:
             above(0, self, "device_gib")
         if self.max_staleness:
             unread_with("max_staleness above 0", self, "engines_sleep", "offload")
         batch_plan(self)
-        device_map(self, planned_config(self.model))
+        device_map(self, planned_config(self.model or DEFAULT))
 
 
 def device_bytes(cfg: Config) -> int | None:
@@ -129,12 +132,22 @@ def batch_plan(cfg: Config) -> BatchPlan:
     )
 
 
+def show_run(folder: str, model: str | None) -> None:
+    try:
+        table = run_table(folder, model)
+    except KeyError as error:
+        sys.exit(f"error: {folder} has no {error}: it is of another version or recipe")
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    print(format_table(table))
+
+
 def main(cfg: Config) -> bool:
     """Returns whether the run would fit."""
     if cfg.run is not None:
-        print(format_table(run_table(cfg.run, cfg.model)))
+        show_run(cfg.run, cfg.model)
         return True
-    config = planned_config(cfg.model)
+    config = planned_config(cfg.model or DEFAULT)
     chosen, reasons = device_map(cfg, config)
     for reason in reasons:
         print(f"device map: {reason}")
@@ -149,8 +162,5 @@ def main(cfg: Config) -> bool:
 
 
 if __name__ == "__main__":
-    try:
-        fits = main(tyro.cli(Config, description=__doc__.split("\n\n")[0]))
-    except (ValueError, OSError) as error:  # of a run's folder
-        sys.exit(f"error: {error}")
+    fits = main(tyro.cli(Config, description=__doc__.split("\n\n")[0]))
     sys.exit(0 if fits else 1)

@@ -28,8 +28,8 @@ def main(model, device):
             cluster.role(name, check_gpus.Speaker, **options).answer(requests)
             for name in ("alone", "all")
         )
-        assert check_gpus._reply_error(found, expected) < 1e-3
-        same = check_gpus._num_equal(found, expected)
+        assert check_gpus.reply_error(found, expected) < 1e-3
+        same = check_gpus.num_equal(found, expected)
         print(f"{size} ranks: {same} of {len(expected)} replies equal")
 
 

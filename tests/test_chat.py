@@ -261,6 +261,12 @@ def test_a_template_that_fills_the_memory_is_refused(tmp_path, filling):
     assert resource.getrlimit(resource.RLIMIT_DATA) == limits
 
 
+def test_a_template_that_writes_without_end_is_refused_before_it_is_encoded(tmp_path):
+    """The tokenizer, which is not Python, would end the process for want of memory."""
+    with pytest.raises(ValueError, match=r"makes 60,000,0\d\d characters of a short conversation"):
+        chat_with(tmp_path, "{{ messages[0].content }}{{ 'a' * 60000000 }}")
+
+
 def test_thoughts_where_the_template_asks_for_none_are_refused(folder_of):
     chat = Chat(folder_of("qwen3"), enable_thinking=False)
     with pytest.raises(

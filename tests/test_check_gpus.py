@@ -40,6 +40,6 @@ def test_replies_are_compared_up_to_the_first_difference():
         ([5, 6, 7], [-0.5, -1.1, -2.0], 0.1),
         ([5, 9, 9], [-0.5, -1.5, -9.0], 0.5),
     ]:
-        found = check_gpus._reply_error([(ids, logprobs)], expected)
+        found = check_gpus.reply_error([(ids, logprobs)], expected)
         assert found == pytest.approx(error)
     assert check_gpus._verdict(float("nan"), 1e-4) == "FAILED"

@@ -727,6 +727,29 @@ def test_a_page_that_breaks_is_computed_again(qwen, ahead):
     assert engine.pool.num_free == engine.pool.num_pages
 
 
+def test_a_sample_starts_as_soon_as_another_has_ended(qwen):
+    """Not a burst later: bursts of four tokens take hardly more steps than bursts of one."""
+    _, model = qwen
+    requests = [
+        Request(prompt_ids=prompt, params=SamplingParams(max_tokens=n, temperature=0.0))
+        for prompt, n in zip(prompts_of([6] * 12), [5, 25, 9, 17, 3, 30] * 2, strict=True)
+    ]
+
+    def num_steps(burst):
+        engine = engine_with(model, num_pages=900, max_num_seqs=4, burst=burst, launch_ahead=False)
+        counted, decode = [], engine.runner.decode
+
+        def decode_and_count(sequences, num_steps):
+            counted.append(num_steps)
+            return decode(sequences, num_steps)
+
+        engine.runner.decode = decode_and_count
+        engine.generate(requests)
+        return sum(counted)
+
+    assert num_steps(1) <= num_steps(4) <= num_steps(1) + 4
+
+
 def test_rows_move_while_the_device_works(qwen):
     """Samples end at many lengths, and some are aborted: every next burst is launched ahead all the
     same, and no sample changes."""

@@ -144,6 +144,7 @@ def test_a_colocated_step_of_32b_takes_about_what_a_gpu_took():
 
 ADDITION = {  # two seeds on one H200: medians of a step
     "rollout/started": 1024, "rollout/trained_samples": 168, "rollout/reply_tokens": 12.1,
+    "rollout/longest_reply": 30,
     "train/tokens_per_second": 61_000, "time/rollout": 0.324, "time/prepare": 0.006,
     "time/train": 0.145, "time/sync": 0.005, "time/step": 0.487,
 }  # fmt: skip
@@ -156,6 +157,7 @@ def test_a_run_is_shown_beside_the_plan_of_its_samples(tmp_path, command):
         "max_tokens": 48, "updates_per_step": 4, "epochs": 1, "tokens_per_microbatch": 32768,
         "kv_cache_gib": 8.0, "engines_sleep": False, "offload": False, "max_staleness": 0.0,
         "checkpointing": "none", "moments": "float32", "lora_rank": 0, "lora_targets": ["qkv"],
+        "device_map": "auto", "kl_coef": 0.0, "denominator": "behaviour",
         "starts": [{"hardware": "1 x NVIDIA H200", "ranks": {"train": [[0]], "generate": [[0]]}}],
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(options))

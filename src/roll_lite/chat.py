@@ -11,11 +11,11 @@ from typing import Any
 import jinja2
 
 from roll_lite.chat_template import (
-    bounded_memory,
     check_arguments,
     load_tokenizer,
     special_tokens,
     stop_ids,
+    try_template,
     with_fixed_date,
 )
 from roll_lite.types import Message, Prompt
@@ -43,10 +43,11 @@ class Chat:
         self._special = special_tokens(self.tokenizer)
         # SentencePiece tokenizers put a space before a text, but not behind a newline.
         self._lead = "" if self._ids("\na")[-1:] == self._ids("a") else "\n"
-        with bounded_memory(folder):
-            self.end_of_turn = self._end_of_turn()
-            self._opening = self._render([_QUESTION])
-            self._turn_end, self._after_turn = self._text_after_reply()
+        try_template(folder, lambda: self._render([_QUESTION]))
+        try_template(folder, lambda: "".join(self._around_reply([_QUESTION], [])))
+        self.end_of_turn = self._end_of_turn()
+        self._opening = self._render([_QUESTION])
+        self._turn_end, self._after_turn = self._text_after_reply()
         self.stop_ids = stop_ids(Path(folder), self.end_of_turn, self.tokenizer.eos_token_id)
         """Sampling one of these ends a turn."""
 

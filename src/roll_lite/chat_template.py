@@ -3,7 +3,7 @@
 import json
 import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
@@ -19,8 +19,9 @@ DATE = date(2024, 7, 26)
 """What templates write that show today's date: a run, its resumption and the evaluation of its
 model read the same. It is the date that Llama's templates fall back to."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-TEMPLATE_BYTES = 2**30
-"""Memory that a template may take when it is first tried, on a short conversation."""
+TEMPLATE_BYTES, TEMPLATE_TEXT = 2**30, 2**20
+"""Memory that a template may take when it is tried on a short conversation, and characters that it
+may write."""
 NOT_ARGUMENTS = {
     "messages", "add_generation_prompt", "raise_exception", "strftime_now", "namespace",
     "bos_token", "eos_token", "unk_token", "pad_token",
@@ -131,13 +132,21 @@ def with_fixed_date(template: str) -> str:
     return re.sub(call, lambda found: repr(DATE.strftime(found[2])), template)
 
 
-@contextmanager
-def bounded_memory(folder: str | Path) -> Iterator[None]:
-    """Refuse the template of a folder if it takes more than TEMPLATE_BYTES.
+def try_template(folder: str | Path, render: Callable[[], str]) -> None:
+    """Refuse the template of a folder if it fills the memory or writes without end."""
+    with _bounded_memory(folder):
+        text = render()
+    if len(text) > TEMPLATE_TEXT:
+        raise ValueError(
+            f"the chat template of {folder} makes {len(text):,} characters of a short "
+            "conversation; take the model from a source you trust"
+        )
 
-    Jinja's sandbox keeps a template from files and code, not from memory. The limit is that of the
-    process, so this is for its start, when no other thread takes as much.
-    """
+
+@contextmanager
+def _bounded_memory(folder: str | Path) -> Iterator[None]:
+    """Jinja's sandbox keeps a template from files and code, not from memory. The limit is that of
+    the process, so it is there for a moment only."""
     usage = Path("/proc/self/statm")
     if not usage.exists():  # not Linux
         yield
@@ -151,7 +160,7 @@ def bounded_memory(folder: str | Path) -> Iterator[None]:
     except MemoryError:
         raise ValueError(
             f"the chat template of {folder} takes more than {TEMPLATE_BYTES >> 20:,} MiB of memory "
-            "for a short conversation; take the model from somebody you trust"
+            "for a short conversation; take the model from a source you trust"
         ) from None
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)

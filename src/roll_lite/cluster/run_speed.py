@@ -15,7 +15,12 @@ WARM_UP = 2
 """Steps that are left out: they capture graphs, compile kernels and pin host memory."""
 ANY_BYTES = 2**50  # of a device: the run has fitted
 
+PLANNED = {"train", "generate", "reference"}
+"""Roles whose model is the policy's, or as large."""
+
 Row = Mapping[str, float]
+Ranks = Mapping[str, Sequence[Sequence[int]]]
+"""Of each replica of each role."""
 
 
 def run_table(folder: str | Path, model: str | None = None) -> list[list[str]]:
@@ -32,9 +37,11 @@ def run_table(folder: str | Path, model: str | None = None) -> list[list[str]]:
         raise ValueError(
             f"{folder} ran on {start['hardware']}; only steps on known GPUs are planned"
         )
+    if others := sorted(set(start["ranks"]) - PLANNED):
+        raise ValueError(f"{folder} has the role {others[0]}, which is not planned here")
     plan = Plan(
-        planned_config(model or config["model"]), _device_map(start["ranks"]),
-        _batch(config), ANY_BYTES,
+        planned_config(model or config["model"]), _device_map(config["device_map"], start["ranks"]),
+        _batch(config, start["ranks"]), ANY_BYTES,
     )  # fmt: skip
     planned = step_seconds(plan, Machine(gpu), _samples(config, rows))
     return seconds_table(planned, measured_seconds(rows))
@@ -71,26 +78,29 @@ def measured_seconds(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def _device_map(ranks: Mapping[str, Sequence[Sequence[int]]]) -> DeviceMap:
-    """From the ranks of each replica of each role."""
-    parts = []
-    for role, replicas in ranks.items():
-        members = [rank for replica in replicas for rank in replica]
-        parts.append(f"{role}={min(members)}-{max(members)},tp={len(replicas[0])}")
+def _device_map(text: str, ranks: Ranks) -> DeviceMap:
+    """As given; one that was chosen, from the ranks of each replica."""
     world_size = 1 + max(rank for of in ranks.values() for replica in of for rank in replica)
-    return parse_device_map(" ".join(parts), world_size)
+    if text == "auto":
+        parts = []
+        for role, replicas in ranks.items():
+            members = "+".join(str(rank) for replica in replicas for rank in replica)
+            parts.append(f"{role}={members},tp={len(replicas[0])}")
+        text = " ".join(parts)
+    return parse_device_map(text, world_size)
 
 
-def _batch(config: Mapping[str, Any]) -> BatchPlan:
+def _batch(config: Mapping[str, Any], ranks: Ranks) -> BatchPlan:
     same = (
         "prompts_per_step", "samples_per_prompt", "tokens_per_microbatch", "updates_per_step",
         "epochs", "kv_cache_gib", "engines_sleep", "offload", "checkpointing", "moments",
-        "lora_rank",
+        "lora_rank", "max_staleness",
     )  # fmt: skip
+    is_own_reference = config["kl_coef"] > 0 and "reference" not in ranks
     return BatchPlan(
         **{name: config[name] for name in same},
         reply_tokens=config["max_tokens"],
-        max_staleness=int(config["max_staleness"]),
+        policy_scores=is_own_reference + (config["denominator"] == "old"),
         lora_targets=tuple(config["lora_targets"]),
     )
 

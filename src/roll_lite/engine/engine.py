@@ -88,7 +88,7 @@ class Engine:
         self._decode_text = decode
         self._in_flight: InFlightBatch | None = None
         self._rows_are_stale = False
-        """Whether the device still decodes a sequence that has ended."""
+        """Whether the batch has rows of sequences that no longer run."""
         self._ended: list[Sequence] = []
         """Sequences whose turns are not yet reported."""
         self._handles: dict[int, Handle] = {}
@@ -160,13 +160,15 @@ class Engine:
                 earlier, self._in_flight = self._in_flight, launched
                 self._collect(earlier)
                 return
-            if chunks := self.scheduler.schedule_prefill():
+            chunks = self.scheduler.schedule_prefill()
+            if not chunks:
+                self._drain()
+                chunks = self.scheduler.schedule_prefill()  # there may be room now
+            if chunks:
                 earlier, self._in_flight = self._in_flight, self._prefill(chunks)
                 self._collect(earlier)  # while the device runs this one
-            else:
-                self._drain()
-                if self.scheduler.running:
-                    self._in_flight = self._decode()
+            elif self.scheduler.running:
+                self._in_flight = self._decode()
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -288,7 +290,8 @@ class Engine:
         return self.runner.decode(self.scheduler.running, num_steps)
 
     def _decode_ahead(self) -> InFlightBatch | None:
-        """Launch the next burst before the last is collected, if its rows will do."""
+        """Launch the next burst before the last is collected, unless a prefill is due or pages are
+        short."""
         earlier, running = self._in_flight, self.scheduler.running
         if not self.launch_ahead or not earlier or not earlier.rows or not running:
             return None

@@ -168,7 +168,8 @@ class Runner:
 
     @torch.inference_mode()
     def keep_rows(self, sequences: list[Sequence], launched: InFlightBatch) -> None:
-        """Take out the rows of all other sequences, while the device still runs this burst."""
+        """Take out the rows of sequences that are not given, while the device still runs the burst
+        that was launched."""
         lengths, rows = self.batch.lengths(), self.batch.rows_of(sequences)
         self.batch.move(rows, self._tensor(rows))
         launched.moved = rows, lengths

@@ -75,7 +75,8 @@ class PendingRequest:
 
     def join(self, index: int, sample: WaitingSample) -> asyncio.Future:
         """The future of a sample, which is told from now on what becomes of the request."""
-        self.samples[index] = sample
+        if not self.futures[index].done():
+            self.samples[index] = sample
         if self.replica is not None:
             sample.on_admitted()
         return self.futures[index]

@@ -74,7 +74,7 @@ class RolloutOptions:
 
     @property
     def max_samples_in_flight(self) -> int:
-        """Most samples that are being generated, ready or in training."""
+        """Most samples of training that are being generated, ready or in training."""
         num_groups = self.max_in_flight + self.extra_groups
         return num_groups * (self.samples_per_prompt + self.extra_samples)
 
