@@ -173,6 +173,7 @@ class Broken:
         return "on", float(len(action) % 2), self.num_steps == 3, False, {}
 
 
+@pytest.mark.slow
 def test_failing_environments_are_counted_and_the_run_goes_on_until_they_are_too_many(
     train, tmp_path, monkeypatch, capsys
 ):

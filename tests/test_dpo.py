@@ -91,6 +91,7 @@ def test_another_reference_gives_its_own_margins(imitator, small_folder, tmp_pat
     assert metric(other, "reward/chosen")[0] > own[0] + 0.1  # it has learnt since
 
 
+@pytest.mark.slow
 def test_dpo_from_a_file_as_a_user_runs_it(imitator, tmp_path):
     rows = [
         {"prompt": f"Reverse {a}{b}", "chosen": b + a, "rejected": b} for a in "abcd" for b in "xyz"

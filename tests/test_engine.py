@@ -222,7 +222,7 @@ def test_chunked_prefill_changes_no_token(qwen, budget):
 @pytest.mark.parametrize(
     ("seed", "num_rounds", "ahead", "page_size"),
     [
-        (0, 100, False, 4),
+        pytest.param(0, 100, False, 4, marks=pytest.mark.slow),
         (1, 100, True, 64),
         # Few pages, bursts of 1, 3 and 8; then more pages
         pytest.param(2, 200, True, 4, marks=pytest.mark.slow),

@@ -81,6 +81,7 @@ def test_a_keeper_ends_as_its_rank(start):
     assert [process.wait() for process in ends] == [*ends.values()]
 
 
+@pytest.mark.slow
 def test_after_letting_go_a_keeper_ends_with_the_run(start, store):
     failed, aborted = start("let_go", "exit", "3"), start("let_go", "abort")
     killed, stopped = start("let_go"), start("let_go")
