@@ -104,10 +104,8 @@ class Engine:
 
     def submit(self, request: Request, on_turn: OnTurn | None = None) -> Handle:
         self._check(request)
-        handle, seed = (
-            Handle(self._next_id, [None] * request.num_samples, on_turn),
-            request.noise_seed,
-        )
+        handle = Handle(self._next_id, [None] * request.num_samples, on_turn)
+        seed = request.noise_seed
         self._next_id += 1
         handle.sequences = [
             Sequence(
@@ -293,9 +291,8 @@ class Engine:
         """Launch the next burst before the last is collected, unless a prefill is due or pages are
         short."""
         earlier, running = self._in_flight, self.scheduler.running
-        if not self.launch_ahead or not earlier or not earlier.rows or not running:
-            return None
-        if self.scheduler.may_prefill:
+        is_burst = earlier is not None and earlier.rows is not None
+        if not self.launch_ahead or not is_burst or not running or self.scheduler.may_prefill:
             return None
         before = len(earlier.token_ids_SN)
         num_steps = self._num_steps(before)
