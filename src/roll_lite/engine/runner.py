@@ -32,6 +32,8 @@ ROW_BUCKETS = (
 )  # fmt: skip
 LARGE_BUCKET = 128
 LENGTH_BUCKET = 512
+CAPTURE_BYTES = 2**30
+"""More than a decode step needs beside the KV cache; memory cannot be freed during a capture."""
 TRUNCATION = {"top_k": torch.int64, "top_p": torch.float32, "min_p": torch.float32}
 
 
@@ -88,6 +90,7 @@ class Runner:
         num_counters = max_num_seqs, model.local_config.num_kv_heads
         self._finished_BK = zeros.new_zeros(num_counters, dtype=torch.int32)
         self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
+        self._capture_stream: torch.cuda.Stream | None = None  # one: each keeps memory of its own
         self._use_graphs = self.device.type == "cuda" and backend != "torch"
 
     @torch.inference_mode()
@@ -266,9 +269,14 @@ class Runner:
         return self._graphs[key].replay
 
     def _capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Capture with all rows inactive, so that the warm-up run changes nothing."""
+        """Capture with all rows inactive, so that the warm-up run changes nothing.
+
+        `torch.cuda.graph` would first give all cached memory back to the driver, training's too.
+        """
+        if torch.cuda.mem_get_info(self.device)[0] < CAPTURE_BYTES:
+            torch.cuda.empty_cache()
         held = self.batch.deactivate()
-        stream = torch.cuda.Stream()
+        stream = self._capture_stream = self._capture_stream or torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._step_index.zero_()
@@ -277,8 +285,12 @@ class Runner:
         self._step_index.zero_()
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._graphs.values())).pool() if self._graphs else None
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            step()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                step()
+            finally:
+                graph.capture_end()
         self.batch.restore(held)
         return graph
 
