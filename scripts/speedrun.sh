@@ -24,6 +24,6 @@ python recipes/evaluate.py --model "$model" "${asked[@]}" --run-dir "$out/before
 python recipes/rlvr.py --model "$model" --data "$data/gsm8k-train.jsonl" --run-dir "$out/rlvr" \
   --eval-every 0 --max-tokens 512 --prompts-per-step 128 --samples-per-prompt 8 --steps 60 \
   --updates-per-step 4 --drop-equal --max-refills 0 --lr 3e-6 --schedule linear \
-  --kv-cache-gib 16 --tokens-per-microbatch 16384 --rollouts-every 0 --checkpoint-minutes 0 "$@"
+  --kv-cache-gib 16 --tokens-per-microbatch 32768 --rollouts-every 0 --checkpoint-minutes 0 "$@"
 python recipes/evaluate.py --model "$out/rlvr/model" "${asked[@]}" --run-dir "$out/after"
 python scripts/record.py "$out"
