@@ -622,6 +622,29 @@ def test_preempted_samples_are_aborted_with_the_running_ones(qwen):
     assert [handle.turns[0].finish_reason for handle in handles] == ["abort"] * 3
 
 
+def test_preempted_samples_finish_though_new_ones_wait_ahead_of_them(qwen):
+    """As followers do that had no room."""
+    _, model = qwen
+    engine = engine_with(model, num_pages=14, burst=3)
+    started = [engine.submit(Request(prompt_ids=p, params=GREEDY)) for p in prompts_of([9, 14, 5])]
+    while not engine.scheduler.num_preempted:
+        engine.step()
+    (new_prompt,) = prompts_of([6], seed=1)
+    new = engine.submit(Request(prompt_ids=new_prompt, params=GREEDY))
+    engine.scheduler.waiting.rotate(1)
+    assert [s.num_sampled > 0 for s in engine.scheduler.waiting][:2] == [False, True]
+    steps_left, step = iter(range(1000)), engine.step
+
+    def counted_step():
+        next(steps_left)  # StopIteration where they never finish
+        step()
+
+    engine.step = counted_step
+    engine.load_weights([(name, p.clone()) for name, p in model.named_parameters()], 1, "finish")
+    assert all(len(handle.turns[0].token_ids) == 24 for handle in started)
+    assert new.turns == [None]
+
+
 @pytest.mark.parametrize("family", ["smollm2", "qwen3"])
 def test_long_prompts_give_the_same_bits_alone_and_together(family, tmp_path):
     make_reference(family).save_pretrained(tmp_path)

@@ -62,10 +62,9 @@ class Scheduler:
 
     def _admit(self) -> bool:
         """Give the first waiting sequence its pages, some of them from the prefix cache."""
-        if not self.waiting or self._is_full():
-            return False
-        sequence = self.waiting[0]
-        if self.is_closed and sequence.num_sampled == 0:
+        may_enter = (s for s in self.waiting if s.num_sampled > 0 or not self.is_closed)
+        sequence = next(may_enter, None)
+        if sequence is None or self._is_full():
             return False
         num_tokens = sequence.length
         # The last token is always computed: its hidden state predicts the next token.
@@ -78,7 +77,7 @@ class Scheduler:
             self.pool.release(shared)
             self._refused_with = self.pool.num_free
             return False
-        self.waiting.popleft()
+        self.waiting.remove(sequence)
         sequence.pages = shared + self.pool.allocate(needed)
         sequence.num_computed = len(found) * self.pool.page_size
         self.num_reused_tokens += sequence.num_computed
