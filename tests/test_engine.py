@@ -623,7 +623,7 @@ def test_preempted_samples_are_aborted_with_the_running_ones(qwen):
 
 
 def test_preempted_samples_finish_though_new_ones_wait_ahead_of_them(qwen):
-    """As followers do that had no room."""
+    """Followers without room are put ahead of them."""
     _, model = qwen
     engine = engine_with(model, num_pages=14, burst=3)
     started = [engine.submit(Request(prompt_ids=p, params=GREEDY)) for p in prompts_of([9, 14, 5])]

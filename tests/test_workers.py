@@ -8,14 +8,17 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 import worker_rewards
 from process_checks import SOURCES, is_running, processes_with, wait_until
-from worker_rewards import OwnError, do, length, with_parts
+from worker_rewards import OwnError, do, is_imported, length, with_parts
 
+from roll_lite.rewards.combine import weighted
+from roll_lite.rewards.maths import math_answer
 from roll_lite.types import Prompt, Score
 from roll_lite.workers.failures import RewardCrash, RewardError, RewardsBroken, RewardTimeout
 from roll_lite.workers.pool import MAX_ASKED, RewardWorkers
@@ -69,6 +72,16 @@ def test_parts_are_plain_numbers(shared):
     result = score(shared, "", "parts")
     assert result == Score(value=0.5, parts={"short": 1.0, "long": 0.0})
     assert type(result.parts["short"]) is float
+
+
+@pytest.mark.parametrize("reward", [math_answer, partial(math_answer, guess=False)])
+def test_what_a_reward_needs_is_imported_before_its_first_call(reward):
+    pytest.importorskip("math_verify")
+    rewards = {"is_imported": is_imported, "sum": weighted({"right": (reward, 1.0)})}
+    with RewardWorkers(rewards, num_workers=2, seconds=60.0) as workers:
+        assert score(workers, "math_verify", "is_imported").value == 1
+    with RewardWorkers({"is_imported": is_imported}, num_workers=1, seconds=60.0) as workers:
+        assert score(workers, "math_verify", "is_imported").value == 0
 
 
 def test_hang(hasty):

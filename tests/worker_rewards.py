@@ -32,6 +32,10 @@ def with_parts(prompt, reply):
     return Score(value=0.5, parts={"short": True, "long": 0})
 
 
+def is_imported(prompt, reply):
+    return float(reply in sys.modules)
+
+
 def hang():
     while True:
         time.sleep(0.01)

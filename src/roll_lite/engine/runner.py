@@ -32,8 +32,6 @@ ROW_BUCKETS = (
 )  # fmt: skip
 LARGE_BUCKET = 128
 LENGTH_BUCKET = 512
-CAPTURE_BYTES = 2**30
-"""More than a decode step needs beside the KV cache; memory cannot be freed during a capture."""
 TRUNCATION = {"top_k": torch.int64, "top_p": torch.float32, "min_p": torch.float32}
 
 
@@ -265,33 +263,43 @@ class Runner:
             return step
         key = (num_rows, max_length, is_truncated)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(step)
+            self._graphs[key] = self._capture(step, num_rows * self._row_bytes(*key[1:]))
         return self._graphs[key].replay
 
-    def _capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _row_bytes(self, max_length: int, is_truncated: bool) -> int:
+        """More than a decode step allocates for a row."""
+        config = self.model.local_config
+        logits = config.vocab_size * (40 if is_truncated else 8)  # truncation sorts them
+        splits = config.num_heads * config.head_dim * (max_length // LENGTH_BUCKET) * 4
+        return logits + splits + 2**16
+
+    def _capture(self, step: Callable[[], None], num_bytes: int) -> torch.cuda.CUDAGraph:
         """Capture with all rows inactive, so that the warm-up run changes nothing.
 
-        `torch.cuda.graph` would first give all cached memory back to the driver, training's too.
+        Memory that torch has cached, training's too, goes back to the driver only if the capture
+        may need it: `torch.cuda.graph` would always do so, which takes up to a second.
         """
-        if torch.cuda.mem_get_info(self.device)[0] < CAPTURE_BYTES:
-            torch.cuda.empty_cache()
         held = self.batch.deactivate()
         stream = self._capture_stream = self._capture_stream or torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        try:
+            with torch.cuda.stream(stream):
+                self._step_index.zero_()
+                step()  # compiles kernels, initialises cuBLAS
+            torch.cuda.current_stream(self.device).wait_stream(stream)
             self._step_index.zero_()
-            step()  # compiles kernels, initialises cuBLAS
-        torch.cuda.current_stream().wait_stream(stream)
-        self._step_index.zero_()
-        graph = torch.cuda.CUDAGraph()
-        pool = next(iter(self._graphs.values())).pool() if self._graphs else None
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool, capture_error_mode="thread_local")
-            try:
-                step()
-            finally:
-                graph.capture_end()
-        self.batch.restore(held)
+            if torch.cuda.mem_get_info(self.device)[0] < num_bytes:
+                torch.cuda.empty_cache()  # during a capture none is freed
+            graph = torch.cuda.CUDAGraph()
+            pool = next(iter(self._graphs.values())).pool() if self._graphs else None
+            with torch.cuda.stream(stream):
+                graph.capture_begin(pool, capture_error_mode="thread_local")
+                try:
+                    step()
+                finally:
+                    graph.capture_end()
+        finally:
+            self.batch.restore(held)
         return graph
 
     def _step(self, rows: RowTensors, max_length: int, is_truncated: bool) -> None:

@@ -37,7 +37,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         """Oldest first."""
         self._refused_with: int | None = None
-        """Number of free pages when the first waiting sequence was last refused."""
+        """Number of free pages when the next waiting sequence was last refused."""
         self.num_preempted = 0
         self.num_reused_tokens = 0
 
@@ -62,9 +62,7 @@ class Scheduler:
 
     def _admit(self) -> bool:
         """Give the first waiting sequence its pages, some of them from the prefix cache."""
-        may_enter = (s for s in self.waiting if s.num_sampled > 0 or not self.is_closed)
-        sequence = next(may_enter, None)
-        if sequence is None or self._is_full():
+        if self._is_full() or (sequence := self._next_waiting()) is None:
             return False
         num_tokens = sequence.length
         # The last token is always computed: its hidden state predicts the next token.
@@ -83,6 +81,11 @@ class Scheduler:
         self.num_reused_tokens += sequence.num_computed
         self.prefilling.append(sequence)
         return True
+
+    def _next_waiting(self) -> Sequence | None:
+        """The first that may be admitted."""
+        may_enter = (s for s in self.waiting if s.num_sampled > 0 or not self.is_closed)
+        return next(may_enter, None)
 
     def _has_room(self, num_pages: int) -> bool:
         """With pages to spare for a burst of all, so that the new one is not preempted at once."""
@@ -119,7 +122,7 @@ class Scheduler:
     @property
     def may_prefill(self) -> bool:
         """Whether `schedule_prefill` may have something to compute."""
-        if self.prefilling or not self.waiting or self._is_full():
+        if self.prefilling or self._is_full() or self._next_waiting() is None:
             return bool(self.prefilling)
         return self._refused_with is None or self.pool.num_free > self._refused_with
 

@@ -79,6 +79,10 @@ def open_dataset(source: str) -> Any:
         raise ValueError(f"data={source!r}: {error}") from error
 
 
+def import_reasoning_gym() -> None:
+    import reasoning_gym  # noqa: F401
+
+
 @lru_cache(maxsize=1024)
 def _item(source: str, index: int) -> dict[str, Any]:
     return open_dataset(source)[index]

@@ -1,14 +1,19 @@
 """The reward of each domain, and the check that a prompt has what its reward needs."""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from roll_lite.rewards.choice import choice_answer, right_letter
 from roll_lite.rewards.code import check_isolation, check_tests, passes_tests
 from roll_lite.rewards.combine import Weighted
 from roll_lite.rewards.instructions import check_instructions, instructions_followed
-from roll_lite.rewards.maths import check_truth, math_answer
-from roll_lite.rewards.reasoning_gym import check_item, reasoning_gym_answer
+from roll_lite.rewards.maths import check_truth, import_math_verify, math_answer
+from roll_lite.rewards.reasoning_gym import (
+    check_item,
+    import_reasoning_gym,
+    reasoning_gym_answer,
+)
 from roll_lite.types import Prompt, Reward
 
 REWARDS: dict[str, Reward] = {
@@ -29,20 +34,38 @@ CHECKS: dict[Reward, Callable[[Prompt], Any]] = {
 }
 """Checks by reward; a check raises ValueError for a prompt that its reward cannot score."""
 
+IMPORTS: dict[Reward, Callable[[], Any]] = {
+    math_answer: import_math_verify,
+    reasoning_gym_answer: import_reasoning_gym,
+}
+"""What a reward imports at its first call, which takes seconds."""
+
+
+def import_ahead(rewards: Iterable[Reward]) -> None:
+    """Import what these rewards would import later; what fails to import, they report."""
+    parts = [_function(part) for reward in rewards for part in _parts(reward)]
+    for reward, import_it in IMPORTS.items():
+        if any(part is reward for part in parts):
+            with suppress(Exception):
+                import_it()
+
 
 def check_prompts(prompts: Iterable[Prompt], rewards: Mapping[str, Reward]) -> None:
     """Raise ValueError for the first prompt that its reward cannot score, here or at all."""
     domains = set()
     for prompt in prompts:
         domains.add(prompt.domain)
-        reward = rewards.get(prompt.domain)
-        reward = getattr(reward, "func", reward)  # unwrap functools.partial
+        reward = _function(rewards.get(prompt.domain))
         for known, check in CHECKS.items():
             if known is reward:
                 check(prompt)
     for reward in (part for domain in domains for part in _parts(rewards.get(domain))):
-        if getattr(reward, "func", reward) is passes_tests:
+        if _function(reward) is passes_tests:
             check_isolation(getattr(reward, "keywords", {}).get("isolation", "full"))
+
+
+def _function(reward: Reward | None) -> Reward | None:
+    return getattr(reward, "func", reward)  # unwrap functools.partial
 
 
 def _parts(reward: Reward | None) -> list[Reward | None]:

@@ -9,13 +9,20 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 
 from roll_lite.rewards.combine import is_async
+from roll_lite.rewards.registry import import_ahead
 from roll_lite.types import AsyncReward, Prompt, Reward, Score
 from roll_lite.workers.failures import REWARDS, ErrorBudget, Failure, RewardsBroken, describe
 from roll_lite.workers.link import SupervisorLink
 from roll_lite.workers.waiting import WaitingCalls
 from roll_lite.workers.worker import Work, WorkerLimits, checked, read_result, run_calls
 
-CALLS = Work(words=REWARDS, loop=run_calls, read=read_result, jobs_per_worker=1)
+CALLS = Work(
+    words=REWARDS,
+    loop=run_calls,
+    read=read_result,
+    jobs_per_worker=1,
+    import_ahead=import_ahead,
+)
 MAX_ASKED = 3
 """How often a call is made whose worker died for a reason that is not known."""
 Answer = tuple[float, Score | Failure]

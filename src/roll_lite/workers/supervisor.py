@@ -408,7 +408,8 @@ def serve(descriptor: int) -> None:
     except BaseException:  # importing the user's modules may raise anything
         client.send(traceback.format_exc())
         sys.exit(1)
-    supervisor = Supervisor(client, work, table, num_workers, limits)
     with suppress(OSError):  # the run has ended meanwhile
         client.send("")
-        supervisor.serve()
+        if work.import_ahead:  # while the run starts
+            work.import_ahead(table.values())
+        Supervisor(client, work, table, num_workers, limits).serve()

@@ -15,7 +15,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +99,8 @@ class Work:
     """From the JSON that the loop sent to a message; raises an exception if it is none."""
     jobs_per_worker: int | None
     """None is any number at once."""
+    import_ahead: Callable[[Iterable[Any]], None] | None = None
+    """Imports what the jobs would import later, before the workers are forked, which share it."""
 
 
 def evaluate(rewards: Mapping[str, Reward], prompt: Prompt, reply: str) -> Score:

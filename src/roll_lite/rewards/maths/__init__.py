@@ -8,6 +8,7 @@ from roll_lite.rewards.maths.reward import (
     Grade,
     check_truth,
     grade_reply,
+    import_math_verify,
     last_number,
     math_answer,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "check_truth",
     "compare",
     "grade_reply",
+    "import_math_verify",
     "last_number",
     "math_answer",
 ]

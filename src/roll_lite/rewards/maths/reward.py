@@ -127,7 +127,7 @@ def _math_verify_accepts(answer: str, truth: str) -> bool:
     """Whether math-verify is installed and finds the answers equal within its time limit."""
     if importlib.util.find_spec("math_verify") is None:
         return False
-    _ask_math_verify("1", "1")  # what it imports and compiles, the forked processes share
+    import_math_verify()
     processes = get_context("fork")
     receiver, sender = processes.Pipe(duplex=False)
     process = processes.Process(target=_send_verdict, args=(sender, answer, truth), daemon=True)
@@ -139,6 +139,11 @@ def _math_verify_accepts(answer: str, truth: str) -> bool:
     process.kill()
     process.join()
     return is_equal
+
+
+def import_math_verify() -> None:
+    """Import and compile what processes forked from here share."""
+    _ask_math_verify("1", "1")
 
 
 def _send_verdict(sender: Connection, answer: str, truth: str) -> None:
