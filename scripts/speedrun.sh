@@ -3,11 +3,12 @@
 # and after, and the seconds of each part.
 #   scripts/speedrun.sh MODEL TRAIN TEST OUT [options of recipes/rlvr.py]
 # MODEL is a Hugging Face folder (from_gguf.py makes one of a GGUF file), TRAIN and TEST are GSM8K's
-# train.jsonl and test.jsonl as published. Two seeds of it may be a record: see docs/records.md.
+# train.jsonl and test.jsonl as published. Training takes 40 GiB for 0.5B; with less, give
+# --tokens-per-microbatch 16384 (25 GiB). Two seeds of it may be a record: see docs/records.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ $# -lt 4 ]; then
-  sed -n '2,6s/^# \{0,1\}//p' "$0" >&2
+  sed -n '2,7s/^# \{0,1\}//p' "$0" >&2
   exit 2
 fi
 model=$1 train=$2 test=$3 out=$4
