@@ -610,12 +610,18 @@ def test_a_wake_that_fails_can_be_repeated(qwen, monkeypatch):
     assert len(turn.token_ids) == 24
 
 
-def test_preempted_samples_are_aborted_with_the_running_ones(qwen):
-    _, model = qwen
+def with_a_preempted_sample(model):
+    """An engine, and the handles of three samples that have started."""
     engine = engine_with(model, num_pages=14, burst=3)
     handles = [engine.submit(Request(prompt_ids=p, params=GREEDY)) for p in prompts_of([9, 14, 5])]
     while not engine.scheduler.num_preempted:
         engine.step()
+    return engine, handles
+
+
+def test_preempted_samples_are_aborted_with_the_running_ones(qwen):
+    _, model = qwen
+    engine, handles = with_a_preempted_sample(model)
     assert any(sequence.num_sampled for sequence in engine.scheduler.waiting)
     weights = [(name, p.clone()) for name, p in model.named_parameters()]
     engine.load_weights(weights, 1, "abort")
@@ -625,10 +631,7 @@ def test_preempted_samples_are_aborted_with_the_running_ones(qwen):
 def test_preempted_samples_finish_though_new_ones_wait_ahead_of_them(qwen):
     """Followers without room are put ahead of them."""
     _, model = qwen
-    engine = engine_with(model, num_pages=14, burst=3)
-    started = [engine.submit(Request(prompt_ids=p, params=GREEDY)) for p in prompts_of([9, 14, 5])]
-    while not engine.scheduler.num_preempted:
-        engine.step()
+    engine, started = with_a_preempted_sample(model)
     (new_prompt,) = prompts_of([6], seed=1)
     new = engine.submit(Request(prompt_ids=new_prompt, params=GREEDY))
     engine.scheduler.waiting.rotate(1)

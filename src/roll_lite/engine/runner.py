@@ -263,7 +263,8 @@ class Runner:
             return step
         key = (num_rows, max_length, is_truncated)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(step, num_rows * self._row_bytes(*key[1:]))
+            num_bytes = num_rows * self._row_bytes(max_length, is_truncated)
+            self._graphs[key] = self._capture(step, num_bytes)
         return self._graphs[key].replay
 
     def _row_bytes(self, max_length: int, is_truncated: bool) -> int:
@@ -277,7 +278,7 @@ class Runner:
         """Capture with all rows inactive, so that the warm-up run changes nothing.
 
         Memory that torch has cached, training's too, goes back to the driver only if the capture
-        may need it: `torch.cuda.graph` would always do so, which takes up to a second.
+        may need it; `torch.cuda.graph` would always give it back.
         """
         held = self.batch.deactivate()
         stream = self._capture_stream = self._capture_stream or torch.cuda.Stream(self.device)
