@@ -3,13 +3,14 @@
     pip install trl datasets                 # only for this comparison
     python scripts/compare_trl.py --model models/SmolLM2-135M-Instruct --steps 60 > trl.jsonl
     python scripts/compare_trl.py --model ... --data gsm8k-train.jsonl --schedule constant \
-            --lr 2e-6 --prompts-per-step 64 --updates-per-step 2 --max-tokens 320 --out runs/trl
+            --lr 3e-6 --prompts-per-step 64 --updates-per-step 2 --max-tokens 320 \
+            --samples-per-microbatch 32 --steps 15 --out runs/trl
 
 Model, prompts and their order, reward, samples per step, updates per step, learning rate, schedule,
 lengths, temperature and clipping are those of rlvr.py with the same options; the defaults are those
 of the addition run in docs/benchmarks.md. Generation is TRL's own with transformers, not vLLM. TRL
-trains on groups with equal rewards, whose advantage is zero, and its token average counts them: for
-the like of it leave out rlvr.py's --drop-equal, with which it makes fewer updates. A line has the
+trains on groups with equal rewards, whose advantage is zero, and its token average counts them: to
+compare, leave out rlvr.py's --drop-equal, with which it makes fewer updates. A line has the
 step, the seconds of training so far, the tokens generated a second, the share of right samples in
 the step, and the most GPU memory so far.
 """
