@@ -113,7 +113,8 @@ class PolicyConfig:
     (abort)."""
     rollouts_every: int = 1
     """Write the samples of every N-th step, and of the last; 0 writes the last step only. A sampled
-    token takes about 20 bytes. Answers of evaluations are written as text, unless it is 0."""
+    token takes about 20 bytes. Samples that a filter dropped are written for the same steps.
+    Answers of evaluations are written as text, unless it is 0."""
     rollout: RolloutOptions = RolloutOptions()
     lengths: LengthOptions = LengthOptions()
     training: TrainingOptions = TrainingOptions()
@@ -383,7 +384,7 @@ def train(
             if is_recorded:
                 learnt = (sampled_numbers(sequences, name) for name in ("advantages", "entropies"))
                 run.write_rollouts(step, groups, *learnt)
-            run.note_samples(step, rollout.dropped())
+            run.note_samples(step, rollout.dropped(), with_filtered=is_recorded)
             metrics |= state.metrics | models.devices.metrics | timer.metrics()
             metrics["rollout/trained_samples"] = len(sample_runs(sequences))
             if run.is_due(step, cfg.evaluation.eval_every):

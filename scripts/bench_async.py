@@ -14,7 +14,7 @@ import itertools
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -140,6 +140,9 @@ class NumberChat:
 
     def encode(self, messages: tuple[Message, ...]) -> list[int]:
         return [int(messages[0]["content"])]
+
+    def encode_ahead(self, conversations: Iterable[Sequence[Message]]) -> None:
+        pass
 
     def decode(self, token_ids: list[int]) -> str:
         return str(token_ids[0])

@@ -1,15 +1,18 @@
 """Processor time that the coordinator needs for a sample: to start it, score it and return it.
 
 python scripts/bench_rollout.py
+python scripts/bench_rollout.py --journal --model models/tiny --reward-workers 4 --in-flight 1000
 
 Engines answer in the coordinator's thread, some samples at a time, in random order, so only its own
 work is measured. All samples of a step are in flight at once, and a step more with staleness 1.
-The last line is JSON.
+The second command adds what a run has besides: a tokenizer, a journal and reward workers, whose own
+processor time is not counted. The last line is JSON.
 """
 
 import json
 import random
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
 from tempfile import TemporaryDirectory
@@ -17,12 +20,14 @@ from types import SimpleNamespace
 
 import tyro
 
+from roll_lite.chat import Chat
 from roll_lite.engine.service import EngineReport, Load
 from roll_lite.envs.question import question_player
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.event_loop import rare_collections
 from roll_lite.rollout.options import RolloutOptions
 from roll_lite.types import Prompt, SamplingParams, Turn
+from roll_lite.workers.pool import RewardWorkers
 
 
 @dataclass(kw_only=True)
@@ -41,6 +46,10 @@ class Config:
     """Samples that are timed, after those of a first step, which are not."""
     journal: bool = False
     """Keep a journal, in a temporary folder, of which a checkpoint a step removes the old part."""
+    model: str | None = None
+    """Folder of a tokenizer for prompts and replies; without one they are not encoded."""
+    reward_workers: int = 0
+    """Processes that score; 0 scores inline."""
 
 
 class QuickEngines:
@@ -103,13 +112,16 @@ class PlainChat:
     def encode(self, messages, tools=None) -> list[int]:
         return list(range(100))
 
+    def encode_ahead(self, conversations) -> None:
+        pass
+
     def decode(self, token_ids) -> str:
         return "a reply"
 
 
 def endless_prompts():
     for i in count():
-        messages = ({"role": "user", "content": "?"},)
+        messages = ({"role": "user", "content": f"What is {i} + {2 * i}? Reason step by step."},)
         yield Prompt(id=str(i), messages=messages, domain="bench", ground_truth="")
 
 
@@ -136,21 +148,26 @@ def time_mode(cfg: Config, in_flight: int, mode: dict) -> float:
         deadline=600,
         **mode,
     )
-    with (
+    with ExitStack() as exits:
+        reward = score
+        if cfg.reward_workers:
+            workers = RewardWorkers({"bench": score}, num_workers=cfg.reward_workers)
+            reward = exits.enter_context(workers).score
         # As in the recipes; and what is left of the last measurement is collected.
-        rare_collections(options.max_samples_in_flight),
-        Coordinator(
-            engines=engines,
-            chat=PlainChat(),
-            play=question_player({"bench": score}),
-            prompts=endless_prompts(),
-            params=SamplingParams(max_tokens=cfg.reply_tokens),
-            options=options,
-            seed=0,
-        ) as rollout,
-        TemporaryDirectory() as folder,
-    ):
+        exits.enter_context(rare_collections(options.max_samples_in_flight))
+        rollout = exits.enter_context(
+            Coordinator(
+                engines=engines,
+                chat=Chat(cfg.model) if cfg.model else PlainChat(),
+                play=question_player({"bench": reward}),
+                prompts=endless_prompts(),
+                params=SamplingParams(max_tokens=cfg.reply_tokens),
+                options=options,
+                seed=0,
+            )
+        )
         if cfg.journal:
+            folder = exits.enter_context(TemporaryDirectory())
             rollout.open_journal(folder, made_with="", resumed_at=0, weights=str)
         if options.max_staleness:
             rollout.start()

@@ -255,6 +255,9 @@ class FakeChat:
     def encode(self, messages, tools=None):
         return [int(word) for message in messages for word in message["content"].split()]
 
+    def encode_ahead(self, conversations):
+        pass
+
     def decode(self, token_ids):
         return " ".join(map(str, token_ids))
 

@@ -60,6 +60,27 @@ def test_encode_is_the_template(chat):
     assert chat.encode([QUESTION]) == template_ids(chat, [QUESTION])
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_is_encoded_ahead_is_the_template_too(folder_of, name):
+    chat = Chat(folder_of(name))
+    conversations = [[{"role": "user", "content": f"What is {n} + 3?"}] for n in range(1030)]
+    chat.encode_ahead(conversations)  # more than it remembers
+    chat.tokenizer.chat_template, template = "never read", chat.tokenizer.chat_template
+    remembered = [chat.encode(conversation) for conversation in conversations[:1024]]
+    chat.tokenizer.chat_template = template
+    assert remembered[::50] == [template_ids(chat, c) for c in conversations[:1024:50]]
+    assert chat.encode(conversations[-1]) == template_ids(chat, conversations[-1])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_replies_are_decoded_as_the_tokenizer_does(folder_of, name):
+    chat = Chat(folder_of(name))
+    for messages in DIALOGUES.values():
+        text = messages[-1]["content"] + " Don 't stop , please ."
+        ids = [*chat.tokenizer.encode(text), *chat.stop_ids]
+        assert chat.decode(ids) == chat.tokenizer.decode(ids, skip_special_tokens=True)
+
+
 def test_a_further_turn_keeps_the_sampled_ids_and_equals_the_template(chat):
     sampled = chat.encode([QUESTION]) + chat.tokenizer.encode("15") + [chat.stop_ids[0]]
     ids = chat.continue_with(sampled, [MORE])

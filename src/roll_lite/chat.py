@@ -64,6 +64,16 @@ class Chat:
 
         return list(self._remembered(encode, "prompt", *messages, tools))
 
+    def encode_ahead(self, conversations: Iterable[Sequence[Message]]) -> None:
+        """Encode many conversations at once, on all cores, which `encode` will be asked for."""
+        new = {_name("prompt", *messages, None): messages for messages in conversations}
+        new = {name: new[name] for name in islice(new, _MEMORY) if name not in self._memory}
+        texts = [self._prompt_text(messages) for messages in new.values()]
+        if len(self._memory) + len(new) > _MEMORY:
+            self._memory.clear()
+        if texts:
+            self._memory |= zip(new, self._ids_of_all(texts), strict=True)
+
     def continue_with(self, token_ids: list[int], messages: Sequence[Message]) -> list[int]:
         """The ids for the next reply: the conversation so far, then `messages`.
 
@@ -140,16 +150,18 @@ class Chat:
         return self.tokenizer.get_vocab() == other.tokenizer.get_vocab()
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        if self._backend is None or self.tokenizer.clean_up_tokenization_spaces:
+            return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return self._backend.decode(token_ids, skip_special_tokens=True)
 
     def _remembered(self, encode: Callable[[], list[int]], *key: Any) -> list[int]:
         """Samples of a group often read the same: their prompt, a board after the same moves."""
-        text = repr(key)
-        if text not in self._memory:
+        name = _name(*key)
+        if name not in self._memory:
             if len(self._memory) == _MEMORY:
                 self._memory.clear()
-            self._memory[text] = encode()
-        return self._memory[text]
+            self._memory[name] = encode()
+        return self._memory[name]
 
     def _prompt_text(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
@@ -275,6 +287,11 @@ class Chat:
         """With a stop token at the end, which few templates do not write."""
         is_ended = reply_ids[-1:] == [self.end_of_turn]
         return reply_ids if is_ended else [*reply_ids, self.end_of_turn]
+
+
+def _name(*key: Any) -> str:
+    """Messages are dictionaries, which cannot be keys."""
+    return repr(key)
 
 
 def _replaced(data: Any, texts: dict[str, str]) -> Any:

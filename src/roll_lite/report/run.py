@@ -126,8 +126,13 @@ class Run:
         self._write_events([encode(row) + "\n"])
         self.flush()  # events are rare
 
-    def note_samples(self, step: int, dropped: Iterable[tuple[Sample, str]]) -> None:
-        """Record samples that are not trained on, and why."""
+    def note_samples(
+        self, step: int, dropped: Iterable[tuple[Sample, str]], *, with_filtered: bool = True
+    ) -> None:
+        """Record samples that are not trained on, and why; perhaps only those that failed or were
+        aborted, without what a filter dropped, which may be most samples of a run."""
+        if not with_filtered:
+            dropped = [(sample, why) for sample, why in dropped if sample.state != "filtered"]
         self._write_events(dropped_lines(step, dropped))
 
     def _write_events(self, lines: Iterable[str]) -> None:

@@ -5,6 +5,7 @@ questions, each of which is made from its index alone, so that any can be read a
 """
 
 import hashlib
+import math
 from difflib import get_close_matches
 from functools import cache, lru_cache
 from typing import Any, Literal
@@ -17,6 +18,7 @@ SIZE = 1_000_000
 HELD_OUT_ONE_IN = 4
 MAX_ATTEMPTS = 1000
 OPEN, CLOSE = "<answer>", "</answer>"
+BELOW_ONE = math.nextafter(1.0, 0.0)
 
 
 def question(
@@ -48,7 +50,10 @@ def reasoning_gym_answer(prompt: Prompt, reply: str) -> float:
     if not closed:
         return 0.0
     source, item = prompt.extra["source"], _item(prompt.extra["source"], prompt.extra["index"])
-    return float(open_dataset(source).score_answer(answer=answer.strip(), entry=item))
+    score = float(open_dataset(source).score_answer(answer=answer.strip(), entry=item))
+    # A whole answer has exactly 1. spell_backward adds up letters, which may exceed it by rounding,
+    # and then pays for a right answer with more behind it.
+    return BELOW_ONE if score > 1.0 else score
 
 
 def check_item(prompt: Prompt) -> None:

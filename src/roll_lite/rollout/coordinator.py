@@ -230,6 +230,7 @@ class Coordinator:
         on_group: Callable[[int, Group], None],
     ) -> list[Group]:
         running = [self._running_answer(prompt, num_samples, params) for prompt in prompts]
+        self._answerer.encode_ahead(prompts)
         with ProgressBar(num_samples * len(running), "evaluation", "samples") as bar:
             self._answerer.bar = bar
 

@@ -17,7 +17,7 @@ from roll_lite.rollout.record import read_group, write_group
 from roll_lite.rollout.sample import RunningGroup, SampleRunner
 from roll_lite.rollout.slots import Slots
 from roll_lite.stopping import Ended
-from roll_lite.types import LOST, Group, SamplingParams
+from roll_lite.types import LOST, Group, Prompt, SamplingParams
 
 Keep = Callable[[Group], bool]
 """Whether to train on a complete group; its samples are all done."""
@@ -154,19 +154,22 @@ class Groups:
 
     def _feed(self) -> None:
         """Start groups while there is room, and in any case those that a `take` waits for."""
+        started: list[Prompt] = []
         while not self._signal.error:
             index, domain = self._slots.first_vacant()
             if index >= self._num_wanted():
-                return
+                break
             visit = self._prompts.draw(domain)
             if visit is None and domain is None:
-                return
+                break
             if domain is not None and (visit is None or visit.prompt.domain != domain):
                 self._slots.close(index)
             if visit is not None:
                 if visit.prompt.domain != domain:
                     self._slots.add(visit.prompt.domain)
                 self._start(visit)
+                started.append(visit.prompt)
+        self._runner.encode_ahead(started)
 
     def _num_wanted(self) -> int:
         if self._is_continuous:

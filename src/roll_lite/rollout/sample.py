@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from roll_lite.chat import Chat
@@ -19,7 +20,7 @@ from roll_lite.rollout.engines import EngineClient, PendingRequest
 from roll_lite.rollout.episode import Episode
 from roll_lite.rollout.journal import Journal
 from roll_lite.rollout.prompts import Visit
-from roll_lite.types import LOST, Group, Sample, SamplingParams, State, Turn
+from roll_lite.types import LOST, Group, Prompt, Sample, SamplingParams, State, Turn
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -77,6 +78,12 @@ class SampleRunner:
         """Counts samples that end, for the caller that waits for them."""
         self.in_flight = StatesInFlight()
         self.journal: Journal | None = None
+
+    def encode_ahead(self, prompts: Sequence[Prompt]) -> None:
+        """Together takes less time than each by itself; tasks without messages write their own."""
+        if len(prompts) > 1:
+            with suppress(Exception):  # of any kind: the sample will raise it too, and fail
+                self.chat.encode_ahead(prompt.messages for prompt in prompts if prompt.messages)
 
     def make_samples(self, visit: Visit, indices: Sequence[int]) -> list[Sample]:
         """Those that ended before a crash are done; the others are queued."""

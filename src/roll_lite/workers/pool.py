@@ -6,12 +6,12 @@ import inspect
 import pickle
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
 
 from roll_lite.rewards.combine import is_async
 from roll_lite.rewards.registry import import_ahead
 from roll_lite.types import AsyncReward, Prompt, Reward, Score
 from roll_lite.workers.failures import REWARDS, ErrorBudget, Failure, RewardsBroken, describe
+from roll_lite.workers.inbox import Inbox
 from roll_lite.workers.link import SupervisorLink
 from roll_lite.workers.waiting import WaitingCalls
 from roll_lite.workers.worker import Work, WorkerLimits, checked, read_result, run_calls
@@ -59,6 +59,8 @@ class RewardWorkers:
             raise ValueError(f"num_workers={num_workers} must be 0 (inline) or above")
         limits = WorkerLimits(seconds=seconds, memory_gib=memory_gib, output_kib=output_kib)
         self._has_quit = False
+        self._inbox: Inbox | None = None
+        """Of the event loop that asked last."""
         self._rewards, self._budget = dict(rewards), ErrorBudget(max_error_share)
         self._supervisor = self._waiting = None
         self._async = {domain for domain in self._rewards if is_async(self._rewards[domain])}
@@ -110,7 +112,7 @@ class RewardWorkers:
         """Again, if the worker died and the call is not known to be why. RewardsBroken if the
         supervisor dies again and again: a sample must not be lost through that."""
         for _ in range(MAX_ASKED):
-            seconds, result = await asyncio.wrap_future(self._submit(prompt, reply))
+            seconds, result = await self._submit(prompt, reply)
             if not isinstance(result, Failure) or result.culprit == "this":
                 break
         else:
@@ -118,15 +120,20 @@ class RewardWorkers:
                 raise RewardsBroken(f"{result.text}, {MAX_ASKED} times during a call", result)
         return seconds, result
 
-    def _submit(self, prompt: Prompt, reply: str) -> "Future[Answer]":
-        future: Future[Answer] = Future()
+    def _submit(self, prompt: Prompt, reply: str) -> "asyncio.Future[Answer]":
+        inbox = self._inbox_of(asyncio.get_running_loop())
+        future: asyncio.Future[Answer] = inbox.loop.create_future()
 
         def resolve(seconds: float, result: Score | Failure) -> None:
-            if future.set_running_or_notify_cancel():  # False if the caller cancelled the call
-                future.set_result((seconds, result))
+            inbox.put(future, (seconds, result))
 
         self._supervisor.start(pickle.dumps((prompt, reply)), resolve)
         return future
+
+    def _inbox_of(self, loop: asyncio.AbstractEventLoop) -> Inbox:
+        if self._inbox is None or self._inbox.loop is not loop:
+            self._inbox = Inbox(loop)
+        return self._inbox
 
     async def _score_inline(self, reward: Reward, prompt: Prompt, reply: str) -> Score:
         if self._has_quit:
