@@ -113,8 +113,8 @@ class PolicyConfig:
     (abort)."""
     rollouts_every: int = 1
     """Write the samples of every N-th step, and of the last; 0 writes the last step only. A sampled
-    token takes about 20 bytes. Samples that a filter dropped are written for the same steps.
-    Answers of evaluations are written as text, unless it is 0."""
+    token takes about 20 bytes. Samples that were filtered, stale or surplus are written for the
+    same steps. Answers of evaluations are written as text, unless it is 0."""
     rollout: RolloutOptions = RolloutOptions()
     lengths: LengthOptions = LengthOptions()
     training: TrainingOptions = TrainingOptions()
@@ -410,7 +410,8 @@ def evaluate(
     finally:
         if run.is_due(step, min(1, cfg.rollouts_every)):
             run.write_answers(step, evaluation.groups)
-        run.note_samples(step, rollout.dropped())
+        is_recorded = run.is_due(step, cfg.rollouts_every)
+        run.note_samples(step, rollout.dropped(), with_filtered=is_recorded)
         run.flush()
 
 

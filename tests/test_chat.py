@@ -72,6 +72,29 @@ def test_what_is_encoded_ahead_is_the_template_too(folder_of, name):
     assert chat.encode(conversations[-1]) == template_ids(chat, conversations[-1])
 
 
+def test_one_that_cannot_be_encoded_ahead_is_left_to_encode(folder_of):
+    chat = Chat(folder_of("mistral-v0.2"))  # refuses a system message
+    for broken in ([SYSTEM, QUESTION], [{"role": "user", "content": "\ud800"}]):
+        chat.encode_ahead([broken, [QUESTION], [MORE]])
+        assert chat.encode([QUESTION]) == template_ids(chat, [QUESTION])
+        with pytest.raises((ValueError, TypeError)):
+            chat.encode(broken)
+
+
+def test_truncation_and_padding_that_a_folder_has_stored_are_not_used(tmp_path):
+    tokenizer = character_tokenizer()
+    whole = tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True, return_dict=False)
+    tokenizer.backend_tokenizer.enable_truncation(5)
+    tokenizer.backend_tokenizer.enable_padding(length=100)
+    tokenizer.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "tokenizer.json").read_text())
+    assert stored["truncation"] and stored["padding"]
+    chat = Chat(tmp_path)
+    assert chat.encode([QUESTION]) == whole
+    chat.encode_ahead([[QUESTION, ANSWER, QUESTION], [MORE]])
+    assert len(chat.encode([QUESTION, ANSWER, QUESTION])) > len(whole)
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_replies_are_decoded_as_the_tokenizer_does(folder_of, name):
     chat = Chat(folder_of(name))

@@ -36,10 +36,10 @@ def test_the_datasets_own_answers_score_one():
 
 @needs_package
 def test_a_right_answer_with_more_behind_it_is_not_whole():
-    """The dataset adds up shares of letters, which exceed 1 for some lengths."""
+    """The dataset adds up shares of letters, which are not exactly 1 for most lengths."""
     for prompt in questions(100, source="rg:spell_backward:min_word_len=3,max_word_len=10"):
         longer = f"<answer>{prompt.ground_truth}s</answer>"
-        assert 0.7 < reasoning_gym_answer(prompt, longer) < 1
+        assert reasoning_gym_answer(prompt, longer) == 0.8
 
 
 @needs_package

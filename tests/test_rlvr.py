@@ -290,12 +290,17 @@ def test_dropped_samples_are_written_down(here, tmp_path):
     assert [event["step"] for event in events if event["event"] == "checkpoint"] == [1]
 
 
-def test_what_a_filter_dropped_is_written_for_the_steps_whose_samples_are(here, tmp_path):
-    rows = here("run", steps=4, min_group_reward=0.15, rollouts_every=3)
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_what_a_filter_dropped_is_written_for_the_steps_whose_samples_are(
+    here, tmp_path, max_staleness
+):
+    """With staleness groups are also filtered during an evaluation."""
+    filtered = {"min_group_reward": 0.15, "max_staleness": max_staleness}
+    rows = here("run", steps=4, rollouts_every=3, eval_every=1, **filtered)
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").open()]
     written = {event["step"] for event in events if event["event"] == "sample"}
-    assert written == {row["step"] for row in rows if row["rollout/filtered"]} & {3, 4}
-    assert any(row["rollout/filtered"] for row in rows if row["step"] in (3, 4))
+    assert written and written <= {3, 4}
+    assert any(row["rollout/filtered"] for row in rows if row["step"] in (1, 2))
 
 
 def test_when_nothing_is_left_to_learn_the_run_keeps_what_it_has(here, tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,9 @@ class Chat:
         self._memory: dict[str, list[int]] = {}
         # Called without transformers' wrapper, which takes longer than a turn's tokens do.
         self._backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:  # a folder may have stored either
+            self._backend.no_truncation()
+            self._backend.no_padding()
         self._special = special_tokens(self.tokenizer)
         # SentencePiece tokenizers put a space before a text, but not behind a newline.
         self._lead = "" if self._ids("\na")[-1:] == self._ids("a") else "\n"
@@ -65,14 +68,18 @@ class Chat:
         return list(self._remembered(encode, "prompt", *messages, tools))
 
     def encode_ahead(self, conversations: Iterable[Sequence[Message]]) -> None:
-        """Encode many conversations at once, on all cores, which `encode` will be asked for."""
-        new = {_name("prompt", *messages, None): messages for messages in conversations}
-        new = {name: new[name] for name in islice(new, _MEMORY) if name not in self._memory}
-        texts = [self._prompt_text(messages) for messages in new.values()]
-        if len(self._memory) + len(new) > _MEMORY:
-            self._memory.clear()
-        if texts:
-            self._memory |= zip(new, self._ids_of_all(texts), strict=True)
+        """Encode many conversations at once, on all cores, which `encode` will be asked for. It
+        will raise the error of one that cannot be encoded."""
+        named = {_name("prompt", *messages, None): messages for messages in conversations}
+        named = dict(islice(named.items(), _MEMORY))
+        texts: dict[str, str] = {}
+        for name in named.keys() - self._memory.keys():
+            with suppress(Exception):  # of any kind: templates are code
+                texts[name] = self._prompt_text(named[name])
+        if len(self._memory) + len(texts) > _MEMORY:
+            self._memory = {n: ids for n, ids in self._memory.items() if n in named}
+        with suppress(TypeError):  # half of a surrogate pair
+            self._memory |= zip(texts, self._ids_of_all(list(texts.values())), strict=True)
 
     def continue_with(self, token_ids: list[int], messages: Sequence[Message]) -> list[int]:
         """The ids for the next reply: the conversation so far, then `messages`.
@@ -240,9 +247,10 @@ class Chat:
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def _ids_of_all(self, texts: Sequence[str]) -> list[list[int]]:
-        if len(texts) == 1:
-            return [self._ids(texts[0])]
-        return self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        if self._backend is None:
+            return [self._ids(text) for text in texts]
+        encoded = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encoded]
 
     def _continuations(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of texts that go on where others ended."""

@@ -2,8 +2,9 @@
 
 config.json      the options, and their history: every start with its command and changes
 metrics.jsonl    one line per step
-events.jsonl     one line per dropped sample, with prompt, reply, state changes and the reason; one
-                 line per checkpoint and resume
+events.jsonl     one line per dropped sample, with prompt, reply, state changes and the reason (in
+                 the state `filtered` only for steps whose rollouts are written); one line per
+                 checkpoint and resume
 rollouts/        step_*.jsonl: one line per sample that was trained on, as in samples.py;
                  eval_*.jsonl: one line per sample of an evaluation, as text
 phase            what the run is doing now: process, step, phase, states of samples
@@ -129,8 +130,8 @@ class Run:
     def note_samples(
         self, step: int, dropped: Iterable[tuple[Sample, str]], *, with_filtered: bool = True
     ) -> None:
-        """Record samples that are not trained on, and why; perhaps only those that failed or were
-        aborted, without what a filter dropped, which may be most samples of a run."""
+        """Record samples that are not trained on, and why; perhaps without those in the state
+        `filtered` (by a filter, stale or surplus), which may be most samples of a run."""
         if not with_filtered:
             dropped = [(sample, why) for sample, why in dropped if sample.state != "filtered"]
         self._write_events(dropped_lines(step, dropped))

@@ -5,9 +5,9 @@ questions, each of which is made from its index alone, so that any can be read a
 """
 
 import hashlib
-import math
 from difflib import get_close_matches
 from functools import cache, lru_cache
+from math import isclose
 from typing import Any, Literal
 
 from roll_lite.options import parse_spec
@@ -18,7 +18,6 @@ SIZE = 1_000_000
 HELD_OUT_ONE_IN = 4
 MAX_ATTEMPTS = 1000
 OPEN, CLOSE = "<answer>", "</answer>"
-BELOW_ONE = math.nextafter(1.0, 0.0)
 
 
 def question(
@@ -44,16 +43,20 @@ def question(
 
 
 def reasoning_gym_answer(prompt: Prompt, reply: str) -> float:
-    """The dataset's own score, from 0 to 1, of the last answer in tags."""
+    """The dataset's own score, from 0 to 1, of the last answer in tags.
+
+    One is mended: spell_backward means to give 0.8 for the right letters with more behind them, but
+    the sum of their shares is not exactly 1 for most lengths, and then it gives that sum.
+    """
     check_item(prompt)
     answer, closed, _ = reply.rpartition(OPEN)[2].partition(CLOSE)
     if not closed:
         return 0.0
     source, item = prompt.extra["source"], _item(prompt.extra["source"], prompt.extra["index"])
     score = float(open_dataset(source).score_answer(answer=answer.strip(), entry=item))
-    # A whole answer has exactly 1. spell_backward adds up letters, which may exceed it by rounding,
-    # and then pays for a right answer with more behind it.
-    return BELOW_ONE if score > 1.0 else score
+    if score != 1.0 and isclose(score, 1.0) and "spell_backward" in source:
+        return 0.8
+    return score
 
 
 def check_item(prompt: Prompt) -> None:

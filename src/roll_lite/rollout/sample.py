@@ -8,7 +8,6 @@ import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from roll_lite.chat import Chat
@@ -82,8 +81,7 @@ class SampleRunner:
     def encode_ahead(self, prompts: Sequence[Prompt]) -> None:
         """Together takes less time than each by itself; tasks without messages write their own."""
         if len(prompts) > 1:
-            with suppress(Exception):  # of any kind: the sample will raise it too, and fail
-                self.chat.encode_ahead(prompt.messages for prompt in prompts if prompt.messages)
+            self.chat.encode_ahead(prompt.messages for prompt in prompts if prompt.messages)
 
     def make_samples(self, visit: Visit, indices: Sequence[int]) -> list[Sample]:
         """Those that ended before a crash are done; the others are queued."""

@@ -131,9 +131,10 @@ class RewardWorkers:
         return future
 
     def _inbox_of(self, loop: asyncio.AbstractEventLoop) -> Inbox:
-        if self._inbox is None or self._inbox.loop is not loop:
-            self._inbox = Inbox(loop)
-        return self._inbox
+        inbox = self._inbox
+        if inbox is None or inbox.loop is not loop:
+            inbox = self._inbox = Inbox(loop)
+        return inbox
 
     async def _score_inline(self, reward: Reward, prompt: Prompt, reply: str) -> Score:
         if self._has_quit:
