@@ -410,8 +410,8 @@ def evaluate(
     finally:
         if run.is_due(step, min(1, cfg.rollouts_every)):
             run.write_answers(step, evaluation.groups)
-        is_recorded = run.is_due(step, cfg.rollouts_every)
-        run.note_samples(step, rollout.dropped(), with_filtered=is_recorded)
+        with_filtered = run.is_due(step, cfg.rollouts_every)
+        run.note_samples(step, rollout.dropped(), with_filtered=with_filtered)
         run.flush()
 
 

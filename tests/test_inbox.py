@@ -1,9 +1,9 @@
-"""Results of other threads in an event loop."""
+"""Results that other threads bring into an event loop."""
 
 import asyncio
 import threading
 
-from roll_lite.workers.inbox import Inbox
+from roll_lite.workers.pool import Inbox
 
 
 def test_every_future_gets_its_result_from_whichever_thread():

@@ -68,8 +68,10 @@ class Chat:
         return list(self._remembered(encode, "prompt", *messages, tools))
 
     def encode_ahead(self, conversations: Iterable[Sequence[Message]]) -> None:
-        """Encode many conversations at once, on all cores, which `encode` will be asked for. It
-        will raise the error of one that cannot be encoded."""
+        """Encode conversations that `encode` will soon be asked for: all at once, on all cores.
+
+        One that cannot be encoded is left to `encode`, which raises.
+        """
         named = {_name("prompt", *messages, None): messages for messages in conversations}
         named = dict(islice(named.items(), _MEMORY))
         texts: dict[str, str] = {}

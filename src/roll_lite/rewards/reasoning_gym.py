@@ -45,8 +45,8 @@ def question(
 def reasoning_gym_answer(prompt: Prompt, reply: str) -> float:
     """The dataset's own score, from 0 to 1, of the last answer in tags.
 
-    One is mended: spell_backward means to give 0.8 for the right letters with more behind them, but
-    the sum of their shares is not exactly 1 for most lengths, and then it gives that sum.
+    One is corrected: spell_backward is meant to give 0.8 for the right letters with more behind
+    them, but gives the sum of their shares where rounding makes that other than exactly 1.
     """
     check_item(prompt)
     answer, closed, _ = reply.rpartition(OPEN)[2].partition(CLOSE)
@@ -54,7 +54,7 @@ def reasoning_gym_answer(prompt: Prompt, reply: str) -> float:
         return 0.0
     source, item = prompt.extra["source"], _item(prompt.extra["source"], prompt.extra["index"])
     score = float(open_dataset(source).score_answer(answer=answer.strip(), entry=item))
-    if score != 1.0 and isclose(score, 1.0) and "spell_backward" in source:
+    if source.startswith(f"{PREFIX}spell_backward") and score != 1.0 and isclose(score, 1.0):
         return 0.8
     return score
 

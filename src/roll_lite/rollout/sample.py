@@ -79,7 +79,7 @@ class SampleRunner:
         self.journal: Journal | None = None
 
     def encode_ahead(self, prompts: Sequence[Prompt]) -> None:
-        """Together takes less time than each by itself; tasks without messages write their own."""
+        """Encode prompts together, which is faster; tasks without messages write their own."""
         if len(prompts) > 1:
             self.chat.encode_ahead(prompt.messages for prompt in prompts if prompt.messages)
 

@@ -5,13 +5,15 @@ import bdb
 import inspect
 import pickle
 import time
+from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
 
 from roll_lite.rewards.combine import is_async
 from roll_lite.rewards.registry import import_ahead
 from roll_lite.types import AsyncReward, Prompt, Reward, Score
 from roll_lite.workers.failures import REWARDS, ErrorBudget, Failure, RewardsBroken, describe
-from roll_lite.workers.inbox import Inbox
 from roll_lite.workers.link import SupervisorLink
 from roll_lite.workers.waiting import WaitingCalls
 from roll_lite.workers.worker import Work, WorkerLimits, checked, read_result, run_calls
@@ -27,6 +29,32 @@ MAX_ASKED = 3
 """How often a call is made whose worker died for a reason that is not known."""
 Answer = tuple[float, Score | Failure]
 """Seconds that the call took, and its result."""
+
+
+class Inbox:
+    """Sets futures of an event loop from any thread. Many results need one wake-up of the loop,
+    which is a system call."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop = loop
+        self._results: deque[tuple[asyncio.Future, Any]] = deque()
+        self._is_called = False
+        """Whether the loop is going to take what is there."""
+
+    def put(self, future: asyncio.Future, result: Any) -> None:
+        """Nothing happens if the future was cancelled, or the loop is closed."""
+        self._results.append((future, result))
+        if not self._is_called:
+            self._is_called = True
+            with suppress(RuntimeError):  # the loop is closed: nothing waits for it
+                self.loop.call_soon_threadsafe(self._take)
+
+    def _take(self) -> None:
+        self._is_called = False  # first: what comes from now on calls again
+        while self._results:
+            future, result = self._results.popleft()
+            if not future.done():
+                future.set_result(result)
 
 
 class RewardWorkers:
