@@ -224,10 +224,12 @@ class Monitor:
         if now < self._next_look:
             return None
         pids = [cell.pid for cell in self._cells if cell.code is None]
-        used = self._place.memory(pids, limits.memory_mib << 20)
+        limit = limits.memory_mib << 20
+        # Twice: where processes end during a look, pages that they shared count more than once.
+        is_broken = all(self._place.memory(pids, limit) > limit for _ in range(2))
         # A look at many large processes takes long itself
         self._next_look = now + max(_MEMORY_EVERY, 10 * (time.monotonic() - now))
-        return "memory" if used > limits.memory_mib << 20 else None
+        return "memory" if is_broken else None
 
     def _take(self, descriptor: int) -> bool:
         """Read what is there; False at the end."""
