@@ -40,12 +40,12 @@ def main() -> None:
     options = _parse()
     try:
         entries = [read(Path(folder)) for folder in options.folders]
+        if options.target is None:
+            for folder, entry in zip(options.folders, entries, strict=True):
+                print(describe(Path(folder), entry))
+            return
     except OSError as error:
-        sys.exit(f"{error}; name folders that speedrun.sh has made")
-    if options.target is None:
-        for folder, entry in zip(options.folders, entries, strict=True):
-            print(describe(Path(folder), entry))
-        return
+        sys.exit(f"error: {error}; name folders that hold rlvr, before and after")
     if problems := objections(entries, options.target, options.commit):
         sys.exit("no record: " + "; ".join(problems))
     print(row(entries, options.commit))
@@ -93,6 +93,8 @@ def _steps(folder: Path) -> list[dict[str, Any]]:
 
 def _answers(folder: Path) -> list[dict[str, Any]]:
     paths = sorted((folder / "rollouts").glob("*.jsonl"))
+    if not paths:
+        raise FileNotFoundError(f"{folder} has no replies in rollouts")
     return [json.loads(line) for path in paths for line in path.open()]
 
 

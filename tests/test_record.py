@@ -77,6 +77,13 @@ def test_what_is_no_record(tmp_path, monkeypatch, capsys, second, target, reason
     assert said.startswith("no record: ") and reason in said
 
 
+def test_an_evaluation_without_replies_is_named(tmp_path, monkeypatch, capsys):
+    run = write(tmp_path / "a")
+    (run / "before" / "rollouts" / "step_00000.jsonl").unlink()
+    said = call(monkeypatch, capsys, run)
+    assert said.startswith(f"error: {run / 'before'} has no replies in rollouts; name folders")
+
+
 def test_where_the_time_went(tmp_path, monkeypatch, capsys):
     said = call(monkeypatch, capsys, write(tmp_path / "a"))
     assert "5.0% -> 90.0% of 100 (at least 83.6%" in said
