@@ -88,7 +88,10 @@ def describe(folder: Path, entry: Entry) -> str:
 
 def _steps(folder: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (folder / "rlvr" / "metrics.jsonl").open()]
-    return [row for row in rows if "time/step" in row]
+    steps = [row for row in rows if "time/step" in row]
+    if not steps:
+        raise FileNotFoundError(f"{folder / 'rlvr'} has no step that ended")
+    return steps
 
 
 def _answers(folder: Path) -> list[dict[str, Any]]:
@@ -108,9 +111,9 @@ def objections(entries: list[Entry], target: float, commit: str | None) -> list[
     first, problems = entries[0], []
     if len({entry.start["seed"] for entry in entries}) < max(2, len(entries)):
         problems.append("two seeds are needed, one run each")
-    if any(entry.options != first.options for entry in entries):
-        names = {n for e in entries for n in first.options if e.options.get(n) != first.options[n]}
-        problems.append(f"the runs differ in {', '.join(sorted(names))}")
+    names = {name for entry in entries for name in entry.options}
+    if differ := [n for n in sorted(names) if len({repr(e.options.get(n)) for e in entries}) > 1]:
+        problems.append(f"the runs differ in {', '.join(differ)}")
     if any(entry.questions != first.questions for entry in entries):
         problems.append("the models were asked different questions")
     if any(len(set(entry.questions)) < len(entry.questions) for entry in entries):

@@ -32,6 +32,8 @@ def test_the_datasets_own_answers_score_one():
             assert reasoning_gym_answer(prompt, twice) == 1
             assert reasoning_gym_answer(prompt, "<answer>?</answer>") < 1
             assert reasoning_gym_answer(prompt, answer) == 0
+            assert reasoning_gym_answer(prompt, f"<answer>{answer}") == 0
+            assert reasoning_gym_answer(prompt, f"{answer}</answer>") == 0
 
 
 @needs_package

@@ -22,8 +22,8 @@ def test_bounds_are_exact():
     assert float(chance) == pytest.approx(0.05, abs=1e-9)
 
 
-def write(folder, *, seed=0, right=90, commit="c0ffee", lr=1e-3):
-    config = {"seed": seed, "lr": lr, "run_dir": str(folder), "starts": [
+def write(folder, *, seed=0, right=90, commit="c0ffee", lr=1e-3, **options):
+    config = options | {"seed": seed, "lr": lr, "run_dir": str(folder), "starts": [
         {"command": "python recipes/rlvr.py", "time": "2026-01-02 03:04:05", "commit": commit}
     ]}  # fmt: skip
     (folder / "rlvr").mkdir(parents=True)
@@ -67,6 +67,7 @@ def test_two_seeds_above_the_target_are_a_record(tmp_path, monkeypatch, capsys):
     [
         ({"seed": 0}, 0.8, "two seeds are needed"),
         ({"seed": 1, "lr": 2e-3}, 0.8, "the runs differ in lr"),
+        ({"seed": 1, "data": ["a"], "lr": 2e-3}, 0.8, "the runs differ in data, lr"),
         ({"seed": 1, "commit": "c0ffee-dirty"}, 0.8, "must be one, known and clean"),
         ({"seed": 1, "right": 85}, 0.8, "seed 1 reaches 85.0%, which is at least 77.8%"),
     ],
@@ -77,11 +78,14 @@ def test_what_is_no_record(tmp_path, monkeypatch, capsys, second, target, reason
     assert said.startswith("no record: ") and reason in said
 
 
-def test_an_evaluation_without_replies_is_named(tmp_path, monkeypatch, capsys):
+def test_a_run_without_steps_or_replies_is_named(tmp_path, monkeypatch, capsys):
     run = write(tmp_path / "a")
     (run / "before" / "rollouts" / "step_00000.jsonl").unlink()
     said = call(monkeypatch, capsys, run)
     assert said.startswith(f"error: {run / 'before'} has no replies in rollouts; name folders")
+    (run / "rlvr" / "metrics.jsonl").write_text('{"step": 0, "eval/pass@1": 0.1}\n')
+    said = call(monkeypatch, capsys, run)
+    assert said.startswith(f"error: {run / 'rlvr'} has no step that ended; name folders")
 
 
 def test_where_the_time_went(tmp_path, monkeypatch, capsys):

@@ -49,8 +49,9 @@ def reasoning_gym_answer(prompt: Prompt, reply: str) -> float:
     them, but gives the sum of their shares where rounding makes that other than exactly 1.
     """
     check_item(prompt)
-    answer, closed, _ = reply.rpartition(OPEN)[2].partition(CLOSE)
-    if not closed:
+    _, opened, rest = reply.rpartition(OPEN)
+    answer, closed, _ = rest.partition(CLOSE)
+    if not opened or not closed:
         return 0.0
     source, item = prompt.extra["source"], _item(prompt.extra["source"], prompt.extra["index"])
     score = float(open_dataset(source).score_answer(answer=answer.strip(), entry=item))
