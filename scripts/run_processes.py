@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from roll_lite.cluster.agent import children_of
+from roll_lite.sandbox.processes import all_pids
+
 MARK = "ROLL_LITE_CHAOS"
 LIMITS = {"memory": resource.RLIMIT_AS, "disk": resource.RLIMIT_FSIZE}
 """Faults that are limits: allocations and writes fail, as without memory and on a full disk."""
@@ -69,8 +72,7 @@ class Program:
 
     def alive(self) -> list[Process]:
         """All its processes, without zombies."""
-        pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
-        found = [process for pid in pids if (process := _marked(pid, self.mark))]
+        found = [process for pid in all_pids() if (process := _marked(pid, self.mark))]
         self.seen |= {process.pid for process in found}
         return found
 
@@ -119,13 +121,11 @@ class Program:
 
     def _kept_by(self, keeper: Process) -> Process | None:
         """The rank that a process has forked and keeps."""
-        for task in Path(f"/proc/{keeper.pid}/task").glob("*/children"):
-            with suppress(OSError):  # it has ended
-                children = [_marked(int(pid), self.mark) for pid in task.read_text().split()]
-                for child in filter(None, children):
-                    if child[2:] == keeper[2:]:
-                        self.keepers.add(keeper.pid)
-                        return child
+        for pid in children_of(keeper.pid):
+            child = _marked(pid, self.mark)
+            if child and child[2:] == keeper[2:]:
+                self.keepers.add(keeper.pid)
+                return child
         return None
 
     def kill_all(self) -> None:

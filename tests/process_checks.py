@@ -5,19 +5,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from roll_lite.sandbox.processes import all_pids
+
 SOURCES = str(Path(__file__).parent.parent / "src")
 
 
 def processes_with(*texts: str) -> set[int]:
     """Processes whose command line holds all the texts; zombies have no command line."""
     found = set()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for pid in all_pids():
         try:
-            command = path.read_bytes()
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
         if all(text.encode() in command for text in texts):
-            found.add(int(path.parent.name))
+            found.add(pid)
     return found
 
 
@@ -57,7 +59,7 @@ def is_running(pid: int) -> bool:
 
 def child_of_rank(parent: int, rank: int) -> int:
     """The process of a rank, among the children of torchrun."""
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+    for pid in all_pids():
         try:
             with open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/environ") as environ:
                 is_child = int(stat.read().rpartition(")")[2].split()[1]) == parent

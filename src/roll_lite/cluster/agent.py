@@ -47,19 +47,21 @@ def agent_pid() -> int:
 
 def find_rank(rank: int) -> "Process | None":
     """The process of another rank that the agent of this one started, if /proc tells."""
-    for pid in _children(agent_pid()):
+    for pid in children_of(agent_pid()):
         if _variables(pid).get("RANK") == str(rank):
             with suppress(OSError):  # it has ended
-                forked = [child for child in _children(pid) if _command(child) == _command(pid)]
+                forked = [child for child in children_of(pid) if _command(child) == _command(pid)]
                 return Process.find(forked[0] if forked else pid)  # which may be its keeper
     return None
 
 
-def _children(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # the thread has ended, or the kernel has no such file
-            found += map(int, task.read_text().split())
+def children_of(pid: int) -> list[int]:
+    """Of all its threads; none if it has ended."""
+    found, folder = [], Path(f"/proc/{pid}/task")
+    with suppress(OSError):  # the process has ended
+        for task in os.listdir(folder):
+            with suppress(OSError):  # the thread has ended, or the kernel has no such file
+                found += map(int, (folder / task / "children").read_text().split())
     return found
 
 

@@ -96,12 +96,18 @@ def _read(path: str, folder: int) -> str:
         return ""
 
 
+def all_pids() -> list[int]:
+    """Of the machine. Not by Path.glob, which raises an error if a process ends meanwhile."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
 def num_tasks_of(uid: int) -> int:
     """Processes and threads that the kernel counts against the user's limit."""
     num_tasks = 0
-    for path in Path("/proc").glob("[0-9]*/status"):
+    for pid in all_pids():
         with suppress(OSError):  # it has just ended
-            fields = dict(line.split(":", 1) for line in path.read_text().splitlines())
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            fields = dict(line.split(":", 1) for line in lines)
             if int(fields["Uid"].split()[0]) == uid:
                 num_tasks += int(fields["Threads"])
     return num_tasks
@@ -155,9 +161,10 @@ def _children(pid: int, parents: dict[int, int]) -> set[int]:
 def _parents() -> dict[int, int]:
     """The parent of every process on the machine."""
     parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for pid in all_pids():
         with suppress(OSError):
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            parents[pid] = int(stat.rpartition(")")[2].split()[1])
     return parents
 
 
