@@ -44,7 +44,7 @@ def main() -> None:
             for folder, entry in zip(options.folders, entries, strict=True):
                 print(describe(Path(folder), entry))
             return
-    except OSError as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"error: {error}; name folders that hold rlvr, before and after")
     if problems := objections(entries, options.target, options.commit):
         sys.exit("no record: " + "; ".join(problems))
@@ -90,14 +90,14 @@ def _steps(folder: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (folder / "rlvr" / "metrics.jsonl").open()]
     steps = [row for row in rows if "time/step" in row]
     if not steps:
-        raise FileNotFoundError(f"{folder / 'rlvr'} has no step that ended")
+        raise ValueError(f"{folder / 'rlvr'} has no step that ended")
     return steps
 
 
 def _answers(folder: Path) -> list[dict[str, Any]]:
     paths = sorted((folder / "rollouts").glob("*.jsonl"))
     if not paths:
-        raise FileNotFoundError(f"{folder} has no replies in rollouts")
+        raise ValueError(f"{folder} has no replies in rollouts")
     return [json.loads(line) for path in paths for line in path.open()]
 
 

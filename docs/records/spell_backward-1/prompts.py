@@ -4,13 +4,13 @@
     python prompts.py train.jsonl --rows 60000 --without test.jsonl
 
 Words are in upper case, which the tokenizer cuts into shorter and more frequent pieces. Training
-has more of the long words, which are harder: one of n letters is kept with (n / 10)^2.
+has more of the long words, which are harder: one of n letters is kept with probability (n / 10)^2.
 """
 
 import argparse
-import itertools
 import json
 import random
+import sys
 
 from roll_lite.rewards import reasoning_gym
 
@@ -44,7 +44,7 @@ def main() -> None:
             seen.update(json.loads(line)["ground_truth"].upper() for line in file)
     chance, num_rows = random.Random(0), 0
     with open(args.out, "w", encoding="utf-8") as file:
-        for number in itertools.count():
+        for number in range(reasoning_gym.SIZE):
             if num_rows == args.rows:
                 break
             prompt = reasoning_gym.question(SOURCE, number, seed=0, split=args.split)
@@ -61,6 +61,8 @@ def main() -> None:
                 "domain": prompt.domain, "ground_truth": prompt.ground_truth, **prompt.extra,
             }  # fmt: skip
             file.write(json.dumps(row) + "\n")
+    if num_rows < args.rows:
+        sys.exit(f"error: --rows {args.rows}: there are only {num_rows} such words; ask for fewer")
 
 
 if __name__ == "__main__":

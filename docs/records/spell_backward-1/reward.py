@@ -1,4 +1,4 @@
-"""A reward for spell_backward: the share of letters in their place; one too many is a wrong one."""
+"""A reward for spell_backward: the share of letters in their place; an extra one is a wrong one."""
 
 from roll_lite.types import Prompt
 

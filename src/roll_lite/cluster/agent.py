@@ -56,7 +56,7 @@ def find_rank(rank: int) -> "Process | None":
 
 
 def children_of(pid: int) -> list[int]:
-    """Of all its threads; none if it has ended."""
+    """Whichever of its threads has started them; none if the process has ended."""
     found, folder = [], Path(f"/proc/{pid}/task")
     with suppress(OSError):  # the process has ended
         for task in os.listdir(folder):

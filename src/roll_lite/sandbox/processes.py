@@ -97,7 +97,7 @@ def _read(path: str, folder: int) -> str:
 
 
 def all_pids() -> list[int]:
-    """Of the machine. Not by Path.glob, which raises an error if a process ends meanwhile."""
+    """Of the machine. Path.glob would raise an error if a process ended during the search."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
