@@ -23,7 +23,7 @@ python scripts/convert_data.py gsm8k "$test" "$data/gsm8k-test.jsonl"
 asked=(--data "$data/gsm8k-test.jsonl" --max-tokens 512 --kv-cache-gib 16)
 python recipes/evaluate.py --model "$model" "${asked[@]}" --run-dir "$out/before"
 python recipes/rlvr.py --model "$model" --data "$data/gsm8k-train.jsonl" --run-dir "$out/rlvr" \
-  --eval-every 0 --max-tokens 512 --prompts-per-step 128 --samples-per-prompt 8 --steps 60 \
+  --eval-every 0 --max-tokens 512 --prompts-per-step 128 --samples-per-prompt 8 --steps 90 \
   --updates-per-step 4 --drop-equal --max-refills 0 --lr 3e-6 --schedule linear \
   --kv-cache-gib 16 --tokens-per-microbatch 32768 --rollouts-every 0 --checkpoint-minutes 0 "$@"
 python recipes/evaluate.py --model "$out/rlvr/model" "${asked[@]}" --run-dir "$out/after"
