@@ -447,10 +447,10 @@ def prepare(
 ) -> list[TrainingSequence]:
     """Advantages, from rewards and what models say of the samples before the first update."""
     groups = cfg.lengths.shape_rewards(groups)
-    plain = plain_sequences(groups)
 
     def score(role: RoleHandle, method: str) -> list[list[float]]:
-        return score_over_ranks(getattr(role, method), plain, cfg.training.tokens_per_microbatch)
+        plain, budget = plain_sequences(groups), cfg.training.tokens_per_microbatch
+        return score_over_ranks(getattr(role, method), plain, budget)
 
     reference = None
     if models.reference:

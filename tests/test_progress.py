@@ -99,6 +99,10 @@ def test_rate_and_time_left(monkeypatch):
     now += 2
     bar.advance(5, num_tokens=3000)  # 2.5 samples and 1,500 tokens a second; 85 are left: 34 s
     assert bar.describe() == "rollout 15/100 samples, 1,500 tokens/s, 0:34 left"
+    bar = ProgressBar(1000, "rollout", "samples", enabled=False)
+    now += 10
+    bar.advance(1, num_tokens=500)  # the others have run for 10 seconds too
+    assert bar.describe() == "rollout 1/1,000 samples, 50 tokens/s"
     steps = ProgressBar(1000, "steps", enabled=False)
     now += 4
     steps.advance()

@@ -29,6 +29,9 @@ PLAIN_SECONDS = 60.0
 PHASE_BYTES = 96
 WINDOW = 64
 """Points of time, at least DRAW_SECONDS apart, over which a rate is measured."""
+EARLY = 0.05
+"""Share of the samples before which no time left is said: they run side by side, so that the first
+to end says little about the others."""
 
 
 class ProgressBar:
@@ -88,6 +91,8 @@ class ProgressBar:
             return []
         rate, tokens = (last - first) / (end - start), (last_tokens - first_tokens) / (end - start)
         shown = f"{tokens:,.0f} tokens/s" if tokens else _rate(rate / scale, unit or self.label)
+        if tokens and self.count < EARLY * self.total:
+            return [shown]
         left = max(0, self.total - self.count) / rate
         return [shown, f"{_clock(left)} left"]
 

@@ -12,6 +12,15 @@ def _qwen3(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int = 8, **
     } | more  # fmt: skip
 
 
+def _qwen2(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict:
+    return {
+        "model_type": "qwen2", "vocab_size": 151936, "hidden_size": hidden,
+        "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": hidden // heads, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768, "tie_word_embeddings": False, "rope_theta": 1e6,
+    } | more  # fmt: skip
+
+
 def _llama3(hidden: int, mlp: int, layers: int, heads: int, factor: float, **more: Any) -> dict:
     return {
         "model_type": "llama", "vocab_size": 128256, "hidden_size": hidden,
@@ -45,12 +54,11 @@ SHAPES: dict[str, dict] = {
     "qwen3-8b": _qwen3(4096, 12288, 36, 32),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64),
-    "qwen2.5-7b": {
-        "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584,
-        "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "head_dim": 128, "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 131072, "tie_word_embeddings": False, "rope_theta": 1e6,
-    },
+    "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, **TIED),
+    "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, **TIED),
+    "qwen2.5-7b": _qwen2(
+        3584, 18944, 28, 28, 4, vocab_size=152064, max_position_embeddings=131072
+    ),
     "llama-3.2-1b": _llama3(2048, 8192, 16, 32, 32.0, head_dim=64, **TIED),
     "llama-3.2-3b": _llama3(3072, 8192, 28, 24, 32.0, **TIED),
     "llama-3.1-8b": _llama3(4096, 14336, 32, 32, 8.0),
