@@ -119,7 +119,7 @@ def test_calls_are_asked_again_when_the_reader_fails(shared, tmp_path):
         raise KeyError("of this test")
 
     async def fail_meanwhile():
-        shared._supervisor.start(pickle.dumps((prompt(), "ok")), fail)
+        shared._supervisor.start(pickle.dumps((pickle.dumps(prompt()), "ok")), fail)
         return await shared.score(prompt("do"), f"await {tmp_path / 'go'}")
 
     assert asyncio.run(asyncio.wait_for(fail_meanwhile(), HANG_SECONDS)) == Score(value=1.0)

@@ -73,11 +73,13 @@ class PagePool:
         """Record the content of the full pages among the first `num_tokens`."""
         prefix_id = _START
         for i in range(num_tokens // self.page_size):
+            if pages[i] in self._prefix_id_of:  # recorded before: a prompt that samples share
+                prefix_id = self._prefix_id_of[pages[i]]
+                continue
             content = (prefix_id, self._tokens(token_ids, i))
             known = self._page_of.get(content)
             if known is None:
                 known = pages[i]
-                self.forget([known])
                 self._page_of[content] = known
                 self._content_of[known] = content
                 self._prefix_id_of[known] = next(self._new_prefix_id)

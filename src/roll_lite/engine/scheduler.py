@@ -5,6 +5,7 @@ The scheduler never reads a clock. The oldest sequence always makes progress: it
 """
 
 from collections import deque
+from contextlib import suppress
 from typing import NamedTuple
 
 from roll_lite.engine.pages import PagePool
@@ -165,7 +166,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Take a finished or aborted sequence out; its pages stay in the prefix cache."""
         for queue in (self.running, self.prefilling, self.waiting):
-            if sequence in queue:
+            with suppress(ValueError):  # it is in another one
                 queue.remove(sequence)
                 break
         self._refused_with = None

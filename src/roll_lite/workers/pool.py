@@ -25,6 +25,8 @@ CALLS = Work(
     jobs_per_worker=1,
     import_ahead=import_ahead,
 )
+MAX_PICKLED = 4096
+"""Prompts that are kept as bytes."""
 MAX_ASKED = 3
 """How often a call is made whose worker died for a reason that is not known."""
 Answer = tuple[float, Score | Failure]
@@ -89,6 +91,8 @@ class RewardWorkers:
         self._has_quit = False
         self._inbox: Inbox | None = None
         """Of the event loop that asked last."""
+        self._pickled: dict[int, tuple[Prompt, bytes]] = {}
+        """Prompts by id(prompt), as long as they live: the samples of a group have the same one."""
         self._rewards, self._budget = dict(rewards), ErrorBudget(max_error_share)
         self._supervisor = self._waiting = None
         self._async = {domain for domain in self._rewards if is_async(self._rewards[domain])}
@@ -155,8 +159,16 @@ class RewardWorkers:
         def resolve(seconds: float, result: Score | Failure) -> None:
             inbox.put(future, (seconds, result))
 
-        self._supervisor.start(pickle.dumps((prompt, reply)), resolve)
+        self._supervisor.start(pickle.dumps((self._as_bytes(prompt), reply)), resolve)
         return future
+
+    def _as_bytes(self, prompt: Prompt) -> bytes:
+        """Pickled once: that takes longer than the rest of a call."""
+        if (known := self._pickled.get(id(prompt))) is None:
+            if len(self._pickled) == MAX_PICKLED:
+                self._pickled.clear()
+            known = self._pickled[id(prompt)] = prompt, pickle.dumps(prompt)
+        return known[1]
 
     def _inbox_of(self, loop: asyncio.AbstractEventLoop) -> Inbox:
         inbox = self._inbox

@@ -163,9 +163,10 @@ def run_calls(
 
 
 def _call(rewards: Mapping[str, Reward], payload: bytes) -> Score | Failure:
-    """From a pickled prompt and reply."""
+    """From a pickled pair: the prompt, itself pickled, and a reply."""
     try:
-        return evaluate(rewards, *pickle.loads(payload))
+        prompt, reply = pickle.loads(payload)
+        return evaluate(rewards, pickle.loads(prompt), reply)
     except MemoryError:
         exit_without_memory()
     except BaseException as error:  # user code may raise anything
