@@ -92,7 +92,8 @@ class RewardWorkers:
         self._inbox: Inbox | None = None
         """Of the event loop that asked last."""
         self._pickled: dict[int, tuple[Prompt, bytes]] = {}
-        """Prompts by id(prompt), as long as they live: the samples of a group have the same one."""
+        """Prompts by id(prompt): the samples of a group share one. Each is kept beside its bytes,
+        so that no other prompt gets its id."""
         self._rewards, self._budget = dict(rewards), ErrorBudget(max_error_share)
         self._supervisor = self._waiting = None
         self._async = {domain for domain in self._rewards if is_async(self._rewards[domain])}
