@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from concurrent.futures import Future
+from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
 
@@ -99,7 +100,8 @@ class Program:
             raise AssertionError(f"not over after {within} s:\n{self.output()}") from None
         finally:
             for pid in self.processes():
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it has ended since
+                    os.kill(pid, signal.SIGKILL)
         assert "forcefully exiting" not in self.output()  # torchrun had to kill a rank after 30 s
         return self.process.returncode
 

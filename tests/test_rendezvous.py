@@ -11,6 +11,7 @@ import subprocess
 import sys
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -234,7 +235,8 @@ def test_a_rank_ends_with_its_agent_and_what_it_starts_outlives_a_thread():
         torchrun.wait()
         torchrun.stdout.close()
         for pid in filter(is_running, (rank, child)):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended since
+                os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -362,7 +362,8 @@ def test_rewards_go_on_when_sigterm_reaches_all_processes():
     with RewardWorkers(rewards, num_workers=1, seconds=300.0) as pool:
         assert asyncio.run(pool.score(code, reply)).value == 1
         for pid in descendants(os.getpid()):
-            os.kill(pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):  # one that has ended since
+                os.kill(pid, signal.SIGTERM)
         prompt = Prompt(id="a", messages=(), domain="math", ground_truth="7")
         assert asyncio.run(pool.score(prompt, r"\boxed{7}")).value == 1
         assert asyncio.run(pool.score(code, reply)).value == 1
@@ -370,8 +371,9 @@ def test_rewards_go_on_when_sigterm_reaches_all_processes():
 
 def descendants(pid):
     found = []
-    for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
-        found += [child, *descendants(child)]
+    with suppress(OSError):  # it has ended
+        for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+            found += [child, *descendants(child)]
     return found
 
 
