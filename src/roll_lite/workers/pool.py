@@ -164,7 +164,7 @@ class RewardWorkers:
         return future
 
     def _as_bytes(self, prompt: Prompt) -> bytes:
-        """Pickled once: that takes longer than the rest of a call."""
+        """Pickled once for all samples of its group."""
         if (known := self._pickled.get(id(prompt))) is None:
             if len(self._pickled) == MAX_PICKLED:
                 self._pickled.clear()
