@@ -215,12 +215,20 @@ def test_rotate_into_cache(K, group, D, has_norm):
     assert cache.flatten(1, 2)[:, untouched].abs().sum() == 0
 
 
-@pytest.mark.parametrize("vocab_size", [98, 5000, 40_001])
-def test_sample_equals_torch(vocab_size):
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of the interpreter
+@pytest.mark.parametrize(
+    "vocab_size, shape",
+    [(98, "flat"), (5000, "peaked"), (5000, "truncated"), (40_001, "flat")],
+)
+def test_sample_equals_torch(vocab_size, shape):
     torch.manual_seed(vocab_size)
     rows = 6
     logits = (torch.randn(rows, vocab_size, device=DEVICE) * 3).to(DTYPE)
-    temperatures = torch.tensor([1.0, 0.7, 1.0, 2.0, 1.0, 0.3], device=DEVICE)
+    if shape == "peaked":
+        logits[:, vocab_size // 2] += 100
+    if shape == "truncated":
+        logits[:, torch.randperm(vocab_size, device=DEVICE)[7:]] = -torch.inf
+    temperatures = torch.tensor([1.0, 0.7, 1.0, 2.0, 0.02, 0.3], device=DEVICE)
     greedy = torch.tensor([False, False, True, False, False, False], device=DEVICE)
     keys = torch.tensor([noise_key(5, i) for i in range(rows)], device=DEVICE)
     positions = torch.arange(rows, device=DEVICE) * 13

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024
+BLOCK = 256
 NUM_SPLITS = 16
+TO_UNIT = tl.constexpr(2.0**-32)
 
 
 def sample(
@@ -29,16 +30,16 @@ def sample(
     device = logits_RV.device
     best = torch.empty(R, NUM_SPLITS, device=device, dtype=torch.float32)
     best_id = torch.empty(R, NUM_SPLITS, device=device, dtype=torch.int32)
-    best_logit, m, l = (torch.empty_like(best) for _ in range(3))  # noqa: E741
+    best_logit, weight_sum = torch.empty_like(best), torch.empty_like(best)
     token_ids = torch.empty(R, device=device, dtype=torch.int64)
     logprobs = torch.empty(R, device=device, dtype=torch.float32)
     per_split = triton.cdiv(V, NUM_SPLITS * BLOCK) * BLOCK
     _scan[(R, NUM_SPLITS)](
         logits_RV, temperatures_R, is_greedy_R, keys_R2, positions_R,
-        best, best_id, best_logit, m, l, V, logits_RV.stride(0), per_split, first,
-        NUM_SPLITS=NUM_SPLITS, BLOCK=BLOCK, num_warps=4,
+        best, best_id, best_logit, weight_sum, V, logits_RV.stride(0), per_split, first,
+        NUM_SPLITS=NUM_SPLITS, BLOCK=BLOCK, num_warps=1,
     )  # fmt: skip
-    found = (best, best_id, best_logit, m, l)
+    found = (best, best_id, best_logit, weight_sum)
     if exchange:
         found = [exchange(x) for x in found]
     num_found = found[0].shape[1]
@@ -61,12 +62,12 @@ def _mix(x, also):
 @triton.jit
 def _scan(
     logits_ptr, temperature_ptr, is_greedy_ptr, key_ptr, position_ptr,
-    best_ptr, best_id_ptr, best_logit_ptr, m_ptr, l_ptr,
+    best_ptr, best_id_ptr, best_logit_ptr, sum_ptr,
     vocab_size, row_stride, per_split, first_entry,
     NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    temperature = tl.load(temperature_ptr + row)
+    inverse = 1.0 / tl.load(temperature_ptr + row)
     noise_scale = 1.0 - tl.load(is_greedy_ptr + row).to(tl.float32)
     key0 = tl.load(key_ptr + 2 * row).to(tl.uint32)
     key1 = tl.load(key_ptr + 2 * row + 1).to(tl.uint32)
@@ -75,51 +76,56 @@ def _scan(
     first = _mix(_mix(position ^ key0, zero) ^ key1, zero)
     second = _mix(_mix(position ^ key1, zero) ^ key0, zero)
 
-    best = -float("inf")
+    # The noise is -log(e) with e = -log(1 - u) >= u, so an entry can only win if u is below
+    # exp(logit - best), which is also its weight in the sum. Few entries pass this test, so logs
+    # are rarely computed. No entry seen is more than 47 above the best (e is at most 1e20): the
+    # sum does not overflow.
+    best = -1e30
     best_id = split * per_split
     best_logit = -float("inf")
-    m = -1e30
-    l = 0.0  # noqa: E741
+    weights = tl.zeros([BLOCK], tl.float32)
     for start in range(split * per_split, tl.minimum((split + 1) * per_split, vocab_size), BLOCK):
         v = start + tl.arange(0, BLOCK)
         logit = tl.load(logits_ptr + row * row_stride + v, mask=v < vocab_size, other=-float("inf"))
-        logit = logit.to(tl.float32) / temperature
-        m_new = tl.maximum(m, tl.max(logit, 0))
-        l = l * tl.exp(m - m_new) + tl.sum(tl.exp(logit - m_new), 0)  # noqa: E741
-        m = m_new
-        bits = _mix(first + (first_entry + v).to(tl.uint32) * 0x9E3779B9, second)
-        u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-        # -log(1 - u), with its series where 1 - u would lose the digits of a small u
-        e = tl.where(u < 1e-3, u * (1 + u * (0.5 + u * 0.33333334)), -tl.log(1.0 - u))
-        noise = -tl.log(tl.minimum(tl.maximum(e, 1e-20), 1e20))
-        noisy = logit + noise * noise_scale
-        top = tl.max(noisy, 0)
-        if top > best:
-            where = tl.argmax(noisy, 0)
-            best = top
-            best_id = start + where
-            best_logit = tl.sum(tl.where(tl.arange(0, BLOCK) == where, logit, 0.0), 0)
+        logit = logit.to(tl.float32) * inverse
+        bits = _mix(first + (first_entry + v).to(tl.uint32) * 0x9E3779B9, second).to(tl.float32)
+        weight = tl.exp(logit - best)
+        may_win = bits * (0.8 * TO_UNIT) < weight  # 0.8: whatever the rounding
+        if tl.max(may_win.to(tl.int32), 0) > 0:
+            u = (bits + 0.5) * TO_UNIT
+            # -log(1 - u), with its series where 1 - u would lose the digits of a small u
+            e = tl.where(u < 1e-3, u * (1 + u * (0.5 + u * 0.33333334)), -tl.log(1.0 - u))
+            noise = -tl.log(tl.minimum(tl.maximum(e, 1e-20), 1e20))
+            noisy = logit + noise * noise_scale
+            top = tl.max(noisy, 0)
+            if top > best:
+                where = tl.argmax(noisy, 0)
+                best_id = start + where
+                best_logit = tl.sum(tl.where(tl.arange(0, BLOCK) == where, logit, 0.0), 0)
+                weights *= tl.exp(best - top)
+                best = top
+                weight = tl.exp(logit - best)
+        weights += weight
     out = row * NUM_SPLITS + split
     tl.store(best_ptr + out, best)
     tl.store(best_id_ptr + out, first_entry + best_id)
     tl.store(best_logit_ptr + out, best_logit)
-    tl.store(m_ptr + out, m)
-    tl.store(l_ptr + out, l)
+    tl.store(sum_ptr + out, tl.sum(weights, 0))
 
 
 @triton.jit
 def _choose(
-    best_ptr, best_id_ptr, best_logit_ptr, m_ptr, l_ptr, token_ptr, logprob_ptr, num_found,
+    best_ptr, best_id_ptr, best_logit_ptr, sum_ptr, token_ptr, logprob_ptr, num_found,
     FOUND_PAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     i = tl.arange(0, FOUND_PAD)
     s = row * num_found + i
     ok = i < num_found
-    where = tl.argmax(tl.load(best_ptr + s, mask=ok, other=-float("inf")), 0)
-    m = tl.load(m_ptr + s, mask=ok, other=-1e30)
-    top = tl.max(m, 0)
-    lse = top + tl.log(tl.sum(tl.load(l_ptr + s, mask=ok, other=0.0) * tl.exp(m - top), 0))
+    best = tl.load(best_ptr + s, mask=ok, other=-float("inf"))
+    where, top = tl.argmax(best, 0), tl.max(best, 0)
+    sums = tl.load(sum_ptr + s, mask=ok, other=0.0) * tl.exp(best - top)
+    lse = top + tl.log(tl.sum(sums, 0))
     chosen = row * num_found + where
     tl.store(token_ptr + row, tl.load(best_id_ptr + chosen).to(tl.int64))
     tl.store(logprob_ptr + row, tl.load(best_logit_ptr + chosen) - lse)
