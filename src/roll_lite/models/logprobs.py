@@ -131,12 +131,20 @@ class _TokenLogprobs(torch.autograd.Function):
             )  # fmt: skip
             grad_hidden[rows] = grad_CV @ head_VH
             if grad_head is not None:
-                grad_head += grad_CV.T @ hidden_CH
+                _add_product(grad_head, grad_CV.T, hidden_CH)
         if ctx.shard:
             grad_hidden = ctx.shard.sum_in_place(grad_hidden)
         if grad_head is not None:
             grad_head = grad_head.to(head_VH.dtype)
         return grad_hidden, grad_head, None, None, None
+
+
+def _add_product(sum_VH: Tensor, grad_VC: Tensor, hidden_CH: Tensor) -> None:
+    """Add a product to an fp32 sum; on CUDA without rounding it to 16 bits before."""
+    if hidden_CH.is_cuda and hidden_CH.dtype != torch.float32:
+        torch.addmm(sum_VH, grad_VC, hidden_CH, out_dtype=torch.float32, out=sum_VH)
+    else:
+        sum_VH += grad_VC @ hidden_CH
 
 
 def _chunks(hidden_RH: Tensor) -> list[slice]:
