@@ -1,0 +1,98 @@
+"""Kernels of the engine and of the trainer, against what the GPU's memory and arithmetic allow.
+
+python scripts/bench_kernels.py --shape qwen2.5-0.5b --rows 1024
+
+Of each: milliseconds on the GPU (median, L2 cache cleared, launches not counted), the least that
+its bytes or flops take at the published rates, and the share of these rates that it reaches. The
+last line is JSON.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import tyro
+from timing import print_results
+from triton.testing import do_bench
+
+from roll_lite.cluster.speed import MEMORY_RATES
+from roll_lite.kernels.paged_attention import paged_decode
+from roll_lite.kernels.sample import sample
+from roll_lite.models.config import ModelConfig, shape_config
+from roll_lite.models.cost import device_flops
+from roll_lite.models.logprobs import token_logprobs
+
+PAGE = 16
+BF16 = {"device": "cuda", "dtype": torch.bfloat16}
+
+
+@dataclass(kw_only=True)
+class Config:
+    shape: str = "qwen2.5-0.5b"
+    """smollm2-135m, qwen2.5-0.5b, qwen3-0.6b, ..."""
+    rows: int = 1024
+    """Sequences that decode together."""
+    shortest: int = 140
+    """Tokens of the shortest of them; the lengths are evenly spread."""
+    longest: int = 500
+    """Tokens of the longest."""
+    trained: int = 32768
+    """Tokens of a micro-batch that go through the head, forward and backward."""
+
+
+def sampling(cfg: Config, model: ModelConfig) -> tuple[Callable[[], object], int]:
+    """A token of every row, and the bytes of the logits."""
+    logits_RV = torch.randn(cfg.rows, model.vocab_size, **BF16) * 3
+    logits_RV[:, 0] += 20  # as sure of a token as a trained model
+    temperatures_R = torch.ones(cfg.rows, device="cuda")
+    greedy_R = torch.zeros(cfg.rows, dtype=torch.bool, device="cuda")
+    keys_R2 = torch.randint(0, 2**31, (cfg.rows, 2), device="cuda")
+    positions_R = torch.arange(cfg.rows, device="cuda")
+    return lambda: sample(
+        logits_RV, temperatures_R, greedy_R, keys_R2, positions_R
+    ), logits_RV.nbytes
+
+
+def attention(cfg: Config, model: ModelConfig) -> tuple[Callable[[], object], int]:
+    """Decode attention of one layer, and the bytes of keys and values."""
+    K, D = model.num_kv_heads, model.head_dim
+    num_pages = -(-cfg.longest // PAGE)
+    cache = torch.randn(2, cfg.rows * num_pages, PAGE, K, D, **BF16)
+    table = torch.randperm(cfg.rows * num_pages, device="cuda").view(cfg.rows, num_pages).int()
+    q_BHD = torch.randn(cfg.rows, model.num_heads, D, **BF16)
+    lengths_B = torch.linspace(cfg.shortest, cfg.longest, cfg.rows, device="cuda").long()
+    finished = torch.zeros(cfg.rows, K, dtype=torch.int32, device="cuda")
+    num_bytes = 4 * K * D * int(lengths_B.sum())
+    return lambda: paged_decode(q_BHD, *cache, table, lengths_B, cfg.longest, finished), num_bytes
+
+
+def head(cfg: Config, model: ModelConfig) -> tuple[Callable[[], object], int]:
+    """Logprobs and their gradient, and the flops: logits twice, and two gradients."""
+    H, V = model.hidden_size, model.vocab_size
+    hidden_RH = torch.randn(cfg.trained, H, **BF16, requires_grad=True)
+    head_VH = (torch.randn(V, H, **BF16) * H**-0.5).requires_grad_()
+    ids_R = torch.randint(0, V, (cfg.trained,), device="cuda")
+
+    def step() -> None:
+        logprobs_R, _ = token_logprobs(hidden_RH, head_VH, ids_R)
+        logprobs_R.sum().backward()
+
+    return step, 4 * 2 * cfg.trained * H * V
+
+
+def main(cfg: Config) -> dict[str, object]:
+    torch.manual_seed(0)
+    model, name = shape_config(cfg.shape), torch.cuda.get_device_name()
+    memory = next(rate for gpu, rate in MEMORY_RATES.items() if gpu in name)
+    results: dict[str, object] = {"gpu": name, "shape": cfg.shape, "rows": cfg.rows}
+    for make, rate in ((sampling, memory), (attention, memory), (head, device_flops(name))):
+        action, amount = make(cfg, model)
+        taken, least = do_bench(action, return_mode="median"), 1e3 * amount / rate
+        results[make.__name__] = f"{taken:.3f} ms, least {least:.3f} ({least / taken:.0%})"
+        del action
+        torch.cuda.empty_cache()
+    return results
+
+
+if __name__ == "__main__":
+    print_results(main(tyro.cli(Config, description=__doc__.split("\n\n")[0])))
