@@ -7,6 +7,7 @@ its bytes or flops take at the published rates, and the share of these rates tha
 last line is JSON.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ import tyro
 from timing import print_results
 from triton.testing import do_bench
 
-from roll_lite.cluster.speed import MEMORY_RATES
+from roll_lite.checks import at_least
+from roll_lite.cluster.speed import MEMORY_RATES, known_gpu
 from roll_lite.kernels.paged_attention import paged_decode
 from roll_lite.kernels.sample import sample
 from roll_lite.models.config import ModelConfig, shape_config
@@ -39,9 +41,18 @@ class Config:
     trained: int = 32768
     """Tokens of a micro-batch that go through the head, forward and backward."""
 
+    def __post_init__(self):
+        shape_config(self.shape)
+        at_least(1, self, "rows", "shortest", "trained")
+        at_least(self.shortest, self, "longest")
 
-def sampling(cfg: Config, model: ModelConfig) -> tuple[Callable[[], object], int]:
-    """A token of every row, and the bytes of the logits."""
+
+Work = tuple[Callable[[], object], int]
+"""What to run, and its bytes or flops."""
+
+
+def sampling(cfg: Config, model: ModelConfig) -> Work:
+    """One token per row; the bytes of the logits."""
     logits_RV = torch.randn(cfg.rows, model.vocab_size, **BF16) * 3
     logits_RV[:, 0] += 20  # as sure of a token as a trained model
     temperatures_R = torch.ones(cfg.rows, device="cuda")
@@ -53,8 +64,8 @@ def sampling(cfg: Config, model: ModelConfig) -> tuple[Callable[[], object], int
     ), logits_RV.nbytes
 
 
-def attention(cfg: Config, model: ModelConfig) -> tuple[Callable[[], object], int]:
-    """Decode attention of one layer, and the bytes of keys and values."""
+def attention(cfg: Config, model: ModelConfig) -> Work:
+    """Decode attention of one layer; the bytes of keys and values."""
     K, D = model.num_kv_heads, model.head_dim
     num_pages = -(-cfg.longest // PAGE)
     cache = torch.randn(2, cfg.rows * num_pages, PAGE, K, D, **BF16)
@@ -66,29 +77,37 @@ def attention(cfg: Config, model: ModelConfig) -> tuple[Callable[[], object], in
     return lambda: paged_decode(q_BHD, *cache, table, lengths_B, cfg.longest, finished), num_bytes
 
 
-def head(cfg: Config, model: ModelConfig) -> tuple[Callable[[], object], int]:
-    """Logprobs and their gradient, and the flops: logits twice, and two gradients."""
+def head(cfg: Config, model: ModelConfig) -> Work:
+    """Logprobs and their gradient; the flops of the logits, twice, and of two gradients."""
     H, V = model.hidden_size, model.vocab_size
-    hidden_RH = torch.randn(cfg.trained, H, **BF16, requires_grad=True)
-    head_VH = (torch.randn(V, H, **BF16) * H**-0.5).requires_grad_()
+    inputs = [torch.randn(cfg.trained, H, **BF16), torch.randn(V, H, **BF16) * H**-0.5]
+    for tensor in inputs:
+        tensor.requires_grad_()
     ids_R = torch.randint(0, V, (cfg.trained,), device="cuda")
 
     def step() -> None:
-        logprobs_R, _ = token_logprobs(hidden_RH, head_VH, ids_R)
-        logprobs_R.sum().backward()
+        logprobs_R, _ = token_logprobs(*inputs, ids_R)
+        torch.autograd.grad(logprobs_R.sum(), inputs)
 
     return step, 4 * 2 * cfg.trained * H * V
 
 
 def main(cfg: Config) -> dict[str, object]:
     torch.manual_seed(0)
-    model, name = shape_config(cfg.shape), torch.cuda.get_device_name()
-    memory = next(rate for gpu, rate in MEMORY_RATES.items() if gpu in name)
-    results: dict[str, object] = {"gpu": name, "shape": cfg.shape, "rows": cfg.rows}
-    for make, rate in ((sampling, memory), (attention, memory), (head, device_flops(name))):
+    name, model = torch.cuda.get_device_name(), shape_config(cfg.shape)
+    if (gpu := known_gpu(name)) is None:
+        sys.exit(f"error: the rates of {name} are not known; add them to cluster/speed.py")
+    memory, flops = MEMORY_RATES[gpu.name], device_flops(gpu.name)
+    results: dict[str, object] = {"gpu": name, **vars(cfg)}
+    for make, rate in ((sampling, memory), (attention, memory), (head, flops)):
         action, amount = make(cfg, model)
-        taken, least = do_bench(action, return_mode="median"), 1e3 * amount / rate
-        results[make.__name__] = f"{taken:.3f} ms, least {least:.3f} ({least / taken:.0%})"
+        taken = do_bench(action, warmup=200, rep=1000, return_mode="median")
+        least = 1e3 * amount / rate
+        results |= {
+            f"{make.__name__} ms": round(taken, 4),
+            f"{make.__name__} least ms": round(least, 4),
+            f"{make.__name__} share of the rate": round(least / taken, 3),
+        }
         del action
         torch.cuda.empty_cache()
     return results

@@ -218,7 +218,7 @@ def test_rotate_into_cache(K, group, D, has_norm):
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of the interpreter
 @pytest.mark.parametrize(
     "vocab_size, shape",
-    [(98, "flat"), (5000, "peaked"), (5000, "truncated"), (40_001, "flat")],
+    [(98, "flat"), (5000, "peaked"), (5000, "truncated"), (9001, "flat")],
 )
 def test_sample_equals_torch(vocab_size, shape):
     torch.manual_seed(vocab_size)
@@ -266,13 +266,14 @@ def test_add_norm(H):
     assert_close_to_exact(got, (exact * norm.weight.double()).cpu().detach())
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of the interpreter
 def test_sample_over_parts_of_the_vocabulary_equals_the_whole():
     torch.manual_seed(1)
-    rows, vocab_size, size = 4, 3000, 3
+    rows, vocab_size, size = 2, 3000, 3
     logits = (torch.randn(rows, vocab_size, device=DEVICE) * 3).to(DTYPE)
     arguments = (
-        torch.tensor([1.0, 0.7, 1.0, 2.0], device=DEVICE),
-        torch.tensor([False, False, True, False], device=DEVICE),
+        torch.tensor([0.7, 1.0], device=DEVICE),
+        torch.tensor([False, True], device=DEVICE),
         torch.tensor([noise_key(5, i) for i in range(rows)], device=DEVICE),
         torch.arange(rows, device=DEVICE),
     )

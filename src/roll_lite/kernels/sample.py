@@ -78,8 +78,9 @@ def _scan(
 
     # The noise is -log(e) with e = -log(1 - u) >= u, so an entry can only win if u is below
     # exp(logit - best), which is also its weight in the sum. Few entries pass this test, so logs
-    # are rarely computed. No entry seen is more than 47 above the best (e is at most 1e20): the
-    # sum does not overflow.
+    # are rarely computed. u times 0.8 is compared: that is a margin for rounding, and a greedy row,
+    # which has no noise, passes with every logit above the best, whatever u is. No entry seen is
+    # more than 47 above the best (e is at most 1e20): the sum does not overflow.
     best = -1e30
     best_id = split * per_split
     best_logit = -float("inf")
@@ -90,7 +91,7 @@ def _scan(
         logit = logit.to(tl.float32) * inverse
         bits = _mix(first + (first_entry + v).to(tl.uint32) * 0x9E3779B9, second).to(tl.float32)
         weight = tl.exp(logit - best)
-        may_win = bits * (0.8 * TO_UNIT) < weight  # 0.8: whatever the rounding
+        may_win = bits * (0.8 * TO_UNIT) < weight
         if tl.max(may_win.to(tl.int32), 0) > 0:
             u = (bits + 0.5) * TO_UNIT
             # -log(1 - u), with its series where 1 - u would lose the digits of a small u

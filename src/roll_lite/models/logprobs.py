@@ -140,8 +140,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _add_product(sum_VH: Tensor, grad_VC: Tensor, hidden_CH: Tensor) -> None:
-    """Add a product to an fp32 sum; on CUDA without rounding it to 16 bits before."""
-    if hidden_CH.is_cuda and hidden_CH.dtype != torch.float32:
+    """Add a product to an fp32 sum; on CUDA, without first rounding it to 16 bits."""
+    if hidden_CH.is_cuda and hidden_CH.dtype in (torch.bfloat16, torch.float16):
         torch.addmm(sum_VH, grad_VC, hidden_CH, out_dtype=torch.float32, out=sum_VH)
     else:
         sum_VH += grad_VC @ hidden_CH
