@@ -78,6 +78,7 @@ def test_it_learns_on_held_out_seeds(train, options):
     assert 0 <= last["reward/valid"] <= 1 and last["eval/success"] == rates[-1]
 
 
+@pytest.mark.slow
 def test_with_the_wrong_sign_it_does_not_learn(train, monkeypatch):
     def flipped(*arguments):
         sequences = with_advantages(*arguments)
@@ -89,18 +90,11 @@ def test_with_the_wrong_sign_it_does_not_learn(train, monkeypatch):
     assert rates[-1] < rates[0] - 0.05
 
 
-def test_a_resumed_run_is_the_same(train, walker, tmp_path):
-    _, whole = train("whole", steps=4, eval_every=2)
-    train("parts", steps=2, eval_every=2, schedule="constant")
-    agentic.main(
-        from_flat(
-            agentic.Config,
-            **BASE
-            | {"model": walker, "run_dir": str(tmp_path / "parts"), "steps": 4, "eval_every": 2}
-            | {"resume": True},
-        )
-    )
-    parts = metrics_of(tmp_path / "parts")
+def test_a_resumed_run_is_the_same(train, tmp_path):
+    options = {"eval_every": 2, "prompts_per_step": 4, "samples_per_prompt": 4, "eval_prompts": 8}
+    _, whole = train("whole", steps=4, **options)
+    train("parts", steps=2, schedule="constant", **options)
+    _, parts = train("parts", steps=4, resume=True, **options)
 
     def essence(rows):
         names = ("reward/mean", "loss/loss", "loss/grad_norm", "eval/pass@1", "rollout/turns")
