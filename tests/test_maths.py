@@ -145,7 +145,7 @@ def sympy_expression(draw: random.Random, depth: int) -> sympy.Expr:
 
 def test_expressions_that_sympy_transforms_stay_the_same():
     draw, kinds = random.Random(4), Counter()
-    for _ in range(60):
+    for _ in range(25):
         expression = sympy_expression(draw, 3)
         text = sympy.latex(expression)
         for transformed in (sympy.expand(expression), sympy.together(expression)):
@@ -154,7 +154,7 @@ def test_expressions_that_sympy_transforms_stay_the_same():
             assert kind in ("equal", "refused"), (text, transformed)
             other = sympy.latex(transformed + sympy.Rational(1, 3))
             assert compare(text, other).kind in ("different", "refused"), (text, other)
-    assert kinds["equal"] > 110  # the others are longer than an answer may be
+    assert kinds["equal"] > 45  # the others are longer than an answer may be
 
 
 def test_damaged_answers_are_judged_too():

@@ -112,6 +112,7 @@ def test_the_quickstart_learns(tiny_folder, tmp_path):
     assert before < 0.4 and after > 0.7
 
 
+@pytest.mark.slow
 def test_rlvr_with_the_wrong_sign_does_not_learn(imitator, tmp_path, monkeypatch):
     def flipped(*arguments):
         sequences = original(*arguments)

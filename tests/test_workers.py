@@ -222,6 +222,7 @@ def test_children_end_with_the_pool():
     assert not Path(f"/proc/{worker}").exists()
 
 
+@pytest.mark.slow
 def test_one_in_a_hundred_hangs_and_crashes():
     replies = [("x" * n)[:50] for n in range(200)]
     rng = random.Random(0)
