@@ -93,6 +93,8 @@ def head(cfg: Config, model: ModelConfig) -> Work:
 
 
 def main(cfg: Config) -> dict[str, object]:
+    if not torch.cuda.is_available():
+        sys.exit("error: no CUDA device was found; run this where there is one")
     torch.manual_seed(0)
     name, model = torch.cuda.get_device_name(), shape_config(cfg.shape)
     if (gpu := known_gpu(name)) is None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Lint and test. Makes a virtual environment and installs what it needs.
-#   scripts/test.sh                  the fast part: under 5 minutes on two CPU cores
+#   scripts/test.sh                  the fast part: 4 to 6 minutes on two CPU cores
 #   scripts/test.sh --all            with the slow tests: under 30 minutes
 #   scripts/test.sh tests/test_x.py  only these (any pytest arguments)
 #   scripts/test.sh -n 0 --pdb       in one process, where a debugger and print work
