@@ -53,6 +53,11 @@ class Prompt:
     source: str = field(default="", compare=False)
     """Name of the file that it is from, for metrics; empty if it was generated."""
 
+    @property
+    def is_question(self) -> bool:
+        """A question is its messages, and has one reply; an environment writes its own messages."""
+        return bool(self.messages)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
