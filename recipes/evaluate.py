@@ -26,8 +26,8 @@ from roll_lite.chat import Chat
 from roll_lite.chat_template import ChatOptions
 from roll_lite.checks import above, at_least, finite, read_only_if
 from roll_lite.cluster.cluster import Cluster
-from roll_lite.cluster.device_map import format_table
 from roll_lite.cluster.role import RoleHandle
+from roll_lite.device_map import format_table
 from roll_lite.engine.service import EngineService
 from roll_lite.envs.env import Player
 from roll_lite.envs.options import EnvOptions

@@ -17,12 +17,12 @@ from timing import print_results
 from triton.testing import do_bench
 
 from roll_lite.checks import at_least
-from roll_lite.cluster.speed import MEMORY_RATES, known_gpu
 from roll_lite.kernels.paged_attention import paged_decode
 from roll_lite.kernels.sample import sample
 from roll_lite.models.config import ModelConfig, shape_config
 from roll_lite.models.cost import device_flops
 from roll_lite.models.logprobs import token_logprobs
+from roll_lite.planning.speed import MEMORY_RATES, known_gpu
 
 PAGE = 16
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
@@ -98,7 +98,7 @@ def main(cfg: Config) -> dict[str, object]:
     torch.manual_seed(0)
     name, model = torch.cuda.get_device_name(), shape_config(cfg.shape)
     if (gpu := known_gpu(name)) is None:
-        sys.exit(f"error: the rates of {name} are not known; add them to cluster/speed.py")
+        sys.exit(f"error: the rates of {name} are not known; add them to planning/speed.py")
     memory, flops = MEMORY_RATES[gpu.name], device_flops(gpu.name)
     results: dict[str, object] = {"gpu": name, **vars(cfg)}
     for make, rate in ((sampling, memory), (attention, memory), (head, flops)):

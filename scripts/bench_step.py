@@ -30,16 +30,16 @@ import rlvr
 from roll_lite import data
 from roll_lite.chat import Chat
 from roll_lite.cluster.cluster import Cluster
-from roll_lite.cluster.device_map import format_table
-from roll_lite.cluster.plan_report import render
-from roll_lite.cluster.planner import Plan
-from roll_lite.cluster.run_speed import WARM_UP, measured_seconds, seconds_table
-from roll_lite.cluster.speed import step_seconds
+from roll_lite.device_map import format_table
 from roll_lite.envs.question import question_player
 from roll_lite.models.config import SHAPE
 from roll_lite.models.tiny import build_tiny
 from roll_lite.options import from_flat
-from roll_lite.planning import choose_memory, plan_run
+from roll_lite.planning import choose_memory, machine_of, plan_run
+from roll_lite.planning.plan_report import render
+from roll_lite.planning.planner import Plan
+from roll_lite.planning.run_speed import WARM_UP, measured_seconds, seconds_table
+from roll_lite.planning.speed import step_seconds
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.evaluation import Evaluation
 from roll_lite.rollout.event_loop import rare_collections
@@ -181,14 +181,15 @@ def main(cfg: Config) -> None:
             prompts = data.Mixture(run.data, seed="bench")
             longest = max(len(chat.encode(next(prompts).messages)) for _ in range(64))
             plan = plan_run(run, cluster, longest)
-            print(render(plan, cluster.machine), flush=True)
+            machine = machine_of(cluster)
+            print(render(plan, machine), flush=True)
             memory, start = DeviceMemory(cluster.device), time.perf_counter()
             run_steps(run, cluster, chat, memory)
             lines = (Path(run.run_dir) / "metrics.jsonl").read_text().splitlines()
             rows = [row for row in map(json.loads, lines) if "time/step" in row]
             measured = measured_seconds(rows[min(WARM_UP, len(rows) - 1) :])
             print(f"\n{format_table(memory_table(plan, memory, rows))}\n")
-            planned = step_seconds(plan, cluster.machine) if cluster.machine else {}
+            planned = step_seconds(plan, machine) if machine else {}
             print(f"{format_table(seconds_table(planned, measured))}\n")
             result = {"model": cfg.model, "steps": len(rows), "seconds": measured}
             result |= {"peak_gib": {k: round(v / 2**30, 2) for k, v in memory.peaks.items()}}

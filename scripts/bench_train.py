@@ -20,9 +20,9 @@ from timing import median_seconds, print_results
 
 from roll_lite.checks import at_least
 from roll_lite.cluster.cluster import Cluster
-from roll_lite.cluster.memory import train_memory
 from roll_lite.cluster.role import RoleHandle, split
 from roll_lite.models.config import shape_config
+from roll_lite.models.memory import train_memory
 from roll_lite.train.batch import MicroBatch, TrainingSequence, pack
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule

@@ -17,17 +17,17 @@ from typing import Literal
 import tyro
 
 from roll_lite.checks import above, at_least, unread_with
-from roll_lite.cluster.device_map import (
+from roll_lite.device_map import (
     DeviceMap,
     auto_device_map,
     format_table,
     parse_device_map,
 )
-from roll_lite.cluster.plan_report import render
-from roll_lite.cluster.planner import BatchPlan, Plan, take_turns
-from roll_lite.cluster.run_speed import run_table
-from roll_lite.cluster.speed import Machine, known_gpu
 from roll_lite.models.config import ModelConfig, planned_config
+from roll_lite.planning.plan_report import render
+from roll_lite.planning.planner import BatchPlan, Plan, take_turns
+from roll_lite.planning.run_speed import run_table
+from roll_lite.planning.speed import Machine, known_gpu
 
 DEFAULT = "qwen3-0.6b"
 READ_OF_RUN = ("run", "model")

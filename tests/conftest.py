@@ -18,9 +18,9 @@ if not torch.cuda.is_available():
 
 import transformers
 
-from roll_lite.cluster.device_map import DeviceMap, Role
 from roll_lite.cluster.groups import choose_device, make_places, start_group
 from roll_lite.cluster.rendezvous import read_launch
+from roll_lite.device_map import DeviceMap, Role
 from roll_lite.models.tiny import build_tiny, character_tokenizer
 from roll_lite.options import from_flat
 from roll_lite.sandbox.sandbox import Sandbox, SandboxUnavailable

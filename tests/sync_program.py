@@ -7,9 +7,9 @@ import torch.distributed as dist
 from training_data import random_sequences
 
 from roll_lite.cluster.cluster import Cluster
-from roll_lite.cluster.device_map import parse_device_map
 from roll_lite.cluster.rendezvous import read_launch
 from roll_lite.cluster.role import split
+from roll_lite.device_map import parse_device_map
 from roll_lite.engine.engine import Engine
 from roll_lite.engine.tensor_parallel import TensorParallelEngine
 from roll_lite.models.hf import load_model

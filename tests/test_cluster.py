@@ -24,10 +24,10 @@ from cluster_programs import same_everywhere
 from forked_ranks import run_ranks
 
 from roll_lite.cluster.cluster import Cluster
-from roll_lite.cluster.device_map import parse_device_map
 from roll_lite.cluster.errors import RoleError
 from roll_lite.cluster.rendezvous import Launch, _interface_of, choose_interface
 from roll_lite.cluster.role import split
+from roll_lite.device_map import parse_device_map
 from roll_lite.models.config import shape_config
 
 PROGRAMS = Path(__file__).parent / "cluster_programs.py"

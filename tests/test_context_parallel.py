@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from roll_lite.cluster.device_map import parse_device_map
-from roll_lite.cluster.planner import BatchPlan, Plan
+from roll_lite.device_map import parse_device_map
 from roll_lite.models.attention import PackedAttention
 from roll_lite.models.config import shape_config
 from roll_lite.models.context_parallel import ContextShard
+from roll_lite.planning.planner import BatchPlan, Plan
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 

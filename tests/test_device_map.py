@@ -2,7 +2,7 @@
 
 import pytest
 
-from roll_lite.cluster.device_map import (
+from roll_lite.device_map import (
     DeviceMap,
     Role,
     auto_device_map,

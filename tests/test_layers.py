@@ -14,6 +14,7 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
     {"rewarding", "export", "command", "planning"},
     {"rollout", "train", "sync", "colocated"},
     {"cluster", "engine", "data", "workers", "report"},
+    {"device_map"},
     {"models", "envs", "chat", "tasks"},
     {"rewards", "kernels", "chat_template"},
     {"sandbox"},

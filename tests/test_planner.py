@@ -15,21 +15,11 @@ import torch
 import transformers
 from conftest import FAMILIES, SMALL
 
-from roll_lite.cluster import memory
-from roll_lite.cluster.device_map import auto_device_map, parse_device_map
-from roll_lite.cluster.memory import (
-    RankMemory,
-    engine_bytes,
-    reference_memory,
-    together,
-    train_memory,
-)
-from roll_lite.cluster.plan_report import remedies, render
-from roll_lite.cluster.planner import BatchPlan, Plan, take_turns
-from roll_lite.cluster.speed import HOST_RATE, Machine, known_gpu, step_seconds
+from roll_lite.device_map import auto_device_map, parse_device_map
 from roll_lite.engine.attention import PAGE_SIZE
 from roll_lite.engine.engine import MAX_PREFILL_TOKENS, Engine
 from roll_lite.engine.runner import cache_shape
+from roll_lite.models import memory
 from roll_lite.models.config import parse_config, planned_config, read_config, shape_config
 from roll_lite.models.cost import (
     active_parameters,
@@ -42,9 +32,19 @@ from roll_lite.models.cost import (
 from roll_lite.models.fsdp import shard
 from roll_lite.models.logprobs import CUDA_CHUNK_ROWS
 from roll_lite.models.lora import TARGETS, LoraOptions, add_adapters
+from roll_lite.models.memory import (
+    RankMemory,
+    engine_bytes,
+    reference_memory,
+    together,
+    train_memory,
+)
 from roll_lite.models.shapes import PLANNED_SHAPES, SHAPES
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Transformer
+from roll_lite.planning.plan_report import remedies, render
+from roll_lite.planning.planner import BatchPlan, Plan, take_turns
+from roll_lite.planning.speed import HOST_RATE, Machine, known_gpu, step_seconds
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "plan.py"
 GIB = 2**30

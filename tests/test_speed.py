@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from roll_lite.cluster.device_map import parse_device_map
-from roll_lite.cluster.plan_report import render
-from roll_lite.cluster.planner import BatchPlan, Plan
-from roll_lite.cluster.run_speed import run_table
-from roll_lite.cluster.speed import (
+from roll_lite.device_map import parse_device_map
+from roll_lite.models.config import planned_config, shape_config
+from roll_lite.models.cost import DENSE_BF16, count_parameters
+from roll_lite.planning.plan_report import render
+from roll_lite.planning.planner import BatchPlan, Plan
+from roll_lite.planning.run_speed import run_table
+from roll_lite.planning.speed import (
     NETWORK_RATE,
     Gpu,
     Machine,
@@ -25,8 +27,6 @@ from roll_lite.cluster.speed import (
     train_seconds,
     update_seconds,
 )
-from roll_lite.models.config import planned_config, shape_config
-from roll_lite.models.cost import DENSE_BF16, count_parameters
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "plan.py"
 H200 = known_gpu("NVIDIA H200")

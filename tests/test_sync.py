@@ -7,8 +7,8 @@ import torch
 from conftest import make_reference, run_torchrun
 from forked_ranks import run_ranks
 
-from roll_lite.cluster.device_map import parse_device_map
 from roll_lite.colocated import Colocated
+from roll_lite.device_map import parse_device_map
 from roll_lite.engine.arena import ROW_BYTES
 from roll_lite.models.tensor_parallel import cut_dimension
 from roll_lite.sync import digest_of, row_checksums

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from roll_lite.cluster.device_map import DeviceMap
 from roll_lite.cluster.role import RoleHandle
+from roll_lite.device_map import DeviceMap
 from roll_lite.engine.engine import OnNewWeights
 
 

@@ -16,8 +16,8 @@ from roll_lite.chat import Chat
 from roll_lite.chat_template import ChatOptions
 from roll_lite.checks import above, at_least, read_only_if
 from roll_lite.cluster.cluster import Cluster
-from roll_lite.cluster.device_map import DeviceMap
 from roll_lite.cluster.role import RoleHandle, split
+from roll_lite.device_map import DeviceMap
 from roll_lite.engine.request import Request
 from roll_lite.engine.service import EngineService
 from roll_lite.envs.env import Player

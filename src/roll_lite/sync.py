@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll_lite.cluster.device_map import FEED
 from roll_lite.cluster.groups import Place
+from roll_lite.device_map import FEED
 from roll_lite.engine.arena import ROW_BYTES, held_by
 from roll_lite.engine.engine import Engine, OnNewWeights
 from roll_lite.models.config import ModelConfig

@@ -27,7 +27,6 @@ from roll_lite import progress
 from roll_lite.cluster import wire
 from roll_lite.cluster.comparison import describe
 from roll_lite.cluster.controller import Controller, Exit, LocalController
-from roll_lite.cluster.device_map import DeviceMap, auto_device_map, parse_device_map
 from roll_lite.cluster.groups import (
     choose_device,
     device_bytes,
@@ -39,10 +38,10 @@ from roll_lite.cluster.groups import (
 from roll_lite.cluster.keeper import ENDED, Keeper, fork_rank, needs_keeper
 from roll_lite.cluster.rendezvous import Session, read_launch, rendezvous
 from roll_lite.cluster.role import Method, RoleHandle
-from roll_lite.cluster.speed import Machine, known_gpu
 from roll_lite.cluster.watchdog import Heartbeat, Watchdog
 from roll_lite.cluster.wire import Mailbox, Post
 from roll_lite.cluster.worker import BUILD, RankCall, Worker
+from roll_lite.device_map import DeviceMap, auto_device_map, parse_device_map
 from roll_lite.models.config import ModelConfig
 from roll_lite.options import flatten
 from roll_lite.stopping import Stopped, StopRequest
@@ -107,10 +106,17 @@ class Cluster:
         return self._launch.world_size
 
     @property
-    def machine(self) -> Machine | None:
-        """For the planner: the GPU if its speed is known, and ranks per node."""
-        gpu = known_gpu(device_name(self.device))
-        return Machine(gpu, self._launch.local_world_size) if gpu else None
+    def ranks_per_node(self) -> int:
+        return self._launch.local_world_size
+
+    @property
+    def device_name(self) -> str:
+        return device_name(self.device)
+
+    @property
+    def device_bytes(self) -> int | None:
+        """Total memory of the device; None for a CPU."""
+        return device_bytes(self.device)
 
     def role(self, name: str, cls: type, **kwargs: Any) -> RoleHandle:
         """Make a worker object `cls(**kwargs)` on each rank of the role; waits until all are made.

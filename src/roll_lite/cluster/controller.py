@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from roll_lite.cluster import wire
 from roll_lite.cluster.agent import Process
-from roll_lite.cluster.device_map import DeviceMap, Role
 from roll_lite.cluster.errors import (
     RankFailure,
     RoleError,
@@ -26,6 +25,7 @@ from roll_lite.cluster.errors import (
 )
 from roll_lite.cluster.wire import Mailbox, Message, Post
 from roll_lite.cluster.worker import BARRIER, RankCall, RankReply, Worker
+from roll_lite.device_map import DeviceMap, Role
 
 COLLECTS = ("first", "replicas", "all")
 STRAGGLER_SECONDS = 1.0  # after the first failure: for the other ranks to fail or finish

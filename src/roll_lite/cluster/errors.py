@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from roll_lite.cluster.device_map import listing
+from roll_lite.device_map import listing
 
 
 class RoleError(RuntimeError):

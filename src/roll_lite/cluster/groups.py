@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from roll_lite.cluster.device_map import DeviceMap, Role
 from roll_lite.cluster.rendezvous import Launch
+from roll_lite.device_map import DeviceMap, Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

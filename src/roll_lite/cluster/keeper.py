@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from roll_lite.cluster.agent import Process
-from roll_lite.cluster.device_map import parse_device_map
 from roll_lite.cluster.rendezvous import Launch
+from roll_lite.device_map import parse_device_map
 from roll_lite.sandbox.kernel import die_with_parent
 
 ENDED = "ended"

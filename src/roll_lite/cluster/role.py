@@ -22,7 +22,7 @@ from roll_lite.cluster.controller import (
     OnFailure,
     OnReport,
 )
-from roll_lite.cluster.device_map import Role, listing
+from roll_lite.device_map import Role, listing
 
 
 @dataclass(frozen=True, slots=True)

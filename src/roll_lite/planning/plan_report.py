@@ -5,17 +5,17 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from roll_lite.cluster.device_map import DeviceMap, format_ranks, format_table, listing
-from roll_lite.cluster.memory import MAX_RUNNING, USABLE, RankMemory, format_bytes
-from roll_lite.cluster.planner import BatchPlan, Plan, RankPlan
-from roll_lite.cluster.speed import (
+from roll_lite.device_map import DeviceMap, format_ranks, format_table, listing
+from roll_lite.models.cost import active_parameters, count_parameters
+from roll_lite.models.memory import MAX_RUNNING, USABLE, RankMemory, format_bytes
+from roll_lite.planning.planner import BatchPlan, Plan, RankPlan
+from roll_lite.planning.speed import (
     MEMORY_SHARE,
     PRODUCTS_SHARE,
     SAMPLE_SECONDS,
     Machine,
     step_seconds,
 )
-from roll_lite.models.cost import active_parameters, count_parameters
 
 MAX_RANKS = 4096  # more are not proposed
 MAX_TP = 8  # larger ones, which would span nodes, are not proposed

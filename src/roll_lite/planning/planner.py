@@ -9,8 +9,10 @@ from functools import cached_property
 from typing import Any, Literal
 
 from roll_lite.checks import above, at_least, check_choices
-from roll_lite.cluster.device_map import DeviceMap, Role, format_ranks
-from roll_lite.cluster.memory import (
+from roll_lite.device_map import DeviceMap, Role, format_ranks
+from roll_lite.models.config import MixtureConfig, ModelConfig
+from roll_lite.models.cost import kv_bytes_per_token
+from roll_lite.models.memory import (
     LORA_TARGETS,
     MAX_RUNNING,
     PAGE_TOKENS,
@@ -21,8 +23,6 @@ from roll_lite.cluster.memory import (
     together,
     usable_bytes,
 )
-from roll_lite.models.config import MixtureConfig, ModelConfig
-from roll_lite.models.cost import kv_bytes_per_token
 
 TRAINED = ("train", "critic")
 CPU_CACHE_GIB = 1.0  # default of kv_cache_gib on a CPU

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-from roll_lite.cluster.memory import engine_bytes, format_bytes, least_memory, usable_bytes
 from roll_lite.models.config import ModelConfig, tp_problem, tp_sizes
+from roll_lite.models.memory import engine_bytes, format_bytes, least_memory, usable_bytes
 
 SYNTAX = "write role=RANKS[,tp=N][,cp=N][,fsdp=N], with RANKS like 0-3, 5, 0-1+4-5 or all"
 ENGINE_ROLES = ("generate", "judge")

@@ -9,9 +9,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from roll_lite.cluster.device_map import Role
-from roll_lite.cluster.memory import PAGE_TOKENS
-from roll_lite.cluster.planner import BatchPlan, Plan, memory_of, share
+from roll_lite.device_map import Role
 from roll_lite.models.config import MixtureConfig, ModelConfig
 from roll_lite.models.cost import (
     adapter_parameters,
@@ -23,6 +21,8 @@ from roll_lite.models.cost import (
     mlp_cost,
     vocabulary_rows,
 )
+from roll_lite.models.memory import PAGE_TOKENS
+from roll_lite.planning.planner import BatchPlan, Plan, memory_of, share
 
 MEMORY_RATES = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.04e12, "L40S": 0.86e12, "B200": 8e12}
 LINK_RATES = {"H200": 450e9, "H100": 450e9, "A100": 300e9, "L40S": 32e9, "B200": 900e9}

@@ -6,10 +6,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from roll_lite.cluster.device_map import DeviceMap, parse_device_map
-from roll_lite.cluster.planner import BatchPlan, Plan
-from roll_lite.cluster.speed import Machine, Samples, known_gpu, step_seconds
+from roll_lite.device_map import DeviceMap, parse_device_map
 from roll_lite.models.config import planned_config
+from roll_lite.planning.planner import BatchPlan, Plan
+from roll_lite.planning.speed import Machine, Samples, known_gpu, step_seconds
 
 WARM_UP = 2
 """Steps that are left out: they capture graphs, compile kernels and pin host memory."""

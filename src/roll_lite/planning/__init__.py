@@ -1,17 +1,20 @@
-"""The plan of a recipe's run: what it would hold in memory and do in a step."""
+"""The plan of a recipe's run: what it would hold in memory and do in a step.
+
+The rest of the package needs no torch, so this file imports the cluster where it uses it.
+"""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from roll_lite.cluster.cluster import Cluster
-from roll_lite.cluster.groups import device_bytes
-from roll_lite.cluster.plan_report import render
-from roll_lite.cluster.planner import BatchPlan, Plan, take_turns
-from roll_lite.cluster.speed import Machine
-from roll_lite.engine.attention import PAGE_SIZE
 from roll_lite.models.config import read_config
 from roll_lite.models.cost import kv_bytes_per_token
 from roll_lite.options import chosen_names, flatten, from_flat, mark_chosen
+from roll_lite.planning.plan_report import render
+from roll_lite.planning.planner import BatchPlan, Plan, take_turns
+from roll_lite.planning.speed import Machine, known_gpu
+
+if TYPE_CHECKING:
+    from roll_lite.cluster.cluster import Cluster
 
 T = TypeVar("T")
 
@@ -25,14 +28,22 @@ def print_plan(cfg: Any, prompt_tokens: Sequence[int]) -> int:
 
 def make_plan(cfg: Any, prompt_tokens: int) -> tuple[Plan, Machine | None]:
     """For a Config with the parts of recipes/rlvr.py, without starting anything."""
+    from roll_lite.cluster.cluster import Cluster
+
     options = cfg.cluster_options
     options["auto_options"]["must_fit"] = False
     cluster = Cluster(cfg.device_map, cfg.device, **options)  # not entered
     cfg = choose_memory(cfg, cluster, prompt_tokens)
-    return plan_run(cfg, cluster, prompt_tokens), cluster.machine
+    return plan_run(cfg, cluster, prompt_tokens), machine_of(cluster)
 
 
-def choose_memory(cfg: T, cluster: Cluster, prompt_tokens: int = 256) -> T:
+def machine_of(cluster: "Cluster") -> Machine | None:
+    """The GPU of a cluster if its speed is known, and the ranks per node."""
+    gpu = known_gpu(cluster.device_name)
+    return Machine(gpu, cluster.ranks_per_node) if gpu else None
+
+
+def choose_memory(cfg: T, cluster: "Cluster", prompt_tokens: int = 256) -> T:
     """The config with engines_sleep and offload where device_map=auto needs them; says so."""
     if cfg.device_map != "auto":
         return cfg
@@ -47,7 +58,7 @@ def choose_memory(cfg: T, cluster: Cluster, prompt_tokens: int = 256) -> T:
     )
 
 
-def plan_run(cfg: Any, cluster: Cluster, prompt_tokens: int) -> Plan:
+def plan_run(cfg: Any, cluster: "Cluster", prompt_tokens: int) -> Plan:
     training, options = cfg.training, cfg.cluster_options
     is_own_reference = cfg.kl.kl_coef > 0 and not cfg.loads_reference
     batch = BatchPlan(
@@ -69,12 +80,14 @@ def plan_run(cfg: Any, cluster: Cluster, prompt_tokens: int) -> Plan:
         lora_rank=training.lora_rank,
         lora_targets=training.lora_targets,
     )
-    sizes = cluster.device_map, batch, device_bytes(cluster.device), options["role_configs"]
+    sizes = cluster.device_map, batch, cluster.device_bytes, options["role_configs"]
     return Plan(options["config"], *sizes)
 
 
-def cache_tokens(cfg: Any, cluster: Cluster) -> int:
+def cache_tokens(cfg: Any, cluster: "Cluster") -> int:
     """Tokens that the KV cache of a replica holds: in 16 bits, or 32 on a CPU."""
+    from roll_lite.engine.attention import PAGE_SIZE
+
     tp, width = cluster.device_map["generate"].tp, 2 if cluster.device.type == "cuda" else 4
     largest_page = max(PAGE_SIZE.values())
     per_token = kv_bytes_per_token(read_config(cfg.model), tp, width)
