@@ -252,9 +252,7 @@ class OnPolicyBatches:
     def _score(self, groups: list[Group]) -> list[TrainingSequence]:
         sequences, teacher = plain_sequences(groups), self._models.teacher
         budget = self._cfg.training.tokens_per_microbatch
-        scores = ModelScores(
-            teacher_logprobs=[score_over_ranks(teacher.logprobs, sequences, budget)]
-        )
+        scores = ModelScores(teacher_logprobs=score_over_ranks(teacher.logprobs, sequences, budget))
         return with_advantages(groups, AdvantageOptions(advantage="opd"), scores)
 
 

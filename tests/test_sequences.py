@@ -12,7 +12,7 @@ from training_data import flat, make_groups, make_sample, standardised
 
 from roll_lite.train.advantages import ADVANTAGES, AdvantageOptions, PerSample
 from roll_lite.train.kl import KLController, KLOptions, estimate_kl
-from roll_lite.train.sequences import AdvantageState, ModelScores, with_advantages
+from roll_lite.train.sequences import AdvantageState, ModelScores, Rows, with_advantages
 from roll_lite.train.shaping import RunningMoments, normalise
 from roll_lite.types import Group, TurnResult
 
@@ -156,19 +156,50 @@ def test_gigpo_gives_every_token_the_advantage_of_its_turn():
     assert learned(second, second.advantages) == pytest.approx([-opening] * 3 + [-0.5] * 3)
 
 
-def test_opd_averages_its_teachers_and_needs_no_scores():
+def test_opd_pulls_towards_the_teacher_and_needs_no_scores():
     groups = make_groups([[None, None]])
-    samples = groups[0].samples
-    teachers = [
-        [[-0.3] * len(s.token_ids) for s in samples],
-        [[-0.9] * len(s.token_ids) for s in samples],
-    ]
+    teacher = [[-0.3] * len(s.token_ids) for s in groups[0].samples]
     options = AdvantageOptions(advantage="opd")
-    for sequence in with_advantages(groups, options, ModelScores(teacher_logprobs=teachers)):
+    for sequence in with_advantages(groups, options, ModelScores(teacher_logprobs=teacher)):
         for i, is_learned in enumerate(sequence.loss_mask):
-            p = sequence.logprobs[i]
-            expected = -(0.5 * (p + 0.3) + 0.5 * (p + 0.9)) if is_learned else 0.0
+            expected = -0.3 - sequence.logprobs[i] if is_learned else 0.0
             assert sequence.advantages[i] == pytest.approx(expected)
+
+
+def test_a_teacher_is_added_after_whitening_and_before_the_clip():
+    groups = make_groups(REWARDS)
+    samples = [sample for group in groups for sample in group.samples]
+    teacher = [None if i == 1 else [-0.3] * len(s.token_ids) for i, s in enumerate(samples)]
+    options = AdvantageOptions(whiten=True)
+    plain = with_advantages(groups, options)
+    rows = Rows(groups, options, ModelScores(teacher_logprobs=teacher))
+    taught = rows.sequences(options.estimate(rows), teacher_weight=0.5)
+    for i, (before, after) in enumerate(zip(plain, taught, strict=True)):
+        for t, is_learned in enumerate(before.loss_mask):
+            gain = -0.3 - before.logprobs[t] if is_learned and i != 1 else 0.0
+            assert after.advantages[t] == pytest.approx(before.advantages[t] + 0.5 * gain)
+    clipped = AdvantageOptions(whiten=True, advantage_clip=0.1)
+    rows = Rows(groups, clipped, ModelScores(teacher_logprobs=teacher))
+    found = rows.sequences(clipped.estimate(rows), teacher_weight=100.0)
+    assert max(abs(a) for s in found for a in s.advantages) == pytest.approx(0.1)
+
+
+def test_advantages_of_ones_own_are_per_sample_turn_or_token():
+    groups = make_groups(REWARDS)
+    options = AdvantageOptions(advantage="grpo", divide_by_std=False)
+    built_in = [sequence.advantages for sequence in with_advantages(groups, options)]
+    rows = Rows(groups, options)
+    scores = [[s.score.value for s in group.samples] for group in groups]
+    per_sample = [score - statistics.fmean(group) for group in scores for score in group]
+    assert [s.advantages for s in rows.sequences(per_sample)] == [
+        pytest.approx(a) for a in built_in
+    ]
+    turns = [[a] * len(s.turns) for a, s in zip(per_sample, rows.samples, strict=True)]
+    assert [s.advantages for s in rows.sequences(turns)] == [pytest.approx(a) for a in built_in]
+    per_token = torch.tensor(per_sample, dtype=torch.float64)[rows.sequence_R]
+    assert [s.advantages for s in rows.sequences(per_token)] == [pytest.approx(a) for a in built_in]
+    with pytest.raises(ValueError, match=r"1 advantages for \d+ samples with \d+ tokens; give one"):
+        rows.sequences([0.5])
 
 
 def test_rewards_are_normalised_then_clipped_and_advantages_last():
@@ -327,7 +358,7 @@ def test_wrong_and_unread_options_of_the_kl_are_refused(options, message):
 def test_kl_in_the_reward_needs_an_advantage_that_reads_rewards():
     groups = make_groups([[0.0, 1.0]])
     per_token = [[0.0] * len(s.token_ids) for s in groups[0].samples]
-    scores = ModelScores(teacher_logprobs=[per_token], reference_logprobs=per_token)
+    scores = ModelScores(teacher_logprobs=per_token, reference_logprobs=per_token)
     state = AdvantageState(KLOptions(kl_coef=0.1, kl_in="reward"))
     with pytest.raises(ValueError, match="advantage='opd', which reads no rewards"):
         with_advantages(groups, AdvantageOptions(advantage="opd"), scores, state)
@@ -339,7 +370,7 @@ def test_missing_and_unread_scores_is_refused(kind):
     per_token = [[0.0] * len(s.token_ids) for s in groups[0].samples]
     given = {
         "gae": {"values": per_token},
-        "opd": {"teacher_logprobs": [per_token]},
+        "opd": {"teacher_logprobs": per_token},
     }.get(kind, {})
     options = AdvantageOptions(advantage=kind)
     with_advantages(groups, options, ModelScores(**given))
@@ -347,7 +378,6 @@ def test_missing_and_unread_scores_is_refused(kind):
         with pytest.raises(ValueError, match=f"advantage='{re.escape(kind)}' .* needs {name}"):
             with_advantages(groups, options, ModelScores(**(given | {name: None})))
         with pytest.raises(ValueError, match=rf"{name} .*0 lists for 2 sequences|{name} has"):
-            wrong = [[]] if name == "teacher_logprobs" else []
-            with_advantages(groups, options, ModelScores(**(given | {name: wrong})))
+            with_advantages(groups, options, ModelScores(**(given | {name: []})))
     with pytest.raises(ValueError, match="does not read reference_logprobs"):
         with_advantages(groups, options, ModelScores(**given, reference_logprobs=per_token))

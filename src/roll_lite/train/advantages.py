@@ -12,7 +12,7 @@ what it reads, in float64:
     values_R          the critic's values; an estimator that reads them gets a critic
     turn_rewards      a list for each sample, with the reward of each turn
     observations      the same with the key of what the model saw before the turn
-    teacher_logprobs  see ModelScores in sequences.py
+    teacher_logprobs_R  the teacher's logprobs of the same tokens
 
 S counts samples. R counts rows: the tokens with loss, of all samples end to end. Keyword-only
 parameters are its options on the command line. The return type says what an advantage belongs to.
@@ -22,7 +22,7 @@ import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ EPSILON = 1e-6
 
 INPUTS = (
     "rewards_S", "rewards_R", "scores_S", "groups_S", "sequence_R", "logprobs_R", "values_R",
-    "teacher_logprobs", "turn_rewards", "observations",
+    "teacher_logprobs_R", "turn_rewards", "observations",
 )  # fmt: skip
 PerSample = Annotated[Tensor, "(S,)"]
 PerToken = Annotated[Tensor, "(R,)"]
@@ -156,12 +156,9 @@ def agentic_reinforce(turn_rewards: Sequence[Sequence[float]], *, gamma: Gamma =
     return [part.tolist() for part in returns_N.split(lengths)]
 
 
-def opd(logprobs_R: Tensor, teacher_logprobs: Sequence[Tensor]) -> PerToken:
-    """On-policy distillation: minus the mean over teachers of log p_behaviour - log p_teacher."""
-    divergence_R = torch.zeros_like(logprobs_R)
-    for teacher_R in teacher_logprobs:
-        divergence_R += 1 / len(teacher_logprobs) * (logprobs_R - teacher_R)
-    return -divergence_R
+def opd(logprobs_R: Tensor, teacher_logprobs_R: Tensor) -> PerToken:
+    """On-policy distillation: log p_teacher - log p_behaviour, which rewards play no part in."""
+    return teacher_logprobs_R - logprobs_R
 
 
 ADVANTAGES: dict[str, Callable] = {
@@ -252,6 +249,12 @@ class AdvantageOptions:
     def estimator(self) -> Callable:
         return choose(ADVANTAGES, "advantage", self)
 
+    def estimate(self, rows: Any) -> Tensor | list[list[float]]:
+        """The advantages of `Rows`: a number for each sample, turn or token."""
+        found = self.estimator(*(getattr(rows, name) for name in self.inputs))
+        rows.check_shape(found, self)
+        return found
+
     @property
     def inputs(self) -> list[str]:
         """What the estimator reads: its positional parameters."""
@@ -273,6 +276,10 @@ class AdvantageOptions:
         has_discount = self.gamma not in (None, 1) or kl_in_reward
         has_own = self.needs_critic or self.unit == PerTurn or self.advantage == "opd"
         return has_own or (self.unit == PerToken and has_discount)
+
+    @property
+    def needs_teacher(self) -> bool:
+        return "teacher_logprobs_R" in self.inputs
 
     @property
     def needs_critic(self) -> bool:

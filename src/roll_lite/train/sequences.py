@@ -44,8 +44,8 @@ class ModelScores:
     """Logprobs under the reference model, with KL in the reward."""
     values: Sequence[Sequence[float]] | None = None
     """The critic's value of the state before each token."""
-    teacher_logprobs: Sequence[Sequence[Sequence[float]]] | None = None
-    """One such list for each teacher."""
+    teacher_logprobs: Sequence[Sequence[float] | None] | None = None
+    """Logprobs under the teacher of the prompt's domain; None for a sequence without a teacher."""
 
 
 class AdvantageState:
@@ -110,24 +110,13 @@ def with_advantages(
     """Every sample of every group as one or several sequences with the advantage of each token."""
     if not groups:
         return []
-    if state is None and options.reward_norm == "running":
-        raise ValueError("reward_norm='running' needs the run's AdvantageState; give `state`")
-    rows = _Rows(groups, options, scores, state or AdvantageState())
-    found = options.estimator(*(getattr(rows, name) for name in options.inputs))
-    rows.check_shape(found, options)
-    advantages_R = rows.by_token(found, options.unit)
-    rows.check_finite(advantages_R, options)
-    # Before whitening and clipping: the critic learns the return itself.
-    returns = rows.lists(advantages_R + rows.values_R) if options.needs_critic else None
-    if options.is_whitened:
-        advantages_R = standardise(advantages_R, torch.zeros_like(rows.sequence_R))
-    if options.advantage_clip is not None:
-        advantages_R = advantages_R.clamp(-options.advantage_clip, options.advantage_clip)
-    return _sequences(rows.parts, rows.lists(advantages_R), returns, scores)
+    rows = Rows(groups, options, scores, state)
+    return rows.sequences(options.estimate(rows))
 
 
-class _Rows:
-    """All samples end to end, with the inputs of the estimators under their names.
+class Rows:
+    """All samples end to end, with the inputs of the estimators under their names, as advantages.py
+    lists them: rewards_S, groups_S, ...
 
     Rows are in the order of samples, and in a sample in the order in which they were sampled.
     """
@@ -136,9 +125,15 @@ class _Rows:
         self,
         groups: list[Group],
         options: AdvantageOptions,
-        scores: ModelScores,
-        state: AdvantageState,
+        scores: ModelScores = NO_SCORES,
+        state: AdvantageState | None = None,
     ):
+        """`state` is what advantages carry from step to step."""
+        if state is None and options.reward_norm == "running":
+            raise ValueError("reward_norm='running' needs the run's AdvantageState; give `state`")
+        state = state or AdvantageState()
+        self._options = options
+        self._scores = scores
         self.samples = samples = _samples(groups)
         self.parts = [
             Part(i, s, part, part.loss_mask) for i, s in enumerate(samples) for part in s.sequences
@@ -159,7 +154,11 @@ class _Rows:
         self.sequence_R = sample_N[self.learned_R]
         self.logprobs_R = self.of([part.tokens.logprobs for part in self.parts])
         self.values_R = self.of(scores.values) if scores.values is not None else None
-        self.teacher_logprobs = [self.of(teacher) for teacher in scores.teacher_logprobs or ()]
+        self.teacher_logprobs_R = None
+        if scores.teacher_logprobs is not None:
+            given = zip(scores.teacher_logprobs, self.parts, strict=True)
+            # Without a teacher nothing pulls: its logprobs are the policy's own.
+            self.teacher_logprobs_R = self.of([t or part.tokens.logprobs for t, part in given])
         self.turn_rewards = [[turn.result.reward for turn in s.turns] for s in samples]
         self.observations = [[turn.state for turn in s.turns] for s in samples]
         if options.reads_rewards:
@@ -197,14 +196,50 @@ class _Rows:
         is_last_R = self.sequence_R != following_R[: len(self.sequence_R)]
         return torch.where(is_last_R, values_S[self.sequence_R], 0.0)
 
-    def by_token(self, advantages: Tensor | list[list[float]], unit: object) -> Tensor:
-        if unit == PerSample:
-            return advantages[self.sequence_R]
-        if unit == PerTurn:
+    def sequences(
+        self, advantages: Tensor | Sequence, *, teacher_weight: float = 0.0
+    ) -> list[TrainingSequence]:
+        """What is trained on: the advantages of samples, turns or tokens on every token.
+
+        They are whitened if the options say so; then `teacher_weight` times log p_teacher - log p
+        is added, and the sum is clipped.
+        """
+        advantages_R = self._by_token(advantages)
+        self.check_finite(advantages_R)
+        returns = None
+        if self._options.needs_critic:  # which learns the return itself, as it is before whitening
+            returns = self.lists(advantages_R + self.values_R)
+        if self._options.is_whitened:
+            advantages_R = standardise(advantages_R, torch.zeros_like(self.sequence_R))
+        if teacher_weight:
+            advantages_R = advantages_R + teacher_weight * self.teacher_gain_R
+        if (most := self._options.advantage_clip) is not None:
+            advantages_R = advantages_R.clamp(-most, most)
+        return _sequences(self.parts, self.lists(advantages_R), returns, self._scores)
+
+    @property
+    def teacher_gain_R(self) -> Tensor:
+        """log p_teacher - log p of each token, of which the mean is minus their KL."""
+        return self.teacher_logprobs_R - self.logprobs_R
+
+    def _by_token(self, advantages: Tensor | Sequence) -> Tensor:
+        """From a number for each sample or token, or a list of numbers for each sample's turns."""
+        if isinstance(advantages, Sequence) and advantages and isinstance(advantages[0], Sequence):
             return self.of(
                 [[advantages[p.number][i] for i in p.tokens.segments] for p in self.parts]
             )
-        return advantages
+        advantages = torch.as_tensor(advantages, dtype=torch.float64)
+        is_per_sample = len(advantages) == len(self.samples)
+        is_per_token = len(advantages) == len(self.sequence_R)
+        if is_per_token and (self._options.unit == PerToken or not is_per_sample):
+            return advantages
+        if is_per_sample:
+            return advantages[self.sequence_R]
+        raise ValueError(
+            f"{len(advantages)} advantages for {len(self.samples)} samples with "
+            f"{len(self.sequence_R)} tokens; give one for each sample or each token, or a list "
+            "for each sample with one for each turn"
+        )
 
     def check_shape(self, found: Any, options: AdvantageOptions) -> None:
         """Refuse advantages of an estimator that are not what its return type says."""
@@ -220,11 +255,11 @@ class _Rows:
                 f"{shape} instead of {expected}, a number for each {unit} as its return type says"
             )
 
-    def check_finite(self, advantages_R: Tensor, options: AdvantageOptions) -> None:
+    def check_finite(self, advantages_R: Tensor) -> None:
         if (bad_R := ~advantages_R.isfinite()).any():
             first = bad_R.nonzero()[0, 0]
             raise ValueError(
-                f"advantage={options.advantage!r} gave {advantages_R[first].item()} to "
+                f"advantage={self._options.advantage!r} gave {advantages_R[first].item()} to "
                 f"{_name(self.samples[self.sequence_R[first]])}, and numbers that are not finite "
                 f"to {bad_R.sum().item()} of {len(bad_R)} tokens"
             )
@@ -247,7 +282,8 @@ def _check_scores(
     wanted = {
         "values": options.needs_critic,
         "reference_logprobs": kl.is_in("reward"),
-        "teacher_logprobs": "teacher_logprobs" in options.inputs,
+        # A teacher may also stand beside any other estimator.
+        "teacher_logprobs": options.needs_teacher or scores.teacher_logprobs is not None,
     }
     for name, is_wanted in wanted.items():
         given = getattr(scores, name)
@@ -258,15 +294,14 @@ def _check_scores(
                 f"{remedy} ModelScores({name}=...)"
             )
         if is_wanted:
-            for lists in given if name == "teacher_logprobs" else [given]:
-                _check_lengths(name, lists, parts)
+            _check_lengths(name, given, parts)
 
 
-def _check_lengths(name: str, lists: Sequence[Sequence], parts: list[Part]) -> None:
+def _check_lengths(name: str, lists: Sequence[Sequence | None], parts: list[Part]) -> None:
     if len(lists) != len(parts):
         raise ValueError(f"{name} has {len(lists)} lists for {len(parts)} sequences")
     for values, part in zip(lists, parts, strict=True):
-        if len(values) != len(part.tokens.token_ids):
+        if values is not None and len(values) != len(part.tokens.token_ids):
             raise ValueError(
                 f"{name} of {_name(part.sample)} has {len(values)} entries for "
                 f"{len(part.tokens.token_ids)} token_ids"
