@@ -42,4 +42,4 @@ else
 fi
 
 echo; echo "4. the curve: share that is right, of questions or lakes it never saw"
-python -m roll_lite.report.curve "$out/$kind" eval/pass@1
+python -m roll_lite.report "$out/$kind" --curve eval/pass@1

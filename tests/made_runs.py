@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from roll_lite.report.records import pack
+
 HOSTILE = (
     "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
     "</script><!-- \u202eabc\u2066 \u0000 \ud800 &lt; {{data}} {{script}}"
@@ -18,7 +20,7 @@ def sample(step: int, number: int, **changes) -> dict:
         "messages": [{"role": "user", "content": f"question {number // 4}"}],
         "reply": f"answer {number} of step {step}", "ground_truth": "g", "tests": [], "extra": {},
         "end": "", "reward": reward, "parts": {"format": 0.25}, "error": None,
-        "token_ids": [5, 6, 7, 8, 9], "logprobs": [-0.125, -2.5, -0.03125],
+        "token_ids": [5, 6, 7, 8, 9], "logprobs": pack([-0.125, -2.5, -0.03125]),
         "turns": [{"read": 2, "sampled": 3, "finish": "stop", "versions": [[0, 3], [2, 4]],
                    "replica": number % 2}],
         "events": [["queued", 100.0 + step, 3], ["generating", 100.1 + step, 3],

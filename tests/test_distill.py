@@ -9,7 +9,7 @@ from forked_ranks import run_ranks
 from safetensors.torch import load_file
 
 from roll_lite.options import from_flat
-from roll_lite.report.curve import read_metric
+from roll_lite.report.reader import RunFolder
 
 DISTILL = RECIPES / "distill.py"
 SHORT = {
@@ -41,7 +41,7 @@ def run(student, teacher, run_dir, **changes):
 
 
 def metric(run_dir, name):
-    return [value for _, value in read_metric(run_dir, name)]
+    return [value for _, value in RunFolder(run_dir).metric(name)]
 
 
 def same_weights(a, b):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from roll_lite.options import from_flat
-from roll_lite.report.curve import read_metric
+from roll_lite.report.reader import RunFolder
 
 SHORT = {
     "data": "reverse:2", "task_pairs": 64, "steps": 8, "rows_per_step": 16, "lr": 3e-3,
@@ -27,7 +27,7 @@ def run(imitator, run_dir, **changes):
 
 
 def metric(run_dir, name):
-    return [value for _, value in read_metric(run_dir, name)]
+    return [value for _, value in RunFolder(run_dir).metric(name)]
 
 
 def weights(run_dir):

@@ -12,9 +12,9 @@ from chromium import Browser, needs_chromium, renderer_megabytes
 from made_runs import HOSTILE, make_run, metrics, sample, write_lines
 
 from roll_lite.report.__main__ import main
+from roll_lite.report.page import make_server
 from roll_lite.report.reader import RunFolder
-from roll_lite.report.samples import pack
-from roll_lite.report.serve import make_server
+from roll_lite.report.records import pack
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 VIEWS = ("#overview", "#curves", "#time", "#rollouts")
@@ -177,9 +177,7 @@ def test_what_newer_runs_record_is_shown(browser, tmp_path):
     browser.press("n")  # it has no entropies
     browser.wait("document.querySelector('#conversation').textContent.includes('answer 2')")
     off = browser.run(f"[...{choose}.options].filter(o => o.disabled).map(o => o.textContent)")
-    assert off == [
-        "logprob (not recorded)", "entropy (not trained on, or recorded by an older version)",
-    ]  # fmt: skip
+    assert off == ["logprob (not recorded)", "entropy (not trained on)"]
     assert not browser.texts("#replay") and not browser.texts("#reason")
 
 
@@ -207,7 +205,7 @@ def test_turns_are_a_conversation(browser, tmp_path):
     changes = {
         "transcript": [{"role": role, "content": text} for role, text in said],
         "turns": [turn | {"reward": 0.5}, turn | {"reward": -0.25}],
-        "token_ids": [1, 2, 3, 4], "logprobs": [-1.0, -2.0], "sequences": [[1], [0]],
+        "token_ids": [1, 2, 3, 4], "logprobs": pack([-1.0, -2.0]), "sequences": [[1], [0]],
     }  # fmt: skip
     write_lines(folder / "rollouts" / "step_00001.jsonl", [sample(1, 0, **changes)])
     browser.open(write(folder) + "#sample/0/step_00001/0")

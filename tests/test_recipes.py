@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 from roll_lite.chat import Chat
 from roll_lite.options import flatten, from_flat
 from roll_lite.report.config_file import read_options
-from roll_lite.report.curve import draw, read_metric
+from roll_lite.report.reader import RunFolder
+from roll_lite.report.terminal import draw_curve
 
 TASK = "reverse:2"
 
@@ -52,7 +53,7 @@ def test_rlvr_learns(imitator, tmp_path):
         assert [event[0] for event in sample["events"]][-1] == "done"
         assert sample["turns"][0]["versions"] == [[0, 11]]
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
-    assert "step    12" in draw(read_metric(tmp_path / "run", "eval/pass@1"))
+    assert "step    12" in draw_curve(RunFolder(tmp_path / "run").metric("eval/pass@1"))
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ def test_the_quickstart_learns(tiny_folder, tmp_path):
         run_dir=str(tmp_path / "sft"),
     )  # fmt: skip
     sft.main(cfg)
-    losses = [loss for _, loss in read_metric(tmp_path / "sft", "eval/loss")]
+    losses = [loss for _, loss in RunFolder(tmp_path / "sft").metric("eval/loss")]
     assert len(losses) == 2 and losses[-1] < 0.7 * losses[0]
     cfg = from_flat(rlvr.Config, 
         model=str(tmp_path / "sft" / "model"), data=("reverse:5",), steps=10, prompts_per_step=32,
@@ -121,7 +122,7 @@ def test_rlvr_with_the_wrong_sign_does_not_learn(imitator, tmp_path, monkeypatch
     original = rlvr.with_advantages
     monkeypatch.setattr(rlvr, "with_advantages", flipped)
     before, *_, after = rlvr.main(small_config(imitator, tmp_path / "run"))
-    rewards = [reward for _, reward in read_metric(tmp_path / "run", "reward/mean")]
+    rewards = [reward for _, reward in RunFolder(tmp_path / "run").metric("reward/mean")]
     assert after <= before and rewards[-1] < 0.7 * rewards[0]
 
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from test_algorithms import gain
 
 from roll_lite.options import from_flat
-from roll_lite.report.curve import read_metric
-from roll_lite.report.samples import numbers
+from roll_lite.report.reader import RunFolder
+from roll_lite.report.records import numbers
 
 PROGRAM = Path(__file__).parent / "rlvr_program.py"
 TURNS = {"engines_sleep": True, "offload": True}
@@ -163,7 +163,7 @@ def test_without_learning_twenty_rounds_change_nothing(toy_folder, tmp_path, num
     changes = {"lr": 0.0, "steps": 20, "eval_every": 5, **TURNS}
     rows = launch(num_ranks, **toy_options(toy_folder, tmp_path / "run", **changes))
     assert max(row["mismatch/logprob_max"] for row in rows) < 2e-6
-    rewards = [reward for _, reward in read_metric(tmp_path / "run", "eval/reward")]
+    rewards = [reward for _, reward in RunFolder(tmp_path / "run").metric("eval/reward")]
     assert len(rewards) == 5 and len(set(rewards)) == 1
 
 
@@ -370,7 +370,7 @@ def test_the_parts_of_a_step_add_up(here):
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_model_and_checkpoint_evaluate_like_the_run(here, toy_folder, tmp_path, lora_rank):
     here("run", steps=2, eval_samples=3, pass_reward=0.25, lora_rank=lora_rank)
-    expected = dict(read_metric(tmp_path / "run", "eval/reward"))[2]
+    expected = dict(RunFolder(tmp_path / "run").metric("eval/reward"))[2]
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
     for name, options in {
         "model": {"model": str(tmp_path / "run" / "model")},

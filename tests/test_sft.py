@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from roll_lite.models.attention import PackedAttention
 from roll_lite.models.hf import load_model
 from roll_lite.options import from_flat
-from roll_lite.report.curve import read_metric
 from roll_lite.report.reader import RunFolder
 from roll_lite.train import trainer
 from roll_lite.train.checkpoint_folders import verify
@@ -42,7 +41,7 @@ def flags(values):
 
 
 def losses(run_dir):
-    return [loss for _, loss in read_metric(run_dir, "loss/loss")]
+    return [loss for _, loss in RunFolder(run_dir).metric("loss/loss")]
 
 
 def weights(run_dir):
@@ -74,7 +73,7 @@ def test_a_run_that_diverges_ends_and_its_records_are_json(command, toy_folder, 
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line, parse_constant=no_json) for line in lines]
     assert rows[-1]["loss/grad_norm"] is None and rows[-1]["loss/skipped_steps"] == 1
-    assert len(read_metric(tmp_path, "loss/grad_norm")) < len(rows)
+    assert len(RunFolder(tmp_path).metric("loss/grad_norm")) < len(rows)
     assert all(value is not None for row in RunFolder(tmp_path).rows for value in row.values())
 
 
@@ -98,7 +97,7 @@ def test_sft_learns_and_transformers_loads_the_result(imitator):
 
     What is left when it knows them is whether the teacher is careless.
     """
-    (_, first), *_, (_, last) = read_metric(imitator, "eval/loss")
+    (_, first), *_, (_, last) = RunFolder(imitator).metric("eval/loss")
     assert last < first < 3.5 and last < 1.2
     assert json.loads((imitator / "config.json").read_text())["data"] == "reverse:2"
     reference = AutoModelForCausalLM.from_pretrained(imitator / "model", dtype=torch.float32)
@@ -155,7 +154,9 @@ def test_ranks_do_not_change_the_run(small_folder, whole_run, tmp_path):
     """At two ranks: the same losses, resumed to the last bit, and resumed on one rank."""
     run_recipe("sft", *flags(options(small_folder, tmp_path / "two")), num_ranks=2)
     assert losses(tmp_path / "two") == pytest.approx(losses(whole_run), abs=1e-5)
-    validation = [read_metric(run, "eval/loss")[-1][1] for run in (tmp_path / "two", whole_run)]
+    validation = [
+        RunFolder(run).metric("eval/loss")[-1][1] for run in (tmp_path / "two", whole_run)
+    ]
     assert validation[0] == pytest.approx(validation[1], abs=1e-5)
     run_in_two_parts(run_on_two_ranks, small_folder, tmp_path / "again")
     assert losses(tmp_path / "again") == losses(tmp_path / "two")
@@ -169,7 +170,7 @@ def test_ranks_do_not_change_the_run(small_folder, whole_run, tmp_path):
 @pytest.mark.slow
 def test_the_default_run_learns_to_reverse_words(tiny_folder, tmp_path):
     run_recipe("sft", "--model", tiny_folder, "--steps", 100, "--run-dir", tmp_path / "run")
-    assert read_metric(tmp_path / "run", "eval/loss")[-1][1] < 0.5
+    assert RunFolder(tmp_path / "run").metric("eval/loss")[-1][1] < 0.5
 
 
 def write_rows(path, *rows):
@@ -188,8 +189,8 @@ def test_a_file_with_a_dialogue_that_is_too_long(small_folder, tmp_path):
     ):
         run_here(values | {"run_dir": str(tmp_path / "refused")})
     run_here(values | {"too_long": "truncate", "eval_data": str(path)})
-    assert [count for _, count in read_metric(tmp_path / "run", "data/truncated")] == [2, 2]
-    assert len(read_metric(tmp_path / "run", "eval/loss")) == 1
+    assert [count for _, count in RunFolder(tmp_path / "run").metric("data/truncated")] == [2, 2]
+    assert len(RunFolder(tmp_path / "run").metric("eval/loss")) == 1
 
 
 def test_adapters_are_merged_and_resume(small_folder, tmp_path):

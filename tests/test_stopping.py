@@ -25,7 +25,7 @@ from test_sft import flags, losses, options, run_here
 from roll_lite import command as commands
 from roll_lite.options import from_flat
 from roll_lite.report.config_file import read_options
-from roll_lite.report.curve import read_metric
+from roll_lite.report.reader import RunFolder
 from roll_lite.rewards.code import passes_tests
 from roll_lite.rewards.maths import math_answer
 from roll_lite.stopping import Stopped, StopRequest
@@ -221,25 +221,6 @@ def wait_for(condition, process, log):
         time.sleep(0.05)
 
 
-def test_old_names_of_options_are_understood(command, small_folder, tmp_path):
-    """On the command line with a note, and in the config.json of an older run."""
-    old = {
-        "model": small_folder, "task": "reverse:2", "steps": 2, "dialogues-per-step": 4,
-        "validation-dialogues": 8, "validate-every": 1, "device": "cpu", "run-dir": tmp_path / "a",
-    }  # fmt: skip
-    code, text = command(SFT, *[part for n, v in old.items() for part in (f"--{n}", v)])
-    assert code == 0 and "note: --dialogues-per-step is called --rows-per-step now\n" in text
-    written = read_options(tmp_path / "a" / "config.json")
-    assert (written["data"], written["rows_per_step"], written["eval_every"]) == ("reverse:2", 4, 1)
-    names = {"data": "task", "rows_per_step": "dialogues_per_step", "eval_rows": "validation_rows"}
-    older = {names.get(name, name): value for name, value in written.items()} | {"data": None}
-    (tmp_path / "older.json").write_text(json.dumps(older))
-    code, _ = command(SFT, "--config", tmp_path / "older.json", "--run-dir", tmp_path / "b")
-    assert code == 0
-    again = read_options(tmp_path / "b" / "config.json")
-    assert again == written | {"run_dir": str(tmp_path / "b")}
-
-
 def test_when_rewards_break_the_step_is_repeated(here, tmp_path, monkeypatch):  # noqa: F811
     """The checkpoint is of the last complete step, and no prompt is skipped."""
     whole = here("whole", steps=4)
@@ -270,7 +251,7 @@ def test_an_abandoned_evaluation_is_made_up(here, tmp_path, monkeypatch, eval_sa
         with pytest.raises(Stopped):
             here("parts", **options)
     here("parts", resume=True, **options)
-    rates = [read_metric(tmp_path / name, "eval/reward") for name in ("whole", "parts")]
+    rates = [RunFolder(tmp_path / name).metric("eval/reward") for name in ("whole", "parts")]
     assert rates[0] == rates[1] and [step for step, _ in rates[0]] == [0, 1, 2]
 
 
@@ -280,33 +261,8 @@ def test_a_stop_after_an_evaluation_keeps_the_score(here, tmp_path, monkeypatch)
         with pytest.raises(Stopped):
             here("run", steps=4, eval_every=1)
     (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
-    ((_, rate),) = [r for r in read_metric(tmp_path / "run", "eval/pass@1") if r[0] == 1]
+    ((_, rate),) = [r for r in RunFolder(tmp_path / "run").metric("eval/pass@1") if r[0] == 1]
     assert folder.name == "step-00000001" and read_manifest(folder).score == rate
-
-
-def test_runs_of_the_version_before_resume(command, toy_folder, tmp_path):
-    """Their config.json has the old defaults, some of which are now chosen."""
-    run = tmp_path / "run"
-    values = toy_options(toy_folder, run, steps=1)
-    rlvr.main(from_flat(rlvr.Config, **values))
-    written = json.loads((run / "config.json").read_text())
-    old = {"critic_lr": 1e-3, "clip_low": 0.2, "clip_high": 0.2, "divide_by_std": True}
-    for name in ("starts", "chosen", "long_prompts", "checkpoint_minutes", "template_args"):
-        del written[name]
-    (run / "config.json").write_text(json.dumps(written | old | {"loss": "reinforce"}))
-    code, text = command(RLVR, "--resume", run, "--steps", 2)
-    assert code == 0 and len(steps_of(run)) == 2
-    assert "changed: steps 1 -> 2\n" in text and text.count("changed: ") == 1
-
-
-@pytest.mark.parametrize(("max_staleness", "stale"), [(0.0, {}), (1.0, {"stale": "drop"})])
-def test_runs_from_before_stale_samples_were_kept_go_on_dropping_them(
-    tmp_path, max_staleness, stale
-):
-    written = {"max_staleness": max_staleness, "extra_prompts": 3, "history": [{"step": 0}]}
-    (tmp_path / "config.json").write_text(json.dumps(written))
-    options = read_options(tmp_path / "config.json")
-    assert options == {"max_staleness": max_staleness, "extra_groups": 3} | stale
 
 
 def test_options_that_were_chosen_are_chosen_again_for_another_model(command, toy_folder, tmp_path):
@@ -386,12 +342,6 @@ def test_a_run_is_resumed_by_its_own_recipe(command, toy_folder, tmp_path):
     assert code == 2 and "is at step 2 of 1; resume with more steps" in text
     code, text = command(RLVR, "--resume", run)
     assert code == 0 and "is at step 2 of 2: nothing is left to train" in text
-
-
-def test_old_flags_are_understood(command, toy_folder, tmp_path):
-    values = flags(toy_options(toy_folder, tmp_path / "run", steps=1, data="reverse:1"))
-    assert command(RLVR, *values, "--no-divide-by-std")[0] == 0
-    assert read_options(tmp_path / "run" / "config.json")["divide_by_std"] is False
 
 
 def test_an_error_in_mid_run_says_how_to_continue(toy_folder, tmp_path, monkeypatch):

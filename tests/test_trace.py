@@ -126,7 +126,7 @@ def test_samples_go_from_state_to_state_and_wait_for_training(folder, tmp_path):
     assert len(whole) == 9 and {e["args"]["step"] for e in whole} == {1, 2}
     assert len({e["tid"] for e in whole}) == 5  # lanes are used again
     (failed,) = [e for e in whole if e["args"]["state"] == "failed"]
-    assert failed["args"]["why"] == "its reward raised" and failed["args"]["reward"] == "nan"
+    assert failed["args"]["why"] == "its reward raised" and failed["args"]["reward"] is None
     first = [e for e in of_samples if e["tid"] == 1 and e["ts"] < 1.5e6][1:]
     assert [(e["name"], *times) for e, times in zip(first, seconds(first), strict=True)] == [
         ("queued", 0.0, 0.125), ("generating", 0.125, 0.25), ("environment", 0.25, 0.5),

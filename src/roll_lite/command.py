@@ -23,7 +23,6 @@ from roll_lite.cluster.errors import RoleError
 from roll_lite.cluster.rendezvous import read_launch
 from roll_lite.options import flatten, from_flat
 from roll_lite.report.config_file import (
-    RENAMED,
     changes,
     command,
     read_options,
@@ -40,8 +39,6 @@ RESUME = """--resume RUN_DIR continues a run with its own options; --resume auto
 AUTO = "auto"
 ALSO = """Also: {resume}--config FILE starts with the options of a config.json (options on the
 command line take precedence); --debug prints tracebacks."""
-OLD_FLAGS = {"--no-divide-by-std": ["--divide-by-std", "False"]}
-"""Flags of earlier versions, which are still understood."""
 USER_ERROR = 2
 """Exit code where the user has to change something."""
 LINGER_SECONDS = 5.0  # in which torchrun is told to end: it restarts all as soon as one has exited
@@ -78,7 +75,7 @@ def run(main: Callable[[T], Any], config: type[T], doc: str, fixed: Iterable[str
 
 def parse(config: type[T], doc: str, args: Sequence[str], fixed: Iterable[str] = ()) -> T:
     """The options on the command line, over those of --resume or --config."""
-    args, file = _take(_renamed(args), "--config")
+    args, file = _take(list(args), "--config")
     args, folder = _take(args, "--resume")
     if file == "" or (file is not None and folder is not None):
         raise ValueError("--config needs a file, and not --resume beside it: that has its own")
@@ -186,24 +183,6 @@ def _parse(config: type[T], doc: str, args: Sequence[str], default: T | None = N
         return parse()
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
         return parse()
-
-
-def _renamed(args: Sequence[str]) -> list[str]:
-    """The arguments with today's names; prints a note for each old one."""
-    found = []
-    for arg in args:
-        if arg in OLD_FLAGS:
-            found += OLD_FLAGS[arg]
-            continue
-        flag, equals, value = arg.partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
-        if flag.startswith("--") and name in RENAMED:
-            new = "--" + RENAMED[name].replace("_", "-")
-            if _is_first_rank():
-                print(f"note: {flag} is called {new} now", file=sys.stderr)
-            flag = new
-        found.append(flag + equals + value)
-    return found
 
 
 def _print_resume(cfg: Any) -> None:

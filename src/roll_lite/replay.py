@@ -32,10 +32,9 @@ from roll_lite.models.config import read_config
 from roll_lite.options import from_flat
 from roll_lite.planning import cache_tokens
 from roll_lite.report.config_file import RECIPE, read_options
-from roll_lite.report.difference import Difference
-from roll_lite.report.reader import Row, RunFolder, step_of
-from roll_lite.report.samples import read_prompt, read_tokens, rollout_lines
-from roll_lite.report.tokens import TokenTexts
+from roll_lite.report.reader import Row, RunFolder, TokenTexts, step_of
+from roll_lite.report.records import read_prompt, read_tokens, rollout_lines
+from roll_lite.report.terminal import Difference
 from roll_lite.rewarding import Rewards
 from roll_lite.rewards.combine import is_async
 from roll_lite.rewards.file import import_file
@@ -106,11 +105,6 @@ def find_sample(run: RunFolder, sample: str, visit: int | None = None) -> Row:
     if len(chosen) > 1:
         visits = " or ".join(f"--visit {row.get('visit')}" for row in chosen)
         raise ValueError(f"step {step} has prompt {prompt_id} {len(chosen)} times; add {visits}")
-    if missing := {"visit", "seed", "token_ids", "logprobs", "turns"} - chosen[0].keys():
-        raise ValueError(
-            f"the sample was recorded without {' and '.join(sorted(missing))}, by an older version "
-            "of roll_lite; only samples of newer runs can be generated again"
-        )
     return chosen[0]
 
 

@@ -5,29 +5,30 @@ python -m roll_lite.report RUN --out page.html
 python -m roll_lite.report RUN --serve               shows the run while it goes on
 python -m roll_lite.report A B                       also prints what differs
 python -m roll_lite.report RUN --tail                prints the last steps and two samples
+python -m roll_lite.report RUN --curve reward/mean   draws a metric in the terminal
 python -m roll_lite.report RUN --trace out.json      writes a trace for ui.perfetto.dev
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from roll_lite.checks import parse_range
-from roll_lite.report.compare import comparison
-from roll_lite.report.page import write_page
+from roll_lite.report.page import serve, write_page
 from roll_lite.report.reader import RunFolder
-from roll_lite.report.serve import serve
-from roll_lite.report.tail import tail
+from roll_lite.report.terminal import comparison, draw_curve, tail
 from roll_lite.report.trace import write_trace
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         runs = [RunFolder(folder) for folder in options.runs]
         if options.tail:
             print("\n\n".join(tail(run, options.tail) for run in runs))
+            return 0
+        if options.curve:
+            print("\n\n".join(draw_curve(run.metric(options.curve)) for run in runs))
             return 0
         if options.trace:
             num_events = write_trace(runs[0], options.trace, parse_range("steps", options.steps))
@@ -69,6 +70,13 @@ def _parser() -> argparse.ArgumentParser:
         const=20,
         metavar="STEPS",
         help="print the last steps (20) in the terminal, and the worst and the best sample",
+    )
+    parser.add_argument(
+        "--curve",
+        nargs="?",
+        const="eval/pass@1",
+        metavar="METRIC",
+        help="draw a metric (eval/pass@1) in the terminal",
     )
     parser.add_argument(
         "--trace", type=Path, help="a file for the trace of steps, ranks and samples of a run"

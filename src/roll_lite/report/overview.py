@@ -1,13 +1,14 @@
 """Where a run stands: time left, best evaluation, warnings; and how the options of runs differ."""
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-from roll_lite.report.hints import HINTS
 from roll_lite.report.reader import Row, RunFolder
+
+Metrics = Mapping[str, float]
 
 EVALUATIONS: dict[str, Callable] = {
     "eval/pass@1": max, "eval/accuracy": max, "eval/loss": min, "eval/kl": min,
@@ -19,6 +20,92 @@ GRAD_JUMP, BEFORE = 10.0, 20
 """A gradient norm this many times the median of this many steps before it is a warning."""
 DROPPED_SHARE = 0.5
 NOT_COMPARED = {"run_dir", "resume"}
+
+
+class Hint(NamedTuple):
+    """What a run that cannot learn is told, once, with the remedy."""
+
+    applies: Callable[[Metrics], bool]
+    metric: str
+    """The metric that shows it."""
+    text: str
+    """May name metrics, as in {rollout/truncated}."""
+    num_steps: int = 1
+    """It is printed when it has applied to this many steps in a row."""
+
+
+HINTS = (
+    Hint(
+        lambda m: m.get("rollout/truncated", 0) > 0.9,
+        "rollout/truncated",
+        "{rollout/truncated:.0%} of the replies were cut at their longest: raise --max-tokens, or "
+        "check that the model's template ends replies with a token that stops it",
+        2,
+    ),
+    Hint(
+        lambda m: m.get("reward/equal_groups", 0) == 1 and m.get("reward/mean", 1) == 0,
+        "reward/mean",
+        "every reward was 0 for 5 steps, so nothing is learnt: choose easier prompts, begin with "
+        "sft.py, or check the reward with `python -m roll_lite.rewards try`",
+        5,
+    ),
+    Hint(
+        lambda m: m.get("reward/equal_groups", 0) == 1 and m.get("reward/mean", 1) != 0,
+        "reward/equal_groups",
+        "no group had unequal rewards for 5 steps, so nothing is learnt: choose easier or harder "
+        "prompts, a reward with more levels, or more --samples-per-prompt",
+        5,
+    ),
+    Hint(
+        lambda m: m.get("reward/timeouts", 0) > 0,
+        "reward/timeouts",
+        "{reward/timeouts:.0f} rewards timed out: raise --reward-seconds or make the reward faster",
+    ),
+    Hint(
+        lambda m: 0 <= m.get("loss/entropy", 1) < 0.01 and "reward/mean" in m,
+        "loss/entropy",
+        "entropy fell to {loss/entropy:.2g}: samples are nearly equal, and exploration is over; "
+        "lower --lr, raise --clip-high, or add --entropy-coef",
+        2,
+    ),
+    Hint(
+        lambda m: m.get("loss/skipped_steps", 0) > 0,
+        "loss/skipped_steps",
+        "an update was skipped because its gradient is not finite: look at the loss, the rewards "
+        "and the advantages for nan and inf",
+    ),
+    Hint(
+        lambda m: m.get("rollout/failed", 0) > 0.1 * (m.get("rollout/done", 0) + 1),
+        "rollout/failed",
+        "{rollout/failed:.0f} samples failed, {rollout/done:.0f} did not: events.jsonl says why",
+    ),
+    Hint(
+        lambda m: m.get("mismatch/outside", 0) > 0.1,
+        "mismatch/outside",
+        "{mismatch/outside:.0%} of the tokens are more than twice or less than half as likely to "
+        "the trainer as when they were sampled: use fewer updates per step or a smaller "
+        "--max-staleness, or --denominator old with --correction token",
+        2,
+    ),
+)
+
+
+class Hints:
+    """Reads the metrics of each step of a run that goes on."""
+
+    def __init__(self):
+        self._in_a_row: Counter[Hint] = Counter()
+        self._given: set[Hint] = set()
+
+    def read(self, metrics: Metrics) -> list[str]:
+        """Hints that apply now and have not been given."""
+        found = []
+        for hint in HINTS:
+            self._in_a_row[hint] = self._in_a_row[hint] + 1 if hint.applies(metrics) else 0
+            if self._in_a_row[hint] >= hint.num_steps and hint not in self._given:
+                self._given.add(hint)
+                found.append(hint.text.format_map(metrics))
+        return found
 
 
 def overview(run: RunFolder, now: float | None = None) -> Row:
@@ -40,7 +127,8 @@ def overview(run: RunFolder, now: float | None = None) -> Row:
 def elapsed(run: RunFolder) -> list[float]:
     """Seconds of the run up to each row of its metrics, without the time between two starts."""
     resumes = [event.get("time", 0.0) for event in run.events if event.get("event") == "resumed"]
-    seconds, total, before = [], 0.0, None
+    seconds = []
+    total, before = 0.0, None
     for row in run.rows:
         now, step_seconds = row.get("time", 0.0), row.get("time/step", 0.0)
         is_first = before is None or any(before <= resume <= now for resume in resumes)
@@ -85,20 +173,22 @@ def _warning(metric: str, rows: list[Row], text: str) -> Row:
     }  # fmt: skip
 
 
-def _hint_warning(hint: Any, rows: Sequence[Row]) -> Row | None:
-    in_a_row, found = 0, []
+def _hint_warning(hint: Hint, rows: Sequence[Row]) -> Row | None:
+    in_a_row = 0
+    found = []
     for row in rows:
         in_a_row = in_a_row + 1 if hint.applies(row) else 0
         if in_a_row >= hint.num_steps:
             found.append(row)
     if not found:
         return None
-    # Rows of older versions may lack a metric that the text names.
-    return _warning(hint.metric, found, hint.text.format_map(defaultdict(float, found[0])))
+    return _warning(hint.metric, found, hint.text.format_map(found[0]))
 
 
 def _grad_warning(rows: Sequence[Row]) -> Row | None:
-    name, before, found, text = "loss/grad_norm", [], [], ""
+    name = "loss/grad_norm"
+    before, found = [], []
+    text = ""
     for row in rows:
         norm = row.get(name, 0.0)
         usual = median(before[-BEFORE:]) if len(before) >= BEFORE // 2 else 0.0

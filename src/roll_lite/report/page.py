@@ -1,20 +1,25 @@
 """One HTML file that shows runs: data, style and script are in it, and it needs nothing else.
 
-The script is plain JavaScript in web/, and reads the data from a JSON element of the page.
+The script is plain JavaScript in web/, and reads the data from a JSON element of the page. The page
+is written to a file, or served live: for this machine alone, from folders that are read again as
+they grow. A live page's address has a random word, so that other users and pages cannot read it.
 """
 
 import base64
 import hashlib
-import json
 import math
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Lock
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from roll_lite.report.overview import differences, elapsed, overview
-from roll_lite.report.reader import Row, RunFolder, step_of
-from roll_lite.report.tokens import TokenTexts
+from roll_lite.report.reader import Row, RunFolder, TokenTexts, step_of
+from roll_lite.report.records import encode
 from roll_lite.report.trace import PHASES, ROLES
 
 WEB = Path(__file__).parent / "web"
@@ -25,7 +30,7 @@ NEWEST_STEPS, MAX_STEPS = 3, 24
 MAX_TEXT, MAX_ITEMS = 20_000, 8_000
 """Characters of a text, and entries of a list, that the file keeps of one sample."""
 PACKED = ("logprobs", "entropies", "advantages")
-"""Fields whose texts are numbers, as in samples.py: 16 characters are three numbers."""
+"""Fields whose texts are numbers, as in records.py: 16 characters are three numbers."""
 
 
 def write_page(runs: Sequence[RunFolder], path: Path, max_bytes: int) -> None:
@@ -97,11 +102,12 @@ def embedded_samples(run: RunFolder, max_bytes: int) -> dict[str, Row]:
         read = run.samples(name, max_bytes=share)["samples"]
         kept = []
         for sample in map(clip, read):
-            size = len(to_json(sample)) + 2
+            size = len(_html_json(sample)) + 2
             if size > share:
                 break
             kept.append(sample)
-            share, max_bytes = share - size, max_bytes - size
+            share -= size
+            max_bytes -= size
         found[name] = {"samples": kept, "total": run.count_samples(name)}
     return found
 
@@ -132,23 +138,9 @@ def clip(value: Any) -> Any:
     return value
 
 
-def to_json(value: Any) -> str:
-    """JSON in ASCII that is safe in an HTML file: "nan" and "inf" as texts, no `<`."""
-    try:
-        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    except ValueError:
-        text = json.dumps(_with_texts_for_nan(value), separators=(",", ":"))
-    return text.replace("<", "\\u003c")
-
-
-def _with_texts_for_nan(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, dict):
-        return {name: _with_texts_for_nan(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_with_texts_for_nan(part) for part in value]
-    return value
+def _html_json(value: Any) -> str:
+    """JSON in ASCII that is safe in an HTML file: without `<`."""
+    return encode(value).replace("<", "\\u003c")
 
 
 def html(data: Row) -> str:
@@ -165,8 +157,99 @@ def html(data: Row) -> str:
     for name, text in filled.items():
         page = page.replace(f"{{{{{name}}}}}", text)
     before, _, after = page.partition("{{data}}")
-    return before + to_json(data) + after
+    return before + _html_json(data) + after
 
 
 def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+class LiveRuns:
+    """What a live page asks for."""
+
+    def __init__(self, runs: Sequence[RunFolder]):
+        self.runs = runs
+        self._lock = Lock()
+        self._texts = [TokenTexts(run) for run in runs]
+
+    def page(self) -> str:
+        with self._lock:
+            parts = list(map(self._run, self.runs, self._texts))
+            return html(page_data(self.runs, parts, live=True))
+
+    def _run(self, run: RunFolder, texts: TokenTexts) -> Row:
+        run.refresh()
+        whole = {"metrics": columns(run, range(len(run.rows))), "restarts": run.num_restarts}
+        return run_data(run, texts.note) | whole | {"texts": {}}
+
+    def news(self, run: int, rows: int) -> Row:
+        """What was recorded since the first `rows` rows."""
+        folder = self.runs[run]
+        with self._lock:
+            folder.refresh()
+            return {
+                "restarts": folder.num_restarts,
+                "metrics": columns(folder, range(rows, len(folder.rows))),
+                "overview": overview(folder),
+                "notes": [note for note in (*folder.notes, self._texts[run].note) if note],
+                "events": clip(folder.events[-200:]),
+                "names": folder.names,
+            }
+
+    def samples(self, run: int, name: str, start: int) -> Row:
+        with self._lock:
+            page = self.runs[run].samples(name, start)
+            total = self.runs[run].count_samples(name)
+            return page | {"total": total, "texts": self._texts[run].of(page["samples"])}
+
+
+def make_server(runs: Sequence[RunFolder], port: int = 0) -> tuple[ThreadingHTTPServer, str]:
+    """A server on loopback, and the address of its page."""
+    live = LiveRuns(runs)
+    word = secrets.token_urlsafe(16)
+
+    def news(query: dict[str, str]) -> str:
+        return _html_json(live.news(int(query["run"]), int(query["rows"])))
+
+    def samples(query: dict[str, str]) -> str:
+        return _html_json(live.samples(int(query["run"]), query["name"], int(query["start"])))
+
+    answers: dict[str, Callable[[dict[str, str]], str]] = {
+        f"/{word}/": lambda query: live.page(), f"/{word}/news": news, f"/{word}/samples": samples,
+    }  # fmt: skip
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            url = urlsplit(self.path)
+            if (answer := answers.get(url.path)) is None:
+                return self.send_error(404)
+            try:
+                text = answer({name: values[0] for name, values in parse_qs(url.query).items()})
+            except (ValueError, KeyError, IndexError, OSError) as error:
+                return self.send_error(400, type(error).__name__)
+            self._send(text.encode(), "text/html" if url.path.endswith("/") else "application/json")
+
+        def _send(self, body: bytes, kind: str) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("Referrer-Policy", "no-referrer")
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args) -> None:
+            """Requests are not worth a line."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    return server, f"http://127.0.0.1:{server.server_address[1]}/{word}/"
+
+
+def serve(runs: Sequence[RunFolder], port: int) -> None:
+    server, address = make_server(runs, port)
+    print(f"open {address} in a browser on this machine; Ctrl-C ends it", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        server.server_close()

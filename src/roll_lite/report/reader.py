@@ -1,7 +1,7 @@
 """A run's folder as plain data, for everything that shows runs. No torch: it starts at once.
 
-A folder may be empty, torn by a crash, of an older version or still growing: what can be read is
-read, and `notes` says what is missing.
+A folder may be empty, torn by a crash or still growing: what can be read is read, and `notes` says
+what is missing.
 """
 
 import json
@@ -126,9 +126,7 @@ class RunFolder:
             config = json.loads((self.folder / "config.json").read_text(errors="replace"))
         except (OSError, ValueError):
             return {}
-        if not isinstance(config, dict):
-            return {}
-        return {STARTS if name == "history" else name: value for name, value in config.items()}
+        return config if isinstance(config, dict) else {}
 
     @property
     def options(self) -> Row:
@@ -138,6 +136,16 @@ class RunFolder:
     def starts(self) -> list[Row]:
         starts = self.config.get(STARTS)
         return [s for s in starts if isinstance(s, dict)] if isinstance(starts, list) else []
+
+    def metric(self, name: str) -> list[tuple[int, float]]:
+        """Step and value of every step that recorded a metric."""
+        points = [(row["step"], row[name]) for row in self.rows if name in row]
+        if not points:
+            known = ", ".join(
+                sorted({name for row in self.rows for name in row} - {"step", "time"})
+            )
+            raise ValueError(f"{self._metrics.path} has no metric {name!r}; it has {known}")
+        return points
 
     @property
     def num_steps(self) -> int | None:
@@ -194,6 +202,14 @@ class RunFolder:
             read.append({**row, "at": at})
         return {"samples": read, "next": None, "broken": num_broken}
 
+    def all_samples(self, name: str) -> Iterator[Row]:
+        """The samples of a name, read in parts."""
+        start: int | None = 0
+        while start is not None:
+            page = self.samples(name, start)
+            yield from page["samples"]
+            start = page["next"]
+
     def count_samples(self, name: str) -> int:
         if name.startswith(DROPPED):
             return len(self._dropped.get(step_of(name), ()))
@@ -227,3 +243,38 @@ def step_of(name: str) -> int:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
+
+
+class TokenTexts:
+    """The texts of token ids, from the tokenizer of a run's model; `note` says if none is found."""
+
+    def __init__(self, run: RunFolder):
+        self._tokenizer = None
+        self.note = ""
+        folders = [run.folder / "model"]
+        if model := run.options.get("model"):
+            folders.append(Path(str(model)))
+        found = [path for f in folders if (path := f / "tokenizer.json").is_file()]
+        if not found:
+            self.note = "tokens are shown as numbers: the model's folder with its tokenizer is gone"
+            return
+        from tokenizers import Tokenizer  # not above: only pages with samples need it
+
+        try:
+            self._tokenizer = Tokenizer.from_file(str(found[0]))
+        except Exception as error:  # the package raises no narrower type
+            self.note = f"tokens are shown as numbers: {found[0]} cannot be read: {error}"
+
+    def of(self, samples: list[Row]) -> dict[int, str]:
+        """Texts of all tokens of the samples."""
+        if self._tokenizer is None:
+            return {}
+        lists = [s["token_ids"] for s in samples if isinstance(s.get("token_ids"), list)]
+        ids = {i for numbers in lists for i in numbers if isinstance(i, int) and i >= 0}
+        return {token_id: self._text(token_id) for token_id in sorted(ids)}
+
+    def _text(self, token_id: int) -> str:
+        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        token = self._tokenizer.id_to_token(token_id) or ""
+        # Sentencepiece drops the space before the first word of a text.
+        return f" {text}" if token.startswith("▁") and not text.startswith(" ") else text

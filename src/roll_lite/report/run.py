@@ -5,7 +5,7 @@ metrics.jsonl    one line per step
 events.jsonl     one line per dropped sample, with prompt, reply, state changes and the reason (in
                  the state `filtered` only for steps whose rollouts are written); one line per
                  checkpoint and resume
-rollouts/        step_*.jsonl: one line per sample that was trained on, as in samples.py;
+rollouts/        step_*.jsonl: one line per sample that was trained on, as in records.py;
                  eval_*.jsonl: one line per sample of an evaluation, as text
 phase            what the run is doing now: process, step, phase, states of samples
 tensorboard/     the metrics, if the package tensorboard is installed
@@ -23,17 +23,18 @@ from typing import Any, TextIO
 
 from roll_lite.progress import PhaseFile, ProgressBar, terminal_width
 from roll_lite.report.config_file import to_json, write_config
-from roll_lite.report.hints import Hints
-from roll_lite.report.samples import (
+from roll_lite.report.overview import Hints
+from roll_lite.report.reader import JsonLines, parse_line
+from roll_lite.report.records import (
     NOT_TRAINED,
+    Writer,
     answer_lines,
     dropped_lines,
     encode,
     rollout_lines,
 )
-from roll_lite.report.table import StepTable
+from roll_lite.report.terminal import StepTable
 from roll_lite.report.trackers import OpenTracker, TrackedRun, Trackers
-from roll_lite.report.writer import Writer
 from roll_lite.types import Group, Sample
 
 LOCK = ".lock"
@@ -59,9 +60,11 @@ class Run:
         A run that is `resumed_at` a step keeps the records up to that step. `trackers` get the
         metrics too. `ranks` are those of each replica of each role.
         """
-        self.folder, self._shown = Path(folder), shown
-        self._lock, last_step = lock_folder(self.folder), -1
+        self.folder = Path(folder)
+        self._shown = shown
+        self._lock = lock_folder(self.folder)
         self._writer = Writer()
+        last_step = -1
         if resumed_at is not None:
             last_step = self._drop_records_after(resumed_at)
         else:
@@ -77,7 +80,7 @@ class Run:
         self._hints = Hints()
         self._bar = ProgressBar(num_steps, "steps", done=resumed_at or 0)
         self._table = StepTable(shown)
-        self._num_steps, self._width = num_steps, len(str(num_steps))
+        self._num_steps = num_steps
         tracked = TrackedRun(run_id, self.folder, to_json(config), resumed_at)
         self._trackers = Trackers(trackers, tracked, last_step)
         if resumed_at is not None:
@@ -91,8 +94,7 @@ class Run:
         """Whether a metric that is due at the step has not been recorded."""
         if step and not self.is_due(step, every):
             return False
-        path = self.folder / "metrics.jsonl"
-        rows = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+        rows = (parse_line(line) for _, line in JsonLines(self.folder / "metrics.jsonl"))
         return not any(row["step"] == step and metric in row for row in rows)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -114,7 +116,8 @@ class Run:
         parts = [
             f"{label} {metrics[name]:.4g}" for name, label in self._shown.items() if name in metrics
         ]
-        return [f"step {step:>{self._width}}  " + "  ".join(parts)]
+        width = len(str(self._num_steps))
+        return [f"step {step:>{width}}  " + "  ".join(parts)]
 
     def print(self, text: str) -> None:
         """Print a line above the progress bar."""

@@ -5,15 +5,14 @@ evaluations and checkpoints. A process for each rank has its share of them, and 
 samples to train on. `samples` has each sample: queued, generating, environment, scoring, waiting.
 """
 
-import json
-import math
 from collections import defaultdict
 from collections.abc import Iterator
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from roll_lite.report.reader import DROPPED, Row, RunFolder, step_of
+from roll_lite.report.records import encode
 
 PHASES = ("rollout", "teacher", "prepare", "train", "sync", "records")
 """Parts of a step in their order: time/NAME of the metrics."""
@@ -40,7 +39,7 @@ def write_trace(run: RunFolder, path: Path, steps: range | None = None) -> int:
     with path.open("w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
         for event in _Trace(run, rows, phases, steps).events():
-            file.write((",\n" if num_events else "\n") + json.dumps(event))
+            file.write((",\n" if num_events else "\n") + encode(event))
             num_events += 1
         file.write("\n]}\n")
     return num_events
@@ -105,11 +104,7 @@ class _Trace:
 
     def _samples_of(self, step: int) -> Iterator[Row]:
         for name in {f"step_{step:05d}", f"{DROPPED}_{step:05d}"} & self._names:
-            start: int | None = 0
-            while start is not None:
-                page = self._run.samples(name, start)
-                yield from (sample for sample in page["samples"] if sample.get("events"))
-                start = page["next"]
+            yield from (sample for sample in self._run.all_samples(name) if sample.get("events"))
 
     def _step(self, row: Row) -> Iterator[Row]:
         if phases := self._phases.get(row["step"]):
@@ -133,9 +128,9 @@ class _Trace:
         whole = Span(
             f"{sample.get('prompt_id')}/{sample.get('index')}", spans[0].start, spans[-1].end
         )
-        told = {name: sample.get(name) for name in ("reward", "state", "domain", "why")}
+        about = {name: sample.get(name) for name in ("reward", "state", "domain", "why")}
         lane = self._lane(whole)
-        yield self._slice(SAMPLES, lane, whole, {"step": step} | told)
+        yield self._slice(SAMPLES, lane, whole, {"step": step} | about)
         yield from (self._slice(SAMPLES, lane, span) for span in spans)
         replicas = iter(_replicas(sample))
         for span in spans:
@@ -187,10 +182,11 @@ class _Trace:
             if count == 0:
                 yield self._slice(pid, 2, Span("generating", since, at))
 
-    def _slice(self, pid: int, tid: int, span: Span, told: Row = NOTHING) -> Row:
-        start, end = self._micros(span.start), self._micros(span.end)
-        event = {"name": span.name, "ph": "X", "ts": start, "dur": end - start}
-        return event | {"pid": pid, "tid": tid, "args": {n: _plain(v) for n, v in told.items()}}
+    def _slice(self, pid: int, tid: int, span: Span, about: Row = NOTHING) -> Row:
+        start = self._micros(span.start)
+        duration = self._micros(span.end) - start
+        event = {"name": span.name, "ph": "X", "ts": start, "dur": duration}
+        return event | {"pid": pid, "tid": tid, "args": about}
 
     def _micros(self, seconds: float) -> int:
         return round(1e6 * (seconds - self._zero))
@@ -201,11 +197,6 @@ def _replicas(sample: Row) -> list[int | None]:
     if "replicas" in sample:
         return sample["replicas"]
     return [turn.get("replica") for turn in sample.get("turns", ())]
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no nan and inf."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _names(pid: int, process: str, *threads: str) -> Iterator[Row]:

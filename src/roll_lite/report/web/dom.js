@@ -23,7 +23,7 @@ function el(tag, attributes, ...children) {
 
 const byId = (id) => document.getElementById(id);
 
-// A short form of a number; metrics may be the texts NaN and Infinity.
+// A short form of a number; values of a run need not be numbers.
 function number(value) {
   if (value === null || value === undefined) return "–";
   const x = Number(value);

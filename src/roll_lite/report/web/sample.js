@@ -6,7 +6,7 @@ const KINDS = ["logprob", "advantage", "entropy", "version"];
 const NOT_KNOWN = {
   logprob: "not recorded",
   advantage: "not trained on",
-  entropy: "not trained on, or recorded by an older version",
+  entropy: "not trained on",
   version: "not recorded",
 };
 const tokenSettings = { by: "logprob" };
@@ -125,11 +125,10 @@ function conversation(sample) {
   );
 }
 
-// Numbers of sampled tokens: base64 of float32; lists in older runs.
+// Numbers of sampled tokens: base64 of float32.
 function numbersOf(packed) {
-  if (typeof packed !== "string") return packed ?? [];
   try {
-    const bytes = Uint8Array.from(atob(packed), (character) => character.charCodeAt(0));
+    const bytes = Uint8Array.from(atob(packed ?? ""), (character) => character.charCodeAt(0));
     return new Float32Array(bytes.buffer, 0, bytes.length >> 2);
   } catch {
     return [];

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from roll_lite.report import writer as writers
-from roll_lite.report.writer import Writer
+from roll_lite.report import records
+from roll_lite.report.records import Writer
 
 
 def test_files_are_written_in_order_while_the_caller_goes_on(tmp_path):
@@ -33,7 +33,7 @@ def test_an_error_reaches_a_later_call(tmp_path):
         writer.flush()
     writer.append(tmp_path / "no" / "such" / "folder", ["1\n"])
     with pytest.raises(FileNotFoundError):
-        for _ in range(writers.MAX_PENDING + 1):  # no flush is needed
+        for _ in range(records.MAX_PENDING + 1):  # no flush is needed
             writer.append(tmp_path / "a", ["1\n"])
     writer.close()
 
@@ -46,7 +46,7 @@ def test_what_waits_to_be_written_is_bounded(tmp_path):
         yield "\n"
 
     writer.append(tmp_path / "a", slow())
-    for _ in range(writers.MAX_PENDING - 1):
+    for _ in range(records.MAX_PENDING - 1):
         writer.append(tmp_path / "a", ["\n"])
     one_more = threading.Thread(target=writer.append, args=(tmp_path / "a", ["\n"]))
     one_more.start()
@@ -55,4 +55,4 @@ def test_what_waits_to_be_written_is_bounded(tmp_path):
     may_go_on.set()
     one_more.join()
     writer.close()
-    assert (tmp_path / "a").read_text() == "\n" * (writers.MAX_PENDING + 1)
+    assert (tmp_path / "a").read_text() == "\n" * (records.MAX_PENDING + 1)

@@ -1,9 +1,9 @@
-"""Samples as lines of JSON: the rollouts of a step, the answers of an evaluation, dropped samples.
+"""Records of samples: the lines of JSON that they become and are read from, and their writer.
 
 In a line of rollouts/, `token_ids` holds, turn by turn, the tokens read and then those sampled.
 `logprobs`, `entropies` and `advantages` belong to the sampled: base64 of float32 numbers, which is
-exact and cheap to write (lists in runs of older versions); `numbers` reads both. `advantages` is
-one number if all are equal. Without training, `entropies` and `advantages` are left out.
+exact and cheap to write; `numbers` reads it. `advantages` is one number if all are equal. Without
+training, `entropies` and `advantages` are left out.
 
 `visit` says how often the prompt had been sampled before, and `seed` is the group's, from which all
 random numbers of its samples derive; `prompt_seed` is that of the environment, where it is fixed.
@@ -11,9 +11,14 @@ random numbers of its samples derive; `prompt_seed` is that of the environment, 
 
 import json
 import math
+import threading
+import time
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from roll_lite.types import Group, Prompt, Sample, Turn
@@ -25,6 +30,10 @@ _encode_finite = json.JSONEncoder(
 ).encode
 _quoted = json.encoder.encode_basestring_ascii
 _EMPTY = '""'
+SLICE_SECONDS = 0.0002
+PAUSE_SECONDS = 0.0001
+MAX_PENDING = 8
+"""Files to write. A run that makes them faster than they can be written waits."""
 
 
 def encode(row: Any) -> str:
@@ -54,8 +63,10 @@ def rollout_lines(
         prompt = _opening(group.prompt)  # once for all samples: it may be long
         for sample in group.samples:
             learnt = _learnt(advantages.get(number), entropies.get(number))
-            tokens, events = _tokens(sample), _events(sample)
-            yield f'{prompt},{_outcome(sample)},{tokens}{learnt},"events":{events}}}\n'
+            yield (
+                f"{prompt},{_outcome(sample)},{_tokens(sample)}{learnt},"
+                f'"events":{_events(sample)}}}\n'
+            )
             number += 1
 
 
@@ -68,14 +79,15 @@ def answer_lines(groups: Iterable[Group]) -> Iterator[str]:
 
 def dropped_lines(step: int, dropped: Iterable[tuple[Sample, str]]) -> Iterator[str]:
     """What dropped samples were, why, and their state changes, each with its time and version."""
-    prompt, told = None, ""
+    prompt = None
+    opening = ""
     for sample, why in dropped:
         if sample.prompt is not prompt:
             prompt = sample.prompt
             about = {"prompt_id": prompt.id, "domain": prompt.domain, "messages": prompt.messages}
-            told = encode({"event": "sample", "step": step, **about})[:-1]
+            opening = encode({"event": "sample", "step": step, **about})[:-1]
         yield (
-            f'{told},"why":{_quoted(why)},"time":{sample.events[-1].time:.4f},{_outcome(sample)},'
+            f'{opening},"why":{_quoted(why)},"time":{sample.events[-1].time:.4f},{_outcome(sample)},'
             f'"tokens":{sample.num_sampled},'
             f'"replicas":[{",".join([_whole(turn.replica) for turn in sample.turns])}],'
             f'"events":{_events(sample)}}}\n'
@@ -86,10 +98,8 @@ def pack(numbers: Sequence[float]) -> str:
     return b64encode(array("f", numbers)).decode()
 
 
-def numbers(packed: str | list[float] | None) -> list[float]:
-    """Logprobs, entropies or advantages of a line, in the format of any version."""
-    if not isinstance(packed, str):
-        return packed or []
+def numbers(packed: str) -> list[float]:
+    """Logprobs, entropies or advantages of a line."""
     try:
         return array("f", b64decode(packed)).tolist()
     except ValueError as error:
@@ -98,7 +108,7 @@ def numbers(packed: str | list[float] | None) -> list[float]:
 
 def _opening(prompt: Prompt) -> str:
     """The beginning of a line: all of the prompt, so that its replies can be scored again."""
-    told = {
+    fields = {
         "prompt_id": prompt.id,
         "domain": prompt.domain,
         "messages": prompt.messages,
@@ -107,19 +117,19 @@ def _opening(prompt: Prompt) -> str:
         "extra": prompt.extra,
     }
     if prompt.seed is not None:
-        told["prompt_seed"] = prompt.seed
-    return encode(told)[:-1]
+        fields["prompt_seed"] = prompt.seed
+    return encode(fields)[:-1]
 
 
 def _outcome(sample: Sample) -> str:
     """Fields of a line. Samples are many, and an encoder for all of it takes twice as long."""
-    score, seed, error, end = sample.score, sample.seed, sample.error, sample.end
+    score, error, end = sample.score, sample.error, sample.end
     value, parts, reason = (score.value, score.parts, score.reason) if score else (None, {}, "")
     is_number = value is not None and math.isfinite(value)
     transcript = f'"transcript":{encode(sample.transcript)},' if len(sample.turns) > 1 else ""
     return (
         f'"index":{sample.index},"visit":{sample.visit},'
-        f'"seed":{"null" if seed is None else seed},"state":"{sample.state}",'
+        f'"seed":{_whole(sample.seed)},"state":"{sample.state}",'
         f'"reply":{_quoted(sample.reply)},{transcript}"end":{_quoted(end) if end else _EMPTY},'
         f'"reward":{float(value) if is_number else "null"},'
         f'"parts":{encode(parts) if parts else "{}"},'
@@ -133,7 +143,7 @@ def _whole(value: int | None) -> str:
 
 
 def _events(sample: Sample) -> str:
-    """With times to a tenth of a millisecond: all digits would take twice as long."""
+    """State changes; times to a tenth of a millisecond, as all digits would take twice as long."""
     return f"[{','.join([_EVENT % event for event in sample.events])}]"
 
 
@@ -157,11 +167,11 @@ def _tokens(sample: Sample) -> str:
 
 
 def _turn(turn: Turn, known: int, is_one_of_several: bool) -> str:
-    """`known` tokens of what it read are those of the turn before."""
+    """A turn of a line; `known` tokens of what it read are those of the turn before."""
     more = ""
     if is_one_of_several:
-        told = {"reward": turn.result.reward, "state": turn.state, **turn.result.measurements}
-        more = f",{encode(told)[1:-1]}"
+        result = {"reward": turn.result.reward, "state": turn.state, **turn.result.measurements}
+        more = f",{encode(result)[1:-1]}"
     versions = ",".join([f"[{first},{version}]" for first, version in turn.versions])
     return (
         f'{{"read":{len(turn.prompt_ids) - known},"sampled":{len(turn.token_ids)},'
@@ -171,11 +181,12 @@ def _turn(turn: Turn, known: int, is_one_of_several: bool) -> str:
 
 
 def _learnt(advantages: list[float] | None, entropies: list[float] | None) -> str:
-    told = ""
+    fields = ""
     if advantages:  # most estimators give all tokens of a sample the same
         is_one = advantages.count(advantages[0]) == len(advantages)
-        told = f',"advantages":{encode(round(advantages[0], 5) if is_one else pack(advantages))}'
-    return f'{told},"entropies":"{pack(entropies)}"' if entropies else told
+        numbers = round(advantages[0], 5) if is_one else pack(advantages)
+        fields = f',"advantages":{encode(numbers)}'
+    return f'{fields},"entropies":"{pack(entropies)}"' if entropies else fields
 
 
 class Token(NamedTuple):
@@ -204,13 +215,17 @@ def read_prompt(row: dict[str, Any]) -> Prompt:
 def read_tokens(row: dict[str, Any]) -> list[Token]:
     """The tokens of a line of rollouts/; raises ValueError if it is damaged."""
     all_logprobs = numbers(row["logprobs"])
-    ids, logprobs, found = iter(row["token_ids"]), iter(all_logprobs), []
-    sizes = [sum(turn[kind] for turn in row["turns"]) for kind in ("read", "sampled")]
-    if (sum(sizes), sizes[1]) != (len(row["token_ids"]), len(all_logprobs)):
+    num_sampled = sum(turn["sampled"] for turn in row["turns"])
+    num_tokens = num_sampled + sum(turn["read"] for turn in row["turns"])
+    if num_tokens != len(row["token_ids"]) or num_sampled != len(all_logprobs):
         raise ValueError(
             f"sample {row.get('index')} of {row.get('prompt_id')} is damaged: its turns have "
-            f"{sum(sizes)} tokens, {sizes[1]} of them sampled, which token_ids and logprobs do not"
+            f"{num_tokens} tokens, {num_sampled} of them sampled, which token_ids and logprobs do "
+            "not"
         )
+    ids = iter(row["token_ids"])
+    logprobs = iter(all_logprobs)
+    found = []
     for number in (n for order in row.get("sequences", [range(len(row["turns"]))]) for n in order):
         turn = row["turns"][number]
         found += [Token(next(ids), number, None, None) for _ in range(turn["read"])]
@@ -218,3 +233,63 @@ def read_tokens(row: dict[str, Any]) -> list[Token]:
             version = [v for first, v in turn["versions"] if first <= place][-1]
             found.append(Token(next(ids), number, next(logprobs), version))
     return found
+
+
+class Writer:
+    """Writes records in a thread while the run goes on, in the order of the calls.
+
+    An error is raised by a later call. A thousand short samples take 20 ms to become lines of JSON,
+    and long ones more, so the thread works in short slices: the threads that feed the GPU need the
+    same interpreter, and should hardly wait for it.
+    """
+
+    def __init__(self):
+        self._thread = ThreadPoolExecutor(1, "records")
+        self._pending: deque[Future] = deque()
+        self._hurry = threading.Event()
+        """Set while a caller waits: no more pauses."""
+
+    def append(self, path: Path, lines: Iterable[str]) -> None:
+        self._put(self._append, path, lines)
+
+    def write(self, path: Path, lines: Iterable[str]) -> None:
+        self._put(self._replace, path, lines)
+
+    def flush(self) -> None:
+        """Returns when all is written."""
+        while self._pending:
+            self._wait_for_first()
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            self._thread.shutdown()
+
+    def _put(self, write: Callable[..., None], path: Path, lines: Iterable[str]) -> None:
+        while self._pending and (self._pending[0].done() or len(self._pending) >= MAX_PENDING):
+            self._wait_for_first()
+        self._pending.append(self._thread.submit(write, path, lines))
+
+    def _wait_for_first(self) -> None:
+        self._hurry.set()
+        try:
+            self._pending.popleft().result()
+        finally:
+            self._hurry.clear()
+
+    def _replace(self, path: Path, lines: Iterable[str]) -> None:
+        """A reader never sees half of the file."""
+        partial = path.with_suffix(".partial")
+        partial.unlink(missing_ok=True)
+        self._append(partial, lines)
+        partial.rename(path)
+
+    def _append(self, path: Path, lines: Iterable[str]) -> None:
+        end = time.perf_counter() + SLICE_SECONDS
+        with path.open("a") as file:
+            for line in lines:
+                file.write(line)
+                if time.perf_counter() > end:
+                    self._hurry.wait(PAUSE_SECONDS)
+                    end = time.perf_counter() + SLICE_SECONDS

@@ -9,7 +9,7 @@ from made_runs import HOSTILE, make_run, sample, write_lines
 from terminals import run_in_terminal, screens
 
 from roll_lite.report.__main__ import main
-from roll_lite.report.table import HEADER_EVERY, StepTable, cell
+from roll_lite.report.terminal import HEADER_EVERY, StepTable, cell
 
 SHOWN = {
     "reward/mean": "reward", "eval/pass@1": "eval", "rollout/failed": "failed",

@@ -1,6 +1,6 @@
 """Hints for runs that cannot learn."""
 
-from roll_lite.report.hints import Hints
+from roll_lite.report.overview import Hints
 
 HEALTHY = {
     "rollout/truncated": 0.1, "reward/equal_groups": 0.5, "reward/timeouts": 0.0,
