@@ -119,7 +119,7 @@ def main(cfg: Config) -> list[float]:
     with Cluster(cfg.device_map, cfg.device, options=cfg, **cfg.cluster_options) as cluster:
         cfg = choose_memory(choose_defaults(cfg, **cfg.default_kinds), cluster)
         chat = Chat(cfg.model, **cfg.chat.arguments)
-        tasks = data.Mixture(cfg.data, seed=f"agentic-{cfg.seed}", generate=env_tasks)
+        tasks = data.Mixture(cfg.data, seed=f"agentic-{cfg.seed}", envs=ENVS | OWN)
         with EnvWorkers(cfg.players, **cfg.environments.limits) as envs:
             models = make_roles(cfg, cluster)
             params = SamplingParams(

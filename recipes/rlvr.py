@@ -238,7 +238,7 @@ class Config(PolicyConfig):
         super().__post_init__()
         for entries in filter(None, (self.data, self.evaluation.eval_data)):
             data.check_mixture(entries)
-        has_files = not all(entry.is_task for entry in data.parse_mixture(self.data))
+        has_files = not all(entry.kind == "task" for entry in data.parse_mixture(self.data))
         read_only_if(has_files, "a file in data", self.evaluation, "eval_share")
 
     @property

@@ -130,7 +130,7 @@ def test_states_of_other_mixtures_are_refused(tmp_path):
 
 def test_how_sources_are_written():
     parsed = parse_mixture(("x/a.jsonl", "b@v2.jsonl@0.1", "addition:2@1e-1", "./addition:2"))
-    assert [(e.source, e.weight, e.is_task) for e in parsed] == [
+    assert [(e.source, e.weight, e.kind == "task") for e in parsed] == [
         ("x/a.jsonl", 1, False),
         ("b@v2.jsonl", Fraction(1, 10), False),
         ("addition:2", Fraction(1, 10), True),

@@ -1,25 +1,26 @@
 """Prompts of several sources, each with its share.
 
-A source is a file of prompt rows or a generated task, written `SOURCE@WEIGHT`, or `SOURCE` for
-weight 1: `("gsm8k.jsonl@0.4", "code.jsonl@0.3", "addition:2@0.3")`. A name of the form of a task is
-a task; write `./addition:2` for a file of that name. The weight follows the last @, so a path that
-contains an @ needs an explicit weight.
+A source is a file of prompt rows, a generated task or an environment, written `SOURCE@WEIGHT`, or
+`SOURCE` for weight 1: `("gsm8k.jsonl@0.4", "addition:2@0.3", "sokoban@0.3")`. A name of the form of
+a task is a task, and that of an environment an environment; write `./sokoban` for a file of that
+name. The weight follows the last @, so a path that contains an @ needs an explicit weight.
 """
 
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from roll_lite import tasks
 from roll_lite.data.rows import read_prompts
 from roll_lite.data.sources import Endless, Indexed, Shuffled, check_source, digest
+from roll_lite.envs.tasks import env_tasks, held_out_tasks
 from roll_lite.rewards import reasoning_gym
 from roll_lite.types import Prompt
 
@@ -27,18 +28,15 @@ from roll_lite.types import Prompt
 class Entry(NamedTuple):
     source: str
     weight: Fraction
-
-    @property
-    def is_task(self) -> bool:
-        return tasks.is_task(self.source)
+    kind: Literal["file", "task", "env"]
 
 
-def parse_mixture(entries: Sequence[str]) -> tuple[Entry, ...]:
-    """Sources and their weights; no file is read."""
+def parse_mixture(entries: Sequence[str], envs: Collection[str] = ()) -> tuple[Entry, ...]:
+    """Sources and their weights; no file is read. `envs` are the names of environments."""
     if isinstance(entries, str) or not entries:
         raise ValueError(f"data={entries!r} must be a list of at least one SOURCE@WEIGHT")
     seen: dict[Any, str] = {}
-    parsed = tuple(_parse_entry(text) for text in entries)
+    parsed = tuple(_parse_entry(text, envs) for text in entries)
     for text, entry in zip(entries, parsed, strict=True):
         identity = _identity(entry)
         if identity in seen:
@@ -51,19 +49,20 @@ def parse_mixture(entries: Sequence[str]) -> tuple[Entry, ...]:
 
 
 def _identity(entry: Entry) -> Any:
-    if not entry.is_task:
+    if entry.kind == "file":
         return Path(entry.source).resolve()
-    is_whole = tasks.is_reasoning_gym(entry.source)
+    is_whole = entry.kind == "env" or tasks.is_reasoning_gym(entry.source)
     return entry.source if is_whole else tasks.parse_task(entry.source)
 
 
-def check_mixture(entries: Sequence[str]) -> None:
-    """Raise ValueError unless every source is a file or a task."""
-    for entry in parse_mixture(entries):
-        check_source(entry.source)
+def check_mixture(entries: Sequence[str], envs: Collection[str] = ()) -> None:
+    """Raise ValueError unless every source is a file, a task or one of these environments."""
+    for entry in parse_mixture(entries, envs):
+        if entry.kind != "env":
+            check_source(entry.source, envs)
 
 
-def _parse_entry(text: str) -> Entry:
+def _parse_entry(text: str, envs: Collection[str]) -> Entry:
     source, at, weight = text.rpartition("@")
     if not at:
         source, weight = text, "1"
@@ -76,7 +75,9 @@ def _parse_entry(text: str) -> Entry:
             f"{text!r}: {weight!r} is not a finite weight above 0 of a source; write "
             "SOURCE@WEIGHT, e.g. gsm8k.jsonl@0.5 (a path that has an @ needs its weight)"
         )
-    return Entry(source, Fraction(str(value)))  # 0.1 is a tenth, not the float nearest to it
+    is_env = source.partition(":")[0] in envs
+    kind = "env" if is_env else "task" if tasks.is_task(source) else "file"
+    return Entry(source, Fraction(str(value)), kind)  # 0.1 is a tenth, not the float nearest to it
 
 
 @dataclass(slots=True)
@@ -113,15 +114,15 @@ class Mixture:
         seed: int | str,
         held_out_share: float = 0.0,
         fitting: Callable[[list[Prompt]], list[Prompt]] = lambda prompts: prompts,
-        generate: Callable[..., Iterator[Prompt]] | None = None,
+        envs: Collection[str] = (),
     ):
         """`held_out_share` of the rows of each file never comes; `held_out` gives them.
 
-        `fitting` chooses among the others those that may come, such as a PromptLimit. With
-        `generate(source, seed=...)`, such as env_tasks, it makes the prompts of all sources.
+        `fitting` chooses among the others those that may come, such as a PromptLimit. `envs` are
+        the names of environments.
         """
-        self._entries, self._share = parse_mixture(entries), held_out_share
-        files = {} if generate else _read_files(self._entries)
+        self._entries, self._share = parse_mixture(entries, envs), held_out_share
+        files = _read_files(self._entries, envs)
         for source, prompts in files.items():
             files[source] = [p for p in prompts if not is_held_out(p, held_out_share)]
             if not files[source]:
@@ -139,9 +140,9 @@ class Mixture:
             for source, rows in files.items()
         }
         self._streams = [
-            [_generated_stream(entry, generate, seed)]
-            if generate or entry.is_task
-            else _file_streams(entry, files[entry.source], seed)
+            _file_streams(entry, files[entry.source], seed)
+            if entry.kind == "file"
+            else [_generated_stream(entry, seed)]
             for entry in self._entries
         ]
 
@@ -192,7 +193,7 @@ class Mixture:
                 f"{', '.join(self._names())}; go on with the same sources and weights in the "
                 "same order, or start a new run"
             )
-        if (share := state.get("held_out_share", 0.0)) != self._share:
+        if (share := state["held_out_share"]) != self._share:
             raise ValueError(
                 f"the state was saved with {share} of the rows held out, but now it is "
                 f"{self._share}; go on with the same share, or start a new run"
@@ -227,19 +228,23 @@ def held_out(
     *,
     of_tasks: int | None = None,
     share: float | None = None,
+    envs: Collection[str] = (),
 ) -> list[Prompt]:
-    """Prompts to evaluate on: the first `count` of each source, held-out ones for tasks.
+    """Prompts to evaluate on: the first `count` of each source, held-out ones where it is endless.
 
-    With count=None it is all prompts of a file, and `of_tasks` of a task, which is endless. With a
+    With count=None it is all prompts of a file, and `of_tasks` of a task or an environment. With a
     share, only the rows of a file that a Mixture with this `held_out_share` never gives.
     """
-    entries = parse_mixture(entries)
-    files = _read_files(entries)
+    entries = parse_mixture(entries, envs)
+    files = _read_files(entries, envs)
     prompts: list[Prompt] = []
     for entry in entries:
-        if entry.is_task:
+        count_endless = of_tasks if count is None else count
+        if entry.kind == "env":
+            prompts += held_out_tasks([entry.source], count_endless)
+        elif entry.kind == "task":
             questions = tasks.prompts(entry.source, seed=0, split="held_out")
-            prompts += islice(questions, of_tasks if count is None else count)
+            prompts += islice(questions, count_endless)
         else:
             rows = files[entry.source]
             if share is not None and not (rows := [p for p in rows if is_held_out(p, share)]):
@@ -263,10 +268,10 @@ def next_in_turn(counts: Sequence[int], weights: Sequence[Fraction]) -> int:
     return min(due, key=lambda i: (counts[i] + 1) / weights[i])
 
 
-def _read_files(entries: Sequence[Entry]) -> dict[str, list[Prompt]]:
+def _read_files(entries: Sequence[Entry], envs: Collection[str]) -> dict[str, list[Prompt]]:
     """Prompts by file, with ids unique across files: samples are seeded by the prompt's id."""
-    names = _short_names([entry.source for entry in entries if not entry.is_task])
-    files = {source: _read_file(source, name) for source, name in names.items()}
+    names = _short_names([entry.source for entry in entries if entry.kind == "file"])
+    files = {source: _read_file(source, name, envs) for source, name in names.items()}
     owners: dict[str, str] = {}
     for source, prompts in files.items():
         for prompt in prompts:
@@ -289,18 +294,17 @@ def _short_names(sources: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _read_file(source: str, name: str) -> list[Prompt]:
-    check_source(source)
+def _read_file(source: str, name: str, envs: Collection[str]) -> list[Prompt]:
+    check_source(source, envs)
     return [replace(prompt, source=name) for prompt in read_prompts(source)]
 
 
-def _generated_stream(
-    entry: Entry, generate: Callable[..., Iterator[Prompt]] | None, seed: int | str
-) -> Stream:
-    if generate is None and tasks.is_reasoning_gym(entry.source):
+def _generated_stream(entry: Entry, seed: int | str) -> Stream:
+    if entry.kind == "task" and tasks.is_reasoning_gym(entry.source):
         row = partial(reasoning_gym.question, entry.source, seed=seed, split="train")
         return Stream(reasoning_gym.DOMAIN, entry.weight, Indexed(row))
-    restart = partial(generate or tasks.prompts, entry.source, seed=seed)
+    generate = env_tasks if entry.kind == "env" else tasks.prompts
+    restart = partial(generate, entry.source, seed=seed)
     return Stream(next(restart()).domain, entry.weight, Endless(restart))
 
 

@@ -1,7 +1,7 @@
 """Rows from a file or a generated task, in an order that resumes from a position."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -95,13 +95,15 @@ def digest(path: str | Path) -> str:
     return hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
 
 
-def check_source(source: str) -> None:
-    """Raise ValueError for a source that is neither a file nor a task."""
+def check_source(source: str, envs: Collection[str] = ()) -> None:
+    """Raise ValueError for a source that is neither a file nor a task; `envs` are named then."""
     if tasks.is_task(source):
         tasks.check_task(source)
     elif not Path(source).is_file():
         known = ", ".join([*(f"{name}:N" for name in tasks.TASKS), "rg:DATASET"])
-        raise ValueError(f"{source!r} is neither a file nor a task; tasks are {known}")
+        games = f"; environments are {', '.join(envs)}" if envs else ""
+        kinds = "a file, a task nor an environment" if envs else "a file nor a task"
+        raise ValueError(f"{source!r} is neither {kinds}; tasks are {known}{games}")
 
 
 def task_dialogues(

@@ -1,7 +1,7 @@
 """Evaluation during training: pass rates on held-out prompts."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from roll_lite import data
@@ -40,16 +40,18 @@ class EvaluationOptions:
         if self.eval_data:
             unread_with("eval_data", self, "eval_share")
 
-    def prompts(self, entries: Sequence[str]) -> list[Prompt]:
-        """Held-out questions of the tasks in `entries` and, with eval_share, rows of the files,
-        unless eval_data names others."""
+    def prompts(self, entries: Sequence[str], envs: Collection[str] = ()) -> list[Prompt]:
+        """Held-out questions of the tasks and tasks of the environments in `entries` and, with
+        eval_share, rows of the files, unless eval_data names others."""
         share = self.eval_share or None
         sources = self.eval_data or tuple(
-            entry.source for entry in data.parse_mixture(entries) if entry.is_task or share
+            entry.source
+            for entry in data.parse_mixture(entries, envs)
+            if entry.kind != "file" or share
         )
         if not sources or self.eval_every == 0:
             return []
-        return data.held_out(sources, self.eval_prompts, share=share)
+        return data.held_out(sources, self.eval_prompts, share=share, envs=envs)
 
 
 class Evaluation:
