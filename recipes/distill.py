@@ -28,7 +28,7 @@ from roll_lite.models.config import read_config
 from roll_lite.report.run import Run, default_folder, refuse_old_run
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.groups import drop_failed
-from roll_lite.rollout.options import RolloutOptions
+from roll_lite.rollout.rollout_options import RolloutOptions
 from roll_lite.rollout.sample import derive_seed
 from roll_lite.sync import WeightSync
 from roll_lite.train.advantages import AdvantageOptions

@@ -43,8 +43,8 @@ from roll_lite.rewards import registry
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.groups import refuse_all_failed
 from roll_lite.rollout.metrics import pass_rates, subsets_of
-from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.record import AnswerFile
+from roll_lite.rollout.rollout_options import RolloutOptions
 from roll_lite.train.defaults import choose_defaults
 from roll_lite.train.export import check_checkpoint, export_checkpoint
 from roll_lite.types import Group, Prompt, SamplingParams

@@ -39,7 +39,7 @@ from roll_lite.rollout.evaluation import Evaluation, EvaluationOptions
 from roll_lite.rollout.event_loop import rare_collections
 from roll_lite.rollout.journal import fingerprint
 from roll_lite.rollout.metrics import describe_groups
-from roll_lite.rollout.options import RolloutOptions
+from roll_lite.rollout.rollout_options import RolloutOptions
 from roll_lite.sync import WeightSync
 from roll_lite.train.advantages import AdvantageOptions
 from roll_lite.train.batch import TrainingSequence, equal_parts, pack, sample_runs

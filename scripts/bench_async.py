@@ -36,11 +36,10 @@ from async_model import (
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.groups import Place
 from roll_lite.cluster.role import RoleHandle
-from roll_lite.engine.request import Request
-from roll_lite.engine.service import EngineReport, Load
+from roll_lite.engine.request import EngineReport, Load, Request
 from roll_lite.envs.question import question_player
 from roll_lite.rollout.coordinator import Coordinator
-from roll_lite.rollout.options import RolloutOptions
+from roll_lite.rollout.rollout_options import RolloutOptions
 from roll_lite.types import Message, Prompt, SamplingParams, Turn
 
 NAP_SECONDS = 0.002  # how often an engine polls its mailbox

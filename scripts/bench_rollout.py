@@ -21,11 +21,11 @@ from types import SimpleNamespace
 import tyro
 
 from roll_lite.chat import Chat
-from roll_lite.engine.service import EngineReport, Load
+from roll_lite.engine.request import EngineReport, Load
 from roll_lite.envs.question import question_player
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.event_loop import rare_collections
-from roll_lite.rollout.options import RolloutOptions
+from roll_lite.rollout.rollout_options import RolloutOptions
 from roll_lite.types import Prompt, SamplingParams, Turn
 from roll_lite.workers.pool import RewardWorkers
 

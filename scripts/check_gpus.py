@@ -26,8 +26,8 @@ from roll_lite.cluster.rendezvous import read_launch
 from roll_lite.cluster.role import Method, split
 from roll_lite.device_map import divisors, format_table
 from roll_lite.engine.engine import Engine
+from roll_lite.engine.parallel_engine import TensorParallelEngine
 from roll_lite.engine.request import Request
-from roll_lite.engine.tensor_parallel import TensorParallelEngine
 from roll_lite.models.config import read_config, tp_sizes
 from roll_lite.models.fsdp import whole
 from roll_lite.models.hf import open_model

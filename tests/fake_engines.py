@@ -11,12 +11,11 @@ import traceback
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-from roll_lite.engine.request import Request
-from roll_lite.engine.service import EngineReport, Load
+from roll_lite.engine.request import EngineReport, Load, Request
 from roll_lite.envs.play import EpisodeOptions, player
 from roll_lite.envs.question import question_player
 from roll_lite.rollout.coordinator import Coordinator
-from roll_lite.rollout.options import RolloutOptions
+from roll_lite.rollout.rollout_options import RolloutOptions
 from roll_lite.rollout.sample import derive_seed
 from roll_lite.types import Prompt, SamplingParams, Turn
 

@@ -11,7 +11,7 @@ from roll_lite.cluster.rendezvous import read_launch
 from roll_lite.cluster.role import split
 from roll_lite.device_map import parse_device_map
 from roll_lite.engine.engine import Engine
-from roll_lite.engine.tensor_parallel import TensorParallelEngine
+from roll_lite.engine.parallel_engine import TensorParallelEngine
 from roll_lite.models.hf import load_model
 from roll_lite.models.lora import LoraOptions
 from roll_lite.models.tensor_parallel import TensorShard

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from roll_lite.engine import sampler
+from roll_lite.engine.parallel_engine import TensorParallelEngine
 from roll_lite.engine.request import Request
-from roll_lite.engine.tensor_parallel import TensorParallelEngine
 from roll_lite.models.hf import load_model
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.types import SamplingParams

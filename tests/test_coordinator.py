@@ -24,13 +24,12 @@ from fake_engines import (
 )
 
 from roll_lite.data import Mixture
-from roll_lite.engine.request import Request
-from roll_lite.engine.service import EngineReport, Load
+from roll_lite.engine.request import EngineReport, Load, Request
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.engines import EngineClient, PendingRequest
 from roll_lite.rollout.episode import Episode
-from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.prompts import PromptQueue
+from roll_lite.rollout.rollout_options import RolloutOptions
 from roll_lite.rollout.sample import derive_seed
 from roll_lite.types import Turn
 

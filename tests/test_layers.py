@@ -37,6 +37,7 @@ TORCH_FREE = (
     "envs",
     "sandbox",
     "workers",
+    "rollout",
 )
 
 

@@ -16,7 +16,7 @@ import transformers
 from conftest import FAMILIES, SMALL
 
 from roll_lite.device_map import auto_device_map, parse_device_map
-from roll_lite.engine.attention import PAGE_SIZE
+from roll_lite.engine.attention_backends import PAGE_SIZE
 from roll_lite.engine.engine import MAX_PREFILL_TOKENS, Engine
 from roll_lite.engine.runner import cache_shape
 from roll_lite.models import memory

@@ -16,7 +16,7 @@ from roll_lite.models.tiny import character_tokenizer
 from roll_lite.rewarding import Judge, RewardModel
 from roll_lite.rewards.judge import VerdictError, judge_messages, parse_verdict
 from roll_lite.rollout.coordinator import Coordinator
-from roll_lite.rollout.options import RolloutOptions
+from roll_lite.rollout.rollout_options import RolloutOptions
 from roll_lite.tasks import prompts
 from roll_lite.train.scorer import Scorer
 from roll_lite.types import SamplingParams

@@ -19,8 +19,8 @@ from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.event_loop import PumpedLoop, Signal
 from roll_lite.rollout.groups import drop_failed
 from roll_lite.rollout.metrics import describe_groups, pass_rates
-from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.record import read_group, write_group
+from roll_lite.rollout.rollout_options import RolloutOptions
 from roll_lite.rollout.sample import derive_seed
 from roll_lite.tasks import prompts
 from roll_lite.types import Group, Sample, SamplingParams, Score

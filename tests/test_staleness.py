@@ -20,8 +20,7 @@ from fake_engines import (
     wait_until,
 )
 
-from roll_lite.engine.request import Request
-from roll_lite.engine.service import EngineReport, Load
+from roll_lite.engine.request import EngineReport, Load, Request
 from roll_lite.rollout.engines import EngineClient
 from roll_lite.rollout.sample import derive_seed
 from roll_lite.types import SamplingParams, Turn

@@ -14,7 +14,7 @@ from forked_ranks import run_ranks
 from tensor_parallel_program import run_workload
 
 from roll_lite.engine.engine import Engine
-from roll_lite.engine.tensor_parallel import Lockstep
+from roll_lite.engine.parallel_engine import Lockstep
 from roll_lite.models.config import shape_config, tp_sizes
 from roll_lite.models.hf import load_model
 from roll_lite.models.tensor_parallel import TensorShard

@@ -14,8 +14,8 @@ from training_data import make_groups, standardised
 from roll_lite.envs.env import OutOfTokens
 from roll_lite.envs.play import EpisodeOptions, player
 from roll_lite.rollout.coordinator import Coordinator
-from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.record import read_group, write_group
+from roll_lite.rollout.rollout_options import RolloutOptions
 from roll_lite.rollout.sample import derive_seed
 from roll_lite.train.advantages import AdvantageOptions
 from roll_lite.train.batch import equal_parts, pack

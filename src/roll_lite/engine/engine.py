@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from roll_lite.engine.arena import Arena, check_fit, move_to_arena, write
-from roll_lite.engine.attention import PAGE_SIZE, choose_backend
+from roll_lite.engine.attention_backends import PAGE_SIZE, choose_backend
 from roll_lite.engine.pages import PagePool
 from roll_lite.engine.request import (
     Decode,

@@ -1,8 +1,9 @@
-"""A request, and the sequences that it generates."""
+"""A request, the sequences that it generates, and the report of an engine that serves requests."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,6 +14,8 @@ OnTurn = Callable[[int, Turn], None]
 """Called with a sample's index and its turn as soon as the sample ends."""
 Decode = Callable[[list[int]], str]
 """Token ids as text."""
+Key = Hashable
+"""What the sender of a request calls it."""
 MAX_STOP_IDS = 8
 HALF_CHARACTER = "\ufffd"  # what a part of a character's bytes is decoded as
 TAIL_MARGIN = 8  # characters that a text cut out of a longer one may have wrong at its beginning
@@ -165,6 +168,27 @@ class Handle:
     @property
     def is_done(self) -> bool:
         return all(self.turns[sequence.index] is not None for sequence in self.sequences)
+
+
+class Load(NamedTuple):
+    num_running: int
+    num_waiting: int
+    """Requests, of one or several samples, that have not started."""
+    num_free_pages: int
+
+
+class EngineReport(NamedTuple):
+    """What an engine reports after a step."""
+
+    turns: list[tuple[Key, int, Turn]]
+    """Finished samples: the request's key, the sample's index, its turn."""
+    refused: list[tuple[Key, str]]
+    """Requests that the engine cannot serve, and why."""
+    load: Load
+    policy_version: int
+    first_versions: Collection[tuple[Key, int, int]] = ()
+    """Only when the policy version is new: (key, index, version of the first token) of every sample
+    that continues. Samples not listed start under the new version."""
 
 
 def find_stop(sequence: Sequence, num_new: int, decode: Decode) -> int | None:

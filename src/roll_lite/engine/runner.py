@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from roll_lite.engine.arena import Arena
-from roll_lite.engine.attention import BACKENDS, DecodeMetadata, PrefillMetadata
+from roll_lite.engine.attention_backends import BACKENDS, DecodeMetadata, PrefillMetadata
+from roll_lite.engine.decode_batch import SCRATCH_PAGE, DecodeBatch, RowTensors
 from roll_lite.engine.request import Sequence
-from roll_lite.engine.rows import SCRATCH_PAGE, DecodeBatch, RowTensors
 from roll_lite.engine.sampler import sample, truncate
 from roll_lite.engine.scheduler import Chunk
 from roll_lite.models.logprobs import row_chunks

@@ -8,10 +8,10 @@ the first rank takes the requests and leads; the other ranks follow it.
 """
 
 import traceback
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,15 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from roll_lite.chat import Chat
 from roll_lite.engine.engine import Engine
-from roll_lite.engine.request import Handle, Request
-from roll_lite.engine.tensor_parallel import Lockstep, TensorParallelEngine
+from roll_lite.engine.parallel_engine import Lockstep, TensorParallelEngine
+from roll_lite.engine.request import EngineReport, Handle, Key, Load, Request
 from roll_lite.models.config import SHAPE
 from roll_lite.models.hf import open_model
 from roll_lite.models.profiling import Profiled
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.types import Turn
-
-Key = Hashable
 
 
 class EnginePlace(Protocol):
@@ -40,27 +38,6 @@ class EnginePlace(Protocol):
     mesh: DeviceMesh
     control: dist.ProcessGroup
     report: Callable[..., None]
-
-
-class Load(NamedTuple):
-    num_running: int
-    num_waiting: int
-    """Requests, of one or several samples, that have not started."""
-    num_free_pages: int
-
-
-class EngineReport(NamedTuple):
-    """What an engine reports after a step."""
-
-    turns: list[tuple[Key, int, Turn]]
-    """Finished samples: the request's key, the sample's index, its turn."""
-    refused: list[tuple[Key, str]]
-    """Requests that the engine cannot serve, and why."""
-    load: Load
-    policy_version: int
-    first_versions: Sequence[tuple[Key, int, int]] = ()
-    """Only when the policy version is new: (key, index, version of the first token) of every sample
-    that continues. Samples not listed start under the new version."""
 
 
 class EngineService(Profiled):

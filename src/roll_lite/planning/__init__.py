@@ -86,7 +86,7 @@ def plan_run(cfg: Any, cluster: "Cluster", prompt_tokens: int) -> Plan:
 
 def cache_tokens(cfg: Any, cluster: "Cluster") -> int:
     """Tokens that the KV cache of a replica holds: in 16 bits, or 32 on a CPU."""
-    from roll_lite.engine.attention import PAGE_SIZE
+    from roll_lite.engine.attention_backends import PAGE_SIZE
 
     tp, width = cluster.device_map["generate"].tp, 2 if cluster.device.type == "cuda" else 4
     largest_page = max(PAGE_SIZE.values())

@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roll_lite.chat import Chat
-from roll_lite.cluster.role import RoleHandle
 from roll_lite.envs.env import Player
 from roll_lite.envs.play import ONE_TURN, EpisodeOptions
 from roll_lite.progress import ProgressBar
@@ -28,11 +27,14 @@ from roll_lite.rollout.engines import EngineClient
 from roll_lite.rollout.event_loop import LoopThread, PumpedLoop, Signal
 from roll_lite.rollout.groups import Groups, Keep, NothingLeft
 from roll_lite.rollout.journal import Journal
-from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.prompts import PromptQueue, PromptSource, Visit
+from roll_lite.rollout.rollout_options import RolloutOptions
 from roll_lite.rollout.sample import RunningGroup, SampleRunner
 from roll_lite.stopping import Ended, Stopped
 from roll_lite.types import Group, Prompt, Sample, SamplingParams
+
+if TYPE_CHECKING:  # it imports torch, which --help does without
+    from roll_lite.cluster.role import RoleHandle
 
 __all__ = ["Coordinator", "NothingLeft"]
 COUNTED = ("started", "done", "filtered", "aborted", "failed", "retried", "refilled", "stale")
@@ -44,7 +46,7 @@ class Coordinator:
     def __init__(
         self,
         *,
-        engines: RoleHandle,
+        engines: "RoleHandle",
         chat: Chat,
         play: Player,
         prompts: PromptSource | Iterator[Prompt],

@@ -11,14 +11,15 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from roll_lite.cluster.errors import RoleError
-from roll_lite.cluster.role import RoleHandle
-from roll_lite.engine.request import Request
-from roll_lite.engine.service import EngineReport, Load
-from roll_lite.rollout.options import RolloutOptions
+from roll_lite.engine.request import EngineReport, Load, Request
+from roll_lite.rollout.rollout_options import RolloutOptions
 from roll_lite.types import Turn
+
+if TYPE_CHECKING:  # it imports torch, which --help does without
+    from roll_lite.cluster.role import RoleHandle
 
 MAX_FAILURES = 3  # of a replica, in a row
 TOKENS_PER_SAMPLE = 512
@@ -101,7 +102,7 @@ class PendingRequest:
 class EngineClient:
     """Sends requests to the replicas of an engine role and receives their reports."""
 
-    def __init__(self, engines: RoleHandle, options: RolloutOptions | None = None):
+    def __init__(self, engines: "RoleHandle", options: RolloutOptions | None = None):
         self.engines = engines
         self._options = options or RolloutOptions()
         num_replicas = engines.role.num_replicas

@@ -11,9 +11,9 @@ from statistics import fmean
 from typing import Any
 
 from roll_lite.rollout.event_loop import Signal
-from roll_lite.rollout.options import RolloutOptions
 from roll_lite.rollout.prompts import PromptQueue, Visit
 from roll_lite.rollout.record import read_group, write_group
+from roll_lite.rollout.rollout_options import RolloutOptions
 from roll_lite.rollout.sample import RunningGroup, SampleRunner
 from roll_lite.rollout.slots import Slots
 from roll_lite.stopping import Ended
