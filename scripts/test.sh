@@ -2,7 +2,7 @@
 # Lint and test. Makes a virtual environment and installs what it needs.
 #   scripts/test.sh                  the fast part: 4 to 6 minutes on two CPU cores
 #   scripts/test.sh --all            with the slow tests: under 30 minutes
-#   scripts/test.sh tests/test_x.py  only these (any pytest arguments)
+#   scripts/test.sh tests/engine     only these (any pytest arguments)
 #   scripts/test.sh -n 0 --pdb       in one process, where a debugger and print work
 # Two worker processes run the tests, each with one thread for linear algebra; pytest's own
 # arguments come last, so -n 4 or -n 0 on the command line wins.

@@ -1,67 +1,31 @@
-"""Small models of every family, made by transformers, which is the reference throughout."""
+"""Fixtures that tests of several packages use; functions that they share are in support."""
 
 import fcntl
 import os
 import runpy
 import signal
-import subprocess
 import sys
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
-import transformers
 
-from roll_lite.cluster.groups import choose_device, make_places, start_group
-from roll_lite.cluster.rendezvous import read_launch
-from roll_lite.device_map import DeviceMap, Role
+import transformers
+from support.launch import start_alone
+from support.models import FAMILIES, make_reference, make_toy
+from support.rlvr_program import share_of_good_letters
+from support.runs import steps_of, toy_options
+
 from roll_lite.models.tiny import build_tiny, character_tokenizer
 from roll_lite.options import from_flat
+from roll_lite.recipes import rlvr, sft
 from roll_lite.sandbox.sandbox import Sandbox, SandboxUnavailable
 
 # a shell starts what runs in the background with SIGINT ignored; tests of Ctrl-C need it
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-RECIPES = Path(__file__).parent.parent / "recipes"
-sys.path.insert(0, str(RECIPES))
-
-SMALL = {
-    "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-    "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None,
-}  # fmt: skip
-LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, 
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
-FAMILIES = {
-    "llama2": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
-    "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False}),
-    "llama_linear": (
-        "Llama",
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
-    ),
-    "smollm2": (
-        "Llama",
-        {
-            "hidden_size": 96,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 1,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 32}),
-    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen2.5": ("Qwen2", {"num_attention_heads": 8, "tie_word_embeddings": False}),
-    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
-}
 
 
 def pytest_collection_modifyitems(items):
@@ -71,54 +35,12 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-@contextmanager
-def start_alone(device):
-    """The place of a process that runs everything itself."""
-    chosen = choose_device(device, read_launch())
-    start_group(chosen, read_launch(), dist.HashStore(), seconds=300)
-    try:
-        alone = DeviceMap((Role("all", (0,)),), 1)
-        yield make_places(alone, 0, chosen, report=print, lost=set(), regroup=None)["all"]
-    finally:
-        dist.destroy_process_group()
-
-
-def make_reference(family: str, seed: int = 0, **more):
-    """A transformers model of the family with random weights, biases and norms included."""
-    kind, changes = FAMILIES[family]
-    config = getattr(transformers, f"{kind}Config")(**(SMALL | changes | more))
-    torch.manual_seed(seed)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            centre = 1.0 if "norm" in name else 0.0
-            parameter.normal_(centre, 0.08)
-    return model
-
-
 @pytest.fixture(scope="session", params=FAMILIES)
 def family_folder(request, tmp_path_factory):
     """(reference model, folder) of each family."""
     reference, folder = make_reference(request.param), tmp_path_factory.mktemp(request.param)
     reference.save_pretrained(folder)
     return reference, folder
-
-
-def make_toy(folder, **changes):
-    """One layer, random weights, one token per character: it learns easy things in a second."""
-    tokenizer = character_tokenizer()
-    sizes = {
-        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64,
-        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-        "max_position_embeddings": 64,
-    } | changes  # fmt: skip
-    config = transformers.Qwen3Config(
-        tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, **sizes
-    )
-    torch.manual_seed(0)
-    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -157,8 +79,6 @@ def imitator(small_folder, shared_folder):
 
     As in the quickstart, but for a model that is small enough to get there in a few seconds.
     """
-    import sft  # a recipe: only now is its folder on the path
-
     run_dir = shared_folder / "imitator"
     options = {
         "model": str(small_folder), "data": "reverse:2", "careless": 0.7, "steps": 150,
@@ -215,22 +135,26 @@ def command(monkeypatch, capsys):
     return run
 
 
-def run_recipe(recipe, *arguments, num_ranks=1):
-    """As a user does: python, or torchrun for several ranks; returns what was printed."""
-    return run_torchrun(num_ranks, RECIPES / f"{recipe}.py", *arguments)
+@pytest.fixture
+def here(toy_folder, tmp_path, monkeypatch):
+    """Runs the recipe in this process."""
+    monkeypatch.setitem(rlvr.INLINE, "reverse", share_of_good_letters)
+
+    def run(name, **changes):
+        rlvr.main(from_flat(rlvr.Config, **toy_options(toy_folder, tmp_path / name, **changes)))
+        return steps_of(tmp_path / name)
+
+    return run
 
 
-def run_torchrun(num_ranks, program, *arguments):
-    """forked_ranks.py starts ranks faster."""
-    launch = [sys.executable]
-    if num_ranks > 1:
-        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    done = subprocess.run(
-        [*launch, program, *map(str, arguments)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1800,  # only for a hang: a busy machine is slow
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture(scope="session")
+def reward_folder(tmp_path_factory):
+    """A sequence classifier of transformers' own, which says what each reply is worth."""
+    folder, tokenizer = tmp_path_factory.mktemp("models") / "reward", character_tokenizer()
+    base = make_reference("qwen3", vocab_size=len(tokenizer)).config
+    base.update({"num_labels": 1, "pad_token_id": tokenizer.convert_tokens_to_ids("~")})
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForSequenceClassification(base).eval()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model, folder

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import transformers
-from chat_templates import ADDED, R1_EOS, TEMPLATES, save_tokenizer
+from support.chat_templates import ADDED, R1_EOS, TEMPLATES, save_tokenizer
 
 from roll_lite.chat import Chat
 from roll_lite.chat_template import ChatOptions

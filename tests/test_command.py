@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import RECIPES, make_reference
-from training_data import random_sequences
+from support.models import make_reference
+from support.paths import RECIPES
+from support.training_data import random_sequences
 
 from roll_lite import __main__ as roll_lite_command
 from roll_lite import export

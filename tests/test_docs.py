@@ -1,11 +1,10 @@
 """The pages of docs/ that hold code or name files."""
 
 import re
-from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 MADE = ("runs/", "models/", "checkpoints/", "rollouts/", "tensorboard/")  # by runs
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.paths import SOURCES
 
-SOURCE = Path(__file__).parent.parent / "src" / "roll_lite"
+SOURCE = Path(SOURCES) / "roll_lite"
 LAYERS = [  # top first; a name may import names below its line, and within its own package
     {"__main__"},
     {"replay"},

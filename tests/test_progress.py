@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from terminals import run_in_terminal, screens
+from support.terminals import run_in_terminal, screens
 
 from roll_lite import progress
 from roll_lite.progress import PhaseFile, ProgressBar, StepTimer

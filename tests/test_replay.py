@@ -8,14 +8,13 @@ import signal
 from io import StringIO
 from itertools import chain, islice
 
-import agentic
 import pytest
-import rlvr
 import torch
 import transformers
-from made_runs import make_run, sample, write_lines
+from support.made_runs import make_run, sample, write_lines
 
 from roll_lite.options import from_flat
+from roll_lite.recipes import agentic, rlvr
 from roll_lite.replay import main
 from roll_lite.report.records import numbers, pack, read_tokens
 

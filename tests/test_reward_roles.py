@@ -6,13 +6,11 @@ from itertools import islice
 import pytest
 import torch
 import transformers
-from conftest import make_reference
 
 from roll_lite.chat import Chat
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.engine.service import EngineService
 from roll_lite.envs.question import question_player
-from roll_lite.models.tiny import character_tokenizer
 from roll_lite.rewarding import Judge, RewardModel
 from roll_lite.rewards.judge import VerdictError, judge_messages, parse_verdict
 from roll_lite.rollout.coordinator import Coordinator
@@ -118,19 +116,6 @@ def test_a_judge_whom_no_coordinator_knows_says_so(tiny_folder):
         engines = cluster.role("judge", EngineService, folder=tiny_folder, kv_cache_gib=0.05)
         with pytest.raises(RuntimeError, match="to the Coordinator in reward_engines"):
             asyncio.run(Judge(engines, Chat(tiny_folder))(prompt, "yes"))
-
-
-@pytest.fixture(scope="module")
-def reward_folder(tmp_path_factory):
-    """A sequence classifier of transformers' own, which says what each reply is worth."""
-    folder, tokenizer = tmp_path_factory.mktemp("models") / "reward", character_tokenizer()
-    base = make_reference("qwen3", vocab_size=len(tokenizer)).config
-    base.update({"num_labels": 1, "pad_token_id": tokenizer.convert_tokens_to_ids("~")})
-    torch.manual_seed(0)
-    model = transformers.Qwen3ForSequenceClassification(base).eval()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return model, folder
 
 
 def test_a_reward_model_says_what_transformers_says(tiny_folder, reward_folder):

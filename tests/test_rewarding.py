@@ -5,17 +5,17 @@ import sys
 from itertools import islice
 
 import pytest
-import rlvr
-import sft
-import worker_rewards
-from conftest import make_reference, make_toy, run_recipe
-from test_rlvr import samples_of, steps_of
+from support import worker_rewards
+from support.launch import run_recipe
+from support.models import make_reference, make_toy
+from support.runs import samples_of, steps_of
 
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.rendezvous import Launch
 from roll_lite.options import from_flat
 from roll_lite.planning import make_plan
 from roll_lite.planning.plan_report import render
+from roll_lite.recipes import rlvr, sft
 from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rewards.judge import judge_messages
 from roll_lite.tasks import prompts

@@ -7,23 +7,30 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
-import rlvr
-import sft
-from conftest import RECIPES, run_torchrun
-from forked_ranks import run_ranks
-from process_checks import child_of_rank
-from rlvr_program import share_of_good_letters
-from test_rlvr import comparable, here, samples_of, steps_of, toy_options  # noqa: F401
-from test_sft import flags, losses, options, run_here
+from support.forked_ranks import run_ranks
+from support.launch import run_torchrun
+from support.paths import RECIPES
+from support.process_checks import child_of_rank, wait_for
+from support.rlvr_program import share_of_good_letters
+from support.runs import (
+    comparable,
+    flags,
+    losses,
+    run_sft,
+    samples_of,
+    sft_options,
+    steps_of,
+    toy_options,
+)
 
 from roll_lite import command as commands
 from roll_lite.options import from_flat
+from roll_lite.recipes import rlvr, sft
 from roll_lite.report.config_file import read_options
 from roll_lite.report.reader import RunFolder
 from roll_lite.rewards.code import passes_tests
@@ -51,7 +58,7 @@ def interrupting(number, signum=signal.SIGINT):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_rollout_is_abandoned_and_repeated(here, tmp_path, monkeypatch, signum):  # noqa: F811
+def test_a_rollout_is_abandoned_and_repeated(here, tmp_path, monkeypatch, signum):
     whole = here("whole", steps=4, drop_equal=True)
     with monkeypatch.context() as patch:
         # After 8 of the evaluation: in the third or fourth step, whatever is dropped.
@@ -74,7 +81,7 @@ def test_a_rollout_is_abandoned_and_repeated(here, tmp_path, monkeypatch, signum
 
 def test_an_update_is_finished(small_folder, tmp_path, monkeypatch):
     """SIGTERM while the trainer works: the step is complete, and the run goes on after it."""
-    run_here(options(small_folder, tmp_path / "whole"))
+    run_sft(sft_options(small_folder, tmp_path / "whole"))
     step, calls = sft.Trainer.step, itertools.count()
 
     def signalled(*args, **kwargs):
@@ -85,13 +92,13 @@ def test_an_update_is_finished(small_folder, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sft.Trainer, "step", signalled)
         with pytest.raises(Stopped):
-            run_here(options(small_folder, tmp_path / "run"))
+            run_sft(sft_options(small_folder, tmp_path / "run"))
     assert len(losses(tmp_path / "run")) == 5
-    run_here(options(small_folder, tmp_path / "run", resume=True))
+    run_sft(sft_options(small_folder, tmp_path / "run", resume=True))
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
-def test_generating_ahead_stops_and_resumes(here, tmp_path, monkeypatch):  # noqa: F811
+def test_generating_ahead_stops_and_resumes(here, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(rlvr.INLINE, "reverse", interrupting(8 + 150))
         with pytest.raises(Stopped):
@@ -125,7 +132,7 @@ with s.StopRequest():
 
 def test_resume_takes_the_options_of_the_run(command, small_folder, tmp_path):
     run = tmp_path / "run"
-    first = options(small_folder, run, steps=4, lr=3e-3)
+    first = sft_options(small_folder, run, steps=4, lr=3e-3)
     assert command(SFT, *flags(first))[0] == 0
     code, text = command(SFT, "--resume", run, "--steps", 6, "--lr", 1e-3)
     assert code == 0 and len(losses(run)) == 6
@@ -144,7 +151,7 @@ def test_resume_takes_the_options_of_the_run(command, small_folder, tmp_path):
 
 def test_what_cannot_change_is_refused_before_anything_starts(command, small_folder, tmp_path):
     run = tmp_path / "run"
-    command(SFT, *flags(options(small_folder, run, steps=1)))
+    command(SFT, *flags(sft_options(small_folder, run, steps=1)))
     code, text = command(SFT, "--resume", run, "--seed", 5)
     assert code == 2 and "seed=5 (was 0)" in text
     assert "role " not in text and "Traceback" not in text
@@ -165,7 +172,7 @@ def test_a_saved_config_starts_another_run(command, toy_folder, tmp_path):
     assert code == 2 and "broken.json cannot be read" in text
 
 
-def test_checkpoints_by_time(here, tmp_path):  # noqa: F811
+def test_checkpoints_by_time(here, tmp_path):
     here("run", steps=3, checkpoint_minutes=1e-9, keep_last=5)
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["step-00000001", "step-00000002", "step-00000003"]
@@ -185,7 +192,7 @@ def test_two_ranks_stop_with_a_checkpoint(toy_folder, tmp_path, recipe, target, 
     run, log = tmp_path / "run", tmp_path / "log"
     values = toy_options(toy_folder, run, steps=100_000, data="reverse:1")
     if recipe == SFT:
-        values = options(toy_folder, run, steps=100_000)
+        values = sft_options(toy_folder, run, steps=100_000)
     with two_ranks(recipe, values, log) as process:
         wait_for(lambda: "step      3" in log.read_text(), process, log)
         os.kill(process.pid if target == "torchrun" else child_of_rank(process.pid, 1), signum)
@@ -215,13 +222,7 @@ def two_ranks(recipe, values, log):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def wait_for(condition, process, log):
-    while not condition():
-        assert process.poll() is None, log.read_text()
-        time.sleep(0.05)
-
-
-def test_when_rewards_break_the_step_is_repeated(here, tmp_path, monkeypatch):  # noqa: F811
+def test_when_rewards_break_the_step_is_repeated(here, tmp_path, monkeypatch):
     """The checkpoint is of the last complete step, and no prompt is skipped."""
     whole = here("whole", steps=4)
     calls = itertools.count()
@@ -241,7 +242,7 @@ def test_when_rewards_break_the_step_is_repeated(here, tmp_path, monkeypatch):  
 
 
 @pytest.mark.parametrize("eval_samples", [1, 2])
-def test_an_abandoned_evaluation_is_made_up(here, tmp_path, monkeypatch, eval_samples):  # noqa: F811
+def test_an_abandoned_evaluation_is_made_up(here, tmp_path, monkeypatch, eval_samples):
     options = {"steps": 2, "eval_every": 1, "eval_samples": eval_samples}
     here("whole", **options)
     with monkeypatch.context() as patch:
@@ -255,7 +256,7 @@ def test_an_abandoned_evaluation_is_made_up(here, tmp_path, monkeypatch, eval_sa
     assert rates[0] == rates[1] and [step for step, _ in rates[0]] == [0, 1, 2]
 
 
-def test_a_stop_after_an_evaluation_keeps_the_score(here, tmp_path, monkeypatch):  # noqa: F811
+def test_a_stop_after_an_evaluation_keeps_the_score(here, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(rlvr.INLINE, "reverse", interrupting(8 + 64 + 8 + 5))  # in the second rollout
         with pytest.raises(Stopped):

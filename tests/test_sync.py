@@ -1,21 +1,20 @@
 """Weights from trainers to engines of other layouts, over real ranks."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from conftest import make_reference, run_torchrun
-from forked_ranks import run_ranks
+from support.forked_ranks import run_ranks
+from support.launch import run_torchrun
+from support.models import make_reference
+from support.paths import SUPPORT
+from support.sync_program import WITHOUT_TRAVEL, check_synced
 
 from roll_lite.colocated import Colocated
 from roll_lite.device_map import parse_device_map
 from roll_lite.engine.arena import ROW_BYTES
-from roll_lite.models.tensor_parallel import cut_dimension
 from roll_lite.sync import digest_of, row_checksums
 
-PROGRAM = Path(__file__).parent / "sync_program.py"
+PROGRAM = SUPPORT / "sync_program.py"
 
-WITHOUT_TRAVEL = "train=0-1,tp=2 generate=0-1,tp=2"
 MAPS = [
     "train=0 generate=0-1,tp=2",  # one rank to TP, shared in part
     pytest.param("train=0-1 generate=0-3,tp=2", marks=pytest.mark.slow),  # FSDP to TP
@@ -35,18 +34,6 @@ MAPS = [
 UNDER_TORCHRUN = ("train=0-1 generate=0-3,tp=2",)
 
 
-def part_of(name, tensor, rank, size):
-    """A rank's part: rows of the vocabulary are padded, and all ranks have the only kv head."""
-    if name in ("embedding", "lm_head"):
-        padding = tensor.new_zeros(-len(tensor) % size, tensor.shape[1])
-        return torch.cat([tensor, padding]).chunk(size)[rank]
-    if "attention.qkv" in name:
-        return torch.cat([tensor[:, :-2].chunk(size, 1)[rank], tensor[:, -2:]], 1)
-    if cut_dimension(name) is None:
-        return tensor
-    return tensor.chunk(size, cut_dimension(name))[rank]
-
-
 @pytest.mark.parametrize("device_map", MAPS)
 def test_every_engine_holds_its_part_of_the_trainers_weights(tmp_path, device_map):
     odd = {"vocab_size": 199, "num_key_value_heads": 1}
@@ -55,29 +42,6 @@ def test_every_engine_holds_its_part_of_the_trainers_weights(tmp_path, device_ma
     start = run_torchrun if device_map in UNDER_TORCHRUN else run_ranks
     start(ranks, PROGRAM, device_map, tmp_path / "model", tmp_path / "result.pt")
     check_synced(tmp_path / "result.pt", device_map, ranks)
-
-
-def check_synced(result_file, device_map, ranks):
-    results = torch.load(result_file, weights_only=False, map_location="cpu")
-    parsed = parse_device_map(device_map, ranks)
-    *_, last = parsed["generate"].replicas
-    versions = {"full": 2, "lora": 2, "rounds": 22}
-    if parsed.is_spare(last[0]):
-        versions["spared"] = 2
-    for kind, version in versions.items():
-        state, engines = results[kind]
-        assert len(engines) == len(parsed["generate"].ranks) - len(last) * (kind == "spared")
-        for rank, size, found, weights in engines:
-            assert found == version and weights.keys() == state.keys()
-            for name, tensor in state.items():
-                expected = part_of(name, tensor, rank, size).to(weights[name].dtype)
-                assert torch.equal(weights[name], expected), (kind, name)
-    if device_map == WITHOUT_TRAVEL:
-        assert results["broken"] is None  # nothing to compare
-    else:
-        assert "does not hold what it got for norm.weight" in results["broken"]
-    if set(parsed["generate"].ranks) - set(parsed["train"].ranks):
-        assert "what arrived is not what was sent for embedding" in results["flipped"]
 
 
 def test_roles_that_weights_travel_by():

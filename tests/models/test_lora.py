@@ -1,0 +1,116 @@
+"""Low-rank adapters against the formula, through training, merging and checkpoints."""
+
+import pytest
+import torch
+from support.models import make_reference
+from support.training_data import random_sequences
+
+from roll_lite.cluster.cluster import Cluster
+from roll_lite.models.hf import load_model
+from roll_lite.models.lora import LoraOptions, adapters
+from roll_lite.train.batch import pack
+from roll_lite.train.checkpoint import load_checkpoint, save_checkpoint
+from roll_lite.train.checkpoint_folders import Checkpoints
+from roll_lite.train.losses import sft_loss
+from roll_lite.train.optimizer import Schedule
+from roll_lite.train.shards import read_manifest
+from roll_lite.train.trainer import Trainer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_reference("qwen2").save_pretrained(tmp_path / "qwen2")
+    return tmp_path / "qwen2"
+
+
+def make_trainer(place, folder, **options):
+    options = {"lora": LoraOptions(rank=3, alpha=6.0), "schedule": Schedule(lr=1e-2)} | options
+    return Trainer(folder, place=place, loss=sft_loss, **options)
+
+
+def logprobs_of(model, micro):
+    inputs = micro.token_ids_T, micro.positions_T, micro.attention, micro.rows_R, micro.targets_R
+    with torch.no_grad():
+        return model(*inputs)[0]
+
+
+def test_only_adapters_are_trained_and_the_merged_model_says_the_same(place, folder, tmp_path):
+    trainer = make_trainer(place, folder)
+    (micro,) = batch = pack(random_sequences(), 10**6)
+    base = logprobs_of(load_model(folder), micro)
+    torch.testing.assert_close(trainer.logprobs(batch)[0], base, rtol=1e-5, atol=1e-5)
+    losses = [trainer.step(batch)["loss/loss"] for _ in range(10)]
+    assert losses[-1] < 0.95 * losses[0]
+    trained = trainer.logprobs(batch)[0]
+    assert (trained - base).abs().max() > 0.1
+    merged = load_model(trainer.export(tmp_path / "merged"))
+    torch.testing.assert_close(logprobs_of(merged, micro), trained, rtol=1e-4, atol=1e-4)
+    # With the adapters off it is the base again, and then they are on again.
+    torch.testing.assert_close(trainer.reference_logprobs(batch)[0], base, rtol=1e-5, atol=1e-5)
+    assert torch.equal(trainer.logprobs(batch)[0], trained)
+
+
+def test_an_adapter_adds_its_product(place, folder):
+    """alpha / rank * up @ down, on each of the targets."""
+    trainer = make_trainer(place, folder)
+    before = trainer.state()
+    for index, adapter in enumerate(adapters(trainer.model)):
+        torch.manual_seed(index)
+        torch.nn.init.normal_(adapter.up.to_local())
+    names = dict(trainer.model.named_parameters())
+    for name, weight in trainer.state().items():
+        expected = before[name].double()
+        if f"{name}_adapter.up" in names:
+            up, down = (names[f"{name}_adapter.{part}"].full_tensor() for part in ("up", "down"))
+            expected = expected + 2.0 * torch.einsum("...r,rh->...h", up.double(), down.double())
+            assert not torch.equal(weight, before[name])
+        torch.testing.assert_close(weight.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_targets_choose_the_weights(place, folder):
+    trainer = make_trainer(place, folder, lora=LoraOptions(rank=2, targets=("out", "down")))
+    trained = {name.split(".", 2)[2] for name in trainer.optimizer.parameters}
+    assert trained == {
+        f"{target}_adapter.{part}" for target in ("attention.out", "mlp.down")
+        for part in ("down", "up")
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "lora rank=0 must be at least 1"),
+        ({"targets": ("q_proj",)}, "targets=q_proj are not known; use qkv, out, gate_up"),
+        ({"targets": ()}, "targets are empty"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        LoraOptions(**options)
+
+
+def test_a_full_model_is_no_reference_of_itself(place, folder):
+    trainer = make_trainer(place, folder, lora=None)
+    with pytest.raises(ValueError, match="give lora options"):
+        trainer.reference_logprobs(pack(random_sequences(), 10**6))
+
+
+def test_checkpoints_hold_adapters_alone(folder, tmp_path):
+    batch = pack(random_sequences(), 10**6)
+    options = {"folder": folder, "loss": sft_loss, "schedule": Schedule(lr=1e-2)}
+    with Cluster("train=0", "cpu") as cluster:
+        trainer = cluster.role("train", Trainer, **options, lora=LoraOptions(rank=3))
+        trainer.step(batch)
+        checkpoints = Checkpoints(tmp_path / "checkpoints")
+        path = save_checkpoint(checkpoints, [trainer], 1, {"position": 7, "fixed": {}})
+        manifest = read_manifest(path)
+        assert manifest.kind == "adapter"
+        tensors = [name for file in manifest.files for name in file.pieces]
+        assert tensors and all("_adapter." in name for name in tensors)
+        losses = [trainer.step(batch)["loss/loss"] for _ in range(3)]
+        again = cluster.role("train", Trainer, **options, lora=LoraOptions(rank=3, seed=5))
+        assert load_checkpoint(checkpoints, [again], {})["position"] == 7
+        assert [again.step(batch)["loss/loss"] for _ in range(3)] == losses
+        full = cluster.role("train", Trainer, **options)
+        with pytest.raises(Exception, match="kind='adapter'"):
+            load_checkpoint(checkpoints, [full], {})

@@ -1,0 +1,586 @@
+"""The planner against the real model, measured bytes, and numbers worked out by hand."""
+
+import ast
+import inspect
+import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from support.models import FAMILIES, SMALL
+from support.paths import SCRIPTS
+
+from roll_lite.device_map import auto_device_map, parse_device_map
+from roll_lite.engine.attention_backends import PAGE_SIZE
+from roll_lite.engine.engine import MAX_PREFILL_TOKENS, Engine
+from roll_lite.engine.runner import cache_shape
+from roll_lite.models import memory
+from roll_lite.models.config import parse_config, planned_config, read_config, shape_config
+from roll_lite.models.cost import (
+    active_parameters,
+    adapter_parameters,
+    count_parameters,
+    kv_bytes_per_token,
+    mlp_cost,
+    saved_bytes_per_token,
+)
+from roll_lite.models.fsdp import shard
+from roll_lite.models.logprobs import CUDA_CHUNK_ROWS
+from roll_lite.models.lora import TARGETS, LoraOptions, add_adapters
+from roll_lite.models.memory import (
+    RankMemory,
+    engine_bytes,
+    reference_memory,
+    together,
+    train_memory,
+)
+from roll_lite.models.shapes import PLANNED_SHAPES, SHAPES
+from roll_lite.models.tensor_parallel import TensorShard
+from roll_lite.models.transformer import Transformer
+from roll_lite.planning.plan_report import remedies, render
+from roll_lite.planning.planner import BatchPlan, Plan, take_turns
+from roll_lite.planning.speed import HOST_RATE, Machine, known_gpu, step_seconds
+
+SCRIPT = SCRIPTS / "plan.py"
+GIB = 2**30
+HAND = parse_config(
+    {
+        "model_type": "llama", "vocab_size": 10, "hidden_size": 8, "intermediate_size": 16,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 64, "tie_word_embeddings": False,
+    }
+)  # fmt: skip
+
+
+def on_meta(config):
+    with torch.device("meta"):
+        return Transformer(config)
+
+
+def numel(parameters):
+    return sum(parameter.numel() for parameter in parameters)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *SHAPES])
+def test_parameters_are_counted_exactly(family):
+    if family in SHAPES:
+        config = shape_config(family)
+    else:
+        kind, changes = FAMILIES[family]
+        config = parse_config(getattr(transformers, f"{kind}Config")(**SMALL | changes).to_dict())
+    model, counts = on_meta(config), count_parameters(config)
+    assert counts.total == numel(model.parameters())
+    assert counts.block == numel(model.blocks[0].parameters())
+    assert counts.root == counts.total - numel(model.blocks.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("smollm2-135m", 134_515_008),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-14b", 14_768_307_200),
+        ("qwen3-32b", 32_762_123_264),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.2-3b", 3_212_749_824),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.1-70b", 70_553_706_496),
+        ("llama-3.1-405b", 405_853_388_800),
+    ],
+)
+def test_shapes_have_the_published_size(name, published):
+    assert count_parameters(planned_config(name)).total == published
+
+
+@pytest.mark.parametrize(("name", "billions"), [("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22.2)])
+def test_a_mixture_of_experts_is_that_of_transformers(name, billions):
+    config = planned_config(name)
+    with torch.device("meta"):
+        hf = transformers.AutoConfig.for_model(**PLANNED_SHAPES[name] | {"num_hidden_layers": 1})
+        model = transformers.AutoModelForCausalLM.from_config(hf)
+    assert count_parameters(config).block == numel(model.model.layers.parameters())
+    assert active_parameters(config) / 1e9 == pytest.approx(billions, abs=0.06)  # as published
+    # 2,048 units, 8 of 128 experts of 768: by hand, what a token keeps in bf16 and in fp32
+    if name == "qwen3-30b-a3b":
+        kept = 2048 + 2 * 8 * 2048 + 3 * 8 * 768
+        assert (mlp_cost(config).saved, mlp_cost(config).saved_fp32) == (kept, 128)
+
+
+def test_a_mixture_can_be_planned_but_not_run(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PLANNED_SHAPES["qwen3-30b-a3b"]))
+    assert planned_config(tmp_path) == planned_config("qwen3-30b-a3b")
+    for refused in (lambda: read_config(tmp_path), lambda: shape_config("qwen3-30b-a3b")):
+        with pytest.raises(ValueError, match=r"qwen3_moe|is not known"):
+            refused()
+    device_map = parse_device_map("train=all generate=all", 64)
+    result = Plan(planned_config(tmp_path), device_map, BatchPlan(checkpointing="full"), 141 * GIB)
+    assert result.fits and "planned only, and cannot be trained yet" in result.warnings[0]
+
+
+def test_an_unknown_shape_is_named():
+    with pytest.raises(ValueError, match=r"shape='gpt2' is not known; use one of smollm2-135m"):
+        shape_config("gpt2")
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_padding_and_repeated_heads_are_counted(tp):
+    """Of real models' ranks: 10 rows on 4 ranks, 2 kv heads; only norms are the same on all."""
+    with torch.device("meta"):
+        model = Transformer(HAND, shard=TensorShard(0, tp, None))
+    norms = [p for name, p in model.named_parameters() if name.endswith("norm.weight")]
+    held = tp * (numel(model.parameters()) - numel(norms)) + numel(norms)
+    assert count_parameters(HAND, tp).total == held
+    shape = cache_shape(model, 1, 16)
+    assert 16 * kv_bytes_per_token(HAND, tp, 2) == 2 * torch.Size(shape).numel()
+
+
+def test_bytes_by_hand():
+    """H 8, F 16, V 10, D 4, 4 heads over 2 kv heads, 2 layers; 4 ranks; 100 tokens in bf16."""
+    counts = count_parameters(HAND)
+    assert counts.block == 8 * 4 * 8 + 8 * 16 + 3 * 16 * 8 + 2 * 8 == 784
+    assert counts.root == 2 * 10 * 8 + 8 == 168
+    assert counts.total == 2 * 784 + 168 == 1736
+    # a block: 4 x H, queries and output of 16, keys and values of 8, 3 x F; 2 + 4 numbers in fp32
+    block = 2 * (4 * 8 + 2 * 16 + 2 * 8 + 3 * 16) + 4 * (2 + 4)
+    assert saved_bytes_per_token(HAND, 1, 2) == 2 * block + 2 * 3 * 8 + 4 * (1 + 4) == 628
+    # a chunk of 2048 x 10; the head's gradient in fp32 and in bf16; that of the hidden states
+    head = 2 * 2048 * 10 + 6 * 10 * 8 + 100 * 2 * 8
+    assert train_memory(HAND, 4, 1, 100, 2) == RankMemory(
+        weights=4 * 434, gradients=4 * 434, optimizer=8 * 434, gathered=2 * 1736,
+        activations=62_800 + head,
+    )  # fmt: skip
+    assert reference_memory(HAND, 4, 1, 100, 2) == RankMemory(
+        weights=2 * 434, gathered=2 * 1736,
+        activations=100 * 2 * (2 * 8 + 3 * 16) + 6 * 2048 * 10,
+    )  # fmt: skip
+    # full checkpointing keeps the residual stream and what comes to it, 16-bit moments take half
+    assert saved_bytes_per_token(HAND, 1, 2, "full") == 2 * (2 * 2 * 8) + 2 * 3 * 8 + 4 * (1 + 4)
+    assert train_memory(HAND, 4, 1, 100, 2, moment_bytes=2).optimizer == 4 * 434
+    # selective: also qkv of 32, attention of 16 and its 4 sums, `out`, gate and up
+    kept = 2 * (2 * 8 + 32 + 16 + 8 + 2 * 16) + 4 * 4
+    assert saved_bytes_per_token(HAND, 1, 2, "selective") == 2 * kept + 2 * 3 * 8 + 4 * (1 + 4)
+    # tp=2: half of everything but the residual stream, its norms and the last norm
+    half = 2 * (4 * 8 + (2 * 16 + 2 * 8 + 3 * 16) // 2) + 4 * (2 + 2)
+    assert saved_bytes_per_token(HAND, 2, 2) == 2 * half + 2 * 3 * 8 + 4 * (1 + 4)
+    assert train_memory(HAND, 4, 2, 100, 2).gathered == 1736
+    # keys and values: 2 layers x 2 x 1 kv head x D 4 in bf16
+    assert kv_bytes_per_token(HAND, 2, 2) == 32
+    assert engine_bytes(HAND, 2, 1000, 2) == 2 * 868 + 1000 * 32
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "options", "gib"),
+    [
+        ("qwen3-0.6b", 32768, {}, 51.5),
+        ("qwen3-0.6b", 32768, {"checkpointing": "selective"}, 37.5),
+        ("qwen3-0.6b", 32768, {"checkpointing": "full"}, 14.9),
+        ("qwen3-1.7b", 16384, {}, 60.4),
+        ("qwen3-8b", 16384, {"checkpointing": "full", "moment_bytes": 2}, 107.9),
+        ("smollm2-135m", 32768, {}, 18.3),
+        ("qwen3-0.6b", 32768, {"lora_rank": 16}, 43.31),
+        ("qwen3-0.6b", 32768, {"lora_rank": 16, "checkpointing": "full"}, 7.30),
+        ("qwen3-1.7b", 16384, {"lora_rank": 16}, 36.94),
+        ("qwen3-8b", 16384, {"lora_rank": 16}, 96.46),
+        ("qwen3-8b", 16384, {"lora_rank": 16, "checkpointing": "full"}, 31.07),
+    ],
+)
+def test_training_takes_what_a_gpu_allocated(shape, tokens, options, gib):
+    """Peaks on one H200 (torch 2.11) with the batches of scripts/bench_train.py, two an update."""
+    planned = train_memory(shape_config(shape), 1, 1, tokens, 2, **options)
+    assert planned.total / GIB == pytest.approx(gib, rel=0.05)
+
+
+def nbytes(tensors):
+    """Allocated bytes, of local shards where there are any."""
+    parts = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    return sum(tensor.untyped_storage().nbytes() for tensor in parts)
+
+
+SMALL_QWEN = SHAPES["qwen3-0.6b"] | {
+    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16,
+}  # fmt: skip
+
+
+def test_a_real_trainer_holds_what_is_planned(place):
+    model = Transformer(parse_config(SMALL_QWEN))
+    model.init_weights(0)
+    shard(model, place.mesh["dp"], torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    planned = train_memory(model.config, 1, 1, 0, 4)
+    assert nbytes(model.parameters()) == planned.weights
+    assert nbytes(parameter.grad for parameter in model.parameters()) == planned.gradients
+    states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    assert nbytes(states) == pytest.approx(planned.optimizer, rel=0.01)
+
+
+@pytest.mark.parametrize("targets", [memory.LORA_TARGETS, ("qkv", "down")])
+def test_adapters_take_what_is_planned(targets):
+    assert set(memory.LORA_TARGETS) == set(TARGETS)
+    model = on_meta(parse_config(SMALL_QWEN)).to(torch.bfloat16)
+    with torch.device("meta"):
+        add_adapters(model, LoraOptions(rank=3, targets=targets))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert numel(trained) == 2 * adapter_parameters(model.config, 3, targets)
+    options = {"lora_rank": 3, "lora_targets": targets}
+    planned = train_memory(model.config, 1, 1, 0, 2, **options)
+    assert planned.weights == nbytes(model.parameters())  # frozen in bf16, adapters in fp32
+    assert planned.gradients == 4 * numel(trained) == planned.optimizer / 2
+    # A packed token keeps 3 more numbers for each adapter, in bf16; full checkpointing, none.
+    more = [
+        train_memory(model.config, 1, 1, 1000, 2, checkpointing=kind, **options).activations
+        - train_memory(model.config, 1, 1, 1000, 2, checkpointing=kind, lora_rank=1,
+                       lora_targets=()).activations
+        for kind in ("none", "full")
+    ]  # fmt: skip
+    assert more[0] - more[1] == 1000 * 2 * 2 * 3 * len(targets)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_cached_token_has_the_size_of_the_engines_cache(name):
+    config = shape_config(name)
+    shape = cache_shape(on_meta(config), 1, 16)
+    assert 16 * kv_bytes_per_token(config, 1, 2) == 2 * torch.Size(shape).numel()
+
+
+def test_the_planner_knows_the_sizes_that_the_code_works_in():
+    options = inspect.signature(Engine).parameters
+    assert PAGE_SIZE["triton"] == memory.PAGE_TOKENS
+    assert options["max_num_seqs"].default == memory.MAX_RUNNING
+    assert MAX_PREFILL_TOKENS["cuda"] == memory.MAX_PREFILL_TOKENS
+    assert memory.LOGPROB_ROWS == CUDA_CHUNK_ROWS
+
+
+def test_roles_on_one_rank_add_up_what_stays_and_take_turns_with_the_rest():
+    train = RankMemory(weights=1, gradients=2, optimizer=3, gathered=10, activations=50)
+    engine = RankMemory(weights=5, activations=55, kv_cache=100)
+    assert together([train, engine]) == RankMemory(
+        weights=6, gradients=2, optimizer=3, gathered=10, activations=50, kv_cache=100
+    )
+    assert together([]).total == 0
+
+
+def test_the_arithmetic_of_a_step():
+    batch = BatchPlan(
+        prompts_per_step=30, samples_per_prompt=8, prompt_tokens=100, reply_tokens=29,
+        tokens_per_microbatch=1000, updates_per_step=3, kv_cache_gib=1.0,
+    )  # fmt: skip
+    device_map = parse_device_map("train=0-3,tp=2 generate=4-7", 8)
+    result = Plan(shape_config("qwen3-8b"), device_map, batch, 1000 * GIB)
+    # 240 samples of 129 tokens: 80 an update, 40 on each of two trainers; 128 packed tokens each
+    assert result.step.samples_per_rank == 3 * 40
+    assert result.step.tokens_per_rank == 3 * 40 * 129
+    assert result.step.microbatches_per_rank == 3 * 6  # seven samples in each of six micro-batches
+    assert result.step.samples_per_replica == 60
+    # 9 pages of 16 tokens, each 36 layers x 2 x 8 kv heads x 128 in bf16
+    assert result.ranks[1].samples_at_once == 2**30 // (144 * 147456) == 50
+    assert result.fits and not result.warnings
+    # 999 packed tokens, which the micro-batch limits, not the 40 samples
+    trainer = train_memory(shape_config("qwen3-8b"), 4, 2, 1000, 2)
+    assert result.ranks[0].memory == trainer
+
+
+def test_equal_ranks_are_one_line_and_a_cache_fits_the_fullest_rank_of_its_engine():
+    config = shape_config("qwen3-8b")
+    device_map = parse_device_map("train=0-4 generate=0-7,tp=2", 8)
+    batch = BatchPlan(samples_per_prompt=512, tokens_per_microbatch=4096)
+    result = Plan(config, device_map, batch, 80 * GIB)
+    assert [(part.ranks, part.roles) for part in result.ranks] == [
+        ((0, 1, 2, 3, 4), ("train", "generate")),
+        ((5,), ("generate",)),
+        ((6, 7), ("generate",)),
+    ]
+    shared, beside, alone = (part.memory for part in result.ranks)
+    assert shared.total == int(0.9 * 80 * GIB) == alone.total
+    assert beside.kv_cache == shared.kv_cache < alone.kv_cache  # rank 5 belongs to rank 4's engine
+    assert "0-4    train+generate" in render(result)
+
+
+def test_a_cache_is_no_larger_than_its_samples():
+    device_map, _ = auto_device_map(8, shape_config("qwen3-0.6b"), 80 * GIB, ["train", "generate"])
+    result = Plan(shape_config("qwen3-0.6b"), device_map, BatchPlan(), 80 * GIB)
+    # 32 samples of 1,280 tokens on each rank, 28 layers x 2 x 8 x 128 in bf16
+    assert result.ranks[0].memory.kv_cache == 32 * 1280 * 114688
+    assert result.ranks[0].samples_at_once == 32
+
+
+def make_plan(text, world_size=8, name="qwen3-8b", gib=80, **changes):
+    device_map = parse_device_map(text, world_size)
+    return Plan(planned_config(name), device_map, BatchPlan(**changes), gib * GIB)
+
+
+def test_copies_of_the_weights_take_memory():
+    """16 ranks with two copies hold what 8 ranks with one do."""
+    maps = (
+        ("train=all,fsdp=8 generate=all", 16),
+        ("train=all generate=all", 8),
+        ("train=all generate=all", 16),
+    )
+    plans = [make_plan(text, size, gib=141) for text, size in maps]
+    copies, one, spread = (plan.ranks[0].memory.weights for plan in plans)
+    assert copies == one > spread
+
+
+def test_an_engine_that_sleeps_leaves_its_memory_to_the_trainer():
+    options = {"text": "train=all generate=all", "checkpointing": "full", "kv_cache_gib": 10.0}
+    beside, in_turn = make_plan(**options), make_plan(**options, engines_sleep=True)
+    config = shape_config("qwen3-8b")
+    trainer = train_memory(config, 8, 1, 16384, 2, checkpointing="full")
+    awake, syncing, asleep = in_turn.ranks[0].phases.values()
+    assert beside.needed == trainer.total + 2 * 8_190_735_360 + 10 * GIB
+    assert asleep == trainer and in_turn.needed == max(awake.total, trainer.total)
+    # masters and moments stay: 12 bytes a parameter; gradients come with training
+    prompts = 32 * 256 * 2 * (2 * 4096 + 3 * 12288)
+    shares = 12 * 8_190_735_360 // 8 + 2 * 8_190_735_360
+    assert awake.total == shares + prompts + 10 * GIB
+    assert syncing.total == shares  # the cache sleeps on
+    assert "train+generate, training" in render(in_turn)
+    # ranks without a trainer win nothing
+    apart = make_plan("train=0-3 generate=4-7", engines_sleep=True)
+    assert [len(part.phases) for part in apart.ranks] == [1, 1]
+
+
+def test_offloaded_trainers_leave_their_memory_to_the_engine():
+    options = {"text": "train=all generate=all reference=all", "checkpointing": "full"}
+    options |= {"kv_cache_gib": 60.0, "world_size": 1, "gib": 139.8, "moments": "bfloat16"}
+    weights, masters = 2 * 8_190_735_360, 4 * 8_190_735_360
+    prompts = MAX_PREFILL_TOKENS["cuda"] * 2 * (2 * 4096 + 3 * 12288)
+    plan = make_plan(**options, engines_sleep=True, offload=True)
+    generating, syncing, _ = in_turn = [*plan.ranks[0].phases.values()]
+    assert generating.total == weights + prompts + 60 * GIB
+    assert syncing.total == weights + 2 * masters  # without the reference
+    beside = make_plan(**options, offload=True).ranks[0].phases.values()
+    more = [a.total - b.total for a, b in zip(beside, in_turn, strict=True)]
+    assert more == [0, 60 * GIB, weights + 60 * GIB]
+    adapters = make_plan(**options, engines_sleep=True, offload=True, lora_rank=16)
+    assert list(adapters.ranks[0].phases.values())[1].total == weights
+    seconds = step_seconds(plan, Machine(known_gpu("H200")))
+    moved = [2 * masters + weights, 2 * masters]  # the reference never changes
+    assert [seconds[name] for name in ("reload", "offload")] == pytest.approx(
+        [num_bytes / HOST_RATE for num_bytes in moved]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "chosen"),
+    [
+        ("qwen3-0.6b", {"kv_cache_gib": 40.0}, None),
+        ("qwen3-1.7b", {"kv_cache_gib": 90.0}, "engines_sleep: a rank would need"),
+        ("qwen3-8b", {"moments": "bfloat16"}, "engines_sleep and offload: a rank would need"),
+        ("qwen3-14b", {"lora_rank": 16, "kv_cache_gib": 30.0}, None),
+        (
+            "qwen3-32b",
+            {"lora_rank": 16, "kv_cache_gib": 40.0},
+            "engines_sleep and offload: a rank would need",
+        ),
+        ("qwen3-14b", {"moments": "bfloat16"}, None),  # 165 GiB of masters, gradients and moments
+    ],
+)
+def test_auto_takes_turns_where_memory_asks_for_it(name, options, chosen):
+    options = {"checkpointing": "full", "kv_cache_gib": 60.0} | options
+    plan = make_plan("train=all generate=all", 1, name, gib=139.8, **options)
+    new, why = take_turns(plan)
+    assert (why or "").startswith(chosen or "") and bool(why) == bool(chosen)
+    assert new.fits_devices or not chosen
+    ahead = replace(plan, batch=replace(plan.batch, max_staleness=1))
+    assert take_turns(ahead) == (ahead, None)
+
+
+def test_a_judge_has_its_own_model_and_cache():
+    small, device_map = shape_config("qwen3-0.6b"), parse_device_map("train=all judge=all", 1)
+    batch = BatchPlan(judge_cache_gib=2.0, checkpointing="full")
+    configs = {"judge": small}
+    with_judge = Plan(shape_config("qwen3-1.7b"), device_map, batch, 141 * GIB, configs)
+    alone = Plan(shape_config("qwen3-1.7b"), parse_device_map("train=all", 1), batch, 141 * GIB)
+    assert with_judge.needed - alone.needed == engine_bytes(small, 1, 0) + 2 * GIB
+
+
+FLAGS = {"--engines-sleep": "engines_sleep", "--offload": "offload",
+         "--checkpointing": "checkpointing",
+         "--tokens-per-microbatch": "tokens_per_microbatch", "--moments": "moments",
+         "--lora-rank": "lora_rank", "--kv-cache-gib": "kv_cache_gib"}  # fmt: skip
+
+
+def with_options(text, name, world_size, given, words):
+    """The plan with the options that a remedy names, read from its text."""
+    for flag, field in FLAGS.items():
+        if found := re.search(rf"{flag} ?([\w.]*)", words):
+            value = found[1]
+            is_number = value[:1].isdigit()
+            given = given | {field: ast.literal_eval(value) if is_number else value or True}
+    if found := re.search('--device-map "(.*?)"', words):
+        text = found[1]
+    if found := re.search(r"(\d+) ranks", words):
+        world_size = int(found[1])
+    return make_plan(text, world_size, name, **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "given", "expected"),
+    [
+        ("qwen3-8b", 8, {}, ["--checkpointing full brings it to", "--tokens-per-microbatch 4096"]),
+        ("qwen3-0.6b", 1, {"kv_cache_gib": 60.0}, ["--engines-sleep", "--kv-cache-gib 30.0"]),
+        (
+            "qwen3-8b",
+            1,
+            {"checkpointing": "full"},
+            ["--lora-rank 16", "and 2 ranks together"],
+        ),
+        ("llama-3.1-70b", 8, {}, ["train=all,tp=2", "16 ranks together", "and --lora-rank 16"]),
+    ],
+)
+def test_every_remedy_does_what_it_says(name, world_size, given, expected):
+    text = "train=all generate=all" + (",tp=8" if "70b" in name else "")
+    before = make_plan(text, world_size, name, **given)
+    assert not before.fits and before.problems[0].endswith("but has 72.0 GiB of 80.0 GiB")
+    lines = remedies(before)
+    for words in expected:
+        assert any(words in line for line in lines), lines
+    for line in lines:
+        options, said = re.fullmatch(r"(.*?) (?:together )?brings? it to (.*)", line).groups()
+        after = with_options(text, name, world_size, given, options)
+        amount = f"{after.needed / GIB:,.1f} GiB"
+        assert said == amount + ("" if after.fits else ", which is not enough"), line
+    assert any(not line.endswith("not enough") for line in lines)
+
+
+def test_where_nothing_helps_it_says_so():
+    lines = remedies(make_plan("train=all generate=all,tp=8", name="llama-3.1-405b"))
+    assert re.search(r"\d+ ranks together .* not enough", lines[-2]) and lines[-1].startswith(
+        "use larger devices"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"text": "train=0-3 generate=4-7", "kv_cache_gib": 70.0, "checkpointing": "full"},
+            "each of ranks 4-7 needs 86.6 GiB but has 72.0 GiB",
+        ),
+        (
+            {"text": "train=0-3 generate=4-7", "kv_cache_gib": 0.01},
+            "ranks 4-7 has a KV cache of 10.2 MiB, which holds no sample of 180.0 MiB; raise kv_ca",
+        ),
+        (
+            {"text": "train=all generate=0-6"},
+            "256 samples do not divide over 7 engines: 3 get 36 and wait for those with 37; "
+            "use a multiple of 7",
+        ),
+        (
+            {"text": "train=all generate=all", "prompts_per_step": 1, "samples_per_prompt": 6},
+            "6 samples do not divide over 8 engines: 2 get 0",
+        ),
+        (
+            {"text": "train=all generate=all", "updates_per_step": 3},
+            "86 samples do not divide over 8 ranks of train: 2 get 10",
+        ),
+        (
+            {"text": "train=all generate=all", "tokens_per_microbatch": 1000},
+            "a sample of 1279 tokens does not fit a micro-batch; raise tokens_per_microbatch=1000",
+        ),
+        (
+            {"text": "train=all generate=all", "reply_tokens": 50000},
+            "a sample of 50256 tokens exceeds the model's 40960 positions",
+        ),
+    ],
+)
+def test_problems_and_warnings(options, message):
+    result = make_plan(**options)
+    found = (*result.problems, *result.warnings)
+    assert any(re.search(message, text) for text in found), found
+
+
+def test_nonsense_is_refused():
+    with pytest.raises(ValueError, match="reply_tokens=0 must be at least 1"):
+        BatchPlan(reply_tokens=0)
+    with pytest.raises(ValueError, match="kv_cache_gib=0 must be above 0"):
+        BatchPlan(kv_cache_gib=0)
+    with pytest.raises(ValueError, match="memory of role poet is not known; known are train"):
+        assert make_plan("train=all generate=all poet=0").problems
+
+
+@pytest.mark.parametrize(
+    "text", ["auto", "train=0-2047,tp=8 generate=0-4095,tp=4 reference=1-4095"]
+)
+def test_4096_ranks_take_less_than_two_seconds(text):
+    config = shape_config("llama-3.1-70b")
+    start = time.process_time()
+    if text == "auto":
+        roles = ["train", "generate", "reference"]
+        device_map, _ = auto_device_map(4096, config, 80 * GIB, roles)
+    else:
+        device_map = parse_device_map(text, 4096)
+    shown = render(Plan(config, device_map, BatchPlan(prompts_per_step=4096), 80 * GIB))
+    assert time.process_time() - start < 2
+    assert len(shown.splitlines()) < 30 and "4095" in shown
+
+
+def test_the_script_as_a_user_runs_it(tiny_folder, command):
+    code, printed = command(SCRIPT, "--model", "qwen3-8b", "--tokens-per-microbatch", "4096")
+    assert code == 0 and "warning" not in printed
+    assert "device map: train, generate and reference on all 8 ranks" in printed
+    assert "8,190,735,360 parameters, 15.3 GiB in bf16" in printed
+    arguments = ["--model", tiny_folder, "--device-gib", "None", "--max-tokens", "64"]
+    code, printed = command(SCRIPT, *arguments, "--prompt-tokens", "32")
+    assert code == 0 and "in fp32" in printed and "seconds" not in printed
+
+
+def test_the_script_exits_with_1_where_the_run_would_not_fit(command):
+    code, printed = command(SCRIPT, "--model", "qwen3-8b")
+    assert code == 1 and "does not fit: each of ranks 0-7 needs 116.9 GiB" in printed
+    assert "\n  --checkpointing full brings it to 50.8 GiB\n" in printed
+    code, printed = command(SCRIPT, "--model", "qwen3-8b", "--checkpointing", "full")
+    assert code == 0 and "seconds: about 15 a step" in printed and "H100" in printed
+    assert "79% of the published rate" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device-map", "train=0-9 generate=all"], "there is no rank 9"),
+        (["--device-map", "train=all generate=0-2,tp=3"], "does not divide 16 attention heads"),
+        (["--device-map", "train=0-3 generate=0-3"], "ranks 4-7 have no role"),
+        (["--model", "gpt2"], "neither a folder nor one of smollm2-135m"),
+        (["--world", "8"], "--world"),
+    ],
+)
+def test_the_script_refuses_a_bad_map_without_a_traceback(command, arguments, words):
+    code, printed = command(SCRIPT, *arguments)
+    text = " ".join(printed.replace("│", " ").split())
+    assert code == 2 and words in text and "Traceback" not in text
+
+
+def test_planning_needs_no_torch():
+    code = f"""
+import runpy, sys
+sys.argv = ["plan.py"]
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+sys.exit(3 if "torch" in sys.modules else 0)
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_a_small_cache_says_how_much_would_hold_all_samples():
+    options = {"kv_cache_gib": 1.0, "prompts_per_step": 32, "samples_per_prompt": 8}
+    small = make_plan("train=all generate=all", **options)
+    (line,) = [line for line in render(small).splitlines() if line.startswith("generate, per")]
+    gib = int(line.split("--kv-cache-gib ")[1].split()[0])
+    enough = make_plan("train=all generate=all", **options | {"kv_cache_gib": float(gib)})
+    assert "--kv-cache-gib" not in render(enough).split("generate, per engine")[1].split("\n")[0]
+    less = make_plan("train=all generate=all", **options | {"kv_cache_gib": gib - 1.0})
+    assert f"--kv-cache-gib {gib} would hold" in render(less)

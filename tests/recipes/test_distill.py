@@ -1,0 +1,150 @@
+"""Distillation as a user runs it; the teacher is a short fine-tuning of the student."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.forked_ranks import run_ranks
+from support.launch import run_recipe, run_torchrun
+from support.paths import RECIPES
+
+from roll_lite.options import from_flat
+from roll_lite.recipes import distill, sft
+from roll_lite.report.reader import RunFolder
+
+DISTILL = RECIPES / "distill.py"
+SHORT = {
+    "data": "reverse:2", "steps": 16, "rows_per_step": 16, "lr": 5e-3, "warmup_steps": 2,
+    "eval_rows": 32, "eval_every": 16, "device": "cpu",
+}  # fmt: skip
+ON_POLICY = {
+    "on_policy": True, "samples_per_prompt": 4, "max_tokens": 6, "lr": 2e-3, "steps": 16,
+    "kv_cache_gib": 0.05,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def teacher(small_folder, tmp_path_factory):
+    """Its run folder. It knows the form of a reply and is unsure of the letters."""
+    run_dir = tmp_path_factory.mktemp("teacher") / "run"
+    cfg = from_flat(sft.Config, 
+        model=str(small_folder), data="reverse:2", careless=0.5, steps=40, rows_per_step=16,
+        warmup_steps=5, lr=5e-3, eval_rows=8, run_dir=str(run_dir),
+    )  # fmt: skip
+    sft.main(cfg)
+    return run_dir
+
+
+def run(student, teacher, run_dir, **changes):
+    values = {"model": str(student), "teacher": str(teacher / "model")} | SHORT | changes
+    distill.main(from_flat(distill.Config, run_dir=str(run_dir), **values))
+    return run_dir
+
+
+def metric(run_dir, name):
+    return [value for _, value in RunFolder(run_dir).metric(name)]
+
+
+def same_weights(a, b):
+    a, b = (load_file(run / "model" / "model.safetensors") for run in (a, b))
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "skewed", "js"])
+def test_every_divergence_brings_the_student_closer(small_folder, teacher, tmp_path, kind):
+    run_dir = run(small_folder, teacher, tmp_path / "run", kind=kind)
+    before, *_, after = metric(run_dir, "eval/kl")
+    assert after < 0.5 * before
+    losses = metric(run_dir, "loss/loss")
+    assert losses[-1] < 0.6 * losses[0]
+    assert (losses == metric(run_dir, "loss/kl")) == (kind == "forward")
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(teacher, tmp_path):
+    run_dir = run(teacher / "model", teacher, tmp_path / "run", steps=1, lr=0.0)
+    assert metric(run_dir, "eval/kl") == pytest.approx([0.0, 0.0], abs=1e-5)
+
+
+def test_on_policy_the_students_own_samples_come_closer(small_folder, teacher, tmp_path):
+    """From a student that has seen a few of the teacher's tokens: it already ends its replies."""
+    start = run(small_folder, teacher, tmp_path / "start")
+    run_dir = run(start / "model", teacher, tmp_path / "run", **ON_POLICY)
+    before, *_, after = metric(run_dir, "eval/kl")
+    assert after < 0.75 * before
+    kls, losses = metric(run_dir, "rollout/kl"), metric(run_dir, "loss/loss")
+    assert losses == pytest.approx(kls, abs=1e-3)  # ratios are 1, so the loss is the KL
+    assert max(metric(run_dir, "mismatch/logprob_max")) < 1e-3
+
+
+@pytest.mark.parametrize("changes", [{}, ON_POLICY], ids=["off_policy", "on_policy"])
+def test_resumed_runs_are_the_same(small_folder, teacher, tmp_path, changes):
+    changes = changes | {"rows_per_step": 4, "eval_rows": 2, "steps": 4}
+    whole = run(small_folder, teacher, tmp_path / "whole", **changes)
+    parts = run(small_folder, teacher, tmp_path / "parts", **(changes | {"steps": 2}))
+    run(small_folder, teacher, parts, **changes, resume=True)
+    assert metric(parts, "loss/loss") == metric(whole, "loss/loss")
+    assert same_weights(parts, whole)
+
+
+@pytest.mark.parametrize("changes", [{}, ON_POLICY], ids=["off_policy", "on_policy"])
+def test_adapters_change_the_projections_that_are_named(teacher, small_folder, tmp_path, changes):
+    """And the engine samples from the model that has them."""
+    short = {"rows_per_step": 4, "eval_rows": 2, "steps": 2}
+    options = changes | short | {"lora_rank": 2, "lora_targets": ("down",), "lr": 0.05}
+    run_dir = run(small_folder, teacher, tmp_path / "run", **options)
+    before, after = (load_file(f / "model.safetensors") for f in (small_folder, run_dir / "model"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "down_proj" in name}
+    if changes:
+        assert max(metric(run_dir, "mismatch/logprob_max")) < 1e-3
+
+
+@pytest.mark.slow
+def test_ranks_do_not_change_distillation(small_folder, teacher, tmp_path):
+    """Also where student and teacher have different numbers of ranks."""
+    arguments = ["--model", small_folder, "--teacher", teacher / "model", "--data", "reverse:2"]
+    arguments += ["--steps", 3, "--rows-per-step", 5, "--eval-rows", 8]
+    run_ranks(1, DISTILL, *arguments, "--run-dir", tmp_path / "one")
+    maps = {"all": "train=all teacher=all", "some": "train=all teacher=1"}
+    for start, (name, device_map) in zip((run_ranks, run_torchrun), maps.items(), strict=True):
+        run_dir = tmp_path / name
+        start(2, DISTILL, *arguments, "--device-map", device_map, "--run-dir", run_dir)
+        for key in ("loss/loss", "eval/kl"):
+            assert metric(run_dir, key) == pytest.approx(metric(tmp_path / "one", key), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_on_policy_over_ranks_gives_the_samples_of_one(small_folder, teacher, tmp_path):
+    arguments = ["--model", small_folder, "--teacher", teacher / "model", "--on-policy"]
+    arguments += ["--steps", 2, "--rows-per-step", 4, "--eval-rows", 4]
+    run_ranks(1, DISTILL, *arguments, "--run-dir", tmp_path / "one")
+    split = "train=0 teacher=0 generate=1"
+    for name, device_map in (("all", []), ("split", ["--device-map", split])):
+        run_dir = tmp_path / name
+        run_ranks(2, DISTILL, *arguments, *device_map, "--run-dir", run_dir)
+        for key in ("loss/loss", "eval/kl", "rollout/reply_tokens"):
+            assert metric(run_dir, key) == pytest.approx(metric(tmp_path / "one", key), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_distillation_as_a_user_runs_it(small_folder, teacher, tmp_path):
+    printed = run_recipe(
+        "distill", "--model", small_folder, "--teacher", teacher / "model", "--steps", 2,
+        "--rows-per-step", 4, "--eval-rows", 4, "--run-dir", tmp_path / "run",
+    )  # fmt: skip
+    assert "step 2  loss" in printed and "tokens/s" in printed and "validation KL" in printed
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_tokens": 5}, "max_tokens=5 is not read with on_policy off; leave it at None"),
+        ({"on_policy": True, "top_k": 5}, "top_k=5 is not read with on_policy"),
+        ({"skew": 0.3}, "skew=0.3 is only read with kind='skewed'"),
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"lora_targets": ("out",)}, r"lora_targets=\('out',\) is not read with lora_rank=0"),
+        ({"device_map": "train=all"}, "role teacher is missing; add it, as in teacher=all"),
+    ],
+)
+def test_wrong_values_are_named(small_folder, teacher, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        run(small_folder, teacher, tmp_path / "run", **changes)

@@ -1,0 +1,231 @@
+"""Supervised fine-tuning as a user runs it: over ranks, interrupted, from files."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.forked_ranks import run_ranks
+from support.launch import run_recipe
+from support.paths import RECIPES
+from support.process_checks import wait_until
+from support.runs import flags, losses, run_sft, sft_options
+from transformers import AutoModelForCausalLM
+
+from roll_lite.models.attention import PackedAttention
+from roll_lite.models.hf import load_model
+from roll_lite.options import from_flat
+from roll_lite.recipes import sft
+from roll_lite.report.reader import RunFolder
+from roll_lite.train import trainer
+from roll_lite.train.checkpoint_folders import verify
+from roll_lite.train.shards import read_manifest
+
+
+def weights(run_dir):
+    return load_file(run_dir / "model" / "model.safetensors")
+
+
+def same_weights(a, b):
+    a, b = weights(a), weights(b)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def run_in_two_parts(run, model, run_dir, **changes):
+    """Ten updates, an end, and another ten."""
+    values = sft_options(model, run_dir, checkpoint_every=5, **changes)
+    run(values | {"steps": 10})
+    run(values | {"resume": True})
+
+
+def no_json(constant):
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def test_a_run_that_diverges_ends_and_its_records_are_json(command, toy_folder, tmp_path):
+    values = sft_options(toy_folder, tmp_path, lr=1e9, warmup_steps=0, eval_every=1)
+    code, output = command(RECIPES / "sft.py", *flags(values))
+    assert code == 1
+    assert "error: the gradient of the policy was not finite in 5 updates in a row" in output
+    assert "Traceback" not in output
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line, parse_constant=no_json) for line in lines]
+    assert rows[-1]["loss/grad_norm"] is None and rows[-1]["loss/skipped_steps"] == 1
+    assert len(RunFolder(tmp_path).metric("loss/grad_norm")) < len(rows)
+    assert all(value is not None for row in RunFolder(tmp_path).rows for value in row.values())
+
+
+def run_on_two_ranks(values):
+    run_ranks(2, RECIPES / "sft.py", *flags(values))
+
+
+@pytest.fixture(scope="module")
+def whole_run(small_folder, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("sft") / "whole"
+    run_sft(sft_options(small_folder, run_dir))
+    return run_dir
+
+
+def test_sft_learns_and_transformers_loads_the_result(imitator):
+    """Untrained, the loss is log 99 = 4.6; that of guessing letters is about 2.3.
+
+    What is left when it knows them is whether the teacher is careless.
+    """
+    (_, first), *_, (_, last) = RunFolder(imitator).metric("eval/loss")
+    assert last < first < 3.5 and last < 1.2
+    assert json.loads((imitator / "config.json").read_text())["data"] == "reverse:2"
+    reference = AutoModelForCausalLM.from_pretrained(imitator / "model", dtype=torch.float32)
+    model = load_model(imitator / "model")
+    ids = torch.arange(3, 40)
+    attention = PackedAttention(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
+    places = torch.arange(len(ids))
+    with torch.no_grad():
+        expected = reference(ids[None]).logits[0].log_softmax(-1)[places[:-1], ids[1:]]
+        found, _ = model(ids, places, attention, places[:-1], ids[1:])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_a_resumed_run_is_the_same_to_the_last_bit(small_folder, whole_run, tmp_path):
+    run_in_two_parts(run_sft, small_folder, tmp_path / "run")
+    assert losses(tmp_path / "run") == losses(whole_run)
+    assert same_weights(tmp_path / "run", whole_run)
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-00000015", "step-00000020"]
+
+
+def test_a_damaged_checkpoint_is_passed_over(small_folder, whole_run, tmp_path, capsys):
+    values = sft_options(small_folder, tmp_path / "run", checkpoint_every=5)
+    run_sft(values | {"steps": 10})
+    (shard,) = (tmp_path / "run" / "checkpoints" / "step-00000010").glob("*.safetensors")
+    with shard.open("r+b") as file:
+        file.seek(-100, 2)
+        file.write(b"x")
+    capsys.readouterr()
+    run_sft(values | {"resume": True})
+    printed = capsys.readouterr().out
+    assert "step-00000010 is damaged" in printed
+    assert "resuming from" in printed and "step  6" in printed and "step  5" not in printed
+    assert losses(tmp_path / "run") == losses(whole_run)
+    assert same_weights(tmp_path / "run", whole_run)
+
+
+def test_resume_without_a_checkpoint_starts(small_folder, tmp_path):
+    values = sft_options(small_folder, tmp_path / "run", steps=1, resume=True)
+    run_sft(values)
+    with pytest.raises(ValueError, match=r"records of an earlier run; name another folder"):
+        run_sft(values | {"resume": False})
+
+
+def test_resume_with_other_options_is_refused(small_folder, tmp_path):
+    values = sft_options(small_folder, tmp_path / "run", steps=2)
+    run_sft(values)
+    with pytest.raises(ValueError, match=r"cannot be resumed with seed=5 \(was 0\)"):
+        run_sft(values | {"seed": 5, "resume": True, "steps": 3})
+
+
+@pytest.mark.slow
+def test_ranks_do_not_change_the_run(small_folder, whole_run, tmp_path):
+    """At two ranks: the same losses, resumed to the last bit, and resumed on one rank."""
+    run_recipe("sft", *flags(sft_options(small_folder, tmp_path / "two")), num_ranks=2)
+    assert losses(tmp_path / "two") == pytest.approx(losses(whole_run), abs=1e-5)
+    validation = [
+        RunFolder(run).metric("eval/loss")[-1][1] for run in (tmp_path / "two", whole_run)
+    ]
+    assert validation[0] == pytest.approx(validation[1], abs=1e-5)
+    run_in_two_parts(run_on_two_ranks, small_folder, tmp_path / "again")
+    assert losses(tmp_path / "again") == losses(tmp_path / "two")
+    assert same_weights(tmp_path / "again", tmp_path / "two")
+    values = sft_options(small_folder, tmp_path / "fewer")
+    run_on_two_ranks(values | {"steps": 10})
+    run_sft(values | {"resume": True})
+    assert losses(tmp_path / "fewer") == pytest.approx(losses(tmp_path / "two"), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_the_default_run_learns_to_reverse_words(tiny_folder, tmp_path):
+    run_recipe("sft", "--model", tiny_folder, "--steps", 100, "--run-dir", tmp_path / "run")
+    assert RunFolder(tmp_path / "run").metric("eval/loss")[-1][1] < 0.5
+
+
+def write_rows(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_file_with_a_dialogue_that_is_too_long(small_folder, tmp_path):
+    rows = [{"prompt": "word", "reply": "b" * 4 * n} for n in range(1, 5)]
+    path = write_rows(tmp_path / "rows.jsonl", *rows)
+    values = sft_options(
+        small_folder, tmp_path / "run", data=str(path), steps=2, tokens_per_microbatch=18
+    )
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl line 3 has \d+ tokens.*allow 19; .*too_long"
+    ):
+        run_sft(values | {"run_dir": str(tmp_path / "refused")})
+    run_sft(values | {"too_long": "truncate", "eval_data": str(path)})
+    assert [count for _, count in RunFolder(tmp_path / "run").metric("data/truncated")] == [2, 2]
+    assert len(RunFolder(tmp_path / "run").metric("eval/loss")) == 1
+
+
+def test_adapters_are_merged_and_resume(small_folder, tmp_path):
+    values = {"lora_rank": 4, "lora_alpha": 8.0, "steps": 4}
+    run_sft(sft_options(small_folder, tmp_path / "whole", **values))
+    parts = sft_options(small_folder, tmp_path / "parts", **values)
+    run_sft(parts | {"steps": 2})
+    run_sft(parts | {"resume": True})
+    assert same_weights(tmp_path / "whole", tmp_path / "parts")
+    start, end = load_file(small_folder / "model.safetensors"), weights(tmp_path / "whole")
+    changed = {name for name in end if not torch.equal(start[name], end[name])}
+    assert end.keys() == start.keys()
+    assert changed == {name for name in end if "_proj" in name}
+
+
+def test_a_bad_row_is_named_and_nothing_is_left(small_folder, tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", {"prompt": "a", "reply": "b"}, {"prompt": "a"})
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl line 2: no field 'reply'; a dialogue row has"
+    ):
+        run_sft(sft_options(small_folder, tmp_path / "run", data=str(path)))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": "x.jsonl"}, r"'x\.jsonl' is neither a file nor a task"),
+        ({"lora_alpha": 8.0}, r"lora_alpha=8\.0 is not read with lora_rank=0; leave it at 32\.0"),
+        ({"device_map": "train=0", "tp": 2}, "tp=2 is not read with device_map"),
+        ({"keep_last": 0}, "keep_last=0 must be at least 1"),
+        ({"lora_rank": 2, "lora_targets": ("mlp",)}, "lora targets=mlp are not known"),
+    ],
+)
+def test_wrong_values_are_named(small_folder, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        from_flat(sft.Config, **sft_options(small_folder, tmp_path / "run", **changes))
+
+
+def test_checkpoints_beside_training_are_those_that_stop_it(small_folder, tmp_path, monkeypatch):
+    """They are written from copies: here not before the next update has changed the weights."""
+    three = {"steps": 3, "checkpoint_every": 1, "keep_last": 3}
+    run_sft(sft_options(small_folder, tmp_path / "before", **three))
+    write, step, updates = trainer.write_shard, sft.Trainer.step, []
+
+    def late(folder, *args, **kwargs):
+        number = int(Path(folder).name.split("-")[1].split(".")[0])
+        wait_until(lambda: len(updates) > min(number, 2), 600)  # none follows the third
+        return write(folder, *args, **kwargs)
+
+    def counted(*args, **kwargs):
+        metrics = step(*args, **kwargs)
+        updates.append(metrics)
+        return metrics
+
+    monkeypatch.setattr(trainer, "write_shard", late)
+    monkeypatch.setattr(sft.Trainer, "step", counted)
+    run_sft(sft_options(small_folder, tmp_path / "beside", checkpoint_beside=True, **three))
+    for folder in (tmp_path / "before" / "checkpoints").iterdir():
+        other = tmp_path / "beside" / "checkpoints" / folder.name
+        for file in folder.glob("*.safetensors"):
+            assert file.read_bytes() == (other / file.name).read_bytes()
+        assert read_manifest(folder).state == read_manifest(other).state and not verify(other)

@@ -1,0 +1,1 @@
+"""What several tests share: models, data, programs that ranks run, ways to start them."""

@@ -1,0 +1,168 @@
+"""Programs that tests run under torchrun: train_programs.py NAME MODEL RESULT_FILE [DEVICE]."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from roll_lite.cluster.cluster import Cluster
+from roll_lite.cluster.role import split
+from roll_lite.models.fsdp import whole
+from roll_lite.models.lora import LoraOptions
+from roll_lite.train.batch import TrainingSequence, pack
+from roll_lite.train.checkpoint import load_checkpoint, save_checkpoint
+from roll_lite.train.checkpoint_folders import Checkpoints
+from roll_lite.train.losses import sft_loss
+from roll_lite.train.optimizer import Schedule
+from roll_lite.train.trainer import Trainer
+
+LAYOUTS = {
+    "fsdp2": "fsdp2=0-1",
+    "fsdp2cp2": "fsdp2cp2=0-3,cp=2",
+    "tp2": "tp2=0-1,tp=2",
+    "tp4": "tp4=0-3,tp=4",
+    "cp2tp2": "cp2tp2=0-3,tp=2,cp=2",
+    "fsdp2tp2": "fsdp2tp2=0-3,tp=2",
+    "hsdp2": "hsdp2=0-3,fsdp=2",
+    "copies2tp2": "copies2tp2=0-3,tp=2,fsdp=1",
+}
+LORA = LoraOptions(rank=4, alpha=8.0)
+LORA_LAYOUTS = ("fsdp2tp2",)
+CASES = [(layout, False) for layout in LAYOUTS]
+CASES += [(layout, True) for layout in LORA_LAYOUTS]
+CHECKPOINTING = {"cp2tp2": "selective", "fsdp2cp2": "full"}
+"""Where the backward pass recomputes the collectives of the forward pass too."""
+BUDGETS = {10_000: 1, 200: 2, 60: 5}
+"""Tokens of a micro-batch, and how many of them that gives to a single rank."""
+
+
+class Probe(Trainer):
+    """Shows the gradient that an update would use."""
+
+    def gradient(self, batch):
+        self._accumulate(batch)
+        norm = self._clip()
+        grads = {
+            name: whole(name, parameter.grad, self.tensor_shard).cpu()  # calls carry host tensors
+            for name, parameter in self.optimizer.parameters.items()
+        }
+        self.optimizer.zero_grad()
+        return grads, norm
+
+    def holds_its_part(self):
+        """Whether this rank has what it would cut from the whole: equal copies, zero padding."""
+        shard = self.tensor_shard
+        return shard is None or all(
+            torch.equal(shard.cut(name, whole(name, p, shard), p.shape), p.full_tensor())
+            for name, p in self.model.named_parameters()
+        )
+
+    def shake_adapters(self):
+        """Adapters start with no effect, and half of their gradients at 0."""
+        for name, parameter in self.optimizer.parameters.items():
+            if name.endswith("adapter.up"):
+                torch.nn.init.constant_(parameter.to_local(), 0.01)
+
+
+def make_sequences(num=11, vocab=99):
+    generator = torch.Generator().manual_seed(5)
+    sequences = []
+    for i in range(num):
+        length = int(torch.randint(3, 60, (), generator=generator))
+        sequences.append(
+            TrainingSequence(
+                id=str(i),
+                token_ids=torch.randint(0, vocab, (length,), generator=generator).tolist(),
+                loss_mask=[j > length // 3 for j in range(length)],
+            )
+        )
+    return sequences
+
+
+def options(lora=None):
+    schedule = Schedule(lr=1e-3, warmup_steps=2)
+    return {"loss": sft_loss, "schedule": schedule, "max_grad_norm": 1.0, "lora": lora}
+
+
+def measure(trainer, num_shards):
+    """Gradients of three cuts of one batch, then the losses of five updates, then the weights."""
+    sequences = make_sequences()
+    grads = {
+        budget: trainer.gradient(split(pack(sequences, budget, num_shards=num_shards)))[0][0]
+        for budget in BUDGETS
+    }
+    batch = pack(sequences, 200, num_shards=num_shards)
+    logprobs = trainer.logprobs(split(batch))
+    top = trainer.top_logprobs(split(batch), 5)
+    losses = [trainer.step(split(batch))[0]["loss/loss"] for _ in range(5)]
+    return {
+        "grads": grads, "losses": losses, "state": trainer.state(),
+        "holds": trainer.holds_its_part.options(collect="all")(),
+        "logprobs": by_sequence(batch, [x for part in logprobs for x in part]),
+        "top": by_sequence(batch, [x[0] for part in top for x in part]),
+    }  # fmt: skip
+
+
+def by_sequence(batch, rows):
+    """Rows of micro-batches -> a tensor for each sequence."""
+    found = {}
+    for micro, values in zip(batch, rows, strict=True):
+        for s, index in enumerate(micro.indices_S.tolist()):
+            found[index] = values[micro.sequence_R == s]
+    return [found[i] for i in sorted(found)]
+
+
+def layouts(model, result_file, device="cpu"):
+    with Cluster(" ".join(LAYOUTS.values()), device) as cluster:
+        results = {}
+        for name in LAYOUTS:
+            for lora in (None, LORA) if name in LORA_LAYOUTS else (None,):
+                recomputed = {"checkpointing": CHECKPOINTING.get(name, "none")}
+                trainer = cluster.role(name, Probe, folder=model, **options(lora), **recomputed)
+                if lora:
+                    trainer.shake_adapters()
+                results[name, bool(lora)] = measure(trainer, cluster.device_map[name].num_replicas)
+        results["resumed"] = resume_elsewhere(cluster, model, Path(result_file).parent)
+        results["of copies"] = written_by_copies(cluster, model, Path(result_file).parent)
+        torch.save(results, result_file)
+
+
+def resume_elsewhere(cluster, model, folder):
+    """Written by FSDP x TP ranks, read by other layouts: weights, and losses of three updates."""
+    batches = {
+        name: pack(make_sequences(), 200, num_shards=cluster.device_map[name].num_replicas)
+        for name in LAYOUTS
+    }
+    writer = cluster.role("fsdp2tp2", Trainer, folder=model, **options())
+    for _ in range(3):
+        writer.step(split(batches["fsdp2tp2"]))
+    checkpoints = Checkpoints(folder / "checkpoints")
+    save_checkpoint(checkpoints, [writer], 3, {"position": 3, "fixed": {}})
+    results = {}
+    for name in LAYOUTS:
+        reader = cluster.role(name, Trainer, folder=model, **options())
+        assert load_checkpoint(checkpoints, [reader], {})["position"] == 3
+        state = {name: tensor.clone() for name, tensor in reader.state().items()}
+        losses = [reader.step(split(batches[name]))[0]["loss/loss"] for _ in range(3)]
+        results[name] = state, losses
+    return results
+
+
+def written_by_copies(cluster, model, folder):
+    """Of two copies of the weights: bytes of the checkpoint, and state before and after reading."""
+    writer = cluster.role("hsdp2", Trainer, folder=model, **options())
+    writer.step(split(pack(make_sequences(), 200, num_shards=4)))
+    checkpoints = Checkpoints(folder / "of-copies")
+    save_checkpoint(checkpoints, [writer], 1, {"position": 1, "fixed": {}})
+    num_bytes = sum(
+        path.stat().st_size for path in checkpoints.newest_first()[0].glob("*.safetensors")
+    )
+    written = {name: tensor.clone() for name, tensor in writer.state().items()}
+    reader = cluster.role("fsdp2", Trainer, folder=model, **options())
+    load_checkpoint(checkpoints, [reader], {})
+    return num_bytes, written, {name: tensor.clone() for name, tensor in reader.state().items()}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    globals()[sys.argv[1]](*sys.argv[2:])
