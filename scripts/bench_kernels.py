@@ -22,7 +22,7 @@ from roll_lite.kernels.sample import sample
 from roll_lite.models.config import ModelConfig, shape_config
 from roll_lite.models.cost import device_flops
 from roll_lite.models.logprobs import token_logprobs
-from roll_lite.planning.speed import MEMORY_RATES, known_gpu
+from roll_lite.planning.speed import MEMORY_RATES, known_machine
 
 PAGE = 16
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
@@ -97,9 +97,9 @@ def main(cfg: Config) -> dict[str, object]:
         sys.exit("error: no CUDA device was found; run this where there is one")
     torch.manual_seed(0)
     name, model = torch.cuda.get_device_name(), shape_config(cfg.shape)
-    if (gpu := known_gpu(name)) is None:
+    if (machine := known_machine(name)) is None:
         sys.exit(f"error: the rates of {name} are not known; add them to planning/speed.py")
-    memory, flops = MEMORY_RATES[gpu.name], device_flops(gpu.name)
+    memory, flops = MEMORY_RATES[machine.gpu], device_flops(machine.gpu)
     results: dict[str, object] = {"gpu": name, **vars(cfg)}
     for make, rate in ((sampling, memory), (attention, memory), (head, flops)):
         action, amount = make(cfg, model)

@@ -36,10 +36,9 @@ from roll_lite.models.config import SHAPE
 from roll_lite.models.tiny import build_tiny
 from roll_lite.options import from_flat
 from roll_lite.planning import choose_memory, machine_of, plan_run
-from roll_lite.planning.plan_report import render
-from roll_lite.planning.planner import Plan
-from roll_lite.planning.run_speed import WARM_UP, measured_seconds, seconds_table
-from roll_lite.planning.speed import step_seconds
+from roll_lite.planning.plan import Plan
+from roll_lite.planning.render import render, seconds_table
+from roll_lite.planning.speed import WARM_UP, measured_seconds, step_seconds
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.evaluation import Evaluation
 from roll_lite.rollout.event_loop import rare_collections
@@ -190,7 +189,7 @@ def main(cfg: Config) -> None:
             measured = measured_seconds(rows[min(WARM_UP, len(rows) - 1) :])
             print(f"\n{format_table(memory_table(plan, memory, rows))}\n")
             planned = step_seconds(plan, machine) if machine else {}
-            print(f"{format_table(seconds_table(planned, measured))}\n")
+            print(f"{seconds_table(planned, measured)}\n")
             result = {"model": cfg.model, "steps": len(rows), "seconds": measured}
             result |= {"peak_gib": {k: round(v / 2**30, 2) for k, v in memory.peaks.items()}}
             result |= {"planned_gib": round(plan.needed / 2**30, 2)}

@@ -136,10 +136,9 @@ def throughput(cfg: Config, trainer: RoleHandle, batch: list[MicroBatch]) -> dic
 
 
 def planned_gib(cfg: Config, num_ranks: int) -> float:
-    moment = 2 if cfg.moments == "bfloat16" else 4
     planned = train_memory(
         shape_config(cfg.shape), num_ranks, cfg.tp, cfg.tokens_per_microbatch, 2,
-        checkpointing=cfg.checkpointing, moment_bytes=moment,
+        checkpointing=cfg.checkpointing, moments=cfg.moments,
     )  # fmt: skip
     return planned.total / 2**30
 

@@ -54,6 +54,11 @@ def test_recipes_run_by_name(roll_lite, tiny_folder, tmp_path):
     assert code == 0 and "pass@k of several samples" in printed
 
 
+def test_a_run_is_planned_by_name(roll_lite):
+    code, printed, _ = roll_lite("plan", "--model", "qwen3-8b", "--checkpointing", "full")
+    assert code == 0 and "8,190,735,360 parameters" in printed
+
+
 def test_recipes_are_the_same_modules_however_they_are_imported():
     from roll_lite.recipes import evaluate, rlvr
 

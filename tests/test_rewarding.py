@@ -14,7 +14,7 @@ from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.rendezvous import Launch
 from roll_lite.options import from_flat
 from roll_lite.planning import make_plan
-from roll_lite.planning.plan_report import render
+from roll_lite.planning.render import render
 from roll_lite.recipes import rlvr, sft
 from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rewards.judge import judge_messages

@@ -3,6 +3,7 @@
 roll-lite rlvr --model models/tiny --data reverse:5        # as `python recipes/rlvr.py` in a clone
 roll-lite rlvr --help
 roll-lite eject rlvr mine                                  # then: python mine/rlvr.py
+roll-lite plan --model qwen3-8b --world-size 8             # memory and seconds, without a GPU
 roll-lite export runs/RUN/checkpoints/step-00000100 OUT    # a Hugging Face folder
 roll-lite replay runs/RUN --sample STEP/PROMPT/INDEX       # generates a recorded sample again
 torchrun --nproc-per-node 8 -m roll_lite rlvr ...          # several ranks
@@ -24,6 +25,10 @@ def main() -> None:
         case [name, *arguments] if name in names:
             sys.argv = [f"roll-lite {name}", *arguments]
             runpy.run_module(f"roll_lite.recipes.{name}", run_name="__main__", alter_sys=True)
+        case ["plan", *arguments]:
+            from roll_lite.planning import __main__ as plan
+
+            sys.exit(plan.main(arguments))
         case ["export", *arguments]:
             from roll_lite import export  # not above: it takes torch a second to import
 

@@ -311,7 +311,7 @@ def auto_device_map(
             raise ValueError(
                 f"{listing(roles, 'and')} do not fit on {world_size} ranks: with tp={tp}, the "
                 f"largest possible, {why}; use more ranks, larger devices or a smaller model "
-                "(scripts/plan.py says which options help)"
+                "(`roll-lite plan` says which options help)"
             )
         why = f"tp={tp}: {why}"
     ranks = tuple(range(world_size))

@@ -7,7 +7,7 @@ from roll_lite.device_map import parse_device_map
 from roll_lite.models.attention import PackedAttention
 from roll_lite.models.config import shape_config
 from roll_lite.models.context_parallel import ContextShard
-from roll_lite.planning.planner import BatchPlan, Plan
+from roll_lite.planning.plan import Plan, PlanOptions
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
@@ -78,8 +78,8 @@ def test_spans_attend_as_whole_sequences_do(lengths, size, device):
 
 
 def activations(cp, sample_tokens):
-    batch = BatchPlan(
-        prompts_per_step=4, samples_per_prompt=1, prompt_tokens=1, reply_tokens=sample_tokens - 1,
+    batch = PlanOptions(
+        prompts_per_step=4, samples_per_prompt=1, prompt_tokens=1, max_tokens=sample_tokens - 1,
         tokens_per_microbatch=2**16, kv_cache_gib=8, engines_sleep=True,
     )  # fmt: skip
     device_map = parse_device_map(f"train=all,cp={cp} generate=all", 4)

@@ -13,7 +13,6 @@ import pytest
 import torch
 import transformers
 from support.models import FAMILIES, SMALL
-from support.paths import SCRIPTS
 
 from roll_lite.device_map import auto_device_map, parse_device_map
 from roll_lite.engine.attention_backends import PAGE_SIZE
@@ -42,11 +41,12 @@ from roll_lite.models.memory import (
 from roll_lite.models.shapes import PLANNED_SHAPES, SHAPES
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Transformer
-from roll_lite.planning.plan_report import remedies, render
-from roll_lite.planning.planner import BatchPlan, Plan, take_turns
-from roll_lite.planning.speed import HOST_RATE, Machine, known_gpu, step_seconds
+from roll_lite.planning import __main__ as plan_command
+from roll_lite.planning.plan import Plan, PlanOptions, take_turns
+from roll_lite.planning.render import remedies, render, turns_line, warnings
+from roll_lite.planning.speed import HOST_RATE, known_machine, step_seconds
 
-SCRIPT = SCRIPTS / "plan.py"
+SCRIPT = plan_command.__file__
 GIB = 2**30
 HAND = parse_config(
     {
@@ -125,8 +125,10 @@ def test_a_mixture_can_be_planned_but_not_run(tmp_path):
         with pytest.raises(ValueError, match=r"qwen3_moe|is not known"):
             refused()
     device_map = parse_device_map("train=all generate=all", 64)
-    result = Plan(planned_config(tmp_path), device_map, BatchPlan(checkpointing="full"), 141 * GIB)
-    assert result.fits and "planned only, and cannot be trained yet" in result.warnings[0]
+    result = Plan(
+        planned_config(tmp_path), device_map, PlanOptions(checkpointing="full"), 141 * GIB
+    )
+    assert result.fits and "planned only, and cannot be trained yet" in warnings(result)[0]
 
 
 def test_an_unknown_shape_is_named():
@@ -167,7 +169,7 @@ def test_bytes_by_hand():
     )  # fmt: skip
     # full checkpointing keeps the residual stream and what comes to it, 16-bit moments take half
     assert saved_bytes_per_token(HAND, 1, 2, "full") == 2 * (2 * 2 * 8) + 2 * 3 * 8 + 4 * (1 + 4)
-    assert train_memory(HAND, 4, 1, 100, 2, moment_bytes=2).optimizer == 4 * 434
+    assert train_memory(HAND, 4, 1, 100, 2, moments="bfloat16").optimizer == 4 * 434
     # selective: also qkv of 32, attention of 16 and its 4 sums, `out`, gate and up
     kept = 2 * (2 * 8 + 32 + 16 + 8 + 2 * 16) + 4 * 4
     assert saved_bytes_per_token(HAND, 1, 2, "selective") == 2 * kept + 2 * 3 * 8 + 4 * (1 + 4)
@@ -187,7 +189,7 @@ def test_bytes_by_hand():
         ("qwen3-0.6b", 32768, {"checkpointing": "selective"}, 37.5),
         ("qwen3-0.6b", 32768, {"checkpointing": "full"}, 14.9),
         ("qwen3-1.7b", 16384, {}, 60.4),
-        ("qwen3-8b", 16384, {"checkpointing": "full", "moment_bytes": 2}, 107.9),
+        ("qwen3-8b", 16384, {"checkpointing": "full", "moments": "bfloat16"}, 107.9),
         ("smollm2-135m", 32768, {}, 18.3),
         ("qwen3-0.6b", 32768, {"lora_rank": 16}, 43.31),
         ("qwen3-0.6b", 32768, {"lora_rank": 16, "checkpointing": "full"}, 7.30),
@@ -275,20 +277,21 @@ def test_roles_on_one_rank_add_up_what_stays_and_take_turns_with_the_rest():
 
 
 def test_the_arithmetic_of_a_step():
-    batch = BatchPlan(
-        prompts_per_step=30, samples_per_prompt=8, prompt_tokens=100, reply_tokens=29,
+    batch = PlanOptions(
+        prompts_per_step=30, samples_per_prompt=8, prompt_tokens=100, max_tokens=29,
         tokens_per_microbatch=1000, updates_per_step=3, kv_cache_gib=1.0,
     )  # fmt: skip
     device_map = parse_device_map("train=0-3,tp=2 generate=4-7", 8)
     result = Plan(shape_config("qwen3-8b"), device_map, batch, 1000 * GIB)
     # 240 samples of 129 tokens: 80 an update, 40 on each of two trainers; 128 packed tokens each
-    assert result.step.samples_per_rank == 3 * 40
-    assert result.step.tokens_per_rank == 3 * 40 * 129
-    assert result.step.microbatches_per_rank == 3 * 6  # seven samples in each of six micro-batches
-    assert result.step.samples_per_replica == 60
+    assert batch.samples.per_update(device_map["train"]) == 40
+    # seven samples in each of six micro-batches
+    assert batch.samples.microbatches(device_map["train"], 1000) == 3 * 6
+    assert batch.samples.generated_by(device_map["generate"]) == 60
+    assert "rank: 120 samples, 15,480 tokens, 18 micro-batches of up to 1,000" in render(result)
     # 9 pages of 16 tokens, each 36 layers x 2 x 8 kv heads x 128 in bf16
     assert result.ranks[1].samples_at_once == 2**30 // (144 * 147456) == 50
-    assert result.fits and not result.warnings
+    assert result.fits and not warnings(result)
     # 999 packed tokens, which the micro-batch limits, not the 40 samples
     trainer = train_memory(shape_config("qwen3-8b"), 4, 2, 1000, 2)
     assert result.ranks[0].memory == trainer
@@ -297,7 +300,7 @@ def test_the_arithmetic_of_a_step():
 def test_equal_ranks_are_one_line_and_a_cache_fits_the_fullest_rank_of_its_engine():
     config = shape_config("qwen3-8b")
     device_map = parse_device_map("train=0-4 generate=0-7,tp=2", 8)
-    batch = BatchPlan(samples_per_prompt=512, tokens_per_microbatch=4096)
+    batch = PlanOptions(samples_per_prompt=512, tokens_per_microbatch=4096)
     result = Plan(config, device_map, batch, 80 * GIB)
     assert [(part.ranks, part.roles) for part in result.ranks] == [
         ((0, 1, 2, 3, 4), ("train", "generate")),
@@ -312,7 +315,7 @@ def test_equal_ranks_are_one_line_and_a_cache_fits_the_fullest_rank_of_its_engin
 
 def test_a_cache_is_no_larger_than_its_samples():
     device_map, _ = auto_device_map(8, shape_config("qwen3-0.6b"), 80 * GIB, ["train", "generate"])
-    result = Plan(shape_config("qwen3-0.6b"), device_map, BatchPlan(), 80 * GIB)
+    result = Plan(shape_config("qwen3-0.6b"), device_map, PlanOptions(), 80 * GIB)
     # 32 samples of 1,280 tokens on each rank, 28 layers x 2 x 8 x 128 in bf16
     assert result.ranks[0].memory.kv_cache == 32 * 1280 * 114688
     assert result.ranks[0].samples_at_once == 32
@@ -320,7 +323,7 @@ def test_a_cache_is_no_larger_than_its_samples():
 
 def make_plan(text, world_size=8, name="qwen3-8b", gib=80, **changes):
     device_map = parse_device_map(text, world_size)
-    return Plan(planned_config(name), device_map, BatchPlan(**changes), gib * GIB)
+    return Plan(planned_config(name), device_map, PlanOptions(**changes), gib * GIB)
 
 
 def test_copies_of_the_weights_take_memory():
@@ -368,7 +371,7 @@ def test_offloaded_trainers_leave_their_memory_to_the_engine():
     assert more == [0, 60 * GIB, weights + 60 * GIB]
     adapters = make_plan(**options, engines_sleep=True, offload=True, lora_rank=16)
     assert list(adapters.ranks[0].phases.values())[1].total == weights
-    seconds = step_seconds(plan, Machine(known_gpu("H200")))
+    seconds = step_seconds(plan, known_machine("H200"))
     moved = [2 * masters + weights, 2 * masters]  # the reference never changes
     assert [seconds[name] for name in ("reload", "offload")] == pytest.approx(
         [num_bytes / HOST_RATE for num_bytes in moved]
@@ -379,13 +382,17 @@ def test_offloaded_trainers_leave_their_memory_to_the_engine():
     ("name", "options", "chosen"),
     [
         ("qwen3-0.6b", {"kv_cache_gib": 40.0}, None),
-        ("qwen3-1.7b", {"kv_cache_gib": 90.0}, "engines_sleep: a rank would need"),
-        ("qwen3-8b", {"moments": "bfloat16"}, "engines_sleep and offload: a rank would need"),
+        ("qwen3-1.7b", {"kv_cache_gib": 90.0}, "chosen: engines_sleep: a rank"),
+        (
+            "qwen3-8b",
+            {"moments": "bfloat16"},
+            "chosen: engines_sleep and offload: a rank",
+        ),
         ("qwen3-14b", {"lora_rank": 16, "kv_cache_gib": 30.0}, None),
         (
             "qwen3-32b",
             {"lora_rank": 16, "kv_cache_gib": 40.0},
-            "engines_sleep and offload: a rank would need",
+            "chosen: engines_sleep and offload: a rank",
         ),
         ("qwen3-14b", {"moments": "bfloat16"}, None),  # 165 GiB of masters, gradients and moments
     ],
@@ -393,16 +400,16 @@ def test_offloaded_trainers_leave_their_memory_to_the_engine():
 def test_auto_takes_turns_where_memory_asks_for_it(name, options, chosen):
     options = {"checkpointing": "full", "kv_cache_gib": 60.0} | options
     plan = make_plan("train=all generate=all", 1, name, gib=139.8, **options)
-    new, why = take_turns(plan)
-    assert (why or "").startswith(chosen or "") and bool(why) == bool(chosen)
-    assert new.fits_devices or not chosen
-    ahead = replace(plan, batch=replace(plan.batch, max_staleness=1))
-    assert take_turns(ahead) == (ahead, None)
+    new = take_turns(plan)
+    assert (new is not plan) == bool(chosen)
+    assert not chosen or (new.fits_devices and turns_line(plan, new).startswith(chosen))
+    ahead = replace(plan, options=replace(plan.options, max_staleness=1))
+    assert take_turns(ahead) is ahead
 
 
 def test_a_judge_has_its_own_model_and_cache():
     small, device_map = shape_config("qwen3-0.6b"), parse_device_map("train=all judge=all", 1)
-    batch = BatchPlan(judge_cache_gib=2.0, checkpointing="full")
+    batch = PlanOptions(judge_cache_gib=2.0, checkpointing="full")
     configs = {"judge": small}
     with_judge = Plan(shape_config("qwen3-1.7b"), device_map, batch, 141 * GIB, configs)
     alone = Plan(shape_config("qwen3-1.7b"), parse_device_map("train=all", 1), batch, 141 * GIB)
@@ -494,22 +501,22 @@ def test_where_nothing_helps_it_says_so():
             "a sample of 1279 tokens does not fit a micro-batch; raise tokens_per_microbatch=1000",
         ),
         (
-            {"text": "train=all generate=all", "reply_tokens": 50000},
+            {"text": "train=all generate=all", "max_tokens": 50000},
             "a sample of 50256 tokens exceeds the model's 40960 positions",
         ),
     ],
 )
 def test_problems_and_warnings(options, message):
     result = make_plan(**options)
-    found = (*result.problems, *result.warnings)
+    found = (*result.problems, *warnings(result))
     assert any(re.search(message, text) for text in found), found
 
 
 def test_nonsense_is_refused():
-    with pytest.raises(ValueError, match="reply_tokens=0 must be at least 1"):
-        BatchPlan(reply_tokens=0)
+    with pytest.raises(ValueError, match="max_tokens=0 must be at least 1"):
+        PlanOptions(max_tokens=0)
     with pytest.raises(ValueError, match="kv_cache_gib=0 must be above 0"):
-        BatchPlan(kv_cache_gib=0)
+        PlanOptions(kv_cache_gib=0)
     with pytest.raises(ValueError, match="memory of role poet is not known; known are train"):
         assert make_plan("train=all generate=all poet=0").problems
 
@@ -525,7 +532,7 @@ def test_4096_ranks_take_less_than_two_seconds(text):
         device_map, _ = auto_device_map(4096, config, 80 * GIB, roles)
     else:
         device_map = parse_device_map(text, 4096)
-    shown = render(Plan(config, device_map, BatchPlan(prompts_per_step=4096), 80 * GIB))
+    shown = render(Plan(config, device_map, PlanOptions(prompts_per_step=4096), 80 * GIB))
     assert time.process_time() - start < 2
     assert len(shown.splitlines()) < 30 and "4095" in shown
 
@@ -566,10 +573,13 @@ def test_the_script_refuses_a_bad_map_without_a_traceback(command, arguments, wo
 
 
 def test_planning_needs_no_torch():
-    code = f"""
+    code = """
 import runpy, sys
-sys.argv = ["plan.py"]
-runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+sys.argv = ["plan"]
+try:
+    runpy.run_module("roll_lite.planning", run_name="__main__")
+except SystemExit as end:
+    assert not end.code
 sys.exit(3 if "torch" in sys.modules else 0)
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -4,38 +4,36 @@ import json
 from dataclasses import replace
 
 import pytest
-from support.paths import SCRIPTS
 
 from roll_lite.device_map import parse_device_map
 from roll_lite.models.config import planned_config, shape_config
 from roll_lite.models.cost import DENSE_BF16, count_parameters
-from roll_lite.planning.plan_report import render
-from roll_lite.planning.planner import BatchPlan, Plan
-from roll_lite.planning.run_speed import run_table
+from roll_lite.planning import __main__ as plan_command
+from roll_lite.planning.plan import Plan, PlanOptions, Samples
+from roll_lite.planning.render import render
 from roll_lite.planning.speed import (
     NETWORK_RATE,
-    Gpu,
     Machine,
     Pass,
     copy_seconds,
     generate_seconds,
-    known_gpu,
-    score_seconds,
+    known_machine,
+    run_seconds,
     shard_seconds,
     step_seconds,
     sync_seconds,
-    train_seconds,
     update_seconds,
 )
 
-SCRIPT = SCRIPTS / "plan.py"
-H200 = known_gpu("NVIDIA H200")
+SCRIPT = plan_command.__file__
+H200 = known_machine("NVIDIA H200")
 GIB = 2**30
+FULL = {"length": 2048, "num_rows": 2048}
 
 
 def test_gpus_are_known_by_a_part_of_their_name():
-    assert all(known_gpu(f"NVIDIA {part} 80GB HBM3").name == part for part in DENSE_BF16)
-    assert known_gpu("cpu") is None
+    assert all(known_machine(f"NVIDIA {part} 80GB HBM3").gpu == part for part in DENSE_BF16)
+    assert known_machine("cpu") is None
     # measured: a bf16 matrix product at 777 TFLOP/s, a copy at 4.27 TB/s
     assert H200.products == pytest.approx(777e12, rel=0.01)
     assert H200.memory == pytest.approx(4.27e12, rel=0.01)
@@ -55,13 +53,12 @@ def test_gpus_are_known_by_a_part_of_their_name():
 def test_training_takes_about_what_a_gpu_took(
     shape, tokens, checkpointing, tokens_per_second, logprobs_per_second
 ):
-    config, work = shape_config(shape), Pass(num_samples=tokens / 2048, length=2048, num_rows=2048)
-    options = {"checkpointing": checkpointing, "is_frozen": False}
-    seconds = train_seconds(config, H200, 1, work, **options)
+    config = shape_config(shape)
+    work = Pass(config=config, machine=H200, num_samples=tokens / 2048, **FULL)
+    seconds = work.training(checkpointing, is_frozen=False)
     seconds += update_seconds(count_parameters(config).total, H200)
     assert seconds == pytest.approx(tokens / tokens_per_second, rel=0.16)
-    scoring = score_seconds(config, H200, 1, work)
-    assert scoring == pytest.approx(tokens / logprobs_per_second, rel=0.25)
+    assert work.scoring == pytest.approx(tokens / logprobs_per_second, rel=0.25)
 
 
 @pytest.mark.parametrize(
@@ -75,10 +72,8 @@ def test_training_takes_about_what_a_gpu_took(
     ],
 )
 def test_training_adapters_takes_about_what_a_gpu_took(shape, tokens, checkpointing, measured):
-    work = Pass(num_samples=tokens / 2048, length=2048, num_rows=2048)
-    options = {"checkpointing": checkpointing, "is_frozen": True}
-    seconds = train_seconds(shape_config(shape), H200, 1, work, **options)
-    assert seconds == pytest.approx(measured, rel=0.12)
+    work = Pass(config=shape_config(shape), machine=H200, num_samples=tokens / 2048, **FULL)
+    assert work.training(checkpointing, is_frozen=True) == pytest.approx(measured, rel=0.12)
 
 
 @pytest.mark.parametrize(
@@ -97,10 +92,14 @@ def test_training_adapters_takes_about_what_a_gpu_took(shape, tokens, checkpoint
 def test_a_step_takes_about_what_a_gpu_took(shape, options, generate, train):
     """256 samples of 256 + 1,024 tokens on one rank, the engine asleep during training."""
     device_map = parse_device_map("train=all generate=all", 1)
-    batch = BatchPlan(engines_sleep=True, **options)
-    seconds = step_seconds(Plan(shape_config(shape), device_map, batch, 139 * GIB), Machine(H200))
+    batch = PlanOptions(engines_sleep=True, **options)
+    seconds = step_seconds(Plan(shape_config(shape), device_map, batch, 139 * GIB), H200)
     assert seconds["generate"] == pytest.approx(generate, rel=0.2)
     assert seconds["train"] == pytest.approx(train, rel=0.2)
+
+
+def generated(num_samples, **lengths):
+    return Samples(num_generated=num_samples, num_trained=0, num_updates=1, **lengths)
 
 
 @pytest.mark.parametrize(
@@ -117,24 +116,27 @@ def test_a_step_takes_about_what_a_gpu_took(shape, options, generate, train):
 def test_generation_takes_about_what_a_gpu_took(shape, workload, tokens_per_second):
     """With the workload's mean and longest lengths."""
     lengths = {"prompt_tokens": 200, "reply_tokens": 287, "longest_reply": 512}
-    sizes = {"num_samples": 1024, "num_prompts": 64, "at_once": 1024}
+    num_samples, per_prompt = 1024, 16
     if workload == "N":
         lengths = {"prompt_tokens": 562, "reply_tokens": 587, "longest_reply": 1024}
-        sizes = dict.fromkeys(sizes, 256)
-    seconds = generate_seconds(shape_config(shape), H200, 1, **sizes, **lengths)
-    tokens = sizes["num_samples"] * lengths["reply_tokens"]
+        num_samples, per_prompt = 256, 1
+    seconds = generate_seconds(
+        shape_config(shape), H200, 1, samples=generated(num_samples, **lengths),
+        samples_per_prompt=per_prompt, at_once=num_samples,
+    )  # fmt: skip
+    tokens = num_samples * lengths["reply_tokens"]
     assert seconds == pytest.approx(tokens / tokens_per_second, rel=0.16)
 
 
 def test_a_colocated_step_of_32b_takes_about_what_a_gpu_took():
     """LoRA of rank 16, 64 samples of 21 + 256 tokens; engine and trainer take turns."""
-    batch = BatchPlan(
-        prompts_per_step=8, prompt_tokens=21, reply_tokens=256, checkpointing="full",
+    batch = PlanOptions(
+        prompts_per_step=8, prompt_tokens=21, max_tokens=256, checkpointing="full",
         lora_rank=16, kv_cache_gib=12.0, engines_sleep=True, offload=True,
     )  # fmt: skip
     device_map = parse_device_map("train=all generate=all", 1)
     plan = Plan(shape_config("qwen3-32b"), device_map, batch, 139 * GIB)
-    seconds = step_seconds(plan, Machine(H200))
+    seconds = step_seconds(plan, H200)
     assert seconds["generate"] == pytest.approx(5.11, rel=0.2)
     assert seconds["train"] == pytest.approx(6.61, rel=0.2)
     assert seconds["step"] == pytest.approx(15.08, rel=0.2)
@@ -186,35 +188,34 @@ def test_a_run_that_cannot_be_planned_is_refused(tmp_path, changed, message):
     (tmp_path / "config.json").write_text(json.dumps({"recipe": "rlvr"} | changed))
     (tmp_path / "metrics.jsonl").write_text("\n".join([json.dumps(ADDITION)] * 3))
     with pytest.raises(ValueError, match=message):
-        run_table(tmp_path)
+        run_seconds(tmp_path)
 
 
-ROUND = Gpu(name="round", products=1e12, attention=1e11, memory=1e10, link=1e9)
+ROUND = Machine(gpu="round", products=1e12, attention=1e11, memory=1e10, link=1e9)
 
 
 def test_a_pass_by_hand():
     """qwen3-0.6b: 28 layers, 16 heads of 128; two samples of 100 tokens, 60 of them with a loss."""
-    config, work = shape_config("qwen3-0.6b"), Pass(num_samples=2, length=100, num_rows=60)
+    config = shape_config("qwen3-0.6b")
+    work = Pass(config=config, machine=ROUND, num_samples=2, length=100, num_rows=60)
     matrices = 28 * (1024 * 128 * (16 + 16 + 16) + 3 * 1024 * 3072)
     products = 2 * matrices * 200 / 1e12
     head = 2 * 151936 * 1024 * 120 / 1e12
     attention = 28 * 4 * 16 * 128 * 2 * 5050 / 1e11
     other = 160 * 200 * 28 * 1024 / 1e10
-    assert work.forward(config, ROUND) == pytest.approx((products, head, attention, other))
+    assert work.forward == pytest.approx((products, head, attention, other))
     whole = products + head + attention + other
-    assert score_seconds(config, ROUND, 1, work) == pytest.approx(whole)
+    assert work.scoring == pytest.approx(whole)
     full = {"checkpointing": "full", "is_frozen": False}
     expected = 4 * whole - head
-    assert train_seconds(config, ROUND, 1, work, **full) == pytest.approx(expected)
+    assert work.training(**full) == pytest.approx(expected)
     lora = full | {"is_frozen": True}
-    assert train_seconds(config, ROUND, 1, work, **lora) == pytest.approx(
-        expected - products - head
-    )
+    assert work.training(**lora) == pytest.approx(expected - products - head)
     # two ranks: half of all that, and two sums of 2 x 1,024 bytes a layer, forward and backward,
     # of which a ring sends each byte once
     reduced = 2 * 28 * 2 * 2 * 1024 * 200 / 1e9
     none = {"checkpointing": "none", "is_frozen": False}
-    assert train_seconds(config, ROUND, 2, work, **none) == pytest.approx(1.5 * whole + reduced)
+    assert replace(work, tp=2).training(**none) == pytest.approx(1.5 * whole + reduced)
 
 
 def test_traffic_by_hand():
@@ -230,10 +231,12 @@ def test_traffic_by_hand():
 
 def test_a_decoding_step_reads_the_experts_that_its_rows_use():
     config = planned_config("qwen3-30b-a3b")
-    options = {"num_prompts": 1, "prompt_tokens": 1}
-    options |= dict.fromkeys(("reply_tokens", "longest_reply"), 1000)
+    lengths = {"prompt_tokens": 1, "reply_tokens": 1000, "longest_reply": 1000}
     one, many = (
-        generate_seconds(config, H200, 1, num_samples=n, at_once=n, **options) for n in (1, 256)
+        generate_seconds(
+            config, H200, 1, samples=generated(n, **lengths), samples_per_prompt=n, at_once=n
+        )
+        for n in (1, 256)
     )
     # one row reads the 3.0 G parameters it uses (no embedding), 256 rows nearly all of 30.2 G
     fixed = 1000 * 48 * 30e-6
@@ -242,28 +245,28 @@ def test_a_decoding_step_reads_the_experts_that_its_rows_use():
 
 
 def make_plan(text, **changes):
-    batch = BatchPlan(checkpointing="full", **changes)
+    batch = PlanOptions(checkpointing="full", **changes)
     return Plan(shape_config("qwen3-8b"), parse_device_map(text, 8), batch, 80 * GIB)
 
 
 def test_parts_follow_each_other_unless_engines_run_ahead():
-    machine = Machine(H200)
+    machine = H200
     shared = step_seconds(make_plan("train=all generate=all reference=all"), machine)
     assert list(shared) == ["generate", "reference", "train", "sync", "step"]
     assert shared["step"] == pytest.approx(sum(shared.values()) / 2)
     apart = make_plan("train=0-3 generate=4-7")
     in_turn = step_seconds(apart, machine)
-    ahead = step_seconds(replace(apart, batch=replace(apart.batch, max_staleness=1)), machine)
+    ahead = step_seconds(replace(apart, options=replace(apart.options, max_staleness=1)), machine)
     assert in_turn["step"] == pytest.approx(sum(in_turn.values()) / 2)
     assert ahead["step"] == max(ahead["generate"], ahead["train"] + ahead["sync"])
-    twice = replace(apart, batch=replace(apart.batch, epochs=2))
+    twice = replace(apart, options=replace(apart.options, epochs=2))
     assert step_seconds(twice, machine)["train"] == pytest.approx(2 * in_turn["train"])
 
 
 def test_small_micro_batches_wait_for_the_network():
     """Weights and gradients of each one cross it: 8 bytes a parameter, 7 of 8 shares."""
     plan = make_plan("train=all generate=all", tokens_per_microbatch=1280)
-    near, far = (step_seconds(plan, Machine(H200, n))["train"] for n in (8, 4))
+    near, far = (step_seconds(plan, replace(H200, ranks_per_node=n))["train"] for n in (8, 4))
     traffic = 32 * 8 * 8_190_735_360 * 7 / 8 / NETWORK_RATE
     update = update_seconds(8_190_735_360 / 8, H200)
     assert far == pytest.approx(traffic + update) and near < far / 4
@@ -271,6 +274,6 @@ def test_small_micro_batches_wait_for_the_network():
 
 def test_a_plan_that_does_not_fit_has_no_seconds():
     fits = make_plan("train=all generate=all")
-    assert "seconds: about" in render(fits, Machine(H200)) and "seconds" not in render(fits)
+    assert "seconds: about" in render(fits, H200) and "seconds" not in render(fits)
     cramped = replace(fits, device_bytes=20 * GIB)
-    assert "seconds" not in render(cramped, Machine(H200))
+    assert "seconds" not in render(cramped, H200)

@@ -62,7 +62,7 @@ def train_memory(
     width: int,
     *,
     checkpointing: str = "none",
-    moment_bytes: int = 4,
+    moments: str = "float32",
     lora_rank: int = 0,
     lora_targets: Collection[str] = LORA_TARGETS,
 ) -> RankMemory:
@@ -76,7 +76,7 @@ def train_memory(
     counts, targets = count_parameters(config, tp), lora_targets if lora_rank else ()
     adapters = adapter_parameters(config, lora_rank, targets, tp)  # of a block
     trained = config.num_layers * adapters if lora_rank else counts.total
-    shard = ceil(trained / num_ranks)
+    shard, moment_bytes = ceil(trained / num_ranks), 4 if moments == "float32" else 2
     frozen = width * ceil(counts.total / num_ranks) if lora_rank else 0
     per_token = saved_bytes_per_token(config, tp, width, checkpointing)
     if checkpointing != "full":

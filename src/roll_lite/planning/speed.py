@@ -5,24 +5,26 @@ Published rates of a GPU, times the shares of them that this code reached on one
 ranks is counted by bytes and was not measured; the time of rewards is not counted.
 """
 
+import json
 import re
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
 
-from roll_lite.device_map import Role
-from roll_lite.models.config import MixtureConfig, ModelConfig
+from roll_lite.device_map import DeviceMap, Role, parse_device_map
+from roll_lite.models.config import MixtureConfig, ModelConfig, planned_config
 from roll_lite.models.cost import (
     adapter_parameters,
     block_cost,
     count_parameters,
     device_flops,
-    forward_flops,
     kv_bytes_per_token,
     mlp_cost,
     vocabulary_rows,
 )
 from roll_lite.models.memory import PAGE_TOKENS
-from roll_lite.planning.planner import BatchPlan, Plan, memory_of, share
+from roll_lite.planning.plan import Plan, PlanOptions, Samples, memory_of, share
 
 MEMORY_RATES = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.04e12, "L40S": 0.86e12, "B200": 8e12}
 LINK_RATES = {"H200": 450e9, "H100": 450e9, "A100": 300e9, "L40S": 32e9, "B200": 900e9}
@@ -47,12 +49,18 @@ SYNC_SECONDS = 3e-3  # of the host, beyond the bytes; without a digest of the we
 PAGE_SECONDS = 0.5e-6  # of the host, to forget a page of the KV cache when weights are new
 HOST_RATE = 50e9  # bytes per second to and from pinned host memory, PCIe 5; assumed
 
+WARM_UP = 2
+"""Steps of a run that are left out: they capture graphs, compile kernels and pin host memory."""
+ANY_BYTES = 2**50  # of a device: a run that is there has fitted
+PLANNED_ROLES = {"train", "generate", "reference"}
+"""Roles of a run whose model is the policy's, or as large."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """What a GPU reaches, per second."""
+class Machine:
+    """What each GPU of a machine reaches in a second."""
 
-    name: str
+    gpu: str
     products: float
     """Flops of matrix products."""
     attention: float
@@ -60,98 +68,64 @@ class Gpu:
     memory: float
     """Bytes."""
     link: float
-    """Bytes to other GPUs of the machine."""
-
-
-def known_gpu(name: str) -> Gpu | None:
-    """By a part of the device's name; None if it is not known."""
-    part = next((part for part in MEMORY_RATES if re.search(rf"\b{part}\b", name)), None)
-    if part is None:
-        return None
-    flops = device_flops(part)
-    return Gpu(
-        name=part,
-        products=PRODUCTS_SHARE * flops,
-        attention=ATTENTION_SHARE * flops,
-        memory=MEMORY_SHARE * MEMORY_RATES[part],
-        link=LINK_RATES[part],
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Where a plan would run."""
-
-    gpu: Gpu
+    """Bytes to other GPUs of the same machine."""
     ranks_per_node: int = 8
 
     def rate(self, ranks: Collection[int]) -> float:
         """Bytes per second between ranks: NVLink in one machine, else the network."""
         nodes = {rank // self.ranks_per_node for rank in ranks}
-        return self.gpu.link if len(nodes) == 1 else NETWORK_RATE
+        return self.link if len(nodes) == 1 else NETWORK_RATE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Samples:
-    """The samples of a step: those of a plan have their full length, those of a run a mean."""
-
-    num_generated: int
-    num_trained: int
-    prompt_tokens: float
-    reply_tokens: float
-    longest_reply: int
-    num_updates: int
-
-    @staticmethod
-    def planned(batch: BatchPlan) -> "Samples":
-        return Samples(
-            num_generated=batch.num_samples, num_trained=batch.num_samples,
-            prompt_tokens=batch.prompt_tokens, reply_tokens=batch.reply_tokens,
-            longest_reply=batch.reply_tokens, num_updates=batch.updates_per_step,
-        )  # fmt: skip
-
-    def passed(self, role: Role) -> "Pass":
-        """Those of one replica of a role: what each of its `cp` ranks reads of them."""
-        return Pass(
-            num_samples=share(self.num_trained, role.num_replicas) / role.cp,
-            length=self.prompt_tokens + self.reply_tokens - 1,
-            num_rows=self.reply_tokens,
-        )
-
-    def microbatches(self, role: Role, tokens: int) -> int:
-        """Of one replica of a role, in one pass over the samples."""
-        in_update = share(share(self.num_trained, self.num_updates), role.num_replicas)
-        in_microbatch = max(1, int(tokens // self.passed(role).length))
-        return share(in_update, in_microbatch) * self.num_updates
+def known_machine(device_name: str, ranks_per_node: int = 8) -> Machine | None:
+    """By a part of the device's name; None if its speed is not known."""
+    gpu = next((part for part in MEMORY_RATES if re.search(rf"\b{part}\b", device_name)), None)
+    if gpu is None:
+        return None
+    return Machine(
+        gpu=gpu,
+        products=PRODUCTS_SHARE * device_flops(gpu),
+        attention=ATTENTION_SHARE * device_flops(gpu),
+        memory=MEMORY_SHARE * MEMORY_RATES[gpu],
+        link=LINK_RATES[gpu],
+        ranks_per_node=ranks_per_node,
+    )
 
 
 def step_seconds(plan: Plan, machine: Machine, samples: Samples | None = None) -> dict[str, float]:
-    """Seconds of the parts of a step, and of the whole, `step`.
+    """Seconds of the parts of a step, and of the whole, `step`: for the samples that a run had, or
+    for those of the plan.
 
     Parts follow each other, unless the engines run ahead on ranks of their own.
     """
-    device_map, batch = plan.device_map, plan.batch
-    samples, seconds = samples or Samples.planned(batch), {}
+    device_map, options = plan.device_map, plan.options
+    samples = samples or options.samples
+    train, generate = device_map["train"], device_map["generate"]
+    seconds = {}
     for name in ("reward_model", "reference", "critic"):
         if name in device_map:
-            seconds[name] = _score_seconds(plan, device_map[name], machine.gpu, samples)
+            seconds[name] = _role_pass(plan, device_map[name], machine, samples).scoring
     if "critic" in device_map:
         seconds["critic"] += _train_seconds(plan, device_map["critic"], machine, samples, 0)
-    train, generate = device_map["train"], device_map["generate"]
-    seconds["train"] = _train_seconds(plan, train, machine, samples, batch.lora_rank)
-    seconds["train"] += batch.policy_scores * _score_seconds(plan, train, machine.gpu, samples)
+    seconds["train"] = _train_seconds(plan, train, machine, samples, options.lora_rank)
+    seconds["train"] += options.policy_scores * _role_pass(plan, train, machine, samples).scoring
     seconds["sync"] = sync_seconds(
-        plan.config, machine.gpu, machine.rate(train.ranks), len(train.ranks)
+        plan.config, machine, machine.rate(train.ranks), len(train.ranks)
     )
-    held = share(samples.num_generated, generate.num_replicas)
-    pages = held * (samples.prompt_tokens + samples.reply_tokens) / PAGE_TOKENS
-    seconds["sync"] += pages * PAGE_SECONDS
-    if batch.engines_sleep:
+    tokens = samples.generated_by(generate) * (samples.prompt_tokens + samples.reply_tokens)
+    seconds["sync"] += tokens / PAGE_TOKENS * PAGE_SECONDS
+    if options.engines_sleep:
         seconds["sleep"] = SLEEP_SECONDS
-    for name, num_bytes in _offloaded_bytes(plan).items() if batch.offload else ():
+    for name, num_bytes in _offloaded_bytes(plan).items() if options.offload else ():
         seconds[name] = seconds.get(name, 0.0) + num_bytes / HOST_RATE
-    others, generating = sum(seconds.values()), _generate_seconds(plan, machine.gpu, samples)
-    runs_ahead = batch.max_staleness and set(train.ranks).isdisjoint(generate.ranks)
+    others = sum(seconds.values())
+    generating = samples.num_generated * SAMPLE_SECONDS + generate_seconds(
+        plan.config, machine, generate.tp,
+        samples=replace(samples, num_generated=samples.generated_by(generate)),
+        samples_per_prompt=options.samples_per_prompt,
+        at_once=min(part.samples_at_once for part in plan.ranks if "generate" in part.roles),
+    )  # fmt: skip
+    runs_ahead = options.max_staleness and set(train.ranks).isdisjoint(generate.ranks)
     whole = max(generating, others) if runs_ahead else generating + others
     return {"generate": generating, **seconds, "step": whole}
 
@@ -159,33 +133,26 @@ def step_seconds(plan: Plan, machine: Machine, samples: Samples | None = None) -
 def _offloaded_bytes(plan: Plan) -> dict[str, int]:
     """Between a rank and its host: masters and moments leave, they and frozen weights come back;
     with adapters the engine reads frozen weights from the host too."""
-    batch, num_bytes = plan.batch, {"reload": 0, "offload": 0, "sync": 0}
-    moment = batch.train_options["moment_bytes"]
+    num_bytes = {"reload": 0, "offload": 0, "sync": 0}
     for role in plan.device_map.roles:
         if role.name in ("train", "critic", "reference"):
             held = memory_of(plan, role)
+            masters = held.gradients  # of the same parameters, in fp32 too
             num_bytes["reload"] += held.weights + held.optimizer
-            num_bytes["offload"] += held.optimizer * (4 + 2 * moment) // (2 * moment)
-            num_bytes["sync"] += held.weights * (role.name == "train" and batch.lora_rank > 0)
+            num_bytes["offload"] += masters + held.optimizer
+            if role.name == "train" and plan.options.lora_rank > 0:
+                num_bytes["sync"] += held.weights
     return num_bytes
 
 
-def _generate_seconds(plan: Plan, gpu: Gpu, samples: Samples) -> float:
-    generate, per_prompt = plan.device_map["generate"], plan.batch.samples_per_prompt
-    at_once = min(part.samples_at_once for part in plan.ranks if "generate" in part.roles)
-    num_samples = share(samples.num_generated, generate.num_replicas)
-    return samples.num_generated * SAMPLE_SECONDS + generate_seconds(
-        plan.config, gpu, generate.tp,
-        num_samples=num_samples, num_prompts=num_samples / per_prompt, at_once=max(1, at_once),
-        prompt_tokens=samples.prompt_tokens, reply_tokens=samples.reply_tokens,
-        longest_reply=samples.longest_reply,
+def _role_pass(plan: Plan, role: Role, machine: Machine, samples: Samples) -> "Pass":
+    """What each rank of a role has of one pass over the samples."""
+    return Pass(
+        config=plan.role_configs.get(role.name, plan.config), machine=machine,
+        tp=role.tp, cp=role.cp,
+        num_samples=share(samples.num_trained, role.num_replicas) / role.cp,
+        length=samples.packed_tokens, num_rows=samples.reply_tokens,
     )  # fmt: skip
-
-
-def _score_seconds(plan: Plan, role: Role, gpu: Gpu, samples: Samples) -> float:
-    config = plan.role_configs.get(role.name, plan.config)
-    work = samples.passed(role)
-    return score_seconds(config, gpu, role.tp, work) + keys_seconds(config, gpu, role, work, 1)
 
 
 def _train_seconds(
@@ -193,13 +160,11 @@ def _train_seconds(
 ) -> float:
     """All epochs and updates of a step. Weights and gradients travel, and the host launches
     kernels, while others are computed."""
-    config, batch, is_frozen = plan.config, plan.batch, lora_rank > 0
-    work, passes = samples.passed(role), 2 if batch.checkpointing == "none" else 3
-    computing = train_seconds(
-        config, machine.gpu, role.tp, work,
-        checkpointing=batch.checkpointing, is_frozen=is_frozen,
-    ) + keys_seconds(config, machine.gpu, role, work, passes)  # fmt: skip
-    num_microbatches = samples.microbatches(role, batch.tokens_per_microbatch)
+    options, is_frozen = plan.options, lora_rank > 0
+    work = _role_pass(plan, role, machine, samples)
+    config = work.config
+    computing = work.training(options.checkpointing, is_frozen)
+    num_microbatches = samples.microbatches(role, options.tokens_per_microbatch)
     one_copy = role.ranks[: role.ranks_per_copy]
     travelling = num_microbatches * shard_seconds(
         config, machine.rate(one_copy), role.ranks_per_copy // role.tp, role.tp, is_frozen
@@ -207,20 +172,24 @@ def _train_seconds(
     launching = num_microbatches * config.num_layers * LAUNCH_SECONDS
     trained = count_parameters(config, role.tp).total
     if is_frozen:
-        adapters = adapter_parameters(config, lora_rank, batch.lora_targets, role.tp)
+        adapters = adapter_parameters(config, lora_rank, options.lora_targets, role.tp)
         trained = config.num_layers * adapters
     held = trained / role.ranks_per_copy
     update = samples.num_updates * (
-        update_seconds(held, machine.gpu)
+        update_seconds(held, machine)
         + copy_seconds(held, machine.rate(role.ranks), role.num_copies)
     )
-    return batch.epochs * (max(computing, travelling, launching) + update)
+    return options.epochs * (max(computing, travelling, launching) + update)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """Samples that go through a model, on all tensor-parallel ranks of a replica."""
+    """Samples that go through a model on the `tp` ranks that hold it together."""
 
+    config: ModelConfig
+    machine: Machine
+    tp: int = 1
+    cp: int = 1
     num_samples: float
     length: float
     """Packed tokens of a sample."""
@@ -231,49 +200,47 @@ class Pass:
     def num_tokens(self) -> float:
         return self.num_samples * self.length
 
-    def forward(
-        self, config: ModelConfig, gpu: Gpu, tp: int = 1
-    ) -> tuple[float, float, float, float]:
-        """Seconds of products in the blocks, products in the head, attention, and all else."""
-        tokens, pairs = self.num_tokens, self.num_samples * self.length * (self.length + 1) / 2
-        rows = self.num_samples * self.num_rows
-        blocks = forward_flops(config, tp, num_tokens=tokens, num_pairs=0, num_rows=0)
-        head = forward_flops(config, tp, num_tokens=0, num_pairs=0, num_rows=rows)
-        attention = forward_flops(config, tp, num_tokens=0, num_pairs=pairs, num_rows=0)
-        other = POINTWISE_BYTES * tokens * config.num_layers * config.hidden_size
-        rates = gpu.products, gpu.products, gpu.attention, gpu.memory
-        return tuple(x / y for x, y in zip((blocks, head, attention, other), rates, strict=True))
+    @property
+    def forward(self) -> tuple[float, float, float, float]:
+        """Seconds of products in the blocks, products in the head, attention, and all else, if one
+        rank did it all."""
+        config, machine, layers = self.config, self.machine, self.config.num_layers
+        block = block_cost(config, self.tp)
+        head = self.tp * vocabulary_rows(config, self.tp) * config.hidden_size
+        pairs = self.num_tokens * (self.length + 1) / 2
+        return (
+            2 * layers * block.active_parameters * self.num_tokens / machine.products,
+            2 * head * self.num_samples * self.num_rows / machine.products,
+            layers * block.pair_flops * pairs / machine.attention,
+            POINTWISE_BYTES * self.num_tokens * layers * config.hidden_size / machine.memory,
+        )
 
+    @property
+    def scoring(self) -> float:
+        """Seconds of a forward pass of a frozen model."""
+        return sum(self.forward) / self.tp + self._travelling(sums=1, keys=1)
 
-def score_seconds(config: ModelConfig, gpu: Gpu, tp: int, work: Pass) -> float:
-    """A forward pass of a frozen model."""
-    return sum(work.forward(config, gpu, tp)) / tp + _reduce_seconds(config, gpu, tp, work, 1)
+    def training(self, checkpointing: str, is_frozen: bool) -> float:
+        """Seconds of forward and backward; with LoRA the model is frozen, and has no gradients of
+        weights."""
+        blocks, head, attention, other = self.forward
+        seconds = (2 if is_frozen else 3) * (blocks + head) + 3 * (attention + other)
+        if checkpointing != "none":
+            seconds += other
+        if checkpointing == "full":
+            seconds += blocks + attention
+        return seconds / self.tp + self._travelling(
+            sums=3 if checkpointing == "full" else 2, keys=2 if checkpointing == "none" else 3
+        )
 
-
-def train_seconds(
-    config: ModelConfig, gpu: Gpu, tp: int, work: Pass, *, checkpointing: str, is_frozen: bool
-) -> float:
-    """Forward and backward; with LoRA the model is frozen, and has no gradients of weights."""
-    blocks, head, attention, other = work.forward(config, gpu, tp)
-    seconds = (2 if is_frozen else 3) * (blocks + head) + 3 * (attention + other)
-    if checkpointing != "none":
-        seconds += other
-    if checkpointing == "full":
-        seconds += blocks + attention
-    passes = 3 if checkpointing == "full" else 2
-    return seconds / tp + _reduce_seconds(config, gpu, tp, work, passes)
-
-
-def _reduce_seconds(config: ModelConfig, gpu: Gpu, tp: int, work: Pass, passes: int) -> float:
-    """Two sums of hidden states in every layer, over the tensor-parallel ranks, in bf16."""
-    num_bytes = 2 * 2 * config.num_layers * config.hidden_size * work.num_tokens
-    return passes * num_bytes * 2 * (tp - 1) / tp / gpu.link
-
-
-def keys_seconds(config: ModelConfig, gpu: Gpu, role: Role, work: Pass, passes: int) -> float:
-    """Keys and values in bf16, or their gradients, between the context-parallel ranks."""
-    received = (role.cp - 1) * work.num_tokens * kv_bytes_per_token(config, role.tp, 2)
-    return passes * received / gpu.link
+    def _travelling(self, sums: int, keys: int) -> float:
+        """Seconds of traffic in bf16, or of its gradients: two sums of hidden states in every layer
+        over the tensor-parallel ranks, and keys and values between the context-parallel ones."""
+        config, tp = self.config, self.tp
+        hidden = 2 * 2 * config.num_layers * config.hidden_size * self.num_tokens
+        summed = hidden * 2 * (tp - 1) / tp
+        received = (self.cp - 1) * self.num_tokens * kv_bytes_per_token(config, tp, 2)
+        return (sums * summed + keys * received) / self.machine.link
 
 
 def shard_seconds(
@@ -290,42 +257,41 @@ def copy_seconds(num_parameters: float, rate: float, num_copies: int) -> float:
     return 4 * num_parameters * 2 * (num_copies - 1) / num_copies / rate
 
 
-def update_seconds(num_parameters: float, gpu: Gpu) -> float:
+def update_seconds(num_parameters: float, machine: Machine) -> float:
     """AdamW on this rank's share of the trained parameters."""
-    return UPDATE_BYTES * num_parameters / gpu.memory
+    return UPDATE_BYTES * num_parameters / machine.memory
 
 
-def sync_seconds(config: ModelConfig, gpu: Gpu, rate: float, num_ranks: int) -> float:
+def sync_seconds(config: ModelConfig, machine: Machine, rate: float, num_ranks: int) -> float:
     """Weights to the engines: masters are cast. Several ranks also gather and copy them, and both
     ends are checked."""
     num_parameters = count_parameters(config).total
     gathered = 2 * num_parameters * (num_ranks - 1) / num_ranks
     num_bytes = (6 if num_ranks == 1 else 14) * num_parameters
-    return SYNC_SECONDS + num_bytes / gpu.memory + gathered / rate
+    return SYNC_SECONDS + num_bytes / machine.memory + gathered / rate
 
 
 def generate_seconds(
     config: ModelConfig,
-    gpu: Gpu,
+    machine: Machine,
     tp: int,
     *,
-    num_samples: int,
-    num_prompts: float,
+    samples: Samples,
+    samples_per_prompt: float,
     at_once: int,
-    prompt_tokens: float,
-    reply_tokens: float,
-    longest_reply: int,
 ) -> float:
-    """One engine: each prompt is read once, and samples have `reply_tokens` tokens on average."""
+    """One engine, which generates all these samples; each prompt is read once."""
+    num_samples, reply_tokens = samples.num_generated, samples.reply_tokens
     head = tp * vocabulary_rows(config, tp) * config.hidden_size
-    block, layers = block_cost(config, tp), config.num_layers
-    steps = max(longest_reply, num_samples / at_once * reply_tokens)
+    active, layers = block_cost(config, tp).active_parameters, config.num_layers
+    steps = max(samples.longest_reply, num_samples / max(1, at_once) * reply_tokens)
     rows = num_samples * reply_tokens / steps
-    reading = 2 * (layers * _read_parameters(config, tp, rows) + head) / gpu.memory
-    products = 2 * (layers * block.active_parameters + head) * rows / gpu.products
-    prefill = 2 * layers * block.active_parameters * num_prompts * prompt_tokens / gpu.products
-    seen = num_samples * (prompt_tokens * reply_tokens + reply_tokens**2 / 2)
-    keys = seen * kv_bytes_per_token(config, tp, 2) / gpu.memory
+    reading = 2 * (layers * _read_parameters(config, tp, rows) + head) / machine.memory
+    products = 2 * (layers * active + head) * rows / machine.products
+    prompt_tokens = num_samples / samples_per_prompt * samples.prompt_tokens
+    prefill = 2 * layers * active * prompt_tokens / machine.products
+    seen = num_samples * (samples.prompt_tokens * reply_tokens + reply_tokens**2 / 2)
+    keys = seen * kv_bytes_per_token(config, tp, 2) / machine.memory
     fixed = LAYER_SECONDS + (2 * REDUCE_SECONDS if tp > 1 else 0)
     seconds = (prefill + steps * max(reading, products)) / tp + keys
     return seconds / DECODE_SHARE + steps * layers * fixed
@@ -339,3 +305,82 @@ def _read_parameters(config: ModelConfig, tp: int, num_rows: float) -> float:
     unused = (1 - config.experts_per_token / config.num_experts) ** num_rows
     experts = 3 * config.intermediate_size * config.hidden_size * config.num_experts
     return block.active_parameters - mlp_cost(config).active_parameters + experts * (1 - unused)
+
+
+def run_seconds(
+    folder: str | Path, model: str | None = None
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of a step of a run of recipes/rlvr.py: planned for the samples that it had, and
+    measured. `model` names a shape or folder if the run's is gone."""
+    config = json.loads((Path(folder) / "config.json").read_text())
+    if config.get("recipe") != "rlvr":
+        raise ValueError(f"{folder} is a run of {config.get('recipe')}; only rlvr's are planned")
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "time/train" in row]
+    if len(rows) <= WARM_UP:
+        raise ValueError(f"{folder} has {len(rows)} trained steps; at least {WARM_UP + 1} are read")
+    start, rows = config["starts"][-1], rows[WARM_UP:]
+    if (machine := known_machine(start["hardware"])) is None:
+        raise ValueError(
+            f"{folder} ran on {start['hardware']}; only steps on known GPUs are planned"
+        )
+    if others := sorted(set(start["ranks"]) - PLANNED_ROLES):
+        raise ValueError(f"{folder} has the role {others[0]}, which is not planned here")
+    device_map = _run_map(config["device_map"], start["ranks"])
+    options = PlanOptions.of_recipe(config, device_map)
+    plan = Plan(planned_config(model or config["model"]), device_map, options, ANY_BYTES)
+    return step_seconds(plan, machine, _run_samples(config, rows)), measured_seconds(rows)
+
+
+def measured_seconds(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Medians of the parts of a step, named as in the plan."""
+
+    def of(name: str) -> float:
+        return median(row.get(name, 0.0) for row in rows)
+
+    moving = {n: of(f"colocated/{n}") for n in ("sleep", "wake", "reload", "offload")}
+    is_shared = any(moving.values())
+    return {
+        "generate": of("time/rollout"),
+        "prepare": of("time/prepare") - moving["sleep"] - moving["reload"],
+        "train": of("time/train"),
+        "sync": of("colocated/sync") if is_shared else of("time/sync"),
+        "sleep": moving["sleep"] + moving["wake"],
+        "reload": moving["reload"],
+        "offload": moving["offload"],
+        "step": of("time/step"),
+    }
+
+
+def _run_map(text: str, ranks: Mapping[str, Sequence[Sequence[int]]]) -> DeviceMap:
+    """As given; one that was chosen, from the ranks of each replica of each role."""
+    world_size = 1 + max(rank for role in ranks.values() for replica in role for rank in replica)
+    if text == "auto":
+        parts = []
+        for role, replicas in ranks.items():
+            members = "+".join(str(rank) for replica in replicas for rank in replica)
+            parts.append(f"{role}={members},tp={len(replicas[0])}")
+        text = " ".join(parts)
+    return parse_device_map(text, world_size)
+
+
+def _run_samples(config: Mapping[str, float], rows: Sequence[Mapping[str, float]]) -> Samples:
+    """The samples of a step, by medians over the steps."""
+
+    def of(name: str) -> float:
+        return median(row[name] for row in rows)
+
+    trained, reply = of("rollout/trained_samples"), of("rollout/reply_tokens")
+    packed = median(
+        row["train/tokens_per_second"] * row["time/train"] / row["rollout/trained_samples"]
+        for row in rows
+    )
+    in_step = config["prompts_per_step"] * config["samples_per_prompt"]
+    return Samples(
+        num_generated=int(of("rollout/started")),
+        num_trained=int(trained),
+        num_updates=max(1, round(trained / in_step * config["updates_per_step"])),
+        prompt_tokens=packed / config["epochs"] + 1 - reply,
+        reply_tokens=reply,
+        longest_reply=int(of("rollout/longest_reply")),
+    )

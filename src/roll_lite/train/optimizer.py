@@ -69,10 +69,10 @@ class TrainingOptions:
 
     @property
     def memory_options(self) -> dict[str, Any]:
-        """Keyword arguments of the planner's `train_memory`."""
+        """Keyword arguments of `train_memory` in models/memory.py."""
         return {
             "checkpointing": self.checkpointing,
-            "moment_bytes": getattr(torch, self.moments).itemsize,
+            "moments": self.moments,
             "lora_rank": self.lora_rank,
             "lora_targets": self.lora_targets,
         }

@@ -1,0 +1,117 @@
+"""Plan a run without starting it: bytes per rank, the work and seconds of a step, what to change.
+
+    roll-lite plan --model qwen3-8b --world-size 8
+    roll-lite plan --model qwen3-8b --world-size 16 --device-map "train=0-7 generate=8-15"
+    roll-lite plan --model qwen3-32b --lora-rank 16 --checkpointing full
+    roll-lite plan --model models/tiny --device-gib None --max-tokens 64        # on a CPU
+    roll-lite plan --run runs/rlvr       # what its steps took beside the plan of its samples
+
+Needs no GPU, no torch and no download: only the name of a shape, or a folder's config.json. Exits
+with 1 if the run would not fit.
+"""
+
+import sys
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import tyro
+
+from roll_lite.checks import above, at_least, unread_with
+from roll_lite.device_map import DeviceMap, auto_device_map, parse_device_map
+from roll_lite.models.config import ModelConfig, planned_config
+from roll_lite.planning.plan import Plan, PlanOptions, take_turns
+from roll_lite.planning.render import render, seconds_table, turns_line
+from roll_lite.planning.speed import known_machine, run_seconds
+
+DEFAULT = "qwen3-0.6b"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    run: str | None = None
+    """Folder of a run of recipes/rlvr.py on GPUs: the seconds that its steps took, beside those
+    planned for the samples that it had. Of the other options only --model is read then."""
+    model: str | None = None
+    """Hugging Face folder, or a shape: qwen3-0.6b, 1.7b, 4b, 8b, 14b, 32b, 30b-a3b or 235b-a22b;
+    llama-3.2-1b or 3b, llama-3.1-8b, 70b or 405b; qwen2.5-0.5b, 1.5b or 7b; smollm2-135m. None
+    means that of the run, or qwen3-0.6b."""
+    world_size: int = 8
+    """Number of processes, one per device."""
+    ranks_per_node: int = 8
+    """Devices per machine; auto never splits a tensor-parallel engine over two machines."""
+    device_map: str = "auto"
+    """auto, or roles with their ranks: "train=0-3,tp=2 generate=4-7 reference=0-3"."""
+    reference: bool = True
+    """With auto: whether the run has a reference model; with LoRA the policy is its own."""
+    device_gib: float | None = 80.0
+    """Memory of one device; None means CPU: fp32, no limit."""
+    gpu: Literal["H100", "H200", "A100", "L40S", "B200"] = "H100"
+    """Kind of device, for the seconds of a step; its memory is device_gib."""
+    options: PlanOptions = PlanOptions()
+
+    def __post_init__(self):
+        if self.run is not None:
+            for part, read in ((self, ("run", "model", "options")), (self.options, ())):
+                unread_with("run", part, *(f.name for f in fields(part) if f.name not in read))
+            return
+        at_least(1, self, "world_size", "ranks_per_node")
+        above(0, self, "device_gib")
+        if self.options.max_staleness:
+            unread_with("max_staleness above 0", self.options, "engines_sleep", "offload")
+        choose_map(self, planned_config(self.model or DEFAULT))
+
+    @property
+    def device_bytes(self) -> int | None:
+        return None if self.device_gib is None else int(self.device_gib * 2**30)
+
+
+def choose_map(cfg: Config, config: ModelConfig) -> tuple[DeviceMap, list[str]]:
+    """The device map, and the reasons for it."""
+    options = cfg.options
+    if cfg.device_map == "auto":
+        has_reference = cfg.reference and not options.lora_rank  # which is its own
+        roles = ["train", "generate", *(["reference"] if has_reference else [])]
+        return auto_device_map(
+            cfg.world_size, config, cfg.device_bytes, roles, cfg.ranks_per_node,
+            must_fit=False, **options.train_options,
+            **dict.fromkeys(("engines_sleep", "offload"), not options.max_staleness),  # if need be
+        )  # fmt: skip
+    chosen = parse_device_map(cfg.device_map, cfg.world_size)
+    chosen.check(config)
+    return chosen, ["as given"]
+
+
+def print_run(folder: str, model: str | None) -> None:
+    try:
+        print(seconds_table(*run_seconds(folder, model)))
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code: 1 if the run would not fit."""
+    cfg = tyro.cli(
+        Config, args=arguments, prog="roll-lite plan", description=__doc__.split("\n\n")[0],
+        config=(tyro.conf.OmitArgPrefixes,),
+    )  # fmt: skip
+    if cfg.run is not None:
+        print_run(cfg.run, cfg.model)
+        return 0
+    config = planned_config(cfg.model or DEFAULT)
+    device_map, reasons = choose_map(cfg, config)
+    for reason in reasons:
+        print(f"device map: {reason}")
+    is_own_reference = cfg.reference and cfg.options.lora_rank > 0
+    scores = cfg.options.policy_scores + is_own_reference
+    options = replace(cfg.options, policy_scores=scores)
+    plan = Plan(config, device_map, options, cfg.device_bytes)
+    if cfg.device_map == "auto" and (in_turn := take_turns(plan)) is not plan:
+        print(turns_line(plan, in_turn))
+        plan = in_turn
+    is_gpu = cfg.device_gib is not None
+    print(render(plan, known_machine(cfg.gpu, cfg.ranks_per_node) if is_gpu else None))
+    return 0 if plan.fits else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
