@@ -34,7 +34,7 @@ from async_model import (
 )
 
 from roll_lite.cluster.cluster import Cluster
-from roll_lite.cluster.groups import Place
+from roll_lite.cluster.places import Place
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.engine.request import EngineReport, Load, Request
 from roll_lite.envs.question import question_player

@@ -21,8 +21,8 @@ import torch.distributed as dist
 import tyro
 
 from roll_lite.cluster.cluster import Cluster
-from roll_lite.cluster.groups import Place
-from roll_lite.cluster.rendezvous import read_launch
+from roll_lite.cluster.launch import read_launch
+from roll_lite.cluster.places import Place
 from roll_lite.cluster.role import Method, split
 from roll_lite.device_map import divisors, format_table
 from roll_lite.engine.engine import Engine

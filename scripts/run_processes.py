@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from roll_lite.cluster.agent import children_of
-from roll_lite.sandbox.processes import all_pids
+from roll_lite.processes import all_pids, children_of
 
 MARK = "ROLL_LITE_CHAOS"
 LIMITS = {"memory": resource.RLIMIT_AS, "disk": resource.RLIMIT_FSIZE}
@@ -47,7 +46,7 @@ class Program:
     num_ranks: int
     seen: set[int] = field(default_factory=set)
     """Numbers of all processes that were found."""
-    keepers: set[int] = field(default_factory=set)
+    monitors: set[int] = field(default_factory=set)
     """Processes that have forked their rank, which may be gone."""
     known: dict[str, Process] = field(default_factory=dict)
     searched_at: float = 0.0
@@ -87,7 +86,7 @@ class Program:
         return [path for path in found if numbers & set(re.findall(r"\d+", path.name))]
 
     def victims(self) -> dict[str, Process]:
-        """By name: agent, rank 0 to the last and their keepers, supervisor, worker (the first of
+        """By name: agent, rank 0 to the last and their monitors, supervisor, worker (the first of
         each)."""
         alive, root = self.alive(), self.process.pid
         named: dict[str, Process] = {}
@@ -97,10 +96,10 @@ class Program:
             if process.pid == root:
                 named["rank 0" if self.num_ranks == 1 else "agent"] = process
             elif process.parent == root and self.num_ranks > 1 and process.rank is not None:
-                rank = self._kept_by(process)
-                if process.pid in self.keepers:
-                    named[f"keeper {process.rank}"] = process
-                if rank or process.pid not in self.keepers:
+                rank = self._forked_by(process)
+                if process.pid in self.monitors:
+                    named[f"monitor {process.rank}"] = process
+                if rank or process.pid not in self.monitors:
                     named[f"rank {process.rank}"] = rank or process
             elif process.pid in roots:
                 named.setdefault("supervisor", process)
@@ -113,18 +112,18 @@ class Program:
         known = self.known.get(victim)
         found = known and _marked(known.pid, self.mark)
         if found and found.rank is not None and victim.startswith("rank"):
-            found = self._kept_by(found) or found  # it may have forked since then
+            found = self._forked_by(found) or found  # it may have forked since then
         if found is None and time.monotonic() > self.searched_at + SEARCH_SECONDS:
             self.known, self.searched_at = self.victims(), time.monotonic()
             found = self.known.get(victim)
         return found
 
-    def _kept_by(self, keeper: Process) -> Process | None:
-        """The rank that a process has forked and keeps."""
-        for pid in children_of(keeper.pid):
+    def _forked_by(self, monitor: Process) -> Process | None:
+        """The rank that a process has forked and monitors."""
+        for pid in children_of(monitor.pid):
             child = _marked(pid, self.mark)
-            if child and child[2:] == keeper[2:]:
-                self.keepers.add(keeper.pid)
+            if child and child[2:] == monitor[2:]:
+                self.monitors.add(monitor.pid)
                 return child
         return None
 

@@ -20,7 +20,7 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
     {"rewards", "kernels", "chat_template"},
     {"sandbox"},
     {"options"},
-    {"types", "progress", "checks", "stopping"},
+    {"types", "progress", "checks", "stopping", "processes"},
 ]
 # Siblings that may meet: sync is where trainer and engine do.
 ALLOWED = {("sync", "train")}
@@ -29,6 +29,7 @@ TORCH_FREE = (
     "progress",
     "checks",
     "stopping",
+    "processes",
     "options",
     "chat",
     "chat_template",

@@ -11,7 +11,7 @@ from support.models import make_reference, make_toy
 from support.runs import samples_of, steps_of
 
 from roll_lite.cluster.cluster import Cluster
-from roll_lite.cluster.rendezvous import Launch
+from roll_lite.cluster.launch import Launch
 from roll_lite.options import from_flat
 from roll_lite.planning import make_plan
 from roll_lite.planning.render import render

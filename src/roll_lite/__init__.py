@@ -3,6 +3,6 @@
 import os
 
 if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process, or one of its ancestors
-    from roll_lite.cluster.agent import end_with_agent
+    from roll_lite.processes import end_with_launcher
 
-    end_with_agent()  # before anything that takes time to import
+    end_with_launcher()  # before anything that takes time to import

@@ -18,10 +18,10 @@ from typing import Any, NoReturn, TypeVar
 import tyro
 
 from roll_lite.checks import refuse_changes
-from roll_lite.cluster.agent import agent_pid
 from roll_lite.cluster.errors import RoleError
-from roll_lite.cluster.rendezvous import read_launch
+from roll_lite.cluster.launch import read_launch
 from roll_lite.options import flatten, from_flat
+from roll_lite.processes import command_of, launcher_pid
 from roll_lite.report.config_file import (
     changes,
     command,
@@ -224,7 +224,7 @@ def _exit_with(error: BaseException) -> NoReturn:
 
 def _end_restarts() -> None:
     """Have torchrun end now, if it would only run into the same error again."""
-    env, agent = os.environ, agent_pid()
+    env, launcher = os.environ, launcher_pid()
     max_restarts = int(env.get("TORCHELASTIC_MAX_RESTARTS", 0))
     if int(env.get("TORCHELASTIC_RESTART_COUNT", 0)) >= max_restarts:
         return
@@ -232,9 +232,9 @@ def _end_restarts() -> None:
         time.sleep(LINGER_SECONDS)
         return
     with suppress(OSError):  # it has ended
-        words = Path(f"/proc/{agent}/cmdline").read_text()
-        if "torchrun" in words or "torch.distributed.run" in words:  # not one that adopted us
-            os.kill(agent, signal.SIGTERM)
+        command_line = command_of(launcher)
+        if b"torchrun" in command_line or b"torch.distributed.run" in command_line:
+            os.kill(launcher, signal.SIGTERM)  # other processes may have adopted this one
 
 
 def _is_first_rank() -> bool:

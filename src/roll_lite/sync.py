@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll_lite.cluster.groups import Place
+from roll_lite.cluster.places import Place
 from roll_lite.device_map import FEED
 from roll_lite.engine.arena import ROW_BYTES, held_by
 from roll_lite.engine.engine import Engine, OnNewWeights

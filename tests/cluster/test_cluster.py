@@ -24,7 +24,7 @@ from support.paths import PYTHONPATH, SCRIPTS, SUPPORT
 
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.errors import RoleError
-from roll_lite.cluster.rendezvous import Launch, _interface_of, choose_interface
+from roll_lite.cluster.launch import Launch, _interface_of, choose_interface
 from roll_lite.cluster.role import split
 from roll_lite.device_map import parse_device_map
 from roll_lite.models.config import shape_config

@@ -13,7 +13,6 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -23,18 +22,20 @@ import torch.distributed as dist
 from support.paths import SOURCES
 from support.process_checks import is_running, wait_until
 
-from roll_lite.cluster import agent, comparison, rendezvous, wire
-from roll_lite.cluster.agent import Process
-from roll_lite.cluster.comparison import describe
-from roll_lite.cluster.rendezvous import Launch
+from roll_lite import processes
+from roll_lite.cluster import launch as launching
+from roll_lite.cluster import rendezvous, wire
+from roll_lite.cluster.launch import INTERFACE_VARIABLES, Launch
+from roll_lite.cluster.rendezvous import describe
 from roll_lite.cluster.watchdog import Heartbeat
+from roll_lite.processes import Process
 
 OPTIONS = {"lr": 0.1, "steps": 3, "run_dir": "runs/a"}
 
 
 @pytest.fixture(autouse=True)
 def interface(monkeypatch):
-    for name in rendezvous.INTERFACE_VARIABLES:
+    for name in INTERFACE_VARIABLES:
         monkeypatch.setenv(name, "lo")
 
 
@@ -47,8 +48,8 @@ def port():
 
 def first(port, **changes):
     """The launch of rank 0 of two, under an agent whose name no other has."""
-    host = {"master": "127.0.0.1", "port": port, "agent": uuid.uuid4().hex}
-    sizes = {"world_size": 2, "local_world_size": 2, "store_is_agents": True}
+    host = {"master": "127.0.0.1", "port": port, "launcher": uuid.uuid4().hex}
+    sizes = {"world_size": 2, "local_world_size": 2, "launcher_has_store": True}
     return Launch(**(sizes | host | changes))
 
 
@@ -67,19 +68,19 @@ def test_equal_ranks_meet(port):
     """Only the run folder may differ: its default has the time in it."""
     launch, ours = first(port), describe("train=all", OPTIONS)
     theirs = describe("train=all", OPTIONS | {"run_dir": "runs/b"})
-    one, other = meet((launch, ours), (second(launch, has_keeper=True), theirs))
+    one, other = meet((launch, ours), (second(launch, has_monitor=True), theirs))
     assert one.processes == other.processes == [Process.find(os.getpid())] * 2
     one.store.set("key", "value")
     assert other.store.get("key") == b"value"
-    assert one.name == other.name and one.kept == {1}
+    assert one.name == other.name and one.monitored == {1}
     plain = dist.TCPStore(launch.master, port, is_master=False, wait_for_workers=False)
-    assert plain.get(f"{one.name}/key") == b"value"  # as a keeper reads it
+    assert plain.get(f"{one.name}/key") == b"value"  # as a monitor reads it
 
 
 def test_a_rank_that_differs_is_refused_on_all_ranks(port, monkeypatch, tmp_path):
     launch, ours = first(port), describe("train=all", OPTIONS)
     (tmp_path / "module.py").write_text("changed = True")
-    monkeypatch.setattr(comparison, "PACKAGE", tmp_path)
+    monkeypatch.setattr(rendezvous, "PACKAGE", tmp_path)
     monkeypatch.setattr(torch, "__version__", "1.0")
     theirs = describe("train=0", OPTIONS | {"lr": 0.2})
     errors = meet((launch, ours), (second(launch), theirs))
@@ -100,7 +101,7 @@ def test_every_file_of_the_package_and_the_program_counts(monkeypatch, tmp_path)
     for name in ("a/__init__.py", "b/__init__.py", "program.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"name = {name!r}")
-    monkeypatch.setattr(comparison, "PACKAGE", tmp_path)
+    monkeypatch.setattr(rendezvous, "PACKAGE", tmp_path)
     program = str(tmp_path / "program.py")  # a worker of pytest has no such name
     monkeypatch.setattr(sys.modules["__main__"], "__file__", program, raising=False)
     monkeypatch.chdir(tmp_path)  # where torch.ops seems to have a file
@@ -118,16 +119,16 @@ def test_a_rank_of_another_agent_does_not_join(port, monkeypatch):
     """It outlived its torchrun, and the next one has the same port."""
     same = describe("train=all", {})
     several = first(port, num_nodes=2)  # there the ranks of each node are compared
-    errors = meet((several, same), (second(several, agent="old"), same))
+    errors = meet((several, same), (second(several, launcher="old"), same))
     assert all("another torchrun started it" in str(error) for error in errors)
     several = first(port, num_nodes=2)
-    ours, theirs = meet((several, same), (second(several, agent="b", node=1), same))
+    ours, theirs = meet((several, same), (second(several, launcher="b", node=1), same))
     assert ours.processes == theirs.processes
     launch = first(port)
     ours, theirs = meet((launch, same), (second(launch), same))
     assert ours.processes == theirs.processes
     monkeypatch.setattr(rendezvous, "RENDEZVOUS_SECONDS", 0.5)
-    (lost,) = meet((second(launch, agent="old"), same))
+    (lost,) = meet((second(launch, launcher="old"), same))
     assert isinstance(lost, TimeoutError) and "rank 1 waited 0 s for rank 0;" in str(lost)
 
 
@@ -151,7 +152,7 @@ def test_missing_ranks_are_named(port, monkeypatch, capfd):
 
 def test_a_stopped_rank_is_named(monkeypatch):
     """A child of this process's own parent would be a rank beside it; here its agent is faked."""
-    monkeypatch.setattr(agent, "agent_pid", os.getpid)
+    monkeypatch.setattr(launching, "launcher_pid", os.getpid)
     rank = subprocess.Popen(["sleep", "600"], env=os.environ | {"RANK": "3"})
     try:
         rank.send_signal(signal.SIGSTOP)
@@ -160,7 +161,9 @@ def test_a_stopped_rank_is_named(monkeypatch):
         host = socket.gethostname()
         assert text == f"ranks 1 and 3; rank 3 is stopped (pid {rank.pid} on {host})"
         stopped = Process.find(rank.pid)
-        assert not stopped._replace(born=1).is_stopped and not stopped._replace(host="x").is_stopped
+        assert (
+            not stopped._replace(start=1).is_stopped and not stopped._replace(host="x").is_stopped
+        )
     finally:
         Process.find(rank.pid).kill()
         rank.wait()
@@ -175,7 +178,7 @@ def test_an_address_that_does_not_resolve_is_named(monkeypatch):
 
 def test_a_taken_port_is_named():
     with socket.create_server(("127.0.0.1", 0)) as other:
-        launch = first(other.getsockname()[1], store_is_agents=False)
+        launch = first(other.getsockname()[1], launcher_has_store=False)
         (error,) = meet((launch, describe("", {})))
     assert isinstance(error, ValueError)
     assert f"port 127.0.0.1:{launch.port} is taken" in str(error)
@@ -210,10 +213,10 @@ rank.wait()
 def test_a_rank_whose_agent_ended_before_its_first_import_exits(monkeypatch):
     """Which process adopts orphans depends on the machine, so its command is made up."""
     commands = {1: b"/sbin/init\0", 2: b"/usr/lib/systemd/systemd\0--user\0", 3: b"agent\0"}
-    monkeypatch.setattr(Path, "read_bytes", lambda path: commands[int(path.parent.name)])
-    assert [agent._is_init(pid) for pid in commands] == [True, True, False]
+    monkeypatch.setattr(processes, "command_of", commands.get)
+    assert [processes._is_init(pid) for pid in commands] == [True, True, False]
     commands[1] = b"/usr/bin/python3\0/usr/bin/torchrun\0"  # of a container
-    assert not agent._is_init(1)
+    assert not processes._is_init(1)
 
 
 def test_a_rank_ends_with_its_agent_and_what_it_starts_outlives_a_thread():

@@ -7,7 +7,7 @@ import check_gpus
 import torch
 
 from roll_lite.cluster.cluster import Cluster
-from roll_lite.cluster.rendezvous import read_launch
+from roll_lite.cluster.launch import read_launch
 from roll_lite.engine.request import Request
 from roll_lite.types import SamplingParams
 

@@ -128,7 +128,7 @@ def _wait_for(ranks: list[int]) -> list[int]:
 
 
 def _become_rank(launch: dict) -> None:
-    from roll_lite.sandbox.kernel import die_with_parent
+    from roll_lite.processes import die_with_parent
 
     die_with_parent()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from roll_lite.cluster.groups import choose_device, make_places, start_group
-from roll_lite.cluster.rendezvous import read_launch
+from roll_lite.cluster.launch import read_launch
+from roll_lite.cluster.places import choose_device, make_places, start_group
 from roll_lite.device_map import DeviceMap, Role
 from support.paths import PYTHONPATH, RECIPES, ROOT, SUPPORT
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from roll_lite.sandbox.processes import all_pids
+from roll_lite.processes import all_pids
 from support.paths import SOURCES
 
 

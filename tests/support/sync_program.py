@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from roll_lite.cluster.cluster import Cluster
-from roll_lite.cluster.rendezvous import read_launch
+from roll_lite.cluster.launch import read_launch
 from roll_lite.cluster.role import split
 from roll_lite.device_map import parse_device_map
 from roll_lite.engine.engine import Engine

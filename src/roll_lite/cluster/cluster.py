@@ -16,32 +16,32 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch.futures import Future
 
 from roll_lite import progress
 from roll_lite.cluster import wire
-from roll_lite.cluster.comparison import describe
 from roll_lite.cluster.controller import Controller, Exit, LocalController
-from roll_lite.cluster.groups import (
+from roll_lite.cluster.launch import read_launch
+from roll_lite.cluster.places import (
+    DEVICES,
     choose_device,
-    device_bytes,
-    device_name,
     form_group_again,
     make_places,
     start_group,
 )
-from roll_lite.cluster.keeper import ENDED, Keeper, fork_rank, needs_keeper
-from roll_lite.cluster.rendezvous import Session, read_launch, rendezvous
+from roll_lite.cluster.rank_monitor import ENDED, RankMonitor, fork_rank, needs_monitor
+from roll_lite.cluster.rank_worker import BUILD, RankCall, Worker
+from roll_lite.cluster.rendezvous import Session, describe, rendezvous
 from roll_lite.cluster.role import Method, RoleHandle
 from roll_lite.cluster.watchdog import Heartbeat, Watchdog
 from roll_lite.cluster.wire import Mailbox, Post
-from roll_lite.cluster.worker import BUILD, RankCall, Worker
-from roll_lite.device_map import DeviceMap, auto_device_map, parse_device_map
+from roll_lite.device_map import DeviceMap, auto_device_map, listing, parse_device_map
 from roll_lite.models.config import ModelConfig
 from roll_lite.options import flatten
 from roll_lite.stopping import Stopped, StopRequest
@@ -52,7 +52,7 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 IDLE_SECONDS = 0.5  # for a worker thread to end after a failure
 EXIT_SECONDS = 3.0  # for a rank to confirm that it exits, and for a last call to end
 BLAME_SECONDS = 0.5  # after SIGTERM from torchrun: for news of the rank that failed
-ENDED_SECONDS = 1.0  # for keepers to read that the run has ended, if this process has the store
+ENDED_SECONDS = 1.0  # for monitors to read that the run has ended, if this process has the store
 LINGER_SECONDS = 1.0  # other ranks exit later: torchrun reports the first to exit as the cause
 
 
@@ -77,24 +77,27 @@ class Cluster:
         which must be equal on all ranks. `deadline` is the number of seconds that a rank may spend
         in one role call, in one piece of an object's `work`, or in one collective.
 
-        A process whose rank is spare forks here; see keeper.py.
+        Nothing starts before `with`, and no device is touched before `device` is read.
         """
         if not deadline > 0:
             raise ValueError(f"deadline={deadline} must be above 0 seconds")
+        if device not in DEVICES:
+            raise ValueError(f"device={device!r} is not known; use {listing(DEVICES, 'or')}")
+        if device_map == "auto" and config is None:
+            raise ValueError("device_map='auto' needs config=, the model's configuration")
         self.deadline = deadline
         self._launch = read_launch()
-        self._keeper: Keeper | None = None
-        if needs_keeper(self._launch, device_map):
-            self._keeper = fork_rank()
-            self._launch = replace(self._launch, has_keeper=self._keeper is not None)
-        self.device = choose_device(device, self._launch)
-        self.device_map, self._reasons = self._read_map(
-            device_map, config, roles, role_configs, auto_options or {}
-        )
-        needs_sync = "train" in self.device_map and "generate" in self.device_map
-        self._all_roles = self.device_map.with_sync() if needs_sync else self.device_map
+        self._device_option = device
+        self._given_map: DeviceMap | None = None
+        if device_map != "auto":
+            self._given_map = parse_device_map(device_map, self.world_size)
+            if config is not None:
+                self._given_map.check(config, required=roles, role_configs=role_configs)
+        self._auto_inputs = {"config": config, "roles": roles} | dict(auto_options or {})
         self._options = flatten(options) if options else {}
-        self._worker = Worker(self._launch.rank, self.device)
+        self._monitor: RankMonitor | None = None
+        self._worker: Worker
+        self._all_roles: DeviceMap
         self._controller: Controller | LocalController
         self._watchdog: Watchdog
         # If the controller dies, the lifeline fails too and ends this rank.
@@ -109,14 +112,31 @@ class Cluster:
     def ranks_per_node(self) -> int:
         return self._launch.local_world_size
 
+    @cached_property
+    def device(self) -> torch.device:
+        return choose_device(self._device_option, self._launch)
+
+    @property
+    def device_map(self) -> DeviceMap:
+        return self._map_and_reasons[0]
+
+    @cached_property
+    def _map_and_reasons(self) -> tuple[DeviceMap, list[str]]:
+        """The device map; why it was chosen, if it was not given."""
+        if self._given_map is not None:
+            return self._given_map, []
+        sizes = {"world_size": self.world_size, "ranks_per_node": self.ranks_per_node}
+        return auto_device_map(**sizes, device_bytes=self.device_bytes, **self._auto_inputs)
+
     @property
     def device_name(self) -> str:
-        return device_name(self.device)
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
 
     @property
     def device_bytes(self) -> int | None:
         """Total memory of the device; None for a CPU."""
-        return device_bytes(self.device)
+        properties = torch.cuda.get_device_properties
+        return properties(self.device).total_memory if self.device.type == "cuda" else None
 
     def role(self, name: str, cls: type, **kwargs: Any) -> RoleHandle:
         """Make a worker object `cls(**kwargs)` on each rank of the role; waits until all are made.
@@ -129,12 +149,20 @@ class Cluster:
         if role.tp > 1 and hasattr(cls, "pause_for_call"):
             self._controller.run_in_lockstep(role)
         if self.world_size > 1 and name == ("sync" if "sync" in self._all_roles else "generate"):
-            self._controller.spare = self._session.kept  # only now: making roles needs all ranks
+            # Only now: making roles needs all ranks.
+            self._controller.spare = self._session.monitored
         return RoleHandle(self._controller, role, cls, self.deadline)
 
     def __enter__(self) -> "Cluster":
+        if needs_monitor(self._launch, self._given_map):  # first: a fork cannot share a GPU
+            self._monitor = fork_rank()
+            self._launch = replace(self._launch, has_monitor=self._monitor is not None)
+        device_map, reasons = self._map_and_reasons
+        needs_sync = "train" in device_map and "generate" in device_map
+        self._all_roles = device_map.with_sync() if needs_sync else device_map
+        self._worker = Worker(self._launch.rank, self.device)
         if self._launch.rank == 0:
-            print("\n".join([str(self.device_map), *self._reasons]), flush=True)
+            print("\n".join([str(device_map), *reasons]), flush=True)
         if self.world_size == 1:
             self._start_alone()
             return self
@@ -159,25 +187,6 @@ class Cluster:
                 failed = False
         finally:
             self._stop_controller(failed)
-
-    def _read_map(
-        self,
-        text: str,
-        config: ModelConfig | None,
-        roles: Sequence[str],
-        role_configs: Mapping[str, ModelConfig] | None,
-        auto_options: Mapping[str, Any],
-    ) -> tuple[DeviceMap, list[str]]:
-        """The checked device map, and the reasons if it was chosen automatically."""
-        if text == "auto":
-            if config is None:
-                raise ValueError("device_map='auto' needs config=, the model's configuration")
-            size, node = device_bytes(self.device), self._launch.local_world_size
-            return auto_device_map(self.world_size, config, size, roles, node, **auto_options)
-        device_map = parse_device_map(text, self.world_size)
-        if config is not None:
-            device_map.check(config, required=roles, role_configs=role_configs)
-        return device_map, []
 
     def _start_alone(self) -> None:
         self._controller = LocalController(self._worker)
@@ -210,7 +219,7 @@ class Cluster:
         """The life of a rank other than 0: serve calls until the controller ends, then exit."""
         session = self._rendezvous()
         controller = session.processes[0]
-        heartbeat = Heartbeat(self._worker, controller, self._request_exit, self._keeper)
+        heartbeat = Heartbeat(self._worker, controller, self._request_exit, self._monitor)
         self._worker.on_fault = partial(wire.send, 0, "fault")
         handlers = {
             "call": self._on_call,
@@ -223,8 +232,8 @@ class Cluster:
         wire.connect(session.store, self._launch.rank, self.world_size, handlers)
         heartbeat.hold_lifeline()
         self._form_groups(session.store)
-        if self._keeper:
-            self._keeper.let_go(self._launch, session.name)
+        if self._monitor:
+            self._monitor.allow_failure(self._launch, session.name)
         # Ctrl-C reaches all ranks, SIGTERM perhaps only those of one machine: the controller
         # handles them, with the help of all ranks, and then ends these.
         _set_signals({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: _forward_sigterm})
@@ -268,10 +277,10 @@ class Cluster:
 
     def _exit_rank(self, request: Exit) -> NoReturn:
         is_idle = self._worker.stop(0 if request.code else EXIT_SECONDS, finish=not request.code)
-        if self._keeper:
-            self._keeper.wake()
+        if self._monitor:
+            self._monitor.wake()
             if not request.is_lost:
-                self._keeper.take_back()
+                self._monitor.forbid_failure()
         if request.reason:
             print(f"rank {self._launch.rank} exits: {request.reason}", file=sys.stderr)
         if request.code or not is_idle:
@@ -308,7 +317,7 @@ class Cluster:
         self._watchdog.stop()
         is_idle = self._worker.stop(IDLE_SECONDS if failed else EXIT_SECONDS, finish=not failed)
         failed, has_lost = failed or not is_idle, bool(self._controller.lost)
-        if self._session.kept and not failed:
+        if self._session.monitored and not failed:
             self._session.store.set(ENDED, "")
         self._end_ranks(Exit(int(failed), are_all_there=not has_lost))
         if failed:

@@ -15,7 +15,6 @@ from pickle import PicklingError
 from typing import Any, NamedTuple
 
 from roll_lite.cluster import wire
-from roll_lite.cluster.agent import Process
 from roll_lite.cluster.errors import (
     RankFailure,
     RoleError,
@@ -23,9 +22,10 @@ from roll_lite.cluster.errors import (
     role_error,
     summarise,
 )
+from roll_lite.cluster.rank_worker import BARRIER, RankCall, RankReply, Worker
 from roll_lite.cluster.wire import Mailbox, Message, Post
-from roll_lite.cluster.worker import BARRIER, RankCall, RankReply, Worker
 from roll_lite.device_map import DeviceMap, Role
+from roll_lite.processes import Process
 
 COLLECTS = ("first", "replicas", "all")
 STRAGGLER_SECONDS = 1.0  # after the first failure: for the other ranks to fail or finish

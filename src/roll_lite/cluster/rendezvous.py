@@ -1,30 +1,31 @@
-"""How ranks find each other: the launch environment, the network interface, the rendezvous.
+"""How ranks find each other, and what must be equal on all of them.
 
 torchrun's store outlives the ranks: after a restart it still holds the addresses of dead ranks, and
 nodes may disagree on the number of restarts. So rank 0 opens a session with a new name at every
 start, and a rank asks to join with a token it has just made up: an answer to it cannot be stale.
 """
 
+import hashlib
 import json
 import os
+import platform
 import socket
-import struct
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import timedelta
-from fcntl import ioctl
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
-from roll_lite.cluster.agent import Process, agent_name, find_rank
-from roll_lite.cluster.comparison import Description, differences
 from roll_lite.cluster.errors import name_ranks
+from roll_lite.cluster.launch import Launch, choose_interface, find_rank
+from roll_lite.processes import Process
 
 RENDEZVOUS_SECONDS = 300.0  # for all ranks to start
 STORE_SECONDS = 300.0  # for the store to answer
@@ -32,54 +33,10 @@ NOTICE_SECONDS = 20.0  # between two lines that say for whom a start waits
 RESOLVE_SECONDS = 5.0  # for a name server that is not ready
 REFUSAL_SECONDS = 0.5
 POLL_SECONDS = 0.02
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """What torchrun tells this process; without torchrun there is one rank."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    """Ranks on this node."""
-    num_nodes: int = 1
-    master: str = "localhost"
-    """Host name or address of the store."""
-    port: int = 0
-    store_is_agents: bool = False
-    """The torchrun agent serves the store, so rank 0 must not."""
-    node: int = 0
-    agent: str = ""
-    """Of this node. A rank that outlives its agent finds the next agent's store at its port."""
-    has_keeper: bool = False
-    """torchrun does not see this rank fail; see keeper.py."""
-
-
-def read_launch() -> Launch:
-    env = os.environ
-    if int(env.get("WORLD_SIZE", "1")) == 1:
-        return Launch()
-    try:
-        return Launch(
-            rank=int(env["RANK"]),
-            world_size=int(env["WORLD_SIZE"]),
-            local_rank=int(env["LOCAL_RANK"]),
-            local_world_size=int(env["LOCAL_WORLD_SIZE"]),
-            num_nodes=int(env.get("GROUP_WORLD_SIZE", "1")),
-            master=env["MASTER_ADDR"],
-            port=int(env["MASTER_PORT"]),
-            store_is_agents=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            node=int(env.get("GROUP_RANK", "0")),
-            agent=agent_name(),
-        )
-    except KeyError as missing:
-        raise ValueError(
-            f"WORLD_SIZE={env['WORLD_SIZE']}, but {missing} is not set; start several ranks with "
-            "torchrun, or one with WORLD_SIZE unset"
-        ) from None
+PACKAGE = Path(__file__).parent.parent
+OWN_BY_RANK = ("run_dir",)
+"""Options that may differ: the default has the time in it, and only rank 0 writes to the folder."""
+Description = dict[str, Any]
 
 
 class Session(NamedTuple):
@@ -90,8 +47,8 @@ class Session(NamedTuple):
     store: dist.Store
     processes: list[Process]
     """Of all ranks."""
-    kept: frozenset[int]
-    """Ranks that have a keeper; only rank 0 knows them."""
+    monitored: frozenset[int]
+    """Ranks that have a monitor (rank_monitor.py); only rank 0 knows them."""
 
 
 def rendezvous(launch: Launch, description: Description) -> Session:
@@ -100,7 +57,7 @@ def rendezvous(launch: Launch, description: Description) -> Session:
     _resolve(launch)
     choose_interface(launch)
     # On several nodes agents have several names: there those of each node are compared.
-    name = f"roll_lite/{launch.agent}" if launch.num_nodes == 1 else "roll_lite"
+    name = f"roll_lite/{launch.launcher}" if launch.num_nodes == 1 else "roll_lite"
     store = dist.PrefixStore(name, _connect(launch))
     me = JoinRequest(uuid.uuid4().hex, Process.find(os.getpid()), launch, description)
     session = _open_session(store, me) if launch.rank == 0 else _join_session(store, me)
@@ -124,7 +81,7 @@ class JoinRequest(NamedTuple):
     def check_same(self, other: "JoinRequest") -> None:
         """Raise ValueError if another rank cannot work with this one."""
         problem = differences(self.description, other.description)
-        if self.launch.node == other.launch.node and self.launch.agent != other.launch.agent:
+        if self.launch.node == other.launch.node and self.launch.launcher != other.launch.launcher:
             problem = "another torchrun started it"
         if problem:
             raise ValueError(
@@ -178,7 +135,7 @@ def _resolve(launch: Launch) -> None:
 
 def _connect(launch: Launch) -> dist.TCPStore:
     """The store of torchrun, or of rank 0."""
-    is_master = launch.rank == 0 and not launch.store_is_agents
+    is_master = launch.rank == 0 and not launch.launcher_has_store
     address = f"{launch.master}:{launch.port}"
     if not is_master:
         _wait_for_port(launch, f"the store at {address}, of rank 0 or its torchrun")
@@ -244,8 +201,8 @@ def _open_session(store: dist.Store, me: JoinRequest) -> Session:
             patience.wait()
     processes = [requests[rank].process for rank in range(me.launch.world_size)]
     store.set(f"{session}/answer", json.dumps(processes))
-    kept = frozenset(rank for rank, request in requests.items() if request.launch.has_keeper)
-    return Session(session, dist.PrefixStore(session, store), processes, kept)
+    monitored = frozenset(r for r, request in requests.items() if request.launch.has_monitor)
+    return Session(session, dist.PrefixStore(session, store), processes, monitored)
 
 
 def _check_rank(
@@ -269,51 +226,50 @@ def _name_missing(ranks: Sequence[int]) -> str:
     return "; ".join([name_ranks(ranks), *stopped])
 
 
-def choose_interface(launch: Launch) -> None:
-    """Make gloo and RPC use the interface that leads to the store, unless the user chose one.
-
-    By default both use the address that the host's own name resolves to: often the loopback
-    address, which other nodes cannot reach.
-    """
-    unset = [name for name in INTERFACE_VARIABLES if name not in os.environ]
-    if not unset:
-        return
-    address = _own_address(launch.master, launch.port)
-    interface = _interface_of(address)
-    if launch.num_nodes > 1 and address.startswith("127."):
-        interface = _default_interface()
-        if interface is None:
-            raise ValueError(
-                f"{launch.master} is {address} on this node, which other nodes cannot reach; "
-                "start torchrun with --local-addr, or set GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME"
-            )
-    if interface is not None:  # None for an IPv6 address, say: torch's own choice stands
-        os.environ.update(dict.fromkeys(unset, interface))
+def describe(device_map: str, options: Mapping[str, Any]) -> Description:
+    """Of this rank, as JSON reads it back."""
+    shared = {name: value for name, value in options.items() if name not in OWN_BY_RANK}
+    described = {
+        "the code of roll_lite": _digest(_package()),
+        "the code of the program": _digest(_program()),
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "the device map": device_map,
+        "options": shared,
+    }
+    return json.loads(json.dumps(described, default=str))
 
 
-def _own_address(host: str, port: int) -> str:
-    """This host's address on the route to another; connecting a UDP socket sends nothing."""
-    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)
-        return probe.getsockname()[0]
+def differences(own: Description, other: Description) -> str:
+    """Name and both values of each difference; empty if there is none."""
+    pairs = {name: (other[name], own[name]) for name in own if name != "options"}
+    names = sorted({*own["options"], *other["options"]})
+    pairs |= {name: (other["options"].get(name), own["options"].get(name)) for name in names}
+    unequal = {name: (there, here) for name, (there, here) in pairs.items() if there != here}
+    return "; ".join(f"{name} is {there}, not {here}" for name, (there, here) in unequal.items())
 
 
-def _interface_of(address: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # an interface without an IPv4 address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
+def _package() -> dict[str, Path]:
+    """By name; without the recipes, of which only the one that runs matters."""
+    files = {str(path.relative_to(PACKAGE)): path for path in PACKAGE.rglob("*.py")}
+    return {name: path for name, path in files.items() if not name.startswith("recipes")}
 
 
-def _default_interface() -> str | None:
-    for line in Path("/proc/net/route").read_text().splitlines()[1:]:
-        name, destination = line.split()[:2]
-        if destination == "00000000":
-            return name
-    return None
+def _program() -> dict[str, Path]:
+    """The file that was started, and modules beside it, such as a recipe that it imports."""
+    started = getattr(sys.modules.get("__main__"), "__file__", None)
+    if started is None:  # a notebook
+        return {}
+    folder = os.path.dirname(os.path.abspath(started))
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    beside = {file for file in files if file and os.path.dirname(os.path.abspath(file)) == folder}
+    # torch.ops calls itself _ops.py, which is no file
+    return {os.path.basename(file): Path(file) for file in beside if os.path.isfile(file)}
+
+
+def _digest(files: Mapping[str, Path]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        content = files[name].read_bytes()
+        digest.update(f"{name} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:12]

@@ -24,12 +24,12 @@ from functools import partial
 from torch.futures import Future
 
 from roll_lite.cluster import wire
-from roll_lite.cluster.agent import Process
 from roll_lite.cluster.controller import DIED, Call, Controller
 from roll_lite.cluster.errors import RoleError, name_ranks, summarise
-from roll_lite.cluster.keeper import Keeper
+from roll_lite.cluster.rank_monitor import RankMonitor
+from roll_lite.cluster.rank_worker import BACKGROUND, Worker, WorkerStatus
 from roll_lite.cluster.rendezvous import RENDEZVOUS_SECONDS
-from roll_lite.cluster.worker import BACKGROUND, Worker, WorkerStatus
+from roll_lite.processes import Process
 
 HEARTBEAT_SECONDS = 1.0
 HEARTBEAT_TIMEOUT = 120.0  # long, because code that holds the GIL sends no heartbeats either
@@ -199,10 +199,10 @@ class Heartbeat:
         worker: Worker,
         controller: Process,
         on_lost: Callable[[int, str], None],
-        keeper: Keeper | None = None,
+        monitor: RankMonitor | None = None,
     ):
         """`on_lost(exit_code, reason)` ends this rank; `controller` is the process of rank 0."""
-        self._keeper = keeper
+        self._monitor = monitor
         self._worker = worker
         self._controller = controller
         self._on_lost = on_lost
@@ -238,8 +238,8 @@ class Heartbeat:
                     self._give_up("has no memory left")
                 # Otherwise the controller is slow; if it died, the lifeline fails too.
             self._check_controller(time.monotonic() - last_answer)
-            if self._keeper:
-                self._keeper.wake()
+            if self._monitor:
+                self._monitor.wake()
             if os.getppid() != self._parent:
                 self._lose("torchrun died")
 

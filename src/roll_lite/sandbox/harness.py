@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from types import CodeType, ModuleType
 from typing import Any, NoReturn, TextIO
 
+from roll_lite.processes import exit_code
 from roll_lite.sandbox.kernel import filter_calls
 from roll_lite.sandbox.names import (
     SOLUTION,
@@ -25,7 +26,6 @@ from roll_lite.sandbox.names import (
     python_names,
     uncalled_tests,
 )
-from roll_lite.sandbox.processes import exit_code
 from roll_lite.sandbox.remote import (
     OtherSideEnded,
     ProgramLink,

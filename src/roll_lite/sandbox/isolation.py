@@ -11,20 +11,21 @@ import resource
 import stat
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
-from itertools import count
+from itertools import count, pairwise
 from typing import Literal
 
-from roll_lite.sandbox import kernel
-from roll_lite.sandbox.processes import (
+from roll_lite.processes import (
+    adopt_orphans,
     children_of,
-    close_all_but,
+    die_with_parent,
     exit_code,
     kill_orphans,
     memory_of,
     num_tasks_of,
 )
+from roll_lite.sandbox import kernel
 from roll_lite.sandbox.sandbox import Limits, Terms
 
 Role = Literal["program", "tests"]
@@ -36,6 +37,14 @@ TEMPORARY = "/tmp"
 FOLDERS: dict[Role, str] = {"program": "/program", "tests": "/tests"}
 """The working folder of each process."""
 _MAX_FILES = 4096
+MAX_DESCRIPTORS = 256
+"""The zygote and its copies have no higher descriptors."""
+
+
+def close_all_but(kept: Collection[int]) -> None:
+    """Also keeps the three standard streams."""
+    for low, high in pairwise([2, *sorted(kept), MAX_DESCRIPTORS]):
+        os.closerange(low + 1, high)
 
 
 class Namespaces:
@@ -71,7 +80,7 @@ class Namespaces:
             return os.fork()
         if init := kernel.fork_init():
             return init
-        kernel.die_with_parent()
+        die_with_parent()
         if program := os.fork():
             close_all_but(())
             _wait_as_init(program)
@@ -88,7 +97,7 @@ class Namespaces:
         with suppress(OSError):  # read-only /proc/sys; a nested namespace would gain it nothing
             kernel.write_file("sys/user/max_user_namespaces", "0", self._proc)
         kernel.set_inspectable(role == "program")  # by the monitor: nothing else sees that process
-        kernel.die_with_parent()
+        die_with_parent()
         os.chdir(FOLDERS[role])
         _set_limits(limits, max_tasks=limits.processes)
         kernel.drop_capabilities()
@@ -100,7 +109,7 @@ class Namespaces:
         """Bytes that the job uses, files included; exact if they are near the limit."""
         files = [os.statvfs(folder) for folder in self._folders]
         in_files = sum((f.f_blocks - f.f_bfree) * f.f_frsize for f in files)
-        return in_files + memory_of(pids, self._proc, limit - in_files)
+        return in_files + memory_of(pids, limit - in_files, self._proc)
 
     def clean(self) -> None:
         """In the monitor, after its children have ended; the kernel has removed the namespaces."""
@@ -118,7 +127,7 @@ class ResourceLimits:
 
     def prepare(self, terms: Terms) -> None:
         kernel.leave_keyring()
-        kernel.adopt_orphans()
+        adopt_orphans()
         self._parent = tempfile.mkdtemp(prefix="program-")  # the program cannot move its folder
         os.chmod(self._parent, 0o711)
         for role in FOLDERS:
@@ -138,13 +147,13 @@ class ResourceLimits:
             _become_nobody()
         os.chdir(self._folder(role))
         os.setsid()
-        kernel.die_with_parent()
+        die_with_parent()
         kernel.set_inspectable(False)
         _set_limits(limits, max_tasks=limits.processes + num_tasks_of(os.geteuid()) - 1)
         kernel.forbid_new_privileges()
 
     def memory(self, pids: list[int], limit: int) -> int:
-        return memory_of(children_of(os.getpid(), self._proc), self._proc, limit)
+        return memory_of(children_of(os.getpid(), self._proc), limit, self._proc)
 
     def clean(self) -> None:
         kill_orphans()

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from ctypes import c_int, c_size_t, c_uint32, c_ulong
 
+from roll_lite.processes import checked, libc, prctl
 from roll_lite.sandbox.syscalls import NUMBERS, filter_for
 
 _NAMESPACES = {
@@ -20,25 +21,16 @@ READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC = 1, 2, 4, 8
 REMOUNT, BIND, RECURSIVE, PRIVATE = 32, 4096, 16384, 1 << 18
 _DETACH = 2
 
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
-_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
 _PR_SET_SECCOMP, _SECCOMP_FILTER = 22, 2
 _JOIN_SESSION_KEYRING = 1
 _CAPABILITY_VERSION_3 = 0x2008_0522
 
 _FILTERS = {machine: filter_for(machine) for machine in NUMBERS}
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _checked(what: str, result: int) -> int:
-    if result == -1:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
-    return result
 
 
 def _syscall(what: str, number: int, *arguments: object) -> int:
-    return _checked(what, _libc.syscall(ctypes.c_long(number), *arguments))
+    return checked(what, libc.syscall(ctypes.c_long(number), *arguments))
 
 
 def _number(call: str) -> int:
@@ -51,7 +43,7 @@ def _number(call: str) -> int:
 def unshare(*namespaces: str) -> None:
     """Move this process to new namespaces."""
     flags = sum(_NAMESPACES[name] for name in namespaces)
-    _checked(f"new namespaces ({', '.join(namespaces)})", _libc.unshare(c_int(flags)))
+    checked(f"new namespaces ({', '.join(namespaces)})", libc.unshare(c_int(flags)))
 
 
 def fork_init() -> int:
@@ -66,8 +58,8 @@ def fork_init() -> int:
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
     encoded = [text.encode() if text is not None else None for text in (source, target, kind)]
-    result = _libc.mount(*encoded, c_ulong(flags), options.encode())
-    _checked(f"mount {target}", result)
+    result = libc.mount(*encoded, c_ulong(flags), options.encode())
+    checked(f"mount {target}", result)
 
 
 def pivot_root(new_root: str) -> None:
@@ -75,32 +67,17 @@ def pivot_root(new_root: str) -> None:
     os.chdir(new_root)
     # This mounts the old root on top of the new one
     _syscall("pivot_root", _number("pivot_root"), b".", b".")
-    _checked("umount2", _libc.umount2(b".", _DETACH))
+    checked("umount2", libc.umount2(b".", _DETACH))
     os.chdir("/")
 
 
-def _prctl(what: str, option: int, value: int) -> None:
-    rest = [c_ulong(0)] * 3
-    _checked(f"prctl {what}", _libc.prctl(option, c_ulong(value), *rest))
-
-
-def die_with_parent() -> None:
-    """SIGKILL when the thread that forked this process ends; a change of user undoes it."""
-    _prctl("PDEATHSIG", _PR_SET_PDEATHSIG, 9)
-
-
-def adopt_orphans() -> None:
-    """Descendants whose parent has ended become children of this process."""
-    _prctl("CHILD_SUBREAPER", _PR_SET_CHILD_SUBREAPER, 1)
-
-
 def forbid_new_privileges() -> None:
-    _prctl("NO_NEW_PRIVS", _PR_SET_NO_NEW_PRIVS, 1)
+    prctl("NO_NEW_PRIVS", _PR_SET_NO_NEW_PRIVS, 1)
 
 
 def set_inspectable(is_inspectable: bool) -> None:
     """Whether processes of the same user may read this process's memory."""
-    _prctl("DUMPABLE", _PR_SET_DUMPABLE, int(is_inspectable))
+    prctl("DUMPABLE", _PR_SET_DUMPABLE, int(is_inspectable))
 
 
 def die_first(proc: int) -> None:
@@ -123,12 +100,12 @@ def filter_calls() -> None:
     buffer = ctypes.create_string_buffer(instructions, len(instructions))
     program = struct.pack("=H6xQ", len(instructions) // 8, ctypes.addressof(buffer))
     arguments = c_ulong(_SECCOMP_FILTER), program, c_ulong(0), c_ulong(0)
-    _checked("prctl SECCOMP", _libc.prctl(_PR_SET_SECCOMP, *arguments))
+    checked("prctl SECCOMP", libc.prctl(_PR_SET_SECCOMP, *arguments))
 
 
 def drop_capabilities() -> None:
     header = (c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    _checked("capset", _libc.capset(header, (c_uint32 * 6)()))
+    checked("capset", libc.capset(header, (c_uint32 * 6)()))
 
 
 def map_user(inside: int, outside_uid: int, outside_gid: int, proc: int) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+from roll_lite.processes import exit_code
 from roll_lite.sandbox.harness import (
     OUT_OF_MEMORY,
     PROBLEM,
@@ -24,8 +25,7 @@ from roll_lite.sandbox.harness import (
     run_program_and_exit,
     run_tests_and_exit,
 )
-from roll_lite.sandbox.isolation import Namespaces, ResourceLimits
-from roll_lite.sandbox.processes import close_all_but, exit_code
+from roll_lite.sandbox.isolation import Namespaces, ResourceLimits, close_all_but
 from roll_lite.sandbox.sandbox import Kind, Limits, SandboxError, Terms
 
 SETUP_SECONDS = 30.0

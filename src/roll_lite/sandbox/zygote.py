@@ -13,9 +13,8 @@ import socket
 from contextlib import suppress
 from importlib import import_module
 
-from roll_lite.sandbox.isolation import Namespaces, ResourceLimits
+from roll_lite.sandbox.isolation import MAX_DESCRIPTORS, Namespaces, ResourceLimits
 from roll_lite.sandbox.monitor import SETUP_SECONDS, monitor_and_exit
-from roll_lite.sandbox.processes import MAX_DESCRIPTORS
 from roll_lite.sandbox.sandbox import READY, Job, SandboxError, exchange
 
 PRELOADED = (

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from roll_lite.cluster.groups import Place
+from roll_lite.cluster.places import Place
 from roll_lite.cluster.role import Method, split
 from roll_lite.models.context_parallel import ContextShard
 from roll_lite.models.fsdp import shard

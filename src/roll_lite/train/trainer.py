@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from roll_lite.cluster.groups import Place
+from roll_lite.cluster.places import Place
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.models.cost import device_flops, training_flops
 from roll_lite.models.fsdp import (

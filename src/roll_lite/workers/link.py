@@ -16,7 +16,7 @@ from multiprocessing import Pipe
 from queue import SimpleQueue
 from typing import Any
 
-from roll_lite.sandbox.processes import state_of
+from roll_lite.processes import state_of
 from roll_lite.workers.failures import Failure, Words
 from roll_lite.workers.loading import Packed, pack
 from roll_lite.workers.supervisor import NO_JOB

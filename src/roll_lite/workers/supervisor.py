@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from roll_lite.sandbox.kernel import adopt_orphans
-from roll_lite.sandbox.processes import (
+from roll_lite.processes import (
+    adopt_orphans,
     children,
     kill_orphans,
     kill_tree,

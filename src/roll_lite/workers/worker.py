@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from roll_lite.checks import above
-from roll_lite.sandbox.kernel import adopt_orphans, die_with_parent
+from roll_lite.processes import adopt_orphans, die_with_parent
 from roll_lite.types import Prompt, Reward, Score
 from roll_lite.workers.channel import ENDED, LEAVES, WorkerEnd
 from roll_lite.workers.failures import Failure, Words, describe

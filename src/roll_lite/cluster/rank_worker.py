@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from roll_lite.cluster.errors import RankFailure, describe_exception
-from roll_lite.cluster.groups import Place
+from roll_lite.cluster.places import Place
 from roll_lite.cluster.wire import Message, Post, decode, encode
 
 BUILD = "__init__"  # the method of a call that makes the worker objects

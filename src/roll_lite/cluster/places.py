@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from roll_lite.cluster.rendezvous import Launch
+from roll_lite.cluster.launch import Launch
 from roll_lite.device_map import DeviceMap, Role
+
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +61,6 @@ def choose_device(name: str, launch: Launch) -> torch.device:
     """The device of this rank; ranks share GPUs only if there are fewer GPUs than ranks."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in ("cpu", "cuda"):
-        raise ValueError(f"device={name!r} is not known; use auto, cpu or cuda")
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -68,16 +68,6 @@ def choose_device(name: str, launch: Launch) -> torch.device:
     device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def device_bytes(device: torch.device) -> int | None:
-    """Total memory of a device; None for a CPU."""
-    is_cuda = device.type == "cuda"
-    return torch.cuda.get_device_properties(device).total_memory if is_cuda else None
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def _let_ranks_share_gpus(launch: Launch) -> None:

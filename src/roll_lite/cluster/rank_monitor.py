@@ -1,10 +1,10 @@
-"""The keeper of a spare rank: the process that torchrun started, which outlives the rank.
+"""The monitor of a spare rank: the process that torchrun started, which outlives the rank.
 
 torchrun ends all ranks as soon as one has failed. A spare rank only generates, and other replicas
 can do its work, so torchrun must not see it fail. Such a rank forks before it touches a device. The
-child is the rank; the parent, its keeper, waits for it and then exits with its exit code. From the
-moment when the cluster is complete (`let_go`) until the rank is told to exit (`take_back`), the
-keeper of a rank that fails waits for the end of the run instead.
+child is the rank; the parent, its monitor, waits for it and then exits with its exit code. Once the
+rank may fail, which it says when the cluster is complete, the monitor of a rank that has failed
+waits for the end of the run instead.
 """
 
 import json
@@ -20,10 +20,9 @@ from typing import NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from roll_lite.cluster.agent import Process
-from roll_lite.cluster.rendezvous import Launch
-from roll_lite.device_map import parse_device_map
-from roll_lite.sandbox.kernel import die_with_parent
+from roll_lite.cluster.launch import Launch
+from roll_lite.device_map import DeviceMap
+from roll_lite.processes import Process, die_with_parent
 
 ENDED = "ended"
 """The key in a session's store that says that the run ends well: no rank is needed any more."""
@@ -36,8 +35,8 @@ STOPPED_SECONDS = 150.0  # the controller gives up a silent rank before
 LATE_SECONDS = 30.0  # for the rank to exit when the run has ended
 
 
-class Keeper:
-    """The rank's side: what it tells its keeper."""
+class RankMonitor:
+    """What a rank tells its monitor."""
 
     def __init__(self, pipe: int):
         self._pipe = pipe
@@ -49,41 +48,44 @@ class Keeper:
             with suppress(OSError):
                 os.kill(self._process.pid, signal.SIGCONT)
 
-    def let_go(self, launch: Launch, session: str) -> None:
+    def allow_failure(self, launch: Launch, session: str) -> None:
         """The run can go on without this rank from now on."""
-        self._tell([launch.master, launch.port, f"{session}/{ENDED}"])
+        self._send([launch.master, launch.port, f"{session}/{ENDED}"])
 
-    def take_back(self) -> None:
-        """This rank ends because the run does."""
-        self._tell(None)
+    def forbid_failure(self) -> None:
+        """This rank ends because the run does, so its exit code counts again."""
+        self._send(None)
 
-    def _tell(self, run: list | None) -> None:
+    def _send(self, run: list | None) -> None:
         os.write(self._pipe, json.dumps(run).encode() + b"\n")
 
 
-def needs_keeper(launch: Launch, device_map: str) -> bool:
-    """Whether this rank is spare, and torchrun watches it."""
-    if launch.rank == 0 or not launch.agent or device_map == "auto":  # which has no spare ranks
+def needs_monitor(launch: Launch, device_map: DeviceMap | None) -> bool:
+    """Whether this rank is spare, and torchrun watches it.
+
+    Without a map (auto) there are none: all ranks have all roles.
+    """
+    if launch.rank == 0 or not launch.launcher or device_map is None:
         return False
-    return parse_device_map(device_map, launch.world_size).is_spare(launch.rank)
+    return device_map.is_spare(launch.rank)
 
 
-def fork_rank() -> Keeper | None:
-    """Returns in the child, which dies with its keeper; the parent exits from here.
+def fork_rank() -> RankMonitor | None:
+    """Returns in the child, which dies with its monitor; the parent exits from here.
 
     Returns None in the parent if a child cannot use CUDA, because this process already has. Then
-    the rank has no keeper.
+    the rank has no monitor.
     """
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    keeper = os.getpid()
+    monitor = os.getpid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     rank = os.fork()
     if rank:
         os.close(writer)
         if os.read(reader, 1) == FORK_WORKS:
-            _keep(rank, reader, mask)
+            _monitor_and_exit(rank, reader, mask)
         os.close(reader)
         os.waitpid(rank, 0)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -93,20 +95,20 @@ def fork_rank() -> Keeper | None:
         die_with_parent()
     is_bad = torch.cuda._is_in_bad_fork()
     os.write(writer, FORK_IS_BAD if is_bad else FORK_WORKS)
-    if is_bad or os.getppid() != keeper:
+    if is_bad or os.getppid() != monitor:
         os._exit(1)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return Keeper(writer)
+    return RankMonitor(writer)
 
 
 class _Run(NamedTuple):
-    """Where the store of a run is, and the key that says that it ends well."""
+    """A run that goes on without the rank: its store, and the key that says that it ends well."""
 
     host: str
     port: int
     key: str
 
-    def open(self) -> dist.Store:
+    def open_store(self) -> dist.Store:
         seconds = timedelta(seconds=STORE_SECONDS)
         return dist.TCPStore(
             self.host, self.port, is_master=False, wait_for_workers=False, timeout=seconds
@@ -114,38 +116,39 @@ class _Run(NamedTuple):
 
     def has_ended(self) -> bool:
         with suppress(RuntimeError):  # it is too busy, or gone: then the rank exits by itself
-            return self.open().check([self.key])
+            return self.open_store().check([self.key])
         return False
 
     def wait(self) -> int:
         """An exit code. If the run fails on this node, torchrun kills this process instead."""
         with suppress(RuntimeError):
-            store = self.open()
+            store = self.open_store()
             while not store.check([self.key]):
                 time.sleep(POLL_SECONDS)
             return 0
         return 1  # the store has ended before the run
 
 
-class _Pipe:
-    """What the rank has told its keeper."""
+class _Messages:
+    """What the rank has sent to its monitor."""
 
-    def __init__(self, reader: int):
-        os.set_blocking(reader, False)  # something that the rank started may hold the other end
-        self._reader, self._text = reader, b""
+    def __init__(self, pipe: int):
+        os.set_blocking(pipe, False)  # something that the rank started may hold the other end
+        self._pipe = pipe
+        self._text = b""
 
-    def run(self) -> _Run | None:
-        """The run that goes on if the rank fails now; None if it needs the rank."""
+    def run_without_rank(self) -> _Run | None:
+        """The run that goes on if the rank fails now; None if the rank must not fail."""
         with suppress(BlockingIOError):
-            while part := os.read(self._reader, 4096):
+            while part := os.read(self._pipe, 4096):
                 self._text += part
         lines = self._text.splitlines()
-        told = json.loads(lines[-1]) if lines else None
-        return _Run(*told) if told else None
+        run = json.loads(lines[-1]) if lines else None
+        return _Run(*run) if run else None
 
 
-def _keep(rank: int, reader: int, mask: set) -> NoReturn:
-    """`mask` are the signals that are to be blocked once this process handles the others."""
+def _monitor_and_exit(rank: int, pipe: int, mask: set) -> NoReturn:
+    """`mask` are the signals to be blocked once this process forwards those that it receives."""
     received = []
 
     def forward(signum: int, _: object) -> None:
@@ -157,12 +160,12 @@ def _keep(rank: int, reader: int, mask: set) -> NoReturn:
     for signum in forwarded:
         signal.signal(signum, forward)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    pipe = _Pipe(reader)
-    _wait_for(rank, pipe)
+    messages = _Messages(pipe)
+    _wait_for(rank, messages)
     for signum in forwarded:
         signal.signal(signum, signal.SIG_DFL)
     exit_code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
-    if exit_code and not received and (run := pipe.run()):
+    if exit_code and not received and (run := messages.run_without_rank()):
         exit_code = run.wait()
     if exit_code < 0:  # die by the same signal: torchrun reports it
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -172,23 +175,24 @@ def _keep(rank: int, reader: int, mask: set) -> NoReturn:
     os._exit(exit_code)
 
 
-def _wait_for(rank: int, pipe: _Pipe) -> None:
+def _wait_for(rank: int, messages: _Messages) -> None:
     """Until a rank has ended; a signal can still be sent to it afterwards.
 
     It is killed if it stays stopped, or stays when the run has ended: the controller cannot do that
     from another host.
     """
-    process, agent = Process.find(rank), Process.find(os.getppid())
+    process, launcher = Process.find(rank), Process.find(os.getppid())
     looked_at = running_at = asked_at = time.monotonic()
     ended_at = None
     while not os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT | os.WNOHANG):
         time.sleep(POLL_SECONDS)
         now = time.monotonic()
         was_stopped = now - looked_at > STOPPED_SECONDS / 2  # this process, perhaps with all others
-        if was_stopped or agent.is_stopped or not process.is_stopped:
+        if was_stopped or launcher.is_stopped or not process.is_stopped:
             running_at = now
         if now - asked_at > SLOW_POLL_SECONDS and ended_at is None:
-            asked_at, run = now, pipe.run()
+            asked_at = now
+            run = messages.run_without_rank()
             ended_at = now if run and run.has_ended() else None
         if now - running_at > STOPPED_SECONDS or (ended_at and now - ended_at > LATE_SECONDS):
             process.kill()

@@ -1,0 +1,132 @@
+"""What torchrun tells this process, and the network interface that leads to the other ranks.
+
+No torch here: a command line asks which rank it is before anything else is imported.
+"""
+
+import os
+import socket
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from fcntl import ioctl
+from pathlib import Path
+
+from roll_lite.processes import Process, children_of, command_of, environment_of, launcher_pid
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What torchrun tells this process; without torchrun there is one rank."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    """Ranks on this node."""
+    num_nodes: int = 1
+    master: str = "localhost"
+    """Host name or address of the store."""
+    port: int = 0
+    launcher_has_store: bool = False
+    """torchrun serves the store, so rank 0 must not."""
+    node: int = 0
+    launcher: str = ""
+    """Identifies this start of torchrun on this node; empty without torchrun. A rank that outlives
+    its torchrun finds the store of the next one at the same port."""
+    has_monitor: bool = False
+    """torchrun does not see this rank fail; see rank_monitor.py."""
+
+
+def read_launch() -> Launch:
+    env = os.environ
+    if int(env.get("WORLD_SIZE", "1")) == 1:
+        return Launch()
+    try:
+        return Launch(
+            rank=int(env["RANK"]),
+            world_size=int(env["WORLD_SIZE"]),
+            local_rank=int(env["LOCAL_RANK"]),
+            local_world_size=int(env["LOCAL_WORLD_SIZE"]),
+            num_nodes=int(env.get("GROUP_WORLD_SIZE", "1")),
+            master=env["MASTER_ADDR"],
+            port=int(env["MASTER_PORT"]),
+            launcher_has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            node=int(env.get("GROUP_RANK", "0")),
+            launcher=_launcher_name(),
+        )
+    except KeyError as missing:
+        raise ValueError(
+            f"WORLD_SIZE={env['WORLD_SIZE']}, but {missing} is not set; start several ranks with "
+            "torchrun, or one with WORLD_SIZE unset"
+        ) from None
+
+
+def _launcher_name() -> str:
+    """Unique for each start of ranks by a torchrun, which makes a folder for their errors."""
+    file = os.environ.get(ERROR_FILE)
+    return str(Path(file).parent.parent) if file else ""
+
+
+def find_rank(rank: int) -> Process | None:
+    """The process of another rank that the same torchrun started, if /proc tells."""
+    for pid in children_of(launcher_pid()):
+        if environment_of(pid).get("RANK") == str(rank):
+            with suppress(OSError):  # it has ended
+                command = command_of(pid)
+                forks = [child for child in children_of(pid) if command_of(child) == command]
+                return Process.find(forks[0] if forks else pid)  # pid may be the rank's monitor
+    return None
+
+
+def choose_interface(launch: Launch) -> None:
+    """Make gloo and RPC use the interface that leads to the store, unless the user chose one.
+
+    By default both use the address that the host's own name resolves to: often the loopback
+    address, which other nodes cannot reach.
+    """
+    unset = [name for name in INTERFACE_VARIABLES if name not in os.environ]
+    if not unset:
+        return
+    address = _own_address(launch.master, launch.port)
+    interface = _interface_of(address)
+    if launch.num_nodes > 1 and address.startswith("127."):
+        interface = _default_interface()
+        if interface is None:
+            raise ValueError(
+                f"{launch.master} is {address} on this node, which other nodes cannot reach; "
+                "start torchrun with --local-addr, or set GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME"
+            )
+    if interface is not None:  # None for an IPv6 address, say: torch's own choice stands
+        os.environ.update(dict.fromkeys(unset, interface))
+
+
+def _own_address(host: str, port: int) -> str:
+    """This host's address on the route to another; connecting a UDP socket sends nothing."""
+    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return probe.getsockname()[0]
+
+
+def _interface_of(address: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # an interface without an IPv4 address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+def _default_interface() -> str | None:
+    for line in Path("/proc/net/route").read_text().splitlines()[1:]:
+        name, destination = line.split()[:2]
+        if destination == "00000000":
+            return name
+    return None
