@@ -1,4 +1,4 @@
-"""Agentic reinforcement learning: episodes of several turns in environments.
+"""Agentic reinforcement learning: the loop of rlvr.py on episodes of several turns.
 
 python recipes/agentic.py --model models/tiny --data frozen_lake:style=short
 python recipes/agentic.py --model models/SmolLM2-135M-Instruct --data frozen_lake sokoban@2 \
@@ -12,31 +12,14 @@ python -m pdb recipes/agentic.py --env-workers 0 ...    # one process: break in 
 An environment is a class like `Doors` below, or a coroutine: docs/environments.md.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from typing import ClassVar
 
-from rlvr import FIXED, SHOWN, PolicyConfig, make_roles, train
-
-from roll_lite import command, data
-from roll_lite.chat import Chat
-from roll_lite.checks import read_only_if
-from roll_lite.cluster.cluster import Cluster
-from roll_lite.envs.options import EnvOptions
-from roll_lite.envs.play import EpisodeOptions
-from roll_lite.envs.registry import ENVS
-from roll_lite.envs.tasks import env_tasks, held_out_tasks
-from roll_lite.options import unique_options
-from roll_lite.planning import cache_tokens, choose_memory
-from roll_lite.report.run import default_folder
-from roll_lite.rollout.coordinator import Coordinator
-from roll_lite.rollout.evaluation import Evaluation
-from roll_lite.rollout.event_loop import rare_collections
-from roll_lite.train.defaults import choose_defaults
-from roll_lite.types import Group, Prompt, SamplingParams
-from roll_lite.workers.environments import EnvWorkers
+import roll_lite as rl
+from roll_lite import command
+from roll_lite.recipes import rlvr
 
 
 class Doors:
@@ -53,92 +36,29 @@ class Doors:
         return "Wrong. Try another door.", float(is_won), is_won, self.num_opened == 3, info
 
 
-OWN = {"doors": Doors}
-keep: Callable[[Group], bool] | None = None
-"""Your own filter: `def keep(group)` says whether a group of episodes is trained on."""
-
-
-@unique_options
+@rl.unique_options
 @dataclass(frozen=True, kw_only=True)
-class Config(PolicyConfig):
+class Config(rlvr.Config):
     data: tuple[str, ...] = ("frozen_lake",)
-    """What to learn: environments, mixed by weight, with their options, as in
-    frozen_lake:size=8@0.3 sokoban@0.7. `python -m roll_lite.envs bench` lists them."""
-    run_dir: str = field(default_factory=partial(default_folder, "agentic"))
+    """What to learn: environments with their options, files and tasks, mixed by weight, as in
+    frozen_lake:size=8@0.3 sokoban@0.7. `roll-lite envs bench` lists environments."""
+    run_dir: str = field(default_factory=partial(rl.default_folder, "agentic"))
     """Folder for config.json, metrics.jsonl, events.jsonl, rollouts/, checkpoints/ and model/."""
-    environments: EnvOptions = EnvOptions()
-    episodes: EpisodeOptions = EpisodeOptions()
-    lacking: ClassVar = {"opd": "a teacher"}
 
-    def __post_init__(self):
-        super().__post_init__()
-        _ = self.players  # refuses unknown environments and options
-        read_only_if(False, "files (rlvr.py)", self.evaluation, "eval_share")
-        read_only_if(False, "files (rlvr.py)", self.lengths, "long_prompts")
-        if self.lengths.overlong == "penalty":
-            raise ValueError("overlong='penalty' applies to single replies; use train or mask")
-        is_split = self.episodes.history is not None or self.episodes.old_thoughts == "drop"
-        if is_split and self.policy_loss.pack_options["by_sample"]:
-            raise ValueError(
-                f"loss={self.policy_loss.loss!r} or its correction has one number per episode, "
-                "whose sequences need not fit a micro-batch with history or old_thoughts=drop; "
-                "use loss=ppo, segment or cispo, with corrections by token"
-            )
-
-    @property
-    def default_kinds(self) -> dict[str, str]:
-        return super().default_kinds | {"max_tokens": "turn"}
-
-    @property
-    def eval_specs(self) -> list[str]:
-        entries = self.evaluation.eval_data or self.data
-        return [entry.source for entry in data.parse_mixture(entries)]
-
-    @property
-    def players(self) -> dict:
-        """For each environment to train or evaluate on, what plays its episodes."""
-        specs = [entry.source for entry in data.parse_mixture(self.data)] + self.eval_specs
-        return self.environments.players(specs, ENVS | OWN, self.episodes)
-
-    @property
-    def held_out(self) -> list[Prompt]:
-        """Tasks to evaluate on: the same for all seeds of a run, from seeds never trained on."""
-        if self.evaluation.eval_every == 0:
-            return []
-        return held_out_tasks(self.eval_specs, self.evaluation.eval_prompts)
+    PREFIX: ClassVar = "agentic"
+    ENVS: ClassVar = rl.ENVS | {"doors": Doors}
+    SHOWN: ClassVar = {
+        "reward/mean": "reward", "eval/pass@1": "eval", "reward/success": "success",
+        "rollout/turns": "turns", "reward/valid": "valid", "env/errors": "env errors",
+    } | rlvr.Config.SHOWN  # fmt: skip
 
 
-SHOWN = {
-    "reward/mean": "reward", "eval/pass@1": "eval", "reward/success": "success",
-    "rollout/turns": "turns", "reward/valid": "valid", "env/errors": "env errors", **SHOWN,
-}  # fmt: skip
+keep = None  # or `def keep(group)`, a filter of yours: whether a group of episodes is trained on
 
 
 def main(cfg: Config) -> list[float]:
-    """Returns the held-out success rates of this start, in order."""
-    with Cluster(cfg.device_map, cfg.device, options=cfg, **cfg.cluster_options) as cluster:
-        cfg = choose_memory(choose_defaults(cfg, **cfg.default_kinds), cluster)
-        chat = Chat(cfg.model, **cfg.chat.arguments)
-        tasks = data.Mixture(cfg.data, seed=f"agentic-{cfg.seed}", envs=ENVS | OWN)
-        with EnvWorkers(cfg.players, **cfg.environments.limits) as envs:
-            models = make_roles(cfg, cluster)
-            params = SamplingParams(
-                max_tokens=cfg.lengths.max_tokens,
-                temperature=cfg.temperature,
-                stop_ids=chat.stop_ids,
-            )
-            evaluation = Evaluation(cfg.held_out, cfg.evaluation, params)
-            rollout = Coordinator(
-                engines=models.engines, chat=chat, play=envs.play, prompts=tasks, params=params,
-                options=cfg.rollout, min_samples=cfg.min_samples, seed=cfg.seed, keep=keep,
-                max_length=min(cfg.longest_sample, cache_tokens(cfg, cluster)),
-                episodes=cfg.episodes,
-            )  # fmt: skip
-            with rollout, rare_collections(cfg.rollout.max_samples_in_flight):
-                train(cfg, cluster, models, rollout, evaluation, envs.metrics, SHOWN)
-        print(f"model: {models.policy.export(f'{cfg.run_dir}/model')}")
-    return evaluation.rates
+    return rlvr.main(cfg, keep)
 
 
 if __name__ == "__main__":
-    command.run(main, Config, __doc__, fixed=FIXED)
+    command.run(main, Config, __doc__)

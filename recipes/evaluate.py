@@ -12,46 +12,22 @@ come: an interrupted evaluation that is started again with the same --run-dir co
 stopped.
 """
 
+from __future__ import annotations
+
 import time
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from agentic import OWN
-from rlvr import INLINE, REWARDS
-
+import roll_lite as rl
 from roll_lite import command, data
-from roll_lite.chat import Chat
-from roll_lite.chat_template import ChatOptions
 from roll_lite.checks import above, at_least, finite, read_only_if
-from roll_lite.cluster.cluster import Cluster
-from roll_lite.cluster.role import RoleHandle
-from roll_lite.device_map import format_table
-from roll_lite.engine.service import EngineService
-from roll_lite.envs.env import Player
-from roll_lite.envs.options import EnvOptions
-from roll_lite.envs.play import ONE_TURN, EpisodeOptions
-from roll_lite.envs.registry import ENVS
-from roll_lite.envs.tasks import held_out_tasks
-from roll_lite.models.config import read_config
-from roll_lite.options import flatten, unique_options
-from roll_lite.planning import cache_tokens
-from roll_lite.report.run import Run, default_folder, refuse_old_run
-from roll_lite.rewarding import RewardOptions, Rewards
-from roll_lite.rewards import registry
-from roll_lite.rollout.coordinator import Coordinator
-from roll_lite.rollout.groups import refuse_all_failed
-from roll_lite.rollout.metrics import pass_rates, subsets_of
-from roll_lite.rollout.record import AnswerFile
-from roll_lite.rollout.rollout_options import RolloutOptions
-from roll_lite.train.defaults import choose_defaults
-from roll_lite.train.export import check_checkpoint, export_checkpoint
-from roll_lite.types import Group, Prompt, SamplingParams
-from roll_lite.workers.environments import EnvWorkers
+from roll_lite.options import flatten
+from roll_lite.recipes import agentic
 
 
-@unique_options
+@rl.unique_options
 @dataclass(frozen=True, kw_only=True)
 class Config:
     model: str = "models/tiny"
@@ -77,7 +53,7 @@ class Config:
     """Sample among tokens at least this likely, relative to the likeliest."""
     pass_reward: float = 1.0
     """A reply passes with at least this reward."""
-    run_dir: str = field(default_factory=partial(default_folder, "evaluate"))
+    run_dir: str = field(default_factory=partial(rl.default_folder, "evaluate"))
     """Folder for config.json, metrics.jsonl, events.jsonl and all replies in rollouts/."""
     seed: int = 0
     """Seed for sampling."""
@@ -87,20 +63,32 @@ class Config:
     """auto, cpu or cuda."""
     device_map: str | None = None
     """Ranks of the engines, as in generate=all,tp=2; None puts every role on all ranks."""
-    chat: ChatOptions = ChatOptions()
-    scoring: RewardOptions = RewardOptions()
-    environments: EnvOptions = EnvOptions()
-    episodes: EpisodeOptions = EpisodeOptions()
+    chat: rl.ChatOptions = rl.ChatOptions()
+    scoring: rl.RewardOptions = rl.RewardOptions()
+    environments: rl.EnvOptions = rl.EnvOptions()
+    episodes: rl.EpisodeOptions = rl.EpisodeOptions()
+
+    REWARDS: ClassVar = agentic.Config.REWARDS
+    INLINE: ClassVar = agentic.Config.INLINE
+    ENVS: ClassVar = agentic.Config.ENVS
+    FIXED: ClassVar = (
+        "model", "checkpoint", "data", "samples", "temperature", "top_k", "top_p", "min_p",
+        "max_tokens", "seed", "rewards", "judge", "judge_tokens", "reward_model",
+        "template_args", "judge_template_args",
+        "envs", "max_turns", "history", "old_thoughts", "episode_tokens", "at_limit",
+    )  # fmt: skip
+    SHOWN: ClassVar = {
+        "eval/pass@1": "pass@1", "eval/reward": "reward", "eval/failed": "failed",
+        "eval/reply_tokens": "tokens",
+    }  # fmt: skip
 
     def __post_init__(self):
-        read_config(self.model)
-        if self.is_played:
-            _ = self.players  # refuses wrong options of environments
-        else:
-            data.check_mixture(self.data)
+        rl.read_config(self.model)
+        data.check_mixture(self.data, self.env_names)
+        has_envs = bool(self.players)  # refuses wrong options of environments
         for part in (self.environments, self.episodes):
             names = (field.name for field in fields(part))
-            read_only_if(self.is_played, "environments in data", part, *names)
+            read_only_if(has_envs, "environments in data", part, *names)
         at_least(1, self, "samples")
         above(0, self, "kv_cache_gib")
         finite(self, "pass_reward")
@@ -115,29 +103,28 @@ class Config:
         read_only_if(self.chosen_temperature > 0, "a temperature above 0", self, *truncation)
         _ = self.params
         if self.checkpoint is not None:
-            check_checkpoint(self.checkpoint, self.model)
-        refuse_old_run(self.run_dir)
+            rl.check_checkpoint(self.checkpoint, self.model)
+        rl.refuse_old_run(self.run_dir)
 
     @property
-    def specs(self) -> list[str]:
-        return [entry.source for entry in data.parse_mixture(self.data)]
+    def env_names(self) -> dict[str, Any]:
+        """Environments by name, those of --envs included."""
+        return self.environments.makers(self.ENVS)
 
     @property
-    def is_played(self) -> bool:
-        """Whether the data are environments."""
-        return all(self.environments.knows(spec, ENVS | OWN) for spec in self.specs)
-
-    @property
-    def players(self) -> dict[str, Player]:
-        return self.environments.players(self.specs, ENVS | OWN, self.episodes)
+    def players(self) -> dict[str, rl.Player]:
+        """For each environment in data, what plays its episodes."""
+        entries = data.parse_mixture(self.data, self.env_names)
+        specs = [entry.source for entry in entries if entry.kind == "env"]
+        return self.environments.players(specs, self.ENVS, self.episodes)
 
     @property
     def chosen_temperature(self) -> float:
         return float(self.samples > 1) if self.temperature is None else self.temperature
 
     @property
-    def params(self) -> SamplingParams:
-        return SamplingParams(
+    def params(self) -> rl.SamplingParams:
+        return rl.SamplingParams(
             max_tokens=self.max_tokens or 1,  # chosen in main
             temperature=self.chosen_temperature,
             top_k=self.top_k,
@@ -146,41 +133,36 @@ class Config:
         )
 
 
-FIXED = (
-    "model", "checkpoint", "data", "samples", "temperature", "top_k", "top_p", "min_p",
-    "max_tokens", "seed", "rewards", "judge", "judge_tokens", "reward_model",
-    "template_args", "judge_template_args",
-    "envs", "max_turns", "history", "old_thoughts", "episode_tokens", "at_limit",
-)  # fmt: skip
-SHOWN = {
-    "eval/pass@1": "pass@1", "eval/reward": "reward", "eval/failed": "failed",
-    "eval/reply_tokens": "tokens",
-}  # fmt: skip
 TRACKERS = ()  # yours, beside TensorBoard: docs/tutorial.md has wandb and trackio
 
 
 def main(cfg: Config) -> dict[str, float]:
     roles = ["generate", *cfg.scoring.reward_roles]
     device_map = cfg.device_map or " ".join(f"{role}=all" for role in roles)
-    configs = {"config": read_config(cfg.model), "role_configs": cfg.scoring.reward_configs}
-    with Cluster(device_map, cfg.device, roles=roles, options=cfg, **configs) as cluster:
-        cfg = choose_defaults(cfg, max_tokens="turn" if cfg.is_played else "reply")
-        chat = Chat(cfg.model, **cfg.chat.arguments)
-        prompts = read_prompts(cfg, chat)
-        answers = AnswerFile(f"{cfg.run_dir}/answers.jsonl", prompts, asked_with(cfg))
-        run = Run(cfg.run_dir, cfg, num_steps=0, shown=SHOWN, trackers=TRACKERS)
+    config = rl.read_config(cfg.model)
+    with rl.Cluster(
+        device_map, cfg.device, roles=roles, config=config,
+        role_configs=cfg.scoring.reward_configs, options=cfg,
+    ) as cluster:  # fmt: skip
+        is_all_played = len(cfg.players) == len(cfg.data)
+        cfg = rl.choose_defaults(cfg, max_tokens="turn" if is_all_played else "reply")
+        chat = rl.Chat(cfg.model, **cfg.chat.arguments)
+        prompts = data.held_out(cfg.data, cfg.prompts, of_tasks=256, envs=cfg.env_names)
+        chat.check_prompts(prompts)
+        answers = rl.AnswerFile(f"{cfg.run_dir}/answers.jsonl", prompts, asked_with(cfg))
+        run = rl.Run(cfg.run_dir, cfg, num_steps=0, shown=cfg.SHOWN, trackers=TRACKERS)
         folder = cfg.model
         if cfg.checkpoint:
-            folder = str(export_checkpoint(cfg.checkpoint, cfg.model, f"{cfg.run_dir}/model"))
+            folder = str(rl.export_checkpoint(cfg.checkpoint, cfg.model, f"{cfg.run_dir}/model"))
         options = {"folder": folder, "kv_cache_gib": cfg.kv_cache_gib}
-        engines = cluster.role("generate", EngineService, **options)
+        engines = cluster.role("generate", rl.EngineService, **options)
         print(engines.describe())
         start = time.perf_counter()
-        with make_scoring(cfg, prompts, cluster) as scoring:
-            context = min(read_config(cfg.model).max_positions, cache_tokens(cfg, cluster))
-            groups = ask(cfg, prompts, answers, engines, chat, scoring, run, context)
-        refuse_all_failed(groups)
-        metrics = pass_rates(groups, cfg.pass_reward)
+        context = min(config.max_positions, rl.cache_tokens(cfg, cluster))
+        with rl.make_players(cfg, prompts, (), cluster) as players:
+            groups = ask(cfg, prompts, answers, engines, chat, players, run, context)
+        rl.refuse_all_failed(groups)
+        metrics = rl.pass_rates(groups, cfg.pass_reward)
         metrics["time/rollout"] = time.perf_counter() - start
         run.write_rollouts(0, groups)
         run.log(0, metrics)
@@ -190,47 +172,30 @@ def main(cfg: Config) -> dict[str, float]:
     return metrics
 
 
-def read_prompts(cfg: Config, chat: Chat) -> list[Prompt]:
-    if cfg.is_played:
-        return held_out_tasks(cfg.specs, cfg.prompts or 256)
-    prompts = data.held_out(cfg.data, cfg.prompts, of_tasks=256)
-    chat.check_prompts(prompts)
-    return prompts
-
-
-def make_scoring(cfg: Config, prompts: list[Prompt], cluster: Cluster) -> Rewards | EnvWorkers:
-    if cfg.is_played:
-        return EnvWorkers(cfg.players, **cfg.environments.limits)
-    domains = {prompt.domain for prompt in prompts}
-    functions, inline = cfg.scoring.with_file(REWARDS, INLINE, domains)
-    registry.check_prompts(prompts, functions | inline)
-    return Rewards(functions, inline, domains, cfg.scoring, cluster)
-
-
 def asked_with(cfg: Config) -> dict[str, Any]:
     """The options and weights that answers and scores depend on."""
     times = {p.name: p.stat().st_mtime_ns for p in sorted(Path(cfg.model).glob("*.safetensors"))}
     options = flatten(cfg)
-    return {name: options[name] for name in FIXED} | {"weights_written": times}
+    return {name: options[name] for name in cfg.FIXED} | {"weights_written": times}
 
 
 def ask(
-    cfg: Config, prompts: list[Prompt], answers: AnswerFile,
-    engines: RoleHandle, chat: Chat, scoring: Rewards | EnvWorkers, run: Run, context: int,
-) -> list[Group]:  # fmt: skip
+    cfg: Config, prompts: list[rl.Prompt], answers: rl.AnswerFile, engines: rl.RoleHandle,
+    chat: rl.Chat, players: rl.Players, run: rl.Run, context: int,
+) -> list[rl.Group]:  # fmt: skip
     """A group for each prompt; prompts that were answered before are not asked again."""
     params = replace(cfg.params, stop_ids=chat.stop_ids)
-    with Coordinator(
+    with rl.Coordinator(
         engines=engines,
         chat=chat,
-        play=scoring.play,
+        play=players.play,
         prompts=iter(()),
         params=params,
-        options=RolloutOptions(samples_per_prompt=cfg.samples),
+        options=rl.RolloutOptions(samples_per_prompt=cfg.samples),
         seed=cfg.seed,
-        reward_engines=getattr(scoring, "engine_clients", ()),
-        max_length=context if cfg.is_played else None,
-        episodes=cfg.episodes if cfg.is_played else ONE_TURN,
+        reward_engines=players.engine_clients,
+        max_length=context,
+        episodes=cfg.episodes,
     ) as rollout:
         places = answers.missing
         try:
@@ -246,16 +211,16 @@ def ask(
     return [answers.groups[place] for place in range(len(prompts))]
 
 
-def table(metrics: dict[str, float], groups: list[Group], num_samples: int) -> str:
+def table(metrics: dict[str, float], groups: list[rl.Group], num_samples: int) -> str:
     """A row for each domain and file, and one for all: pass rates, and the mean reward."""
     of_several = [f"pass@{num_samples}"] if num_samples > 1 else []
     rows = [["subset", "prompts", "pass@1", *of_several, "reward"]]
-    for subset, members in (subsets_of(groups) | {"": groups}).items():
+    for subset, members in (rl.subsets_of(groups) | {"": groups}).items():
         prefix = f"eval/{subset}" if subset else "eval"
         rates = [metrics.get(f"{prefix}/{name}") for name in rows[0][2:]]
         shown = ["-" if rate is None else f"{rate:.3f}" for rate in rates]
         rows.append([subset or "all", str(len(members)), *shown])
-    return format_table(rows)
+    return rl.format_table(rows)
 
 
 if __name__ == "__main__":

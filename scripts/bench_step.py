@@ -11,7 +11,6 @@ The last line is JSON.
 
 import json
 import random
-import sys
 import tempfile
 import threading
 import time
@@ -24,10 +23,7 @@ from typing import Literal
 import torch
 import tyro
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
-import rlvr
-
-from roll_lite import data
+from roll_lite import data, loop
 from roll_lite.chat import Chat
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.device_map import format_table
@@ -39,9 +35,10 @@ from roll_lite.planning import choose_memory, machine_of, plan_run
 from roll_lite.planning.plan import Plan
 from roll_lite.planning.render import render, seconds_table
 from roll_lite.planning.speed import WARM_UP, measured_seconds, step_seconds
+from roll_lite.recipes import rlvr
+from roll_lite.roles import Roles
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.evaluation import Evaluation
-from roll_lite.rollout.event_loop import rare_collections
 from roll_lite.train.checkpoint import RunState
 from roll_lite.train.defaults import choose_defaults
 from roll_lite.types import SamplingParams
@@ -99,11 +96,11 @@ class DeviceMemory:
     phase: str = "generating"
 
     @contextmanager
-    def watched(self, devices: rlvr.Colocated) -> Iterator[None]:
+    def watched(self, roles: Roles) -> Iterator[None]:
         """Polls in a thread of its own."""
-        to_training, to_engines = devices.to_training, devices.to_engines
-        devices.to_training = lambda: self._in("training", to_training)
-        devices.to_engines = lambda *args: self._in("syncing", to_engines, *args)
+        to_training, sync = roles.to_training, roles.sync
+        roles.to_training = lambda: self._in("training", to_training)
+        roles.sync = lambda *args: self._in("syncing", sync, *args)
         is_over = threading.Event()
         thread = threading.Thread(target=self._poll, args=(is_over,), daemon=True)
         if self.device.type == "cuda":
@@ -137,23 +134,24 @@ def random_reward(prompt, reply: str) -> float:
 
 def run_steps(run: rlvr.Config, cluster: Cluster, chat: Chat, memory: DeviceMemory) -> None:
     """The recipe's loop, without what surrounds it."""
-    models = rlvr.make_roles(run, cluster)
+    roles = rlvr.make_roles(run, cluster)
     params = SamplingParams(max_tokens=run.lengths.max_tokens, temperature=run.temperature)
     prompts = data.Mixture(run.data, seed="bench")
     play = question_player({"addition": random_reward})
     rollout = Coordinator(
-        engines=models.engines, chat=chat, play=play, prompts=prompts, params=params,
+        engines=roles.engines, chat=chat, play=play, prompts=prompts, params=params,
         options=run.rollout, min_samples=run.min_samples, seed=run.seed,
         max_length=run.longest_sample,
     )  # fmt: skip
-    rlvr.RunState = Unsaved
+    loop.RunState = Unsaved
     evaluation = Evaluation([], run.evaluation, params)
-    with (
-        rollout,
-        rare_collections(run.rollout.max_samples_in_flight),
-        memory.watched(models.devices),
-    ):
-        rlvr.train(run, cluster, models, rollout, evaluation, dict)
+    with loop.Loop(run, roles, rollout, evaluation) as steps, memory.watched(roles):
+        for step in steps:
+            groups = rollout.collect()
+            sequences = rlvr.prepare(groups, run, roles, steps.state)
+            metrics = rlvr.update(sequences, run, roles, step)
+            roles.sync(step, rollout)
+            steps.end(step, metrics, groups, sequences)
 
 
 def memory_table(plan: Plan, memory: DeviceMemory, rows: list[dict[str, float]]) -> list[list[str]]:

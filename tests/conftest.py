@@ -138,7 +138,7 @@ def command(monkeypatch, capsys):
 @pytest.fixture
 def here(toy_folder, tmp_path, monkeypatch):
     """Runs the recipe in this process."""
-    monkeypatch.setitem(rlvr.INLINE, "reverse", share_of_good_letters)
+    monkeypatch.setitem(rlvr.Config.INLINE, "reverse", share_of_good_letters)
 
     def run(name, **changes):
         rlvr.main(from_flat(rlvr.Config, **toy_options(toy_folder, tmp_path / name, **changes)))

@@ -62,7 +62,7 @@ def test_a_run_is_planned_by_name(roll_lite):
 def test_recipes_are_the_same_modules_however_they_are_imported():
     from roll_lite.recipes import evaluate, rlvr
 
-    assert evaluate.INLINE is rlvr.INLINE and rlvr is sys.modules["rlvr"]
+    assert evaluate.Config.INLINE is rlvr.Config.INLINE and rlvr is sys.modules["rlvr"]
     with pytest.raises(ImportError, match="poetry"):
         from roll_lite.recipes import poetry  # noqa: F401
 

@@ -12,8 +12,10 @@ SOURCE = Path(SOURCES) / "roll_lite"
 LAYERS = [  # top first; a name may import names below its line, and within its own package
     {"__main__"},
     {"replay"},
-    {"rewarding", "export", "command", "planning"},
-    {"rollout", "train", "sync", "colocated"},
+    {"loop"},
+    {"policy", "roles", "command"},
+    {"rewarding", "export", "planning"},
+    {"rollout", "train", "sync"},
     {"cluster", "engine", "data", "workers", "report"},
     {"device_map"},
     {"models", "envs", "chat", "tasks"},

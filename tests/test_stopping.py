@@ -62,7 +62,7 @@ def test_a_rollout_is_abandoned_and_repeated(here, tmp_path, monkeypatch, signum
     whole = here("whole", steps=4, drop_equal=True)
     with monkeypatch.context() as patch:
         # After 8 of the evaluation: in the third or fourth step, whatever is dropped.
-        patch.setitem(rlvr.INLINE, "reverse", interrupting(8 + 150, signum))
+        patch.setitem(rlvr.Config.INLINE, "reverse", interrupting(8 + 150, signum))
         with pytest.raises(Stopped) as error:
             here("parts", steps=4, drop_equal=True)
     assert error.value.signum == signum
@@ -100,7 +100,7 @@ def test_an_update_is_finished(small_folder, tmp_path, monkeypatch):
 
 def test_generating_ahead_stops_and_resumes(here, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setitem(rlvr.INLINE, "reverse", interrupting(8 + 150))
+        patch.setitem(rlvr.Config.INLINE, "reverse", interrupting(8 + 150))
         with pytest.raises(Stopped):
             here("run", steps=6, max_staleness=1.0)
     here("run", steps=6, max_staleness=1.0, resume=True)
@@ -233,7 +233,7 @@ def test_when_rewards_break_the_step_is_repeated(here, tmp_path, monkeypatch):
         return share_of_good_letters(prompt, reply)
 
     with monkeypatch.context() as patch:
-        patch.setitem(rlvr.INLINE, "reverse", breaking)
+        patch.setitem(rlvr.Config.INLINE, "reverse", breaking)
         with pytest.raises(RewardsBroken):
             here("parts", steps=4)
     done = len(steps_of(tmp_path / "parts"))
@@ -248,7 +248,7 @@ def test_an_abandoned_evaluation_is_made_up(here, tmp_path, monkeypatch, eval_sa
     with monkeypatch.context() as patch:
         # In the evaluation after the first step: 8 prompts before it, 64 samples in it.
         number = 8 * eval_samples + 64 + 3
-        patch.setitem(rlvr.INLINE, "reverse", interrupting(number))
+        patch.setitem(rlvr.Config.INLINE, "reverse", interrupting(number))
         with pytest.raises(Stopped):
             here("parts", **options)
     here("parts", resume=True, **options)
@@ -258,7 +258,9 @@ def test_an_abandoned_evaluation_is_made_up(here, tmp_path, monkeypatch, eval_sa
 
 def test_a_stop_after_an_evaluation_keeps_the_score(here, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setitem(rlvr.INLINE, "reverse", interrupting(8 + 64 + 8 + 5))  # in the second rollout
+        patch.setitem(
+            rlvr.Config.INLINE, "reverse", interrupting(8 + 64 + 8 + 5)
+        )  # in the second rollout
         with pytest.raises(Stopped):
             here("run", steps=4, eval_every=1)
     (folder,) = (tmp_path / "run" / "checkpoints").iterdir()

@@ -1,5 +1,7 @@
 """Weights from trainers to engines of other layouts, over real ranks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.forked_ranks import run_ranks
@@ -8,9 +10,9 @@ from support.models import make_reference
 from support.paths import SUPPORT
 from support.sync_program import WITHOUT_TRAVEL, check_synced
 
-from roll_lite.colocated import Colocated
 from roll_lite.device_map import parse_device_map
 from roll_lite.engine.arena import ROW_BYTES
+from roll_lite.roles import Roles
 from roll_lite.sync import digest_of, row_checksums
 
 PROGRAM = SUPPORT / "sync_program.py"
@@ -55,11 +57,11 @@ def test_roles_that_weights_travel_by():
 
 
 def test_turns_need_ranks_that_train_and_generate():
-    apart = parse_device_map("train=0 generate=1", 2)
+    apart = SimpleNamespace(device_map=parse_device_map("train=0 generate=1", 2))
     for name in ("engines_sleep", "offload"):
         with pytest.raises(ValueError, match=f"{name}=True is for ranks .*'train=0 generate=1' ha"):
-            Colocated(apart, **{name: True})
-    Colocated(apart)
+            Roles(apart, **{name: True})
+    Roles(apart)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -145,9 +145,9 @@ class Chat:
         return self._ids_of_marked(text, marks) if marks else self._ids(text)
 
     def check_prompts(self, prompts: Iterable[Prompt]) -> None:
-        """Raise ValueError for the first prompt whose roles the template refuses."""
+        """Raise ValueError for the first question whose roles the template refuses."""
         accepted: set[tuple[str, ...]] = set()
-        for prompt in prompts:
+        for prompt in filter(lambda prompt: prompt.is_question, prompts):
             roles = tuple(message["role"] for message in prompt.messages)
             if roles not in accepted:
                 with _naming(prompt.id):

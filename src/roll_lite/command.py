@@ -1,7 +1,7 @@
 """The command line of a recipe: options, saved options, and errors on one screen.
 
 if __name__ == "__main__":
-    command.run(main, Config, __doc__, fixed=FIXED)
+    command.run(main, Config, __doc__)
 """
 
 import os
@@ -44,15 +44,15 @@ USER_ERROR = 2
 LINGER_SECONDS = 5.0  # in which torchrun is told to end: it restarts all as soon as one has exited
 
 
-def run(main: Callable[[T], Any], config: type[T], doc: str, fixed: Iterable[str] = ()) -> None:
+def run(main: Callable[[T], Any], config: type[T], doc: str) -> None:
     """Parse the options and call `main`. Errors of the user's are shown without traceback.
 
-    `fixed` are options that a resumed run must not change.
+    `config.FIXED` are options that a resumed run must not change.
     """
     args, is_debugging = _without(sys.argv[1:], "--debug")
     cfg = None
     try:
-        cfg = parse(config, doc, args, fixed)
+        cfg = parse(config, doc, args, config.FIXED)
         main(cfg)
     except SystemExit as end:
         if end.code == USER_ERROR:  # of options that tyro cannot read
@@ -172,7 +172,7 @@ def _parse_over(
 
 def _parse(config: type[T], doc: str, args: Sequence[str], default: T | None = None) -> T:
     options = {} if default is None else {"default": default}
-    resume = RESUME if "checkpoints" in config.__annotations__ else ""
+    resume = RESUME if any(field.name == "checkpoints" for field in fields(config)) else ""
     description = f"{doc.split(chr(10) * 2)[0]}\n\n{ALSO.format(resume=resume)}"
 
     def parse() -> T:

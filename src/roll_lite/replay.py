@@ -16,36 +16,33 @@ import pdb
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from roll_lite.chat import Chat
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.engine.service import EngineService
-from roll_lite.envs.play import ONE_TURN
-from roll_lite.envs.registry import ENVS
 from roll_lite.models.config import read_config
 from roll_lite.options import from_flat
 from roll_lite.planning import cache_tokens
+from roll_lite.policy import Players, PolicyConfig, make_players
 from roll_lite.report.config_file import RECIPE, read_options
 from roll_lite.report.reader import Row, RunFolder, TokenTexts, step_of
 from roll_lite.report.records import read_prompt, read_tokens, rollout_lines
 from roll_lite.report.terminal import Difference
-from roll_lite.rewarding import Rewards
 from roll_lite.rewards.combine import is_async
 from roll_lite.rewards.file import import_file
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.prompts import Visit
 from roll_lite.rollout.sample import derive_seed
 from roll_lite.train.export import checkpoint_weights
-from roll_lite.types import Group, Prompt, Sample, SamplingParams
-from roll_lite.workers.environments import EnvWorkers
+from roll_lite.types import Group, Sample, SamplingParams
 
 RECIPES = Path(__file__).parent / "recipes"
+WORKERS = ("reward_workers", "env_workers")
 MAX_NAMED = 8
 """Names that an error lists."""
 
@@ -70,7 +67,7 @@ def replay(options: argparse.Namespace) -> int:
     run = RunFolder(options.run)
     row = find_sample(run, options.sample, options.visit)
     given = {"model": options.model, "device": options.device}
-    recipe, cfg = read_recipe(run, {name: v for name, v in given.items() if v is not None})
+    cfg = read_config_of(run, {name: v for name, v in given.items() if v is not None})
     if (expected := derive_seed(cfg.seed, row["prompt_id"], row["visit"])) != row["seed"]:
         raise ValueError(
             f"the sample has seed {row['seed']}, but seed={cfg.seed} of {run.folder}/config.json "
@@ -79,7 +76,7 @@ def replay(options: argparse.Namespace) -> int:
     print(f"visit {row['visit']}, seed {row['seed']}, {_versions(row)}")
     version, checkpoint = find_weights(run, _first_version(row), cfg.model)
     debugger = Debugger() if options.pdb else None
-    sample = generate(recipe, cfg, row, version, checkpoint, debugger)
+    sample = generate(cfg, row, version, checkpoint, debugger)
     again = json.loads(next(rollout_lines([Group(prompt=sample.prompt, samples=[sample])])))
     found = Difference(row, again, TokenTexts(run))
     print("\n".join(found.lines()))
@@ -125,22 +122,21 @@ def _rows(run: RunFolder, step: int) -> Iterator[Row]:
         start = page["next"]
 
 
-def read_recipe(run: RunFolder, changes: dict[str, Any]) -> tuple[ModuleType, Any]:
-    """The recipe that wrote the run, and its Config without worker processes.
+def read_config_of(run: RunFolder, changes: dict[str, Any]) -> PolicyConfig:
+    """The Config of the recipe that wrote the run, without worker processes.
 
-    It is the file that was started, or the recipe of that name if the file is gone.
+    The recipe is the file that was started, or that of its name if the file is gone.
     """
     options = read_options(run.folder / "config.json")
     name, started = run.config.get(RECIPE), run.starts[-1].get("file", "") if run.starts else ""
     path = next((p for p in (Path(started), RECIPES / f"{name}.py") if p.is_file()), None)
-    recipe = import_file(path) if path else None
-    if not hasattr(getattr(recipe, "Config", None), "longest_sample"):
+    config = getattr(import_file(path), "Config", None) if path else None
+    if not (isinstance(config, type) and issubclass(config, PolicyConfig)):
         raise ValueError(
             f"{run.folder} was written by the recipe {name}; runs of rlvr.py and agentic.py can be "
             "replayed"
         )
-    workers = "env_workers" if "env_workers" in options else "reward_workers"
-    return recipe, from_flat(recipe.Config, check=False, **options | {workers: 0} | changes)
+    return from_flat(config, check=False, **options | dict.fromkeys(WORKERS, 0) | changes)
 
 
 def find_weights(run: RunFolder, version: int, base: str) -> tuple[int, Path | None]:
@@ -182,35 +178,34 @@ class CheckpointEngine(EngineService):
 
 
 def generate(
-    recipe: ModuleType,
-    cfg: Any,
+    cfg: PolicyConfig,
     row: Row,
     version: int,
     checkpoint: Path | None,
     debugger: "Debugger | None",
 ) -> Sample:
     """Run the sample as the recipe does."""
-    is_played = hasattr(cfg, "environments")
-    reward_roles = [] if is_played else cfg.scoring.reward_roles
-    configs = {} if is_played else cfg.scoring.reward_configs
-    roles = ["generate", *reward_roles]
+    prompt = read_prompt(row)
+    roles = ["generate", *cfg.scoring.reward_roles]
     device_map = " ".join(f"{role}=all" for role in roles)
-    config, prompt = read_config(cfg.model), read_prompt(row)
-    with Cluster(
-        device_map, cfg.device, roles=roles, config=config, role_configs=configs
-    ) as cluster:
+    configs = {"config": read_config(cfg.model), "role_configs": cfg.scoring.reward_configs}
+    with Cluster(device_map, cfg.device, roles=roles, **configs) as cluster:
         options = {"folder": cfg.model, "kv_cache_gib": cfg.kv_cache_gib}
         engines = cluster.role("generate", CheckpointEngine, **options)
         if checkpoint:
             engines.load_checkpoint(checkpoint, cfg.model, version)
-        context = cache_tokens(cfg, cluster) if is_played else cfg.longest_sample
-        make_scoring = make_environment if is_played else make_rewards
-        with make_scoring(recipe, cfg, prompt, cluster, debugger) as scoring:
-            return repeat(cfg, row, engines, scoring, min(cfg.longest_sample, context))
+        context = min(cfg.longest_sample, cache_tokens(cfg, cluster))
+        wrapped = debugger.wrapped if debugger else lambda *tables: tables
+        with make_players(
+            cfg, [prompt], cfg.scoring.reward_roles, cluster, wrapped=wrapped,
+            needs_rewards=cfg.advantages.reads_rewards,
+            tokens_per_microbatch=cfg.training.tokens_per_microbatch,
+        ) as players:  # fmt: skip
+            return repeat(cfg, row, engines, players, context)
 
 
 def repeat(
-    cfg: Any, row: Row, engines: RoleHandle, scoring: Rewards | EnvWorkers, max_length: int
+    cfg: PolicyConfig, row: Row, engines: RoleHandle, players: Players, max_length: int
 ) -> Sample:
     chat = Chat(cfg.model, **cfg.chat.arguments)
     params = SamplingParams(
@@ -219,35 +214,16 @@ def repeat(
     with Coordinator(
         engines=engines,
         chat=chat,
-        play=scoring.play,
+        play=players.play,
         prompts=iter(()),
         params=params,
         options=replace(cfg.rollout, max_retries=0),
         seed=cfg.seed,
-        reward_engines=getattr(scoring, "engine_clients", ()),
+        reward_engines=players.engine_clients,
         max_length=max_length,
-        episodes=getattr(cfg, "episodes", ONE_TURN),
+        episodes=cfg.episodes,
     ) as rollout:
         return rollout.repeat(Visit(read_prompt(row), row["visit"]), row["index"], params)
-
-
-def make_rewards(
-    recipe: ModuleType, cfg: Any, prompt: Prompt, cluster: Cluster, debugger: "Debugger | None"
-) -> Rewards:
-    tables = cfg.scoring.with_file(recipe.REWARDS, recipe.INLINE)
-    if debugger:
-        tables = [{domain: debugger.before(f) for domain, f in t.items()} for t in tables]
-    domains = {prompt.domain, *cfg.scoring.reward_roles}
-    return Rewards(*tables, domains, cfg.scoring, cluster, cfg.training.tokens_per_microbatch)
-
-
-def make_environment(
-    recipe: ModuleType, cfg: Any, prompt: Prompt, cluster: Cluster, debugger: "Debugger | None"
-) -> EnvWorkers:
-    players = cfg.environments.players([prompt.domain], ENVS | recipe.OWN, cfg.episodes)
-    if debugger:
-        players = {domain: debugger.in_player(player) for domain, player in players.items()}
-    return EnvWorkers(players, **cfg.environments.limits)
 
 
 class Debugger(pdb.Pdb):
@@ -255,6 +231,13 @@ class Debugger(pdb.Pdb):
 
     def __init__(self):
         super().__init__(nosigint=True)
+
+    def wrapped(
+        self, functions: Mapping, inline: Mapping, players: Mapping
+    ) -> tuple[dict, dict, dict]:
+        """Rewards and players that stop when they are called."""
+        rewards = ({d: self.before(f) for d, f in table.items()} for table in (functions, inline))
+        return *rewards, {spec: self.in_player(player) for spec, player in players.items()}
 
     def before(self, function: Callable) -> Callable:
         """The function, stopping when it is called."""

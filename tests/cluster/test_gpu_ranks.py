@@ -221,7 +221,7 @@ def fail(*arguments, **options):
     raise RuntimeError("my own mistake")
 
 if __name__ == "__main__":
-    rlvr.describe_groups = fail
+    rlvr.update = fail
     rlvr.command.run(rlvr.main, rlvr.Config, "")
 """
 

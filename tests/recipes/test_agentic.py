@@ -79,11 +79,11 @@ def test_it_learns_on_held_out_seeds(train, options):
 @pytest.mark.slow
 def test_with_the_wrong_sign_it_does_not_learn(train, monkeypatch):
     def flipped(*arguments):
-        sequences = with_advantages(*arguments)
+        sequences = prepare(*arguments)
         return [dataclasses.replace(s, advantages=[-a for a in s.advantages]) for s in sequences]
 
-    with_advantages = rlvr.with_advantages
-    monkeypatch.setattr(rlvr, "with_advantages", flipped)
+    prepare = rlvr.prepare
+    monkeypatch.setattr(rlvr, "prepare", flipped)
     rates, _ = train(steps=8)
     assert rates[-1] < rates[0] - 0.05
 

@@ -11,9 +11,11 @@ import pytest
 import torch
 from support.runs import gain
 
+from roll_lite import roles
 from roll_lite.models.hf import load_model
 from roll_lite.options import from_flat
 from roll_lite.recipes import rlvr
+from roll_lite.train import sequences
 
 REPLY_TOKENS = 4
 GOOD = string.ascii_lowercase[:13]  # 13 of 98 tokens
@@ -26,7 +28,7 @@ def share_of_good_letters(prompt, reply):
 @pytest.fixture
 def train(toy_folder, tmp_path, monkeypatch):
     """Runs the recipe with the options given; returns the metrics of each step."""
-    monkeypatch.setitem(rlvr.INLINE, "reverse", share_of_good_letters)
+    monkeypatch.setitem(rlvr.Config.INLINE, "reverse", share_of_good_letters)
     return partial(run_recipe, toy_folder, tmp_path)
 
 
@@ -63,11 +65,11 @@ def test_it_learns(train, options):
 
 def test_with_the_wrong_sign_it_does_not_learn(train, monkeypatch):
     def flipped(*arguments):
-        sequences = with_advantages(*arguments)
+        sequences = prepare(*arguments)
         return [dataclasses.replace(s, advantages=[-a for a in s.advantages]) for s in sequences]
 
-    with_advantages = rlvr.with_advantages
-    monkeypatch.setattr(rlvr, "with_advantages", flipped)
+    prepare = rlvr.prepare
+    monkeypatch.setattr(rlvr, "prepare", flipped)
     steps = train(steps=12, epochs=2)
     assert gain(steps) < -0.05
 
@@ -167,17 +169,17 @@ def test_the_coefficient_adapts_to_the_target(train, target, is_rising):
 def trained_on(monkeypatch):
     """Groups and sequences, as the recipe gets advantages for the ones and trains on the others."""
 
-    def advantages(groups, *arguments):
-        seen["groups"] = groups
-        return with_advantages(groups, *arguments)
+    class Rows(sequences.Rows):
+        def __init__(self, groups, *arguments):
+            seen["groups"] = groups
+            super().__init__(groups, *arguments)
 
-    def update(sequences, *arguments, **options):
-        seen["sequences"] = sequences
-        return original_update(sequences, *arguments, **options)
+    def update(trained, *arguments):
+        seen["sequences"] = trained
+        return original_update(trained, *arguments)
 
-    seen = {}
-    with_advantages, original_update = rlvr.with_advantages, rlvr.update
-    monkeypatch.setattr(rlvr, "with_advantages", advantages)
+    seen, original_update = {}, rlvr.update
+    monkeypatch.setattr(sequences, "Rows", Rows)
     monkeypatch.setattr(rlvr, "update", update)
     return seen
 
@@ -217,8 +219,8 @@ def test_fewer_groups_make_fewer_updates_not_smaller_ones(train, monkeypatch):
         sizes.append(len(part))
         return pack(part, *arguments, **options)
 
-    pack, sizes = rlvr.pack, []
-    monkeypatch.setattr(rlvr, "pack", counting_pack)
+    pack, sizes = roles.pack, []
+    monkeypatch.setattr(roles, "pack", counting_pack)
     (metrics,) = train(
         steps=1, samples_per_prompt=4, updates_per_step=4, max_refills=0, min_group_reward=0.15
     )

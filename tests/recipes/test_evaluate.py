@@ -35,7 +35,7 @@ def scored(monkeypatch):
         return float(len(reply) % 2)
 
     for domain in ("reverse", "addition"):
-        monkeypatch.setitem(rlvr.INLINE, domain, reward)
+        monkeypatch.setitem(rlvr.Config.INLINE, domain, reward)
     return ids
 
 
@@ -111,7 +111,7 @@ def test_answers_to_other_questions_are_asked_again(config, scored, tmp_path, mo
 
 def test_what_failed_is_asked_again(config, scored, monkeypatch):
     """The reward was broken for some prompts, and has been mended."""
-    right = rlvr.INLINE["reverse"]
+    right = rlvr.Config.INLINE["reverse"]
 
     def broken(prompt, reply):
         if int(prompt.id[-1]) % 2:
@@ -119,7 +119,7 @@ def test_what_failed_is_asked_again(config, scored, monkeypatch):
         return right(prompt, reply)
 
     with monkeypatch.context() as patch:
-        patch.setitem(rlvr.INLINE, "reverse", broken)
+        patch.setitem(rlvr.Config.INLINE, "reverse", broken)
         with dying_after(9, monkeypatch):
             evaluate.main(config("run"))
     rows = [json.loads(line) for line in answers_of(config("run")).read_text().splitlines()[1:]]
@@ -136,7 +136,7 @@ def test_when_all_failed_the_error_says_why_and_it_can_be_tried_again(config, sc
 
     with monkeypatch.context() as patch:
         for domain in ("reverse", "addition"):
-            patch.setitem(rlvr.INLINE, domain, broken)
+            patch.setitem(rlvr.Config.INLINE, domain, broken)
         with pytest.raises(RuntimeError, match=r"24 samples failed(.|\n)*KeyError: 'no such key'"):
             evaluate.main(config("run", max_error_share=1.0))
     assert evaluate.main(config("run"))["eval/failed"] == 0
@@ -174,7 +174,9 @@ def test_files_that_share_ids_are_refused(config, tmp_path):
 
 
 def test_files_of_one_domain_have_their_own_rates(config, monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(rlvr.INLINE, "words", lambda prompt, reply: float(prompt.ground_truth))
+    monkeypatch.setitem(
+        rlvr.Config.INLINE, "words", lambda prompt, reply: float(prompt.ground_truth)
+    )
     files = []
     for name, rewards in {"a/test": (1, 1, 0), "b/test": (0, 0), "words": (1,)}.items():
         path = tmp_path / f"{name}.jsonl"
@@ -185,7 +187,7 @@ def test_files_of_one_domain_have_their_own_rates(config, monkeypatch, tmp_path,
         ]
         files.append(write_rows(path, rows))
     cfg = config("run", data=(*files, "addition:1"), samples=1)
-    monkeypatch.setitem(rlvr.INLINE, "addition", lambda prompt, reply: 0.0)
+    monkeypatch.setitem(rlvr.Config.INLINE, "addition", lambda prompt, reply: 0.0)
     metrics = evaluate.main(cfg)
     shown = {words[0]: words[1:3] for line in capsys.readouterr().out.splitlines()[-7:]
              if (words := line.split())}  # fmt: skip

@@ -115,8 +115,8 @@ def test_rlvr_with_the_wrong_sign_does_not_learn(imitator, tmp_path, monkeypatch
         sequences = original(*arguments)
         return [dataclasses.replace(s, advantages=[-a for a in s.advantages]) for s in sequences]
 
-    original = rlvr.with_advantages
-    monkeypatch.setattr(rlvr, "with_advantages", flipped)
+    original = rlvr.prepare
+    monkeypatch.setattr(rlvr, "prepare", flipped)
     before, *_, after = rlvr.main(small_config(imitator, tmp_path / "run"))
     rewards = [reward for _, reward in RunFolder(tmp_path / "run").metric("reward/mean")]
     assert after <= before and rewards[-1] < 0.7 * rewards[0]

@@ -231,7 +231,7 @@ def test_when_every_evaluated_reward_fails_the_run_shows_one(here, monkeypatch):
     def broken(prompt, reply):
         raise KeyError("no such letter")
 
-    monkeypatch.setitem(rlvr.INLINE, "reverse", broken)
+    monkeypatch.setitem(rlvr.Config.INLINE, "reverse", broken)
     with pytest.raises(RuntimeError, match=r"8 samples failed(.|\n)*KeyError: 'no such letter'"):
         here("run", steps=1)
 
@@ -274,7 +274,7 @@ def test_when_nothing_is_left_to_learn_the_run_keeps_what_it_has(here, tmp_path,
 
     options = {"drop_equal": True, "max_refills": 1, "steps": 30, "eval_every": 100}
     with monkeypatch.context() as patch:
-        patch.setitem(rlvr.INLINE, "reverse", exhausted)
+        patch.setitem(rlvr.Config.INLINE, "reverse", exhausted)
         with pytest.raises(RuntimeError, match=r"all 16 groups .*: 16 had equal rewards"):
             here("run", **options)
     last = steps_of(tmp_path / "run")[-1]["step"]

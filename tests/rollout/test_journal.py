@@ -151,12 +151,12 @@ def test_only_what_was_in_flight_is_generated_again(here, tmp_path, monkeypatch)
         return share_of_good_letters(prompt, reply)
 
     with monkeypatch.context() as patch:
-        patch.setitem(rlvr.INLINE, "reverse", counting)
+        patch.setitem(rlvr.Config.INLINE, "reverse", counting)
         whole = here("whole", **options)
         assert not (tmp_path / "whole" / "journal").exists()
         num_calls = next(counted)
         counted, crash = itertools.count(), num_calls - 30
-        patch.setitem(rlvr.INLINE, "reverse", crashing)
+        patch.setitem(rlvr.Config.INLINE, "reverse", crashing)
         with pytest.raises(bdb.BdbQuit):
             here("parts", **options)
         crash = -1

@@ -5,14 +5,14 @@ import json
 import pytest
 from support.paths import SCRIPTS
 
-from roll_lite.recipes import rlvr
+from roll_lite import loop
 
 SCRIPT = SCRIPTS / "bench_step.py"
 
 
 @pytest.mark.slow
 def test_steps_are_measured_and_nothing_is_kept(command, tiny_folder, monkeypatch):
-    monkeypatch.setattr(rlvr, "RunState", rlvr.RunState)  # which the script replaces
+    monkeypatch.setattr(loop, "RunState", loop.RunState)  # which the script replaces
     sizes = ["--steps", 3, "--max-tokens", 4, "--prompts-per-step", 2, "--samples-per-prompt", 2]
     turns = ["--engines-sleep", "--offload", "--kv-cache-gib", 0.05, "--device", "cpu"]
     code, printed = command(SCRIPT, tiny_folder, *sizes, *turns)

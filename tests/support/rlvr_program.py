@@ -15,6 +15,6 @@ def share_of_good_letters(prompt, reply):
 
 
 if __name__ == "__main__":
-    rlvr.INLINE["reverse"] = share_of_good_letters
+    rlvr.Config.INLINE["reverse"] = share_of_good_letters
     options = json.loads(sys.argv[1])
     rlvr.main(from_flat(rlvr.Config, **options | {"data": tuple(options["data"])}))

@@ -49,7 +49,10 @@ class PromptLimit:
         return kept
 
     def _tokens(self, prompt: Prompt) -> int:
-        """Not counted where the text is so short that it fits: a token is at least a byte."""
+        """Not counted where the text is so short that it fits: a token is at least a byte. An
+        environment writes its messages later."""
+        if not prompt.is_question:
+            return 0
         num_bytes = sum(len(message["content"].encode()) for message in prompt.messages)
         if num_bytes + TEMPLATE_TOKENS <= self.max_tokens:
             return num_bytes

@@ -87,8 +87,7 @@ class Run:
             self.note("resumed", step=resumed_at)
 
     def is_due(self, step: int, every: int) -> bool:
-        """Whether the step is a multiple of `every`, or the last; 0 means the last only."""
-        return step == self._num_steps or (every > 0 and step % every == 0)
+        return is_due(step, every, self._num_steps)
 
     def lacks(self, metric: str, step: int, every: int) -> bool:
         """Whether a metric that is due at the step has not been recorded."""
@@ -194,6 +193,11 @@ class Run:
     def _write_samples(self, name: str, lines: Iterable[str]) -> None:
         (self.folder / "rollouts").mkdir(exist_ok=True)
         self._writer.write(self.folder / "rollouts" / f"{name}.jsonl", lines)
+
+
+def is_due(step: int, every: int, num_steps: int) -> bool:
+    """Whether the step is a multiple of `every`, or the last; 0 means the last only."""
+    return step == num_steps or (every > 0 and step % every == 0)
 
 
 def refuse_old_run(folder: str | Path) -> None:

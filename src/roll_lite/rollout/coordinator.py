@@ -58,6 +58,7 @@ class Coordinator:
         max_length: int | None = None,
         episodes: EpisodeOptions = ONE_TURN,
         keep: Keep | None = None,
+        play_metrics: Callable[[], dict[str, float]] = dict,
     ):
         """`play` takes a sample through its episode: `Rewards.play` or `EnvWorkers.play`.
 
@@ -66,12 +67,15 @@ class Coordinator:
         `episodes.at_limit` says. `keep` is a filter of your own, for complete groups that pass the
         filters of the options; samples wait while it runs. An exception in it ends the run.
 
+        `play_metrics` are metrics of `play` since the last call, which `metrics` includes.
+
         `reward_engines` are engine roles that rewards ask, such as a judge. A plain iterator of
         prompts cannot be resumed, and replaces a dropped group by a prompt of any domain.
         """
         if min_samples is None:
             min_samples = min(2, options.samples_per_prompt)
         self._options, self._signal = options, Signal()
+        self._play_metrics = play_metrics
         self._engines = EngineClient(engines, options)
         self._engines.version.advance(engines.version())
         self._clients = [self._engines, *reward_engines]
@@ -195,7 +199,7 @@ class Coordinator:
 
     def metrics(self) -> dict[str, float]:
         """How samples ended since the last call, and how much is in flight."""
-        return self._loop.run(_call(self._metrics))
+        return self._loop.run(_call(self._metrics)) | self._play_metrics()
 
     def dropped(self) -> list[tuple[Sample, str]]:
         """Samples since the last call that are in no group or failed, each with the reason."""

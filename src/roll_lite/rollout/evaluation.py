@@ -57,11 +57,15 @@ class EvaluationOptions:
 class Evaluation:
     """Evaluates on the same prompts every time, whatever the seed of the run."""
 
+    best = "eval/pass@1"
+    is_lower_better = False
+
     def __init__(
         self, prompts: Sequence[Prompt], options: EvaluationOptions, params: SamplingParams
     ):
         """`params` are those of training; with one sample per prompt the temperature is 0."""
         self._prompts, self._options = prompts, options
+        self.every = options.eval_every
         self._params = params if options.eval_samples > 1 else replace(params, temperature=0.0)
         self.rates: list[float] = []
         """Pass rates of all evaluations so far."""

@@ -278,6 +278,10 @@ class AdvantageOptions:
         return has_own or (self.unit == PerToken and has_discount)
 
     @property
+    def reads_turns(self) -> bool:
+        return "turn_rewards" in self.inputs
+
+    @property
     def needs_teacher(self) -> bool:
         return "teacher_logprobs_R" in self.inputs
 

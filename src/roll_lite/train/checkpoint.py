@@ -22,11 +22,9 @@ from typing import Any, Protocol
 from roll_lite.checks import at_least, refuse_changes
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.report.run import Run
-from roll_lite.stopping import Ended, StopRequest
+from roll_lite.stopping import StopRequest
 from roll_lite.train.checkpoint_folders import Checkpoints
-from roll_lite.train.shards import (
-    read_manifest,
-)
+from roll_lite.train.shards import read_manifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +90,7 @@ class RunState:
             refuse_links_out(run_dir)
         self._checkpoints = Checkpoints(f"{run_dir}/checkpoints", keep_last=options.keep_last)
         self._options, self._trainers, self._parts = options, trainers, parts
-        self._fixed, self._on_saved, self._stop = fixed, on_saved, StopRequest()
+        self._fixed, self._on_saved = fixed, on_saved
         self.resumed_at = self._resume() if options.resume else None
         """The step of the checkpoint; 0 if there was none to resume from."""
         self.step = self._saved_step = self.resumed_at or 0
@@ -104,39 +102,23 @@ class RunState:
         """A checkpoint that is being written: its step, the seconds that training waited for it so
         far, and what publishes it."""
 
-    @contextmanager
-    def kept(
-        self, run: Run, stop: StopRequest, on_end: Callable[[], None] = lambda: None
-    ) -> Iterator[None]:
-        """The context of the steps: if the run ends early, a checkpoint keeps the last one.
+    def keep_last_step(self, run: Run) -> None:
+        """Write a checkpoint of the last complete step, if it has none: the run ends early."""
+        self._publish(run)
+        if self.step > self._saved_step:
+            self._save(run)
 
-        `on_end` is called before that.
-        """
-        with stop:
-            self._stop = stop
-            try:
-                yield
-            except Ended:
-                on_end()
-                self._publish(run)
-                if self.step > self._saved_step:
-                    self._save(run)
-                run.close()
-                raise
-
-    def end_step(
-        self, run: Run, step: int, *, higher: float | None = None, lower: float | None = None
-    ) -> None:
+    def end_step(self, run: Run, stop: StopRequest, step: int, score: float | None) -> None:
         """Write a checkpoint if one is due; raises Stopped if the run is to stop.
 
-        The best checkpoint is kept: `higher` or `lower` is its measurement.
+        The checkpoint with the highest `score` is kept.
         """
-        self.step, self._score = step, (step, higher if lower is None else -lower)
+        self.step, self._score = step, (step, score)
         self._publish(run)
-        if self._stop.error or self._is_due(run):
-            is_last = self._stop.error or run.is_due(step, 0)
+        if stop.error or self._is_due(run):
+            is_last = stop.error or run.is_due(step, 0)
             self._save(run, beside=self._options.checkpoint_beside and not is_last)
-        self._stop.check()
+        stop.check()
 
     def _is_due(self, run: Run) -> bool:
         minutes = self._options.checkpoint_minutes

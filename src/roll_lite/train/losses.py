@@ -239,16 +239,21 @@ class PolicyLoss:
 
     options: LossOptions = LossOptions()
     kl: KLOptions = NO_KL
+    function: Callable[..., LossResult | Tensor] | None = None
+    """One of your own, instead of that which the options name; it may return the loss alone."""
 
     def __call__(self, logprobs_R: Tensor, entropy_R: Tensor, batch: MicroBatch) -> LossResult:
         options, is_old = self.options, self.options.denominator == "old"
         denominator_R = required(batch, "old_logprobs_R" if is_old else "logprobs_R")
         delta_R, advantages_R = logprobs_R - denominator_R, required(batch, "advantages_R")
-        loss_R, measurements = options.function(logprobs_R, delta_R, advantages_R, batch)
+        function = self.function or options.function
+        found = function(logprobs_R, delta_R, advantages_R, batch)
+        loss_R, measurements = found if isinstance(found, tuple) else (found, {})
         for name, rows in {"its loss": loss_R, **measurements}.items():
             if rows.shape != logprobs_R.shape:
+                name_of = f"loss={options.loss!r}" if self.function is None else function.__name__
                 raise ValueError(
-                    f"loss={options.loss!r} returned {name} of shape {tuple(rows.shape)}, not "
+                    f"{name_of} returned {name} of shape {tuple(rows.shape)}, not "
                     f"{tuple(logprobs_R.shape)}: return one number per row; the trainer averages"
                 )
         measurements["loss/entropy"] = entropy_R

@@ -159,7 +159,7 @@ class Rows:
             given = zip(scores.teacher_logprobs, self.parts, strict=True)
             # Without a teacher nothing pulls: its logprobs are the policy's own.
             self.teacher_logprobs_R = self.of([t or part.tokens.logprobs for t, part in given])
-        self.turn_rewards = [[turn.result.reward for turn in s.turns] for s in samples]
+        self.turn_rewards = [_turn_rewards(sample) for sample in samples]
         self.observations = [[turn.state for turn in s.turns] for s in samples]
         if options.reads_rewards:
             self._add_rewards(options, scores, state)
@@ -306,6 +306,13 @@ def _check_lengths(name: str, lists: Sequence[Sequence | None], parts: list[Part
                 f"{name} of {_name(part.sample)} has {len(values)} entries for "
                 f"{len(part.tokens.token_ids)} token_ids"
             )
+
+
+def _turn_rewards(sample: Sample) -> list[float]:
+    """An environment rewards turns; a question has one turn, with the reward of its reply."""
+    if sample.prompt.is_question and len(sample.turns) == 1 and sample.score is not None:
+        return [sample.score.value]
+    return [turn.result.reward for turn in sample.turns]
 
 
 def _score(sample: Sample) -> float:

@@ -1,0 +1,248 @@
+"""The shell of every recipe's loop: resume, stop, checkpoints, journal, profiler, timing,
+evaluation and records.
+
+    with Loop(cfg, roles, rollout, evaluation) as loop:
+        for step in loop:
+            ...
+            loop.end(step, metrics, groups, sequences)
+
+A run that ends early, by Ctrl-C or an error that leaves its weights whole, writes a checkpoint. One
+that comes to its end exports its model.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+from roll_lite import data
+from roll_lite.options import flatten
+from roll_lite.progress import StepTimer
+from roll_lite.report.run import Run
+from roll_lite.report.trackers import OpenTracker
+from roll_lite.roles import Roles
+from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.event_loop import rare_collections
+from roll_lite.rollout.journal import fingerprint
+from roll_lite.rollout.metrics import describe_groups
+from roll_lite.stopping import Ended
+from roll_lite.train.batch import TrainingSequence, sample_runs
+from roll_lite.train.checkpoint import Resumable, RunState
+from roll_lite.train.profiling import Profiler
+from roll_lite.train.sequences import AdvantageState, sampled_numbers
+from roll_lite.types import Group
+
+NO_PARTS: Mapping[str, Resumable] = {}
+
+
+class Measurement(Protocol):
+    """What is measured now and then during training, such as `Evaluation` on held-out prompts."""
+
+    every: int
+    """Steps between two; the last step has one in any case."""
+    best: str
+    """The metric by which the best checkpoint is chosen."""
+    is_lower_better: bool
+
+    def run(self, rollout: Coordinator | None) -> dict[str, float]: ...
+
+
+class Validation:
+    """Measures held-out rows with a function that returns metrics."""
+
+    def __init__(
+        self,
+        measure: Callable[[], dict[str, float]],
+        every: int,
+        *,
+        best: str,
+        is_lower_better: bool = False,
+    ):
+        self.every = every
+        self.best = best
+        self.is_lower_better = is_lower_better
+        self._measure = measure
+
+    def run(self, rollout: Coordinator | None) -> dict[str, float]:
+        return self._measure()
+
+
+class Loop:
+    """The steps of a run, for `with` and `for`."""
+
+    def __init__(
+        self,
+        cfg: Any,
+        roles: Roles,
+        rollout: Coordinator | None = None,
+        evaluation: Measurement | None = None,
+        *,
+        parts: Mapping[str, Resumable] = NO_PARTS,
+        trackers: Sequence[OpenTracker] = (),
+        is_measured_first: bool = True,
+    ):
+        """`cfg` is the recipe's Config; its FIXED are options that a resumed run must not change,
+        its SHOWN metrics of the console.
+
+        `parts` are parts of the controller with state that checkpoints keep, beside the rollout.
+        `trackers` get all metrics. `is_measured_first` measures before the first step too.
+        """
+        self._cfg = cfg
+        self._roles = roles
+        self._rollout = rollout
+        self._evaluation = evaluation
+        self._parts = dict(parts)
+        self._trackers = trackers
+        self._is_measured_first = is_measured_first
+        self.state: AdvantageState | None = None
+        """What advantages carry from step to step."""
+        if rollout is not None:
+            self.state = AdvantageState(cfg.kl)
+            self._parts |= {"rollout": rollout, "advantages": self.state}
+        self._timer: StepTimer
+
+    def __enter__(self) -> "Loop":
+        with ExitStack() as exits:
+            if self._rollout:
+                exits.enter_context(self._rollout)
+                exits.enter_context(rare_collections(self._cfg.rollout.max_samples_in_flight))
+            self._resume()
+            if self._rollout:
+                self._begin_rollout()
+            self._measure_first()
+            if self._rollout and self._cfg.runs_ahead:
+                self._rollout.start()
+            self._stop = self._roles.cluster.stop_request()
+            if self._rollout:
+                self._stop.listen(self._rollout.stop)
+            exits.enter_context(self._stop)
+            self._exits = exits.pop_all()
+        return self
+
+    def __iter__(self) -> Iterator[int]:
+        """The steps that are left."""
+        roles = [*self._roles.trained, *([self._roles.engines] if self._roles.engines else [])]
+        self._profiler = Profiler(self._cfg.profile, self._cfg.run_dir, roles)
+        self._roles.on_phase = self.phase
+        for step in range(self._saved.step + 1, self._cfg.steps + 1):
+            self._profiler.at(step)
+            self._timer = StepTimer(self._run.phase, step)
+            self.phase("rollout" if self._rollout else "train")
+            yield step
+        self._profiler.close()
+
+    def phase(self, name: str) -> None:
+        """Enter a phase of the step: rollout, prepare, train ..., timed as time/NAME."""
+        self._timer.begin(name)
+
+    def end(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        groups: Sequence[Group] = (),
+        sequences: Sequence[TrainingSequence] = (),
+    ) -> None:
+        """The step is complete: record it, evaluate and write a checkpoint where these are due.
+
+        Raises Stopped if the run is to stop.
+        """
+        self._saved.step = step
+        self.phase("records")
+        if self._rollout:
+            metrics = metrics | self._describe(step, groups, sequences)
+        metrics = metrics | self._timer.metrics()
+        if self._evaluation and self._run.is_due(step, self._evaluation.every):
+            metrics = metrics | self._measure(step)  # not part of the step's time
+        self._run.log(step, metrics)
+        self._saved.end_step(self._run, self._stop, step, self._score(metrics))
+
+    def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
+        with self._exits:
+            if isinstance(error, Ended):
+                self._note_dropped(self._saved.step + 1, with_filtered=True)
+                self._saved.keep_last_step(self._run)
+                self._run.close()
+            elif error is None:
+                if self._rollout:
+                    self._rollout.end_journal()
+                self._run.close()
+                self._print_rates()
+        if error is None and Path(self._cfg.model).is_dir():  # or it is a shape without tokenizer
+            print(f"model: {self._roles.policy.export(f'{self._cfg.run_dir}/model')}")
+
+    def _resume(self) -> None:
+        """The newest checkpoint, if the run goes on, and the run folder."""
+        cfg = self._cfg
+        if self._rollout:
+            options = flatten(cfg)
+            fixed = {name: options[name] for name in cfg.FIXED}
+        else:
+            fixed = data.fixed_options(cfg, *cfg.FIXED)
+        on_saved = self._rollout.forget if self._rollout else lambda step: None
+        trained = self._roles.trained
+        self._saved = RunState(cfg.run_dir, cfg.checkpoints, trained, self._parts, fixed, on_saved)
+        self._run = Run(
+            cfg.run_dir, cfg, num_steps=cfg.steps, shown=cfg.SHOWN, trackers=self._trackers,
+            resumed_at=self._saved.resumed_at, ranks=self._roles.cluster.device_map.replicas,
+        )  # fmt: skip
+
+    def _begin_rollout(self) -> None:
+        """The weights of a checkpoint to the engines, and the journal of the run."""
+        rollout, step = self._rollout, self._saved.step
+        rollout.on_states(self._run.phase.show_states)
+        if self._saved.resumed_at:
+            self._roles.to_training()
+            self._roles.sync(step, rollout)
+        if self._cfg.rollout.journal:
+            made_with = fingerprint(flatten(self._cfg))
+            folder = f"{self._cfg.run_dir}/journal"
+            rollout.open_journal(folder, made_with, step, self._roles.digest)
+
+    def _measure_first(self) -> None:
+        """Before the first step, and in a resumed run what was abandoned."""
+        step, evaluation = self._saved.step, self._evaluation
+        if evaluation is None or not (step or self._is_measured_first):
+            return
+        if self._run.lacks(evaluation.best, step, evaluation.every):
+            self._run.log(step, self._measure(step))
+
+    def _measure(self, step: int) -> dict[str, float]:
+        """Metrics of held-out prompts or rows; answers are written to the run folder."""
+        self._run.phase.enter("evaluate", step)
+        try:
+            return self._evaluation.run(self._rollout)
+        finally:
+            if self._rollout:
+                if self._run.is_due(step, min(1, self._cfg.rollouts_every)):
+                    self._run.write_answers(step, self._evaluation.groups)
+                self._note_dropped(step, with_filtered=self._cfg.is_recorded(step))
+                self._run.flush()
+
+    def _score(self, metrics: dict[str, float]) -> float | None:
+        """The measurement by which the best checkpoint is kept; higher is better."""
+        value = metrics.get(self._evaluation.best) if self._evaluation else None
+        return -value if value is not None and self._evaluation.is_lower_better else value
+
+    def _describe(
+        self, step: int, groups: Sequence[Group], sequences: Sequence[TrainingSequence]
+    ) -> dict[str, float]:
+        """Metrics of a step's samples, which are recorded."""
+        metrics = describe_groups(groups) | self._rollout.metrics()
+        is_recorded = self._cfg.is_recorded(step)
+        if is_recorded:
+            learnt = (sampled_numbers(sequences, name) for name in ("advantages", "entropies"))
+            self._run.write_rollouts(step, groups, *learnt)
+        self._note_dropped(step, with_filtered=is_recorded)
+        metrics |= self.state.metrics | self._roles.metrics
+        return metrics | {"rollout/trained_samples": len(sample_runs(sequences))}
+
+    def _note_dropped(self, step: int, *, with_filtered: bool) -> None:
+        if self._rollout:
+            self._run.note_samples(step, self._rollout.dropped(), with_filtered=with_filtered)
+
+    def _print_rates(self) -> None:
+        rates = getattr(self._evaluation, "rates", ())
+        if len(rates) > 1:
+            resumed_at = self._saved.resumed_at
+            since = f" since step {resumed_at}" if resumed_at else ""
+            print(f"held-out pass rate {rates[0]:.3f} -> {rates[-1]:.3f}{since}")

@@ -1,0 +1,358 @@
+"""Options of a run that trains a policy on its own samples, as recipes/rlvr.py does.
+
+The recipe's Config adds what it learns from, and is what the planner, the loop and replay read.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from roll_lite import data
+from roll_lite.chat_template import ChatOptions
+from roll_lite.checks import above, at_least, read_only_if, unread_with
+from roll_lite.cluster.cluster import Cluster
+from roll_lite.envs.env import Player
+from roll_lite.envs.options import EnvOptions
+from roll_lite.envs.play import EpisodeOptions
+from roll_lite.envs.registry import ENVS, EnvMaker
+from roll_lite.models.config import ModelConfig, read_config
+from roll_lite.report.run import is_due, refuse_old_run
+from roll_lite.rewarding import RewardOptions, Rewards
+from roll_lite.rewards.registry import REWARDS, check_prompts
+from roll_lite.rollout.evaluation import EvaluationOptions
+from roll_lite.rollout.rollout_options import RolloutOptions
+from roll_lite.train.advantages import AdvantageOptions
+from roll_lite.train.checkpoint import CheckpointOptions
+from roll_lite.train.defaults import check_algorithm, default_tokens
+from roll_lite.train.encoding import check_vocabulary
+from roll_lite.train.kl import KLOptions
+from roll_lite.train.losses import CriticOptions, LossOptions
+from roll_lite.train.optimizer import TrainingOptions
+from roll_lite.train.profiling import ProfileOptions
+from roll_lite.train.shaping import LengthOptions
+from roll_lite.types import Prompt, Reward
+from roll_lite.workers.environments import EnvWorkers
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherOptions:
+    """Teachers, whose logprobs pull the policy towards them (on-policy distillation)."""
+
+    teacher: tuple[str, ...] = ()
+    """Hugging Face folders with the policy's tokenizer: FOLDER, or DOMAIN=FOLDER for the prompts of
+    that domain. They need roles in a device map: teacher, or teacher_DOMAIN."""
+    teacher_weight: float = 1.0
+    """Weight of log p_teacher - log p of each token in its advantage. With advantage=opd it is the
+    only signal."""
+
+    def __post_init__(self):
+        read_only_if(bool(self.teacher), "a teacher", self, "teacher_weight")
+        above(0, self, "teacher_weight")
+        if len(self.folders) < len(self.teacher) or len(self.roles) < len(self.folders):
+            raise ValueError(
+                f"teacher={self.teacher!r} names a domain twice; give each one teacher"
+            )
+
+    def weight_beside(self, advantages: AdvantageOptions) -> float:
+        """What the teacher counts beside an estimator; one that reads the teacher is all of it."""
+        return self.teacher_weight if self.teacher and not advantages.needs_teacher else 0.0
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """By domain; the teacher of all other domains is under the empty name."""
+        pairs = [re.fullmatch(r"(?:([^/=]+)=)?(.+)", text).groups("") for text in self.teacher]
+        return dict(pairs)
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """Domains by the names of their roles in the device map."""
+        names = {domain: re.sub(r"\W", "_", domain.lower()) for domain in self.folders}
+        return {f"teacher_{names[d]}" if d else "teacher": d for d in self.folders}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """Options that do not depend on what is learnt from."""
+
+    model: str = "models/tiny"
+    """Hugging Face folder to start from."""
+    data: tuple[str, ...]
+    """What to learn."""
+    steps: int = 40
+    """Training steps: generate, score, train."""
+    run_dir: str
+    """Folder for config.json, metrics.jsonl, events.jsonl, rollouts/, checkpoints/ and model/."""
+    seed: int = 0
+    """Seed for prompt order and sampling."""
+    temperature: float = 1.0
+    """Sampling temperature; logprobs in the loss use the same."""
+    updates_per_step: int = 1
+    """Optimizer updates per pass over a step's samples, each on an equal part of them; fewer where
+    many samples are missing, so that the parts stay about as large."""
+    epochs: int = 1
+    """Passes over a step's samples."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    device_map: str = "auto"
+    """Which ranks do what, as in "train=0-3 generate=4-7,tp=2"; auto is all roles on all ranks."""
+    kv_cache_gib: float = 1.0
+    """KV cache of each generation engine, in GiB."""
+    engines_sleep: bool = False
+    """Engines free their memory (weights and KV cache) for the trainer while it works. With
+    device_map=auto this and offload are on where memory asks for them."""
+    offload: bool = False
+    """Offload trainer weights, optimizer state and the reference to host memory while engines
+    generate."""
+    on_new_weights: Literal["go_on", "finish", "abort"] = "go_on"
+    """What in-flight samples do when weights update: continue (go_on), finish first, or restart
+    (abort)."""
+    rollouts_every: int = 1
+    """Write the samples of every N-th step, and of the last; 0 writes the last step only. A sampled
+    token takes about 20 bytes. Samples that were filtered, stale or surplus are written for the
+    same steps. Answers of evaluations are written as text, unless it is 0."""
+    plan: bool = False
+    """Print what the run would hold in memory and do in a step, and exit: with 1 if it would not
+    fit."""
+    rollout: RolloutOptions = RolloutOptions()
+    lengths: LengthOptions = LengthOptions()
+    training: TrainingOptions = TrainingOptions()
+    advantages: AdvantageOptions = AdvantageOptions()
+    policy_loss: LossOptions = LossOptions()
+    kl: KLOptions = KLOptions()
+    critic: CriticOptions = CriticOptions()
+    teaching: TeacherOptions = TeacherOptions()
+    scoring: RewardOptions = RewardOptions()
+    environments: EnvOptions = EnvOptions()
+    episodes: EpisodeOptions = EpisodeOptions()
+    evaluation: EvaluationOptions = EvaluationOptions()
+    checkpoints: CheckpointOptions = CheckpointOptions()
+    profile: ProfileOptions = ProfileOptions()
+    chat: ChatOptions = ChatOptions()
+
+    REWARDS: ClassVar[Mapping[str, Reward]] = REWARDS
+    """Rewards by the domain of prompts, called in worker processes."""
+    INLINE: ClassVar[Mapping[str, Reward]] = {}
+    """Rewards that take microseconds, called on rank 0."""
+    ENVS: ClassVar[Mapping[str, EnvMaker]] = ENVS
+    """Environments by name, in worker processes."""
+    SHOWN: ClassVar[Mapping[str, str]]
+    """Metrics of the console and their titles, the most important first."""
+    FIXED: ClassVar[tuple[str, ...]] = (
+        "model", "seed", "template_args", "lora_rank", "lora_alpha", "lora_targets", "advantage",
+    )  # fmt: skip
+    """Options that a resumed run must not change."""
+
+    def __post_init__(self):
+        at_least(1, self, "updates_per_step", "epochs")
+        at_least(0, self, "steps", "rollouts_every")
+        above(0, self, "temperature", "kv_cache_gib")
+        at_least(self.min_samples, self.rollout, "samples_per_prompt")
+        for entries in filter(None, (self.data, self.evaluation.eval_data)):
+            data.check_mixture(entries, self.env_names)
+        self._check_sources()
+        self._check_algorithm()
+        self._check_sizes()
+        if self.runs_ahead:
+            unread_with("max_staleness above 0", self.rollout, "extra_groups")
+            unread_with("max_staleness above 0", self, "engines_sleep", "offload")
+        else:
+            unread_with("max_staleness=0", self, "on_new_weights")
+        if not self.checkpoints.resume:
+            refuse_old_run(self.run_dir)
+
+    def _check_sources(self) -> None:
+        """Refuse options of questions and of environments where data has none."""
+        kinds = {entry.kind for entry in data.parse_mixture(self.data, self.env_names)}
+        _ = self.players  # refuses wrong options of environments
+        has_envs = bool(self.players)
+        for part in (self.environments, self.episodes):
+            read_only_if(has_envs, "an environment in data", part, *vars(part))
+        read_only_if("file" in kinds, "a file in data", self.evaluation, "eval_share")
+        read_only_if("file" in kinds, "a file in data", self.lengths, "long_prompts")
+        if has_envs and self.lengths.overlong == "penalty":
+            raise ValueError("overlong='penalty' applies to single replies; use train or mask")
+        is_split = self.episodes.history is not None or self.episodes.old_thoughts == "drop"
+        if is_split and self.policy_loss.pack_options["by_sample"]:
+            raise ValueError(
+                f"loss={self.policy_loss.loss!r} or its correction has one number per episode, "
+                "whose sequences need not fit a micro-batch with history or old_thoughts=drop; "
+                "use loss=ppo, segment or cispo, with corrections by token"
+            )
+        if not has_envs and self.advantages.reads_turns:
+            raise ValueError(
+                f"advantage={self.advantages.advantage!r} needs rewards turn by turn, which "
+                "questions do not have; use another advantage, or an environment in data"
+            )
+
+    def _check_algorithm(self) -> None:
+        check_algorithm(self.advantages, self.policy_loss, self.kl)
+        critic = ("critic_lr", "value_clip", "critic_warmup_steps")
+        read_only_if(self.advantages.needs_critic, "advantage='gae'", self.critic, *critic)
+        if self.critic.critic_warmup_steps > self.steps > 0:
+            raise ValueError(
+                f"critic_warmup_steps={self.critic.critic_warmup_steps} must not exceed "
+                f"steps={self.steps}: the policy is trained after them"
+            )
+        for folder in self.teaching.folders.values():
+            check_vocabulary(self.model, folder, "teacher")
+        if self.advantages.needs_teacher:
+            if not self.teaching.teacher:
+                raise ValueError("advantage='opd' needs a teacher; name one, as --teacher FOLDER")
+            unread_with("advantage='opd'", self.teaching, "teacher_weight")
+
+    def _check_sizes(self) -> None:
+        config = read_config(self.model)
+        max_tokens = self.lengths.max_tokens
+        if max_tokens is None:
+            max_tokens = default_tokens(self.default_kinds["max_tokens"], config)
+        if max_tokens >= self.longest_sample:
+            raise ValueError(
+                f"max_tokens={max_tokens} must be below the model's {config.max_positions} "
+                f"positions and tokens_per_microbatch={self.training.tokens_per_microbatch}: "
+                "samples are never split"
+            )
+        if self.rollout.prompts_per_step < self.updates_per_step:
+            raise ValueError(
+                f"prompts_per_step={self.rollout.prompts_per_step} must be at least "
+                f"updates_per_step={self.updates_per_step}: every update trains on a part of them"
+            )
+
+    @property
+    def env_names(self) -> Mapping[str, EnvMaker]:
+        """Environments by name, those of --envs included."""
+        return self.environments.makers(self.ENVS)
+
+    @property
+    def players(self) -> dict[str, Player]:
+        """For each environment to train or evaluate on, what plays its episodes."""
+        entries = data.parse_mixture(self.data, self.env_names)
+        if self.evaluation.eval_data:
+            entries += data.parse_mixture(self.evaluation.eval_data, self.env_names)
+        specs = [entry.source for entry in entries if entry.kind == "env"]
+        return self.environments.players(specs, self.ENVS, self.episodes)
+
+    @property
+    def longest_sample(self) -> int:
+        """Tokens that fit the model and a micro-batch; the cache must hold them too."""
+        positions = read_config(self.model).max_positions
+        return min(positions, self.training.tokens_per_microbatch)
+
+    @property
+    def min_samples(self) -> int:
+        """Smallest group to train on: estimators that compare samples need two."""
+        return 2 if self.advantages.compares_samples else 1
+
+    @property
+    def loads_reference(self) -> bool:
+        """A policy with adapters is its own reference, unless another is named."""
+        has_own = self.training.lora_rank > 0 and self.kl.reference is None
+        return self.kl.kl_coef > 0 and not has_own
+
+    @property
+    def default_kinds(self) -> dict[str, str]:
+        """Options that depend on the model's size, where they are not given."""
+        entries = data.parse_mixture(self.data, self.env_names)
+        is_played = all(entry.kind == "env" for entry in entries)
+        critic = {"critic_lr": "critic"} if self.advantages.needs_critic else {}
+        return {"lr": "rl", "max_tokens": "turn" if is_played else "reply"} | critic
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether generation goes on beside training."""
+        return self.rollout.max_staleness > 0
+
+    def is_recorded(self, step: int) -> bool:
+        """Whether the samples of a step are written to the run folder."""
+        return is_due(step, self.rollouts_every, self.steps)
+
+    @property
+    def cluster_options(self) -> dict[str, Any]:
+        """Roles and their models; a role without a config of its own has the policy's."""
+        wanted = {"critic": self.advantages.needs_critic, "reference": self.loads_reference}
+        chosen = [name for name, is_wanted in wanted.items() if is_wanted]
+        configs: dict[str, ModelConfig] = {}
+        if self.kl.reference:
+            configs["reference"] = read_config(self.kl.reference)
+        for role, domain in self.teaching.roles.items():
+            configs[role] = read_config(self.teaching.folders[domain])
+        turns = dict.fromkeys(("engines_sleep", "offload"), not self.runs_ahead)  # if need be
+        return {
+            "roles": [
+                "train", "generate", *chosen, *self.teaching.roles, *self.scoring.reward_roles,
+            ],
+            "config": read_config(self.model),
+            "role_configs": configs | self.scoring.reward_configs,
+            "auto_options": self.training.memory_options | turns,
+        }  # fmt: skip
+
+
+def make_players(
+    cfg: Any,
+    prompts: Sequence[Prompt],
+    domains: Iterable[str],
+    cluster: Cluster,
+    *,
+    needs_rewards: bool = True,
+    tokens_per_microbatch: int = 16384,
+    wrapped: Callable[..., tuple] = lambda *tables: tables,
+) -> "Players":
+    """What plays the prompts of a recipe.
+
+    `cfg` is its Config; `prompts` are known already, `domains` those of all that will come. Without
+    `needs_rewards`, a domain may have none; `tokens_per_microbatch` is for a reward model.
+    `wrapped` replaces the tables of rewards, inline rewards and players, for a debugger.
+    """
+    domains = {*domains, *(prompt.domain for prompt in prompts)} - cfg.players.keys()
+    functions, inline = cfg.scoring.with_file(cfg.REWARDS, cfg.INLINE, domains)
+    if not needs_rewards:
+        known = {*functions, *inline, *cfg.scoring.reward_roles}
+        inline |= dict.fromkeys(domains - known, unscored)
+    check_prompts(prompts, functions | inline)
+    tables = wrapped(functions, inline, cfg.players)
+    return Players(*tables, domains, cfg.scoring, cfg.environments, cluster, tokens_per_microbatch)
+
+
+def unscored(prompt: Prompt, reply: str) -> float:
+    """For domains without a reward, where only a teacher judges."""
+    return 0.0
+
+
+class Players:
+    def __init__(
+        self,
+        rewards,
+        inline,
+        envs,
+        domains,
+        scoring,
+        environments,
+        cluster,
+        tokens_per_microbatch=None,
+    ):
+        self._rewards = (
+            Rewards(rewards, inline, domains, scoring, cluster, tokens_per_microbatch)
+            if domains
+            else None
+        )
+        self._envs = EnvWorkers(envs, **environments.limits) if envs else None
+        self.engine_clients = self._rewards.engine_clients if self._rewards else ()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for part in (self._rewards, self._envs):
+            if part:
+                part.__exit__(*error)
+
+    def play(self, chat, prompt):
+        part = self._rewards if prompt.is_question else self._envs
+        return part.play(chat, prompt)
+
+    def metrics(self):
+        found = {}
+        for part in (self._rewards, self._envs):
+            if part:
+                found |= part.metrics()
+        return found

@@ -1,0 +1,183 @@
+"""The models of a run, each a role on its ranks, and which of those that share a device has it."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from roll_lite.cluster.cluster import Cluster
+from roll_lite.cluster.role import RoleHandle, split
+from roll_lite.engine.engine import OnNewWeights
+from roll_lite.engine.service import EngineService
+from roll_lite.models.cost import SequenceCost
+from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.sync import WeightSync
+from roll_lite.train.batch import TrainingSequence, pack
+from roll_lite.train.scorer import score_over_ranks
+from roll_lite.train.sequences import plain_sequences
+from roll_lite.train.trainer import note_entropies
+from roll_lite.types import Group
+
+
+class Roles:
+    """Roles of the cluster, as the recipe adds them; the controller's part.
+
+    Trainers and engines that share devices take turns:
+
+    |          | engines (engines_sleep) | trainers (offload)                             |
+    |----------|-------------------------|------------------------------------------------|
+    | generate | weights and KV cache    | in host memory                                 |
+    | train    | nothing                 | on the device                                  |
+    | sync     | weights, which are new  | a policy without adapters; others leave before |
+
+    Without the option in brackets that side stays on the device. A policy with adapters is as large
+    as the engine, and its frozen weights are on the host anyway: the engine reads them from there.
+    """
+
+    policy: RoleHandle
+    """What is trained, and exported at the end."""
+    engines: RoleHandle | None = None
+    critic: RoleHandle | None = None
+    reference: RoleHandle | None = None
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        engines_sleep: bool = False,
+        offload: bool = False,
+        on_new_weights: OnNewWeights = "go_on",
+    ):
+        self.cluster = cluster
+        self._sleeps = engines_sleep
+        self._offloads = offload
+        self._on_new_weights = on_new_weights
+        self._taking_turns: list[RoleHandle] = []
+        self._source: RoleHandle | None = None
+        """The policy, if it stays until the engines have its weights."""
+        self._sync: RoleHandle | None = None
+        self.teachers: dict[str, RoleHandle] = {}
+        """By the domain of the prompts that each teaches; the empty name is for all others."""
+        self.on_phase: Callable[[str], None] = lambda phase: None
+        """Called with the name of the phase that a step enters."""
+        self.seconds: dict[str, float] = {}
+        """Seconds of each part of the last hand-over of devices."""
+        self._check_shared({"engines_sleep": engines_sleep, "offload": offload})
+
+    def _check_shared(self, options: Mapping[str, bool]) -> None:
+        for name in (name for name, is_on in options.items() if is_on):
+            device_map = self.cluster.device_map
+            train, generate = device_map["train"], device_map["generate"]
+            if set(train.ranks).isdisjoint(generate.ranks):
+                raise ValueError(
+                    f"{name}=True is for ranks that train and generate in turn, and device_map="
+                    f"{device_map.text!r} has none; leave it out"
+                )
+
+    @property
+    def trained(self) -> list[RoleHandle]:
+        return [self.policy, self.critic] if self.critic else [self.policy]
+
+    def add(
+        self, name: str, kind: type, *, stays_for_sync: bool = False, **options: Any
+    ) -> RoleHandle:
+        """A role that only works between generations; it leaves the device for the next role."""
+        role = self.cluster.role(name, kind, **options)
+        self._taking_turns.append(role)
+        if stays_for_sync:
+            self._source = role
+        if self._offloads:
+            role.offload()
+        return role
+
+    def add_engines(self, **options: Any) -> RoleHandle:
+        """The engines, which have the devices until `to_training`."""
+        engines = self.cluster.role("generate", EngineService, **options)
+        print(engines.describe())
+        self._sync = self.cluster.role("sync", WeightSync)
+        return engines
+
+    def to_training(self) -> None:
+        """Generation has ended, for the next update."""
+        self.on_phase("prepare")
+        self.seconds = {}
+        if self._sleeps:
+            self._timed("sleep", self.engines.sleep)
+        if self._offloads:
+            self._timed("reload", *(role.reload for role in self._taking_turns))
+
+    def score(self, name: str, groups: list[Group], budget: int) -> list[list[float] | None]:
+        """What a model says of each token: logprobs under the policy, the reference or the teacher
+        of the prompt's domain, values of the critic. A list for each of `plain_sequences(groups)`.
+        """
+        sequences = plain_sequences(groups)
+        if name == "critic":
+            return score_over_ranks(self.critic.values, sequences, budget)
+        if name == "teacher":
+            return self._taught(groups, sequences, budget)
+        role = getattr(self, name)
+        if role is None:  # the policy is its own reference, without its adapters
+            return score_over_ranks(self.policy.reference_logprobs, sequences, budget)
+        return score_over_ranks(role.logprobs, sequences, budget)
+
+    def _taught(
+        self, groups: list[Group], sequences: list[TrainingSequence], budget: int
+    ) -> list[list[float] | None]:
+        """None for sequences of domains without a teacher."""
+        domains = [group.prompt.domain for group in groups for _ in group.samples]
+        found: list[list[float] | None] = [None] * len(sequences)
+        for domain, teacher in self.teachers.items():
+            mine = [
+                place
+                for place, sequence in enumerate(sequences)
+                if (own if (own := domains[sequence.sample]) in self.teachers else "") == domain
+            ]
+            taught = score_over_ranks(teacher.logprobs, [sequences[i] for i in mine], budget)
+            for place, logprobs in zip(mine, taught, strict=True):
+                found[place] = logprobs
+        return found
+
+    def train(
+        self, trainer: RoleHandle, sequences: list[TrainingSequence], budget: int, *,
+        cost: SequenceCost, scheduled_at: int, notes_entropies: bool = False, **pack_options: Any,
+    ) -> dict[str, float]:  # fmt: skip
+        """One optimizer update on the sequences, packed without padding into micro-batches of at
+        most `budget` tokens. It may note the entropies of their tokens in them."""
+        self.on_phase("train")
+        shards = trainer.role.num_replicas
+        batch = pack(sequences, budget, num_shards=shards, cost=cost, **pack_options)
+        metrics = trainer.step(split(batch), scheduled_at=scheduled_at)[0]
+        if notes_entropies:
+            note_entropies(trainer, batch, sequences)
+        return metrics
+
+    def sync(self, version: int, rollout: Coordinator) -> None:
+        """New weights to the engines, and their version to the samples that follow."""
+        self.on_phase("sync")
+        if self._offloads:
+            first = (role for role in self._taking_turns if role is not self._source)
+            self._timed("offload", *(role.offload for role in first))
+        if self._sleeps:
+            self._timed("wake", lambda: self.engines.wake("weights"))
+        self._timed("sync", lambda: self._sync.sync(version, self._on_new_weights))
+        if self._offloads and self._source:
+            self._timed("offload", self._source.offload)
+        if self._sleeps:
+            self._timed("wake", self.engines.wake)
+        rollout.set_version(version)
+
+    def digest(self) -> str:
+        """A digest of the engines' weights; another text for other weights."""
+        return "".join(sorted({*self._sync.digest.options(collect="all")()}))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Seconds of handing over, where memory changes hands; time/sync and time/prepare include
+        them."""
+        is_shared = self._sleeps or self._offloads
+        return {f"colocated/{k}": v for k, v in self.seconds.items()} if is_shared else {}
+
+    def _timed(self, name: str, *calls: Callable[[], Any]) -> None:
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
