@@ -18,10 +18,13 @@ enter_venv() {
   fi
 
   local stamp="$VIRTUAL_ENV/.roll_lite-${extras:-base}"
-  local wanted
+  local wanted other
   wanted=$(cat setup.cfg pyproject.toml scripts/constraints.txt | cksum; pwd)
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "installing roll_lite${extras:+[$extras]} (a few minutes the first time)"
+    for other in "$VIRTUAL_ENV"/.roll_lite-*; do  # of another folder: what it installed is replaced
+      if [ -f "$other" ] && ! grep -qxF "$PWD" "$other"; then rm "$other"; fi
+    done
     pip install --quiet --disable-pip-version-check -c scripts/constraints.txt \
       -e ".${extras:+[$extras]}"
     echo "$wanted" > "$stamp"

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 from support import worker_envs
 from support.episodes import Model, players, task
+from support.paths import SOURCES
 from support.process_checks import wait_until
 from support.scripts import run_recipe_file
 from support.worker_envs import NUM_TURNS, AsyncWalk, Walk
@@ -186,7 +187,7 @@ def test_only_the_one_that_hangs_fails(hasty, undisturbed, domain, reply, where,
     error, others = play_together(hasty, domain, reply)
     note = f"{error} {error.__notes__}"
     assert f"{domain}, seed 99, turn 1: the environment took longer than env_seconds=0.6" in note
-    assert where in note and "roll_lite/" not in note
+    assert where in note and f"{SOURCES}/roll_lite" not in note
     assert others == undisturbed("asyncwalk" if domain == "stubborn" else domain)
     metrics = hasty.metrics()
     assert metrics["env/timeouts"] == 1 and metrics["env/crashes"] == 0

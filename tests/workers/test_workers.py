@@ -14,7 +14,7 @@ from textwrap import dedent
 
 import pytest
 from support import worker_rewards
-from support.paths import PYTHONPATH
+from support.paths import PYTHONPATH, SOURCES
 from support.process_checks import is_running, processes_with, wait_until
 from support.reward_calls import prompt, score, score_all
 from support.worker_rewards import OwnError, do, is_imported, length, with_parts
@@ -22,7 +22,13 @@ from support.worker_rewards import OwnError, do, is_imported, length, with_parts
 from roll_lite.rewards.combine import weighted
 from roll_lite.rewards.maths import math_answer
 from roll_lite.types import Score
-from roll_lite.workers.failures import RewardCrash, RewardError, RewardsBroken, RewardTimeout
+from roll_lite.workers.failures import (
+    RewardCrash,
+    RewardError,
+    RewardsBroken,
+    RewardTimeout,
+    user_frames,
+)
 from roll_lite.workers.pool import MAX_ASKED, RewardWorkers
 from roll_lite.workers.worker import checked
 
@@ -117,7 +123,13 @@ def test_own_exceptions_with_their_traceback(shared):
     with pytest.raises(RewardError, match=r"worker_rewards\.OwnError: mine") as error:
         score(shared, "raise mine")
     (note,) = error.value.__notes__
-    assert "raise OwnError(argument)" in note and "roll_lite" not in note
+    assert "raise OwnError(argument)" in note and f"{SOURCES}/roll_lite" not in note
+
+
+def test_frames_of_a_user_whose_folder_is_called_roll_lite_are_shown():
+    ours = f'  File "{SOURCES}/roll_lite/workers/worker.py", line 1 in call\n'
+    own = '  File "/home/me/roll_lite/workers/mine.py", line 2 in score\n'
+    assert user_frames(own + ours) == own
 
 
 def test_exceptions_of_any_kind(shared):
@@ -249,7 +261,7 @@ def test_a_failure_is_shown_once_with_its_line_and_reply(capfd):
     assert shown.count("raise OwnError(argument)") == shown.count("worker_rewards.OwnError: ") == 1
     assert shown.count("longer than reward_seconds=0.8") == shown.count("in hang") == 1
     assert shown.count("reply: 'hang'") == shown.count("reply: 'raise ") == 1
-    assert "worker_rewards.py" in shown and "roll_lite/workers/supervisor.py" not in shown
+    assert "worker_rewards.py" in shown and f"{SOURCES}/roll_lite/workers/supervisor" not in shown
 
 
 def test_a_few_errors_are_not_broken_rewards():

@@ -6,6 +6,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import dataclass
+from pathlib import Path
 from textwrap import indent
 from typing import Literal
 
@@ -23,7 +24,8 @@ MAX_TEXT = 1 << 16
 """Characters of a failure."""
 SHOWN_CHARACTERS = 1000
 """Of a reply on the console; events.jsonl has all of it."""
-_OUR_FRAMES = r"<string>|.*/roll_lite/(?:workers/|envs/play\.py)|.*/asyncio/|.*/threading\.py"
+_PACKAGE = re.escape(str(Path(__file__).parents[1]))  # users have folders called roll_lite too
+_OUR_FRAMES = rf"<string>|{_PACKAGE}/(?:workers/|envs/play\.py)|.*/asyncio/|.*/threading\.py"
 _OUR_MODULES = ("roll_lite.workers.", "roll_lite.envs.play", "contextlib")
 _COUNTED_AS = {"timeout": ("timeouts",), "crash": ("crashes",)}
 
