@@ -36,8 +36,7 @@ from roll_lite.report.terminal import Difference
 from roll_lite.rewards.combine import is_async
 from roll_lite.rewards.file import import_file
 from roll_lite.rollout.coordinator import Coordinator
-from roll_lite.rollout.prompts import Visit
-from roll_lite.rollout.sample import derive_seed
+from roll_lite.rollout.prompts import Visit, derive_seed
 from roll_lite.train.export import checkpoint_weights
 from roll_lite.types import Group, Sample, SamplingParams
 

@@ -27,7 +27,7 @@ from roll_lite.models.hf import has_value_head
 from roll_lite.rewards.file import RewardTables, check_file, read_rewards
 from roll_lite.rewards.judge import VERDICTS, VerdictError, judge_messages, parse_verdict
 from roll_lite.rollout.engines import EngineClient
-from roll_lite.rollout.sample import derive_seed
+from roll_lite.rollout.prompts import derive_seed
 from roll_lite.train.batch import TrainingSequence, pack, unpack
 from roll_lite.train.scorer import Scorer
 from roll_lite.types import AsyncReward, Message, Prompt, Reward, SamplingParams, Score

@@ -28,9 +28,8 @@ from roll_lite.engine.request import EngineReport, Load, Request
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.engines import EngineClient, PendingRequest
 from roll_lite.rollout.episode import Episode
-from roll_lite.rollout.prompts import PromptQueue
+from roll_lite.rollout.prompts import PromptQueue, derive_seed
 from roll_lite.rollout.rollout_options import RolloutOptions
-from roll_lite.rollout.sample import derive_seed
 from roll_lite.types import Turn
 
 
@@ -328,8 +327,8 @@ def test_conversations_move_to_an_idle_replica_and_stay_there():
     ):  # fmt: skip
         submit = rollout._engines.submit
 
-        def watch(request, same_replica_as=None):
-            pending = submit(request, same_replica_as)
+        def watch(request, same_replica_as=None, group_number=None):
+            pending = submit(request, same_replica_as, group_number)
             sent.append((pending, same_replica_as))
             return pending
 

@@ -21,8 +21,8 @@ from roll_lite.engine.service import EngineService
 from roll_lite.envs.question import question_player
 from roll_lite.models.hf import load_model
 from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.prompts import derive_seed
 from roll_lite.rollout.rollout_options import RolloutOptions
-from roll_lite.rollout.sample import derive_seed
 from roll_lite.tasks import prompts
 from roll_lite.types import SamplingParams
 

@@ -22,10 +22,10 @@ from support.fake_engines import (
 from roll_lite.data import Mixture
 from roll_lite.engine.request import Request
 from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.groups import Slots
+from roll_lite.rollout.prompts import derive_seed
 from roll_lite.rollout.record import write_group, write_prompt
 from roll_lite.rollout.rollout_options import RolloutOptions
-from roll_lite.rollout.sample import derive_seed
-from roll_lite.rollout.slots import Slots
 from roll_lite.types import Group, Prompt
 
 

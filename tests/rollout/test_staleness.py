@@ -22,7 +22,7 @@ from support.fake_engines import (
 
 from roll_lite.engine.request import EngineReport, Load, Request
 from roll_lite.rollout.engines import EngineClient
-from roll_lite.rollout.sample import derive_seed
+from roll_lite.rollout.prompts import derive_seed
 from roll_lite.types import SamplingParams, Turn
 
 
@@ -117,6 +117,9 @@ def test_aborted_samples_of_a_request_are_sent_again(replica_fails):
         def post(self, replica, *letter):
             self.posts.append(letter)
 
+        def listen(self, on_report, on_failure):
+            self.report = on_report
+
     def recorder(index, admitted, retried):
         return SimpleNamespace(
             on_admitted=lambda: admitted.append(index), on_retry=lambda: retried.append(index)
@@ -125,38 +128,40 @@ def test_aborted_samples_of_a_request_are_sent_again(replica_fails):
     def turn(reason):
         return Turn(prompt_ids=[1], token_ids=[], logprobs=[], finish_reason=reason, versions=[])
 
-    def answer(client, key, **reasons):
+    def answer(engines, key, **reasons):
         turns = [(key, int(name[1:]), turn(reason)) for name, reason in reasons.items()]
-        assert not client.receive(0, "answers", EngineReport(turns, [], Load(0, 0, 0), 1))
+        engines.report(0, "answers", EngineReport(turns, [], Load(0, 0, 0), 1))
 
     async def run(replica_fails):
         engines, admitted, retried = Engines(), [], []
+        errors, news = [], []
         client = EngineClient(engines)
+        client.listen(lambda function, *args: function(*args), errors.append, news.append)
         request = Request(prompt_ids=[1], params=SamplingParams(max_tokens=2), num_samples=3)
-        pending = client.submit(request)
+        pending = client.submit(request, group_number=7)
         for index in range(3):
             pending.join(index, recorder(index, admitted, retried))
         key = pending.key
         first_versions = [(key, 0, 0), (key, 1, 0)]
-        assert client.receive(0, "answers", EngineReport([], [], Load(0, 0, 0), 1, first_versions))
-        assert pending.first_versions == {0: 0, 1: 0}
-        answer(client, key, s0="abort", s1="abort")
+        engines.report(0, "answers", EngineReport([], [], Load(0, 0, 0), 1, first_versions))
+        assert pending.first_versions == {0: 0, 1: 0} and news == [{7}]
+        answer(engines, key, s0="abort", s1="abort")
         assert pending.first_versions == {}  # they begin again, under the version of that time
         assert len(engines.posts) == 1  # the engine still has the third
         if replica_fails:
-            client.receive(0, "failed", [key], "out of order")
+            engines.report(0, "failed", [key], "out of order")
         else:
-            answer(client, key, s2="stop")
+            answer(engines, key, s2="stop")
         await asyncio.sleep(0)
         lost = [0, 1, 2] if replica_fails else [0, 1]
         assert (admitted, retried) == ([0, 1, 2, *lost], lost)
         if replica_fails:  # what it had aborted before is forgotten
-            answer(client, pending.key, s2="stop")
+            answer(engines, pending.key, s2="stop")
             await asyncio.sleep(0)
         (_, _, first), (name, key, second) = engines.posts
         assert (list(first.indices), list(second.indices)) == ([0, 1, 2], lost)
         assert (name, key) == ("submit", pending.key) and client._num_unfinished == [2]
-        answer(client, key, s0="stop", s1="length")
+        answer(engines, key, s0="stop", s1="length")
         assert [future.result().finish_reason for future in pending.futures] == [
             "stop",
             "length",
@@ -164,6 +169,7 @@ def test_aborted_samples_of_a_request_are_sent_again(replica_fails):
         ]
         await asyncio.sleep(0)
         assert client._num_unfinished == [0] and len(engines.posts) == 2
+        assert (errors, len(news)) == ([], 1)
 
     asyncio.run(run(replica_fails))
 

@@ -13,10 +13,11 @@ from support.training_data import make_groups, standardised
 
 from roll_lite.envs.env import OutOfTokens
 from roll_lite.envs.play import EpisodeOptions, player
+from roll_lite.envs.question import question_player
 from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.prompts import derive_seed
 from roll_lite.rollout.record import read_group, write_group
 from roll_lite.rollout.rollout_options import RolloutOptions
-from roll_lite.rollout.sample import derive_seed
 from roll_lite.train.advantages import AdvantageOptions
 from roll_lite.train.batch import equal_parts, pack
 from roll_lite.train.losses import LossOptions, PolicyLoss
@@ -204,7 +205,7 @@ class Counting:
         self.prompt, self.num_steps = prompt, 0
 
     def reset(self, seed):
-        return self.prompt.messages[0]["content"], {"rules": "100", "state": "s0"}
+        return "1 0", {"rules": "100", "state": "s0"}
 
     async def step(self, action):
         self.num_steps += 1
@@ -222,8 +223,39 @@ def collected(play, num_samples=2, max_length=None, episodes=None, params=PARAMS
             max_length=max_length, episodes=episodes or EpisodeOptions(), min_samples=1,
         ) as rollout,
     ):  # fmt: skip
-        (group,) = rollout.answer([next(fake_prompts())], num_samples=num_samples, params=params)
+        task = replace(next(fake_prompts()), messages=())
+        (group,) = rollout.answer([task], num_samples=num_samples, params=params)
     return group.samples
+
+
+def test_in_a_mixture_questions_have_one_turn_and_the_options_are_for_tasks():
+    """A question that leaves no room for a whole reply fails; a task uses what room there is."""
+
+    def play(chat, prompt):
+        if prompt.is_question:
+            return question_player({"fake": lambda prompt, reply: 1.0})(chat, prompt)
+        return playing(Counting)(chat, prompt)
+
+    def ended(prompt, **limits):
+        with (
+            FakeEngines(1) as engines,
+            Coordinator(
+                engines=engines, chat=FakeChat(), play=play, prompts=iter(()), params=PARAMS,
+                options=RolloutOptions(samples_per_prompt=1), seed=0, **limits,
+            ) as rollout,
+        ):  # fmt: skip
+            (group,) = rollout.answer([prompt], num_samples=1, params=PARAMS)
+        sample = group.samples[0]
+        return sample.state, sample.end
+
+    question = next(fake_prompts())
+    task = replace(question, messages=())
+    one_token = EpisodeOptions(episode_tokens=1)
+    assert ended(question, episodes=one_token) == ("done", "returned")
+    assert ended(task, episodes=one_token) == ("done", "tokens")
+    assert ended(question, max_length=5) == ("failed", "")
+    assert ended(task, max_length=5) == ("done", "context")
+    assert ended(question, max_length=6) == ("done", "returned")
 
 
 def playing_with(options, make_env=Counting):

@@ -15,8 +15,8 @@ from roll_lite.engine.request import EngineReport, Load, Request
 from roll_lite.envs.play import EpisodeOptions, player
 from roll_lite.envs.question import question_player
 from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.prompts import derive_seed
 from roll_lite.rollout.rollout_options import RolloutOptions
-from roll_lite.rollout.sample import derive_seed
 from roll_lite.types import Prompt, SamplingParams, Turn
 
 PARAMS = SamplingParams(max_tokens=8)

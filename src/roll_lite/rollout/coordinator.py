@@ -9,27 +9,30 @@ The coroutines run in a thread on rank 0. In a world of one there is no thread: 
 `collect`, which also pumps the engine. Calls go downwards:
 
     Coordinator -> Groups -> RunningGroup -> Episode -> EngineClient -> the engines' role handle
+
+An engine's reply goes straight to the EngineClient, which wakes the sample that waits for it.
 """
 
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from roll_lite.chat import Chat
 from roll_lite.envs.env import Player
-from roll_lite.envs.play import ONE_TURN, EpisodeOptions
+from roll_lite.envs.play import EpisodeOptions
 from roll_lite.progress import ProgressBar
 from roll_lite.rollout.engines import EngineClient
+from roll_lite.rollout.episode import EpisodeContext, RunningGroup
 from roll_lite.rollout.event_loop import LoopThread, PumpedLoop, Signal
 from roll_lite.rollout.groups import Groups, Keep, NothingLeft
 from roll_lite.rollout.journal import Journal
+from roll_lite.rollout.ledger import Ledger
 from roll_lite.rollout.prompts import PromptQueue, PromptSource, Visit
 from roll_lite.rollout.rollout_options import RolloutOptions
-from roll_lite.rollout.sample import RunningGroup, SampleRunner
 from roll_lite.stopping import Ended, Stopped
 from roll_lite.types import Group, Prompt, Sample, SamplingParams
 
@@ -56,16 +59,19 @@ class Coordinator:
         min_samples: int | None = None,
         reward_engines: Sequence[EngineClient] = (),
         max_length: int | None = None,
-        episodes: EpisodeOptions = ONE_TURN,
+        episodes: EpisodeOptions | None = None,
         keep: Keep | None = None,
         play_metrics: Callable[[], dict[str, float]] = dict,
     ):
-        """`play` takes a sample through its episode: `Rewards.play` or `EnvWorkers.play`.
+        """`play` takes a sample through its episode.
 
         A group with fewer than `min_samples` left is dropped; 2 where groups are larger than 1.
-        `max_length` is the context: a sample that would become longer ends or fails, as
-        `episodes.at_limit` says. `keep` is a filter of your own, for complete groups that pass the
-        filters of the options; samples wait while it runs. An exception in it ends the run.
+        `keep` is a filter of your own, for complete groups that pass the filters of the options;
+        samples wait while it runs. An exception in it ends the run.
+
+        `max_length` is the context. A question that leaves no room in it for a whole reply fails. A
+        task that would become longer ends or fails, as `episodes.at_limit` says; the other options
+        of `episodes` are for tasks, too.
 
         `play_metrics` are metrics of `play` since the last call, which `metrics` includes.
 
@@ -74,26 +80,26 @@ class Coordinator:
         """
         if min_samples is None:
             min_samples = min(2, options.samples_per_prompt)
-        self._options, self._signal = options, Signal()
+        self._options = options
+        self._signal = Signal()
         self._play_metrics = play_metrics
         self._engines = EngineClient(engines, options)
         self._engines.version.advance(engines.version())
-        self._clients = [self._engines, *reward_engines]
-        runner = partial(
-            SampleRunner,
-            engines=self._engines, chat=chat, play=play, seed=seed,
-            max_retries=options.max_retries, max_length=max_length, episodes=episodes,
+        self._ledger = Ledger(self._engines.version)
+        context = EpisodeContext(
+            engines=self._engines, chat=chat, play=play, ledger=self._ledger, seed=seed,
+            max_retries=options.max_retries, deadline=options.deadline,
+            max_length=max_length, task_options=episodes or EpisodeOptions(),
         )  # fmt: skip
-        self._runner = runner(deadline=options.deadline)
-        self._answerer = runner()  # without deadline: an evaluation needs every sample
-        self._answerer.in_flight = self._runner.in_flight
+        answer_ledger = Ledger(self._engines.version, self._ledger.in_flight)
+        # Without deadline: an evaluation needs every sample.
+        self._answer_context = replace(context, ledger=answer_ledger, deadline=None)
         self._prompts = PromptQueue(prompts)
         self._groups = Groups(
-            self._runner, self._prompts, options, params, min_samples, self._signal, keep
+            context, self._prompts, options, params, min_samples, self._signal, keep
         )
         self._num_answered: Counter[str] = Counter()
         self._version_gaps: list[int] = []
-        self._is_continuous = False
         self._journal: Journal | None = None
         self._digest_weights: Callable[[], str]
         """Set with the journal."""
@@ -101,8 +107,10 @@ class Coordinator:
         """The state before a step that was abandoned."""
         is_alone = engines.is_alone
         self._loop = PumpedLoop(self._pump, self._signal) if is_alone else LoopThread(self._signal)
-        for client in self._clients:
-            self._connect(client)
+        self._clients = [self._engines, *reward_engines]
+        self._engines.listen(self._loop.call, self._signal.fail, self._groups.refresh)
+        for client in reward_engines:
+            client.listen(self._loop.call, self._signal.fail)
 
     def __enter__(self) -> "Coordinator":
         return self
@@ -113,7 +121,7 @@ class Coordinator:
     def close(self) -> None:
         """Abort all samples and end the thread."""
         for client in self._clients:
-            client.engines.stop_listening()
+            client.stop_listening()
         self._loop.call(self._groups.stop)
         self._loop.close()
         if self._journal:
@@ -127,8 +135,10 @@ class Coordinator:
         `made_with` are options, as journal.fingerprint has them. `weights` gives a digest of the
         engines' weights.
         """
-        self._journal, self._digest_weights = Journal(folder, made_with, resumed_at), weights
-        self._runner.journal = self._answerer.journal = self._journal
+        self._journal = Journal(folder, made_with, resumed_at)
+        self._digest_weights = weights
+        self._ledger.journal = self._journal
+        self._answer_context.ledger.journal = self._journal
         self._journal.begin(self._engines.version.current, weights())
 
     def forget(self, saved_step: int) -> None:
@@ -144,7 +154,6 @@ class Coordinator:
 
     def start(self) -> None:
         """From now on keep generating, as far ahead as max_staleness allows."""
-        self._is_continuous = True
         self._loop.run(_call(self._groups.start))
 
     def stop(self, error: Stopped) -> None:
@@ -158,7 +167,7 @@ class Coordinator:
         fewer only when the prompts have ended, or more groups were dropped than max_refills
         replaces. All samples in them are done and scored.
         """
-        before = None if self._is_continuous else self.state_dict()
+        before = None if self._groups.is_continuous else self.state_dict()
         try:
             return self._loop.run(self._collect(num_groups or self._options.prompts_per_step))
         except NothingLeft:  # other prompts may give groups: those of this step are not repeated
@@ -194,8 +203,8 @@ class Coordinator:
         self._loop.run(_call(self._set_version, policy_version))
 
     def on_states(self, listener: Callable[[list[str]], None]) -> None:
-        """Have it told which states samples are in, whenever that changes, in any thread."""
-        self._runner.in_flight.listener = listener
+        """Have it called with the states that samples are in when these change, in any thread."""
+        self._ledger.in_flight.listener = listener
 
     def metrics(self) -> dict[str, float]:
         """How samples ended since the last call, and how much is in flight."""
@@ -221,7 +230,7 @@ class Coordinator:
     async def _collect(self, num_groups: int) -> list[Group]:
         num_samples = num_groups * self._options.samples_per_prompt
         with ProgressBar(num_samples, "rollout", "samples", done=self._groups.num_ready) as bar:
-            self._runner.bar = bar
+            self._ledger.bar = bar
             groups = await self._groups.take(num_groups)
         version = self._engines.version.current
         samples = [sample for group in groups for sample in group.samples]
@@ -235,10 +244,11 @@ class Coordinator:
         params: SamplingParams,
         on_group: Callable[[int, Group], None],
     ) -> list[Group]:
+        ledger = self._answer_context.ledger
         running = [self._running_answer(prompt, num_samples, params) for prompt in prompts]
-        self._answerer.encode_ahead(prompts)
+        self._answer_context.encode_ahead(prompts)
         with ProgressBar(num_samples * len(running), "evaluation", "samples") as bar:
-            self._answerer.bar = bar
+            ledger.bar = bar
 
             async def answer(place: int) -> Group:
                 group = await running[place].run()
@@ -253,8 +263,10 @@ class Coordinator:
                 raise
             finally:
                 for group in running:  # only of a run that ends
-                    self._answerer.abort(sample for sample in group.samples if sample.error)
-                self._runner.dropped += self._answerer.take_dropped()
+                    self._answer_context.ledger.abort(
+                        sample for sample in group.samples if sample.error
+                    )
+                self._ledger.dropped += self._answer_context.ledger.take_dropped()
 
     def _running_answer(
         self, prompt: Prompt, num_samples: int, params: SamplingParams
@@ -262,23 +274,23 @@ class Coordinator:
         self._num_answered[prompt.id] += 1
         # Negative numbers, which no visit in training has: a prompt may be used for both.
         visit = Visit(prompt, -self._num_answered[prompt.id])
-        return RunningGroup(self._answerer, visit, num_samples, params)
+        return RunningGroup(self._answer_context, visit, num_samples, params)
 
     async def _repeat(self, visit: Visit, index: int, params: SamplingParams) -> Group:
-        group = RunningGroup(self._answerer, visit, index + 1, params, only=index)
+        group = RunningGroup(self._answer_context, visit, index + 1, params, only=index)
         return await self._signal.result_of(asyncio.ensure_future(group.run()))
 
     def _take_dropped(self) -> list[tuple[Sample, str]]:
         if self._signal.error:
             self._groups.abandon()
-        return self._runner.take_dropped()
+        return self._ledger.take_dropped()
 
     def _set_version(self, policy_version: int) -> None:
         self._engines.version.advance(policy_version)
         self._groups.refresh()
 
     def _metrics(self) -> dict[str, float]:
-        counts, gaps, rewards = self._runner.counts, self._version_gaps, self._groups.rewards
+        counts, gaps, rewards = self._ledger.counts, self._version_gaps, self._groups.rewards
         metrics: dict[str, float] = {f"rollout/{name}": counts[name] for name in COUNTED}
         metrics["rollout/groups_in_flight"] = len(self._groups.running)
         metrics["rollout/groups_ready"] = len(self._groups.ready)
@@ -290,12 +302,7 @@ class Coordinator:
             metrics["rollout/missing_groups"] = counts["missing"]
         if counts["restored"]:
             metrics["rollout/restored"] = counts["restored"]
-        if self._engines.lost:
-            metrics["rollout/lost_engines"] = len(self._engines.lost)
-        if loads := [load for load in self._engines.loads if load]:
-            metrics["rollout/engine_running"] = sum(load.num_running for load in loads)
-            metrics["rollout/engine_waiting"] = sum(load.num_waiting for load in loads)
-            metrics["rollout/engine_free_pages"] = min(load.num_free_pages for load in loads)
+        metrics |= self._engines.metrics()
         for seen in (counts, gaps, rewards):
             seen.clear()
         return metrics
@@ -312,27 +319,6 @@ class Coordinator:
         """In a world of one: let every engine do a piece of work."""
         is_busy = [client.engines.pump() for client in self._clients]  # each, whatever others say
         return any(is_busy)
-
-    def _connect(self, client: EngineClient) -> None:
-        """Bring the reports of a role's engines into the event loop."""
-        client.is_connected = True
-        client.engines.listen(
-            lambda *report: self._loop.call(self._on_report, client, *report),
-            lambda error: self._loop.call(self._on_lost, client, error),
-        )
-
-    def _on_report(self, client: EngineClient, replica: int, *report: Any) -> None:
-        try:
-            told = client.receive(replica, *report)
-            if told and client is self._engines:
-                self._groups.refresh({pending.group_number for pending in told})
-        except Exception as error:  # any kind: the recipe has to see it
-            self._signal.fail(error)
-
-    def _on_lost(self, client: EngineClient, error: BaseException) -> None:
-        """A rank is gone, and the cluster with it."""
-        client.is_lost = True
-        self._signal.fail(error)
 
 
 async def _call(function: Callable[..., Any], *args: Any) -> Any:

@@ -8,6 +8,7 @@ another; a replica that fails MAX_FAILURES times in a row gets no more.
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -21,7 +22,7 @@ from roll_lite.types import Turn
 if TYPE_CHECKING:  # it imports torch, which --help does without
     from roll_lite.cluster.role import RoleHandle
 
-MAX_FAILURES = 3  # of a replica, in a row
+MAX_FAILURES = 3  # failures of a replica in a row
 TOKENS_PER_SAMPLE = 512
 """Tokens that a replica prefills in the time by which one sample more delays the others: a turn of
 about 200 tokens, each of which costs about as much as prefilling two or three."""
@@ -68,14 +69,14 @@ class PendingRequest:
     first_versions: dict[int, int] = field(default_factory=dict)
     """Policy version of the first token by sample, as far as the engine has reported it."""
     group_number: int | None = None
-    """The group of a rollout whose samples these are."""
+    """The number of the group whose samples these are, if they are trained on."""
 
     @property
     def unfinished(self) -> list[int]:
         return [i for i, future in enumerate(self.futures) if not future.done()]
 
     def join(self, index: int, sample: WaitingSample) -> asyncio.Future:
-        """The future of a sample, which is told from now on what becomes of the request."""
+        """The future of a sample. From now on the sample hears what becomes of the request."""
         if not self.futures[index].done():
             self.samples[index] = sample
         if self.replica is not None:
@@ -104,24 +105,43 @@ class EngineClient:
 
     def __init__(self, engines: "RoleHandle", options: RolloutOptions | None = None):
         self.engines = engines
-        self._options = options or RolloutOptions()
-        num_replicas = engines.role.num_replicas
         self.version = PolicyVersion()
-        self.loads: list[Load | None] = [None] * num_replicas
-        self.is_connected = False
-        """Whether a coordinator brings the reports of the engines."""
-        self.is_lost = False
+        self._options = options or RolloutOptions()
+        self._is_listening = False
+        self._is_lost = False
         """No replica can be reached any more."""
+        num_replicas = engines.role.num_replicas
+        self.loads: list[Load | None] = [None] * num_replicas
         self._queue: deque[PendingRequest] = deque()
         self._pending: dict[int, PendingRequest] = {}
         self._num_unfinished = [0] * num_replicas
         self._num_failures = [0] * num_replicas
-        self.lost: set[int] = set()
+        self._lost: set[int] = set()
         """Replicas whose ranks have ended."""
+
+    def listen(
+        self,
+        call: Callable[..., None],
+        on_error: Callable[[BaseException], None],
+        on_first_versions: Callable[[set[int | None]], None] = lambda group_numbers: None,
+    ) -> None:
+        """Receive the reports of the engines from now on, in an event loop.
+
+        `call` has a function called in the loop, from any thread. `on_error` gets what ends the
+        run: no replica works any more, or a rank is lost. `on_first_versions` gets the numbers of
+        groups of which a report says under which versions their samples began.
+        """
+        self._is_listening = True
+        self._on_error = on_error
+        self._on_first_versions = on_first_versions
+        self.engines.listen(partial(call, self._receive), partial(call, self._on_all_lost))
+
+    def stop_listening(self) -> None:
+        self.engines.stop_listening()
 
     async def ask(self, request: Request) -> Turn:
         """The answer to a request for one sample."""
-        if not self.is_connected:
+        if not self._is_listening:
             raise RuntimeError(
                 f"no coordinator brings the answers of role {self.engines.role.name}; pass this "
                 "object to the Coordinator in reward_engines"
@@ -129,7 +149,10 @@ class EngineClient:
         return await self.submit(request).futures[0]
 
     def submit(
-        self, request: Request, same_replica_as: PendingRequest | None = None
+        self,
+        request: Request,
+        same_replica_as: PendingRequest | None = None,
+        group_number: int | None = None,
     ) -> PendingRequest:
         """Have a request answered.
 
@@ -138,7 +161,9 @@ class EngineClient:
         """
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in range(request.num_samples)]
-        pending = PendingRequest(request, futures, num_counted=len(request.indices))
+        pending = PendingRequest(
+            request, futures, num_counted=len(request.indices), group_number=group_number
+        )
         if request.wanted is not None:  # the others are known already
             for index in set(range(request.num_samples)) - set(request.wanted):
                 futures[index].set_result(None)
@@ -151,25 +176,22 @@ class EngineClient:
             self._dispatch()
         return pending
 
-    def receive(self, replica: int, kind: str, *args: Any) -> list[PendingRequest]:
-        """Take the report of a replica; returns requests whose first versions it has told.
-
-        Raises when no replica is left that works.
-        """
-        if replica in self.lost:  # a report that was under way
-            return []
-        if kind == "lost":
-            self._on_lost(replica)
-            return []
-        if kind == "failed":
-            self._on_failed(replica, *args)
-            return []
-        return self._on_report(replica, *args)
+    def metrics(self) -> dict[str, float]:
+        """How busy the engines were, by the last report of each."""
+        metrics: dict[str, float] = {}
+        if self._lost:
+            metrics["rollout/lost_engines"] = len(self._lost)
+        if loads := [load for load in self.loads if load]:
+            metrics["rollout/engine_running"] = sum(load.num_running for load in loads)
+            metrics["rollout/engine_waiting"] = sum(load.num_waiting for load in loads)
+            metrics["rollout/engine_free_pages"] = min(load.num_free_pages for load in loads)
+        return metrics
 
     def _dispatch(self) -> None:
         """Send waiting requests to replicas with room, in the order they came."""
-        while self._queue and not self.is_lost:
-            replica, pending = self._least_loaded(), self._queue[0]
+        while self._queue and not self._is_lost:
+            replica = self._least_loaded()
+            pending = self._queue[0]
             load = self._num_unfinished[replica]
             if load and load + pending.num_counted > self._options.samples_per_replica:
                 return
@@ -178,7 +200,8 @@ class EngineClient:
                 self._send(pending, replica)
 
     def _send(self, pending: PendingRequest, replica: int) -> None:
-        pending.replica, pending.key = replica, next(_KEYS)
+        pending.replica = replica
+        pending.key = next(_KEYS)
         self._num_unfinished[replica] += pending.num_counted
         self._pending[pending.key] = pending
         self._post(replica, "submit", pending.key, pending.request)
@@ -207,15 +230,15 @@ class EngineClient:
         return min(preferred or working, key=lambda r: self._num_unfinished[r])
 
     def _is_broken(self, replica: int) -> bool:
-        return replica in self.lost or self._num_failures[replica] >= MAX_FAILURES
+        return replica in self._lost or self._num_failures[replica] >= MAX_FAILURES
 
     def _post(self, replica: int, *message: Any) -> None:
-        if self.is_lost:
+        if self._is_lost:
             return
         try:
             self.engines.post(replica, *message)
         except RoleError:  # a rank is lost, and with it the whole run
-            self.is_lost = True
+            self._is_lost = True
             raise
 
     def _on_done(self, pending: PendingRequest, index: int, _: asyncio.Future) -> None:
@@ -233,7 +256,17 @@ class EngineClient:
             self._repeat_aborted(pending)  # the engine may have nothing else of it
         self._dispatch()
 
-    def _on_report(self, replica: int, report: EngineReport) -> list[PendingRequest]:
+    def _receive(self, replica: int, kind: str, *args: Any) -> None:
+        """Take the report of a replica: "answers", "failed" or "lost"."""
+        if replica in self._lost:  # a report that was under way
+            return
+        handlers = {"answers": self._on_answers, "failed": self._on_failed, "lost": self._on_lost}
+        try:
+            handlers[kind](replica, *args)
+        except Exception as error:  # any kind: the recipe has to see it
+            self._on_error(error)
+
+    def _on_answers(self, replica: int, report: EngineReport) -> None:
         self.version.advance(report.policy_version)
         self.loads[replica] = report.load
         if report.turns:
@@ -244,12 +277,13 @@ class EngineClient:
         for key, reason in report.refused:
             if pending := self._pending.get(key):
                 pending.fail(ValueError, reason)
-        told = []
+        group_numbers = set()
         for key, index, version in report.first_versions:
             if pending := self._pending.get(key):
                 pending.first_versions[index] = version
-                told.append(pending)
-        return told
+                group_numbers.add(pending.group_number)
+        if group_numbers:
+            self._on_first_versions(group_numbers)
 
     def _on_turn(self, pending: PendingRequest, index: int, turn: Turn) -> None:
         if pending.futures[index].done():
@@ -284,16 +318,21 @@ class EngineClient:
                 self._resend(pending, self._least_loaded(exclude=replica))
 
     def _on_lost(self, replica: int) -> None:
-        self.lost.add(replica)
+        self._lost.add(replica)
         self.loads[replica] = None
         self._check_any_works(f"the ranks of replica {replica} have ended")
         for pending in [p for p in self._pending.values() if p.replica == replica]:
             if pending.unfinished:
                 self._resend(pending, self._least_loaded())
 
+    def _on_all_lost(self, error: BaseException) -> None:
+        """A rank is gone, and the cluster with it."""
+        self._is_lost = True
+        self._on_error(error)
+
     def _check_any_works(self, text: str) -> None:
         if all(map(self._is_broken, range(len(self._num_failures)))):
-            self.is_lost = True
+            self._is_lost = True
             raise RuntimeError(f"no engine replica works any more; the last error:\n{text}")
 
     def _resend(self, pending: PendingRequest, replica: int) -> None:

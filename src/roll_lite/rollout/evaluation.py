@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from roll_lite import data
 from roll_lite.checks import at_least, finite, unread_with
 from roll_lite.rollout.coordinator import Coordinator
-from roll_lite.rollout.groups import refuse_all_failed
 from roll_lite.rollout.metrics import pass_rates
 from roll_lite.stopping import Stopped
 from roll_lite.types import Group, Prompt, SamplingParams
@@ -88,3 +87,15 @@ class Evaluation:
         metrics = pass_rates(answers, self._options.pass_reward)
         self.rates.append(metrics["eval/pass@1"])
         return metrics | {"time/evaluate": time.perf_counter() - start}
+
+
+def refuse_all_failed(groups: list[Group]) -> None:
+    """Raise the first error if no sample is scored: there is nothing to measure."""
+    samples = [sample for group in groups for sample in group.samples]
+    if any(sample.state == "done" for sample in samples):
+        return
+    errors = [sample.error for sample in samples if sample.error]
+    raise RuntimeError(
+        f"no sample is left: {len(errors)} samples failed. The first error:\n"
+        + (errors[0] if errors else "(none)")
+    )

@@ -1,21 +1,20 @@
 """Groups of samples: started as room allows, filtered when they end, kept until a step takes them.
 
-`Groups` runs in the coordinator's event loop.
+`Slots` say which domain comes next, and `Groups` fill them, in the coordinator's event loop.
 """
 
 import asyncio
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from roll_lite.rollout.episode import EpisodeContext, RunningGroup
 from roll_lite.rollout.event_loop import Signal
 from roll_lite.rollout.prompts import PromptQueue, Visit
 from roll_lite.rollout.record import read_group, write_group
 from roll_lite.rollout.rollout_options import RolloutOptions
-from roll_lite.rollout.sample import RunningGroup, SampleRunner
-from roll_lite.rollout.slots import Slots
 from roll_lite.stopping import Ended
 from roll_lite.types import LOST, Group, Prompt, SamplingParams
 
@@ -27,12 +26,155 @@ class NothingLeft(Ended):
     """All groups of a step were dropped. Nothing is broken; other prompts may give groups."""
 
 
+class Slots:
+    """Which domains to train on, in the order in which prompts were drawn.
+
+    Every prompt that is drawn adds a slot of its domain; the groups of that domain fill its oldest
+    slots. When a group is dropped its slot stays, so neither filters nor slow samples change the
+    domains' shares.
+
+    There may be a hundred thousand slots. Nothing here walks over them while samples end: slots
+    have numbers that grow, so those of a domain are a sorted list, searched by bisection.
+    """
+
+    def __init__(self, domains: Iterable[str] = (), given_up: Collection[int] = ()):
+        """`given_up` are indices of slots whose groups were dropped and are not replaced."""
+        self._domain_of: dict[int, str] = {}
+        self._order: list[int] = []
+        """The numbers of all slots, oldest first."""
+        self._kept: defaultdict[str, list[int]] = defaultdict(list)
+        """Those that were not given up, by domain."""
+        self._given_up: list[int] = []
+        self._groups: defaultdict[str, list[int]] = defaultdict(list)
+        """Numbers of the groups that fill slots, by domain."""
+        self._num_added = 0
+        for index, domain in enumerate(domains):
+            self.add(domain)
+            if index in given_up:
+                self._give_up(domain, -1)
+
+    @property
+    def domains(self) -> list[str]:
+        """The domain of each slot, oldest first."""
+        return [self._domain_of[slot] for slot in self._order]
+
+    @property
+    def given_up(self) -> list[int]:
+        """Indices of the slots that were given up."""
+        return [self._index(slot) for slot in self._given_up]
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def add(self, domain: str) -> None:
+        """Append a vacant slot."""
+        slot = self._num_added
+        self._num_added += 1
+        self._domain_of[slot] = domain
+        self._order.append(slot)
+        self._kept[domain].append(slot)
+
+    def fill(self, domain: str, group: int) -> None:
+        """A group, whose number is larger than those of earlier ones, takes a vacant slot."""
+        self._groups[domain].append(group)
+
+    def vacate(self, domain: str, group: int) -> None:
+        """A group is gone; another may take its slot."""
+        self._remove(domain, group)
+
+    def give_up(self, domain: str, group: int) -> None:
+        """A group is gone, and the slot that it filled stays empty."""
+        self._give_up(domain, self._remove(domain, group))
+
+    def give_up_last(self, domain: str, group: int) -> None:
+        """A group is gone, and the newest slot of its domain stays empty."""
+        self._remove(domain, group)
+        self._give_up(domain, -1)
+
+    def revive(self) -> None:
+        """Slots that were given up may be filled again."""
+        for slot in self._given_up:
+            insort(self._kept[self._domain_of[slot]], slot)
+        self._given_up.clear()
+
+    def close(self, index: int) -> None:
+        """Remove a vacant slot that nothing can fill."""
+        slot = self._order.pop(index)
+        kept = self._kept[self._domain_of.pop(slot)]
+        del kept[bisect_left(kept, slot)]
+
+    def first_vacant(self) -> tuple[int, str | None]:
+        """Index and domain of the first vacant slot; the end and None if there is none."""
+        vacant = [
+            (kept[num_filled], domain)
+            for domain, kept in self._kept.items()
+            if (num_filled := len(self._groups[domain])) < len(kept)
+        ]
+        if not vacant:
+            return len(self._order), None
+        slot, domain = min(vacant)
+        return self._index(slot), domain
+
+    def first_kept(self) -> int | None:
+        """Index of the oldest slot that was not given up."""
+        oldest = [kept[0] for kept in self._kept.values() if kept]
+        return self._index(min(oldest)) if oldest else None
+
+    def match(self, num_slots: int, ready: Mapping[str, Sequence[int]]) -> list[int] | None:
+        """The oldest group of its domain for each of the oldest slots; None if one is missing.
+
+        `ready` has the sorted numbers of complete groups by domain.
+        """
+        counts = {domain: self._num_among(num_slots, domain) for domain in self._kept}
+        if any(len(ready.get(domain, ())) < count for domain, count in counts.items()):
+            return None
+        oldest = {domain: iter(ready.get(domain, ())) for domain in counts}
+        given_up = set(self._given_up)
+        wanted = [slot for slot in self._order[:num_slots] if slot not in given_up]
+        return [next(oldest[self._domain_of[slot]]) for slot in wanted]
+
+    def release(self, num_slots: int, taken: Collection[int] = ()) -> int:
+        """Remove the oldest slots, and the groups that `match` gave for them.
+
+        Returns how many of the slots had been given up.
+        """
+        gone = set(taken)
+        for domain, kept in self._kept.items():
+            del kept[: self._num_among(num_slots, domain)]
+            self._groups[domain] = [n for n in self._groups[domain] if n not in gone]
+        released = self._order[:num_slots]
+        del self._order[:num_slots]
+        for slot in released:
+            del self._domain_of[slot]
+        num_given_up = sum(slot not in self._domain_of for slot in self._given_up)
+        del self._given_up[:num_given_up]
+        return num_given_up
+
+    def _remove(self, domain: str, group: int) -> int:
+        """Returns the group's place among those of its domain."""
+        rank = bisect_left(self._groups[domain], group)
+        del self._groups[domain][rank]
+        return rank
+
+    def _give_up(self, domain: str, rank: int) -> None:
+        insort(self._given_up, self._kept[domain].pop(rank))
+
+    def _index(self, slot: int) -> int:
+        return bisect_left(self._order, slot)
+
+    def _num_among(self, num_slots: int, domain: str) -> int:
+        """Slots of a domain that were not given up, among the oldest `num_slots`."""
+        if num_slots >= len(self._order):
+            return len(self._kept[domain])
+        return bisect_left(self._kept[domain], self._order[num_slots])
+
+
 class Groups:
     """Groups that are running, and complete groups that no step has taken yet."""
 
     def __init__(
         self,
-        runner: SampleRunner,
+        context: EpisodeContext,
         prompts: PromptQueue,
         options: RolloutOptions,
         params: SamplingParams,
@@ -41,10 +183,15 @@ class Groups:
         keep: Keep | None = None,
     ):
         """A group with fewer than `min_samples` left is dropped."""
-        self._runner, self._prompts, self._options = runner, prompts, options
-        self._params, self._min_samples, self._signal = params, min_samples, signal
+        self._context = context
+        self._ledger = context.ledger
+        self._version = context.ledger.version
+        self._prompts = prompts
+        self._options = options
+        self._params = params
+        self._min_samples = min_samples
+        self._signal = signal
         self._keep = keep
-        self._version = runner.version
         self._num_started = 0
         self.running: dict[int, RunningGroup] = {}
         self.ready: dict[int, Group] = {}
@@ -58,31 +205,31 @@ class Groups:
         self._checked_version = -1
         """The policy version at which all groups were last checked for stale samples."""
         self._slots = Slots()
-        self._is_continuous = False
+        self.is_continuous = False
         """Whether groups are started while no `take` waits for them."""
         self._num_awaited = 0
         """Groups that a `take` waits for."""
         self._num_taken: Counter[int] = Counter()
         """Slots by policy version: those of the current one are in training, or given up."""
         self._num_refills = 0
-        """Since the last `take`."""
+        """Dropped groups that were replaced since the last `take`."""
         self._dropped: Counter[tuple[str, str]] = Counter()
         """Groups dropped since the last `take`, by domain and reason."""
         self._last_error = ""
 
     def start(self) -> None:
         """Keep groups running from now on, as many as max_staleness allows."""
-        self._is_continuous = True
+        self.is_continuous = True
         self._feed()
 
     def stop(self) -> None:
         """Start no more groups, not even for one that ends at this moment."""
-        self._is_continuous = False
+        self.is_continuous = False
 
     def abandon(self) -> None:
         """Drop samples that failed and were to be tried again, because the run ends."""
         for group in self.running.values():
-            self._runner.abort(sample for sample in group.samples if sample.error)
+            self._ledger.abort(sample for sample in group.samples if sample.error)
 
     @property
     def num_ready(self) -> int:
@@ -100,7 +247,7 @@ class Groups:
         finally:
             self._num_awaited = 0
         taken = self._release(num_slots, numbers)
-        if not self._is_continuous:
+        if not self.is_continuous:
             await self._abort_surplus()
             self._slots.revive()  # the next step starts afresh
         self._feed()
@@ -124,7 +271,7 @@ class Groups:
         """Complete groups of an earlier run, which come first, and the slots of all its groups."""
         self.ready = {number: read_group(record) for number, record in enumerate(state["ready"])}
         self._num_started = len(self.ready)
-        self._slots = Slots(state["slots"], state.get("given_up", ()))
+        self._slots = Slots(state["slots"], state["given_up"])
         for number, group in self.ready.items():
             self._slots.fill(group.prompt.domain, number)
             self._ready_of[group.prompt.domain].append(number)
@@ -144,12 +291,13 @@ class Groups:
     def _release(self, num_slots: int, numbers: list[int]) -> list[Group]:
         taken = [self._pop_ready(number) for number in numbers]
         num_given_up = self._slots.release(num_slots, numbers)
-        self._runner.counts["missing"] += num_given_up
-        self._runner.counts["done"] += sum(len(group.samples) for group in taken)
+        self._ledger.counts["missing"] += num_given_up
+        self._ledger.counts["done"] += sum(len(group.samples) for group in taken)
         self._dropped.clear()
         self._num_refills = 0
-        version, num_used = self._version.current, len(taken) + num_given_up
-        self._num_taken = Counter({version: self._num_taken[version] + num_used})
+        version = self._version.current
+        num_used = self._num_taken[version] + len(taken) + num_given_up
+        self._num_taken = Counter({version: num_used})
         return taken
 
     def _feed(self) -> None:
@@ -169,19 +317,26 @@ class Groups:
                     self._slots.add(visit.prompt.domain)
                 self._start(visit)
                 started.append(visit.prompt)
-        self._runner.encode_ahead(started)
+        self._context.encode_ahead(started)
 
     def _num_wanted(self) -> int:
-        if self._is_continuous:
+        if self.is_continuous:
             in_training = self._num_taken[self._version.current]
             return max(self._num_awaited, self._options.max_in_flight - in_training)
         return self._num_awaited + self._options.extra_groups if self._num_awaited else 0
 
     def _start(self, visit: Visit) -> None:
-        number, self._num_started = self._num_started, self._num_started + 1
-        num_samples, num_extra = self._options.samples_per_prompt, self._options.extra_samples
-        group = RunningGroup(self._runner, visit, num_samples, self._params, num_extra)
-        group.number, group.task = number, asyncio.get_running_loop().create_task(group.run())
+        number = self._num_started
+        self._num_started += 1
+        group = RunningGroup(
+            self._context,
+            visit,
+            self._options.samples_per_prompt,
+            self._params,
+            num_extra=self._options.extra_samples,
+            number=number,
+        )
+        group.task = asyncio.get_running_loop().create_task(group.run())
         self.running[number] = group
         self._slots.fill(group.domain, number)
         group.task.add_done_callback(lambda _: self._on_end(number))
@@ -192,10 +347,10 @@ class Groups:
             return
         if ended.task.cancelled():
             self._slots.vacate(ended.domain, number)
-            self._runner.abort(ended.samples)
-            self._runner.discard(ended.samples, "aborted")
+            self._ledger.abort(ended.samples)
+            self._ledger.discard(ended.samples, "aborted")
         elif error := ended.task.exception():
-            self._runner.abort(sample for sample in ended.samples if sample.error)
+            self._ledger.abort(sample for sample in ended.samples if sample.error)
             self._signal.fail(error)
         else:
             self._keep_or_drop(number, ended.task.result())
@@ -206,7 +361,7 @@ class Groups:
         done = [sample for sample in group.samples if sample.state == "done"]
         self.rewards += [sample.score.value for sample in done]
         left = Group(prompt=group.prompt, samples=done)
-        if reason := self._objection(group, left):
+        if reason := self._reason_to_drop(group, left):
             self._drop(number, group, reason)
         else:
             self.ready[number] = left
@@ -219,7 +374,7 @@ class Groups:
         del numbers[bisect_left(numbers, number)]
         return group
 
-    def _objection(self, group: Group, left: Group) -> str | None:
+    def _reason_to_drop(self, group: Group, left: Group) -> str | None:
         """Why not to train on a group, if there is a reason; `left` has only its done samples."""
         rewards = [sample.score.value for sample in left.samples]
         low, high = self._options.min_group_reward, self._options.max_group_reward
@@ -241,14 +396,14 @@ class Groups:
         domain = group.prompt.domain
         if self._num_refills < self._options.max_refills * self._options.prompts_per_step:
             self._num_refills += 1
-            self._runner.bar.total += len(group.samples)
-            self._runner.counts["refilled"] += 1
+            self._ledger.bar.total += len(group.samples)
+            self._ledger.counts["refilled"] += 1
             self._slots.vacate(domain, number)
-        elif self._is_continuous:  # the step that the group was for gets one less
+        elif self.is_continuous:  # the step that the group was for gets one less
             self._slots.give_up(domain, number)
         else:  # a surplus group may take its place
             self._slots.give_up_last(domain, number)
-        self._runner.discard(group.samples, "filtered", f"its group {reason}")
+        self._ledger.discard(group.samples, "filtered", f"its group {reason}")
         self._dropped[domain, reason] += 1
         errors = [sample.error for sample in group.samples if sample.error]
         self._last_error = errors[-1] if errors else self._last_error
@@ -262,7 +417,7 @@ class Groups:
         """
         first = self._slots.first_kept()
         if first is None and len(self._slots):
-            self._runner.counts["missing"] += self._slots.release(len(self._slots))
+            self._ledger.counts["missing"] += self._slots.release(len(self._slots))
             raise self._nothing_left()
         return max(num_groups, (first or 0) + 1)
 
@@ -292,7 +447,8 @@ class Groups:
             return
         version = self._version.current
         numbers = self._unchecked if self._checked_version == version else list(self.ready)
-        self._unchecked, self._checked_version = [], version
+        self._unchecked = []
+        self._checked_version = version
         for number in numbers:
             if number in self.ready:
                 self._drop_stale_samples(number)
@@ -300,10 +456,10 @@ class Groups:
     def _drop_stale_samples(self, number: int) -> None:
         group = self.ready[number]
         stale = [s for s in group.samples if s.first_version < self._oldest_version]
-        self._runner.discard(stale, "stale", "too stale")
+        self._ledger.discard(stale, "stale", "too stale")
         group.samples = [s for s in group.samples if s.state == "done"]
         if len(group.samples) < self._min_samples:
-            self._runner.discard(group.samples, "filtered", "its group became too stale")
+            self._ledger.discard(group.samples, "filtered", "its group became too stale")
             self._slots.vacate(group.prompt.domain, number)
             self._pop_ready(number)
 
@@ -322,8 +478,8 @@ class Groups:
         stale = [s for s, v in zip(left, versions, strict=True) if v is not None and v < oldest]
         if not stale or len(left) - len(stale) >= self._min_samples:
             return
-        self._runner.discard(stale, "stale", "too stale")
-        self._runner.discard(left, "filtered", "its group became too stale")
+        self._ledger.discard(stale, "stale", "too stale")
+        self._ledger.discard(left, "filtered", "its group became too stale")
         self._slots.vacate(group.domain, number)
         del self.running[number]
         group.task.cancel()
@@ -334,35 +490,7 @@ class Groups:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for number, group in self.ready.items():
-            self._runner.discard(group.samples, "aborted", "one too many")
+            self._ledger.discard(group.samples, "aborted", "one too many")
             self._slots.vacate(group.prompt.domain, number)
         self.ready.clear()
         self._ready_of.clear()
-
-
-def drop_failed(groups: list[Group], *, min_samples: int = 2) -> list[Group]:
-    """Groups without their failed and aborted samples.
-
-    A group with fewer than `min_samples` left is dropped: one sample has nothing to compare with.
-    """
-    kept = [
-        Group(prompt=group.prompt, samples=[s for s in group.samples if s.state == "done"])
-        for group in groups
-    ]
-    kept = [group for group in kept if len(group.samples) >= min_samples]
-    if not kept:
-        raise _all_failed(groups, min_samples)
-    return kept
-
-
-def refuse_all_failed(groups: list[Group]) -> None:
-    if not any(sample.state == "done" for group in groups for sample in group.samples):
-        raise _all_failed(groups, 1)
-
-
-def _all_failed(groups: list[Group], min_samples: int) -> RuntimeError:
-    errors = [sample.error for group in groups for sample in group.samples if sample.error]
-    return RuntimeError(
-        f"no group has {min_samples} samples left: {len(errors)} samples failed. "
-        "The first error:\n" + (errors[0] if errors else "(none)")
-    )

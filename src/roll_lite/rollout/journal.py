@@ -35,7 +35,7 @@ Key = tuple[str, int, int]
 
 
 def fingerprint(options: Mapping[str, Any]) -> str:
-    """Of a recipe's flat options, and of the files that they name; the recipe itself is one."""
+    """A digest of a recipe's flat options and of the files that they name, the recipe included."""
     related = {name: value for name, value in options.items() if name not in UNRELATED}
     texts = [sys.argv[0]]
     for value in related.values():

@@ -1,5 +1,6 @@
-"""Where prompts come from, and how often each has been sampled."""
+"""Where prompts come from, how often each has been sampled, and the seeds that follow."""
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,6 +59,12 @@ class Visit:
 
     prompt: Prompt
     number: int
+
+
+def derive_seed(*parts: int | str) -> int:
+    """63 bits that depend on all parts and their order."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
 
 
 class PromptQueue:

@@ -35,6 +35,7 @@ def read_group(record: dict[str, Any]) -> Group:
 
 def write_sample(sample: Sample) -> dict[str, Any]:
     """Plain data. Token ids and logprobs are there once, by sequence; turns only as lengths."""
+    score = sample.score
     return {
         "index": sample.index,
         "visit": sample.visit,
@@ -49,7 +50,7 @@ def write_sample(sample: Sample) -> dict[str, Any]:
         ],
         "transcript": sample.transcript,
         "reply": sample.reply,
-        "score": _write_score(sample.score) if sample.score else None,
+        "score": [score.value, score.parts, score.reason] if score else None,
         "end": sample.end,
         "error": sample.error,
         "events": [tuple(event) for event in sample.events],
@@ -57,15 +58,19 @@ def write_sample(sample: Sample) -> dict[str, Any]:
 
 
 def read_sample(record: dict[str, Any], prompt: Prompt) -> Sample:
+    score = None
+    if record["score"]:
+        value, parts, reason = record["score"]
+        score = Score(value=value, parts=parts, reason=reason)
     sample = Sample(
         prompt=prompt,
         index=record["index"],
-        visit=record.get("visit", 0),  # neither is in runs of older versions
-        seed=record.get("seed"),
-        transcript=record.get("transcript", []),
+        visit=record["visit"],
+        seed=record["seed"],
+        transcript=record["transcript"],
         reply=record["reply"],
-        score=_read_score(*record["score"]) if record["score"] else None,
-        end=record.get("end", ""),
+        score=score,
+        end=record["end"],
         error=record["error"],
         events=[Event(*event) for event in record["events"]],
     )
@@ -74,30 +79,22 @@ def read_sample(record: dict[str, Any], prompt: Prompt) -> Sample:
     return sample
 
 
-def _write_score(score: Score) -> list[Any]:
-    return [score.value, score.parts, score.reason]
-
-
-def _read_score(value: float, parts: dict[str, float], reason: str = "") -> Score:
-    return Score(value=value, parts=parts, reason=reason)
-
-
 def _read_turns(record: dict[str, Any]) -> list[Turn]:
     turns: dict[int, Turn] = {}
     for token_ids, logprobs, numbers in record["sequences"]:
         for number in numbers:
-            num_read, num_sampled, finish_reason, versions, *said = record["turns"][number]
+            num_read, num_sampled, finish_reason, versions, *result = record["turns"][number]
+            state, reward, measurements = result
             sampled = slice(num_read, num_read + num_sampled)
-            turns[number] = turn = Turn(
+            turns[number] = Turn(
                 prompt_ids=token_ids[:num_read],
                 token_ids=token_ids[sampled],
                 logprobs=logprobs[sampled],
                 finish_reason=finish_reason,
                 versions=[tuple(run) for run in versions],
+                state=state,
+                result=TurnResult(reward=reward, measurements=measurements),
             )
-            if said:  # not in runs of older versions
-                turn.state, reward, measurements = said
-                turn.result = TurnResult(reward=reward, measurements=measurements)
     return [turns[number] for number in sorted(turns)]
 
 
@@ -108,8 +105,7 @@ def _packed(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unpacked(record: dict[str, Any]) -> dict[str, Any]:
-    whole = [[record.get("token_ids"), record.get("logprobs"), range(len(record["turns"]))]]
-    packed = record.get("sequences", whole)  # not in runs of older versions
+    packed = record["sequences"]
     return record | {"sequences": [[_unpack("i", a), _unpack("f", b), c] for a, b, c in packed]}
 
 

@@ -319,7 +319,7 @@ def _score(sample: Sample) -> float:
     if sample.score is None or not math.isfinite(sample.score.value):
         raise ValueError(
             f"{_name(sample)} has score {sample.score}; rewards must be finite numbers. "
-            "Leave failed samples out with drop_failed(), and see its error"
+            "Leave failed samples out; their `error` says why they failed"
         )
     return sample.score.value
 
