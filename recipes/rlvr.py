@@ -126,6 +126,7 @@ def read_prompts(cfg: Config, chat: rl.Chat, context: int) -> tuple[rl.Mixture, 
     if not held_out and cfg.evaluation.eval_every:
         print("no evaluation: files hold nothing out; name --eval-share or --eval-data")
     chat.check_prompts([*prompts.rows, *held_out])
+    cfg.teaching.check_domains(prompts.domains, cfg.advantages)
     return prompts, held_out
 
 

@@ -30,13 +30,14 @@ from support.runs import (
 
 from roll_lite import command as commands
 from roll_lite.options import from_flat
-from roll_lite.recipes import rlvr, sft
+from roll_lite.recipes import rlvr
 from roll_lite.report.config_file import read_options
 from roll_lite.report.reader import RunFolder
 from roll_lite.rewards.code import passes_tests
 from roll_lite.rewards.maths import math_answer
 from roll_lite.stopping import Stopped, StopRequest
 from roll_lite.train.shards import read_manifest
+from roll_lite.train.trainer import Trainer
 from roll_lite.types import Prompt
 from roll_lite.workers.failures import RewardsBroken
 from roll_lite.workers.pool import RewardWorkers
@@ -82,7 +83,7 @@ def test_a_rollout_is_abandoned_and_repeated(here, tmp_path, monkeypatch, signum
 def test_an_update_is_finished(small_folder, tmp_path, monkeypatch):
     """SIGTERM while the trainer works: the step is complete, and the run goes on after it."""
     run_sft(sft_options(small_folder, tmp_path / "whole"))
-    step, calls = sft.Trainer.step, itertools.count()
+    step, calls = Trainer.step, itertools.count()
 
     def signalled(*args, **kwargs):
         if next(calls) == 4:
@@ -90,7 +91,7 @@ def test_an_update_is_finished(small_folder, tmp_path, monkeypatch):
         return step(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sft.Trainer, "step", signalled)
+        patch.setattr(Trainer, "step", signalled)
         with pytest.raises(Stopped):
             run_sft(sft_options(small_folder, tmp_path / "run"))
     assert len(losses(tmp_path / "run")) == 5

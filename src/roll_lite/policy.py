@@ -58,6 +58,20 @@ class TeacherOptions:
         """What the teacher counts beside an estimator; one that reads the teacher is all of it."""
         return self.teacher_weight if self.teacher and not advantages.needs_teacher else 0.0
 
+    def check_domains(self, domains: Iterable[str], advantages: AdvantageOptions) -> None:
+        """Refuse a teacher without prompts and, where it is the only signal, the reverse."""
+        if unknown := self.folders.keys() - {"", *domains}:
+            raise ValueError(
+                f"teacher={min(unknown)}=... is for a domain that no prompt has; the prompts have "
+                f"{', '.join(sorted(domains))}"
+            )
+        if advantages.needs_teacher and "" not in self.folders:
+            for domain in sorted({*domains} - self.folders.keys()):
+                raise ValueError(
+                    f"there is no teacher for domain {domain!r}, and with advantage="
+                    f"{advantages.advantage!r} no other signal; name one with --teacher FOLDER"
+                )
+
     @property
     def folders(self) -> dict[str, str]:
         """By domain; the teacher of all other domains is under the empty name."""

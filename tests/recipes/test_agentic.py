@@ -184,7 +184,10 @@ def test_failing_environments_are_counted_and_the_run_goes_on_until_they_are_too
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"data": ("frozen_sea",)}, "env='frozen_sea' is not known; use one of frozen_lake"),
+        (
+            {"data": ("frozen_sea",)},
+            "'frozen_sea' is neither .*; environments are frozen_lake",
+        ),
         ({"data": ("frozen_lake:depth=3",)}, "has no option 'depth'"),
         ({"eval_share": 0.1}, "eval_share"),
         (

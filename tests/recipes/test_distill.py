@@ -1,24 +1,29 @@
 """Distillation as a user runs it; the teacher is a short fine-tuning of the student."""
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.forked_ranks import run_ranks
 from support.launch import run_recipe, run_torchrun
 from support.paths import RECIPES
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roll_lite.options import from_flat
-from roll_lite.recipes import distill, sft
+from roll_lite.recipes import distill, rlvr, sft
 from roll_lite.report.reader import RunFolder
 
 DISTILL = RECIPES / "distill.py"
+RLVR = RECIPES / "rlvr.py"
 SHORT = {
     "data": "reverse:2", "steps": 16, "rows_per_step": 16, "lr": 5e-3, "warmup_steps": 2,
     "eval_rows": 32, "eval_every": 16, "device": "cpu",
 }  # fmt: skip
 ON_POLICY = {
-    "on_policy": True, "samples_per_prompt": 4, "max_tokens": 6, "lr": 2e-3, "steps": 16,
-    "kv_cache_gib": 0.05,
+    "data": ("reverse:2",), "advantage": "opd", "prompts_per_step": 16, "samples_per_prompt": 4,
+    "max_tokens": 6, "lr": 2e-3, "warmup_steps": 2, "steps": 16, "eval_every": 0,
+    "kv_cache_gib": 0.05, "device": "cpu",
 }  # fmt: skip
 
 
@@ -37,6 +42,12 @@ def teacher(small_folder, tmp_path_factory):
 def run(student, teacher, run_dir, **changes):
     values = {"model": str(student), "teacher": str(teacher / "model")} | SHORT | changes
     distill.main(from_flat(distill.Config, run_dir=str(run_dir), **values))
+    return run_dir
+
+
+def run_on_policy(student, teacher, run_dir, /, **changes):
+    values = {"model": str(student), "teacher": (str(teacher / "model"),)} | ON_POLICY | changes
+    rlvr.main(from_flat(rlvr.Config, run_dir=str(run_dir), **values))
     return run_dir
 
 
@@ -67,35 +78,93 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(teacher, tmp_path):
 def test_on_policy_the_students_own_samples_come_closer(small_folder, teacher, tmp_path):
     """From a student that has seen a few of the teacher's tokens: it already ends its replies."""
     start = run(small_folder, teacher, tmp_path / "start")
-    run_dir = run(start / "model", teacher, tmp_path / "run", **ON_POLICY)
-    before, *_, after = metric(run_dir, "eval/kl")
-    assert after < 0.75 * before
+    run_dir = run_on_policy(start / "model", teacher, tmp_path / "run")
     kls, losses = metric(run_dir, "rollout/kl"), metric(run_dir, "loss/loss")
+    assert sum(kls[-3:]) < 0.75 * sum(kls[:3])
     assert losses == pytest.approx(kls, abs=1e-3)  # ratios are 1, so the loss is the KL
     assert max(metric(run_dir, "mismatch/logprob_max")) < 1e-3
 
 
-@pytest.mark.parametrize("changes", [{}, ON_POLICY], ids=["off_policy", "on_policy"])
-def test_resumed_runs_are_the_same(small_folder, teacher, tmp_path, changes):
-    changes = changes | {"rows_per_step": 4, "eval_rows": 2, "steps": 4}
-    whole = run(small_folder, teacher, tmp_path / "whole", **changes)
-    parts = run(small_folder, teacher, tmp_path / "parts", **(changes | {"steps": 2}))
-    run(small_folder, teacher, parts, **changes, resume=True)
+BRIEF = {run: {"rows_per_step": 4, "eval_rows": 2}, run_on_policy: {"prompts_per_step": 4}}
+
+
+@pytest.mark.parametrize("run", BRIEF)
+def test_resumed_runs_are_the_same(small_folder, teacher, tmp_path, run):
+    whole = run(small_folder, teacher, tmp_path / "whole", **BRIEF[run], steps=4)
+    parts = run(small_folder, teacher, tmp_path / "parts", **BRIEF[run], steps=2)
+    run(small_folder, teacher, parts, **BRIEF[run], steps=4, resume=True)
     assert metric(parts, "loss/loss") == metric(whole, "loss/loss")
     assert same_weights(parts, whole)
 
 
-@pytest.mark.parametrize("changes", [{}, ON_POLICY], ids=["off_policy", "on_policy"])
-def test_adapters_change_the_projections_that_are_named(teacher, small_folder, tmp_path, changes):
+@pytest.mark.parametrize("run", BRIEF)
+def test_adapters_change_the_projections_that_are_named(teacher, small_folder, tmp_path, run):
     """And the engine samples from the model that has them."""
-    short = {"rows_per_step": 4, "eval_rows": 2, "steps": 2}
-    options = changes | short | {"lora_rank": 2, "lora_targets": ("down",), "lr": 0.05}
+    lora = {"lora_rank": 2, "lora_targets": ("down",), "lr": 0.05}
+    options = BRIEF[run] | lora | {"steps": 2}
     run_dir = run(small_folder, teacher, tmp_path / "run", **options)
     before, after = (load_file(f / "model.safetensors") for f in (small_folder, run_dir / "model"))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if "down_proj" in name}
-    if changes:
+    if run is run_on_policy:
         assert max(metric(run_dir, "mismatch/logprob_max")) < 1e-3
+
+
+def test_a_teacher_beside_rewards_is_weighed_and_teaches_its_domain(
+    small_folder, teacher, tmp_path, monkeypatch
+):
+    """Rewards are all equal, so what is left of an advantage is the teacher's."""
+    for domain in ("reverse", "counting"):
+        monkeypatch.setitem(rlvr.Config.INLINE, domain, lambda prompt, reply: 0.5)
+    update, trained = rlvr.update, []
+    monkeypatch.setattr(rlvr, "update", lambda s, *more: trained.extend(s) or update(s, *more))
+    options = {"advantage": "grpo", "steps": 1, "data": ("reverse:2", "counting:3")}
+    folders = (f"reverse={teacher / 'model'}",)
+    run_on_policy(
+        small_folder, teacher, tmp_path / "run", **options, teacher=folders, teacher_weight=0.25
+    )
+    model = AutoModelForCausalLM.from_pretrained(teacher / "model")
+    is_taught = ["reverse" in sequence.id for sequence in trained]
+    assert 0 < sum(is_taught) < len(trained)
+    for sequence, has_teacher in zip(trained, is_taught, strict=True):
+        ids = torch.tensor(sequence.token_ids)
+        logits = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        gains = logits.gather(1, ids[1:, None])[:, 0] - torch.tensor(sequence.logprobs[1:])
+        expected = 0.25 * gains * torch.tensor(sequence.loss_mask[1:]) * has_teacher
+        assert sequence.advantages[1:] == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"teacher": ()}, "advantage='opd' needs a teacher; name one"),
+        ({"teacher_weight": 0.5}, "teacher_weight=0.5 is not read with advantage='opd'"),
+        ({"teacher": ("math=a", "math=b")}, "names a domain twice"),
+        ({"teacher": ("nowhere",)}, "nowhere"),
+        ({"device_map": "train=all generate=all"}, "role teacher is missing; add it"),
+    ],
+)
+def test_wrong_teachers_are_named(small_folder, teacher, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        run_on_policy(small_folder, teacher, tmp_path / "run", **changes)
+
+
+def test_a_domain_without_a_teacher_is_refused_where_it_is_the_only_signal(
+    small_folder, teacher, tmp_path
+):
+    both = ("reverse:2", "counting:3")
+    folders = (f"counting={teacher / 'model'}",)
+    with pytest.raises(ValueError, match="no teacher for domain 'reverse'"):
+        run_on_policy(small_folder, teacher, tmp_path / "run", teacher=folders, data=both)
+
+
+def test_another_tokenizer_is_refused_by_name(small_folder, tmp_path):
+    folder = shutil.copytree(small_folder, tmp_path / "other" / "model")
+    other = AutoTokenizer.from_pretrained(small_folder)
+    other.add_tokens(["<more>"])
+    other.save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"teacher=.*other.* have different tokenizers"):
+        run_on_policy(small_folder, tmp_path / "other", tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -114,14 +183,14 @@ def test_ranks_do_not_change_distillation(small_folder, teacher, tmp_path):
 
 @pytest.mark.slow
 def test_on_policy_over_ranks_gives_the_samples_of_one(small_folder, teacher, tmp_path):
-    arguments = ["--model", small_folder, "--teacher", teacher / "model", "--on-policy"]
-    arguments += ["--steps", 2, "--rows-per-step", 4, "--eval-rows", 4]
-    run_ranks(1, DISTILL, *arguments, "--run-dir", tmp_path / "one")
+    arguments = ["--model", small_folder, "--teacher", teacher / "model", "--advantage", "opd"]
+    arguments += ["--steps", 2, "--prompts-per-step", 4, "--eval-every", 0, "--data", "reverse:2"]
+    run_ranks(1, RLVR, *arguments, "--run-dir", tmp_path / "one")
     split = "train=0 teacher=0 generate=1"
     for name, device_map in (("all", []), ("split", ["--device-map", split])):
         run_dir = tmp_path / name
-        run_ranks(2, DISTILL, *arguments, *device_map, "--run-dir", run_dir)
-        for key in ("loss/loss", "eval/kl", "rollout/reply_tokens"):
+        run_ranks(2, RLVR, *arguments, *device_map, "--run-dir", run_dir)
+        for key in ("loss/loss", "rollout/kl", "rollout/reply_tokens"):
             assert metric(run_dir, key) == pytest.approx(metric(tmp_path / "one", key), abs=1e-4)
 
 
@@ -137,8 +206,6 @@ def test_distillation_as_a_user_runs_it(small_folder, teacher, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_tokens": 5}, "max_tokens=5 is not read with on_policy off; leave it at None"),
-        ({"on_policy": True, "top_k": 5}, "top_k=5 is not read with on_policy"),
         ({"skew": 0.3}, "skew=0.3 is only read with kind='skewed'"),
         ({"top_k": 0}, "top_k=0 must be at least 1"),
         ({"lora_targets": ("out",)}, r"lora_targets=\('out',\) is not read with lora_rank=0"),

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from roll_lite.options import from_flat
 from roll_lite.recipes import dpo
 from roll_lite.report.reader import RunFolder
+from roll_lite.train import scorer
 
 SHORT = {
     "data": "reverse:2", "task_pairs": 64, "steps": 8, "rows_per_step": 16, "lr": 3e-3,
@@ -59,7 +60,7 @@ def test_resumed_runs_are_the_same_and_keep_the_reference(
     changes = BRIEF | {"lora_rank": lora_rank, "steps": 4}
     whole = run(imitator, tmp_path / "whole", **changes)
     parts = run(imitator, tmp_path / "parts", **(changes | {"steps": 2}))
-    monkeypatch.setattr(dpo, "score_over_ranks", None)  # not to be called again
+    monkeypatch.setattr(scorer, "score_over_ranks", None)  # not to be called again
     run(imitator, parts, resume=True, **changes)
     assert metric(parts, "reward/margin") == metric(whole, "reward/margin")
     assert same_weights(parts, whole)

@@ -157,7 +157,7 @@ def test_an_old_run_folder_is_not_written_over(imitator):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": ("poetry:3",)}, "'poetry:3' is neither a file nor a task.*addition:N"),
+        ({"data": ("poetry:3",)}, "'poetry:3' is neither a file, a task nor an env.*addition:N"),
         ({"samples_per_prompt": 1}, "samples_per_prompt=1 must be at least 2"),
         ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
         (

@@ -209,7 +209,7 @@ def test_checkpoints_beside_training_are_those_that_stop_it(small_folder, tmp_pa
     """They are written from copies: here not before the next update has changed the weights."""
     three = {"steps": 3, "checkpoint_every": 1, "keep_last": 3}
     run_sft(sft_options(small_folder, tmp_path / "before", **three))
-    write, step, updates = trainer.write_shard, sft.Trainer.step, []
+    write, step, updates = trainer.write_shard, trainer.Trainer.step, []
 
     def late(folder, *args, **kwargs):
         number = int(Path(folder).name.split("-")[1].split(".")[0])
@@ -222,7 +222,7 @@ def test_checkpoints_beside_training_are_those_that_stop_it(small_folder, tmp_pa
         return metrics
 
     monkeypatch.setattr(trainer, "write_shard", late)
-    monkeypatch.setattr(sft.Trainer, "step", counted)
+    monkeypatch.setattr(trainer.Trainer, "step", counted)
     run_sft(sft_options(small_folder, tmp_path / "beside", checkpoint_beside=True, **three))
     for folder in (tmp_path / "before" / "checkpoints").iterdir():
         other = tmp_path / "beside" / "checkpoints" / folder.name

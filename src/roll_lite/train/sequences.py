@@ -132,6 +132,7 @@ class Rows:
         if state is None and options.reward_norm == "running":
             raise ValueError("reward_norm='running' needs the run's AdvantageState; give `state`")
         state = state or AdvantageState()
+        state.metrics = {}
         self._options = options
         self._scores = scores
         self.samples = samples = _samples(groups)
@@ -159,6 +160,7 @@ class Rows:
             given = zip(scores.teacher_logprobs, self.parts, strict=True)
             # Without a teacher nothing pulls: its logprobs are the policy's own.
             self.teacher_logprobs_R = self.of([t or part.tokens.logprobs for t, part in given])
+            self._measure_teacher(scores.teacher_logprobs, state)
         self.turn_rewards = [_turn_rewards(sample) for sample in samples]
         self.observations = [[turn.state for turn in s.turns] for s in samples]
         if options.reads_rewards:
@@ -179,8 +181,18 @@ class Rows:
             kl_R = state.kl_options.estimate(self.logprobs_R, reference_R)
             self.rewards_S = scores_S - self.sum(state.kl.coef * kl_R)
             self.rewards_R = self.rewards_R - state.kl.coef * kl_R
-            state.metrics = {"loss/kl": kl_R.mean().item(), "loss/kl_coef": state.kl.coef}
+            state.metrics |= {"loss/kl": kl_R.mean().item(), "loss/kl_coef": state.kl.coef}
             state.kl.update(self.sum(kl_R).mean().item(), len(self.samples))
+
+    def _measure_teacher(
+        self, logprobs: Sequence[Sequence[float] | None], state: AdvantageState
+    ) -> None:
+        """The KL from the policy to its teachers, estimated by the tokens that have one."""
+        has_teacher = zip(logprobs, self.lengths, strict=True)
+        is_taught_R = self.of([[float(t is not None)] * length for t, length in has_teacher])
+        if is_taught_R.any():
+            kl = -self.teacher_gain_R.sum() / is_taught_R.sum()
+            state.metrics["rollout/kl"] = kl.item()
 
     def of(self, per_token: Sequence[Sequence[float]]) -> Tensor:
         return join_numbers(per_token, "d")[self.learned_R]
