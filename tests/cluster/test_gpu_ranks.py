@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 
-import chaos
+import faults
 import check_gpus
 import pytest
 import torch
@@ -208,7 +208,7 @@ def test_every_recipe_and_role(tmp_path, judge, reward_folder, name):
 def start(folder, recipe, *options, num_ranks=2):
     """Under torchrun, with the tiny model of a folder."""
     command = [
-        *chaos.launch(num_ranks), RECIPES / f"{recipe}.py", "--model", folder / "tiny",
+        *faults.launch(num_ranks), RECIPES / f"{recipe}.py", "--model", folder / "tiny",
         "--run-dir", folder / "run", "--device", DEVICE, *options,
     ]  # fmt: skip
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
@@ -235,12 +235,12 @@ def test_all_processes_end_with_a_run_that_is_cut_short(tmp_path, end):
         program = tmp_path / "failing.py"
         program.write_text(FAILING)
     command = [
-        *chaos.launch(2), program, "--model", tmp_path / "tiny", "--device", DEVICE,
+        *faults.launch(2), program, "--model", tmp_path / "tiny", "--device", DEVICE,
         "--run-dir", tmp_path / "run", *GROUPS, "--steps", 100_000, "--device-map", BOTH,
     ]  # fmt: skip
     log, metrics = tmp_path / "log", tmp_path / "run" / "metrics.jsonl"
     (tmp_path / "temp").mkdir()
-    run = chaos.Program.start(list(map(str, command)), 2, log, tmp_path / "temp")
+    run = faults.Program.start(list(map(str, command)), 2, log, tmp_path / "temp")
     try:
         if end == "an exception":
             wait_for(lambda: "my own mistake" in log.read_text(), run.process, log)
@@ -273,7 +273,7 @@ def test_a_run_goes_on_without_an_engine(tmp_path):
         "--steps", 6, "--eval-every", 0, "--kv-cache-gib", 0.2, "--prompts-per-step", 32,
         "--samples-per-prompt", 4, "--max-tokens", 64,
     ]  # fmt: skip
-    campaign = chaos.Campaign(chaos.read_options([str(option) for option in options]))
+    campaign = faults.Campaign(faults.read_options([str(option) for option in options]))
     campaign.run()
     assert not campaign.problems
-    assert [fault.outcome for fault in campaign.faults] == [chaos.SURVIVED]
+    assert [fault.outcome for fault in campaign.faults] == [faults.SURVIVED]

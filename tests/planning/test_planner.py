@@ -199,7 +199,7 @@ def test_bytes_by_hand():
     ],
 )
 def test_training_takes_what_a_gpu_allocated(shape, tokens, options, gib):
-    """Peaks on one H200 (torch 2.11) with the batches of scripts/bench_train.py, two an update."""
+    """Peaks on one H200 (torch 2.11) with the batches of scripts/bench/train.py, two an update."""
     planned = train_memory(shape_config(shape), 1, 1, tokens, 2, **options)
     assert planned.total / GIB == pytest.approx(gib, rel=0.05)
 

@@ -1,4 +1,4 @@
-"""The model that scripts/bench_async.py measures against."""
+"""The model that scripts/bench/staleness.py measures against."""
 
 import importlib.util
 import math
@@ -9,7 +9,7 @@ from statistics import NormalDist
 import pytest
 from support.paths import SCRIPTS
 
-SCRIPT = SCRIPTS / "async_model.py"
+SCRIPT = SCRIPTS / "bench/async_model.py"
 
 
 @pytest.fixture(scope="module")

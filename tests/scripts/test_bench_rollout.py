@@ -1,10 +1,10 @@
-"""scripts/bench_rollout.py: every mode ends, and its samples are counted."""
+"""scripts/bench/rollout.py: every mode ends, and its samples are counted."""
 
 import json
 
 from support.paths import SCRIPTS
 
-SCRIPT = SCRIPTS / "bench_rollout.py"
+SCRIPT = SCRIPTS / "bench/rollout.py"
 
 
 def test_every_mode_is_measured(command):

@@ -1,4 +1,4 @@
-"""scripts/bench_step.py: the recipe's steps on a CPU, beside their plan."""
+"""scripts/bench/step.py: the recipe's steps on a CPU, beside their plan."""
 
 import json
 
@@ -7,7 +7,7 @@ from support.paths import SCRIPTS
 
 from roll_lite import loop
 
-SCRIPT = SCRIPTS / "bench_step.py"
+SCRIPT = SCRIPTS / "bench/step.py"
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Whether two run folders hold the same run, bit for bit; or no sample twice and none lost.
 
-python scripts/run_compare.py RUN RUN
+python scripts/chaos/run_compare.py RUN RUN
 """
 
 import argparse

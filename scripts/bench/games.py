@@ -1,9 +1,9 @@
 """How well a model plays a game: as it is, after imitating a solver, and after reinforcement.
 
-python scripts/bench_games.py --model models/SmolLM2-135M-Instruct --env frozen_lake --out runs/fl-0
-python scripts/bench_games.py --model ... --env sokoban --transfer sokoban_symbols sokoban_8x8 \
+python scripts/bench/games.py --model models/SmolLM2-135M-Instruct --env frozen_lake --out runs/fl-0
+python scripts/bench/games.py --model ... --env sokoban --transfer sokoban_symbols sokoban_8x8 \
         --seed 1 --out runs/so-1 -- --steps 200 --lr 1e-5          # options of recipes/agentic.py
-python scripts/bench_games.py --model ... --episodes 0 ...         # reinforcement alone
+python scripts/bench/games.py --model ... --episodes 0 ...         # reinforcement alone
 
 Each stage is a recipe in a process of its own; its output is in the folder. Success is over the
 same held-out episodes, greedy. At the end a table, also as JSON.

@@ -1,6 +1,6 @@
 """Environment workers: what asynchronous episodes win, their rate, and the event loop's pauses.
 
-python scripts/bench_envs.py
+python scripts/bench/envs.py
 
 The model replies after a constant time. Steps take lognormal times (sigma 1), in which the
 environment waits. With a barrier, no episode goes on before all have taken their turn. The bound is

@@ -1,7 +1,7 @@
 """Runs a recipe for thousands of steps and says what grows: memory, handles, threads, step time.
 
-python scripts/soak.py -- recipes/rlvr.py --model models/tiny --steps 3000 ...
-python scripts/soak.py --ranks 4 -- recipes/rlvr.py --max-staleness 1 \
+python scripts/chaos/soak.py -- recipes/rlvr.py --model models/tiny --steps 3000 ...
+python scripts/chaos/soak.py --ranks 4 -- recipes/rlvr.py --max-staleness 1 \
         --device-map "train=0-1 generate=2-3" --steps 3000 ...
 
 Prints, for each rank, the slope per 1,000 steps over the second half of the run with its 95%

@@ -1,9 +1,9 @@
 """Generation speed of the engine on three workloads. The last line is JSON.
 
-    python scripts/bench_engine.py --shape qwen3-0.6b --workload R
-    python scripts/bench_engine.py --model models/SmolLM2-135M-Instruct --workload N --repeats 3
-    python scripts/bench_engine.py --workload C --device cpu --against transformers
-    TRITON_CACHE_DIR=$(mktemp -d) python scripts/bench_engine.py        # cold start
+    python scripts/bench/engine.py --shape qwen3-0.6b --workload R
+    python scripts/bench/engine.py --model models/SmolLM2-135M-Instruct --workload N --repeats 3
+    python scripts/bench/engine.py --workload C --device cpu --against transformers
+    TRITON_CACHE_DIR=$(mktemp -d) python scripts/bench/engine.py        # cold start
 
 Workload N: 256 requests, prompt and output lengths uniform in [100, 1024]. Workload R (one step of
 RL): 64 prompts of 200 tokens x 16 samples, output lengths uniform in [64, 512]. Workload C (for a

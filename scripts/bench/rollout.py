@@ -1,7 +1,7 @@
 """Processor time that the coordinator needs for a sample: to start it, score it and return it.
 
-python scripts/bench_rollout.py
-python scripts/bench_rollout.py --journal --model models/tiny --reward-workers 4 --in-flight 1000
+python scripts/bench/rollout.py
+python scripts/bench/rollout.py --journal --model models/tiny --reward-workers 4 --in-flight 1000
 
 Engines answer in the coordinator's thread, some samples at a time, in random order, so only its own
 work is measured. All samples of a step are in flight at once, and a step more with staleness 1.

@@ -1,6 +1,6 @@
 """Kernels of the engine and of the trainer, against what the GPU's memory and arithmetic allow.
 
-python scripts/bench_kernels.py --shape qwen2.5-0.5b --rows 1024
+python scripts/bench/kernels.py --shape qwen2.5-0.5b --rows 1024
 
 Of each: milliseconds on the GPU (median, L2 cache cleared, launches not counted), the least that
 its bytes or flops take at the published rates, and the share of these rates that it reaches. The

@@ -1,8 +1,8 @@
 """Steps of recipes/rlvr.py with a model of random weights: peak memory and seconds beside the plan.
 
-python scripts/bench_step.py qwen3-8b --moments bfloat16 --kv-cache-gib 60 --checkpointing full \
+python scripts/bench/step.py qwen3-8b --moments bfloat16 --kv-cache-gib 60 --checkpointing full \
         --max-tokens 512 --steps 10
-python scripts/bench_step.py qwen3-32b --lora-rank 16 --kv-cache-gib 40 --checkpointing full
+python scripts/bench/step.py qwen3-32b --lora-rank 16 --kv-cache-gib 40 --checkpointing full
 
 The loop is the recipe's. Every reply has its full length and a random reward; no checkpoint and no
 model is written. Medians leave out the first two steps, which capture graphs and pin host memory.

@@ -1,9 +1,9 @@
-"""vLLM on the workloads of scripts/bench_engine.py. The last line is JSON.
+"""vLLM on the workloads of scripts/bench/engine.py. The last line is JSON.
 
     pip install vllm                         # in an environment of its own: it pins torch
-    PYTHONPATH=src python scripts/compare_vllm.py --model FOLDER --workload R
+    PYTHONPATH=src python scripts/bench/compare_vllm.py --model FOLDER --workload R
 
-FOLDER has the config.json of the shape; weights are random, as in bench_engine.py. Temperature 1,
+FOLDER has the config.json of the shape; weights are random, as in bench/engine.py. Temperature 1,
 no stop tokens, lengths fixed by request, logprobs of sampled tokens unless --no-logprobs. The
 median of --repeats counts, after a warm-up of the whole workload.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import tyro
-from bench_engine import WORKLOADS
+from engine import WORKLOADS
 from vllm import LLM, SamplingParams, TokensPrompt
 
 

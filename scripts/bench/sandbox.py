@@ -1,6 +1,6 @@
 """Programs per second in the sandbox, and calls per second of the reward workers.
 
-python scripts/bench_sandbox.py --sandboxes 2
+python scripts/bench/sandbox.py --sandboxes 2
 
 A thread drives each sandbox. The last line is JSON.
 """

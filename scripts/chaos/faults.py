@@ -1,8 +1,8 @@
 """Kills a run again and again, has it recover, and compares it with a run that was left alone.
 
-python scripts/chaos.py --kills 200 -- recipes/rlvr.py --model models/tiny --steps 8 \
+python scripts/chaos/faults.py --kills 200 -- recipes/rlvr.py --model models/tiny --steps 8 \
         --checkpoint-every 1
-python scripts/chaos.py --kills 200 --ranks 4 -- recipes/agentic.py --device-map \
+python scripts/chaos/faults.py --kills 200 --ranks 4 -- recipes/agentic.py --device-map \
         "train=0-1 generate=2-3" --max-staleness 1 ...      # asynchronous: counts samples instead
 
 Victims are each rank, the supervisor and a worker of rewards or environments, and torchrun's agent;

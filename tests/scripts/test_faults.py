@@ -3,7 +3,7 @@
 import json
 import shutil
 
-import chaos
+import faults
 import numpy as np
 import pytest
 import run_compare
@@ -31,7 +31,7 @@ def campaign(toy_folder, tmp_path):
         own = ("--runs", 1, "--kills", len(targets), "--gone-within", 600)  # it may be busy here
         own += ("--ranks", ranks, "--targets", *targets, "--out", tmp_path / "chaos")
         command = (*own, "--", RECIPES / "rlvr.py", *flags(values))
-        campaign = chaos.Campaign(chaos.read_options([str(word) for word in command]))
+        campaign = faults.Campaign(faults.read_options([str(word) for word in command]))
         campaign.run()
         assert not campaign.problems
         return campaign
@@ -57,7 +57,7 @@ def test_a_run_goes_on_without_an_engine_and_is_the_same(campaign):
         ["score/rank 2/SIGKILL"], ranks=3, device_map="train=0 generate=1-2",
         max_tokens=40, prompts_per_step=8, samples_per_prompt=4, samples_per_replica=4,
     )  # fmt: skip
-    assert [fault.outcome for fault in chaotic.faults] == [chaos.SURVIVED]
+    assert [fault.outcome for fault in chaotic.faults] == [faults.SURVIVED]
     printed = (chaotic.folder / "run-001.txt").read_text()
     assert "its samples are generated again by the other engines, 1 of 2" in printed
 

@@ -1,7 +1,7 @@
 """Time of a weight sync from the trainer to the engines, beside what its bytes would take alone.
 
-python scripts/bench_sync.py --shape qwen3-0.6b
-torchrun --nproc-per-node 4 scripts/bench_sync.py --device-map "train=0-1 generate=2-3"
+python scripts/bench/sync.py --shape qwen3-0.6b
+torchrun --nproc-per-node 4 scripts/bench/sync.py --device-map "train=0-1 generate=2-3"
 
 The lower bound is that of the slowest rank: masters read and the engine's weights written at the
 rate of a copy on the device, and bytes from other ranks at the rates of the collectives that bring

@@ -1,7 +1,7 @@
 """Training speed of a shape with random weights on packed random data.
 
-    python scripts/bench_train.py --shape qwen3-0.6b --tokens 32768
-    torchrun --nproc-per-node 8 scripts/bench_train.py --shape qwen3-8b --tp 2
+    python scripts/bench/train.py --shape qwen3-0.6b --tokens 32768
+    torchrun --nproc-per-node 8 scripts/bench/train.py --shape qwen3-8b --tp 2
 
 Prints the phases of a step, the logprob pass, and peak memory with the planner's estimate. The last
 line is JSON.

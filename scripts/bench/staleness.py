@@ -1,6 +1,6 @@
 """Asynchronous and synchronous rollouts on the same four ranks, compared with a model.
 
-torchrun --nproc-per-node 4 scripts/bench_async.py
+torchrun --nproc-per-node 4 scripts/bench/staleness.py
 
 The coordinator, its ranks and their messages are real; engines and trainer sleep. A sample occupies
 one of an engine's slots for a lognormal time. Training on four ranks takes `train_ratio` times the

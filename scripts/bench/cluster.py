@@ -1,6 +1,6 @@
 """Speed of role calls: latency, calls per second, and bandwidth of arguments and results.
 
-torchrun --nproc-per-node 4 scripts/bench_cluster.py
+torchrun --nproc-per-node 4 scripts/bench/cluster.py
 
 Every number is a median. The last line is JSON.
 """

@@ -1,8 +1,8 @@
 """TRL's GRPOTrainer on the prompts of recipes/rlvr.py, like for like. Prints JSON lines.
 
     pip install trl datasets                 # only for this comparison
-    python scripts/compare_trl.py --model models/SmolLM2-135M-Instruct --steps 60 > trl.jsonl
-    python scripts/compare_trl.py --model ... --data gsm8k-train.jsonl --schedule constant \
+    python scripts/bench/compare_trl.py --model models/SmolLM2-135M-Instruct --steps 60 > trl.jsonl
+    python scripts/bench/compare_trl.py --model ... --data gsm8k-train.jsonl --schedule constant \
             --lr 3e-6 --prompts-per-step 64 --updates-per-step 2 --max-tokens 320 \
             --samples-per-microbatch 32 --steps 15 --out runs/trl
 
