@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Lint and test. Makes a virtual environment and installs what it needs.
+#   scripts/test.sh smoke            model, engine, batch, losses, a step of rlvr.py: below a minute
 #   scripts/test.sh                  the fast part: 4 to 6 minutes on two CPU cores
 #   scripts/test.sh --all            with the slow tests: under 30 minutes
 #   scripts/test.sh tests/engine     only these (any pytest arguments)
@@ -12,10 +13,15 @@ source scripts/venv.sh
 enter_venv dev
 
 selection=(-m "not slow")
-if [ "${1:-}" = --all ]; then
-  selection=()
-  shift
-fi
+case "${1:-}" in
+  --all) selection=(); shift ;;
+  smoke)
+    selection+=(
+      tests/models/test_transformer.py tests/engine/test_engine.py tests/train/test_batch.py
+      tests/train/test_losses.py tests/recipes/test_rlvr.py::test_the_parts_of_a_step_add_up
+    )
+    shift ;;
+esac
 ruff check .
 ruff format --check .
 export OMP_NUM_THREADS=1

@@ -1,6 +1,8 @@
-"""Imports go down the layers only, and what worker processes import brings no torch."""
+"""Imports go down the layers only and never in a circle, packages have the lines that they should,
+and what worker processes import brings no torch."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +28,12 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
 ]
 # Siblings that may meet: sync is where trainer and engine do.
 ALLOWED = {("sync", "train")}
+LINES = {  # of Python in a package, at most; "." is the files beside the packages
+    ".": 4550, "cluster": 2550, "data": 850, "engine": 2700, "envs": 2250, "kernels": 750,
+    "models": 2850, "planning": 1200, "report": 2100, "rewards": 3400, "rollout": 2700,
+    "sandbox": 2150, "train": 4100, "workers": 2400,
+}  # fmt: skip
+SLACK = 100
 TORCH_FREE = (
     "types",
     "progress",
@@ -51,14 +59,24 @@ def part_of(module: str) -> str:
 
 def imports(path: Path) -> set[str]:
     """Parts of roll_lite that a file imports, wherever in the file."""
+    return {part_of(name) for name in imported_names(path) if name.startswith("roll_lite.")}
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def imported_names(path: Path) -> set[str]:
+    """Modules, and what is imported from them."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {part_of(name) for name in names if name.startswith("roll_lite.")}
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
 
 
 def level(part: str) -> int:
@@ -87,6 +105,25 @@ def test_worker_imports_bring_no_torch(part):
     code = "; ".join(f"import {m.removesuffix('.__init__')}" for m in sorted(modules))
     code += "; import sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_no_circle():
+    """Between files, inside a package too, and wherever in a file the import stands."""
+    files = {module_of(path): path for path in SOURCE.rglob("*.py") if "recipes" not in path.parts}
+    del files["roll_lite"]  # its names are imported when they are used
+    graph = {module: imported_names(path) & files.keys() for module, path in files.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_growth_is_a_decision():
+    """A package that grows or shrinks by more than a few lines says so here, in the same change."""
+    lines = dict.fromkeys(LINES, 0)
+    for path in SOURCE.rglob("*.py"):
+        if "recipes" not in path.parts:
+            place = path.relative_to(SOURCE)
+            lines[place.parts[0] if len(place.parts) > 1 else "."] += len(path.open().readlines())
+    wrong = {name: num for name, num in lines.items() if not 0 <= LINES[name] - num < SLACK}
+    assert not wrong, f"LINES has { ({name: LINES[name] for name in wrong}) }; they are {wrong}"
 
 
 def test_only_cluster_reads_the_ranks():

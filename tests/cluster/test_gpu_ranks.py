@@ -9,8 +9,8 @@ import signal
 import subprocess
 import time
 
-import faults
 import check_gpus
+import faults
 import pytest
 import torch
 from support import exact_replies, sync_program, train_programs
