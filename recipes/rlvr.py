@@ -183,7 +183,8 @@ def prepare(
     options = rl.paper_advantages(cfg.advantages, cfg.policy_loss)
     rows = rl.Rows(groups, options, scores, state)
     # Rewards become advantages: a number for each sample, turn or token. A formula of your own may
-    # stand here, such as rows.rewards_S - mean_of_group; train/advantages.py lists what rows have.
+    # stand here, as in rows.rewards_S - rows.mean_of_group(rows.rewards_S); train/advantages.py
+    # lists what rows have.
     advantages = options.estimate(rows)
     sequences = rows.sequences(advantages, teacher_weight=cfg.teaching.weight_beside(options))
     if cfg.kl.is_in("loss"):

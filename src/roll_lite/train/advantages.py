@@ -191,14 +191,23 @@ def discounted_returns(rewards_R: Tensor, sequence_R: Tensor, gamma: float) -> T
     return table_LS[place_R, sequence_R]
 
 
+def sum_by_group(values_S: Tensor, groups_S: Tensor) -> Tensor:
+    """Per sample: the sum over its group."""
+    num_groups = int(groups_S.max()) + 1 if len(groups_S) else 0
+    return values_S.new_zeros(num_groups).index_add(0, groups_S, values_S)[groups_S]
+
+
+def mean_by_group(values_S: Tensor, groups_S: Tensor) -> Tensor:
+    """Per sample: the mean over its group."""
+    return sum_by_group(values_S, groups_S) / sum_by_group(torch.ones_like(values_S), groups_S)
+
+
 def moments_by_group(rewards_S: Tensor, groups_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Per sample: reward minus its group's mean, the group's variance (n - 1) and its size."""
     rewards_S = rewards_S.double()
-    num_groups = int(groups_S.max()) + 1 if len(groups_S) else 0
-    zeros_G = rewards_S.new_zeros(num_groups)
-    count_S = zeros_G.index_add(0, groups_S, torch.ones_like(rewards_S))[groups_S]
-    centred_S = rewards_S - zeros_G.index_add(0, groups_S, rewards_S)[groups_S] / count_S
-    squares_S = zeros_G.index_add(0, groups_S, centred_S.square())[groups_S]
+    count_S = sum_by_group(torch.ones_like(rewards_S), groups_S)
+    centred_S = rewards_S - mean_by_group(rewards_S, groups_S)
+    squares_S = sum_by_group(centred_S.square(), groups_S)
     return centred_S, squares_S / (count_S - 1).clamp(min=1), count_S
 
 

@@ -14,6 +14,7 @@ from roll_lite.train.advantages import (
     PerSample,
     PerToken,
     PerTurn,
+    mean_by_group,
     standardise,
 )
 from roll_lite.train.batch import TrainingSequence, join_numbers
@@ -201,6 +202,10 @@ class Rows:
         """(S,): over the rows of each sample."""
         zeros_S = values_R.new_zeros(len(self.samples))
         return zeros_S.index_add(0, self.sequence_R, values_R)
+
+    def mean_of_group(self, values_S: Tensor) -> Tensor:
+        """(S,): the mean over the samples of each sample's group."""
+        return mean_by_group(values_S, self.groups_S)
 
     def at_end(self, values_S: Tensor) -> Tensor:
         """(R,): the sample's number on its last row, 0 on the rows before."""

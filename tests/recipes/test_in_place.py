@@ -1,0 +1,56 @@
+"""Both formulas written in place, in a copy of rlvr.py, equal the built-in ones bit for bit."""
+
+import pytest
+from safetensors.torch import load_file
+from support.launch import run_recipe, run_torchrun
+from support.paths import RECIPES
+from support.runs import comparable, flags, steps_of, toy_options
+
+EDITS = (  # lines of the recipe, and what a person would write there
+    (
+        "    advantages = options.estimate(rows)\n",
+        "    advantages = rows.rewards_S - rows.mean_of_group(rows.rewards_S)\n",
+    ),
+    ("loss=rl.PolicyLoss(cfg.policy_loss, cfg.kl)", "loss=rl.PolicyLoss(function=clipped)"),
+    (
+        "def make_roles(",
+        "def clipped(logprobs_R, delta_R, advantages_R, batch):\n"
+        "    ratio_R = delta_R.exp()\n"
+        "    return (-ratio_R * advantages_R).maximum(-ratio_R.clamp(0.8, 1.2) * advantages_R)\n"
+        "\n\n"
+        "def make_roles(",
+    ),
+)
+REWARD = """
+def variety(prompt, reply):
+    return len(set(reply)) / 8
+
+INLINE = {"reverse": variety}
+"""
+OF_BUILT_IN = {"loss/ratio", "loss/ratio_max", "loss/clip_fraction"}  # measured by ppo alone
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_formulas_in_the_recipe_equal_the_built_in_ones(toy_folder, tmp_path, num_ranks):
+    edited = (RECIPES / "rlvr.py").read_text()
+    for line, replacement in EDITS:
+        assert edited.count(line) == 1
+        edited = edited.replace(line, replacement)
+    (copy := tmp_path / "mine.py").write_text(edited)
+    (reward := tmp_path / "reward.py").write_text(REWARD)
+    options = {"steps": 3, "epochs": 2, "rewards": reward}
+    mine, built_in = (
+        flags(toy_options(toy_folder, tmp_path / name, **options) | {"data": "reverse:1"})
+        for name in ("mine", "built_in")
+    )
+    run_torchrun(num_ranks, copy, *mine)
+    run_recipe("rlvr", *built_in, "--divide-by-std", False, num_ranks=num_ranks)
+    expected = comparable(steps_of(tmp_path / "built_in"))
+    assert any(row["loss/clip_fraction"] for row in expected)  # the clip decides something
+    without = [{k: v for k, v in row.items() if k not in OF_BUILT_IN} for row in expected]
+    assert comparable(steps_of(tmp_path / "mine")) == without
+    weights, others = (
+        load_file(tmp_path / name / "model" / "model.safetensors") for name in ("mine", "built_in")
+    )
+    assert weights.keys() == others.keys()
+    assert all(weights[name].equal(others[name]) for name in weights)
