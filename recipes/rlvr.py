@@ -1,4 +1,5 @@
-"""Reinforcement learning on what can be checked: questions, tasks, environments, a teacher.
+"""Reinforcement learning with verifiable rewards: GRPO, PPO and others on questions, tasks and
+environments, and on-policy distillation.
 
 python recipes/rlvr.py --model models/tiny --data reverse:5
 python recipes/rlvr.py --model models/SmolLM2-135M-Instruct --data addition:2 --max-tokens 48 \
@@ -11,7 +12,8 @@ python recipes/rlvr.py --advantage opd --teacher BIG ...    # on-policy distilla
 python recipes/rlvr.py --data mine.jsonl --rewards my_rewards.py    # a reward of your own
 python -m pdb recipes/rlvr.py ...      # one process: break anywhere, also in a reward
 
-Rank 0 runs this file from top to bottom. All other ranks wait in `rl.Cluster` for calls of roles.
+Every rank starts this file. Rank 0 runs it from top to bottom; the others stop at `with rl.Cluster`,
+serve its calls of roles, such as `roles.train`, and exit there. Options: --help, and rl.PolicyConfig.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ from roll_lite import command
 
 
 def reversed_word(prompt: rl.Prompt, reply: str) -> float:
-    """Your own reward looks like this: text in, number out. `breakpoint()` works here."""
+    """Your own reward looks like this: prompt and reply in, number out. `breakpoint()` works here."""
     return float(reply.strip() == prompt.ground_truth)
 
 
 @rl.unique_options
 @dataclass(frozen=True, kw_only=True)
 class Config(rl.PolicyConfig):
-    """Options of this recipe; rl.PolicyConfig has those of models, rollouts, losses and so on."""
+    """Options of this recipe; those of models, rollouts and losses are in src/roll_lite/policy.py."""
 
     data: tuple[str, ...] = ("reverse:5",)
     """What to learn: files of prompts; tasks: addition:N (digits), reverse:N or counting:N
@@ -46,8 +48,8 @@ class Config(rl.PolicyConfig):
     """Folder for config.json, metrics.jsonl, events.jsonl, rollouts/, checkpoints/ and model/."""
 
     PREFIX: ClassVar = "rlvr"
-    """Of the seed of prompts: other recipes draw other ones."""
-    INLINE: ClassVar = {  # rewards on rank 0, by domain; yours: --rewards FILE
+    """Prefix of the prompts' seed: recipes with the same --seed draw different prompts."""
+    INLINE: ClassVar = {  # rewards on rank 0 by domain, beside those of rl.REWARDS in processes
         "addition": rl.last_number,
         "counting": rl.last_number,
         "reverse": reversed_word,
@@ -64,13 +66,14 @@ class Config(rl.PolicyConfig):
     }  # fmt: skip
 
 
-TRACKERS = ()  # yours, beside TensorBoard: docs/tutorial.md has wandb and trackio
+TRACKERS = ()  # your own, in addition to TensorBoard: docs/tutorial.md has wandb and trackio
 
 
 def main(cfg: Config, keep: Callable[[rl.Group], bool] | None = None) -> list[float]:
-    """Returns the held-out pass rates of this start, in order.
+    """Returns the held-out pass rates since the start or resume, one for each evaluation.
 
-    `keep` is a filter of yours: whether a group of samples is trained on.
+    `keep` is a filter of your own: a group for which it is False is not trained on, and another one
+    is generated instead (--max-refills).
     """
     if cfg.plan:
         cfg = rl.choose_defaults(cfg, **cfg.default_kinds)
@@ -98,6 +101,8 @@ def main(cfg: Config, keep: Callable[[rl.Group], bool] | None = None) -> list[fl
                 play_metrics=players.metrics, options=cfg.rollout, seed=cfg.seed, keep=keep,
                 min_samples=cfg.min_samples, max_length=context, episodes=cfg.episodes,
             )  # fmt: skip
+            # Around the steps, Loop resumes, evaluates, records and writes checkpoints; it writes one
+            # on Ctrl-C too, and exports the model at the end.
             with rl.Loop(cfg, roles, rollout, evaluation, trackers=TRACKERS) as loop:
                 for step in loop:
                     groups = rollout.collect()
@@ -131,21 +136,23 @@ def read_prompts(cfg: Config, chat: rl.Chat, context: int) -> tuple[rl.Mixture, 
 
 
 def prompt_lengths(cfg: Config) -> list[int]:
-    """Tokens of some prompts, for a plan; what environments write is not known before."""
+    """Tokens of some prompts, for a plan; those of environments are not known and taken as 256."""
     chat = rl.Chat(cfg.model, **cfg.chat.arguments)
     prompts = islice(rl.Mixture(cfg.data, seed=0, envs=cfg.env_names), 64)
     return [len(chat.encode(p.messages)) if p.is_question else 256 for p in prompts]
 
 
 def make_roles(cfg: Config, cluster: rl.Cluster) -> rl.Roles:
-    """The policy with its loss, and beside it only the models that the algorithm reads."""
+    """The policy with its loss, the engines, and only those other models that the options need."""
     roles = rl.Roles(
         cluster, engines_sleep=cfg.engines_sleep, offload=cfg.offload,
         on_new_weights=cfg.on_new_weights,
     )  # fmt: skip
     roles.policy = roles.add(
         "train", rl.Trainer, folder=cfg.model,
-        # A function of yours is the third argument; train/losses.py says what it reads.
+        # A loss of your own: rl.PolicyLoss(cfg.policy_loss, cfg.kl, mine). A row is a sampled token;
+        # mine(logprobs_R, log_ratio_R, advantages_R, batch) returns the loss of each row, as in
+        # -log_ratio_R.exp() * advantages_R. KL and entropy of the options are added to it.
         loss=rl.PolicyLoss(cfg.policy_loss, cfg.kl),
         schedule=cfg.training.schedule_over(cfg.steps - cfg.critic.critic_warmup_steps),
         temperature=cfg.temperature, stays_for_sync=not cfg.training.lora_rank,
@@ -170,8 +177,11 @@ def make_roles(cfg: Config, cluster: rl.Cluster) -> rl.Roles:
 def prepare(
     groups: list[rl.Group], cfg: Config, roles: rl.Roles, state: rl.AdvantageState
 ) -> list[rl.TrainingSequence]:
-    """Advantages, from rewards and what models say of the samples before the first update."""
-    roles.to_training()
+    """Advantages, from rewards and from logprobs and values before the step's first update.
+
+    Numbers that are added to `state.metrics` stand among the step's metrics.
+    """
+    roles.to_training()  # the device changes hands where --engines-sleep or --offload is on
     groups = cfg.lengths.shape_rewards(groups)
     score = partial(roles.score, groups=groups, budget=cfg.training.tokens_per_microbatch)
     reference = score("reference") if cfg.kl.kl_coef else None
@@ -180,16 +190,19 @@ def prepare(
         reference_logprobs=reference if cfg.kl.is_in("reward") else None,
         teacher_logprobs=score("teacher") if roles.teachers else None,
     )
-    options = rl.paper_advantages(cfg.advantages, cfg.policy_loss)
+    options = rl.paper_advantages(
+        cfg.advantages, cfg.policy_loss
+    )  # --loss kimi has its own default
     rows = rl.Rows(groups, options, scores, state)
-    # Rewards become advantages: a number for each sample, turn or token. A formula of your own may
-    # stand here, as in rows.rewards_S - rows.mean_of_group(rows.rewards_S); train/advantages.py
-    # lists what rows have.
+    # Rewards become advantages: a number for each sample (S), turn or token (R). A formula of your
+    # own may stand here, as in rows.rewards_S - rows.mean_of_group(rows.rewards_S). Such rewards
+    # have been normalised and clipped as options say, minus the KL with --kl-in reward; whitening,
+    # teachers and --advantage-clip come after it. train/advantages.py lists what rows have.
     advantages = options.estimate(rows)
     sequences = rows.sequences(advantages, teacher_weight=cfg.teaching.weight_beside(options))
     if cfg.kl.is_in("loss"):
         sequences = rl.with_field(sequences, "reference_logprobs", reference)
-    if cfg.policy_loss.denominator == "old":
+    if cfg.policy_loss.denominator == "old":  # of the ratio; else the engines' logprobs are
         sequences = rl.with_field(sequences, "old_logprobs", score("policy"))
     return cfg.lengths.shape_sequences(sequences, groups)
 
@@ -197,7 +210,8 @@ def prepare(
 def update(
     sequences: list[rl.TrainingSequence], cfg: Config, roles: rl.Roles, step: int
 ) -> dict[str, float]:
-    """The step's optimizer updates: `epochs` passes of `updates_per_step` each."""
+    """The step's optimizer updates: `epochs` passes, in equal order, of `updates_per_step` each, or
+    of fewer in proportion where samples are missing."""
     wanted = cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt
     share = len(rl.sample_runs(sequences)) / wanted
     parts = rl.equal_parts(sequences, max(1, round(share * cfg.updates_per_step)))

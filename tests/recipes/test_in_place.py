@@ -11,7 +11,10 @@ EDITS = (  # lines of the recipe, and what a person would write there
         "    advantages = options.estimate(rows)\n",
         "    advantages = rows.rewards_S - rows.mean_of_group(rows.rewards_S)\n",
     ),
-    ("loss=rl.PolicyLoss(cfg.policy_loss, cfg.kl)", "loss=rl.PolicyLoss(function=clipped)"),
+    (
+        "loss=rl.PolicyLoss(cfg.policy_loss, cfg.kl)",
+        "loss=rl.PolicyLoss(cfg.policy_loss, cfg.kl, clipped)",
+    ),
     (
         "def make_roles(",
         "def clipped(logprobs_R, delta_R, advantages_R, batch):\n"
