@@ -1,5 +1,4 @@
-"""Reinforcement learning with verifiable rewards: GRPO, PPO and others on questions, tasks and
-environments, and on-policy distillation.
+"""Reinforcement learning with verifiable rewards: GRPO, PPO, on-policy distillation and others.
 
 python recipes/rlvr.py --model models/tiny --data reverse:5
 python recipes/rlvr.py --model models/SmolLM2-135M-Instruct --data addition:2 --max-tokens 48 \
@@ -12,8 +11,8 @@ python recipes/rlvr.py --advantage opd --teacher BIG ...    # on-policy distilla
 python recipes/rlvr.py --data mine.jsonl --rewards my_rewards.py    # a reward of your own
 python -m pdb recipes/rlvr.py ...      # one process: break anywhere, also in a reward
 
-Every rank starts this file. Rank 0 runs it from top to bottom; the others stop at `with rl.Cluster`,
-serve its calls of roles, such as `roles.train`, and exit there. Options: --help, and rl.PolicyConfig.
+Every rank starts this file. Rank 0 runs it from top to bottom; the others stop at
+`with rl.Cluster`, serve the calls of roles there, such as `roles.train`, and exit.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from roll_lite import command
 
 
 def reversed_word(prompt: rl.Prompt, reply: str) -> float:
-    """Your own reward looks like this: prompt and reply in, number out. `breakpoint()` works here."""
+    """Your own reward looks like this: a number for a reply. `breakpoint()` works here."""
     return float(reply.strip() == prompt.ground_truth)
 
 
 @rl.unique_options
 @dataclass(frozen=True, kw_only=True)
 class Config(rl.PolicyConfig):
-    """Options of this recipe; those of models, rollouts and losses are in src/roll_lite/policy.py."""
+    """Options of this recipe; rl.PolicyConfig has those of models, rollouts and losses."""
 
     data: tuple[str, ...] = ("reverse:5",)
     """What to learn: files of prompts; tasks: addition:N (digits), reverse:N or counting:N
@@ -101,8 +100,8 @@ def main(cfg: Config, keep: Callable[[rl.Group], bool] | None = None) -> list[fl
                 play_metrics=players.metrics, options=cfg.rollout, seed=cfg.seed, keep=keep,
                 min_samples=cfg.min_samples, max_length=context, episodes=cfg.episodes,
             )  # fmt: skip
-            # Around the steps, Loop resumes, evaluates, records and writes checkpoints; it writes one
-            # on Ctrl-C too, and exports the model at the end.
+            # Around the steps, Loop resumes, evaluates, records and writes checkpoints, one also on
+            # Ctrl-C, and exports the model at the end.
             with rl.Loop(cfg, roles, rollout, evaluation, trackers=TRACKERS) as loop:
                 for step in loop:
                     groups = rollout.collect()
@@ -150,8 +149,8 @@ def make_roles(cfg: Config, cluster: rl.Cluster) -> rl.Roles:
     )  # fmt: skip
     roles.policy = roles.add(
         "train", rl.Trainer, folder=cfg.model,
-        # A loss of your own: rl.PolicyLoss(cfg.policy_loss, cfg.kl, mine). A row is a sampled token;
-        # mine(logprobs_R, log_ratio_R, advantages_R, batch) returns the loss of each row, as in
+        # A loss of your own: rl.PolicyLoss(cfg.policy_loss, cfg.kl, mine). A row is a sampled
+        # token; mine(logprobs_R, log_ratio_R, advantages_R, batch) returns the loss of each, as in
         # -log_ratio_R.exp() * advantages_R. KL and entropy of the options are added to it.
         loss=rl.PolicyLoss(cfg.policy_loss, cfg.kl),
         schedule=cfg.training.schedule_over(cfg.steps - cfg.critic.critic_warmup_steps),
@@ -179,7 +178,7 @@ def prepare(
 ) -> list[rl.TrainingSequence]:
     """Advantages, from rewards and from logprobs and values before the step's first update.
 
-    Numbers that are added to `state.metrics` stand among the step's metrics.
+    What is added to `state.metrics` after `rl.Rows` is among the step's metrics.
     """
     roles.to_training()  # the device changes hands where --engines-sleep or --offload is on
     groups = cfg.lengths.shape_rewards(groups)
@@ -190,9 +189,7 @@ def prepare(
         reference_logprobs=reference if cfg.kl.is_in("reward") else None,
         teacher_logprobs=score("teacher") if roles.teachers else None,
     )
-    options = rl.paper_advantages(
-        cfg.advantages, cfg.policy_loss
-    )  # --loss kimi has its own default
+    options = rl.paper_advantages(cfg.advantages, cfg.policy_loss)  # a default of --loss kimi
     rows = rl.Rows(groups, options, scores, state)
     # Rewards become advantages: a number for each sample (S), turn or token (R). A formula of your
     # own may stand here, as in rows.rewards_S - rows.mean_of_group(rows.rewards_S). Such rewards
