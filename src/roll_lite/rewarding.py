@@ -28,8 +28,9 @@ from roll_lite.rewards.file import RewardTables, check_file, read_rewards
 from roll_lite.rewards.judge import VERDICTS, VerdictError, judge_messages, parse_verdict
 from roll_lite.rollout.engines import EngineClient
 from roll_lite.rollout.prompts import derive_seed
-from roll_lite.train.batch import TrainingSequence, pack, unpack
+from roll_lite.train.batch import pack, unpack
 from roll_lite.train.scorer import Scorer
+from roll_lite.train.sequences import TrainingSequence
 from roll_lite.types import AsyncReward, Message, Prompt, Reward, SamplingParams, Score
 from roll_lite.workers.failures import ErrorBudget, describe
 from roll_lite.workers.pool import RewardWorkers

@@ -9,11 +9,12 @@ from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import split
 from roll_lite.models.fsdp import whole
 from roll_lite.models.lora import LoraOptions
-from roll_lite.train.batch import TrainingSequence, pack
+from roll_lite.train.batch import pack
 from roll_lite.train.checkpoint import load_checkpoint, save_checkpoint
 from roll_lite.train.checkpoint_folders import Checkpoints
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule
+from roll_lite.train.sequences import TrainingSequence
 from roll_lite.train.trainer import Trainer
 
 LAYOUTS = {

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from roll_lite.checks import check_choices, read_only_if
 from roll_lite.cluster.role import RoleHandle, split
-from roll_lite.train.batch import MicroBatch, TrainingSequence, pack
+from roll_lite.train.batch import MicroBatch, pack
 from roll_lite.train.losses import LossResult, required
+from roll_lite.train.sequences import TrainingSequence
 
 LARGEST_MASS = -(2.0**-20)  # log of the k tokens' mass; fp32 cannot tell more from all of it
 

@@ -29,8 +29,9 @@ from typing_extensions import Doc
 
 from roll_lite.checks import above, at_least, read_only_if
 from roll_lite.options import choose, with_options_of
-from roll_lite.train.batch import AGGREGATIONS, MicroBatch, check_aggregation
+from roll_lite.train.batch import MicroBatch
 from roll_lite.train.kl import NO_KL, KLOptions
+from roll_lite.train.sequences import AGGREGATIONS, check_aggregation
 
 Measurements = dict[str, Tensor]
 LossResult = tuple[Tensor, Measurements]

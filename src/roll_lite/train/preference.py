@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from roll_lite.checks import above, check_choices, read_only_if
-from roll_lite.train.batch import MicroBatch, TrainingSequence, pack
+from roll_lite.train.batch import MicroBatch, pack
 from roll_lite.train.losses import LossResult, required, sum_rows
+from roll_lite.train.sequences import TrainingSequence
 
 Pair = tuple[TrainingSequence, TrainingSequence]
 """The chosen and the rejected reply, each with its prompt."""

@@ -16,8 +16,9 @@ from roll_lite.models.profiling import Profiled
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Checkpointing, Head
 from roll_lite.progress import ProgressBar
-from roll_lite.train.batch import MicroBatch, TrainingSequence, pack, unpack
+from roll_lite.train.batch import MicroBatch, pack, unpack
 from roll_lite.train.offload import Offload, local
+from roll_lite.train.sequences import TrainingSequence
 
 SEQUENCES_PER_CALL = 512  # bounds what a call over ranks carries
 

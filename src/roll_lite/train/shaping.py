@@ -8,7 +8,7 @@ from torch import Tensor
 
 from roll_lite.checks import at_least, check_choices, read_only_if
 from roll_lite.train.advantages import EPSILON, EQUAL, standardise
-from roll_lite.train.batch import TrainingSequence
+from roll_lite.train.sequences import TrainingSequence
 from roll_lite.types import Group, Sample
 
 

@@ -32,12 +32,13 @@ from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Checkpointing, Head
 from roll_lite.progress import ProgressBar
 from roll_lite.stopping import Ended
-from roll_lite.train.batch import MicroBatch, TrainingSequence, unpack
+from roll_lite.train.batch import MicroBatch, unpack
 from roll_lite.train.checkpoint_folders import read_pieces, verify
 from roll_lite.train.losses import Loss
 from roll_lite.train.offload import local
 from roll_lite.train.optimizer import AdamW, Schedule
 from roll_lite.train.scorer import Scorer
+from roll_lite.train.sequences import TrainingSequence
 from roll_lite.train.shards import (
     Piece,
     ShardRecord,
