@@ -21,7 +21,7 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
     {"models", "envs", "chat", "tasks"},
     {"rewards", "kernels", "chat_template"},
     {"sandbox"},
-    {"options"},
+    {"options", "profiling"},
     {"types", "progress", "checks", "stopping", "processes"},
 ]
 # Siblings that may meet: sync is where trainer and engine do.

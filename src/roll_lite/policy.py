@@ -17,6 +17,7 @@ from roll_lite.envs.options import EnvOptions
 from roll_lite.envs.play import EpisodeOptions
 from roll_lite.envs.registry import ENVS, EnvMaker
 from roll_lite.models.config import ModelConfig, read_config
+from roll_lite.profiling import ProfileOptions
 from roll_lite.report.run import is_due, refuse_old_run
 from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rewards.registry import REWARDS, check_prompts
@@ -29,7 +30,6 @@ from roll_lite.train.encoding import check_vocabulary
 from roll_lite.train.kl import KLOptions
 from roll_lite.train.losses import CriticOptions, LossOptions
 from roll_lite.train.optimizer import TrainingOptions
-from roll_lite.train.profiling import ProfileOptions
 from roll_lite.train.shaping import LengthOptions
 from roll_lite.types import Prompt, Reward
 from roll_lite.workers.environments import EnvWorkers

@@ -21,6 +21,7 @@ from roll_lite.train.sequences import (
     NUMBERS,
     OPTIONAL,
     TENSORS,
+    Pair,
     TrainingSequence,
     row_weights,
     sample_runs,
@@ -127,6 +128,19 @@ def pack(
         else idle
         for chosen in bins
     ]
+
+
+def pack_pairs(
+    pairs: Sequence[Pair], tokens_per_microbatch: int, num_shards: int = 1
+) -> list[MicroBatch]:
+    """Micro-batches of whole pairs, weighted so that the batch's loss is the mean over pairs."""
+    return pack(
+        [sequence for pair in pairs for sequence in pair],
+        tokens_per_microbatch,
+        num_shards=num_shards,
+        together=2,
+        aggregation="seq_mean_token_mean",
+    )
 
 
 def unpack(

@@ -7,8 +7,7 @@ from pathlib import Path
 from roll_lite.chat import Chat
 from roll_lite.data import Dialogue, Preference
 from roll_lite.models.config import read_config
-from roll_lite.train.preference import Pair, check_pairs_fit
-from roll_lite.train.sequences import OPTIONAL, TrainingSequence
+from roll_lite.train.sequences import OPTIONAL, Pair, TrainingSequence
 
 
 def encode_dialogues(chat: Chat, dialogues: Iterable[Dialogue]) -> list[TrainingSequence]:
@@ -42,8 +41,19 @@ def encode_preferences(
         for (name, _), (read, said) in zip(named, chat.encode_replies(named), strict=True)
     ]
     pairs = list(zip(sequences[::2], sequences[1::2], strict=True))
-    check_pairs_fit(pairs, tokens_per_microbatch)
+    _check_pairs_fit(pairs, tokens_per_microbatch)
     return pairs
+
+
+def _check_pairs_fit(pairs: Sequence[Pair], tokens_per_microbatch: int) -> None:
+    """Refuse a pair that no micro-batch holds, before anything is trained."""
+    for chosen, rejected in pairs:
+        length = len(chosen.token_ids) + len(rejected.token_ids) - 2
+        if length > tokens_per_microbatch:
+            raise ValueError(
+                f"{chosen.id} and {rejected.id} have {length} tokens together, over "
+                f"tokens_per_microbatch={tokens_per_microbatch}; raise it, or leave the pair out"
+            )
 
 
 def fit(

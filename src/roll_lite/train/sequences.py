@@ -49,6 +49,10 @@ class TrainingSequence:
     teacher_logprobs: Tensor | None = None
 
 
+Pair = tuple[TrainingSequence, TrainingSequence]
+"""A chosen and a rejected reply, each with its prompt."""
+
+
 def plain_sequences(groups: list[Group]) -> list[TrainingSequence]:
     """Every sample as tokens and masks alone: all that a model reads to score it.
 
