@@ -16,9 +16,8 @@ from support.training_data import random_sequences
 from roll_lite import __main__ as roll_lite_command
 from roll_lite import export
 from roll_lite.cluster.cluster import Cluster
-from roll_lite.models.config import read_config
+from roll_lite.models.config import LoraOptions, read_config
 from roll_lite.models.hf import hf_tensors
-from roll_lite.models.lora import LoraOptions
 from roll_lite.train.batch import pack
 from roll_lite.train.checkpoint import save_checkpoint
 from roll_lite.train.checkpoint_folders import Checkpoints

@@ -13,7 +13,7 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
     {"__main__"},
     {"replay"},
     {"loop"},
-    {"policy", "roles", "command"},
+    {"players", "policy", "roles", "command"},
     {"rewarding", "export", "planning"},
     {"rollout", "train", "sync"},
     {"cluster", "engine", "data", "workers", "report"},

@@ -6,8 +6,9 @@ from support.models import make_reference
 from support.training_data import random_sequences
 
 from roll_lite.cluster.cluster import Cluster
+from roll_lite.models.config import LoraOptions
 from roll_lite.models.hf import load_model
-from roll_lite.models.lora import LoraOptions, adapters
+from roll_lite.models.lora import adapters
 from roll_lite.train.batch import pack
 from roll_lite.train.checkpoint import load_checkpoint, save_checkpoint
 from roll_lite.train.checkpoint_folders import Checkpoints

@@ -7,8 +7,8 @@ import torch
 
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import split
+from roll_lite.models.config import LoraOptions
 from roll_lite.models.fsdp import whole
-from roll_lite.models.lora import LoraOptions
 from roll_lite.train.batch import pack
 from roll_lite.train.checkpoint import load_checkpoint, save_checkpoint
 from roll_lite.train.checkpoint_folders import Checkpoints

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from roll_lite.cluster.places import Place
 from roll_lite.cluster.role import Method, RoleHandle, split
+from roll_lite.models.config import LoraOptions
 from roll_lite.models.context_parallel import ContextShard
 from roll_lite.models.fsdp import shard
 from roll_lite.models.hf import open_model
-from roll_lite.models.lora import LoraOptions, add_adapters
+from roll_lite.models.lora import add_adapters
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Checkpointing, Head
 from roll_lite.profiling import Profiled
