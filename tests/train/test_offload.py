@@ -12,8 +12,8 @@ from support.training_data import random_sequences
 from roll_lite.models.config import LoraOptions
 from roll_lite.train import offload
 from roll_lite.train.batch import pack
+from roll_lite.train.checkpoint_folders import Manifest, write_manifest
 from roll_lite.train.offload import Offload, local
-from roll_lite.train.shards import Manifest, write_manifest
 
 
 @pytest.fixture

@@ -35,19 +35,18 @@ from roll_lite.progress import ProgressBar
 from roll_lite.stopping import Ended
 from roll_lite.train.adamw import AdamW
 from roll_lite.train.batch import MicroBatch, unpack
-from roll_lite.train.checkpoint_folders import read_pieces, verify
+from roll_lite.train.checkpoint_folders import (
+    check_architecture,
+    read_manifest,
+    read_pieces,
+    verify,
+)
 from roll_lite.train.losses import Loss
 from roll_lite.train.offload import local
 from roll_lite.train.optimizer import Schedule
 from roll_lite.train.scorer import Scorer
 from roll_lite.train.sequences import TrainingSequence
-from roll_lite.train.shards import (
-    Piece,
-    ShardRecord,
-    check_architecture,
-    read_manifest,
-    write_shard,
-)
+from roll_lite.train.shards import Piece, ShardRecord, write_shard
 from roll_lite.train.totals import ENTROPY, LOSS, Totals
 
 MAX_SKIPPED = 5
