@@ -5,7 +5,6 @@
 `rl.Cluster` and the names below are imported when they are first used: torch takes seconds.
 """
 
-import os
 from importlib import import_module
 from typing import Any
 
@@ -63,9 +62,3 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"roll_lite has no {name}; it has {', '.join(__all__)}")
     return getattr(import_module(f"roll_lite.{_HOMES[name]}"), name)
-
-
-if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process, or one of its ancestors
-    from roll_lite.processes import end_with_launcher
-
-    end_with_launcher()  # before anything that takes time to import
