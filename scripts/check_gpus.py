@@ -34,9 +34,10 @@ from roll_lite.models.hf import open_model
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.tiny import build_tiny
 from roll_lite.sync import WeightSync
-from roll_lite.train.batch import TrainingSequence, pack
+from roll_lite.train.batch import pack
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule
+from roll_lite.train.sequences import TrainingSequence
 from roll_lite.train.trainer import Trainer
 from roll_lite.types import SamplingParams
 

@@ -16,11 +16,10 @@ from support.training_data import random_sequences
 from roll_lite import __main__ as roll_lite_command
 from roll_lite import export
 from roll_lite.cluster.cluster import Cluster
-from roll_lite.models.config import read_config
+from roll_lite.models.config import LoraOptions, read_config
 from roll_lite.models.hf import hf_tensors
-from roll_lite.models.lora import LoraOptions
 from roll_lite.train.batch import pack
-from roll_lite.train.checkpoint import save_checkpoint
+from roll_lite.train.checkpoint import start_checkpoint
 from roll_lite.train.checkpoint_folders import Checkpoints
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule
@@ -99,7 +98,7 @@ def test_a_checkpoint_becomes_the_folder_of_its_model(lora, tmp_path, capsys):
         trainer = cluster.role("train", Trainer, **options, lora=lora)
         trainer.step(pack(random_sequences(), 10**6))
         state = {"step": 1, "fixed": fixed, "parts": {}}
-        path = save_checkpoint(Checkpoints(tmp_path / "checkpoints"), [trainer], 1, state)
+        path = start_checkpoint(Checkpoints(tmp_path / "checkpoints"), [trainer], 1, state)()
         trained = hf_tensors(trainer.state(), read_config(base))
     out = tmp_path / "out"
     assert export.main([str(path), str(out)]) == 0

@@ -3,6 +3,7 @@ and what worker processes import brings no torch."""
 
 import ast
 import graphlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
     {"__main__"},
     {"replay"},
     {"loop"},
-    {"policy", "roles", "command"},
+    {"players", "policy", "roles", "command"},
     {"rewarding", "export", "planning"},
     {"rollout", "train", "sync"},
     {"cluster", "engine", "data", "workers", "report"},
@@ -23,7 +24,7 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
     {"models", "envs", "chat", "tasks"},
     {"rewards", "kernels", "chat_template"},
     {"sandbox"},
-    {"options"},
+    {"options", "profiling"},
     {"types", "progress", "checks", "stopping", "processes"},
 ]
 # Siblings that may meet: sync is where trainer and engine do.
@@ -123,7 +124,44 @@ def test_growth_is_a_decision():
             place = path.relative_to(SOURCE)
             lines[place.parts[0] if len(place.parts) > 1 else "."] += len(path.open().readlines())
     wrong = {name: num for name, num in lines.items() if not 0 <= LINES[name] - num < SLACK}
-    assert not wrong, f"LINES has { ({name: LINES[name] for name in wrong}) }; they are {wrong}"
+    assert not wrong, f"packages have {wrong} lines; say so in LINES"
+
+
+RECIPES = ("rlvr", "agentic", "sft", "dpo", "distill", "evaluate")
+WITHOUT_TORCH = "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_and_its_help_bring_no_torch(recipe):
+    """Ranks that have lost their torchrun, typos and --help do not wait for it."""
+    module = f"roll_lite.recipes.{recipe}"
+    code = f"""
+import runpy, sys
+import {module}
+assert "torch" not in sys.modules
+sys.argv = [sys.argv[0], "--help"]
+try:
+    runpy.run_module("{module}", run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    assert not end.code
+    {WITHOUT_TORCH}
+"""
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code]).returncode == 0
+
+
+def test_importing_sets_no_signal():
+    """Under torchrun too: what ends a rank with it is set where a command or a cluster begins."""
+    code = """
+import ctypes, signal, sys
+before = [signal.getsignal(number) for number in signal.valid_signals()]
+import roll_lite, roll_lite.command, roll_lite.recipes.rlvr
+assert before == [signal.getsignal(number) for number in signal.valid_signals()]
+at_parent_death, PR_GET_PDEATHSIG = ctypes.c_int(), 2
+assert ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(at_parent_death)) == 0
+sys.exit(at_parent_death.value)
+"""
+    env = os.environ | {"TORCHELASTIC_RUN_ID": "x"}
+    assert subprocess.run([sys.executable, "-c", code], env=env).returncode == 0
 
 
 def test_only_cluster_reads_the_ranks():

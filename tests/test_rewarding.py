@@ -19,7 +19,7 @@ from roll_lite.recipes import rlvr, sft
 from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rewards.judge import judge_messages
 from roll_lite.tasks import prompts
-from roll_lite.train.defaults import choose_defaults
+from roll_lite.train.optimizer import choose_defaults
 from roll_lite.types import Prompt
 from roll_lite.workers.failures import RewardsBroken
 

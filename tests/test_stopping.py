@@ -36,7 +36,7 @@ from roll_lite.report.reader import RunFolder
 from roll_lite.rewards.code import passes_tests
 from roll_lite.rewards.maths import math_answer
 from roll_lite.stopping import Stopped, StopRequest
-from roll_lite.train.shards import read_manifest
+from roll_lite.train.checkpoint_folders import read_manifest
 from roll_lite.train.trainer import Trainer
 from roll_lite.types import Prompt
 from roll_lite.workers.failures import RewardsBroken

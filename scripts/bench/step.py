@@ -40,7 +40,7 @@ from roll_lite.roles import Roles
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.evaluation import Evaluation
 from roll_lite.train.checkpoint import RunState
-from roll_lite.train.defaults import choose_defaults
+from roll_lite.train.optimizer import choose_defaults
 from roll_lite.types import SamplingParams
 
 POLL_SECONDS = 0.02

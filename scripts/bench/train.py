@@ -23,9 +23,10 @@ from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle, split
 from roll_lite.models.config import shape_config
 from roll_lite.models.memory import train_memory
-from roll_lite.train.batch import MicroBatch, TrainingSequence, pack
+from roll_lite.train.batch import MicroBatch, pack
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule
+from roll_lite.train.sequences import TrainingSequence
 from roll_lite.train.trainer import Trainer
 
 

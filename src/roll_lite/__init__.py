@@ -5,7 +5,6 @@
 `rl.Cluster` and the names below are imported when they are first used: torch takes seconds.
 """
 
-import os
 from importlib import import_module
 from typing import Any
 
@@ -26,7 +25,9 @@ _NAMES = {
     "models.cost": "SequenceCost",
     "options": "unique_options",
     "planning": "cache_tokens choose_memory print_plan",
-    "policy": "Players PolicyConfig make_players",
+    "players": "Players make_players",
+    "policy": "PolicyConfig paper_advantages",
+    "profiling": "ProfileOptions",
     "report.run": "Run default_folder refuse_old_run",
     "rewarding": "RewardOptions",
     "rewards.maths": "last_number",
@@ -38,18 +39,17 @@ _NAMES = {
     "rollout.record": "AnswerFile",
     "rollout.rollout_options": "RolloutOptions",
     "train.advantages": "AdvantageOptions",
-    "train.batch": "TrainingSequence equal_parts pack sample_runs",
+    "train.batch": "pack pack_pairs",
     "train.checkpoint": "CheckpointOptions",
-    "train.defaults": "choose_defaults paper_advantages",
-    "train.distillation": "DistillLoss pack_taught",
+    "train.distillation": "DistillLoss",
     "train.encoding": "check_vocabulary encode_dialogues encode_fitting encode_preferences fit",
     "train.export": "check_checkpoint export_checkpoint",
     "train.losses": "LossOptions PolicyLoss ValueLoss critic_metrics sft_loss",
-    "train.optimizer": "TrainingOptions",
-    "train.preference": "DPOLoss Pair pack_pairs with_reference",
-    "train.profiling": "ProfileOptions",
-    "train.scorer": "Scorer score_over_ranks",
-    "train.sequences": "AdvantageState ModelScores Rows plain_sequences with_advantages with_field",
+    "train.optimizer": "TrainingOptions choose_defaults",
+    "train.preference": "DPOLoss with_reference",
+    "train.scorer": "Scorer pack_taught score_over_ranks",
+    "train.sample_rows": "AdvantageState ModelScores Rows with_advantages",
+    "train.sequences": "Pair TrainingSequence equal_parts plain_sequences sample_runs with_field",
     "train.totals": "combine",
     "train.trainer": "Trainer",
     "types": "Group Prompt Sample SamplingParams Score Turn",
@@ -62,9 +62,3 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"roll_lite has no {name}; it has {', '.join(__all__)}")
     return getattr(import_module(f"roll_lite.{_HOMES[name]}"), name)
-
-
-if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process, or one of its ancestors
-    from roll_lite.processes import end_with_launcher
-
-    end_with_launcher()  # before anything that takes time to import

@@ -21,7 +21,7 @@ from roll_lite.checks import refuse_changes
 from roll_lite.cluster.errors import RoleError
 from roll_lite.cluster.launch import read_launch
 from roll_lite.options import flatten, from_flat
-from roll_lite.processes import command_of, launcher_pid
+from roll_lite.processes import command_of, end_with_launcher, launcher_pid
 from roll_lite.report.config_file import (
     changes,
     command,
@@ -49,6 +49,7 @@ def run(main: Callable[[T], Any], config: type[T], doc: str) -> None:
 
     `config.FIXED` are options that a resumed run must not change.
     """
+    end_with_launcher()  # first: torch, which takes seconds to import, is not loaded yet
     args, is_debugging = _without(sys.argv[1:], "--debug")
     cfg = None
     try:

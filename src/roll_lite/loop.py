@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from roll_lite import data
 from roll_lite.options import flatten
+from roll_lite.profiling import Profiler
 from roll_lite.progress import StepTimer
 from roll_lite.report.run import Run
 from roll_lite.report.trackers import OpenTracker
@@ -26,10 +27,9 @@ from roll_lite.rollout.event_loop import rare_collections
 from roll_lite.rollout.journal import fingerprint
 from roll_lite.rollout.metrics import describe_groups
 from roll_lite.stopping import Ended
-from roll_lite.train.batch import TrainingSequence, sample_runs
 from roll_lite.train.checkpoint import Resumable, RunState
-from roll_lite.train.profiling import Profiler
-from roll_lite.train.sequences import AdvantageState, sampled_numbers
+from roll_lite.train.sample_rows import AdvantageState
+from roll_lite.train.sequences import TrainingSequence, sample_runs, sampled_numbers
 from roll_lite.types import Group
 
 NO_PARTS: Mapping[str, Resumable] = {}

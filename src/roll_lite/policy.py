@@ -4,35 +4,32 @@ The recipe's Config adds what it learns from, and is what the planner, the loop 
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from roll_lite import data
 from roll_lite.chat_template import ChatOptions
 from roll_lite.checks import above, at_least, read_only_if, unread_with
-from roll_lite.cluster.cluster import Cluster
 from roll_lite.envs.env import Player
 from roll_lite.envs.options import EnvOptions
 from roll_lite.envs.play import EpisodeOptions
 from roll_lite.envs.registry import ENVS, EnvMaker
 from roll_lite.models.config import ModelConfig, read_config
+from roll_lite.profiling import ProfileOptions
 from roll_lite.report.run import is_due, refuse_old_run
-from roll_lite.rewarding import RewardOptions, Rewards
-from roll_lite.rewards.registry import REWARDS, check_prompts
+from roll_lite.rewarding import RewardOptions
+from roll_lite.rewards.registry import REWARDS
 from roll_lite.rollout.evaluation import EvaluationOptions
 from roll_lite.rollout.rollout_options import RolloutOptions
 from roll_lite.train.advantages import AdvantageOptions
 from roll_lite.train.checkpoint import CheckpointOptions
-from roll_lite.train.defaults import check_algorithm, default_tokens
 from roll_lite.train.encoding import check_vocabulary
 from roll_lite.train.kl import KLOptions
-from roll_lite.train.losses import CriticOptions, LossOptions
-from roll_lite.train.optimizer import TrainingOptions
-from roll_lite.train.profiling import ProfileOptions
+from roll_lite.train.losses import OF_SEQUENCES, CriticOptions, LossOptions
+from roll_lite.train.optimizer import TrainingOptions, default_tokens
 from roll_lite.train.shaping import LengthOptions
-from roll_lite.types import Prompt, Reward
-from roll_lite.workers.environments import EnvWorkers
+from roll_lite.types import Reward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +197,13 @@ class PolicyConfig:
             )
 
     def _check_algorithm(self) -> None:
-        check_algorithm(self.advantages, self.policy_loss, self.kl)
+        differs = self.advantages.differs_by_token(self.kl.is_in("reward"))
+        if self.policy_loss.loss in OF_SEQUENCES and differs:
+            raise ValueError(
+                f"loss={self.policy_loss.loss!r} has one advantage per sequence; advantage="
+                f"{self.advantages.advantage!r} gives each token its own with these options; use "
+                "loss=ppo or cispo, or advantage=grpo"
+            )
         critic = ("critic_lr", "value_clip", "critic_warmup_steps")
         read_only_if(self.advantages.needs_critic, "advantage='gae'", self.critic, *critic)
         if self.critic.critic_warmup_steps > self.steps > 0:
@@ -301,72 +304,9 @@ class PolicyConfig:
         }  # fmt: skip
 
 
-def make_players(
-    cfg: Any,
-    prompts: Sequence[Prompt],
-    domains: Iterable[str],
-    cluster: Cluster,
-    *,
-    needs_rewards: bool = True,
-    tokens_per_microbatch: int = 16384,
-    wrapped: Callable[..., tuple] = lambda *tables: tables,
-) -> "Players":
-    """What plays the prompts of a recipe.
-
-    `cfg` is its Config; `prompts` are known already, `domains` those of all that will come. Without
-    `needs_rewards`, a domain may have none; `tokens_per_microbatch` is for a reward model.
-    `wrapped` replaces the tables of rewards, inline rewards and players, for a debugger.
-    """
-    domains = {*domains, *(prompt.domain for prompt in prompts)} - cfg.players.keys()
-    functions, inline = cfg.scoring.with_file(cfg.REWARDS, cfg.INLINE, domains)
-    if not needs_rewards:
-        known = {*functions, *inline, *cfg.scoring.reward_roles}
-        inline |= dict.fromkeys(domains - known, unscored)
-    check_prompts(prompts, functions | inline)
-    tables = wrapped(functions, inline, cfg.players)
-    return Players(*tables, domains, cfg.scoring, cfg.environments, cluster, tokens_per_microbatch)
-
-
-def unscored(prompt: Prompt, reply: str) -> float:
-    """For domains without a reward, where only a teacher judges."""
-    return 0.0
-
-
-class Players:
-    def __init__(
-        self,
-        rewards,
-        inline,
-        envs,
-        domains,
-        scoring,
-        environments,
-        cluster,
-        tokens_per_microbatch=None,
-    ):
-        self._rewards = (
-            Rewards(rewards, inline, domains, scoring, cluster, tokens_per_microbatch)
-            if domains
-            else None
-        )
-        self._envs = EnvWorkers(envs, **environments.limits) if envs else None
-        self.engine_clients = self._rewards.engine_clients if self._rewards else ()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        for part in (self._rewards, self._envs):
-            if part:
-                part.__exit__(*error)
-
-    def play(self, chat, prompt):
-        part = self._rewards if prompt.is_question else self._envs
-        return part.play(chat, prompt)
-
-    def metrics(self):
-        found = {}
-        for part in (self._rewards, self._envs):
-            if part:
-                found |= part.metrics()
-        return found
+def paper_advantages(advantages: AdvantageOptions, loss: LossOptions) -> AdvantageOptions:
+    """Kimi's advantage is not divided by the deviation, unless the options say so."""
+    is_open = advantages.advantage == "grpo" and advantages.divide_by_std is None
+    if loss.loss == "kimi" and is_open:
+        return replace(advantages, divide_by_std=False)
+    return advantages

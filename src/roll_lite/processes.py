@@ -1,7 +1,7 @@
 """Processes: what /proc says about them, killing them with their descendants, parent death.
 
 A process can choose any bytes as its name. So files of /proc are read as bytes, and their lines end
-with a line feed only. Imports no torch: this is the first thing that a rank imports.
+with a line feed only. Imports no torch: a rank needs this first.
 """
 
 import ctypes
@@ -310,7 +310,7 @@ def end_with_launcher() -> None:
     with suppress(OSError):  # the watchdog of a cluster looks at the parent, too
         die_with_parent()
     if _is_init(os.getppid()):
-        sys.exit("this rank exits: torchrun ended before its first import of roll_lite")
+        sys.exit("this rank exits: torchrun ended before the rank began")
 
 
 def launcher_pid() -> int:

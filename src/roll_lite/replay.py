@@ -28,7 +28,8 @@ from roll_lite.engine.service import EngineService
 from roll_lite.models.config import read_config
 from roll_lite.options import from_flat
 from roll_lite.planning import cache_tokens
-from roll_lite.policy import Players, PolicyConfig, make_players
+from roll_lite.players import Players, make_players
+from roll_lite.policy import PolicyConfig
 from roll_lite.report.config_file import RECIPE, read_options
 from roll_lite.report.reader import Row, RunFolder, TokenTexts, step_of
 from roll_lite.report.records import read_prompt, read_tokens, rollout_lines

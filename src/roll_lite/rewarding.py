@@ -1,8 +1,10 @@
 """The rewards of a run: functions in worker processes or inline, a judge, a reward model.
 
 Every reward is awaited by one sample at a time; the judge and the reward model compute together
-what arrives together.
+what arrives together. What runs on ranks is imported where it is made: options need no torch.
 """
+
+from __future__ import annotations
 
 import asyncio
 import inspect
@@ -11,28 +13,28 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import TYPE_CHECKING
 
 from roll_lite.chat import Chat
 from roll_lite.chat_template import ChatOptions
 from roll_lite.checks import above, at_least, read_only_if
-from roll_lite.cluster.cluster import Cluster
-from roll_lite.cluster.role import RoleHandle, split
 from roll_lite.device_map import DeviceMap
 from roll_lite.engine.request import Request
-from roll_lite.engine.service import EngineService
 from roll_lite.envs.env import Player
 from roll_lite.envs.question import question_player
 from roll_lite.models.config import ModelConfig, read_config
-from roll_lite.models.hf import has_value_head
 from roll_lite.rewards.file import RewardTables, check_file, read_rewards
 from roll_lite.rewards.judge import VERDICTS, VerdictError, judge_messages, parse_verdict
 from roll_lite.rollout.engines import EngineClient
 from roll_lite.rollout.prompts import derive_seed
-from roll_lite.train.batch import TrainingSequence, pack, unpack
-from roll_lite.train.scorer import Scorer
+from roll_lite.train.sequences import TrainingSequence
 from roll_lite.types import AsyncReward, Message, Prompt, Reward, SamplingParams, Score
 from roll_lite.workers.failures import ErrorBudget, describe
 from roll_lite.workers.pool import RewardWorkers
+
+if TYPE_CHECKING:
+    from roll_lite.cluster.cluster import Cluster
+    from roll_lite.cluster.role import RoleHandle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +74,14 @@ class RewardOptions:
         if self.rewards is not None:
             check_file(self.rewards)
         _ = self.reward_configs  # refuses a folder that is no model
-        if self.reward_model is not None and not has_value_head(self.reward_model):
-            raise ValueError(
-                f"reward_model={self.reward_model!r} has no tensor score.weight, so it gives no "
-                "number; name a sequence classifier with one label"
-            )
+        if self.reward_model is not None:
+            from roll_lite.models.hf import has_value_head
+
+            if not has_value_head(self.reward_model):
+                raise ValueError(
+                    f"reward_model={self.reward_model!r} has no tensor score.weight, so it gives "
+                    "no number; name a sequence classifier with one label"
+                )
 
     @property
     def judge_chat(self) -> ChatOptions:
@@ -154,6 +159,8 @@ class Rewards:
             _check_judge_ranks(cluster.device_map)
             self._by_domain["judge"] = self._make_judge(options, cluster)
         if options.reward_model is not None:
+            from roll_lite.train.scorer import Scorer
+
             folder = options.reward_model
             scorer = cluster.role("reward_model", Scorer, folder=folder, head="value")
             model = RewardModel(scorer, Chat(folder), tokens_per_microbatch=tokens_per_microbatch)
@@ -163,7 +170,7 @@ class Rewards:
             used = {domain: chosen[domain] for domain in chosen if domain in domains}
             self._start(used, num_workers, options)
 
-    def __enter__(self) -> "Rewards":
+    def __enter__(self) -> Rewards:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -199,6 +206,8 @@ class Rewards:
         self._by_domain |= dict.fromkeys(rewards, pool.score)
 
     def _make_judge(self, options: RewardOptions, cluster: Cluster) -> AsyncReward:
+        from roll_lite.engine.service import EngineService
+
         folder, cache = options.judge, options.judge_cache_gib
         engines = cluster.role("judge", EngineService, folder=folder, kv_cache_gib=cache)
         judge = Judge(
@@ -336,6 +345,9 @@ class RewardModel:
                         future.set_result(value)
 
     async def _score(self, sequences: list[TrainingSequence]) -> list[float]:
+        from roll_lite.cluster.role import split
+        from roll_lite.train.batch import pack, unpack
+
         packed = pack(sequences, self._budget, num_shards=self._values.role.num_replicas)
         replicas = await asyncio.wrap_future(self._values.start(split(packed)))
         rows = [rows_R for replica in replicas for rows_R in replica]

@@ -11,9 +11,9 @@ from roll_lite.engine.service import EngineService
 from roll_lite.models.cost import SequenceCost
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.sync import WeightSync
-from roll_lite.train.batch import TrainingSequence, pack
+from roll_lite.train.batch import pack
 from roll_lite.train.scorer import score_over_ranks
-from roll_lite.train.sequences import plain_sequences
+from roll_lite.train.sequences import TrainingSequence, plain_sequences
 from roll_lite.train.trainer import note_entropies
 from roll_lite.types import Group
 

@@ -184,23 +184,37 @@ def test_a_taken_port_is_named():
     assert f"port 127.0.0.1:{launch.port} is taken" in str(error)
 
 
-RANK = """
-import roll_lite, subprocess, sys, threading, time
-from pathlib import Path
-start = "import roll_lite, os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"
-started = []
-def start_child():
-    started.append(subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE))
-    started[0].stdout.readline()  # it has imported roll_lite
-thread = threading.Thread(target=start_child)
-thread.start()
-thread.join()
-try:
-    started[0].wait(1.0)
-except subprocess.TimeoutExpired:
-    print(started[0].pid, flush=True)
-time.sleep(600)
+RECIPE = """
+import os, subprocess, sys, threading, time
+from dataclasses import dataclass
+from roll_lite import command
+
+@dataclass
+class Config:
+    FIXED = ()
+
+def main(cfg):
+    {main}
+
+command.run(main, Config, "")
 """
+CHILD = RECIPE.format(main="print(os.getpid(), flush=True); time.sleep(600)")
+START_CHILD = f"""
+    started = []
+    def start_child():
+        command = [sys.executable, "-c", {CHILD!r}]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+        started[0].stdout.readline()  # it runs
+    thread = threading.Thread(target=start_child)
+    thread.start()
+    thread.join()
+    try:
+        started[0].wait(1.0)
+    except subprocess.TimeoutExpired:
+        print(started[0].pid, flush=True)
+    time.sleep(600)
+"""
+RANK = RECIPE.format(main=START_CHILD)
 AGENT = """
 import os, subprocess, sys
 environment = os.environ | {"TORCHELASTIC_RUN_ID": "x"}
@@ -210,7 +224,7 @@ rank.wait()
 """
 
 
-def test_a_rank_whose_agent_ended_before_its_first_import_exits(monkeypatch):
+def test_a_rank_whose_agent_ended_before_it_began_exits(monkeypatch):
     """Which process adopts orphans depends on the machine, so its command is made up."""
     commands = {1: b"/sbin/init\0", 2: b"/usr/lib/systemd/systemd\0--user\0", 3: b"agent\0"}
     monkeypatch.setattr(processes, "command_of", commands.get)
@@ -220,7 +234,7 @@ def test_a_rank_whose_agent_ended_before_its_first_import_exits(monkeypatch):
 
 
 def test_a_rank_ends_with_its_agent_and_what_it_starts_outlives_a_thread():
-    """From the first import on. The child is one as the supervisor of workers is."""
+    """From the first line of a recipe's command on, as the child's, which a rank started."""
     torchrun = subprocess.Popen(
         [sys.executable, "-c", AGENT, RANK],
         env=os.environ | {"PYTHONPATH": SOURCES},

@@ -6,14 +6,14 @@ from support.models import make_reference
 from support.training_data import random_sequences
 
 from roll_lite.cluster.cluster import Cluster
+from roll_lite.models.config import LoraOptions
 from roll_lite.models.hf import load_model
-from roll_lite.models.lora import LoraOptions, adapters
+from roll_lite.models.lora import adapters
 from roll_lite.train.batch import pack
-from roll_lite.train.checkpoint import load_checkpoint, save_checkpoint
-from roll_lite.train.checkpoint_folders import Checkpoints
+from roll_lite.train.checkpoint import load_checkpoint, start_checkpoint
+from roll_lite.train.checkpoint_folders import Checkpoints, read_manifest
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule
-from roll_lite.train.shards import read_manifest
 from roll_lite.train.trainer import Trainer
 
 
@@ -102,7 +102,7 @@ def test_checkpoints_hold_adapters_alone(folder, tmp_path):
         trainer = cluster.role("train", Trainer, **options, lora=LoraOptions(rank=3))
         trainer.step(batch)
         checkpoints = Checkpoints(tmp_path / "checkpoints")
-        path = save_checkpoint(checkpoints, [trainer], 1, {"position": 7, "fixed": {}})
+        path = start_checkpoint(checkpoints, [trainer], 1, {"position": 7, "fixed": {}})()
         manifest = read_manifest(path)
         assert manifest.kind == "adapter"
         tensors = [name for file in manifest.files for name in file.pieces]

@@ -19,7 +19,14 @@ from roll_lite.engine.attention_backends import PAGE_SIZE
 from roll_lite.engine.engine import MAX_PREFILL_TOKENS, Engine
 from roll_lite.engine.runner import cache_shape
 from roll_lite.models import memory
-from roll_lite.models.config import parse_config, planned_config, read_config, shape_config
+from roll_lite.models.config import (
+    TARGETS,
+    LoraOptions,
+    parse_config,
+    planned_config,
+    read_config,
+    shape_config,
+)
 from roll_lite.models.cost import (
     active_parameters,
     adapter_parameters,
@@ -30,7 +37,7 @@ from roll_lite.models.cost import (
 )
 from roll_lite.models.fsdp import shard
 from roll_lite.models.logprobs import CUDA_CHUNK_ROWS
-from roll_lite.models.lora import TARGETS, LoraOptions, add_adapters
+from roll_lite.models.lora import add_adapters
 from roll_lite.models.memory import (
     RankMemory,
     engine_bytes,

@@ -19,8 +19,7 @@ from roll_lite.options import from_flat
 from roll_lite.recipes import sft
 from roll_lite.report.reader import RunFolder
 from roll_lite.train import trainer
-from roll_lite.train.checkpoint_folders import verify
-from roll_lite.train.shards import read_manifest
+from roll_lite.train.checkpoint_folders import read_manifest, verify
 
 
 def weights(run_dir):

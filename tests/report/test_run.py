@@ -12,7 +12,8 @@ from support.paths import ROOT
 
 from roll_lite.report.records import numbers
 from roll_lite.report.run import Run
-from roll_lite.train.sequences import sampled_numbers, with_advantages
+from roll_lite.train.sample_rows import with_advantages
+from roll_lite.train.sequences import sampled_numbers
 from roll_lite.types import Group, Prompt, Sample, Score, Turn
 
 PROMPT = Prompt(

@@ -19,9 +19,10 @@ from roll_lite.rollout.prompts import derive_seed
 from roll_lite.rollout.record import read_group, write_group
 from roll_lite.rollout.rollout_options import RolloutOptions
 from roll_lite.train.advantages import AdvantageOptions
-from roll_lite.train.batch import equal_parts, pack
+from roll_lite.train.batch import pack
 from roll_lite.train.losses import LossOptions, PolicyLoss
-from roll_lite.train.sequences import plain_sequences, with_advantages
+from roll_lite.train.sample_rows import with_advantages
+from roll_lite.train.sequences import equal_parts, plain_sequences
 from roll_lite.types import SamplingParams, TokenSequence, Turn, TurnResult, combine_measurements
 
 PARAMS = SamplingParams(max_tokens=4)

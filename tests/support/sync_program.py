@@ -11,8 +11,8 @@ from roll_lite.cluster.role import split
 from roll_lite.device_map import parse_device_map
 from roll_lite.engine.engine import Engine
 from roll_lite.engine.parallel_engine import TensorParallelEngine
+from roll_lite.models.config import LoraOptions
 from roll_lite.models.hf import load_model
-from roll_lite.models.lora import LoraOptions
 from roll_lite.models.tensor_parallel import TensorShard, cut_dimension
 from roll_lite.sync import Feed, WeightSync
 from roll_lite.train.batch import pack

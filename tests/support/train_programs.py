@@ -7,13 +7,14 @@ import torch
 
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import split
+from roll_lite.models.config import LoraOptions
 from roll_lite.models.fsdp import whole
-from roll_lite.models.lora import LoraOptions
-from roll_lite.train.batch import TrainingSequence, pack
-from roll_lite.train.checkpoint import load_checkpoint, save_checkpoint
+from roll_lite.train.batch import pack
+from roll_lite.train.checkpoint import load_checkpoint, start_checkpoint
 from roll_lite.train.checkpoint_folders import Checkpoints
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule
+from roll_lite.train.sequences import TrainingSequence
 from roll_lite.train.trainer import Trainer
 
 LAYOUTS = {
@@ -137,7 +138,7 @@ def resume_elsewhere(cluster, model, folder):
     for _ in range(3):
         writer.step(split(batches["fsdp2tp2"]))
     checkpoints = Checkpoints(folder / "checkpoints")
-    save_checkpoint(checkpoints, [writer], 3, {"position": 3, "fixed": {}})
+    start_checkpoint(checkpoints, [writer], 3, {"position": 3, "fixed": {}})()
     results = {}
     for name in LAYOUTS:
         reader = cluster.role(name, Trainer, folder=model, **options())
@@ -153,7 +154,7 @@ def written_by_copies(cluster, model, folder):
     writer = cluster.role("hsdp2", Trainer, folder=model, **options())
     writer.step(split(pack(make_sequences(), 200, num_shards=4)))
     checkpoints = Checkpoints(folder / "of-copies")
-    save_checkpoint(checkpoints, [writer], 1, {"position": 1, "fixed": {}})
+    start_checkpoint(checkpoints, [writer], 1, {"position": 1, "fixed": {}})()
     num_bytes = sum(
         path.stat().st_size for path in checkpoints.newest_first()[0].glob("*.safetensors")
     )

@@ -5,7 +5,8 @@ from dataclasses import fields
 
 import torch
 
-from roll_lite.train.batch import MicroBatch, TrainingSequence, pack
+from roll_lite.train.batch import MicroBatch, pack
+from roll_lite.train.sequences import TrainingSequence
 from roll_lite.types import Group, Prompt, Sample, Score, Turn
 
 STEP = 1e-5  # of finite differences

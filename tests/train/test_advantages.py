@@ -8,7 +8,7 @@ import torch
 from support.training_data import flat, make_groups, standardised
 
 from roll_lite.train import advantages as estimators
-from roll_lite.train.sequences import with_advantages
+from roll_lite.train.sample_rows import with_advantages
 
 REWARDS = [[0.0, 1.0, 0.0, 0.5, 1.0], [2.0, -1.0], [0.3, 0.3, 0.3], [7.0]]
 

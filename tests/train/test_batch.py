@@ -12,16 +12,9 @@ from support.training_data import random_sequences
 from roll_lite.cluster.wire import decode, encode
 from roll_lite.models.config import shape_config
 from roll_lite.models.cost import SequenceCost
-from roll_lite.train.balance import spread
-from roll_lite.train.batch import (
-    NUMBERS,
-    MicroBatch,
-    TrainingSequence,
-    equal_parts,
-    pack,
-    truncate,
-    unpack,
-)
+from roll_lite.train.batch import MicroBatch, pack, spread, unpack
+from roll_lite.train.encoding import truncate
+from roll_lite.train.sequences import NUMBERS, TrainingSequence, equal_parts
 
 MORE = [name for name in NUMBERS if name not in ("logprobs", "advantages")]
 

@@ -16,16 +16,16 @@ import pytest
 import torch
 
 from roll_lite.models.config import shape_config
-from roll_lite.train import shards
+from roll_lite.train import checkpoint_folders
 from roll_lite.train.checkpoint import CheckpointOptions, RunState, refuse_links_out
-from roll_lite.train.checkpoint_folders import Checkpoints, read_pieces, verify
-from roll_lite.train.shards import (
-    DamagedError,
-    Piece,
+from roll_lite.train.checkpoint_folders import (
+    Checkpoints,
     check_architecture,
     read_manifest,
-    write_shard,
+    read_pieces,
+    verify,
 )
+from roll_lite.train.shards import DamagedError, Piece, write_shard
 
 CONFIG = shape_config("smollm2-135m")
 FINISH = {"architecture": CONFIG, "layout": {"fsdp": 1}}
@@ -76,7 +76,9 @@ def test_a_manifest_names_files_of_its_folder_only(tmp_path, name):
     folder = save(Checkpoints(tmp_path), 7)
     manifest = read_manifest(folder)
     first, *rest = manifest.files
-    shards.write_manifest(folder, replace(manifest, files=[replace(first, file=name), *rest]))
+    checkpoint_folders.write_manifest(
+        folder, replace(manifest, files=[replace(first, file=name), *rest])
+    )
     with pytest.raises(DamagedError, match=re.escape(repr(name))):
         read_manifest(folder)
 
@@ -331,7 +333,7 @@ def test_a_newer_format_is_refused_and_not_passed_over(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path)
     save(checkpoints, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "FORMAT", 2)
+        patch.setattr(checkpoint_folders, "FORMAT", 2)
         save(checkpoints, 2)
     with pytest.raises(ValueError, match=r"format=2, .* reads up to 1; update roll_lite"):
         checkpoints.newest_whole(verify)

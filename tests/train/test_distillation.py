@@ -6,8 +6,9 @@ import pytest
 import torch
 from support.training_data import double, slope
 
-from roll_lite.train.batch import TrainingSequence, pack
+from roll_lite.train.batch import pack
 from roll_lite.train.distillation import DistillLoss, complete
+from roll_lite.train.sequences import TrainingSequence
 
 
 def distill_case(num_rows=12, k=4, vocabulary=20):

@@ -18,10 +18,18 @@ from support.training_data import (
 )
 
 from roll_lite.options import from_flat
-from roll_lite.train.batch import TrainingSequence, pack
+from roll_lite.train.batch import pack
 from roll_lite.train.distillation import DistillLoss
-from roll_lite.train.losses import LOSSES, PolicyLoss, ValueLoss, critic_metrics, sft_loss
+from roll_lite.train.losses import (
+    LOSSES,
+    LossOptions,
+    PolicyLoss,
+    ValueLoss,
+    critic_metrics,
+    sft_loss,
+)
 from roll_lite.train.preference import DPOLoss
+from roll_lite.train.sequences import TrainingSequence
 
 
 def policy_loss(**options):
@@ -382,3 +390,10 @@ def test_the_critic_has_its_own_metrics():
     assert not any(name.startswith(("loss/", "train/")) for name in found)
     flat = dict.fromkeys(("loss/value_error", "loss/return", "loss/return_square"), 1.0)
     assert "critic/explained_variance" not in critic_metrics(flat | {"time/train": 1.0})
+
+
+def test_losses_have_the_defaults_of_their_papers():
+    assert LossOptions(loss="gspo").function.keywords == {}
+    assert LossOptions(loss="topr").chosen_aggregation == "seq_mean_token_sum"
+    assert LossOptions(loss="kimi").chosen_aggregation == "seq_mean_token_mean"
+    assert LossOptions(loss="ppo").chosen_aggregation == "token_mean"

@@ -1,11 +1,18 @@
-"""AdamW, its 16-bit moments and the schedules against torch and plain formulas."""
+"""AdamW, its 16-bit moments and the schedules against torch and formulas; chosen options."""
 
 import math
 
 import pytest
 import torch
+from support.runs import toy_options
 
-from roll_lite.train.optimizer import AdamW, Schedule, TrainingOptions, round_stochastically
+from roll_lite import policy
+from roll_lite.models.config import shape_config
+from roll_lite.options import flatten, from_flat
+from roll_lite.recipes import dpo, rlvr, sft
+from roll_lite.train import optimizer
+from roll_lite.train.adamw import AdamW, round_stochastically
+from roll_lite.train.optimizer import Schedule, TrainingOptions
 
 
 def run(optimizer_of, steps=20):
@@ -89,3 +96,49 @@ def test_bad_schedules_are_refused():
         Schedule(lr=1.0, kind="step")
     with pytest.raises(ValueError, match=r"'cosine' needs the number of steps"):
         Schedule(lr=1.0, kind="cosine")
+
+
+# ---- options that are chosen when none is given
+
+
+def config(toy_folder, **changes):
+    options = toy_options(toy_folder, "no-such-run") | {"lr": None, "max_tokens": None}
+    return from_flat(rlvr.Config, **options | changes)
+
+
+def chosen(monkeypatch, cfg, preset=None, **kinds):
+    if preset:  # its size, for the folder of another model
+        for module in (optimizer, policy):
+            monkeypatch.setattr(module, "read_config", lambda _: shape_config(preset))
+    return flatten(optimizer.choose_defaults(cfg, **kinds or cfg.default_kinds))
+
+
+def test_rates_go_by_size(toy_folder, monkeypatch, capsys):
+    cfg = config(toy_folder)
+    assert chosen(monkeypatch, cfg)["lr"] == 3e-4
+    assert (
+        "chosen for a model of 0M parameters: lr=0.0003, max_tokens=16\n" in capsys.readouterr().out
+    )
+    found = chosen(monkeypatch, cfg, "qwen3-0.6b")
+    assert (found["lr"], found["max_tokens"]) == (2e-6, 1024)
+    assert chosen(monkeypatch, cfg, "qwen3-8b")["lr"] == 1e-6
+    assert chosen(monkeypatch, config(toy_folder, lora_rank=4), "qwen3-8b")["lr"] == pytest.approx(
+        1e-5
+    )
+    critic = config(toy_folder, advantage="gae", loss="ppo")
+    assert chosen(monkeypatch, critic, "qwen3-8b")["critic_lr"] == 1e-5
+
+
+def test_given_values_stay(toy_folder, monkeypatch, capsys):
+    cfg = config(toy_folder, lr=5e-5, max_tokens=7)
+    assert chosen(monkeypatch, cfg, "qwen3-8b") == flatten(cfg)
+    assert capsys.readouterr().out == ""
+
+
+def test_other_recipes_have_rates_of_their_own(toy_folder, monkeypatch):
+    common = {"model": str(toy_folder), "run_dir": "no-such-run"}
+    tuning = from_flat(sft.Config, **common)
+    assert chosen(monkeypatch, tuning, lr="sft")["lr"] == 1e-3
+    assert chosen(monkeypatch, tuning, "qwen3-8b", lr="sft")["lr"] == 1e-5
+    preferring = from_flat(dpo.Config, **common)
+    assert chosen(monkeypatch, preferring, "qwen3-8b", lr="preference")["lr"] == 5e-7

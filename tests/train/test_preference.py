@@ -14,8 +14,8 @@ from support.training_data import (
     total_and_gradient,
 )
 
-from roll_lite.train.batch import pack
-from roll_lite.train.preference import DPOLoss, pack_pairs
+from roll_lite.train.batch import pack, pack_pairs
+from roll_lite.train.preference import DPOLoss
 
 
 def pair_sequences():

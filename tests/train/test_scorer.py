@@ -9,11 +9,12 @@ from support.training_data import random_sequences, rows_with_loss
 
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.train import scorer as scorer_module
-from roll_lite.train.batch import TrainingSequence, pack
+from roll_lite.train.batch import pack
 from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule
 from roll_lite.train.preference import with_reference
 from roll_lite.train.scorer import Scorer, score_over_ranks
+from roll_lite.train.sequences import TrainingSequence
 from roll_lite.train.trainer import Trainer
 
 

@@ -3,7 +3,7 @@
 import pytest
 from support.training_data import make_groups
 
-from roll_lite.train.sequences import with_advantages
+from roll_lite.train.sample_rows import with_advantages
 from roll_lite.train.shaping import (
     mask_overlong,
     overlong_penalty,

@@ -12,9 +12,10 @@ from support.training_data import random_sequences
 from torch.utils.flop_counter import FlopCounterMode
 
 from roll_lite.models.hf import load_model
-from roll_lite.train.batch import TrainingSequence, pack
+from roll_lite.train.batch import pack
 from roll_lite.train.losses import LossOptions, PolicyLoss, sft_loss
 from roll_lite.train.optimizer import Schedule
+from roll_lite.train.sequences import TrainingSequence
 from roll_lite.train.totals import combine
 from roll_lite.train.trainer import MAX_SKIPPED, Diverged
 

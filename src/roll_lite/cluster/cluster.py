@@ -44,6 +44,7 @@ from roll_lite.cluster.wire import Mailbox, Post
 from roll_lite.device_map import DeviceMap, auto_device_map, listing, parse_device_map
 from roll_lite.models.config import ModelConfig
 from roll_lite.options import flatten
+from roll_lite.processes import end_with_launcher
 from roll_lite.stopping import Stopped, StopRequest
 
 DEADLINE = 1800.0
@@ -154,6 +155,7 @@ class Cluster:
         return RoleHandle(self._controller, role, cls, self.deadline)
 
     def __enter__(self) -> "Cluster":
+        end_with_launcher()  # for programs without roll_lite.command, which has done it already
         if needs_monitor(self._launch, self._given_map):  # first: a fork cannot share a GPU
             self._monitor = fork_rank()
             self._launch = replace(self._launch, has_monitor=self._monitor is not None)

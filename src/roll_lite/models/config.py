@@ -67,6 +67,45 @@ class MixtureConfig(ModelConfig):
     experts_per_token: int
 
 
+TARGETS = {
+    "qkv": "attention.qkv",
+    "out": "attention.out",
+    "gate_up": "mlp.gate_up",
+    "down": "mlp.down",
+}
+"""Names of targets, and the block's weight that each adapts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraOptions:
+    rank: int = 16
+    alpha: float = 32.0
+    """Adapters are scaled by alpha / rank."""
+    targets: tuple[str, ...] = tuple(TARGETS)
+    seed: int = 0
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def __post_init__(self):
+        if self.rank < 1:
+            raise ValueError(f"lora rank={self.rank} must be at least 1")
+        if unknown := [name for name in self.targets if name not in TARGETS]:
+            raise ValueError(
+                f"lora targets={','.join(unknown)} are not known; use {', '.join(TARGETS)}"
+            )
+        if not self.targets:
+            raise ValueError(f"lora targets are empty; give some of {', '.join(TARGETS)}")
+
+
+def lora_options(
+    rank: int, alpha: float, targets: tuple[str, ...] = tuple(TARGETS)
+) -> LoraOptions | None:
+    """LoRA options, or None for rank 0, which trains all weights."""
+    return LoraOptions(rank=rank, alpha=alpha, targets=targets) if rank else None
+
+
 def local_config(config: ModelConfig, tp: int) -> ModelConfig:
     """The sizes that each of `tp` tensor-parallel ranks computes with.
 

@@ -16,20 +16,26 @@ what it reads, in float64:
 
 S counts samples. R counts rows: the tokens with loss, of all samples end to end. Keyword-only
 parameters are its options on the command line. The return type says what an advantage belongs to.
+
+Tensors come as arguments and are changed by their methods: the options are read without torch.
 """
 
+from __future__ import annotations
+
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal, get_type_hints
+from itertools import accumulate
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-import torch
-from torch import Tensor
 from typing_extensions import Doc
 
 from roll_lite.checks import above, read_only_if
 from roll_lite.options import choose, with_options_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EQUAL = 1e-12  # numbers of a smaller variance are the same number, but for rounding
 EPSILON = 1e-6
@@ -38,8 +44,8 @@ INPUTS = (
     "rewards_S", "rewards_R", "scores_S", "groups_S", "sequence_R", "logprobs_R", "values_R",
     "teacher_logprobs_R", "turn_rewards", "observations",
 )  # fmt: skip
-PerSample = Annotated[Tensor, "(S,)"]
-PerToken = Annotated[Tensor, "(R,)"]
+PerSample = Annotated[Any, "a tensor (S,)"]
+PerToken = Annotated[Any, "a tensor (R,)"]
 PerTurn = Annotated[list[list[float]], "a list for each sample"]
 
 DivideByStd = Annotated[
@@ -56,7 +62,7 @@ Baseline = Annotated[
 StepWeight = Annotated[float, Doc("weight of a turn's advantage beside the episode's.")]
 
 
-def grpo(rewards_S: Tensor, groups_S: Tensor, *, divide_by_std: DivideByStd = None) -> PerSample:
+def grpo(rewards_S, groups_S, *, divide_by_std: DivideByStd = None) -> PerSample:
     """Reward minus the group's mean, over its (sample) standard deviation.
 
     Equal rewards, or a group of one, give 0. Without the division this is Dr. GRPO.
@@ -64,23 +70,23 @@ def grpo(rewards_S: Tensor, groups_S: Tensor, *, divide_by_std: DivideByStd = No
     return standardise(rewards_S, groups_S, divide_by_std=divide_by_std is not False)
 
 
-def rloo(rewards_S: Tensor, groups_S: Tensor) -> PerSample:
+def rloo(rewards_S, groups_S) -> PerSample:
     """Reward minus the mean of the group's other rewards; a group of one gives 0."""
     centred_S, _, count_S = moments_by_group(rewards_S, groups_S)
     return centred_S * count_S / (count_S - 1).clamp(min=1)
 
 
-def lite_ppo(rewards_S: Tensor, groups_S: Tensor) -> PerSample:
+def lite_ppo(rewards_S, groups_S) -> PerSample:
     """Reward minus the group's mean, over the standard deviation of the whole batch."""
     centred_S, _, _ = moments_by_group(rewards_S, groups_S)
-    return standardise(rewards_S, torch.zeros_like(groups_S), centred_S=centred_S)
+    return standardise(rewards_S, 0 * groups_S, centred_S=centred_S)
 
 
 def reinforce(
-    rewards_R: Tensor,
-    sequence_R: Tensor,
-    scores_S: Tensor,
-    groups_S: Tensor,
+    rewards_R,
+    sequence_R,
+    scores_S,
+    groups_S,
     *,
     gamma: Gamma = 1.0,
     baseline: Baseline = "none",
@@ -89,38 +95,32 @@ def reinforce(
     returns_R = discounted_returns(rewards_R, sequence_R, gamma)
     if baseline == "none":
         return returns_R
-    peers_S = torch.zeros_like(groups_S) if baseline == "batch" else groups_S
+    peers_S = 0 * groups_S if baseline == "batch" else groups_S
     mean_S = scores_S - moments_by_group(scores_S, peers_S)[0]
     return returns_R - mean_S[sequence_R]
 
 
-def reinforce_plus_plus(rewards_R: Tensor, sequence_R: Tensor, *, gamma: Gamma = 1.0) -> PerToken:
+def reinforce_plus_plus(rewards_R, sequence_R, *, gamma: Gamma = 1.0) -> PerToken:
     """Discounted return; whitened over the batch unless the options say otherwise."""
     return discounted_returns(rewards_R, sequence_R, gamma)
 
 
-def gae(
-    rewards_R: Tensor,
-    values_R: Tensor,
-    sequence_R: Tensor,
-    *,
-    gamma: Gamma = 1.0,
-    lam: Lam = 0.95,
-) -> PerToken:
+def gae(rewards_R, values_R, sequence_R, *, gamma: Gamma = 1.0, lam: Lam = 0.95) -> PerToken:
     """Generalised advantage estimation. The value after the last row is 0.
 
     delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1}
     """
-    has_next_R = torch.cat([sequence_R[1:] == sequence_R[:-1], sequence_R.new_zeros(1).bool()])
-    next_R = torch.where(has_next_R[: len(values_R)], values_R.roll(-1), 0.0)
+    has_next_R = sequence_R == sequence_R.roll(-1)
+    has_next_R[-1:] = False
+    next_R = values_R.roll(-1).where(has_next_R, 0.0)
     delta_R = rewards_R + gamma * next_R - values_R
     return discounted_returns(delta_R, sequence_R, gamma * lam)
 
 
 def gigpo(
-    turn_rewards: Sequence[Sequence[float]],
-    observations: Sequence[Sequence[Hashable]],
-    groups_S: Tensor,
+    turn_rewards,
+    observations,
+    groups_S,
     *,
     gamma: Gamma = 0.95,
     step_weight: StepWeight = 1.0,
@@ -132,13 +132,13 @@ def gigpo(
     their discounted returns. The episode's reward is the sum of its turns' rewards.
     """
     lengths = [len(rewards) for rewards in turn_rewards]
-    sample_N = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    rewards_N = torch.tensor([r for rewards in turn_rewards for r in rewards], dtype=torch.float64)
+    sample_N = groups_S.new_tensor([i for i, length in enumerate(lengths) for _ in range(length)])
+    rewards_N = groups_S.double().new_tensor([r for rewards in turn_rewards for r in rewards])
     totals_S = rewards_N.new_zeros(len(lengths)).index_add(0, sample_N, rewards_N)
     groups_N = groups_S[sample_N].tolist()
     keys = zip(groups_N, [key for sample in observations for key in sample], strict=True)
     numbers: dict[Hashable, int] = {}
-    peers_N = torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys])
+    peers_N = groups_S.new_tensor([numbers.setdefault(key, len(numbers)) for key in keys])
     returns_N = discounted_returns(rewards_N, sample_N, gamma)
     episode_S = grpo(totals_S, groups_S, divide_by_std=divide_by_std)
     step_N = grpo(returns_N, peers_N, divide_by_std=divide_by_std)
@@ -146,17 +146,16 @@ def gigpo(
     return [part.tolist() for part in advantages_N.split(lengths)]
 
 
-def agentic_reinforce(turn_rewards: Sequence[Sequence[float]], *, gamma: Gamma = 1.0) -> PerTurn:
+def agentic_reinforce(turn_rewards, *, gamma: Gamma = 1.0) -> PerTurn:
     """Discounted return of the turns from this one on; whitened over the batch's tokens unless the
     options say otherwise."""
-    lengths = [len(rewards) for rewards in turn_rewards]
-    sample_N = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    rewards_N = torch.tensor([r for rewards in turn_rewards for r in rewards], dtype=torch.float64)
-    returns_N = discounted_returns(rewards_N, sample_N, gamma)
-    return [part.tolist() for part in returns_N.split(lengths)]
+    return [
+        list(accumulate(reversed(rewards), lambda later, reward: reward + gamma * later))[::-1]
+        for rewards in turn_rewards
+    ]
 
 
-def opd(logprobs_R: Tensor, teacher_logprobs_R: Tensor) -> PerToken:
+def opd(logprobs_R, teacher_logprobs_R) -> PerToken:
     """On-policy distillation: log p_teacher - log p_behaviour, which rewards play no part in."""
     return teacher_logprobs_R - logprobs_R
 
@@ -180,9 +179,9 @@ def discounted_returns(rewards_R: Tensor, sequence_R: Tensor, gamma: float) -> T
     """G_t = r_t + gamma G_{t+1}, from each sequence's last row backwards."""
     if not len(rewards_R):
         return rewards_R
-    counts_S = torch.bincount(sequence_R)
+    counts_S = sequence_R.bincount()
     starts_S = counts_S.cumsum(0) - counts_S
-    place_R = torch.arange(len(rewards_R)) - starts_S[sequence_R]
+    place_R = sequence_R.new_ones(len(sequence_R)).cumsum(0) - 1 - starts_S[sequence_R]
     # Sequences side by side: as many steps as the longest has rows. Zeros after an end stay zero.
     table_LS = rewards_R.new_zeros(int(counts_S.max()), len(counts_S))
     table_LS[place_R, sequence_R] = rewards_R
@@ -197,15 +196,20 @@ def sum_by_group(values_S: Tensor, groups_S: Tensor) -> Tensor:
     return values_S.new_zeros(num_groups).index_add(0, groups_S, values_S)[groups_S]
 
 
+def size_by_group(groups_S: Tensor) -> Tensor:
+    """Per sample: how many samples its group has."""
+    return groups_S.bincount()[groups_S]
+
+
 def mean_by_group(values_S: Tensor, groups_S: Tensor) -> Tensor:
     """Per sample: the mean over its group."""
-    return sum_by_group(values_S, groups_S) / sum_by_group(torch.ones_like(values_S), groups_S)
+    return sum_by_group(values_S, groups_S) / size_by_group(groups_S)
 
 
 def moments_by_group(rewards_S: Tensor, groups_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Per sample: reward minus its group's mean, the group's variance (n - 1) and its size."""
     rewards_S = rewards_S.double()
-    count_S = sum_by_group(torch.ones_like(rewards_S), groups_S)
+    count_S = size_by_group(groups_S).double()
     centred_S = rewards_S - mean_by_group(rewards_S, groups_S)
     squares_S = sum_by_group(centred_S.square(), groups_S)
     return centred_S, squares_S / (count_S - 1).clamp(min=1), count_S
@@ -225,7 +229,7 @@ def standardise(
     own_S, variance_S, _ = moments_by_group(rewards_S, groups_S)
     centred_S = own_S if centred_S is None else centred_S
     scale_S = variance_S.sqrt() + EPSILON if divide_by_std else 1.0
-    return torch.where(variance_S < EQUAL, 0.0, centred_S / scale_S)
+    return (centred_S / scale_S).masked_fill(variance_S < EQUAL, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

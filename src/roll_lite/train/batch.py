@@ -1,4 +1,4 @@
-"""Sequences and packed micro-batches: no padding, under a token budget.
+"""Packed micro-batches: no padding, under a token budget, of even cost on all ranks.
 
 Only rows (tokens with loss) go through the head, so a masked token influences others only as their
 context. Each row carries its weight in the loss of the whole batch, so the gradient does not depend
@@ -6,9 +6,10 @@ on how the batch is split into micro-batches and over ranks.
 """
 
 import struct
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
+from dataclasses import dataclass, fields, replace
+from heapq import heappop, heappush, heapreplace
 
 import torch
 import torch.nn.functional as F
@@ -16,47 +17,17 @@ from torch import Tensor
 
 from roll_lite.models.attention import PackedAttention
 from roll_lite.models.cost import BY_LENGTH, SequenceCost
-from roll_lite.train.balance import spread
-
-AGGREGATIONS = (
-    "token_mean",
-    "seq_mean_token_mean",
-    "seq_mean_token_sum",
-    "seq_mean_token_sum_const",
+from roll_lite.train.sequences import (
+    NUMBERS,
+    OPTIONAL,
+    TENSORS,
+    Pair,
+    TrainingSequence,
+    row_weights,
+    sample_runs,
 )
-NUMBERS = ("logprobs", "old_logprobs", "reference_logprobs", "advantages", "values", "returns")
-TENSORS = ("teacher_ids", "teacher_logprobs")
-OPTIONAL = (*NUMBERS, *TENSORS, "segments")
+
 CODES = {"b": torch.int8, "q": torch.int64, "d": torch.float64}  # of struct
-
-
-@dataclass(slots=True, kw_only=True)
-class TrainingSequence:
-    """A sequence to train on. Entry i of every list belongs to token i; empty is unknown."""
-
-    id: str = ""
-    """Named in errors."""
-    sample: int | None = None
-    """Neighbouring sequences with the same number are one sample: the batch weighs them as one."""
-    token_ids: list[int]
-    loss_mask: list[bool]
-    """True for the tokens to learn from."""
-    logprobs: list[float] = field(default_factory=list)
-    """Behaviour logprobs: of the policy that sampled the tokens."""
-    old_logprobs: list[float] = field(default_factory=list)
-    """The trainer's own, before the first update."""
-    reference_logprobs: list[float] = field(default_factory=list)
-    advantages: list[float] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-    """The critic's value of the tokens before token i."""
-    returns: list[float] = field(default_factory=list)
-    segments: list[int] = field(default_factory=list)
-    """The turn that each token belongs to."""
-    entropies: list[float] = field(default_factory=list)
-    """Of the policy at token i when it was first trained on; for records alone."""
-    teacher_ids: Tensor | None = None
-    """(tokens, k): the teacher's likeliest tokens at the place of token i."""
-    teacher_logprobs: Tensor | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,39 +130,17 @@ def pack(
     ]
 
 
-def equal_parts(
-    sequences: Sequence[TrainingSequence], num_parts: int
-) -> list[list[TrainingSequence]]:
-    """Parts of equally many samples (or one less), none empty, each with some of every group."""
-    runs = sample_runs(sequences)
-    parts = ([sequences[i] for run in runs[n::num_parts] for i in run] for n in range(num_parts))
-    return [part for part in parts if part]
-
-
-def sample_runs(sequences: Sequence[TrainingSequence]) -> list[range]:
-    """The places of each sample's sequences."""
-    starts = [
-        i
-        for i, sequence in enumerate(sequences)
-        if i == 0 or sequence.sample is None or sequence.sample != sequences[i - 1].sample
-    ]
-    return [range(*bounds) for bounds in pairwise([*starts, len(sequences)])]
-
-
-def truncate(
-    sequences: Sequence[TrainingSequence], tokens_per_microbatch: int
-) -> tuple[list[TrainingSequence], int]:
-    """Sequences truncated so that each fits in a micro-batch, and how many were truncated."""
-    longest = tokens_per_microbatch + 1  # the last token is only a target
-    per_token = ("token_ids", "loss_mask", *OPTIONAL)
-    result, num_cut = [], 0
-    for sequence in sequences:
-        if len(sequence.token_ids) > longest:
-            values = {name: getattr(sequence, name) for name in per_token}
-            cut = {name: v[:longest] for name, v in values.items() if v is not None}
-            sequence, num_cut = replace(sequence, **cut), num_cut + 1
-        result.append(sequence)
-    return result, num_cut
+def pack_pairs(
+    pairs: Sequence[Pair], tokens_per_microbatch: int, num_shards: int = 1
+) -> list[MicroBatch]:
+    """Micro-batches of whole pairs, weighted so that the batch's loss is the mean over pairs."""
+    return pack(
+        [sequence for pair in pairs for sequence in pair],
+        tokens_per_microbatch,
+        num_shards=num_shards,
+        together=2,
+        aggregation="seq_mean_token_mean",
+    )
 
 
 def unpack(
@@ -319,35 +268,85 @@ def _count_segments(sequence_R: Tensor, segment_R: Tensor) -> tuple[Tensor, int]
     return number_R, len(distinct)
 
 
-def row_weights(
-    rows_S: Sequence[int], aggregation: str, constant: float | None = None
-) -> list[float]:
-    """The weight in the batch's loss of each row of a sample, given the numbers of rows.
+# ---- bin packing: which sequences share a micro-batch, and which micro-batches a rank
 
-    Samples without rows do not count. The aggregations call a sample a sequence, as papers do.
-    `constant` divides the sums of seq_mean_token_sum_const.
+Bin = list[int]
+"""Indices of the items in it."""
+
+
+def spread(
+    lengths: Sequence[int], costs: Sequence[float], capacity: int, num_shards: int
+) -> list[Bin]:
+    """Items in bins of at most `capacity` in length, the same number of bins for every shard.
+
+    As few bins as best-fit-decreasing finds; shards of even cost among those. Shard i has the i-th
+    contiguous part of the result, its costliest bin first, so that shards stay in step.
     """
-    check_aggregation(aggregation, constant)
-    if not any(rows_S):
-        raise ValueError("no token of the batch carries loss: every loss_mask is empty")
-    if aggregation == "token_mean":
-        return [(1.0 if rows else 0.0) / sum(rows_S) for rows in rows_S]
-    num_samples = sum(rows > 0 for rows in rows_S)
-    if aggregation == "seq_mean_token_mean":
-        return [1 / (num_samples * rows) if rows else 0.0 for rows in rows_S]
-    return [1 / (num_samples * (constant or 1.0)) if rows else 0.0 for rows in rows_S]
+    items = sorted(range(len(lengths)), key=lambda i: (-costs[i], i))
+    tight = _best_fit(items, lengths, capacity)
+    num_bins = -(-len(tight) // num_shards)
+    shards = _even(items, costs, lengths, num_shards, num_bins * capacity) or []
+    filled = [_fill(shard, costs, lengths, num_bins, capacity) for shard in shards]
+    if not filled or None in filled:  # too little slack to be even: deal out the tight bins
+        filled = _deal(tight, costs, num_shards, num_bins)
+
+    def cost_of(members: Bin) -> float:
+        return sum(costs[i] for i in members)
+
+    return [sorted(b) for bins in filled for b in sorted(bins, key=cost_of, reverse=True)]
 
 
-def check_aggregation(aggregation: str, constant: float | None) -> None:
-    """Refuse an unknown name, and a constant that is missing or not read."""
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(
-            f"aggregation={aggregation!r} is not known; use one of {', '.join(AGGREGATIONS)}"
-        )
-    if (constant is not None) != (aggregation == "seq_mean_token_sum_const"):
-        raise ValueError(
-            f"constant={constant} with aggregation={aggregation!r}; seq_mean_token_sum_const "
-            "needs one (the longest reply, say), other aggregations read none"
-        )
-    if constant is not None and not constant > 0:
-        raise ValueError(f"constant={constant} must be above 0")
+def _best_fit(items: Bin, lengths: Sequence[int], capacity: int) -> list[Bin]:
+    """Longest first, each into the fullest bin that has room."""
+    bins: list[Bin] = []
+    rooms: list[tuple[int, int]] = []  # (room, bin), sorted
+    for i in sorted(items, key=lambda i: (-lengths[i], i)):
+        at = bisect_left(rooms, (lengths[i], -1))
+        if at < len(rooms):
+            room, chosen = rooms.pop(at)
+        else:
+            room, chosen = capacity, len(bins)
+            bins.append([])
+        bins[chosen].append(i)
+        insort(rooms, (room - lengths[i], chosen))
+    return bins
+
+
+def _even(
+    items: Bin, costs: Sequence[float], lengths: Sequence[int], num_bins: int, capacity: int
+) -> list[Bin] | None:
+    """Items come costliest first; each goes into the cheapest bin with room. None: no room."""
+    bins: list[Bin] = [[] for _ in range(num_bins)]
+    room = [capacity] * num_bins
+    cheapest = [(0.0, b) for b in range(num_bins)]  # a heap
+    for i in items:
+        full = []
+        while cheapest and room[cheapest[0][1]] < lengths[i]:
+            full.append(heappop(cheapest))
+        if not cheapest:
+            return None
+        cost, chosen = cheapest[0]
+        heapreplace(cheapest, (cost + costs[i], chosen))
+        bins[chosen].append(i)
+        room[chosen] -= lengths[i]
+        for entry in full:
+            heappush(cheapest, entry)
+    return bins
+
+
+def _fill(
+    items: Bin, costs: Sequence[float], lengths: Sequence[int], num_bins: int, capacity: int
+) -> list[Bin] | None:
+    """One shard's items in exactly `num_bins` bins: even ones, else tight ones, or None."""
+    bins = _even(items, costs, lengths, num_bins, capacity) or _best_fit(items, lengths, capacity)
+    return bins + [[] for _ in range(num_bins - len(bins))] if len(bins) <= num_bins else None
+
+
+def _deal(
+    bins: list[Bin], costs: Sequence[float], num_shards: int, num_bins: int
+) -> list[list[Bin]]:
+    """Whole bins to shards, at most `num_bins` to each, costliest first."""
+    totals = [sum(costs[i] for i in members) for members in bins]
+    order = sorted(range(len(bins)), key=lambda b: (-totals[b], b))
+    shards = _even(order, totals, [1] * len(bins), num_shards, num_bins)
+    return [[bins[b] for b in shard] + [[]] * (num_bins - len(shard)) for shard in shards]

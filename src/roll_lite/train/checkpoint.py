@@ -10,6 +10,8 @@
 of that name is always complete.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import time
@@ -17,14 +19,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from roll_lite.checks import at_least, refuse_changes
-from roll_lite.cluster.role import RoleHandle
 from roll_lite.report.run import Run
 from roll_lite.stopping import StopRequest
-from roll_lite.train.checkpoint_folders import Checkpoints
-from roll_lite.train.shards import read_manifest
+from roll_lite.train.checkpoint_folders import Checkpoints, read_manifest
+
+if TYPE_CHECKING:
+    from roll_lite.cluster.role import RoleHandle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +68,7 @@ class Resumable(Protocol):
     """A part of the controller with state that a checkpoint keeps."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain JSON."""
+        """The state as plain JSON."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -89,8 +92,11 @@ class RunState:
         if options.resume:
             refuse_links_out(run_dir)
         self._checkpoints = Checkpoints(f"{run_dir}/checkpoints", keep_last=options.keep_last)
-        self._options, self._trainers, self._parts = options, trainers, parts
-        self._fixed, self._on_saved = fixed, on_saved
+        self._options = options
+        self._trainers = trainers
+        self._parts = parts
+        self._fixed = fixed
+        self._on_saved = on_saved
         self.resumed_at = self._resume() if options.resume else None
         """The step of the checkpoint; 0 if there was none to resume from."""
         self.step = self._saved_step = self.resumed_at or 0
@@ -113,7 +119,8 @@ class RunState:
 
         The checkpoint with the highest `score` is kept.
         """
-        self.step, self._score = step, (step, score)
+        self.step = step
+        self._score = step, score
         self._publish(run)
         if stop.error or self._is_due(run):
             is_last = stop.error or run.is_due(step, 0)
@@ -133,9 +140,11 @@ class RunState:
         score = score if measured == self.step else None
         parts = {name: part.state_dict() for name, part in self._parts.items()}
         state = {"step": self.step, "fixed": self._fixed, "parts": parts}
-        arguments = self._checkpoints, self._trainers, self.step, state, score
-        finish = start_checkpoint(*arguments, beside=beside)
-        self._saved_step, self._saved_at = self.step, time.monotonic()
+        finish = start_checkpoint(
+            self._checkpoints, self._trainers, self.step, state, score, beside=beside
+        )
+        self._saved_step = self.step
+        self._saved_at = time.monotonic()
         self._pending = self.step, self._saved_at - start, finish
         if not beside:
             self._publish(run)
@@ -163,30 +172,20 @@ class RunState:
         return state["step"]
 
 
-def save_checkpoint(
-    checkpoints: Checkpoints,
-    trainers: Sequence[RoleHandle],
-    step: int,
-    state: dict[str, Any],
-    score: float | None = None,
-) -> Path:
-    """Write the trainers' weights and optimizers, and the controller's `state` (plain JSON)."""
-    return start_checkpoint(checkpoints, trainers, step, state, score, beside=False)()
-
-
 def start_checkpoint(
     checkpoints: Checkpoints,
     trainers: Sequence[RoleHandle],
     step: int,
     state: dict[str, Any],
-    score: float | None,
+    score: float | None = None,
     *,
-    beside: bool,
+    beside: bool = False,
 ) -> Callable[[], Path]:
-    """Write a checkpoint, `beside` what the trainers do next or at once. The function that is
-    returned waits until it is written, and publishes it.
+    """Write the trainers' weights and optimizers, and the controller's `state` (plain JSON).
 
-    The first trainer is the policy; its architecture, layout and kind are the checkpoint's.
+    This happens at once, or `beside` what the trainers do next. The function that is returned waits
+    until all is written, and publishes it. The first trainer is the policy; its architecture,
+    layout and kind are the checkpoint's.
     """
     partial = str(checkpoints.begin(step))
     with _abandoned_on_error(checkpoints, step):

@@ -1,18 +1,18 @@
 """Learning from a teacher's likeliest tokens."""
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Literal
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from roll_lite.checks import check_choices, read_only_if
-from roll_lite.cluster.role import RoleHandle, split
-from roll_lite.train.batch import MicroBatch, TrainingSequence, pack
 from roll_lite.train.losses import LossResult, required
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from roll_lite.train.batch import MicroBatch
 
 LARGEST_MASS = -(2.0**-20)  # log of the k tokens' mass; fp32 cannot tell more from all of it
 
@@ -60,33 +60,16 @@ class DistillLoss:
         return (kl(teacher, middle) + kl(student, middle)) / 2
 
 
-def pack_taught(
-    sequences: Sequence[TrainingSequence],
-    tokens_per_microbatch: int,
-    student: RoleHandle,
-    teacher: RoleHandle,
-    k: int,
-    vocab_size: int,
-) -> list[MicroBatch]:
-    """Micro-batches with the teacher's k likeliest tokens of the student's vocabulary."""
-    # A multiple of both: every replica of the student and of the teacher gets equally many.
-    num_shards = math.lcm(student.role.num_replicas, teacher.role.num_replicas)
-    batch = pack(sequences, tokens_per_microbatch, num_shards=num_shards)
-    top = chain.from_iterable(teacher.top_logprobs(split(batch), k, vocab_size))
-    return [
-        replace(micro, teacher_ids_RK=ids_RK, teacher_logprobs_RK=logprobs_RK)
-        for micro, (ids_RK, logprobs_RK) in zip(batch, top, strict=True)
-    ]
-
-
 def complete(logprobs_RK: Tensor) -> Tensor:
     """(R, K + 1): with the log of the remaining mass as last entry, so rows are distributions."""
+    from torch import cat  # not above: options are read without torch
+
     mass_R1 = logprobs_RK.logsumexp(-1, keepdim=True).clamp(max=LARGEST_MASS)
     # log(1 - exp(x)), by the form that keeps its digits.
     is_near_R1 = mass_R1 > -math.log(2)
-    near_R1 = (-torch.where(is_near_R1, mass_R1, -1.0).expm1()).log()
-    far_R1 = (-torch.where(is_near_R1, -1.0, mass_R1).exp()).log1p()
-    return torch.cat([logprobs_RK, torch.where(is_near_R1, near_R1, far_R1)], dim=-1)
+    near_R1 = (-mass_R1.where(is_near_R1, -1.0).expm1()).log()
+    far_R1 = (-mass_R1.masked_fill(is_near_R1, -1.0).exp()).log1p()
+    return cat([logprobs_RK, near_R1.where(is_near_R1, far_R1)], dim=-1)
 
 
 def kl(logp: Tensor, logq: Tensor) -> Tensor:
@@ -95,4 +78,4 @@ def kl(logp: Tensor, logq: Tensor) -> Tensor:
 
 def mix(logp: Tensor, logq: Tensor, share: float) -> Tensor:
     """log(share p + (1 - share) q)."""
-    return torch.logaddexp(logp + math.log(share), logq + math.log1p(-share))
+    return (logp + math.log(share)).logaddexp(logq + math.log1p(-share))

@@ -1,13 +1,13 @@
 """From rows of data to sequences to train on."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from roll_lite.chat import Chat
 from roll_lite.data import Dialogue, Preference
 from roll_lite.models.config import read_config
-from roll_lite.train.batch import TrainingSequence, truncate
-from roll_lite.train.preference import Pair, check_pairs_fit
+from roll_lite.train.sequences import OPTIONAL, Pair, TrainingSequence
 
 
 def encode_dialogues(chat: Chat, dialogues: Iterable[Dialogue]) -> list[TrainingSequence]:
@@ -41,8 +41,19 @@ def encode_preferences(
         for (name, _), (read, said) in zip(named, chat.encode_replies(named), strict=True)
     ]
     pairs = list(zip(sequences[::2], sequences[1::2], strict=True))
-    check_pairs_fit(pairs, tokens_per_microbatch)
+    _check_pairs_fit(pairs, tokens_per_microbatch)
     return pairs
+
+
+def _check_pairs_fit(pairs: Sequence[Pair], tokens_per_microbatch: int) -> None:
+    """Refuse a pair that no micro-batch holds, before anything is trained."""
+    for chosen, rejected in pairs:
+        length = len(chosen.token_ids) + len(rejected.token_ids) - 2
+        if length > tokens_per_microbatch:
+            raise ValueError(
+                f"{chosen.id} and {rejected.id} have {length} tokens together, over "
+                f"tokens_per_microbatch={tokens_per_microbatch}; raise it, or leave the pair out"
+            )
 
 
 def fit(
@@ -64,6 +75,22 @@ def fit(
                 f"positions allow {limit + 1}; leave it out, or set too_long to truncate"
             )
     return list(sequences), 0
+
+
+def truncate(
+    sequences: Sequence[TrainingSequence], tokens_per_microbatch: int
+) -> tuple[list[TrainingSequence], int]:
+    """Sequences truncated so that each fits in a micro-batch, and how many were truncated."""
+    longest = tokens_per_microbatch + 1  # the last token is only a target
+    per_token = ("token_ids", "loss_mask", *OPTIONAL)
+    result, num_cut = [], 0
+    for sequence in sequences:
+        if len(sequence.token_ids) > longest:
+            values = {name: getattr(sequence, name) for name in per_token}
+            cut = {name: v[:longest] for name, v in values.items() if v is not None}
+            sequence, num_cut = replace(sequence, **cut), num_cut + 1
+        result.append(sequence)
+    return result, num_cut
 
 
 def encode_fitting(

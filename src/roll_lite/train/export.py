@@ -5,19 +5,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from roll_lite.models.config import ModelConfig, read_config
+from roll_lite.models.config import ModelConfig, lora_options, read_config
 from roll_lite.models.hf import load_model, save_state, stored_dtype
-from roll_lite.models.lora import add_adapters, lora_options, merge
+from roll_lite.models.lora import add_adapters, merge
 from roll_lite.models.transformer import Transformer
-from roll_lite.train.checkpoint_folders import read_pieces, verify
-from roll_lite.train.shards import (
+from roll_lite.train.checkpoint_folders import (
     MANIFEST,
-    DamagedError,
     Manifest,
-    Piece,
     check_architecture,
     read_manifest,
+    read_pieces,
+    verify,
 )
+from roll_lite.train.shards import DamagedError, Piece
 
 MASTERS = "policy.model."
 

@@ -1,11 +1,14 @@
 """KL divergence from the policy to a reference model: options, estimates, adaptive coefficient."""
 
-from dataclasses import dataclass
-from typing import Literal
+from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from roll_lite.checks import above, at_least, check_choices, read_only_if
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
@@ -18,7 +21,7 @@ class KLOptions:
     """Weight of the KL to the reference; 0 loads no reference."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL counts."""
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    kl_estimator: Literal[KL_ESTIMATORS] | None = None
     """Estimate of the KL from sampled tokens; None is k3 in the loss and k1 in the reward."""
     reference: str | None = None
     """Hugging Face folder of the reference; None is the starting model."""

@@ -15,26 +15,33 @@ other by the rows' weights.
 
 Some losses belong to a sample (papers say sequence) or a turn: each of its rows then has the whole
 loss, and the aggregation seq_mean_token_mean makes the batch's loss the mean over samples.
+
+Tensors come as arguments and are changed by their methods: the options are read without torch.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
-from torch import Tensor
 from typing_extensions import Doc
 
 from roll_lite.checks import above, at_least, read_only_if
 from roll_lite.options import choose, with_options_of
-from roll_lite.train.batch import AGGREGATIONS, MicroBatch, check_aggregation
 from roll_lite.train.kl import NO_KL, KLOptions
+from roll_lite.train.sequences import AGGREGATIONS, check_aggregation
 
-Measurements = dict[str, Tensor]
-LossResult = tuple[Tensor, Measurements]
-Loss = Callable[[Tensor, Tensor, MicroBatch], LossResult]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from roll_lite.train.batch import MicroBatch
+
+Measurements = dict[str, "Tensor"]
+LossResult = tuple["Tensor", Measurements]
+Loss = Callable[["Tensor", "Tensor", "MicroBatch"], LossResult]
 """From the policy's logprobs, their entropies and the micro-batch to the loss of each row."""
 
 ClipLow = Annotated[float, Doc("probability ratios are clipped below 1 - clip_low.")]
@@ -63,9 +70,9 @@ def ppo(
     ratio_R = delta_R.exp()
     loss_R, is_clipped_R = _clipped(ratio_R, advantages_R, clip_low, clip_high)
     if dual_clip is not None:
-        bound_R = torch.where(advantages_R < 0, -dual_clip * advantages_R, math.inf)
+        bound_R = (-dual_clip * advantages_R).where(advantages_R < 0, math.inf)
         is_clipped_R = is_clipped_R | (bound_R < loss_R)
-        loss_R = torch.minimum(loss_R, bound_R)
+        loss_R = loss_R.minimum(bound_R)
     return loss_R, _ratios(ratio_R, is_clipped_R)
 
 
@@ -130,7 +137,7 @@ def topr(logprobs_R, delta_R, advantages_R, batch):
     delta_R = delta_R.detach()
     log_ratio_R = _sum_over_sample(delta_R, batch)
     is_negative_R = advantages_R < 0
-    weight_R = torch.where(is_negative_R, log_ratio_R.clamp(max=0).exp(), 1.0)
+    weight_R = log_ratio_R.clamp(max=0).exp().where(is_negative_R, 1.0)
     loss_R = -weight_R * advantages_R * logprobs_R
     return loss_R, _ratios(delta_R.exp(), is_negative_R & (log_ratio_R > 0))
 
@@ -149,7 +156,7 @@ def kimi(logprobs_R, delta_R, advantages_R, batch, *, tau: Tau = 0.1):
 def reinforce(logprobs_R, delta_R, advantages_R, batch):
     """The plain policy gradient, -A log p."""
     ratio_R = delta_R.detach().exp()
-    return -advantages_R * logprobs_R, _ratios(ratio_R, torch.zeros_like(ratio_R))
+    return -advantages_R * logprobs_R, _ratios(ratio_R, ratio_R.new_zeros(len(ratio_R)))
 
 
 LOSSES: dict[str, Callable[..., LossResult]] = {
@@ -273,7 +280,7 @@ class PolicyLoss:
         if options.rejection != "none":
             ratio_R = _off_policy(batch, options.rejection).exp()
             rejected_R = (ratio_R < options.rejection_low) | (ratio_R > options.rejection_high)
-            loss_R = torch.where(rejected_R, 0.0, loss_R)
+            loss_R = loss_R.masked_fill(rejected_R, 0.0)
             measurements["loss/rejected"] = rejected_R.float()
         return loss_R, {name: value_R.detach() for name, value_R in measurements.items()}
 
@@ -324,9 +331,8 @@ class ValueLoss:
         old_R = required(batch, "values_R")
         clipped_R = old_R + (values_R - old_R).clamp(-self.clip, self.clip)
         clipped_error_R = (clipped_R - returns_R).square()
-        with torch.no_grad():
-            measurements["loss/value_clip_fraction"] = (clipped_error_R > error_R).float()
-        return torch.maximum(error_R, clipped_error_R) / 2, measurements
+        measurements["loss/value_clip_fraction"] = (clipped_error_R > error_R).float()
+        return error_R.maximum(clipped_error_R) / 2, measurements
 
 
 def critic_metrics(metrics: dict[str, float]) -> dict[str, float]:
@@ -361,7 +367,7 @@ def _sum_over_sample(values_R: Tensor, batch: MicroBatch) -> Tensor:
 
 def _mean_over(delta_R: Tensor, part_R: Tensor, num_parts: int) -> Tensor:
     """(R,): the mean over the rows of each row's sequence or segment."""
-    counts = sum_rows(torch.ones_like(delta_R), part_R, num_parts)
+    counts = sum_rows(delta_R.new_ones(len(delta_R)), part_R, num_parts)
     return (sum_rows(delta_R, part_R, num_parts) / counts.clamp(min=1))[part_R]
 
 
@@ -371,7 +377,7 @@ def _clipped(
     """max(-ratio A, -clip(ratio) A), and where the clip decided it."""
     unclipped_R = -ratio_R * advantages_R
     clipped_R = -ratio_R.clamp(1 - clip_low, 1 + clip_high) * advantages_R
-    return torch.maximum(unclipped_R, clipped_R), clipped_R > unclipped_R
+    return unclipped_R.maximum(clipped_R), clipped_R > unclipped_R
 
 
 def _off_policy(batch: MicroBatch, level: str) -> Tensor:

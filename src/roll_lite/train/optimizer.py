@@ -1,18 +1,29 @@
-"""How a model is optimised: options, learning-rate schedule, AdamW over shards."""
+"""How a model is optimised: options, learning-rate schedule, and defaults by the model's size.
+
+Rates are what others train such models with: RL 1e-6 (verl, ROLL, at 7B), SFT 1e-5 to 2e-5, DPO
+5e-7, critics 1e-5, and ten times as much for adapters. Small models need more to get anywhere.
+"""
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
-from torch import Tensor, nn
-from torch.optim.adamw import adamw
+from typing import Any, Literal, TypeVar
 
 from roll_lite.checks import above, at_least, check_choices, unread_with
-from roll_lite.models.lora import TARGETS, lora_options
-from roll_lite.train.offload import local
+from roll_lite.models.config import TARGETS, ModelConfig, lora_options, read_config
+from roll_lite.models.cost import count_parameters
+from roll_lite.options import flatten, from_flat, mark_chosen
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+T = TypeVar("T")
+RATES = {
+    "rl": {20e6: 3e-4, 300e6: 2e-5, 1e9: 2e-6, math.inf: 1e-6},
+    "sft": {20e6: 1e-3, 300e6: 1e-4, 3e9: 2e-5, math.inf: 1e-5},
+    "preference": {20e6: 1e-4, 300e6: 5e-6, math.inf: 5e-7},
+    "critic": {20e6: 1e-3, 300e6: 1e-4, math.inf: 1e-5},
+}
+"""By the kind of training: the learning rate of models with fewer parameters than this."""
+LORA_FACTOR = 10
+REPLY_TOKENS = {20e6: 16, math.inf: 1024}
+TURN_TOKENS = {20e6: 16, math.inf: 64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,68 +123,41 @@ class Schedule:
         return self.lr * left
 
 
-class AdamW:
-    """AdamW (Loshchilov and Hutter) with its state by parameter name.
+# ---- defaults by the size of the model
 
-    bf16 moments take half the memory. An update changes a moment by less than bf16 resolves, so
-    moments are rounded stochastically, which is right on average.
+
+def choose_defaults(cfg: T, **kinds: str) -> T:
+    """The config of a recipe with a value for each option of `kinds` that is None; prints them.
+
+    A kind is one of RATES, or the length of a reply or turn:
+    `choose_defaults(cfg, lr="rl", max_tokens="reply")`.
     """
-
-    def __init__(
-        self,
-        parameters: dict[str, nn.Parameter],
-        *,
-        weight_decay: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        moments_dtype: torch.dtype = torch.float32,
-    ):
-        self.parameters = parameters
-        self.num_updates = 0
-        self._options = {
-            "beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay,
-            "amsgrad": False, "maximize": False, "fused": True,
-        }  # fmt: skip
-        self.moments: dict[str, dict[str, Tensor]] = {
-            moment: {
-                name: torch.zeros_like(local(parameter), dtype=moments_dtype)
-                for name, parameter in parameters.items()
-            }
-            for moment in MOMENTS
-        }
-
-    @torch.no_grad()
-    def step(self, lr: float) -> None:
-        names = [name for name, p in self.parameters.items() if local(p).numel()]
-        is_exact = all(self.moments[MOMENTS[0]][name].dtype == torch.float32 for name in names)
-        if is_exact:
-            self._update(names, *([self.moments[m][name] for name in names] for m in MOMENTS), lr)
-        for index, name in enumerate(() if is_exact else names):
-            stored = [self.moments[moment][name] for moment in MOMENTS]
-            exact = [tensor.float() for tensor in stored]
-            self._update([name], *([tensor] for tensor in exact), lr)
-            for k, (target, tensor) in enumerate(zip(stored, exact, strict=True)):
-                seed = (self.num_updates * len(names) + index) * len(MOMENTS) + k
-                target.copy_(round_stochastically(tensor, seed))
-        self.num_updates += 1
-
-    def zero_grad(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
-    def _update(self, names: list[str], first: list[Tensor], second: list[Tensor], lr: float):
-        parameters = [local(self.parameters[name]) for name in names]
-        grads = [local(self.parameters[name].grad) for name in names]
-        counts = torch.full((len(names),), float(self.num_updates), device=parameters[0].device)
-        steps = list(counts.unbind())  # adamw increments each
-        adamw(parameters, grads, first, second, [], steps, lr=lr, **self._options)
+    given, config = flatten(cfg), read_config(cfg.model)
+    chosen = {
+        name: _default(kind, config, bool(given.get("lora_rank")))
+        for name, kind in kinds.items()
+        if given[name] is None
+    }
+    if chosen:
+        size = count_parameters(config).total / 1e6
+        listed = ", ".join(f"{name}={value:g}" for name, value in chosen.items())
+        print(f"chosen for a model of {size:,.0f}M parameters: {listed}", flush=True)
+    return mark_chosen(from_flat(type(cfg), **given | chosen), chosen)
 
 
-def round_stochastically(x: Tensor, seed: int) -> Tensor:
-    """fp32 to bf16, up or down at random so that the mean is unchanged."""
-    generator = torch.Generator(x.device).manual_seed(seed)
-    noise = torch.randint(
-        0, 2**16, x.shape, dtype=torch.int32, device=x.device, generator=generator
-    )
-    bits = (x.view(torch.int32) + noise) & -(2**16)
-    return bits.view(torch.float32).to(torch.bfloat16)
+def default_tokens(kind: str, config: ModelConfig) -> int:
+    """Longest reply, or turn of an episode; at most half of the model's positions."""
+    tokens = {"reply": REPLY_TOKENS, "turn": TURN_TOKENS}[kind]
+    return min(_of_size(tokens, config), config.max_positions // 2)
+
+
+def _default(kind: str, config: ModelConfig, has_adapters: bool) -> float:
+    if kind not in RATES:
+        return default_tokens(kind, config)
+    rate = _of_size(RATES[kind], config)
+    return rate * LORA_FACTOR if has_adapters and kind != "critic" else rate
+
+
+def _of_size(table: dict[float, Any], config: ModelConfig) -> Any:
+    size = count_parameters(config).total
+    return next(value for bound, value in table.items() if size < bound)

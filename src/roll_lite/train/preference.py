@@ -3,49 +3,25 @@
 In a micro-batch, sequences 2i and 2i + 1 are the chosen and the rejected reply.
 """
 
+from __future__ import annotations
+
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from roll_lite.checks import above, check_choices, read_only_if
-from roll_lite.train.batch import MicroBatch, TrainingSequence, pack
 from roll_lite.train.losses import LossResult, required, sum_rows
+from roll_lite.train.sequences import Pair, TrainingSequence
 
-Pair = tuple[TrainingSequence, TrainingSequence]
-"""The chosen and the rejected reply, each with its prompt."""
+if TYPE_CHECKING:
+    from torch import Tensor
 
-
-def check_pairs_fit(pairs: Sequence[Pair], tokens_per_microbatch: int) -> None:
-    """Refuse a pair that no micro-batch holds, before anything is trained."""
-    for chosen, rejected in pairs:
-        length = len(chosen.token_ids) + len(rejected.token_ids) - 2
-        if length > tokens_per_microbatch:
-            raise ValueError(
-                f"{chosen.id} and {rejected.id} have {length} tokens together, over "
-                f"tokens_per_microbatch={tokens_per_microbatch}; raise it, or leave the pair out"
-            )
-
-
-def pack_pairs(
-    pairs: Sequence[Pair], tokens_per_microbatch: int, num_shards: int = 1
-) -> list[MicroBatch]:
-    """Micro-batches of whole pairs, weighted so that the batch's loss is the mean over pairs."""
-    return pack(
-        [sequence for pair in pairs for sequence in pair],
-        tokens_per_microbatch,
-        num_shards=num_shards,
-        together=2,
-        aggregation="seq_mean_token_mean",
-    )
+    from roll_lite.train.batch import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,35 +53,33 @@ class DPOLoss:
         """Every row has the loss of its pair."""
         _check_pairs(batch)
         delta_R = logprobs_R - required(batch, "reference_logprobs_R")
-        chosen_P, rejected_P = (
-            sum_rows(delta_R, batch.sequence_R, batch.num_sequences).view(-1, 2).unbind(1)
-        )
+        delta_S = sum_rows(delta_R, batch.sequence_R, batch.num_sequences)
+        chosen_P, rejected_P = delta_S.view(-1, 2).unbind(1)
         margin_P = chosen_P - rejected_P
         pair_R = batch.sequence_R // 2
-        with torch.no_grad():
-            by_pair = {
-                "reward/margin": self.beta * margin_P,
-                "reward/accuracy": (1 + margin_P.sign()) / 2,  # at the start, all are ties
-                "reward/chosen": self.beta * chosen_P,
-                "reward/rejected": self.beta * rejected_P,
-            }
-            measurements = {name: value_P[pair_R] for name, value_P in by_pair.items()}
+        by_pair = {
+            "reward/margin": self.beta * margin_P,
+            "reward/accuracy": (1 + margin_P.sign()) / 2,  # at the start, all are ties
+            "reward/chosen": self.beta * chosen_P,
+            "reward/rejected": self.beta * rejected_P,
+        }
+        measurements = {name: value_P.detach()[pair_R] for name, value_P in by_pair.items()}
         measurements["loss/entropy"] = entropy_R.detach()
         return self._pair_loss(margin_P)[pair_R], measurements
 
     def _pair_loss(self, margin_P: Tensor) -> Tensor:
+        from torch.nn.functional import logsigmoid  # not above: options are read without torch
+
         if self.kind == "ipo":
             return (margin_P - 1 / (2 * self.beta)).square()
-        agree_P, disagree_P = (
-            F.logsigmoid(self.beta * margin_P),
-            F.logsigmoid(-self.beta * margin_P),
-        )
+        agree_P = logsigmoid(self.beta * margin_P)
+        disagree_P = logsigmoid(-self.beta * margin_P)
         return -(1 - self.label_smoothing) * agree_P - self.label_smoothing * disagree_P
 
 
 def _check_pairs(batch: MicroBatch) -> None:
     """A reply without rows would shift the weights of pairs against each other."""
-    rows_S = torch.bincount(batch.sequence_R, minlength=batch.num_sequences)
+    rows_S = batch.sequence_R.bincount(minlength=batch.num_sequences)
     if batch.num_sequences % 2 or not bool(rows_S.all()):
         raise ValueError(
             f"a micro-batch of {batch.num_sequences} sequences with {rows_S.tolist()} tokens to "
@@ -156,6 +130,9 @@ def _cached(path: Path, key: str, lengths: list[int]) -> list[list[float]] | Non
 
 
 def _cache(path: Path, key: str, scores: list[list[float]]) -> None:
+    import torch
+    from safetensors.torch import save_file
+
     flat_N = torch.tensor([score for row in scores for score in row])
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")

@@ -1,23 +1,28 @@
 """A model over the ranks of a role that reads packed batches: logprobs, values, top-k logprobs."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from roll_lite.cluster.places import Place
-from roll_lite.cluster.role import Method, split
+from roll_lite.cluster.role import Method, RoleHandle, split
+from roll_lite.models.config import LoraOptions
 from roll_lite.models.context_parallel import ContextShard
 from roll_lite.models.fsdp import shard
 from roll_lite.models.hf import open_model
-from roll_lite.models.lora import LoraOptions, add_adapters
-from roll_lite.models.profiling import Profiled
+from roll_lite.models.lora import add_adapters
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Checkpointing, Head
+from roll_lite.profiling import Profiled
 from roll_lite.progress import ProgressBar
-from roll_lite.train.batch import MicroBatch, TrainingSequence, pack, unpack
+from roll_lite.train.batch import MicroBatch, pack, unpack
 from roll_lite.train.offload import Offload, local
+from roll_lite.train.sequences import TrainingSequence
 
 SEQUENCES_PER_CALL = 512  # bounds what a call over ranks carries
 
@@ -173,3 +178,22 @@ def score_over_ranks(
             scores += unpack(batch, rows, part)
             bar.advance(len(part))
     return scores
+
+
+def pack_taught(
+    sequences: Sequence[TrainingSequence],
+    tokens_per_microbatch: int,
+    student: RoleHandle,
+    teacher: RoleHandle,
+    k: int,
+    vocab_size: int,
+) -> list[MicroBatch]:
+    """Micro-batches with the teacher's k likeliest tokens of the student's vocabulary."""
+    # A multiple of both: every replica of the student and of the teacher gets equally many.
+    num_shards = math.lcm(student.role.num_replicas, teacher.role.num_replicas)
+    batch = pack(sequences, tokens_per_microbatch, num_shards=num_shards)
+    top = chain.from_iterable(teacher.top_logprobs(split(batch), k, vocab_size))
+    return [
+        replace(micro, teacher_ids_RK=ids_RK, teacher_logprobs_RK=logprobs_RK)
+        for micro, (ids_RK, logprobs_RK) in zip(batch, top, strict=True)
+    ]

@@ -1,70 +1,56 @@
-"""From groups of scored samples to the sequences that are trained on."""
+"""Sequences to train on, the samples that they belong to, and what their tokens weigh in a loss.
 
-import math
+No torch: data is encoded and options are checked before anything needs it.
+"""
+
+from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import compress
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from itertools import compress, pairwise
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
+from roll_lite.types import Group, Sample
 
-from roll_lite.train.advantages import (
-    AdvantageOptions,
-    PerSample,
-    PerToken,
-    PerTurn,
-    mean_by_group,
-    standardise,
-)
-from roll_lite.train.batch import TrainingSequence, join_numbers
-from roll_lite.train.kl import NO_KL, KLController, KLOptions
-from roll_lite.train.shaping import RunningMoments, normalise
-from roll_lite.types import Group, Sample, TokenSequence
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NUMBERS = ("logprobs", "old_logprobs", "reference_logprobs", "advantages", "values", "returns")
+TENSORS = ("teacher_ids", "teacher_logprobs")
+OPTIONAL = (*NUMBERS, *TENSORS, "segments")
 
 
-class Part(NamedTuple):
-    """A sequence of a sample."""
+@dataclass(slots=True, kw_only=True)
+class TrainingSequence:
+    """A sequence to train on. Entry i of every list belongs to token i; empty is unknown."""
 
-    number: int
-    """Of the sample, over all groups."""
-    sample: Sample
-    tokens: TokenSequence
+    id: str = ""
+    """Named in errors."""
+    sample: int | None = None
+    """Neighbouring sequences with the same number are one sample: the batch weighs them as one."""
+    token_ids: list[int]
     loss_mask: list[bool]
+    """True for the tokens to learn from."""
+    logprobs: list[float] = field(default_factory=list)
+    """Behaviour logprobs: of the policy that sampled the tokens."""
+    old_logprobs: list[float] = field(default_factory=list)
+    """The trainer's own, before the first update."""
+    reference_logprobs: list[float] = field(default_factory=list)
+    advantages: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    """The critic's value of the tokens before token i."""
+    returns: list[float] = field(default_factory=list)
+    segments: list[int] = field(default_factory=list)
+    """The turn that each token belongs to."""
+    entropies: list[float] = field(default_factory=list)
+    """Entropy of the policy at token i when it was first trained on; for records alone."""
+    teacher_ids: Tensor | None = None
+    """(tokens, k): the teacher's likeliest tokens at the place of token i."""
+    teacher_logprobs: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelScores:
-    """What models say of the samples; give what the estimator reads, no more.
-
-    Lists have an entry per sequence, in the order of `plain_sequences`, and in it a number per
-    token.
-    """
-
-    reference_logprobs: Sequence[Sequence[float]] | None = None
-    """Logprobs under the reference model, with KL in the reward."""
-    values: Sequence[Sequence[float]] | None = None
-    """The critic's value of the state before each token."""
-    teacher_logprobs: Sequence[Sequence[float] | None] | None = None
-    """Logprobs under the teacher of the prompt's domain; None for a sequence without a teacher."""
-
-
-class AdvantageState:
-    """What advantages carry from batch to batch; a checkpoint keeps `state_dict()`."""
-
-    def __init__(self, kl: KLOptions = NO_KL):
-        self.rewards = RunningMoments()
-        self.kl_options = kl
-        self.kl = KLController(kl.kl_coef, target=kl.kl_target, horizon=kl.kl_horizon)
-        self.metrics: dict[str, float] = {}
-        """Metrics of the last batch: with KL in the reward, its mean per token and coefficient."""
-
-    def state_dict(self) -> dict[str, dict[str, float]]:
-        return {"rewards": self.rewards.state_dict(), "kl": self.kl.state_dict()}
-
-    def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
-        self.rewards.load_state_dict(state["rewards"])
-        self.kl.load_state_dict(state["kl"])
+Pair = tuple[TrainingSequence, TrainingSequence]
+"""A chosen and a rejected reply, each with its prompt."""
 
 
 def plain_sequences(groups: list[Group]) -> list[TrainingSequence]:
@@ -74,11 +60,19 @@ def plain_sequences(groups: list[Group]) -> list[TrainingSequence]:
     """
     return [
         TrainingSequence(
-            id=_name(sample), sample=number, token_ids=part.token_ids, loss_mask=part.loss_mask
+            id=name_of(sample), sample=number, token_ids=part.token_ids, loss_mask=part.loss_mask
         )
-        for number, sample in enumerate(_samples(groups))
+        for number, sample in enumerate(samples_of(groups))
         for part in sample.sequences
     ]
+
+
+def samples_of(groups: list[Group]) -> list[Sample]:
+    return [sample for group in groups for sample in group.samples]
+
+
+def name_of(sample: Sample) -> str:
+    return f"sample {sample.index} of prompt {sample.prompt.id}"
 
 
 def with_field(
@@ -99,275 +93,64 @@ def sampled_numbers(
     return found
 
 
-GRPO, NO_SCORES = AdvantageOptions(), ModelScores()
+def equal_parts(
+    sequences: Sequence[TrainingSequence], num_parts: int
+) -> list[list[TrainingSequence]]:
+    """Parts of equally many samples (or one less), none empty, each with some of every group."""
+    runs = sample_runs(sequences)
+    parts = ([sequences[i] for run in runs[n::num_parts] for i in run] for n in range(num_parts))
+    return [part for part in parts if part]
 
 
-def with_advantages(
-    groups: list[Group],
-    options: AdvantageOptions = GRPO,
-    scores: ModelScores = NO_SCORES,
-    state: AdvantageState | None = None,
-) -> list[TrainingSequence]:
-    """Every sample of every group as one or several sequences with the advantage of each token."""
-    if not groups:
-        return []
-    rows = Rows(groups, options, scores, state)
-    return rows.sequences(options.estimate(rows))
-
-
-class Rows:
-    """All samples end to end, with the inputs of the estimators under their names, as advantages.py
-    lists them: rewards_S, groups_S, ...
-
-    Rows are in the order of samples, and in a sample in the order in which they were sampled.
-    """
-
-    def __init__(
-        self,
-        groups: list[Group],
-        options: AdvantageOptions,
-        scores: ModelScores = NO_SCORES,
-        state: AdvantageState | None = None,
-    ):
-        """`state` is what advantages carry from step to step."""
-        if state is None and options.reward_norm == "running":
-            raise ValueError("reward_norm='running' needs the run's AdvantageState; give `state`")
-        state = state or AdvantageState()
-        state.metrics = {}
-        self._options = options
-        self._scores = scores
-        self.samples = samples = _samples(groups)
-        self.parts = [
-            Part(i, s, part, part.loss_mask) for i, s in enumerate(samples) for part in s.sequences
-        ]
-        _check_scores(options, scores, state.kl_options, self.parts)
-        self.lengths = [len(part.tokens.token_ids) for part in self.parts]
-        self.groups_S = torch.tensor([i for i, group in enumerate(groups) for _ in group.samples])
-        number_P = torch.tensor([part.number for part in self.parts])
-        sample_N = number_P.repeat_interleave(torch.tensor(self.lengths))
-        mask_N = join_numbers((part.loss_mask for part in self.parts), "b")
-        # A row is a token with loss; the first token of a sequence is never predicted.
-        mask_N[torch.tensor([0, *self.lengths[:-1]]).cumsum(0)] = 0
-        self.learned_R = mask_N.nonzero()[:, 0]
-        if len(self.parts) > len(samples):  # turns may alternate between sequences
-            turn_N = join_numbers((part.tokens.segments for part in self.parts), "q")
-            time_R = (sample_N * 2**32 + turn_N)[self.learned_R]
-            self.learned_R = self.learned_R[time_R.argsort(stable=True)]
-        self.sequence_R = sample_N[self.learned_R]
-        self.logprobs_R = self.of([part.tokens.logprobs for part in self.parts])
-        self.values_R = self.of(scores.values) if scores.values is not None else None
-        self.teacher_logprobs_R = None
-        if scores.teacher_logprobs is not None:
-            given = zip(scores.teacher_logprobs, self.parts, strict=True)
-            # Without a teacher nothing pulls: its logprobs are the policy's own.
-            self.teacher_logprobs_R = self.of([t or part.tokens.logprobs for t, part in given])
-            self._measure_teacher(scores.teacher_logprobs, state)
-        self.turn_rewards = [_turn_rewards(sample) for sample in samples]
-        self.observations = [[turn.state for turn in s.turns] for s in samples]
-        if options.reads_rewards:
-            self._add_rewards(options, scores, state)
-
-    def _add_rewards(
-        self, options: AdvantageOptions, scores: ModelScores, state: AdvantageState
-    ) -> None:
-        """Scores, normalised, then clipped; the KL counts against the sample, or token by token."""
-        scores_S = torch.tensor([_score(sample) for sample in self.samples], dtype=torch.float64)
-        scores_S = normalise(scores_S, self.groups_S, options.reward_norm, state.rewards)
-        if options.reward_clip is not None:
-            scores_S = scores_S.clamp(-options.reward_clip, options.reward_clip)
-        self.scores_S = self.rewards_S = scores_S
-        self.rewards_R = self.at_end(scores_S)
-        if state.kl_options.is_in("reward"):
-            reference_R = self.of(scores.reference_logprobs)
-            kl_R = state.kl_options.estimate(self.logprobs_R, reference_R)
-            self.rewards_S = scores_S - self.sum(state.kl.coef * kl_R)
-            self.rewards_R = self.rewards_R - state.kl.coef * kl_R
-            state.metrics |= {"loss/kl": kl_R.mean().item(), "loss/kl_coef": state.kl.coef}
-            state.kl.update(self.sum(kl_R).mean().item(), len(self.samples))
-
-    def _measure_teacher(
-        self, logprobs: Sequence[Sequence[float] | None], state: AdvantageState
-    ) -> None:
-        """The KL from the policy to its teachers, estimated by the tokens that have one."""
-        has_teacher = zip(logprobs, self.lengths, strict=True)
-        is_taught_R = self.of([[float(t is not None)] * length for t, length in has_teacher])
-        if is_taught_R.any():
-            kl = -self.teacher_gain_R.sum() / is_taught_R.sum()
-            state.metrics["rollout/kl"] = kl.item()
-
-    def of(self, per_token: Sequence[Sequence[float]]) -> Tensor:
-        return join_numbers(per_token, "d")[self.learned_R]
-
-    def sum(self, values_R: Tensor) -> Tensor:
-        """(S,): over the rows of each sample."""
-        zeros_S = values_R.new_zeros(len(self.samples))
-        return zeros_S.index_add(0, self.sequence_R, values_R)
-
-    def mean_of_group(self, values_S: Tensor) -> Tensor:
-        """(S,): the mean over the samples of each sample's group."""
-        return mean_by_group(values_S, self.groups_S)
-
-    def at_end(self, values_S: Tensor) -> Tensor:
-        """(R,): the sample's number on its last row, 0 on the rows before."""
-        following_R = torch.cat([self.sequence_R[1:], self.sequence_R.new_full((1,), -1)])
-        is_last_R = self.sequence_R != following_R[: len(self.sequence_R)]
-        return torch.where(is_last_R, values_S[self.sequence_R], 0.0)
-
-    def sequences(
-        self, advantages: Tensor | Sequence, *, teacher_weight: float = 0.0
-    ) -> list[TrainingSequence]:
-        """What is trained on: the advantages of samples, turns or tokens on every token.
-
-        They are whitened if the options say so; then `teacher_weight` times log p_teacher - log p
-        is added, and the sum is clipped.
-        """
-        advantages_R = self._by_token(advantages)
-        self.check_finite(advantages_R)
-        returns = None
-        if self._options.needs_critic:  # which learns the return itself, as it is before whitening
-            returns = self.lists(advantages_R + self.values_R)
-        if self._options.is_whitened:
-            advantages_R = standardise(advantages_R, torch.zeros_like(self.sequence_R))
-        if teacher_weight:
-            advantages_R = advantages_R + teacher_weight * self.teacher_gain_R
-        if (most := self._options.advantage_clip) is not None:
-            advantages_R = advantages_R.clamp(-most, most)
-        return _sequences(self.parts, self.lists(advantages_R), returns, self._scores)
-
-    @property
-    def teacher_gain_R(self) -> Tensor:
-        """log p_teacher - log p of each token, of which the mean is minus their KL."""
-        return self.teacher_logprobs_R - self.logprobs_R
-
-    def _by_token(self, advantages: Tensor | Sequence) -> Tensor:
-        """From a number for each sample or token, or a list of numbers for each sample's turns."""
-        if isinstance(advantages, Sequence) and advantages and isinstance(advantages[0], Sequence):
-            return self.of(
-                [[advantages[p.number][i] for i in p.tokens.segments] for p in self.parts]
-            )
-        advantages = torch.as_tensor(advantages, dtype=torch.float64)
-        is_per_sample = len(advantages) == len(self.samples)
-        is_per_token = len(advantages) == len(self.sequence_R)
-        if is_per_token and (self._options.unit == PerToken or not is_per_sample):
-            return advantages
-        if is_per_sample:
-            return advantages[self.sequence_R]
-        raise ValueError(
-            f"{len(advantages)} advantages for {len(self.samples)} samples with "
-            f"{len(self.sequence_R)} tokens; give one for each sample or each token, or a list "
-            "for each sample with one for each turn"
-        )
-
-    def check_shape(self, found: Any, options: AdvantageOptions) -> None:
-        """Refuse advantages of an estimator that are not what its return type says."""
-        if options.unit == PerTurn:
-            shape, expected = [len(n) for n in found], [len(s.turns) for s in self.samples]
-        else:
-            shape = tuple(getattr(found, "shape", ()))
-            expected = (len(self.samples if options.unit == PerSample else self.sequence_R),)
-        if shape != expected:
-            unit = {PerSample: "sample", PerToken: "token with loss", PerTurn: "turn"}[options.unit]
-            raise ValueError(
-                f"advantage={options.advantage!r} returned a {type(found).__name__} of shape "
-                f"{shape} instead of {expected}, a number for each {unit} as its return type says"
-            )
-
-    def check_finite(self, advantages_R: Tensor) -> None:
-        if (bad_R := ~advantages_R.isfinite()).any():
-            first = bad_R.nonzero()[0, 0]
-            raise ValueError(
-                f"advantage={self._options.advantage!r} gave {advantages_R[first].item()} to "
-                f"{_name(self.samples[self.sequence_R[first]])}, and numbers that are not finite "
-                f"to {bad_R.sum().item()} of {len(bad_R)} tokens"
-            )
-
-    def lists(self, values_R: Tensor) -> list[list[float]]:
-        """Per sequence and token, 0 where there is no loss."""
-        flat_N = values_R.new_zeros(sum(self.lengths)).index_copy(0, self.learned_R, values_R)
-        return [part.tolist() for part in flat_N.split(self.lengths)]
-
-
-def _check_scores(
-    options: AdvantageOptions, scores: ModelScores, kl: KLOptions, parts: list[Part]
-) -> None:
-    """Refuse what is missing, what nothing reads, and lists of the wrong length."""
-    if kl.is_in("reward") and not options.reads_rewards:
-        raise ValueError(
-            f"kl_in='reward' with advantage={options.advantage!r}, which reads no rewards; "
-            "use kl_in='loss'"
-        )
-    wanted = {
-        "values": options.needs_critic,
-        "reference_logprobs": kl.is_in("reward"),
-        # A teacher may also stand beside any other estimator.
-        "teacher_logprobs": options.needs_teacher or scores.teacher_logprobs is not None,
-    }
-    for name, is_wanted in wanted.items():
-        given = getattr(scores, name)
-        if is_wanted != (given is not None):
-            verb, remedy = ("needs", "give") if is_wanted else ("does not read", "leave out")
-            raise ValueError(
-                f"advantage={options.advantage!r} with kl_coef={kl.kl_coef} {verb} {name}; "
-                f"{remedy} ModelScores({name}=...)"
-            )
-        if is_wanted:
-            _check_lengths(name, given, parts)
-
-
-def _check_lengths(name: str, lists: Sequence[Sequence | None], parts: list[Part]) -> None:
-    if len(lists) != len(parts):
-        raise ValueError(f"{name} has {len(lists)} lists for {len(parts)} sequences")
-    for values, part in zip(lists, parts, strict=True):
-        if values is not None and len(values) != len(part.tokens.token_ids):
-            raise ValueError(
-                f"{name} of {_name(part.sample)} has {len(values)} entries for "
-                f"{len(part.tokens.token_ids)} token_ids"
-            )
-
-
-def _turn_rewards(sample: Sample) -> list[float]:
-    """An environment rewards turns; a question has one turn, with the reward of its reply."""
-    if sample.prompt.is_question and len(sample.turns) == 1 and sample.score is not None:
-        return [sample.score.value]
-    return [turn.result.reward for turn in sample.turns]
-
-
-def _score(sample: Sample) -> float:
-    if sample.score is None or not math.isfinite(sample.score.value):
-        raise ValueError(
-            f"{_name(sample)} has score {sample.score}; rewards must be finite numbers. "
-            "Leave failed samples out; their `error` says why they failed"
-        )
-    return sample.score.value
-
-
-def _sequences(
-    parts: list[Part],
-    advantages: list[list[float]],
-    returns: list[list[float]] | None,
-    scores: ModelScores,
-) -> list[TrainingSequence]:
-    references = scores.reference_logprobs
-    return [
-        TrainingSequence(
-            id=_name(part.sample),
-            sample=part.number,
-            token_ids=part.tokens.token_ids,
-            loss_mask=part.loss_mask,
-            logprobs=part.tokens.logprobs,
-            reference_logprobs=list(references[i]) if references else [],
-            advantages=advantages[i],
-            values=list(scores.values[i]) if returns else [],
-            returns=returns[i] if returns else [],
-            segments=part.tokens.segments,
-        )
-        for i, part in enumerate(parts)
+def sample_runs(sequences: Sequence[TrainingSequence]) -> list[range]:
+    """The places of each sample's sequences."""
+    starts = [
+        i
+        for i, sequence in enumerate(sequences)
+        if i == 0 or sequence.sample is None or sequence.sample != sequences[i - 1].sample
     ]
+    return [range(*bounds) for bounds in pairwise([*starts, len(sequences)])]
 
 
-def _samples(groups: list[Group]) -> list[Sample]:
-    return [sample for group in groups for sample in group.samples]
+# ---- the weight of a row in the loss of a batch
+
+AGGREGATIONS = (
+    "token_mean",
+    "seq_mean_token_mean",
+    "seq_mean_token_sum",
+    "seq_mean_token_sum_const",
+)
 
 
-def _name(sample: Sample) -> str:
-    return f"sample {sample.index} of prompt {sample.prompt.id}"
+def row_weights(
+    rows_S: Sequence[int], aggregation: str, constant: float | None = None
+) -> list[float]:
+    """The weight in the batch's loss of each row of a sample, given the numbers of rows.
+
+    Samples without rows do not count. The aggregations call a sample a sequence, as papers do.
+    `constant` divides the sums of seq_mean_token_sum_const.
+    """
+    check_aggregation(aggregation, constant)
+    if not any(rows_S):
+        raise ValueError("no token of the batch carries loss: every loss_mask is empty")
+    if aggregation == "token_mean":
+        return [(1.0 if rows else 0.0) / sum(rows_S) for rows in rows_S]
+    num_samples = sum(rows > 0 for rows in rows_S)
+    if aggregation == "seq_mean_token_mean":
+        return [1 / (num_samples * rows) if rows else 0.0 for rows in rows_S]
+    return [1 / (num_samples * (constant or 1.0)) if rows else 0.0 for rows in rows_S]
+
+
+def check_aggregation(aggregation: str, constant: float | None) -> None:
+    """Refuse an unknown name, and a constant that is missing or not read."""
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(
+            f"aggregation={aggregation!r} is not known; use one of {', '.join(AGGREGATIONS)}"
+        )
+    if (constant is not None) != (aggregation == "seq_mean_token_sum_const"):
+        raise ValueError(
+            f"constant={constant} with aggregation={aggregation!r}; seq_mean_token_sum_const "
+            "needs one (the longest reply, say), other aggregations read none"
+        )
+    if constant is not None and not constant > 0:
+        raise ValueError(f"constant={constant} must be above 0")

@@ -1,25 +1,27 @@
 """Rewards and weights of samples, changed before they are trained on: scale, overlong replies."""
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from roll_lite.checks import at_least, check_choices, read_only_if
 from roll_lite.train.advantages import EPSILON, EQUAL, standardise
-from roll_lite.train.batch import TrainingSequence
+from roll_lite.train.sequences import TrainingSequence
 from roll_lite.types import Group, Sample
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def normalise(rewards_S: Tensor, groups_S: Tensor, by: str, moments: "RunningMoments") -> Tensor:
+
+def normalise(rewards_S: Tensor, groups_S: Tensor, by: str, moments: RunningMoments) -> Tensor:
     """`by`: none, batch, group, or running (the moments include these rewards)."""
     if by == "running":
         moments.update(rewards_S)
         return moments.normalise(rewards_S)
     if by == "none":
         return rewards_S
-    return standardise(rewards_S, groups_S if by == "group" else torch.zeros_like(groups_S))
+    return standardise(rewards_S, groups_S if by == "group" else 0 * groups_S)
 
 
 class RunningMoments:
@@ -43,7 +45,7 @@ class RunningMoments:
     def normalise(self, values: Tensor) -> Tensor:
         variance = self.squares / max(1, self.count - 1)
         if variance < EQUAL:
-            return torch.zeros_like(values)
+            return values.new_zeros(len(values))
         return (values - self.mean) / (variance**0.5 + EPSILON)
 
     def state_dict(self) -> dict[str, float]:

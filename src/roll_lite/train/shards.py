@@ -1,11 +1,11 @@
-"""The files of a checkpoint: one safetensors file per rank, and the manifest that lists them.
+"""The tensors of a checkpoint: one safetensors file per rank.
 
 A rank writes its rectangle of every tensor, and ranks of any other layout read the parts they need.
-The files hold tensors only; the manifest says where each lies in the whole tensor, and has a
-checksum of every file and of itself.
+The files hold tensors only; a `ShardRecord` says where each lies in the whole tensor.
 """
 
-import dataclasses
+from __future__ import annotations
+
 import json
 import os
 import shutil
@@ -17,22 +17,18 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
-from roll_lite.models.config import ModelConfig
 from roll_lite.progress import ProgressBar
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-Kind = Literal["full", "adapter"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
 FORMAT_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint8: "U8", torch.bool: "BOOL",
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 
 
@@ -50,9 +46,9 @@ class Piece:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
 
-    def copy(self) -> "Piece":
-        """In the host's memory."""
-        tensor = torch.empty_like(self.tensor, device="cpu", memory_format=torch.contiguous_format)
+    def copy(self) -> Piece:
+        """A piece with a copy of the tensor in the host's memory."""
+        tensor = self.tensor.new_empty(self.tensor.shape, device="cpu")
         return Piece(tensor.copy_(self.tensor), self.offsets, self.shape)
 
     def __post_init__(self):
@@ -67,7 +63,7 @@ class Piece:
             )
 
     @staticmethod
-    def whole(tensor: Tensor) -> "Piece":
+    def whole(tensor: Tensor) -> Piece:
         """A tensor that one rank holds whole."""
         return Piece(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
 
@@ -218,12 +214,13 @@ def _header(tensors: dict[str, Tensor]) -> bytes:
     """The header of a safetensors file: the length of its JSON, then the JSON."""
     entries, end = {}, 0
     for name, tensor in tensors.items():
-        if tensor.dtype not in FORMAT_NAMES:
-            known = ", ".join(map(_dtype_name, FORMAT_NAMES))
+        dtype = _dtype_name(tensor)
+        if dtype not in FORMAT_NAMES:
+            known = ", ".join(FORMAT_NAMES)
             raise ValueError(f"{name} has dtype={tensor.dtype}; a checkpoint holds {known}")
         start, end = end, end + tensor.nbytes
         entries[name] = {
-            "dtype": FORMAT_NAMES[tensor.dtype],
+            "dtype": FORMAT_NAMES[dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
@@ -233,8 +230,10 @@ def _header(tensors: dict[str, Tensor]) -> bytes:
 
 
 def _content(tensor: Tensor) -> memoryview:
+    from torch import uint8  # not above: the options of checkpoints are read without torch
+
     on_cpu = tensor.detach().cpu().contiguous()
-    return memoryview(on_cpu.view(-1).view(torch.uint8).numpy())
+    return memoryview(on_cpu.view(-1).view(uint8).numpy())
 
 
 def _stored(piece: Piece) -> StoredPiece:
@@ -242,12 +241,12 @@ def _stored(piece: Piece) -> StoredPiece:
         tuple(piece.offsets),
         tuple(piece.tensor.shape),
         tuple(piece.shape),
-        _dtype_name(piece.tensor.dtype),
+        _dtype_name(piece.tensor),
     )
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _overlap(stored: StoredPiece, wanted: Piece) -> tuple[tuple, tuple] | None:
@@ -271,7 +270,7 @@ def _check_wanted(
     wholes = whole_tensors(records)
     wrong = []
     for name, piece in wanted.items():
-        expected = tuple(piece.shape), _dtype_name(piece.tensor.dtype)
+        expected = tuple(piece.shape), _dtype_name(piece.tensor)
         if name in wholes and wholes[name] != expected:
             (shape, dtype), (our_shape, our_dtype) = wholes[name], expected
             wrong.append(f"{name} is {shape} {dtype}, expected {our_shape} {our_dtype}")
@@ -293,103 +292,3 @@ def _open(path: Path):
 def _some(problems: list[str], limit: int = 8) -> str:
     rest = f" and {len(problems) - limit} more" if len(problems) > limit else ""
     return "; ".join(problems[:limit]) + rest
-
-
-# ---- the manifest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """The contents of manifest.json."""
-
-    step: int
-    kind: Kind
-    score: float | None
-    """Higher is better; None if nothing was measured."""
-    layout: dict[str, int]
-    """Number of ranks that wrote the files, and their tp."""
-    architecture: dict[str, Any]
-    """The ModelConfig."""
-    state: dict[str, Any]
-    """What else the run needs to resume, as plain JSON."""
-    files: list[ShardRecord]
-
-
-def read_manifest(folder: str | Path) -> Manifest:
-    path = Path(folder) / MANIFEST
-    try:
-        seal, _, body = path.read_bytes().partition(b"\n")
-    except OSError as error:
-        raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
-    if seal != _seal(body):
-        raise DamagedError(f"{path} has changed since it was written")
-    fields = json.loads(b"{" + body)
-    if (version := fields.pop("format")) > FORMAT:
-        raise ValueError(
-            f"{path} has format={version}, and this version of roll_lite reads up to {FORMAT}; "
-            "update roll_lite, or name an older checkpoint"
-        )
-    fields["files"] = [_read_record(record) for record in fields["files"]]
-    for record in fields["files"]:
-        if Path(record.file).name != record.file or not record.file.endswith(".safetensors"):
-            raise DamagedError(f"{path} names {record.file!r}, which is no shard of its folder")
-    return Manifest(**fields)
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    fields = {"format": FORMAT} | _fields(manifest)
-    lines = [_json_line(name, value) for name, value in fields.items()]
-    body = ",\n".join(lines).encode() + b"\n}\n"
-    data = _seal(body) + b"\n" + body
-    write_durably(folder / MANIFEST, [memoryview(data)], len(data))
-
-
-def check_architecture(manifest: Manifest, config: ModelConfig) -> None:
-    """Refuse a checkpoint of another model, naming each field that differs."""
-    stored, ours = _flat(manifest.architecture), _flat(dataclasses.asdict(config))
-    differing = [
-        f"{field}={stored.get(field, 'absent')} in the checkpoint, {ours.get(field, 'absent')} here"
-        for field in stored | ours
-        if field not in stored or field not in ours or stored[field] != ours[field]
-    ]
-    if differing:
-        raise ValueError(
-            f"the checkpoint of step {manifest.step} is of another architecture: "
-            f"{'; '.join(differing)}; resume with the model that it was trained from"
-        )
-
-
-def _seal(body: bytes) -> bytes:
-    """The manifest's first line: the checksum of the other lines."""
-    return b'{"crc32": "%08x",' % zlib.crc32(body)
-
-
-def _json_line(name: str, value: Any) -> str:
-    try:
-        return f'"{name}": {json.dumps(value, default=_fields if name == "files" else None)}'
-    except TypeError as error:
-        raise ValueError(f"{name} must be plain JSON ({error}); write tensors as pieces") from None
-
-
-def _fields(record: Any) -> dict[str, Any]:
-    """A dataclass as a dict, one level deep: `asdict` would copy every list below it."""
-    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-
-
-def _read_record(fields: dict[str, Any]) -> ShardRecord:
-    pieces = {
-        name: StoredPiece(tuple(offsets), tuple(local_shape), tuple(whole_shape), dtype)
-        for name, (offsets, local_shape, whole_shape, dtype) in fields.pop("pieces").items()
-    }
-    return ShardRecord(**fields, pieces=pieces)
-
-
-def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested fields by dotted names; tuples as the lists that JSON makes of them."""
-    flat = {}
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = list(value) if isinstance(value, tuple) else value
-    return flat

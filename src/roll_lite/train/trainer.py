@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from roll_lite.cluster.places import Place
 from roll_lite.cluster.role import RoleHandle
+from roll_lite.models.config import LoraOptions
 from roll_lite.models.cost import device_flops, training_flops
 from roll_lite.models.fsdp import (
     gradient_norm,
@@ -27,24 +28,25 @@ from roll_lite.models.fsdp import (
     whole_shape,
 )
 from roll_lite.models.hf import save_state, stored_dtype
-from roll_lite.models.lora import LoraOptions, adapters, merge
+from roll_lite.models.lora import adapters, merge
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Checkpointing, Head
 from roll_lite.progress import ProgressBar
 from roll_lite.stopping import Ended
-from roll_lite.train.batch import MicroBatch, TrainingSequence, unpack
-from roll_lite.train.checkpoint_folders import read_pieces, verify
-from roll_lite.train.losses import Loss
-from roll_lite.train.offload import local
-from roll_lite.train.optimizer import AdamW, Schedule
-from roll_lite.train.scorer import Scorer
-from roll_lite.train.shards import (
-    Piece,
-    ShardRecord,
+from roll_lite.train.adamw import AdamW
+from roll_lite.train.batch import MicroBatch, unpack
+from roll_lite.train.checkpoint_folders import (
     check_architecture,
     read_manifest,
-    write_shard,
+    read_pieces,
+    verify,
 )
+from roll_lite.train.losses import Loss
+from roll_lite.train.offload import local
+from roll_lite.train.optimizer import Schedule
+from roll_lite.train.scorer import Scorer
+from roll_lite.train.sequences import TrainingSequence
+from roll_lite.train.shards import Piece, ShardRecord, write_shard
 from roll_lite.train.totals import ENTROPY, LOSS, Totals
 
 MAX_SKIPPED = 5

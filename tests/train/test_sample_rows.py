@@ -12,7 +12,7 @@ from support.training_data import flat, make_groups, make_sample, standardised
 
 from roll_lite.train.advantages import ADVANTAGES, AdvantageOptions, PerSample
 from roll_lite.train.kl import KLController, KLOptions, estimate_kl
-from roll_lite.train.sequences import AdvantageState, ModelScores, Rows, with_advantages
+from roll_lite.train.sample_rows import AdvantageState, ModelScores, Rows, with_advantages
 from roll_lite.train.shaping import RunningMoments, normalise
 from roll_lite.types import Group, TurnResult
 

@@ -8,9 +8,9 @@ from support.runs import toy_options
 from support.traces import read_trace, slices
 
 from roll_lite.options import from_flat
+from roll_lite.profiling import ProfileOptions
 from roll_lite.recipes import rlvr
 from roll_lite.report.__main__ import main
-from roll_lite.train.profiling import ProfileOptions
 
 
 @pytest.fixture(scope="module")
