@@ -15,9 +15,9 @@ import transformers
 from support.models import FAMILIES, SMALL
 
 from roll_lite.device_map import auto_device_map, parse_device_map
+from roll_lite.engine.arena import cache_shape
 from roll_lite.engine.attention_backends import PAGE_SIZE
 from roll_lite.engine.engine import MAX_PREFILL_TOKENS, Engine
-from roll_lite.engine.runner import cache_shape
 from roll_lite.models import memory
 from roll_lite.models.config import parse_config, planned_config, read_config, shape_config
 from roll_lite.models.cost import (
