@@ -389,9 +389,9 @@ class Engine:
             raise errors[0]
 
     def _check(self, request: Request) -> None:
-        cache_tokens = self.pool.num_pages * self.pool.page_size
-        check_request(request, self.model.config, cache_tokens)
-        if request.params.stop and self._decode_text is None:
-            raise ValueError(
-                f"stop={request.params.stop!r} needs text; give the engine Engine(decode=...)"
-            )
+        check_request(
+            request,
+            self.model.config,
+            cache_tokens=self.pool.num_pages * self.pool.page_size,
+            has_decoder=self._decode_text is not None,
+        )

@@ -30,13 +30,16 @@ class Projected:
     q_norm: nn.Module | None
     k_norm: nn.Module | None
 
+    @property
+    def norms(self) -> tuple[Tensor | None, Tensor | None, float]:
+        """Weights of the q and k norms, if the model has them, and their epsilon."""
+        if self.q_norm is None:
+            return None, None, 0.0
+        return self.q_norm.spread_weight, self.k_norm.spread_weight, self.q_norm.eps
+
     def rotated(self) -> tuple[Tensor, Tensor, Tensor]:
         """q (T, heads, D), k and v (T, K, D)."""
-        norms, eps = (None, None), 0.0
-        if self.q_norm is not None:
-            norms = self.q_norm.spread_weight, self.k_norm.spread_weight
-            eps = self.q_norm.eps
-        return norm_and_rotate(self.qkv_TKGD, self.cos_TD, self.sin_TD, *norms, eps)
+        return norm_and_rotate(self.qkv_TKGD, self.cos_TD, self.sin_TD, *self.norms)
 
 
 Attend = Callable[[int, Projected], Tensor]
