@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from roll_lite.engine.sampler import gumbel, noise_key
 from roll_lite.engine.torch_attention import KeyBlocks, block_attention
 from roll_lite.kernels import pointwise, rotary
-from roll_lite.kernels.logprobs import backward_in_place, summarize
+from roll_lite.kernels.logits import backward_in_place, summarize
 from roll_lite.kernels.paged_attention import paged_decode, paged_prefill
 from roll_lite.kernels.pointwise import (
     add_norm,

@@ -19,7 +19,14 @@ from roll_lite.engine.arena import cache_shape
 from roll_lite.engine.attention_backends import PAGE_SIZE
 from roll_lite.engine.engine import MAX_PREFILL_TOKENS, Engine
 from roll_lite.models import memory
-from roll_lite.models.config import parse_config, planned_config, read_config, shape_config
+from roll_lite.models.config import (
+    PLANNED_SHAPES,
+    SHAPES,
+    parse_config,
+    planned_config,
+    read_config,
+    shape_config,
+)
 from roll_lite.models.cost import (
     active_parameters,
     adapter_parameters,
@@ -38,7 +45,6 @@ from roll_lite.models.memory import (
     together,
     train_memory,
 )
-from roll_lite.models.shapes import PLANNED_SHAPES, SHAPES
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Transformer
 from roll_lite.planning import __main__ as plan_command

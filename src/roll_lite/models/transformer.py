@@ -177,7 +177,8 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         shard = replace(shard, config=config) if shard else None
-        self.config, self.shard = config, shard
+        self.config = config
+        self.shard = shard
         self.local_config = config = local_config(config, shard.size) if shard else config
         self.rotary = Rotary(config.rope, config.head_dim)
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
@@ -197,7 +198,7 @@ class Transformer(nn.Module):
         return self.embedding if self.lm_head is None else self.lm_head
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
-        """Of this rank's part of the vocabulary; -inf for its padding."""
+        """Logits of this rank's part of the vocabulary; -inf for its padding."""
         return head_logits(hidden_RH, self.head_weight, self.shard, -torch.inf)
 
     def hidden_states(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
@@ -205,7 +206,8 @@ class Transformer(nn.Module):
             x_TH = F.embedding(token_ids_T, self.embedding)
         else:
             x_TH = self.shard.look_up(token_ids_T, self.embedding)
-        rotary, delta_TH = self.rotary(positions_T), None
+        rotary = self.rotary(positions_T)
+        delta_TH = None
         for block in self.blocks:
             x_TH, delta_TH = block(x_TH, delta_TH, rotary, attend)
         return add_norm(x_TH, delta_TH, self.norm.weight, self.norm.eps)[1]
