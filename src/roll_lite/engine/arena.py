@@ -42,7 +42,9 @@ class Arena:
         return self.bytes[offset : offset + num_bytes].view(dtype).view(shape)
 
     def release(self) -> None:
-        """Tensors in the arena must not be touched until `restore`."""
+        """Give the memory back. Tensors in the arena must not be touched until `restore`."""
+        if not self.is_held:
+            return
         if self._mapping:
             torch.cuda.synchronize(self.bytes.device)
             self._mapping.unmap()
@@ -52,7 +54,9 @@ class Arena:
         self.is_held = False
 
     def restore(self) -> None:
-        """The memory again, zeroed."""
+        """Take the memory again, zeroed."""
+        if self.is_held:
+            return
         if self._mapping:
             self._mapping.map()
         else:

@@ -235,8 +235,7 @@ class Engine:
             self._clear("go_on")
             self._needs_weights = True
             for arena in self._arenas:
-                if arena.is_held:
-                    arena.release()
+                arena.release()
 
     def wake(self, part: Literal["all", "weights"] = "all") -> None:
         """Restore the memory that sleep() released. Its weights are lost: call load_weights().
@@ -245,8 +244,7 @@ class Engine:
         weights are loaded.
         """
         for arena in self._arenas if part == "all" else self.weight_arenas:
-            if not arena.is_held:
-                arena.restore()
+            arena.restore()
 
     @property
     def is_ready(self) -> bool:

@@ -44,7 +44,8 @@ def sample(
 
         exchange = shard.gather if shard else None
         return fused(logits_RV, temperatures_R, is_greedy_R, keys_R2, positions_R, first, exchange)
-    has_greedy, found = bool(is_greedy_R.any()), []
+    has_greedy = bool(is_greedy_R.any())
+    found = []
     for rows in _small_chunks(logits_RV):
         logits_CV = scale(logits_RV[rows], temperatures_R[rows])
         noise_CV = gumbel(keys_R2[rows], positions_R[rows], first, first + num_entries)

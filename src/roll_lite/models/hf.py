@@ -195,29 +195,20 @@ def write_folder(
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     partial.mkdir()
     try:
-        _fill_folder(partial, hf_config, tensors, add_files)
+        dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+        hf_config = {k: v for k, v in hf_config.items() if k != "torch_dtype"} | {"dtype": dtype}
+        (partial / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
+        _write_tensors(partial, tensors)
+        add_files(partial)
+        for file in partial.iterdir():
+            file.chmod(0o644)  # safetensors writes 0600
+            with file.open("rb") as handle:  # on disk before the rename
+                os.fsync(handle.fileno())
         _replace_folder(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return folder
-
-
-def _fill_folder(
-    partial: Path,
-    hf_config: dict,
-    tensors: dict[str, Tensor],
-    add_files: Callable[[Path], object],
-) -> None:
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    hf_config = {k: v for k, v in hf_config.items() if k != "torch_dtype"} | {"dtype": dtype}
-    (partial / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
-    _write_tensors(partial, tensors)
-    add_files(partial)
-    for file in partial.iterdir():
-        file.chmod(0o644)  # safetensors writes 0600
-        with file.open("rb") as handle:  # on disk before the rename
-            os.fsync(handle.fileno())
 
 
 def _replace_folder(new: Path, folder: Path) -> None:

@@ -116,22 +116,15 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = mlp
 
-    def forward(
-        self,
-        x_TH: Tensor,
-        delta_TH: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
-        attend: Attend,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, *inputs) -> tuple[Tensor, Tensor]:
+        """The block on the inputs of `_run`, with checkpointing in training."""
         if self.checkpointing == "none" or not torch.is_grad_enabled():
-            return self._run(x_TH, delta_TH, rotary, attend)
+            return self._run(*inputs)
         contexts = noop_context_fn
         if self.checkpointing == "selective":
             contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
-        return checkpoint(
-            self._run, x_TH, delta_TH, rotary, attend,
-            use_reentrant=False, preserve_rng_state=False, context_fn=contexts,
-        )  # fmt: skip
+        options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+        return checkpoint(self._run, *inputs, **options)
 
     def _run(
         self,
