@@ -71,19 +71,21 @@ class Runner:
         self.cache = self.arena.tensor(shape, dtype)
         longest = min(model.config.max_positions, num_pages * page_size)
         self.batch = DecodeBatch(max_num_seqs, -(-longest // page_size), self.device)
-        zeros = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._step_index = zeros
-        self._out_ids = zeros.new_zeros(max_burst, max_num_seqs)
+        self._step_index = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._out_ids = self._step_index.new_zeros(max_burst, max_num_seqs)
         self._out_logprobs = self._out_ids.float()
         num_counters = max_num_seqs, model.local_config.num_kv_heads
-        self._finished_BK = zeros.new_zeros(num_counters, dtype=torch.int32)
+        self._finished_BK = torch.zeros(num_counters, dtype=torch.int32, device=self.device)
         self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._capture_stream: torch.cuda.Stream | None = None  # one: each keeps memory of its own
         self._use_graphs = self.device.type == "cuda" and backend != "torch"
 
     @torch.inference_mode()
     def prefill(
-        self, chunks: list[Chunk], readers: list[tuple[int, Sequence]], copies: list
+        self,
+        chunks: list[Chunk],
+        readers: list[tuple[int, Sequence]],
+        copies: list[tuple[int, int]],
     ) -> InFlightBatch:
         """Compute chunks into the KV cache, copy pages, sample the first token of each reader.
 
@@ -91,7 +93,8 @@ class Runner:
         """
         hidden_CH = self._hidden(chunks)
         if copies:
-            self._copy_pages(copies)
+            source, target = self._tensor(copies).unbind(1)
+            self.cache[:, :, target] = self.cache[:, :, source]
         sequences = [sequence for _, sequence in readers]
         rows = self._tensor([chunk for chunk, _ in readers])
         ids, logprobs = self._sample(hidden_CH[rows], sequences)
@@ -328,10 +331,6 @@ class Runner:
         rows.lengths.add_(is_active_B)
         is_stop_B = (ids_B[:, None] == rows.stop_ids).any(1) & is_active_B
         rows.limits.copy_(torch.where(is_stop_B, rows.lengths, rows.limits))
-
-    def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
-        source, target = self._tensor(copies).unbind(1)
-        self.cache[:, :, target] = self.cache[:, :, source]
 
     def _tensor(self, values, dtype: torch.dtype = torch.int64) -> Tensor:
         """On the device; copied from pinned memory, so that the host does not wait."""

@@ -7,7 +7,7 @@ is rounded up, and key/value heads that are fewer than ranks are repeated.
 """
 
 from collections.abc import Collection
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from roll_lite.models.config import MixtureConfig, ModelConfig
 
@@ -37,8 +37,7 @@ class ModuleCost:
 
     def __add__(self, other: "ModuleCost") -> "ModuleCost":
         names = self.__dataclass_fields__
-        pairs = zip(names, astuple(self), astuple(other), strict=True)
-        return ModuleCost(**{name: a + b for name, a, b in pairs})
+        return ModuleCost(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 def attention_cost(config: ModelConfig, tp: int = 1) -> ModuleCost:

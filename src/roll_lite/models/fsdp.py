@@ -40,7 +40,9 @@ def shard(
     )
 
     def placement(parameter: nn.Parameter) -> Shard:
-        return Shard(shard_dimension(parameter.shape, num_shards(mesh)))
+        """The first dimension that divides evenly, else dimension 0 (unevenly)."""
+        sizes = enumerate(parameter.shape)
+        return Shard(next((d for d, size in sizes if size % num_shards(mesh) == 0), 0))
 
     for block in model.blocks:
         block.checkpointing = checkpointing
@@ -62,13 +64,8 @@ def _units(model: Transformer) -> list[list[nn.Module]]:
 
 
 def num_shards(mesh: DeviceMesh) -> int:
-    """In which weights are cut; the ranks of further dimensions have copies."""
+    """Shards that weights are cut into; the mesh's first dimension of two holds copies."""
     return mesh.size(mesh.ndim - 1)
-
-
-def shard_dimension(shape: torch.Size, num_ranks: int) -> int:
-    """The first dimension that divides evenly, else dimension 0 (unevenly)."""
-    return next((d for d, size in enumerate(shape) if size % num_ranks == 0), 0)
 
 
 def rectangles(name: str, parameter: DTensor, tensor_shard: TensorShard | None) -> list[Part]:

@@ -284,9 +284,9 @@ def _check_names(folder: Path, wanted: list[TensorSlice], files: dict[str, str])
         )
 
 
-def _some(names: list[str], limit: int = 8) -> str:
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return (", ".join(names[:limit]) or "none") + rest
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return (", ".join(names[:8]) or "none") + rest
 
 
 def _read(

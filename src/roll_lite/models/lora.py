@@ -45,9 +45,7 @@ class LoraOptions:
             raise ValueError(f"lora targets are empty; give some of {', '.join(TARGETS)}")
 
 
-def lora_options(
-    rank: int, alpha: float, targets: tuple[str, ...] = tuple(TARGETS)
-) -> LoraOptions | None:
+def lora_options(rank: int, alpha: float, targets: tuple[str, ...]) -> LoraOptions | None:
     """LoRA options, or None for rank 0, which trains all weights."""
     return LoraOptions(rank=rank, alpha=alpha, targets=targets) if rank else None
 

@@ -232,9 +232,10 @@ class Transformer(nn.Module):
         return token_logprobs(hidden_RH, self.head_weight, targets_R, temperature, self.shard)
 
     @torch.no_grad()
-    def init_weights(self, seed: int, std: float = 0.02) -> None:
+    def init_weights(self, seed: int) -> None:
         """Fresh weights: normal matrices, biases 0, norms 1, residual outputs scaled by depth."""
         generator = torch.Generator(self.embedding.device).manual_seed(seed)
+        std = 0.02
         residual_std = std / (2 * self.config.num_layers) ** 0.5
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
