@@ -115,7 +115,7 @@ class Engine:
             )
             for index in request.indices
         ]
-        handle = Handle(self._next_id, [None] * request.num_samples, on_turn, sequences)
+        handle = Handle(self._next_id, sequences, [None] * request.num_samples, on_turn)
         self._handles[self._next_id] = handle
         self._next_id += 1
         leader, *leader.followers = sequences

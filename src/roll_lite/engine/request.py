@@ -167,9 +167,9 @@ class Handle:
     """A submitted request. `turns[i]` is None until sample i has ended, and if it is not wanted."""
 
     id: int
+    sequences: list[Sequence]
     turns: list[Turn | None]
-    on_turn: OnTurn | None = None
-    sequences: list[Sequence] = field(default_factory=list)
+    on_turn: OnTurn | None
 
     @property
     def is_done(self) -> bool:

@@ -124,8 +124,10 @@ class Scheduler:
     @property
     def may_prefill(self) -> bool:
         """Whether `schedule_prefill` may have something to compute."""
-        if self.prefilling or self._is_full() or self._next_waiting() is None:
-            return bool(self.prefilling)
+        if self.prefilling:
+            return True
+        if self._is_full() or self._next_waiting() is None:
+            return False
         return self._refused_with is None or self.pool.num_free > self._refused_with
 
     def reserve(self, num_steps: int) -> None:
