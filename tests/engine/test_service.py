@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """Every sample of the requests, from an engine that nobody shares."""
+    """Every sample of the requests, from an engine on its own."""
     turns = Engine(load_model(folder), kv_cache_gib=0.01).generate(make_requests())
     return {
         (str(key), index): [turn.token_ids, turn.finish_reason]
@@ -94,10 +94,10 @@ def test_a_step_that_raises_is_reported_with_what_was_under_way(folder, place, m
 
 
 @pytest.mark.parametrize("running", ["go_on", "finish", "abort"])
-def test_with_new_weights_an_engine_says_what_goes_on_and_since_when(
+def test_with_new_weights_an_engine_reports_which_samples_continue_since_which_version(
     folder, place, monkeypatch, running
 ):
-    """Two samples have begun and two wait; the report agrees with the turns that come later."""
+    """Two samples have started and two wait; the report agrees with the turns that come later."""
     reports = []
     monkeypatch.setattr(type(place), "report", lambda self, *args: reports.append(args))
     service = EngineService(folder, place=place, kv_cache_gib=0.01, max_num_seqs=2)
@@ -113,8 +113,8 @@ def test_with_new_weights_an_engine_says_what_goes_on_and_since_when(
     turns = {key: turn for a in answers for key, _, turn in a.turns}
     first = {key: turn.versions[0][1] for key, turn in turns.items()}
     assert first == {"a": 0, "b": 0, "c": 4, "d": 4}
-    told = [(a.policy_version, *sample) for a in answers for sample in a.first_versions]
-    assert told == ([(4, "a", 0, 0), (4, "b", 0, 0)] if running == "go_on" else [])
+    reported = [(a.policy_version, *sample) for a in answers for sample in a.first_versions]
+    assert reported == ([(4, "a", 0, 0), (4, "b", 0, 0)] if running == "go_on" else [])
     aborted = [key for key, turn in turns.items() if turn.finish_reason == "abort"]
     assert aborted == (["a", "b"] if running == "abort" else [])
 
@@ -127,7 +127,7 @@ def test_with_new_weights_an_engine_says_what_goes_on_and_since_when(
         ("receive_raises", "RoleError: train.receive failed on rank 1: ZeroDivisionError"),
     ],
 )
-def test_what_nobody_called_ends_the_run_too(tmp_path, name, message):
+def test_an_error_outside_of_calls_ends_the_run_too(tmp_path, name, message):
     output = run_failing(name, 2, tmp_path, programs=PROGRAMS)
     assert message in output
     assert re.search(r'File ".*service_programs.py", line \d+, in (work|receive)\n', output)

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from roll_lite.engine.sampler import gumbel, noise_key
 from roll_lite.engine.torch_attention import KeyBlocks, block_attention
 from roll_lite.kernels import pointwise, rotary
-from roll_lite.kernels.logprobs import backward_in_place, summarize
+from roll_lite.kernels.logits import backward_in_place, summarize
 from roll_lite.kernels.paged_attention import paged_decode, paged_prefill
 from roll_lite.kernels.pointwise import (
     add_norm,
@@ -134,7 +134,7 @@ def test_block_attention_in_bf16():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("K", "group", "D", "page_size"), [(2, 2, 32, 16), (3, 3, 64, 3)])
 def test_a_query_gets_the_same_bits_among_others_and_alone(K, group, D, page_size, dtype):
-    """Of values that cancel, so that another order of adding up shows in 16 bits too."""
+    """Values that cancel, so that another order of adding up shows in 16 bits too."""
     torch.manual_seed(0)
     chunks = [(0, 130), (7, 8), (3, 18), (61, 90), (64, 80)]
     cache = torch.randn(2, 250, page_size, K, D).to(dtype)

@@ -46,7 +46,7 @@ def test_a_gated_row_has_the_same_bits_among_any_number_of_rows(num_rows, size):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_in", "num_out"), [(64, 160), (576, 40), (1536, 24)])
 def test_a_row_has_the_same_bits_among_any_number_of_rows(num_in, num_out, dtype):
-    """Of numbers that cancel, so that another order of adding up shows in 16 bits too."""
+    """Numbers that cancel, so that another order of adding up shows in 16 bits too."""
     torch.manual_seed(0)
     x, weight = torch.randn(700, num_in // 2), torch.randn(num_out, num_in // 2)
     x, weight = torch.cat([x, x], 1).to(dtype), torch.cat([weight, -weight], 1).to(dtype)

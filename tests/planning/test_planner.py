@@ -15,11 +15,13 @@ import transformers
 from support.models import FAMILIES, SMALL
 
 from roll_lite.device_map import auto_device_map, parse_device_map
+from roll_lite.engine.arena import cache_shape
 from roll_lite.engine.attention_backends import PAGE_SIZE
 from roll_lite.engine.engine import MAX_PREFILL_TOKENS, Engine
-from roll_lite.engine.runner import cache_shape
 from roll_lite.models import memory
 from roll_lite.models.config import (
+    PLANNED_SHAPES,
+    SHAPES,
     TARGETS,
     LoraOptions,
     parse_config,
@@ -45,7 +47,6 @@ from roll_lite.models.memory import (
     together,
     train_memory,
 )
-from roll_lite.models.shapes import PLANNED_SHAPES, SHAPES
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Transformer
 from roll_lite.planning import __main__ as plan_command

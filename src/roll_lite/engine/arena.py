@@ -1,4 +1,4 @@
-"""Device memory that can be released and mapped again at the same address.
+"""Device memory of an engine, which can be released and mapped again at the same address.
 
 On CUDA the address range is reserved once and the driver maps physical memory into it, so captured
 graphs stay valid while the trainer uses the memory in between.
@@ -6,7 +6,10 @@ graphs stay valid while the trainer uses the memory in between.
 
 import ctypes
 import functools
+import sys
 from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,7 +19,7 @@ from torch import Tensor, nn
 from roll_lite.models.transformer import Transformer
 
 ROW_BYTES = 1024  # parameters begin at multiples of it
-WRITE_BYTES = 2**28  # of weights that are copied together
+WRITE_BYTES = 2**28  # copied together
 _DEVICE, _PINNED, _READ_WRITE = 1, 1, 3  # enumerators of the CUDA driver API
 
 
@@ -33,17 +36,15 @@ class Arena:
             self._mapping = None
             self.bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
-    @property
-    def address(self) -> int:
-        return self.bytes.untyped_storage().data_ptr()
-
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """A view of this memory at a byte offset."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         return self.bytes[offset : offset + num_bytes].view(dtype).view(shape)
 
     def release(self) -> None:
-        """Tensors in the arena must not be touched until `restore`."""
+        """Give the memory back. Tensors in the arena must not be touched until `restore`."""
+        if not self.is_held:
+            return
         if self._mapping:
             torch.cuda.synchronize(self.bytes.device)
             self._mapping.unmap()
@@ -53,7 +54,9 @@ class Arena:
         self.is_held = False
 
     def restore(self) -> None:
-        """The memory again, zeroed."""
+        """Take the memory again, zeroed."""
+        if self.is_held:
+            return
         if self._mapping:
             self._mapping.map()
         else:
@@ -68,7 +71,8 @@ _ARENAS: WeakKeyDictionary[Transformer, list[Arena]] = WeakKeyDictionary()
 @torch.no_grad()
 def move_to_arena(model: Transformer) -> list[Arena]:
     """Move the parameters into arenas, one per block; engines of one model share them."""
-    if not _is_in_arena(model):
+    storages = {_storage(arena.bytes) for arena in _ARENAS.get(model, ())}
+    if not all(_storage(p) in storages for p in model.parameters()):
         rest = [p for name, p in model.named_parameters() if not name.startswith("blocks.")]
         parts = [*(list(block.parameters()) for block in model.blocks), rest]
         _ARENAS[model] = [_move(part, model.embedding.device) for part in parts]
@@ -77,9 +81,9 @@ def move_to_arena(model: Transformer) -> list[Arena]:
 
 def held_by(arenas: list[Arena], model: Transformer) -> list[dict[str, Tensor]]:
     """The parameters in each arena, in the order of their addresses."""
-    held = {arena.bytes.untyped_storage()._cdata: {} for arena in arenas}
+    held = {_storage(arena.bytes): {} for arena in arenas}
     for name, p in sorted(model.named_parameters(), key=lambda item: item[1].storage_offset()):
-        held[p.untyped_storage()._cdata][name] = p.detach()
+        held[_storage(p)][name] = p.detach()
     return [*held.values()]
 
 
@@ -93,7 +97,8 @@ def check_fit(parameters: dict[str, Tensor], shapes: dict[str, torch.Size]) -> N
 
 def write(parameters: dict[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> None:
     """Copy weights in place as they arrive, many at once: a launch for each would take longer."""
-    shapes, targets, sources, num_bytes = {}, [], [], 0
+    shapes = {}
+    targets, sources, num_bytes = [], [], 0
     for name, tensor in weights:
         shapes[name] = tensor.shape
         if name in parameters and parameters[name].shape == tensor.shape:
@@ -119,9 +124,45 @@ def _move(parameters: list[nn.Parameter], device: torch.device) -> Arena:
     return arena
 
 
-def _is_in_arena(model: Transformer) -> bool:
-    addresses = {arena.address for arena in _ARENAS.get(model, ())}
-    return all(p.untyped_storage().data_ptr() in addresses for p in model.parameters())
+def _storage(tensor: Tensor) -> int:
+    """Identifies the memory that a tensor is a view of."""
+    return tensor.untyped_storage()._cdata
+
+
+def cache_shape(model: Transformer, num_pages: int, page_size: int) -> tuple[int, ...]:
+    config = model.local_config
+    return config.num_layers, 2, num_pages, page_size, config.num_kv_heads, config.head_dim
+
+
+def pages_within(kv_cache_gib: float, model: Transformer, page_size: int) -> int:
+    """Number of pages in a KV cache of this size."""
+    page_bytes = torch.Size(cache_shape(model, 1, page_size)).numel()
+    page_bytes *= model.embedding.element_size()
+    num_pages = int(kv_cache_gib * 2**30) // page_bytes
+    if num_pages < 1:
+        raise ValueError(
+            f"kv_cache_gib={kv_cache_gib} is less than one page of {page_bytes} bytes; raise it"
+        )
+    free = free_bytes(model.embedding.device)
+    if num_pages * page_bytes > free:
+        raise ValueError(
+            f"kv_cache_gib={kv_cache_gib} is more than the {free / 2**30:.1f} GiB that are free on "
+            f"{model.embedding.device}; lower it"
+        )
+    return num_pages
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can still be allocated on a GPU or, on a CPU, in the machine's memory."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + kept
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(found.split()[1]) << 10
+    return sys.maxsize  # not Linux
 
 
 class _Location(ctypes.Structure):
@@ -201,11 +242,7 @@ class _Mapping:
                 torch.cuda.synchronize()
                 self.unmap()
             _driver("cuMemAddressFree", self._address, ctypes.c_size_t(self._size))
-        except (
-            AttributeError,
-            RuntimeError,
-            TypeError,
-        ):  # half built, or at exit
+        except (AttributeError, RuntimeError, TypeError):  # half built, or at exit
             pass
 
 

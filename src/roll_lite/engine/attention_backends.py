@@ -7,6 +7,8 @@ plain torch (CPU, fp32, and the reference for the other two).
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,14 +95,14 @@ def triton_prefill(meta: PrefillMetadata) -> Attend:
     from roll_lite.kernels.paged_attention import paged_prefill
 
     options = meta.page_table_BP, meta.cu_seqlens, meta.starts_B, meta.max_seqlen
-    return _kernel_attention(meta, lambda q, k, v: paged_prefill(q, k, v, *options))
+    return _kernel_attention(meta, paged_prefill, *options)
 
 
 def triton_decode(meta: DecodeMetadata) -> Attend:
     from roll_lite.kernels.paged_attention import paged_decode
 
     options = meta.page_table_BP, meta.lengths_B, meta.max_length, meta.finished_BK
-    return _kernel_attention(meta, lambda q, k, v: paged_decode(q, k, v, *options))
+    return _kernel_attention(meta, paged_decode, *options)
 
 
 def flash_prefill(meta: PrefillMetadata) -> Attend:
@@ -108,28 +110,29 @@ def flash_prefill(meta: PrefillMetadata) -> Attend:
 
     lengths_B = meta.starts_B + meta.cu_seqlens.diff()
     cu_keys = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0)).int()
-    options = meta.cu_seqlens, cu_keys, meta.max_seqlen, meta.max_length
-    pages = {"causal": True, "block_table": meta.page_table_BP}
-    return _kernel_attention(
-        meta, lambda q, k, v: flash_attn_varlen_func(q, k, v, *options, **pages)
-    )
+    kernel = partial(flash_attn_varlen_func, causal=True, block_table=meta.page_table_BP)
+    sizes = meta.cu_seqlens, cu_keys, meta.max_seqlen, meta.max_length
+    return _kernel_attention(meta, kernel, *sizes)
 
 
 def flash_decode(meta: DecodeMetadata) -> Attend:
     from flash_attn import flash_attn_with_kvcache
 
-    options = {
-        "cache_seqlens": meta.lengths_B.int(), "block_table": meta.page_table_BP, "causal": True
-    }  # fmt: skip
-    return _kernel_attention(
-        meta, lambda q, k, v: flash_attn_with_kvcache(q[:, None], k, v, **options)[:, 0]
+    kernel = partial(
+        flash_attn_with_kvcache,
+        cache_seqlens=meta.lengths_B.int(),
+        block_table=meta.page_table_BP,
+        causal=True,
     )
+    return _kernel_attention(meta, lambda q, k, v: kernel(q[:, None], k, v)[:, 0])
 
 
-def _kernel_attention(meta: Metadata, kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Attend:
+def _kernel_attention(meta: Metadata, kernel: Callable[..., Tensor], *options: Any) -> Attend:
+    """`kernel(q, k_pages, v_pages, *options)` computes a layer's attention."""
+
     def attend(layer: int, projected: Projected) -> Tensor:
         pages = meta.cache[layer]
-        return kernel(_rotate_into_cache(projected, meta.slots_T, *pages), *pages)
+        return kernel(_rotate_into_cache(projected, meta.slots_T, *pages), *pages, *options)
 
     return attend
 
@@ -142,12 +145,8 @@ def _rotate_into_cache(
         return _write(projected, slots_T, k_pages, v_pages)
     from roll_lite.kernels.rotary import rotate_into_cache
 
-    q_norm, k_norm, eps = None, None, 0.0
-    if projected.q_norm is not None:
-        q_norm, k_norm = projected.q_norm.weight, projected.k_norm.weight
-        eps = projected.q_norm.eps
     return rotate_into_cache(
-        projected.qkv_TKGD, projected.cos_TD, projected.sin_TD, q_norm, k_norm, eps,
+        projected.qkv_TKGD, projected.cos_TD, projected.sin_TD, *projected.norms,
         slots_T, k_pages, v_pages,
     )  # fmt: skip
 

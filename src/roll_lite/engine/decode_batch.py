@@ -3,7 +3,8 @@
 The host edits rows between bursts; the device advances them within a burst.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +16,7 @@ SCRATCH_PAGE = 0
 """Where inactive rows write."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowTensors:
+class RowTensors(NamedTuple):
     """Tensors with one row per sequence."""
 
     token_ids: Tensor
@@ -57,16 +57,20 @@ class RowTensors:
         )
 
     def first(self, num_rows: int) -> "RowTensors":
-        return RowTensors(*(getattr(self, field.name)[:num_rows] for field in fields(self)))
+        return RowTensors(*(rows[:num_rows] for rows in self))
+
+    def as_arrays(self) -> "RowTensors":
+        """The same memory as numpy arrays, which the host reads and writes faster."""
+        return RowTensors(*(rows.numpy() for rows in self))
 
 
 class DecodeBatch:
     def __init__(self, max_num_seqs: int, max_pages: int, device: torch.device):
         pinned = {"pin_memory": True} if device.type == "cuda" else {}
         self._host = RowTensors.empty(max_num_seqs, max_pages, **pinned)
+        self._edit = self._host.as_arrays()
         self.on_device = RowTensors.empty(max_num_seqs, max_pages, device=device)
-        self._edit = {f.name: getattr(self._host, f.name).numpy() for f in fields(RowTensors)}
-        self._blank = RowTensors.empty(1, max_pages, device="cpu")
+        self._blank = RowTensors.empty(1, max_pages, device="cpu").as_arrays()
         self._blank_on_device = RowTensors.empty(1, max_pages, device=device)
         self.sequences: list[Sequence] = []
         """By row."""
@@ -95,12 +99,12 @@ class DecodeBatch:
         """Keep these rows, moved to the front in their order; the device may be advancing them."""
         if self._uploaded:
             self._uploaded.synchronize()
-        num_kept, num_held = len(rows), len(self.sequences)
+        num_kept = len(rows)
+        num_held = len(self.sequences)
         self._keep(rows)
-        for field in fields(RowTensors):
-            values = getattr(self.on_device, field.name)
+        for values, blank in zip(self.on_device, self._blank_on_device, strict=True):
             values[:num_kept] = values[rows_on_device]
-            values[num_kept:num_held] = getattr(self._blank_on_device, field.name)
+            values[num_kept:num_held] = blank
 
     def add_pages(self) -> None:
         """Add pages that were reserved since, while the device still advances the rows."""
@@ -110,26 +114,20 @@ class DecodeBatch:
 
     def lengths(self) -> np.ndarray:
         """By row, as of the last burst that was collected."""
-        return self._edit["lengths"][: len(self.sequences)].copy()
+        return self._edit.lengths[: len(self.sequences)].copy()
 
     def deactivate(self) -> RowTensors:
         """Make all rows on the device inactive, on the scratch page; returns a copy to restore."""
-        held = RowTensors(*(getattr(self.on_device, f.name).clone() for f in fields(RowTensors)))
+        held = RowTensors(*(values.clone() for values in self.on_device))
         self.restore(self._blank_on_device)
         return held
 
     def restore(self, rows: RowTensors) -> None:
-        for field in fields(RowTensors):
-            getattr(self.on_device, field.name).copy_(getattr(rows, field.name))
+        for values, restored in zip(self.on_device, rows, strict=True):
+            values.copy_(restored)
 
-    def upload(self, num_rows: int) -> None:
-        """Copy the host's rows to the device, which must not be advancing them."""
-        self._upload([field.name for field in fields(RowTensors)], num_rows)
-
-    def upload_pages(self, num_rows: int) -> None:
-        self._upload(["page_table"], num_rows)
-
-    def _upload(self, names: list[str], num_rows: int) -> None:
+    def upload(self, num_rows: int, names: Iterable[str] = RowTensors._fields) -> None:
+        """Copy the host's rows to the device. While it advances them, copy only `page_table`."""
         for name in names:
             source = getattr(self._host, name)[:num_rows]
             getattr(self.on_device, name)[:num_rows].copy_(source, non_blocking=True)
@@ -138,29 +136,30 @@ class DecodeBatch:
 
     def advanced(self, token_ids: np.ndarray, lengths: np.ndarray) -> None:
         """Record on the host how far the device has advanced the rows."""
-        self._edit["token_ids"][: len(token_ids)] = token_ids
-        self._edit["lengths"][: len(lengths)] = lengths
+        self._edit.token_ids[: len(token_ids)] = token_ids
+        self._edit.lengths[: len(lengths)] = lengths
 
     def _refresh(self, row: int, sequence: Sequence) -> None:
-        pages, edit = sequence.pages, self._edit
+        pages = sequence.pages
+        edit = self._edit
         placed, count = self._placed[row]
         if placed is not pages:  # a new sequence, or one that was prefilled again
             params = sequence.params
-            edit["token_ids"][row] = sequence.token_ids[-1]
-            edit["lengths"][row] = sequence.length
-            edit["limits"][row] = sequence.max_length
-            edit["temperatures"][row] = params.temperature or 1.0
-            edit["is_greedy"][row] = params.temperature == 0
-            edit["top_k"][row] = params.top_k
-            edit["top_p"][row] = params.top_p
-            edit["min_p"][row] = params.min_p
-            edit["keys"][row] = sequence.noise_key
-            edit["stop_ids"][row] = -1
-            edit["stop_ids"][row, : len(params.stop_ids)] = params.stop_ids
-            edit["page_table"][row] = SCRATCH_PAGE  # no page of an earlier sequence remains
+            edit.token_ids[row] = sequence.token_ids[-1]
+            edit.lengths[row] = sequence.length
+            edit.limits[row] = sequence.max_length
+            edit.temperatures[row] = params.temperature or 1.0
+            edit.is_greedy[row] = params.temperature == 0
+            edit.top_k[row] = params.top_k
+            edit.top_p[row] = params.top_p
+            edit.min_p[row] = params.min_p
+            edit.keys[row] = sequence.noise_key
+            edit.stop_ids[row] = -1
+            edit.stop_ids[row, : len(params.stop_ids)] = params.stop_ids
+            edit.page_table[row] = SCRATCH_PAGE  # no page of an earlier sequence remains
             count = 0
         if count != len(pages):
-            edit["page_table"][row, count : len(pages)] = pages[count:]
+            edit.page_table[row, count : len(pages)] = pages[count:]
             self._placed[row] = (pages, len(pages))
 
     def _keep(self, rows: list[int]) -> None:
@@ -168,8 +167,8 @@ class DecodeBatch:
         count = len(self.sequences)
         if len(rows) == count:
             return
-        for name, values in self._edit.items():
+        for values, blank in zip(self._edit, self._blank, strict=True):
             values[: len(rows)] = values[rows]
-            values[len(rows) : count] = getattr(self._blank, name).numpy()
+            values[len(rows) : count] = blank
         self.sequences = [self.sequences[row] for row in rows]
         self._placed = [self._placed[row] for row in rows]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll_lite.engine.arena import Arena, check_fit, move_to_arena, write
+from roll_lite.engine.arena import Arena, check_fit, move_to_arena, pages_within, write
 from roll_lite.engine.attention_backends import PAGE_SIZE, choose_backend
 from roll_lite.engine.pages import PagePool
 from roll_lite.engine.request import (
@@ -24,7 +24,7 @@ from roll_lite.engine.request import (
     check_request,
     find_stop,
 )
-from roll_lite.engine.runner import InFlightBatch, Runner, SampledTokens, pages_within
+from roll_lite.engine.runner import InFlightBatch, Runner
 from roll_lite.engine.sampler import noise_key
 from roll_lite.engine.scheduler import Chunk, Scheduler
 from roll_lite.models.transformer import Transformer
@@ -63,8 +63,8 @@ class Engine:
         self.weight_arenas = move_to_arena(model)
         self._parameters = dict(model.named_parameters())
         self.policy_version = 0
-        weight, config = model.embedding, model.config
-        backend = choose_backend(backend, weight.device, weight.dtype, config.head_dim)
+        weight = model.embedding
+        backend = choose_backend(backend, weight.device, weight.dtype, model.config.head_dim)
         page_size = page_size or PAGE_SIZE[backend]
         num_pages = pages_within(kv_cache_gib, model, page_size)
         self.pool = PagePool(num_pages, page_size)
@@ -104,12 +104,10 @@ class Engine:
 
     def submit(self, request: Request, on_turn: OnTurn | None = None) -> Handle:
         self._check(request)
-        handle = Handle(self._next_id, [None] * request.num_samples, on_turn)
         seed = request.noise_seed
-        self._next_id += 1
-        handle.sequences = [
+        sequences = [
             Sequence(
-                request_id=handle.id,
+                request_id=self._next_id,
                 index=index,
                 params=request.params,
                 noise_key=noise_key(seed, index),
@@ -117,8 +115,10 @@ class Engine:
             )
             for index in request.indices
         ]
-        leader, *leader.followers = handle.sequences
-        self._handles[handle.id] = handle
+        handle = Handle(self._next_id, sequences, [None] * request.num_samples, on_turn)
+        self._handles[self._next_id] = handle
+        self._next_id += 1
+        leader, *leader.followers = sequences
         self.scheduler.waiting.append(leader)
         return handle
 
@@ -155,16 +155,14 @@ class Engine:
             raise RuntimeError("the engine has no KV cache since sleep(); call wake()")
         with self._working():
             if launched := self._decode_ahead():
-                earlier, self._in_flight = self._in_flight, launched
-                self._collect(earlier)
+                self._collect(then=launched)
                 return
             chunks = self.scheduler.schedule_prefill()
             if not chunks:
-                self._drain()
+                self._collect()
                 chunks = self.scheduler.schedule_prefill()  # there may be room now
             if chunks:
-                earlier, self._in_flight = self._in_flight, self._prefill(chunks)
-                self._collect(earlier)  # while the device runs this one
+                self._collect(then=self._prefill(chunks))
             elif self.scheduler.running:
                 self._in_flight = self._decode()
 
@@ -184,8 +182,7 @@ class Engine:
         self._in_flight = None
         for sequence in [s for s in self.scheduler.running if s.finish_reason]:
             self._take_out(sequence)
-        self.scheduler.preempt_all()
-        self.pool.forget_all()
+        self.scheduler.start_over()
 
     def generate(self, requests: list[Request], progress: bool = False) -> list[list[Turn]]:
         """Run all requests to the end; returns the turns of each, in order."""
@@ -238,8 +235,7 @@ class Engine:
             self._clear("go_on")
             self._needs_weights = True
             for arena in self._arenas:
-                if arena.is_held:
-                    arena.release()
+                arena.release()
 
     def wake(self, part: Literal["all", "weights"] = "all") -> None:
         """Restore the memory that sleep() released. Its weights are lost: call load_weights().
@@ -248,8 +244,7 @@ class Engine:
         weights are loaded.
         """
         for arena in self._arenas if part == "all" else self.weight_arenas:
-            if not arena.is_held:
-                arena.restore()
+            arena.restore()
 
     @property
     def is_ready(self) -> bool:
@@ -264,13 +259,12 @@ class Engine:
         """Leave nothing in the KV cache or running on the device."""
         if running == "finish":
             self._finish_running()
-        self._drain()
+        self._collect()
         if running == "abort":
             for sequence in self.scheduler.started():
                 for sample in (sequence, *sequence.followers):
                     self._abort(sample)
-        self.scheduler.preempt_all()
-        self.pool.forget_all()
+        self.scheduler.start_over()
 
     def _finish_running(self) -> None:
         self.scheduler.is_closed = True
@@ -290,8 +284,9 @@ class Engine:
     def _decode_ahead(self) -> InFlightBatch | None:
         """Launch the next burst before the last is collected, unless a prefill is due or pages are
         short."""
-        earlier, running = self._in_flight, self.scheduler.running
-        is_burst = earlier is not None and earlier.rows is not None
+        earlier = self._in_flight
+        running = self.scheduler.running
+        is_burst = earlier is not None and bool(earlier.rows)
         if not self.launch_ahead or not is_burst or not running or self.scheduler.may_prefill:
             return None
         before = len(earlier.token_ids_SN)
@@ -310,39 +305,39 @@ class Engine:
 
     def _prefill(self, chunks: list[Chunk]) -> InFlightBatch:
         """Launch chunks; sequences whose prompt is then complete sample their first token."""
-        readers, copies = [], []
+        readers: list[tuple[int, Sequence]] = []
+        copies: list[tuple[int, int]] = []
         for i, chunk in enumerate(chunks):
             if chunk.is_last:
-                leader = chunk.sequence
-                followers = list(leader.followers)
-                copies += self.scheduler.fork(leader)
-                readers += [(i, s) for s in (leader, *followers) if s.pages]
+                forked, page_copies = self.scheduler.fork(chunk.sequence)
+                readers += [(i, sequence) for sequence in (chunk.sequence, *forked)]
+                copies += page_copies
         return self.runner.prefill(chunks, readers, copies)
 
-    def _drain(self) -> None:
-        """Collect what is in flight, and launch nothing."""
-        launched, self._in_flight = self._in_flight, None
-        self._collect(launched)
+    def _collect(self, then: InFlightBatch | None = None) -> None:
+        """Wait for the batch in flight, and append its tokens to their sequences.
 
-    def _collect(self, launched: InFlightBatch | None) -> None:
-        """Wait for a batch, and append its tokens to their sequences."""
-        for sampled in self.runner.collect(launched) if launched else ():
-            sequence = sampled.sequence
+        `then` is in flight afterwards: the device already runs it.
+        """
+        launched, self._in_flight = self._in_flight, then
+        for sequence, *sampled in self.runner.collect(launched) if launched else ():
             if sequence.finish_reason is None and sequence not in launched.discarded:
-                self._extend(sampled)
+                self._extend(sequence, *sampled)
 
-    def _extend(self, sampled: SampledTokens) -> None:
+    def _extend(
+        self, sequence: Sequence, token_ids: np.ndarray, logprobs: np.ndarray, is_finite: bool
+    ) -> None:
         """Append sampled tokens; a sequence that ends with them is taken out."""
-        sequence, token_ids, logprobs = sampled.sequence, sampled.token_ids, sampled.logprobs
-        if not sampled.is_finite:
+        if not is_finite:
             num_good = int(np.isfinite(logprobs).argmin())
-            token_ids, logprobs = token_ids[:num_good], logprobs[:num_good]
+            token_ids = token_ids[:num_good]
+            logprobs = logprobs[:num_good]
         sequence.extend(token_ids, logprobs, self.policy_version)
         if sequence.params.stop and len(token_ids):
             self._cut_at_stop(sequence, len(token_ids))
         if sequence.finish_reason:
             self._take_out(sequence)
-        elif not sampled.is_finite:
+        elif not is_finite:
             self._suspect(sequence)
 
     def _take_out(self, sequence: Sequence) -> None:
@@ -392,9 +387,9 @@ class Engine:
             raise errors[0]
 
     def _check(self, request: Request) -> None:
-        cache_tokens = self.pool.num_pages * self.pool.page_size
-        check_request(request, self.model.config, cache_tokens)
-        if request.params.stop and self._decode_text is None:
-            raise ValueError(
-                f"stop={request.params.stop!r} needs text; give the engine Engine(decode=...)"
-            )
+        check_request(
+            request,
+            self.model.config,
+            cache_tokens=self.pool.num_pages * self.pool.page_size,
+            has_decoder=self._decode_text is not None,
+        )

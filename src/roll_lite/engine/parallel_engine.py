@@ -5,9 +5,8 @@ commands given to the first rank since its last step are sent, at the start of e
 """
 
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -26,7 +25,8 @@ class Pause:
     """Number of posts and calls after which no work was left."""
 
 
-Command = tuple[str, Request | int | Pause]
+Command = Request | int | Pause
+"""A request to submit, the id of one to abort, or the pause that ends a list of commands."""
 
 
 class TensorParallelEngine(Engine):
@@ -43,22 +43,21 @@ class TensorParallelEngine(Engine):
         self._control = control
         self._commands: list[Command] = []
         self._has_failed = False
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(model.shard.size)]
-        dist.all_gather(sizes, torch.tensor([self.pool.num_pages]), group=control)
-        if len(set(map(int, sizes))) > 1:
+        num_pages: list[int] = [0] * model.shard.size
+        dist.all_gather_object(num_pages, self.pool.num_pages, group=control)
+        if len(set(num_pages)) > 1:
             raise ValueError(
-                f"ranks of one engine have KV caches of {[*map(int, sizes)]} pages; "
+                f"ranks of one engine have KV caches of {num_pages} pages; "
                 "give all the same kv_cache_gib"
             )
 
     def submit(self, request: Request, on_turn: OnTurn | None = None) -> Handle:
         handle = super().submit(request, on_turn)
-        ids = np.array(request.prompt_ids, dtype=np.int32)
-        self._commands.append(("submit", replace(request, prompt_ids=ids)))
+        self._commands.append(request)
         return handle
 
     def abort(self, request_id: int) -> None:
-        self._commands.append(("abort", request_id))  # first: a callback may add commands
+        self._commands.append(request_id)  # first: a callback may add commands
         super().abort(request_id)
 
     def step(self) -> None:
@@ -76,7 +75,7 @@ class TensorParallelEngine(Engine):
 
     def pause(self, pause: Pause | None = None) -> None:
         """Make the other ranks return from `follow()`."""
-        self._commands.append(("pause", pause or Pause()))
+        self._commands.append(pause or Pause())
         self._send()
 
     def follow(self) -> Pause:
@@ -112,13 +111,14 @@ class TensorParallelEngine(Engine):
         self._broadcast(data)
         # Pickle is safe here: the sender is a rank of this same program.
         commands: list[Command] = pickle.loads(data.numpy().tobytes())
-        for kind, argument in commands:
-            if kind == "submit":
-                super().submit(replace(argument, prompt_ids=argument.prompt_ids.tolist()))
-            elif kind == "abort":
-                super().abort(argument)
-        kind, argument = commands[-1] if commands else ("", None)
-        return argument if kind == "pause" else None
+        for command in commands:
+            if isinstance(command, Pause):
+                return command
+            if isinstance(command, Request):
+                super().submit(command)
+            else:
+                super().abort(command)
+        return None
 
     def _check_health(self) -> None:
         if self._has_failed:

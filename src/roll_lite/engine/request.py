@@ -45,9 +45,12 @@ class Request:
         return range(self.num_samples) if self.wanted is None else self.wanted
 
 
-def check_request(request: Request, config: ModelConfig, cache_tokens: int) -> None:
+def check_request(
+    request: Request, config: ModelConfig, *, cache_tokens: int, has_decoder: bool
+) -> None:
     """Refuse a request that does not fit the model or a KV cache of `cache_tokens`."""
-    ids, params = request.prompt_ids, request.params
+    ids = request.prompt_ids
+    params = request.params
     if not ids:
         raise ValueError("prompt_ids is empty; a request needs at least one token")
     if not 0 <= min(ids) <= max(ids) < config.vocab_size:
@@ -59,7 +62,8 @@ def check_request(request: Request, config: ModelConfig, cache_tokens: int) -> N
         raise ValueError(f"stop_ids has {len(params.stop_ids)} ids; use at most {MAX_STOP_IDS}")
     if request.num_samples < 1:
         raise ValueError(f"num_samples={request.num_samples} must be at least 1")
-    indices, known = request.indices, set(range(request.num_samples))
+    indices = request.indices
+    known = set(range(request.num_samples))
     if not indices or not known.issuperset(indices) or len(set(indices)) < len(indices):
         raise ValueError(
             f"wanted={request.wanted} must name some of the samples 0..{request.num_samples - 1}, "
@@ -71,6 +75,8 @@ def check_request(request: Request, config: ModelConfig, cache_tokens: int) -> N
             f"model's {config.max_positions} positions or the cache's {cache_tokens} tokens; "
             "shorten the request or raise kv_cache_gib"
         )
+    if params.stop and not has_decoder:
+        raise ValueError(f"stop={params.stop!r} needs text; give the engine Engine(decode=...)")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -161,9 +167,9 @@ class Handle:
     """A submitted request. `turns[i]` is None until sample i has ended, and if it is not wanted."""
 
     id: int
+    sequences: list[Sequence]
     turns: list[Turn | None]
-    on_turn: OnTurn | None = None
-    sequences: list[Sequence] = field(default_factory=list)
+    on_turn: OnTurn | None
 
     @property
     def is_done(self) -> bool:
@@ -194,7 +200,8 @@ class EngineReport(NamedTuple):
 def find_stop(sequence: Sequence, num_new: int, decode: Decode) -> int | None:
     """How many sampled tokens there are up to the one that completes a stop text; None if none of
     the last `num_new` does. Only the end of a long reply is decoded."""
-    token_ids, stops = sequence.token_ids, sequence.params.stop
+    token_ids = sequence.token_ids
+    stops = sequence.params.stop
     num_old = sequence.length - num_new
     start = _tail_start(sequence, num_old, max(map(len, stops)) + TAIL_MARGIN, decode)
 
@@ -214,7 +221,8 @@ def _tail_start(sequence: Sequence, end: int, num_characters: int, decode: Decod
 
     Special tokens have no text, and a character may take several tokens: begin earlier then.
     """
-    first, num_tokens = len(sequence.prompt_ids), num_characters
+    first = len(sequence.prompt_ids)
+    num_tokens = num_characters
     while (start := end - num_tokens) > first:
         text = decode(sequence.token_ids[start:end])
         if len(text) >= num_characters and not text.startswith(HALF_CHARACTER):

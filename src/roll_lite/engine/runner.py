@@ -6,18 +6,15 @@ per batch size and replayed. Launching does not wait for the device (capturing d
 does.
 """
 
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from roll_lite.engine.arena import Arena
+from roll_lite.engine.arena import Arena, cache_shape
 from roll_lite.engine.attention_backends import BACKENDS, DecodeMetadata, PrefillMetadata
 from roll_lite.engine.decode_batch import SCRATCH_PAGE, DecodeBatch, RowTensors
 from roll_lite.engine.request import Sequence
@@ -42,24 +39,14 @@ class InFlightBatch:
     sequences: list[Sequence]
     token_ids_SN: Tensor
     logprobs_SN: Tensor
-    rows: tuple[Tensor, Tensor] | None
-    """After a burst: the last token and the length of each row; None after a prefill."""
+    rows: list[Tensor]
+    """After a burst: the last token and the length of each row; empty after a prefill."""
     ready: torch.cuda.Event | None
     moved: tuple[list[int], np.ndarray] | None = None
     """If rows were taken out since its launch: those that were kept, and the lengths of all as of
     the last burst that was collected."""
     discarded: set[Sequence] = field(default_factory=set)
     """Sequences that were sent back since its launch: what it samples for them does not count."""
-
-
-@dataclass(slots=True)
-class SampledTokens:
-    """What a batch sampled for one sequence."""
-
-    sequence: Sequence
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    is_finite: bool
 
 
 class Runner:
@@ -73,27 +60,32 @@ class Runner:
         max_num_seqs: int,
         max_burst: int,
     ):
-        self.model, self.backend = model, backend
+        self.model = model
+        self.backend = backend
         self.device = model.embedding.device
-        self.page_size, self.max_num_seqs = page_size, max_num_seqs
-        shape, dtype = cache_shape(model, num_pages, page_size), model.embedding.dtype
+        self.page_size = page_size
+        self.max_num_seqs = max_num_seqs
+        shape = cache_shape(model, num_pages, page_size)
+        dtype = model.embedding.dtype
         self.arena = Arena(torch.Size(shape).numel() * dtype.itemsize, self.device)
         self.cache = self.arena.tensor(shape, dtype)
         longest = min(model.config.max_positions, num_pages * page_size)
         self.batch = DecodeBatch(max_num_seqs, -(-longest // page_size), self.device)
-        zeros = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._step_index = zeros
-        self._out_ids = zeros.new_zeros(max_burst, max_num_seqs)
+        self._step_index = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._out_ids = self._step_index.new_zeros(max_burst, max_num_seqs)
         self._out_logprobs = self._out_ids.float()
         num_counters = max_num_seqs, model.local_config.num_kv_heads
-        self._finished_BK = zeros.new_zeros(num_counters, dtype=torch.int32)
+        self._finished_BK = torch.zeros(num_counters, dtype=torch.int32, device=self.device)
         self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._capture_stream: torch.cuda.Stream | None = None  # one: each keeps memory of its own
         self._use_graphs = self.device.type == "cuda" and backend != "torch"
 
     @torch.inference_mode()
     def prefill(
-        self, chunks: list[Chunk], readers: list[tuple[int, Sequence]], copies: list
+        self,
+        chunks: list[Chunk],
+        readers: list[tuple[int, Sequence]],
+        copies: list[tuple[int, int]],
     ) -> InFlightBatch:
         """Compute chunks into the KV cache, copy pages, sample the first token of each reader.
 
@@ -101,7 +93,8 @@ class Runner:
         """
         hidden_CH = self._hidden(chunks)
         if copies:
-            self._copy_pages(copies)
+            source, target = self._tensor(copies).unbind(1)
+            self.cache[:, :, target] = self.cache[:, :, source]
         sequences = [sequence for _, sequence in readers]
         rows = self._tensor([chunk for chunk, _ in readers])
         ids, logprobs = self._sample(hidden_CH[rows], sequences)
@@ -140,8 +133,9 @@ class Runner:
 
     def _sample(self, hidden_RH: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
         """The next token of each sequence, sampled from its row, and its logprob."""
-        temperatures_R = self._tensor([s.params.temperature or 1.0 for s in sequences], float)
-        is_greedy_R = self._tensor([s.params.temperature == 0 for s in sequences], bool)
+        temperatures = [s.params.temperature for s in sequences]
+        temperatures_R = self._tensor([t or 1.0 for t in temperatures], torch.float32)
+        is_greedy_R = self._tensor([t == 0 for t in temperatures], torch.bool)
         keys_R2 = self._tensor([s.noise_key for s in sequences]).view(-1, 2)
         positions_R = self._tensor([s.length for s in sequences])
         found = [(positions_R[:0], temperatures_R[:0])]
@@ -171,7 +165,8 @@ class Runner:
     def keep_rows(self, sequences: list[Sequence], launched: InFlightBatch) -> None:
         """Take out the rows of sequences that are not given, while the device still runs the burst
         that was launched."""
-        lengths, rows = self.batch.lengths(), self.batch.rows_of(sequences)
+        lengths = self.batch.lengths()
+        rows = self.batch.rows_of(sequences)
         self.batch.move(rows, self._tensor(rows))
         launched.moved = rows, lengths
 
@@ -185,7 +180,7 @@ class Runner:
         longest = int(self.batch.lengths().max()) + num_steps_before + num_steps - 1
         num_rows = self.num_rows(len(self.batch.sequences))
         run = self._step_runner(num_rows, longest)
-        self.batch.upload_pages(num_rows)
+        self.batch.upload(num_rows, ["page_table"])
         return self._burst(run, num_steps)
 
     def _burst(self, run: Callable[[], object], num_steps: int) -> InFlightBatch:
@@ -198,18 +193,13 @@ class Runner:
             list(self.batch.sequences),
             self._out_ids[:num_steps, :n],
             self._out_logprobs[:num_steps, :n],
-            (rows.token_ids, rows.lengths),
+            rows.token_ids,
+            rows.lengths,
         )
 
-    def _launch(
-        self,
-        sequences: list[Sequence],
-        ids_SN: Tensor,
-        logprobs_SN: Tensor,
-        rows: tuple[Tensor, Tensor] | None = None,
-    ) -> InFlightBatch:
-        """Start copying results to the host."""
-        results, ready = (ids_SN, logprobs_SN, *(rows or ())), None
+    def _launch(self, sequences: list[Sequence], *results: Tensor) -> InFlightBatch:
+        """Start copying results to the host: token ids, logprobs and what a burst says of rows."""
+        ready = None
         if self.device.type == "cuda":
             results = [x.to("cpu", non_blocking=True) for x in results]
             ready = torch.cuda.Event()
@@ -217,10 +207,13 @@ class Runner:
         else:
             results = [x.clone() for x in results]
         ids_SN, logprobs_SN, *rows = results
-        return InFlightBatch(sequences, ids_SN, logprobs_SN, tuple(rows) or None, ready)
+        return InFlightBatch(sequences, ids_SN, logprobs_SN, rows, ready)
 
-    def collect(self, launched: InFlightBatch) -> list[SampledTokens]:
-        """Wait for a batch and return what it sampled."""
+    def collect(
+        self, launched: InFlightBatch
+    ) -> list[tuple[Sequence, np.ndarray, np.ndarray, bool]]:
+        """Wait for a batch and return what it sampled: for each sequence the tokens and their
+        logprobs, and whether these are all finite."""
         if launched.ready:
             launched.ready.synchronize()
         ids_NS = launched.token_ids_SN.numpy().T.copy()
@@ -234,7 +227,7 @@ class Runner:
         is_sampled = np.arange(ids_NS.shape[1]) < counts[:, None]
         is_finite = (np.isfinite(logprobs_NS) | ~is_sampled).all(1).tolist()
         return [
-            SampledTokens(sequence, ids[:count], logprobs[:count], finite)
+            (sequence, ids[:count], logprobs[:count], finite)
             for sequence, ids, logprobs, count, finite in zip(
                 launched.sequences, ids_NS, logprobs_NS, counts.tolist(), is_finite, strict=True
             )
@@ -339,50 +332,9 @@ class Runner:
         is_stop_B = (ids_B[:, None] == rows.stop_ids).any(1) & is_active_B
         rows.limits.copy_(torch.where(is_stop_B, rows.lengths, rows.limits))
 
-    def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
-        source, target = self._tensor(copies).unbind(1)
-        self.cache[:, :, target] = self.cache[:, :, source]
-
-    def _tensor(self, values, dtype: torch.dtype | type = torch.int64) -> Tensor:
+    def _tensor(self, values, dtype: torch.dtype = torch.int64) -> Tensor:
         """On the device; copied from pinned memory, so that the host does not wait."""
-        dtype = {float: torch.float32, bool: torch.bool}.get(dtype, dtype)
         tensor = torch.as_tensor(values).to(dtype)
         if self.device.type == "cuda":
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
-
-
-def cache_shape(model: Transformer, num_pages: int, page_size: int) -> tuple[int, ...]:
-    config = model.local_config
-    return config.num_layers, 2, num_pages, page_size, config.num_kv_heads, config.head_dim
-
-
-def pages_within(kv_cache_gib: float, model: Transformer, page_size: int) -> int:
-    """Number of pages in a KV cache of this size."""
-    page_bytes = torch.Size(cache_shape(model, 1, page_size)).numel()
-    page_bytes *= model.embedding.element_size()
-    num_pages = int(kv_cache_gib * 2**30) // page_bytes
-    if num_pages < 1:
-        raise ValueError(
-            f"kv_cache_gib={kv_cache_gib} is less than one page of {page_bytes} bytes; raise it"
-        )
-    free = free_bytes(model.embedding.device)
-    if num_pages * page_bytes > free:
-        raise ValueError(
-            f"kv_cache_gib={kv_cache_gib} is more than the {free / 2**30:.1f} GiB that are free on "
-            f"{model.embedding.device}; lower it"
-        )
-    return num_pages
-
-
-def free_bytes(device: torch.device) -> int:
-    """What can still be allocated on a GPU or, on a CPU, in the machine's memory."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return free + kept
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found = next(line for line in lines if line.startswith("MemAvailable:"))
-        return int(found.split()[1]) << 10
-    return sys.maxsize  # not Linux

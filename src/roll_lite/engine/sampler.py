@@ -7,7 +7,7 @@ vocabulary entry is a hash of the sequence's key, the position and the entry.
 import torch
 from torch import Tensor
 
-from roll_lite.models.logprobs import pick_logprobs, scale
+from roll_lite.models.logprobs import pick_logprobs, row_chunks, scale
 from roll_lite.models.tensor_parallel import TensorShard
 
 CANDIDATES = 1024
@@ -44,8 +44,10 @@ def sample(
 
         exchange = shard.gather if shard else None
         return fused(logits_RV, temperatures_R, is_greedy_R, keys_R2, positions_R, first, exchange)
-    has_greedy, found = bool(is_greedy_R.any()), []
-    for rows in _small_chunks(logits_RV):
+    has_greedy = bool(is_greedy_R.any())
+    found = []
+    # A few rows at a time, so that intermediates stay in the CPU's cache.
+    for rows in row_chunks(len(logits_RV), max(1, 2**18 // num_entries)):
         logits_CV = scale(logits_RV[rows], temperatures_R[rows])
         noise_CV = gumbel(keys_R2[rows], positions_R[rows], first, first + num_entries)
         if has_greedy:
@@ -64,12 +66,6 @@ def sample(
     winner_R1 = best_RS.argmax(-1, keepdim=True)
     logprobs_R = logit_RS.gather(1, winner_R1)[:, 0] - lse_RS.logsumexp(-1)
     return ids_RS.gather(1, winner_R1)[:, 0], logprobs_R
-
-
-def _small_chunks(logits_RV: Tensor) -> list[slice]:
-    """A few rows at a time, so that intermediates stay in the CPU's cache."""
-    num_rows = max(1, 2**18 // logits_RV.shape[1])
-    return [slice(i, i + num_rows) for i in range(0, len(logits_RV), num_rows)]
 
 
 def truncate(

@@ -101,30 +101,33 @@ class Scheduler:
     def _is_full(self) -> bool:
         return len(self.running) + len(self.prefilling) >= self.max_num_seqs
 
-    def fork(self, leader: Sequence) -> list[tuple[int, int]]:
-        """Let the leader's followers share its prefilled prompt; returns page copies (from, to).
+    def fork(self, leader: Sequence) -> tuple[list[Sequence], list[tuple[int, int]]]:
+        """Let the leader's followers share its prefilled prompt.
 
-        Followers without room wait to be prefilled on their own.
+        Returns the followers that do, and page copies (from, to) that they need. Followers without
+        room wait to be prefilled on their own.
         """
-        copies = []
+        copies: list[tuple[int, int]] = []
         followers, leader.followers = leader.followers, []
         num_full = leader.length // self.pool.page_size
         num_own = len(leader.pages) - num_full  # 1 where the prompt ends within a page
         for i, follower in enumerate(followers):
             if not self._has_room(num_own) or self._is_full():
                 self.waiting.extendleft(reversed(followers[i:]))
-                break
+                return followers[:i], copies
             own = self.pool.allocate(num_own)
             follower.pages = self.pool.share(leader.pages[:num_full]) + own
             copies += zip(leader.pages[num_full:], own, strict=True)
             self.running.append(follower)
-        return copies
+        return followers, copies
 
     @property
     def may_prefill(self) -> bool:
         """Whether `schedule_prefill` may have something to compute."""
-        if self.prefilling or self._is_full() or self._next_waiting() is None:
-            return bool(self.prefilling)
+        if self.prefilling:
+            return True
+        if self._is_full() or self._next_waiting() is None:
+            return False
         return self._refused_with is None or self.pool.num_free > self._refused_with
 
     def reserve(self, num_steps: int) -> None:
@@ -157,11 +160,13 @@ class Scheduler:
         num_keys = min(sequence.length + num_steps, sequence.max_length) - 1
         return max(0, self.pool.pages_for(num_keys) - len(sequence.pages))
 
-    def preempt_all(self) -> None:
-        """Send all sequences back to be prefilled again, oldest first."""
+    def start_over(self) -> None:
+        """Send all sequences back to be prefilled again, oldest first, into pages that share no
+        earlier content."""
         for sequences in (self.prefilling, self.running):
             while sequences:
                 self._send_back(sequences.pop())
+        self.pool.forget_all()
 
     def remove(self, sequence: Sequence) -> None:
         """Take a finished or aborted sequence out; its pages stay in the prefix cache."""

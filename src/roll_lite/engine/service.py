@@ -48,16 +48,17 @@ class EngineService(Profiled):
         shard = TensorShard.of(place.mesh["tp"].get_group()) if place.tp > 1 else None
         model = open_model(folder, device=place.device, dtype=place.dtype, shard=shard)
         self._folder = str(folder)
-        self.engine: Engine = (
-            TensorParallelEngine(model, control=place.control, decode=self._decode, **options)
-            if shard
-            else Engine(model, decode=self._decode, **options)
-        )
+        options["decode"] = self._decode
+        if shard:
+            self.engine: Engine = TensorParallelEngine(model, control=place.control, **options)
+            self._lockstep: Lockstep | None = Lockstep(self.engine)
+        else:
+            self.engine = Engine(model, **options)
+            self._lockstep = None
         self._handles: dict[Key, Handle] = {}
         self._turns: list[tuple[Key, int, Turn]] = []
         self._refused: list[tuple[Key, str]] = []
         self._reported_version: int | None = None
-        self._lockstep = Lockstep(self.engine) if shard else None
 
     # Role calls
 
@@ -88,7 +89,10 @@ class EngineService(Profiled):
     def work(self) -> bool:
         """Run one step and report its results; returns whether there may be more to do."""
         if self.place.tp_rank > 0:
-            return self._follow()
+            is_busy = self._lockstep.may_have_work
+            if is_busy:
+                self._lockstep.follow()
+            return is_busy
         is_busy = self.engine.has_work and self.engine.is_ready
         if is_busy:
             self._step()
@@ -101,12 +105,6 @@ class EngineService(Profiled):
         """Stop the joint work of the replica's ranks, so that all can run the call `ticket`."""
         if self._lockstep:
             self._lockstep.pause_for_call(ticket)
-
-    def _follow(self) -> bool:
-        if not self._lockstep.may_have_work:
-            return False
-        self._lockstep.follow()
-        return True
 
     def _submit(self, key: Key, request: Request) -> None:
         try:
@@ -143,14 +141,15 @@ class EngineService(Profiled):
     def _step(self) -> None:
         try:
             self.engine.step()
-        except Exception:  # of any kind: another replica may serve what this one cannot
+        except Exception:  # whatever it is, another replica may serve what this one cannot
             if self.place.tp > 1:  # its ranks are no longer in the same state
                 raise
             self._fail_all()
 
     def _fail_all(self) -> None:
         """Report all unfinished requests as failed; the coordinator sends them elsewhere."""
-        text, keys = traceback.format_exc(), list(self._handles)
+        text = traceback.format_exc()
+        keys = list(self._handles)
         self._report()  # samples that finished before
         self.engine.abort_all()
         self._turns.clear()
@@ -170,7 +169,9 @@ class EngineService(Profiled):
         first_versions = self._first_versions() if is_new else []
         report = EngineReport(self._turns, self._refused, load, version, first_versions)
         self.place.report("answers", report)
-        self._turns, self._refused, self._reported_version = [], [], version
+        self._turns = []
+        self._refused = []
+        self._reported_version = version
 
     def _first_versions(self) -> list[tuple[Key, int, int]]:
         return [

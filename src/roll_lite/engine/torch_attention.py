@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-KEYS = 64  # of a block
+KEYS = 64  # keys of a block, where pages are not larger
 TILE = 8  # queries at neighbouring positions, starting at a multiple of TILE; they share keys
-GATHERED_BLOCKS = 1024  # at a time
+GATHERED_BLOCKS = 1024  # blocks that are copied out of their pages at a time
 _is_same: dict[tuple, bool] = {}
 
 
@@ -77,12 +77,15 @@ class KeyBlocks:
         is_in_tile_T = (position_T >= first_B[owner_T]) & (position_T < end_B[owner_T])
         rank_T = position_T.masked_fill(is_in_tile_T, torch.iinfo(torch.int64).max)
         order_T = rank_T.argsort(descending=True, stable=True)
-        owner_T, position_T = owner_T[order_T], position_T[order_T]
-        shared, end = [], 0
+        owner_T = owner_T[order_T]
+        position_T = position_T[order_T]
+        shared: list[SharedBlock] = []
+        end = 0
         for b, count in enumerate((end_B - first_B).tolist()):
             if count > 0:
-                begin, end = end, end + count
-                shared += _shared_blocks(position_T[begin:end], begin, page_table_BP[b], cache)
+                tiles = position_T[end : end + count]
+                shared += _shared_blocks(tiles, end, page_table_BP[b], cache)
+                end += count
         own = None
         if end < len(owner_T):
             own = _own_blocks(position_T[end:], end, page_table_BP[owner_T[end:]], cache)
@@ -157,7 +160,8 @@ def _own_blocks(position_N: Tensor, start: int, page_table_NP: Tensor, cache: Te
 
 def _contiguous(page_NP: Tensor) -> slice | None:
     """A slice of the cache to read in place, if it has each block once and little else."""
-    first, end = int(page_NP.min()), int(page_NP.max()) + 1
+    first = int(page_NP.min())
+    end = int(page_NP.max()) + 1
     if page_NP.shape[1] > 1 or end - first > 1.5 * len(page_NP):
         return None
     counts = torch.bincount(page_NP[:, 0] - first)
@@ -172,7 +176,8 @@ def block_attention(q_THD: Tensor, k_pages: Tensor, v_pages: Tensor, keys: KeyBl
     lse = out.new_empty(q.shape[:3])
 
     def merge(places: slice, is_first: bool, seen_out: Tensor, seen_lse: Tensor) -> None:
-        so_far_out, so_far_lse = out[places], lse[places]
+        so_far_out = out[places]
+        so_far_lse = lse[places]
         if is_first:
             so_far_out.copy_(seen_out)
             so_far_lse.copy_(seen_lse)
@@ -248,7 +253,8 @@ def _are_the_same_bits(q: Tensor, k: Tensor) -> bool:
         queries = normal(2 * TILE, *q.shape[1:])
         k, v = (normal(1, num_kv_heads, num_keys // 2, head_dim) for _ in "kv")
         rest = normal(1, num_kv_heads, num_keys % 2, head_dim)
-        k, v = torch.cat([k, k, rest], 2), torch.cat([v, -v, 0 * rest], 2)
+        k = torch.cat([k, k, rest], 2)
+        v = torch.cat([v, -v, 0 * rest], 2)
         mask = q.new_zeros(2 * TILE, 1, 1, num_keys)
         pairs = zip(*(f(queries, k, v, mask) for f in (_attend, _attend_tiles)), strict=True)
         _is_same[key] = all(torch.equal(*pair) for pair in pairs)

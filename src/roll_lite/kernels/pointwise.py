@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 512  # that share the tokens where weights have gradients
+PROGRAMS = 512  # programs that share the tokens where weights have gradients
 
 
 def silu_mul(gate_up_TF: Tensor) -> Tensor:

@@ -133,18 +133,18 @@ def _rotate_backward(
     ok = d < HALF
     dtype = out_ptr.dtype.element_ty
     if HAS_NORM:
-        weight_first = _of_rows(q_norm_ptr + d, k_norm_ptr + d, is_query, ok)
-        weight_second = _of_rows(q_norm_ptr + HALF + d, k_norm_ptr + HALF + d, is_query, ok)
+        weight_first = _norm_weights(q_norm_ptr + d, k_norm_ptr + d, is_query, ok)
+        weight_second = _norm_weights(q_norm_ptr + HALF + d, k_norm_ptr + HALF + d, is_query, ok)
         total_first = tl.zeros((ROWS_PAD, HALF_PAD), tl.float32)
         total_second = tl.zeros((ROWS_PAD, HALF_PAD), tl.float32)
     one = 1 + 0 * program.to(tl.int64)  # offsets may pass 32 bits
     for number in range(program, T * num_kv_heads, tl.num_programs(0)):
-        pair = number * one  # of a token and a kv head
+        pair = number * one  # a token and a kv head
         token = pair // num_kv_heads
         q_at = (pair * GROUP + row) * D + d
         kv_at = pair * D + d + 0 * row
-        first = _load(grad_q_ptr, grad_k_ptr, q_at, kv_at, is_query & ok, is_key & ok)
-        second = _load(
+        first = _load_rows(grad_q_ptr, grad_k_ptr, q_at, kv_at, is_query & ok, is_key & ok)
+        second = _load_rows(
             grad_q_ptr, grad_k_ptr, q_at + HALF, kv_at + HALF, is_query & ok, is_key & ok
         )
         cos = tl.load(cos_ptr + token * HALF + d, mask=ok, other=0.0)
@@ -183,14 +183,15 @@ def _rotate_backward(
 
 
 @triton.jit
-def _of_rows(q_ptr, k_ptr, is_query, ok):
-    """The weights of the query norm in query rows, of the key norm in all others."""
-    of_query = tl.load(q_ptr, mask=ok, other=0.0).to(tl.float32)
-    of_key = tl.load(k_ptr, mask=ok, other=0.0).to(tl.float32)
-    return tl.where(is_query, of_query, of_key)
+def _norm_weights(q_ptr, k_ptr, is_query, ok):
+    """The weights of the query norm in query rows, and of the key norm in all other rows."""
+    q_weights = tl.load(q_ptr, mask=ok, other=0.0).to(tl.float32)
+    k_weights = tl.load(k_ptr, mask=ok, other=0.0).to(tl.float32)
+    return tl.where(is_query, q_weights, k_weights)
 
 
 @triton.jit
-def _load(q_ptr, k_ptr, q_at, k_at, is_query, is_key):
-    of_query = tl.load(q_ptr + q_at, mask=is_query, other=0.0).to(tl.float32)
-    return of_query + tl.load(k_ptr + k_at, mask=is_key, other=0.0).to(tl.float32)
+def _load_rows(q_ptr, k_ptr, q_at, k_at, is_query, is_key):
+    """Query rows from one tensor and key rows from another; 0 in all other rows."""
+    queries = tl.load(q_ptr + q_at, mask=is_query, other=0.0).to(tl.float32)
+    return queries + tl.load(k_ptr + k_at, mask=is_key, other=0.0).to(tl.float32)

@@ -30,13 +30,16 @@ class Projected:
     q_norm: nn.Module | None
     k_norm: nn.Module | None
 
+    @property
+    def norms(self) -> tuple[Tensor | None, Tensor | None, float]:
+        """Weights of the q and k norms, if the model has them, and their epsilon."""
+        if self.q_norm is None:
+            return None, None, 0.0
+        return self.q_norm.spread_weight, self.k_norm.spread_weight, self.q_norm.eps
+
     def rotated(self) -> tuple[Tensor, Tensor, Tensor]:
         """q (T, heads, D), k and v (T, K, D)."""
-        norms, eps = (None, None), 0.0
-        if self.q_norm is not None:
-            norms = self.q_norm.spread_weight, self.k_norm.spread_weight
-            eps = self.q_norm.eps
-        return norm_and_rotate(self.qkv_TKGD, self.cos_TD, self.sin_TD, *norms, eps)
+        return norm_and_rotate(self.qkv_TKGD, self.cos_TD, self.sin_TD, *self.norms)
 
 
 Attend = Callable[[int, Projected], Tensor]
@@ -66,9 +69,8 @@ class PackedAttention:
         return self._sdpa(q_THD, k_TKD, v_TKD)
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cu_keys, max_keys = self.cu_seqlens, self.max_seqlen
-        if self.cu_keys is not None:
-            cu_keys, max_keys = self.cu_keys, self.max_keys
+        cu_keys = self.cu_seqlens if self.cu_keys is None else self.cu_keys
+        max_keys = self.max_seqlen if self.max_keys is None else self.max_keys
         return _varlen_kernel()(
             q, k.contiguous(), v.contiguous(), self.cu_seqlens, cu_keys, self.max_seqlen, max_keys
         )
@@ -93,24 +95,16 @@ class PackedAttention:
 
     def _sdpa_one_by_one(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The last query of a sequence sees its last key."""
-        spans = zip(
-            pairwise(self.cu_seqlens.tolist()), pairwise(self.cu_keys.tolist()), strict=True
-        )
+        lengths = self.cu_seqlens.diff().tolist()
+        key_lengths = self.cu_keys.diff().tolist()
         parts = []
-        for (first, end), (first_key, end_key) in spans:
-            num_queries, num_keys = end - first, end_key - first_key
-            sees_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device)
-            heads = (
-                x[start:stop].transpose(0, 1)
-                for x, start, stop in (
-                    (q, first, end),
-                    (k, first_key, end_key),
-                    (v, first_key, end_key),
-                )
-            )
+        for q_QHD, k_SKD, v_SKD in zip(
+            q.split(lengths), k.split(key_lengths), v.split(key_lengths), strict=True
+        ):
+            sees_QS = torch.ones(len(q_QHD), len(k_SKD), dtype=torch.bool, device=q.device)
             out = F.scaled_dot_product_attention(
-                *heads,
-                attn_mask=sees_QK.tril(num_keys - num_queries),
+                *(x.transpose(0, 1) for x in (q_QHD, k_SKD, v_SKD)),
+                attn_mask=sees_QS.tril(len(k_SKD) - len(q_QHD)),
                 enable_gqa=q.shape[1] != k.shape[1],
             )
             parts.append(out.transpose(0, 1))

@@ -15,10 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from roll_lite.models.attention import PackedAttention, Projected
-
-# The first are the names since torch 2.13.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from roll_lite.models.tensor_parallel import all_gather_single, reduce_scatter_single
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +136,13 @@ class _Gather(torch.autograd.Function):
     def forward(ctx, x, group):
         ctx.group = group
         parts = x.new_empty(group.size() * len(x), *x.shape[1:])
-        _all_gather(parts, x, group=group)
+        all_gather_single(parts, x, group=group)
         return parts
 
     @staticmethod
     def backward(ctx, grad):
         own = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
-        _reduce_scatter(own, grad.contiguous(), group=ctx.group)
+        reduce_scatter_single(own, grad.contiguous(), group=ctx.group)
         return own, None
 
 

@@ -7,7 +7,7 @@ is rounded up, and key/value heads that are fewer than ranks are repeated.
 """
 
 from collections.abc import Collection
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from roll_lite.models.config import MixtureConfig, ModelConfig
 
@@ -37,13 +37,13 @@ class ModuleCost:
 
     def __add__(self, other: "ModuleCost") -> "ModuleCost":
         names = self.__dataclass_fields__
-        pairs = zip(names, astuple(self), astuple(other), strict=True)
-        return ModuleCost(**{name: a + b for name, a, b in pairs})
+        return ModuleCost(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 def attention_cost(config: ModelConfig, tp: int = 1) -> ModuleCost:
     H, D, num_heads = config.hidden_size, config.head_dim, config.num_heads
-    heads, kv_heads = num_heads // tp, max(1, config.num_kv_heads // tp)
+    heads = num_heads // tp
+    kv_heads = max(1, config.num_kv_heads // tp)
     qkv_rows = tp * (heads + 2 * kv_heads) * D
     weights = qkv_rows * H + num_heads * D * H
     qkv = (heads + 2 * kv_heads) * D
@@ -84,7 +84,8 @@ def _mixture_cost(config: MixtureConfig, tp: int) -> ModuleCost:
     Each of `tp` ranks holds an equal share of every expert.
     """
     H, E, K = config.hidden_size, config.num_experts, config.experts_per_token
-    expert, F = 3 * config.intermediate_size * H, K * config.intermediate_size // tp
+    F = K * config.intermediate_size // tp
+    expert = 3 * config.intermediate_size * H
     return ModuleCost(
         parameters=E * (expert + H),
         active_parameters=K * expert + E * H,
@@ -123,7 +124,7 @@ def count_parameters(config: ModelConfig, tp: int = 1) -> ParameterCounts:
 
 
 def vocabulary_rows(config: ModelConfig, tp: int) -> int:
-    """Of one tensor-parallel rank."""
+    """Entries of the vocabulary on one tensor-parallel rank."""
     return -(-config.vocab_size // tp)
 
 
@@ -138,8 +139,10 @@ def active_parameters(config: ModelConfig) -> int:
 def adapter_parameters(
     config: ModelConfig, rank: int, targets: Collection[str], tp: int = 1
 ) -> int:
-    """Of one block's LoRA adapters, each of two matrices: inputs to `rank`, `rank` to outputs."""
-    H, F, heads = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+    """Parameters of a block's LoRA adapters: each has a matrix from its inputs to `rank` numbers,
+    and one from these to its outputs."""
+    H, F = config.hidden_size, config.intermediate_size
+    heads = config.num_heads * config.head_dim
     keys = max(tp, config.num_kv_heads) * config.head_dim
     experts = config.num_experts if isinstance(config, MixtureConfig) else 1
     sizes = {
@@ -166,9 +169,10 @@ def saved_bytes_per_token(
     config: ModelConfig, tp: int, width: int, checkpointing: str = "none"
 ) -> int:
     """What is kept of one packed token in all layers from forward to backward."""
-    H, cost = config.hidden_size, block_cost(config, tp)
+    H = config.hidden_size
+    cost = block_cost(config, tp)
     block = {
-        "none": width * cost.saved + 4 * cost.saved_fp32,
+        "none": block_bytes_per_token(config, tp, width),
         "selective": width * cost.products + 4 * cost.products_fp32,
         "full": width * 2 * H,
     }[checkpointing]
@@ -186,7 +190,8 @@ def forward_flops(
 ) -> float:
     """`num_pairs` counts (query, key) pairs, len * (len + 1) / 2 for each sequence; `num_rows` the
     tokens that go through the head. Over all tensor-parallel ranks."""
-    block, layers = block_cost(config, tp), config.num_layers
+    block = block_cost(config, tp)
+    layers = config.num_layers
     head = tp * vocabulary_rows(config, tp) * config.hidden_size
     products = 2.0 * (layers * block.active_parameters * num_tokens + head * num_rows)
     return products + layers * block.pair_flops * num_pairs
@@ -218,7 +223,8 @@ class SequenceCost:
 
         Two flops per weight and token; half of the length^2 (query, key) pairs are causal.
         """
-        block, layers = block_cost(config), config.num_layers
+        block = block_cost(config)
+        layers = config.num_layers
         return cls(2.0 * block.active_parameters * layers, block.pair_flops / 2 * layers)
 
     def __call__(self, length: int) -> float:

@@ -14,14 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from roll_lite.models.tensor_parallel import Part, TensorShard, cut_dimension
+from roll_lite.models.tensor_parallel import Part, TensorShard, all_gather_single, cut_dimension
 from roll_lite.models.transformer import Checkpointing, Transformer
 
-# The newer name of torch 2.13, which warns of the older one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-UNIT_PARAMETERS = 2**25  # that FSDP gathers at once, at most, unless one block has more
+UNIT_PARAMETERS = 2**25
+"""The most that FSDP gathers at once, unless one block has more."""
 BUCKET_PARAMETERS = {"cuda": 2**26, "cpu": 2**20}  # a CPU's caches are small
-"""That travel in one message, at most, unless one tensor has more."""
+"""The most that travel in one message, unless one tensor has more."""
 
 
 def shard(
@@ -41,7 +40,9 @@ def shard(
     )
 
     def placement(parameter: nn.Parameter) -> Shard:
-        return Shard(shard_dimension(parameter.shape, num_shards(mesh)))
+        """The first dimension that divides evenly, else dimension 0 (unevenly)."""
+        sizes = enumerate(parameter.shape)
+        return Shard(next((d for d, size in sizes if size % num_shards(mesh) == 0), 0))
 
     for block in model.blocks:
         block.checkpointing = checkpointing
@@ -63,25 +64,22 @@ def _units(model: Transformer) -> list[list[nn.Module]]:
 
 
 def num_shards(mesh: DeviceMesh) -> int:
-    """In which weights are cut; the ranks of further dimensions have copies."""
+    """Shards that weights are cut into; the mesh's first dimension of two holds copies."""
     return mesh.size(mesh.ndim - 1)
-
-
-def shard_dimension(shape: torch.Size, num_ranks: int) -> int:
-    """The first dimension that divides evenly, else dimension 0 (unevenly)."""
-    return next((d for d, size in enumerate(shape) if size % num_ranks == 0), 0)
 
 
 def rectangles(name: str, parameter: DTensor, tensor_shard: TensorShard | None) -> list[Part]:
     """The parts of a parameter that a rank holds after `shard`; copies come last."""
-    shape, held = parameter.shape, _held(parameter)
+    shape = parameter.shape
+    held = _held(parameter)
     parts = tensor_shard.parts(name, shape) if tensor_shard else [Part.whole(shape)]
     return [part.within(*held) for part in parts]
 
 
 def _held(parameter: DTensor) -> tuple[int, int, int]:
     """The dimension that FSDP has cut, and this rank's first and last index there."""
-    placement, mesh = parameter.placements[-1], parameter.device_mesh
+    placement = parameter.placements[-1]
+    mesh = parameter.device_mesh
     size = parameter.shape[placement.dim]
     chunk = -(-size // num_shards(mesh))
     start = min(mesh.get_local_rank(mesh.ndim - 1) * chunk, size)
@@ -118,25 +116,26 @@ def start_gathering(
     """
     mesh = next(iter(parameters.values())).device_mesh
     dtype = dtype or next(iter(parameters.values())).dtype
-    if num_shards(mesh) == 1:  # DTensor overhead exceeds the copy
+    num_ranks = num_shards(mesh)
+    if num_ranks == 1:  # DTensor overhead exceeds the copy
         held = {name: parameter.to_local() for name, parameter in parameters.items()}
         return lambda: {name: tensor.to(dtype) for name, tensor in held.items()}
-    group, num_ranks = mesh.get_group(mesh.ndim - 1), num_shards(mesh)
     padded = [_padded_shape(parameter, num_ranks) for parameter in parameters.values()]
-    sizes, shards = [s.numel() for s in padded], [p.to_local() for p in parameters.values()]
+    sizes = [shape.numel() for shape in padded]
+    shards = [parameter.to_local() for parameter in parameters.values()]
     device = shards[0].device
     mine = torch.empty(sum(sizes), dtype=dtype, device=device)
     views = [x.view(shape) for x, shape in zip(mine.split(sizes), padded, strict=True)]
     filled = [(v[_corner(x)], x) for v, x in zip(views, shards, strict=True) if x.numel()]
     if filled:
         torch._foreach_copy_(*map(list, zip(*filled, strict=True)))
-    everyone = torch.empty(num_ranks * len(mine), dtype=dtype, device=device)
-    work = _all_gather(everyone, mine, group=group, async_op=True)
+    gathered = torch.empty(num_ranks * len(mine), dtype=dtype, device=device)
+    work = all_gather_single(gathered, mine, group=mesh.get_group(mesh.ndim - 1), async_op=True)
 
     def finish() -> dict[str, Tensor]:
         work.wait()
         wholes, targets, sources = {}, [], []
-        ranks = [row.split(sizes) for row in everyone.view(num_ranks, -1)]
+        ranks = [row.split(sizes) for row in gathered.view(num_ranks, -1)]
         for i, (name, parameter) in enumerate(parameters.items()):
             dimension = parameter.placements[-1].dim
             wholes[name] = torch.empty(parameter.shape, dtype=dtype, device=device)
@@ -156,8 +155,9 @@ def whole(name: str, parameter: DTensor, tensor_shard: TensorShard | None) -> Te
 
 
 def _padded_shape(parameter: DTensor, num_ranks: int) -> torch.Size:
-    """Of the largest shard."""
-    shape, dimension = list(parameter.shape), parameter.placements[-1].dim
+    """Shape of the largest shard."""
+    shape = list(parameter.shape)
+    dimension = parameter.placements[-1].dim
     shape[dimension] = -(-shape[dimension] // num_ranks)
     return torch.Size(shape)
 
@@ -185,17 +185,18 @@ def gradient_norm(
     group: dist.ProcessGroup,
 ) -> Tensor:
     """The norm of the whole gradient: every part of it counts once."""
-    norms, counts = [], []
+    grads, counts = [], []
     for name, parameter in parameters.items():
         mesh = parameter.device_mesh
         num_copies = mesh.size() // num_shards(mesh)
-        is_shared = tensor_shard is not None and cut_dimension(name) is None
         grad = parameter.grad.to_local()
-        if tensor_shard:  # without copies
-            grad = rectangles(name, parameter, tensor_shard)[0].of_local(grad)
-        norms.append(grad)
-        counts.append(1 / (num_copies * (tensor_shard.size if is_shared else 1)))
-    norms = torch.stack(torch._foreach_norm(norms))
+        if tensor_shard:
+            grad = rectangles(name, parameter, tensor_shard)[0].of_local(grad)  # without copies
+            if cut_dimension(name) is None:
+                num_copies *= tensor_shard.size
+        grads.append(grad)
+        counts.append(1 / num_copies)
+    norms = torch.stack(torch._foreach_norm(grads))
     total = (norms.square() * norms.new_tensor(counts)).sum()
     dist.all_reduce(total, group=group)
     return total.sqrt()

@@ -16,13 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from roll_lite.models.config import (
-    SHAPE,
-    ModelConfig,
-    read_config,
-    read_hf_config,
-    shape_config,
-)
+from roll_lite.models.config import SHAPE, ModelConfig, read_config, read_hf_config
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Head, Transformer, random_model
 from roll_lite.progress import ProgressBar
@@ -80,7 +74,8 @@ def _block_slices(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], s
     yield "mlp.up_proj.weight", (F, H), "mlp.gate_up", (1,)
     yield "mlp.down_proj.weight", (H, F), "mlp.down", ()
     for name, heads, rows in (("q", K * G, slice(0, G)), ("k", K, G), ("v", K, G + 1)):
-        index, projection = (slice(None), rows), f"self_attn.{name}_proj"
+        index = (slice(None), rows)
+        projection = f"self_attn.{name}_proj"
         yield f"{projection}.weight", (heads * D, H), "attention.qkv", index
         if config.qkv_bias:
             yield f"{projection}.bias", (heads * D,), "attention.qkv_bias", index
@@ -91,7 +86,7 @@ def _block_slices(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], s
 def open_model(source: str | Path, **options: Any) -> Transformer:
     """`source` is a folder, or a shape with random weights for benchmarks: shape:qwen3-0.6b."""
     if str(source).startswith(SHAPE):
-        return random_model(shape_config(str(source).removeprefix(SHAPE)), **options)
+        return random_model(read_config(source), **options)
     return load_model(source, **options)
 
 
@@ -134,7 +129,8 @@ def _copy_part(part: TensorSlice, tensor: Tensor, target: Tensor, shard: TensorS
     *before, rows = part.index or (slice(0, len(tensor)),)
     dimension = len(before)
     if isinstance(rows, int):  # the index has removed the dimension
-        rows, tensor = slice(rows, rows + 1), tensor.unsqueeze(dimension)
+        rows = slice(rows, rows + 1)
+        tensor = tensor.unsqueeze(dimension)
     for held in shard.parts(part.parameter, target.shape):
         seen = held.within_whole(dimension, rows.start, rows.stop)
         seen.of_local(target).copy_(seen.of_whole(tensor))
@@ -194,34 +190,25 @@ def write_folder(
     """Write a Hugging Face folder under a temporary name, then rename it."""
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.parent.glob(f".{folder.name}.*-*"):  # of a process that was killed
+    for leftover in folder.parent.glob(f".{folder.name}.*-*"):  # by a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     partial.mkdir()
     try:
-        _fill_folder(partial, hf_config, tensors, add_files)
+        dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+        hf_config = {k: v for k, v in hf_config.items() if k != "torch_dtype"} | {"dtype": dtype}
+        (partial / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
+        _write_tensors(partial, tensors)
+        add_files(partial)
+        for file in partial.iterdir():
+            file.chmod(0o644)  # safetensors writes 0600
+            with file.open("rb") as handle:  # on disk before the rename
+                os.fsync(handle.fileno())
         _replace_folder(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return folder
-
-
-def _fill_folder(
-    partial: Path,
-    hf_config: dict,
-    tensors: dict[str, Tensor],
-    add_files: Callable[[Path], object],
-) -> None:
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    hf_config = {k: v for k, v in hf_config.items() if k != "torch_dtype"} | {"dtype": dtype}
-    (partial / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
-    _write_tensors(partial, tensors)
-    add_files(partial)
-    for file in partial.iterdir():
-        file.chmod(0o644)  # safetensors writes 0600
-        with file.open("rb") as handle:  # on disk before the rename
-            os.fsync(handle.fileno())
 
 
 def _replace_folder(new: Path, folder: Path) -> None:
@@ -297,9 +284,9 @@ def _check_names(folder: Path, wanted: list[TensorSlice], files: dict[str, str])
         )
 
 
-def _some(names: list[str], limit: int = 8) -> str:
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return (", ".join(names[:limit]) or "none") + rest
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return (", ".join(names[:8]) or "none") + rest
 
 
 def _read(

@@ -110,7 +110,8 @@ class _TokenLogprobs(torch.autograd.Function):
             found = _logprobs_and_entropy(logits_CV, token_ids_RK[rows] - first, temperature, shard)
             logprobs_RK[rows], entropy_R[rows], lse_R[rows] = found
         ctx.save_for_backward(hidden_RH, head_VH, token_ids_RK, entropy_R, lse_R)
-        ctx.temperature, ctx.shard = temperature, shard
+        ctx.temperature = temperature
+        ctx.shard = shard
         return logprobs, entropy_R
 
     @staticmethod
@@ -175,7 +176,7 @@ def _logprobs_and_entropy(
 def _summarize(logits_CV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-sum-exp of the scaled logits, and their mean under the softmax."""
     if logits_CV.is_cuda:
-        from roll_lite.kernels.logprobs import summarize
+        from roll_lite.kernels.logits import summarize
 
         return summarize(logits_CV, temperature)
     scaled_CV = scale(logits_CV, temperature)
@@ -193,7 +194,7 @@ def _grad_logits(
 ) -> Tensor:
     """Gradient of the unscaled logits, which may be overwritten."""
     if logits_CV.is_cuda:
-        from roll_lite.kernels.logprobs import backward_in_place
+        from roll_lite.kernels.logits import backward_in_place
 
         return backward_in_place(
             logits_CV, lse_C, entropy_C, token_ids_CK, grad_logprobs_CK, grad_entropy_C, temperature

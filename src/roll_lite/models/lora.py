@@ -27,11 +27,14 @@ class Adapter(nn.Module):
         rank = options.rank
         self.down = nn.Parameter(torch.empty(rank, weight.shape[-1]))
         self.up = nn.Parameter(torch.empty(*weight.shape[:-1], rank))
-        self.scale, self.shard, self.cuts_up = options.scale, shard, cuts_up
+        self.scale = options.scale
+        self.shard = shard
+        self.cuts_up = cuts_up
         self.is_on = True
 
     def forward(self, x: Tensor) -> Tensor:
-        down, up = self.down, self.up.flatten(0, -2)
+        down = self.down
+        up = self.up.flatten(0, -2)
         if self.shard is not None and self.cuts_up:  # the whole one's gradient sums over ranks
             down = self.shard.spread(down)
         elif self.shard is not None:
@@ -57,7 +60,8 @@ def add_adapters(model: nn.Module, options: LoraOptions) -> None:
 def _initialize(adapter: Adapter, name: str, generator: torch.Generator) -> None:
     """Ranks draw the whole `down` (its `name`) and keep their part, so the layout is no matter."""
     adapter.up.zero_()
-    shard, shape = adapter.shard, adapter.down.shape
+    shard = adapter.shard
+    shape = adapter.down.shape
     rank, size = shard.whole_shape(name, shape) if shard else shape
     bound = 1 / math.sqrt(size)
     whole = (2 * torch.rand(rank, size, generator=generator) - 1) * bound

@@ -23,7 +23,7 @@ USABLE = 0.9
 """Share of a device to plan with; the rest is for CUDA, communication buffers and fragmentation."""
 LOGPROB_ROWS = 2048  # models/logprobs.py: rows that go through the head at once on a GPU
 PAGE_TOKENS = 16  # tokens in a page of the engine's KV cache
-MAX_PREFILL_TOKENS = 32768  # of one engine step
+MAX_PREFILL_TOKENS = 32768  # tokens that one engine step prefills
 MAX_RUNNING = 1024  # samples that one engine decodes at once
 LORA_TARGETS = ("qkv", "out", "gate_up", "down")  # models/lora.py: all projections of a block
 
@@ -73,10 +73,12 @@ def train_memory(
     adapters. Inputs of projections without adapters are counted as kept, which is slightly too
     much.
     """
-    counts, targets = count_parameters(config, tp), lora_targets if lora_rank else ()
-    adapters = adapter_parameters(config, lora_rank, targets, tp)  # of a block
+    counts = count_parameters(config, tp)
+    targets = lora_targets if lora_rank else ()
+    adapters = adapter_parameters(config, lora_rank, targets, tp)  # in a block
     trained = config.num_layers * adapters if lora_rank else counts.total
-    shard, moment_bytes = ceil(trained / num_ranks), 4 if moments == "float32" else 2
+    shard = ceil(trained / num_ranks)
+    moment_bytes = 4 if moments == "float32" else 2
     frozen = width * ceil(counts.total / num_ranks) if lora_rank else 0
     per_token = saved_bytes_per_token(config, tp, width, checkpointing)
     if checkpointing != "full":
@@ -193,7 +195,8 @@ def _backward_bytes(
 
     `trained_block` and `trained_head` are parameters with a gradient on this rank.
     """
-    H, V = config.hidden_size, vocabulary_rows(config, tp)
+    H = config.hidden_size
+    V = vocabulary_rows(config, tp)
     # Head, in chunks of rows: a chunk's logits, which become their gradient; the head's gradient
     # in fp32, and what a chunk adds to it; the gradient of the hidden states.
     head = width * LOGPROB_ROWS * V + (4 + width) * trained_head + num_tokens * width * H

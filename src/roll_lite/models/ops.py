@@ -11,8 +11,9 @@ from torch import Tensor
 
 from roll_lite.models.config import RopeConfig
 
-ROWS = 64  # of a block; see `linear`
-SMALL_BLOCKS, LARGE_BLOCK = (16, 32), 512
+ROWS = 64  # rows of a block in `linear`
+SMALL_BLOCKS = (16, 32)
+LARGE_BLOCK = 512
 _is_same: dict[tuple, bool] = {}
 
 
@@ -24,7 +25,8 @@ def linear(x_TH: Tensor, weight_NH: Tensor, bias_N: Tensor | None = None) -> Ten
     """
     if x_TH.device.type != "cpu" or torch.is_grad_enabled():
         return F.linear(x_TH, weight_NH, bias_N)
-    num_rows, weight_HN = len(x_TH), weight_NH.T
+    num_rows = len(x_TH)
+    weight_HN = weight_NH.T
     sizes = _block_sizes(num_rows, weight_HN)
     padded = sum(sizes)
     if padded > num_rows:
@@ -187,11 +189,13 @@ def norm_and_rotate(
     G = qkv_TKGD.shape[2] - 2
     if q_weight_D is None:
         qk = rotate(qkv_TKGD[:, :, : G + 1], cos_TD, sin_TD)
-        q, k = qk[:, :, :G], qk[:, :, G]
+        q = qk[:, :, :G]
+        k = qk[:, :, G]
     else:
         q = F.rms_norm(qkv_TKGD[:, :, :G], q_weight_D.shape, q_weight_D, eps)
+        q = rotate(q, cos_TD, sin_TD)
         k = F.rms_norm(qkv_TKGD[:, :, G : G + 1], k_weight_D.shape, k_weight_D, eps)
-        q, k = rotate(q, cos_TD, sin_TD), rotate(k, cos_TD, sin_TD)[:, :, 0]
+        k = rotate(k, cos_TD, sin_TD)[:, :, 0]
     return q.flatten(1, 2), k, qkv_TKGD[:, :, G + 1]
 
 
@@ -209,7 +213,8 @@ class _NormAndRotate(torch.autograd.Function):
             qkv_TKGD, cos_TD, sin_TD, q_norm, k_norm, eps, slots_T, k_TKD[None], v_TKD[None]
         )
         ctx.save_for_backward(qkv_TKGD if q_norm is not None else None, cos_TD, sin_TD)
-        ctx.norms, ctx.eps, ctx.shape = (q_norm, k_norm), eps, qkv_TKGD.shape
+        ctx.norms = q_norm, k_norm, eps
+        ctx.shape = qkv_TKGD.shape
         return q_THD, k_TKD, v_TKD
 
     @staticmethod
@@ -218,6 +223,6 @@ class _NormAndRotate(torch.autograd.Function):
 
         grads = (grad.contiguous() for grad in (grad_q_THD, grad_k_TKD, grad_v_TKD))
         grad_qkv, grad_q_norm, grad_k_norm = rotate_backward(
-            *ctx.saved_tensors, *ctx.norms, ctx.eps, *grads, shape=ctx.shape
+            *ctx.saved_tensors, *ctx.norms, *grads, shape=ctx.shape
         )
         return grad_qkv, None, None, grad_q_norm, grad_k_norm, None

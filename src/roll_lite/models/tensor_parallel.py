@@ -13,6 +13,10 @@ from torch import Tensor
 
 from roll_lite.models.config import ModelConfig
 
+# The first are the names since torch 2.13, which warns of the older ones.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 CUT_DIMENSION = {
     "embedding": 0,
     "lm_head": 0,
@@ -61,7 +65,8 @@ class Part:
     def within(self, dimension: int, start: int, stop: int) -> "Part":
         """What lies between two indices of the rank's tensor, seen from the first."""
         starts, offsets, shape = list(self.starts), list(self.offsets), list(self.shape)
-        begin, end = starts[dimension], starts[dimension] + shape[dimension]
+        begin = starts[dimension]
+        end = begin + shape[dimension]
         first, last = (min(max(index, begin), end) for index in (start, stop))
         offsets[dimension] += first - begin
         starts[dimension] = max(0, min(first, stop) - start)
@@ -77,7 +82,7 @@ class Part:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> "Part":
-        """Of a rank that holds all of a parameter."""
+        """The part of a rank that holds a whole parameter."""
         return Part((0,) * len(shape), (0,) * len(shape), tuple(shape))
 
 
@@ -103,7 +108,7 @@ class TensorShard:
     size: int
     group: dist.ProcessGroup
     config: ModelConfig | None = None
-    """Of the whole model, which sets it."""
+    """Sizes of the whole model, which sets it."""
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> "TensorShard":
@@ -122,7 +127,8 @@ class TensorShard:
 
     def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the whole parameter; `shape` is that of a rank's tensor."""
-        cut, whole = cut_dimension(name), list(shape)
+        cut = cut_dimension(name)
+        whole = list(shape)
         if _ends(name, *VOCABULARY):
             whole[0] = self.config.vocab_size
         elif _ends(name, *WITH_KEYS):
@@ -133,7 +139,9 @@ class TensorShard:
 
     def parts(self, name: str, shape: Sequence[int]) -> list[Part]:
         """The rectangles of a rank's tensor of this shape: copies come last."""
-        cut, zeros, held = cut_dimension(name), (0,) * len(shape), list(shape)
+        cut = cut_dimension(name)
+        zeros = (0,) * len(shape)
+        held = list(shape)
         if cut is None:
             return [Part(zeros, zeros, tuple(shape), is_copy=self.rank > 0)]
         if keys := self.shared_keys(name, shape):
@@ -153,7 +161,8 @@ class TensorShard:
             return None
         head, copy = divmod(self.rank, self.num_copies)
         rest = (0,) * (len(shape) - 2)
-        starts, offsets = (0, shape[1] - 2, *rest), (head, self.config.group_size, *rest)
+        starts = (0, shape[1] - 2, *rest)
+        offsets = (head, self.config.group_size, *rest)
         is_copy = copy < self.num_copies - 1
         return Part(starts, offsets, (1, 2, *shape[2:]), is_copy)
 

@@ -116,22 +116,15 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = mlp
 
-    def forward(
-        self,
-        x_TH: Tensor,
-        delta_TH: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
-        attend: Attend,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, *inputs) -> tuple[Tensor, Tensor]:
+        """The block on the inputs of `_run`, with checkpointing in training."""
         if self.checkpointing == "none" or not torch.is_grad_enabled():
-            return self._run(x_TH, delta_TH, rotary, attend)
+            return self._run(*inputs)
         contexts = noop_context_fn
         if self.checkpointing == "selective":
             contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
-        return checkpoint(
-            self._run, x_TH, delta_TH, rotary, attend,
-            use_reentrant=False, preserve_rng_state=False, context_fn=contexts,
-        )  # fmt: skip
+        options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+        return checkpoint(self._run, *inputs, **options)
 
     def _run(
         self,
@@ -177,7 +170,8 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         shard = replace(shard, config=config) if shard else None
-        self.config, self.shard = config, shard
+        self.config = config
+        self.shard = shard
         self.local_config = config = local_config(config, shard.size) if shard else config
         self.rotary = Rotary(config.rope, config.head_dim)
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
@@ -197,7 +191,7 @@ class Transformer(nn.Module):
         return self.embedding if self.lm_head is None else self.lm_head
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
-        """Of this rank's part of the vocabulary; -inf for its padding."""
+        """Logits of this rank's part of the vocabulary; -inf for its padding."""
         return head_logits(hidden_RH, self.head_weight, self.shard, -torch.inf)
 
     def hidden_states(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
@@ -205,7 +199,8 @@ class Transformer(nn.Module):
             x_TH = F.embedding(token_ids_T, self.embedding)
         else:
             x_TH = self.shard.look_up(token_ids_T, self.embedding)
-        rotary, delta_TH = self.rotary(positions_T), None
+        rotary = self.rotary(positions_T)
+        delta_TH = None
         for block in self.blocks:
             x_TH, delta_TH = block(x_TH, delta_TH, rotary, attend)
         return add_norm(x_TH, delta_TH, self.norm.weight, self.norm.eps)[1]
@@ -237,9 +232,10 @@ class Transformer(nn.Module):
         return token_logprobs(hidden_RH, self.head_weight, targets_R, temperature, self.shard)
 
     @torch.no_grad()
-    def init_weights(self, seed: int, std: float = 0.02) -> None:
+    def init_weights(self, seed: int) -> None:
         """Fresh weights: normal matrices, biases 0, norms 1, residual outputs scaled by depth."""
         generator = torch.Generator(self.embedding.device).manual_seed(seed)
+        std = 0.02
         residual_std = std / (2 * self.config.num_layers) ** 0.5
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
