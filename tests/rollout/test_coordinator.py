@@ -664,11 +664,13 @@ def test_faults_arrive_with_their_traceback_and_no_thread_is_left():
     def play(chat, task):
         raise ZeroDivisionError("in the thread")
 
-    with FakeEngines(2) as engines:
-        rollout = Coordinator(
+    with (
+        FakeEngines(2) as engines,
+        Coordinator(
             engines=engines, chat=FakeChat(), play=play, prompts=fake_prompts(),
             params=PARAMS, options=RolloutOptions(), seed=0,
-        )  # fmt: skip
+        ) as rollout,
+    ):  # fmt: skip
         asked = [next(fake_prompts())]
         for action in (
             rollout.collect,
@@ -678,7 +680,6 @@ def test_faults_arrive_with_their_traceback_and_no_thread_is_left():
                 action()
             frames = [entry.name for entry in caught.traceback]
             assert "play" in frames
-        rollout.close()
     assert threading.active_count() == threads
 
 

@@ -164,7 +164,7 @@ class EngineClient:
         pending = PendingRequest(
             request, futures, num_counted=len(request.indices), group_number=group_number
         )
-        if request.wanted is not None:  # the others are known already
+        if request.wanted is not None:  # the other samples are known already
             for index in set(range(request.num_samples)) - set(request.wanted):
                 futures[index].set_result(None)
         for index in request.indices:

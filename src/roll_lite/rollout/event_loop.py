@@ -28,7 +28,8 @@ class Signal:
     def __init__(self):
         self.error: BaseException | None = None
         """The first error that ends the run; every later call raises it."""
-        self._changed, self._failed = asyncio.Event(), asyncio.Event()
+        self._changed = asyncio.Event()
+        self._failed = asyncio.Event()
 
     def notify(self) -> None:
         self._changed.set()
@@ -66,6 +67,8 @@ class LoopThread:
         self._loop.set_exception_handler(partial(_handle, signal))
         # A daemon: a reward that never returns must not keep the process alive.
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     def run(self, coroutine: Coroutine) -> Any:
@@ -95,6 +98,9 @@ class PumpedLoop:
         self._loop = StoppedClockLoop()
         self._loop.set_exception_handler(partial(_handle, signal))
         self._pump = pump
+
+    def start(self) -> None:
+        """There is no thread to start."""
 
     def run(self, coroutine: Coroutine) -> Any:
         with self._loop.running_clock():
@@ -187,7 +193,8 @@ def rare_collections(num_samples: int = 0) -> Iterator[None]:
     With `num_samples` in flight at once, not before there are more new objects than these have.
     They are freed without a collection, which would only look at all of them and find nothing.
     """
-    thresholds, (first, *others) = gc.get_threshold(), GC_THRESHOLDS
+    thresholds = gc.get_threshold()
+    first, *others = GC_THRESHOLDS
 
     def freeze_once_more(phase: str, info: dict[str, int]) -> None:
         """What the first steps have imported and compiled stays too: some 0.4 s a collection."""

@@ -78,17 +78,19 @@ class Slots:
         """A group, whose number is larger than those of earlier ones, takes a vacant slot."""
         self._groups[domain].append(group)
 
-    def vacate(self, domain: str, group: int) -> None:
-        """A group is gone; another may take its slot."""
-        self._remove(domain, group)
+    def vacate(self, domain: str, group: int) -> int:
+        """A group is gone; another may take its slot. Returns its place among the groups."""
+        place = bisect_left(self._groups[domain], group)
+        del self._groups[domain][place]
+        return place
 
     def give_up(self, domain: str, group: int) -> None:
         """A group is gone, and the slot that it filled stays empty."""
-        self._give_up(domain, self._remove(domain, group))
+        self._give_up(domain, self.vacate(domain, group))
 
     def give_up_last(self, domain: str, group: int) -> None:
         """A group is gone, and the newest slot of its domain stays empty."""
-        self._remove(domain, group)
+        self.vacate(domain, group)
         self._give_up(domain, -1)
 
     def revive(self) -> None:
@@ -150,14 +152,8 @@ class Slots:
         del self._given_up[:num_given_up]
         return num_given_up
 
-    def _remove(self, domain: str, group: int) -> int:
-        """Returns the group's place among those of its domain."""
-        rank = bisect_left(self._groups[domain], group)
-        del self._groups[domain][rank]
-        return rank
-
-    def _give_up(self, domain: str, rank: int) -> None:
-        insort(self._given_up, self._kept[domain].pop(rank))
+    def _give_up(self, domain: str, place: int) -> None:
+        insort(self._given_up, self._kept[domain].pop(place))
 
     def _index(self, slot: int) -> int:
         return bisect_left(self._order, slot)
@@ -180,7 +176,7 @@ class Groups:
         params: SamplingParams,
         min_samples: int,
         signal: Signal,
-        keep: Keep | None = None,
+        keep: Keep | None,
     ):
         """A group with fewer than `min_samples` left is dropped."""
         self._context = context
@@ -236,14 +232,14 @@ class Groups:
         """Samples of complete groups."""
         return sum(len(group.samples) for group in self.ready.values())
 
-    async def take(self, num_groups: int) -> list[Group]:
-        """The oldest complete groups for the oldest slots.
+    async def take(self) -> list[Group]:
+        """The oldest complete groups for the oldest slots: those of one step.
 
         Fewer when the prompts have ended, or when too many groups were dropped to replace them all.
         """
-        self._num_awaited = num_groups
+        self._num_awaited = self._options.prompts_per_step
         try:
-            num_slots, numbers = await self._wait_for(num_groups)
+            num_slots, numbers = await self._wait_for_step()
         finally:
             self._num_awaited = 0
         taken = self._release(num_slots, numbers)
@@ -276,14 +272,14 @@ class Groups:
             self._slots.fill(group.prompt.domain, number)
             self._ready_of[group.prompt.domain].append(number)
 
-    async def _wait_for(self, num_groups: int) -> tuple[int, list[int]]:
+    async def _wait_for_step(self) -> tuple[int, list[int]]:
         """How many slots to release, and the numbers of the groups that fill them."""
         while True:
             if self._signal.error:
                 raise self._signal.error
             self._drop_stale()
             self._feed()
-            num_slots = self._num_due(num_groups)
+            num_slots = self._num_due()
             if (numbers := self._slots.match(num_slots, self._ready_of)) is not None:
                 return num_slots, numbers
             await self._signal.wait()
@@ -377,7 +373,8 @@ class Groups:
     def _reason_to_drop(self, group: Group, left: Group) -> str | None:
         """Why not to train on a group, if there is a reason; `left` has only its done samples."""
         rewards = [sample.score.value for sample in left.samples]
-        low, high = self._options.min_group_reward, self._options.max_group_reward
+        low = self._options.min_group_reward
+        high = self._options.max_group_reward
         if len(rewards) < self._min_samples:
             is_late = any(sample.state == "aborted" for sample in group.samples)
             return f"had too few samples left{' at the deadline' if is_late else ''}"
@@ -408,7 +405,7 @@ class Groups:
         errors = [sample.error for sample in group.samples if sample.error]
         self._last_error = errors[-1] if errors else self._last_error
 
-    def _num_due(self, num_groups: int) -> int:
+    def _num_due(self) -> int:
         """How many slots a step releases, including those that were given up.
 
         Groups of later slots wait for their own step, so a domain that is slow or often filtered
@@ -419,7 +416,7 @@ class Groups:
         if first is None and len(self._slots):
             self._ledger.counts["missing"] += self._slots.release(len(self._slots))
             raise self._nothing_left()
-        return max(num_groups, (first or 0) + 1)
+        return max(self._options.prompts_per_step, (first or 0) + 1)
 
     def _nothing_left(self) -> NothingLeft:
         has_domains = len({domain for domain, _ in self._dropped} | set(self._slots.domains)) > 1
@@ -471,7 +468,7 @@ class Groups:
                     self._abort_if_stale(number, group)
 
     def _abort_if_stale(self, number: int, group: RunningGroup) -> None:
-        """A sample that has not begun is not stale."""
+        """A sample without a first token is not stale."""
         left = [s for s in group.samples if s.state not in LOST]
         versions = [group.first_version(s) for s in left]
         oldest = self._oldest_version
