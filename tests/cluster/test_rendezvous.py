@@ -251,7 +251,7 @@ def test_a_controller_without_memory_is_given_up(monkeypatch, error):
     controller = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     reasons = []
 
-    def on_lost(code, reason):
+    def on_lost(reason):
         reasons.append(reason)
         heartbeat.stop()
 

@@ -137,12 +137,17 @@ class Watchdog:
             self._controller.fail(self._work_error(working))
 
     def _name_slow_ranks(self, now: float) -> None:
-        """Once for each call. It says nothing of ranks that wait in a collective for a slow one."""
+        """Print, once for each call, the one rank that has not answered.
+
+        Ranks that wait for it in a collective have not answered either: then nothing is printed.
+        """
         for call in self._controller.pending():
-            unanswered, seconds = call.unanswered, now - call.last_reply
+            unanswered = call.unanswered
+            seconds = now - call.last_reply
             is_last = len(unanswered) == 1 and len(call.ranks) > 1
             if is_last and seconds > SLOW_SECONDS and not call.is_slow:
-                call.is_slow, rank = True, unanswered[0]
+                call.is_slow = True
+                rank = unanswered[0]
                 who = f"rank {rank} ({self._processes[rank]})"
                 text = f"{call.label}: {who} is slow; all other ranks answered {seconds:.0f} s ago"
                 print(text, file=sys.stderr, flush=True)
@@ -198,10 +203,10 @@ class Heartbeat:
         self,
         worker: Worker,
         controller: Process,
-        on_lost: Callable[[int, str], None],
+        on_lost: Callable[[str], None],
         monitor: RankMonitor | None = None,
     ):
-        """`on_lost(exit_code, reason)` ends this rank; `controller` is the process of rank 0."""
+        """`on_lost(reason)` ends this rank; `controller` is the process of rank 0."""
         self._monitor = monitor
         self._worker = worker
         self._controller = controller
@@ -223,7 +228,7 @@ class Heartbeat:
 
     def _on_lifeline(self, lifeline: Future) -> None:
         if not self._stopping.is_set():
-            self._on_lost(1, f"the controller (rank 0, {self._controller}) died")
+            self._on_lost(f"the controller (rank 0, {self._controller}) died")
 
     def _run(self) -> None:
         last_answer = time.monotonic()
@@ -244,8 +249,8 @@ class Heartbeat:
                 self._lose("torchrun died")
 
     def _send(self) -> None:
-        rank, status = self._worker.rank, self._worker.status()
-        wire.send(0, "heartbeat", rank, status, timeout=ANSWER_SECONDS).wait()
+        status = self._worker.status()
+        wire.send(0, "heartbeat", self._worker.rank, status, timeout=ANSWER_SECONDS).wait()
 
     def _check_controller(self, silence: float) -> None:
         is_stopped = silence > STOPPED_SECONDS and self._controller.is_stopped
@@ -257,7 +262,7 @@ class Heartbeat:
         self._lose(f"the controller (rank 0, {self._controller}) {why}")
 
     def _lose(self, reason: str) -> None:
-        self._on_lost(1, reason)
+        self._on_lost(reason)
         if not self._stopping.wait(EXIT_SECONDS):  # it still waits for others to start
             print(f"rank {self._worker.rank} exits: {reason}", file=sys.stderr, flush=True)
             os._exit(1)
