@@ -44,7 +44,7 @@ class RankMonitor:
         self._process = Process.find(os.getppid())
 
     def wake(self) -> None:
-        """Continue it if it was stopped: torchrun would wait for it when the run has ended."""
+        """Continue the monitor if it was stopped: torchrun waits for it at the end of the run."""
         if self._process.is_stopped:
             with suppress(OSError):
                 os.kill(self._process.pid, signal.SIGCONT)

@@ -73,7 +73,7 @@ class Coordinator:
         task that would become longer ends or fails, as `episodes.at_limit` says; the other options
         of `episodes` are for tasks, too.
 
-        `play_metrics` are metrics of `play` since the last call, which `metrics` includes.
+        `play_metrics` returns metrics of `play` since its last call; `metrics` includes them.
 
         `reward_engines` are engine roles that rewards ask, such as a judge. A plain iterator of
         prompts cannot be resumed, and replaces a dropped group by a prompt of any domain.
@@ -128,9 +128,9 @@ class Coordinator:
     def open_journal(
         self, folder: str | Path, made_with: str, resumed_at: int, weights: Callable[[], str]
     ) -> None:
-        """Keep finished samples in a folder until `forget`, and use those that it has.
+        """Keep finished samples in a folder until `forget`, and use those that are there already.
 
-        `made_with` are options, as journal.fingerprint has them. `weights` gives a digest of the
+        `made_with` is the journal's `fingerprint` of the options. `weights` returns a digest of the
         engines' weights.
         """
         self._journal = Journal(folder, made_with, resumed_at)
@@ -201,7 +201,7 @@ class Coordinator:
         self._loop.run(_call(self._set_version, policy_version))
 
     def on_states(self, listener: Callable[[list[str]], None]) -> None:
-        """Have it called with the states that samples are in when these change, in any thread."""
+        """Call the listener, in any thread, with the states that samples are in as these change."""
         self._ledger.in_flight.listener = listener
 
     def metrics(self) -> dict[str, float]:
@@ -260,7 +260,7 @@ class Coordinator:
                 self._num_answered.subtract(prompt.id for prompt in prompts)
                 raise
             finally:
-                for group in running:  # only of a run that ends
+                for group in running:  # none has such a sample unless the run ends
                     self._answer_context.ledger.abort(
                         sample for sample in group.samples if sample.error
                     )

@@ -57,10 +57,6 @@ class EpisodeContext:
     """Most tokens of a sample, read and sampled; None leaves it to the engines."""
     task_options: EpisodeOptions
 
-    def options_of(self, prompt: Prompt) -> EpisodeOptions:
-        """A question has one turn, whatever the options of tasks say."""
-        return ONE_TURN if prompt.is_question else self.task_options
-
     def encode_ahead(self, prompts: Sequence[Prompt]) -> None:
         """Encode questions together, which is faster; tasks write their own messages."""
         if len(prompts) > 1:
@@ -208,7 +204,8 @@ class Episode:
         self._context = context
         self._ledger = context.ledger
         self._group = group
-        self._options = context.options_of(group.prompt)
+        # A question has one turn, whatever the options of tasks say.
+        self._options = ONE_TURN if group.prompt.is_question else context.task_options
         self._timeout = asyncio.timeout(None)
         self._encoded: list[EncodedMessages] = []
         self._limit_reached = ""

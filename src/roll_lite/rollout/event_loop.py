@@ -15,8 +15,8 @@ from roll_lite.workers.waiting import cancel_other_tasks
 CLOSE_SECONDS = 5.0  # for rewards that are running to come to an end
 IDLE_SECONDS = 0.0005  # between two pumps when no engine has work
 MAX_ROUNDS = 20
-"""Of callbacks before the next pump, which takes much longer: a reply passes through several
-coroutines until it is the next request."""
+"""Rounds of callbacks before the next pump, which takes much longer than a round: a reply passes
+through several coroutines until it is the next request."""
 GC_THRESHOLDS = (20_000, 20, 50)
 OBJECTS_PER_SAMPLE = 100
 """More than a sample in flight consists of, which is about 70 that the collector looks at."""
@@ -190,8 +190,8 @@ class StoppedClockLoop(asyncio.SelectorEventLoop):
 def rare_collections(num_samples: int = 0) -> Iterator[None]:
     """Collect garbage less often, and only among new objects: a quarter more samples per second.
 
-    With `num_samples` in flight at once, not before there are more new objects than these have.
-    They are freed without a collection, which would only look at all of them and find nothing.
+    With `num_samples` in flight at once, a collection waits until there are more new objects than
+    these consist of. They are freed without one, which would look at all of them and find nothing.
     """
     thresholds = gc.get_threshold()
     first, *others = GC_THRESHOLDS
