@@ -187,7 +187,7 @@ class StoppedClockLoop(asyncio.SelectorEventLoop):
 
 
 @contextmanager
-def rare_collections(num_samples: int = 0) -> Iterator[None]:
+def rare_collections(num_samples: int) -> Iterator[None]:
     """Collect garbage less often, and only among new objects: a quarter more samples per second.
 
     With `num_samples` in flight at once, a collection waits until there are more new objects than
