@@ -4,7 +4,7 @@
 """
 
 import asyncio
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from statistics import fmean
@@ -39,12 +39,12 @@ class Slots:
 
     def __init__(self, domains: Iterable[str] = (), given_up: Collection[int] = ()):
         """`given_up` are indices of slots whose groups were dropped and are not replaced."""
-        self._domain_of: dict[int, str] = {}
-        self._order: list[int] = []
-        """The numbers of all slots, oldest first."""
+        self._slots: list[tuple[int, str]] = []
+        """Number and domain of all slots, oldest first."""
         self._kept: defaultdict[str, list[int]] = defaultdict(list)
-        """Those that were not given up, by domain."""
-        self._given_up: list[int] = []
+        """Numbers of the slots that were not given up, by domain."""
+        self._given_up: list[tuple[int, str]] = []
+        """Number and domain of the slots that were given up, oldest first."""
         self._groups: defaultdict[str, list[int]] = defaultdict(list)
         """Numbers of the groups that fill slots, by domain."""
         self._num_added = 0
@@ -56,23 +56,21 @@ class Slots:
     @property
     def domains(self) -> list[str]:
         """The domain of each slot, oldest first."""
-        return [self._domain_of[slot] for slot in self._order]
+        return [domain for _, domain in self._slots]
 
     @property
     def given_up(self) -> list[int]:
         """Indices of the slots that were given up."""
-        return [self._index(slot) for slot in self._given_up]
+        return [self._index(slot) for slot, _ in self._given_up]
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._slots)
 
     def add(self, domain: str) -> None:
         """Append a vacant slot."""
-        slot = self._num_added
+        self._slots.append((self._num_added, domain))
+        self._kept[domain].append(self._num_added)
         self._num_added += 1
-        self._domain_of[slot] = domain
-        self._order.append(slot)
-        self._kept[domain].append(slot)
 
     def fill(self, domain: str, group: int) -> None:
         """A group, whose number is larger than those of earlier ones, takes a vacant slot."""
@@ -95,14 +93,14 @@ class Slots:
 
     def revive(self) -> None:
         """Slots that were given up may be filled again."""
-        for slot in self._given_up:
-            insort(self._kept[self._domain_of[slot]], slot)
+        for slot, domain in self._given_up:
+            insort(self._kept[domain], slot)
         self._given_up.clear()
 
     def close(self, index: int) -> None:
         """Remove a vacant slot that nothing can fill."""
-        slot = self._order.pop(index)
-        kept = self._kept[self._domain_of.pop(slot)]
+        slot, domain = self._slots.pop(index)
+        kept = self._kept[domain]
         del kept[bisect_left(kept, slot)]
 
     def first_vacant(self) -> tuple[int, str | None]:
@@ -113,7 +111,7 @@ class Slots:
             if (num_filled := len(self._groups[domain])) < len(kept)
         ]
         if not vacant:
-            return len(self._order), None
+            return len(self._slots), None
         slot, domain = min(vacant)
         return self._index(slot), domain
 
@@ -132,8 +130,8 @@ class Slots:
             return None
         oldest = {domain: iter(ready.get(domain, ())) for domain in counts}
         given_up = set(self._given_up)
-        wanted = [slot for slot in self._order[:num_slots] if slot not in given_up]
-        return [next(oldest[self._domain_of[slot]]) for slot in wanted]
+        wanted = [slot for slot in self._slots[:num_slots] if slot not in given_up]
+        return [next(oldest[domain]) for _, domain in wanted]
 
     def release(self, num_slots: int, taken: Collection[int] = ()) -> int:
         """Remove the oldest slots, and the groups that `match` gave for them.
@@ -144,25 +142,24 @@ class Slots:
         for domain, kept in self._kept.items():
             del kept[: self._num_among(num_slots, domain)]
             self._groups[domain] = [n for n in self._groups[domain] if n not in gone]
-        released = self._order[:num_slots]
-        del self._order[:num_slots]
-        for slot in released:
-            del self._domain_of[slot]
-        num_given_up = sum(slot not in self._domain_of for slot in self._given_up)
+        released = self._slots[:num_slots]
+        del self._slots[:num_slots]
+        num_given_up = bisect_right(self._given_up, released[-1]) if released else 0
         del self._given_up[:num_given_up]
         return num_given_up
 
     def _give_up(self, domain: str, place: int) -> None:
-        insort(self._given_up, self._kept[domain].pop(place))
+        insort(self._given_up, (self._kept[domain].pop(place), domain))
 
     def _index(self, slot: int) -> int:
-        return bisect_left(self._order, slot)
+        return bisect_left(self._slots, (slot,))
 
     def _num_among(self, num_slots: int, domain: str) -> int:
         """Slots of a domain that were not given up, among the oldest `num_slots`."""
-        if num_slots >= len(self._order):
+        if num_slots >= len(self._slots):
             return len(self._kept[domain])
-        return bisect_left(self._kept[domain], self._order[num_slots])
+        first_left, _ = self._slots[num_slots]
+        return bisect_left(self._kept[domain], first_left)
 
 
 class Groups:
