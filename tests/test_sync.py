@@ -25,7 +25,7 @@ MAPS = [
     pytest.param(WITHOUT_TRAVEL, marks=pytest.mark.slow),
     pytest.param("train=0-3,tp=2 generate=0-3", marks=pytest.mark.slow),
     pytest.param("train=3 generate=0-2", marks=pytest.mark.slow),
-    pytest.param("train=0 generate=0-1", marks=pytest.mark.slow),  # in the end nobody is fed
+    pytest.param("train=0 generate=0-1", marks=pytest.mark.slow),  # in the end no rank is fed
     pytest.param("train=0 generate=1-4,tp=2", marks=pytest.mark.slow),
     pytest.param("train=0-1 generate=2-3,tp=2", marks=pytest.mark.slow),  # a part to each
     pytest.param("train=all,tp=2 generate=all,tp=4", marks=pytest.mark.slow),

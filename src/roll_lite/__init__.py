@@ -34,9 +34,9 @@ _NAMES = {
     "rewards.registry": "REWARDS",
     "roles": "Roles",
     "rollout.coordinator": "Coordinator",
-    "rollout.evaluation": "Evaluation EvaluationOptions refuse_all_failed",
-    "rollout.metrics": "pass_rates subsets_of",
-    "rollout.record": "AnswerFile",
+    "rollout.evaluation": (
+        "AnswerFile Evaluation EvaluationOptions pass_rates refuse_all_failed subsets_of"
+    ),
     "rollout.rollout_options": "RolloutOptions",
     "train.advantages": "AdvantageOptions",
     "train.batch": "pack pack_pairs",

@@ -23,9 +23,9 @@ from roll_lite.report.run import Run
 from roll_lite.report.trackers import OpenTracker
 from roll_lite.roles import Roles
 from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.evaluation import describe_groups
 from roll_lite.rollout.event_loop import rare_collections
 from roll_lite.rollout.journal import fingerprint
-from roll_lite.rollout.metrics import describe_groups
 from roll_lite.stopping import Ended
 from roll_lite.train.checkpoint import Resumable, RunState
 from roll_lite.train.sample_rows import AdvantageState

@@ -17,7 +17,8 @@ STOPPED = "T"
 """State of a process after SIGSTOP. A process that a debugger holds has the state t."""
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 RUN_ID = "TORCHELASTIC_RUN_ID"
 """An environment variable that torchrun sets for ranks; what they start inherits it."""
 
@@ -138,7 +139,8 @@ def num_tasks_of(uid: int) -> int:
 
 
 def _with_descendants(pid: int, proc: int) -> list[int]:
-    found, new = [], [pid]
+    found = []
+    new = [pid]
     while new:
         found += new
         new = [child for parent in new for child in children_of(parent, proc)]
@@ -165,7 +167,7 @@ def _number(content: bytes, field: bytes) -> int:
 
 
 class Process(NamedTuple):
-    """A process that can be told from a later one with the same pid, and from one elsewhere."""
+    """A process, told apart from a later one with its pid and from those of other hosts."""
 
     pid: int
     host: str
@@ -248,7 +250,9 @@ def _descendants(pid: int, spared: Collection[int] = ()) -> set[int]:
 
     By a scan of all processes, which unlike `children_of` misses none while others end.
     """
-    parents, found, new = _parents(), set(), {pid}
+    parents = _parents()
+    found = set()
+    new = {pid}
     while new:
         new = {child for each in new for child in _children(each, parents)} - set(spared)
         found |= new

@@ -1,7 +1,7 @@
 """The models of a run, each a role on its ranks, and which of those that share a device has it."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from roll_lite.cluster.cluster import Cluster
@@ -61,17 +61,16 @@ class Roles:
         """Called with the name of the phase that a step enters."""
         self.seconds: dict[str, float] = {}
         """Seconds of each part of the last hand-over of devices."""
-        self._check_shared({"engines_sleep": engines_sleep, "offload": offload})
+        if engines_sleep or offload:
+            self._check_shared("engines_sleep" if engines_sleep else "offload")
 
-    def _check_shared(self, options: Mapping[str, bool]) -> None:
-        for name in (name for name, is_on in options.items() if is_on):
-            device_map = self.cluster.device_map
-            train, generate = device_map["train"], device_map["generate"]
-            if set(train.ranks).isdisjoint(generate.ranks):
-                raise ValueError(
-                    f"{name}=True is for ranks that train and generate in turn, and device_map="
-                    f"{device_map.text!r} has none; leave it out"
-                )
+    def _check_shared(self, option: str) -> None:
+        device_map = self.cluster.device_map
+        if set(device_map["train"].ranks).isdisjoint(device_map["generate"].ranks):
+            raise ValueError(
+                f"{option}=True is for ranks that train and generate in turn, and device_map="
+                f"{device_map.text!r} has none; leave it out"
+            )
 
     @property
     def trained(self) -> list[RoleHandle]:
@@ -122,17 +121,14 @@ class Roles:
     def _taught(
         self, groups: list[Group], sequences: list[TrainingSequence], budget: int
     ) -> list[list[float] | None]:
-        """None for sequences of domains without a teacher."""
+        """Logprobs under the teacher of each domain; None for sequences that have no teacher."""
         domains = [group.prompt.domain for group in groups for _ in group.samples]
+        names = [domain if domain in self.teachers else "" for domain in domains]
         found: list[list[float] | None] = [None] * len(sequences)
-        for domain, teacher in self.teachers.items():
-            mine = [
-                place
-                for place, sequence in enumerate(sequences)
-                if (own if (own := domains[sequence.sample]) in self.teachers else "") == domain
-            ]
-            taught = score_over_ranks(teacher.logprobs, [sequences[i] for i in mine], budget)
-            for place, logprobs in zip(mine, taught, strict=True):
+        for name, teacher in self.teachers.items():
+            places = [i for i, sequence in enumerate(sequences) if names[sequence.sample] == name]
+            taught = score_over_ranks(teacher.logprobs, [sequences[i] for i in places], budget)
+            for place, logprobs in zip(places, taught, strict=True):
                 found[place] = logprobs
         return found
 

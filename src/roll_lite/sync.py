@@ -75,12 +75,12 @@ class WeightSync:
         for part, feed in [*self.feeds.items()]:
             if not self.place.lost.isdisjoint(feed.ranks):
                 feed.leave_out(self.place.lost)
-                if len(feed.ranks) == 1:  # nobody is left to be fed
+                if len(feed.ranks) == 1:  # no rank is left to be fed
                     del self.feeds[part]
 
     def _send(self, version: int, running: OnNewWeights) -> None:
         taken = {}
-        buckets = self._aligned() if self._is_aligned else self._arriving()
+        buckets = self._own_parts() if self._is_aligned else self._arriving()
         if self.engine is None:
             deque(buckets, maxlen=0)  # only takes part in the collectives
         else:
@@ -94,22 +94,23 @@ class WeightSync:
             _compare(version, "the engine does not hold what it got", taken, self._held)
 
     def digest(self) -> str:
-        """Of the weights of this rank's engine: another text for other weights. Empty without."""
+        """A digest of the weights of this rank's engine; empty where there is no engine."""
         if self.engine is None:
             return ""
         self._held = self._held or self._held_checksums()
         return digest_of(torch.cat([*self._held.values()]))
 
     def _held_checksums(self) -> dict[str, Tensor]:
-        """Of the engine's weights, arena by arena."""
+        """Checksums of the engine's weights, arena by arena."""
         sums = {}
         for arena, num_rows in zip(self.engine.weight_arenas, self._num_rows, strict=True):
             rows = row_checksums(arena.bytes)
             sums |= zip(num_rows, rows.split([*num_rows.values()]), strict=True)
         return sums
 
-    def _aligned(self) -> Iterator["Bucket"]:
-        yield from self._packed(self.trainer.whole_parameters(self.place.dtype, only_part=True))
+    def _own_parts(self) -> Iterator["Bucket"]:
+        """The parts that the trainer on this rank gathers, which are those of its engine."""
+        return self._packed(self.trainer.whole_parameters(self.place.dtype, only_part=True))
 
     def _arriving(self) -> Iterator["Bucket"]:
         """The engine's weights; on ranks with a trainer alone nothing, but it feeds others."""
@@ -142,7 +143,7 @@ class Cut(NamedTuple):
 
     @staticmethod
     def of(config: ModelConfig, part: int, size: int) -> "Cut":
-        """Of an engine on another rank."""
+        """What an engine on another rank has, by its part of `size`."""
         with torch.device("meta"):
             model = Transformer(config, shard=TensorShard(part, size, None) if size > 1 else None)
         return Cut(model.shard, {name: p.shape for name, p in model.named_parameters()})
@@ -153,7 +154,8 @@ class Feed:
     without a trainer that hold it."""
 
     def __init__(self, part: int, place: Place, trainer: Trainer | None, engine: Engine | None):
-        self.place, self._group = place, place.group
+        self.place = place
+        self._group = place.group
         self.ranks = dist.get_process_group_ranks(place.group)
         size = _tensor_place(engine.model.shard)[1] if engine and trainer is None else 0
         sizes = torch.tensor([size], device=place.device)
@@ -187,13 +189,15 @@ class Feed:
     def _broadcast_flat(self, tensor: Tensor) -> None:
         # Not dist.broadcast, which does not know groups that were formed again.
         options = dist.BroadcastOptions()
-        options.rootRank, options.asyncOp = self.ranks.index(self.source), False
+        options.rootRank = self.ranks.index(self.source)
+        options.asyncOp = False
         if work := self._group.broadcast([tensor], options):
             work.wait()
 
     def sums(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Checksums of what was sent, and of what this rank has of it, since the last call."""
-        arrived, self._sums = self._sums, {}
+        arrived = self._sums
+        self._sums = {}
         sums = torch.cat([*arrived.values()])
         self._broadcast_flat(sums)
         parts = sums.split([len(rows) for rows in arrived.values()])
@@ -208,7 +212,8 @@ class Bucket:
         self._rows = [-(-t.numel() // _row_size(dtype)) for t in tensors.values()]
         self.flat = torch.empty(sum(self._rows) * _row_size(dtype), dtype=dtype, device=device)
         parts = self.flat.split([rows * _row_size(dtype) for rows in self._rows])
-        self.tensors, tails = {}, []
+        self.tensors = {}
+        tails = []
         for part, (name, tensor) in zip(parts, tensors.items(), strict=True):
             size = tensor.numel()
             if size < len(part):
@@ -237,9 +242,11 @@ def _row_size(dtype: torch.dtype) -> int:
 
 
 def row_checksums(flat: Tensor) -> Tensor:
-    """Of each ROW_BYTES: the sum of its 64-bit words, so that a changed bit and rows that changed
-    places are found, though not every pair of changes in a row. Sums of narrower words take longer
-    than the copy of the weights."""
+    """The sum of the 64-bit words of each ROW_BYTES.
+
+    They show a changed bit and rows that changed places, though not every pair of changes in a row.
+    Sums of narrower words take longer than the copy of the weights.
+    """
     return flat.view(torch.int64).view(-1, ROW_BYTES // 8).sum(1)
 
 

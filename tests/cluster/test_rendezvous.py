@@ -53,7 +53,7 @@ def first(port, **changes):
     return Launch(**(sizes | host | changes))
 
 
-def meet(*ranks):
+def join_all(*ranks):
     """What each rank gets, or its error; a rank is a launch and a description."""
     with ThreadPoolExecutor(len(ranks)) as threads:
         futures = [threads.submit(rendezvous.rendezvous, *rank) for rank in ranks]
@@ -68,7 +68,7 @@ def test_equal_ranks_meet(port):
     """Only the run folder may differ: its default has the time in it."""
     launch, ours = first(port), describe("train=all", OPTIONS)
     theirs = describe("train=all", OPTIONS | {"run_dir": "runs/b"})
-    one, other = meet((launch, ours), (second(launch, has_monitor=True), theirs))
+    one, other = join_all((launch, ours), (second(launch, has_monitor=True), theirs))
     assert one.processes == other.processes == [Process.find(os.getpid())] * 2
     one.store.set("key", "value")
     assert other.store.get("key") == b"value"
@@ -83,7 +83,7 @@ def test_a_rank_that_differs_is_refused_on_all_ranks(port, monkeypatch, tmp_path
     monkeypatch.setattr(rendezvous, "PACKAGE", tmp_path)
     monkeypatch.setattr(torch, "__version__", "1.0")
     theirs = describe("train=0", OPTIONS | {"lr": 0.2})
-    errors = meet((launch, ours), (second(launch), theirs))
+    errors = join_all((launch, ours), (second(launch), theirs))
     assert [type(error) for error in errors] == [ValueError] * 2
     assert str(errors[0]) == str(errors[1])
     me = f"pid {os.getpid()} on {socket.gethostname()}"
@@ -119,16 +119,16 @@ def test_a_rank_of_another_agent_does_not_join(port, monkeypatch):
     """It outlived its torchrun, and the next one has the same port."""
     same = describe("train=all", {})
     several = first(port, num_nodes=2)  # there the ranks of each node are compared
-    errors = meet((several, same), (second(several, launcher="old"), same))
+    errors = join_all((several, same), (second(several, launcher="old"), same))
     assert all("another torchrun started it" in str(error) for error in errors)
     several = first(port, num_nodes=2)
-    ours, theirs = meet((several, same), (second(several, launcher="b", node=1), same))
+    ours, theirs = join_all((several, same), (second(several, launcher="b", node=1), same))
     assert ours.processes == theirs.processes
     launch = first(port)
-    ours, theirs = meet((launch, same), (second(launch), same))
+    ours, theirs = join_all((launch, same), (second(launch), same))
     assert ours.processes == theirs.processes
     monkeypatch.setattr(rendezvous, "RENDEZVOUS_SECONDS", 0.5)
-    (lost,) = meet((second(launch, launcher="old"), same))
+    (lost,) = join_all((second(launch, launcher="old"), same))
     assert isinstance(lost, TimeoutError) and "rank 1 waited 0 s for rank 0;" in str(lost)
 
 
@@ -136,7 +136,7 @@ def test_missing_ranks_are_named(port, monkeypatch, capfd):
     monkeypatch.setattr(rendezvous, "RENDEZVOUS_SECONDS", 1.0)
     monkeypatch.setattr(rendezvous, "NOTICE_SECONDS", 0.3)
     same, four = describe("train=all", {}), first(port, world_size=4)
-    alone, *_ = meet((four, same), (second(four), same))
+    alone, *_ = join_all((four, same), (second(four), same))
     # a busy machine may be late with rank 1
     text = r"for ranks (1, )?2 and 3"
     assert re.search(f"rank 0 waited 1 s {text}; check that torchrun", str(alone))
@@ -144,7 +144,7 @@ def test_missing_ranks_are_named(port, monkeypatch, capfd):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # and does not listen
         launch = first(silent.getsockname()[1])
-        (lost,) = meet((second(launch), same))
+        (lost,) = join_all((second(launch), same))
     address = f"127.0.0.1:{launch.port}"
     assert f"the store at {address}, of rank 0 or its torchrun" in str(lost)
     assert f"rank 1 waits for the store at {address}" in capfd.readouterr().err
@@ -171,7 +171,7 @@ def test_a_stopped_rank_is_named(monkeypatch):
 
 def test_an_address_that_does_not_resolve_is_named(monkeypatch):
     monkeypatch.setattr(rendezvous, "RESOLVE_SECONDS", 0.0)
-    (error,) = meet((first(1, master="no-such-host.invalid"), describe("", {})))
+    (error,) = join_all((first(1, master="no-such-host.invalid"), describe("", {})))
     assert isinstance(error, ValueError)
     assert "MASTER_ADDR=no-such-host.invalid does not resolve on" in str(error)
 
@@ -179,7 +179,7 @@ def test_an_address_that_does_not_resolve_is_named(monkeypatch):
 def test_a_taken_port_is_named():
     with socket.create_server(("127.0.0.1", 0)) as other:
         launch = first(other.getsockname()[1], launcher_has_store=False)
-        (error,) = meet((launch, describe("", {})))
+        (error,) = join_all((launch, describe("", {})))
     assert isinstance(error, ValueError)
     assert f"port 127.0.0.1:{launch.port} is taken" in str(error)
 
@@ -265,7 +265,7 @@ def test_a_controller_without_memory_is_given_up(monkeypatch, error):
     controller = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     reasons = []
 
-    def on_lost(code, reason):
+    def on_lost(reason):
         reasons.append(reason)
         heartbeat.stop()
 

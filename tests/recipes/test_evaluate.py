@@ -10,7 +10,7 @@ import pytest
 
 from roll_lite.options import from_flat
 from roll_lite.recipes import evaluate, rlvr
-from roll_lite.rollout import record
+from roll_lite.rollout import evaluation
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def scored(monkeypatch):
 @contextmanager
 def dying_after(num_groups, monkeypatch):
     """Nothing can be written any more after so many; gives the ids of those that were."""
-    original, written = record.write_group, []
+    original, written = evaluation.write_group, []
 
     def write_group(group):
         if len(written) == num_groups:
@@ -51,7 +51,7 @@ def dying_after(num_groups, monkeypatch):
         return original(group)
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
-        patch.setattr(record, "write_group", write_group)
+        patch.setattr(evaluation, "write_group", write_group)
         yield written
 
 

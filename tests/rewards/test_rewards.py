@@ -17,7 +17,7 @@ from roll_lite.rewards.__main__ import main, rescore
 from roll_lite.rewards.code import passes_tests
 from roll_lite.rewards.maths import last_number
 from roll_lite.rewards.registry import REWARDS, check_prompts
-from roll_lite.rollout.metrics import describe_groups
+from roll_lite.rollout.evaluation import describe_groups
 from roll_lite.types import REWARD_METRICS, Group, Prompt, Sample, Score, Turn
 from roll_lite.workers.failures import ErrorBudget
 from roll_lite.workers.worker import checked, read_result, write_result

@@ -145,7 +145,7 @@ def test_a_group_goes_to_one_replica_and_groups_to_all():
             receive = service.receive
             service.receive = lambda *a, r=replica, f=receive: (seen[r].append(a), f(*a))
         rollout.collect()
-    submitted = [[a[2] for a in letters if a[0] == "submit"] for letters in seen]
+    submitted = [[a[2] for a in posts if a[0] == "submit"] for posts in seen]
     assert [len(requests) for requests in submitted] == [10] * 4
     assert all(request.num_samples == 4 for requests in submitted for request in requests)
 
@@ -256,9 +256,9 @@ def test_later_turns_stay_where_the_conversation_began():
     with FakeEngines(3, max_delay=0.01) as engines:
         asked = []
         post = engines.post
-        engines.post = lambda replica, *letter: (
-            asked.append((replica, letter)),
-            post(replica, *letter),
+        engines.post = lambda replica, *message: (
+            asked.append((replica, message)),
+            post(replica, *message),
         )
         with Coordinator(
             engines=engines, chat=FakeChat(), play=playing(Talk), prompts=fake_prompts(),
@@ -651,7 +651,7 @@ def test_the_samples_of_a_lost_replica_are_generated_by_another():
 
 
 def made_turn(request, index):
-    """Of an engine that nobody listens to any more."""
+    """A turn of an engine that has no listener any more."""
     return Turn(
         prompt_ids=request.prompt_ids, token_ids=[index], logprobs=[0.0], finish_reason="stop",
         versions=[(0, 0)],
@@ -664,11 +664,13 @@ def test_faults_arrive_with_their_traceback_and_no_thread_is_left():
     def play(chat, task):
         raise ZeroDivisionError("in the thread")
 
-    with FakeEngines(2) as engines:
-        rollout = Coordinator(
+    with (
+        FakeEngines(2) as engines,
+        Coordinator(
             engines=engines, chat=FakeChat(), play=play, prompts=fake_prompts(),
             params=PARAMS, options=RolloutOptions(), seed=0,
-        )  # fmt: skip
+        ) as rollout,
+    ):  # fmt: skip
         asked = [next(fake_prompts())]
         for action in (
             rollout.collect,
@@ -678,7 +680,6 @@ def test_faults_arrive_with_their_traceback_and_no_thread_is_left():
                 action()
             frames = [entry.name for entry in caught.traceback]
             assert "play" in frames
-        rollout.close()
     assert threading.active_count() == threads
 
 

@@ -19,7 +19,7 @@ PROMPT = Prompt(id="p", messages=({"role": "user", "content": "?"},), domain="d"
 
 def made_sample(index=0, version=3):
     """Two sequences: the third turn does not go on where the second ended."""
-    sample = Sample(prompt=PROMPT, index=index)
+    sample = Sample(prompt=PROMPT, index=index, visit=7)
     sample.enter("queued", version)
     for read in ([1, 2], [1, 2, 3, 4, 5], [9]):
         turn = Turn(
@@ -46,7 +46,7 @@ def written(tmp_path):
     """The file of version 3, with two samples."""
     opened = journal(tmp_path)
     for index in (0, 1):
-        opened.write(Visit(PROMPT, 7), made_sample(index))
+        opened.write(made_sample(index))
     opened.close()
     return tmp_path / "version-00000003"
 
@@ -65,7 +65,7 @@ def test_samples_come_back_once_and_as_they_were(written):
     assert sample == expected and len(sample.sequences) == 2
     assert opened.restored(Visit(PROMPT, 7), 0) is None
     assert opened.restored(Visit(PROMPT, 6), 1) is None  # another visit of the prompt
-    opened.write(Visit(PROMPT, 7), made_sample(2))
+    opened.write(made_sample(2))
     opened.close()
     assert restored(written.parent) == [0, 1, 2]
 
@@ -94,14 +94,14 @@ def test_a_torn_end_is_cut_off(written, cut):
     whole = written.read_bytes()
     written.write_bytes(whole[:-cut])
     assert restored(written.parent) == [0]
-    journal(written.parent).write(Visit(PROMPT, 7), made_sample(3))
+    journal(written.parent).write(made_sample(3))
     assert restored(written.parent) == [0, 3]
     written.write_bytes(whole[:-cut] + bytes([whole[-cut] ^ 1]) + whole[-cut:][1:])
     assert restored(written.parent) == [0]
 
 
 def test_samples_of_weights_that_were_not_announced_are_not_kept(tmp_path):
-    journal(tmp_path).write(Visit(PROMPT, 7), made_sample(version=4))
+    journal(tmp_path).write(made_sample(version=4))
     assert restored(tmp_path) == []
 
 

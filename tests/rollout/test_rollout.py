@@ -16,9 +16,8 @@ from roll_lite.envs.question import question_player
 from roll_lite.report.run import Run
 from roll_lite.rollout import event_loop
 from roll_lite.rollout.coordinator import Coordinator
-from roll_lite.rollout.evaluation import refuse_all_failed
+from roll_lite.rollout.evaluation import describe_groups, pass_rates, refuse_all_failed
 from roll_lite.rollout.event_loop import PumpedLoop, Signal
-from roll_lite.rollout.metrics import describe_groups, pass_rates
 from roll_lite.rollout.prompts import derive_seed
 from roll_lite.rollout.record import read_group, write_group
 from roll_lite.rollout.rollout_options import RolloutOptions

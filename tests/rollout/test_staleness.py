@@ -106,7 +106,7 @@ def test_with_keep_trained_samples_are_as_long_as_generated_ones(stale):
 
 @pytest.mark.parametrize("replica_fails", [False, True])
 def test_aborted_samples_of_a_request_are_sent_again(replica_fails):
-    """A sample that had not begun is answered after the running ones were aborted."""
+    """A sample without a first token is answered after the running ones were aborted."""
 
     class Engines:
         role = SimpleNamespace(num_replicas=1)
@@ -114,8 +114,8 @@ def test_aborted_samples_of_a_request_are_sent_again(replica_fails):
         def __init__(self):
             self.posts = []
 
-        def post(self, replica, *letter):
-            self.posts.append(letter)
+        def post(self, replica, *message):
+            self.posts.append(message)
 
         def listen(self, on_report, on_failure):
             self.report = on_report
@@ -258,7 +258,7 @@ def test_running_groups_that_become_stale_are_replaced(max_staleness):
         totals.update(metrics)
         unfinished = [prompt["id"] for prompt, _ in rollout.state_dict()["unfinished"]]
         endless = set(filter(is_endless, unfinished))
-        wait_until(lambda: num_endless(engines) == len(endless))  # the others were aborted there
+        wait_until(lambda: num_endless(engines) == len(endless))  # all other samples were aborted
         dropped = rollout.dropped()
     assert len(groups) == 48 and not any(is_endless(group.prompt.id) for group in groups)
     ids = [(s.prompt.id, s.index) for g in groups for s in g.samples]

@@ -165,8 +165,8 @@ class FakeEngines:
             with changed:
                 if not is_busy:
                     changed.wait_for(lambda: self.inboxes[replica] or self.is_stopping)
-                letters, self.inboxes[replica] = self.inboxes[replica], []
-            for name, args in letters:
+                messages, self.inboxes[replica] = self.inboxes[replica], []
+            for name, args in messages:
                 getattr(service, name)(*args)
             is_busy = service.work()
 
@@ -175,8 +175,8 @@ class FakeEngines:
             self.inboxes[replica].append((name, args))
             self.changed[replica].notify()
 
-    def post(self, replica, *letter):
-        self.put(replica, "receive", letter)
+    def post(self, replica, *message):
+        self.put(replica, "receive", message)
 
     def load(self, version, restart=False):
         for replica in range(self.role.num_replicas):

@@ -152,14 +152,14 @@ class Faulty:
         return 1
 
 
-def faulty(letter):
+def faulty(message):
     """An object raises while no call waits for it, and the recipe is elsewhere."""
     with Cluster("train=all") as cluster:
         train = cluster.role("train", Faulty)
         failures = queue.Queue()
         train.listen(lambda *_: None, failures.put)
         print("ready", flush=True)
-        train.post(1, letter)
+        train.post(1, message)
         raise failures.get(timeout=600)
 
 

@@ -221,7 +221,7 @@ class Cluster:
         """The life of a rank other than 0: serve calls until the controller ends, then exit."""
         session = self._rendezvous()
         controller = session.processes[0]
-        heartbeat = Heartbeat(self._worker, controller, self._request_exit, self._monitor)
+        heartbeat = Heartbeat(self._worker, controller, self._on_lost, self._monitor)
         self._worker.on_fault = partial(wire.send, 0, "fault")
         handlers = {
             "call": self._on_call,
@@ -274,8 +274,9 @@ class Cluster:
         self._worker.put(call, answer.set_result)
         return answer
 
-    def _request_exit(self, exit_code: int, reason: str) -> None:
-        self._exits.put(Exit(exit_code, reason))
+    def _on_lost(self, reason: str) -> None:
+        """The controller or torchrun is gone."""
+        self._exits.put(Exit(1, reason))
 
     def _exit_rank(self, request: Exit) -> NoReturn:
         is_idle = self._worker.stop(0 if request.code else EXIT_SECONDS, finish=not request.code)
@@ -318,7 +319,8 @@ class Cluster:
         handlers = _set_signals(dict.fromkeys(ENDING_SIGNALS, signal.SIG_IGN))
         self._watchdog.stop()
         is_idle = self._worker.stop(IDLE_SECONDS if failed else EXIT_SECONDS, finish=not failed)
-        failed, has_lost = failed or not is_idle, bool(self._controller.lost)
+        failed = failed or not is_idle
+        has_lost = bool(self._controller.lost)
         if self._session.monitored and not failed:
             self._session.store.set(ENDED, "")
         self._end_ranks(Exit(int(failed), are_all_there=not has_lost))

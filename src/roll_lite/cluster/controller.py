@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pickle import PicklingError
 from typing import Any, NamedTuple
@@ -48,29 +49,33 @@ class Exit(NamedTuple):
     """The run goes on without this rank."""
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Call:
     """A role call. Its future is done when every rank has replied, or soon after one failed."""
 
-    ticket = 0
+    role: Role
+    method: str
+    contents: Sequence[tuple]
+    """Positional and keyword arguments for each replica."""
+    collect: str
+    """Whose results to return, one of COLLECTS."""
+    deadline: float
+    """Seconds that a rank may spend in it."""
+    ticket: int = 0
     """Its place in the order of all calls, from 1; set by the controller."""
     lost: frozenset[int] = frozenset()
     """Ranks that were lost before it was issued; set by the controller."""
+    future: Future = field(default_factory=Future)
+    issued: float = field(default_factory=time.monotonic)
+    last_reply: float = field(default_factory=time.monotonic)
+    is_slow: bool = False
+    """Whether a rank was reported as slower than all others."""
+    _replies: dict[int, RankReply] = field(default_factory=dict)
+    """By rank, in the order of arrival."""
 
-    def __init__(
-        self, role: Role, method: str, contents: Sequence[tuple], collect: str, deadline: float
-    ):
-        """`contents` has the positional and keyword arguments for each replica.
-
-        `collect` says whose results to return, `deadline` how many seconds a rank may spend in it.
-        """
-        self.role, self.method, self.contents = role, method, contents
-        self.collect, self.deadline = collect, deadline
-        self.label = f"{role.name}.{method}"
-        self.issued = self.last_reply = time.monotonic()
-        self.is_slow = False
-        """Whether it was said that a rank is slower than the others."""
-        self.future: Future = Future()
-        self._replies: dict[int, RankReply] = {}  # in the order of arrival
+    @property
+    def label(self) -> str:
+        return f"{self.role.name}.{self.method}"
 
     @property
     def wanted_ranks(self) -> list[int]:
@@ -87,7 +92,8 @@ class Call:
 
     def deliver(self, rank: int, reply: RankReply) -> None:
         is_first_failure = reply.failure and not self._failures()
-        self._replies[rank], self.last_reply = reply, time.monotonic()
+        self._replies[rank] = reply
+        self.last_reply = time.monotonic()
         if not self.unanswered:
             self._finish()
         elif is_first_failure:
@@ -205,7 +211,7 @@ class Controller:
                     )
 
     def post(self, role: Role, replica: int, args: tuple) -> None:
-        """Post to a replica's first rank; its other ranks are told to follow it."""
+        """Post to a replica's first rank; the other ranks of a tensor-parallel engine follow it."""
         if self.failure:
             raise self.failure
         first, *followers = role.replicas[replica]
@@ -234,8 +240,9 @@ class Controller:
         if self.failure and on_failure:
             on_failure(self.failure)
         if on_report:
-            for replica in self._lost_replicas(role):
-                on_report(replica, "lost")
+            for index, replica in enumerate(role.replicas):
+                if replica[0] in self.lost:
+                    on_report(index, "lost")
 
     def on_reports(self, posts: Sequence[Post]) -> None:
         """Pass reports to the listeners of their roles; without a listener they are dropped."""
@@ -303,16 +310,13 @@ class Controller:
             file=sys.stderr,
             flush=True,
         )
-        for each in replica:  # those that live wait for the others in collectives
+        for each in replica:  # ranks that live wait in collectives for those that ended
             with suppress(RuntimeError):
                 wire.send(each, "exit", Exit(1, is_lost=True))
             self._processes[each].kill()
         if listener := self._on_report.get(role.name):
             listener(index, "lost")
         return True
-
-    def _lost_replicas(self, role: Role) -> list[int]:
-        return [i for i, replica in enumerate(role.replicas) if replica[0] in self.lost]
 
     def _contents_by_rank(self, call: Call) -> dict[int, Message | tuple]:
         """What each rank gets. Equal contents are encoded once, and not at all for this rank."""

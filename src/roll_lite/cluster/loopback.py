@@ -25,8 +25,8 @@ class LoopbackRendezvous(StaticTCPRendezvous):
         listener = socket.create_server((HOST, 0))
         port = listener.getsockname()[1]
         super().__init__(HOST, port, 0, 1, params.run_id, SECONDS)
-        descriptor, seconds = listener.detach(), timedelta(seconds=SECONDS)
-        self._store = TCPStore(HOST, port, 1, True, seconds, master_listen_fd=descriptor)
+        seconds = timedelta(seconds=SECONDS)
+        self._store = TCPStore(HOST, port, 1, True, seconds, master_listen_fd=listener.detach())
 
     def get_backend(self) -> str:
         return "loopback"

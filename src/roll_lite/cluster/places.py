@@ -106,11 +106,14 @@ def form_group_again(
     """A group of the ranks that are left. Unlike new_group it does not wait for all of the world;
     only its own methods can be used. A name is used once for the same ranks."""
     name = f"{name}:{'-'.join(map(str, ranks))}"
-    store, timeout = dist.PrefixStore(name, store), timedelta(seconds=seconds)
+    store = dist.PrefixStore(name, store)
+    timeout = timedelta(seconds=seconds)
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), timeout)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout, options.group_name, options.global_ranks_in_group = timeout, name, ranks
+    options._timeout = timeout
+    options.group_name = name
+    options.global_ranks_in_group = ranks
     return dist.ProcessGroupNCCL(store, ranks.index(rank), len(ranks), options)
 
 
@@ -129,7 +132,8 @@ def make_places(
     Roles with the same ranks and sizes share their groups. They never use them at the same time,
     and each NCCL communicator costs memory.
     """
-    places, formed = {}, {}
+    places = {}
+    formed = {}
     for role in device_map.roles:
         layout = role.ranks, role.tp, role.cp, role.num_copies
         if layout not in formed:
@@ -162,9 +166,8 @@ def _form_groups(role: Role, rank: int, device: torch.device) -> dict[str, Any]:
     if role.num_copies > 1:
         copies = ranks.view(role.num_copies, -1, role.tp)
         shards = DeviceMesh(device.type, copies, mesh_dim_names=("copies", "dp", "tp"))
-    if (
-        rank in role.ranks
-    ):  # the ranks of a context read with all weights: these are sharded over all
+    # The ranks of a context need the same weights, so these are sharded over them as well.
+    if rank in role.ranks:
         shards = shards["copies", "dp"] if role.num_copies > 1 else mesh["dp"]
     if role.cp > 1:
         replicas = ranks.view(-1, role.cp, role.tp)

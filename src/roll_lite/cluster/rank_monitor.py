@@ -27,7 +27,8 @@ from roll_lite.processes import Process, die_with_parent
 ENDED = "ended"
 """The key in a session's store that says that the run ends well: no rank is needed any more."""
 FORWARDED = (signal.SIGTERM, signal.SIGHUP)
-FORK_WORKS, FORK_IS_BAD = b"y", b"n"
+FORK_WORKS = b"y"
+FORK_IS_BAD = b"n"
 POLL_SECONDS = 0.25
 SLOW_POLL_SECONDS = 10.0  # of the store, while the rank lives
 STORE_SECONDS = 20.0  # for the store to answer
@@ -43,7 +44,7 @@ class RankMonitor:
         self._process = Process.find(os.getppid())
 
     def wake(self) -> None:
-        """Continue it if it was stopped: torchrun would wait for it when the run has ended."""
+        """Continue the monitor if it was stopped: torchrun waits for it at the end of the run."""
         if self._process.is_stopped:
             with suppress(OSError):
                 os.kill(self._process.pid, signal.SIGCONT)
@@ -181,7 +182,8 @@ def _wait_for(rank: int, messages: _Messages) -> None:
     It is killed if it stays stopped, or stays when the run has ended: the controller cannot do that
     from another host.
     """
-    process, launcher = Process.find(rank), Process.find(os.getppid())
+    process = Process.find(rank)
+    launcher = Process.find(os.getppid())
     looked_at = running_at = asked_at = time.monotonic()
     ended_at = None
     while not os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT | os.WNOHANG):

@@ -96,7 +96,8 @@ class Worker:
 
     def _ask_to_stop(self, *, finishes: bool) -> None:
         with self._changed:
-            self._is_stopping, self._finishes = True, finishes
+            self._is_stopping = True
+            self._finishes = finishes
             self._changed.notify()
 
     def _join(self, seconds: float) -> None:

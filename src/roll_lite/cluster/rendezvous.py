@@ -46,14 +46,13 @@ class Session(NamedTuple):
     """Prefix of its keys in the store of torchrun, or of rank 0."""
     store: dist.Store
     processes: list[Process]
-    """Of all ranks."""
+    """The processes of all ranks."""
     monitored: frozenset[int]
     """Ranks that have a monitor (rank_monitor.py); only rank 0 knows them."""
 
 
 def rendezvous(launch: Launch, description: Description) -> Session:
-    """Meet all other ranks. ValueError on all if the description of one differs from that of rank
-    0."""
+    """Find all other ranks. ValueError on all if one has another description than rank 0."""
     _resolve(launch)
     choose_interface(launch)
     # On several nodes agents have several names: there those of each node are compared.
@@ -97,9 +96,11 @@ class Patience:
     def __init__(self, launch: Launch, names: Callable[[], str]):
         """`names` says what is missing."""
         self._names = names
-        self._rank, self._is_loud = launch.rank, launch.local_rank <= 1  # two ranks are enough
+        self._rank = launch.rank
+        self._is_loud = launch.local_rank <= 1  # two ranks are enough
         now = time.monotonic()
-        self._end, self._next = now + RENDEZVOUS_SECONDS, now + NOTICE_SECONDS
+        self._end = now + RENDEZVOUS_SECONDS
+        self._next_notice = now + NOTICE_SECONDS
 
     def wait(self) -> None:
         now = time.monotonic()
@@ -108,8 +109,8 @@ class Patience:
                 f"rank {self._rank} waited {RENDEZVOUS_SECONDS:.0f} s for {self._names()}; check "
                 "that torchrun was started on every node"
             )
-        if now > self._next:
-            self._next = now + NOTICE_SECONDS
+        if now > self._next_notice:
+            self._next_notice = now + NOTICE_SECONDS
             if self._is_loud:
                 print(f"rank {self._rank} waits for {self._names()}", file=sys.stderr, flush=True)
         time.sleep(POLL_SECONDS)
@@ -183,7 +184,8 @@ def _get(store: dist.Store, key: str, patience: Patience) -> bytes:
 
 def _open_session(store: dist.Store, me: JoinRequest) -> Session:
     """Answer join requests until all ranks have joined. Those of dead ranks have no effect."""
-    session, requests = uuid.uuid4().hex, {0: me}
+    session = uuid.uuid4().hex
+    requests = {0: me}
     missing = list(range(1, me.launch.world_size))
     patience = Patience(me.launch, lambda: _name_missing(missing))
     while missing:
@@ -208,7 +210,7 @@ def _open_session(store: dist.Store, me: JoinRequest) -> Session:
 def _check_rank(
     store: dist.Store, session: str, requests: dict[int, JoinRequest], rank: int
 ) -> None:
-    """Refuse a rank that differs, and tell the others why."""
+    """Refuse a rank that differs; all ranks get the reason."""
     nodes = {r.launch.node: r for _, r in sorted(requests.items(), reverse=True)}
     try:
         for other in (requests[0], nodes[requests[rank].launch.node]):
@@ -220,14 +222,14 @@ def _check_rank(
 
 
 def _name_missing(ranks: Sequence[int]) -> str:
-    """Those of this node with their processes, if these were stopped."""
+    """Ranks by number; those of this node that were stopped also with their processes."""
     found = {rank: find_rank(rank) for rank in ranks}
     stopped = [f"rank {rank} is stopped ({p})" for rank, p in found.items() if p and p.is_stopped]
     return "; ".join([name_ranks(ranks), *stopped])
 
 
 def describe(device_map: str, options: Mapping[str, Any]) -> Description:
-    """Of this rank, as JSON reads it back."""
+    """What must be equal on all ranks, as JSON reads it back."""
     shared = {name: value for name, value in options.items() if name not in OWN_BY_RANK}
     described = {
         "the code of roll_lite": _digest(_package()),
@@ -250,7 +252,7 @@ def differences(own: Description, other: Description) -> str:
 
 
 def _package() -> dict[str, Path]:
-    """By name; without the recipes, of which only the one that runs matters."""
+    """Files by name, without the recipes: only the one that runs matters."""
     files = {str(path.relative_to(PACKAGE)): path for path in PACKAGE.rglob("*.py")}
     return {name: path for name, path in files.items() if not name.startswith("recipes")}
 

@@ -71,7 +71,13 @@ class Method:
         if is_split:
             contents = [_share(args, kwargs, i, len(contents)) for i in range(len(contents))]
         collect = self.collect or ("replicas" if is_split else "first")
-        call = Call(self.role, self.name, contents, collect, self.deadline)
+        call = Call(
+            role=self.role,
+            method=self.name,
+            contents=contents,
+            collect=collect,
+            deadline=self.deadline,
+        )
         return self.controller.issue(call)
 
     def options(self, *, collect: str | None = None, deadline: float | None = None) -> "Method":

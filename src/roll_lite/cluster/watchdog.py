@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch.futures import Future
@@ -128,38 +128,40 @@ class Watchdog:
         statuses = {rank: status for rank, (_, status) in self._heartbeats.items()}
         statuses[self._worker.rank] = self._worker.status()
         for call in self._controller.pending():
-            times = [_seconds_in(call, statuses.get(rank)) for rank in call.unanswered]
+            unanswered = call.unanswered  # a reply may come meanwhile
+            times = [_seconds_in(call, statuses.get(rank)) for rank in unanswered]
             if max(times, default=0.0) > call.deadline:
-                self._controller.fail(self._deadline_error(call, max(times)))
+                what = f"{call.label} is not done on {{}} after {max(times):.1f} s"
+                self._fail(unanswered, what, call.deadline, call.role.name, call.method)
                 return
         working = {r: s.seconds for r, s in statuses.items() if s and s.ticket == BACKGROUND}
-        if max(working.values(), default=0.0) > self._deadline:
-            self._controller.fail(self._work_error(working))
+        if late := [rank for rank, seconds in working.items() if seconds > self._deadline]:
+            what = f"the work of {{}} takes {max(working.values()):.1f} s"
+            self._fail(late, what, self._deadline, "", "work")
 
     def _name_slow_ranks(self, now: float) -> None:
-        """Once for each call. It says nothing of ranks that wait in a collective for a slow one."""
+        """Print, once for each call, the one rank that has not answered.
+
+        Ranks that wait for it in a collective have not answered either: then nothing is printed.
+        """
         for call in self._controller.pending():
-            unanswered, seconds = call.unanswered, now - call.last_reply
+            unanswered = call.unanswered
+            seconds = now - call.last_reply
             is_last = len(unanswered) == 1 and len(call.ranks) > 1
             if is_last and seconds > SLOW_SECONDS and not call.is_slow:
-                call.is_slow, rank = True, unanswered[0]
+                call.is_slow = True
+                rank = unanswered[0]
                 who = f"rank {rank} ({self._processes[rank]})"
                 text = f"{call.label}: {who} is slow; all other ranks answered {seconds:.0f} s ago"
                 print(text, file=sys.stderr, flush=True)
 
-    def _work_error(self, working: Mapping[int, float]) -> RoleError:
-        late = [rank for rank, seconds in working.items() if seconds > self._deadline]
-        what = f"the work of {{}} takes {max(working.values()):.1f} s"
-        return self._stuck_error(late, what, self._deadline, "", "work")
-
-    def _deadline_error(self, call: Call, seconds: float) -> RoleError:
-        what = f"{call.label} is not done on {{}} after {seconds:.1f} s"
-        return self._stuck_error(call.unanswered, what, call.deadline, call.role.name, call.method)
-
-    def _stuck_error(
+    def _fail(
         self, ranks: Sequence[int], what: str, deadline: float, role: str, method: str
-    ) -> RoleError:
-        """Names ranks outside of collectives first: ranks inside wait for them."""
+    ) -> None:
+        """End the run because of ranks that are stuck.
+
+        Ranks outside of collectives are named first: ranks inside wait for them.
+        """
         stacks = self._collect_stacks(ranks)
         waiting = [rank for rank, stack in stacks.items() if "torch/distributed" in stack]
         stuck = [rank for rank in stacks if rank not in waiting] or waiting
@@ -168,7 +170,8 @@ class Watchdog:
             lines.append(f"  waiting in a collective: {name_ranks(waiting)}")
         for rank in sorted(stacks, key=lambda rank: (rank not in stuck, rank)):
             lines += [f"--- rank {rank} ({self._processes[rank]}) is at ---", stacks[rank].rstrip()]
-        return RoleError("\n".join(lines), role=role, method=method, rank=stuck[0])
+        error = RoleError("\n".join(lines), role=role, method=method, rank=stuck[0])
+        self._controller.fail(error)
 
     def _collect_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         own = self._worker.rank
@@ -198,10 +201,10 @@ class Heartbeat:
         self,
         worker: Worker,
         controller: Process,
-        on_lost: Callable[[int, str], None],
+        on_lost: Callable[[str], None],
         monitor: RankMonitor | None = None,
     ):
-        """`on_lost(exit_code, reason)` ends this rank; `controller` is the process of rank 0."""
+        """`on_lost(reason)` ends this rank; `controller` is the process of rank 0."""
         self._monitor = monitor
         self._worker = worker
         self._controller = controller
@@ -223,7 +226,7 @@ class Heartbeat:
 
     def _on_lifeline(self, lifeline: Future) -> None:
         if not self._stopping.is_set():
-            self._on_lost(1, f"the controller (rank 0, {self._controller}) died")
+            self._on_lost(f"the controller (rank 0, {self._controller}) died")
 
     def _run(self) -> None:
         last_answer = time.monotonic()
@@ -244,8 +247,8 @@ class Heartbeat:
                 self._lose("torchrun died")
 
     def _send(self) -> None:
-        rank, status = self._worker.rank, self._worker.status()
-        wire.send(0, "heartbeat", rank, status, timeout=ANSWER_SECONDS).wait()
+        status = self._worker.status()
+        wire.send(0, "heartbeat", self._worker.rank, status, timeout=ANSWER_SECONDS).wait()
 
     def _check_controller(self, silence: float) -> None:
         is_stopped = silence > STOPPED_SECONDS and self._controller.is_stopped
@@ -257,7 +260,7 @@ class Heartbeat:
         self._lose(f"the controller (rank 0, {self._controller}) {why}")
 
     def _lose(self, reason: str) -> None:
-        self._on_lost(1, reason)
+        self._on_lost(reason)
         if not self._stopping.wait(EXIT_SECONDS):  # it still waits for others to start
             print(f"rank {self._worker.rank} exits: {reason}", file=sys.stderr, flush=True)
             os._exit(1)

@@ -73,7 +73,7 @@ class Coordinator:
         task that would become longer ends or fails, as `episodes.at_limit` says; the other options
         of `episodes` are for tasks, too.
 
-        `play_metrics` are metrics of `play` since the last call, which `metrics` includes.
+        `play_metrics` returns metrics of `play` since its last call; `metrics` includes them.
 
         `reward_engines` are engine roles that rewards ask, such as a judge. A plain iterator of
         prompts cannot be resumed, and replaces a dropped group by a prompt of any domain.
@@ -113,12 +113,10 @@ class Coordinator:
             client.listen(self._loop.call, self._signal.fail)
 
     def __enter__(self) -> "Coordinator":
+        self._loop.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Abort all samples and end the thread."""
         for client in self._clients:
             client.stop_listening()
@@ -130,9 +128,9 @@ class Coordinator:
     def open_journal(
         self, folder: str | Path, made_with: str, resumed_at: int, weights: Callable[[], str]
     ) -> None:
-        """Keep finished samples in a folder until `forget`, and use those that it has.
+        """Keep finished samples in a folder until `forget`, and use those that are there already.
 
-        `made_with` are options, as journal.fingerprint has them. `weights` gives a digest of the
+        `made_with` is the journal's `fingerprint` of the options. `weights` returns a digest of the
         engines' weights.
         """
         self._journal = Journal(folder, made_with, resumed_at)
@@ -160,8 +158,8 @@ class Coordinator:
         """Have the call that waits for samples, and every later one, raise the error."""
         self._loop.interrupt(self._signal.fail, error)
 
-    def collect(self, num_groups: int | None = None) -> list[Group]:
-        """The next complete groups (prompts_per_step by default), in the order of their prompts.
+    def collect(self) -> list[Group]:
+        """The next prompts_per_step complete groups, in the order of their prompts.
 
         Every domain has as many as were drawn, however many were dropped or are slow. There are
         fewer only when the prompts have ended, or more groups were dropped than max_refills
@@ -169,7 +167,7 @@ class Coordinator:
         """
         before = None if self._groups.is_continuous else self.state_dict()
         try:
-            return self._loop.run(self._collect(num_groups or self._options.prompts_per_step))
+            return self._loop.run(self._collect())
         except NothingLeft:  # other prompts may give groups: those of this step are not repeated
             raise
         except Ended:
@@ -203,7 +201,7 @@ class Coordinator:
         self._loop.run(_call(self._set_version, policy_version))
 
     def on_states(self, listener: Callable[[list[str]], None]) -> None:
-        """Have it called with the states that samples are in when these change, in any thread."""
+        """Call the listener, in any thread, with the states that samples are in as these change."""
         self._ledger.in_flight.listener = listener
 
     def metrics(self) -> dict[str, float]:
@@ -227,11 +225,11 @@ class Coordinator:
         self._groups.load_state_dict(state)
         self._prompts.load_state_dict(state)
 
-    async def _collect(self, num_groups: int) -> list[Group]:
-        num_samples = num_groups * self._options.samples_per_prompt
+    async def _collect(self) -> list[Group]:
+        num_samples = self._options.prompts_per_step * self._options.samples_per_prompt
         with ProgressBar(num_samples, "rollout", "samples", done=self._groups.num_ready) as bar:
             self._ledger.bar = bar
-            groups = await self._groups.take(num_groups)
+            groups = await self._groups.take()
         version = self._engines.version.current
         samples = [sample for group in groups for sample in group.samples]
         self._version_gaps += [version - sample.first_version for sample in samples]
@@ -262,7 +260,7 @@ class Coordinator:
                 self._num_answered.subtract(prompt.id for prompt in prompts)
                 raise
             finally:
-                for group in running:  # only of a run that ends
+                for group in running:  # none has such a sample unless the run ends
                     self._answer_context.ledger.abort(
                         sample for sample in group.samples if sample.error
                     )
@@ -290,7 +288,9 @@ class Coordinator:
         self._groups.refresh()
 
     def _metrics(self) -> dict[str, float]:
-        counts, gaps, rewards = self._ledger.counts, self._version_gaps, self._groups.rewards
+        counts = self._ledger.counts
+        gaps = self._version_gaps
+        rewards = self._groups.rewards
         metrics: dict[str, float] = {f"rollout/{name}": counts[name] for name in COUNTED}
         metrics["rollout/groups_in_flight"] = len(self._groups.running)
         metrics["rollout/groups_ready"] = len(self._groups.ready)
@@ -303,8 +303,9 @@ class Coordinator:
         if counts["restored"]:
             metrics["rollout/restored"] = counts["restored"]
         metrics |= self._engines.metrics()
-        for seen in (counts, gaps, rewards):
-            seen.clear()
+        counts.clear()
+        gaps.clear()
+        rewards.clear()
         return metrics
 
     def _state_dict(self) -> dict[str, Any]:

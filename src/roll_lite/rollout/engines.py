@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # it imports torch, which --help does without
 
 MAX_FAILURES = 3  # failures of a replica in a row
 TOKENS_PER_SAMPLE = 512
-"""Tokens that a replica prefills in the time by which one sample more delays the others: a turn of
+"""Tokens that a replica prefills in the time by which one more sample delays all others: a turn of
 about 200 tokens, each of which costs about as much as prefilling two or three."""
 _KEYS = count(1)  # never reused: an engine may outlive the client that sent a request
 
@@ -83,21 +83,14 @@ class PendingRequest:
             sample.on_admitted()
         return self.futures[index]
 
-    def on_admitted(self) -> None:
-        for sample in self._waiting():
-            sample.on_admitted()
-
-    def on_retry(self) -> None:
-        for sample in self._waiting():
-            sample.on_retry()
+    @property
+    def waiting(self) -> list[WaitingSample]:
+        """Unfinished samples that have joined; others may join later, or never."""
+        return [self.samples[index] for index in self.unfinished if index in self.samples]
 
     def fail(self, error: type[Exception], text: str) -> None:
         for index in self.unfinished:
             self.futures[index].set_exception(error(text))
-
-    def _waiting(self) -> list[WaitingSample]:
-        """Unfinished samples that have joined; others may join later, or never."""
-        return [self.samples[index] for index in self.unfinished if index in self.samples]
 
 
 class EngineClient:
@@ -127,9 +120,9 @@ class EngineClient:
     ) -> None:
         """Receive the reports of the engines from now on, in an event loop.
 
-        `call` has a function called in the loop, from any thread. `on_error` gets what ends the
-        run: no replica works any more, or a rank is lost. `on_first_versions` gets the numbers of
-        groups of which a report says under which versions their samples began.
+        `call(function, *args)` has the loop call a function, from any thread. `on_error` gets the
+        error that ends the run: no replica works any more, or a rank is lost. `on_first_versions`
+        gets the numbers of groups whose samples have their first tokens, by a report.
         """
         self._is_listening = True
         self._on_error = on_error
@@ -164,7 +157,7 @@ class EngineClient:
         pending = PendingRequest(
             request, futures, num_counted=len(request.indices), group_number=group_number
         )
-        if request.wanted is not None:  # the others are known already
+        if request.wanted is not None:  # the other samples are known already
             for index in set(range(request.num_samples)) - set(request.wanted):
                 futures[index].set_result(None)
         for index in request.indices:
@@ -205,7 +198,8 @@ class EngineClient:
         self._num_unfinished[replica] += pending.num_counted
         self._pending[pending.key] = pending
         self._post(replica, "submit", pending.key, pending.request)
-        pending.on_admitted()
+        for sample in pending.waiting:
+            sample.on_admitted()
 
     def _next_replica(self, home: int, request: Request) -> int:
         """Where a conversation continues: at `home`, which has it in its cache, or elsewhere.
@@ -253,7 +247,7 @@ class EngineClient:
             if any(future.cancelled() for future in pending.futures):
                 self._post(pending.replica, "abort", pending.key)
         elif pending.key in self._pending:
-            self._repeat_aborted(pending)  # the engine may have nothing else of it
+            self._repeat_aborted(pending)  # the engine may have no other sample of it
         self._dispatch()
 
     def _receive(self, replica: int, kind: str, *args: Any) -> None:
@@ -297,8 +291,8 @@ class EngineClient:
         self._repeat_aborted(pending)
 
     def _repeat_aborted(self, pending: PendingRequest) -> None:
-        """Send the request again once the engine has nothing of it left."""
-        if not pending.aborted:  # nearly always, and lists of the unfinished take time
+        """Send the request again once the engine has no sample of it left."""
+        if not pending.aborted:  # nearly always; a list of the unfinished samples takes time
             return
         if (unfinished := pending.unfinished) and pending.aborted.issuperset(unfinished):
             self._resend(pending, pending.replica)
@@ -342,5 +336,6 @@ class EngineClient:
         pending.aborted.clear()
         pending.first_versions.clear()
         self._num_unfinished[pending.replica] -= pending.num_counted
-        pending.on_retry()
+        for sample in pending.waiting:
+            sample.on_retry()
         self._send(pending, replica)

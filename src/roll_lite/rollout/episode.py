@@ -57,10 +57,6 @@ class EpisodeContext:
     """Most tokens of a sample, read and sampled; None leaves it to the engines."""
     task_options: EpisodeOptions
 
-    def options_of(self, prompt: Prompt) -> EpisodeOptions:
-        """A question has one turn, whatever the options of tasks say."""
-        return ONE_TURN if prompt.is_question else self.task_options
-
     def encode_ahead(self, prompts: Sequence[Prompt]) -> None:
         """Encode questions together, which is faster; tasks write their own messages."""
         if len(prompts) > 1:
@@ -189,7 +185,7 @@ class RunningGroup:
 
 
 @dataclass(slots=True)
-class Thread:
+class EncodedMessages:
     """A conversation as messages, and as the tokens that the model read and sampled."""
 
     messages: list[Message]
@@ -208,9 +204,10 @@ class Episode:
         self._context = context
         self._ledger = context.ledger
         self._group = group
-        self._options = context.options_of(group.prompt)
+        # A question has one turn, whatever the options of tasks say.
+        self._options = ONE_TURN if group.prompt.is_question else context.task_options
         self._timeout = asyncio.timeout(None)
-        self._threads: list[Thread] = []
+        self._encoded: list[EncodedMessages] = []
         self._limit_reached = ""
         """Why there was no room for a further reply: `context`, `tokens` or `turns`."""
         self._one_at_a_time = asyncio.Lock()
@@ -259,7 +256,7 @@ class Episode:
             turn = await self._group.generate(self, token_ids, params)
             turn.state = _key(messages[-1]["content"] if state is None else state)
             reply = self._add(turn, has_tools=bool(tools))
-            self._threads.append(Thread([*messages, reply], token_ids + turn.token_ids))
+            self._encoded.append(EncodedMessages([*messages, reply], token_ids + turn.token_ids))
             self._ledger.enter(self.sample, self.step_state)
             return dict(reply)
 
@@ -296,7 +293,7 @@ class Episode:
         else:
             self.sample.score = score
             self.sample.error = None
-            self._ledger.end(self.sample, self._group.visit)
+            self._ledger.end(self.sample)
             self._group.on_done()
 
     async def _play(self, episode: Awaitable[Ending]) -> Score:
@@ -334,10 +331,10 @@ class Episode:
 
     def _encode(self, messages: list[Message], tools: Sequence[dict] | None) -> list[int]:
         """The ids of a conversation; those of an earlier one that it continues are kept."""
-        for thread in reversed(self._threads):
-            known = len(thread.messages)
-            if messages[:known] == thread.messages and len(messages) > known:
-                return self._context.chat.continue_with(thread.token_ids, messages[known:])
+        for earlier in reversed(self._encoded):
+            known = len(earlier.messages)
+            if messages[:known] == earlier.messages and len(messages) > known:
+                return self._context.chat.continue_with(earlier.token_ids, messages[known:])
         return self._context.chat.encode(messages, tools)
 
     def _fit(

@@ -15,8 +15,8 @@ from roll_lite.workers.waiting import cancel_other_tasks
 CLOSE_SECONDS = 5.0  # for rewards that are running to come to an end
 IDLE_SECONDS = 0.0005  # between two pumps when no engine has work
 MAX_ROUNDS = 20
-"""Of callbacks before the next pump, which takes much longer: a reply passes through several
-coroutines until it is the next request."""
+"""Rounds of callbacks before the next pump, which takes much longer than a round: a reply passes
+through several coroutines until it is the next request."""
 GC_THRESHOLDS = (20_000, 20, 50)
 OBJECTS_PER_SAMPLE = 100
 """More than a sample in flight consists of, which is about 70 that the collector looks at."""
@@ -28,7 +28,8 @@ class Signal:
     def __init__(self):
         self.error: BaseException | None = None
         """The first error that ends the run; every later call raises it."""
-        self._changed, self._failed = asyncio.Event(), asyncio.Event()
+        self._changed = asyncio.Event()
+        self._failed = asyncio.Event()
 
     def notify(self) -> None:
         self._changed.set()
@@ -66,6 +67,8 @@ class LoopThread:
         self._loop.set_exception_handler(partial(_handle, signal))
         # A daemon: a reward that never returns must not keep the process alive.
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     def run(self, coroutine: Coroutine) -> Any:
@@ -95,6 +98,9 @@ class PumpedLoop:
         self._loop = StoppedClockLoop()
         self._loop.set_exception_handler(partial(_handle, signal))
         self._pump = pump
+
+    def start(self) -> None:
+        """There is no thread to start."""
 
     def run(self, coroutine: Coroutine) -> Any:
         with self._loop.running_clock():
@@ -181,13 +187,14 @@ class StoppedClockLoop(asyncio.SelectorEventLoop):
 
 
 @contextmanager
-def rare_collections(num_samples: int = 0) -> Iterator[None]:
+def rare_collections(num_samples: int) -> Iterator[None]:
     """Collect garbage less often, and only among new objects: a quarter more samples per second.
 
-    With `num_samples` in flight at once, not before there are more new objects than these have.
-    They are freed without a collection, which would only look at all of them and find nothing.
+    With `num_samples` in flight at once, a collection waits until there are more new objects than
+    these consist of. They are freed without one, which would look at all of them and find nothing.
     """
-    thresholds, (first, *others) = gc.get_threshold(), GC_THRESHOLDS
+    thresholds = gc.get_threshold()
+    first, *others = GC_THRESHOLDS
 
     def freeze_once_more(phase: str, info: dict[str, int]) -> None:
         """What the first steps have imported and compiled stays too: some 0.4 s a collection."""

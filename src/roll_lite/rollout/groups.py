@@ -4,7 +4,7 @@
 """
 
 import asyncio
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from statistics import fmean
@@ -39,12 +39,12 @@ class Slots:
 
     def __init__(self, domains: Iterable[str] = (), given_up: Collection[int] = ()):
         """`given_up` are indices of slots whose groups were dropped and are not replaced."""
-        self._domain_of: dict[int, str] = {}
-        self._order: list[int] = []
-        """The numbers of all slots, oldest first."""
+        self._slots: list[tuple[int, str]] = []
+        """Number and domain of all slots, oldest first."""
         self._kept: defaultdict[str, list[int]] = defaultdict(list)
-        """Those that were not given up, by domain."""
-        self._given_up: list[int] = []
+        """Numbers of the slots that were not given up, by domain."""
+        self._given_up: list[tuple[int, str]] = []
+        """Number and domain of the slots that were given up, oldest first."""
         self._groups: defaultdict[str, list[int]] = defaultdict(list)
         """Numbers of the groups that fill slots, by domain."""
         self._num_added = 0
@@ -56,51 +56,51 @@ class Slots:
     @property
     def domains(self) -> list[str]:
         """The domain of each slot, oldest first."""
-        return [self._domain_of[slot] for slot in self._order]
+        return [domain for _, domain in self._slots]
 
     @property
     def given_up(self) -> list[int]:
         """Indices of the slots that were given up."""
-        return [self._index(slot) for slot in self._given_up]
+        return [self._index(slot) for slot, _ in self._given_up]
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._slots)
 
     def add(self, domain: str) -> None:
         """Append a vacant slot."""
-        slot = self._num_added
+        self._slots.append((self._num_added, domain))
+        self._kept[domain].append(self._num_added)
         self._num_added += 1
-        self._domain_of[slot] = domain
-        self._order.append(slot)
-        self._kept[domain].append(slot)
 
     def fill(self, domain: str, group: int) -> None:
         """A group, whose number is larger than those of earlier ones, takes a vacant slot."""
         self._groups[domain].append(group)
 
-    def vacate(self, domain: str, group: int) -> None:
-        """A group is gone; another may take its slot."""
-        self._remove(domain, group)
+    def vacate(self, domain: str, group: int) -> int:
+        """A group is gone; another may take its slot. Returns its place among the groups."""
+        place = bisect_left(self._groups[domain], group)
+        del self._groups[domain][place]
+        return place
 
     def give_up(self, domain: str, group: int) -> None:
         """A group is gone, and the slot that it filled stays empty."""
-        self._give_up(domain, self._remove(domain, group))
+        self._give_up(domain, self.vacate(domain, group))
 
     def give_up_last(self, domain: str, group: int) -> None:
         """A group is gone, and the newest slot of its domain stays empty."""
-        self._remove(domain, group)
+        self.vacate(domain, group)
         self._give_up(domain, -1)
 
     def revive(self) -> None:
         """Slots that were given up may be filled again."""
-        for slot in self._given_up:
-            insort(self._kept[self._domain_of[slot]], slot)
+        for slot, domain in self._given_up:
+            insort(self._kept[domain], slot)
         self._given_up.clear()
 
     def close(self, index: int) -> None:
         """Remove a vacant slot that nothing can fill."""
-        slot = self._order.pop(index)
-        kept = self._kept[self._domain_of.pop(slot)]
+        slot, domain = self._slots.pop(index)
+        kept = self._kept[domain]
         del kept[bisect_left(kept, slot)]
 
     def first_vacant(self) -> tuple[int, str | None]:
@@ -111,7 +111,7 @@ class Slots:
             if (num_filled := len(self._groups[domain])) < len(kept)
         ]
         if not vacant:
-            return len(self._order), None
+            return len(self._slots), None
         slot, domain = min(vacant)
         return self._index(slot), domain
 
@@ -130,8 +130,8 @@ class Slots:
             return None
         oldest = {domain: iter(ready.get(domain, ())) for domain in counts}
         given_up = set(self._given_up)
-        wanted = [slot for slot in self._order[:num_slots] if slot not in given_up]
-        return [next(oldest[self._domain_of[slot]]) for slot in wanted]
+        wanted = [slot for slot in self._slots[:num_slots] if slot not in given_up]
+        return [next(oldest[domain]) for _, domain in wanted]
 
     def release(self, num_slots: int, taken: Collection[int] = ()) -> int:
         """Remove the oldest slots, and the groups that `match` gave for them.
@@ -142,31 +142,24 @@ class Slots:
         for domain, kept in self._kept.items():
             del kept[: self._num_among(num_slots, domain)]
             self._groups[domain] = [n for n in self._groups[domain] if n not in gone]
-        released = self._order[:num_slots]
-        del self._order[:num_slots]
-        for slot in released:
-            del self._domain_of[slot]
-        num_given_up = sum(slot not in self._domain_of for slot in self._given_up)
+        released = self._slots[:num_slots]
+        del self._slots[:num_slots]
+        num_given_up = bisect_right(self._given_up, released[-1]) if released else 0
         del self._given_up[:num_given_up]
         return num_given_up
 
-    def _remove(self, domain: str, group: int) -> int:
-        """Returns the group's place among those of its domain."""
-        rank = bisect_left(self._groups[domain], group)
-        del self._groups[domain][rank]
-        return rank
-
-    def _give_up(self, domain: str, rank: int) -> None:
-        insort(self._given_up, self._kept[domain].pop(rank))
+    def _give_up(self, domain: str, place: int) -> None:
+        insort(self._given_up, (self._kept[domain].pop(place), domain))
 
     def _index(self, slot: int) -> int:
-        return bisect_left(self._order, slot)
+        return bisect_left(self._slots, (slot,))
 
     def _num_among(self, num_slots: int, domain: str) -> int:
         """Slots of a domain that were not given up, among the oldest `num_slots`."""
-        if num_slots >= len(self._order):
+        if num_slots >= len(self._slots):
             return len(self._kept[domain])
-        return bisect_left(self._kept[domain], self._order[num_slots])
+        first_left, _ = self._slots[num_slots]
+        return bisect_left(self._kept[domain], first_left)
 
 
 class Groups:
@@ -180,7 +173,7 @@ class Groups:
         params: SamplingParams,
         min_samples: int,
         signal: Signal,
-        keep: Keep | None = None,
+        keep: Keep | None,
     ):
         """A group with fewer than `min_samples` left is dropped."""
         self._context = context
@@ -236,14 +229,14 @@ class Groups:
         """Samples of complete groups."""
         return sum(len(group.samples) for group in self.ready.values())
 
-    async def take(self, num_groups: int) -> list[Group]:
-        """The oldest complete groups for the oldest slots.
+    async def take(self) -> list[Group]:
+        """The oldest complete groups for the oldest slots: those of one step.
 
         Fewer when the prompts have ended, or when too many groups were dropped to replace them all.
         """
-        self._num_awaited = num_groups
+        self._num_awaited = self._options.prompts_per_step
         try:
-            num_slots, numbers = await self._wait_for(num_groups)
+            num_slots, numbers = await self._wait_for_step()
         finally:
             self._num_awaited = 0
         taken = self._release(num_slots, numbers)
@@ -276,14 +269,14 @@ class Groups:
             self._slots.fill(group.prompt.domain, number)
             self._ready_of[group.prompt.domain].append(number)
 
-    async def _wait_for(self, num_groups: int) -> tuple[int, list[int]]:
+    async def _wait_for_step(self) -> tuple[int, list[int]]:
         """How many slots to release, and the numbers of the groups that fill them."""
         while True:
             if self._signal.error:
                 raise self._signal.error
             self._drop_stale()
             self._feed()
-            num_slots = self._num_due(num_groups)
+            num_slots = self._num_due()
             if (numbers := self._slots.match(num_slots, self._ready_of)) is not None:
                 return num_slots, numbers
             await self._signal.wait()
@@ -377,7 +370,8 @@ class Groups:
     def _reason_to_drop(self, group: Group, left: Group) -> str | None:
         """Why not to train on a group, if there is a reason; `left` has only its done samples."""
         rewards = [sample.score.value for sample in left.samples]
-        low, high = self._options.min_group_reward, self._options.max_group_reward
+        low = self._options.min_group_reward
+        high = self._options.max_group_reward
         if len(rewards) < self._min_samples:
             is_late = any(sample.state == "aborted" for sample in group.samples)
             return f"had too few samples left{' at the deadline' if is_late else ''}"
@@ -408,7 +402,7 @@ class Groups:
         errors = [sample.error for sample in group.samples if sample.error]
         self._last_error = errors[-1] if errors else self._last_error
 
-    def _num_due(self, num_groups: int) -> int:
+    def _num_due(self) -> int:
         """How many slots a step releases, including those that were given up.
 
         Groups of later slots wait for their own step, so a domain that is slow or often filtered
@@ -419,7 +413,7 @@ class Groups:
         if first is None and len(self._slots):
             self._ledger.counts["missing"] += self._slots.release(len(self._slots))
             raise self._nothing_left()
-        return max(num_groups, (first or 0) + 1)
+        return max(self._options.prompts_per_step, (first or 0) + 1)
 
     def _nothing_left(self) -> NothingLeft:
         has_domains = len({domain for domain, _ in self._dropped} | set(self._slots.domains)) > 1
@@ -471,7 +465,7 @@ class Groups:
                     self._abort_if_stale(number, group)
 
     def _abort_if_stale(self, number: int, group: RunningGroup) -> None:
-        """A sample that has not begun is not stale."""
+        """A sample without a first token is not stale."""
         left = [s for s in group.samples if s.state not in LOST]
         versions = [group.first_version(s) for s in left]
         oldest = self._oldest_version

@@ -74,7 +74,8 @@ class Journal:
         Weights up to the step at which the run is `resumed_at` are known to be the same: they led
         to its checkpoint.
         """
-        self._folder, self._made_with = Path(folder), made_with
+        self._folder = Path(folder)
+        self._made_with = made_with
         self._folder.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO | None = None
         self._version = -1
@@ -92,7 +93,8 @@ class Journal:
     def begin(self, version: int, weights: str) -> None:
         """From now on samples end under this policy version, whose weights have that digest."""
         self.close()
-        self._version, path = version, self._folder / f"version-{version:08d}"
+        self._version = version
+        path = self._folder / f"version-{version:08d}"
         found = self._found.pop(version, None)
         if found and found.weights == weights:
             self._usable[version] = found.samples
@@ -110,12 +112,13 @@ class Journal:
                 return _sample(payload, visit)
         return None
 
-    def write(self, visit: Visit, sample: Sample) -> None:
+    def write(self, sample: Sample) -> None:
         """Keep a finished sample."""
         versions = sample.turns[-1].versions
         # New weights may be in the engines a moment before they are announced.
         if not versions or versions[-1][1] <= self._version:
-            self._append((visit.prompt.id, visit.number, sample.index), write_sample(sample))
+            key = sample.prompt.id, sample.visit, sample.index
+            self._append(key, write_sample(sample))
 
     def forget(self, before: int) -> None:
         """Remove the samples that ended under a version `before` this one."""

@@ -77,12 +77,12 @@ class Ledger:
         self.enter(sample, "retried")
         self.counts["retried"] += 1
 
-    def end(self, sample: Sample, visit: Visit) -> None:
+    def end(self, sample: Sample) -> None:
         """The sample is scored."""
         self.enter(sample, "done")
         self.bar.advance(1, sample.num_sampled)
         if self.journal:
-            self.journal.write(visit, sample)
+            self.journal.write(sample)
 
     def fail(self, sample: Sample, error: str) -> None:
         sample.error = error

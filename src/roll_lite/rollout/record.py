@@ -1,15 +1,10 @@
-"""Prompts and groups as plain JSON, and the file that keeps the answers of a running evaluation."""
+"""Prompts, samples and groups as plain data, for checkpoints, the journal and answer files."""
 
-import json
-import os
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
-from roll_lite.checks import refuse_changes
 from roll_lite.types import Event, Group, Prompt, Sample, Score, Turn, TurnResult
 
 
@@ -116,54 +111,3 @@ def _pack(kind: str, numbers: list) -> str:
 
 def _unpack(kind: str, text: str) -> list:
     return array(kind, b64decode(text)).tolist()
-
-
-class AnswerFile:
-    """Answers of an evaluation, written as they come, so that a killed one continues.
-
-    JSON lines: first the options that the answers depend on, then groups in any order.
-    """
-
-    def __init__(self, path: str | Path, prompts: Sequence[Prompt], fixed: dict[str, Any]):
-        """Reads an existing file, which must have been started with the same `fixed` options."""
-        self._path = Path(path)
-        self._num_prompts = len(prompts)
-        self.groups: dict[int, Group] = {}
-        """By the place of their prompt."""
-        rows = self._read()
-        if rows:
-            refuse_changes(self._path.parent, rows[0], fixed)
-        for row in rows[1:]:
-            place, group = row["place"], read_group(row)
-            # The prompt may have changed since, and failed samples may succeed now.
-            is_wanted = place < len(prompts) and prompts[place] == group.prompt
-            if is_wanted and all(sample.state == "done" for sample in group.samples):
-                self.groups[place] = group
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("a")
-        if not rows:
-            self._write(fixed)
-
-    @property
-    def missing(self) -> list[int]:
-        """Places of the prompts that have no answers yet."""
-        return [place for place in range(self._num_prompts) if place not in self.groups]
-
-    def keep(self, place: int, group: Group) -> None:
-        self.groups[place] = group
-        self._write({"place": place, **write_group(group)})
-
-    def remove(self) -> None:
-        self._file.close()
-        self._path.unlink()
-
-    def _read(self) -> list[dict[str, Any]]:
-        """All complete lines; a last line that was cut short is removed from the file."""
-        if not self._path.exists():
-            return []
-        whole, end, _ = self._path.read_bytes().rpartition(b"\n")
-        os.truncate(self._path, len(whole + end))
-        return [json.loads(line) for line in whole.splitlines()]
-
-    def _write(self, row: dict[str, Any]) -> None:
-        print(json.dumps(row), file=self._file, flush=True)

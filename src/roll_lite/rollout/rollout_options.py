@@ -63,7 +63,8 @@ class RolloutOptions:
         if self.drop_equal and self.samples_per_prompt == 1:
             raise ValueError("drop_equal drops every group of samples_per_prompt=1; use 2 or more")
         finite(self, "max_staleness", "min_group_reward", "max_group_reward")
-        low, high = self.min_group_reward, self.max_group_reward
+        low = self.min_group_reward
+        high = self.max_group_reward
         if low is not None and high is not None and low > high:
             raise ValueError(f"min_group_reward={low} must not exceed max_group_reward={high}")
 
