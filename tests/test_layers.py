@@ -14,7 +14,7 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
     {"replay"},
     {"loop"},
     {"policy", "roles", "command"},
-    {"rewarding", "export", "planning"},
+    {"rewarding", "planning"},
     {"rollout", "train", "sync"},
     {"cluster", "engine", "data", "workers", "report"},
     {"device_map"},

@@ -53,7 +53,7 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     if not folder.is_dir():
         raise ValueError(
             f"{folder} is not a folder; give a Hugging Face folder on this machine, or make one: "
-            "`python -m roll_lite.models.tiny FOLDER`"
+            "`roll-lite tiny FOLDER`"
         )
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(

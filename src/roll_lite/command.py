@@ -25,6 +25,7 @@ from roll_lite.processes import command_of, launcher_pid
 from roll_lite.report.config_file import (
     changes,
     command,
+    packaged_recipe,
     read_options,
     recipe_name,
     to_json,
@@ -173,11 +174,11 @@ def _parse_over(
 def _parse(config: type[T], doc: str, args: Sequence[str], default: T | None = None) -> T:
     options = {} if default is None else {"default": default}
     resume = RESUME if any(field.name == "checkpoints" for field in fields(config)) else ""
-    description = f"{doc.split(chr(10) * 2)[0]}\n\n{ALSO.format(resume=resume)}"
+    options["description"] = f"{doc.split(chr(10) * 2)[0]}\n\n{ALSO.format(resume=resume)}"
+    options["prog"] = f"roll-lite {name}" if (name := packaged_recipe()) else None
 
     def parse() -> T:
-        flat = (tyro.conf.OmitArgPrefixes,)
-        return tyro.cli(config, args=args, description=description, config=flat, **options)
+        return tyro.cli(config, args=args, config=(tyro.conf.OmitArgPrefixes,), **options)
 
     if _is_first_rank():
         return parse()

@@ -1,7 +1,7 @@
 """Generate a recorded sample again, and show where it differs from the record.
 
-python -m roll_lite.replay RUN --sample STEP/PROMPT/INDEX            # as in 3/addition:2/17/0
-python -m roll_lite.replay RUN --sample STEP/PROMPT/INDEX --pdb      # stop in reward or environment
+roll-lite replay RUN --sample STEP/PROMPT/INDEX            # as in 3/addition:2/17/0
+roll-lite replay RUN --sample STEP/PROMPT/INDEX --pdb      # stop in reward or environment
 
 RUN is the folder of a run of rlvr.py or agentic.py. The sample has the weights of its policy
 version, from the run's checkpoints, the random numbers that it had, and the run's own environment
@@ -284,7 +284,7 @@ def _listing(names: Sequence[str]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m roll_lite.replay",
+        "roll-lite replay",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,4 +1,4 @@
-"""Plan a run without starting it: bytes per rank, the work and seconds of a step, what to change.
+"""Plan a run without starting it: bytes per rank, seconds of a step, what to change.
 
     roll-lite plan --model qwen3-8b --world-size 8
     roll-lite plan --model qwen3-8b --world-size 16 --device-map "train=0-7 generate=8-15"

@@ -46,7 +46,7 @@ HINTS = (
         lambda m: m.get("reward/equal_groups", 0) == 1 and m.get("reward/mean", 1) == 0,
         "reward/mean",
         "every reward was 0 for 5 steps, so nothing is learnt: choose easier prompts, begin with "
-        "sft.py, or check the reward with `python -m roll_lite.rewards try`",
+        "sft.py, or check the reward with `roll-lite rewards try`",
         5,
     ),
     Hint(
