@@ -73,7 +73,7 @@ def test_another_package_with_the_name_of_a_recipe_is_not_imported(tmp_path):
     """Such as Hugging Face's `evaluate`, also not by a recipe that imports others."""
     for name in ("agentic", "evaluate", "rlvr"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('not the recipe')")
-    code = "from roll_lite.recipes import evaluate; evaluate.Config()"
+    code = "from roll_lite.recipes import evaluate; evaluate.Config.INLINE"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
 
 

@@ -118,10 +118,11 @@ class Mixture:
     ):
         """`held_out_share` of the rows of each file never comes; `held_out` gives them.
 
-        `fitting` chooses among the others those that may come, such as a PromptLimit. `envs` are
-        the names of environments.
+        `fitting`, such as a PromptLimit, chooses the rows that may come among all other rows.
+        `envs` are the names of environments.
         """
-        self._entries, self._share = parse_mixture(entries, envs), held_out_share
+        self._entries = parse_mixture(entries, envs)
+        self._share = held_out_share
         files = _read_files(self._entries, envs)
         for source, prompts in files.items():
             files[source] = [p for p in prompts if not is_held_out(p, held_out_share)]
@@ -175,7 +176,7 @@ class Mixture:
         return tuple({s.domain: None for streams in self._streams for s in streams})
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON: for every domain of every source, prompts drawn in turn and the position."""
+        """Prompts drawn in turn and the position, for every domain of every source, as JSON."""
         return {
             "entries": self._names(),
             "contents": self._contents,
@@ -263,7 +264,8 @@ def next_in_turn(counts: Sequence[int], weights: Sequence[Fraction]) -> int:
     count, this draw included, the one whose next item is due first. Taking the largest deficit is
     not enough: with unequal weights counts deviate by more than one.
     """
-    place, total = sum(counts) + 1, sum(weights)
+    place = sum(counts) + 1
+    total = sum(weights)
     due = [i for i, weight in enumerate(weights) if counts[i] * total < weight * place]
     return min(due, key=lambda i: (counts[i] + 1) / weights[i])
 
@@ -271,10 +273,12 @@ def next_in_turn(counts: Sequence[int], weights: Sequence[Fraction]) -> int:
 def _read_files(entries: Sequence[Entry], envs: Collection[str]) -> dict[str, list[Prompt]]:
     """Prompts by file, with ids unique across files: samples are seeded by the prompt's id."""
     names = _short_names([entry.source for entry in entries if entry.kind == "file"])
-    files = {source: _read_file(source, name, envs) for source, name in names.items()}
+    files: dict[str, list[Prompt]] = {}
     owners: dict[str, str] = {}
-    for source, prompts in files.items():
-        for prompt in prompts:
+    for source, name in names.items():
+        check_source(source, envs)
+        files[source] = [replace(prompt, source=name) for prompt in read_prompts(source)]
+        for prompt in files[source]:
             owner = owners.setdefault(prompt.id, source)
             if owner != source:
                 raise ValueError(
@@ -292,11 +296,6 @@ def _short_names(sources: Sequence[str]) -> dict[str, str]:
         str(source): path.stem if stems.count(path.stem) == 1 else f"{path.parent.name}-{path.stem}"
         for source, path in zip(dict.fromkeys(sources), paths, strict=True)
     }
-
-
-def _read_file(source: str, name: str, envs: Collection[str]) -> list[Prompt]:
-    check_source(source, envs)
-    return [replace(prompt, source=name) for prompt in read_prompts(source)]
 
 
 def _generated_stream(entry: Entry, seed: int | str) -> Stream:

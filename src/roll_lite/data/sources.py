@@ -36,40 +36,6 @@ class Positioned:
         self.position = state["position"]
 
 
-class Shuffled(Positioned, Generic[T]):
-    """Rows in epochs; the order of an epoch depends only on (seed, epoch)."""
-
-    def __init__(self, rows: Sequence[T], *, seed: int | str):
-        self.rows, self.seed = rows, seed
-        self._epoch, self._order = -1, []
-
-    def take(self, count: int) -> list[T]:
-        taken = [self._at(position) for position in range(self.position, self.position + count)]
-        self.position += count
-        return taken
-
-    def _at(self, position: int) -> T:
-        epoch, place = divmod(position, len(self.rows))
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(range(len(self.rows)))
-            Random(f"{self.seed}/{epoch}").shuffle(self._order)
-        return self.rows[self._order[place]]
-
-
-class Endless(Positioned, Generic[T]):
-    """Rows of an infinite generator that can be restarted from its beginning."""
-
-    def __init__(self, generate: Callable[[], Iterator[T]]):
-        self._generate, self._rows, self._reached = generate, generate(), 0
-
-    def take(self, count: int) -> list[T]:
-        if self._reached != self.position:
-            self._rows = islice(self._generate(), self.position, None)
-        taken = list(islice(self._rows, count))
-        self.position = self._reached = self.position + count
-        return taken
-
-
 class Indexed(Positioned, Generic[T]):
     """Infinite rows, each of which is made from its number alone."""
 
@@ -82,11 +48,49 @@ class Indexed(Positioned, Generic[T]):
         return taken
 
 
+class Shuffled(Indexed[T]):
+    """Rows in epochs; the order of an epoch depends only on (seed, epoch)."""
+
+    def __init__(self, rows: Sequence[T], *, seed: int | str):
+        super().__init__(self._at)
+        self.rows = rows
+        self.seed = seed
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def _at(self, position: int) -> T:
+        epoch, place = divmod(position, len(self.rows))
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = list(range(len(self.rows)))
+            Random(f"{self.seed}/{epoch}").shuffle(self._order)
+        return self.rows[self._order[place]]
+
+
+class Endless(Positioned, Generic[T]):
+    """Rows of an infinite generator that can be restarted from its beginning."""
+
+    def __init__(self, generate: Callable[[], Iterator[T]]):
+        self._generate = generate
+        self._rows = generate()
+        self._reached = 0
+
+    def take(self, count: int) -> list[T]:
+        if self._reached != self.position:
+            self._rows = islice(self._generate(), self.position, None)
+        taken = list(islice(self._rows, count))
+        self.position = self._reached = self.position + count
+        return taken
+
+
 def fixed_options(config: Any, *names: str) -> dict[str, Any]:
     """Options that a resumed run must not change: the data, a file by its content, and these."""
-    source, values = config.data, flatten(config)
-    is_task = tasks.is_task(source)
-    data = {"data": None, "task": source} if is_task else {"data": digest(source), "task": None}
+    values = flatten(config)
+    is_task = tasks.is_task(config.data)
+    data = {
+        "data": None if is_task else digest(config.data),
+        "task": config.data if is_task else None,
+    }
     return data | {name: values[name] for name in names}
 
 
