@@ -23,7 +23,7 @@ NOT_COMPARED = {"run_dir", "resume"}
 
 
 class Hint(NamedTuple):
-    """What a run that cannot learn is told, once, with the remedy."""
+    """A message about a run that cannot learn, with the remedy; it is printed once."""
 
     applies: Callable[[Metrics], bool]
     metric: str
@@ -127,12 +127,13 @@ def overview(run: RunFolder, now: float | None = None) -> Row:
 def elapsed(run: RunFolder) -> list[float]:
     """Seconds of the run up to each row of its metrics, without the time between two starts."""
     resumes = [event.get("time", 0.0) for event in run.events if event.get("event") == "resumed"]
-    seconds = []
-    total, before = 0.0, None
+    seconds: list[float] = []
+    total = 0.0
+    before = None
     for row in run.rows:
-        now, step_seconds = row.get("time", 0.0), row.get("time/step", 0.0)
+        now = row.get("time", 0.0)
         is_first = before is None or any(before <= resume <= now for resume in resumes)
-        total += step_seconds if is_first else max(0.0, now - before)
+        total += row.get("time/step", 0.0) if is_first else max(0.0, now - before)
         seconds.append(total)
         before = now
     return seconds
@@ -187,7 +188,8 @@ def _hint_warning(hint: Hint, rows: Sequence[Row]) -> Row | None:
 
 def _grad_warning(rows: Sequence[Row]) -> Row | None:
     name = "loss/grad_norm"
-    before, found = [], []
+    before: list[float] = []
+    found: list[Row] = []
     text = ""
     for row in rows:
         norm = row.get(name, 0.0)
