@@ -86,7 +86,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]
 
 
 def command(*args: str) -> str:
-    """The command line of this program, with its own arguments unless others are given.
+    """The command line of this program, with these arguments or its own.
 
     Under torchrun it is without rendezvous options.
     """
