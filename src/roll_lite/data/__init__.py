@@ -32,3 +32,4 @@ from roll_lite.data.sources import (
     task_dialogues,
     task_preferences,
 )
+from roll_lite.data.tasks import is_task

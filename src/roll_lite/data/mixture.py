@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from roll_lite import tasks
+from roll_lite.data import tasks
 from roll_lite.data.rows import read_prompts
 from roll_lite.data.sources import Endless, Indexed, Shuffled, check_source, digest
 from roll_lite.envs.tasks import env_tasks, held_out_tasks

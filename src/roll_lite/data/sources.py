@@ -9,8 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, Generic, TypeVar
 
-from roll_lite import tasks
 from roll_lite.checks import at_least
+from roll_lite.data import tasks
 from roll_lite.data.rows import (
     Dialogue,
     Preference,
