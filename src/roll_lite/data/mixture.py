@@ -17,9 +17,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from roll_lite.data import tasks
 from roll_lite.data.rows import read_prompts
 from roll_lite.data.sources import Endless, Indexed, Shuffled, check_source, digest
+from roll_lite.data.tasks import is_reasoning_gym, is_task, parse_task
+from roll_lite.data.tasks import prompts as task_prompts
 from roll_lite.envs.tasks import env_tasks, held_out_tasks
 from roll_lite.rewards import reasoning_gym
 from roll_lite.types import Prompt
@@ -51,8 +52,8 @@ def parse_mixture(entries: Sequence[str], envs: Collection[str] = ()) -> tuple[E
 def _identity(entry: Entry) -> Any:
     if entry.kind == "file":
         return Path(entry.source).resolve()
-    is_whole = entry.kind == "env" or tasks.is_reasoning_gym(entry.source)
-    return entry.source if is_whole else tasks.parse_task(entry.source)
+    is_whole = entry.kind == "env" or is_reasoning_gym(entry.source)
+    return entry.source if is_whole else parse_task(entry.source)
 
 
 def check_mixture(entries: Sequence[str], envs: Collection[str] = ()) -> None:
@@ -76,7 +77,7 @@ def _parse_entry(text: str, envs: Collection[str]) -> Entry:
             "SOURCE@WEIGHT, e.g. gsm8k.jsonl@0.5 (a path that has an @ needs its weight)"
         )
     is_env = source.partition(":")[0] in envs
-    kind = "env" if is_env else "task" if tasks.is_task(source) else "file"
+    kind = "env" if is_env else "task" if is_task(source) else "file"
     return Entry(source, Fraction(str(value)), kind)  # 0.1 is a tenth, not the float nearest to it
 
 
@@ -244,7 +245,7 @@ def held_out(
         if entry.kind == "env":
             prompts += held_out_tasks([entry.source], count_endless)
         elif entry.kind == "task":
-            questions = tasks.prompts(entry.source, seed=0, split="held_out")
+            questions = task_prompts(entry.source, seed=0, split="held_out")
             prompts += islice(questions, count_endless)
         else:
             rows = files[entry.source]
@@ -299,10 +300,10 @@ def _short_names(sources: Sequence[str]) -> dict[str, str]:
 
 
 def _generated_stream(entry: Entry, seed: int | str) -> Stream:
-    if entry.kind == "task" and tasks.is_reasoning_gym(entry.source):
+    if entry.kind == "task" and is_reasoning_gym(entry.source):
         row = partial(reasoning_gym.question, entry.source, seed=seed, split="train")
         return Stream(reasoning_gym.DOMAIN, entry.weight, Indexed(row))
-    generate = env_tasks if entry.kind == "env" else tasks.prompts
+    generate = env_tasks if entry.kind == "env" else task_prompts
     restart = partial(generate, entry.source, seed=seed)
     return Stream(next(restart()).domain, entry.weight, Endless(restart))
 
