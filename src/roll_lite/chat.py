@@ -103,7 +103,7 @@ class Chat:
     def encode_dialogues(
         self, dialogues: Sequence[tuple[str, Sequence[Message]]]
     ) -> list[list[tuple[list[int], list[bool]]]]:
-        """Ids of named conversations, and masks of what the assistant says, stop tokens included.
+        """Ids of named conversations, and masks of the replies, stop tokens included.
 
         The ids before a reply are always `encode` of the messages before it. Where a template
         writes the last reply differently from earlier ones (Qwen3 drops earlier thoughts), one
@@ -376,7 +376,7 @@ def _parse_call(text: str) -> dict[str, Any] | None:
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Errors say which row they are about."""
+    """Errors name the row that they are about."""
     try:
         yield
     except ValueError as error:

@@ -24,7 +24,7 @@ from roll_lite.options import flatten, from_flat
 from roll_lite.processes import command_of, launcher_pid
 from roll_lite.report.config_file import (
     changes,
-    command,
+    command_line,
     packaged_recipe,
     read_options,
     recipe_name,
@@ -72,7 +72,7 @@ def run(main: Callable[[T], Any], config: type[T], doc: str) -> None:
         if not is_debugging and _is_explained(error):
             _exit_with(error)
         if cfg is not None and _has_checkpoint(cfg):
-            error.add_note(f"To continue the run:\n    {command('--resume', cfg.run_dir)}")
+            error.add_note(f"To continue the run:\n    {command_line('--resume', cfg.run_dir)}")
         raise
 
 
@@ -182,7 +182,7 @@ def _print_resume(cfg: Any) -> None:
     if not _is_first_rank():
         return
     if _has_checkpoint(cfg):
-        print(f"stopped; continue with\n    {command('--resume', cfg.run_dir)}", flush=True)
+        print(f"stopped; continue with\n    {command_line('--resume', cfg.run_dir)}", flush=True)
     else:
         print("stopped before the first step was complete: there is nothing to resume")
 
@@ -225,8 +225,8 @@ def _end_restarts() -> None:
         return
     launcher = launcher_pid()
     with suppress(OSError):  # it has ended
-        command_line = command_of(launcher)
-        if b"torchrun" in command_line or b"torch.distributed.run" in command_line:
+        launched_by = command_of(launcher)
+        if b"torchrun" in launched_by or b"torch.distributed.run" in launched_by:
             os.kill(launcher, signal.SIGTERM)  # other processes may have adopted this one
 
 

@@ -7,7 +7,7 @@
 
 Bars may be nested, as the samples of a step in the steps of a run: all share the terminal's last
 line. What the program prints meanwhile goes above it. Where the output is not a terminal, long work
-says once a minute on standard error how far it is.
+prints once a minute on standard error how far it is.
 """
 
 import os
@@ -121,7 +121,7 @@ class _ProgressLine:
         """The outermost first."""
         self.is_on = True
         self._is_drawn = self._is_mid_line = False
-        self._said_at = time.monotonic()
+        self._printed_at = time.monotonic()
         self._lock = RLock()
         """Several threads advance bars and print."""
 
@@ -140,10 +140,10 @@ class _ProgressLine:
         return (line if len(line) <= width else " | ".join(plain))[:width]
 
     def update(self) -> None:
-        """Draw the bars or, where there is no terminal, say now and then how far they are."""
+        """Draw the bars or, where there is no terminal, print now and then how far they are."""
         if is_terminal():
             self.draw()
-        elif self.is_on and time.monotonic() - self._said_at > PLAIN_SECONDS:
+        elif self.is_on and time.monotonic() - self._printed_at > PLAIN_SECONDS:
             self.clear()
             print(f"progress: {self.text()}", file=sys.stderr, flush=True)
 
@@ -159,7 +159,7 @@ class _ProgressLine:
 
     def clear(self) -> None:
         with self._lock:
-            self._said_at = time.monotonic()
+            self._printed_at = time.monotonic()
             if self._is_drawn:
                 self._is_drawn = False
                 _write(sys.stderr, "\r\x1b[K")

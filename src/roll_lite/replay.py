@@ -46,7 +46,7 @@ MAX_NAMED = 8
 """Names that an error lists."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     on_interrupt = signal.getsignal(signal.SIGINT)  # a breakpoint() installs another handler
     try:
@@ -374,7 +374,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", help="model that training started from, if it has moved since")
     parser.add_argument("--device", help="auto, cpu or cuda, instead of the run's")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

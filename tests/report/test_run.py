@@ -11,7 +11,7 @@ from support.made_runs import HOSTILE
 from support.paths import ROOT
 
 from roll_lite import __main__ as roll_lite_command
-from roll_lite.report.config_file import command
+from roll_lite.report.config_file import command_line
 from roll_lite.report.records import numbers
 from roll_lite.report.run import Run
 from roll_lite.train.sequences import sampled_numbers, with_advantages
@@ -177,13 +177,13 @@ def test_lines_are_what_the_samples_hold(tmp_path, reward, num_turns):
 def test_the_command_that_goes_on(script, start, torchrun, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(script), "--steps", "3"])
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert command() == f"{start} --steps 3"
-    assert command("--resume", "runs/a") == f"{start} --resume runs/a"
+    assert command_line() == f"{start} --steps 3"
+    assert command_line("--resume", "runs/a") == f"{start} --resume runs/a"
     ranks = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2"}
     for name, value in ranks.items():
         monkeypatch.setenv(name, value)
     expected = f"torchrun --nproc-per-node 8 --nnodes 2 {torchrun} --resume runs/a"
-    assert command("--resume", "runs/a") == expected
+    assert command_line("--resume", "runs/a") == expected
 
 
 def test_a_start_says_what_it_ran_on(tmp_path):

@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("roll-lite tiny", description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", default="models/tiny", help="default: models/tiny")
     parser.add_argument("--seed", type=int, default=0, help="of the fresh weights (0)")

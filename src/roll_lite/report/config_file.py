@@ -35,7 +35,7 @@ def write_config(folder: Path, config: Any, resumed_at: int | None, **about: Any
     start = {
         "step": resumed_at or 0,
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "command": command(),
+        "command": command_line(),
         **machine(),
         "file": str(Path(inspect.getfile(type(config))).resolve()),
         **about,
@@ -85,7 +85,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]
     return {n: [before[n], now[n]] for n in sorted(names) if before[n] != now[n]}
 
 
-def command(*args: str) -> str:
+def command_line(*args: str) -> str:
     """The command line of this program, with these arguments or its own.
 
     Under torchrun it is without rendezvous options.

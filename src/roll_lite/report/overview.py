@@ -162,7 +162,7 @@ def best_evaluation(rows: Sequence[Row]) -> Row | None:
 
 
 def warnings(rows: Sequence[Row]) -> list[Row]:
-    """What the run's hints say of its metrics, and jumps and shares that need its history."""
+    """Hints that apply to the run's metrics, and jumps and shares that need its history."""
     found = [_hint_warning(hint, rows) for hint in HINTS]
     return [warning for warning in [*found, _grad_warning(rows), _dropped_warning(rows)] if warning]
 

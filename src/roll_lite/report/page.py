@@ -125,7 +125,7 @@ def choose_steps(steps: Sequence[int]) -> list[int]:
 
 
 def clip(value: Any) -> Any:
-    """The value with long texts and lists cut, which says so."""
+    """The value with long texts and lists cut; a text names what is left out."""
     if isinstance(value, str) and len(value) > MAX_TEXT:
         more = f"{len(value) - MAX_TEXT:,} more characters"
         return f"{value[:MAX_TEXT]}… [{more} are in the run's folder; --serve shows them]"

@@ -27,7 +27,7 @@ from roll_lite.train.shards import (
 MASTERS = "policy.model."
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("roll-lite export", description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", help="like RUN_DIR/checkpoints/step-00000100")
     parser.add_argument("out", help="folder to write, which must not exist")
