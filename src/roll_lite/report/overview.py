@@ -108,7 +108,7 @@ class Hints:
         return found
 
 
-def overview(run: RunFolder, now: float | None = None) -> Row:
+def overview(run: RunFolder) -> Row:
     """Plain data: step, steps, phase, seconds, time left, best evaluation, warnings."""
     seconds = elapsed(run)
     last = run.rows[-1] if run.rows else {}
@@ -117,7 +117,7 @@ def overview(run: RunFolder, now: float | None = None) -> Row:
         "num_steps": run.num_steps,
         "phase": run.phase,
         "seconds": seconds[-1] if seconds else None,
-        "age": (now or time.time()) - last["time"] if "time" in last else None,
+        "age": time.time() - last["time"] if "time" in last else None,
         "seconds_left": _seconds_left(run, seconds),
         "best": best_evaluation(run.rows),
         "warnings": warnings(run.rows),
