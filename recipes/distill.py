@@ -16,7 +16,7 @@ from functools import partial
 from typing import ClassVar
 
 import roll_lite as rl
-from roll_lite import command, data, tasks
+from roll_lite import command, data
 from roll_lite.checks import above, at_least
 
 
@@ -85,7 +85,7 @@ def main(cfg: Config) -> None:
         held_out = data.DIALOGUES.held_out(cfg.data, cfg.evaluation)
         chat, budget = rl.Chat(cfg.model, **cfg.chat.arguments), cfg.training.tokens_per_microbatch
         encode = partial(rl.encode_fitting, chat, budget, (cfg.model, cfg.teacher))
-        if not tasks.is_task(cfg.data):
+        if not data.is_task(cfg.data):
             encode(rows.rows)  # refuse a row that does not fit now, not in mid-run
 
         roles = rl.Roles(cluster)

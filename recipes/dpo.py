@@ -15,7 +15,7 @@ from itertools import islice
 from typing import ClassVar
 
 import roll_lite as rl
-from roll_lite import command, data, tasks
+from roll_lite import command, data
 from roll_lite.checks import at_least, unread_with
 
 
@@ -63,7 +63,7 @@ class Config:
         rl.read_config(self.model)
         data.check_source(self.data)
         at_least(1, self, "steps", "rows_per_step", "task_pairs", "tp")
-        if not tasks.is_task(self.data):
+        if not data.is_task(self.data):
             unread_with("a file in data", self, "task_pairs")
         if self.reference is not None:
             rl.check_vocabulary(self.model, self.reference, "reference")
@@ -109,7 +109,7 @@ def main(cfg: Config) -> None:
 
 def read_pairs(cfg: Config, roles: rl.Roles) -> tuple[list[rl.Pair], list[rl.Pair]]:
     """Pairs to train and to evaluate on, encoded, with the reference's logprobs."""
-    if tasks.is_task(cfg.data):
+    if data.is_task(cfg.data):
         drawn = data.task_preferences(cfg.data, seed=f"dpo-{cfg.seed}")
         pairs = list(islice(drawn, cfg.task_pairs))
     else:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import ClassVar, Literal
 
 import roll_lite as rl
-from roll_lite import command, data, tasks
+from roll_lite import command, data
 from roll_lite.checks import at_least, unread_with
 
 
@@ -63,7 +63,7 @@ class Config:
         data.check_source(self.data)
         at_least(1, self, "steps", "rows_per_step", "tp")
         at_least(0, self, "weight_decay", "careless")
-        if not tasks.is_task(self.data):
+        if not data.is_task(self.data):
             unread_with("data", self, "careless")
         if self.device_map is not None:
             unread_with("device_map", self, "tp")
@@ -82,7 +82,7 @@ def main(cfg: Config) -> None:
         rows = data.DIALOGUES.training(cfg.data, f"sft-{cfg.seed}", careless=cfg.careless)
         encode = partial(encode_rows, cfg, rl.Chat(cfg.model, **cfg.chat.arguments))
         validation, _ = encode(data.DIALOGUES.held_out(cfg.data, cfg.evaluation))
-        if not tasks.is_task(cfg.data) and cfg.too_long == "error":
+        if not data.is_task(cfg.data) and cfg.too_long == "error":
             encode(rows.rows)  # refuse a dialogue that does not fit now, not in mid-run
 
         roles = rl.Roles(cluster)

@@ -17,7 +17,7 @@ seed=${1:-0}
 out=runs/quickstart-$seed-$(date +%Y%m%d-%H%M%S)
 
 echo; echo "1. a tiny model: one million parameters, one token per character"
-python -m roll_lite.models.tiny "$out/tiny" --seed "$seed"
+roll-lite tiny "$out/tiny" --seed "$seed"
 
 if [ $kind = rlvr ]; then
   task=reverse:5
@@ -30,7 +30,7 @@ if [ $kind = rlvr ]; then
 else
   lake=frozen_lake:size=3,style=short
   echo; echo "2. warm-up: imitate a careless player, who plays three moves in ten at random"
-  python -m roll_lite.envs traces $lake --history 0 --mistakes 0.3 --seed "$seed" \
+  roll-lite envs traces $lake --history 0 --mistakes 0.3 --seed "$seed" \
     --out "$out/traces.jsonl"
   python recipes/sft.py --model "$out/tiny" --data "$out/traces.jsonl" --seed "$seed" \
     --steps 60 --eval-every 0 --run-dir "$out/sft"
@@ -42,4 +42,4 @@ else
 fi
 
 echo; echo "4. the curve: share that is right, of questions or lakes it never saw"
-python -m roll_lite.report "$out/$kind" --curve eval/pass@1
+roll-lite report "$out/$kind" --curve eval/pass@1

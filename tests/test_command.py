@@ -1,4 +1,4 @@
-"""The command roll-lite: recipes by name, copies of them, exported checkpoints; and the wheel."""
+"""The command roll-lite: recipes and tools by name, copies of recipes, exports; and the wheel."""
 
 import os
 import shutil
@@ -14,10 +14,10 @@ from support.paths import RECIPES
 from support.training_data import random_sequences
 
 from roll_lite import __main__ as roll_lite_command
-from roll_lite import export
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.models.config import LoraOptions, read_config
 from roll_lite.models.hf import hf_tensors
+from roll_lite.train import export
 from roll_lite.train.batch import pack
 from roll_lite.train.checkpoint import start_checkpoint
 from roll_lite.train.checkpoint_folders import Checkpoints
@@ -26,7 +26,8 @@ from roll_lite.train.optimizer import Schedule
 from roll_lite.train.trainer import Trainer
 
 ROOT = RECIPES.parent
-NAMES = ["distill", "dpo", "evaluate", "rlvr", "sft"]
+NAMES = ["agentic", "distill", "dpo", "evaluate", "rlvr", "sft", "eject"]
+NAMES += ["plan", "report", "rewards", "envs", "replay", "export", "tiny"]
 
 
 @pytest.fixture
@@ -61,29 +62,61 @@ def test_a_run_is_planned_by_name(roll_lite):
 def test_recipes_are_the_same_modules_however_they_are_imported():
     from roll_lite.recipes import evaluate, rlvr
 
-    assert evaluate.Config.INLINE is rlvr.Config.INLINE and rlvr is sys.modules["rlvr"]
+    assert evaluate.Config.INLINE is rlvr.Config.INLINE
+    assert rlvr is sys.modules["roll_lite.recipes.rlvr"]
     with pytest.raises(ImportError, match="poetry"):
         from roll_lite.recipes import poetry  # noqa: F401
+
+
+def test_another_package_with_the_name_of_a_recipe_is_not_imported(tmp_path):
+    """Such as Hugging Face's `evaluate`, also not by a recipe that imports others."""
+    for name in ("agentic", "evaluate", "rlvr"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('not the recipe')")
+    code = "from roll_lite.recipes import evaluate; evaluate.Config.INLINE"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
 
 
 def test_what_it_cannot_do_it_says(roll_lite):
     code, printed, _ = roll_lite()
     assert code == 0 and all(f"\n  {name} " in printed for name in NAMES)
-    for words in (["poetry"], ["eject", "poetry", "mine"], ["eject", "rlvr"]):
-        code, _, errors = roll_lite(*words)
-        assert code == 2 and f"roll-lite {' '.join(words)} is not understood" in errors
+    for word, near in (("poetry", ""), ("reprot", "did you mean report? "), ("rlvl", "rlvr? ")):
+        code, _, errors = roll_lite(word)
+        assert code == 2 and f"roll-lite {word} is not understood; " in errors and near in errors
+    for words in (["poetry", "mine"], ["rlvr"]):
+        code, _, errors = roll_lite("eject", *words)
+        assert code == 2 and "usage: roll-lite eject " in errors and "error: " in errors
 
 
-def test_a_recipe_is_copied_with_what_it_imports(roll_lite, tmp_path):
+@pytest.mark.parametrize("name", NAMES)
+def test_usage_names_the_command(name, roll_lite):
+    code, printed, _ = roll_lite(name, "--help")
+    assert code == 0 and printed.startswith(f"usage: roll-lite {name} ")
+
+
+@pytest.mark.parametrize("name", ["plan", "report", "rewards", "envs", "eject", ""])
+def test_help_brings_no_torch(name):
+    code = f"import sys; sys.argv = 'roll-lite {name} --help'.split()\n"
+    code += "import roll_lite.__main__ as command\ntry:\n    command.main()\nfinally:\n"
+    code += "    assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_recipe_is_copied(roll_lite, tmp_path):
     code, printed, _ = roll_lite("eject", "evaluate", tmp_path / "mine")
-    assert code == 0 and f"wrote {tmp_path}/mine/rlvr.py" in printed
-    for name in ("evaluate.py", "rlvr.py"):
-        assert (tmp_path / "mine" / name).read_text() == (RECIPES / name).read_text()
-    assert "exists; remove it" in roll_lite("eject", "rlvr", tmp_path / "mine")[0]
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "rlvr.py").write_text("# edited")
-    roll_lite("eject", "evaluate", tmp_path / "other")
-    assert (tmp_path / "other" / "rlvr.py").read_text() == "# edited"
+    assert code == 0 and f"wrote {tmp_path}/mine/evaluate.py" in printed
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["evaluate.py"]
+    assert (tmp_path / "mine" / "evaluate.py").read_text() == (RECIPES / "evaluate.py").read_text()
+    (tmp_path / "mine" / "evaluate.py").write_text("# edited")
+    code, _, errors = roll_lite("eject", "evaluate", tmp_path / "mine")
+    assert code == 2 and "exists; remove it" in errors
+    assert (tmp_path / "mine" / "evaluate.py").read_text() == "# edited"
+
+
+def test_a_model_is_made_once(roll_lite, tmp_path):
+    code, printed, _ = roll_lite("tiny", tmp_path / "tiny", "--seed", 3)
+    assert code == 0 and printed.startswith(f"wrote {tmp_path / 'tiny'} (torch ")
+    code, _, errors = roll_lite("tiny", tmp_path / "tiny")
+    assert code == 1 and "tiny holds a model already; remove it" in errors
 
 
 @pytest.mark.parametrize("lora", [None, LoraOptions(rank=2, alpha=4.0)])
@@ -153,6 +186,6 @@ def test_the_wheel_holds_library_command_and_recipes(tiny_folder, tmp_path):
     printed = run(sys.executable, "mine/evaluate.py", "--model", "runs/sft/model", "--prompts", "4")
     assert "pass@1" in printed
     (checkpoint,) = Path(tmp_path / "runs/sft/checkpoints").glob("step-*")
-    run(sys.executable, "-m", "roll_lite.export", checkpoint, "out", "--model", tiny_folder)
+    run(target / "bin" / "roll-lite", "export", checkpoint, "out", "--model", tiny_folder)
     files = [tmp_path / folder / "model.safetensors" for folder in ("out", "runs/sft/model")]
     assert files[0].read_bytes() == files[1].read_bytes()

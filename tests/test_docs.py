@@ -5,7 +5,10 @@ import re
 import pytest
 from support.paths import ROOT
 
+from roll_lite.__main__ import TOOLS, recipe_names
+
 MADE = ("runs/", "models/", "checkpoints/", "rollouts/", "tensorboard/")  # by runs
+COMMANDS = {*recipe_names(), *TOOLS, "eject", "RECIPE"}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -34,3 +37,12 @@ def test_files_that_a_page_names_exist(page):
         assert found or any((ROOT / "recipes").glob(name)), f"{page.name}: {name}"
     for link in re.findall(r"\]\(((?!http)[^)#]+)", text):
         assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *sorted((ROOT / "scripts").glob("*.sh"))], ids=lambda page: page.name
+)
+def test_commands_that_a_page_names_exist(page):
+    text = page.read_text()
+    assert set(re.findall(r"(?<![\w/])roll-lite (\w+)", text)) <= COMMANDS
+    assert not re.findall(r"python -m roll_lite\.[\w.]+", text)

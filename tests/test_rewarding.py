@@ -12,13 +12,13 @@ from support.runs import samples_of, steps_of
 
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.launch import Launch
+from roll_lite.data.tasks import prompts
 from roll_lite.options import from_flat
 from roll_lite.planning import make_plan
 from roll_lite.planning.render import render
 from roll_lite.recipes import rlvr, sft
 from roll_lite.rewarding import RewardOptions, Rewards
 from roll_lite.rewards.judge import judge_messages
-from roll_lite.tasks import prompts
 from roll_lite.train.optimizer import choose_defaults
 from roll_lite.types import Prompt
 from roll_lite.workers.failures import RewardsBroken
@@ -72,7 +72,7 @@ def maths(tmp_path, monkeypatch):
     """Prompts of domain math; the run's reward for them is the one given."""
 
     def choose(reward):
-        monkeypatch.setattr(rlvr, "REWARDS", {"math": reward})
+        monkeypatch.setattr(rlvr.Config, "REWARDS", {"math": reward})
         return (write_rows(tmp_path / "maths.jsonl", MATHS),)
 
     return choose

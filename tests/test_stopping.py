@@ -341,7 +341,7 @@ def test_a_run_is_resumed_by_its_own_recipe(command, toy_folder, tmp_path):
     run = tmp_path / "run"
     rlvr.main(from_flat(rlvr.Config, **toy_options(toy_folder, run, steps=2)))
     code, text = command(SFT, "--resume", run)
-    assert code == 2 and "config.json is of rlvr.py, and sft.py has no advantage" in text
+    assert code == 2 and "config.json was written by rlvr.py, and sft.py has no advantage" in text
     code, text = command(RLVR, "--resume", run, "--steps", 1)
     assert code == 2 and "is at step 2 of 1; resume with more steps" in text
     code, text = command(RLVR, "--resume", run)

@@ -43,7 +43,7 @@ def main() -> None:
         evaluate(model, "before")
     if options.episodes:
         traces = out / "traces.jsonl"
-        command = ["-m", "roll_lite.envs", "traces", options.env, "--episodes", options.episodes,
+        command = ["-m", "roll_lite", "envs", "traces", options.env, "--episodes", options.episodes,
                    "--mistakes", options.mistakes, "--seed", options.seed, "--out", traces,
                    *_history(further)]  # fmt: skip
         _call(out / "traces.log", command)

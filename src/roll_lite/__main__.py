@@ -1,51 +1,50 @@
-"""The command roll-lite: runs a recipe, or copies it for you to edit.
+"""The command roll-lite: runs a recipe, or does what comes before and after a run.
 
 roll-lite rlvr --model models/tiny --data reverse:5        # as `python recipes/rlvr.py` in a clone
-roll-lite rlvr --help
-roll-lite eject rlvr mine                                  # then: python mine/rlvr.py
-roll-lite plan --model qwen3-8b --world-size 8             # memory and seconds, without a GPU
-roll-lite export runs/RUN/checkpoints/step-00000100 OUT    # a Hugging Face folder
-roll-lite replay runs/RUN --sample STEP/PROMPT/INDEX       # generates a recorded sample again
+roll-lite report runs/RUN                                  # all names below have --help
 torchrun --nproc-per-node 8 -m roll_lite rlvr ...          # several ranks
 """
 
+import argparse
 import ast
 import runpy
 import shutil
 import sys
+from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 
-RECIPES = Path(__file__).parent / "recipes"
+PACKAGE = Path(__file__).parent
+RECIPES = PACKAGE / "recipes"
+TOOLS = {  # modules with a `main(arguments)` that returns the exit code; some import torch
+    "plan": "planning.__main__",
+    "report": "report.__main__",
+    "rewards": "rewards.__main__",
+    "envs": "envs.__main__",
+    "replay": "replay",
+    "export": "train.export",
+    "tiny": "models.tiny",
+}
 USAGE = 2  # exit code of a command that is not understood
 
 
 def main() -> None:
-    names = recipe_names()
+    recipes = recipe_names()
     match sys.argv[1:]:
-        case [name, *arguments] if name in names:
+        case [name, *arguments] if name in recipes:
             sys.argv = [f"roll-lite {name}", *arguments]
             runpy.run_module(f"roll_lite.recipes.{name}", run_name="__main__", alter_sys=True)
-        case ["plan", *arguments]:
-            from roll_lite.planning import __main__ as plan
-
-            sys.exit(plan.main(arguments))
-        case ["export", *arguments]:
-            from roll_lite import export  # not above: it takes torch a second to import
-
-            sys.exit(export.main(arguments))
-        case ["replay", *arguments]:
-            from roll_lite import replay
-
-            sys.exit(replay.main(arguments))
-        case ["eject", name, folder] if name in names:
-            for path in eject(name, Path(folder)):
-                print(f"wrote {path}")
+        case [name, *arguments] if name in TOOLS:
+            sys.exit(import_module(f"roll_lite.{TOOLS[name]}").main(arguments))
+        case ["eject", *arguments]:
+            eject(arguments)
         case [] | ["-h" | "--help"]:
-            print(_help(names))
-        case [*words]:
-            print(
-                f"roll-lite {' '.join(words)} is not understood\n\n{_help(names)}", file=sys.stderr
-            )
+            print(_help())
+        case [name, *_]:
+            near = get_close_matches(name, [*recipes, *TOOLS, "eject"], n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            error = f"roll-lite {name} is not understood; {hint}roll-lite --help lists all"
+            print(error, file=sys.stderr)
             sys.exit(USAGE)
 
 
@@ -53,29 +52,33 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("[!_]*.py"))
 
 
-def eject(name: str, folder: Path) -> list[Path]:
-    """Copy a recipe, and recipes that it imports and that are not there; returns the copies."""
-    if (folder / f"{name}.py").exists():
-        raise SystemExit(f"{folder / name}.py exists; remove it, or name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    wanted = [name, *_imported_recipes(name)]
-    missing = [folder / f"{name}.py" for name in wanted if not (folder / f"{name}.py").exists()]
-    return [Path(shutil.copyfile(RECIPES / path.name, path)) for path in missing]
+def eject(arguments: list[str]) -> None:
+    """Copy a recipe into a folder, for you to edit."""
+    parser = argparse.ArgumentParser("roll-lite eject", description=eject.__doc__)
+    parser.add_argument("recipe", choices=recipe_names())
+    parser.add_argument("folder", type=Path, help="where the copy is written: FOLDER/RECIPE.py")
+    options = parser.parse_args(arguments)
+    copy = options.folder / f"{options.recipe}.py"
+    if copy.exists():
+        parser.error(f"{copy} exists; remove it, or name another folder")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(RECIPES / copy.name, copy)
+    print(f"wrote {copy}; run it with: python {copy}")
 
 
-def _imported_recipes(name: str) -> list[str]:
-    """Other recipes that a recipe imports by their plain names."""
-    modules = [node.module for node in ast.walk(_tree(name)) if isinstance(node, ast.ImportFrom)]
-    return [module for module in modules if module in recipe_names()]
+def _help() -> str:
+    recipes = [f"  {name:10}{_title(RECIPES / f'{name}.py')}" for name in recipe_names()]
+    tools = [
+        f"  {name:10}{_title(PACKAGE.joinpath(*module.split('.')).with_suffix('.py'))}"
+        for name, module in TOOLS.items()
+    ]
+    eject_line = f"  {'eject':10}{eject.__doc__}"
+    return "\n".join([__doc__, "Recipes:", *recipes, "", "Tools:", *tools, eject_line])
 
 
-def _help(names: list[str]) -> str:
-    listed = [f"  {name:10} {ast.get_docstring(_tree(name)).splitlines()[0]}" for name in names]
-    return "\n".join([__doc__, "Recipes, each with --help:", *listed])
-
-
-def _tree(name: str) -> ast.Module:
-    return ast.parse((RECIPES / f"{name}.py").read_text())
+def _title(path: Path) -> str:
+    """The first line of a module's docstring, without importing it."""
+    return ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
 
 
 if __name__ == "__main__":

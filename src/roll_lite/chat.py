@@ -36,7 +36,8 @@ class Chat:
         self.tokenizer = load_tokenizer(Path(folder))
         template = with_fixed_date(self.tokenizer.get_chat_template())
         check_arguments(template_args, template, folder)
-        self.tokenizer.chat_template, self._template_args = template, template_args
+        self.tokenizer.chat_template = template
+        self._template_args = template_args
         self._memory: dict[str, list[int]] = {}
         # Called without transformers' wrapper, which takes longer than a turn's tokens do.
         self._backend = getattr(self.tokenizer, "backend_tokenizer", None)
@@ -68,7 +69,7 @@ class Chat:
         return list(self._remembered(encode, "prompt", *messages, tools))
 
     def encode_ahead(self, conversations: Iterable[Sequence[Message]]) -> None:
-        """Encode conversations that `encode` will soon be asked for: all at once, on all cores.
+        """Encode conversations that `encode` will soon get: all at once, on all cores.
 
         One that cannot be encoded is left to `encode`, which raises.
         """
@@ -102,7 +103,7 @@ class Chat:
     def encode_dialogues(
         self, dialogues: Sequence[tuple[str, Sequence[Message]]]
     ) -> list[list[tuple[list[int], list[bool]]]]:
-        """Ids of named conversations, and masks of what the assistant says, stop tokens included.
+        """Ids of named conversations, and masks of the replies, stop tokens included.
 
         The ids before a reply are always `encode` of the messages before it. Where a template
         writes the last reply differently from earlier ones (Qwen3 drops earlier thoughts), one
@@ -115,7 +116,7 @@ class Chat:
     def encode_replies(
         self, replies: Sequence[tuple[str, Sequence[Message]]]
     ) -> list[tuple[list[int], list[int]]]:
-        """Of named conversations that end with a reply: the ids before it, and the reply's.
+        """Ids before the reply and of the reply, for named conversations that end with one.
 
         The first are `encode` of the messages before the reply; the second end with a stop token.
         """
@@ -126,17 +127,17 @@ class Chat:
                 with _naming(name):
                     prompt = self._prompt_text(messages[:-1])
                     texts.append((prompt, self._reply_text(messages[-1])))
-            prompts, said = zip(*texts, strict=True)
+            prompts, replied = zip(*texts, strict=True)
             distinct = list(dict.fromkeys(prompts))
             ids_of = dict(zip(distinct, self._ids_of_all(distinct), strict=True))
-            said_ids = map(self._ended, self._continuations(said))
-            encoded += [(ids_of[p], s) for p, s in zip(prompts, said_ids, strict=True)]
+            reply_ids = map(self._ended, self._continuations(replied))
+            encoded += [(ids_of[p], ids) for p, ids in zip(prompts, reply_ids, strict=True)]
         return encoded
 
     def encode_quoted(
         self, messages: Sequence[Message], add_generation_prompt: bool = True
     ) -> list[int]:
-        """As `encode`, or the ids of a finished conversation, for messages that quote others: a
+        """The ids of `encode`, or of a finished conversation, for messages that quote others: a
         special token in a message is text like any other, so only the template's own control.
         """
         marks = self._marks_for(messages)
@@ -261,9 +262,9 @@ class Chat:
 
     def _marks_for(self, messages: Sequence[Message]) -> dict[str, str]:
         """For each special token in the messages, a character that they do not have."""
-        said = repr(messages)
-        unused = (mark for mark in map(chr, _PRIVATE_USE) if mark not in said)
-        found = (token for token in self._special if token in said)
+        text = repr(messages)
+        unused = (mark for mark in map(chr, _PRIVATE_USE) if mark not in text)
+        found = (token for token in self._special if token in text)
         return dict(zip(found, unused, strict=False))
 
     def _ids_of_marked(self, text: str, marks: dict[str, str]) -> list[int]:
@@ -294,7 +295,7 @@ class Chat:
             self._backend.encode_special_tokens = False
 
     def _ended(self, reply_ids: list[int]) -> list[int]:
-        """With a stop token at the end, which few templates do not write."""
+        """A reply with a stop token at its end, which few templates do not write."""
         is_ended = reply_ids[-1:] == [self.end_of_turn]
         return reply_ids if is_ended else [*reply_ids, self.end_of_turn]
 
@@ -332,14 +333,14 @@ def _join_replies(
 ) -> list[tuple[list[int], list[bool]]]:
     """Replies whose context begins with the sequence before them continue that sequence."""
     sequences: list[tuple[list[int], list[bool]]] = []
-    for context, said in replies:
+    for context, reply_ids in replies:
         ids, mask = sequences[-1] if sequences else ([], [])
         if context[: len(ids)] == ids:
             del sequences[-1:]
         else:
             mask = []
-        mask = mask + [False] * (len(context) - len(mask)) + [True] * len(said)
-        sequences.append((context + said, mask))
+        mask = mask + [False] * (len(context) - len(mask)) + [True] * len(reply_ids)
+        sequences.append((context + reply_ids, mask))
     return sequences
 
 
@@ -375,7 +376,7 @@ def _parse_call(text: str) -> dict[str, Any] | None:
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Errors say which row they are about."""
+    """Errors name the row that they are about."""
     try:
         yield
     except ValueError as error:

@@ -49,11 +49,11 @@ class ChatOptions:
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a folder; a model hub is never asked."""
+    """The tokenizer of a folder; nothing is read from a model hub."""
     if not folder.is_dir():
         raise ValueError(
             f"{folder} is not a folder; give a Hugging Face folder on this machine, or make one: "
-            "`python -m roll_lite.models.tiny FOLDER`"
+            "`roll-lite tiny FOLDER`"
         )
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(
@@ -127,7 +127,7 @@ def _variables(template: str) -> set[str]:
 
 
 def with_fixed_date(template: str) -> str:
-    """The template with DATE where it asks for today's."""
+    """The template with DATE where it writes today's."""
     call = r"""strftime_now\((["'])(.*?)\1\)"""
     return re.sub(call, lambda found: repr(DATE.strftime(found[2])), template)
 

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -24,7 +24,8 @@ from roll_lite.options import flatten, from_flat
 from roll_lite.processes import command_of, end_with_launcher, launcher_pid
 from roll_lite.report.config_file import (
     changes,
-    command,
+    command_line,
+    packaged_recipe,
     read_options,
     recipe_name,
     to_json,
@@ -41,7 +42,8 @@ ALSO = """Also: {resume}--config FILE starts with the options of a config.json (
 command line take precedence); --debug prints tracebacks."""
 USER_ERROR = 2
 """Exit code where the user has to change something."""
-LINGER_SECONDS = 5.0  # in which torchrun is told to end: it restarts all as soon as one has exited
+LINGER_SECONDS = 5.0
+"""Time for the first rank to end torchrun, which restarts all ranks as soon as one has exited."""
 
 
 def run(main: Callable[[T], Any], config: type[T], doc: str) -> None:
@@ -50,13 +52,14 @@ def run(main: Callable[[T], Any], config: type[T], doc: str) -> None:
     `config.FIXED` are options that a resumed run must not change.
     """
     end_with_launcher()  # first: torch, which takes seconds to import, is not loaded yet
-    args, is_debugging = _without(sys.argv[1:], "--debug")
+    args = [arg for arg in sys.argv[1:] if arg != "--debug"]
+    is_debugging = "--debug" in sys.argv
     cfg = None
     try:
         cfg = parse(config, doc, args, config.FIXED)
         main(cfg)
     except SystemExit as end:
-        if end.code == USER_ERROR:  # of options that tyro cannot read
+        if end.code == USER_ERROR:  # tyro cannot read an option
             _end_restarts()
         raise
     except Stopped as stopped:
@@ -70,7 +73,7 @@ def run(main: Callable[[T], Any], config: type[T], doc: str) -> None:
         if not is_debugging and _is_explained(error):
             _exit_with(error)
         if cfg is not None and _has_checkpoint(cfg):
-            error.add_note(f"To continue the run:\n    {command('--resume', cfg.run_dir)}")
+            error.add_note(f"To continue the run:\n    {command_line('--resume', cfg.run_dir)}")
         raise
 
 
@@ -82,71 +85,61 @@ def parse(config: type[T], doc: str, args: Sequence[str], fixed: Iterable[str] =
         raise ValueError("--config needs a file, and not --resume beside it: that has its own")
     if file is not None:
         return _parse_over(config, doc, args, _saved(config, file, with_chosen=False))
-    if folder is None:
-        return _parse(config, doc, args)
+    if folder is not None:
+        return _parse_resumed(config, doc, args, folder, fixed)
+    return _parse(config, doc, args)
+
+
+def _parse_resumed(
+    config: type[T], doc: str, args: Sequence[str], folder: str, fixed: Iterable[str]
+) -> T:
+    """The options of a run that is resumed; with --run-dir the same command may also start it.
+
+    Exits if a run resumed with `auto` has finished: torchrun restarts the program also for a rank
+    that dies when all work is done.
+    """
     run_dir = _take([arg.replace("--run_dir", "--run-dir") for arg in args], "--run-dir")[1]
-    if folder == AUTO:
-        return _parse_auto(config, doc, args, run_dir, fixed)
-    if not (folder or run_dir) or (folder and run_dir and Path(folder) != Path(run_dir)):
+    if folder == AUTO and not run_dir:
+        raise ValueError(
+            "--resume auto needs --run-dir: a restart continues the run in that folder"
+        )
+    place = run_dir or folder
+    if not place or (folder not in ("", AUTO) and Path(folder) != Path(place)):
         raise ValueError(
             f"--resume {folder} with --run-dir {run_dir}: name one run folder, as in "
             "--resume runs/mine"
         )
-    return _parse_resumed(config, doc, args, folder or run_dir, fixed, may_start=bool(run_dir))
-
-
-def _parse_auto(
-    config: type[T], doc: str, args: Sequence[str], run_dir: str | None, fixed: Iterable[str]
-) -> T:
-    """Exits if the run has finished: torchrun restarts the program also for a rank that dies when
-    all work is done."""
-    if not run_dir:
-        raise ValueError(
-            "--resume auto needs --run-dir: a restart continues the run in that folder"
-        )
-    cfg = _parse_resumed(config, doc, args, run_dir, fixed, may_start=True)
-    if is_finished(run_dir, cfg.steps):
+    path = Path(place) / "config.json"
+    if path.exists():
+        saved = _saved(config, path) | {"run_dir": place, "resume": True}
+        cfg = _parse_over(config, doc, args, saved, fixed)
+    elif run_dir:
+        cfg = _parse(config, doc, [*args, "--resume"])
+    else:
+        raise ValueError(f"--resume {place}: there is no {path}; name a run folder")
+    if folder == AUTO and is_finished(run_dir, cfg.steps):
         if _is_first_rank():
             print(f"the run in {run_dir} has finished, at step {cfg.steps}; --steps N goes on")
         sys.exit(0)
     return cfg
 
 
-def _parse_resumed(
-    config: type[T],
-    doc: str,
-    args: Sequence[str],
-    run_dir: str,
-    fixed: Iterable[str],
-    *,
-    may_start: bool,
-) -> T:
-    """The options of a run that goes on; if it `may_start`, the same command may also start it."""
-    path = Path(run_dir) / "config.json"
-    if path.exists():
-        saved = _saved(config, path) | {"run_dir": run_dir, "resume": True}
-        return _parse_over(config, doc, args, saved, fixed)
-    if may_start:
-        return _parse(config, doc, [*args, "--resume"])
-    raise ValueError(f"--resume {run_dir}: there is no {path}; name a run folder")
-
-
 def _saved(config: type, path: str | Path, **options: bool) -> dict[str, Any]:
     """The options in a config.json that another run may take over."""
     saved = read_options(path, **options)
-    recipe, here = written_by(path), recipe_name(config)
-    known = {name for field in fields(config) for name in _names(field)}
+    recipe = written_by(path)
+    here = recipe_name(config)
+    known = {
+        name
+        for field in fields(config)
+        for name in (flatten(field.default) if is_dataclass(field.default) else [field.name])
+    }
     if recipe not in (None, here) and (unknown := sorted(saved.keys() - known)):
         raise ValueError(
-            f"{path} is of {recipe}.py, and {here}.py has no {', '.join(unknown[:3])}; use the "
-            "recipe that wrote it"
+            f"{path} was written by {recipe}.py, and {here}.py has no {', '.join(unknown[:3])}; "
+            "use the recipe that wrote it"
         )
     return {name: value for name, value in saved.items() if name not in ("run_dir", "resume")}
-
-
-def _names(field: Field) -> Iterable[str]:
-    """The flat names of a field of a Config."""
-    return flatten(field.default) if is_dataclass(field.default) else [field.name]
 
 
 def _parse_over(
@@ -174,11 +167,11 @@ def _parse_over(
 def _parse(config: type[T], doc: str, args: Sequence[str], default: T | None = None) -> T:
     options = {} if default is None else {"default": default}
     resume = RESUME if any(field.name == "checkpoints" for field in fields(config)) else ""
-    description = f"{doc.split(chr(10) * 2)[0]}\n\n{ALSO.format(resume=resume)}"
+    options["description"] = f"{doc.split(chr(10) * 2)[0]}\n\n{ALSO.format(resume=resume)}"
+    options["prog"] = f"roll-lite {name}" if (name := packaged_recipe()) else None
 
     def parse() -> T:
-        flat = (tyro.conf.OmitArgPrefixes,)
-        return tyro.cli(config, args=args, description=description, config=flat, **options)
+        return tyro.cli(config, args=args, config=(tyro.conf.OmitArgPrefixes,), **options)
 
     if _is_first_rank():
         return parse()
@@ -190,7 +183,7 @@ def _print_resume(cfg: Any) -> None:
     if not _is_first_rank():
         return
     if _has_checkpoint(cfg):
-        print(f"stopped; continue with\n    {command('--resume', cfg.run_dir)}", flush=True)
+        print(f"stopped; continue with\n    {command_line('--resume', cfg.run_dir)}", flush=True)
     else:
         print("stopped before the first step was complete: there is nothing to resume")
 
@@ -225,25 +218,21 @@ def _exit_with(error: BaseException) -> NoReturn:
 
 def _end_restarts() -> None:
     """Have torchrun end now, if it would only run into the same error again."""
-    env, launcher = os.environ, launcher_pid()
-    max_restarts = int(env.get("TORCHELASTIC_MAX_RESTARTS", 0))
-    if int(env.get("TORCHELASTIC_RESTART_COUNT", 0)) >= max_restarts:
+    num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if num_restarts >= int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
         return
     if read_launch().local_rank > 0:
         time.sleep(LINGER_SECONDS)
         return
+    launcher = launcher_pid()
     with suppress(OSError):  # it has ended
-        command_line = command_of(launcher)
-        if b"torchrun" in command_line or b"torch.distributed.run" in command_line:
+        launched_by = command_of(launcher)
+        if b"torchrun" in launched_by or b"torch.distributed.run" in launched_by:
             os.kill(launcher, signal.SIGTERM)  # other processes may have adopted this one
 
 
 def _is_first_rank() -> bool:
     return read_launch().rank == 0
-
-
-def _without(args: list[str], flag: str) -> tuple[list[str], bool]:
-    return [arg for arg in args if arg != flag], flag in args
 
 
 def _take(args: list[str], flag: str) -> tuple[list[str], str | None]:

@@ -100,7 +100,8 @@ class DeviceMap:
         without a trainer that hold the first tensor-parallel part: they receive it from there.
         `feed1` is for the second part, and so on.
         """
-        train, generate = self["train"].ranks, self["generate"]
+        train = self["train"].ranks
+        generate = self["generate"]
         roles = [Role("sync", tuple(sorted({*train, *generate.ranks})))]
         for part in range(generate.tp):
             fed = [rank for rank in generate.ranks[part :: generate.tp] if rank not in train]
@@ -110,7 +111,7 @@ class DeviceMap:
 
     @property
     def text(self) -> str:
-        """As `parse_device_map` reads it."""
+        """The map as `parse_device_map` reads it."""
         return " ".join(self._role_text(role) for role in self.roles)
 
     def _role_text(self, role: Role) -> str:
@@ -296,7 +297,8 @@ def auto_device_map(
     `device_bytes` is the memory of one device, None on a CPU; `train` are options of
     `train_memory`. If no tp fits, it is a ValueError, or without `must_fit` the largest.
     """
-    tp, why = 1, "tp=1: on a CPU there is no device memory to save"
+    tp = 1
+    why = "tp=1: on a CPU there is no device memory to save"
     if device_bytes is not None:
         others = least_memory(config, roles, world_size, **train)
         idle = others.idle.total if engines_sleep else others.total

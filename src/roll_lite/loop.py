@@ -203,7 +203,7 @@ class Loop:
         step, evaluation = self._saved.step, self._evaluation
         if evaluation is None or not (step or self._is_measured_first):
             return
-        if self._run.lacks(evaluation.best, step, evaluation.every):
+        if self._run.is_missing(evaluation.best, step, evaluation.every):
             self._run.log(step, self._measure(step))
 
     def _measure(self, step: int) -> dict[str, float]:

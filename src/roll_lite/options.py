@@ -85,7 +85,7 @@ def unique_options(config: type[T]) -> type[T]:
 
 
 def _places(config: type, name: str, part: Any) -> dict[str, str]:
-    """Where the options of a field are written, in words: of a part, or the field itself."""
+    """The class in which each option of a field is written: a part's, or the Config itself."""
     if not is_dataclass(part):
         return {name: config.__name__}
     read_by = getattr(part, "read_by", {})
@@ -99,7 +99,8 @@ def from_flat(config: type[T], *, check: bool = True, **options: Any) -> T:
 
     Without `check` its values may be wrong, which is for defaults of the command line.
     """
-    options = {n: tuple(v) if isinstance(v, list) else v for n, v in options.items()}  # of JSON
+    # JSON has lists where options are tuples.
+    options = {n: tuple(v) if isinstance(v, list) else v for n, v in options.items()}
     values = {}
     for field in fields(config):
         if is_dataclass(part := field.default):
@@ -125,7 +126,7 @@ def chosen_names(config: Any) -> tuple[str, ...]:
 
 
 def _unchecked(config: type[T], values: dict[str, Any]) -> T:
-    """An instance whose values nobody has checked."""
+    """An instance without the checks of its `__post_init__`."""
     instance = object.__new__(config)
     for field in fields(config):
         default = field.default if field.default_factory is MISSING else field.default_factory()
@@ -144,7 +145,8 @@ class Keyword(NamedTuple):
 @cache
 def keywords(function: Callable) -> dict[str, Keyword]:
     """The options of a function by name; the help of one is the Doc in its Annotated type."""
-    hints, found = get_type_hints(function, include_extras=True), {}
+    hints = get_type_hints(function, include_extras=True)
+    found = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is not parameter.KEYWORD_ONLY:
             continue
@@ -168,7 +170,8 @@ def with_options_of(field: str, table: Mapping[str, Callable]) -> Callable[[type
     """
 
     def add_fields(cls: type) -> type:
-        own_fields, cls.__annotations__ = cls.__annotations__, {field: Literal[tuple(table)]}
+        own_fields = cls.__annotations__
+        cls.__annotations__ = {field: Literal[tuple(table)]}
         cls.read_by = {n: f" ({field} {', '.join(r)})" for n, r in _readers(table).items()}
         for name, readers in _readers(table).items():
             if name in own_fields:
@@ -180,7 +183,9 @@ def with_options_of(field: str, table: Mapping[str, Callable]) -> Callable[[type
             defaults = {reader: keywords(table[reader])[name].default for reader in readers}
             if len(set(defaults.values())) > 1:
                 own = ", ".join(f"{value} for {reader}" for reader, value in defaults.items())
-                kind, default, text = kind | None, None, f"{text} None is {own}."
+                kind = kind | None
+                default = None
+                text = f"{text} None is {own}."
             help_text = f"{', '.join(readers)}: {text}"
             cls.__annotations__[name] = Annotated[kind, Doc(help_text)]
             setattr(cls, name, default)

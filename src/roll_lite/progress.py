@@ -7,7 +7,7 @@
 
 Bars may be nested, as the samples of a step in the steps of a run: all share the terminal's last
 line. What the program prints meanwhile goes above it. Where the output is not a terminal, long work
-says once a minute on standard error how far it is.
+prints once a minute on standard error how far it is.
 """
 
 import os
@@ -30,8 +30,8 @@ PHASE_BYTES = 96
 WINDOW = 64
 """Points of time, at least DRAW_SECONDS apart, over which a rate is measured."""
 EARLY = 0.05
-"""Share of the samples before which no time left is said: they run side by side, so that the first
-to end says little about the others."""
+"""Share of the samples before which no time left is shown: they run side by side, so the first to
+end says little about the rest."""
 
 
 class ProgressBar:
@@ -41,9 +41,12 @@ class ProgressBar:
         self, total: int, label: str, unit: str = "", *, done: int = 0, enabled: bool = True
     ):
         """`unit` is a plural, or bytes; `done` is where a resumed run begins."""
-        self.total, self.label, self.unit, self.count = total, label, unit, done
+        self.total = total
+        self.label = label
+        self.unit = unit
+        self.count = done
         self.num_tokens = 0
-        """Of models, if the work counts them."""
+        """Tokens of models, if the work counts them."""
         self._points = deque([(time.monotonic(), done, 0)], maxlen=WINDOW)
         if enabled:
             _LINE.add(self)
@@ -89,7 +92,8 @@ class ProgressBar:
         (start, first, first_tokens), (end, last, last_tokens) = self._points[0], self._points[-1]
         if last <= first or end <= start:
             return []
-        rate, tokens = (last - first) / (end - start), (last_tokens - first_tokens) / (end - start)
+        rate = (last - first) / (end - start)
+        tokens = (last_tokens - first_tokens) / (end - start)
         shown = f"{tokens:,.0f} tokens/s" if tokens else _rate(rate / scale, unit or self.label)
         if tokens and self.count < EARLY * self.total:
             return [shown]
@@ -117,7 +121,7 @@ class _ProgressLine:
         """The outermost first."""
         self.is_on = True
         self._is_drawn = self._is_mid_line = False
-        self._said_at = time.monotonic()
+        self._printed_at = time.monotonic()
         self._lock = RLock()
         """Several threads advance bars and print."""
 
@@ -136,10 +140,10 @@ class _ProgressLine:
         return (line if len(line) <= width else " | ".join(plain))[:width]
 
     def update(self) -> None:
-        """Draw the bars or, where there is no terminal, say now and then how far they are."""
+        """Draw the bars or, where there is no terminal, print now and then how far they are."""
         if is_terminal():
             self.draw()
-        elif self.is_on and time.monotonic() - self._said_at > PLAIN_SECONDS:
+        elif self.is_on and time.monotonic() - self._printed_at > PLAIN_SECONDS:
             self.clear()
             print(f"progress: {self.text()}", file=sys.stderr, flush=True)
 
@@ -155,7 +159,7 @@ class _ProgressLine:
 
     def clear(self) -> None:
         with self._lock:
-            self._said_at = time.monotonic()
+            self._printed_at = time.monotonic()
             if self._is_drawn:
                 self._is_drawn = False
                 _write(sys.stderr, "\r\x1b[K")
@@ -199,23 +203,27 @@ def terminal_width() -> int:
 
 
 class PhaseFile:
-    """What a run is doing now, for whoever looks from outside: one short line, always up to date.
+    """What a run is doing now, for a look from outside: one short line, always up to date.
 
     4711 12 rollout generating scoring      # process, step, phase, and states that samples are in
     """
 
     def __init__(self, path: str | Path, step: int):
-        self._lock, self._line = Lock(), _mapped(Path(path))
-        self._pid, self._step, self._phase, self._states = os.getpid(), step, "start", ""
+        self._lock = Lock()
+        self._line = _mapped(Path(path))
+        self._pid = os.getpid()
+        self._step = step
+        self._states = ""
         self.enter("start")
 
     def enter(self, phase: str, step: int | None = None) -> None:
         with self._lock:
-            self._phase, self._step = phase, self._step if step is None else step
+            self._phase = phase
+            self._step = self._step if step is None else step
             self._write()
 
     def show_states(self, states: Iterable[str]) -> None:
-        """Of samples in flight; generation may go on beside any phase."""
+        """States of samples in flight; generation may go on beside any phase."""
         with self._lock:
             self._states = " ".join(states)
             self._write()
@@ -240,14 +248,17 @@ class StepTimer:
     """Seconds of the parts of a step, which add up to the whole step."""
 
     def __init__(self, phase: PhaseFile, step: int):
-        self._phase, self._step = phase, step
+        self._phase = phase
+        self._step = step
         self._seconds: dict[str, float] = {}
-        self._part, self._began = "", 0.0
+        self._part = ""
+        self._began = 0.0
 
     def begin(self, part: str) -> None:
         """What comes now is the part of that name, and the phase of the run."""
         self._end_part()
-        self._part, self._began = part, time.perf_counter()
+        self._part = part
+        self._began = time.perf_counter()
         self._phase.enter(part, self._step)
 
     def _end_part(self) -> None:

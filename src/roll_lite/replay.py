@@ -1,7 +1,7 @@
 """Generate a recorded sample again, and show where it differs from the record.
 
-python -m roll_lite.replay RUN --sample STEP/PROMPT/INDEX            # as in 3/addition:2/17/0
-python -m roll_lite.replay RUN --sample STEP/PROMPT/INDEX --pdb      # stop in reward or environment
+roll-lite replay RUN --sample STEP/PROMPT/INDEX            # as in 3/addition:2/17/0
+roll-lite replay RUN --sample STEP/PROMPT/INDEX --pdb      # stop in reward or environment
 
 RUN is the folder of a run of rlvr.py or agentic.py. The sample has the weights of its policy
 version, from the run's checkpoints, the random numbers that it had, and the run's own environment
@@ -32,8 +32,8 @@ from roll_lite.players import Players, make_players
 from roll_lite.policy import PolicyConfig
 from roll_lite.report.config_file import RECIPE, read_options
 from roll_lite.report.reader import Row, RunFolder, TokenTexts, step_of
-from roll_lite.report.records import read_prompt, read_tokens, rollout_lines
-from roll_lite.report.terminal import Difference
+from roll_lite.report.records import Token, read_prompt, read_tokens, rollout_lines
+from roll_lite.report.terminal import readable
 from roll_lite.rewards.combine import is_async
 from roll_lite.rewards.file import import_file
 from roll_lite.rollout.coordinator import Coordinator
@@ -47,7 +47,7 @@ MAX_NAMED = 8
 """Names that an error lists."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     on_interrupt = signal.getsignal(signal.SIGINT)  # a breakpoint() installs another handler
     try:
@@ -106,7 +106,8 @@ def find_sample(run: RunFolder, sample: str, visit: int | None = None) -> Row:
 
 
 def _rows(run: RunFolder, step: int) -> Iterator[Row]:
-    name, names = f"step_{step:05d}", [n for n in run.names if n.startswith("step_")]
+    name = f"step_{step:05d}"
+    names = [n for n in run.names if n.startswith("step_")]
     if name not in names:
         steps = _listing([str(step_of(n)) for n in names]) if names else "none"
         raise ValueError(
@@ -128,7 +129,8 @@ def read_config_of(run: RunFolder, changes: dict[str, Any]) -> PolicyConfig:
     The recipe is the file that was started, or that of its name if the file is gone.
     """
     options = read_options(run.folder / "config.json")
-    name, started = run.config.get(RECIPE), run.starts[-1].get("file", "") if run.starts else ""
+    name = run.config.get(RECIPE)
+    started = run.starts[-1].get("file", "") if run.starts else ""
     path = next((p for p in (Path(started), RECIPES / f"{name}.py") if p.is_file()), None)
     config = getattr(import_file(path), "Config", None) if path else None
     if not (isinstance(config, type) and issubclass(config, PolicyConfig)):
@@ -164,10 +166,10 @@ def _versions(row: Row) -> str:
     if len(versions) == 1:
         return f"sampled by version {_first_version(row)}"
     later = ", ".join(map(str, list(versions)[1:]))
-    return f"begun by version {_first_version(row)}, which is used; continued by version {later}"
+    return f"started by version {_first_version(row)}, which is used; continued by version {later}"
 
 
-# The sample again
+# The sample, generated again
 
 
 class CheckpointEngine(EngineService):
@@ -224,6 +226,83 @@ def repeat(
         episodes=cfg.episodes,
     ) as rollout:
         return rollout.repeat(Visit(read_prompt(row), row["visit"]), row["index"], params)
+
+
+# The two, compared
+
+
+class Difference:
+    """Compares the `row` of a sample that was recorded with one that was generated `again`."""
+
+    def __init__(self, row: Row, again: Row, texts: TokenTexts):
+        self._row = row
+        self._again = again
+        self._old = read_tokens(row)
+        self._new = read_tokens(again)
+        self._texts = texts.of([{"token_ids": [token.id for token in (*self._old, *self._new)]}])
+        self.token = _first([t.id for t in self._old], [t.id for t in self._new])
+        """Place of the first token that differs, among all that were read and sampled."""
+        self._num_same = len(self._old) if self.token is None else self.token
+        same = slice(self._num_same)
+        self.logprob = _first(
+            [t.logprob for t in self._old[same]], [t.logprob for t in self._new[same]]
+        )
+        """Place of the first logprob that differs, before the first token that does."""
+
+    @property
+    def is_equal(self) -> bool:
+        scores = [(row["reward"], row["parts"]) for row in (self._row, self._again)]
+        return self.token is None and self.logprob is None and scores[0] == scores[1]
+
+    def lines(self) -> Iterator[str]:
+        is_same = self.token is None
+        yield f"tokens: {f'all {len(self._old)} are equal' if is_same else self._at(self.token)}"
+        if self.logprob is None:
+            yield f"logprobs: bit for bit equal in the first {self._num_same} tokens"
+        else:
+            yield f"logprobs: {self._at(self.logprob)}; largest difference {self._largest():.3g}"
+        yield from self._scores()
+        if error := self._again["error"]:
+            yield f"it failed now:\n{error}"
+        if (before := self._row["reply"]) != (now := self._again["reply"]):
+            yield f"reply recorded: {readable(before)}\nreply now: {readable(now)}"
+
+    def _scores(self) -> Iterator[str]:
+        row = self._row
+        again = self._again
+        yield f"reward: recorded {row['reward']}, now {again['reward']}"
+        for name in sorted(row["parts"].keys() | again["parts"].keys()):
+            yield f"  {name}: recorded {row['parts'].get(name)}, now {again['parts'].get(name)}"
+        for name in ("reason", "end"):
+            if row.get(name) or again[name]:
+                yield f"{name}: recorded {row.get(name)!r}, now {again[name]!r}"
+
+    def _at(self, place: int) -> str:
+        where = (self._old[place : place + 1] or self._new[place : place + 1])[0]
+        kind = "read" if where.logprob is None else "sampled"
+        both = ", ".join(
+            f"{when} {self._token_text(tokens[place]) if place < len(tokens) else 'nothing'}"
+            for when, tokens in (("recorded", self._old), ("now", self._new))
+        )
+        return f"first difference at token {place}, {kind} in turn {where.turn + 1}: {both}"
+
+    def _largest(self) -> float:
+        pairs = zip(self._old[: self._num_same], self._new, strict=False)
+        return max(abs(o.logprob - n.logprob) for o, n in pairs if o.logprob is not None)
+
+    def _token_text(self, token: Token) -> str:
+        logprob = "" if token.logprob is None else f", logprob {token.logprob:.9g}"
+        return f"{self._texts.get(token.id, '')!r} (id {token.id}{logprob})"
+
+
+def _first(old: Sequence[Any], new: Sequence[Any]) -> int | None:
+    """The first place where two lists differ; the end of the shorter one counts."""
+    pairs = enumerate(zip(old, new, strict=False))
+    at = next((place for place, (before, now) in pairs if before != now), None)
+    return min(len(old), len(new)) if at is None and len(old) != len(new) else at
+
+
+# The debugger
 
 
 class Debugger(pdb.Pdb):
@@ -285,7 +364,7 @@ def _listing(names: Sequence[str]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m roll_lite.replay",
+        "roll-lite replay",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -296,7 +375,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", help="model that training started from, if it has moved since")
     parser.add_argument("--device", help="auto, cpu or cuda, instead of the run's")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

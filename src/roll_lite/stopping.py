@@ -46,8 +46,8 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():  # others get no signals
-            heard = [s for s in SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]  # nohup, &
-            self._handlers = {s: signal.signal(s, self._on_signal) for s in heard}
+            handled = [s for s in SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]  # nohup, &
+            self._handlers = {s: signal.signal(s, self._on_signal) for s in handled}
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -55,7 +55,7 @@ class StopRequest:
             signal.signal(signum, handler)
 
     def listen(self, listener: Callable[[Stopped], None]) -> None:
-        """Have long work that can be abandoned told of the request."""
+        """Call the listener on a request, to abandon long work."""
         self._listeners.append(listener)
 
     def check(self) -> None:

@@ -195,11 +195,11 @@ class TokenSequence:
     turns: list[int] = field(default_factory=list)
     """Numbers of its turns in the sample."""
     lengths: list[tuple[int, int]] = field(default_factory=list)
-    """Of each turn: how many tokens it read since the one before, and how many it sampled."""
+    """Tokens that each turn read since the one before, and tokens that it sampled."""
 
     @property
     def loss_mask(self) -> list[bool]:
-        """True where the model sampled the token. Made when it is asked for: most samples may be
+        """True where the model sampled the token. Made when it is read: most samples may be
         dropped before they are trained on."""
         mask = []
         for read, sampled in self.lengths:
@@ -238,7 +238,7 @@ class Sample:
     seed: int | None = field(default=None, compare=False)
     """The group's, from which all random numbers of its samples derive."""
     turns: list[Turn] = field(default_factory=list)
-    """In the order of time."""
+    """Turns in the order of time."""
     sequences: list[TokenSequence] = field(default_factory=list)
     """The turns as sequences to train on: one, unless a turn does not go on where one ended."""
     transcript: list[Message] = field(default_factory=list)
@@ -263,7 +263,7 @@ class Sample:
 
     @property
     def token_ids(self) -> list[int]:
-        """Of all sequences end to end, like the two below."""
+        """Ids of all sequences end to end, like the two below."""
         return [token_id for sequence in self.sequences for token_id in sequence.token_ids]
 
     @property

@@ -6,7 +6,7 @@ import pytest
 from support.runs import toy_options
 
 from roll_lite import data
-from roll_lite.data.lengths import TEMPLATE_TOKENS, PromptLimit
+from roll_lite.data.rows import TEMPLATE_TOKENS, PromptLimit
 from roll_lite.options import from_flat
 from roll_lite.recipes import rlvr
 from roll_lite.rewards.maths import math_answer

@@ -8,8 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from roll_lite import tasks
-from roll_lite.data import Mixture, held_out, parse_mixture, read_prompts
+from roll_lite.data import Mixture, held_out, parse_mixture, read_prompts, tasks
 from roll_lite.data.mixture import next_in_turn
 
 

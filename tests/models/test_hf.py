@@ -131,7 +131,7 @@ def test_a_truncated_index_is_named(folder):
 
 def test_a_folder_without_config_says_how_to_get_one(folder):
     (folder / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"roll_lite.models.tiny"):
+    with pytest.raises(ValueError, match=r"roll-lite tiny"):
         load_model(folder)
 
 

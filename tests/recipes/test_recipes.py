@@ -162,7 +162,7 @@ def test_an_old_run_folder_is_not_written_over(imitator):
         ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
         (
             {"model": "no/such/folder"},
-            r"no/such/folder is not a model folder.*roll_lite.models.tiny",
+            r"no/such/folder is not a model folder.*roll-lite tiny",
         ),
         ({"device": "tpu"}, "device='tpu'.*auto, cpu or cuda"),
     ],

@@ -166,7 +166,7 @@ def test_what_newer_runs_record_is_shown(browser, tmp_path):
     assert browser.texts("#reason") == ["grader: extracted 41, expected <b>42</b>"]
     (command,) = browser.texts("#replay")
     assert shlex.split(command) == [
-        "python", "-m", "roll_lite.replay", str(folder), "--sample", "1/it's/train/0/0",
+        "roll-lite", "replay", str(folder), "--sample", "1/it's/train/0/0",
     ]  # fmt: skip
     choose = "document.querySelector('#sample select')"
     browser.run(f"{choose}.value = 'entropy'; {choose}.dispatchEvent(new Event('change'))")

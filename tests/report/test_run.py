@@ -10,6 +10,8 @@ import pytest
 from support.made_runs import HOSTILE
 from support.paths import ROOT
 
+from roll_lite import __main__ as roll_lite_command
+from roll_lite.report.config_file import command_line
 from roll_lite.report.records import numbers
 from roll_lite.report.run import Run
 from roll_lite.train.sample_rows import with_advantages
@@ -21,6 +23,7 @@ PROMPT = Prompt(
 )
 
 PARTS = {"a": 0.5, "n": float("nan")}
+PACKAGED = roll_lite_command.RECIPES / "rlvr.py"
 
 
 def float32(number):
@@ -162,6 +165,26 @@ def test_lines_are_what_the_samples_hold(tmp_path, reward, num_turns):
     assert (first["tokens"], first["replicas"]) == (num_turns, [None, 1][:num_turns])
     assert first["events"] == [list(e._replace(time=round(e.time, 4))) for e in sample.events]
     assert first["time"] == first["events"][-1][1]
+
+
+@pytest.mark.parametrize(
+    ("script", "start", "torchrun"),
+    [
+        ("recipes/rlvr.py", "python recipes/rlvr.py", "recipes/rlvr.py"),
+        (ROOT / "recipes" / "rlvr.py", f"python {ROOT}/recipes/rlvr.py", f"{ROOT}/recipes/rlvr.py"),
+        (PACKAGED, "roll-lite rlvr", "-m roll_lite rlvr"),
+    ],
+)
+def test_the_command_that_goes_on(script, start, torchrun, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(script), "--steps", "3"])
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert command_line() == f"{start} --steps 3"
+    assert command_line("--resume", "runs/a") == f"{start} --resume runs/a"
+    ranks = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2"}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    expected = f"torchrun --nproc-per-node 8 --nnodes 2 {torchrun} --resume runs/a"
+    assert command_line("--resume", "runs/a") == expected
 
 
 def test_a_start_says_what_it_ran_on(tmp_path):

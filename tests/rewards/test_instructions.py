@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 
+from roll_lite.data.tasks import prompts
 from roll_lite.rewards.instruction_prompts import MAX_CONSTRAINTS, describe, draw_instructions
 from roll_lite.rewards.instructions import (
     CHECKS,
@@ -23,7 +24,6 @@ from roll_lite.rewards.instructions import (
     instructions_followed,
     language_of,
 )
-from roll_lite.tasks import prompts
 from roll_lite.types import Prompt
 
 COUNTS = [

@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from roll_lite import tasks
-from roll_lite.data import Mixture, check_mixture, held_out, parse_mixture
+from roll_lite.data import Mixture, check_mixture, held_out, parse_mixture, tasks
 from roll_lite.data.sources import task_dialogues
 from roll_lite.rewards.reasoning_gym import open_dataset, question, reasoning_gym_answer
 from roll_lite.rewards.registry import check_prompts

@@ -10,6 +10,7 @@ from support.fake_engines import playing
 
 from roll_lite.chat import Chat
 from roll_lite.cluster.cluster import Cluster
+from roll_lite.data.tasks import prompts
 from roll_lite.engine.service import EngineService
 from roll_lite.envs.guess import Guess
 from roll_lite.envs.question import question_player
@@ -21,7 +22,6 @@ from roll_lite.rollout.event_loop import PumpedLoop, Signal
 from roll_lite.rollout.prompts import derive_seed
 from roll_lite.rollout.record import read_group, write_group
 from roll_lite.rollout.rollout_options import RolloutOptions
-from roll_lite.tasks import prompts
 from roll_lite.types import Group, Sample, SamplingParams, Score
 
 

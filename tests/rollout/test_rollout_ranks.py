@@ -15,6 +15,7 @@ from support.paths import SUPPORT
 
 from roll_lite.chat import Chat
 from roll_lite.cluster.cluster import Cluster
+from roll_lite.data.tasks import prompts
 from roll_lite.engine.engine import Engine
 from roll_lite.engine.request import Request
 from roll_lite.engine.service import EngineService
@@ -23,7 +24,6 @@ from roll_lite.models.hf import load_model
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.prompts import derive_seed
 from roll_lite.rollout.rollout_options import RolloutOptions
-from roll_lite.tasks import prompts
 from roll_lite.types import SamplingParams
 
 PROGRAMS = SUPPORT / "rollout_programs.py"

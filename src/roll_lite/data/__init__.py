@@ -9,11 +9,11 @@ Other fields of dialogues and preferences are ignored. A `Mixture` draws prompts
 and tasks.
 """
 
-from roll_lite.data.lengths import PromptLimit
 from roll_lite.data.mixture import Mixture, check_mixture, held_out, parse_mixture
 from roll_lite.data.rows import (
     Dialogue,
     Preference,
+    PromptLimit,
     Row,
     read_dialogues,
     read_preferences,
@@ -32,3 +32,4 @@ from roll_lite.data.sources import (
     task_dialogues,
     task_preferences,
 )
+from roll_lite.data.tasks import is_task

@@ -17,9 +17,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from roll_lite import tasks
 from roll_lite.data.rows import read_prompts
 from roll_lite.data.sources import Endless, Indexed, Shuffled, check_source, digest
+from roll_lite.data.tasks import is_reasoning_gym, is_task, parse_task
+from roll_lite.data.tasks import prompts as task_prompts
 from roll_lite.envs.tasks import env_tasks, held_out_tasks
 from roll_lite.rewards import reasoning_gym
 from roll_lite.types import Prompt
@@ -51,8 +52,8 @@ def parse_mixture(entries: Sequence[str], envs: Collection[str] = ()) -> tuple[E
 def _identity(entry: Entry) -> Any:
     if entry.kind == "file":
         return Path(entry.source).resolve()
-    is_whole = entry.kind == "env" or tasks.is_reasoning_gym(entry.source)
-    return entry.source if is_whole else tasks.parse_task(entry.source)
+    is_whole = entry.kind == "env" or is_reasoning_gym(entry.source)
+    return entry.source if is_whole else parse_task(entry.source)
 
 
 def check_mixture(entries: Sequence[str], envs: Collection[str] = ()) -> None:
@@ -76,7 +77,7 @@ def _parse_entry(text: str, envs: Collection[str]) -> Entry:
             "SOURCE@WEIGHT, e.g. gsm8k.jsonl@0.5 (a path that has an @ needs its weight)"
         )
     is_env = source.partition(":")[0] in envs
-    kind = "env" if is_env else "task" if tasks.is_task(source) else "file"
+    kind = "env" if is_env else "task" if is_task(source) else "file"
     return Entry(source, Fraction(str(value)), kind)  # 0.1 is a tenth, not the float nearest to it
 
 
@@ -118,10 +119,11 @@ class Mixture:
     ):
         """`held_out_share` of the rows of each file never comes; `held_out` gives them.
 
-        `fitting` chooses among the others those that may come, such as a PromptLimit. `envs` are
-        the names of environments.
+        `fitting`, such as a PromptLimit, chooses the rows that may come among all other rows.
+        `envs` are the names of environments.
         """
-        self._entries, self._share = parse_mixture(entries, envs), held_out_share
+        self._entries = parse_mixture(entries, envs)
+        self._share = held_out_share
         files = _read_files(self._entries, envs)
         for source, prompts in files.items():
             files[source] = [p for p in prompts if not is_held_out(p, held_out_share)]
@@ -175,7 +177,7 @@ class Mixture:
         return tuple({s.domain: None for streams in self._streams for s in streams})
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON: for every domain of every source, prompts drawn in turn and the position."""
+        """Prompts drawn in turn and the position, for every domain of every source, as JSON."""
         return {
             "entries": self._names(),
             "contents": self._contents,
@@ -243,7 +245,7 @@ def held_out(
         if entry.kind == "env":
             prompts += held_out_tasks([entry.source], count_endless)
         elif entry.kind == "task":
-            questions = tasks.prompts(entry.source, seed=0, split="held_out")
+            questions = task_prompts(entry.source, seed=0, split="held_out")
             prompts += islice(questions, count_endless)
         else:
             rows = files[entry.source]
@@ -263,7 +265,8 @@ def next_in_turn(counts: Sequence[int], weights: Sequence[Fraction]) -> int:
     count, this draw included, the one whose next item is due first. Taking the largest deficit is
     not enough: with unequal weights counts deviate by more than one.
     """
-    place, total = sum(counts) + 1, sum(weights)
+    place = sum(counts) + 1
+    total = sum(weights)
     due = [i for i, weight in enumerate(weights) if counts[i] * total < weight * place]
     return min(due, key=lambda i: (counts[i] + 1) / weights[i])
 
@@ -271,10 +274,12 @@ def next_in_turn(counts: Sequence[int], weights: Sequence[Fraction]) -> int:
 def _read_files(entries: Sequence[Entry], envs: Collection[str]) -> dict[str, list[Prompt]]:
     """Prompts by file, with ids unique across files: samples are seeded by the prompt's id."""
     names = _short_names([entry.source for entry in entries if entry.kind == "file"])
-    files = {source: _read_file(source, name, envs) for source, name in names.items()}
+    files: dict[str, list[Prompt]] = {}
     owners: dict[str, str] = {}
-    for source, prompts in files.items():
-        for prompt in prompts:
+    for source, name in names.items():
+        check_source(source, envs)
+        files[source] = [replace(prompt, source=name) for prompt in read_prompts(source)]
+        for prompt in files[source]:
             owner = owners.setdefault(prompt.id, source)
             if owner != source:
                 raise ValueError(
@@ -294,16 +299,11 @@ def _short_names(sources: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _read_file(source: str, name: str, envs: Collection[str]) -> list[Prompt]:
-    check_source(source, envs)
-    return [replace(prompt, source=name) for prompt in read_prompts(source)]
-
-
 def _generated_stream(entry: Entry, seed: int | str) -> Stream:
-    if entry.kind == "task" and tasks.is_reasoning_gym(entry.source):
+    if entry.kind == "task" and is_reasoning_gym(entry.source):
         row = partial(reasoning_gym.question, entry.source, seed=seed, split="train")
         return Stream(reasoning_gym.DOMAIN, entry.weight, Indexed(row))
-    generate = env_tasks if entry.kind == "env" else tasks.prompts
+    generate = env_tasks if entry.kind == "env" else task_prompts
     restart = partial(generate, entry.source, seed=seed)
     return Stream(next(restart()).domain, entry.weight, Endless(restart))
 

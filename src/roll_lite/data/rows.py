@@ -1,17 +1,18 @@
-"""Rows of JSON-lines files: dialogues, preferences and prompts.
+"""Rows of JSON-lines files: dialogues, preferences and prompts; and prompts that are too long.
 
 A malformed row raises ValueError with the file, the line, the field and what was expected.
 """
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+from roll_lite.progress import ProgressBar
 from roll_lite.types import Message, Prompt
 
 T = TypeVar("T")
@@ -24,6 +25,8 @@ TYPE_NAMES = {
     dict: "an object", list: "a list", str: "text", bool: "a truth value", int: "a number",
     float: "a number", type(None): "null",
 }  # fmt: skip
+TEMPLATE_TOKENS = 1024
+"""No chat template adds more to the tokens of the messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +88,7 @@ class Row:
         return tuple(self._object(f"{field}[{i}]", entry) for i, entry in enumerate(value))
 
     def others(self, known: Sequence[str]) -> dict[str, Any]:
-        """The other fields. One that is nearly a known field which the row lacks is refused."""
+        """The other fields. One that is nearly a known field which is missing is refused."""
         missing = [field for field in known if field not in self.fields]
         others = {name: value for name, value in self.fields.items() if name not in known}
         for name in others:
@@ -227,3 +230,60 @@ def _opening(row: Row) -> tuple[Message, ...]:
     if messages[-1]["role"] == "assistant":
         raise row.error("the prompt ends with the assistant; end it with the user")
     return messages
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptLimit:
+    """Refuses or drops prompts that leave no room for a reply of `reply_tokens`."""
+
+    count: Callable[[Prompt], int]
+    """Tokens of a prompt."""
+    longest_sample: int
+    """Tokens of a prompt and its reply."""
+    reply_tokens: int
+    policy: Literal["error", "drop"]
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest prompt that fits."""
+        return self.longest_sample - self.reply_tokens
+
+    def __call__(self, prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts that fit, in order."""
+        tokens = {prompt.id: self._tokens(prompt) for prompt in self._with_progress(prompts)}
+        kept = [prompt for prompt in prompts if tokens[prompt.id] <= self.max_tokens]
+        if len(kept) == len(prompts):
+            return prompts
+        longest = max(tokens, key=tokens.get)
+        problem = (
+            f"{len(prompts) - len(kept):,} of {len(prompts):,} prompts have more than "
+            f"{self.max_tokens:,} tokens; the longest, {longest}, has {tokens[longest]:,}"
+        )
+        if self.policy == "error" or not kept:
+            drop = "; or drop them with long_prompts=drop" if kept else ""
+            raise ValueError(
+                f"{problem}. A sample has at most {self.longest_sample:,} tokens, the least of the "
+                "model's positions, tokens_per_microbatch and what kv_cache_gib holds; raise it, "
+                f"or lower max_tokens={self.reply_tokens}{drop}"
+            )
+        print(f"dropped: {problem}", flush=True)
+        return kept
+
+    def _tokens(self, prompt: Prompt) -> int:
+        """Tokens of a prompt; its bytes, of which a token has at least one, where these fit. An
+        environment writes its messages later."""
+        if not prompt.is_question:
+            return 0
+        num_bytes = sum(len(message["content"].encode()) for message in prompt.messages)
+        if num_bytes + TEMPLATE_TOKENS <= self.max_tokens:
+            return num_bytes
+        try:
+            return self.count(prompt)
+        except ValueError as error:  # such as roles that the chat template refuses
+            raise ValueError(f"{prompt.id}: {error}") from None
+
+    def _with_progress(self, prompts: list[Prompt]) -> Iterator[Prompt]:
+        with ProgressBar(len(prompts), "reading", "prompts") as bar:
+            for prompt in prompts:
+                yield prompt
+                bar.advance()

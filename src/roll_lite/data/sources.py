@@ -9,7 +9,6 @@ from pathlib import Path
 from random import Random
 from typing import Any, Generic, TypeVar
 
-from roll_lite import tasks
 from roll_lite.checks import at_least
 from roll_lite.data.rows import (
     Dialogue,
@@ -18,6 +17,8 @@ from roll_lite.data.rows import (
     read_preferences,
     read_prompts,
 )
+from roll_lite.data.tasks import TASKS, Split, check_task, demonstrations, is_task
+from roll_lite.data.tasks import prompts as task_prompts
 from roll_lite.options import flatten
 
 T = TypeVar("T")
@@ -36,40 +37,6 @@ class Positioned:
         self.position = state["position"]
 
 
-class Shuffled(Positioned, Generic[T]):
-    """Rows in epochs; the order of an epoch depends only on (seed, epoch)."""
-
-    def __init__(self, rows: Sequence[T], *, seed: int | str):
-        self.rows, self.seed = rows, seed
-        self._epoch, self._order = -1, []
-
-    def take(self, count: int) -> list[T]:
-        taken = [self._at(position) for position in range(self.position, self.position + count)]
-        self.position += count
-        return taken
-
-    def _at(self, position: int) -> T:
-        epoch, place = divmod(position, len(self.rows))
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(range(len(self.rows)))
-            Random(f"{self.seed}/{epoch}").shuffle(self._order)
-        return self.rows[self._order[place]]
-
-
-class Endless(Positioned, Generic[T]):
-    """Rows of an infinite generator that can be restarted from its beginning."""
-
-    def __init__(self, generate: Callable[[], Iterator[T]]):
-        self._generate, self._rows, self._reached = generate, generate(), 0
-
-    def take(self, count: int) -> list[T]:
-        if self._reached != self.position:
-            self._rows = islice(self._generate(), self.position, None)
-        taken = list(islice(self._rows, count))
-        self.position = self._reached = self.position + count
-        return taken
-
-
 class Indexed(Positioned, Generic[T]):
     """Infinite rows, each of which is made from its number alone."""
 
@@ -82,11 +49,48 @@ class Indexed(Positioned, Generic[T]):
         return taken
 
 
+class Shuffled(Indexed[T]):
+    """Rows in epochs; the order of an epoch depends only on (seed, epoch)."""
+
+    def __init__(self, rows: Sequence[T], *, seed: int | str):
+        super().__init__(self._at)
+        self.rows = rows
+        self.seed = seed
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def _at(self, position: int) -> T:
+        epoch, place = divmod(position, len(self.rows))
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = list(range(len(self.rows)))
+            Random(f"{self.seed}/{epoch}").shuffle(self._order)
+        return self.rows[self._order[place]]
+
+
+class Endless(Positioned, Generic[T]):
+    """Rows of an infinite generator that can be restarted from its beginning."""
+
+    def __init__(self, generate: Callable[[], Iterator[T]]):
+        self._generate = generate
+        self._rows = generate()
+        self._reached = 0
+
+    def take(self, count: int) -> list[T]:
+        if self._reached != self.position:
+            self._rows = islice(self._generate(), self.position, None)
+        taken = list(islice(self._rows, count))
+        self.position = self._reached = self.position + count
+        return taken
+
+
 def fixed_options(config: Any, *names: str) -> dict[str, Any]:
     """Options that a resumed run must not change: the data, a file by its content, and these."""
-    source, values = config.data, flatten(config)
-    is_task = tasks.is_task(source)
-    data = {"data": None, "task": source} if is_task else {"data": digest(source), "task": None}
+    values = flatten(config)
+    if is_task(config.data):
+        data = {"data": None, "task": config.data}
+    else:
+        data = {"data": digest(config.data), "task": None}
     return data | {name: values[name] for name in names}
 
 
@@ -97,29 +101,27 @@ def digest(path: str | Path) -> str:
 
 def check_source(source: str, envs: Collection[str] = ()) -> None:
     """Raise ValueError for a source that is neither a file nor a task; `envs` are named then."""
-    if tasks.is_task(source):
-        tasks.check_task(source)
+    if is_task(source):
+        check_task(source)
     elif not Path(source).is_file():
-        known = ", ".join([*(f"{name}:N" for name in tasks.TASKS), "rg:DATASET"])
+        known = ", ".join([*(f"{name}:N" for name in TASKS), "rg:DATASET"])
         games = f"; environments are {', '.join(envs)}" if envs else ""
         kinds = "a file, a task nor an environment" if envs else "a file nor a task"
         raise ValueError(f"{source!r} is neither {kinds}; tasks are {known}{games}")
 
 
 def task_dialogues(
-    task: str, *, seed: int | str, split: tasks.Split = "train", careless: float = 0.0
+    task: str, *, seed: int | str, split: Split = "train", careless: float = 0.0
 ) -> Iterator[Dialogue]:
     """Dialogues of a task; `careless` is the share of careless replies."""
-    for prompt, reply in tasks.demonstrations(task, seed=seed, split=split, careless=careless):
+    for prompt, reply in demonstrations(task, seed=seed, split=split, careless=careless):
         messages = (*prompt.messages, {"role": "assistant", "content": reply})
         yield Dialogue(id=prompt.id, messages=messages)
 
 
-def task_preferences(
-    task: str, *, seed: int | str, split: tasks.Split = "train"
-) -> Iterator[Preference]:
+def task_preferences(task: str, *, seed: int | str, split: Split = "train") -> Iterator[Preference]:
     """Preferences for the right answer over a careless one."""
-    for prompt, careless in tasks.demonstrations(task, seed=seed, split=split, careless=1.0):
+    for prompt, careless in demonstrations(task, seed=seed, split=split, careless=1.0):
         if careless != prompt.ground_truth:  # a careless answer can be right by chance
             yield Preference(
                 id=prompt.id,
@@ -138,17 +140,17 @@ class Source(Generic[T]):
 
     def training(self, source: str, seed: int | str, **options: Any) -> Shuffled[T] | Endless[T]:
         """Endless rows of a file or a task; `options` are the task's."""
-        if tasks.is_task(source):
+        if is_task(source):
             return Endless(partial(self.draw, source, seed=seed, **options))
         return Shuffled(self.read(source), seed=seed)
 
     def held_out(self, source: str, options: "HeldOutOptions") -> list[T]:
         """Rows to evaluate on: of a file, or held-out ones of the training task, whatever the
         seed."""
-        source = options.eval_data or (source if tasks.is_task(source) else "")
+        source = options.eval_data or (source if is_task(source) else "")
         if not source or options.eval_every == 0:
             return []
-        if not tasks.is_task(source):
+        if not is_task(source):
             return self.read(source)[: options.eval_rows]
         return list(islice(self.draw(source, seed=0, split="held_out"), options.eval_rows))
 
@@ -173,4 +175,4 @@ class HeldOutOptions:
 
 DIALOGUES = Source(read_dialogues, task_dialogues)
 PREFERENCES = Source(read_preferences, task_preferences)
-PROMPTS = Source(read_prompts, tasks.prompts)
+PROMPTS = Source(read_prompts, task_prompts)

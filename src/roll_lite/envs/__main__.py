@@ -1,10 +1,10 @@
-"""Play an environment, measure how fast and how well an agent plays, or write solvers' episodes.
+"""Play an environment, measure how fast and how well agents play, write solvers' episodes.
 
-python -m roll_lite.envs play sokoban
-python -m roll_lite.envs play frozen_lake:size=8 --seed 7 --agent solver
-python -m roll_lite.envs bench
-python -m roll_lite.envs bench sokoban:max_steps=20 frozen_lake --episodes 1000
-python -m roll_lite.envs traces frozen_lake sokoban@2 --episodes 2000 --out traces.jsonl
+roll-lite envs play sokoban
+roll-lite envs play frozen_lake:size=8 --seed 7 --agent solver
+roll-lite envs bench
+roll-lite envs bench sokoban:max_steps=20 frozen_lake --episodes 1000
+roll-lite envs traces frozen_lake sokoban@2 --episodes 2000 --out traces.jsonl
 
 A human types an action in a line, without the tags: Right. For `tool` it is the whole reply.
 `--envs FILE` names a Python file with environments of your own, ENVS = {name: class or coroutine}.
@@ -139,7 +139,7 @@ def _agent(name: str, make: EnvMaker, seed: int) -> Agent:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m roll_lite.envs",
+        prog="roll-lite envs",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

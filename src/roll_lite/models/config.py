@@ -165,13 +165,13 @@ def read_hf_config(folder: str | Path) -> dict:
     except (FileNotFoundError, NotADirectoryError):
         if (Path(folder) / "manifest.json").exists():
             raise ValueError(
-                f"{folder} is a checkpoint, not a model folder: `python -m roll_lite.export "
+                f"{folder} is a checkpoint, not a model folder: `roll-lite export "
                 f"{folder} OUT` makes one of it, and evaluate.py takes it as --checkpoint"
             ) from None
         raise ValueError(
             f"{folder} is not a model folder: it has no config.json. Give a Hugging Face folder on "
             "this machine (names of the hub are not downloaded: `hf download NAME --local-dir "
-            "FOLDER`), or make one: `python -m roll_lite.models.tiny FOLDER`"
+            "FOLDER`), or make one: `roll-lite tiny FOLDER`"
         ) from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None

@@ -1,6 +1,6 @@
-"""A tiny model that learns on a laptop: about one million parameters and one token per character.
+"""Make a tiny model that learns on a laptop: one million parameters, a token per character.
 
-    python -m roll_lite.models.tiny models/tiny
+    roll-lite tiny models/tiny
 
 It is an ordinary Hugging Face folder (Qwen3 shape), used like any other model.
 """
@@ -26,6 +26,21 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>a' }}{% endif %}"
 )
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser("roll-lite tiny", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", default="models/tiny", help="default: models/tiny")
+    parser.add_argument("--seed", type=int, default=0, help="of the fresh weights (0)")
+    options = parser.parse_args(arguments)
+    if Path(options.folder, "config.json").exists():
+        print(
+            f"{options.folder} holds a model already; remove it, or name another folder",
+            file=sys.stderr,
+        )
+        return 1
+    print(f"wrote {build_tiny(options.folder, options.seed)} (torch {torch.__version__})")
+    return 0
 
 
 def build_tiny(folder: str | Path, seed: int = 0) -> Path:
@@ -74,13 +89,3 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
         additional_special_tokens=["<|im_start|>"],
         chat_template=CHAT_TEMPLATE,
     )
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", nargs="?", default="models/tiny")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    if Path(arguments.folder, "config.json").exists():
-        sys.exit(f"{arguments.folder} holds a model already; remove it, or name another folder")
-    print(f"wrote {build_tiny(arguments.folder, arguments.seed)} (torch {torch.__version__})")

@@ -59,16 +59,19 @@ def choose_memory(cfg: T, cluster: "Cluster", prompt_tokens: int = 256) -> T:
 
 
 def plan_run(cfg: Any, cluster: "Cluster", prompt_tokens: int) -> Plan:
-    device_map, parts = cluster.device_map, cfg.cluster_options
-    options = PlanOptions.of_recipe(flatten(cfg), device_map, prompt_tokens)
-    return Plan(parts["config"], device_map, options, cluster.device_bytes, parts["role_configs"])
+    parts = cfg.cluster_options
+    options = PlanOptions.of_recipe(flatten(cfg), cluster.device_map, prompt_tokens)
+    return Plan(
+        parts["config"], cluster.device_map, options, cluster.device_bytes, parts["role_configs"]
+    )
 
 
 def cache_tokens(cfg: Any, cluster: "Cluster") -> int:
     """Tokens that the KV cache of a replica holds: in 16 bits, or 32 on a CPU."""
     from roll_lite.engine.attention_backends import PAGE_SIZE
 
-    tp, width = cluster.device_map["generate"].tp, 2 if cluster.device.type == "cuda" else 4
+    tp = cluster.device_map["generate"].tp
+    width = 2 if cluster.device.type == "cuda" else 4
     largest_page = max(PAGE_SIZE.values())
     per_token = kv_bytes_per_token(read_config(cfg.model), tp, width)
     return int(cfg.kv_cache_gib * 2**30 / per_token) // largest_page * largest_page

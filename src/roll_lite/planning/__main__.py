@@ -1,4 +1,4 @@
-"""Plan a run without starting it: bytes per rank, the work and seconds of a step, what to change.
+"""Plan a run without starting it: bytes per rank, seconds of a step, what to change.
 
     roll-lite plan --model qwen3-8b --world-size 8
     roll-lite plan --model qwen3-8b --world-size 16 --device-map "train=0-7 generate=8-15"
@@ -81,13 +81,6 @@ def choose_map(cfg: Config, config: ModelConfig) -> tuple[DeviceMap, list[str]]:
     return chosen, ["as given"]
 
 
-def print_run(folder: str, model: str | None) -> None:
-    try:
-        print(seconds_table(*run_seconds(folder, model)))
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code: 1 if the run would not fit."""
     cfg = tyro.cli(
@@ -95,7 +88,10 @@ def main(arguments: list[str] | None = None) -> int:
         config=(tyro.conf.OmitArgPrefixes,),
     )  # fmt: skip
     if cfg.run is not None:
-        print_run(cfg.run, cfg.model)
+        try:
+            print(seconds_table(*run_seconds(cfg.run, cfg.model)))
+        except (ValueError, OSError) as error:
+            sys.exit(f"error: {error}")
         return 0
     config = planned_config(cfg.model or DEFAULT)
     device_map, reasons = choose_map(cfg, config)

@@ -194,7 +194,30 @@ class Plan:
 
     @cached_property
     def ranks(self) -> tuple[RankPlan, ...]:
-        return _plan_ranks(self)
+        """Memory of all ranks, grouped by roles and KV cache."""
+        parts = {role.name: memory_of(self, role) for role in self.device_map.roles}
+        roles: dict[int, tuple[str, ...]] = dict.fromkeys(range(self.device_map.world_size), ())
+        for role in self.device_map.roles:
+            for rank in role.ranks:
+                roles[rank] += (role.name,)
+        phases = {names: _phases(self, names, parts) for names in set(roles.values())}
+        caches = dict.fromkeys(roles, 0)
+        engines = self.device_map["generate"].replicas if "generate" in self.device_map else ()
+        for replica in engines:
+            beside = [
+                memory.total
+                for rank in replica
+                for phase, memory in phases[roles[rank]].items()
+                if _has_cache(self, phase)
+            ]
+            caches |= dict.fromkeys(replica, _cache_bytes(self, max(beside)))
+        groups: dict[tuple[tuple[str, ...], int], list[int]] = {}
+        for rank in roles:
+            groups.setdefault((roles[rank], caches[rank]), []).append(rank)
+        return tuple(
+            _rank_plan(self, ranks, names, cache, phases[names])
+            for (names, cache), ranks in groups.items()
+        )
 
     @property
     def needed(self) -> int:
@@ -258,10 +281,11 @@ def _phases(plan: Plan, names: tuple[str, ...], parts: dict[str, RankMemory]) ->
     if not ((options.engines_sleep or options.offload) and "generate" in names and trainers):
         return {"": together(parts[name] for name in names)}
     awake = [name for name in engines if name != "generate" or not options.engines_sleep]
-    loaded, synced = trainers, trainers  # while samples are generated, and during a sync
-    if options.offload:
-        # colocated.py: only a policy without adapters is there during a sync
-        loaded, synced = [], ["train"] if "train" in trainers and not options.lora_rank else []
+    loaded = trainers  # while samples are generated
+    synced = trainers  # while weights go to the engines
+    if options.offload:  # roles.py: only a policy without adapters is there during a sync
+        loaded = []
+        synced = ["train"] if "train" in trainers and not options.lora_rank else []
 
     def phase(working: list[str], idle: list[str]) -> RankMemory:
         return together([*(parts[n] for n in working), *(parts[n].idle for n in idle)])
@@ -273,33 +297,6 @@ def _phases(plan: Plan, names: tuple[str, ...], parts: dict[str, RankMemory]) ->
     }
 
 
-def _plan_ranks(plan: Plan) -> tuple[RankPlan, ...]:
-    """Memory of all ranks, grouped by roles and KV cache."""
-    device_map = plan.device_map
-    parts = {role.name: memory_of(plan, role) for role in device_map.roles}
-    roles: dict[int, tuple[str, ...]] = dict.fromkeys(range(device_map.world_size), ())
-    for role in device_map.roles:
-        for rank in role.ranks:
-            roles[rank] += (role.name,)
-    phases = {names: _phases(plan, names, parts) for names in set(roles.values())}
-    caches = dict.fromkeys(roles, 0)
-    for replica in device_map["generate"].replicas if "generate" in device_map else ():
-        beside = [
-            memory.total
-            for rank in replica
-            for phase, memory in phases[roles[rank]].items()
-            if _has_cache(plan, phase)
-        ]
-        caches |= dict.fromkeys(replica, _cache_bytes(plan, max(beside)))
-    groups: dict[tuple[tuple[str, ...], int], list[int]] = {}
-    for rank in roles:
-        groups.setdefault((roles[rank], caches[rank]), []).append(rank)
-    return tuple(
-        _rank_plan(plan, ranks, names, cache, phases[names])
-        for (names, cache), ranks in groups.items()
-    )
-
-
 def _rank_plan(
     plan: Plan,
     ranks: list[int],
@@ -307,7 +304,8 @@ def _rank_plan(
     cache: int,
     phases: Mapping[str, RankMemory],
 ) -> RankPlan:
-    holds, at_once, least = "+".join(names) or "nothing", 0, 0
+    holds = "+".join(names) or "nothing"
+    at_once = least = 0
     if "generate" in names:
         generated = plan.options.samples.generated_by(plan.device_map["generate"])
         at_once = min(cache // plan.sample_bytes, generated, MAX_RUNNING)
@@ -345,7 +343,8 @@ def _cache_bytes(plan: Plan, held: int) -> int:
 
 def _problems(plan: Plan) -> Iterator[str]:
     """What does not fit the model, a micro-batch, a KV cache or a device."""
-    options, limit = plan.options, plan.config.max_positions
+    options = plan.options
+    limit = plan.config.max_positions
     packed = options.samples.packed_tokens
     if options.sample_tokens > limit:
         yield (
@@ -362,14 +361,13 @@ def _problems(plan: Plan) -> Iterator[str]:
         if len(part.ranks) == 1:
             ranks = f"rank {part.ranks[0]}"
         if plan.device_bytes is not None and part.needed > usable_bytes(plan.device_bytes):
-            usable, whole = usable_bytes(plan.device_bytes), plan.device_bytes
+            usable = format_bytes(usable_bytes(plan.device_bytes))
             yield (
                 f"{ranks} needs {format_bytes(part.needed)} but has "
-                f"{format_bytes(usable)} of {format_bytes(whole)}"
+                f"{usable} of {format_bytes(plan.device_bytes)}"
             )
         elif "generate" in part.roles and not part.samples_at_once:
-            cache, sample = format_bytes(plan.fixed_cache), format_bytes(plan.sample_bytes)
             yield (
-                f"{ranks} has a KV cache of {cache}, which holds no sample of {sample}; raise "
-                "kv_cache_gib"
+                f"{ranks} has a KV cache of {format_bytes(plan.fixed_cache)}, which holds no "
+                f"sample of {format_bytes(plan.sample_bytes)}; raise kv_cache_gib"
             )

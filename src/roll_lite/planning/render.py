@@ -36,10 +36,13 @@ def render(plan: Plan, machine: Machine | None = None) -> str:
 
 
 def _model_lines(plan: Plan) -> list[str]:
-    total, active = count_parameters(plan.config).total, active_parameters(plan.config)
-    dtype, device = "fp32", "CPU, no limit"
+    total = count_parameters(plan.config).total
+    active = active_parameters(plan.config)
+    dtype = "fp32"
+    device = "CPU, no limit"
     if plan.device_bytes is not None:
-        dtype, device = "bf16", f"{format_bytes(plan.device_bytes)}, planned to {USABLE:.0%}"
+        dtype = "bf16"
+        device = f"{format_bytes(plan.device_bytes)}, planned to {USABLE:.0%}"
     used = f", {active:,} used by a token" if active < total else ""
     size = format_bytes(plan.width * total)
     return [f"model: {total:,} parameters{used}, {size} in {dtype}", f"device: {device}"]
@@ -111,7 +114,8 @@ def seconds_table(planned: Mapping[str, float], measured: Mapping[str, float]) -
 def turns_line(plan: Plan, in_turn: Plan) -> str:
     """What `take_turns` has chosen, and why."""
     names = [n for n in ("engines_sleep", "offload") if n in _changes(plan, in_turn)]
-    before, needed = format_bytes(plan.needed), format_bytes(in_turn.needed)
+    before = format_bytes(plan.needed)
+    needed = format_bytes(in_turn.needed)
     usable = format_bytes(usable_bytes(plan.device_bytes))
     why = f"a rank would need {before} at once, in turn {needed} of {usable}"
     return f"chosen: {' and '.join(names)}: {why}"
@@ -142,9 +146,8 @@ def remedies(plan: Plan) -> list[str]:
     """Options that make a plan fit; if none is enough, what each would do, and several together."""
     if plan.fits_devices:
         return []
-    all_weights, lora = [*_smaller(plan), *_wider(plan)], []
-    if not plan.options.lora_rank:
-        lora.append(plan.with_options(lora_rank=LORA_RANK))
+    all_weights = [*_smaller(plan), *_wider(plan)]
+    lora = [] if plan.options.lora_rank else [plan.with_options(lora_rank=LORA_RANK)]
     changes = [*all_weights, *lora]
     enough = [new for new in changes if new.fits_devices]
     shown = enough or [new for new in changes if new.needed < plan.needed]
@@ -171,7 +174,9 @@ def _combined(plan: Plan) -> Plan:
 
 def _effect(plan: Plan, changed: Plan) -> str:
     """How far the options in which the plans differ go."""
-    options, old_map, new_map = [], plan.device_map, changed.device_map
+    old_map = plan.device_map
+    new_map = changed.device_map
+    options = []
     for name, value in _changes(plan, changed).items():
         flag = f"--{name.replace('_', '-')}"
         options.append(flag if value is True else f"{flag} {value}")

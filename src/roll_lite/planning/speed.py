@@ -51,7 +51,8 @@ HOST_RATE = 50e9  # bytes per second to and from pinned host memory, PCIe 5; ass
 
 WARM_UP = 2
 """Steps of a run that are left out: they capture graphs, compile kernels and pin host memory."""
-ANY_BYTES = 2**50  # of a device: a run that is there has fitted
+ANY_BYTES = 2**50
+"""Memory of the devices of a recorded run: it has fitted."""
 PLANNED_ROLES = {"train", "generate", "reference"}
 """Roles of a run whose model is the policy's, or as large."""
 
@@ -78,7 +79,7 @@ class Machine:
 
 
 def known_machine(device_name: str, ranks_per_node: int = 8) -> Machine | None:
-    """By a part of the device's name; None if its speed is not known."""
+    """The machine with this part in its device's name; None if its speed is not known."""
     gpu = next((part for part in MEMORY_RATES if re.search(rf"\b{part}\b", device_name)), None)
     if gpu is None:
         return None
@@ -118,7 +119,7 @@ def step_seconds(plan: Plan, machine: Machine, samples: Samples | None = None) -
         seconds["sleep"] = SLEEP_SECONDS
     for name, num_bytes in _offloaded_bytes(plan).items() if options.offload else ():
         seconds[name] = seconds.get(name, 0.0) + num_bytes / HOST_RATE
-    others = sum(seconds.values())
+    training = sum(seconds.values())
     generating = samples.num_generated * SAMPLE_SECONDS + generate_seconds(
         plan.config, machine, generate.tp,
         samples=replace(samples, num_generated=samples.generated_by(generate)),
@@ -126,7 +127,7 @@ def step_seconds(plan: Plan, machine: Machine, samples: Samples | None = None) -
         at_once=min(part.samples_at_once for part in plan.ranks if "generate" in part.roles),
     )  # fmt: skip
     runs_ahead = options.max_staleness and set(train.ranks).isdisjoint(generate.ranks)
-    whole = max(generating, others) if runs_ahead else generating + others
+    whole = max(generating, training) if runs_ahead else generating + training
     return {"generate": generating, **seconds, "step": whole}
 
 
@@ -160,7 +161,8 @@ def _train_seconds(
 ) -> float:
     """All epochs and updates of a step. Weights and gradients travel, and the host launches
     kernels, while others are computed."""
-    options, is_frozen = plan.options, lora_rank > 0
+    options = plan.options
+    is_frozen = lora_rank > 0
     work = _role_pass(plan, role, machine, samples)
     config = work.config
     computing = work.training(options.checkpointing, is_frozen)
@@ -204,7 +206,8 @@ class Pass:
     def forward(self) -> tuple[float, float, float, float]:
         """Seconds of products in the blocks, products in the head, attention, and all else, if one
         rank did it all."""
-        config, machine, layers = self.config, self.machine, self.config.num_layers
+        config, machine = self.config, self.machine
+        layers = config.num_layers
         block = block_cost(config, self.tp)
         head = self.tp * vocabulary_rows(config, self.tp) * config.hidden_size
         pairs = self.num_tokens * (self.length + 1) / 2
@@ -283,7 +286,8 @@ def generate_seconds(
     """One engine, which generates all these samples; each prompt is read once."""
     num_samples, reply_tokens = samples.num_generated, samples.reply_tokens
     head = tp * vocabulary_rows(config, tp) * config.hidden_size
-    active, layers = block_cost(config, tp).active_parameters, config.num_layers
+    active = block_cost(config, tp).active_parameters
+    layers = config.num_layers
     steps = max(samples.longest_reply, num_samples / max(1, at_once) * reply_tokens)
     rows = num_samples * reply_tokens / steps
     reading = 2 * (layers * _read_parameters(config, tp, rows) + head) / machine.memory
@@ -319,13 +323,14 @@ def run_seconds(
     rows = [row for row in map(json.loads, lines) if "time/train" in row]
     if len(rows) <= WARM_UP:
         raise ValueError(f"{folder} has {len(rows)} trained steps; at least {WARM_UP + 1} are read")
-    start, rows = config["starts"][-1], rows[WARM_UP:]
+    rows = rows[WARM_UP:]
+    start = config["starts"][-1]
     if (machine := known_machine(start["hardware"])) is None:
         raise ValueError(
             f"{folder} ran on {start['hardware']}; only steps on known GPUs are planned"
         )
-    if others := sorted(set(start["ranks"]) - PLANNED_ROLES):
-        raise ValueError(f"{folder} has the role {others[0]}, which is not planned here")
+    if unknown := sorted(set(start["ranks"]) - PLANNED_ROLES):
+        raise ValueError(f"{folder} has the role {unknown[0]}, which is not planned here")
     device_map = _run_map(config["device_map"], start["ranks"])
     options = PlanOptions.of_recipe(config, device_map)
     plan = Plan(planned_config(model or config["model"]), device_map, options, ANY_BYTES)
@@ -353,7 +358,7 @@ def measured_seconds(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _run_map(text: str, ranks: Mapping[str, Sequence[Sequence[int]]]) -> DeviceMap:
-    """As given; one that was chosen, from the ranks of each replica of each role."""
+    """The device map as given; one that was chosen is made of the ranks of each replica."""
     world_size = 1 + max(rank for role in ranks.values() for replica in role for rank in replica)
     if text == "auto":
         parts = []
@@ -370,7 +375,8 @@ def _run_samples(config: Mapping[str, float], rows: Sequence[Mapping[str, float]
     def of(name: str) -> float:
         return median(row[name] for row in rows)
 
-    trained, reply = of("rollout/trained_samples"), of("rollout/reply_tokens")
+    trained = of("rollout/trained_samples")
+    reply = of("rollout/reply_tokens")
     packed = median(
         row["train/tokens_per_second"] * row["time/train"] / row["rollout/trained_samples"]
         for row in rows

@@ -1,12 +1,12 @@
-"""Show runs: a page in one HTML file or, with --serve, live in a browser; two runs are compared.
+"""Show runs: as one HTML page, live in a browser or in the terminal; compare two runs.
 
-python -m roll_lite.report RUN [RUN ...]             writes RUN/report.html
-python -m roll_lite.report RUN --out page.html
-python -m roll_lite.report RUN --serve               shows the run while it goes on
-python -m roll_lite.report A B                       also prints what differs
-python -m roll_lite.report RUN --tail                prints the last steps and two samples
-python -m roll_lite.report RUN --curve reward/mean   draws a metric in the terminal
-python -m roll_lite.report RUN --trace out.json      writes a trace for ui.perfetto.dev
+roll-lite report RUN [RUN ...]             writes RUN/report.html
+roll-lite report RUN --out page.html
+roll-lite report RUN --serve               shows the run while it goes on
+roll-lite report A B                       also prints what differs
+roll-lite report RUN --tail                prints the last steps and two samples
+roll-lite report RUN --curve reward/mean   draws a metric in the terminal
+roll-lite report RUN --trace out.json      writes a trace for ui.perfetto.dev
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m roll_lite.report",
+        "roll-lite report",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -35,7 +35,7 @@ def write_config(folder: Path, config: Any, resumed_at: int | None, **about: Any
     start = {
         "step": resumed_at or 0,
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "command": command(),
+        "command": command_line(),
         **machine(),
         "file": str(Path(inspect.getfile(type(config))).resolve()),
         **about,
@@ -85,20 +85,25 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]
     return {n: [before[n], now[n]] for n in sorted(names) if before[n] != now[n]}
 
 
-def command(*args: str) -> str:
-    """The command line of this program, with its own arguments unless others are given.
+def command_line(*args: str) -> str:
+    """The command line of this program, with these arguments or its own.
 
     Under torchrun it is without rendezvous options.
     """
-    script = Path(sys.argv[0])
-    launch = ["python"]
-    is_installed = script.parts[-3:-1] == ("roll_lite", "recipes")
-    program = ["-m", "roll_lite", script.stem] if is_installed else [sys.argv[0]]
+    program = packaged_recipe()
+    start = ["roll-lite", program] if program else ["python", sys.argv[0]]
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        launch = ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
+        start = ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
         if (nodes := os.environ["GROUP_WORLD_SIZE"]) != "1":
-            launch += ["--nnodes", nodes]
-    return shlex.join([*launch, *program, *(args or sys.argv[1:])])
+            start += ["--nnodes", nodes]
+        start += ["-m", "roll_lite", program] if program else [sys.argv[0]]
+    return shlex.join([*start, *(args or sys.argv[1:])])
+
+
+def packaged_recipe() -> str | None:
+    """The name of the recipe that `roll-lite NAME` runs in this process, if it does."""
+    script = Path(sys.argv[0])
+    return script.stem if script.parent == Path(__file__).parents[1] / "recipes" else None
 
 
 def machine() -> dict[str, Any]:

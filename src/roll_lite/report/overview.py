@@ -23,7 +23,7 @@ NOT_COMPARED = {"run_dir", "resume"}
 
 
 class Hint(NamedTuple):
-    """What a run that cannot learn is told, once, with the remedy."""
+    """A message about a run that cannot learn, with the remedy; it is printed once."""
 
     applies: Callable[[Metrics], bool]
     metric: str
@@ -46,7 +46,7 @@ HINTS = (
         lambda m: m.get("reward/equal_groups", 0) == 1 and m.get("reward/mean", 1) == 0,
         "reward/mean",
         "every reward was 0 for 5 steps, so nothing is learnt: choose easier prompts, begin with "
-        "sft.py, or check the reward with `python -m roll_lite.rewards try`",
+        "sft.py, or check the reward with `roll-lite rewards try`",
         5,
     ),
     Hint(
@@ -108,7 +108,7 @@ class Hints:
         return found
 
 
-def overview(run: RunFolder, now: float | None = None) -> Row:
+def overview(run: RunFolder) -> Row:
     """Plain data: step, steps, phase, seconds, time left, best evaluation, warnings."""
     seconds = elapsed(run)
     last = run.rows[-1] if run.rows else {}
@@ -117,7 +117,7 @@ def overview(run: RunFolder, now: float | None = None) -> Row:
         "num_steps": run.num_steps,
         "phase": run.phase,
         "seconds": seconds[-1] if seconds else None,
-        "age": (now or time.time()) - last["time"] if "time" in last else None,
+        "age": time.time() - last["time"] if "time" in last else None,
         "seconds_left": _seconds_left(run, seconds),
         "best": best_evaluation(run.rows),
         "warnings": warnings(run.rows),
@@ -127,12 +127,13 @@ def overview(run: RunFolder, now: float | None = None) -> Row:
 def elapsed(run: RunFolder) -> list[float]:
     """Seconds of the run up to each row of its metrics, without the time between two starts."""
     resumes = [event.get("time", 0.0) for event in run.events if event.get("event") == "resumed"]
-    seconds = []
-    total, before = 0.0, None
+    seconds: list[float] = []
+    total = 0.0
+    before = None
     for row in run.rows:
-        now, step_seconds = row.get("time", 0.0), row.get("time/step", 0.0)
+        now = row.get("time", 0.0)
         is_first = before is None or any(before <= resume <= now for resume in resumes)
-        total += step_seconds if is_first else max(0.0, now - before)
+        total += row.get("time/step", 0.0) if is_first else max(0.0, now - before)
         seconds.append(total)
         before = now
     return seconds
@@ -161,7 +162,7 @@ def best_evaluation(rows: Sequence[Row]) -> Row | None:
 
 
 def warnings(rows: Sequence[Row]) -> list[Row]:
-    """What the run's hints say of its metrics, and jumps and shares that need its history."""
+    """Hints that apply to the run's metrics, and jumps and shares that need its history."""
     found = [_hint_warning(hint, rows) for hint in HINTS]
     return [warning for warning in [*found, _grad_warning(rows), _dropped_warning(rows)] if warning]
 
@@ -187,7 +188,8 @@ def _hint_warning(hint: Hint, rows: Sequence[Row]) -> Row | None:
 
 def _grad_warning(rows: Sequence[Row]) -> Row | None:
     name = "loss/grad_norm"
-    before, found = [], []
+    before: list[float] = []
+    found: list[Row] = []
     text = ""
     for row in rows:
         norm = row.get(name, 0.0)

@@ -40,7 +40,12 @@ def write_page(runs: Sequence[RunFolder], path: Path, max_bytes: int) -> None:
         texts = TokenTexts(run)
         samples = embedded_samples(run, max_bytes // len(runs))
         used = [sample for chosen in samples.values() for sample in chosen["samples"]]
-        parts.append(run_data(run, texts.note) | {"samples": samples, "texts": texts.of(used)})
+        rows = _kept_rows(run.rows)
+        data = run_data(run, rows, texts.note) | {"samples": samples, "texts": texts.of(used)}
+        if len(rows) < len(run.rows):
+            kept = f"{len(rows):,} of {len(run.rows):,} rows of metrics.jsonl"
+            data["notes"].append(f"{kept} are in this page")
+        parts.append(data)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(html(page_data(runs, parts)), encoding="utf-8")
     partial.rename(path)
@@ -53,30 +58,29 @@ def page_data(runs: Sequence[RunFolder], parts: list[Row], *, live: bool = False
     }  # fmt: skip
 
 
-def run_data(run: RunFolder, *notes: str) -> Row:
-    """All that the page shows of a run, but its samples."""
-    kept = _kept_rows(run.rows)
-    if len(kept) < len(run.rows):
-        notes += (f"{len(kept):,} of {len(run.rows):,} rows of metrics.jsonl are in this page",)
+def run_data(run: RunFolder, rows: Sequence[int], *notes: str) -> Row:
+    """All that the page shows of a run but its samples; of the metrics, the rows with these
+    numbers."""
     return {
         "name": str(run.folder),
         "options": clip(run.options),
         "starts": clip(run.starts),
         "recipe": run.config.get("recipe"),
         "overview": overview(run),
-        "metrics": columns(run, kept),
+        "metrics": columns(run, rows),
         "events": clip(run.events[-200:]),
         "notes": [note for note in (*run.notes, *notes) if note],
         "names": run.names,
+        "restarts": run.num_restarts,
     }
 
 
-def columns(run: RunFolder, kept: Sequence[int]) -> dict[str, list]:
-    """The metrics by name, with a value for each row that is kept, and `seconds` of the run."""
+def columns(run: RunFolder, rows: Sequence[int]) -> dict[str, list]:
+    """The metrics by name, with a value for each of these rows, and `seconds` of the run."""
     names = dict.fromkeys(["step", "time", *(name for row in run.rows for name in row)])
     seconds = elapsed(run)
-    found = {name: [run.rows[i].get(name) for i in kept] for name in names}
-    return found | {"seconds": [round(seconds[i], 3) for i in kept]}
+    found = {name: [run.rows[i].get(name) for i in rows] for name in names}
+    return found | {"seconds": [round(seconds[i], 3) for i in rows]}
 
 
 def _kept_rows(rows: Sequence[Row]) -> list[int]:
@@ -113,15 +117,15 @@ def embedded_samples(run: RunFolder, max_bytes: int) -> dict[str, Row]:
 
 
 def choose_steps(steps: Sequence[int]) -> list[int]:
-    """The newest steps, and others at equal distances from the first."""
-    num_others = MAX_STEPS - NEWEST_STEPS
-    newest, others = steps[-NEWEST_STEPS:], steps[:-NEWEST_STEPS]
-    every = max(1, math.ceil(len(others) / num_others))
-    return [*others[::every], *newest]
+    """The newest steps, and older ones at equal distances from the first."""
+    num_older = MAX_STEPS - NEWEST_STEPS
+    older = steps[:-NEWEST_STEPS]
+    every = max(1, math.ceil(len(older) / num_older))
+    return [*older[::every], *steps[-NEWEST_STEPS:]]
 
 
 def clip(value: Any) -> Any:
-    """The value with long texts and lists cut, which says so."""
+    """The value with long texts and lists cut; a text names what is left out."""
     if isinstance(value, str) and len(value) > MAX_TEXT:
         more = f"{len(value) - MAX_TEXT:,} more characters"
         return f"{value[:MAX_TEXT]}… [{more} are in the run's folder; --serve shows them]"
@@ -165,7 +169,7 @@ def _hash(text: str) -> str:
 
 
 class LiveRuns:
-    """What a live page asks for."""
+    """The data that a live page requests."""
 
     def __init__(self, runs: Sequence[RunFolder]):
         self.runs = runs
@@ -174,27 +178,18 @@ class LiveRuns:
 
     def page(self) -> str:
         with self._lock:
-            parts = list(map(self._run, self.runs, self._texts))
+            parts = [self._read(number) | {"texts": {}} for number in range(len(self.runs))]
             return html(page_data(self.runs, parts, live=True))
 
-    def _run(self, run: RunFolder, texts: TokenTexts) -> Row:
-        run.refresh()
-        whole = {"metrics": columns(run, range(len(run.rows))), "restarts": run.num_restarts}
-        return run_data(run, texts.note) | whole | {"texts": {}}
-
-    def news(self, run: int, rows: int) -> Row:
-        """What was recorded since the first `rows` rows."""
-        folder = self.runs[run]
+    def news(self, run: int, num_rows: int) -> Row:
+        """The run without its first rows of metrics, which the page has."""
         with self._lock:
-            folder.refresh()
-            return {
-                "restarts": folder.num_restarts,
-                "metrics": columns(folder, range(rows, len(folder.rows))),
-                "overview": overview(folder),
-                "notes": [note for note in (*folder.notes, self._texts[run].note) if note],
-                "events": clip(folder.events[-200:]),
-                "names": folder.names,
-            }
+            return self._read(run, num_rows)
+
+    def _read(self, number: int, first_row: int = 0) -> Row:
+        run = self.runs[number]
+        run.refresh()
+        return run_data(run, range(first_row, len(run.rows)), self._texts[number].note)
 
     def samples(self, run: int, name: str, start: int) -> Row:
         with self._lock:

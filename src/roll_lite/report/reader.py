@@ -61,7 +61,8 @@ class JsonLines:
             for line in file:
                 if not line.endswith(b"\n"):
                     return  # still being written, or cut off
-                at, self.offset = self.offset, self.offset + len(line)
+                at = self.offset
+                self.offset += len(line)
                 yield at, line
 
     def parse(self, line: bytes) -> Row | None:
@@ -157,10 +158,10 @@ class RunFolder:
     def phase(self) -> str | None:
         """What the run is doing, or did when it ended: phase, and states that samples are in."""
         try:
-            _, _, *words = (self.folder / "phase").read_text(errors="replace").split()
+            _, _, phase, *states = (self.folder / "phase").read_text(errors="replace").split()
         except (OSError, ValueError):
             return None
-        return f"{words[0]} ({', '.join(words[1:])})" if words[1:] else words[0] if words else None
+        return f"{phase} ({', '.join(states)})" if states else phase
 
     @property
     def names(self) -> list[str]:
@@ -191,7 +192,8 @@ class RunFolder:
 
         `next` is where to go on, or None at the end; `broken` counts lines that were skipped.
         """
-        read, num_bytes, num_broken = [], 0, 0
+        read: list[Row] = []
+        num_bytes = num_broken = 0
         for at, line in self._sample_lines(name, start):
             if read and num_bytes + len(line) > max_bytes:
                 return {"samples": read, "next": at, "broken": num_broken}

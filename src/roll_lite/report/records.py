@@ -57,7 +57,7 @@ def rollout_lines(
     advantages: Mapping[int, list[float]] = NOT_TRAINED,
     entropies: Mapping[int, list[float]] = NOT_TRAINED,
 ) -> Iterator[str]:
-    """Samples in full; what was learnt of them is by the sample's number."""
+    """Samples in full; advantages and entropies are by the sample's number."""
     number = 0
     for group in groups:
         prompt = _opening(group.prompt)  # once for all samples: it may be long
@@ -107,7 +107,7 @@ def numbers(packed: str) -> list[float]:
 
 
 def _opening(prompt: Prompt) -> str:
-    """The beginning of a line: all of the prompt, so that its replies can be scored again."""
+    """The beginning of a line: the whole prompt, so that its replies can be scored again."""
     fields = {
         "prompt_id": prompt.id,
         "domain": prompt.domain,
@@ -123,8 +123,11 @@ def _opening(prompt: Prompt) -> str:
 
 def _outcome(sample: Sample) -> str:
     """Fields of a line. Samples are many, and an encoder for all of it takes twice as long."""
-    score, error, end = sample.score, sample.error, sample.end
-    value, parts, reason = (score.value, score.parts, score.reason) if score else (None, {}, "")
+    error = sample.error
+    end = sample.end
+    value, parts, reason = None, {}, ""
+    if score := sample.score:
+        value, parts, reason = score.value, score.parts, score.reason
     is_number = value is not None and math.isfinite(value)
     transcript = f'"transcript":{encode(sample.transcript)},' if len(sample.turns) > 1 else ""
     return (
@@ -149,7 +152,8 @@ def _events(sample: Sample) -> str:
 
 def _tokens(sample: Sample) -> str:
     """Ids and logprobs of all sequences end to end, in the order of `sequences`."""
-    turns, logprobs = ["{}"] * len(sample.turns), []
+    turns = ["{}"] * len(sample.turns)
+    logprobs: list[float] = []
     for sequence in sample.sequences:
         known = 0
         for number in sequence.turns:

@@ -89,7 +89,7 @@ class Run:
     def is_due(self, step: int, every: int) -> bool:
         return is_due(step, every, self._num_steps)
 
-    def lacks(self, metric: str, step: int, every: int) -> bool:
+    def is_missing(self, metric: str, step: int, every: int) -> bool:
         """Whether a metric that is due at the step has not been recorded."""
         if step and not self.is_due(step, every):
             return False

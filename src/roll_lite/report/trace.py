@@ -27,7 +27,7 @@ NOTHING: Row = {}
 class Span(NamedTuple):
     name: str
     start: float
-    """In seconds since the epoch, like `end`."""
+    """Seconds since the epoch, like `end`."""
     end: float
 
 
@@ -50,7 +50,8 @@ def step_phases(row: Row) -> list[Span]:
     if "time" not in row or "time/step" not in row:
         return []
     end = row["time"] - row.get("time/evaluate", 0.0)
-    spans, at = [], end - row["time/step"]
+    at = end - row["time/step"]
+    spans: list[Span] = []
     for name in PHASES:
         if seconds := row.get(f"time/{name}"):
             spans.append(Span(name, at, min(end, at + seconds)))
@@ -62,7 +63,10 @@ class _Trace:
     def __init__(
         self, run: RunFolder, rows: list[Row], phases: dict[int, list[Span]], steps: range | None
     ):
-        self._run, self._rows, self._phases, self._steps = run, rows, phases, steps
+        self._run = run
+        self._rows = rows
+        self._phases = phases
+        self._steps = steps
         self._ranks: dict[str, list[list[int]]] = (run.starts or [{}])[-1].get("ranks") or {}
         self._busy: dict[int, list[Span]] = defaultdict(list)
         """When each replica of the engines had a sample."""
@@ -72,7 +76,8 @@ class _Trace:
         self._zero = min(self._starts(), default=0.0)
 
     def _starts(self) -> Iterator[float]:
-        """Among them that of the run, so that traces of several parts of it fit together."""
+        """Times at which something began. The run's own is among them, so that traces of several
+        parts of it fit together."""
         for row in self._run.rows:
             if "time" in row:
                 yield row["time"] - row.get("time/evaluate", 0.0) - row.get("time/step", 0.0)
@@ -138,7 +143,7 @@ class _Trace:
                 self._busy[replica].append(span)
 
     def _states(self, step: int, sample: Row) -> list[Span]:
-        """From state to state; a sample that is done waits until its step's training begins."""
+        """The states of a sample; one that is done waits until its step's training begins."""
         after = [span.start for span in self._phases.get(step, ()) if span.name != "rollout"]
         times = [event[1] for event in sample["events"]]
         state = sample["events"][-1][0]
@@ -173,7 +178,8 @@ class _Trace:
     def _engine(self, pid: int, spans: list[Span]) -> Iterator[Row]:
         """When an engine had samples, and how many."""
         changes = sorted([(s.start, 1) for s in spans] + [(s.end, -1) for s in spans])
-        count, since = 0, 0.0
+        count = 0
+        since = 0.0
         for at, change in changes:
             since = at if count == 0 else since
             count += change

@@ -58,7 +58,8 @@ class Trackers:
         """`last_step` is the last that was logged before the run was resumed; -1 if it is new."""
         self._failed: set[str] = set()
         self._trackers: dict[str, Tracker] = {}
-        self._last_step, self._resumed_at = last_step, run.resumed_at or -1
+        self._last_step = last_step
+        self._resumed_at = run.resumed_at or -1
         has_tensorboard = importlib.util.find_spec("tensorboard") is not None
         for number, open_tracker in enumerate([*([TensorBoard] * has_tensorboard), *openers]):
             name = f"{number}: {_name(open_tracker)}"

@@ -1,12 +1,12 @@
 """Score one reply and explain the score, or score the replies of a file again.
 
-python -m roll_lite.rewards try math --truth 1/2 --reply 'So it is \\boxed{0.5}.'
-python -m roll_lite.rewards try math --truth 1/2 --answer 0.5
-python -m roll_lite.rewards try choice --truth B < reply.txt
-python -m roll_lite.rewards try instructions --tests '[{"kind": "no_commas"}]' --reply 'None.'
-python -m roll_lite.rewards try mine --rewards my_rewards.py --extra '{"level": 3}' --reply 'Yes.'
-python -m roll_lite.rewards score runs/RUN/rollouts/step_00010.jsonl --domain math
-python -m roll_lite.rewards score runs/RUN/rollouts/step_00010.jsonl --rewards recipes/rlvr.py
+roll-lite rewards try math --truth 1/2 --reply 'So it is \\boxed{0.5}.'
+roll-lite rewards try math --truth 1/2 --answer 0.5
+roll-lite rewards try choice --truth B < reply.txt
+roll-lite rewards try instructions --tests '[{"kind": "no_commas"}]' --reply 'None.'
+roll-lite rewards try mine --rewards my_rewards.py --extra '{"level": 3}' --reply 'Yes.'
+roll-lite rewards score runs/RUN/rollouts/step_00010.jsonl --domain math
+roll-lite rewards score runs/RUN/rollouts/step_00010.jsonl --rewards recipes/rlvr.py
 
 A file to score has a JSON object in each line, with the reply and what its reward reads:
 {"reply", "domain", "ground_truth", "tests", "messages", "extra", "reward"}, as recipes write them.
@@ -220,7 +220,7 @@ def _prompt(where: str, row: dict[str, Any], domain: str | None, table: Table) -
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m roll_lite.rewards",
+        prog="roll-lite rewards",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

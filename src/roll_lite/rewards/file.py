@@ -5,7 +5,7 @@
     REWARDS = {"mine": mine}        # by domain; called in worker processes
     INLINE = {}                     # optional, for rewards that take microseconds
 
-A recipe such as recipes/rlvr.py is such a file too.
+A recipe such as recipes/rlvr.py is such a file too; its Config has the tables.
 """
 
 import importlib.util
@@ -36,7 +36,10 @@ def read_rewards(path: str | Path) -> RewardTables:
     """Raises ValueError for a file that has no table of rewards."""
     check_file(path)
     module = import_file(path)
-    tables = RewardTables(getattr(module, "REWARDS", {}), getattr(module, "INLINE", {}))
+    recipe = getattr(module, "Config", None)
+    tables = RewardTables(
+        *(getattr(module, name, getattr(recipe, name, {})) for name in ("REWARDS", "INLINE"))
+    )
     for table in tables:
         if not isinstance(table, dict) or not all(map(callable, table.values())):
             raise ValueError(f"{path}: {table!r} must be a dictionary from domains to functions")

@@ -23,7 +23,7 @@ REWARDS: dict[str, Reward] = {
     "code": passes_tests,
     "reasoning_gym": reasoning_gym_answer,
 }
-"""Rewards by domain, as `python -m roll_lite.rewards` knows them; add new ones here."""
+"""Rewards by domain, as `roll-lite rewards` knows them; add new ones here."""
 
 CHECKS: dict[Reward, Callable[[Prompt], Any]] = {
     math_answer: check_truth,

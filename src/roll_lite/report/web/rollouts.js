@@ -215,7 +215,7 @@ function embeddedNote(run, seen, total) {
   return (
     some +
     (left > 0
-      ? `Samples of ${left} of ${run.names.length} steps and evaluations are left out: python -m roll_lite.report ${run.name} --serve shows all.`
+      ? `Samples of ${left} of ${run.names.length} steps and evaluations are left out: roll-lite report ${run.name} --serve shows all.`
       : "")
   );
 }

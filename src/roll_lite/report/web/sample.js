@@ -46,7 +46,7 @@ function sampleView(runIndex, name, sample) {
 function replayCommand(run, name, sample) {
   if (!name.startsWith("step_") || !(sample.visit >= 0)) return null;
   const id = `${stepOf(name)}/${sample.prompt_id}/${sample.index}`;
-  const command = ["python -m roll_lite.replay", quoted(run.name), "--sample", quoted(id)];
+  const command = ["roll-lite replay", quoted(run.name), "--sample", quoted(id)];
   return el(
     "div",
     { class: "faint" },

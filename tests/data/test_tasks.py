@@ -5,8 +5,8 @@ from itertools import islice
 
 import pytest
 
+from roll_lite.data.tasks import prompts
 from roll_lite.rewards.instructions import instructions_followed
-from roll_lite.tasks import prompts
 
 
 def questions(task, split="train", seed=0, count=500):
