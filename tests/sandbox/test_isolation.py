@@ -229,7 +229,7 @@ def test_says_what_the_kernel_lacks():
         kernel.unshare("user")
         kernel.map_user(1000, uid, gid, proc)
         kernel.write_file("sys/user/max_user_namespaces", "0", proc)
-        Sandbox("full")
+        Sandbox("full").start()
     """
     done = run_script(script)
     assert "new namespaces (user, mount): No space" in done.stderr

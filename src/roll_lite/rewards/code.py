@@ -70,7 +70,7 @@ def passes_tests(
     `limits` apply to each test, `seconds` to all tests together: tests that have not passed by then
     count as failed. Keep `seconds` below the limit of the reward workers, which raise an error.
     Code tests run in a process of their own; with tests_apart=False, in the program's process (see
-    `Job`). The part `unreadable` is 1 if there is no code block, or none that is Python.
+    `run_job`). The part `unreadable` is 1 if there is no code block, or none that is Python.
     """
     tests = check_tests(prompt)
     source = program_of(reply, tests)
@@ -262,7 +262,8 @@ def _is_same_word(found: str, wanted: str) -> bool:
 def check_isolation(isolation: Isolation) -> None:
     """Raise ValueError if programs cannot be isolated so on this machine."""
     try:
-        Sandbox(isolation).close()
+        with Sandbox(isolation):
+            pass
     except SandboxUnavailable as error:
         raise ValueError(
             f'the reward for code runs no programs: {error}, as REWARDS = {{"code": partial('
