@@ -240,9 +240,7 @@ class Monitor:
         now, limits = time.monotonic(), self._terms.limits
         if self._ended_at is not None:
             return self._ended_at + _GRACE - now
-        if not self._is_started and all(
-            self._read[child.notes.fileno()] for child in self._children
-        ):
+        if not self._is_started and all(map(self._notes, self._children)):
             self._start = self._run_start = now
             self._is_started = True
         if not self._is_started:
