@@ -160,7 +160,8 @@ class Monitor:
             self._fork("tests", writing, tests, theirs)
         for descriptor in (*writing, program, tests):
             os.close(descriptor)
-        ours.close(), theirs.close()
+        ours.close()
+        theirs.close()
         for descriptor in (*reading, *(child.notes.fileno() for child in self._children)):
             os.set_blocking(descriptor, False)
             self._read[descriptor] = bytearray()

@@ -137,15 +137,15 @@ def _parse(text: str) -> Tree:
 def _same(answer: Tree, truth: Tree) -> bool:
     """Whether two trees are the same answer; raises if that cannot be decided."""
     answer = _with_unit(answer, truth)
-    if isinstance(answer, Quantity) or isinstance(truth, Quantity):
+    both = (answer, truth)
+    kinds = {*map(type, both)}
+    if Quantity in kinds:
         return _same_quantity(answer, truth)
-    if isinstance(answer, Relation) or isinstance(truth, Relation):
+    if Relation in kinds:
         return _same_relation(answer, truth)
-    if is_applied(answer, "union") or is_applied(truth, "union"):
-        return _same_set(*map(_parts_of_union, (answer, truth)))
-    if _calculates_with_tuples(answer) or _calculates_with_tuples(truth):
-        return same_value(answer, truth)
-    if isinstance(answer, Collection) or isinstance(truth, Collection):
+    if any(is_applied(tree, "union") for tree in both):
+        return _same_set(*map(_parts_of_union, both))
+    if Collection in kinds and not any(map(_calculates_with_tuples, both)):
         return _same_collection(answer, truth)
     return same_value(answer, truth)
 
