@@ -154,7 +154,8 @@ def _bounded(measure: str, *bounds: str, slack: int = 0) -> Callable[[Draft, Ran
     """A bound that the text keeps, loosened by up to `slack`."""
 
     def read(draft: Draft, random: Random) -> Constraint:
-        bound, away = random.choice(bounds), random.randint(0, slack)
+        bound = random.choice(bounds)
+        away = random.randint(0, slack)
         count = MEASURES[measure](draft.text)
         if bound == "min":
             count = max(count - away, 1)

@@ -59,12 +59,10 @@ class Namespaces:
 
     def enter_jail(self) -> None:
         """In the zygote, once: leave the machine's file system."""
-        uid, gid = os.geteuid(), os.getegid()
         if self._is_root:
             kernel.unshare("mount")
         else:  # other users need a user namespace for it
-            kernel.unshare("user", "mount")
-            kernel.map_user(0, uid, gid, self._proc)
+            kernel.unshare_user(0, self._proc, "mount")
         _replace_root(self._python)
 
     def prepare(self, terms: Terms) -> None:
@@ -98,9 +96,7 @@ class Namespaces:
         kernel.die_first(self._proc)
         if self._is_root:
             _become_nobody()
-        uid, gid = os.geteuid(), os.getegid()
-        kernel.unshare("user")
-        kernel.map_user(NOBODY, uid, gid, self._proc)
+        kernel.unshare_user(NOBODY, self._proc)
         with suppress(OSError):  # read-only /proc/sys; a nested namespace would gain it nothing
             kernel.write_file("sys/user/max_user_namespaces", "0", self._proc)
         kernel.set_inspectable(role == "program")  # by the monitor: nothing else sees that process
@@ -249,12 +245,13 @@ def _wait_as_init(program: int) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Whatever a program has left there: also folders without permissions, nested thousandfold.
+    """Remove what a program has left: also folders without permissions, nested thousandfold.
 
     What is in a folder is moved up before the folder is removed, so no path becomes long. What
     cannot be removed stays: a program of the same user can still change something.
     """
-    numbers, top = count(), os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    numbers = count()
+    top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     with suppress(OSError):
         while names := os.listdir(top):
             for name in names:

@@ -94,16 +94,18 @@ def drop_capabilities() -> None:
     checked("capset", libc.capset(header, (c_uint32 * 6)()))
 
 
-def map_user(inside: int, outside_uid: int, outside_gid: int, proc: int) -> None:
-    """In a new user namespace: map its only user and group, `inside`, to these outside.
+def unshare_user(inside: int, proc: int, *others: str) -> None:
+    """Move this process to a new user namespace, where it is user and group `inside`, and others.
 
     `proc` is a descriptor of /proc.
     """
+    uid, gid = os.geteuid(), os.getegid()
+    unshare("user", *others)
     set_inspectable(True)  # otherwise the files below belong to root
     for name, text in (
         ("setgroups", "deny"),
-        ("uid_map", f"{inside} {outside_uid} 1"),
-        ("gid_map", f"{inside} {outside_gid} 1"),
+        ("uid_map", f"{inside} {uid} 1"),
+        ("gid_map", f"{inside} {gid} 1"),
     ):
         write_file(f"self/{name}", text, proc)
 

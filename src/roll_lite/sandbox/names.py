@@ -84,7 +84,8 @@ def _is_tested(name: str) -> bool:
 def defined_and_used_names(source: str) -> tuple[set[str], set[str]]:
     """Global names that the code assigns, imports or defines, and those that it reads."""
     top, *inner = _scopes(symtable.symtable(source, "names", "exec"))
-    ours, inside = top.get_symbols(), list(_globals(inner))
+    ours = top.get_symbols()
+    inside = list(_globals(inner))
     defined = {symbol.get_name() for symbol in ours if _is_bound(symbol)}
     defined |= {symbol.get_name() for symbol in inside if symbol.is_assigned()}
     return defined, {s.get_name() for s in (*ours, *inside) if s.is_referenced()}

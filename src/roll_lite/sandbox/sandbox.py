@@ -232,10 +232,13 @@ def run_job(
         answer = marshal.loads(monitor.recv_bytes())
         with suppress(EOFError, ConnectionError):  # when the monitor has ended
             monitor.recv_bytes()
-    if problem := answer.pop("problem", None):
-        raise SandboxError(problem)
-    runs, shared = answer.pop("runs"), answer
-    return [Outcome(kind=kind, stdout=printed, **shared) for kind, printed in runs]
+    if "problem" in answer:
+        raise SandboxError(answer["problem"])
+    stderr, seconds = answer["stderr"], answer["seconds"]
+    return [
+        Outcome(kind=kind, stdout=printed, stderr=stderr, seconds=seconds)
+        for kind, printed in answer["runs"]
+    ]
 
 
 def _readable(part: Any) -> int:

@@ -238,7 +238,8 @@ class Monitor:
 
     def _seconds_left(self) -> float:
         """The time limits count from the moment at which all processes are set up."""
-        now, limits = time.monotonic(), self._terms.limits
+        now = time.monotonic()
+        limits = self._terms.limits
         if self._ended_at is not None:
             return self._ended_at + _GRACE - now
         if not self._is_started and all(map(self._notes, self._children)):
@@ -274,7 +275,8 @@ class Monitor:
         return self._read[child.notes.fileno()]
 
     def _broken_limit(self) -> Kind | None:
-        limits, now = self._terms.limits, time.monotonic()
+        limits = self._terms.limits
+        now = time.monotonic()
         most = self._terms.num_runs * ((limits.output_kib << 10) + _NOTES)
         if sum(map(len, self._read.values())) > most:
             return "output"
@@ -321,7 +323,8 @@ class Monitor:
         return {"runs": list(zip(kinds, printed, strict=True)), "stderr": _text(stderr)}
 
     def _kinds(self, broken_limit: Kind | None) -> list[Kind]:
-        terms, num_ended = self._terms, self._num_runs_ended()
+        terms = self._terms
+        num_ended = self._num_runs_ended()
         kinds: list[Kind] = ["ok"] * num_ended
         has_all = terms.is_apart and num_ended == terms.num_runs
         is_end_of_tests = terms.has_tests and self._deciding.code == 0 and not broken_limit

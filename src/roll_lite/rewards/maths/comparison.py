@@ -310,7 +310,8 @@ def _subject_and_values(relation: Relation) -> tuple[Tree, tuple[Tree, ...]] | N
     if not _is_constant(sides[-1]):
         is_number = _is_constant(sides[0]) and not isinstance(sides[0], Name)
         return None if is_number else (sides[0], sides[-1:])
-    is_rounded, last = "≈" in relation.operators, _without_unit(sides[-1])
+    is_rounded = "≈" in relation.operators
+    last = _without_unit(sides[-1])
     numbers = [side for side in sides if _is_constant(side)]
     wrong = [n for n in numbers if not agree(_without_unit(n), last, is_rounded=is_rounded)]
     if wrong == [sides[0]] and isinstance(sides[0], Name):  # e = 1/2: here e is a variable

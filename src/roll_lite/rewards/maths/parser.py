@@ -159,7 +159,8 @@ class _Parser:
         return Collection(opening, tuple(items), closing)
 
     def relation(self) -> Tree:
-        sides, operators = [self.union()], []
+        sides = [self.union()]
+        operators: list[str] = []
         while self.next.kind == "symbol" and self.next.text in _RELATIONS:
             operators.append(self.take().text)
             sides.append(self.union())
@@ -277,7 +278,8 @@ class _Parser:
         r"""1 1/2 and 1\frac{1}{2} are 3/2; before an improper fraction a number is a factor."""
         if whole.value.denominator != 1 or whole.places:
             return whole
-        before, fraction = self._at, None
+        before = self._at
+        fraction = None
         if self.next == Token("command", "frac"):
             fraction = self.of_token(self.take())
         elif self.next.kind == "number" and self.peek(1).text == "/":
@@ -346,7 +348,8 @@ class _Parser:
         bounds = {}
         while sign := self.takes("_", "^"):
             bounds[sign] = self.argument()
-        start, num_before = self._at, self._num_summed
+        start = self._at
+        num_before = self._num_summed
         body = self.product()
         match bounds:
             case {

@@ -81,7 +81,8 @@ def values_at_points(answer: Tree, truth: Tree) -> list[tuple[Value, Value]]:
     names = sorted(names_of(answer) | names_of(truth))
     functions = functions_of(answer) | functions_of(truth)
     is_positive = bool(functions & {"ln", "log", "lg", "root"})
-    random, pairs = Random(7), []
+    random = Random(7)
+    pairs: list[tuple[Value, Value]] = []
     for _ in range(3 * NUM_POINTS):
         signs = (1,) if is_positive or len(pairs) % 2 == 0 else (-1, 1)
         point = {
