@@ -64,6 +64,7 @@ class Config(rl.PolicyConfig):
     }  # fmt: skip
 
 
+INLINE = Config.INLINE  # what `--rewards recipes/rlvr.py` reads
 TRACKERS = ()  # yours, beside TensorBoard: docs/tutorial.md has wandb and trackio
 
 
