@@ -96,11 +96,10 @@ def imitator(small_folder, shared_folder):
 def full():
     """The sandbox, where the kernel has all that it needs."""
     try:
-        sandbox = Sandbox("full")
+        with Sandbox("full") as sandbox:
+            yield sandbox
     except SandboxUnavailable as error:
         pytest.skip(str(error))
-    with sandbox:
-        yield sandbox
 
 
 @pytest.fixture(scope="session")

@@ -65,7 +65,7 @@ async def score_all(workers: RewardWorkers, num_calls: int) -> None:
 
 def main(cfg: Config) -> dict[str, float]:
     start = time.perf_counter()
-    sandboxes = [Sandbox(cfg.isolation) for _ in range(cfg.sandboxes)]
+    sandboxes = [Sandbox(cfg.isolation).start() for _ in range(cfg.sandboxes)]
     results = {"sandbox_start_ms": 1e3 * (time.perf_counter() - start) / cfg.sandboxes}
     taken = median_seconds(lambda: run_all(sandboxes, cfg.programs), cfg.repeats)
     results["programs_per_second"] = cfg.programs / taken

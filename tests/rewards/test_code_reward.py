@@ -135,10 +135,10 @@ def reply(source):
 def judge():
     """The reward, with limits alone where the kernel allows no more."""
     try:
-        Sandbox("full").close()
+        with Sandbox("full"):
+            return passes_tests
     except SandboxUnavailable:
         return partial(passes_tests, isolation="rlimits")
-    return passes_tests
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

@@ -103,9 +103,8 @@ def test_code_rewards_need_isolation_that_works(reward):
         from roll_lite.rewards.registry import check_prompts
         from roll_lite.sandbox import kernel
         from roll_lite.types import Prompt
-        proc, uid, gid = os.open("/proc", os.O_PATH), os.getuid(), os.getgid()
-        kernel.unshare("user")
-        kernel.map_user(1000, uid, gid, proc)
+        proc = os.open("/proc", os.O_PATH)
+        kernel.unshare_user(1000, proc)
         kernel.write_file("sys/user/max_user_namespaces", "0", proc)
         fields = {{"messages": (), "ground_truth": "", "tests": ({{"code": "assert f"}},)}}
         prompt = Prompt(id="p", domain="code", **fields)

@@ -225,11 +225,10 @@ def test_says_what_the_kernel_lacks():
         import os
         from roll_lite.sandbox import kernel
         from roll_lite.sandbox.sandbox import Sandbox
-        proc, uid, gid = os.open("/proc", os.O_PATH), os.getuid(), os.getgid()
-        kernel.unshare("user")
-        kernel.map_user(1000, uid, gid, proc)
+        proc = os.open("/proc", os.O_PATH)
+        kernel.unshare_user(1000, proc)
         kernel.write_file("sys/user/max_user_namespaces", "0", proc)
-        Sandbox("full")
+        Sandbox("full").start()
     """
     done = run_script(script)
     assert "new namespaces (user, mount): No space" in done.stderr
@@ -242,9 +241,8 @@ def test_works_for_an_ordinary_user(full):
         import os
         from roll_lite.sandbox import kernel
         from roll_lite.sandbox.sandbox import Sandbox
-        proc, uid, gid = os.open("/proc", os.O_PATH), os.getuid(), os.getgid()
-        kernel.unshare("user")
-        kernel.map_user(1000, uid, gid, proc)
+        proc = os.open("/proc", os.O_PATH)
+        kernel.unshare_user(1000, proc)
         kernel.drop_capabilities()
         assert os.getuid() == 1000
         with Sandbox("full") as sandbox:

@@ -3,12 +3,11 @@
 import pytest
 
 from roll_lite.sandbox.names import (
-    defined_names,
+    defined_and_used_names,
     does_something,
     imports,
     names_from_program,
     uncalled_tests,
-    used_names,
 )
 
 CODE = """
@@ -26,8 +25,9 @@ def f(argument):
 
 
 def test_names_of_a_program():
-    assert defined_names(CODE) == {"os", "system", "number", "total", "Box", "f", "made"}
-    assert used_names(CODE) == {"int", "total", "hidden", "other", "abs"}
+    defined, used = defined_and_used_names(CODE)
+    assert defined == {"os", "system", "number", "total", "Box", "f", "made"}
+    assert used == {"int", "total", "hidden", "other", "abs"}
     assert imports(CODE) == [("os", "os"), ("sys", "sys"), ("math", "pi")]
 
 

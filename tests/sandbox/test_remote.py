@@ -9,7 +9,7 @@ from textwrap import dedent
 
 import pytest
 
-from roll_lite.sandbox.remote import dumps, loads
+from roll_lite.sandbox.messages import dumps, loads
 from roll_lite.sandbox.sandbox import SandboxError
 
 

@@ -305,7 +305,7 @@ def test_killed_client_leaves_nothing():
             sys.executable,
             "-c",
             "from roll_lite.sandbox.sandbox import Limits, Sandbox\n"
-            "sandbox = Sandbox('rlimits')\nprint('ready', flush=True)\n"
+            "sandbox = Sandbox('rlimits').start()\nprint('ready', flush=True)\n"
             "sandbox.run('while True: pass', limits=Limits(seconds=300))",
         ],
         stdout=subprocess.PIPE,
@@ -486,7 +486,7 @@ def test_limits_are_checked(options):
 
 
 def test_a_dead_zygote_is_an_error():
-    sandbox = Sandbox("rlimits")
+    sandbox = Sandbox("rlimits").start()
     sandbox._process.kill()
     sandbox._process.wait()
     with pytest.raises(SandboxError, match="ended with -9"):

@@ -9,8 +9,8 @@ from textwrap import dedent
 import pytest
 from support.scripts import run_script
 
+from roll_lite.sandbox.kernel import NUMBERS, filter_for
 from roll_lite.sandbox.sandbox import Limits
-from roll_lite.sandbox.syscalls import NUMBERS, filter_for
 
 HEADERS = (
     "/usr/include/x86_64-linux-gnu/asm/unistd_64.h",
@@ -129,9 +129,8 @@ def test_keys_of_the_user_are_left_behind():
     script = """
         import ctypes, os
         from roll_lite.sandbox import kernel
-        from roll_lite.sandbox.syscalls import NUMBERS
         libc = ctypes.CDLL(None, use_errno=True)
-        numbers = NUMBERS[os.uname().machine]
+        numbers = kernel.NUMBERS[os.uname().machine]
         def call(name, *arguments):
             return libc.syscall(ctypes.c_long(numbers[name]), *arguments)
         def has_key():

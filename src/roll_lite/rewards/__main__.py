@@ -100,6 +100,7 @@ def _place(error: Exception) -> str:
 
 
 async def _wait_for(score: Awaitable[Score | float]) -> Score | float:
+    """Puts a frame of this file after those of asyncio, for `_place`."""
     return await score
 
 

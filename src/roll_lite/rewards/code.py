@@ -43,9 +43,10 @@ ABSENT = {"np", "numpy", "pd", "pandas"}
 """What tests mean by these is not in the sandbox, and a program's own is no substitute."""
 
 _SHORTEST_FENCE = 3
-_MOST_PARSED, _COST_OF_BLOCK = 20_000, 100
-"""Characters of a reply that are parsed outside the sandbox, which takes 20 ms; a block takes as
-long to start as so many characters."""
+_MOST_PARSED = 20_000
+"""Characters of a reply that are parsed outside the sandbox, which takes 20 ms."""
+_COST_OF_BLOCK = 100
+"""Characters that take as long to parse as the start of a block does."""
 _LONGEST_SHOWN = 160
 """Characters of an output that the reason of a score names."""
 _LANGUAGE = re.compile(r"[ \t]*(\w*)")
@@ -70,14 +71,15 @@ def passes_tests(
     `limits` apply to each test, `seconds` to all tests together: tests that have not passed by then
     count as failed. Keep `seconds` below the limit of the reward workers, which raise an error.
     Code tests run in a process of their own; with tests_apart=False, in the program's process (see
-    `Job`). The part `unreadable` is 1 if there is no code block, or none that is Python.
+    `run_job`). The part `unreadable` is 1 if there is no code block, or none that is Python.
     """
     tests = check_tests(prompt)
     source = program_of(reply, tests)
     is_readable = source is not None and _is_python(source)
-    how = {"limits": limits, "isolation": isolation, "tests_apart": tests_apart}
-    num_passed, failure = 0, "no code block" if source is None else "the code block is not Python"
+    num_passed = 0
+    failure = "no code block" if source is None else "the code block is not Python"
     if is_readable:
+        how = {"limits": limits, "isolation": isolation, "tests_apart": tests_apart}
         num_passed, failure = _run_tests(source, tests, partial, seconds, **how)
     share = num_passed / len(tests)
     parts = {
@@ -108,7 +110,8 @@ def code_blocks(text: str) -> Iterator[tuple[str, str]]:
 
     The last one may be left open, or closed where its last line ends.
     """
-    lines, fence, language, start = text.split("\n"), "", "", 0
+    lines = text.split("\n")
+    fence, language, start = "", "", 0
     for number, line in enumerate(lines):
         if not fence:
             fence, language = _opening(line)
@@ -142,8 +145,12 @@ _names_from_program = lru_cache(maxsize=4096)(names_from_program)
 
 def _fittest(blocks: list[str], wanted: set[str]) -> str:
     """From the last on, parsing only blocks whose words may make them fitter."""
-    best, most, left = textwrap.dedent(blocks[-1]), -2, _MOST_PARSED
-    for block in reversed(blocks if len(blocks) > 1 else ()):
+    best = textwrap.dedent(blocks[-1])
+    if len(blocks) == 1:
+        return best
+    most = -2
+    left = _MOST_PARSED
+    for block in reversed(blocks):
         if _possible_fitness(block, wanted) <= most:
             continue
         left -= len(block) + _COST_OF_BLOCK
@@ -182,7 +189,7 @@ def _names(source: str) -> tuple[set[str], set[str]] | None:
 
 
 def _is_python(source: str) -> bool:
-    """Of a long text only the sandbox tells."""
+    """Whether Python can parse it; only the sandbox finds out whether a long text is Python."""
     return len(source) > _MOST_PARSED or _names(source) is not None
 
 
@@ -193,7 +200,8 @@ def _run_tests(
 
     Unless `partial`, this ends soon after the first test that the program does not pass.
     """
-    num_run, num_passed, failure = 0, 0, ""
+    num_run = num_passed = 0
+    failure = ""
     end = time.monotonic() + seconds
     while num_run < len(tests) and (partial or num_passed == num_run):
         left = end - time.monotonic()
@@ -214,7 +222,7 @@ def _run_tests(
 
 
 def _failure(outcome: Outcome, test: Test, *, is_last: bool) -> str:
-    """`is_last` of its job, whose stderr is that of all runs."""
+    """Why a run failed; stderr is that of all runs of a job, so it explains the last one only."""
     if outcome.kind == "ok":
         printed, expected = (
             " ".join(text[: 4 * _LONGEST_SHOWN].split())[:_LONGEST_SHOWN]
@@ -262,7 +270,8 @@ def _is_same_word(found: str, wanted: str) -> bool:
 def check_isolation(isolation: Isolation) -> None:
     """Raise ValueError if programs cannot be isolated so on this machine."""
     try:
-        Sandbox(isolation).close()
+        with Sandbox(isolation):
+            pass
     except SandboxUnavailable as error:
         raise ValueError(
             f'the reward for code runs no programs: {error}, as REWARDS = {{"code": partial('

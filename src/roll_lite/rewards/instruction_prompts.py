@@ -25,9 +25,12 @@ _CLOSINGS = ("Thank you for reading.", "That is all.", "Any other questions?")
 _FEATURE_SHARE = 0.35  # of texts that have a given feature
 
 
+Constraint = dict[str, Any]
+
+
 class Instructions(NamedTuple):
     topic: str
-    tests: tuple[dict[str, Any], ...]
+    tests: tuple[Constraint, ...]
     reply: str
     """A text that fulfils all constraints."""
 
@@ -65,11 +68,12 @@ _SENTENCES = {
 }
 
 
-def describe(test: dict[str, Any]) -> str:
+def describe(test: Constraint) -> str:
     """A drawn constraint as a sentence for the prompt."""
     bound, _, measure = test["kind"].partition("_")
     if bound not in _BOUNDS:
-        bound, measure = "", test["kind"]
+        bound = ""
+        measure = test["kind"]
     default = f"Write {{bound}} {{count}} {measure}."
     fields = test | {"words": ", ".join(test.get("words", ())), "bound": _BOUNDS.get(bound)}
     return _SENTENCES.get(measure, default).format(**fields)
@@ -80,9 +84,9 @@ def draw_instructions(random: Random, count: int) -> Instructions:
     if not 1 <= count <= MAX_CONSTRAINTS:
         raise ValueError(f"count={count} must be from 1 to {MAX_CONSTRAINTS} constraints")
     draft = _draft(random)
-    rules = [rule for rule in _RULES if not rule.needs or rule.needs in draft.features]
-    chosen = random.sample(rules, count)
-    return Instructions(draft.topic, tuple(r.read(draft, random) for r in chosen), draft.text)
+    rules = [read for needed, read in _RULES if not needed or needed in draft.features]
+    tests = tuple(read(draft, random) for read in random.sample(rules, count))
+    return Instructions(draft.topic, tests, draft.text)
 
 
 def _draft(random: Random) -> Draft:
@@ -146,18 +150,12 @@ _FEATURES: dict[str, Callable[[Random, str], str]] = {
 }
 
 
-class ConstraintRule(NamedTuple):
-    """How to read a constraint off a text that has the feature it needs."""
-
-    needs: str
-    read: Callable[[Draft, Random], dict[str, Any]]
-
-
-def _bounded(measure: str, *bounds: str, slack: int = 0) -> Callable[[Draft, Random], dict]:
+def _bounded(measure: str, *bounds: str, slack: int = 0) -> Callable[[Draft, Random], Constraint]:
     """A bound that the text keeps, loosened by up to `slack`."""
 
-    def read(draft: Draft, random: Random) -> dict[str, Any]:
-        bound, away = random.choice(bounds), random.randint(0, slack)
+    def read(draft: Draft, random: Random) -> Constraint:
+        bound = random.choice(bounds)
+        away = random.randint(0, slack)
         count = MEASURES[measure](draft.text)
         if bound == "min":
             count = max(count - away, 1)
@@ -168,59 +166,60 @@ def _bounded(measure: str, *bounds: str, slack: int = 0) -> Callable[[Draft, Ran
     return read
 
 
-def _keywords(draft: Draft, random: Random) -> dict[str, Any]:
+def _keywords(draft: Draft, random: Random) -> Constraint:
     words = (*_SUBJECTS, *_VERBS, *_PLACES)
     present = [word for word in words if keyword(draft.text, word=word)]
     return {"kind": "keywords", "words": random.sample(present, 2)}
 
 
-def _forbidden(draft: Draft, random: Random) -> dict[str, Any]:
+def _forbidden(draft: Draft, random: Random) -> Constraint:
     absent = [w for w in (*_TOPICS, *_PLACES) if not keyword(draft.text, word=w)]
     return {"kind": "forbidden_words", "words": random.sample(absent, 2)}
 
 
-def _keyword_count(draft: Draft, random: Random) -> dict[str, Any]:
+def _keyword_count(draft: Draft, random: Random) -> Constraint:
     kind = random.choice(("min_keyword", "max_keyword"))
     count = keyword(draft.text, word=draft.topic)
     return {"kind": kind, "word": draft.topic, "count": count}
 
 
-def _letter_count(draft: Draft, random: Random) -> dict[str, Any]:
+def _letter_count(draft: Draft, random: Random) -> Constraint:
     letter = random.choice("aeimnorst")
     count = MEASURES["letter"](draft.text, letter=letter) - random.randint(0, 3)
     return {"kind": "min_letter", "letter": letter, "count": max(count, 0)}
 
 
-def _opens(draft: Draft, random: Random) -> dict[str, Any]:
+def _opens(draft: Draft, random: Random) -> Constraint:
     return {"kind": "starts_with", "text": next(o for o in _OPENINGS if o in draft.text)}
 
 
-def _closes(draft: Draft, random: Random) -> dict[str, Any]:
+def _closes(draft: Draft, random: Random) -> Constraint:
     return {"kind": "ends_with", "text": next(c for c in _CLOSINGS if c in draft.text)}
 
 
-def _named(kind: str, **fields: str) -> Callable[[Draft, Random], dict[str, Any]]:
+def _named(kind: str, **fields: str) -> Callable[[Draft, Random], Constraint]:
     return lambda draft, random: {"kind": kind, **fields}
 
 
-_RULES = (
-    ConstraintRule("", _bounded("words", "min", "max", slack=10)),
-    ConstraintRule("", _bounded("sentences", "min", "max", "exact", slack=1)),
-    ConstraintRule("", _bounded("paragraphs", "exact")),
-    ConstraintRule("", _bounded("capital_words", "max", slack=2)),
-    ConstraintRule("", _keywords),
-    ConstraintRule("", _forbidden),
-    ConstraintRule("", _keyword_count),
-    ConstraintRule("", _letter_count),
-    ConstraintRule("", _named("no_commas")),
-    ConstraintRule("bullets", _bounded("bullets", "exact", "min")),
-    ConstraintRule("highlights", _bounded("highlights", "min")),
-    ConstraintRule("placeholders", _bounded("placeholders", "min")),
-    ConstraintRule("digits", _bounded("digits", "exact", "min")),
-    ConstraintRule("opening", _opens),
-    ConstraintRule("title", _named("title")),
-    ConstraintRule("postscript", _named("postscript", marker="P.S.")),
-    ConstraintRule("closing", _closes),
-    ConstraintRule("lowercase", _named("lowercase")),
-    ConstraintRule("uppercase", _named("uppercase")),
+_RULES: tuple[tuple[str, Callable[[Draft, Random], Constraint]], ...] = (
+    ("", _bounded("words", "min", "max", slack=10)),
+    ("", _bounded("sentences", "min", "max", "exact", slack=1)),
+    ("", _bounded("paragraphs", "exact")),
+    ("", _bounded("capital_words", "max", slack=2)),
+    ("", _keywords),
+    ("", _forbidden),
+    ("", _keyword_count),
+    ("", _letter_count),
+    ("", _named("no_commas")),
+    ("bullets", _bounded("bullets", "exact", "min")),
+    ("highlights", _bounded("highlights", "min")),
+    ("placeholders", _bounded("placeholders", "min")),
+    ("digits", _bounded("digits", "exact", "min")),
+    ("opening", _opens),
+    ("title", _named("title")),
+    ("postscript", _named("postscript", marker="P.S.")),
+    ("closing", _closes),
+    ("lowercase", _named("lowercase")),
+    ("uppercase", _named("uppercase")),
 )
+"""For each constraint: the feature that a text needs for it, and how it is read off the text."""

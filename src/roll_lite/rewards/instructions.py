@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import chain, count
 from operator import eq, ge, le
 from types import ModuleType
 from typing import Any
@@ -72,7 +73,8 @@ def _check(constraint: dict[str, Any]) -> None:
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is not known; use one of {', '.join(KINDS)}")
     fields = fields_of(kind)
-    given, listed = set(constraint) - {"kind"}, ", ".join(sorted(fields)) or "none"
+    given = set(constraint) - {"kind"}
+    listed = ", ".join(sorted(fields)) or "none"
     if missing := sorted(fields - given):
         raise ValueError(f"kind={kind!r} has no field {missing[0]!r}; it needs {listed}")
     if unread := sorted(given - fields):
@@ -86,24 +88,22 @@ def _check(constraint: dict[str, Any]) -> None:
 
 
 def _part_name(kind: str, parts: dict[str, float]) -> str:
-    number, name = 1, kind
-    while name in parts:
-        number += 1
-        name = f"{kind}_{number}"
-    return name
+    names = chain([kind], (f"{kind}_{number}" for number in count(2)))
+    return next(name for name in names if name not in parts)
 
 
 def holds(reply: str, constraint: dict[str, Any]) -> bool:
     """Whether what follows a reply's thinking block fulfils a constraint; nothing fulfils none."""
-    kind, fields = constraint["kind"], {k: v for k, v in constraint.items() if k != "kind"}
     reply = without_thinking(reply)
     if not reply.strip():
         return False
+    fields = dict(constraint)
+    kind = fields.pop("kind")
     if kind in CHECKS:
         return CHECKS[kind](reply, **fields)
     bound, _, name = kind.partition("_")
-    count = fields.pop("count")
-    return BOUNDS[bound](MEASURES[name](reply, **fields), count)
+    limit = fields.pop("count")
+    return BOUNDS[bound](MEASURES[name](reply, **fields), limit)
 
 
 def fields_of(kind: str) -> set[str]:
@@ -111,10 +111,6 @@ def fields_of(kind: str) -> set[str]:
     function = CHECKS.get(kind) or MEASURES[kind.partition("_")[2]]
     fields = set(inspect.signature(function).parameters) - {"reply"}
     return fields if kind in CHECKS else fields | {"count"}
-
-
-def words(reply: str) -> int:
-    return count_words(reply)
 
 
 def sentences(reply: str) -> int:
@@ -312,11 +308,11 @@ def _is_whole(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-MEASURES = {
+MEASURES: dict[str, Callable[..., int]] = {"words": count_words} | {
     measure.__name__: measure
     for measure in (
-        words, sentences, paragraphs, capital_words, headings, bullets, numbered_items,
-        placeholders, highlights, digits, keyword, letter, sections,
+        sentences, paragraphs, capital_words, headings, bullets, numbered_items, placeholders,
+        highlights, digits, keyword, letter, sections,
     )
 }  # fmt: skip
 CHECKS: dict[str, Callable[..., bool]] = {

@@ -53,7 +53,8 @@ def reasoning_gym_answer(prompt: Prompt, reply: str) -> float:
     answer, closed, _ = rest.partition(CLOSE)
     if not opened or not closed:
         return 0.0
-    source, item = prompt.extra["source"], _item(prompt.extra["source"], prompt.extra["index"])
+    source = prompt.extra["source"]
+    item = _item(source, prompt.extra["index"])
     score = float(open_dataset(source).score_answer(answer=answer.strip(), entry=item))
     if source.startswith(f"{PREFIX}spell_backward") and score != 1.0 and isclose(score, 1.0):
         return 0.8

@@ -18,6 +18,7 @@ from types import CodeType, ModuleType
 from typing import Any, NoReturn, TextIO
 
 from roll_lite.processes import exit_code
+from roll_lite.sandbox.isolation import Role
 from roll_lite.sandbox.kernel import filter_calls
 from roll_lite.sandbox.names import (
     SOLUTION,
@@ -45,19 +46,36 @@ PROBLEM = b"!"
 _FILE = "program.py"
 
 
-def run_program_and_exit(
-    part: int, notes: socket.socket, token: bytes, link: int | None
+def run_and_exit(
+    role: Role, part: int, notes: socket.socket, token: bytes, link: Connection | None
 ) -> NoReturn:
-    """Sends the token as a note when a run before the last, or a test, ends well.
+    """Run the program or its tests, then exit as the interpreter would.
 
-    `part` is a descriptor of `Job.program()`; `link` is one of the connection to the tests, if they
-    have a process of their own.
+    `part` is a descriptor of what this process reads (see `run_job`); `link` connects a program and
+    tests in a process of their own. The token is sent as a note when a run before the last, or a
+    test, ends well.
     """
-    _do_and_exit(lambda: _run_program(part, notes, token, link))
+    run = _run_program if role == "program" else _run_tests
+    code = 1
+    try:
+        with open(part, "rb") as file:
+            content = marshal.load(file)
+        run(content, notes, token, link)
+        threading._shutdown()  # waits for the program's threads
+        atexit._run_exitfuncs()
+        code = 0
+    except SystemExit as request:
+        code = _requested_code(request)
+    except MemoryError:
+        code = OUT_OF_MEMORY
+    except BaseException as error:  # the program ends here, so report anything
+        _print_traceback(error)
+    _flush_and_exit(code)
 
 
-def _run_program(part: int, notes: socket.socket, token: bytes, link: int | None) -> None:
-    job = _read_part(part)
+def _run_program(
+    job: dict[str, Any], notes: socket.socket, token: bytes, link: Connection | None
+) -> None:
     _feed(_take_input(job["inputs"], notes, token))
     filter_calls()
     _start()
@@ -68,12 +86,7 @@ def _run_program(part: int, notes: socket.socket, token: bytes, link: int | None
     if link is None:
         _load(job["source"])
     else:
-        _serve(job["source"], Connection(link))
-
-
-def run_tests_and_exit(part: int, notes: socket.socket, token: bytes, link: int) -> NoReturn:
-    """`part` is a descriptor of the tests, `link` one of the connection to the program."""
-    _do_and_exit(lambda: _run_tests(_read_part(part), notes, token, Connection(link)))
+        _serve(job["source"], link)
 
 
 def _run_tests(
@@ -88,10 +101,11 @@ def _run_tests(
             notes.sendall(PROBLEM + problem.encode(errors="replace"))
         _flush_and_exit(PROGRAM_ENDED)
 
-    link, is_copy = TestsLink(program, stop), True
-    redefined = link.start_program()
+    is_copy = True
+    redefined = TestsLink(program, stop).start_program()
     while all_tests and is_copy:
-        link, tests = TestsLink(program, stop), all_tests.pop(0)
+        tests = all_tests.pop(0)
+        link = TestsLink(program, stop)
         is_copy = bool(all_tests) and link.request("copy")
         sys.modules[SOLUTION] = ProgramModule(SOLUTION, link)
         names = ProgramNames(link, _tested_builtin(tests, redefined), python_names(tests))
@@ -100,11 +114,6 @@ def _run_tests(
             link.request("end copy")
             _mark_end(notes, token)
     notes.sendall(token)
-
-
-def _read_part(descriptor: int) -> Any:
-    with open(descriptor, "rb") as file:
-        return marshal.load(file)
 
 
 def _start() -> None:
@@ -132,7 +141,7 @@ def _fork() -> int | None:
 
 
 def _mark_end(notes: socket.socket, token: bytes) -> None:
-    """Of a run, and wait until the monitor has read what it printed."""
+    """Mark the end of a run, and wait until the monitor has read what it printed."""
     _flush()
     notes.sendall(token)
     if not notes.recv(1):
@@ -151,7 +160,8 @@ def _feed(text: str) -> None:
 
 
 def _run_together(source: str, tests: str, notes: socket.socket, token: bytes) -> None:
-    run_tests, untouched = _prepared(tests), dict(vars(builtins))
+    run_tests = _prepared(tests)
+    untouched = dict(vars(builtins))
     names = _load(source)
     sys.settrace(None)
     sys.setprofile(None)
@@ -169,7 +179,8 @@ def _tested_builtin(tests: str, redefined: list[str]) -> str | None:
 
 def _prepared(tests: str) -> Callable[[dict[str, Any]], None]:
     """Runs the tests' code, then the test functions and classes that it only defines."""
-    code, uncalled = _compiled(tests, "tests.py"), [test.name for test in uncalled_tests(tests)]
+    code = _compiled(tests, "tests.py")
+    uncalled = [test.name for test in uncalled_tests(tests)]
 
     def run(names: dict[str, Any]) -> None:
         exec(code, names)
@@ -193,7 +204,8 @@ def _run_class(test: type) -> None:
 def _serve(source: str, connection: Connection) -> None:
     """Load the program when its tests are ready, and serve their requests until they end."""
     more = {"copy": _copy_program, "end copy": lambda: _flush_and_exit(COPY_ENDED)}
-    link, known = ProgramLink(connection, more), set(dir(builtins))
+    link = ProgramLink(connection, more)
+    known = set(dir(builtins))
     with suppress(OtherSideEnded):
         link.await_start()
         link.names = names = _load(source)
@@ -223,27 +235,11 @@ def _load(source: str) -> dict[str, Any]:
     """Run the program as the main module; return its global names."""
     module = ModuleType("__main__")
     vars(module).update(USUAL_NAMES)
-    sys.modules["__main__"], sys.argv = module, [_FILE]
+    sys.modules["__main__"] = module
+    sys.argv = [_FILE]
     linecache.cache[_FILE] = (len(source), None, source.splitlines(True), _FILE)
     exec(_compiled(source, _FILE), vars(module))
     return vars(module)
-
-
-def _do_and_exit(action: Callable[[], object]) -> NoReturn:
-    """Run the action, then exit as the interpreter would."""
-    code = 1
-    try:
-        action()
-        threading._shutdown()  # waits for the program's threads
-        atexit._run_exitfuncs()
-        code = 0
-    except SystemExit as request:
-        code = _requested_code(request)
-    except MemoryError:
-        code = OUT_OF_MEMORY
-    except BaseException as error:  # the program ends here, so report anything
-        _print_traceback(error)
-    _flush_and_exit(code)
 
 
 def _open(descriptor: int, mode: str) -> TextIO:

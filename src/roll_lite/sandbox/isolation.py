@@ -51,14 +51,19 @@ class Namespaces:
     """User, pid, mount, network, IPC and UTS namespaces, Landlock, no capabilities, and limits."""
 
     def __init__(self):
-        """In the zygote, once: leave the machine's file system."""
         self._proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self.descriptors = {self._proc}
         """What `enter` needs."""
         self._is_root = os.geteuid() == 0
         self._python = _python_folders()
-        _enter_mount_namespace(self._proc)
-        _enter_jail()
+
+    def enter_jail(self) -> None:
+        """In the zygote, once: leave the machine's file system."""
+        if self._is_root:
+            kernel.unshare("mount")
+        else:  # other users need a user namespace for it
+            kernel.unshare_user(0, self._proc, "mount")
+        _replace_root(self._python)
 
     def prepare(self, terms: Terms) -> None:
         """In the monitor, before it forks."""
@@ -91,9 +96,7 @@ class Namespaces:
         kernel.die_first(self._proc)
         if self._is_root:
             _become_nobody()
-        uid, gid = os.geteuid(), os.getegid()
-        kernel.unshare("user")
-        kernel.map_user(NOBODY, uid, gid, self._proc)
+        kernel.unshare_user(NOBODY, self._proc)
         with suppress(OSError):  # read-only /proc/sys; a nested namespace would gain it nothing
             kernel.write_file("sys/user/max_user_namespaces", "0", self._proc)
         kernel.set_inspectable(role == "program")  # by the monitor: nothing else sees that process
@@ -160,16 +163,6 @@ class ResourceLimits:
         remove_folder(self._parent)
 
 
-def _enter_mount_namespace(proc: int) -> None:
-    """Users other than root need a user namespace for it; `proc` is a descriptor of /proc."""
-    uid, gid = os.geteuid(), os.getegid()
-    if uid == 0:
-        kernel.unshare("mount")
-    else:
-        kernel.unshare("user", "mount")
-        kernel.map_user(0, uid, gid, proc)
-
-
 def _python_folders() -> list[str]:
     """The interpreter's modules and the system libraries that they load."""
     folders = [sys.base_prefix + "/lib", os.path.dirname(os.__file__)]
@@ -182,11 +175,11 @@ def _present(paths: Iterable[str]) -> list[str]:
     return [path for path in paths if os.path.exists(path)]
 
 
-def _enter_jail() -> None:
-    """In a new mount namespace: replace the root by one that has only what Python reads."""
+def _replace_root(python: list[str]) -> None:
+    """In a new mount namespace: the new root has only what Python reads, and devices."""
     kernel.mount("none", "/", None, kernel.RECURSIVE | kernel.PRIVATE)
     devices = _present(DEVICES)
-    paths = [*_python_folders(), *devices]
+    paths = [*python, *devices]
     # Open the paths first: the new root is about to cover /tmp, where some of them may be.
     opened = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in paths}
     kernel.mount("tmpfs", TEMPORARY, "tmpfs", kernel.NO_SUID, "mode=755,size=1m")
@@ -252,12 +245,13 @@ def _wait_as_init(program: int) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Whatever a program has left there: also folders without permissions, nested thousandfold.
+    """Remove what a program has left: also folders without permissions, nested thousandfold.
 
     What is in a folder is moved up before the folder is removed, so no path becomes long. What
     cannot be removed stays: a program of the same user can still change something.
     """
-    numbers, top = count(), os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    numbers = count()
+    top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     with suppress(OSError):
         while names := os.listdir(top):
             for name in names:

@@ -1,6 +1,7 @@
 """System calls that Python does not offer: namespaces, mounts, capabilities, Landlock, seccomp."""
 
 import ctypes
+import errno
 import os
 import platform
 import signal
@@ -10,7 +11,6 @@ from contextlib import suppress
 from ctypes import c_int, c_size_t, c_uint32, c_ulong
 
 from roll_lite.processes import checked, libc, prctl
-from roll_lite.sandbox.syscalls import NUMBERS, filter_for
 
 _NAMESPACES = {
     "mount": 0x0002_0000, "uts": 0x0400_0000, "ipc": 0x0800_0000,
@@ -22,11 +22,8 @@ REMOUNT, BIND, RECURSIVE, PRIVATE = 32, 4096, 16384, 1 << 18
 _DETACH = 2
 
 _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
-_PR_SET_SECCOMP, _SECCOMP_FILTER = 22, 2
 _JOIN_SESSION_KEYRING = 1
 _CAPABILITY_VERSION_3 = 0x2008_0522
-
-_FILTERS = {machine: filter_for(machine) for machine in NUMBERS}
 
 
 def _syscall(what: str, number: int, *arguments: object) -> int:
@@ -92,32 +89,23 @@ def leave_keyring() -> None:
         _syscall("keyctl", _number("keyctl"), c_int(_JOIN_SESSION_KEYRING), None)
 
 
-def filter_calls() -> None:
-    """Refuse system calls that programs do not need, for good. See `syscalls.py`."""
-    instructions = _FILTERS.get(platform.machine())
-    if instructions is None:
-        raise OSError(f"seccomp: the system calls of {platform.machine()} are not known here")
-    buffer = ctypes.create_string_buffer(instructions, len(instructions))
-    program = struct.pack("=H6xQ", len(instructions) // 8, ctypes.addressof(buffer))
-    arguments = c_ulong(_SECCOMP_FILTER), program, c_ulong(0), c_ulong(0)
-    checked("prctl SECCOMP", libc.prctl(_PR_SET_SECCOMP, *arguments))
-
-
 def drop_capabilities() -> None:
     header = (c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     checked("capset", libc.capset(header, (c_uint32 * 6)()))
 
 
-def map_user(inside: int, outside_uid: int, outside_gid: int, proc: int) -> None:
-    """In a new user namespace: map its only user and group, `inside`, to these outside.
+def unshare_user(inside: int, proc: int, *others: str) -> None:
+    """Move this process to a new user namespace, where it is user and group `inside`, and others.
 
     `proc` is a descriptor of /proc.
     """
+    uid, gid = os.geteuid(), os.getegid()
+    unshare("user", *others)
     set_inspectable(True)  # otherwise the files below belong to root
     for name, text in (
         ("setgroups", "deny"),
-        ("uid_map", f"{inside} {outside_uid} 1"),
-        ("gid_map", f"{inside} {outside_gid} 1"),
+        ("uid_map", f"{inside} {uid} 1"),
+        ("gid_map", f"{inside} {gid} 1"),
     ):
         write_file(f"self/{name}", text, proc)
 
@@ -130,8 +118,9 @@ def write_file(path: str, text: str, folder: int) -> None:
         os.close(descriptor)
 
 
-# Landlock: its system calls have the same numbers on every architecture.
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+# Landlock: which files a process may reach
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on every architecture
 _GET_VERSION, _PATH_BENEATH = 1, 1
 
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
@@ -170,3 +159,149 @@ def _allow(rules: int, path: str, rights: int) -> None:
     rule = struct.pack("=Qi", rights, target)
     _syscall("landlock", _ADD_RULE, c_int(rules), c_int(_PATH_BENEATH), rule, c_uint32(0))
     os.close(target)
+
+
+# Seccomp: which system calls a process may make. The filter takes away what no namespace covers,
+# what hides memory from the monitor, and what has often been a way into the kernel. Everything else
+# is allowed, so that ordinary programs go on working.
+
+_PR_SET_SECCOMP, _SECCOMP_FILTER = 22, 2
+_SAME = {
+    "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428,
+    "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433,
+    "clone3": 435, "pidfd_getfd": 438, "process_madvise": 440, "mount_setattr": 442,
+    "quotactl_fd": 443, "memfd_secret": 447, "process_mrelease": 448,
+}  # fmt: skip
+"""Calls that have the same number on every architecture."""
+NUMBERS: dict[str, dict[str, int]] = {
+    "x86_64": {
+        "mmap": 9, "shmget": 29, "shmat": 30, "shmctl": 31, "socket": 41, "socketpair": 53,
+        "clone": 56, "semget": 64, "semop": 65, "semctl": 66, "shmdt": 67, "msgget": 68,
+        "msgsnd": 69, "msgrcv": 70, "msgctl": 71, "ptrace": 101, "syslog": 103,
+        "personality": 135, "modify_ldt": 154, "pivot_root": 155, "adjtimex": 159, "chroot": 161,
+        "acct": 163, "settimeofday": 164, "mount": 165, "umount2": 166, "swapon": 167,
+        "swapoff": 168, "reboot": 169, "sethostname": 170, "setdomainname": 171, "iopl": 172,
+        "ioperm": 173, "init_module": 175, "delete_module": 176, "quotactl": 179, "io_setup": 206,
+        "semtimedop": 220, "clock_settime": 227, "mq_open": 240, "mq_unlink": 241,
+        "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250,
+        "migrate_pages": 256, "unshare": 272, "vmsplice": 278, "move_pages": 279,
+        "perf_event_open": 298, "fanotify_init": 300, "name_to_handle_at": 303,
+        "open_by_handle_at": 304, "clock_adjtime": 305, "setns": 308, "process_vm_readv": 310,
+        "process_vm_writev": 311, "kcmp": 312, "finit_module": 313, "memfd_create": 319,
+        "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323,
+    } | _SAME,
+    "aarch64": {
+        "io_setup": 0, "umount2": 39, "mount": 40, "pivot_root": 41, "chroot": 51, "quotactl": 60,
+        "vmsplice": 75, "acct": 89, "personality": 92, "unshare": 97, "kexec_load": 104,
+        "init_module": 105, "delete_module": 106, "clock_settime": 112, "syslog": 116,
+        "ptrace": 117, "reboot": 142, "sethostname": 161, "setdomainname": 162,
+        "settimeofday": 170, "adjtimex": 171, "mq_open": 180, "mq_unlink": 181, "msgget": 186,
+        "msgctl": 187, "msgrcv": 188, "msgsnd": 189, "semget": 190, "semctl": 191,
+        "semtimedop": 192, "semop": 193, "shmget": 194, "shmctl": 195, "shmat": 196, "shmdt": 197,
+        "socket": 198, "socketpair": 199, "add_key": 217, "request_key": 218, "keyctl": 219,
+        "clone": 220, "mmap": 222, "swapon": 224, "swapoff": 225, "migrate_pages": 238,
+        "move_pages": 239, "perf_event_open": 241, "fanotify_init": 262, "name_to_handle_at": 264,
+        "open_by_handle_at": 265, "clock_adjtime": 266, "setns": 268, "process_vm_readv": 270,
+        "process_vm_writev": 271, "kcmp": 272, "finit_module": 273, "memfd_create": 279,
+        "bpf": 280, "userfaultfd": 282, "kexec_file_load": 294,
+    } | _SAME,
+}  # fmt: skip
+"""Numbers of the calls that the filter looks at, by architecture."""
+_ARCHITECTURES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
+_OTHER_CALLS = 0x4000_0000
+"""On x86_64, calls from this number on are those of its 32-bit variant."""
+
+_FAMILIES = (1, 2, 10)
+"""Families of sockets that programs may use: AF_UNIX, AF_INET, AF_INET6."""
+_NEW_NAMESPACES = 0x7E02_0080
+"""Flags of clone."""
+_SHARED_ANONYMOUS = (0x21, 0x23)
+"""Flags of mmap: memory that processes can hold without it being counted as theirs."""
+_MAP_KIND = 0x2F
+
+# Instructions of the kernel's filter language, and offsets of what it reads
+_LOAD, _AND, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
+_CALL, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
+_ALLOW = 0x7FFF_0000
+
+
+def filter_calls() -> None:
+    """Refuse system calls that programs do not need, for good."""
+    instructions = _FILTERS.get(platform.machine())
+    if instructions is None:
+        raise OSError(f"seccomp: the system calls of {platform.machine()} are not known here")
+    buffer = ctypes.create_string_buffer(instructions, len(instructions))
+    program = struct.pack("=H6xQ", len(instructions) // 8, ctypes.addressof(buffer))
+    arguments = c_ulong(_SECCOMP_FILTER), program, c_ulong(0), c_ulong(0)
+    checked("prctl SECCOMP", libc.prctl(_PR_SET_SECCOMP, *arguments))
+
+
+def filter_for(machine: str) -> bytes:
+    """The instructions of the filter."""
+    refused = dict.fromkeys(NUMBERS[machine], _refuse(errno.EPERM)) | {
+        "clone3": _refuse(errno.ENOSYS),  # the C library then uses clone, whose flags are readable
+        "clone": _examine_clone(),
+        "mmap": _examine_mmap(),
+        "socket": _examine_family(),
+        "socketpair": _examine_family(),
+    }
+    cases = sorted((NUMBERS[machine][call], answer) for call, answer in refused.items())
+    return b"".join([
+        _do(_LOAD, _ARCHITECTURE),
+        _unless(_IF_EQUAL, _ARCHITECTURES[machine], _refuse(errno.EPERM)),
+        _do(_LOAD, _CALL),
+        _when(_IF_AT_LEAST, _OTHER_CALLS, _refuse(errno.EPERM)),
+        _find(cases),
+    ])  # fmt: skip
+
+
+def _find(cases: list[tuple[int, bytes]]) -> bytes:
+    """A binary search: the kernel tries every call when it takes the filter."""
+    if len(cases) <= 2:
+        answers = [_when(_IF_EQUAL, number, answer) for number, answer in cases]
+        return b"".join([*answers, _do(_RETURN, _ALLOW)])
+    middle = len(cases) // 2
+    lower, upper = _find(cases[:middle]), _find(cases[middle:])
+    return _do(_IF_AT_LEAST, cases[middle][0], if_true=len(lower) // 8) + lower + upper
+
+
+def _examine_family() -> bytes:
+    allowed = [_when(_IF_EQUAL, family, _do(_RETURN, _ALLOW)) for family in _FAMILIES]
+    return b"".join([_load_argument(0), *allowed, _refuse(errno.EAFNOSUPPORT)])
+
+
+def _examine_clone() -> bytes:
+    refused = _when(_IF_ANY_BIT, _NEW_NAMESPACES, _refuse(errno.EPERM))
+    return _load_argument(0) + refused + _do(_RETURN, _ALLOW)
+
+
+def _examine_mmap() -> bytes:
+    refused = [_when(_IF_EQUAL, flags, _refuse(errno.EPERM)) for flags in _SHARED_ANONYMOUS]
+    return b"".join([
+        _load_argument(3), _do(_AND, _MAP_KIND), *refused, _do(_RETURN, _ALLOW)
+    ])  # fmt: skip
+
+
+def _load_argument(index: int) -> bytes:
+    """Its lower half: both architectures are little-endian, and no flag is in the upper."""
+    return _do(_LOAD, _ARGUMENTS + 8 * index)
+
+
+def _refuse(number: int) -> bytes:
+    return _do(_RETURN, 0x0005_0000 | number)
+
+
+def _when(test: int, value: int, then: bytes) -> bytes:
+    """Instructions that run if the test of what was loaded holds, and are skipped if not."""
+    return _do(test, value, if_false=len(then) // 8) + then
+
+
+def _unless(test: int, value: int, then: bytes) -> bytes:
+    return _do(test, value, if_true=len(then) // 8) + then
+
+
+def _do(code: int, value: int, *, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)
+
+
+_FILTERS = {machine: filter_for(machine) for machine in NUMBERS}

@@ -35,8 +35,8 @@ USUAL_NAMES: dict[str, Any] = {module: import_module(module) for module in _MODU
     for module, names in _FROM.items()
     for name in names.split()
 }
-"""What programs find imported, as on the sites for which such problems are written. None of them
-is a builtin's name."""
+"""What programs find imported, as on the sites for which such problems are written. None of these
+names is a builtin's."""
 
 OWN_MODULES = (*_MODULES, "cmath", "decimal", "fractions")
 """What tests mean by these names, even if only the program imports them."""
@@ -84,27 +84,20 @@ def _is_tested(name: str) -> bool:
 def defined_and_used_names(source: str) -> tuple[set[str], set[str]]:
     """Global names that the code assigns, imports or defines, and those that it reads."""
     top, *inner = _scopes(symtable.symtable(source, "names", "exec"))
-    ours, inside = top.get_symbols(), list(_globals(inner))
+    ours = top.get_symbols()
+    inside = list(_globals(inner))
     defined = {symbol.get_name() for symbol in ours if _is_bound(symbol)}
     defined |= {symbol.get_name() for symbol in inside if symbol.is_assigned()}
     return defined, {s.get_name() for s in (*ours, *inside) if s.is_referenced()}
 
 
-def defined_names(source: str) -> set[str]:
-    return defined_and_used_names(source)[0]
-
-
-def used_names(source: str) -> set[str]:
-    return defined_and_used_names(source)[1]
-
-
 def names_from_program(tests: str) -> set[str]:
-    """Names that the tests take from the program.
+    """Names that the tests take from the program: neither builtins nor usual imports.
 
-    Those which are neither builtins nor usual imports; if there are none, the builtins, because the
-    program is then asked to define one of them.
+    If there are none, the builtins, because the program is then asked to define one of them.
     """
-    needed = used_names(tests) - defined_names(tests)
+    defined, used = defined_and_used_names(tests)
+    needed = used - defined
     needed |= {name for module, name in imports(tests) if module == SOLUTION}
     needed -= {*USUAL_NAMES, "*", "__name__"}
     return needed - set(dir(builtins)) or needed
@@ -124,7 +117,7 @@ def imports(source: str) -> list[tuple[str, str]]:
 
 def uncalled_tests(source: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
     """Functions test..., classes Test... and unittest cases that the code only defines."""
-    used = used_names(source)
+    _, used = defined_and_used_names(source)
     return [
         node
         for node in ast.parse(source).body

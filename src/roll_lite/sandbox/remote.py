@@ -4,56 +4,27 @@ Tests hold the program's functions and objects as `Remote`s; calling them return
 the program sees a value that the tests expect: a `Remote` equals no data, whatever the program
 claims, and what the program patches is patched in its own process.
 
-Values travel as JSON: data is copied, everything else is sent as a reference that only its own side
-can resolve. Instances of subclasses of data types arrive as the plain type. Nothing that arrives
-from the program makes the tests' process import or run anything: types and exceptions are looked up
-in a table, modules of the program stay `Remote`s.
+Nothing that arrives from the program makes the tests' process import or run anything: types and
+exceptions are looked up in a table, modules of the program stay `Remote`s.
 """
 
 import builtins
-import json
 import operator
 import sys
 import traceback
-from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from datetime import date, datetime, timedelta
-from decimal import Decimal
-from fractions import Fraction
-from functools import cache, reduce
+from functools import reduce
 from importlib import import_module
 from multiprocessing.connection import Connection
-from operator import itemgetter
 from types import ModuleType
 from typing import Any, NoReturn
+
+from roll_lite.sandbox.messages import MUTABLE, dumps, is_data, loads
 
 _MAX_MESSAGE = 64 << 20
 """Bytes."""
 
-Refer = Callable[[Any], list]
-"""Makes a reference to an object that is not data."""
-Resolve = Callable[[list], Any]
-"""Finds the object of a reference."""
-
-_SMALL = 2**63
-_MUTABLE = (list, dict, set, bytearray, deque)
-_CONTAINERS = (list, tuple, set, frozenset, deque)
-_MAPPINGS = (Counter, OrderedDict, dict)
-_LEAVES: dict[type, tuple[Callable, Callable]] = {
-    int: (hex, lambda text: int(text, 16)),
-    bytes: (bytes.hex, bytes.fromhex),
-    bytearray: (bytearray.hex, bytearray.fromhex),
-    complex: (lambda z: [z.real, z.imag], lambda pair: complex(*pair)),
-    range: (lambda r: [r.start, r.stop, r.step], lambda ends: range(*ends)),
-    slice: (lambda s: [s.start, s.stop, s.step], lambda ends: slice(*ends)),
-    Decimal: (str, Decimal),
-    Fraction: (str, Fraction),
-    datetime: (datetime.isoformat, datetime.fromisoformat),
-    date: (date.isoformat, date.fromisoformat),
-    timedelta: (lambda d: [d.days, d.seconds, d.microseconds], lambda parts: timedelta(*parts)),
-}
-_KINDS = {kind.__name__: kind for kind in (*_CONTAINERS, *_MAPPINGS, *_LEAVES)}
 _ERRORS = {
     name: kind
     for name, kind in vars(builtins).items()
@@ -68,72 +39,12 @@ _CATCH_ALL = {name: type(name, (Exception,), {}) for name in ("AssertionError", 
 _RAISED = {made: _ERRORS[name] for name, made in _CATCH_ALL.items()}
 
 
-def dumps(value: Any, refer: Refer) -> bytes:
-    return json.dumps(_encode(value, refer)).encode()
-
-
-def loads(data: bytes, resolve: Resolve) -> Any:
-    return _decode(json.loads(data), resolve)
-
-
-def _encode(value: Any, refer: Refer) -> Any:
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, float):
-        return float(value)
-    if isinstance(value, str):
-        return "".join(value)  # a plain str, if it was a subclass
-    if isinstance(value, int) and -_SMALL < value < _SMALL:
-        return int(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return ["namedtuple", list(value._fields), [_encode(item, refer) for item in value]]
-    for kind in _CONTAINERS:
-        if isinstance(value, kind):
-            return [kind.__name__, [_encode(item, refer) for item in value]]
-    for kind in _MAPPINGS:
-        if isinstance(value, kind):
-            pairs = [[_encode(k, refer), _encode(v, refer)] for k, v in value.items()]
-            return [kind.__name__, pairs]
-    for kind, (pack, _) in _LEAVES.items():
-        if isinstance(value, kind):
-            return [kind.__name__, pack(value)]
-    return ["reference", refer(value)]
-
-
-def _decode(data: Any, resolve: Resolve) -> Any:
-    if not isinstance(data, list):
-        return data
-    name, *_, content = data
-    if name == "reference":
-        return resolve(content)
-    if name == "namedtuple":
-        return _row_type(*map(str, data[1]))(_decode(item, resolve) for item in content)
-    kind = _KINDS[name]
-    if kind in _CONTAINERS:
-        return kind(_decode(item, resolve) for item in content)
-    if kind in _MAPPINGS:
-        return kind({_decode(k, resolve): _decode(v, resolve) for k, v in content})
-    return _LEAVES[kind][1](content)
-
-
-@cache
-def _row_type(*fields: str) -> type:
-    """A named tuple whose fields can be read; no field can be a special method."""
-    names = [name for name in fields if name.isidentifier() and not name.startswith("_")]
-    readers = {name: property(itemgetter(fields.index(name))) for name in names}
-    return type("Row", (tuple,), readers | {"_fields": fields})
-
-
 class OtherSideEnded(BaseException):
     """Not an Exception: a program that expects one must not catch this."""
 
 
-def _call(function: Callable, /, *args: Any, **keywords: Any) -> Any:
-    return function(*args, **keywords)
-
-
 OBJECT_OPERATIONS = {
-    "__call__": _call, "__getattr__": getattr, "__setattr__": setattr,
+    "__call__": operator.call, "__getattr__": getattr, "__setattr__": setattr,
     "__getitem__": operator.getitem, "__setitem__": operator.setitem,
     "__delitem__": operator.delitem, "__len__": len, "__iter__": iter, "__next__": next,
     "__bool__": bool, "__str__": str, "__repr__": repr, "__hash__": hash, "__int__": int,
@@ -191,7 +102,8 @@ class Link:
     """One end of the connection. It sends requests, and serves the other side's while it waits."""
 
     def __init__(self, connection: Connection, operations: Mapping[str, Callable]):
-        self._connection, self._operations = connection, operations
+        self._connection = connection
+        self._operations = operations
         self._objects: list[Any] = []
         """Objects that the other side has references to, kept alive so that ids stay unique."""
         self._numbers: dict[int, int] = {}
@@ -269,7 +181,7 @@ class Link:
 
     def _snapshot(self, operand: Any) -> bytes | None:
         """The content of a mutable operand; None for others."""
-        return dumps(operand, self.refer) if isinstance(operand, _MUTABLE) else None
+        return dumps(operand, self.refer) if isinstance(operand, MUTABLE) else None
 
     def _send(self, *message: Any) -> None:
         try:
@@ -294,8 +206,8 @@ class ProgramLink(Link):
     """The program's end. `names` are its global names."""
 
     def __init__(self, connection: Connection, more: Mapping[str, Callable]):
-        name = {"isinstance": isinstance, "name": lambda name: self.names[name]}
-        super().__init__(connection, OBJECT_OPERATIONS | PAIR_OPERATIONS | name | more)
+        more = {"isinstance": isinstance, "name": lambda name: self.names[name], **more}
+        super().__init__(connection, OBJECT_OPERATIONS | PAIR_OPERATIONS | more)
         self.names: dict[str, Any] = {}
 
     def await_start(self) -> None:
@@ -316,8 +228,9 @@ class TestsLink(Link):
     """
 
     def __init__(self, connection: Connection, stop: Callable[[str], NoReturn]):
-        super().__init__(connection, {"__call__": _call})
-        self._stop, self._is_provoked = stop, False
+        super().__init__(connection, {"__call__": operator.call})
+        self._stop = stop
+        self._is_provoked = False
 
     def start_program(self) -> list[str]:
         """The builtins that it redefines."""
@@ -349,7 +262,7 @@ class TestsLink(Link):
     def _serve(self, operation: str, operands: list, keywords: dict) -> None:
         """What a function returns is the program's fault, if that passes it more than data."""
         before = self._is_provoked
-        self._is_provoked = before or not _is_data([operands[1:], keywords])
+        self._is_provoked = before or not is_data([operands[1:], keywords])
         super()._serve(operation, operands, keywords)
         self._is_provoked = before
 
@@ -366,7 +279,9 @@ class ProgramNames(dict):
 
     def __init__(self, link: TestsLink, tested: str | None, python: Mapping[str, Any]):
         super().__init__(__name__="__main__", __builtins__=builtins)
-        self._link, self._tested, self._python = link, tested, python
+        self._link = link
+        self._tested = tested
+        self._python = python
 
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name) and name != self._tested:
@@ -408,22 +323,10 @@ def _exception(kind: object, args: list, text: str) -> Exception:
 
 def _overwrite(target: Any, value: Any) -> None:
     """Only data that can change."""
-    if not isinstance(target, _MUTABLE):
+    if not isinstance(target, MUTABLE):
         raise TypeError(f"a {type(target).__name__} cannot be changed")
     target.clear()
     (target.update if isinstance(target, dict | set) else target.extend)(value)
-
-
-def _is_data(value: Any) -> bool:
-    try:
-        _encode(value, _refuse)
-    except TypeError:
-        return False
-    return True
-
-
-def _refuse(value: Any) -> NoReturn:
-    raise TypeError(f"a {type(value).__name__} is not data")
 
 
 def _name_of(value: Any) -> tuple[str, str] | None:

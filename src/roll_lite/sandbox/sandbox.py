@@ -66,46 +66,9 @@ class Limits:
         at_least(8, self, "open_files")
 
 
-@dataclass(slots=True, kw_only=True)
-class Job:
-    """Runs of one program, for each input or each of the tests.
-
-    Each run has a process of its own. They end with the first run that fails.
-    """
-
-    source: str
-    inputs: list[str]
-    """Standard input; the program starts anew for each."""
-    tests: list[str]
-    """Code that runs after the program, uses its names, and must run to its end. The program is
-    loaded once, and copied for each; there is one input then."""
-    seconds: float
-    """Wall time of all runs."""
-    tests_apart: bool = True
-    """Run the tests in their own process, which the program cannot reach, and which exchanges data
-    with it (see `remote.py`). False runs the first of them in the program's process, as if appended
-    to it: then any test works, but a malicious program can make it pass."""
-    limits: Limits = Limits()
-
-    def terms(self) -> "Terms":
-        is_apart = bool(self.tests) and self.tests_apart
-        return Terms(
-            num_runs=len(self.tests if is_apart else self.inputs),
-            has_tests=bool(self.tests),
-            is_apart=is_apart,
-            seconds=self.seconds,
-            limits=self.limits,
-        )
-
-    def program(self) -> dict[str, Any]:
-        """What the program's process reads."""
-        together = [] if self.tests_apart else self.tests[:1]
-        return {"source": self.source, "inputs": self.inputs, "tests": together}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What the monitor of a job knows of it: nothing that a program or its tests contain."""
+    """What the monitor of a job knows: nothing that the program or its tests contain."""
 
     num_runs: int
     has_tests: bool
@@ -121,10 +84,11 @@ class Outcome:
     """ok: exit code 0, and the tests, if there are any, ran to their end. timeout, memory and
     output name the limit that the program broke. error: any other end."""
     stdout: str
+    """What this run printed."""
     stderr: str
-    """Of all runs of the job."""
+    """What all runs of the job printed."""
     seconds: float
-    """Of all runs of the job."""
+    """Wall time of all runs of the job."""
 
 
 def run_program(source: str, *, isolation: Isolation = "full", **options: Any) -> Outcome:
@@ -143,7 +107,7 @@ def run_repeatedly(source: str, *, isolation: Isolation = "full", **options: Any
 
 
 class Sandbox:
-    """A process that forks programs, one at a time.
+    """A process that forks programs, one at a time: `with Sandbox() as sandbox`.
 
     isolation="full" raises SandboxUnavailable if the kernel lacks something that it needs.
     isolation="rlimits" enforces the limits and nothing else: the program can reach files, the
@@ -153,9 +117,14 @@ class Sandbox:
     def __init__(self, isolation: Isolation = "full"):
         if isolation not in ("full", "rlimits"):
             raise ValueError(f"isolation={isolation!r} is not known; use full or rlimits")
+        self._isolation = isolation
         self._lock = threading.Lock()
+
+    def start(self) -> "Sandbox":
         self._zygote, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        start = _START.format(packages=_PACKAGES, descriptor=theirs.fileno(), isolation=isolation)
+        start = _START.format(
+            packages=_PACKAGES, descriptor=theirs.fileno(), isolation=self._isolation
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-X", "utf8", "-c", start],
             env=_environment(),
@@ -169,46 +138,38 @@ class Sandbox:
         if answer != READY:
             self.close()
             raise SandboxUnavailable(
-                f"isolation={isolation!r} does not work on this machine: {answer or self._end()}. "
+                f"isolation={self._isolation!r} does not work on this machine: "
+                f"{answer or self._why_it_ended()}. "
                 "Run where the kernel allows namespaces, mounts, Landlock and seccomp; for "
                 "programs that you trust, isolation='rlimits' is enough"
             )
+        return self
 
     def run(self, source: str, *, stdin: str = "", tests: str = "", **options: Any) -> Outcome:
-        """Run a Python program once; further options are `tests_apart` and `limits` of `Job`."""
-        given = {"inputs": [stdin], "tests": [tests] if tests else []}
-        return self.run_repeatedly(source, **given, **options)[0]
+        """Run a Python program once; options are `tests_apart` and `limits` of `run_job`."""
+        runs = {"inputs": [stdin], "tests": [tests] if tests else []}
+        return self.run_repeatedly(source, **runs, **options)[0]
 
-    def run_repeatedly(
-        self,
-        source: str,
-        *,
-        inputs: Sequence[str] = ("",),
-        tests: Sequence[str] = (),
-        seconds: float = math.inf,
-        **options: Any,
-    ) -> list[Outcome]:
+    def run_repeatedly(self, source: str, **options: Any) -> list[Outcome]:
         """Run a Python program for each input or each of the tests, until a run fails.
 
         This takes a fraction of the time of single runs, because the runs share namespaces, the
         folder of their files, and what earlier runs left in it. There is at least one outcome.
         There are fewer than runs if one fails, `seconds` have passed, or the program cannot be
-        copied for the next.
+        copied for the next. The options are those of `run_job`.
         """
-        given = {"inputs": list(inputs), "tests": list(tests), "seconds": seconds}
-        job = Job(source=source, **given, **options)
         with self._lock:
             try:
-                return exchange(job, self._hand_over)
+                return run_job(self._hand_over, source, **options)
             except (EOFError, ConnectionError):
-                raise SandboxError(self._end()) from None
+                raise SandboxError(self._why_it_ended()) from None
 
     def close(self) -> None:
         self._zygote.close()
         self._process.wait()
 
     def __enter__(self) -> "Sandbox":
-        return self
+        return self.start()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -216,8 +177,7 @@ class Sandbox:
     def _hand_over(self, descriptors: list[int]) -> None:
         socket.send_fds(self._zygote, [b"job"], descriptors)
 
-    def _end(self) -> str:
-        """Why there is no answer."""
+    def _why_it_ended(self) -> str:
         try:
             code = self._process.wait(timeout=1)
         except subprocess.TimeoutExpired:
@@ -225,15 +185,42 @@ class Sandbox:
         return f"the sandbox's process ended with {code}; see its standard error for the reason"
 
 
-def exchange(job: Job, hand_over: Callable[[list[int]], None]) -> list[Outcome]:
-    """Hand over a job and wait for its outcomes.
+def run_job(
+    hand_over: Callable[[list[int]], None],
+    source: str,
+    *,
+    inputs: Sequence[str] = ("",),
+    tests: Sequence[str] = (),
+    tests_apart: bool = True,
+    seconds: float = math.inf,
+    limits: Limits = Limits(),  # noqa: B008 (it is frozen)
+) -> list[Outcome]:
+    """Run a program for each input or each of the tests; the job ends with the first that fails.
 
-    The job itself goes to a monitor through the first of the descriptors, and to the processes of
-    the program and its tests through the other two. Who forks the monitor reads none of them.
+    The program starts anew for each of `inputs`, its standard input. `tests` are code that runs
+    after the program, uses its names, and must run to its end: the program is loaded once, and
+    copied for each; there is one input then. `seconds` is the wall time of all runs.
+
+    With `tests_apart` the tests have a process of their own, which the program cannot reach, and
+    which exchanges data with it (see `remote.py`). Without, the first of them runs in the program's
+    process, as if appended to it: then any test works, but a malicious program can make it pass.
+
+    The terms go to a monitor through the first of the descriptors that are handed over, the source
+    and the tests to their processes through the other two: who forks the monitor reads none of it.
     marshal is the format that touches the least memory: every page costs a copy in a fork.
     """
+    is_apart = bool(tests) and tests_apart
+    terms = Terms(
+        num_runs=len(tests if is_apart else inputs),
+        has_tests=bool(tests),
+        is_apart=is_apart,
+        seconds=seconds,
+        limits=limits,
+    )
+    together = [] if tests_apart else list(tests[:1])
+    program = {"source": source, "inputs": list(inputs), "tests": together}
+    parts = [_readable(part) for part in (program, list(tests))]
     monitor, theirs = Pipe()
-    parts = [_readable(part) for part in (job.program(), job.tests)]
     with monitor:
         try:
             hand_over([theirs.fileno(), *parts])
@@ -241,14 +228,17 @@ def exchange(job: Job, hand_over: Callable[[list[int]], None]) -> list[Outcome]:
             theirs.close()
             for part in parts:
                 os.close(part)
-        monitor.send_bytes(marshal.dumps(asdict(job.terms())))
+        monitor.send_bytes(marshal.dumps(asdict(terms)))
         answer = marshal.loads(monitor.recv_bytes())
         with suppress(EOFError, ConnectionError):  # when the monitor has ended
             monitor.recv_bytes()
-    if problem := answer.pop("problem", None):
-        raise SandboxError(problem)
-    runs, shared = answer.pop("runs"), answer
-    return [Outcome(kind=kind, stdout=printed, **shared) for kind, printed in runs]
+    if "problem" in answer:
+        raise SandboxError(answer["problem"])
+    stderr, seconds = answer["stderr"], answer["seconds"]
+    return [
+        Outcome(kind=kind, stdout=printed, stderr=stderr, seconds=seconds)
+        for kind, printed in answer["runs"]
+    ]
 
 
 def _readable(part: Any) -> int:
@@ -270,7 +260,8 @@ class SharedSandboxes:
     """As many sandboxes as threads have used at the same time, up to MAX_SHARED."""
 
     def __init__(self, isolation: Isolation):
-        self._isolation, self._idle = isolation, []
+        self._isolation = isolation
+        self._idle: list[Sandbox] = []
         self._places = threading.Semaphore(MAX_SHARED)
 
     @contextmanager
@@ -286,12 +277,12 @@ class SharedSandboxes:
     def _idle_or_new(self) -> Sandbox:
         with suppress(IndexError):
             return self._idle.pop()
-        sandbox = Sandbox(self._isolation)
+        sandbox = Sandbox(self._isolation).start()
         atexit.register(sandbox.close)
         return sandbox
 
 
 @cache
 def _shared_sandboxes(pid: int, isolation: Isolation) -> SharedSandboxes:
-    """Of each process its own: a fork must not use its parent's sandboxes."""
+    """Each process has its own: a fork must not use its parent's sandboxes."""
     return SharedSandboxes(isolation)

@@ -137,15 +137,15 @@ def _parse(text: str) -> Tree:
 def _same(answer: Tree, truth: Tree) -> bool:
     """Whether two trees are the same answer; raises if that cannot be decided."""
     answer = _with_unit(answer, truth)
-    if isinstance(answer, Quantity) or isinstance(truth, Quantity):
+    both = (answer, truth)
+    kinds = {*map(type, both)}
+    if Quantity in kinds:
         return _same_quantity(answer, truth)
-    if isinstance(answer, Relation) or isinstance(truth, Relation):
+    if Relation in kinds:
         return _same_relation(answer, truth)
-    if is_applied(answer, "union") or is_applied(truth, "union"):
-        return _same_set(*map(_parts_of_union, (answer, truth)))
-    if _calculates_with_tuples(answer) or _calculates_with_tuples(truth):
-        return same_value(answer, truth)
-    if isinstance(answer, Collection) or isinstance(truth, Collection):
+    if any(is_applied(tree, "union") for tree in both):
+        return _same_set(*map(_parts_of_union, both))
+    if Collection in kinds and not any(map(_calculates_with_tuples, both)):
         return _same_collection(answer, truth)
     return same_value(answer, truth)
 
@@ -310,7 +310,8 @@ def _subject_and_values(relation: Relation) -> tuple[Tree, tuple[Tree, ...]] | N
     if not _is_constant(sides[-1]):
         is_number = _is_constant(sides[0]) and not isinstance(sides[0], Name)
         return None if is_number else (sides[0], sides[-1:])
-    is_rounded, last = "≈" in relation.operators, _without_unit(sides[-1])
+    is_rounded = "≈" in relation.operators
+    last = _without_unit(sides[-1])
     numbers = [side for side in sides if _is_constant(side)]
     wrong = [n for n in numbers if not agree(_without_unit(n), last, is_rounded=is_rounded)]
     if wrong == [sides[0]] and isinstance(sides[0], Name):  # e = 1/2: here e is a variable

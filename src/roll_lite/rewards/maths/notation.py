@@ -164,7 +164,8 @@ def readings(text: str) -> list[str]:
 
     Inside brackets a comma always separates items.
     """
-    pieces, depth, start = [], 0, 0
+    pieces = []
+    depth = start = 0
     for match in re.finditer(rf"[(\[{SET_OPEN}{SET_CLOSE})\]]", text):
         if depth == 0:
             pieces.append(_join_digits(text[start : match.start()]))
@@ -232,7 +233,9 @@ def units_differ(unit: str, other: str) -> bool:
 
 
 def tokenize(text: str) -> list[Token]:
-    tokens, position, text = [], 0, text.rstrip()
+    tokens: list[Token] = []
+    position = 0
+    text = text.rstrip()
     while position < len(text):
         match = _TOKEN.match(text, position)
         if not match:

@@ -108,7 +108,10 @@ class _Parser:
     """Recursive descent: one method per precedence level, weakest binding first."""
 
     def __init__(self, tokens: list[Token]):
-        self._tokens, self._at, self._depth, self._bars = tokens, 0, 0, 0
+        self._tokens = tokens
+        self._at = 0
+        self._depth = 0
+        self._num_bars = 0
         self._num_summed = 0
 
     @property
@@ -156,7 +159,8 @@ class _Parser:
         return Collection(opening, tuple(items), closing)
 
     def relation(self) -> Tree:
-        sides, operators = [self.union()], []
+        sides = [self.union()]
+        operators: list[str] = []
         while self.next.kind == "symbol" and self.next.text in _RELATIONS:
             operators.append(self.take().text)
             sides.append(self.union())
@@ -188,7 +192,8 @@ class _Parser:
 
     def with_unit(self, value: Tree) -> Tree:
         """The value, with the words that follow it as its unit."""
-        words, depth = [], 0
+        words: list[str] = []
+        depth = 0
         while self.next.kind == "word" or (words and self.next.kind != "end"):
             text = self.next.text
             depth += text in _OPENINGS
@@ -221,7 +226,7 @@ class _Parser:
             return text not in ("rfloor", "rceil")
         if kind == "number":  # as in n(n + 1)2^n; adjacent numbers are no product
             return self.peek(-1).text in (")", "]", "}")
-        is_bracket = text in _OPENINGS or text == "∞" or (text == "|" and not self._bars)
+        is_bracket = text in _OPENINGS or text == "∞" or (text == "|" and not self._num_bars)
         return kind == "symbol" and is_bracket and not of_argument
 
     def factor(self) -> Tree:
@@ -262,9 +267,9 @@ class _Parser:
         self.fail()
 
     def absolute(self) -> Tree:
-        self._bars += 1
+        self._num_bars += 1
         inner = self.sum()
-        self._bars -= 1
+        self._num_bars -= 1
         if not self.takes("|"):
             self.fail()
         return Apply("abs", (inner,))
@@ -276,8 +281,7 @@ class _Parser:
         before = self._at
         fraction = None
         if self.next == Token("command", "frac"):
-            self.take()
-            fraction = self.command("frac")
+            fraction = self.of_token(self.take())
         elif self.next.kind == "number" and self.peek(1).text == "/":
             top, _, bottom = self.take(), self.take(), self.take()
             if bottom.kind == "number":
@@ -344,7 +348,8 @@ class _Parser:
         bounds = {}
         while sign := self.takes("_", "^"):
             bounds[sign] = self.argument()
-        start, num_before = self._at, self._num_summed
+        start = self._at
+        num_before = self._num_summed
         body = self.product()
         match bounds:
             case {

@@ -68,7 +68,8 @@ def math_answer(prompt: Prompt, reply: str, *, guess: bool = True) -> Score:
     check_truth(prompt)
     is_cut = prompt.extra.get("finish_reason") == "length"
     grade = grade_reply(reply, prompt.ground_truth, guess=guess and not is_cut)
-    correct, is_asked = grade.verdict.kind == "equal", _is_asked(grade)
+    correct = grade.verdict.kind == "equal"
+    is_asked = _is_asked(grade)
     parts = {
         "correct": correct,
         "boxed": grade.source == "boxed",
@@ -191,7 +192,8 @@ def _with_last_digit(text: str) -> str:
 
 def _boxes(text: str) -> list[str]:
     """Contents of the closed boxes; boxes joined by `,`, `and` or `or` are one list."""
-    lists, end = [], 0
+    lists: list[list[str]] = []
+    end = 0
     for match in _BOX.finditer(text):
         if match.start() < end:
             continue  # nested in the previous box

@@ -68,9 +68,10 @@ def agree(a: Tree, b: Tree, *, is_rounded: bool) -> bool:
     difference = evaluate(Apply("subtract", (a, b)), {})
     if isinstance(difference, complex | tuple):
         return False
-    limits = [_last_digit(n) for n in map(_number, (a, b)) if n and n.places]
+    numbers = [number for tree in (a, b) if (number := _number(tree))]
+    limits = [_last_digit(number) for number in numbers if number.places]
     if is_rounded:
-        limits += [Fraction(1, 2) for n in map(_number, (a, b)) if n and not n.places]
+        limits += [Fraction(1, 2) for number in numbers if not number.places]
         limits.append(abs(evaluate(a, {})) / 100)
     return abs(difference) < max(limits, default=0)
 
@@ -80,7 +81,8 @@ def values_at_points(answer: Tree, truth: Tree) -> list[tuple[Value, Value]]:
     names = sorted(names_of(answer) | names_of(truth))
     functions = functions_of(answer) | functions_of(truth)
     is_positive = bool(functions & {"ln", "log", "lg", "root"})
-    random, pairs = Random(7), []
+    random = Random(7)
+    pairs: list[tuple[Value, Value]] = []
     for _ in range(3 * NUM_POINTS):
         signs = (1,) if is_positive or len(pairs) % 2 == 0 else (-1, 1)
         point = {
@@ -173,8 +175,9 @@ def _call(tree: Apply, point: Mapping[str, Fraction]) -> Value:
     arguments = [evaluate(argument, point) for argument in tree.arguments]
     if any(isinstance(argument, tuple) for argument in arguments):
         return _calculate_tuple(tree.function, *arguments)
-    function = _FUNCTIONS.get(tree.function) or partial(_unknown_function, tree.function)
-    return function(*arguments)
+    if tree.function in _FUNCTIONS:
+        return _FUNCTIONS[tree.function](*arguments)
+    return _unknown_function(tree.function, *arguments)
 
 
 def names_of(tree: Tree) -> set[str]:
@@ -265,11 +268,11 @@ def _power(base: Value, exponent: Value) -> Value:
         if exponent.denominator > 64:
             return complex(base) ** float(exponent)
         return _power(_root(base, Fraction(exponent.denominator)), Fraction(exponent.numerator))
-    bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-    if abs(base) != 1 and base != 0 and bits * abs(exponent.numerator) > 2 * MAX_BITS:
-        raise TooLarge(f"the power of {exponent.numerator}")
     if abs(base) == 1:
         return base if exponent.numerator % 2 else Fraction(1)
+    bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+    if base != 0 and bits * abs(exponent.numerator) > 2 * MAX_BITS:
+        raise TooLarge(f"the power of {exponent.numerator}")
     return base**exponent.numerator
 
 
@@ -288,7 +291,7 @@ def _root(value: Value, degree: Value) -> Value:
 
 def _real_root(value: Value, degree: Value) -> Value:
     r"""Odd roots of negative numbers are negative, as in \sqrt[3]{-8}."""
-    is_odd = isinstance(degree, Fraction) and degree.denominator == 1 and degree % 2 == 1
+    is_odd = _is_integer(degree) and degree % 2 == 1
     if is_odd and not isinstance(value, complex) and value < 0:
         return -_root(-value, degree)
     return _root(value, degree)
@@ -306,7 +309,7 @@ def _integer_root(value: int, degree: int) -> int | None:
 def _factorial(value: Value) -> Value:
     if isinstance(value, complex):
         raise Undefined("factorial of a complex number")
-    if isinstance(value, Fraction) and value.denominator == 1 and value >= 0:
+    if _is_integer(value) and value >= 0:
         if value > MAX_FACTORIAL:
             raise TooLarge(f"the factorial of {value}")
         return Fraction(math.factorial(int(value)))
@@ -314,7 +317,7 @@ def _factorial(value: Value) -> Value:
 
 
 def _binomial(n: Value, k: Value) -> Value:
-    if all(isinstance(v, Fraction) and v.denominator == 1 and v >= 0 for v in (n, k)):
+    if all(_is_integer(value) and value >= 0 for value in (n, k)):
         if n > 10 * MAX_FACTORIAL:
             raise TooLarge(f"{n} over {k}")
         return Fraction(math.comb(int(n), int(k)))
@@ -322,9 +325,13 @@ def _binomial(n: Value, k: Value) -> Value:
 
 
 def _of_integers(function: Callable[..., int], *values: Value) -> Value:
-    if not all(isinstance(value, Fraction) and value.denominator == 1 for value in values):
+    if not all(map(_is_integer, values)):
         raise Undefined("not an integer")
     return Fraction(function(*map(int, values)))
+
+
+def _is_integer(value: Value) -> bool:
+    return isinstance(value, Fraction) and value.denominator == 1
 
 
 def _log(value: Value, base: Value = math.e) -> Value:
