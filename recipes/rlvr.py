@@ -54,8 +54,8 @@ class Config(rl.PolicyConfig):
         "reverse": reversed_word,
     }
     SHOWN: ClassVar = {
-        "reward/mean": "reward", "eval/pass@1": "eval", "eval/failed": "eval failed",
-        "rollout/failed": "failed",
+        "reward/mean": "reward", "eval/pass@1": "eval", "eval/kl": "eval KL",
+        "eval/failed": "eval failed", "rollout/failed": "failed",
         "rollout/missing_groups": "missing groups", "rollout/reply_tokens": "tokens",
         "rollout/staleness": "staleness", "rollout/kl": "KL to teacher",
         "loss/entropy": "entropy", "loss/grad_norm": "grad", "loss/skipped_steps": "skipped",
@@ -93,7 +93,11 @@ def main(cfg: Config, keep: Callable[[rl.Group], bool] | None = None) -> list[fl
                 temperature=cfg.temperature,
                 stop_ids=chat.stop_ids,
             )
-            evaluation = rl.Evaluation(held_out, cfg.evaluation, params)
+            kl = partial(roles.kl_to_teacher, budget=cfg.training.tokens_per_microbatch)
+            evaluation = rl.Evaluation(
+                held_out, cfg.evaluation, params,
+                kl_to_teacher=kl if cfg.advantages.needs_teacher else None,
+            )  # fmt: skip
             rollout = rl.Coordinator(
                 engines=roles.engines, chat=chat, prompts=prompts, params=params,
                 play=players.play, reward_engines=players.engine_clients,

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 from roll_lite.cluster.cluster import Cluster
@@ -131,6 +132,26 @@ class Roles:
             for place, logprobs in zip(places, taught, strict=True):
                 found[place] = logprobs
         return found
+
+    def kl_to_teacher(self, groups: list[Group], budget: int) -> float:
+        """KL from the policy to its teachers, in nats per token, estimated by the sampled tokens;
+        between two steps, when engines have the devices."""
+        teachers = self.teachers.values() if self._offloads else ()
+        for teacher in teachers:
+            teacher.reload()
+        taught = self._taught(groups, plain_sequences(groups), budget)
+        for teacher in teachers:
+            teacher.offload()
+        parts = [part for group in groups for s in group.samples for part in s.sequences]
+        return fmean(
+            own - teachers_own
+            for part, logprobs in zip(parts, taught, strict=True)
+            if logprobs
+            for own, teachers_own, is_sampled in zip(
+                part.logprobs, logprobs, part.loss_mask, strict=True
+            )
+            if is_sampled
+        )
 
     def train(
         self, trainer: RoleHandle, sequences: list[TrainingSequence], budget: int, *,

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from roll_lite.options import from_flat
 from roll_lite.recipes import distill, rlvr, sft
 from roll_lite.report.reader import RunFolder
+from roll_lite.roles import Roles
 
 DISTILL = RECIPES / "distill.py"
 RLVR = RECIPES / "rlvr.py"
@@ -83,6 +84,29 @@ def test_on_policy_the_students_own_samples_come_closer(small_folder, teacher, t
     assert sum(kls[-3:]) < 0.75 * sum(kls[:3])
     assert losses == pytest.approx(kls, abs=1e-3)  # ratios are 1, so the loss is the KL
     assert max(metric(run_dir, "mismatch/logprob_max")) < 1e-3
+
+
+def test_held_out_samples_measure_the_kl_to_the_teacher(
+    small_folder, teacher, tmp_path, monkeypatch
+):
+    answers, measure = [], Roles.kl_to_teacher
+    monkeypatch.setattr(
+        Roles, "kl_to_teacher", lambda self, *given, **named: answers.append(given[0])
+        or measure(self, *given, **named),
+    )  # fmt: skip
+    run_dir = run_on_policy(
+        small_folder, teacher, tmp_path / "run", steps=2, eval_every=2, eval_prompts=8
+    )
+    model = AutoModelForCausalLM.from_pretrained(teacher / "model")
+    for groups, kl in zip(answers, metric(run_dir, "eval/kl"), strict=True):
+        gaps = []
+        for part in (part for group in groups for s in group.samples for part in s.sequences):
+            ids = torch.tensor(part.token_ids)
+            logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+            taught = logprobs.gather(1, ids[1:, None])[:, 0].tolist()
+            rows = zip(part.loss_mask[1:], part.logprobs[1:], taught, strict=True)
+            gaps += [own - theirs for is_sampled, own, theirs in rows if is_sampled]
+        assert kl == pytest.approx(sum(gaps) / len(gaps), abs=1e-5)
 
 
 BRIEF = {run: {"rows_per_step": 4, "eval_rows": 2}, run_on_policy: {"prompts_per_step": 4}}

@@ -6,7 +6,7 @@ The metrics of a training step's groups are here too: they share most formulas w
 import json
 import os
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -64,17 +64,26 @@ class EvaluationOptions:
 class Evaluation:
     """Evaluates on the same prompts every time, whatever the seed of the run."""
 
-    best = "eval/pass@1"
-    is_lower_better = False
-
     def __init__(
-        self, prompts: Sequence[Prompt], options: EvaluationOptions, params: SamplingParams
+        self,
+        prompts: Sequence[Prompt],
+        options: EvaluationOptions,
+        params: SamplingParams,
+        *,
+        kl_to_teacher: Callable[[list[Group]], float] | None = None,
     ):
-        """`params` are those of training; with one sample per prompt the temperature is 0."""
+        """`params` are those of training; with one sample per prompt the temperature is 0.
+
+        Where a teacher is the only signal, `kl_to_teacher` measures samples instead of rewards.
+        """
         self._prompts = prompts
         self._options = options
+        self._kl_to_teacher = kl_to_teacher
         self.every = options.eval_every
-        self._params = params if options.eval_samples > 1 else replace(params, temperature=0.0)
+        self.best = "eval/kl" if kl_to_teacher else "eval/pass@1"
+        self.is_lower_better = kl_to_teacher is not None
+        is_greedy = options.eval_samples == 1 and not kl_to_teacher
+        self._params = replace(params, temperature=0.0) if is_greedy else params
         self.rates: list[float] = []
         """Pass rates of all evaluations so far."""
         self.groups: list[Group] = []
@@ -95,6 +104,8 @@ class Evaluation:
         refuse_all_failed(answers)
         metrics = pass_rates(answers, self._options.pass_reward)
         self.rates.append(metrics["eval/pass@1"])
+        if self._kl_to_teacher:
+            metrics["eval/kl"] = self._kl_to_teacher(answers)
         return metrics | {"time/evaluate": time.perf_counter() - start}
 
 
