@@ -46,7 +46,7 @@ class Config(rl.PolicyConfig):
     """Folder for config.json, metrics.jsonl, events.jsonl, rollouts/, checkpoints/ and model/."""
 
     PREFIX: ClassVar = "rlvr"
-    """Of the seed of prompts: other recipes draw other ones."""
+    """Prefix of the seed of prompts: other recipes draw other ones."""
     INLINE: ClassVar = {  # rewards on rank 0, by domain; yours: --rewards FILE
         "addition": rl.last_number,
         "counting": rl.last_number,

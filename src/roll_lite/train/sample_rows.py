@@ -26,7 +26,7 @@ class Part(NamedTuple):
     """A sequence of a sample."""
 
     number: int
-    """Of the sample, over all groups."""
+    """Number of the sample over all groups."""
     sample: Sample
     tokens: TokenSequence
     loss_mask: list[bool]
