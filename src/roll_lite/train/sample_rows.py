@@ -66,7 +66,8 @@ class AdvantageState:
         self.kl.load_state_dict(state["kl"])
 
 
-GRPO, NO_SCORES = AdvantageOptions(), ModelScores()
+GRPO = AdvantageOptions()
+NO_SCORES = ModelScores()
 
 
 def with_advantages(

@@ -141,20 +141,17 @@ class Trainer(Scorer):
             for number, micro in enumerate(batch):
                 micro = micro.to(self.device)
                 self.model.set_requires_all_reduce(number == last)
-                measurements = self._backward(micro)
-                totals.add(measurements, micro.weights_R)
-                self._entropies += [v_R for n, v_R in measurements.items() if n == ENTROPY]
+                loss_R, measurements = self._loss(micro)
+                (loss_R * micro.weights_R).sum().backward()
+                totals.add({LOSS: loss_R.detach(), **measurements}, micro.weights_R)
+                if ENTROPY in measurements:
+                    self._entropies.append(measurements[ENTROPY])
                 bar.advance(len(micro.token_ids_T))
         return totals
 
     def entropies(self) -> list[Tensor]:
         """The policy's entropy at each row of each micro-batch of the last step."""
         return [entropy_R.cpu() for entropy_R in self._entropies]
-
-    def _backward(self, micro: MicroBatch) -> dict[str, Tensor]:
-        loss_R, measurements = self._loss(micro)
-        (loss_R * micro.weights_R).sum().backward()
-        return {LOSS: loss_R.detach(), **measurements}
 
     def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         targets = micro.targets_R if micro.teacher_ids_RK is None else micro.teacher_ids_RK
