@@ -188,7 +188,8 @@ class Loop:
 
     def _begin_rollout(self) -> None:
         """The weights of a checkpoint to the engines, and the journal of the run."""
-        rollout, step = self._rollout, self._saved.step
+        rollout = self._rollout
+        step = self._saved.step
         rollout.on_states(self._run.phase.show_states)
         if self._saved.resumed_at:
             self._roles.to_training()
@@ -200,7 +201,8 @@ class Loop:
 
     def _measure_first(self) -> None:
         """Before the first step, and in a resumed run what was abandoned."""
-        step, evaluation = self._saved.step, self._evaluation
+        step = self._saved.step
+        evaluation = self._evaluation
         if evaluation is None or not (step or self._is_measured_first):
             return
         if self._run.is_missing(evaluation.best, step, evaluation.every):

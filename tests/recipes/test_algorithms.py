@@ -15,7 +15,7 @@ from roll_lite import roles
 from roll_lite.models.hf import load_model
 from roll_lite.options import from_flat
 from roll_lite.recipes import rlvr
-from roll_lite.train import sequences
+from roll_lite.train import sample_rows
 
 REPLY_TOKENS = 4
 GOOD = string.ascii_lowercase[:13]  # 13 of 98 tokens
@@ -169,7 +169,7 @@ def test_the_coefficient_adapts_to_the_target(train, target, is_rising):
 def trained_on(monkeypatch):
     """Groups and sequences, as the recipe gets advantages for the ones and trains on the others."""
 
-    class Rows(sequences.Rows):
+    class Rows(sample_rows.Rows):
         def __init__(self, groups, *arguments):
             seen["groups"] = groups
             super().__init__(groups, *arguments)
@@ -179,7 +179,7 @@ def trained_on(monkeypatch):
         return original_update(trained, *arguments)
 
     seen, original_update = {}, rlvr.update
-    monkeypatch.setattr(sequences, "Rows", Rows)
+    monkeypatch.setattr(sample_rows, "Rows", Rows)
     monkeypatch.setattr(rlvr, "update", update)
     return seen
 

@@ -20,16 +20,10 @@ from support.training_data import (
 from roll_lite.options import from_flat
 from roll_lite.train.batch import pack
 from roll_lite.train.distillation import DistillLoss
-from roll_lite.train.losses import (
-    LOSSES,
-    LossOptions,
-    PolicyLoss,
-    ValueLoss,
-    critic_metrics,
-    sft_loss,
-)
+from roll_lite.train.losses import LOSSES, LossOptions, PolicyLoss, ValueLoss, sft_loss
 from roll_lite.train.preference import DPOLoss
 from roll_lite.train.sequences import TrainingSequence
+from roll_lite.train.totals import critic_metrics
 
 
 def policy_loss(**options):

@@ -41,7 +41,8 @@ class Checkpoints:
                 f"keep_last={keep_last} must be at least 1 and keep_best={keep_best} at least 0"
             )
         self.folder = Path(folder)
-        self.keep_last, self.keep_best = keep_last, keep_best
+        self.keep_last = keep_last
+        self.keep_best = keep_best
         self._writing: set[int] = set()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._put_back_replaced()

@@ -83,12 +83,14 @@ def truncate(
     """Sequences truncated so that each fits in a micro-batch, and how many were truncated."""
     longest = tokens_per_microbatch + 1  # the last token is only a target
     per_token = ("token_ids", "loss_mask", *OPTIONAL)
-    result, num_cut = [], 0
+    result = []
+    num_cut = 0
     for sequence in sequences:
         if len(sequence.token_ids) > longest:
             values = {name: getattr(sequence, name) for name in per_token}
             cut = {name: v[:longest] for name, v in values.items() if v is not None}
-            sequence, num_cut = replace(sequence, **cut), num_cut + 1
+            sequence = replace(sequence, **cut)
+            num_cut += 1
         result.append(sequence)
     return result, num_cut
 

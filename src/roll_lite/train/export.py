@@ -115,7 +115,8 @@ def _merged(
     adapters = _read(checkpoint, adapters, manifest)
     state = {name: p.detach() for name, p in load_model(base).named_parameters()}
     for name in (name.removesuffix("_adapter.down") for name in adapters if name.endswith("down")):
-        down, up = adapters[f"{name}_adapter.down"], adapters[f"{name}_adapter.up"]
+        down = adapters[f"{name}_adapter.down"]
+        up = adapters[f"{name}_adapter.up"]
         state[name] = merge(state[name], down, up, options)
     return state
 

@@ -74,7 +74,9 @@ class KLController:
     """
 
     def __init__(self, coef: float, *, target: float | None = None, horizon: int = 10_000):
-        self.coef, self.target, self.horizon = coef, target, horizon
+        self.coef = coef
+        self.target = target
+        self.horizon = horizon
 
     def update(self, kl: float, num_samples: int) -> None:
         """`kl` is summed over the tokens of a sample and averaged over samples."""

@@ -67,13 +67,7 @@ def ppo(
 
     Dual clip: Ye et al. 2019 (1912.09729).
     """
-    ratio_R = delta_R.exp()
-    loss_R, is_clipped_R = _clipped(ratio_R, advantages_R, clip_low, clip_high)
-    if dual_clip is not None:
-        bound_R = (-dual_clip * advantages_R).where(advantages_R < 0, math.inf)
-        is_clipped_R = is_clipped_R | (bound_R < loss_R)
-        loss_R = loss_R.minimum(bound_R)
-    return loss_R, _ratios(ratio_R, is_clipped_R)
+    return _clipped(delta_R.exp(), advantages_R, clip_low, clip_high, dual_clip)
 
 
 def gspo(
@@ -85,8 +79,7 @@ def gspo(
     Such a ratio stays close to 1, so the paper's clips are much tighter than PPO's.
     """
     ratio_R = _mean_over(delta_R, batch.sample_R, batch.num_samples).exp()
-    loss_R, is_clipped_R = _clipped(ratio_R, advantages_R, clip_low, clip_high)
-    return loss_R, _ratios(ratio_R, is_clipped_R)
+    return _clipped(ratio_R, advantages_R, clip_low, clip_high)
 
 
 def segment(
@@ -94,8 +87,7 @@ def segment(
 ):
     """PPO with one ratio per turn, normalised by its length."""
     ratio_R = _mean_over(delta_R, batch.segment_R, batch.num_segments).exp()
-    loss_R, is_clipped_R = _clipped(ratio_R, advantages_R, clip_low, clip_high)
-    return loss_R, _ratios(ratio_R, is_clipped_R)
+    return _clipped(ratio_R, advantages_R, clip_low, clip_high)
 
 
 def raft_plus_plus(
@@ -106,9 +98,8 @@ def raft_plus_plus(
     The paper's positives are the right answers: use advantage reinforce without whitening. Group
     advantages are 0 where a whole group is right, which leaves such groups out.
     """
-    ratio_R, is_positive_R = delta_R.exp(), (advantages_R > 0).to(delta_R.dtype)
-    loss_R, is_clipped_R = _clipped(ratio_R, is_positive_R, clip_low, clip_high)
-    return loss_R, _ratios(ratio_R, is_clipped_R)
+    is_positive_R = (advantages_R > 0).to(delta_R.dtype)
+    return _clipped(delta_R.exp(), is_positive_R, clip_low, clip_high)
 
 
 def cispo(
@@ -215,10 +206,11 @@ class LossOptions:
         above(1, self, "dual_clip")
         is_old = self.denominator == "old"
         read_only_if(is_old, "denominator='old'", self, "correction", "rejection")
-        level = "token or sequence"
-        corrects, rejects = self.correction != "none", self.rejection != "none"
-        read_only_if(corrects, f"correction={level}", self, "correction_cap")
-        read_only_if(rejects, f"rejection={level}", self, "rejection_low", "rejection_high")
+        corrects = self.correction != "none"
+        read_only_if(corrects, "correction=token or sequence", self, "correction_cap")
+        rejects = self.rejection != "none"
+        band = ("rejection_low", "rejection_high")
+        read_only_if(rejects, "rejection=token or sequence", self, *band)
 
     @cached_property
     def function(self) -> Callable[..., LossResult]:
@@ -250,11 +242,12 @@ class PolicyLoss:
     """One of your own, instead of that which the options name; it may return the loss alone."""
 
     def __call__(self, logprobs_R: Tensor, entropy_R: Tensor, batch: MicroBatch) -> LossResult:
-        options, is_old = self.options, self.options.denominator == "old"
+        options = self.options
+        is_old = options.denominator == "old"
         denominator_R = required(batch, "old_logprobs_R" if is_old else "logprobs_R")
-        delta_R, advantages_R = logprobs_R - denominator_R, required(batch, "advantages_R")
+        delta_R = logprobs_R - denominator_R
         function = self.function or options.function
-        found = function(logprobs_R, delta_R, advantages_R, batch)
+        found = function(logprobs_R, delta_R, required(batch, "advantages_R"), batch)
         loss_R, measurements = found if isinstance(found, tuple) else (found, {})
         for name, rows in {"its loss": loss_R, **measurements}.items():
             if rows.shape != logprobs_R.shape:
@@ -335,16 +328,6 @@ class ValueLoss:
         return error_R.maximum(clipped_error_R) / 2, measurements
 
 
-def critic_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """A critic's metrics under names of their own, with the explained variance."""
-    renamed = {f"critic/{name.partition('/')[2]}": value for name, value in metrics.items()}
-    renamed["time/critic"] = renamed.pop("critic/train")
-    variance = renamed["critic/return_square"] - renamed["critic/return"] ** 2
-    if variance > 1e-12:  # not all returns are equal
-        renamed["critic/explained_variance"] = 1 - renamed["critic/value_error"] / variance
-    return renamed
-
-
 def required(batch: MicroBatch, field: str) -> Tensor:
     """A field of the batch; an error where the batch lacks it."""
     value = getattr(batch, field)
@@ -372,12 +355,22 @@ def _mean_over(delta_R: Tensor, part_R: Tensor, num_parts: int) -> Tensor:
 
 
 def _clipped(
-    ratio_R: Tensor, advantages_R: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """max(-ratio A, -clip(ratio) A), and where the clip decided it."""
+    ratio_R: Tensor,
+    advantages_R: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> LossResult:
+    """max(-ratio A, -clip(ratio) A); where A < 0, at most `dual_clip` times |A|."""
     unclipped_R = -ratio_R * advantages_R
     clipped_R = -ratio_R.clamp(1 - clip_low, 1 + clip_high) * advantages_R
-    return unclipped_R.maximum(clipped_R), clipped_R > unclipped_R
+    loss_R = unclipped_R.maximum(clipped_R)
+    is_clipped_R = clipped_R > unclipped_R
+    if dual_clip is not None:
+        bound_R = (-dual_clip * advantages_R).where(advantages_R < 0, math.inf)
+        is_clipped_R = is_clipped_R | (bound_R < loss_R)
+        loss_R = loss_R.minimum(bound_R)
+    return loss_R, _ratios(ratio_R, is_clipped_R)
 
 
 def _off_policy(batch: MicroBatch, level: str) -> Tensor:

@@ -19,7 +19,8 @@ class Offload:
 
     def __init__(self, changing: Iterable[Tensor], fixed: Iterable[Tensor] = ()):
         """`fixed` tensors, such as frozen weights, are copied to the host once."""
-        changing, fixed = list(changing), list(fixed)
+        changing = list(changing)
+        fixed = list(fixed)
         self.is_out = False
         self._device = (changing + fixed)[0].device
         self._held = {_key(tensor): _storage_bytes(tensor) for tensor in changing + fixed}
@@ -51,7 +52,7 @@ class Offload:
         self.is_out = False
 
     def _wait(self) -> None:
-        """For all copies at once."""
+        """Wait for all copies at once."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -68,21 +69,23 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def _key(tensor: Tensor) -> int:
-    """Of the storage, which may be empty at the time."""
+    """Identifies the tensor's storage, which may be empty at the time."""
     return tensor.untyped_storage()._cdata
 
 
 def _storage_bytes(tensor: Tensor) -> Tensor:
-    """The whole storage, with the padding of an uneven shard."""
+    """A view of the whole storage, with the padding of an uneven shard."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _host_copies(held: dict[int, Tensor], device: torch.device) -> dict[int, Tensor]:
     """Host memory for each storage, several in a slab: the largest first, each where it fits."""
     sizes = {key: -(-tensor.numel() // ALIGNMENT) * ALIGNMENT for key, tensor in held.items()}
-    total, largest = sum(sizes.values()), max(sizes.values())
-    slab = max(_power_of_two(largest), min(SLAB_BYTES, _power_of_two(total)))
-    slabs, used, copies = [], [], {}
+    largest = max(sizes.values())
+    slab = max(_power_of_two(largest), min(SLAB_BYTES, _power_of_two(sum(sizes.values()))))
+    slabs: list[Tensor] = []
+    used: list[int] = []  # bytes of each slab
+    copies: dict[int, Tensor] = {}
     for key in sorted(sizes, key=sizes.get, reverse=True):
         found = next((i for i, end in enumerate(used) if end + sizes[key] <= slab), len(slabs))
         if found == len(slabs):
@@ -95,5 +98,5 @@ def _host_copies(held: dict[int, Tensor], device: torch.device) -> dict[int, Ten
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest one that is not less."""
+    """The smallest power of two that is not less."""
     return 1 << max(0, number - 1).bit_length()

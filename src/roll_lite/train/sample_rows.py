@@ -27,7 +27,7 @@ class Part(NamedTuple):
     """A sequence of a sample."""
 
     number: int
-    """Of the sample, over all groups."""
+    """Number of the sample over all groups."""
     sample: Sample
     tokens: TokenSequence
     loss_mask: list[bool]
@@ -67,7 +67,8 @@ class AdvantageState:
         self.kl.load_state_dict(state["kl"])
 
 
-GRPO, NO_SCORES = AdvantageOptions(), ModelScores()
+GRPO = AdvantageOptions()
+NO_SCORES = ModelScores()
 
 
 def with_advantages(

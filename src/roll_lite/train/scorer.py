@@ -55,7 +55,9 @@ class Scorer(Profiled):
         checkpointing: Checkpointing = "none",
         lora: LoraOptions | None = None,
     ) -> None:
-        self.folder, self.place, self.device = folder, place, place.device
+        self.folder = folder
+        self.place = place
+        self.device = place.device
         self.temperature = temperature
         self.replicas = place.mesh["dp"].get_group()
         tensor_shard = TensorShard.of(place.mesh["tp"].get_group()) if place.tp > 1 else None
@@ -64,7 +66,8 @@ class Scorer(Profiled):
         model = open_model(folder, **options)
         if lora:
             add_adapters(model, lora)
-        self.config, self.tensor_shard = model.config, model.shard
+        self.config = model.config
+        self.tensor_shard = model.shard
         self.model = shard(model, place.shards, place.dtype, checkpointing)
         self._offload: Offload | None = None
 
@@ -169,7 +172,8 @@ def score_over_ranks(
 
     `method` is `logprobs` or `values` of a role.
     """
-    scores, num_shards = [], method.role.num_replicas
+    scores = []
+    num_shards = method.role.num_replicas
     with ProgressBar(len(sequences), method.role.name, "sequences") as bar:
         for start in range(0, len(sequences), SEQUENCES_PER_CALL):
             part = sequences[start : start + SEQUENCES_PER_CALL]

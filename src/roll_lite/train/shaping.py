@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from roll_lite.checks import at_least, check_choices, read_only_if
 from roll_lite.train.advantages import EPSILON, EQUAL, standardise
-from roll_lite.train.sequences import TrainingSequence
+from roll_lite.train.sequences import TrainingSequence, samples_of
 from roll_lite.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ class RunningMoments:
     """Mean and variance of all numbers so far (Chan et al.'s update, batch by batch)."""
 
     def __init__(self):
-        self.count, self.mean, self.squares = 0, 0.0, 0.0
+        self.count = 0
+        self.mean = 0.0
+        self.squares = 0.0
 
     def update(self, values: Tensor) -> None:
         if not len(values):
@@ -52,7 +54,9 @@ class RunningMoments:
         return {"count": self.count, "mean": self.mean, "squares": self.squares}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
+        self.count = state["count"]
+        self.mean = state["mean"]
+        self.squares = state["squares"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +106,8 @@ def penalise_overlong(groups: list[Group], max_tokens: int, buffer: int) -> list
 
     def penalised(sample: Sample) -> Sample:
         penalty = overlong_penalty(sample.num_sampled, max_tokens, buffer)
-        value, parts = sample.score.value + penalty, {**sample.score.parts, "overlong": penalty}
-        score = replace(sample.score, value=value, parts=parts)
+        parts = {**sample.score.parts, "overlong": penalty}
+        score = replace(sample.score, value=sample.score.value + penalty, parts=parts)
         *turns, last = sample.turns
         result = replace(last.result, reward=last.result.reward + penalty)
         return replace(sample, score=score, turns=[*turns, replace(last, result=result)])
@@ -116,5 +120,5 @@ def penalise_overlong(groups: list[Group], max_tokens: int, buffer: int) -> list
 
 def mask_overlong(sequences: list[TrainingSequence], groups: list[Group]) -> list[TrainingSequence]:
     """Without the samples of `groups`, by number, that have a reply cut by its length."""
-    samples = [sample for group in groups for sample in group.samples]
+    samples = samples_of(groups)
     return [sequence for sequence in sequences if not samples[sequence.sample].is_cut]

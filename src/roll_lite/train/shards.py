@@ -212,13 +212,15 @@ def check_cover(records: Sequence[ShardRecord]) -> None:
 
 def _header(tensors: dict[str, Tensor]) -> bytes:
     """The header of a safetensors file: the length of its JSON, then the JSON."""
-    entries, end = {}, 0
+    entries = {}
+    end = 0
     for name, tensor in tensors.items():
         dtype = _dtype_name(tensor)
         if dtype not in FORMAT_NAMES:
             known = ", ".join(FORMAT_NAMES)
             raise ValueError(f"{name} has dtype={tensor.dtype}; a checkpoint holds {known}")
-        start, end = end, end + tensor.nbytes
+        start = end
+        end = start + tensor.nbytes
         entries[name] = {
             "dtype": FORMAT_NAMES[dtype],
             "shape": list(tensor.shape),
@@ -251,7 +253,8 @@ def _dtype_name(tensor: Tensor) -> str:
 
 def _overlap(stored: StoredPiece, wanted: Piece) -> tuple[tuple, tuple] | None:
     """The slices of both that cover the same part of the tensor."""
-    source, target = [], []
+    source = []
+    target = []
     for stored_at, stored_size, wanted_at, wanted_size in zip(
         stored.offsets, stored.local_shape, wanted.offsets, wanted.tensor.shape, strict=True
     ):

@@ -1,4 +1,4 @@
-"""Measurements of a step: summed over micro-batches and ranks, and of several updates as one."""
+"""Measurements of a step: summed over micro-batches and ranks; those of several updates as one."""
 
 from statistics import fmean
 
@@ -51,3 +51,13 @@ def combine(updates: list[dict[str, float]]) -> dict[str, float]:
         else:
             result[name] = max(values) if name.endswith("_max") else fmean(values)
     return result
+
+
+def critic_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """A critic's metrics under names of their own, with the explained variance."""
+    renamed = {f"critic/{name.partition('/')[2]}": value for name, value in metrics.items()}
+    renamed["time/critic"] = renamed.pop("critic/train")
+    variance = renamed["critic/return_square"] - renamed["critic/return"] ** 2
+    if variance > 1e-12:  # not all returns are equal
+        renamed["critic/explained_variance"] = 1 - renamed["critic/value_error"] / variance
+    return renamed

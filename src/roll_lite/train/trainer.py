@@ -77,7 +77,9 @@ class Trainer(Scorer):
         # Frozen weights need no fp32 master.
         dtype = place.dtype if lora else torch.float32
         self._build(folder, place, temperature, head, dtype, checkpointing, lora)
-        self.loss, self.schedule, self.max_grad_norm = loss, schedule, max_grad_norm
+        self.loss = loss
+        self.schedule = schedule
+        self.max_grad_norm = max_grad_norm
         self.part: Literal["policy", "critic"] = "policy" if head == "language" else "critic"
         """The name of its files in a checkpoint."""
         self.num_steps = 0
@@ -91,7 +93,7 @@ class Trainer(Scorer):
             trained, weight_decay=weight_decay, moments_dtype=getattr(torch, moments)
         )
         self._entropies: list[Tensor] = []
-        """Of the rows of each micro-batch of the last step, on the device."""
+        """Entropies of the rows of each micro-batch of the last step, on the device."""
         self._checkpoint: Future[ShardRecord]
 
     def step(self, batch: list[MicroBatch], scheduled_at: int | None = None) -> dict[str, float]:
@@ -130,28 +132,26 @@ class Trainer(Scorer):
                 "advantages for nan and inf"
             )
 
-    def _accumulate(self, batch: list[MicroBatch]) -> "Totals":
+    def _accumulate(self, batch: list[MicroBatch]) -> Totals:
         """The gradient of all micro-batches; copies of the weights sum theirs after the last."""
-        totals, last = Totals(), len(batch) - 1
+        totals = Totals()
+        last = len(batch) - 1
         self._entropies = []
         with _token_bar(batch, "training") as bar:
             for number, micro in enumerate(batch):
                 micro = micro.to(self.device)
                 self.model.set_requires_all_reduce(number == last)
-                measurements = self._backward(micro)
-                totals.add(measurements, micro.weights_R)
-                self._entropies += [v_R for n, v_R in measurements.items() if n == ENTROPY]
+                loss_R, measurements = self._loss(micro)
+                (loss_R * micro.weights_R).sum().backward()
+                totals.add({LOSS: loss_R.detach(), **measurements}, micro.weights_R)
+                if ENTROPY in measurements:
+                    self._entropies.append(measurements[ENTROPY])
                 bar.advance(len(micro.token_ids_T))
         return totals
 
     def entropies(self) -> list[Tensor]:
         """The policy's entropy at each row of each micro-batch of the last step."""
         return [entropy_R.cpu() for entropy_R in self._entropies]
-
-    def _backward(self, micro: MicroBatch) -> dict[str, Tensor]:
-        loss_R, measurements = self._loss(micro)
-        (loss_R * micro.weights_R).sum().backward()
-        return {LOSS: loss_R.detach(), **measurements}
 
     def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         targets = micro.targets_R if micro.teacher_ids_RK is None else micro.teacher_ids_RK
@@ -222,7 +222,7 @@ class Trainer(Scorer):
         return trained + moments, frozen
 
     def _readable(self, tensor: Tensor) -> Tensor:
-        """One of this rank's tensors, or its copy in host memory."""
+        """One of this rank's tensors; while it is offloaded, its copy in host memory."""
         return self._offload.host_copy(tensor) if self.is_offloaded else tensor
 
     def _on_device(self, parameter: DTensor) -> DTensor:
@@ -248,7 +248,8 @@ class Trainer(Scorer):
 
         `only_part` keeps the tensor-parallel split: this rank's part.
         """
-        tensor_shard, started = None if only_part else self.tensor_shard, deque()
+        tensor_shard = None if only_part else self.tensor_shard
+        started = deque()
         for names in self._buckets:  # one is on its way while the last is used
             started.append((names, self._start_gathering(names, dtype)))
             if len(started) > 1:
@@ -303,11 +304,11 @@ class Trainer(Scorer):
         return write_shard(folder, self.place.group.rank(), self._written_pieces(), of=self.part)
 
     def start_checkpoint(self, folder: str | Path) -> None:
-        """As `write_checkpoint`, but write a copy beside what this rank does next."""
+        """Like `write_checkpoint`, but of a copy, written beside what this rank does next."""
         pieces = {name: piece.copy() for name, piece in self._written_pieces().items()}
+        rank = self.place.group.rank()
         options = {"of": self.part, "shows_progress": False}  # the bar is that of the next work
-        write = partial(write_shard, folder, self.place.group.rank(), pieces, **options)
-        self._checkpoint = _run_beside(write)
+        self._checkpoint = _run_beside(partial(write_shard, folder, rank, pieces, **options))
 
     def finish_checkpoint(self) -> ShardRecord:
         """Wait until the copy is written."""
@@ -359,8 +360,8 @@ class Trainer(Scorer):
                     yield f"{self.part}.{what}.{name}", piece, part.is_copy
 
 
-def _run_beside(function: Callable[[], ShardRecord]) -> "Future[ShardRecord]":
-    """In a thread that does not keep a process alive which ends for another reason."""
+def _run_beside(function: Callable[[], ShardRecord]) -> Future:
+    """Run it in a thread that does not keep a process alive which ends for another reason."""
     future = Future()
 
     def run() -> None:
