@@ -217,7 +217,8 @@ class _Mapping:
         return ctypes.byref(self._properties)
 
     def map(self) -> None:
-        size, handle = ctypes.c_size_t(self._size), ctypes.c_uint64()
+        size = ctypes.c_size_t(self._size)
+        handle = ctypes.c_uint64()
         torch.cuda.empty_cache()  # memory cached by torch is not free for the driver
         _driver("cuMemCreate", ctypes.byref(handle), size, self._property_ref, ctypes.c_uint64(0))
         try:

@@ -60,7 +60,8 @@ class PagePool:
 
     def find(self, token_ids: list[int], max_pages: int) -> list[int]:
         """Pages that already hold a prefix of these tokens; not yet shared."""
-        pages, prefix_id = [], _START
+        pages = []
+        prefix_id = _START
         for i in range(min(max_pages, len(token_ids) // self.page_size)):
             page = self._page_of.get((prefix_id, self._tokens(token_ids, i)))
             if page is None:

@@ -134,7 +134,8 @@ def start_gathering(
 
     def finish() -> dict[str, Tensor]:
         work.wait()
-        wholes, targets, sources = {}, [], []
+        wholes = {}
+        targets, sources = [], []
         ranks = [row.split(sizes) for row in gathered.view(num_ranks, -1)]
         for i, (name, parameter) in enumerate(parameters.items()):
             dimension = parameter.placements[-1].dim
