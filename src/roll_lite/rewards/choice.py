@@ -80,15 +80,12 @@ def chosen(reply: str) -> Choice:
     """The letters that a reply names as its answer, and where."""
     text = reply.rpartition("</think>")[2]
     for part in filter(_HINT.search, reversed(_CORRECTION.split(text))):
-        for source, find in (("boxed", _in_boxes), ("stated", _stated)):
-            if letters := frozenset(find(part)):
-                return Choice(letters, source)
+        if letters := frozenset(_letters_after(_BOX, part)):
+            return Choice(letters, "boxed")
+        if letters := frozenset(_stated(part)):
+            return Choice(letters, "stated")
     letters = frozenset(_in_lines(text))
     return Choice(letters, "a line" if letters else "nowhere")
-
-
-def _in_boxes(text: str) -> Iterator[str]:
-    return _letters_after(_BOX, text)
 
 
 def _stated(text: str) -> Iterator[str]:

@@ -68,16 +68,13 @@ def math_answer(prompt: Prompt, reply: str, *, guess: bool = True) -> Score:
     check_truth(prompt)
     is_cut = prompt.extra.get("finish_reason") == "length"
     grade = grade_reply(reply, prompt.ground_truth, guess=guess and not is_cut)
-    correct = grade.verdict.kind == "equal"
-    is_asked = _is_asked(grade)
     parts = {
-        "correct": correct,
-        "boxed": grade.source == "boxed",
-        "unreadable": is_asked or grade.verdict.kind in ("not comparable", "refused"),
-        "math_verify": is_asked,
+        "correct": float(grade.verdict.kind == "equal"),
+        "boxed": float(grade.source == "boxed"),
+        "unreadable": float(_is_unreadable(grade.verdict)),
+        "math_verify": float(grade.verdict.comparer == "math-verify"),
     }
-    parts = {name: float(part) for name, part in parts.items()}
-    return Score(value=float(correct), parts=parts, reason=_reason(grade, prompt.ground_truth))
+    return Score(value=parts["correct"], parts=parts, reason=_reason(grade, prompt.ground_truth))
 
 
 def _reason(grade: Grade, truth: str) -> str:
@@ -85,8 +82,12 @@ def _reason(grade: Grade, truth: str) -> str:
         return f"{grade.verdict.why}, expected {truth:.{_LONGEST_SHOWN}}"
     said = f"extracted {grade.answer:.{_LONGEST_SHOWN}} ({grade.source})"
     said += f", expected {truth:.{_LONGEST_SHOWN}}"
-    is_explained = grade.verdict.kind in ("not comparable", "refused")
-    return f"{said}: {grade.verdict.why}" if is_explained or _is_asked(grade) else said
+    return f"{said}: {grade.verdict.why}" if _is_unreadable(grade.verdict) else said
+
+
+def _is_unreadable(verdict: Verdict) -> bool:
+    """Whether `compare` could not read the answer, even if math-verify could."""
+    return verdict.comparer == "math-verify" or verdict.kind in ("not comparable", "refused")
 
 
 def last_number(prompt: Prompt, reply: str) -> float:
@@ -96,10 +97,6 @@ def last_number(prompt: Prompt, reply: str) -> float:
         return 0.0
     value, truth = (Decimal(text.replace(",", "")) for text in (numbers[-1], prompt.ground_truth))
     return float(value == truth)
-
-
-def _is_asked(grade: Grade) -> bool:
-    return grade.verdict.comparer == "math-verify"
 
 
 def check_truth(prompt: Prompt) -> None:
