@@ -32,7 +32,7 @@ from roll_lite.train.optimizer import TrainingOptions
 from roll_lite.train.profiling import ProfileOptions
 from roll_lite.train.shaping import LengthOptions
 from roll_lite.types import Prompt, Reward
-from roll_lite.workers.environments import EnvWorkers
+from roll_lite.workers.pool import EnvWorkers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,6 +353,9 @@ class Players:
         self.engine_clients = self._rewards.engine_clients if self._rewards else ()
 
     def __enter__(self):
+        for part in (self._rewards, self._envs):
+            if part:
+                part.__enter__()
         return self
 
     def __exit__(self, *error):
