@@ -72,7 +72,7 @@ def maths(tmp_path, monkeypatch):
     """Prompts of domain math; the run's reward for them is the one given."""
 
     def choose(reward):
-        monkeypatch.setattr(rlvr, "REWARDS", {"math": reward})
+        monkeypatch.setattr(rlvr.Config, "REWARDS", {"math": reward})
         return (write_rows(tmp_path / "maths.jsonl", MATHS),)
 
     return choose

@@ -6,7 +6,6 @@ what arrives together.
 
 import asyncio
 import inspect
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -31,7 +30,6 @@ from roll_lite.rollout.prompts import derive_seed
 from roll_lite.train.batch import TrainingSequence, pack, unpack
 from roll_lite.train.scorer import Scorer
 from roll_lite.types import AsyncReward, Message, Prompt, Reward, SamplingParams, Score
-from roll_lite.workers.failures import ErrorBudget, describe
 from roll_lite.workers.pool import RewardWorkers
 
 
@@ -127,8 +125,8 @@ class Rewards:
         cluster: Cluster,
         tokens_per_microbatch: int = 16384,
     ):
-        """Starts only what the domains need. `functions` run in worker processes, `inline` ones in
-        the event loop; `tokens_per_microbatch` is for the reward model.
+        """Has only what the domains need; enter it to start processes. `functions` run in worker
+        processes, `inline` ones in the event loop; `tokens_per_microbatch` is for the reward model.
         """
         known = {*functions, *inline, *options.reward_roles}
         if missing := sorted(set(domains) - known):
@@ -143,7 +141,6 @@ class Rewards:
         """Engine roles that rewards query, for the coordinator."""
         self._by_domain: dict[str, AsyncReward] = {}
         self._pools: list[RewardWorkers] = []
-        self._budgets: list[ErrorBudget] = []
         self._exits = ExitStack()
         if unused := sorted(set(options.reward_roles) - set(domains)):
             raise ValueError(
@@ -152,18 +149,21 @@ class Rewards:
             )
         if options.judge is not None:
             _check_judge_ranks(cluster.device_map)
-            self._by_domain["judge"] = self._make_judge(options, cluster)
+            self._add({"judge": self._make_judge(options, cluster)}, 0, options)
         if options.reward_model is not None:
             folder = options.reward_model
             scorer = cluster.role("reward_model", Scorer, folder=folder, head="value")
             model = RewardModel(scorer, Chat(folder), tokens_per_microbatch=tokens_per_microbatch)
-            self._by_domain["reward_model"] = self._counted(model, options)
-        # Last: nothing after the start of processes may fail.
+            self._add({"reward_model": model}, 0, options)
         for chosen, num_workers in ((functions, options.reward_workers), (inline, 0)):
             used = {domain: chosen[domain] for domain in chosen if domain in domains}
-            self._start(used, num_workers, options)
+            self._add(used, num_workers, options)
 
     def __enter__(self) -> "Rewards":
+        with ExitStack() as exits:  # those that were entered end if the next one cannot
+            for pool in self._pools:
+                exits.enter_context(pool)
+            self._exits = exits.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -177,14 +177,18 @@ class Rewards:
     def metrics(self) -> dict[str, float]:
         """Calls, seconds and failures since the last time."""
         totals: dict[str, float] = {}
-        for source in (*self._pools, *self._budgets):
-            for name, value in source.metrics().items():
+        for pool in self._pools:
+            for name, value in pool.metrics().items():
                 totals[name] = totals.get(name, 0.0) + value
         return totals
 
-    def _start(
-        self, rewards: Mapping[str, Reward], num_workers: int, options: RewardOptions
+    def _add(
+        self,
+        rewards: Mapping[str, Reward | AsyncReward],
+        num_workers: int,
+        options: RewardOptions,
     ) -> None:
+        """Rewards whose failures are counted together; num_workers=0 is in the event loop."""
         if not rewards:
             return
         pool = RewardWorkers(
@@ -194,35 +198,17 @@ class Rewards:
             seconds=options.reward_seconds,
             max_error_share=options.max_error_share,
         )
-        self._exits.enter_context(pool)
         self._pools.append(pool)
         self._by_domain |= dict.fromkeys(rewards, pool.score)
 
-    def _make_judge(self, options: RewardOptions, cluster: Cluster) -> AsyncReward:
+    def _make_judge(self, options: RewardOptions, cluster: Cluster) -> "Judge":
         folder, cache = options.judge, options.judge_cache_gib
         engines = cluster.role("judge", EngineService, folder=folder, kv_cache_gib=cache)
         judge = Judge(
             engines, Chat(folder, **options.judge_chat.arguments), max_tokens=options.judge_tokens
         )
         self.engine_clients.append(judge)
-        return self._counted(judge, options)
-
-    def _counted(self, reward: AsyncReward, options: RewardOptions) -> AsyncReward:
-        """The same reward, with its failures counted like those of functions."""
-        budget = ErrorBudget(options.max_error_share)
-        self._budgets.append(budget)
-
-        async def counted(prompt: Prompt, reply: str) -> Score:
-            start = time.monotonic()
-            try:
-                score = await reward(prompt, reply)
-            except ValueError as error:  # no verdict, or too long; a RoleError ends the run
-                budget.record(prompt, reply, time.monotonic() - start, describe(error))
-                raise
-            budget.record(prompt, reply, time.monotonic() - start, None)
-            return score
-
-        return counted
+        return judge
 
 
 def _check_signature(domain: str, reward: Reward | None) -> None:
