@@ -20,7 +20,7 @@ from roll_lite.device_map import DeviceMap
 from roll_lite.engine.request import Request
 from roll_lite.engine.service import EngineService
 from roll_lite.envs.env import Player
-from roll_lite.envs.question import question_player
+from roll_lite.envs.play import question_player
 from roll_lite.models.config import ModelConfig, read_config
 from roll_lite.models.hf import has_value_head
 from roll_lite.rewards.file import RewardTables, check_file, read_rewards

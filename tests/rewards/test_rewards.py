@@ -12,7 +12,7 @@ from support.paths import RECIPES
 from support.scripts import run_script
 
 from roll_lite.envs.env import Ending
-from roll_lite.envs.question import ask
+from roll_lite.envs.play import ask
 from roll_lite.report.run import Run
 from roll_lite.rewards.__main__ import main, rescore
 from roll_lite.rewards.code import passes_tests

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from roll_lite import tasks
 from roll_lite.data.rows import read_prompts
 from roll_lite.data.sources import Endless, Indexed, Shuffled, check_source, digest
-from roll_lite.envs.tasks import env_tasks, held_out_tasks
+from roll_lite.envs.specs import env_tasks, held_out_tasks
 from roll_lite.rewards import reasoning_gym
 from roll_lite.types import Prompt
 
