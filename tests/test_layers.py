@@ -15,6 +15,7 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
     {"loop"},
     {"policy", "roles", "command"},
     {"rewarding", "export", "planning"},
+    {"reward_roles"},
     {"rollout", "train", "sync"},
     {"cluster", "engine", "data", "workers", "report"},
     {"device_map"},

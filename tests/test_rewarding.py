@@ -16,8 +16,8 @@ from roll_lite.options import from_flat
 from roll_lite.planning import make_plan
 from roll_lite.planning.render import render
 from roll_lite.recipes import rlvr, sft
+from roll_lite.reward_roles import judge_messages
 from roll_lite.rewarding import RewardOptions, Rewards
-from roll_lite.rewards.judge import judge_messages
 from roll_lite.tasks import prompts
 from roll_lite.train.defaults import choose_defaults
 from roll_lite.types import Prompt

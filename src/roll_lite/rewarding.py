@@ -4,32 +4,25 @@ Every reward is awaited by one sample at a time; the judge and the reward model 
 what arrives together.
 """
 
-import asyncio
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import dataclass
 
 from roll_lite.chat import Chat
 from roll_lite.chat_template import ChatOptions
 from roll_lite.checks import above, at_least, read_only_if
 from roll_lite.cluster.cluster import Cluster
-from roll_lite.cluster.role import RoleHandle, split
 from roll_lite.device_map import DeviceMap
-from roll_lite.engine.request import Request
 from roll_lite.engine.service import EngineService
 from roll_lite.envs.env import Player
 from roll_lite.envs.play import question_player
 from roll_lite.models.config import ModelConfig, read_config
 from roll_lite.models.hf import has_value_head
+from roll_lite.reward_roles import Judge, RewardModel
 from roll_lite.rewards.file import RewardTables, check_file, read_rewards
-from roll_lite.rewards.judge import VERDICTS, VerdictError, judge_messages, parse_verdict
-from roll_lite.rollout.engines import EngineClient
-from roll_lite.rollout.prompts import derive_seed
-from roll_lite.train.batch import TrainingSequence, pack, unpack
 from roll_lite.train.scorer import Scorer
-from roll_lite.types import AsyncReward, Message, Prompt, Reward, SamplingParams, Score
+from roll_lite.types import AsyncReward, Reward
 from roll_lite.workers.pool import RewardWorkers
 
 
@@ -231,98 +224,3 @@ def _check_judge_ranks(device_map: DeviceMap) -> None:
                 f"judge is on rank {followers[0]}, which follows rank {replica[0]} in generate and "
                 "cannot receive requests meanwhile; give the judge other ranks"
             )
-
-
-class Judge(EngineClient):
-    """Asks a model whether a reply is right. Pass it to the Coordinator in `reward_engines`."""
-
-    def __init__(
-        self,
-        engines: RoleHandle,
-        chat: Chat,
-        *,
-        max_tokens: int = 256,
-        max_tries: int = 3,
-        messages: Callable[[Prompt, str], tuple[Message, ...]] = judge_messages,
-        verdicts: Mapping[str, float] = VERDICTS,
-        seed: int = 0,
-    ):
-        """The first verdict is greedy. One that cannot be parsed is sampled again, up to
-        `max_tries` tries in all.
-        """
-        super().__init__(engines)
-        self._chat, self._messages, self._verdicts = chat, messages, verdicts
-        self._max_tries, self._seed = max_tries, seed
-        greedy = SamplingParams(max_tokens=max_tokens, stop_ids=chat.stop_ids, temperature=0.0)
-        self._params = [greedy, replace(greedy, temperature=1.0)]
-
-    async def __call__(self, prompt: Prompt, reply: str) -> Score:
-        token_ids = self._chat.encode_quoted(self._messages(prompt, reply))
-        for attempt in range(1, self._max_tries + 1):
-            seed = derive_seed(self._seed, prompt.id, reply, attempt)
-            params = self._params[attempt > 1]
-            request = Request(prompt_ids=token_ids, params=params, seed=seed)
-            turn = await self.ask(request)
-            try:
-                value = parse_verdict(self._chat.decode(turn.token_ids), self._verdicts)
-            except VerdictError:
-                if attempt == self._max_tries:
-                    raise
-            else:
-                return Score(value=value, parts={"judge": value, "judge_tries": float(attempt)})
-        raise AssertionError("the last try returns or raises")
-
-
-class RewardModel:
-    """Scores a reply by a model with a scalar head, at the reply's last token."""
-
-    def __init__(self, scorer: RoleHandle, chat: Chat, *, tokens_per_microbatch: int = 16384):
-        """`scorer` is a role of `Scorer(head="value")`; `chat` has the same folder."""
-        self._values, self._chat = scorer.values, chat
-        self._budget = tokens_per_microbatch
-        self._waiting: list[tuple[TrainingSequence, asyncio.Future]] = []
-        self._task: asyncio.Task | None = None
-        self._numbers = count()
-
-    async def __call__(self, prompt: Prompt, reply: str) -> Score:
-        said = (*prompt.messages, {"role": "assistant", "content": reply})
-        token_ids = self._chat.encode_quoted(said, add_generation_prompt=False)
-        if len(token_ids) > self._budget:
-            raise ValueError(
-                f"prompt {prompt.id} and its reply have {len(token_ids)} tokens, more than the "
-                f"reward model's tokens_per_microbatch={self._budget}"
-            )
-        # A row predicts the next token, so one more token makes the last one a row.
-        sequence = TrainingSequence(
-            id=f"reply {next(self._numbers)} to prompt {prompt.id}",
-            token_ids=[*token_ids, token_ids[-1]],
-            loss_mask=[*([False] * len(token_ids)), True],
-        )
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.append((sequence, future))
-        if self._task is None or self._task.done():
-            self._task = asyncio.get_running_loop().create_task(self._answer_all())
-        value = await future
-        return Score(value=value, parts={"reward_model": value})
-
-    async def _answer_all(self) -> None:
-        """Requests that arrive while the model is busy form its next batch."""
-        while self._waiting:
-            batch, self._waiting = self._waiting, []
-            sequences = [sequence for sequence, _ in batch]
-            try:
-                values = await self._score(sequences)
-            except Exception as error:  # of any kind: every waiting sample must get it
-                for _, future in batch:
-                    if not future.done():
-                        future.set_exception(error)
-            else:
-                for (_, future), value in zip(batch, values, strict=True):
-                    if not future.done():
-                        future.set_result(value)
-
-    async def _score(self, sequences: list[TrainingSequence]) -> list[float]:
-        packed = pack(sequences, self._budget, num_shards=self._values.role.num_replicas)
-        replicas = await asyncio.wrap_future(self._values.start(split(packed)))
-        rows = [rows_R for replica in replicas for rows_R in replica]
-        return [numbers[-1] for numbers in unpack(packed, rows, sequences)]

@@ -180,10 +180,6 @@ class EnvOptions:
         makers = self.makers(known)
         return {spec: player(make_env(spec, makers), spec, episodes) for spec in specs}
 
-    def knows(self, spec: str, known: Mapping[str, EnvMaker]) -> bool:
-        """Whether a spec names an environment."""
-        return spec.partition(":")[0] in self.makers(known)
-
     def makers(self, known: Mapping[str, EnvMaker]) -> dict[str, EnvMaker]:
         """Known environments by name, with those of the file."""
         return {**known, **(read_envs(self.envs) if self.envs else {})}
