@@ -144,7 +144,7 @@ class Job(Mailbox):
     def result(self, reward: float = 0.0, **measurements: dict[str, float]) -> None:
         self._chat.result(reward, **measurements)
 
-    async def run_once(self, link: SupervisorLink, payload: bytes, inbox: "Inbox") -> Outcome:
+    async def run_once(self, link: SupervisorLink, payload: bytes, inbox: Inbox) -> Outcome:
         """Run it in a worker and answer what that asks, until it has an outcome or died."""
         known: list[Message] = []
         num_replies = 0
@@ -264,9 +264,11 @@ class Workers:
         return self._budget.metrics()
 
     async def _run(self, job: Job) -> Outcome | Exception:
-        if self._num_workers:
-            return await self._run_in_worker(job)
-        return await self._run_inline(job)
+        if not self._num_workers:
+            return await self._run_inline(job)
+        if self._supervisor is None:
+            raise RuntimeError(f"the {self._options.noun} workers do not run; enter them (`with`)")
+        return await self._run_in_worker(job)
 
     def _result(self, job: Job, outcome: Outcome | Exception) -> Ending:
         """Count a job. TooManyFailures ends the run; any other exception fails the job."""
