@@ -18,6 +18,7 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
     {"loop"},
     {"players", "policy", "roles", "command"},
     {"rewarding", "planning"},
+    {"reward_roles"},
     {"rollout", "train", "sync"},
     {"cluster", "engine", "data", "workers", "report"},
     {"device_map"},

@@ -11,9 +11,8 @@ from roll_lite.chat import Chat
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.data.tasks import prompts
 from roll_lite.engine.service import EngineService
-from roll_lite.envs.question import question_player
-from roll_lite.rewarding import Judge, RewardModel
-from roll_lite.rewards.judge import VerdictError, judge_messages, parse_verdict
+from roll_lite.envs.play import question_player
+from roll_lite.reward_roles import Judge, RewardModel, VerdictError, judge_messages, parse_verdict
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.rollout_options import RolloutOptions
 from roll_lite.train.scorer import Scorer

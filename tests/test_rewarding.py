@@ -17,11 +17,11 @@ from roll_lite.options import from_flat
 from roll_lite.planning import make_plan
 from roll_lite.planning.render import render
 from roll_lite.recipes import rlvr, sft
+from roll_lite.reward_roles import judge_messages
 from roll_lite.rewarding import RewardOptions, Rewards
-from roll_lite.rewards.judge import judge_messages
 from roll_lite.train.optimizer import choose_defaults
 from roll_lite.types import Prompt
-from roll_lite.workers.failures import RewardsBroken
+from roll_lite.workers.failures import TooManyFailures
 
 MATHS = [
     {"id": f"m{i}", "prompt": f"{i} + 1?", "domain": "math", "ground_truth": i + 1}
@@ -93,7 +93,7 @@ def test_a_few_that_hang_or_crash_are_counted_and_the_run_goes_on(tiny_folder, t
 
 
 def test_when_half_of_them_fail_the_run_stops_and_shows_three(tiny_folder, tmp_path, maths):
-    with pytest.raises(RewardsBroken, match=r"of the last \d+ rewards failed") as error:
+    with pytest.raises(TooManyFailures, match=r"of the last \d+ rewards failed") as error:
         run(
             tiny_folder, tmp_path / "run", data=maths(worker_rewards.often_bad),
             samples_per_prompt=16, steps=20, max_refills=1000,

@@ -39,7 +39,7 @@ from roll_lite.stopping import Stopped, StopRequest
 from roll_lite.train.checkpoint_folders import read_manifest
 from roll_lite.train.trainer import Trainer
 from roll_lite.types import Prompt
-from roll_lite.workers.failures import RewardsBroken
+from roll_lite.workers.failures import TooManyFailures
 from roll_lite.workers.pool import RewardWorkers
 
 RLVR = RECIPES / "rlvr.py"
@@ -235,7 +235,7 @@ def test_when_rewards_break_the_step_is_repeated(here, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setitem(rlvr.Config.INLINE, "reverse", breaking)
-        with pytest.raises(RewardsBroken):
+        with pytest.raises(TooManyFailures):
             here("parts", steps=4)
     done = len(steps_of(tmp_path / "parts"))
     assert 1 <= done < 4

@@ -24,7 +24,7 @@ from timing import median_seconds
 from roll_lite.envs.env import Conversation
 from roll_lite.envs.play import EpisodeOptions, player
 from roll_lite.types import Message, Prompt
-from roll_lite.workers.environments import EnvWorkers
+from roll_lite.workers.pool import EnvWorkers
 
 SIGMA = 1.0
 RESET_SECONDS = 0.006

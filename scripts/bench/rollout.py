@@ -22,7 +22,7 @@ import tyro
 
 from roll_lite.chat import Chat
 from roll_lite.engine.request import EngineReport, Load
-from roll_lite.envs.question import question_player
+from roll_lite.envs.play import question_player
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.event_loop import rare_collections
 from roll_lite.rollout.rollout_options import RolloutOptions

@@ -37,7 +37,7 @@ from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.places import Place
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.engine.request import EngineReport, Load, Request
-from roll_lite.envs.question import question_player
+from roll_lite.envs.play import question_player
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.rollout_options import RolloutOptions
 from roll_lite.types import Message, Prompt, SamplingParams, Turn

@@ -27,7 +27,7 @@ from roll_lite import data, loop
 from roll_lite.chat import Chat
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.device_map import format_table
-from roll_lite.envs.question import question_player
+from roll_lite.envs.play import question_player
 from roll_lite.models.config import SHAPE
 from roll_lite.models.tiny import build_tiny
 from roll_lite.options import from_flat

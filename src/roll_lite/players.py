@@ -10,7 +10,7 @@ from roll_lite.envs.env import Conversation, Ending
 from roll_lite.rewarding import Rewards
 from roll_lite.rewards.registry import check_prompts
 from roll_lite.types import Prompt
-from roll_lite.workers.environments import EnvWorkers
+from roll_lite.workers.pool import EnvWorkers
 
 if TYPE_CHECKING:
     from roll_lite.cluster.cluster import Cluster

@@ -12,9 +12,8 @@ from roll_lite import data
 from roll_lite.chat_template import ChatOptions
 from roll_lite.checks import above, at_least, read_only_if, unread_with
 from roll_lite.envs.env import Player
-from roll_lite.envs.options import EnvOptions
 from roll_lite.envs.play import EpisodeOptions
-from roll_lite.envs.registry import ENVS, EnvMaker
+from roll_lite.envs.specs import ENVS, EnvMaker, EnvOptions
 from roll_lite.models.config import ModelConfig, read_config
 from roll_lite.profiling import ProfileOptions
 from roll_lite.report.run import is_due, refuse_old_run

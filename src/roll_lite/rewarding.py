@@ -6,35 +6,26 @@ what arrives together. What runs on ranks is imported where it is made: options 
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from roll_lite.chat import Chat
 from roll_lite.chat_template import ChatOptions
 from roll_lite.checks import above, at_least, read_only_if
 from roll_lite.device_map import DeviceMap
-from roll_lite.engine.request import Request
 from roll_lite.envs.env import Player
-from roll_lite.envs.question import question_player
+from roll_lite.envs.play import question_player
 from roll_lite.models.config import ModelConfig, read_config
 from roll_lite.rewards.file import RewardTables, check_file, read_rewards
-from roll_lite.rewards.judge import VERDICTS, VerdictError, judge_messages, parse_verdict
-from roll_lite.rollout.engines import EngineClient
-from roll_lite.rollout.prompts import derive_seed
-from roll_lite.train.sequences import TrainingSequence
-from roll_lite.types import AsyncReward, Message, Prompt, Reward, SamplingParams, Score
-from roll_lite.workers.failures import ErrorBudget, describe
+from roll_lite.types import AsyncReward, Reward
 from roll_lite.workers.pool import RewardWorkers
 
 if TYPE_CHECKING:
     from roll_lite.cluster.cluster import Cluster
-    from roll_lite.cluster.role import RoleHandle
+    from roll_lite.reward_roles import Judge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +123,8 @@ class Rewards:
         cluster: Cluster,
         tokens_per_microbatch: int = 16384,
     ):
-        """Starts only what the domains need. `functions` run in worker processes, `inline` ones in
-        the event loop; `tokens_per_microbatch` is for the reward model.
+        """Has only what the domains need; enter it to start processes. `functions` run in worker
+        processes, `inline` ones in the event loop; `tokens_per_microbatch` is for the reward model.
         """
         known = {*functions, *inline, *options.reward_roles}
         if missing := sorted(set(domains) - known):
@@ -148,7 +139,6 @@ class Rewards:
         """Engine roles that rewards query, for the coordinator."""
         self._by_domain: dict[str, AsyncReward] = {}
         self._pools: list[RewardWorkers] = []
-        self._budgets: list[ErrorBudget] = []
         self._exits = ExitStack()
         if unused := sorted(set(options.reward_roles) - set(domains)):
             raise ValueError(
@@ -157,20 +147,24 @@ class Rewards:
             )
         if options.judge is not None:
             _check_judge_ranks(cluster.device_map)
-            self._by_domain["judge"] = self._make_judge(options, cluster)
+            self._add({"judge": self._make_judge(options, cluster)}, 0, options)
         if options.reward_model is not None:
+            from roll_lite.reward_roles import RewardModel
             from roll_lite.train.scorer import Scorer
 
             folder = options.reward_model
             scorer = cluster.role("reward_model", Scorer, folder=folder, head="value")
             model = RewardModel(scorer, Chat(folder), tokens_per_microbatch=tokens_per_microbatch)
-            self._by_domain["reward_model"] = self._counted(model, options)
-        # Last: nothing after the start of processes may fail.
+            self._add({"reward_model": model}, 0, options)
         for chosen, num_workers in ((functions, options.reward_workers), (inline, 0)):
             used = {domain: chosen[domain] for domain in chosen if domain in domains}
-            self._start(used, num_workers, options)
+            self._add(used, num_workers, options)
 
     def __enter__(self) -> Rewards:
+        with ExitStack() as exits:  # those that were entered end if the next one cannot
+            for pool in self._pools:
+                exits.enter_context(pool)
+            self._exits = exits.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -184,14 +178,18 @@ class Rewards:
     def metrics(self) -> dict[str, float]:
         """Calls, seconds and failures since the last time."""
         totals: dict[str, float] = {}
-        for source in (*self._pools, *self._budgets):
-            for name, value in source.metrics().items():
+        for pool in self._pools:
+            for name, value in pool.metrics().items():
                 totals[name] = totals.get(name, 0.0) + value
         return totals
 
-    def _start(
-        self, rewards: Mapping[str, Reward], num_workers: int, options: RewardOptions
+    def _add(
+        self,
+        rewards: Mapping[str, Reward | AsyncReward],
+        num_workers: int,
+        options: RewardOptions,
     ) -> None:
+        """Rewards whose failures are counted together; num_workers=0 is in the event loop."""
         if not rewards:
             return
         pool = RewardWorkers(
@@ -201,12 +199,12 @@ class Rewards:
             seconds=options.reward_seconds,
             max_error_share=options.max_error_share,
         )
-        self._exits.enter_context(pool)
         self._pools.append(pool)
         self._by_domain |= dict.fromkeys(rewards, pool.score)
 
-    def _make_judge(self, options: RewardOptions, cluster: Cluster) -> AsyncReward:
+    def _make_judge(self, options: RewardOptions, cluster: Cluster) -> Judge:
         from roll_lite.engine.service import EngineService
+        from roll_lite.reward_roles import Judge
 
         folder, cache = options.judge, options.judge_cache_gib
         engines = cluster.role("judge", EngineService, folder=folder, kv_cache_gib=cache)
@@ -214,24 +212,7 @@ class Rewards:
             engines, Chat(folder, **options.judge_chat.arguments), max_tokens=options.judge_tokens
         )
         self.engine_clients.append(judge)
-        return self._counted(judge, options)
-
-    def _counted(self, reward: AsyncReward, options: RewardOptions) -> AsyncReward:
-        """The same reward, with its failures counted like those of functions."""
-        budget = ErrorBudget(options.max_error_share)
-        self._budgets.append(budget)
-
-        async def counted(prompt: Prompt, reply: str) -> Score:
-            start = time.monotonic()
-            try:
-                score = await reward(prompt, reply)
-            except ValueError as error:  # no verdict, or too long; a RoleError ends the run
-                budget.record(prompt, reply, time.monotonic() - start, describe(error))
-                raise
-            budget.record(prompt, reply, time.monotonic() - start, None)
-            return score
-
-        return counted
+        return judge
 
 
 def _check_signature(domain: str, reward: Reward | None) -> None:
@@ -254,101 +235,3 @@ def _check_judge_ranks(device_map: DeviceMap) -> None:
                 f"judge is on rank {followers[0]}, which follows rank {replica[0]} in generate and "
                 "cannot receive requests meanwhile; give the judge other ranks"
             )
-
-
-class Judge(EngineClient):
-    """Asks a model whether a reply is right. Pass it to the Coordinator in `reward_engines`."""
-
-    def __init__(
-        self,
-        engines: RoleHandle,
-        chat: Chat,
-        *,
-        max_tokens: int = 256,
-        max_tries: int = 3,
-        messages: Callable[[Prompt, str], tuple[Message, ...]] = judge_messages,
-        verdicts: Mapping[str, float] = VERDICTS,
-        seed: int = 0,
-    ):
-        """The first verdict is greedy. One that cannot be parsed is sampled again, up to
-        `max_tries` tries in all.
-        """
-        super().__init__(engines)
-        self._chat, self._messages, self._verdicts = chat, messages, verdicts
-        self._max_tries, self._seed = max_tries, seed
-        greedy = SamplingParams(max_tokens=max_tokens, stop_ids=chat.stop_ids, temperature=0.0)
-        self._params = [greedy, replace(greedy, temperature=1.0)]
-
-    async def __call__(self, prompt: Prompt, reply: str) -> Score:
-        token_ids = self._chat.encode_quoted(self._messages(prompt, reply))
-        for attempt in range(1, self._max_tries + 1):
-            seed = derive_seed(self._seed, prompt.id, reply, attempt)
-            params = self._params[attempt > 1]
-            request = Request(prompt_ids=token_ids, params=params, seed=seed)
-            turn = await self.ask(request)
-            try:
-                value = parse_verdict(self._chat.decode(turn.token_ids), self._verdicts)
-            except VerdictError:
-                if attempt == self._max_tries:
-                    raise
-            else:
-                return Score(value=value, parts={"judge": value, "judge_tries": float(attempt)})
-        raise AssertionError("the last try returns or raises")
-
-
-class RewardModel:
-    """Scores a reply by a model with a scalar head, at the reply's last token."""
-
-    def __init__(self, scorer: RoleHandle, chat: Chat, *, tokens_per_microbatch: int = 16384):
-        """`scorer` is a role of `Scorer(head="value")`; `chat` has the same folder."""
-        self._values, self._chat = scorer.values, chat
-        self._budget = tokens_per_microbatch
-        self._waiting: list[tuple[TrainingSequence, asyncio.Future]] = []
-        self._task: asyncio.Task | None = None
-        self._numbers = count()
-
-    async def __call__(self, prompt: Prompt, reply: str) -> Score:
-        said = (*prompt.messages, {"role": "assistant", "content": reply})
-        token_ids = self._chat.encode_quoted(said, add_generation_prompt=False)
-        if len(token_ids) > self._budget:
-            raise ValueError(
-                f"prompt {prompt.id} and its reply have {len(token_ids)} tokens, more than the "
-                f"reward model's tokens_per_microbatch={self._budget}"
-            )
-        # A row predicts the next token, so one more token makes the last one a row.
-        sequence = TrainingSequence(
-            id=f"reply {next(self._numbers)} to prompt {prompt.id}",
-            token_ids=[*token_ids, token_ids[-1]],
-            loss_mask=[*([False] * len(token_ids)), True],
-        )
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.append((sequence, future))
-        if self._task is None or self._task.done():
-            self._task = asyncio.get_running_loop().create_task(self._answer_all())
-        value = await future
-        return Score(value=value, parts={"reward_model": value})
-
-    async def _answer_all(self) -> None:
-        """Requests that arrive while the model is busy form its next batch."""
-        while self._waiting:
-            batch, self._waiting = self._waiting, []
-            sequences = [sequence for sequence, _ in batch]
-            try:
-                values = await self._score(sequences)
-            except Exception as error:  # of any kind: every waiting sample must get it
-                for _, future in batch:
-                    if not future.done():
-                        future.set_exception(error)
-            else:
-                for (_, future), value in zip(batch, values, strict=True):
-                    if not future.done():
-                        future.set_result(value)
-
-    async def _score(self, sequences: list[TrainingSequence]) -> list[float]:
-        from roll_lite.cluster.role import split
-        from roll_lite.train.batch import pack, unpack
-
-        packed = pack(sequences, self._budget, num_shards=self._values.role.num_replicas)
-        replicas = await asyncio.wrap_future(self._values.start(split(packed)))
-        rows = [rows_R for replica in replicas for rows_R in replica]
-        return [numbers[-1] for numbers in unpack(packed, rows, sequences)]

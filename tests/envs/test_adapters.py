@@ -12,8 +12,7 @@ from roll_lite.envs.adapters import GymnasiumGame, TextArenaGame, import_package
 from roll_lite.envs.agents import AgentChat, random_agent
 from roll_lite.envs.game import as_reply
 from roll_lite.envs.play import EnvError
-from roll_lite.envs.registry import make_env
-from roll_lite.envs.tasks import env_tasks
+from roll_lite.envs.specs import env_tasks, make_env
 
 
 def played(spec, agent):

@@ -15,15 +15,16 @@ from roll_lite.envs.agents import AgentChat, game_class, random_agent, solver
 from roll_lite.envs.game import Game, answer_of, as_reply
 from roll_lite.envs.guess import Guess
 from roll_lite.envs.play import EpisodeOptions
-from roll_lite.envs.registry import (
+from roll_lite.envs.specs import (
     ENVS,
+    Split,
+    env_tasks,
     make_env,
     options_of,
     parse_env,
     read_envs,
     required_options,
 )
-from roll_lite.envs.tasks import Split, env_tasks
 from roll_lite.envs.tool import call_of, draw_product, draw_row, python_tool
 from roll_lite.types import Prompt
 

@@ -6,9 +6,9 @@ from random import Random
 import pytest
 
 from roll_lite.envs.game import as_reply
-from roll_lite.envs.registry import make_env
 from roll_lite.envs.sokoban import OTHER_SYMBOLS, Sokoban
 from roll_lite.envs.sokoban_rooms import Room, draw_room, shortest_solution
+from roll_lite.envs.specs import make_env
 
 NAMES = ("sokoban", "sokoban_symbols", "sokoban_8x8", "sokoban_10x10")
 CHANGES = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}

@@ -11,9 +11,9 @@ from random import Random
 import pytest
 
 from roll_lite.envs.tool import call_of
+from roll_lite.reward_roles import VerdictError, parse_verdict
 from roll_lite.rewards import code, format, instructions
 from roll_lite.rewards.choice import choice_answer
-from roll_lite.rewards.judge import VerdictError, parse_verdict
 from roll_lite.rewards.maths import last_number, math_answer
 from roll_lite.types import Prompt
 

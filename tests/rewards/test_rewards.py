@@ -11,7 +11,8 @@ import pytest
 from support.paths import RECIPES
 from support.scripts import run_script
 
-from roll_lite.envs.question import ask
+from roll_lite.envs.env import Ending
+from roll_lite.envs.play import ask
 from roll_lite.report.run import Run
 from roll_lite.rewards.__main__ import main, rescore
 from roll_lite.rewards.code import passes_tests
@@ -19,8 +20,8 @@ from roll_lite.rewards.maths import last_number
 from roll_lite.rewards.registry import REWARDS, check_prompts
 from roll_lite.rollout.evaluation import describe_groups
 from roll_lite.types import REWARD_METRICS, Group, Prompt, Sample, Score, Turn
+from roll_lite.workers.channel import checked, read_message, write_end
 from roll_lite.workers.failures import ErrorBudget
-from roll_lite.workers.worker import checked, read_result, write_result
 
 
 def prompt(truth):
@@ -69,7 +70,8 @@ def test_graders_say_why(domain, fields, reply, reason):
 
 def test_a_reason_of_a_worker_is_text_of_a_bounded_length():
     score = checked(Score(value=1, reason=["x" * 1000]))
-    sent = read_result(json.loads(write_result(score)))
+    ending = Ending(reason="returned", score=score)
+    sent = read_message(json.loads(write_end(ending))).outcome.score
     assert sent == Score(value=1.0) and sent.reason == "['" + "x" * 498
 
 

@@ -13,7 +13,7 @@ from roll_lite.cluster.cluster import Cluster
 from roll_lite.data.tasks import prompts
 from roll_lite.engine.service import EngineService
 from roll_lite.envs.guess import Guess
-from roll_lite.envs.question import question_player
+from roll_lite.envs.play import question_player
 from roll_lite.report.run import Run
 from roll_lite.rollout import event_loop
 from roll_lite.rollout.coordinator import Coordinator

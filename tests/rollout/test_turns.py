@@ -12,8 +12,7 @@ from support.trainers import make_trainer, same, step_gradient
 from support.training_data import make_groups, standardised
 
 from roll_lite.envs.env import OutOfTokens
-from roll_lite.envs.play import EpisodeOptions, player
-from roll_lite.envs.question import question_player
+from roll_lite.envs.play import EpisodeOptions, player, question_player
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.prompts import derive_seed
 from roll_lite.rollout.record import read_group, write_group

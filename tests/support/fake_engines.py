@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 from roll_lite.engine.request import EngineReport, Load, Request
-from roll_lite.envs.play import EpisodeOptions, player
-from roll_lite.envs.question import question_player
+from roll_lite.envs.play import EpisodeOptions, player, question_player
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.prompts import derive_seed
 from roll_lite.rollout.rollout_options import RolloutOptions

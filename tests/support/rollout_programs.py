@@ -14,7 +14,7 @@ from roll_lite.chat import Chat
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.data.tasks import prompts
 from roll_lite.engine.service import EngineService
-from roll_lite.envs.question import question_player
+from roll_lite.envs.play import question_player
 from roll_lite.models.hf import load_model
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.rollout_options import RolloutOptions

@@ -20,8 +20,8 @@ from support.worker_envs import NUM_TURNS, AsyncWalk, Walk
 from roll_lite.envs.env import Ending, OutOfTokens
 from roll_lite.envs.play import EnvError
 from roll_lite.types import Score
-from roll_lite.workers.environments import EnvWorkers
-from roll_lite.workers.failures import EnvsBroken
+from roll_lite.workers.failures import TooManyFailures
+from roll_lite.workers.pool import EnvWorkers
 
 ENVS = {
     name.lower(): getattr(worker_envs, name)
@@ -351,8 +351,8 @@ def test_broken_environments_end_the_run(num_workers, capfd):
 
     with EnvWorkers(players({"walk": Walk}), num_workers=num_workers) as workers:
         results = asyncio.run(gather(workers))
-    assert {type(result) for result in results} == {Ending, EnvError, EnvsBroken}
-    text = next(str(result) for result in results if isinstance(result, EnvsBroken))
+    assert {type(result) for result in results} == {Ending, EnvError, TooManyFailures}
+    text = next(str(result) for result in results if isinstance(result, TooManyFailures))
     # 50 are needed; the last of them may have ended well, and then a failure is waited for
     assert re.search(r"of the last 5\d episodes failed, more than env_error_share=0.2", text)
     example = (
@@ -370,7 +370,7 @@ def test_environments_of_the_recipe_itself(tmp_path):
         import asyncio, os
         from roll_lite.envs.play import EpisodeOptions, player
         from roll_lite.types import Prompt
-        from roll_lite.workers.environments import EnvWorkers
+        from roll_lite.workers.pool import EnvWorkers
 
         class Mine:
             def reset(self, seed):
@@ -402,18 +402,17 @@ def test_environments_of_the_recipe_itself(tmp_path):
 
 
 def test_closing_fails_running_episodes():
-    workers = EnvWorkers(players({"walk": Walk}), num_workers=1)
-
-    async def close_meanwhile():
+    async def close_meanwhile(workers):
         async def close(model):
             await asyncio.to_thread(workers.close)
 
         await workers.play(Model(before=close), task())
 
-    with pytest.raises(EnvError, match="the environment workers were closed"):
-        asyncio.run(close_meanwhile())
-    with pytest.raises(EnvError, match="the environment workers were closed"):
-        play(workers, "walk", Model())
+    with EnvWorkers(players({"walk": Walk}), num_workers=1) as workers:
+        with pytest.raises(EnvError, match="the environment workers were closed"):
+            asyncio.run(close_meanwhile(workers))
+        with pytest.raises(EnvError, match="the environment workers were closed"):
+            play(workers, "walk", Model())
 
 
 @pytest.mark.slow

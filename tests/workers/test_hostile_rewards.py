@@ -20,15 +20,13 @@ from support.worker_rewards import do
 from roll_lite.envs.env import Ending
 from roll_lite.types import Prompt, Score
 from roll_lite.workers import link
-from roll_lite.workers.environments import EnvWorkers
 from roll_lite.workers.failures import (
-    EnvsBroken,
     RewardCrash,
     RewardError,
-    RewardsBroken,
     RewardTimeout,
+    TooManyFailures,
 )
-from roll_lite.workers.pool import RewardWorkers
+from roll_lite.workers.pool import EnvWorkers, RewardWorkers
 
 HANG_SECONDS = 60  # only a safety net
 
@@ -159,8 +157,8 @@ def test_a_stopped_supervisor_is_started_again(impatient, tmp_path, number):
 def test_a_supervisor_that_dies_every_time_ends_the_run():
     with pool(num_workers=2) as workers:
         results = score(workers, "signal-parent - 9", *["ok"] * 20)
-        assert isinstance(results[0], RewardsBroken)
-        assert all(isinstance(r, RewardsBroken) or r == Score(value=1.0) for r in results)
+        assert isinstance(results[0], TooManyFailures)
+        assert all(isinstance(r, TooManyFailures) or r == Score(value=1.0) for r in results)
 
 
 @pytest.mark.slow
@@ -187,7 +185,7 @@ def test_a_supervisor_that_dies_in_every_episode_ends_the_run():
         os.kill(workers._supervisor._supervisor._process.pid, signal.SIGKILL)
 
     workers = EnvWorkers(players({"walk": Walk}), num_workers=1)
-    with workers, pytest.raises(EnvsBroken, match="supervisor of the environment workers"):
+    with workers, pytest.raises(TooManyFailures, match="supervisor of the environment workers"):
         asyncio.run(workers.play(Model(before=kill), task()))
 
 

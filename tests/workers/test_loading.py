@@ -115,8 +115,8 @@ def test_a_reward_whose_module_fails(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     from failing_module import mine
 
-    with pytest.raises(RuntimeError, match="no dictionary here"):
-        RewardWorkers({"x": mine})
+    with pytest.raises(RuntimeError, match="no dictionary here"), RewardWorkers({"x": mine}):
+        pass
 
 
 def test_a_supervisor_that_is_stopped_while_it_imports(tmp_path, monkeypatch):
@@ -128,8 +128,9 @@ def test_a_supervisor_that_is_stopped_while_it_imports(tmp_path, monkeypatch):
     monkeypatch.setattr(link, "_PING_SECONDS", 0.05)
     from stopping_module import mine
 
-    with pytest.raises(RuntimeError, match=r"was stopped \(SIGSTOP\) and has been killed"):
-        RewardWorkers({"x": mine})
+    stopped = r"was stopped \(SIGSTOP\) and has been killed"
+    with pytest.raises(RuntimeError, match=stopped), RewardWorkers({"x": mine}):
+        pass
 
 
 def test_what_modules_start_when_they_are_imported_stays(tmp_path, monkeypatch):

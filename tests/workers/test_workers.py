@@ -22,15 +22,15 @@ from support.worker_rewards import OwnError, do, is_imported, length, with_parts
 from roll_lite.rewards.combine import weighted
 from roll_lite.rewards.maths import math_answer
 from roll_lite.types import Score
+from roll_lite.workers.channel import checked
 from roll_lite.workers.failures import (
     RewardCrash,
     RewardError,
-    RewardsBroken,
     RewardTimeout,
+    TooManyFailures,
     user_frames,
 )
-from roll_lite.workers.pool import MAX_ASKED, RewardWorkers
-from roll_lite.workers.worker import checked
+from roll_lite.workers.pool import MAX_DEATHS, RewardWorkers
 
 REWARDS = {"do": do, "length": length, "parts": with_parts}
 
@@ -109,7 +109,7 @@ def test_a_call_whose_worker_was_killed_is_made_again(shared, tmp_path):
     with pytest.raises(RewardCrash, match=r"ended by signal 9"):  # every time
         score(shared, "signal 9")
     metrics = shared.metrics()
-    assert metrics["reward/errors"] == 1 and metrics["reward/replaced"] == MAX_ASKED
+    assert metrics["reward/errors"] == 1 and metrics["reward/replaced"] == MAX_DEATHS
 
 
 def test_within_limits(shared):
@@ -243,8 +243,8 @@ def test_broken_rewards_are_told_apart(num_workers):
     with RewardWorkers({"do": do}, num_workers=num_workers) as workers:
         results = score_all(workers, ["ok", "raise wrong"] * 100)
         metrics = workers.metrics()
-    broken = [isinstance(result, RewardsBroken) for result in results]
-    assert sum(broken) == 151 and issubclass(RewardsBroken, RuntimeError)
+    broken = [isinstance(result, TooManyFailures) for result in results]
+    assert sum(broken) == 151 and issubclass(TooManyFailures, RuntimeError)
     first = r"\d+ of the last 50 rewards failed, more than max_error_share=0\.2"
     (text,) = (str(result) for result in results if re.match(first, str(result)))
     example = r"- prompt p\d+, reply 'raise wrong': support\.worker_rewards\.OwnError: wrong"
@@ -267,7 +267,7 @@ def test_a_failure_is_shown_once_with_its_line_and_reply(capfd):
 def test_a_few_errors_are_not_broken_rewards():
     with RewardWorkers({"do": do}, num_workers=2) as workers:
         results = score_all(workers, (["ok"] * 5 + ["raise x"]) * 50)
-    assert not any(isinstance(result, RewardsBroken) for result in results)
+    assert not any(isinstance(result, TooManyFailures) for result in results)
 
 
 def test_inline():
@@ -303,16 +303,14 @@ async def begun(path):
 
 
 def test_closing_fails_running_calls(tmp_path):
-    workers = RewardWorkers({"do": do}, num_workers=1)
-
-    async def close_meanwhile():
+    async def close_meanwhile(workers):
         call = asyncio.ensure_future(workers.score(prompt(), f"hang {tmp_path / 'hangs'}"))
         await begun(tmp_path / "hangs")
         workers.close()
         return await call
 
-    with pytest.raises(RewardCrash):
-        asyncio.run(close_meanwhile())
+    with RewardWorkers({"do": do}, num_workers=1) as workers, pytest.raises(RewardCrash):
+        asyncio.run(close_meanwhile(workers))
 
 
 def test_a_killed_coordinator_leaves_nothing(tmp_path):
@@ -325,10 +323,10 @@ def test_a_killed_coordinator_leaves_nothing(tmp_path):
 
         async def main():
             prompt = Prompt(id="p", messages=(), domain="d", ground_truth="")
-            workers = RewardWorkers({{"d": worker_rewards.do}}, num_workers=2)
-            await workers.score(prompt, "children {mark}")
-            print(int((await workers.score(prompt, "pid")).value), flush=True)
-            os.kill(os.getpid(), 9)
+            with RewardWorkers({{"d": worker_rewards.do}}, num_workers=2) as workers:
+                await workers.score(prompt, "children {mark}")
+                print(int((await workers.score(prompt, "pid")).value), flush=True)
+                os.kill(os.getpid(), 9)
 
         asyncio.run(main())
     """

@@ -21,7 +21,7 @@ from roll_lite.data.rows import read_prompts
 from roll_lite.data.sources import Endless, Indexed, Shuffled, check_source, digest
 from roll_lite.data.tasks import is_reasoning_gym, is_task, parse_task
 from roll_lite.data.tasks import prompts as task_prompts
-from roll_lite.envs.tasks import env_tasks, held_out_tasks
+from roll_lite.envs.specs import env_tasks, held_out_tasks
 from roll_lite.rewards import reasoning_gym
 from roll_lite.types import Prompt
 

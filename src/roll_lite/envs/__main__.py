@@ -21,11 +21,19 @@ from functools import partial
 from typing import Any
 
 from roll_lite.checks import at_least
-from roll_lite.envs.agents import Agent, AgentChat, game_class, human, random_agent, solver
+from roll_lite.envs.agents import (
+    Agent,
+    AgentChat,
+    draw_traces,
+    game_class,
+    human,
+    random_agent,
+    shares,
+    solver,
+)
 from roll_lite.envs.game import Game
 from roll_lite.envs.play import EnvError, EpisodeOptions
-from roll_lite.envs.registry import ENVS, EnvMaker, make_env, read_envs, required_options
-from roll_lite.envs.traces import draw_traces, shares
+from roll_lite.envs.specs import ENVS, EnvMaker, make_env, read_envs, required_options
 from roll_lite.types import Message, Prompt
 
 

@@ -1,21 +1,26 @@
-"""Agents that play in place of a model: at random, by a solver, from the keyboard."""
+"""Agents that play in place of a model: at random, by a solver, from the keyboard; and episodes of
+solvers as dialogues to imitate, with exactly the texts that a model reads in RL."""
 
+import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, pairwise
 from random import Random
 from typing import Any
 
 from roll_lite.envs.env import Ending, Env
 from roll_lite.envs.game import Game
 from roll_lite.envs.play import EpisodeOptions, player
-from roll_lite.envs.registry import EnvMaker
+from roll_lite.envs.specs import ENVS, EnvMaker, env_tasks, make_env
 from roll_lite.types import REDUCTIONS, FinishReason, Message, Prompt, TurnResult
 
 Agent = Callable[[Env | None], str]
 """The reply to the last observation of an environment; None stands for a coroutine's."""
 ALL_TURNS = EpisodeOptions()
+MAX_LOSSES = 1000
+"""Losses in a row, before a solver is given up."""
 
 
 def random_agent(seed: int | str) -> Agent:
@@ -101,3 +106,62 @@ class AgentChat:
             **{name: REDUCTIONS[how](values) for (name, how), values in found.items()},
             **(score.parts if score else {}),
         }
+
+
+def draw_traces(
+    spec: str,
+    count: int,
+    *,
+    seed: int | str,
+    mistakes: float,
+    options: EpisodeOptions,
+    envs: Mapping[str, EnvMaker] = ENVS,
+) -> Iterator[list[Message]]:
+    """Dialogues of `count` episodes of training tasks.
+
+    In a share of the turns, `mistakes`, a random action is played instead of the solver's. Without
+    mistakes, an episode that the solver does not win in time is left out.
+    """
+    make = make_env(spec, envs)
+    if (game := game_class(make)) is None or game.solve is Game.solve:
+        raise ValueError(f"env={spec!r} has no solver; name games that have one")
+    num_losses = 0
+    for task in env_tasks(spec, seed):
+        if count == 0:
+            return
+        chat = AgentChat(erring_solver(task.id, mistakes))
+        is_won = chat.measurements(asyncio.run(chat.play(make, task, options)))["success"]
+        num_losses = 0 if is_won else num_losses + 1
+        if mistakes or is_won:
+            count -= 1
+            yield from training_rows(chat.turns)
+        elif num_losses == MAX_LOSSES:
+            raise ValueError(f"env={spec!r}: its solver lost {MAX_LOSSES} times; raise max_steps")
+
+
+def training_rows(turns: list[list[Message]]) -> Iterator[list[Message]]:
+    """The turns that no later turn continues: one, unless the model reads a part of its history."""
+    for turn, following in pairwise([*turns, []]):
+        if following[: len(turn)] != turn:
+            yield turn
+
+
+def shares(entries: Sequence[str], total: int) -> dict[str, int]:
+    """Episodes of each spec, in proportion to the weights of `SPEC@WEIGHT`; `SPEC` has weight 1."""
+    weights = dict(map(_parse_entry, entries))
+    if len(weights) < len(entries):
+        raise ValueError(f"env={' '.join(entries)} names one twice; name it once, with its weight")
+    bounds = [round(total * part / sum(weights.values())) for part in accumulate(weights.values())]
+    counts = [high - low for low, high in pairwise([0, *bounds])]
+    return dict(zip(weights, counts, strict=True))
+
+
+def _parse_entry(text: str) -> tuple[str, float]:
+    spec, at, weight = text.rpartition("@")
+    try:
+        value = float(weight) if at else 1.0
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"env={text!r}: {weight!r} is not a weight above 0; write SPEC@WEIGHT")
+    return (spec if at else text), value

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 PRODUCTS_PER_KIND = 12
 NUM_ATTRIBUTES = 4
-"""Of each product; its title shows the first half."""
+"""Attributes of each product; its title shows the first half."""
 
 
 class Category(NamedTuple):
@@ -68,7 +68,7 @@ class Product:
     title: str
     category: str
     nouns: frozenset[str]
-    """Of the title."""
+    """Nouns of the title."""
     attributes: tuple[str, ...]
     options: dict[str, tuple[str, ...]]
     """Values to choose from, by the option's name."""

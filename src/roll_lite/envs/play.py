@@ -1,11 +1,12 @@
-"""Episodes: a conversation between the model and an environment of either interface."""
+"""Episodes: a conversation between the model and an environment of either interface, or one turn of
+the model that a reward scores."""
 
 import bdb
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 from roll_lite.checks import at_least, check_choices
 from roll_lite.envs.env import (
@@ -17,7 +18,7 @@ from roll_lite.envs.env import (
     OutOfTokens,
     Player,
 )
-from roll_lite.types import REDUCTIONS, Message, Prompt, Score
+from roll_lite.types import REDUCTIONS, AsyncReward, Message, Prompt, Reward, Score, State
 
 CLOSE_THOUGHTS = "</think>"
 
@@ -51,7 +52,7 @@ class EpisodeOptions:
 
 
 ONE_TURN = EpisodeOptions(at_limit="fail")
-"""Of questions: a prompt that leaves no room for a whole reply is a mistake."""
+"""For questions: a prompt that leaves no room for a whole reply is a mistake."""
 
 
 def player(make: Callable[[], Env] | EpisodeFunction, name: str, options: EpisodeOptions) -> Player:
@@ -79,22 +80,22 @@ class _EnvPlayer:
     options: EpisodeOptions
 
     async def __call__(self, chat: Conversation, task: Prompt) -> Ending:
-        told = _Told(self.options)
+        history = _History(self.options)
 
         def place() -> str:
-            return f"{self.name}, seed {task.seed}, turn {told.num_turns}"
+            return f"{self.name}, seed {task.seed}, turn {history.num_turns}"
 
         with _naming(place):
             env = self.make()
             observation, info = _checked("reset", 2, await _awaited(env.reset(task.seed)))
-            told.rules = info.get("rules", "")
+            history.rules = info.get("rules", "")
         try:
             while True:
                 with _naming(place):
-                    told.hear(_messages(observation))
+                    history.hear(_messages(observation))
                     key = _state(info, observation)
-                reply = await chat(told.messages, state=key, stop=getattr(env, "stop", None))
-                told.say(reply)
+                reply = await chat(history.messages, state=key, stop=getattr(env, "stop", None))
+                history.say(reply)
                 with _naming(place):
                     env.finish_reason = chat.finish_reason
                     found = _checked("step", 5, await _awaited(env.step(reply["content"])))
@@ -102,15 +103,15 @@ class _EnvPlayer:
                     chat.result(_number("reward", reward), **_measurements(info))
                 if terminated or truncated:
                     return Ending(reason="terminated" if terminated else "truncated")
-                if told.num_turns == self.options.max_turns:
+                if history.num_turns == self.options.max_turns:
                     return Ending(reason="turns")
         finally:
             if close := getattr(env, "close", None):
                 await _awaited(close())
 
 
-class _Told:
-    """What was said, and what of it the model reads."""
+class _History:
+    """What was said, and the part of it that the model reads."""
 
     def __init__(self, options: EpisodeOptions):
         self._options, self.rules = options, ""
@@ -146,6 +147,45 @@ class _Told:
         if self._options.old_thoughts == "drop":
             reply = reply | {"content": reply["content"].rpartition(CLOSE_THOUGHTS)[2].lstrip()}
         self._turns.append([*self._heard, reply])
+
+
+class RetryingConversation(Conversation, Protocol):
+    """The coordinator's own conversation of a sample."""
+
+    step_state: State
+    """The sample's state while its reply is scored."""
+
+    async def retried(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        """The result of a call that may fail now and then; only the last attempt raises."""
+
+
+async def ask(
+    chat: RetryingConversation, prompt: Prompt, *, reward: Reward | AsyncReward
+) -> Ending:
+    """A question as an episode of one turn: have the model answer, and score its reply."""
+    chat.step_state = "scoring"
+    reply = await chat(prompt.messages)
+    if chat.finish_reason == "length":  # for rewards that must not guess what was cut off
+        prompt = replace(prompt, extra=prompt.extra | {"finish_reason": "length"})
+
+    async def score() -> Score:
+        return Score.of(await _awaited(reward(prompt, reply["content"])))
+
+    return Ending(reason="returned", score=await chat.retried(score))
+
+
+def question_player(rewards: Mapping[str, Reward | AsyncReward]) -> Player:
+    """Questions with the reward of their domain."""
+
+    def play(chat: RetryingConversation, prompt: Prompt) -> Awaitable[Ending]:
+        if prompt.domain not in rewards:
+            raise ValueError(
+                f"prompt {prompt.id} has domain={prompt.domain!r}, which has no reward; "
+                f"known domains: {', '.join(sorted(rewards))}"
+            )
+        return ask(chat, prompt, reward=rewards[prompt.domain])
+
+    return play
 
 
 async def _awaited(value: Any) -> Any:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from roll_lite.workers.waiting import cancel_other_tasks
+from roll_lite.workers.async_rewards import cancel_other_tasks
 
 CLOSE_SECONDS = 5.0  # for rewards that are running to come to an end
 IDLE_SECONDS = 0.0005  # between two pumps when no engine has work

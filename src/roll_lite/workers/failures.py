@@ -1,33 +1,37 @@
-"""How a call in a worker can fail, and how many failures a run tolerates."""
+"""How a job in a worker can fail, and how many failures a run tolerates."""
 
 import re
 import sys
 import traceback
 from collections import Counter, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
+from types import FrameType
 from typing import Literal
 
+from roll_lite.envs.play import EnvError
 from roll_lite.stopping import Ended
 from roll_lite.types import Prompt
 
 WINDOW = 200
-"""Calls over which the share of failures is computed."""
-MIN_CALLS = 50
-"""Below this number of calls, failures are counted but never stop the run."""
+"""Jobs over which the share of failures is computed."""
+MIN_JOBS = 50
+"""Below this number of jobs, failures are counted but never stop the run."""
 NUM_EXAMPLES = 3
 MAX_SHOWN = 20
 """Kinds of failures that are shown on the console."""
 MAX_TEXT = 1 << 16
 """Characters of a failure."""
 SHOWN_CHARACTERS = 1000
-"""Of a reply on the console; events.jsonl has all of it."""
+"""Characters of a reply that the console shows; events.jsonl has all of it."""
 _PACKAGE = re.escape(str(Path(__file__).parents[1]))  # users have folders called roll_lite too
 _OUR_FRAMES = rf"<string>|{_PACKAGE}/(?:workers/|envs/play\.py)|.*/asyncio/|.*/threading\.py"
 _OUR_MODULES = ("roll_lite.workers.", "roll_lite.envs.play", "contextlib")
-_COUNTED_AS = {"timeout": ("timeouts",), "crash": ("crashes",)}
+REWARD_COUNTS = ("calls", "seconds", "errors", "timeouts", "crashes", "replaced")
+COUNTED_KINDS = {"timeout": "timeouts", "crash": "crashes"}
+"""Metrics of kinds of failures that are counted by themselves."""
 
 
 class RewardTimeout(RuntimeError):
@@ -43,76 +47,24 @@ class RewardError(RuntimeError):
 
 
 class TooManyFailures(Ended):
-    """The share of failed calls is too high: the rewards or environments themselves are broken."""
+    """The share of failed jobs is too high: the rewards or environments themselves are broken."""
 
     def __init__(self, text: str, failure: "Failure | None" = None):
         super().__init__(text)
         self.failure = failure
-        """How the call failed that raises this, if it did."""
-
-
-class RewardsBroken(TooManyFailures):
-    pass
-
-
-class EnvsBroken(TooManyFailures):
-    pass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
-    """How messages and metrics speak of what workers do."""
-
-    one: str
-    """What fails: a reward."""
-    table: str
-    """The argument that has them by domain."""
-    remedy: str
-    """What to do with one that a worker cannot import."""
-    calls: str
-    """What is counted in messages."""
-    prefix: str
-    """Of metrics."""
-    metrics: tuple[str, ...]
-    """The first counts calls."""
-    share_option: str
-    """Of a recipe: the share of failures that it tolerates."""
-    broken: type[TooManyFailures]
-
-
-REWARDS = Words(
-    one="reward",
-    table="rewards",
-    remedy="define it with def at the top level of a file, name it in INLINE, or run with "
-    "reward_workers=0",
-    calls="rewards",
-    prefix="reward",
-    metrics=("calls", "seconds", "errors", "timeouts", "crashes", "replaced"),
-    share_option="max_error_share",
-    broken=RewardsBroken,
-)
-ENVIRONMENTS = Words(
-    one="environment",
-    table="players",
-    remedy="define it with class or def at the top level of a file, or run with env_workers=0",
-    calls="episodes",
-    prefix="env",
-    metrics=("episodes", "seconds", "errors", "timeouts", "crashes", "replayed", "replaced"),
-    share_option="env_error_share",
-    broken=EnvsBroken,
-)
+        """How the job failed that raises this, if it did."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failed call, as it is sent between processes."""
+    """A failed job, as it is sent between processes."""
 
     kind: Literal["raised", "timeout", "crash", "lost"]
     text: str
     culprit: Literal["this", "other", "unknown", "supervisor"] = "this"
-    """Whose code ran when the worker died: this call's, that of another call in the same worker,
-    or none that is known; or the supervisor died. Only in the first case is the call to blame, and
-    in the others it is asked again."""
+    """Whose code ran when the worker died: this job's, that of another job in the same worker, or
+    none that is known; or the supervisor died. Only in the first case is the job to blame, and in
+    the others it is repeated."""
 
     @property
     def place(self) -> str:
@@ -128,20 +80,17 @@ class Failure:
         lines = self.text.strip().splitlines() or [""]
         return lines[-1] if self.kind == "raised" else lines[0]
 
-    def exception(self) -> Exception:
-        if self.kind == "timeout":
-            return RewardTimeout(self.text)
-        if self.kind == "crash":
-            return RewardCrash(self.text)
-        error = RewardError(self.summary)
-        error.add_note(f"In a reward worker:\n{self.text}")
-        return error
+
+def cause_of(error: BaseException) -> BaseException:
+    """The environment's own error."""
+    return error.__cause__ or error if isinstance(error, EnvError) else error
 
 
 def describe(error: BaseException) -> Failure:
-    """The failure for an exception; the traceback starts at the user's own code."""
+    """The failure for an exception of user code, where the traceback starts."""
+    error = cause_of(error)
     frames = error.__traceback__
-    while frames and frames.tb_next and _is_ours(frames.tb_frame.f_globals.get("__name__", "")):
+    while frames and frames.tb_next and _is_ours(frames.tb_frame):
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
     if len(text) > MAX_TEXT:
@@ -149,8 +98,8 @@ def describe(error: BaseException) -> Failure:
     return Failure("raised", text)
 
 
-def _is_ours(module: str) -> bool:
-    return module.startswith(_OUR_MODULES)
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").startswith(_OUR_MODULES)
 
 
 def user_frames(stack: str) -> str:
@@ -159,23 +108,35 @@ def user_frames(stack: str) -> str:
 
 
 class ErrorBudget:
-    """Counts calls, shows the first failure of each kind, and stops the run when too large a share
+    """Counts jobs, shows the first failure of each kind, and stops the run when too large a share
     of them fails."""
 
-    def __init__(self, max_error_share: float, words: Words = REWARDS):
+    def __init__(
+        self,
+        max_error_share: float,
+        *,
+        noun: str = "reward",
+        jobs: str = "rewards",
+        share_option: str = "max_error_share",
+        prefix: str = "reward",
+        metrics: Sequence[str] = REWARD_COUNTS,
+    ):
+        """Messages call the function `noun`, what is counted `jobs`, and the limit `share_option`.
+        The first of the metrics, under `prefix`, counts jobs."""
         if not 0 <= max_error_share <= 1:
             raise ValueError(f"max_error_share={max_error_share} must be from 0 to 1 (never)")
-        self._max_error_share, self._words = max_error_share, words
+        self._max_error_share = max_error_share
+        self._noun, self._jobs, self._share_option = noun, jobs, share_option
+        self._prefix, self._metrics = prefix, metrics
         self._counts: Counter[str] = Counter()
-        self._calls: deque[tuple[Hashable, bool]] = deque(maxlen=WINDOW)
-        """Keys of the last calls, and whether each failed."""
-        self._last = ""
-        """The most recent failure."""
+        self._last_jobs: deque[tuple[Hashable, bool]] = deque(maxlen=WINDOW)
+        """Keys of the last jobs, and whether each failed."""
         self._failed: set[Hashable] = set()
-        """Keys of the failed calls in the window; a retried call counts once."""
+        """Keys of the failed jobs in the window; a retried job counts once."""
+        self._last_failure = ""
         self._examples: deque[str] = deque(maxlen=NUM_EXAMPLES)
-        self._shown: set[tuple[str, str]] = set()
-        """Domain and place of the failures that were shown."""
+        self._shown: set[tuple[str, str, str]] = set()
+        """Domain, place and culprit of the failures that were shown."""
 
     def record(
         self,
@@ -185,60 +146,63 @@ class ErrorBudget:
         failure: Failure | None,
         *,
         place: str = "",
-        key: Hashable = None,
+        key: Hashable,
     ) -> None:
-        """Count one call; `place` says where in an episode. Calls of an equal key, by default the
-        prompt and the reply, are retries. Raises TooManyFailures once the budget is exceeded."""
-        self.count(self._words.metrics[0])
+        """Count one job; `place` says where in an episode. Jobs of an equal key are retries. Raises
+        TooManyFailures once the budget is exceeded."""
+        self.count(self._metrics[0])
         self.count("seconds", seconds)
         where = f"prompt {prompt.id}{place}"
         if failure:
-            self._counts.update(("errors", *_COUNTED_AS.get(failure.kind, ())))
+            self.count("errors")
+            if failure.kind in COUNTED_KINDS:
+                self.count(COUNTED_KINDS[failure.kind])
             self.show_once(prompt, where, reply, failure)
-        key = (prompt.id, reply) if key is None else key
         if key not in self._failed:
             self._add(key, where, reply, failure)
-        share = len(self._failed) / len(self._calls)
-        if len(self._calls) >= MIN_CALLS and share > self._max_error_share:
-            raise self._words.broken(self._summary(), failure)
+        share = len(self._failed) / len(self._last_jobs)
+        if len(self._last_jobs) >= MIN_JOBS and share > self._max_error_share:
+            raise TooManyFailures(self._summary(), failure)
 
     def count(self, metric: str, amount: float = 1) -> None:
         self._counts[metric] += amount
 
     def metrics(self) -> dict[str, float]:
-        """Calls, their total seconds, and failures since the last call of this method.
+        """Jobs, their total seconds, and failures since the last call of this method.
 
         `errors` counts all failures, including timeouts and crashes.
         """
         counts, self._counts = self._counts, Counter()
-        return {f"{self._words.prefix}/{name}": counts[name] for name in self._words.metrics}
+        return {f"{self._prefix}/{name}": counts[name] for name in self._metrics}
 
     def _add(self, key: Hashable, where: str, reply: str, failure: Failure | None) -> None:
-        if len(self._calls) == WINDOW and self._calls[0][1]:
-            self._failed.discard(self._calls[0][0])
-        self._calls.append((key, failure is not None))
+        if len(self._last_jobs) == WINDOW:
+            oldest, has_failed = self._last_jobs[0]
+            if has_failed:
+                self._failed.discard(oldest)
+        self._last_jobs.append((key, failure is not None))
         if failure:
-            self._last = failure.text
+            self._last_failure = failure.text
             self._failed.add(key)
             self._examples.append(f"- {where}, reply {reply[:80]!r}: {failure.summary}")
 
     def _summary(self) -> str:
         examples = "\n".join(self._examples)
         return (
-            f"{len(self._failed)} of the last {len(self._calls)} {self._words.calls} failed, more "
-            f"than {self._words.share_option}={self._max_error_share}. The most recent failures:\n"
-            f"{examples}\nThe last of them in full:\n{self._last}"
+            f"{len(self._failed)} of the last {len(self._last_jobs)} {self._jobs} failed, more "
+            f"than {self._share_option}={self._max_error_share}. The most recent failures:\n"
+            f"{examples}\nThe last of them in full:\n{self._last_failure}"
         )
 
     def show_once(self, prompt: Prompt, where: str, reply: str, failure: Failure) -> None:
-        """On the console, unless one of its domain and place was shown before."""
-        key = prompt.domain, failure.place
+        """On the console, unless a failure of the same domain and place was shown before."""
+        key = prompt.domain, failure.place, failure.culprit
         if key in self._shown or len(self._shown) == MAX_SHOWN:
             return
         self._shown.add(key)
         print(
-            f"the {self._words.one} of domain {prompt.domain!r} failed on {where} (such failures "
-            f"are shown once, and counted in {self._words.prefix}/errors)\n"
+            f"the {self._noun} of domain {prompt.domain!r} failed on {where} (such failures "
+            f"are shown once, and counted in {self._prefix}/errors)\n"
             f"{indent(failure.text.rstrip(), '  ')}\n  reply: {reply[:SHOWN_CHARACTERS]!r}",
             file=sys.stderr, flush=True,
         )  # fmt: skip

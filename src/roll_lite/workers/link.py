@@ -10,21 +10,21 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
 from queue import SimpleQueue
 from typing import Any
 
 from roll_lite.processes import state_of
-from roll_lite.workers.failures import Failure, Words
-from roll_lite.workers.loading import Packed, pack
-from roll_lite.workers.supervisor import NO_JOB
-from roll_lite.workers.worker import Work, WorkerLimits
+from roll_lite.workers.channel import NO_JOB, Ask, End, Order, read_message
+from roll_lite.workers.failures import Failure
+from roll_lite.workers.loading import Packed
+from roll_lite.workers.state import WorkerOptions
 
-Receiver = Callable[[float, Any], None]
-"""Called with the seconds since a job was assigned to a worker, and with a message of the job."""
-Setup = tuple[Work, Packed, int, WorkerLimits]
+Receiver = Callable[[float, Ask | End | Failure], None]
+"""Called with a message of a job, after the seconds that a worker took for it."""
+Setup = tuple[Packed, int, WorkerOptions]
 
 _CLOSE_SECONDS = 10.0
 _PING_SECONDS = 5.0
@@ -43,11 +43,9 @@ _START = (
 class SupervisorLink:
     """Jobs for the workers of a supervisor process, which is started again if it ends."""
 
-    def __init__(
-        self, work: Work, table: Mapping[str, Any], num_workers: int, limits: WorkerLimits
-    ):
+    def __init__(self, packed: Packed, num_workers: int, options: WorkerOptions):
         """Raises RuntimeError if the supervisor cannot import what the table refers to."""
-        self._setup: Setup = work, pack(table, work.words), num_workers, limits
+        self._setup: Setup = packed, num_workers, options
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -88,11 +86,11 @@ class SupervisorLink:
 
     def _replace(self, ended: "_Supervisor") -> Failure:
         """The failure of the jobs of a supervisor that has ended."""
-        work, _, num_workers, _ = self._setup
+        _, num_workers, options = self._setup
         with self._lock:
             if self._is_closed:
-                return Failure("crash", f"the {work.words.one} workers were closed")
-            text = f"the supervisor of the {work.words.one} workers {ended.why}"
+                return Failure("crash", f"the {options.noun} workers were closed")
+            text = f"the supervisor of the {options.noun} workers {ended.why}"
             note = "it is started again, and what its workers did is repeated"
             print(f"{text}; {note}", file=sys.stderr, flush=True)
             self._count_replaced(num_workers)
@@ -116,17 +114,17 @@ class _Supervisor:
         """`on_replaced` is told how many workers were replaced; `on_end` gives the failure of the
         jobs that the process leaves behind."""
         self._on_replaced, self._on_end = on_replaced, on_end
-        self._read_message, one = setup[0].read, setup[0].words.one
+        noun = setup[-1].noun
         self._connection, self._process = _start_process(setup)
-        _check_imports(self._connection, self._process, setup[0].words)
+        _check_imports(self._connection, self._process, noun)
         self._lock = threading.Lock()
         self._receivers: dict[int, Receiver] | None = {}
         """By job; None when the supervisor has ended."""
-        self._failure = Failure("crash", f"the {one} workers cannot be started", "supervisor")
+        self._failure = Failure("crash", f"the {noun} workers cannot be started", "supervisor")
         self._num_heard, self._is_silent, self._has_ended = 0, False, threading.Event()
-        self._outgoing: SimpleQueue[tuple[int, bool, bytes | None] | None] = SimpleQueue()
+        self._outgoing: SimpleQueue[Order | None] = SimpleQueue()
         self._reader, *self._others = [
-            threading.Thread(target=target, name=f"{one} workers", daemon=True)
+            threading.Thread(target=target, name=f"{noun} workers", daemon=True)
             for target in (self._read, self._write, self._watch)
         ]
         for thread in (self._reader, *self._others):
@@ -187,7 +185,7 @@ class _Supervisor:
             receive = self._receivers[job_id]
             if has_ended:
                 del self._receivers[job_id]
-        receive(seconds, sent if isinstance(sent, Failure) else self._read_message(sent))
+        receive(seconds, sent if isinstance(sent, Failure) else read_message(sent))
 
     def _end(self) -> None:
         self._process.kill()
@@ -235,7 +233,7 @@ def _start_process(setup: Setup) -> tuple[Any, subprocess.Popen]:
     return connection, process
 
 
-def _check_imports(connection: Any, process: subprocess.Popen, words: Words) -> None:
+def _check_imports(connection: Any, process: subprocess.Popen, noun: str) -> None:
     """Imports may take as long as they like, but a process that was stopped does not go on."""
     num_stopped = 0
     while num_stopped < _MAX_SILENT and not connection.poll(_PING_SECONDS):
@@ -250,4 +248,4 @@ def _check_imports(connection: Any, process: subprocess.Popen, words: Words) -> 
     if problem:
         connection.close()
         process.wait()
-        raise RuntimeError(f"workers cannot import the {words.table}: {problem}")
+        raise RuntimeError(f"{noun} workers cannot import their code: {problem}")

@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 from roll_lite.rewards.file import import_file, imported_files, run_module
-from roll_lite.workers.failures import Words
 
 MAIN_ELSEWHERE = "__mp_main__"
 """Name of the running script's module in other processes, as in multiprocessing."""
@@ -26,21 +25,21 @@ class Packed:
     """Files that were imported by their path, by the names of their modules."""
 
 
-def pack(table: Mapping[str, Any], words: Words) -> Packed:
-    """Raises ValueError for what another process cannot import."""
+def pack(table: Mapping[str, Any], name: str, remedy: str) -> Packed:
+    """Raises ValueError, which calls the table `name`, for what another process cannot import."""
     main = sys.modules["__main__"]
     main_file = getattr(main, "__file__", None)
     for domain, value in table.items():
-        if objection := _objection(value, main_file):
+        if reason := _why_not_importable(value, main_file):
             raise ValueError(
-                f"{words.table}[{domain!r}]={value!r} {objection}, so a worker process cannot "
-                f"import it; {words.remedy}"
+                f"{name}[{domain!r}]={value!r} {reason}, so a worker process cannot import it; "
+                f"{remedy}"
             )
     pickled = pickle.dumps(dict(table))
     return Packed(pickled, main_file, main.__package__, imported_files())
 
 
-def _objection(value: Any, main_file: str | None) -> str:
+def _why_not_importable(value: Any, main_file: str | None) -> str:
     """Why another process cannot import what the value refers to; empty if it can."""
     try:
         pickled = pickle.dumps(value)

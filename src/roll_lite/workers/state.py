@@ -1,17 +1,96 @@
-"""What a reward may change in its worker process, and the next call must not find changed."""
+"""The process of a worker: its limits, the code that runs in it, and the state of the process,
+which a reward may change and the next one must not find changed."""
 
 import _signal
 import faulthandler
+import mmap
 import os
 import resource
 import signal
+import struct
 import sys
-from typing import Any
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from roll_lite.checks import above
+from roll_lite.processes import adopt_orphans, die_with_parent
 
 SHOW_STACK = signal.SIGUSR1
 """Makes a worker print its stack."""
+OUT_OF_MEMORY = 86
+"""Exit code of a worker that ran out of memory."""
+_RUNNING = struct.Struct("qdd")
 _SIGNALS = tuple(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}))
 _LIMITS = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """What workers run, and their limits."""
+
+    noun: str
+    """What messages call it: reward or environment."""
+    prefix: str
+    """What names of its metrics and options begin with: reward or env."""
+    jobs_per_worker: int | None
+    """Rewards come one by one; None is any number of episodes at once."""
+    seconds: float
+    """Wall time of one reward, or of one step of an episode."""
+    memory_gib: float
+    """Memory that a worker, and each of its children, may map in addition to what imports took."""
+    output_kib: int
+    """Output that one reward or step may print."""
+
+    def __post_init__(self):
+        above(0, self, "seconds", "memory_gib", "output_kib")
+
+    @property
+    def seconds_option(self) -> str:
+        return f"{self.prefix}_seconds={self.seconds}"
+
+    @property
+    def took_longer(self) -> str:
+        return f"the {self.noun} took longer than {self.seconds_option}"
+
+
+class Running:
+    """Which job's code runs in a worker now, and since when: 24 bytes that the supervisor reads."""
+
+    def __init__(self):
+        self._memory = mmap.mmap(-1, _RUNNING.size)  # shared with the processes forked from here
+        self._start, self._worker = time.monotonic(), os.getpid()
+        self.busy = 0.0
+        """Seconds in which the worker ran code of jobs, as the worker counts them."""
+        self.end()
+
+    def belong_to_this_process(self) -> None:
+        self._worker = os.getpid()
+
+    def begin(self, job_id: int) -> None:
+        self._start, used = time.monotonic(), time.process_time()
+        _RUNNING.pack_into(self._memory, 0, -1, self._start, used)
+        _RUNNING.pack_into(self._memory, 0, job_id, self._start, used)
+
+    def end(self) -> None:
+        """Also ends a process that the code forked and that comes back here: it is no worker."""
+        if os.getpid() != self._worker:
+            os.write(2, b"a process that user code forked came back from it, and was ended\n")
+            os._exit(1)
+        _RUNNING.pack_into(self._memory, 0, -1, 0.0, 0.0)
+        self.busy += time.monotonic() - self._start
+
+    def read(self) -> tuple[int, float, float]:
+        """A job, or -1 for none; when its code began, and the processor time used until then."""
+        while (found := _RUNNING.unpack_from(self._memory)) != _RUNNING.unpack_from(self._memory):
+            continue  # the worker was just writing
+        return found
+
+    def close(self) -> None:
+        self._memory.close()
 
 
 class ProcessState:
@@ -33,8 +112,15 @@ class ProcessState:
         self._has_moved = self._has_new_limits = False
         sys.addaudithook(self._notice)
 
-    def restore(self) -> None:
-        """Raises OSError or ValueError if this process may not: a limit that was lowered."""
+    def restore(self) -> bool:
+        """False if this process may not restore something: a limit that was lowered."""
+        try:
+            self._restore()
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def _restore(self) -> None:
         os.umask(self._umask)
         if self._has_moved:
             os.fchdir(self._folder)
@@ -42,7 +128,7 @@ class ProcessState:
             self._restore_environment()
         _signal.alarm(0)
         _signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
-        # That of `signal` makes enums, which takes 20 times as long.
+        # signal.getsignal makes enums, which takes 20 times as long.
         if list(map(_signal.getsignal, _SIGNALS)) != self._handlers:
             self._restore_handlers()
         if self._has_new_limits:
@@ -79,3 +165,43 @@ def show_stack_when_asked() -> None:
     faulthandler.unregister(SHOW_STACK)
     faulthandler.enable(sys.stderr)
     faulthandler.register(SHOW_STACK, sys.stderr)
+
+
+def set_up(output: int, memory_gib: float) -> None:
+    """Make a process that was forked from the supervisor a worker, which prints to `output`."""
+    os.setsid()
+    adopt_orphans()  # so that the supervisor finds every process that user code leaves behind
+    die_with_parent()
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    show_stack_when_asked()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    most = _address_space() + int(memory_gib * 2**30)
+    _, allowed = resource.getrlimit(resource.RLIMIT_AS)  # `ulimit -v`
+    most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _address_space() -> int:
+    """Bytes that this process has mapped; imported libraries map far more than they use."""
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return num_pages * resource.getpagesize()
+
+
+def exit_without_memory() -> NoReturn:
+    """While the MemoryError is handled. What it left behind is unknown, so the worker ends."""
+    try:
+        traceback.print_exc()
+        flush_output()
+    finally:
+        os._exit(OUT_OF_MEMORY)
+
+
+def flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # user code may have closed or replaced it
+            stream.flush()

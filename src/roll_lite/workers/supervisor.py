@@ -27,15 +27,20 @@ from roll_lite.processes import (
     lacks_processor,
     state_of,
 )
-from roll_lite.workers.channel import CONTINUES, LEAVES, ProtocolError, SupervisorEnd, connect
+from roll_lite.rewards.registry import import_ahead
+from roll_lite.workers.channel import (
+    CONTINUES,
+    LEAVES,
+    NO_JOB,
+    ProtocolError,
+    SupervisorEnd,
+    connect,
+    read_message,
+)
 from roll_lite.workers.failures import Failure, user_frames
 from roll_lite.workers.loading import unpack
-from roll_lite.workers.state import SHOW_STACK
-from roll_lite.workers.worker import OUT_OF_MEMORY, Running, Work, WorkerLimits, work_and_exit
-
-NO_JOB = -1
-"""Job id of a message that asks for a sign of life, and of one that gives it and says how many
-workers were replaced since the last."""
+from roll_lite.workers.state import OUT_OF_MEMORY, SHOW_STACK, Running, WorkerOptions
+from roll_lite.workers.worker import work_and_exit
 
 _CHUNK = 1 << 16
 _SHOWN = 4000
@@ -58,7 +63,7 @@ class WorkerProcess:
     output: int
     running: Running
     jobs: dict[int, float] = field(default_factory=dict)
-    """When each was assigned."""
+    """When each of its jobs had its last order."""
     printed: bytes = b""
     """The end of what was printed since the code began that `printing` names; `num_printed` counts
     all of it."""
@@ -81,16 +86,15 @@ class WorkerProcess:
         text = user_frames(self.printed.decode(errors="replace")).strip()
         return f"; it printed:\n{text}" if text else ""
 
-    def assign(self, job_id: int, payload: bytes) -> None:
-        self.jobs[job_id], self.silent_since = time.monotonic(), None
-        self.post(job_id, True, payload)
-
     def post(self, job_id: int, begins: bool, payload: bytes | None) -> None:
+        self.jobs[job_id] = time.monotonic()
+        if begins:
+            self.silent_since = None
         with suppress(ConnectionError):  # it has died, which its pidfd is about to report
             self.channel.post((job_id, begins, payload))
 
     def read_output(self) -> bytes:
-        """Whatever its pipe holds now."""
+        """What its pipe holds now."""
         try:
             chunk = os.read(self.output, _CHUNK)
         except BlockingIOError:
@@ -120,19 +124,18 @@ class WorkerProcess:
 
 
 class Supervisor:
-    """The client sends lists of messages (job id, whether it begins, payload), and gets lists of
-    messages (job id, whether it has ended, seconds, the fields of its worker's message or a
-    Failure)."""
+    """The client sends lists of orders, and gets lists of messages (job id, whether it has ended,
+    seconds that the worker had the job since the last order for it, the fields of the worker's
+    message or a Failure)."""
 
     def __init__(
         self,
         client: Connection,
-        work: Work,
         table: Mapping[str, Any],
         num_workers: int,
-        limits: WorkerLimits,
+        options: WorkerOptions,
     ):
-        self._client, self._work, self._table, self._limits = client, work, table, limits
+        self._client, self._table, self._options = client, table, options
         self._from_imports = children()
         """Processes that the user's modules started on import."""
         self._waiting: deque[tuple[int, bytes]] = deque()
@@ -191,12 +194,13 @@ class Supervisor:
 
     def _assign(self) -> None:
         """Give waiting jobs to the workers that have the fewest."""
-        most = self._work.jobs_per_worker
+        most = self._options.jobs_per_worker
         while self._waiting:
             worker = min(self._workers, key=lambda worker: len(worker.jobs))
             if most is not None and len(worker.jobs) >= most:
                 break
-            worker.assign(*self._waiting.popleft())
+            job_id, payload = self._waiting.popleft()
+            worker.post(job_id, True, payload)
             self._watch_writing(worker)
 
     def _watch_writing(self, worker: WorkerProcess) -> None:
@@ -216,14 +220,15 @@ class Supervisor:
         """Replace workers whose code runs for too long, and those that neither run nor answer."""
         for worker in list(self._workers):
             if self._hangs(worker):
-                text = f"{self._it} took longer than {self._seconds_option}"
-                self._replace(worker, Failure("timeout", text + worker.output_text))
+                text = self._options.took_longer + worker.output_text
+                self._replace(worker, Failure("timeout", text))
             elif self._is_silent(worker):
-                self._replace_for(worker, f"did nothing for {self._seconds_option}, with work left")
+                limit = self._options.seconds_option
+                self._replace_for(worker, f"did nothing for {limit}, with work left")
         now = time.monotonic()
         running = [worker.running.read() for worker in self._workers]
         starts = [start if job_id >= 0 else now for job_id, start, _ in running]
-        self._next_check = max(min(starts) + self._limits.seconds, now + _RECHECK_SECONDS)
+        self._next_check = max(min(starts) + self._options.seconds, now + _RECHECK_SECONDS)
 
     def _check(self, worker: WorkerProcess, ready: Mapping[int, int]) -> None:
         """Read what the worker sent, and replace it if it ended or broke a limit."""
@@ -242,19 +247,15 @@ class Supervisor:
             except ProtocolError as error:
                 self._replace_for(worker, str(error))
                 return
-        if worker.num_printed > self._limits.output_kib << 10:
-            limit = f"output_kib={self._limits.output_kib}"
-            self._replace(worker, Failure("crash", f"{self._it} printed more than {limit}"))
+        if worker.num_printed > self._options.output_kib << 10:
+            text = f"{self._it} printed more than output_kib={self._options.output_kib}"
+            self._replace(worker, Failure("crash", text))
         elif has_ended or worker.is_leaving:
             self._replace(worker, None)
 
     @property
-    def _seconds_option(self) -> str:
-        return f"{self._work.words.prefix}_seconds={self._limits.seconds}"
-
-    @property
     def _it(self) -> str:
-        return f"the {self._work.words.one}"
+        return f"the {self._options.noun}"
 
     def _take_messages(self, worker: WorkerProcess) -> bool:
         """False if the worker has closed its connection."""
@@ -273,7 +274,7 @@ class Supervisor:
         would take longer to send."""
         try:
             fields = json.loads(payload.decode())
-            self._work.read(fields)
+            read_message(fields)
         except Exception:  # user code may have sent anything
             raise ProtocolError("sent a message that cannot be read") from None
         return fields
@@ -287,7 +288,7 @@ class Supervisor:
     def _is_silent(self, worker: WorkerProcess) -> bool:
         """Whether a worker that must run a job's code, or finish a message, has done neither for as
         long as the time limit. One that was stopped must do so too: episodes may wait for it."""
-        one_by_one = self._work.jobs_per_worker == 1
+        one_by_one = self._options.jobs_per_worker == 1
         must = worker.jobs and (
             one_by_one or worker.channel.has_part or state_of(worker.pid) == "T"
         )
@@ -296,14 +297,14 @@ class Supervisor:
             return False
         if worker.silent_since is None:
             worker.silent_since = time.monotonic()
-        seconds, most = time.monotonic() - worker.silent_since, self._limits.seconds
+        seconds, most = time.monotonic() - worker.silent_since, self._options.seconds
         is_starved = state_of(worker.pid) == "R" and seconds < _STARVED * most
         return seconds >= most and not is_starved
 
     def _hangs(self, worker: WorkerProcess) -> bool:
         """Whether code reached the time limit. Its stack is read and the worker stopped then."""
         late = job_id, start, used = worker.running.read()
-        seconds, most = time.monotonic() - start, self._limits.seconds
+        seconds, most = time.monotonic() - start, self._options.seconds
         if job_id < 0 or seconds < most:
             return False
         if seconds < _STARVED * most and lacks_processor(worker.pid, used + most):
@@ -319,10 +320,9 @@ class Supervisor:
         """Replace a worker for what is not known to be the fault of a job that it has."""
         if deed not in self._shown:
             self._shown.add(deed)
-            words = self._work.words
-            note = f"a {words.one} worker {deed}; it was replaced (shown once, and counted in "
+            note = f"a {self._options.noun} worker {deed}; it was replaced (shown once, and counted"
             with suppress(OSError):
-                os.write(2, f"{note}{words.prefix}/replaced)\n".encode())
+                os.write(2, f"{note} in {self._options.prefix}/replaced)\n".encode())
         self._replace(worker, Failure("crash", f"{self._it}'s process {deed}", "unknown"))
 
     def _replace(self, worker: WorkerProcess, failure: Failure | None) -> None:
@@ -359,7 +359,7 @@ class Supervisor:
 
     def _crash(self, worker: WorkerProcess, code: int) -> Failure:
         if code == OUT_OF_MEMORY:
-            text = f"{self._it} needed more than memory_gib={self._limits.memory_gib}"
+            text = f"{self._it} needed more than memory_gib={self._options.memory_gib}"
         elif code < 0:
             text = f"{self._it}'s process was ended by signal {-code} ({signal.strsignal(-code)})"
         else:
@@ -373,7 +373,7 @@ class Supervisor:
         pid = os.fork()
         if pid == 0:
             self._close_inherited(ours, reading)
-            work_and_exit(theirs, writing, self._work.loop, self._table, self._limits, running)
+            work_and_exit(theirs, writing, self._table, self._options, running)
         theirs.close()
         os.close(writing)
         os.set_blocking(reading, False)
@@ -402,7 +402,7 @@ def serve(descriptor: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     client = Connection(descriptor)
     adopt_orphans()
-    work, packed, num_workers, limits = client.recv()
+    packed, num_workers, options = client.recv()
     try:
         table = unpack(packed)
     except BaseException:  # importing the user's modules may raise anything
@@ -410,6 +410,5 @@ def serve(descriptor: int) -> None:
         sys.exit(1)
     with suppress(OSError):  # the run has ended meanwhile
         client.send("")
-        if work.import_ahead:  # while the run starts
-            work.import_ahead(table.values())
-        Supervisor(client, work, table, num_workers, limits).serve()
+        import_ahead(table.values())  # while the run starts
+        Supervisor(client, table, num_workers, options).serve()

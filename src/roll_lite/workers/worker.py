@@ -1,234 +1,366 @@
-"""A worker process: its limits, and the loop that runs reward calls in it.
+"""A worker process: runs the jobs that the supervisor sends, until it closes the channel.
 
-The loop that plays episodes is in episodes.py.
+A reward is called at once, and asks nothing. Episodes are coroutines in one event loop, which ask
+the model through the coordinator (pool.py).
 """
 
 import asyncio
 import inspect
 import json
-import math
-import mmap
 import os
 import pickle
-import resource
-import struct
-import sys
-import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from contextvars import ContextVar, copy_context
 from typing import Any, NoReturn
 
-from roll_lite.checks import above
-from roll_lite.processes import adopt_orphans, die_with_parent
-from roll_lite.types import Prompt, Reward, Score
-from roll_lite.workers.channel import ENDED, LEAVES, WorkerEnd
-from roll_lite.workers.failures import Failure, Words, describe
-from roll_lite.workers.state import ProcessState, show_stack_when_asked
+from roll_lite.envs.env import Ending, OutOfTokens, Player
+from roll_lite.types import FinishReason, Message, Prompt, Reward, Score, TurnResult
+from roll_lite.workers.channel import (
+    CONTINUES,
+    ENDED,
+    LEAVES,
+    Outcome,
+    Reply,
+    WorkerEnd,
+    checked,
+    checked_ending,
+    write_ask,
+    write_end,
+)
+from roll_lite.workers.failures import Failure, cause_of, describe
+from roll_lite.workers.state import (
+    ProcessState,
+    Running,
+    WorkerOptions,
+    exit_without_memory,
+    flush_output,
+    set_up,
+)
 
-OUT_OF_MEMORY = 86
-"""Exit code of a worker that ran out of memory."""
-LONGEST_REASON = 500
-"""Characters of what a reward says of its score."""
-_RUNNING = struct.Struct("qdd")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLimits:
-    seconds: float
-    """Wall time of one call, or of one step of an episode."""
-    memory_gib: float
-    """Memory that a worker, and each of its children, may map in addition to what imports took."""
-    output_kib: int
-    """Output that one call or step may print."""
-
-    def __post_init__(self):
-        above(0, self, "seconds", "memory_gib", "output_kib")
-
-
-class Running:
-    """Which job's code runs in a worker now, and since when: 24 bytes that the supervisor reads."""
-
-    def __init__(self):
-        self._memory = mmap.mmap(-1, _RUNNING.size)  # shared with the processes forked from here
-        self._start, self._worker = time.monotonic(), os.getpid()
-        self.busy = 0.0
-        """Seconds in which the worker ran code of jobs, as the worker counts them."""
-        self.end()
-
-    def belong_to_this_process(self) -> None:
-        self._worker = os.getpid()
-
-    def begin(self, job_id: int) -> None:
-        self._start, used = time.monotonic(), time.process_time()
-        _RUNNING.pack_into(self._memory, 0, -1, self._start, used)
-        _RUNNING.pack_into(self._memory, 0, job_id, self._start, used)
-
-    def end(self) -> None:
-        """Also ends a process that the code forked and that comes back here: it is no worker."""
-        if os.getpid() != self._worker:
-            os.write(2, b"a process that user code forked came back from it, and was ended\n")
-            os._exit(1)
-        _RUNNING.pack_into(self._memory, 0, -1, 0.0, 0.0)
-        self.busy += time.monotonic() - self._start
-
-    def read(self) -> tuple[int, float, float]:
-        """A job, or -1 for none; when its code began, and the processor time used until then."""
-        while (found := _RUNNING.unpack_from(self._memory)) != _RUNNING.unpack_from(self._memory):
-            continue  # the worker was just writing
-        return found
-
-    def close(self) -> None:
-        self._memory.close()
-
-
-Loop = Callable[[WorkerEnd, Mapping[str, Any], WorkerLimits, Running], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What the workers of a supervisor do: calls of rewards, or episodes of environments."""
-
-    words: Words
-    loop: Loop
-    """Runs jobs in a worker, until the supervisor closes the channel. It receives (job id, whether
-    the job begins, pickled message or None to cancel it), and sends what channel.py describes."""
-    read: Callable[[Any], Any]
-    """From the JSON that the loop sent to a message; raises an exception if it is none."""
-    jobs_per_worker: int | None
-    """None is any number at once."""
-    import_ahead: Callable[[Iterable[Any]], None] | None = None
-    """Imports what the jobs would import later, before the workers are forked, which share it."""
-
-
-def evaluate(rewards: Mapping[str, Reward], prompt: Prompt, reply: str) -> Score:
-    score = rewards[prompt.domain](prompt, reply)
-    if inspect.isawaitable(score):  # of a function that does not look like an `async def`
-        score = asyncio.run(_wait_for(score))
-    return checked(score)
-
-
-async def _wait_for(score: Awaitable[Score | float]) -> Score | float:
-    return await score
-
-
-def checked(score: Score | float) -> Score:
-    """What a reward returned, as a Score of finite numbers."""
-    score = Score.of(score)
-    return _plain_score(score.value, score.parts, score.reason)
-
-
-def _plain_score(value: float, parts: Mapping[str, float], reason: str) -> Score:
-    """Plain numbers, and a text of a bounded length, can always be sent."""
-    if not math.isfinite(value := float(value)):
-        raise ValueError(f"reward={value} is not a finite number")
-    parts = {str(name): float(part) for name, part in parts.items()}
-    return Score(value=value, parts=parts, reason=str(reason)[:LONGEST_REASON])
+MAX_THREADS = 8
+"""Threads of `asyncio.to_thread` in a worker."""
+_job_id: ContextVar[int] = ContextVar("job_id")
+"""The episode that a task belongs to."""
 
 
 def work_and_exit(
     channel: WorkerEnd,
     output: int,
-    loop: Loop,
-    table: Mapping[str, Any],
-    limits: WorkerLimits,
+    table: Mapping[str, Reward | Player],
+    options: WorkerOptions,
     running: Running,
 ) -> NoReturn:
-    """Do jobs until the channel closes. User code prints to the descriptor `output`."""
+    """Run jobs until the channel closes. User code prints to the descriptor `output`."""
     running.belong_to_this_process()
-    _set_up(output, limits)
+    set_up(output, options.memory_gib)
     try:
-        with suppress(EOFError):
-            loop(channel, table, limits, running)
+        with suppress(EOFError, ConnectionError):
+            Worker(channel, table, options, running).run()
     except BaseException:  # a fork of the supervisor must not go on as one
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
 
 
-def run_calls(
-    channel: WorkerEnd, rewards: Mapping[str, Reward], limits: WorkerLimits, running: Running
-) -> None:
-    """Call rewards, one after another, each in the process state that the first one found."""
-    state = ProcessState()
-    while True:
-        job_id, _, payload = channel.receive()
-        running.begin(job_id)
-        result = _call(rewards, payload)
+class Worker:
+    def __init__(
+        self,
+        channel: WorkerEnd,
+        table: Mapping[str, Reward | Player],
+        options: WorkerOptions,
+        running: Running,
+    ):
+        self._channel, self._table, self._options = channel, table, options
+        self._running = running
+        self._state: ProcessState | None = None
+        """As the first reward found it."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Runs episodes, from the first one on."""
+        self._episodes: dict[int, _Episode] = {}
+
+    def run(self) -> NoReturn:
+        """Raises EOFError or ConnectionError when the channel is closed."""
+        while True:
+            if self._loop:
+                self._loop.run_forever()  # until an order has come
+            job_id, begins, message = self._receive()
+            if not begins:
+                if job_id in self._episodes:  # it may have ended meanwhile
+                    self._episodes[job_id].receive(message)
+                continue
+            prompt, reply = message
+            if reply is None:
+                self._start_episode(job_id, prompt)
+            else:
+                self._score(job_id, prompt, reply)
+
+    def _receive(self) -> tuple[int, bool, Any]:
+        try:
+            job_id, begins, payload = self._channel.receive()
+            return job_id, begins, payload and pickle.loads(payload)
+        except MemoryError:
+            exit_without_memory()
+
+    def _score(self, job_id: int, prompt: bytes, reply: str) -> None:
+        """Call a reward, outside of any event loop and in the process state of the first one."""
+        self._state = self._state or ProcessState()
+        self._running.begin(job_id)
+        outcome = _call_reward(self._table, prompt, reply)
         flush_output()
-        running.end()
-        channel.send((job_id, ENDED if _restored(state) else LEAVES, write_result(result)))
+        self._running.end()
+        state = ENDED if self._state.restore() else LEAVES
+        self._channel.send((job_id, state, write_end(outcome)))
+
+    def _start_episode(self, job_id: int, prompt: bytes) -> None:
+        if self._loop is None:
+            self._loop = self._make_loop()
+        episode = _Episode(job_id, self._channel, self._options, self._running, self._loop)
+        self._episodes[job_id] = episode
+        task = episode.start(self._table, prompt)
+        task.add_done_callback(lambda _: self._episodes.pop(job_id).finish())
+
+    def _make_loop(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.new_event_loop()
+        loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS))
+        loop.set_task_factory(lambda *task, **given: _marked_task(self._running, *task, **given))
+        loop.add_reader(self._channel.fileno(), loop.stop)
+        return loop
 
 
-def _call(rewards: Mapping[str, Reward], payload: bytes) -> Score | Failure:
-    """From a pickled pair: the prompt, itself pickled, and a reply."""
+def _call_reward(rewards: Mapping[str, Reward], pickled: bytes, reply: str) -> Ending | Failure:
     try:
-        prompt, reply = pickle.loads(payload)
-        return evaluate(rewards, pickle.loads(prompt), reply)
+        prompt: Prompt = pickle.loads(pickled)
+        score = rewards[prompt.domain](prompt, reply)
+        if inspect.isawaitable(score):  # of a function that does not look like an `async def`
+            score = asyncio.run(_wait_for(score))
+        return Ending(reason="returned", score=checked(score))
     except MemoryError:
         exit_without_memory()
     except BaseException as error:  # user code may raise anything
         return describe(error)
 
 
-def _restored(state: ProcessState) -> bool:
-    try:
-        state.restore()
-    except (OSError, ValueError):
-        return False
-    return True
+async def _wait_for(score: Awaitable[Score | float]) -> Score | float:
+    return await score
 
 
-def write_result(result: Score | Failure) -> bytes:
-    if isinstance(result, Failure):
-        return json.dumps({"failure": result.text, "kind": result.kind}).encode()
-    told = {"value": result.value, "parts": result.parts, "reason": result.reason}
-    return json.dumps(told).encode()
+class _StepTimer:
+    """Calls `expire` when a step waits too long. Time in which any episode's code ran is not
+    counted: the supervisor watches that."""
+
+    def __init__(
+        self,
+        seconds: float,
+        running: Running,
+        loop: asyncio.AbstractEventLoop,
+        expire: Callable[[], None],
+    ):
+        self._seconds, self._running, self._loop, self._expire = seconds, running, loop, expire
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self.stop()
+        self._start = self._idle_time
+        self._handle = self._loop.call_later(self._seconds, self._check)
+
+    def stop(self) -> None:
+        if self._handle:
+            self._handle.cancel()
+
+    def _check(self) -> None:
+        left = self._seconds - (self._idle_time - self._start)
+        if left > 0:
+            self._handle = self._loop.call_later(left, self._check)
+        else:
+            self._expire()
+
+    @property
+    def _idle_time(self) -> float:
+        return self._loop.time() - self._running.busy
 
 
-def read_result(fields: Any) -> Score | Failure:
-    """Raises an exception for what `write_result` does not write."""
-    if "failure" in fields:
-        return Failure(str(fields["kind"]), str(fields["failure"]))
-    return _plain_score(fields["value"], fields["parts"], fields["reason"])
+class _WorkerConversation:
+    """The `Conversation` of an episode in a worker; it goes to the coordinator."""
+
+    finish_reason: FinishReason = "stop"
+
+    def __init__(self, send: Callable[[bytes], None], timer: _StepTimer):
+        self._send, self._timer = send, timer
+        self._one_at_a_time = asyncio.Lock()
+        self._num_asked = 0
+        self._answer: asyncio.Future[Reply]
+        self._known: list[Message] = []
+        """Copies of the messages that the coordinator has."""
+        self._results: list[TurnResult] = []
+
+    async def __call__(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+        state: str | None = None,
+    ) -> Message:
+        options = {"tools": tools, "stop": stop, "max_tokens": max_tokens, "state": state}
+        async with self._one_at_a_time:
+            num_known = _num_equal(messages, self._known)
+            new = json.dumps(list(messages[num_known:]))
+            self._send(write_ask(num_known, new, options, self._results))
+            self._known, self._results = self._known[:num_known] + json.loads(new), []
+            self._num_asked += 1
+            reply = await self._receive_reply()
+        if reply.message is None:
+            raise OutOfTokens(reply.problem)
+        self._known.append(json.loads(json.dumps(reply.message)))
+        self.finish_reason = reply.finish_reason
+        return reply.message
+
+    def result(self, reward: float = 0.0, **measurements: dict[str, float]) -> None:
+        numbers = {
+            kind: {name: float(value) for name, value in named.items()}
+            for kind, named in measurements.items()
+        }
+        self._results.append(TurnResult(reward=float(reward), measurements=numbers))
+
+    def take_results(self) -> list[TurnResult]:
+        results, self._results = self._results, []
+        return results
+
+    def receive(self, reply: Reply) -> None:
+        is_awaited = reply.number == self._num_asked - 1 and not self._answer.done()
+        if is_awaited:  # unless the episode gave up waiting for it
+            self._answer.set_result(reply)
+
+    async def _receive_reply(self) -> Reply:
+        self._answer = asyncio.get_running_loop().create_future()
+        self._timer.stop()
+        try:
+            return await self._answer
+        finally:
+            self._timer.start()
 
 
-def exit_without_memory() -> NoReturn:
-    """While the MemoryError is handled. What it left behind is unknown, so the worker ends."""
-    try:
-        traceback.print_exc()
+def _num_equal(some: Sequence[Message], others: Sequence[Message]) -> int:
+    """How many leading elements are equal."""
+    pairs = enumerate(zip(some, others, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), min(len(some), len(others)))
+
+
+class _Episode:
+    """One episode, until its outcome is sent."""
+
+    def __init__(
+        self,
+        job_id: int,
+        channel: WorkerEnd,
+        options: WorkerOptions,
+        running: Running,
+        loop: asyncio.AbstractEventLoop,
+    ):
+        self._id, self._channel, self._options, self._loop = job_id, channel, options, loop
+        self._timer = _StepTimer(options.seconds, running, loop, self._expire)
+        self._chat = _WorkerConversation(self._ask, self._timer)
+        self._has_ended = self._is_late = False
+
+    def start(self, players: Mapping[str, Player], pickled: bytes) -> asyncio.Task:
+        context = copy_context()
+        context.run(_job_id.set, self._id)
+        self._task = context.run(self._loop.create_task, self._run(players, pickled))
+        return self._task
+
+    def receive(self, reply: Reply | None) -> None:
+        """None cancels the episode."""
+        if reply is None:
+            self._cancel()
+        else:
+            self._chat.receive(reply)
+
+    def finish(self) -> None:
+        """When the task is done, which may have been cancelled before it began."""
+        self._end(Failure("crash", "the episode was cancelled"))
+
+    async def _run(self, players: Mapping[str, Player], pickled: bytes) -> None:
+        self._timer.start()
+        try:
+            task: Prompt = pickle.loads(pickled)
+            outcome = checked_ending(await players[task.domain](self._chat, task))
+        except OutOfTokens as error:
+            outcome = OutOfTokens(str(error))
+        except BaseException as error:  # user code may raise anything
+            outcome = self._failure(error)
+        self._timer.stop()
+        self._end(outcome)
+
+    def _failure(self, error: BaseException) -> Failure:
+        if isinstance(cause_of(error), MemoryError):
+            exit_without_memory()
+        failure = describe(error)
+        if not self._is_late:
+            return failure
+        text = f"{self._options.took_longer}\nIt waited here:\n{failure.text}"
+        return Failure("timeout", text)
+
+    def _expire(self) -> None:
+        self._is_late = True
+        self._cancel()
+
+    def _cancel(self) -> None:
+        """Its environment is closed then, for which it has the same time again."""
+        self._timer.stop()
+        self._task.cancel()
+        text = f"{self._options.took_longer}, and did not end when it was cancelled"
+        self._loop.call_later(self._options.seconds, self._end, Failure("timeout", text))
+
+    def _ask(self, payload: bytes) -> None:
+        if self._has_ended:
+            raise RuntimeError("the episode is over, so the model cannot be asked any more")
+        self._send(payload, has_ended=False)
+
+    def _end(self, outcome: Outcome) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._send(write_end(outcome, self._chat.take_results()), has_ended=True)
+
+    def _send(self, payload: bytes, *, has_ended: bool) -> None:
         flush_output()
-    finally:
-        os._exit(OUT_OF_MEMORY)
+        self._channel.send((self._id, ENDED if has_ended else CONTINUES, payload))
 
 
-def flush_output() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # user code may have closed or replaced it
-            stream.flush()
+def _marked_task(
+    running: Running, loop: asyncio.AbstractEventLoop, coroutine: Coroutine, **options: Any
+) -> asyncio.Task:
+    """A task of which `running` says when its code runs; also of tasks that an episode starts."""
+    job_id = _job_id.get(None)
+    if job_id is not None:
+        coroutine = _Marked(coroutine, job_id, running)
+    return asyncio.Task(coroutine, loop=loop, **options)
 
 
-def _set_up(output: int, limits: WorkerLimits) -> None:
-    os.setsid()
-    adopt_orphans()  # so that the supervisor finds every process that user code leaves behind
-    die_with_parent()
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    show_stack_when_asked()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    most = _address_space() + int(limits.memory_gib * 2**30)
-    _, allowed = resource.getrlimit(resource.RLIMIT_AS)  # `ulimit -v`
-    most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+class _Marked(Coroutine):
+    """A coroutine whose own code runs between `begin` and `end`; outside, it waits."""
 
+    def __init__(self, coroutine: Coroutine, job_id: int, running: Running):
+        self._coroutine, self._job_id, self._running = coroutine, job_id, running
 
-def _address_space() -> int:
-    """Bytes that this process has mapped; imported libraries map far more than they use."""
-    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return num_pages * resource.getpagesize()
+    def send(self, value: Any) -> Any:
+        return self._resume(self._coroutine.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._resume(self._coroutine.throw, *error)
+
+    def close(self) -> None:
+        self._resume(self._coroutine.close)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._coroutine.__await__()
+
+    def _resume(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        self._running.begin(self._job_id)
+        try:
+            return method(*arguments)
+        finally:
+            self._running.end()

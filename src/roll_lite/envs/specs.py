@@ -1,28 +1,35 @@
-"""Environments by name, and the specs that name one with its options.
+"""Environments by name, the specs that name one with its options, and their tasks.
 
 A spec is `NAME` or `NAME:option=value,option=value`: `frozen_lake:size=8,style=short`. Values are
 true, false, numbers and texts.
 """
 
+import hashlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from roll_lite.checks import above, at_least
 from roll_lite.envs.adapters import GymnasiumGame, OpenEnvGame, TextArenaGame
-from roll_lite.envs.env import Env, EpisodeFunction
+from roll_lite.envs.env import Env, EpisodeFunction, Player
 from roll_lite.envs.frozen_lake import FrozenLake
 from roll_lite.envs.guess import Guess
+from roll_lite.envs.play import EpisodeOptions, player
 from roll_lite.envs.shop import Shop
 from roll_lite.envs.sokoban import OTHER_SYMBOLS, Sokoban
 from roll_lite.envs.tool import python_tool
 from roll_lite.options import parse_spec
 from roll_lite.rewards.file import import_file
+from roll_lite.types import Prompt
 
 EnvMaker = Callable[..., Env] | EpisodeFunction
 """An environment class or a coroutine function; its keyword arguments are its options."""
+Split = Literal["train", "held_out"]
 Value = bool | int | float | str
 TYPE_NAMES = {
     bool: "true or false",
@@ -133,3 +140,75 @@ def _try(make: Callable[[], Env], spec: str) -> None:
         make()
     except ValueError as error:
         raise ValueError(f"env={spec!r}: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvOptions:
+    """Environments: a file of your own, worker processes."""
+
+    envs: str | None = None
+    """Python file with ENVS = {name: class or coroutine}, which come before those of the recipe."""
+    env_workers: int = 4
+    """Processes that play episodes, many in each; 0 plays them inline, for a debugger."""
+    env_seconds: float = 10.0
+    """Time limit of one step of an environment; an episode that takes longer has failed."""
+    env_memory_gib: float = 2.0
+    """Memory of a worker beyond its imports, for all its episodes."""
+    env_error_share: float = 0.2
+    """Stop the run when more than this share of the last 200 episodes failed."""
+
+    def __post_init__(self):
+        at_least(0, self, "env_workers")
+        above(0, self, "env_seconds", "env_memory_gib")
+        if not 0 <= self.env_error_share <= 1:
+            raise ValueError(f"env_error_share={self.env_error_share} must be from 0 to 1 (never)")
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """Arguments of EnvWorkers."""
+        return {
+            "num_workers": self.env_workers,
+            "seconds": self.env_seconds,
+            "memory_gib": self.env_memory_gib,
+            "max_error_share": self.env_error_share,
+        }
+
+    def players(
+        self, specs: Iterable[str], known: Mapping[str, EnvMaker], episodes: EpisodeOptions
+    ) -> dict[str, Player]:
+        """What plays the episodes of each environment."""
+        makers = self.makers(known)
+        return {spec: player(make_env(spec, makers), spec, episodes) for spec in specs}
+
+    def makers(self, known: Mapping[str, EnvMaker]) -> dict[str, EnvMaker]:
+        """Known environments by name, with those of the file."""
+        return {**known, **(read_envs(self.envs) if self.envs else {})}
+
+
+def env_tasks(spec: str, seed: int | str, split: Split = "train") -> Iterator[Prompt]:
+    """Endless tasks of one split; to evaluate, give seed=0, whatever the seed of the run."""
+    name, _ = parse_env(spec)
+    for number in count():
+        yield Prompt(
+            id=f"{spec}/{split}/{seed}/{number}",
+            messages=(),
+            domain=spec,
+            ground_truth="",
+            extra={"split": split},
+            seed=task_seed(name, seed, split, number),
+        )
+
+
+def task_seed(name: str, seed: int | str, split: Split, number: int) -> int:
+    """63 bits. Options do not change it: variants of an environment play the same tasks.
+
+    Seeds of held-out tasks are odd, the others even, so the splits never share one.
+    """
+    text = f"{name}/{split}/{seed}/{number}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 2 << 1 | (split == "held_out")
+
+
+def held_out_tasks(specs: Iterable[str], count: int) -> list[Prompt]:
+    """`count` tasks of each environment to evaluate on, the same whatever the seed of a run."""
+    return [task for spec in specs for task in islice(env_tasks(spec, 0, "held_out"), count)]

@@ -7,12 +7,10 @@ import pytest
 
 from roll_lite.data import read_dialogues
 from roll_lite.envs.__main__ import main
-from roll_lite.envs.agents import AgentChat
+from roll_lite.envs.agents import AgentChat, draw_traces, shares
 from roll_lite.envs.frozen_lake import FrozenLake
 from roll_lite.envs.play import EpisodeOptions
-from roll_lite.envs.registry import ENVS, make_env
-from roll_lite.envs.tasks import env_tasks
-from roll_lite.envs.traces import draw_traces, shares
+from roll_lite.envs.specs import ENVS, env_tasks, make_env
 
 
 def drawn(spec, count, *, mistakes=0.0, history=None, envs=ENVS):
@@ -105,6 +103,6 @@ def test_shares_follow_the_weights():
     ],
 )
 def test_bad_commands_name_the_remedy(arguments, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("roll_lite.envs.traces.MAX_LOSSES", 10)
+    monkeypatch.setattr("roll_lite.envs.agents.MAX_LOSSES", 10)
     assert main(["traces", *arguments, "--out", str(tmp_path / "x")]) == 2
     assert message.replace("1000", "10") in capsys.readouterr().err
