@@ -44,7 +44,7 @@ from roll_lite.types import SamplingParams
 SLOW = 5e9
 """Bytes per second between GPUs below which something is wrong: PCIe 4 has 25e9."""
 TOLERANCE = {"cpu": 1e-4, "cuda": 5e-2}
-"""Of gradients and logprobs: in fp32, and in bf16."""
+"""Tolerance of gradients and logprobs: in fp32, and in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)

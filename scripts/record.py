@@ -23,7 +23,7 @@ class Entry(NamedTuple):
     start: dict[str, Any]
     """Command, hardware, versions and commit of the run."""
     seconds: float
-    """Of all steps: generating, scoring, training, weight sync and records."""
+    """Seconds of all steps: generating, scoring, training, weight sync and records."""
     questions: list[str]
     num_right: int
 
@@ -157,7 +157,7 @@ def lower_bound(num_right: int, total: int, confidence: float = CONFIDENCE) -> f
 
 
 def _chance_of_more(num_right: int, total: int, rate: float) -> float:
-    """Of at least `num_right` in `total`."""
+    """Chance of at least `num_right` in `total`."""
     if rate in (0.0, 1.0):
         return rate
     return math.fsum(

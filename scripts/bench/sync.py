@@ -77,7 +77,7 @@ class MeasuredSync(WeightSync):
         return fed / message.nbytes * self._seconds(lambda: dist.broadcast(message, **options))
 
     def _num_parameters(self) -> int:
-        """Of the whole model."""
+        """Parameters of the whole model."""
         config = self.trainer.config if self.trainer else self.engine.model.config
         return count_parameters(config).total
 

@@ -41,7 +41,7 @@ MAX_MISSES = 3
 """Steps in which a phase was over before its fault came; then comes another fault."""
 SHOWN_PROBLEMS = 20
 MAX_RESTARTS = 1000
-"""Of torchrun; under python the script itself gives the command again."""
+"""Restarts by torchrun; under python the script itself gives the command again."""
 SURVIVED, RESTARTED, HUNG = "survived", "restarted", "hung"
 
 
@@ -72,7 +72,7 @@ class Fault:
     fault: str
     pid: int
     run_pid: int
-    """Of rank 0, where the recipe runs; 0 while it starts."""
+    """Process of rank 0, where the recipe runs; 0 while it starts."""
     step: int
     time: float
     phases: tuple[str, ...]

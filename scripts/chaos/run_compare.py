@@ -27,7 +27,7 @@ OF_SAMPLES = (
 
 
 def differences(run: Path, other: Path) -> list[str]:
-    """Of weights, optimizers, samples and metrics; empty if the runs are the same."""
+    """Differences of weights, optimizers, samples and metrics; none if the runs are the same."""
     return [
         *_of_metrics(run, other),
         *_of_samples(run, other),

@@ -28,7 +28,7 @@ T_QUANTILE = 2.101
 
 
 def measure(process: Process) -> dict[str, float]:
-    """Of a process that may end meanwhile: empty then."""
+    """Measurements of a process, which may end meanwhile: empty then."""
     folder = Path(f"/proc/{process.pid}")
     try:
         status = dict(

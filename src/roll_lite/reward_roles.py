@@ -75,8 +75,11 @@ class Judge(EngineClient):
         `max_tries` tries in all.
         """
         super().__init__(engines)
-        self._chat, self._messages, self._verdicts = chat, messages, verdicts
-        self._max_tries, self._seed = max_tries, seed
+        self._chat = chat
+        self._messages = messages
+        self._verdicts = verdicts
+        self._max_tries = max_tries
+        self._seed = seed
         greedy = SamplingParams(max_tokens=max_tokens, stop_ids=chat.stop_ids, temperature=0.0)
         self._params = [greedy, replace(greedy, temperature=1.0)]
 
@@ -102,7 +105,8 @@ class RewardModel:
 
     def __init__(self, scorer: RoleHandle, chat: Chat, *, tokens_per_microbatch: int = 16384):
         """`scorer` is a role of `Scorer(head="value")`; `chat` has the same folder."""
-        self._values, self._chat = scorer.values, chat
+        self._values = scorer.values
+        self._chat = chat
         self._budget = tokens_per_microbatch
         self._waiting: list[tuple[TrainingSequence, asyncio.Future]] = []
         self._task: asyncio.Task | None = None
@@ -132,7 +136,8 @@ class RewardModel:
     async def _answer_all(self) -> None:
         """Requests that arrive while the model is busy form its next batch."""
         while self._waiting:
-            batch, self._waiting = self._waiting, []
+            batch = self._waiting
+            self._waiting = []
             sequences = [sequence for sequence, _ in batch]
             try:
                 values = await self._score(sequences)

@@ -206,7 +206,8 @@ class Rewards:
         from roll_lite.engine.service import EngineService
         from roll_lite.reward_roles import Judge
 
-        folder, cache = options.judge, options.judge_cache_gib
+        folder = options.judge
+        cache = options.judge_cache_gib
         engines = cluster.role("judge", EngineService, folder=folder, kv_cache_gib=cache)
         judge = Judge(
             engines, Chat(folder, **options.judge_chat.arguments), max_tokens=options.judge_tokens

@@ -66,7 +66,8 @@ def check_mixture(entries: Sequence[str], envs: Collection[str] = ()) -> None:
 def _parse_entry(text: str, envs: Collection[str]) -> Entry:
     source, at, weight = text.rpartition("@")
     if not at:
-        source, weight = text, "1"
+        source = text
+        weight = "1"
     try:
         value = float(weight)
     except ValueError:

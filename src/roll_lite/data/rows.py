@@ -207,7 +207,8 @@ def _dialogue(row: Row) -> Dialogue:
 
 
 def _preference(row: Row) -> Preference:
-    chosen, rejected = row.text("chosen"), row.text("rejected")
+    chosen = row.text("chosen")
+    rejected = row.text("rejected")
     if chosen == rejected:
         raise row.error("chosen and rejected are the same text, so there is nothing to prefer")
     return Preference(id=row.where, messages=_opening(row), chosen=chosen, rejected=rejected)

@@ -113,7 +113,8 @@ def demonstrations(
 ) -> Iterator[tuple[Prompt, str]]:
     """Prompts with a reply to imitate; `careless` is the share of mostly wrong replies."""
     kind, size = parse_task(task)
-    random, teacher = Random(f"{task}/{split}/{seed}"), Random(f"teacher/{task}/{seed}")
+    random = Random(f"{task}/{split}/{seed}")
+    teacher = Random(f"teacher/{task}/{seed}")
     for number in count():
         drawn = _draw(kind, size, random, split)
         prompt = Prompt(

@@ -38,7 +38,8 @@ class Adapted(Game):
     """What the player is told beside the actions."""
 
     def start(self, random: Random) -> None:
-        self._return, self.is_over = 0.0, False
+        self._return = 0.0
+        self.is_over = False
         self.begin(random.getrandbits(31))
 
     @abstractmethod
@@ -62,7 +63,7 @@ class GymnasiumGame(Adapted):
     """An environment of Gymnasium, with discrete actions or with text."""
 
     id: str | Callable[[], Any]
-    """Of a registered environment, such as FrozenLake-v1; or a function that makes one."""
+    """Name of a registered environment, such as FrozenLake-v1; or a function that makes one."""
     action_names: str | Mapping[str, Any] = ""
     """Names of the actions 0, 1, ..., as in Left/Down/Right/Up, by default the numbers; or the
     actions by name."""
@@ -110,7 +111,8 @@ class GymnasiumGame(Adapted):
     def act(self, action: str) -> float:
         taken = self._actions[action] if self._actions else action
         self._observation, reward, terminated, truncated, _ = self._env.step(taken)
-        self.is_over, self._return = terminated or truncated, self._return + float(reward)
+        self.is_over = terminated or truncated
+        self._return = self._return + float(reward)
         return float(reward)
 
     def close(self) -> None:
@@ -139,7 +141,8 @@ class TextArenaGame(Adapted):
             self._env = textarena.make(self.id)
             self._env.reset(num_players=1, seed=seed)
             self._told = ""
-            self._told_first, self._seen = self._read_messages(), "The game begins."
+            self._told_first = self._read_messages()
+            self._seen = "The game begins."
 
     def observe(self) -> str:
         return self._seen
@@ -154,7 +157,8 @@ class TextArenaGame(Adapted):
     def _read_messages(self) -> str:
         """What the game has said since the last call; it repeats all that was said before."""
         _, text = self._env.get_observation()
-        new, self._told = text.removeprefix(self._told), text
+        new = text.removeprefix(self._told)
+        self._told = text
         return new.strip()
 
     @contextmanager
@@ -207,7 +211,8 @@ class OpenEnvGame(Adapted):
         return json.dumps(self._observation)
 
     def read(self, reply: str) -> str | None:
-        answer, required = self.answer_of(reply), self._schema.get("required", [])
+        answer = self.answer_of(reply)
+        required = self._schema.get("required", [])
         if not answer:
             return None
         try:
@@ -229,6 +234,7 @@ class OpenEnvGame(Adapted):
         if answer["type"] == "error":
             raise RuntimeError(f"{self.url} answered {kind} with an error: {answer['data']}")
         data = answer["data"]
-        self._observation, self.is_over = data["observation"], data["done"]
+        self._observation = data["observation"]
+        self.is_over = data["done"]
         self._return += data["reward"] or 0.0
         return data["reward"] or 0.0

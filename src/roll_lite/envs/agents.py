@@ -42,7 +42,8 @@ def solver(game: Game) -> str:
 
 def erring_solver(seed: int | str, mistakes: float) -> Agent:
     """A solver that plays at random in a share of the turns, and where nothing wins any more."""
-    random, at_random = Random(f"mistakes {seed}"), random_agent(seed)
+    random = Random(f"mistakes {seed}")
+    at_random = random_agent(seed)
 
     def reply(game: Game) -> str:
         path = [] if random.random() < mistakes else game.solve()
@@ -71,7 +72,7 @@ class AgentChat:
     env: Env | None = None
     finish_reason: FinishReason = "stop"
     turns: list[list[Message]] = field(default_factory=list)
-    """Of each turn all that the model would read, and the reply."""
+    """For each turn all that the model would read, and the reply."""
     results: list[TurnResult] = field(default_factory=list)
 
     async def __call__(self, messages: Sequence[Message], **_: Any) -> Message:
@@ -93,7 +94,7 @@ class AgentChat:
         return await player(make if is_coroutine else made, task.domain, options)(self, task)
 
     def measurements(self, ending: Ending) -> dict[str, float]:
-        """Of a finished episode, with its return and its number of turns."""
+        """Measurements of a finished episode, with its return and its number of turns."""
         found: dict[tuple[str, str], list[float]] = {}
         for result in self.results:
             for how, values in result.measurements.items():

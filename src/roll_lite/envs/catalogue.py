@@ -111,7 +111,8 @@ def make_catalogue(seed: int) -> Catalogue:
 
 
 def _draw(random: Random, id: str, name: str, kind: str) -> Product:
-    category, uses = CATEGORIES[name], random.sample(USES, 4)
+    category = CATEGORIES[name]
+    uses = random.sample(USES, 4)
     attributes = tuple(random.sample(category.attributes, NUM_ATTRIBUTES))
     shown = ", ".join(attributes[: NUM_ATTRIBUTES // 2])
     return Product(

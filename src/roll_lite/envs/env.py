@@ -80,7 +80,7 @@ class Ending:
     """terminated or truncated by the environment, turns (too many), tokens or context (no room),
     returned by a coroutine."""
     score: Score | None = None
-    """Of a coroutine; None is the sum of the turns' rewards."""
+    """Score that a coroutine returned; None is the sum of the turns' rewards."""
 
 
 EpisodeFunction = Callable[[Conversation, Prompt], Awaitable[Score | float]]

@@ -45,7 +45,8 @@ def slips(action: str) -> list[str]:
 
 def shortest_path(lake: Lake, start: Cell) -> list[str] | None:
     """Actions that lead to the goal on ice that is not slippery; None if there is no path."""
-    queue, seen = deque([(start, [])]), {start}
+    queue = deque([(start, [])])
+    seen = {start}
     while queue:
         cell, path = queue.popleft()
         if cell == lake.goal:
@@ -82,7 +83,8 @@ class FrozenLake(Game):
         )
 
     def start(self, random: Random) -> None:
-        self._random, self.lake = random, draw_lake(random, self.size, self.p_frozen)
+        self._random = random
+        self.lake = draw_lake(random, self.size, self.p_frozen)
         self.player = self.lake.start
 
     @property
@@ -101,7 +103,8 @@ class FrozenLake(Game):
         )
 
     def _symbol(self, cell: Cell) -> str:
-        is_hole, is_goal = cell in self.lake.holes, cell == self.lake.goal
+        is_hole = cell in self.lake.holes
+        is_goal = cell == self.lake.goal
         if cell == self.player:
             return "X" if is_hole else "√" if is_goal else "P"
         return "O" if is_hole else "G" if is_goal else "_"

@@ -13,7 +13,8 @@ from roll_lite.checks import at_least, check_choices, finite
 from roll_lite.envs.env import Observation
 
 SYSTEM = "You play a game. Win it with as high a reward as you can."
-OPEN, CLOSE = "<answer>", "</answer>"
+OPEN = "<answer>"
+CLOSE = "</answer>"
 Cell = tuple[int, int]
 """Row and column, from the top left."""
 
@@ -104,7 +105,8 @@ class Game(ABC):
         return (system, turn), {"state": state, "rules": self.instruction}
 
     def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        chosen, before = self.read(action), self.observe()
+        chosen = self.read(action)
+        before = self.observe()
         reward = self.invalid_reward if chosen is None else self.act(chosen)
         self._num_steps += 1
         state = self.observe()

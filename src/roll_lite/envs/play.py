@@ -114,7 +114,8 @@ class _History:
     """What was said, and the part of it that the model reads."""
 
     def __init__(self, options: EpisodeOptions):
-        self._options, self.rules = options, ""
+        self._options = options
+        self.rules = ""
         self._system: list[Message] = []
         self._turns: list[list[Message]] = []
         """What the environment said, then the model's reply."""

@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple
 from roll_lite.envs.catalogue import Product, make_catalogue
 from roll_lite.envs.game import Game
 
-NUM_HITS, PAGE_SIZE = 50, 10
+NUM_HITS = 50
+PAGE_SIZE = 10
 BACK, NEXT, PREVIOUS, DESCRIPTION, BUY = (
     "back to search",
     "next >",
@@ -72,7 +73,7 @@ class Page:
     name: Literal["search", "results", "item", "description"] = "search"
     hits: list[Product] = field(default_factory=list)
     number: int = 0
-    """Of the page of results."""
+    """Number of the page of results."""
     product: Product | None = None
     chosen: dict[str, str] = field(default_factory=dict)
 
@@ -103,7 +104,9 @@ class Shop(Game):
     def start(self, random: Random) -> None:
         self.catalogue = make_catalogue(self.catalogue_seed)
         self.goal = draw_goal(random, self.catalogue.products)
-        self.page, self.score, self.is_over = Page(), 0.0, False
+        self.page = Page()
+        self.score = 0.0
+        self.is_over = False
 
     @property
     def is_won(self) -> bool:
@@ -126,7 +129,8 @@ class Shop(Game):
         return [head, *(f"[{p.id}] {p.title}, {p.price:.2f} dollars" for p in page.shown)]
 
     def _item_lines(self) -> list[str]:
-        product, chosen = self.page.product, self.page.chosen
+        product = self.page.product
+        chosen = self.page.chosen
         options = [
             f"{name}: {' '.join(f'[{v}]' for v in values)}, chosen: {chosen.get(name, 'none')}"
             for name, values in product.options.items()
@@ -149,7 +153,8 @@ class Shop(Game):
 
     def actions(self) -> list[str]:
         """On the search page, where any words can be searched, one example."""
-        page, things = self.page, self._buttons()
+        page = self.page
+        things = self._buttons()
         if page.name == "search":
             return [f"search[{self.goal.kind}]"]
         if page.name == "results":
@@ -195,12 +200,14 @@ class Shop(Game):
         if thing in (NEXT, PREVIOUS):
             page.number += 1 if thing == NEXT else -1
             return
-        page.name, page.chosen = "item", {}
+        page.name = "item"
+        page.chosen = {}
         page.product = next(product for product in page.shown if product.id == thing)
 
     def solve(self) -> list[str]:
         """A scripted buyer: searches for what the task says, knows which product it means."""
-        page, goal = self.page, self.goal
+        page = self.page
+        goal = self.goal
         if page.name == "search":
             return [f"search[{goal.kind} {' '.join(goal.attributes)}]"]
         if page.name == "results":
@@ -211,7 +218,8 @@ class Shop(Game):
         return [f"click[{thing}]" for thing in (*missing, BUY)]
 
     def _way_to_product(self) -> str:
-        page, product = self.page, self.goal.product
+        page = self.page
+        product = self.goal.product
         if product in page.shown:
             return product.id
         return BACK if page.is_last else NEXT

@@ -111,7 +111,9 @@ def code_blocks(text: str) -> Iterator[tuple[str, str]]:
     The last one may be left open, or closed where its last line ends.
     """
     lines = text.split("\n")
-    fence, language, start = "", "", 0
+    fence = ""
+    language = ""
+    start = 0
     for number, line in enumerate(lines):
         if not fence:
             fence, language = _opening(line)
@@ -158,7 +160,8 @@ def _fittest(blocks: list[str], wanted: set[str]) -> str:
             break
         block = textwrap.dedent(block)
         if (fitness := _fitness(block, wanted)) > most:
-            best, most = block, fitness
+            best = block
+            most = fitness
     return best
 
 
@@ -254,7 +257,8 @@ def _has_passed(outcome: Outcome, test: Test) -> bool:
 
 def same_output(printed: str, expected: str) -> bool:
     """The same words, however they are spaced; decimal numbers to within a millionth."""
-    found, wanted = printed.split(), expected.split()
+    found = printed.split()
+    wanted = expected.split()
     return len(found) == len(wanted) and all(map(_is_same_word, found, wanted))
 
 

@@ -22,7 +22,9 @@ class Weighted:
 
     def _sum(self, scores: Sequence[Score | float]) -> Score:
         """Parts are the unweighted scores; the parts of reward `name` are called name/part."""
-        value, parts, reasons = 0.0, {}, []
+        value = 0.0
+        parts = {}
+        reasons = []
         for (name, _, weight), score in zip(self.rewards, scores, strict=True):
             score = Score.of(score)
             value += weight * score.value

@@ -25,7 +25,8 @@ def has_tags(prompt: Prompt, reply: str, *, tags: tuple[str, ...] = ("think", "a
     """1 if the reply is these tags in order, each once, with text inside and none outside."""
     rest = reply.strip()
     for tag in tags:
-        opening, closing = f"<{tag}>", f"</{tag}>"
+        opening = f"<{tag}>"
+        closing = f"</{tag}>"
         is_once = reply.count(opening) == 1 and reply.count(closing) == 1
         if not is_once or not rest.startswith(opening):
             return 0.0

@@ -258,7 +258,8 @@ def two_responses(reply: str) -> bool:
 
 def repeats(reply: str, *, text: str) -> bool:
     """The reply repeats the text, ignoring case, then continues."""
-    start, repeated = _plain(reply), _plain(text)
+    start = _plain(reply)
+    repeated = _plain(text)
     return start.startswith(repeated) and len(start) > len(repeated)
 
 

@@ -13,11 +13,13 @@ from typing import Any, Literal
 from roll_lite.options import parse_spec
 from roll_lite.types import Prompt
 
-PREFIX, DOMAIN = "rg:", "reasoning_gym"
+PREFIX = "rg:"
+DOMAIN = "reasoning_gym"
 SIZE = 1_000_000
 HELD_OUT_ONE_IN = 4
 MAX_ATTEMPTS = 1000
-OPEN, CLOSE = "<answer>", "</answer>"
+OPEN = "<answer>"
+CLOSE = "</answer>"
 
 
 def question(

@@ -118,7 +118,9 @@ def _run_tests(
 
 def _start() -> None:
     gc.enable()
-    sys.stdin, sys.stdout, sys.stderr = _open(0, "r"), _open(1, "w"), _open(2, "w")
+    sys.stdin = _open(0, "r")
+    sys.stdout = _open(1, "w")
+    sys.stderr = _open(2, "w")
 
 
 def _take_input(inputs: list[str], notes: socket.socket, token: bytes) -> str:

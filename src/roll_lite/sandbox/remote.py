@@ -332,11 +332,13 @@ def _overwrite(target: Any, value: Any) -> None:
 def _name_of(value: Any) -> tuple[str, str] | None:
     """Module and name, if it is a module, function or class of Python's library."""
     if isinstance(value, ModuleType):
-        module, name = value.__name__, ""
+        module = value.__name__
+        name = ""
     elif isinstance(value, Remote) or (isinstance(value, type) and value in TYPES.values()):
         return None
     else:
-        module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+        module = getattr(value, "__module__", None)
+        name = getattr(value, "__qualname__", None)
     if not (isinstance(module, str) and isinstance(name, str) and module in sys.modules):
         return None
     is_ours = module.split(".")[0] in sys.stdlib_module_names

@@ -234,7 +234,8 @@ def run_job(
             monitor.recv_bytes()
     if "problem" in answer:
         raise SandboxError(answer["problem"])
-    stderr, seconds = answer["stderr"], answer["seconds"]
+    stderr = answer["stderr"]
+    seconds = answer["seconds"]
     return [
         Outcome(kind=kind, stdout=printed, stderr=stderr, seconds=seconds)
         for kind, printed in answer["runs"]

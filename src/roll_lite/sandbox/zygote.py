@@ -335,7 +335,8 @@ class Monitor:
 
     def _code(self) -> int:
         """The exit code of the process that ended the job."""
-        program, deciding = self._children[0], self._deciding
+        program = self._children[0]
+        deciding = self._deciding
         if deciding.code in (PROGRAM_ENDED, 128 + signal.SIGKILL) and program.ended_by_itself:
             return program.code
         return 1 if deciding.code == PROGRAM_ENDED else deciding.code

@@ -126,8 +126,11 @@ class ErrorBudget:
         if not 0 <= max_error_share <= 1:
             raise ValueError(f"max_error_share={max_error_share} must be from 0 to 1 (never)")
         self._max_error_share = max_error_share
-        self._noun, self._jobs, self._share_option = noun, jobs, share_option
-        self._prefix, self._metrics = prefix, metrics
+        self._noun = noun
+        self._jobs = jobs
+        self._share_option = share_option
+        self._prefix = prefix
+        self._metrics = metrics
         self._counts: Counter[str] = Counter()
         self._last_jobs: deque[tuple[Hashable, bool]] = deque(maxlen=WINDOW)
         """Keys of the last jobs, and whether each failed."""
@@ -172,7 +175,8 @@ class ErrorBudget:
 
         `errors` counts all failures, including timeouts and crashes.
         """
-        counts, self._counts = self._counts, Counter()
+        counts = self._counts
+        self._counts = Counter()
         return {f"{self._prefix}/{name}": counts[name] for name in self._metrics}
 
     def _add(self, key: Hashable, where: str, reply: str, failure: Failure | None) -> None:

@@ -69,7 +69,8 @@ class SupervisorLink:
 
     def take_num_replaced(self) -> int:
         """Workers that were replaced since the last call of this method."""
-        before, self._num_told = self._num_told, self._num_replaced
+        before = self._num_told
+        self._num_told = self._num_replaced
         return self._num_told - before
 
     def close(self) -> None:
@@ -113,7 +114,8 @@ class _Supervisor:
     ):
         """`on_replaced` is told how many workers were replaced; `on_end` gives the failure of the
         jobs that the process leaves behind."""
-        self._on_replaced, self._on_end = on_replaced, on_end
+        self._on_replaced = on_replaced
+        self._on_end = on_end
         noun = setup[-1].noun
         self._connection, self._process = _start_process(setup)
         _check_imports(self._connection, self._process, noun)
@@ -121,7 +123,9 @@ class _Supervisor:
         self._receivers: dict[int, Receiver] | None = {}
         """By job; None when the supervisor has ended."""
         self._failure = Failure("crash", f"the {noun} workers cannot be started", "supervisor")
-        self._num_heard, self._is_silent, self._has_ended = 0, False, threading.Event()
+        self._num_heard = 0
+        self._is_silent = False
+        self._has_ended = threading.Event()
         self._outgoing: SimpleQueue[Order | None] = SimpleQueue()
         self._reader, *self._others = [
             threading.Thread(target=target, name=f"{noun} workers", daemon=True)
@@ -199,13 +203,15 @@ class _Supervisor:
             self._failure = self._on_end(self)
         finally:
             with self._lock:
-                receivers, self._receivers = self._receivers, None
+                receivers = self._receivers
+                self._receivers = None
             for receive in receivers.values():
                 receive(0.0, self._failure)
 
     def _watch(self) -> None:
         """Kill a supervisor that hangs or was stopped: then the reader goes on."""
-        num_silent, num_heard = 0, -1
+        num_silent = 0
+        num_heard = -1
         while not self._has_ended.wait(_PING_SECONDS):
             num_silent = num_silent + 1 if num_heard == self._num_heard else 0
             num_heard = self._num_heard

@@ -59,7 +59,8 @@ class _Unpickler(pickle.Unpickler):
 
     def __init__(self, packed: Packed):
         super().__init__(io.BytesIO(packed.pickled))
-        self._packed, self._main = packed, None
+        self._packed = packed
+        self._main = None
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "__main__" and self._main is None:

@@ -94,7 +94,9 @@ class Job(Mailbox):
         self, prompt: Prompt, *, reply: str | None = None, chat: Conversation | None = None
     ):
         super().__init__()
-        self.prompt, self.reply, self._chat = prompt, reply, chat
+        self.prompt = prompt
+        self.reply = reply
+        self._chat = chat
         self.key: Hashable = object() if reply is None else (prompt.id, reply)
         """Equal when the coordinator scores a reply again."""
         self.last_reply = reply or ""
@@ -234,8 +236,11 @@ class Workers:
         """`packed` is what workers run of the table."""
         if num_workers < 0:
             raise ValueError(f"num_workers={num_workers} must be 0 (inline) or above")
-        self._table, self._packed = dict(table), packed
-        self._num_workers, self._options, self._budget = num_workers, options, budget
+        self._table = dict(table)
+        self._packed = packed
+        self._num_workers = num_workers
+        self._options = options
+        self._budget = budget
         self._supervisor: SupervisorLink | None = None
         self._has_quit = False
         self._inbox: Inbox | None = None
@@ -377,7 +382,8 @@ class RewardWorkers(Workers):
             noun="reward", prefix="reward", jobs_per_worker=1,
             seconds=seconds, memory_gib=memory_gib, output_kib=output_kib,
         )  # fmt: skip
-        in_workers, self._async = {}, {}
+        in_workers = {}
+        self._async = {}
         for domain, reward in rewards.items():
             (self._async if is_async(reward) else in_workers)[domain] = reward
         remedy = (

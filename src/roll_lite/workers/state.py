@@ -62,7 +62,8 @@ class Running:
 
     def __init__(self):
         self._memory = mmap.mmap(-1, _RUNNING.size)  # shared with the processes forked from here
-        self._start, self._worker = time.monotonic(), os.getpid()
+        self._start = time.monotonic()
+        self._worker = os.getpid()
         self.busy = 0.0
         """Seconds in which the worker ran code of jobs, as the worker counts them."""
         self.end()
@@ -71,7 +72,8 @@ class Running:
         self._worker = os.getpid()
 
     def begin(self, job_id: int) -> None:
-        self._start, used = time.monotonic(), time.process_time()
+        self._start = time.monotonic()
+        used = time.process_time()
         _RUNNING.pack_into(self._memory, 0, -1, self._start, used)
         _RUNNING.pack_into(self._memory, 0, job_id, self._start, used)
 

@@ -101,7 +101,9 @@ class WorkerProcess:
             return b""
         current = self.running.read()
         if current[0] >= 0 and current != self.printing:
-            self.printing, self.printed, self.num_printed = current, b"", 0
+            self.printing = current
+            self.printed = b""
+            self.num_printed = 0
         self.num_printed += len(chunk)
         self.printed = (self.printed + chunk)[-_SHOWN:]
         return chunk
@@ -135,7 +137,9 @@ class Supervisor:
         num_workers: int,
         options: WorkerOptions,
     ):
-        self._client, self._table, self._options = client, table, options
+        self._client = client
+        self._table = table
+        self._options = options
         self._from_imports = children()
         """Processes that the user's modules started on import."""
         self._waiting: deque[tuple[int, bytes]] = deque()
@@ -207,7 +211,8 @@ class Supervisor:
         """Be woken when a worker can take the rest of its messages."""
         if worker.is_behind == worker.channel.is_flushed:
             worker.is_behind = not worker.is_behind
-            reads, writes = selectors.EVENT_READ, selectors.EVENT_WRITE
+            reads = selectors.EVENT_READ
+            writes = selectors.EVENT_WRITE
             self._selector.modify(worker.channel, reads | writes if worker.is_behind else reads)
 
     def _seconds_left(self) -> float | None:
@@ -280,7 +285,8 @@ class Supervisor:
         return fields
 
     def _answer(self, worker: WorkerProcess, job_id: int, has_ended: bool, message: Any) -> None:
-        seconds, worker.silent_since = time.monotonic() - worker.jobs[job_id], None
+        seconds = time.monotonic() - worker.jobs[job_id]
+        worker.silent_since = None
         if has_ended:
             del worker.jobs[job_id]
         self._outgoing.append((job_id, has_ended, seconds, message))
@@ -297,14 +303,16 @@ class Supervisor:
             return False
         if worker.silent_since is None:
             worker.silent_since = time.monotonic()
-        seconds, most = time.monotonic() - worker.silent_since, self._options.seconds
+        seconds = time.monotonic() - worker.silent_since
+        most = self._options.seconds
         is_starved = state_of(worker.pid) == "R" and seconds < _STARVED * most
         return seconds >= most and not is_starved
 
     def _hangs(self, worker: WorkerProcess) -> bool:
         """Whether code reached the time limit. Its stack is read and the worker stopped then."""
         late = job_id, start, used = worker.running.read()
-        seconds, most = time.monotonic() - start, self._options.seconds
+        seconds = time.monotonic() - start
+        most = self._options.seconds
         if job_id < 0 or seconds < most:
             return False
         if seconds < _STARVED * most and lacks_processor(worker.pid, used + most):

@@ -73,7 +73,9 @@ class Worker:
         options: WorkerOptions,
         running: Running,
     ):
-        self._channel, self._table, self._options = channel, table, options
+        self._channel = channel
+        self._table = table
+        self._options = options
         self._running = running
         self._state: ProcessState | None = None
         """As the first reward found it."""
@@ -158,7 +160,10 @@ class _StepTimer:
         loop: asyncio.AbstractEventLoop,
         expire: Callable[[], None],
     ):
-        self._seconds, self._running, self._loop, self._expire = seconds, running, loop, expire
+        self._seconds = seconds
+        self._running = running
+        self._loop = loop
+        self._expire = expire
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -188,7 +193,8 @@ class _WorkerConversation:
     finish_reason: FinishReason = "stop"
 
     def __init__(self, send: Callable[[bytes], None], timer: _StepTimer):
-        self._send, self._timer = send, timer
+        self._send = send
+        self._timer = timer
         self._one_at_a_time = asyncio.Lock()
         self._num_asked = 0
         self._answer: asyncio.Future[Reply]
@@ -210,7 +216,8 @@ class _WorkerConversation:
             num_known = _num_equal(messages, self._known)
             new = json.dumps(list(messages[num_known:]))
             self._send(write_ask(num_known, new, options, self._results))
-            self._known, self._results = self._known[:num_known] + json.loads(new), []
+            self._known = self._known[:num_known] + json.loads(new)
+            self._results = []
             self._num_asked += 1
             reply = await self._receive_reply()
         if reply.message is None:
@@ -227,7 +234,8 @@ class _WorkerConversation:
         self._results.append(TurnResult(reward=float(reward), measurements=numbers))
 
     def take_results(self) -> list[TurnResult]:
-        results, self._results = self._results, []
+        results = self._results
+        self._results = []
         return results
 
     def receive(self, reply: Reply) -> None:
@@ -261,7 +269,10 @@ class _Episode:
         running: Running,
         loop: asyncio.AbstractEventLoop,
     ):
-        self._id, self._channel, self._options, self._loop = job_id, channel, options, loop
+        self._id = job_id
+        self._channel = channel
+        self._options = options
+        self._loop = loop
         self._timer = _StepTimer(options.seconds, running, loop, self._expire)
         self._chat = _WorkerConversation(self._ask, self._timer)
         self._has_ended = self._is_late = False
@@ -344,7 +355,9 @@ class _Marked(Coroutine):
     """A coroutine whose own code runs between `begin` and `end`; outside, it waits."""
 
     def __init__(self, coroutine: Coroutine, job_id: int, running: Running):
-        self._coroutine, self._job_id, self._running = coroutine, job_id, running
+        self._coroutine = coroutine
+        self._job_id = job_id
+        self._running = running
 
     def send(self, value: Any) -> Any:
         return self._resume(self._coroutine.send, value)
