@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from roll_lite.workers.pool import Inbox, Mailbox
+from roll_lite.workers.job import Inbox, Mailbox
 
 
 def test_every_mailbox_gets_its_message_from_whichever_thread():
