@@ -163,8 +163,8 @@ PROGRAMS = {
     "dpo": ("dpo", *ROWS),
     "distill": ("distill", *ROWS, "--teacher", "{tiny}", "--device-map", "train=0-1 teacher=0-1"),
     "distill on policy": (
-        "distill", *SMALL, "--rows-per-step", 8, "--data", "reverse:3", "--on-policy",
-        "--teacher", "{tiny}", "--device-map", "train=0-1 teacher=0-1 generate=0-1,tp=2",
+        "rlvr", *GROUPS, "--data", "reverse:3", "--advantage", "opd", "--teacher", "{tiny}",
+        "--device-map", "train=0-1 teacher=0-1 generate=0-1,tp=2",
     ),
     "evaluate": ("evaluate", "--data", "reverse:3", "--prompts", 16, "--kv-cache-gib", 0.2),
 }  # fmt: skip
