@@ -11,8 +11,8 @@ python recipes/rlvr.py --advantage opd --teacher BIG ...    # on-policy distilla
 python recipes/rlvr.py --data mine.jsonl --rewards my_rewards.py    # a reward of your own
 python -m pdb recipes/rlvr.py ...      # one process: break anywhere, also in a reward
 
-Every rank starts this file. Rank 0 runs it from top to bottom; the others stop at
-`with rl.Cluster`, serve the calls of roles there, such as `roles.train`, and exit.
+Every rank starts this file. Only rank 0 goes below `with rl.Cluster`: the others wait there, do
+what it asks of their roles, such as `roles.train`, and exit. Rank 0 does its own share too.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main(cfg: Config, keep: Callable[[rl.Group], bool] | None = None) -> list[fl
     """Returns the held-out pass rates since the start or resume, one for each evaluation.
 
     `keep` is a filter of your own: a group for which it is False is not trained on, and another one
-    is generated instead (--max-refills).
+    is generated instead (--max-refills). agentic.py shows how it is passed.
     """
     if cfg.plan:
         cfg = rl.choose_defaults(cfg, **cfg.default_kinds)
@@ -104,14 +104,15 @@ def main(cfg: Config, keep: Callable[[rl.Group], bool] | None = None) -> list[fl
                 play_metrics=players.metrics, options=cfg.rollout, seed=cfg.seed, keep=keep,
                 min_samples=cfg.min_samples, max_length=context, episodes=cfg.episodes,
             )  # fmt: skip
-            # Around the steps, Loop resumes, evaluates, records and writes checkpoints, one also on
-            # Ctrl-C, and exports the model at the end.
+            # Loop resumes from the last checkpoint, evaluates before the first step and every
+            # --eval-every, records, writes checkpoints (on Ctrl-C of the last complete step), and
+            # exports the model at the end.
             with rl.Loop(cfg, roles, rollout, evaluation, trackers=TRACKERS) as loop:
                 for step in loop:
                     groups = rollout.collect()
                     sequences = prepare(groups, cfg, roles, loop.state)
                     metrics = update(sequences, cfg, roles, step)
-                    roles.sync(step, rollout)
+                    roles.sync(step, rollout)  # new weights to the engines, as version `step`
                     loop.end(step, metrics, groups, sequences)
     return evaluation.rates
 
@@ -153,9 +154,10 @@ def make_roles(cfg: Config, cluster: rl.Cluster) -> rl.Roles:
     )  # fmt: skip
     roles.policy = roles.add(
         "train", rl.Trainer, folder=cfg.model,
-        # A loss of your own: rl.PolicyLoss(cfg.policy_loss, cfg.kl, mine). A row is a sampled
-        # token; mine(logprobs_R, log_ratio_R, advantages_R, batch) returns the loss of each, as in
-        # -log_ratio_R.exp() * advantages_R. KL and entropy of the options are added to it.
+        # A loss of your own: rl.PolicyLoss(cfg.policy_loss, cfg.kl, mine), a function of this file.
+        # mine(logprobs_R, log_ratio_R, advantages_R, batch) returns a loss for each row (a sampled
+        # token), as in -log_ratio_R.exp() * advantages_R; the trainer averages. Corrections, KL and
+        # entropy of the options are added. train/losses.py has the built-in ones.
         loss=rl.PolicyLoss(cfg.policy_loss, cfg.kl),
         schedule=cfg.training.schedule_over(cfg.steps - cfg.critic.critic_warmup_steps),
         temperature=cfg.temperature, stays_for_sync=not cfg.training.lora_rank,
@@ -182,7 +184,7 @@ def prepare(
 ) -> list[rl.TrainingSequence]:
     """Advantages, from rewards and from logprobs and values before the step's first update.
 
-    What is added to `state.metrics` after `rl.Rows` is among the step's metrics.
+    `rl.Rows` empties `state.metrics`; what you add to it afterwards is logged with the step.
     """
     roles.to_training()  # the device changes hands where --engines-sleep or --offload is on
     groups = cfg.lengths.shape_rewards(groups)
@@ -196,14 +198,15 @@ def prepare(
     options = rl.paper_advantages(cfg.advantages, cfg.policy_loss)  # a default of --loss kimi
     rows = rl.Rows(groups, options, scores, state)
     # Rewards become advantages: a number for each sample (S), turn or token (R). A formula of your
-    # own may stand here, as in rows.rewards_S - rows.mean_of_group(rows.rewards_S). Such rewards
-    # have been normalised and clipped as options say, minus the KL with --kl-in reward; whitening,
-    # teachers and --advantage-clip come after it. train/advantages.py lists what rows have.
+    # own may stand here, as in rows.rewards_S - rows.mean_of_group(rows.rewards_S), which equals
+    # --advantage grpo --divide-by-std False. rows.rewards_S have gone through --reward-norm (none by
+    # default) and --reward-clip, and with --kl-in reward the KL is taken off; rows.sequences adds
+    # whitening, teachers and --advantage-clip. train/advantages.py lists what rows have.
     advantages = options.estimate(rows)
     sequences = rows.sequences(advantages, teacher_weight=cfg.teaching.weight_beside(options))
     if cfg.kl.is_in("loss"):
         sequences = rl.with_field(sequences, "reference_logprobs", reference)
-    if cfg.policy_loss.denominator == "old":  # of the ratio; else the engines' logprobs are
+    if cfg.policy_loss.denominator == "old":  # not the engines' logprobs: the policy's, once more
         sequences = rl.with_field(sequences, "old_logprobs", score("policy"))
     return cfg.lengths.shape_sequences(sequences, groups)
 
@@ -211,8 +214,8 @@ def prepare(
 def update(
     sequences: list[rl.TrainingSequence], cfg: Config, roles: rl.Roles, step: int
 ) -> dict[str, float]:
-    """The step's optimizer updates: `epochs` passes, in equal order, of `updates_per_step` each, or
-    of fewer in proportion where samples are missing."""
+    """The step's optimizer updates: `epochs` passes over the same parts in the same order, of which
+    there are `updates_per_step`, or half as many where half of the samples are missing."""
     wanted = cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt
     share = len(rl.sample_runs(sequences)) / wanted
     parts = rl.equal_parts(sequences, max(1, round(share * cfg.updates_per_step)))

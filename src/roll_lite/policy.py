@@ -71,7 +71,8 @@ class TeacherOptions:
     @property
     def folders(self) -> dict[str, str]:
         """By domain; the teacher of all other domains is under the empty name."""
-        pairs = [re.fullmatch(r"(?:([^/=]+)=)?(.+)", text).groups("") for text in self.teacher]
+        # The domain of an environment may hold "=", as in frozen_lake:size=8=FOLDER.
+        pairs = [re.fullmatch(r"(?:([^/]+)=)?(.+)", text).groups("") for text in self.teacher]
         return dict(pairs)
 
     @property

@@ -249,6 +249,20 @@ def make_plan(text, **changes):
     return Plan(shape_config("qwen3-8b"), parse_device_map(text, 8), batch, 80 * GIB)
 
 
+def test_teachers_are_frozen_models_that_share_the_samples():
+    one, two = (
+        make_plan(f"train=all generate=all {teachers}")
+        for teachers in ("reference=all", "teacher=all teacher_math=all")
+    )
+    machine = known_machine("H200")
+    reference = step_seconds(one, machine)["reference"]
+    taught = step_seconds(two, machine)
+    assert taught["teacher"] + taught["teacher_math"] == pytest.approx(reference)
+    weights = 2 * count_parameters(one.config).total // 8  # bf16, sharded over 8 ranks
+    added = two.ranks[0].needed - one.ranks[0].needed
+    assert added == pytest.approx(weights, rel=0.1)
+
+
 def test_parts_follow_each_other_unless_engines_run_ahead():
     machine = H200
     shared = step_seconds(make_plan("train=all generate=all reference=all"), machine)

@@ -53,7 +53,7 @@ def samples_of(run_dir, step):
 def comparable(rows):
     """Without times, and evaluations, of which a run that ends early has one more."""
     ignored = ("time", "eval/", "train/tokens_per_second", "critic/tokens_per_second")
-    ignored += ("reward/calls", "reward/seconds", "colocated/")
+    ignored += ("reward/calls", "reward/seconds", "env/seconds", "colocated/")
     ignored += ("rollout/restored", "rollout/engine_")
     return [{k: v for k, v in row.items() if not k.startswith(ignored)} for row in rows]
 

@@ -161,10 +161,17 @@ def role_memory(
         "judge": engine_memory,
         "reward_model": reference_memory,
     }
+    if is_teacher(name):
+        return reference_memory(config, *sizes)
     if name not in known:
-        names = ", ".join(("train", "critic", *known))
+        names = ", ".join(("train", "critic", "teacher", *known))
         raise ValueError(f"the memory of role {name} is not known; known are {names}")
     return known[name](config, *sizes)
+
+
+def is_teacher(role: str) -> bool:
+    """Whether a role scores samples for distillation: teacher, or teacher_DOMAIN."""
+    return role.partition("_")[0] == "teacher"
 
 
 def engine_bytes(config: ModelConfig, tp: int, cache_tokens: int, width: int = 2) -> int:

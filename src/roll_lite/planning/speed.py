@@ -23,7 +23,7 @@ from roll_lite.models.cost import (
     mlp_cost,
     vocabulary_rows,
 )
-from roll_lite.models.memory import PAGE_TOKENS
+from roll_lite.models.memory import PAGE_TOKENS, is_teacher
 from roll_lite.planning.plan import Plan, PlanOptions, Samples, memory_of, share
 
 MEMORY_RATES = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.04e12, "L40S": 0.86e12, "B200": 8e12}
@@ -106,6 +106,10 @@ def step_seconds(plan: Plan, machine: Machine, samples: Samples | None = None) -
     for name in ("reward_model", "reference", "critic"):
         if name in device_map:
             seconds[name] = _role_pass(plan, device_map[name], machine, samples).scoring
+    teachers = [role for role in device_map.roles if is_teacher(role.name)]
+    for role in teachers:  # each has its domain's samples: as many as the next
+        taught = replace(samples, num_trained=share(samples.num_trained, len(teachers)))
+        seconds[role.name] = _role_pass(plan, role, machine, taught).scoring
     if "critic" in device_map:
         seconds["critic"] += _train_seconds(plan, device_map["critic"], machine, samples, 0)
     seconds["train"] = _train_seconds(plan, train, machine, samples, options.lora_rank)
@@ -136,7 +140,7 @@ def _offloaded_bytes(plan: Plan) -> dict[str, int]:
     with adapters the engine reads frozen weights from the host too."""
     num_bytes = {"reload": 0, "offload": 0, "sync": 0}
     for role in plan.device_map.roles:
-        if role.name in ("train", "critic", "reference"):
+        if role.name in ("train", "critic", "reference") or is_teacher(role.name):
             held = memory_of(plan, role)
             masters = held.gradients  # of the same parameters, in fp32 too
             num_bytes["reload"] += held.weights + held.optimizer
