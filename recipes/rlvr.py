@@ -199,9 +199,9 @@ def prepare(
     rows = rl.Rows(groups, options, scores, state)
     # Rewards become advantages: a number for each sample (S), turn or token (R). A formula of your
     # own may stand here, as in rows.rewards_S - rows.mean_of_group(rows.rewards_S), which equals
-    # --advantage grpo --divide-by-std False. rows.rewards_S have gone through --reward-norm (none by
-    # default) and --reward-clip, and with --kl-in reward the KL is taken off; rows.sequences adds
-    # whitening, teachers and --advantage-clip. train/advantages.py lists what rows have.
+    # --advantage grpo --divide-by-std False. rows.rewards_S have gone through --reward-norm (none
+    # by default) and --reward-clip, and with --kl-in reward the KL is taken off; rows.sequences
+    # adds whitening, teachers and --advantage-clip. train/advantages.py lists what rows have.
     advantages = options.estimate(rows)
     sequences = rows.sequences(advantages, teacher_weight=cfg.teaching.weight_beside(options))
     if cfg.kl.is_in("loss"):
