@@ -84,7 +84,7 @@ def main(cfg: Config, keep: Callable[[rl.Group], bool] | None = None) -> list[fl
         prompts, held_out = read_prompts(cfg, chat, context)
         with rl.make_players(
             cfg, [*prompts.rows, *held_out], prompts.domains, cluster,
-            needs_rewards=cfg.advantages.reads_rewards,
+            needs_rewards=not cfg.advantages.needs_teacher,
             tokens_per_microbatch=cfg.training.tokens_per_microbatch,
         ) as players:  # fmt: skip
             roles = make_roles(cfg, cluster)
@@ -135,7 +135,8 @@ def read_prompts(cfg: Config, chat: rl.Chat, context: int) -> tuple[rl.Mixture, 
     if not held_out and cfg.evaluation.eval_every:
         print("no evaluation: files hold nothing out; name --eval-share or --eval-data")
     chat.check_prompts([*prompts.rows, *held_out])
-    cfg.teaching.check_domains(prompts.domains, cfg.advantages)
+    asked = {*prompts.domains, *(prompt.domain for prompt in held_out)}
+    cfg.teaching.check_domains(asked, cfg.advantages)
     return prompts, held_out
 
 

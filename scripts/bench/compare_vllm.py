@@ -3,9 +3,9 @@
     pip install vllm                         # in an environment of its own: it pins torch
     PYTHONPATH=src python scripts/bench/compare_vllm.py --model FOLDER --workload R
 
-FOLDER has the config.json of the shape; weights are random, as in bench/engine.py. Temperature 1,
-no stop tokens, lengths fixed by request, logprobs of sampled tokens unless --no-logprobs. The
-median of --repeats counts, after a warm-up of the whole workload.
+FOLDER has the config.json of the shape; weights are random, as in scripts/bench/engine.py.
+Temperature 1, no stop tokens, lengths fixed by request, logprobs of sampled tokens unless
+--no-logprobs. The median of --repeats counts, after a warm-up of the whole workload.
 """
 
 import json

@@ -107,6 +107,8 @@ class Loop:
                 exits.enter_context(self._rollout)
                 exits.enter_context(rare_collections(self._cfg.rollout.max_samples_in_flight))
             self._resume()
+            opened = exits.enter_context(ExitStack())
+            opened.callback(self._run.close)  # unless the loop begins, which closes it at its end
             if self._rollout:
                 self._begin_rollout()
             self._measure_first()
@@ -116,6 +118,7 @@ class Loop:
             if self._rollout:
                 self._stop.listen(self._rollout.stop)
             exits.enter_context(self._stop)
+            opened.pop_all()
             self._exits = exits.pop_all()
         return self
 

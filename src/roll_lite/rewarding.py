@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from roll_lite.chat import Chat
 from roll_lite.chat_template import ChatOptions
 from roll_lite.checks import above, at_least, read_only_if
+from roll_lite.cluster.errors import RoleError
 from roll_lite.device_map import DeviceMap
 from roll_lite.envs.env import Player
 from roll_lite.envs.play import question_player
@@ -198,6 +199,7 @@ class Rewards:
             max_waiting=options.max_async_rewards,
             seconds=options.reward_seconds,
             max_error_share=options.max_error_share,
+            fatal=(RoleError,),
         )
         self._pools.append(pool)
         self._by_domain |= dict.fromkeys(rewards, pool.score)

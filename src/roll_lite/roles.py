@@ -136,6 +136,8 @@ class Roles:
     def kl_to_teacher(self, groups: list[Group], budget: int) -> float:
         """KL from the policy to its teachers, in nats per token, estimated by the sampled tokens;
         between two steps, when engines have the devices."""
+        done = [[s for s in group.samples if s.state == "done"] for group in groups]
+        groups = [Group(prompt=g.prompt, samples=s) for g, s in zip(groups, done, strict=True)]
         teachers = self.teachers.values() if self._offloads else ()
         for teacher in teachers:
             teacher.reload()

@@ -109,6 +109,15 @@ def test_held_out_samples_measure_the_kl_to_the_teacher(
         assert kl == pytest.approx(sum(gaps) / len(gaps), abs=1e-5)
 
 
+def test_held_out_prompts_need_a_teacher_too(small_folder, teacher, tmp_path):
+    folders = (f"reverse={teacher / 'model'}",)
+    with pytest.raises(ValueError, match="no teacher for domain 'addition'"):
+        run_on_policy(
+            small_folder, teacher, tmp_path / "run", teacher=folders, eval_every=1,
+            eval_data=("addition:1",),
+        )  # fmt: skip
+
+
 BRIEF = {run: {"rows_per_step": 4, "eval_rows": 2}, run_on_policy: {"prompts_per_step": 4}}
 
 

@@ -67,3 +67,10 @@ def test_a_plan_has_a_role_for_each_teacher(toy_folder, tmp_path, capsys):
     assert not end.value.code, printed
     for role in ("teacher", "teacher_counting"):
         assert role in printed
+
+
+def test_questions_without_a_reward_are_refused_beside_turn_by_turn_advantages(here, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "?", "domain": "mystery"}\n' * 4)
+    data = (f"{tmp_path / 'rows.jsonl'}@0.5", f"{LAKE}@0.5")
+    with pytest.raises(ValueError, match="no reward for domain 'mystery'"):
+        here("run", steps=1, **MIXED | {"data": data}, advantage="gigpo")

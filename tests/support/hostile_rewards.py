@@ -1,9 +1,11 @@
 """Rewards that test_hostile_rewards.py imports by name: they attack the worker that they run in."""
 
+import json
 import os
 import resource
 import signal
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -63,7 +65,19 @@ AFTER_THE_ANSWER = {
     "again-when-idle": answer_again_when_idle,
     "part-when-idle": lambda real, data: real.sendall(data + data[:3]),
 }
+
+
+def with_body(fields):
+    """Another message under the answer's header."""
+    body = json.dumps(fields).encode()
+    return lambda real, data: real.sendall(struct.pack("!Q", len(body)) + data[8:17] + body)
+
+
 INSTEAD_OF_THE_ANSWER = {
+    "question": with_body({"messages": [], "num_known": 0, "options": {"stop": []}}),
+    "no-score": with_body({"ending": "returned"}),
+    "results": with_body({"ending": "returned", "results": [{"reward": 1, "measurements": {}}]}),
+    "no-tokens": with_body({"out_of_tokens": "x"}),
     "other-job": lambda real, data: real.sendall(data[:8] + bytes(7) + b"\x77" + data[16:]),
     "no-json": lambda real, data: real.sendall(data[:17] + b"\x80" * len(data[17:])),
     "no-fields": lambda real, data: real.sendall(data[:17] + b"[".ljust(len(data) - 18) + b"]"),

@@ -74,7 +74,7 @@ class Evaluation:
     ):
         """`params` are those of training; with one sample per prompt the temperature is 0.
 
-        Where a teacher is the only signal, `kl_to_teacher` measures samples instead of rewards.
+        Where a teacher is the only signal, `kl_to_teacher` of the samples is what counts.
         """
         self._prompts = prompts
         self._options = options
@@ -103,9 +103,10 @@ class Evaluation:
         self.groups = answers
         refuse_all_failed(answers)
         metrics = pass_rates(answers, self._options.pass_reward)
-        self.rates.append(metrics["eval/pass@1"])
         if self._kl_to_teacher:
             metrics["eval/kl"] = self._kl_to_teacher(answers)
+        else:
+            self.rates.append(metrics["eval/pass@1"])
         return metrics | {"time/evaluate": time.perf_counter() - start}
 
 

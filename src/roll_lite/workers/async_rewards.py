@@ -26,15 +26,18 @@ class AsyncRewards:
     def __init__(self, options: WorkerOptions, max_calls: int):
         self._options = options
         self._places = asyncio.Semaphore(max_calls)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="async rewards", daemon=True
         )
-
-    def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
+        if self._loop is None:
+            return
         with suppress(TimeoutError):  # of a reward that blocks the thread
             self._submit(cancel_other_tasks()).result(_CLOSE_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)

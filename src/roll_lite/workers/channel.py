@@ -109,6 +109,15 @@ def read_message(fields: Any) -> Ask | End:
     return Ask(int(fields["num_known"]), messages, options, results)
 
 
+def is_verdict(message: Ask | End) -> bool:
+    """Whether it is all that a reward may say: one score, or how it failed."""
+    if not isinstance(message, End) or message.results:
+        return False
+    return (
+        isinstance(message.outcome, Failure) or getattr(message.outcome, "score", None) is not None
+    )
+
+
 def _read_outcome(fields: dict[str, Any]) -> Outcome:
     if "failure" in fields:
         return Failure(str(fields["kind"]), str(fields["failure"]))

@@ -198,15 +198,18 @@ class ErrorBudget:
             f"{examples}\nThe last of them in full:\n{self._last_failure}"
         )
 
-    def show_once(self, prompt: Prompt, where: str, reply: str, failure: Failure) -> None:
-        """On the console, unless a failure of the same domain and place was shown before."""
+    def show_once(
+        self, prompt: Prompt, where: str, reply: str, failure: Failure, counted: str = "errors"
+    ) -> None:
+        """On the console, unless a failure of the same domain and place was shown before; `counted`
+        is the metric that has it."""
         key = prompt.domain, failure.place, failure.culprit
         if key in self._shown or len(self._shown) == MAX_SHOWN:
             return
         self._shown.add(key)
         print(
             f"the {self._noun} of domain {prompt.domain!r} failed on {where} (such failures "
-            f"are shown once, and counted in {self._prefix}/errors)\n"
+            f"are shown once, and counted in {self._prefix}/{counted})\n"
             f"{indent(failure.text.rstrip(), '  ')}\n  reply: {reply[:SHOWN_CHARACTERS]!r}",
             file=sys.stderr, flush=True,
         )  # fmt: skip

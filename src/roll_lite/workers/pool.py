@@ -53,8 +53,9 @@ class Workers:
         num_workers: int,
         options: WorkerOptions,
         budget: ErrorBudget,
+        fatal: tuple[type[Exception], ...] = (),
     ):
-        """`packed` is what workers run of the table."""
+        """`packed` is what workers run of the table; `fatal` errors end the run, not a job."""
         if num_workers < 0:
             raise ValueError(f"num_workers={num_workers} must be 0 (inline) or above")
         self._table = dict(table)
@@ -62,7 +63,9 @@ class Workers:
         self._num_workers = num_workers
         self._options = options
         self._budget = budget
+        self._fatal = fatal
         self._supervisor: SupervisorLink | None = None
+        self._is_entered = False
         self._has_quit = False
         self._inbox: Inbox | None = None
         """For the event loop that asked last."""
@@ -73,6 +76,7 @@ class Workers:
     def __enter__(self) -> Self:
         if self._packed:
             self._supervisor = SupervisorLink(self._packed, self._num_workers, self._options)
+        self._is_entered = True
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -92,8 +96,6 @@ class Workers:
     async def _run(self, job: Job) -> Outcome | Exception:
         if not self._num_workers:
             return await self._run_inline(job)
-        if self._supervisor is None:
-            raise RuntimeError(f"the {self._options.noun} workers do not run; enter them (`with`)")
         return await self._run_in_worker(job)
 
     def _result(self, job: Job, outcome: Outcome | Exception) -> Ending:
@@ -116,6 +118,8 @@ class Workers:
         raise NotImplementedError
 
     def _check_domain(self, prompt: Prompt) -> None:
+        if self._num_workers and not self._is_entered:
+            raise RuntimeError(f"the {self._options.noun} workers do not run; enter them (`with`)")
         if prompt.domain not in self._table:
             raise ValueError(
                 f"prompt {prompt.id} has domain={prompt.domain!r}, for which there is no "
@@ -130,6 +134,8 @@ class Workers:
             return checked_ending(await job.call(self._table[job.prompt.domain]))
         except bdb.BdbQuit:  # the user quits the debugger, and not only for this sample
             self._has_quit = True
+            raise
+        except self._fatal:
             raise
         except Exception as error:  # user code may raise anything
             if job.chat_error and job.chat_error in (error, error.__cause__):
@@ -150,9 +156,8 @@ class Workers:
                 return outcome
             if outcome.culprit != "other":
                 num_deaths += 1
-                self._budget.show_once(
-                    job.prompt, f"prompt {job.prompt.id}", job.last_reply, outcome
-                )
+                where = f"prompt {job.prompt.id}"
+                self._budget.show_once(job.prompt, where, job.last_reply, outcome, "replaced")
             if num_deaths == MAX_DEATHS:
                 if outcome.culprit == "supervisor":
                     raise TooManyFailures(f"{outcome.text}, {MAX_DEATHS} times", outcome)
@@ -192,6 +197,7 @@ class RewardWorkers(Workers):
         memory_gib: float = 2.0,
         output_kib: int = 1024,
         max_error_share: float = 0.2,
+        fatal: tuple[type[Exception], ...] = (),
     ):
         """Rewards must be importable by name; the limits are described in `WorkerOptions`.
 
@@ -212,7 +218,8 @@ class RewardWorkers(Workers):
             "reward_workers=0"
         )
         packed = pack(in_workers, "rewards", remedy) if num_workers and in_workers else None
-        super().__init__(rewards, packed, num_workers, options, ErrorBudget(max_error_share))
+        budget = ErrorBudget(max_error_share)
+        super().__init__(rewards, packed, num_workers, options, budget, fatal)
         self._awaited = AsyncRewards(options, max_waiting) if num_workers and self._async else None
 
     async def score(self, prompt: Prompt, reply: str) -> Score:
@@ -229,7 +236,11 @@ class RewardWorkers(Workers):
     def __enter__(self) -> Self:
         super().__enter__()
         if self._awaited:
-            self._awaited.start()
+            try:
+                self._awaited.start()
+            except BaseException:
+                super().close()
+                raise
         return self
 
     def close(self) -> None:

@@ -35,6 +35,7 @@ from roll_lite.workers.channel import (
     ProtocolError,
     SupervisorEnd,
     connect,
+    is_verdict,
     read_message,
 )
 from roll_lite.workers.failures import Failure, user_frames
@@ -191,6 +192,11 @@ class Supervisor:
             self._waiting.append((job_id, payload))
             self._assign()  # at once, for messages that follow this one
             return
+        if payload is None and (waiting := [job for job in self._waiting if job[0] == job_id]):
+            self._waiting.remove(waiting[0])
+            cancelled = Failure("crash", f"{self._it} was cancelled")
+            self._outgoing.append((job_id, True, 0.0, cancelled))
+            return
         for worker in self._workers:  # none has the job if it ended meanwhile
             if job_id in worker.jobs:
                 worker.post(job_id, False, payload)
@@ -279,7 +285,9 @@ class Supervisor:
         would take longer to send."""
         try:
             fields = json.loads(payload.decode())
-            read_message(fields)
+            message = read_message(fields)
+            if self._options.jobs_per_worker == 1 and not is_verdict(message):
+                raise ValueError
         except Exception:  # user code may have sent anything
             raise ProtocolError("sent a message that cannot be read") from None
         return fields

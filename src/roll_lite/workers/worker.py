@@ -1,7 +1,7 @@
 """A worker process: runs the jobs that the supervisor sends, until it closes the channel.
 
 A reward is called at once, and asks nothing. Episodes are coroutines in one event loop, which ask
-the model through the coordinator (pool.py).
+the model through the coordinator (job.py).
 """
 
 import asyncio
