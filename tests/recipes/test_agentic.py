@@ -169,7 +169,7 @@ class Broken:
 def test_failing_environments_are_counted_and_the_run_goes_on_until_they_are_too_many(
     train, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setitem(agentic.OWN, "broken", Broken)
+    monkeypatch.setitem(agentic.Config.ENVS, "broken", Broken)
     options = {"data": ("broken",), "history": None, "env_workers": 0, "eval_every": 0}
     _, rows = train(steps=2, env_error_share=1.0, **options)
     failed = sum(row["env/errors"] for row in rows)

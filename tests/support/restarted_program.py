@@ -36,4 +36,4 @@ def deadly(plan, log):
 if __name__ == "__main__":
     plan = Path(sys.argv.pop(1))
     rlvr.Config.INLINE["reverse"] = deadly(json.loads(plan.read_text()), plan.with_suffix(".calls"))
-    command.run(rlvr.main, rlvr.Config, rlvr.__doc__, fixed=rlvr.FIXED)
+    command.run(rlvr.main, rlvr.Config, rlvr.__doc__)
