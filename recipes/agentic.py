@@ -1,11 +1,7 @@
 """Agentic reinforcement learning: the loop of rlvr.py on episodes of several turns.
 
 python recipes/agentic.py --model models/tiny --data frozen_lake:style=short
-python recipes/agentic.py --model models/SmolLM2-135M-Instruct --data frozen_lake sokoban@2 \
-        --prompts-per-step 64 --samples-per-prompt 16 --kv-cache-gib 8
-torchrun --nproc-per-node 8 recipes/agentic.py --data sokoban --max-staleness 1 \
-        --device-map "train=0-3 generate=4-7"                           # asynchronous
-python recipes/agentic.py --data frozen_lake --advantage gigpo --history 2      # turn by turn
+python recipes/agentic.py --data frozen_lake sokoban@2 --advantage gigpo --history 2
 python recipes/agentic.py --data mine --envs my_envs.py         # an environment of your own
 python -m pdb recipes/agentic.py --env-workers 0 ...    # one process: break in an environment
 
