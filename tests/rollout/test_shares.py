@@ -26,7 +26,7 @@ from roll_lite.rollout.groups import Slots
 from roll_lite.rollout.prompts import derive_seed
 from roll_lite.rollout.record import write_group, write_prompt
 from roll_lite.rollout.rollout_options import RolloutOptions
-from roll_lite.types import Group, Prompt
+from roll_lite.types import Prompt
 
 
 class Nature(NamedTuple):
@@ -299,10 +299,6 @@ def test_when_nothing_is_left_the_error_names_the_domains(tmp_path):
         pytest.raises(RuntimeError, match=r"all 20 groups .*: \d+ of (slow|hard|fast) had "),
     ):
         rollout.collect()
-
-
-def group_of(domain):
-    return Group(prompt=Prompt(id="", messages=(), domain=domain, ground_truth=""), samples=[])
 
 
 def test_slots_are_matched_with_the_oldest_groups_of_their_domain():

@@ -30,7 +30,7 @@ DEFAULT = "qwen3-0.6b"
 class Config:
     run: str | None = None
     """Folder of a run of recipes/rlvr.py on GPUs: the seconds that its steps took, beside those
-    planned for the samples that it had. Of the other options only --model is read then."""
+    planned for the samples that it had. Only --model is read beside it."""
     model: str | None = None
     """Hugging Face folder, or a shape: qwen3-0.6b, 1.7b, 4b, 8b, 14b, 32b, 30b-a3b or 235b-a22b;
     llama-3.2-1b or 3b, llama-3.1-8b, 70b or 405b; qwen2.5-0.5b, 1.5b or 7b; smollm2-135m. None

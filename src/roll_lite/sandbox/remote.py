@@ -273,7 +273,7 @@ class TestsLink(Link):
 class ProgramNames(dict):
     """The tests' global names: their own, then the interpreter's, then the program's.
 
-    Of the builtins that a program redefines, tests see only the one that they test, `tested`.
+    Tests see only the redefined builtin that they test, `tested`; all others are Python's.
     `python` are what tests mean by names, unless the program has data of that name.
     """
 

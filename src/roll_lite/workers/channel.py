@@ -113,9 +113,9 @@ def is_verdict(message: Ask | End) -> bool:
     """Whether it is all that a reward may say: one score, or how it failed."""
     if not isinstance(message, End) or message.results:
         return False
-    return (
-        isinstance(message.outcome, Failure) or getattr(message.outcome, "score", None) is not None
-    )
+    outcome = message.outcome
+    has_score = isinstance(outcome, Ending) and outcome.score is not None
+    return has_score or isinstance(outcome, Failure)
 
 
 def _read_outcome(fields: dict[str, Any]) -> Outcome:
