@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import roll_lite as rl
 from roll_lite import command, data
-from roll_lite.checks import above, at_least, finite, read_only_if
+from roll_lite.checks import UserError, above, at_least, finite, read_only_if
 from roll_lite.options import flatten
 from roll_lite.recipes import agentic
 
@@ -95,7 +95,7 @@ class Config:
         if self.prompts is not None:
             at_least(1, self, "prompts")
         if self.samples > 1 and self.temperature == 0:
-            raise ValueError(
+            raise UserError(
                 f"samples={self.samples} with temperature=0 are all equal; use samples=1, or a "
                 "temperature above 0"
             )

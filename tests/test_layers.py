@@ -17,6 +17,7 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
     {"replay"},
     {"loop"},
     {"players", "policy", "roles", "command"},
+    {"flags"},
     {"rewarding", "planning"},
     {"reward_roles"},
     {"rollout", "train", "sync"},
@@ -26,7 +27,8 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
     {"rewards", "kernels", "chat_template"},
     {"sandbox"},
     {"options", "profiling"},
-    {"types", "progress", "checks", "stopping", "processes"},
+    {"types", "progress", "stopping", "processes"},
+    {"checks"},
 ]
 # Siblings that may meet: sync is where trainer and engine do.
 ALLOWED = {("sync", "train")}

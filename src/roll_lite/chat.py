@@ -18,6 +18,7 @@ from roll_lite.chat_template import (
     try_template,
     with_fixed_date,
 )
+from roll_lite.checks import UserError
 from roll_lite.types import Message, Prompt
 
 OPEN_THOUGHTS, CLOSE_THOUGHTS = "<think>", "</think>"
@@ -178,10 +179,10 @@ class Chat:
     ) -> str:
         text = self._render(messages, **({"tools": list(tools)} if tools else {}))
         if tools and text == self._render(messages):
-            raise ValueError("the chat template does not show tools; describe them in a message")
+            raise UserError("the chat template does not show tools; describe them in a message")
         for message in messages:
             if message["role"] == "system" and message["content"].strip() not in text:
-                raise ValueError(
+                raise UserError(
                     "the chat template leaves out the system message; put its text into the "
                     "user's first message"
                 )
@@ -198,7 +199,7 @@ class Chat:
         if self._opening.rstrip().endswith(OPEN_THOUGHTS):
             content = _in_thoughts(content)
         elif has_thoughts and self._opening.rstrip().endswith(CLOSE_THOUGHTS):
-            raise ValueError(
+            raise UserError(
                 f"the reply has thoughts ({CLOSE_THOUGHTS}), but the chat template asks for one "
                 "without; take them out, or change template_args"
             )
@@ -211,9 +212,7 @@ class Chat:
         found = (token_id for token_id in self._ids(after) if token_id in special)
         end_of_turn = next(found, self.tokenizer.eos_token_id)
         if end_of_turn is None:
-            raise ValueError(
-                "neither the chat template nor an eos_token defines the end of a reply"
-            )
+            raise UserError("neither the chat template nor an eos_token defines the end of a reply")
         return end_of_turn
 
     def _text_after_reply(self) -> tuple[str, str]:
@@ -239,7 +238,7 @@ class Chat:
             )  # fmt: skip
         except jinja2.TemplateError as error:
             roles = ", ".join(message["role"] for message in messages)
-            raise ValueError(
+            raise UserError(
                 f"the chat template refuses the roles {roles} ({error}); join neighbouring "
                 "messages of one role, and put a system message into the user's first message"
             ) from None
@@ -322,7 +321,7 @@ def _up_to_replies(name: str, messages: Sequence[Message]) -> list[tuple[str, Se
     is_reply = [role == "assistant" for role in roles]
     ends_well = is_reply[-1:] == [True] and not is_reply[0]
     if not ends_well or any(a and b for a, b in pairwise(is_reply)):
-        raise ValueError(
+        raise UserError(
             f"{name}: a dialogue must alternate and end with the assistant; roles: {roles}"
         )
     return [(name, messages[: i + 1]) for i, found in enumerate(is_reply) if found]
@@ -380,4 +379,4 @@ def _naming(name: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise UserError(f"{name}: {error}") from None

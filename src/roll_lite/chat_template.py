@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2.meta
 
+from roll_lite.checks import UserError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -38,7 +40,7 @@ class ChatOptions:
     def __post_init__(self):
         for entry in self.template_args or ():
             if not re.match(r"\w+=", entry):
-                raise ValueError(
+                raise UserError(
                     f"template_args={entry!r} is not NAME=VALUE, as in enable_thinking=false"
                 )
 
@@ -51,12 +53,12 @@ class ChatOptions:
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     """The tokenizer of a folder; nothing is read from a model hub."""
     if not folder.is_dir():
-        raise ValueError(
+        raise UserError(
             f"{folder} is not a folder; give a Hugging Face folder on this machine, or make one: "
             "`roll-lite tiny FOLDER`"
         )
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ValueError(
+        raise UserError(
             f"{folder} has no tokenizer; copy tokenizer.json and tokenizer_config.json of its "
             "model into it"
         )
@@ -70,12 +72,12 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
-        raise ValueError(
+        raise UserError(
             f"the tokenizer of {folder} is code of its own, which roll_lite does not run; take a "
             "model whose tokenizer transformers knows"
         ) from None
     if not tokenizer.chat_template:
-        raise ValueError(
+        raise UserError(
             f"the tokenizer of {folder} has no chat template; take the model's chat variant, "
             "or put a chat_template.jinja into the folder"
         )
@@ -113,7 +115,7 @@ def check_arguments(arguments: dict[str, Any], template: str, folder: str | Path
     """Refuse arguments that the template does not read."""
     read = _variables(template) - NOT_ARGUMENTS
     if unread := sorted(set(arguments) - read):
-        raise ValueError(
+        raise UserError(
             f"template_args names {unread[0]!r}, which the chat template of {folder} does not "
             f"read; it reads {', '.join(sorted(read)) or 'no arguments'}"
         )
@@ -137,7 +139,7 @@ def try_template(folder: str | Path, render: Callable[[], str]) -> None:
     with _bounded_memory(folder):
         text = render()
     if len(text) > TEMPLATE_TEXT:
-        raise ValueError(
+        raise UserError(
             f"the chat template of {folder} makes {len(text):,} characters of a short "
             "conversation; take the model from a source you trust"
         )
@@ -158,7 +160,7 @@ def _bounded_memory(folder: str | Path) -> Iterator[None]:
     try:
         yield
     except MemoryError:
-        raise ValueError(
+        raise UserError(
             f"the chat template of {folder} takes more than {TEMPLATE_BYTES >> 20:,} MiB of memory "
             "for a short conversation; take the model from a source you trust"
         ) from None

@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
+class UserError(ValueError):
+    """Something that the user has to change: the message names it, its value and the remedy, and is
+    shown without a traceback."""
+
+
 def at_least(minimum: float, options: Any, *fields: str) -> None:
     """Refuse options with a smaller value in one of the fields; None means not set."""
     for field in fields:
         value = getattr(options, field)
         if value is not None and not value >= minimum:
-            raise ValueError(f"{field}={value} must be at least {minimum}")
+            raise UserError(f"{field}={value} must be at least {minimum}")
 
 
 def above(bound: float, options: Any, *fields: str) -> None:
@@ -23,7 +28,7 @@ def above(bound: float, options: Any, *fields: str) -> None:
     for field in fields:
         value = getattr(options, field)
         if value is not None and not value > bound:
-            raise ValueError(f"{field}={value} must be above {bound}")
+            raise UserError(f"{field}={value} must be above {bound}")
 
 
 def finite(options: Any, *fields: str) -> None:
@@ -31,7 +36,7 @@ def finite(options: Any, *fields: str) -> None:
     for field in fields:
         value = getattr(options, field)
         if value is not None and not math.isfinite(value):
-            raise ValueError(f"{field}={value} must be a finite number")
+            raise UserError(f"{field}={value} must be a finite number")
 
 
 def check_choices(options: Any) -> None:
@@ -39,7 +44,7 @@ def check_choices(options: Any) -> None:
     for field, choices in _choices(type(options)).items():
         if (value := getattr(options, field)) not in choices:
             known = ", ".join(str(choice) for choice in choices if choice is not None)
-            raise ValueError(f"{field}={value!r} is not known; use one of {known}")
+            raise UserError(f"{field}={value!r} is not known; use one of {known}")
 
 
 @cache
@@ -57,15 +62,13 @@ def _choices(cls: type) -> dict[str, tuple]:
 def read_only_if(is_read: bool, condition: str, options: Any, *fields: str) -> None:
     """Refuse changed fields that nothing reads; `condition` says when they are read."""
     for field, value, default in () if is_read else changed(options, fields):
-        raise ValueError(
-            f"{field}={value!r} is only read with {condition}; leave it at {default!r}"
-        )
+        raise UserError(f"{field}={value!r} is only read with {condition}; leave it at {default!r}")
 
 
 def unread_with(reason: str, options: Any, *fields: str) -> None:
     """Refuse changed fields that nothing reads, for the reason given."""
     for field, value, default in changed(options, fields):
-        raise ValueError(f"{field}={value!r} is not read with {reason}; leave it at {default!r}")
+        raise UserError(f"{field}={value!r} is not read with {reason}; leave it at {default!r}")
 
 
 def changed(options: Any, names: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
@@ -82,7 +85,7 @@ def refuse_changes(folder: Path, written: Mapping[str, Any], fixed: Mapping[str,
     known = [name for name in here if name in written]  # the run may be older than the option
     if changed := [name for name in known if here[name] != written[name]]:
         listed = ", ".join(f"{n}={here[n]!r} (was {written[n]!r})" for n in changed)
-        raise ValueError(
+        raise UserError(
             f"the run in {folder} cannot be resumed with {listed}; give what it was "
             "started with, or name another run_dir"
         )
@@ -94,5 +97,5 @@ def parse_range(name: str, text: str) -> range | None:
         return None
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if not found or int(found[1]) > int(found[2] or found[1]):
-        raise ValueError(f"{name}={text!r} is not a range of numbers; write it as 5 or 5-8")
+        raise UserError(f"{name}={text!r} is not a range of numbers; write it as 5 or 5-8")
     return range(int(found[1]), int(found[2] or found[1]) + 1)

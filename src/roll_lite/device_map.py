@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
+from roll_lite.checks import UserError
 from roll_lite.models.config import ModelConfig, tp_problem, tp_sizes
 from roll_lite.models.memory import engine_bytes, format_bytes, least_memory, usable_bytes
 
@@ -68,10 +69,10 @@ class DeviceMap:
 
     def __post_init__(self):
         if not self.roles:
-            raise ValueError("the device map has no roles; name one, as in train=all")
+            raise UserError("the device map has no roles; name one, as in train=all")
         for name, count in Counter(self.names).items():
             if count > 1:
-                raise ValueError(f"role {name} appears {count} times; list all its ranks once")
+                raise UserError(f"role {name} appears {count} times; list all its ranks once")
         for role in self.roles:
             _check_ranks(role, self.world_size)
 
@@ -79,7 +80,7 @@ class DeviceMap:
         for role in self.roles:
             if role.name == name:
                 return role
-        raise ValueError(f"no role {name} in the device map; it has {listing(self.names, 'and')}")
+        raise UserError(f"no role {name} in the device map; it has {listing(self.names, 'and')}")
 
     def __contains__(self, name: str) -> bool:
         return name in self.names
@@ -159,10 +160,10 @@ class DeviceMap:
         known = tuple(dict.fromkeys((*required, *OPTIONAL_ROLES)))
         for role in self.roles:
             if role.name not in known:
-                raise ValueError(f"role {role.name} is not known; use {listing(known, 'or')}")
+                raise UserError(f"role {role.name} is not known; use {listing(known, 'or')}")
         for name in required:
             if name not in self:
-                raise ValueError(f"role {name} is missing; add it, as in {name}=all")
+                raise UserError(f"role {name} is missing; add it, as in {name}=all")
         for role in self.roles:
             _check_sizes(role, (role_configs or {}).get(role.name, config))
             if role.name in ENGINE_ROLES:
@@ -171,7 +172,7 @@ class DeviceMap:
                 _check_leaders(self["generate"], role)
         idle = set(range(self.world_size)).difference(*(role.ranks for role in self.roles))
         if idle:
-            raise ValueError(
+            raise UserError(
                 f"ranks {format_ranks(sorted(idle))} have no role and would idle; give them to a "
                 f"role, or start {self.world_size - len(idle)} ranks"
             )
@@ -180,29 +181,29 @@ class DeviceMap:
 def _check_ranks(role: Role, world_size: int) -> None:
     """Raise ValueError for ranks that cannot work at this world size, whatever the model."""
     if not role.ranks:
-        raise ValueError(f"role {role.name} has no ranks; give it some, as in {role.name}=all")
+        raise UserError(f"role {role.name} has no ranks; give it some, as in {role.name}=all")
     for rank in role.ranks:
         if not 0 <= rank < world_size:
             raise _unknown_rank(role.name, rank, world_size)
     if list(role.ranks) != (ascending := sorted(set(role.ranks))):
         ranks = format_ranks(ascending).replace(",", "+")
-        raise ValueError(f"role {role.name}: ranks must ascend; use {role.name}={ranks}")
+        raise UserError(f"role {role.name}: ranks must ascend; use {role.name}={ranks}")
     if role.tp < 1:
-        raise ValueError(f"role {role.name}: tp={role.tp} must be at least 1")
+        raise UserError(f"role {role.name}: tp={role.tp} must be at least 1")
     if len(role.ranks) % role.tp:
-        raise ValueError(
+        raise UserError(
             f"role {role.name}: tp={role.tp} does not divide its {len(role.ranks)} ranks; "
             f"use {listing(divisors(len(role.ranks)), 'or')}"
         )
     if role.cp < 1 or len(role.ranks) % role.ranks_per_replica:
         groups = len(role.ranks) // role.tp
         of_tp = f" groups of tp={role.tp}" if role.tp > 1 else " ranks"
-        raise ValueError(
+        raise UserError(
             f"role {role.name}: cp={role.cp} does not divide its {groups}{of_tp}; "
             f"use {listing(divisors(groups), 'or')}"
         )
     if role.fsdp is not None and (role.fsdp < 1 or role.num_replicas % role.fsdp):
-        raise ValueError(
+        raise UserError(
             f"role {role.name}: fsdp={role.fsdp} does not divide its {role.num_replicas} replicas; "
             f"use {listing(divisors(role.num_replicas), 'or')}"
         )
@@ -210,12 +211,12 @@ def _check_ranks(role: Role, world_size: int) -> None:
 
 def _check_engine(role: Role) -> None:
     if role.fsdp:
-        raise ValueError(
+        raise UserError(
             f"role {role.name}: fsdp={role.fsdp} is for models that are sharded, and an "
             "engine holds its model whole, or in tp parts; leave it out"
         )
     if role.cp > 1:
-        raise ValueError(
+        raise UserError(
             f"role {role.name}: cp={role.cp} is for models that are trained or scored, and an "
             "engine reads its sequences on one replica; leave it out, or use tp"
         )
@@ -229,7 +230,7 @@ def _unknown_rank(name: str, rank: int, world_size: int) -> ValueError:
 def _check_sizes(role: Role, config: ModelConfig) -> None:
     if problem := tp_problem(config, role.tp):
         working = [tp for tp in tp_sizes(config) if len(role.ranks) % tp == 0]
-        raise ValueError(f"role {role.name}: tp={role.tp} {problem}; use {listing(working, 'or')}")
+        raise UserError(f"role {role.name}: tp={role.tp} {problem}; use {listing(working, 'or')}")
 
 
 def _check_leaders(generate: Role, other: Role) -> None:
@@ -242,7 +243,7 @@ def _check_leaders(generate: Role, other: Role) -> None:
     for replica in generate.replicas:
         followers = [rank for rank in replica[1:] if rank in ranks]
         if followers and replica[0] not in ranks:
-            raise ValueError(
+            raise UserError(
                 f"rank {replica[0]} leads the engine on ranks {format_ranks(replica)} but is not "
                 f"in {other.name}, while ranks {format_ranks(followers)} are: it could not pause "
                 f"for calls to {other.name}; add rank {replica[0]} to {other.name}, or choose "
@@ -259,7 +260,7 @@ def _parse_role(entry: str, world_size: int) -> Role:
     sizes = r"(?:,tp=(\d+))?(?:,cp=(\d+))?(?:,fsdp=(\d+))?"
     match = re.fullmatch(rf"([a-z][a-z0-9_]*)=([^,=]+){sizes}", entry)
     if not match or match[1] in ("tp", "cp", "fsdp"):
-        raise ValueError(f"{entry!r} in the device map is not understood; {SYNTAX}")
+        raise UserError(f"{entry!r} in the device map is not understood; {SYNTAX}")
     name, ranks, tp, cp, fsdp = match.groups()
     ranks = _parse_ranks(name, ranks, world_size)
     return Role(name, ranks, int(tp or 1), int(cp or 1), int(fsdp) if fsdp else None)
@@ -273,7 +274,7 @@ def _parse_ranks(name: str, text: str, world_size: int) -> tuple[int, ...]:
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", span)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if first > last:
-            raise ValueError(f"{span!r} in {name}={text} is not a range of ranks; {SYNTAX}")
+            raise UserError(f"{span!r} in {name}={text} is not a range of ranks; {SYNTAX}")
         if last >= world_size:  # before a typo makes a range of billions
             raise _unknown_rank(name, last, world_size)
         ranks += range(first, last + 1)
@@ -310,7 +311,7 @@ def auto_device_map(
             others.total, idle, usable_bytes(device_bytes),
         )  # fmt: skip
         if must_fit and not fits:
-            raise ValueError(
+            raise UserError(
                 f"{listing(roles, 'and')} do not fit on {world_size} ranks: with tp={tp}, the "
                 f"largest possible, {why}; use more ranks, larger devices or a smaller model "
                 "(`roll-lite plan` says which options help)"

@@ -30,7 +30,7 @@ from typing import (
 
 from typing_extensions import Doc
 
-from roll_lite.checks import changed, check_choices
+from roll_lite.checks import UserError, changed, check_choices
 
 T = TypeVar("T")
 _CHOSEN = "_chosen"
@@ -43,7 +43,7 @@ def parse_spec(spec: str) -> tuple[str, dict[str, bool | int | float | str]]:
     for text in rest.split(",") if rest else ():
         option, equals, value = text.partition("=")
         if not option or not equals or option in options:
-            raise ValueError(
+            raise UserError(
                 f"{spec!r}: {text!r} is not an option; write NAME:option=value,option=value, each "
                 "option once, as in frozen_lake:size=8,style=short"
             )
@@ -111,7 +111,7 @@ def from_flat(config: type[T], *, check: bool = True, **options: Any) -> T:
             values[field.name] = options.pop(field.name)
     if options:
         named = ", ".join([*list(options)[:3], *(["..."] if len(options) > 3 else [])])
-        raise ValueError(f"{named}: not among the options of this recipe; see its --help")
+        raise UserError(f"{named}: not among the options of this recipe; see its --help")
     return config(**values) if check else _unchecked(config, values)
 
 
@@ -205,7 +205,7 @@ def choose(table: Mapping[str, Callable], field: str, options: Any) -> Callable:
     function = table[name]
     for option, value, default in changed(options, _readers(table)):
         if option not in keywords(function):
-            raise ValueError(
+            raise UserError(
                 f"{option}={value!r} is not read by {field}={name!r}, only by "
                 f"{', '.join(_readers(table)[option])}; leave it at {default!r}"
             )

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from roll_lite import data
 from roll_lite.chat_template import ChatOptions
-from roll_lite.checks import above, at_least, read_only_if, unread_with
+from roll_lite.checks import UserError, above, at_least, read_only_if, unread_with
 from roll_lite.envs.env import Player
 from roll_lite.envs.play import EpisodeOptions
 from roll_lite.envs.specs import ENVS, EnvMaker, EnvOptions
@@ -46,9 +46,7 @@ class TeacherOptions:
         read_only_if(bool(self.teacher), "a teacher", self, "teacher_weight")
         above(0, self, "teacher_weight")
         if len(self.folders) < len(self.teacher) or len(self.roles) < len(self.folders):
-            raise ValueError(
-                f"teacher={self.teacher!r} names a domain twice; give each one teacher"
-            )
+            raise UserError(f"teacher={self.teacher!r} names a domain twice; give each one teacher")
 
     def weight_beside(self, advantages: AdvantageOptions) -> float:
         """What the teacher counts beside an estimator; one that reads the teacher is all of it."""
@@ -57,13 +55,13 @@ class TeacherOptions:
     def check_domains(self, domains: Iterable[str], advantages: AdvantageOptions) -> None:
         """Refuse a teacher without prompts and, where it is the only signal, the reverse."""
         if unknown := self.folders.keys() - {"", *domains}:
-            raise ValueError(
+            raise UserError(
                 f"teacher={min(unknown)}=... is for a domain that no prompt has; the prompts have "
                 f"{', '.join(sorted(domains))}"
             )
         if advantages.needs_teacher and "" not in self.folders:
             for domain in sorted({*domains} - self.folders.keys()):
-                raise ValueError(
+                raise UserError(
                     f"there is no teacher for domain {domain!r}, and with advantage="
                     f"{advantages.advantage!r} no other signal; name one with --teacher FOLDER"
                 )
@@ -182,16 +180,16 @@ class PolicyConfig:
         read_only_if("file" in kinds, "a file in data", self.evaluation, "eval_share")
         read_only_if("file" in kinds, "a file in data", self.lengths, "long_prompts")
         if has_envs and self.lengths.overlong == "penalty":
-            raise ValueError("overlong='penalty' applies to single replies; use train or mask")
+            raise UserError("overlong='penalty' applies to single replies; use train or mask")
         is_split = self.episodes.history is not None or self.episodes.old_thoughts == "drop"
         if is_split and self.policy_loss.pack_options["by_sample"]:
-            raise ValueError(
+            raise UserError(
                 f"loss={self.policy_loss.loss!r} or its correction has one number per episode, "
                 "whose sequences need not fit a micro-batch with history or old_thoughts=drop; "
                 "use loss=ppo, segment or cispo, with corrections by token"
             )
         if not has_envs and self.advantages.reads_turns:
-            raise ValueError(
+            raise UserError(
                 f"advantage={self.advantages.advantage!r} needs rewards turn by turn, which "
                 "questions do not have; use another advantage, or an environment in data"
             )
@@ -199,7 +197,7 @@ class PolicyConfig:
     def _check_algorithm(self) -> None:
         differs = self.advantages.differs_by_token(self.kl.is_in("reward"))
         if self.policy_loss.loss in OF_SEQUENCES and differs:
-            raise ValueError(
+            raise UserError(
                 f"loss={self.policy_loss.loss!r} has one advantage per sequence; advantage="
                 f"{self.advantages.advantage!r} gives each token its own with these options; use "
                 "loss=ppo or cispo, or advantage=grpo"
@@ -207,7 +205,7 @@ class PolicyConfig:
         critic = ("critic_lr", "value_clip", "critic_warmup_steps")
         read_only_if(self.advantages.needs_critic, "advantage='gae'", self.critic, *critic)
         if self.critic.critic_warmup_steps > self.steps > 0:
-            raise ValueError(
+            raise UserError(
                 f"critic_warmup_steps={self.critic.critic_warmup_steps} must not exceed "
                 f"steps={self.steps}: the policy is trained after them"
             )
@@ -215,7 +213,7 @@ class PolicyConfig:
             check_vocabulary(self.model, folder, "teacher")
         if self.advantages.needs_teacher:
             if not self.teaching.teacher:
-                raise ValueError("advantage='opd' needs a teacher; name one, as --teacher FOLDER")
+                raise UserError("advantage='opd' needs a teacher; name one, as --teacher FOLDER")
             unread_with("advantage='opd'", self.teaching, "teacher_weight")
 
     def _check_sizes(self) -> None:
@@ -224,13 +222,13 @@ class PolicyConfig:
         if max_tokens is None:
             max_tokens = default_tokens(self.default_kinds["max_tokens"], config)
         if max_tokens >= self.longest_sample:
-            raise ValueError(
+            raise UserError(
                 f"max_tokens={max_tokens} must be below the model's {config.max_positions} "
                 f"positions and tokens_per_microbatch={self.training.tokens_per_microbatch}: "
                 "samples are never split"
             )
         if self.rollout.prompts_per_step < self.updates_per_step:
-            raise ValueError(
+            raise UserError(
                 f"prompts_per_step={self.rollout.prompts_per_step} must be at least "
                 f"updates_per_step={self.updates_per_step}: every update trains on a part of them"
             )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_lite.checks import parse_range, read_only_if
+from roll_lite.checks import UserError, parse_range, read_only_if
 
 MEMORY_EVENTS = 100_000
 """The newest allocations and frees that a snapshot keeps."""
@@ -24,7 +24,7 @@ class ProfileOptions:
     def __post_init__(self):
         parse_range("profile_steps", self.profile_steps)
         if parse_range("profile_ranks", self.profile_ranks) is None:
-            raise ValueError("profile_ranks is empty; name a rank, as 0")
+            raise UserError("profile_ranks is empty; name a rank, as 0")
         read_only_if(bool(self.profile_steps), "profile_steps", self, "profile_ranks")
 
 

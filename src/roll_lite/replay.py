@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_lite.chat import Chat
+from roll_lite.checks import UserError
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.engine.service import EngineService
@@ -69,7 +70,7 @@ def replay(options: argparse.Namespace) -> int:
     given = {"model": options.model, "device": options.device}
     cfg = read_config_of(run, {name: v for name, v in given.items() if v is not None})
     if (expected := derive_seed(cfg.seed, row["prompt_id"], row["visit"])) != row["seed"]:
-        raise ValueError(
+        raise UserError(
             f"the sample has seed {row['seed']}, but seed={cfg.seed} of {run.folder}/config.json "
             f"gives {expected}; was one of them edited?"
         )
@@ -89,19 +90,19 @@ def replay(options: argparse.Namespace) -> int:
 def find_sample(run: RunFolder, sample: str, visit: int | None = None) -> Row:
     """The line of a sample, named STEP/PROMPT/INDEX. The name of a prompt may have slashes."""
     if not (found := re.fullmatch(r"(\d+)/(.+)/(\d+)", sample, re.DOTALL)):
-        raise ValueError(f"--sample {sample} is not STEP/PROMPT/INDEX, as in 3/{{prompt_id}}/0")
+        raise UserError(f"--sample {sample} is not STEP/PROMPT/INDEX, as in 3/{{prompt_id}}/0")
     step, prompt_id, index = int(found[1]), found[2], int(found[3])
     rows = [row for row in _rows(run, step) if row.get("prompt_id") == prompt_id]
     rows = [row for row in rows if visit in (None, row.get("visit"))]
     if not rows:
         ids = dict.fromkeys(str(row.get("prompt_id")) for row in _rows(run, step))
-        raise ValueError(f"step {step} has no prompt {prompt_id}; it has {_listing(ids)}")
+        raise UserError(f"step {step} has no prompt {prompt_id}; it has {_listing(ids)}")
     if not (chosen := [row for row in rows if row.get("index") == index]):
         places = ", ".join(str(row.get("index")) for row in rows)
-        raise ValueError(f"prompt {prompt_id} of step {step} has samples {places}, but no {index}")
+        raise UserError(f"prompt {prompt_id} of step {step} has samples {places}, but no {index}")
     if len(chosen) > 1:
         visits = " or ".join(f"--visit {row.get('visit')}" for row in chosen)
-        raise ValueError(f"step {step} has prompt {prompt_id} {len(chosen)} times; add {visits}")
+        raise UserError(f"step {step} has prompt {prompt_id} {len(chosen)} times; add {visits}")
     return chosen[0]
 
 
@@ -110,7 +111,7 @@ def _rows(run: RunFolder, step: int) -> Iterator[Row]:
     names = [n for n in run.names if n.startswith("step_")]
     if name not in names:
         steps = _listing([str(step_of(n)) for n in names]) if names else "none"
-        raise ValueError(
+        raise UserError(
             f"{run.folder} has no samples of step {step}; recorded steps: {steps} "
             "(--rollouts-every of the run)"
         )
@@ -134,7 +135,7 @@ def read_config_of(run: RunFolder, changes: dict[str, Any]) -> PolicyConfig:
     path = next((p for p in (Path(started), RECIPES / f"{name}.py") if p.is_file()), None)
     config = getattr(import_file(path), "Config", None) if path else None
     if not (isinstance(config, type) and issubclass(config, PolicyConfig)):
-        raise ValueError(
+        raise UserError(
             f"{run.folder} was written by the recipe {name}; runs of rlvr.py and agentic.py can be "
             "replayed"
         )

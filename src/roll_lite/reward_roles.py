@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import count
 
 from roll_lite.chat import Chat
+from roll_lite.checks import UserError
 from roll_lite.cluster.role import RoleHandle, split
 from roll_lite.engine.request import Request
 from roll_lite.rollout.engines import EngineClient
@@ -32,7 +33,7 @@ Answer:
 Think if you need to. The last line of your reply must be one word: yes or no."""
 
 
-class VerdictError(ValueError):
+class VerdictError(UserError):
     """The judge's reply does not end with a verdict."""
 
 
@@ -116,7 +117,7 @@ class RewardModel:
         said = (*prompt.messages, {"role": "assistant", "content": reply})
         token_ids = self._chat.encode_quoted(said, add_generation_prompt=False)
         if len(token_ids) > self._budget:
-            raise ValueError(
+            raise UserError(
                 f"prompt {prompt.id} and its reply have {len(token_ids)} tokens, more than the "
                 f"reward model's tokens_per_microbatch={self._budget}"
             )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from roll_lite.chat import Chat
 from roll_lite.chat_template import ChatOptions
-from roll_lite.checks import above, at_least, read_only_if
+from roll_lite.checks import UserError, above, at_least, read_only_if
 from roll_lite.cluster.errors import RoleError
 from roll_lite.device_map import DeviceMap
 from roll_lite.envs.env import Player
@@ -62,7 +62,7 @@ class RewardOptions:
         read_only_if(self.judge is not None, "a judge", self, *of_judge)
         _ = self.judge_chat  # refuses what is not NAME=VALUE
         if not 0 <= self.max_error_share <= 1:
-            raise ValueError(f"max_error_share={self.max_error_share} must be from 0 to 1 (never)")
+            raise UserError(f"max_error_share={self.max_error_share} must be from 0 to 1 (never)")
         if self.rewards is not None:
             check_file(self.rewards)
         _ = self.reward_configs  # refuses a folder that is no model
@@ -70,7 +70,7 @@ class RewardOptions:
             from roll_lite.models.hf import has_value_head
 
             if not has_value_head(self.reward_model):
-                raise ValueError(
+                raise UserError(
                     f"reward_model={self.reward_model!r} has no tensor score.weight, so it gives "
                     "no number; name a sequence classifier with one label"
                 )
@@ -104,7 +104,7 @@ class RewardOptions:
         own = read_rewards(self.rewards)
         names = own.functions.keys() | own.inline.keys()
         if domains is not None and names.isdisjoint(domains):
-            raise ValueError(
+            raise UserError(
                 f"{self.rewards} has rewards for domain {' and '.join(sorted(names))}, but the "
                 f"prompts have {' and '.join(map(repr, sorted(domains)))}; give them the same name"
             )
@@ -129,7 +129,7 @@ class Rewards:
         """
         known = {*functions, *inline, *options.reward_roles}
         if missing := sorted(set(domains) - known):
-            raise ValueError(
+            raise UserError(
                 f"there is no reward for domain {' and '.join(map(repr, missing))} of the prompts "
                 f"(a row without the field has ''); known domains: {', '.join(sorted(known))}. "
                 "Add one with --rewards FILE"
@@ -142,7 +142,7 @@ class Rewards:
         self._pools: list[RewardWorkers] = []
         self._exits = ExitStack()
         if unused := sorted(set(options.reward_roles) - set(domains)):
-            raise ValueError(
+            raise UserError(
                 f"{unused[0]} is given, but no prompt has domain {unused[0]}; leave it out, or "
                 "name the domain in the rows that it is to score"
             )
@@ -222,7 +222,7 @@ def _check_signature(domain: str, reward: Reward | None) -> None:
     try:
         inspect.signature(reward).bind("prompt", "reply") if reward else None
     except TypeError:
-        raise ValueError(
+        raise UserError(
             f"the reward of domain {domain!r}, {getattr(reward, '__name__', reward)}"
             f"{inspect.signature(reward)}, must take (prompt, reply)"
         ) from None
@@ -234,7 +234,7 @@ def _check_judge_ranks(device_map: DeviceMap) -> None:
     """Ranks of a tensor-parallel engine follow its first rank, and receive nothing else."""
     for replica in device_map["generate"].replicas:
         if followers := sorted(set(replica[1:]) & set(device_map["judge"].ranks)):
-            raise ValueError(
+            raise UserError(
                 f"judge is on rank {followers[0]}, which follows rank {replica[0]} in generate and "
                 "cannot receive requests meanwhile; give the judge other ranks"
             )

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
+from roll_lite.checks import UserError
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle, split
 from roll_lite.engine.engine import OnNewWeights
@@ -68,7 +69,7 @@ class Roles:
     def _check_shared(self, option: str) -> None:
         device_map = self.cluster.device_map
         if set(device_map["train"].ranks).isdisjoint(device_map["generate"].ranks):
-            raise ValueError(
+            raise UserError(
                 f"{option}=True is for ranks that train and generate in turn, and device_map="
                 f"{device_map.text!r} has none; leave it out"
             )

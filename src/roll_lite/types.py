@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
+from roll_lite.checks import UserError
+
 Message = dict[str, Any]
 """{"role": "system" | "user" | "assistant" | "tool", "content": text}; an assistant's message may
 have "tool_calls"."""
@@ -81,17 +83,17 @@ class SamplingParams:
 
     def __post_init__(self):
         if self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
+            raise UserError(f"max_tokens={self.max_tokens} must be at least 1")
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or above")
+            raise UserError(f"temperature={self.temperature} must be 0 (greedy) or above")
         if isinstance(self.stop, str) or not all(self.stop):
-            raise ValueError(f"stop={self.stop!r} must be a tuple of texts that are not empty")
+            raise UserError(f"stop={self.stop!r} must be a tuple of texts that are not empty")
         if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k} must be 0 (off) or above")
+            raise UserError(f"top_k={self.top_k} must be 0 (off) or above")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1 (off)")
+            raise UserError(f"top_p={self.top_p} must be above 0 and at most 1 (off)")
         if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p} must be from 0 (off) to 1")
+            raise UserError(f"min_p={self.min_p} must be from 0 (off) to 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,16 +107,16 @@ class TurnResult:
 
     def __post_init__(self):
         if not math.isfinite(self.reward):
-            raise ValueError(f"reward={self.reward} is not a finite number")
+            raise UserError(f"reward={self.reward} is not a finite number")
         for reduction, values in self.measurements.items():
             if reduction not in REDUCTIONS:
-                raise ValueError(
+                raise UserError(
                     f"{reduction!r} is not a way to combine measurements; use one of "
                     f"{', '.join(REDUCTIONS)}"
                 )
             for name, value in values.items():
                 if not math.isfinite(value):
-                    raise ValueError(f"measurement {name}={value} is not a finite number")
+                    raise UserError(f"measurement {name}={value} is not a finite number")
 
 
 NO_RESULT = TurnResult()
@@ -158,7 +160,7 @@ class Score:
     def __post_init__(self):
         if not REWARD_METRICS.isdisjoint(self.parts):
             name = min(REWARD_METRICS & self.parts.keys())
-            raise ValueError(
+            raise UserError(
                 f"parts has {name!r}, but reward/{name} is a metric of every run; rename the part"
             )
 
@@ -303,7 +305,7 @@ def combine_measurements(turns: Iterable[Turn]) -> dict[str, float]:
             for name, value in values.items():
                 known, numbers = found.setdefault(name, (reduction, []))
                 if known != reduction:
-                    raise ValueError(
+                    raise UserError(
                         f"measurement {name!r} is given as {known} and as {reduction}; combine it "
                         "in one way"
                     )

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from roll_lite import progress
+from roll_lite.checks import UserError
 from roll_lite.cluster import wire
 from roll_lite.cluster.controller import Controller, Exit, LocalController
 from roll_lite.cluster.launch import read_launch
@@ -81,11 +82,11 @@ class Cluster:
         Nothing starts before `with`, and no device is touched before `device` is read.
         """
         if not deadline > 0:
-            raise ValueError(f"deadline={deadline} must be above 0 seconds")
+            raise UserError(f"deadline={deadline} must be above 0 seconds")
         if device not in DEVICES:
-            raise ValueError(f"device={device!r} is not known; use {listing(DEVICES, 'or')}")
+            raise UserError(f"device={device!r} is not known; use {listing(DEVICES, 'or')}")
         if device_map == "auto" and config is None:
-            raise ValueError("device_map='auto' needs config=, the model's configuration")
+            raise UserError("device_map='auto' needs config=, the model's configuration")
         self.deadline = deadline
         self._launch = read_launch()
         self._device_option = device

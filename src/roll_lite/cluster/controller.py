@@ -15,6 +15,7 @@ from functools import partial
 from pickle import PicklingError
 from typing import Any, NamedTuple
 
+from roll_lite.checks import UserError
 from roll_lite.cluster import wire
 from roll_lite.cluster.errors import (
     RankFailure,
@@ -205,7 +206,7 @@ class Controller:
             for rank in replica:
                 other, _ = self._lockstep.setdefault(rank, (role.name, replica))
                 if other != role.name:
-                    raise ValueError(
+                    raise UserError(
                         f"roles {other} and {role.name} both run tensor-parallel engines and share "
                         f"rank {rank}; give them disjoint ranks or tp=1"
                     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fcntl import ioctl
 from pathlib import Path
 
+from roll_lite.checks import UserError
 from roll_lite.processes import Process, children_of, command_of, environment_of, launcher_pid
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -59,10 +60,14 @@ def read_launch() -> Launch:
             launcher=_launcher_name(),
         )
     except KeyError as missing:
-        raise ValueError(
+        raise UserError(
             f"WORLD_SIZE={env['WORLD_SIZE']}, but {missing} is not set; start several ranks with "
             "torchrun, or one with WORLD_SIZE unset"
         ) from None
+
+
+def is_first_rank() -> bool:
+    return read_launch().rank == 0
 
 
 def _launcher_name() -> str:
@@ -96,7 +101,7 @@ def choose_interface(launch: Launch) -> None:
     if launch.num_nodes > 1 and address.startswith("127."):
         interface = _default_interface()
         if interface is None:
-            raise ValueError(
+            raise UserError(
                 f"{launch.master} is {address} on this node, which other nodes cannot reach; "
                 "start torchrun with --local-addr, or set GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME"
             )

@@ -11,6 +11,8 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from roll_lite.checks import UserError
+
 HOST = "127.0.0.1"
 SECONDS = 600
 
@@ -18,7 +20,7 @@ SECONDS = 600
 class LoopbackRendezvous(StaticTCPRendezvous):
     def __init__(self, params: RendezvousParameters):
         if params.max_nodes > 1:
-            raise ValueError(
+            raise UserError(
                 f"--rdzv-backend loopback is for one node, but --nnodes is {params.max_nodes}; "
                 "use c10d"
             )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from roll_lite.checks import UserError
 from roll_lite.cluster.launch import Launch
 from roll_lite.device_map import DeviceMap, Role
 
@@ -64,7 +65,7 @@ def choose_device(name: str, launch: Launch) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError("device='cuda', but torch finds no CUDA device; use cpu")
+        raise UserError("device='cuda', but torch finds no CUDA device; use cpu")
     device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

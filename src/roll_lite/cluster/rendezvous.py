@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from roll_lite.checks import UserError
 from roll_lite.cluster.errors import name_ranks
 from roll_lite.cluster.launch import Launch, choose_interface, find_rank
 from roll_lite.processes import Process
@@ -83,7 +84,7 @@ class JoinRequest(NamedTuple):
         if self.launch.node == other.launch.node and self.launch.launcher != other.launch.launcher:
             problem = "another torchrun started it"
         if problem:
-            raise ValueError(
+            raise UserError(
                 f"rank {other.launch.rank} ({other.process}) differs from rank "
                 f"{self.launch.rank} ({self.process}): {problem}; start all ranks with the same "
                 "code, versions and options"
@@ -128,7 +129,7 @@ def _resolve(launch: Launch) -> None:
                 time.sleep(0.5)
                 continue
             problem = error.strerror
-        raise ValueError(
+        raise UserError(
             f"MASTER_ADDR={launch.master} does not resolve on {socket.gethostname()}: {problem}; "
             "name a host or an address that every node can reach"
         )
@@ -150,7 +151,7 @@ def _connect(launch: Launch) -> dist.TCPStore:
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
-    raise ValueError(f"port {address} is taken by another program; set MASTER_PORT to a free one")
+    raise UserError(f"port {address} is taken by another program; set MASTER_PORT to a free one")
 
 
 def _wait_for_port(launch: Launch, name: str) -> None:
@@ -171,7 +172,7 @@ def _join_session(store: dist.Store, me: JoinRequest) -> Session:
     store.set(f"{session}/joined/{me.launch.rank}", "")
     answer = json.loads(_get(store, f"{session}/answer", patience))
     if isinstance(answer, str):
-        raise ValueError(answer)
+        raise UserError(answer)
     processes = [Process(*process) for process in answer]
     return Session(session, dist.PrefixStore(session, store), processes, frozenset())
 

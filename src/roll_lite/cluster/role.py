@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from roll_lite.checks import UserError
 from roll_lite.cluster.controller import (
     COLLECTS,
     Call,
@@ -83,9 +84,9 @@ class Method:
     def options(self, *, collect: str | None = None, deadline: float | None = None) -> "Method":
         """The same method, returning other results or with another deadline in seconds."""
         if collect is not None and collect not in COLLECTS:
-            raise ValueError(f"collect={collect!r} is not known; use {listing(COLLECTS, 'or')}")
+            raise UserError(f"collect={collect!r} is not known; use {listing(COLLECTS, 'or')}")
         if deadline is not None and not deadline > 0:
-            raise ValueError(f"deadline={deadline} must be above 0 seconds")
+            raise UserError(f"deadline={deadline} must be above 0 seconds")
         return replace(self, collect=collect or self.collect, deadline=deadline or self.deadline)
 
 

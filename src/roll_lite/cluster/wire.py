@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch.distributed import rpc
 from torch.futures import Future
 
+from roll_lite.checks import UserError
+
 LONG = 64  # shorter lists are as fast in the pickle
 DTYPES = {"i": torch.int32, "q": torch.int64, "d": torch.float64, "b": torch.bool}
 CODES = {int: "iq", float: "d", bool: "b"}  # array codes to try, smallest first
@@ -81,7 +83,7 @@ class _Pickler(pickle.Pickler):
 
     def _store_tensor(self, tensor: torch.Tensor) -> tuple:
         if tensor.device.type != "cpu":
-            raise ValueError(
+            raise UserError(
                 f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} cannot be sent in a "
                 "role call; send tensor.cpu(), or move it in a collective"
             )

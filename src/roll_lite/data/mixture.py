@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from roll_lite.checks import UserError
 from roll_lite.data.rows import read_prompts
 from roll_lite.data.sources import Endless, Indexed, Shuffled, check_source, digest
 from roll_lite.data.tasks import is_reasoning_gym, is_task, parse_task
@@ -35,13 +36,13 @@ class Entry(NamedTuple):
 def parse_mixture(entries: Sequence[str], envs: Collection[str] = ()) -> tuple[Entry, ...]:
     """Sources and their weights; no file is read. `envs` are the names of environments."""
     if isinstance(entries, str) or not entries:
-        raise ValueError(f"data={entries!r} must be a list of at least one SOURCE@WEIGHT")
+        raise UserError(f"data={entries!r} must be a list of at least one SOURCE@WEIGHT")
     seen: dict[Any, str] = {}
     parsed = tuple(_parse_entry(text, envs) for text in entries)
     for text, entry in zip(entries, parsed, strict=True):
         identity = _identity(entry)
         if identity in seen:
-            raise ValueError(
+            raise UserError(
                 f"{text!r} is the same source as {seen[identity]!r}; name it once, with the sum "
                 "of the weights"
             )
@@ -73,7 +74,7 @@ def _parse_entry(text: str, envs: Collection[str]) -> Entry:
     except ValueError:
         value = math.nan
     if not source or not 0 < value < math.inf:
-        raise ValueError(
+        raise UserError(
             f"{text!r}: {weight!r} is not a finite weight above 0 of a source; write "
             "SOURCE@WEIGHT, e.g. gsm8k.jsonl@0.5 (a path that has an @ needs its weight)"
         )
@@ -129,7 +130,7 @@ class Mixture:
         for source, prompts in files.items():
             files[source] = [p for p in prompts if not is_held_out(p, held_out_share)]
             if not files[source]:
-                raise ValueError(
+                raise UserError(
                     f"a share of {held_out_share} holds out all {len(prompts)} rows of {source}; "
                     "hold out less"
                 )
@@ -191,19 +192,19 @@ class Mixture:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["entries"] != self._names():
-            raise ValueError(
+            raise UserError(
                 f"the state is of the mixture {', '.join(state['entries'])}, but this one is "
                 f"{', '.join(self._names())}; go on with the same sources and weights in the "
                 "same order, or start a new run"
             )
         if (share := state["held_out_share"]) != self._share:
-            raise ValueError(
+            raise UserError(
                 f"the state was saved with {share} of the rows held out, but now it is "
                 f"{self._share}; go on with the same share, or start a new run"
             )
         for source, content in self._contents.items():
             if state["contents"][source] != content:
-                raise ValueError(
+                raise UserError(
                     f"{source} is not what it was when the state was saved, or other rows of it "
                     "fit; restore the old file and sizes, or start a new run"
                 )
@@ -251,7 +252,7 @@ def held_out(
         else:
             rows = files[entry.source]
             if share is not None and not (rows := [p for p in rows if is_held_out(p, share)]):
-                raise ValueError(
+                raise UserError(
                     f"a share of {share} holds out none of the {len(files[entry.source])} rows of "
                     f"{entry.source}; hold out more, or name other prompts to evaluate on"
                 )
@@ -283,7 +284,7 @@ def _read_files(entries: Sequence[Entry], envs: Collection[str]) -> dict[str, li
         for prompt in files[source]:
             owner = owners.setdefault(prompt.id, source)
             if owner != source:
-                raise ValueError(
+                raise UserError(
                     f"id {prompt.id!r} is in {owner} and in {source}; give the rows of one file "
                     "other ids, or leave the ids out"
                 )

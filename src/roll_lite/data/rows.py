@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from roll_lite.checks import UserError
 from roll_lite.progress import ProgressBar
 from roll_lite.types import Message, Prompt
 
@@ -155,14 +156,14 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 def read_rows(path: str | Path, parse: Callable[[Row], T], expected: str) -> list[T]:
     """Parse every line that is not blank."""
     if not Path(path).is_file():
-        raise ValueError(f"{path} is not a file; name one with a JSON object in each line")
+        raise UserError(f"{path} is not a file; name one with a JSON object in each line")
     rows = []
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 rows.append(parse(_row(f"{path} line {number}", number, line, expected)))
     if not rows:
-        raise ValueError(f"{path} is empty; it needs a JSON object in each line: {expected}")
+        raise UserError(f"{path} is empty; it needs a JSON object in each line: {expected}")
     return rows
 
 
@@ -184,9 +185,9 @@ def _row(where: str, number: int, line: bytes, expected: str) -> Row:
     else:
         problem = ""
     if problem:
-        raise ValueError(f"{where}: {problem}; {expected}")
+        raise UserError(f"{where}: {problem}; {expected}")
     if not isinstance(fields, dict):
-        raise ValueError(f"{where}: {TYPE_NAMES[type(fields)]} instead of an object; {expected}")
+        raise UserError(f"{where}: {TYPE_NAMES[type(fields)]} instead of an object; {expected}")
     return Row(where, number, fields, expected, line)
 
 
@@ -262,7 +263,7 @@ class PromptLimit:
         )
         if self.policy == "error" or not kept:
             drop = "; or drop them with long_prompts=drop" if kept else ""
-            raise ValueError(
+            raise UserError(
                 f"{problem}. A sample has at most {self.longest_sample:,} tokens, the least of the "
                 "model's positions, tokens_per_microbatch and what kv_cache_gib holds; raise it, "
                 f"or lower max_tokens={self.reply_tokens}{drop}"
@@ -281,7 +282,7 @@ class PromptLimit:
         try:
             return self.count(prompt)
         except ValueError as error:  # such as roles that the chat template refuses
-            raise ValueError(f"{prompt.id}: {error}") from None
+            raise UserError(f"{prompt.id}: {error}") from None
 
     def _with_progress(self, prompts: list[Prompt]) -> Iterator[Prompt]:
         with ProgressBar(len(prompts), "reading", "prompts") as bar:

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Generic, TypeVar
 
-from roll_lite.checks import at_least
+from roll_lite.checks import UserError, at_least
 from roll_lite.data.rows import (
     Dialogue,
     Preference,
@@ -107,7 +107,7 @@ def check_source(source: str, envs: Collection[str] = ()) -> None:
         known = ", ".join([*(f"{name}:N" for name in TASKS), "rg:DATASET"])
         games = f"; environments are {', '.join(envs)}" if envs else ""
         kinds = "a file, a task nor an environment" if envs else "a file nor a task"
-        raise ValueError(f"{source!r} is neither {kinds}; tasks are {known}{games}")
+        raise UserError(f"{source!r} is neither {kinds}; tasks are {known}{games}")
 
 
 def task_dialogues(

@@ -15,6 +15,7 @@ from itertools import count
 from random import Random
 from typing import Any, Literal, NamedTuple
 
+from roll_lite.checks import UserError
 from roll_lite.rewards import reasoning_gym
 from roll_lite.rewards.instruction_prompts import MAX_CONSTRAINTS, draw_instructions
 from roll_lite.types import Prompt
@@ -83,12 +84,12 @@ def parse_task(task: str) -> tuple[str, int]:
     """`kind:size` -> (kind, size); raises ValueError for an unknown task."""
     kind, _, size = task.partition(":")
     if is_reasoning_gym(task):
-        raise ValueError(f"task={task!r} has questions only, no replies to imitate; use it in RL")
+        raise UserError(f"task={task!r} has questions only, no replies to imitate; use it in RL")
     if kind not in TASKS or not size.isdecimal() or int(size) < 1:
         known = ", ".join(f"{name}:N" for name in TASKS)
-        raise ValueError(f"task={task!r} is not known; use one of {known} with N at least 1")
+        raise UserError(f"task={task!r} is not known; use one of {known} with N at least 1")
     if int(size) > LARGEST.get(kind, int(size)):
-        raise ValueError(f"task={task!r} is too large; use {kind}:N with N up to {LARGEST[kind]}")
+        raise UserError(f"task={task!r} is too large; use {kind}:N with N up to {LARGEST[kind]}")
     return kind, int(size)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from roll_lite.checks import UserError
 from roll_lite.models.transformer import Transformer
 
 ROW_BYTES = 1024  # parameters begin at multiples of it
@@ -92,7 +93,7 @@ def check_fit(parameters: dict[str, Tensor], shapes: dict[str, torch.Size]) -> N
     wanted = {name: parameter.shape for name, parameter in parameters.items()}
     if wanted != shapes:
         differing = sorted(name for name, _ in wanted.items() ^ shapes.items())
-        raise ValueError(f"new weights do not fit the model: {', '.join(dict.fromkeys(differing))}")
+        raise UserError(f"new weights do not fit the model: {', '.join(dict.fromkeys(differing))}")
 
 
 def write(parameters: dict[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -140,12 +141,12 @@ def pages_within(kv_cache_gib: float, model: Transformer, page_size: int) -> int
     page_bytes *= model.embedding.element_size()
     num_pages = int(kv_cache_gib * 2**30) // page_bytes
     if num_pages < 1:
-        raise ValueError(
+        raise UserError(
             f"kv_cache_gib={kv_cache_gib} is less than one page of {page_bytes} bytes; raise it"
         )
     free = free_bytes(model.embedding.device)
     if num_pages * page_bytes > free:
-        raise ValueError(
+        raise UserError(
             f"kv_cache_gib={kv_cache_gib} is more than the {free / 2**30:.1f} GiB that are free on "
             f"{model.embedding.device}; lower it"
         )

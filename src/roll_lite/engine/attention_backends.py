@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roll_lite.checks import UserError
 from roll_lite.engine.torch_attention import KeyBlocks, block_attention
 from roll_lite.models.attention import Attend, Projected
 
@@ -175,7 +176,7 @@ def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype, head_d
     if wanted == "auto":
         return next(name for name in usable if usable[name])
     if not usable.get(wanted):
-        raise ValueError(
+        raise UserError(
             f"backend={wanted!r} is not usable here (device {device.type}, {dtype}, heads of "
             f"{head_dim}); usable: auto, {', '.join(name for name in usable if usable[name])}"
         )

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from roll_lite.checks import UserError
 from roll_lite.engine.arena import Arena, check_fit, move_to_arena, pages_within, write
 from roll_lite.engine.attention_backends import PAGE_SIZE, choose_backend
 from roll_lite.engine.pages import PagePool
@@ -216,9 +217,9 @@ class Engine:
         if not all(arena.is_held for arena in self.weight_arenas):
             raise RuntimeError("the engine is asleep; call wake() before load_weights()")
         if running not in ("go_on", "finish", "abort"):
-            raise ValueError(f"running={running!r} is not known; use go_on, finish or abort")
+            raise UserError(f"running={running!r} is not known; use go_on, finish or abort")
         if running == "finish" and self._needs_weights:
-            raise ValueError("running='finish' needs the weights that sleep() released; use go_on")
+            raise UserError("running='finish' needs the weights that sleep() released; use go_on")
         with self._working():
             self._clear(running)
             self._needs_weights = True  # until all have arrived

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from roll_lite.checks import UserError
 from roll_lite.engine.engine import Engine
 from roll_lite.engine.request import Handle, OnTurn, Request
 from roll_lite.models.transformer import Transformer
@@ -46,7 +47,7 @@ class TensorParallelEngine(Engine):
         num_pages: list[int] = [0] * model.shard.size
         dist.all_gather_object(num_pages, self.pool.num_pages, group=control)
         if len(set(num_pages)) > 1:
-            raise ValueError(
+            raise UserError(
                 f"ranks of one engine have KV caches of {num_pages} pages; "
                 "give all the same kv_cache_gib"
             )

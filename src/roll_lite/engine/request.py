@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from roll_lite.checks import UserError
 from roll_lite.models.config import ModelConfig
 from roll_lite.types import FinishReason, SamplingParams, Turn
 
@@ -52,31 +53,31 @@ def check_request(
     ids = request.prompt_ids
     params = request.params
     if not ids:
-        raise ValueError("prompt_ids is empty; a request needs at least one token")
+        raise UserError("prompt_ids is empty; a request needs at least one token")
     if not 0 <= min(ids) <= max(ids) < config.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"prompt_ids holds {min(ids)}..{max(ids)}; the vocabulary has ids "
             f"0..{config.vocab_size - 1}"
         )
     if len(params.stop_ids) > MAX_STOP_IDS:
-        raise ValueError(f"stop_ids has {len(params.stop_ids)} ids; use at most {MAX_STOP_IDS}")
+        raise UserError(f"stop_ids has {len(params.stop_ids)} ids; use at most {MAX_STOP_IDS}")
     if request.num_samples < 1:
-        raise ValueError(f"num_samples={request.num_samples} must be at least 1")
+        raise UserError(f"num_samples={request.num_samples} must be at least 1")
     indices = request.indices
     known = set(range(request.num_samples))
     if not indices or not known.issuperset(indices) or len(set(indices)) < len(indices):
-        raise ValueError(
+        raise UserError(
             f"wanted={request.wanted} must name some of the samples 0..{request.num_samples - 1}, "
             "each once"
         )
     if len(ids) + params.max_tokens > min(config.max_positions, cache_tokens):
-        raise ValueError(
+        raise UserError(
             f"{len(ids)} prompt tokens + max_tokens={params.max_tokens} exceed the "
             f"model's {config.max_positions} positions or the cache's {cache_tokens} tokens; "
             "shorten the request or raise kv_cache_gib"
         )
     if params.stop and not has_decoder:
-        raise ValueError(f"stop={params.stop!r} needs text; give the engine Engine(decode=...)")
+        raise UserError(f"stop={params.stop!r} needs text; give the engine Engine(decode=...)")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

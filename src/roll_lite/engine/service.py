@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from roll_lite.chat import Chat
+from roll_lite.checks import UserError
 from roll_lite.engine.engine import Engine
 from roll_lite.engine.parallel_engine import Lockstep, TensorParallelEngine
 from roll_lite.engine.request import EngineReport, Handle, Key, Load, Request
@@ -84,7 +85,7 @@ class EngineService(Profiled):
         elif name == "abort":
             self._abort(*args)
         elif name != "follow":
-            raise ValueError(f"an engine does not know {name!r}; use submit or abort")
+            raise UserError(f"an engine does not know {name!r}; use submit or abort")
 
     def work(self) -> bool:
         """Run one step and report its results; returns whether there may be more to do."""
@@ -118,7 +119,7 @@ class EngineService(Profiled):
     def _chat(self) -> Chat:
         """Loaded for the first request with stop texts: most have none."""
         if self._folder.startswith(SHAPE):
-            raise ValueError(
+            raise UserError(
                 f"stop texts need a tokenizer, and {self._folder} has none; use stop_ids, or name "
                 "a model folder"
             )

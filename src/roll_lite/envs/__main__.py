@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from roll_lite.checks import at_least
+from roll_lite.checks import UserError, at_least
 from roll_lite.envs.agents import (
     Agent,
     AgentChat,
@@ -111,7 +111,7 @@ def traces(options: argparse.Namespace) -> int:
     """Solvers' episodes as rows for recipes/sft.py."""
     at_least(1, options, "episodes")
     if not 0 <= options.mistakes <= 1:
-        raise ValueError(f"mistakes={options.mistakes} must be from 0 to 1")
+        raise UserError(f"mistakes={options.mistakes} must be from 0 to 1")
     given = {"seed": options.seed, "mistakes": options.mistakes, "envs": _envs(options)}
     given["options"] = EpisodeOptions(history=options.history)
     num_rows = 0
@@ -141,7 +141,7 @@ def _agent(name: str, make: EnvMaker, seed: int) -> Agent:
     if name == "human":
         return human
     if game_class(make) is None:
-        raise ValueError(f"--agent {name} plays games only; use --agent human")
+        raise UserError(f"--agent {name} plays games only; use --agent human")
     return solver if name == "solver" else random_agent(seed)
 
 

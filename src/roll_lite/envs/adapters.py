@@ -17,6 +17,7 @@ from random import Random
 from types import ModuleType
 from typing import Any
 
+from roll_lite.checks import UserError
 from roll_lite.envs.env import Observation
 from roll_lite.envs.game import Game
 
@@ -25,7 +26,7 @@ def import_package(name: str, install: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"the package {name} cannot be imported ({error}); pip install {install}"
         ) from error
 
@@ -91,13 +92,13 @@ class GymnasiumGame(Adapted):
         if space is None or type(space).__name__ == "Text":
             return {}
         if type(space).__name__ != "Discrete":
-            raise ValueError(
+            raise UserError(
                 f"the actions of {self.id} are {space}, not discrete; name some of them"
             )
         numbers = range(int(space.start), int(space.start) + int(space.n))
         names = self.action_names.split("/") if self.action_names else list(map(str, numbers))
         if len(names) != len(numbers):
-            raise ValueError(
+            raise UserError(
                 f"action_names={self.action_names!r} must be {len(numbers)} names, joined by /"
             )
         return dict(zip(names, numbers, strict=True))

@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from random import Random
 from typing import Any
 
+from roll_lite.checks import UserError
 from roll_lite.envs.env import Ending, Env
 from roll_lite.envs.game import Game
 from roll_lite.envs.play import EpisodeOptions, player
@@ -29,7 +30,7 @@ def random_agent(seed: int | str) -> Agent:
 
     def reply(game: Game) -> str:
         if not (actions := game.actions()):
-            raise ValueError(f"{type(game).__name__} takes any text, so no agent plays at random")
+            raise UserError(f"{type(game).__name__} takes any text, so no agent plays at random")
         return game.as_reply(random.choice(actions))
 
     return reply
@@ -125,7 +126,7 @@ def draw_traces(
     """
     make = make_env(spec, envs)
     if (game := game_class(make)) is None or game.solve is Game.solve:
-        raise ValueError(f"env={spec!r} has no solver; name games that have one")
+        raise UserError(f"env={spec!r} has no solver; name games that have one")
     num_losses = 0
     for task in env_tasks(spec, seed):
         if count == 0:
@@ -137,7 +138,7 @@ def draw_traces(
             count -= 1
             yield from training_rows(chat.turns)
         elif num_losses == MAX_LOSSES:
-            raise ValueError(f"env={spec!r}: its solver lost {MAX_LOSSES} times; raise max_steps")
+            raise UserError(f"env={spec!r}: its solver lost {MAX_LOSSES} times; raise max_steps")
 
 
 def training_rows(turns: list[list[Message]]) -> Iterator[list[Message]]:
@@ -151,7 +152,7 @@ def shares(entries: Sequence[str], total: int) -> dict[str, int]:
     """Episodes of each spec, in proportion to the weights of `SPEC@WEIGHT`; `SPEC` has weight 1."""
     weights = dict(map(_parse_entry, entries))
     if len(weights) < len(entries):
-        raise ValueError(f"env={' '.join(entries)} names one twice; name it once, with its weight")
+        raise UserError(f"env={' '.join(entries)} names one twice; name it once, with its weight")
     bounds = [round(total * part / sum(weights.values())) for part in accumulate(weights.values())]
     counts = [high - low for low, high in pairwise([0, *bounds])]
     return dict(zip(weights, counts, strict=True))
@@ -164,5 +165,5 @@ def _parse_entry(text: str) -> tuple[str, float]:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise ValueError(f"env={text!r}: {weight!r} is not a weight above 0; write SPEC@WEIGHT")
+        raise UserError(f"env={text!r}: {weight!r} is not a weight above 0; write SPEC@WEIGHT")
     return (spec if at else text), value

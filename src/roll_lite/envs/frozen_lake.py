@@ -6,7 +6,7 @@ from itertools import product
 from random import Random
 from typing import NamedTuple
 
-from roll_lite.checks import at_least
+from roll_lite.checks import UserError, at_least
 from roll_lite.envs.game import Cell, Game
 
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
@@ -70,7 +70,7 @@ class FrozenLake(Game):
         super().__post_init__()
         at_least(2, self, "size")
         if not 0 < self.p_frozen <= 1:
-            raise ValueError(f"p_frozen={self.p_frozen} must be above 0 and at most 1")
+            raise UserError(f"p_frozen={self.p_frozen} must be above 0 and at most 1")
 
     @property
     def instruction(self) -> str:

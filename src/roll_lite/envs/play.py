@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from roll_lite.checks import at_least, check_choices
+from roll_lite.checks import UserError, at_least, check_choices
 from roll_lite.envs.env import (
     Conversation,
     Ending,
@@ -142,7 +142,7 @@ class _History:
             self._system = [m for m in messages if m["role"] == "system"]
         self._heard = [m for m in messages if m["role"] != "system" or self._turns]
         if not self._heard:
-            raise ValueError("the observation is empty, but the episode is not over")
+            raise UserError("the observation is empty, but the episode is not over")
 
     def say(self, reply: Message) -> None:
         if self._options.old_thoughts == "drop":
@@ -180,7 +180,7 @@ def question_player(rewards: Mapping[str, Reward | AsyncReward]) -> Player:
 
     def play(chat: RetryingConversation, prompt: Prompt) -> Awaitable[Ending]:
         if prompt.domain not in rewards:
-            raise ValueError(
+            raise UserError(
                 f"prompt {prompt.id} has domain={prompt.domain!r}, which has no reward; "
                 f"known domains: {', '.join(sorted(rewards))}"
             )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from roll_lite.checks import at_least
+from roll_lite.checks import UserError, at_least
 from roll_lite.envs.env import Observation
 from roll_lite.envs.game import Game
 from roll_lite.envs.sokoban_rooms import push, room_of, shortest_solution
@@ -41,7 +41,7 @@ class Sokoban(Game):
         at_least(1, self, "num_boxes")
         at_least(4, self, "search_depth")
         if len(set(self.symbols)) != len(MEANINGS) or len(self.symbols) != len(MEANINGS):
-            raise ValueError(f"symbols={self.symbols!r} must be {len(MEANINGS)} different symbols")
+            raise UserError(f"symbols={self.symbols!r} must be {len(MEANINGS)} different symbols")
 
     @property
     def instruction(self) -> str:

@@ -10,6 +10,8 @@ from functools import lru_cache
 from random import Random
 from typing import NamedTuple
 
+from roll_lite.checks import UserError
+
 TURN_PROBABILITY = 0.35
 """That the walk draws a new direction before a step."""
 STEPS_PER_SIDE = 3.4
@@ -86,7 +88,7 @@ def draw_room(random: Random, size: int, num_boxes: int, search_depth: int) -> R
         room, distance = _pull_boxes(solved, search_depth)
         if distance > 0:
             return _walk_away(random, room, 0.8 if distance == 1 else 0.5)
-    raise ValueError(
+    raise UserError(
         f"size={size} with num_boxes={num_boxes} and search_depth={search_depth} gave no room in "
         f"{MAX_DRAWS} draws; use a larger size, fewer boxes or a deeper search"
     )

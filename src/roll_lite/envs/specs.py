@@ -14,7 +14,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from roll_lite.checks import above, at_least
+from roll_lite.checks import UserError, above, at_least
 from roll_lite.envs.adapters import GymnasiumGame, OpenEnvGame, TextArenaGame
 from roll_lite.envs.env import Env, EpisodeFunction, Player
 from roll_lite.envs.frozen_lake import FrozenLake
@@ -68,17 +68,17 @@ def make_env(spec: str, envs: Mapping[str, EnvMaker] = ENVS) -> EnvMaker:
     """
     name, options = parse_env(spec)
     if name not in envs:
-        raise ValueError(f"env={name!r} is not known; use one of {', '.join(envs)}")
+        raise UserError(f"env={name!r} is not known; use one of {', '.join(envs)}")
     known = options_of(envs[name])
     for option, value in options.items():
         if option not in known:
             listed = ", ".join(known) or "none"
-            raise ValueError(f"env={spec!r} has no option {option!r}; its options are {listed}")
+            raise UserError(f"env={spec!r} has no option {option!r}; its options are {listed}")
         if not _fits(value, known[option].annotation):
             wanted = _in_words(known[option].annotation)
-            raise ValueError(f"env={spec!r}: {option}={value!r} must be {wanted}")
+            raise UserError(f"env={spec!r}: {option}={value!r} must be {wanted}")
     if missing := [option for option in required_options(envs[name]) if option not in options]:
-        raise ValueError(f"env={spec!r} lacks {missing[0]}; write {name}:{missing[0]}=...")
+        raise UserError(f"env={spec!r} lacks {missing[0]}; write {name}:{missing[0]}=...")
     made = partial(envs[name], **options)
     if not inspect.iscoroutinefunction(made):
         _try(made, spec)
@@ -101,12 +101,12 @@ def required_options(maker: EnvMaker) -> list[str]:
 def read_envs(path: str | Path) -> dict[str, EnvMaker]:
     """The ENVS of a Python file: environment classes or coroutine functions by name."""
     if not Path(path).is_file():
-        raise ValueError(
+        raise UserError(
             f"envs={str(path)!r} is not a file; name a Python file that has ENVS = {{name: class}}"
         )
     envs = getattr(import_file(path), "ENVS", None)
     if not isinstance(envs, dict) or not envs or not all(map(callable, envs.values())):
-        raise ValueError(
+        raise UserError(
             f"{path} has no environments; name classes or coroutine functions, as in "
             "ENVS = {'mine': MyEnv}"
         )
@@ -139,7 +139,7 @@ def _try(make: Callable[[], Env], spec: str) -> None:
     try:
         make()
     except ValueError as error:
-        raise ValueError(f"env={spec!r}: {error}") from None
+        raise UserError(f"env={spec!r}: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ class EnvOptions:
         at_least(0, self, "env_workers")
         above(0, self, "env_seconds", "env_memory_gib")
         if not 0 <= self.env_error_share <= 1:
-            raise ValueError(f"env_error_share={self.env_error_share} must be from 0 to 1 (never)")
+            raise UserError(f"env_error_share={self.env_error_share} must be from 0 to 1 (never)")
 
     @property
     def limits(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from roll_lite.checks import UserError
 from roll_lite.envs.env import Conversation
 from roll_lite.rewards.maths import math_answer
 from roll_lite.sandbox.sandbox import Isolation, Limits, Outcome, run_program
@@ -96,7 +97,7 @@ def _read_rows(path: str) -> tuple[list[Prompt], list[Prompt]]:
         digest = hashlib.blake2b(json.dumps(row.messages).encode(), digest_size=8).digest()
         found[int.from_bytes(digest) < HELD_OUT_SHARE * 2**64].append(row)
     if not all(found):
-        raise ValueError(f"{path} has too few rows to hold out a share of {HELD_OUT_SHARE}")
+        raise UserError(f"{path} has too few rows to hold out a share of {HELD_OUT_SHARE}")
     return found
 
 
@@ -105,7 +106,7 @@ def _read_row(where: str, line: str) -> Prompt:
         row = json.loads(line)
         return _question(where, row["prompt"], str(row["ground_truth"]))
     except (ValueError, TypeError, KeyError):
-        raise ValueError(
+        raise UserError(
             f"{where}: {line:.80} is not a row with prompt and ground_truth, as in "
             '{"prompt": "What is 6 * 7?", "ground_truth": "42"}'
         ) from None

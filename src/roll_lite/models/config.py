@@ -5,12 +5,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from roll_lite.checks import UserError
+
 SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 SUPPORTED_ROPE = ("default", "linear", "llama3")
 SHAPE = "shape:"  # before the name of a shape, for a model with random weights
 
 
-class UnsupportedModelError(ValueError):
+class UnsupportedModelError(UserError):
     """A config.json needs something that this transformer does not compute."""
 
 
@@ -89,13 +91,13 @@ class LoraOptions:
 
     def __post_init__(self):
         if self.rank < 1:
-            raise ValueError(f"lora rank={self.rank} must be at least 1")
+            raise UserError(f"lora rank={self.rank} must be at least 1")
         if unknown := [name for name in self.targets if name not in TARGETS]:
-            raise ValueError(
+            raise UserError(
                 f"lora targets={','.join(unknown)} are not known; use {', '.join(TARGETS)}"
             )
         if not self.targets:
-            raise ValueError(f"lora targets are empty; give some of {', '.join(TARGETS)}")
+            raise UserError(f"lora targets are empty; give some of {', '.join(TARGETS)}")
 
 
 def lora_options(rank: int, alpha: float, targets: tuple[str, ...]) -> LoraOptions | None:
@@ -111,7 +113,7 @@ def local_config(config: ModelConfig, tp: int) -> ModelConfig:
     """
     if problem := tp_problem(config, tp):
         sizes = ", ".join(map(str, tp_sizes(config)))
-        raise ValueError(f"tp={tp} {problem}; use one of {sizes}")
+        raise UserError(f"tp={tp} {problem}; use one of {sizes}")
     return replace(
         config,
         vocab_size=-(-config.vocab_size // tp),
@@ -150,7 +152,7 @@ def planned_config(model: str | Path) -> ModelConfig:
     shapes = SHAPES | PLANNED_SHAPES
     hf = shapes.get(str(model).lower())
     if hf is None and not Path(model).is_dir():
-        raise ValueError(f"model={model!r} is neither a folder nor one of {', '.join(shapes)}")
+        raise UserError(f"model={model!r} is neither a folder nor one of {', '.join(shapes)}")
     hf = hf or read_hf_config(model)
     return _parse_mixture(hf) if hf.get("model_type") == "qwen3_moe" else parse_config(hf)
 
@@ -164,17 +166,17 @@ def read_hf_config(folder: str | Path) -> dict:
         return json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
         if (Path(folder) / "manifest.json").exists():
-            raise ValueError(
+            raise UserError(
                 f"{folder} is a checkpoint, not a model folder: `roll-lite export "
                 f"{folder} OUT` makes one of it, and evaluate.py takes it as --checkpoint"
             ) from None
-        raise ValueError(
+        raise UserError(
             f"{folder} is not a model folder: it has no config.json. Give a Hugging Face folder on "
             "this machine (names of the hub are not downloaded: `hf download NAME --local-dir "
             "FOLDER`), or make one: `roll-lite tiny FOLDER`"
         ) from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+        raise UserError(f"{path} is not valid JSON: {error}") from None
 
 
 def parse_config(hf: dict) -> ModelConfig:
@@ -358,5 +360,5 @@ PLANNED_SHAPES: dict[str, dict] = {
 def hf_shape(name: str) -> dict:
     """The config.json of a well-known model."""
     if name not in SHAPES:
-        raise ValueError(f"shape={name!r} is not known; use one of {', '.join(SHAPES)}")
+        raise UserError(f"shape={name!r} is not known; use one of {', '.join(SHAPES)}")
     return SHAPES[name]

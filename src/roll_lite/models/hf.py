@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from roll_lite.checks import UserError
 from roll_lite.models.config import SHAPE, ModelConfig, read_config, read_hf_config
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Head, Transformer, random_model
@@ -31,7 +32,7 @@ COMPANION_FILES = (
 )  # fmt: skip
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """The tensors of a model folder do not match its config.json."""
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+from roll_lite.checks import UserError
 from roll_lite.models.config import ModelConfig
 from roll_lite.models.cost import (
     adapter_parameters,
@@ -165,7 +166,7 @@ def role_memory(
         return reference_memory(config, *sizes)
     if name not in known:
         names = ", ".join(("train", "critic", "teacher", *known))
-        raise ValueError(f"the memory of role {name} is not known; known are {names}")
+        raise UserError(f"the memory of role {name} is not known; known are {names}")
     return known[name](config, *sizes)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from roll_lite.checks import UserError
 from roll_lite.device_map import DeviceMap, Role, parse_device_map
 from roll_lite.models.config import MixtureConfig, ModelConfig, planned_config
 from roll_lite.models.cost import (
@@ -322,19 +323,19 @@ def run_seconds(
     measured. `model` names a shape or folder if the run's is gone."""
     config = json.loads((Path(folder) / "config.json").read_text())
     if config.get("recipe") != "rlvr":
-        raise ValueError(f"{folder} is a run of {config.get('recipe')}; only rlvr's are planned")
+        raise UserError(f"{folder} is a run of {config.get('recipe')}; only rlvr's are planned")
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "time/train" in row]
     if len(rows) <= WARM_UP:
-        raise ValueError(f"{folder} has {len(rows)} trained steps; at least {WARM_UP + 1} are read")
+        raise UserError(f"{folder} has {len(rows)} trained steps; at least {WARM_UP + 1} are read")
     rows = rows[WARM_UP:]
     start = config["starts"][-1]
     if (machine := known_machine(start["hardware"])) is None:
-        raise ValueError(
+        raise UserError(
             f"{folder} ran on {start['hardware']}; only steps on known GPUs are planned"
         )
     if unknown := sorted(set(start["ranks"]) - PLANNED_ROLES):
-        raise ValueError(f"{folder} has the role {unknown[0]}, which is not planned here")
+        raise UserError(f"{folder} has the role {unknown[0]}, which is not planned here")
     device_map = _run_map(config["device_map"], start["ranks"])
     options = PlanOptions.of_recipe(config, device_map)
     plan = Plan(planned_config(model or config["model"]), device_map, options, ANY_BYTES)

@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from roll_lite.checks import UserError
 from roll_lite.options import chosen_names, flatten
 
 STARTS, CHOSEN, RECIPE = "starts", "chosen", "recipe"
@@ -62,9 +63,9 @@ def read_options(path: str | Path, *, with_chosen: bool = True) -> dict[str, Any
     try:
         written = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}; name the config.json of a run") from None
+        raise UserError(f"{path} cannot be read: {error}; name the config.json of a run") from None
     if not isinstance(written, dict):
-        raise ValueError(f"{path} holds no JSON object; name the config.json of a run")
+        raise UserError(f"{path} holds no JSON object; name the config.json of a run")
     left_out = {STARTS, CHOSEN, RECIPE, *(() if with_chosen else written.get(CHOSEN, ()))}
     return {name: value for name, value in written.items() if name not in left_out}
 

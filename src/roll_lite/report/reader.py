@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from roll_lite.checks import UserError
 from roll_lite.report.config_file import CHOSEN, RECIPE, STARTS
 
 Row = dict[str, Any]
@@ -86,7 +87,7 @@ class RunFolder:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            raise ValueError(f"{folder} is not a folder; name the folder of a run, as runs/a")
+            raise UserError(f"{folder} is not a folder; name the folder of a run, as runs/a")
         self._metrics = JsonLines(self.folder / "metrics.jsonl")
         self._events = JsonLines(self.folder / "events.jsonl")
         self.num_restarts = 0
@@ -145,7 +146,7 @@ class RunFolder:
             known = ", ".join(
                 sorted({name for row in self.rows for name in row} - {"step", "time"})
             )
-            raise ValueError(f"{self._metrics.path} has no metric {name!r}; it has {known}")
+            raise UserError(f"{self._metrics.path} has no metric {name!r}; it has {known}")
         return points
 
     @property
@@ -235,7 +236,7 @@ class RunFolder:
 
     def _rollouts(self, name: str) -> Path:
         if not _NAME.fullmatch(name):
-            raise ValueError(f"{name!r} names no samples; the names are as step_00010")
+            raise UserError(f"{name!r} names no samples; the names are as step_00010")
         return self.folder / "rollouts" / f"{name}.jsonl"
 
 

@@ -21,6 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from roll_lite.checks import UserError
 from roll_lite.types import Group, Prompt, Sample, Turn
 
 NOT_TRAINED: Mapping[int, list[float]] = {}
@@ -103,7 +104,7 @@ def numbers(packed: str) -> list[float]:
     try:
         return array("f", b64decode(packed)).tolist()
     except ValueError as error:
-        raise ValueError(f"{packed:.40} is not base64 of float32 numbers: {error}") from None
+        raise UserError(f"{packed:.40} is not base64 of float32 numbers: {error}") from None
 
 
 def _opening(prompt: Prompt) -> str:
@@ -222,7 +223,7 @@ def read_tokens(row: dict[str, Any]) -> list[Token]:
     num_sampled = sum(turn["sampled"] for turn in row["turns"])
     num_tokens = num_sampled + sum(turn["read"] for turn in row["turns"])
     if num_tokens != len(row["token_ids"]) or num_sampled != len(all_logprobs):
-        raise ValueError(
+        raise UserError(
             f"sample {row.get('index')} of {row.get('prompt_id')} is damaged: its turns have "
             f"{num_tokens} tokens, {num_sampled} of them sampled, which token_ids and logprobs do "
             "not"

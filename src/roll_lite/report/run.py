@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from roll_lite.checks import UserError
 from roll_lite.progress import PhaseFile, ProgressBar, terminal_width
 from roll_lite.report.config_file import to_json, write_config
 from roll_lite.report.overview import Hints
@@ -71,7 +72,7 @@ class Run:
             refuse_old_run(self.folder)
         place = f"{folder} is at step {resumed_at} of {num_steps}"
         if resumed_at and resumed_at > num_steps:
-            raise ValueError(f"{place}; resume with more steps")
+            raise UserError(f"{place}; resume with more steps")
         print(f"run folder: {self.folder}", flush=True)
         if resumed_at and resumed_at == num_steps:
             print(f"{place}: nothing is left to train; --steps N goes on", flush=True)
@@ -203,7 +204,7 @@ def is_due(step: int, every: int, num_steps: int) -> bool:
 def refuse_old_run(folder: str | Path) -> None:
     """Raise ValueError if a new run would overwrite the records of another."""
     if (Path(folder) / "metrics.jsonl").exists():
-        raise ValueError(
+        raise UserError(
             f"run_dir={folder} holds the records of an earlier run; name another folder, remove "
             "it or, if the recipe has --resume, continue that run"
         )
@@ -220,7 +221,7 @@ def lock_folder(folder: Path) -> TextIO:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        raise ValueError(
+        raise UserError(
             f"run_dir={folder} is being written by another program ({file.read().strip()}); wait "
             "until it has ended, or name another folder"
         ) from None

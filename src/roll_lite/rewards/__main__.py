@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from roll_lite.checks import UserError
 from roll_lite.rewards.choice import chosen
 from roll_lite.rewards.file import read_rewards
 from roll_lite.rewards.instructions import holds
@@ -72,7 +73,7 @@ def _table(paths: Sequence[str]) -> Table:
 def _check_domain(domain: str | None, table: Table) -> None:
     if domain not in table:
         known = ", ".join(table)
-        raise ValueError(
+        raise UserError(
             f"domain={domain!r} has no reward; name one of {known}, or a file that has it with "
             "--rewards (recipes/rlvr.py for its own)"
         )
@@ -89,7 +90,7 @@ def _score(table: Table, prompt: Prompt, reply: str) -> Score:
     except Exception as error:  # of any kind: it may be the user's code
         if reward in REWARDS.values():
             raise
-        raise ValueError(f"{type(error).__name__}: {error} ({_place(error)})") from error
+        raise UserError(f"{type(error).__name__}: {error} ({_place(error)})") from error
 
 
 def _place(error: Exception) -> str:
@@ -108,7 +109,7 @@ def _reply(options: argparse.Namespace) -> str:
     if options.answer is None:
         return sys.stdin.read() if options.reply is None else options.reply
     if options.domain not in ("math", "choice"):
-        raise ValueError(f"--answer is not read with {options.domain}; give the whole --reply")
+        raise UserError(f"--answer is not read with {options.domain}; give the whole --reply")
     return rf"\boxed{{{options.answer}}}"
 
 
@@ -118,9 +119,9 @@ def _json(flag: str, text: str | None, kind: type, description: str) -> Any:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{flag} is not JSON: {error}") from None
+        raise UserError(f"{flag} is not JSON: {error}") from None
     if not isinstance(value, kind):
-        raise ValueError(f"{flag}={text} must be {description}")
+        raise UserError(f"{flag}={text} must be {description}")
     return value
 
 
@@ -197,12 +198,12 @@ def rescore(path: Path, domain: str | None = None, table: Table = REWARDS) -> Re
 def _read_row(line: str) -> dict[str, Any]:
     row = json.loads(line)
     if not isinstance(row, dict) or "reply" not in row:
-        raise ValueError("no field 'reply'; a row has reply, ground_truth, and perhaps tests")
+        raise UserError("no field 'reply'; a row has reply, ground_truth, and perhaps tests")
     for name in ("reply", "ground_truth"):
         if not isinstance(row.get(name, ""), str):
-            raise ValueError(f"{name}={row[name]!r} must be text")
+            raise UserError(f"{name}={row[name]!r} must be text")
     if not isinstance(row.get("tests", []), list):
-        raise ValueError(f"tests={row['tests']!r} must be a list")
+        raise UserError(f"tests={row['tests']!r} must be a list")
     return row
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from roll_lite.checks import UserError
 from roll_lite.types import Prompt, Score
 
 # Quantifiers are bounded: long runs of marks would otherwise take quadratic time.
@@ -69,7 +70,7 @@ def choice_answer(prompt: Prompt, reply: str) -> Score:
 def right_letter(prompt: Prompt) -> str:
     truth = re.fullmatch(r"\(?([A-J])[).]?", prompt.ground_truth.strip())
     if truth is None:
-        raise ValueError(
+        raise UserError(
             f"prompt {prompt.id} has ground_truth={prompt.ground_truth!r}; "
             "the reward choice_answer needs one letter from A to J"
         )

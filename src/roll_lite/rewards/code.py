@@ -17,6 +17,7 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
+from roll_lite.checks import UserError
 from roll_lite.rewards.format import without_thinking
 from roll_lite.sandbox.names import (
     FUNCTIONS,
@@ -277,7 +278,7 @@ def check_isolation(isolation: Isolation) -> None:
         with Sandbox(isolation):
             pass
     except SandboxUnavailable as error:
-        raise ValueError(
+        raise UserError(
             f'the reward for code runs no programs: {error}, as REWARDS = {{"code": partial('
             'passes_tests, isolation="rlimits")} in a file for --rewards'
         ) from None
@@ -286,11 +287,11 @@ def check_isolation(isolation: Isolation) -> None:
 def check_tests(prompt: Prompt) -> tuple[Test, ...]:
     """The prompt's tests; raises ValueError if there are none or one cannot be run."""
     if not prompt.tests:
-        raise ValueError(f"prompt {prompt.id} has no tests; code needs at least one")
+        raise UserError(f"prompt {prompt.id} has no tests; code needs at least one")
     for index, test in enumerate(prompt.tests):
         problem = _problem(test)
         if problem:
-            raise ValueError(f"tests[{index}] of prompt {prompt.id} {problem}")
+            raise UserError(f"tests[{index}] of prompt {prompt.id} {problem}")
     return prompt.tests
 
 

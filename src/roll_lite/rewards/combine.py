@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import iscoroutinefunction
 
+from roll_lite.checks import UserError
 from roll_lite.types import AsyncReward, Prompt, Reward, Score
 
 
@@ -55,13 +56,13 @@ def is_async(reward: Reward | AsyncReward) -> bool:
 def weighted(rewards: Mapping[str, tuple[Reward | AsyncReward, float]]) -> Weighted:
     """Example: `weighted({"correct": (math_answer, 1.0), "format": (has_tags, 0.2)})`."""
     if not rewards:
-        raise ValueError("rewards={} is empty; name at least one reward and its weight")
+        raise UserError("rewards={} is empty; name at least one reward and its weight")
     for name, (reward, weight) in rewards.items():
         if not name or "/" in name:
-            raise ValueError(f"name={name!r} must be text without a slash")
+            raise UserError(f"name={name!r} must be text without a slash")
         _ = Score(value=0.0, parts={name: 0.0})  # refuses the name of a metric
         if not math.isfinite(weight):
-            raise ValueError(f"weight={weight} of {name} must be a finite number")
+            raise UserError(f"weight={weight} of {name} must be a finite number")
         _check_pickles(name, reward)
     kind = AsyncWeighted if any(is_async(reward) for reward, _ in rewards.values()) else Weighted
     return kind(tuple((name, reward, weight) for name, (reward, weight) in rewards.items()))
@@ -71,7 +72,7 @@ def _check_pickles(name: str, reward: Reward) -> None:
     try:
         pickle.dumps(reward)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(
+        raise UserError(
             f"the reward of {name} cannot be sent to a worker ({error}); "
             "use a function at the top of a module, or functools.partial of one"
         ) from None

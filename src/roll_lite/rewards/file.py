@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+from roll_lite.checks import UserError
 from roll_lite.types import AsyncReward, Reward
 
 PREFIX = "rewards_file"
@@ -42,9 +43,9 @@ def read_rewards(path: str | Path) -> RewardTables:
     )
     for table in tables:
         if not isinstance(table, dict) or not all(map(callable, table.values())):
-            raise ValueError(f"{path}: {table!r} must be a dictionary from domains to functions")
+            raise UserError(f"{path}: {table!r} must be a dictionary from domains to functions")
     if not any(tables):
-        raise ValueError(
+        raise UserError(
             f"{path} has no rewards; name them by domain, as in REWARDS = {{'mine': my_reward}}"
         )
     return tables
@@ -52,7 +53,7 @@ def read_rewards(path: str | Path) -> RewardTables:
 
 def check_file(path: str | Path) -> None:
     if not Path(path).is_file():
-        raise ValueError(
+        raise UserError(
             f"rewards={str(path)!r} is not a file; name a Python file that has "
             "REWARDS = {domain: function}"
         )
@@ -66,7 +67,7 @@ def import_file(path: str | Path) -> ModuleType:
     try:
         return run_module(str(path), re.sub(r"\W", "_", f"{PREFIX}{path}"))
     except Exception as error:  # of any kind: it runs the user's code
-        raise ValueError(f"{_explain(path, error)}; mend the file") from error
+        raise UserError(f"{_explain(path, error)}; mend the file") from error
 
 
 def run_module(path: str, *names: str, package: str | None = None) -> ModuleType:

@@ -6,6 +6,7 @@ be sent to workers.
 
 import re
 
+from roll_lite.checks import UserError
 from roll_lite.types import Prompt
 
 WORD = re.compile(r"\w+(?:['\u2019-]\w+)*")
@@ -49,7 +50,7 @@ def length_target(prompt: Prompt, reply: str, *, words: int = 200, tolerance: in
     tokens and has no lower bound.
     """
     if words < 0 or tolerance <= 0:
-        raise ValueError(f"words={words} must be at least 0 and tolerance={tolerance} above 0")
+        raise UserError(f"words={words} must be at least 0 and tolerance={tolerance} above 0")
     return max(0.0, 1 - abs(count_words(reply) - words) / tolerance)
 
 
@@ -60,7 +61,7 @@ def repetition_penalty(prompt: Prompt, reply: str, *, ngram: int = 4) -> float:
     (1 - distinct / total) is multiplied by the largest penalty: here the reward's weight.
     """
     if ngram < 1:
-        raise ValueError(f"ngram={ngram} must be at least 1")
+        raise UserError(f"ngram={ngram} must be at least 1")
     words = reply.lower().split()
     total = len(words) - ngram + 1
     if total < 1:

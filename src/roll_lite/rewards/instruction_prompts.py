@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, NamedTuple
 
+from roll_lite.checks import UserError
 from roll_lite.rewards.instructions import MEASURES, keyword
 
 MAX_CONSTRAINTS = 8
@@ -82,7 +83,7 @@ def describe(test: Constraint) -> str:
 def draw_instructions(random: Random, count: int) -> Instructions:
     """Draw `count` different constraints and a reply that fulfils them."""
     if not 1 <= count <= MAX_CONSTRAINTS:
-        raise ValueError(f"count={count} must be from 1 to {MAX_CONSTRAINTS} constraints")
+        raise UserError(f"count={count} must be from 1 to {MAX_CONSTRAINTS} constraints")
     draft = _draft(random)
     rules = [read for needed, read in _RULES if not needed or needed in draft.features]
     tests = tuple(read(draft, random) for read in random.sample(rules, count))

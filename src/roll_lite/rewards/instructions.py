@@ -16,6 +16,7 @@ from operator import eq, ge, le
 from types import ModuleType
 from typing import Any
 
+from roll_lite.checks import UserError
 from roll_lite.rewards.format import WORD, count_words, without_thinking
 from roll_lite.types import Prompt, Score
 
@@ -58,31 +59,31 @@ def _reason(constraints: Sequence[dict[str, Any]], fulfilled: Sequence[float]) -
 def check_instructions(prompt: Prompt) -> None:
     """Raise ValueError for constraints that cannot be checked."""
     if not prompt.tests:
-        raise ValueError(f"prompt {prompt.id} has no tests; give it at least one constraint")
+        raise UserError(f"prompt {prompt.id} has no tests; give it at least one constraint")
     for number, constraint in enumerate(prompt.tests):
         try:
             _check(constraint)
         except ValueError as error:
-            raise ValueError(f"prompt {prompt.id}, tests[{number}]: {error}") from None
+            raise UserError(f"prompt {prompt.id}, tests[{number}]: {error}") from None
 
 
 def _check(constraint: dict[str, Any]) -> None:
     if not isinstance(constraint, dict):
-        raise ValueError(f"{constraint!r} must be an object with a kind")
+        raise UserError(f"{constraint!r} must be an object with a kind")
     kind = constraint.get("kind")
     if kind not in KINDS:
-        raise ValueError(f"kind={kind!r} is not known; use one of {', '.join(KINDS)}")
+        raise UserError(f"kind={kind!r} is not known; use one of {', '.join(KINDS)}")
     fields = fields_of(kind)
     given = set(constraint) - {"kind"}
     listed = ", ".join(sorted(fields)) or "none"
     if missing := sorted(fields - given):
-        raise ValueError(f"kind={kind!r} has no field {missing[0]!r}; it needs {listed}")
+        raise UserError(f"kind={kind!r} has no field {missing[0]!r}; it needs {listed}")
     if unread := sorted(given - fields):
-        raise ValueError(f"kind={kind!r} reads no field {unread[0]!r}, only {listed}")
+        raise UserError(f"kind={kind!r} reads no field {unread[0]!r}, only {listed}")
     for field in sorted(fields):
         is_valid, expected = FIELDS[field]
         if not is_valid(constraint[field]):
-            raise ValueError(f"{field}={constraint[field]!r} of kind={kind!r} must be {expected}")
+            raise UserError(f"{field}={constraint[field]!r} of kind={kind!r} must be {expected}")
     if kind == "language":
         _language_detector()  # raises ValueError now, not in the middle of a run
 
@@ -290,7 +291,7 @@ def _language_detector() -> ModuleType:
     try:
         import py3langid
     except ImportError:
-        raise ValueError(
+        raise UserError(
             "kind='language' needs a language detector; pip install 'py3langid>=0.4'"
         ) from None
     py3langid.set_languages(LANGUAGES)

@@ -10,6 +10,7 @@ from functools import cache, lru_cache
 from math import isclose
 from typing import Any, Literal
 
+from roll_lite.checks import UserError
 from roll_lite.options import parse_spec
 from roll_lite.types import Prompt
 
@@ -33,7 +34,7 @@ def question(
         if (_hash(item["question"]) % HELD_OUT_ONE_IN == 0) == (split == "held_out"):
             break
     else:
-        raise ValueError(f"data={source!r} has too few questions to hold out a part of them")
+        raise UserError(f"data={source!r} has too few questions to hold out a part of them")
     text = f"{item['question']}\n\nGive the final answer as {OPEN} [your answer] {CLOSE}."
     return Prompt(
         id=id,
@@ -65,7 +66,7 @@ def reasoning_gym_answer(prompt: Prompt, reply: str) -> float:
 
 def check_item(prompt: Prompt) -> None:
     if not {"source", "index"} <= prompt.extra.keys():
-        raise ValueError(
+        raise UserError(
             f"prompt {prompt.id} has no source and index of reasoning-gym; name the dataset as "
             f"data, as in {PREFIX}spell_backward, or give the prompt another domain"
         )
@@ -79,16 +80,16 @@ def open_dataset(source: str) -> Any:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"data={source!r} needs the package reasoning-gym ({error}); pip install reasoning-gym"
         ) from error
     if name not in DATASETS:
         similar = get_close_matches(name, DATASETS, n=5) or sorted(DATASETS)
-        raise ValueError(f"data={source!r} is not known; use one of {', '.join(similar)}")
+        raise UserError(f"data={source!r} is not known; use one of {', '.join(similar)}")
     try:
         return reasoning_gym.create_dataset(name, **{"size": SIZE, "seed": 0} | options)
     except (TypeError, ValueError, AssertionError) as error:
-        raise ValueError(f"data={source!r}: {error}") from error
+        raise UserError(f"data={source!r}: {error}") from error
 
 
 def import_reasoning_gym() -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roll_lite.chat import Chat, as_message
+from roll_lite.checks import UserError
 from roll_lite.cluster.errors import RoleError
 from roll_lite.engine.request import Request
 from roll_lite.envs.env import Ending, OutOfTokens, Player
@@ -166,7 +167,7 @@ class RunningGroup:
             )
             self._first = self._context.engines.submit(request, group_number=self.number)
         elif (token_ids, params) != (self._first.request.prompt_ids, self._first.request.params):
-            raise ValueError(
+            raise UserError(
                 f"sample {sample.index} of {sample.prompt.id} opens differently from its "
                 "group; an environment must depend on nothing but the prompt and the seed"
             )
@@ -262,7 +263,7 @@ class Episode:
 
     def result(self, reward: float = 0.0, **measurements: dict[str, float]) -> None:
         if not self.sample.turns:
-            raise ValueError("result() belongs to a reply, but the model has given none yet")
+            raise UserError("result() belongs to a reply, but the model has given none yet")
         self.sample.turns[-1].result = TurnResult(reward=reward, measurements=measurements)
 
     async def retried(self, call: Callable[[], Awaitable[Any]]) -> Any:
@@ -302,7 +303,7 @@ class Episode:
         except OutOfTokens:
             ending = Ending(reason=self._limit_reached)
         if not self.sample.turns:
-            raise ValueError("the episode ended before the model replied")
+            raise UserError("the episode ended before the model replied")
         self.sample.end = ending.reason
         return self._score(ending.score)
 
@@ -357,7 +358,7 @@ class Episode:
             room["tokens"] = options.episode_tokens - self.sample.num_sampled
         limit, left = min(room.items(), key=lambda item: item[1], default=("", wanted))
         if options.at_limit == "fail" and left < wanted:
-            raise ValueError(_TOO_LONG[limit].format(num_read, wanted, max_length))
+            raise UserError(_TOO_LONG[limit].format(num_read, wanted, max_length))
         if left < 1:
             self._limit_reached = limit
             raise OutOfTokens(f"{num_read} tokens leave no room for a reply: {limit}")

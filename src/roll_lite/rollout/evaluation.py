@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from roll_lite import data
-from roll_lite.checks import at_least, finite, refuse_changes, unread_with
+from roll_lite.checks import UserError, at_least, finite, refuse_changes, unread_with
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.record import read_group, write_group
 from roll_lite.stopping import Stopped
@@ -43,7 +43,7 @@ class EvaluationOptions:
         at_least(0, self, "eval_every")
         finite(self, "pass_reward")
         if not 0 <= self.eval_share < 1:
-            raise ValueError(f"eval_share={self.eval_share} must be at least 0 and below 1")
+            raise UserError(f"eval_share={self.eval_share} must be at least 0 and below 1")
         if self.eval_data:
             unread_with("eval_data", self, "eval_share")
 

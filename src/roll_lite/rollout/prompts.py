@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from roll_lite.checks import UserError
 from roll_lite.rollout.record import read_prompt, write_prompt
 from roll_lite.types import Prompt
 
@@ -47,7 +48,7 @@ class PlainPrompts:
         return None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise ValueError(
+        raise UserError(
             "the saved state has a position in its prompts, but a plain iterator cannot be moved "
             "there; resume with a prompt source like the one that was saved"
         )

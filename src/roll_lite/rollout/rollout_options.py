@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from roll_lite.checks import above, at_least, check_choices, finite, read_only_if
+from roll_lite.checks import UserError, above, at_least, check_choices, finite, read_only_if
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +61,12 @@ class RolloutOptions:
         check_choices(self)
         read_only_if(self.max_staleness > 0, "max_staleness above 0", self, "stale")
         if self.drop_equal and self.samples_per_prompt == 1:
-            raise ValueError("drop_equal drops every group of samples_per_prompt=1; use 2 or more")
+            raise UserError("drop_equal drops every group of samples_per_prompt=1; use 2 or more")
         finite(self, "max_staleness", "min_group_reward", "max_group_reward")
         low = self.min_group_reward
         high = self.max_group_reward
         if low is not None and high is not None and low > high:
-            raise ValueError(f"min_group_reward={low} must not exceed max_group_reward={high}")
+            raise UserError(f"min_group_reward={low} must not exceed max_group_reward={high}")
 
     @property
     def max_in_flight(self) -> int:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from typing_extensions import Doc
 
-from roll_lite.checks import above, read_only_if
+from roll_lite.checks import UserError, above, read_only_if
 from roll_lite.options import choose, with_options_of
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ class AdvantageOptions:
         condition = f"an advantage that reads rewards, not {self.advantage!r}"
         read_only_if(self.reads_rewards, condition, self, "reward_norm", "reward_clip")
         if not 0 <= (1.0 if self.gamma is None else self.gamma) <= 1 or not 0 <= self.lam <= 1:
-            raise ValueError(f"gamma={self.gamma} and lam={self.lam} must lie between 0 and 1")
+            raise UserError(f"gamma={self.gamma} and lam={self.lam} must lie between 0 and 1")
 
     @cached_property
     def estimator(self) -> Callable:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from roll_lite.checks import UserError
 from roll_lite.models.attention import PackedAttention
 from roll_lite.models.cost import BY_LENGTH, SequenceCost
 from roll_lite.train.sequences import (
@@ -108,7 +109,7 @@ def pack(
     weights = row_weights(rows, aggregation, constant)
     weights_S = [weight for run, weight in zip(samples, weights, strict=True) for _ in run]
     if num_shards < 1 or together < 1 or len(sequences) % together:
-        raise ValueError(
+        raise UserError(
             f"num_shards={num_shards} must be at least 1, and together={together} must divide "
             f"{len(sequences)} sequences"
         )
@@ -163,16 +164,16 @@ def _known_fields(sequences: Sequence[TrainingSequence]) -> list[str]:
     for sequence in sequences:
         length = len(sequence.token_ids)
         if length < 2:
-            raise ValueError(f"sequence {sequence.id!r} has {length} tokens; it needs at least 2")
+            raise UserError(f"sequence {sequence.id!r} has {length} tokens; it needs at least 2")
         for name in ("loss_mask", *OPTIONAL):
             is_known = _has(sequence, name)
             if name != "loss_mask" and is_known != (name in known):
-                raise ValueError(
+                raise UserError(
                     f"sequence {sequence.id!r} has {name if is_known else f'no {name}'}, unlike "
                     f"sequence {sequences[0].id!r}; give {name} to all of a batch or to none"
                 )
             if (is_known or name == "loss_mask") and len(getattr(sequence, name)) != length:
-                raise ValueError(
+                raise UserError(
                     f"sequence {sequence.id!r} has {length} tokens but "
                     f"{len(getattr(sequence, name))} entries in {name}; give one per token"
                 )
@@ -180,7 +181,7 @@ def _known_fields(sequences: Sequence[TrainingSequence]) -> list[str]:
 
 
 def _refuse_length(ids: list[str], length: int, budget: int) -> None:
-    raise ValueError(
+    raise UserError(
         f"sequence {', '.join(map(repr, ids))} has {length} tokens, over "
         f"tokens_per_microbatch={budget}; raise it, or shorten the sequences with truncate()"
     )

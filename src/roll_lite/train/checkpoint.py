@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from roll_lite.checks import at_least, refuse_changes
+from roll_lite.checks import UserError, at_least, refuse_changes
 from roll_lite.report.run import Run
 from roll_lite.stopping import StopRequest
 from roll_lite.train.checkpoint_folders import Checkpoints, read_manifest
@@ -58,7 +58,7 @@ def refuse_links_out(run_dir: str | Path) -> None:
     for folder, folders, files in os.walk(run_dir):
         for path in (Path(folder) / name for name in (*folders, *files)):
             if path.is_symlink() and not path.resolve().is_relative_to(Path(run_dir).resolve()):
-                raise ValueError(
+                raise UserError(
                     f"{path} is a link to {path.resolve()}, out of run_dir={run_dir}; replace it "
                     "by what it leads to, or resume with the run_dir that it leads to"
                 )

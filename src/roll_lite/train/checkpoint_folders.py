@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from roll_lite.checks import UserError
 from roll_lite.models.config import ModelConfig
 from roll_lite.train.shards import (
     DamagedError,
@@ -37,7 +38,7 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path, *, keep_last: int = 2, keep_best: int = 1):
         if keep_last < 1 or keep_best < 0:
-            raise ValueError(
+            raise UserError(
                 f"keep_last={keep_last} must be at least 1 and keep_best={keep_best} at least 0"
             )
         self.folder = Path(folder)
@@ -168,7 +169,7 @@ def read_pieces(
             "full": "turn LoRA off, or resume from an adapter checkpoint",
             "adapter": "turn LoRA on with the same rank, or resume from a full checkpoint",
         }
-        raise ValueError(
+        raise UserError(
             f"{folder} has kind={manifest.kind!r}, and the run trains kind={kind!r}; "
             f"{remedy[manifest.kind]}"
         )
@@ -207,7 +208,7 @@ def _check_present(partial: Path, records: Sequence[ShardRecord]) -> None:
     for record in records:
         path = partial / record.file
         if not path.exists() or path.stat().st_size != record.size:
-            raise ValueError(
+            raise UserError(
                 f"{path} does not have the {record.size} bytes that its rank wrote; "
                 "put the checkpoints on a file system that all machines share"
             )
@@ -268,7 +269,7 @@ def read_manifest(folder: str | Path) -> Manifest:
         raise DamagedError(f"{path} has changed since it was written")
     fields = json.loads(b"{" + body)
     if (version := fields.pop("format")) > FORMAT:
-        raise ValueError(
+        raise UserError(
             f"{path} has format={version}, and this version of roll_lite reads up to {FORMAT}; "
             "update roll_lite, or name an older checkpoint"
         )
@@ -296,7 +297,7 @@ def check_architecture(manifest: Manifest, config: ModelConfig) -> None:
         if field not in stored or field not in ours or stored[field] != ours[field]
     ]
     if differing:
-        raise ValueError(
+        raise UserError(
             f"the checkpoint of step {manifest.step} is of another architecture: "
             f"{'; '.join(differing)}; resume with the model that it was trained from"
         )
@@ -311,7 +312,7 @@ def _json_line(name: str, value: Any) -> str:
     try:
         return f'"{name}": {json.dumps(value, default=_fields if name == "files" else None)}'
     except TypeError as error:
-        raise ValueError(f"{name} must be plain JSON ({error}); write tensors as pieces") from None
+        raise UserError(f"{name} must be plain JSON ({error}); write tensors as pieces") from None
 
 
 def _fields(record: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from roll_lite.checks import check_choices, read_only_if
+from roll_lite.checks import UserError, check_choices, read_only_if
 from roll_lite.train.losses import LossResult, required
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class DistillLoss:
         check_choices(self)
         read_only_if(self.kind == "skewed", "kind='skewed'", self, "skew")
         if not 0 < self.skew < 1:
-            raise ValueError(f"skew={self.skew} must lie between 0 and 1")
+            raise UserError(f"skew={self.skew} must lie between 0 and 1")
 
     def __call__(self, logprobs_RK: Tensor, entropy_R: Tensor, batch: MicroBatch) -> LossResult:
         """`logprobs_RK`: the student's, of `batch.teacher_ids_RK`."""

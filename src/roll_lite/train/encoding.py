@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from roll_lite.chat import Chat
+from roll_lite.checks import UserError
 from roll_lite.data import Dialogue, Preference
 from roll_lite.models.config import read_config
 from roll_lite.train.sequences import OPTIONAL, Pair, TrainingSequence
@@ -50,7 +51,7 @@ def _check_pairs_fit(pairs: Sequence[Pair], tokens_per_microbatch: int) -> None:
     for chosen, rejected in pairs:
         length = len(chosen.token_ids) + len(rejected.token_ids) - 2
         if length > tokens_per_microbatch:
-            raise ValueError(
+            raise UserError(
                 f"{chosen.id} and {rejected.id} have {length} tokens together, over "
                 f"tokens_per_microbatch={tokens_per_microbatch}; raise it, or leave the pair out"
             )
@@ -69,7 +70,7 @@ def fit(
         return truncate(sequences, limit)
     for sequence in sequences:
         if len(sequence.token_ids) > limit + 1:  # the last token is only a target
-            raise ValueError(
+            raise UserError(
                 f"{sequence.id} has {len(sequence.token_ids)} tokens, and "
                 f"tokens_per_microbatch={tokens_per_microbatch} and the model's {max_positions} "
                 f"positions allow {limit + 1}; leave it out, or set too_long to truncate"
@@ -118,7 +119,7 @@ def check_vocabulary(folder: str | Path, other: str | Path, name: str) -> None:
     for model in (folder, other):
         read_config(model)  # a clear error for a folder that is not a model
     if not Chat(folder).has_vocabulary_of(Chat(other)):
-        raise ValueError(
+        raise UserError(
             f"{name}={str(other)!r} and {str(folder)!r} have different tokenizers; take a {name} "
             "of the same family"
         )

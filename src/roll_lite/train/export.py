@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from roll_lite.checks import UserError
 from roll_lite.models.config import ModelConfig, lora_options, read_config
 from roll_lite.models.hf import load_model, save_state, stored_dtype
 from roll_lite.models.lora import add_adapters, merge
@@ -35,7 +36,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         if Path(options.out).exists():
-            raise ValueError(f"{options.out} exists; remove it, or name another folder")
+            raise UserError(f"{options.out} exists; remove it, or name another folder")
         base = options.model or base_model(options.checkpoint)
         print(f"wrote {export_checkpoint(options.checkpoint, base, options.out)}")
     except (ValueError, OSError) as error:
@@ -48,7 +49,7 @@ def base_model(checkpoint: str | Path) -> Path:
     """The model that training started from, as the checkpoint names it."""
     folder = Path(_manifest(checkpoint).state["controller"]["fixed"]["model"])
     if not folder.is_dir():
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} was trained from the model {folder}, which is not here; name it with "
             "--model, or start in the folder where training was started"
         )
@@ -57,7 +58,7 @@ def base_model(checkpoint: str | Path) -> Path:
 
 def _manifest(checkpoint: str | Path) -> Manifest:
     if not (Path(checkpoint) / MANIFEST).is_file():
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} is not the folder of a checkpoint: it has no {MANIFEST}; name one like "
             "RUN_DIR/checkpoints/step-00000100"
         )
@@ -78,7 +79,7 @@ def _check_base(checkpoint: str | Path, manifest: Manifest, base: Path) -> None:
     stored = Path(manifest.state["controller"]["fixed"]["model"])
     is_same = stored.samefile(base) if stored.exists() else stored.name == base.name
     if not is_same:
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} holds adapters of the model {stored}, not of {base}; name that model"
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from roll_lite.checks import above, at_least, check_choices, read_only_if
+from roll_lite.checks import UserError, above, at_least, check_choices, read_only_if
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +64,7 @@ def estimate_kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) ->
         return delta.square() / 2
     if estimator == "k3":
         return (-delta).expm1() + delta
-    raise ValueError(f"estimator={estimator!r} is not known; use one of {', '.join(KL_ESTIMATORS)}")
+    raise UserError(f"estimator={estimator!r} is not known; use one of {', '.join(KL_ESTIMATORS)}")
 
 
 class KLController:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typing_extensions import Doc
 
-from roll_lite.checks import above, at_least, read_only_if
+from roll_lite.checks import UserError, above, at_least, read_only_if
 from roll_lite.options import choose, with_options_of
 from roll_lite.train.kl import NO_KL, KLOptions
 from roll_lite.train.sequences import AGGREGATIONS, check_aggregation
@@ -252,7 +252,7 @@ class PolicyLoss:
         for name, rows in {"its loss": loss_R, **measurements}.items():
             if rows.shape != logprobs_R.shape:
                 name_of = f"loss={options.loss!r}" if self.function is None else function.__name__
-                raise ValueError(
+                raise UserError(
                     f"{name_of} returned {name} of shape {tuple(rows.shape)}, not "
                     f"{tuple(logprobs_R.shape)}: return one number per row; the trainer averages"
                 )
@@ -332,7 +332,7 @@ def required(batch: MicroBatch, field: str) -> Tensor:
     """A field of the batch; an error where the batch lacks it."""
     value = getattr(batch, field)
     if value is None:
-        raise ValueError(
+        raise UserError(
             f"the loss needs {field}, which the batch does not have; "
             f"give every TrainingSequence its {field.rsplit('_', 1)[0]}"
         )

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from roll_lite.checks import above, at_least, check_choices, unread_with
+from roll_lite.checks import UserError, above, at_least, check_choices, unread_with
 from roll_lite.models.config import TARGETS, ModelConfig, lora_options, read_config
 from roll_lite.models.cost import count_parameters
 from roll_lite.options import flatten, from_flat, mark_chosen
@@ -108,7 +108,7 @@ class Schedule:
     def __post_init__(self):
         check_choices(self)
         if self.kind != "constant" and not self.num_steps:
-            raise ValueError(f"schedule={self.kind!r} needs the number of steps of the run")
+            raise UserError(f"schedule={self.kind!r} needs the number of steps of the run")
 
     def at(self, step: int) -> float:
         """The learning rate of step `step`, counted from 0."""

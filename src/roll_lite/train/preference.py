@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from safetensors import SafetensorError, safe_open
 
-from roll_lite.checks import above, check_choices, read_only_if
+from roll_lite.checks import UserError, above, check_choices, read_only_if
 from roll_lite.train.losses import LossResult, required, sum_rows
 from roll_lite.train.sequences import Pair, TrainingSequence
 
@@ -45,7 +45,7 @@ class DPOLoss:
         read_only_if(self.kind == "sigmoid", "kind='sigmoid'", self, "label_smoothing")
         above(0, self, "beta")
         if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(
+            raise UserError(
                 f"label_smoothing={self.label_smoothing} must be at least 0 and below 0.5"
             )
 
@@ -81,7 +81,7 @@ def _check_pairs(batch: MicroBatch) -> None:
     """A reply without rows would shift the weights of pairs against each other."""
     rows_S = batch.sequence_R.bincount(minlength=batch.num_sequences)
     if batch.num_sequences % 2 or not bool(rows_S.all()):
-        raise ValueError(
+        raise UserError(
             f"a micro-batch of {batch.num_sequences} sequences with {rows_S.tolist()} tokens to "
             "learn from is not made of pairs; use pack_pairs(), and leave out empty replies"
         )

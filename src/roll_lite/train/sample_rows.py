@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from roll_lite.checks import UserError
 from roll_lite.train.advantages import (
     AdvantageOptions,
     PerSample,
@@ -100,7 +101,7 @@ class Rows:
     ):
         """`state` is what advantages carry from step to step."""
         if state is None and options.reward_norm == "running":
-            raise ValueError("reward_norm='running' needs the run's AdvantageState; give `state`")
+            raise UserError("reward_norm='running' needs the run's AdvantageState; give `state`")
         state = state or AdvantageState()
         state.metrics = {}
         self._options = options
@@ -221,7 +222,7 @@ class Rows:
             return advantages
         if is_per_sample:
             return advantages[self.sequence_R]
-        raise ValueError(
+        raise UserError(
             f"{len(advantages)} advantages for {len(self.samples)} samples with "
             f"{len(self.sequence_R)} tokens; give one for each sample or each token, or a list "
             "for each sample with one for each turn"
@@ -236,7 +237,7 @@ class Rows:
             expected = (len(self.samples if options.unit == PerSample else self.sequence_R),)
         if shape != expected:
             unit = {PerSample: "sample", PerToken: "token with loss", PerTurn: "turn"}[options.unit]
-            raise ValueError(
+            raise UserError(
                 f"advantage={options.advantage!r} returned a {type(found).__name__} of shape "
                 f"{shape} instead of {expected}, a number for each {unit} as its return type says"
             )
@@ -244,7 +245,7 @@ class Rows:
     def check_finite(self, advantages_R: Tensor) -> None:
         if (bad_R := ~advantages_R.isfinite()).any():
             first = bad_R.nonzero()[0, 0]
-            raise ValueError(
+            raise UserError(
                 f"advantage={self._options.advantage!r} gave {advantages_R[first].item()} to "
                 f"{name_of(self.samples[self.sequence_R[first]])}, and numbers that are not finite "
                 f"to {bad_R.sum().item()} of {len(bad_R)} tokens"
@@ -261,7 +262,7 @@ def _check_scores(
 ) -> None:
     """Refuse what is missing, what nothing reads, and lists of the wrong length."""
     if kl.is_in("reward") and not options.reads_rewards:
-        raise ValueError(
+        raise UserError(
             f"kl_in='reward' with advantage={options.advantage!r}, which reads no rewards; "
             "use kl_in='loss'"
         )
@@ -275,7 +276,7 @@ def _check_scores(
         given = getattr(scores, name)
         if is_wanted != (given is not None):
             verb, remedy = ("needs", "give") if is_wanted else ("does not read", "leave out")
-            raise ValueError(
+            raise UserError(
                 f"advantage={options.advantage!r} with kl_coef={kl.kl_coef} {verb} {name}; "
                 f"{remedy} ModelScores({name}=...)"
             )
@@ -285,10 +286,10 @@ def _check_scores(
 
 def _check_lengths(name: str, lists: Sequence[Sequence | None], parts: list[Part]) -> None:
     if len(lists) != len(parts):
-        raise ValueError(f"{name} has {len(lists)} lists for {len(parts)} sequences")
+        raise UserError(f"{name} has {len(lists)} lists for {len(parts)} sequences")
     for values, part in zip(lists, parts, strict=True):
         if values is not None and len(values) != len(part.tokens.token_ids):
-            raise ValueError(
+            raise UserError(
                 f"{name} of {name_of(part.sample)} has {len(values)} entries for "
                 f"{len(part.tokens.token_ids)} token_ids"
             )
@@ -303,7 +304,7 @@ def _turn_rewards(sample: Sample) -> list[float]:
 
 def _score(sample: Sample) -> float:
     if sample.score is None or not math.isfinite(sample.score.value):
-        raise ValueError(
+        raise UserError(
             f"{name_of(sample)} has score {sample.score}; rewards must be finite numbers. "
             "Leave failed samples out; their `error` says why they failed"
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from roll_lite.checks import UserError
 from roll_lite.cluster.places import Place
 from roll_lite.cluster.role import Method, RoleHandle, split
 from roll_lite.models.config import LoraOptions
@@ -80,7 +81,7 @@ class Scorer(Profiled):
     def values(self, batch: list[MicroBatch]) -> list[Tensor]:
         """The value head's output at each row of each micro-batch."""
         if self.model.value_head is None:
-            raise ValueError("values need a model with a value head: make the role head='value'")
+            raise UserError("values need a model with a value head: make the role head='value'")
         return self._read(batch, lambda micro: self._forward(micro, None)[0].cpu())
 
     @torch.no_grad()
@@ -129,7 +130,7 @@ class Scorer(Profiled):
     def _forward(self, micro: MicroBatch, targets: Tensor | None, *top: int | None) -> tuple:
         self._check_here()
         if micro.max_seqlen > self.config.max_positions:
-            raise ValueError(
+            raise UserError(
                 f"a sequence of {micro.max_seqlen} tokens exceeds the model's "
                 f"{self.config.max_positions} positions"
             )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import compress, pairwise
 from typing import TYPE_CHECKING, Literal
 
+from roll_lite.checks import UserError
 from roll_lite.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def row_weights(
     """
     check_aggregation(aggregation, constant)
     if not any(rows_S):
-        raise ValueError("no token of the batch carries loss: every loss_mask is empty")
+        raise UserError("no token of the batch carries loss: every loss_mask is empty")
     if aggregation == "token_mean":
         return [(1.0 if rows else 0.0) / sum(rows_S) for rows in rows_S]
     num_samples = sum(rows > 0 for rows in rows_S)
@@ -144,13 +145,13 @@ def row_weights(
 def check_aggregation(aggregation: str, constant: float | None) -> None:
     """Refuse an unknown name, and a constant that is missing or not read."""
     if aggregation not in AGGREGATIONS:
-        raise ValueError(
+        raise UserError(
             f"aggregation={aggregation!r} is not known; use one of {', '.join(AGGREGATIONS)}"
         )
     if (constant is not None) != (aggregation == "seq_mean_token_sum_const"):
-        raise ValueError(
+        raise UserError(
             f"constant={constant} with aggregation={aggregation!r}; seq_mean_token_sum_const "
             "needs one (the longest reply, say), other aggregations read none"
         )
     if constant is not None and not constant > 0:
-        raise ValueError(f"constant={constant} must be above 0")
+        raise UserError(f"constant={constant} must be above 0")

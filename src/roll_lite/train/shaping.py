@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from roll_lite.checks import at_least, check_choices, read_only_if
+from roll_lite.checks import UserError, at_least, check_choices, read_only_if
 from roll_lite.train.advantages import EPSILON, EQUAL, standardise
 from roll_lite.train.sequences import TrainingSequence, samples_of
 from roll_lite.types import Group, Sample
@@ -95,7 +95,7 @@ class LengthOptions:
 def overlong_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:
     """DAPO's soft punishment: 0 up to max_tokens - buffer, then linear to -1 at max_tokens."""
     if not 0 < buffer <= max_tokens:
-        raise ValueError(
+        raise UserError(
             f"overlong_buffer={buffer} must be above 0 and at most max_tokens={max_tokens}"
         )
     return -min(1.0, max(0.0, (num_tokens - (max_tokens - buffer)) / buffer))

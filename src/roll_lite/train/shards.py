@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from roll_lite.checks import UserError
 from roll_lite.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ FORMAT_NAMES = {
 }  # fmt: skip
 
 
-class DamagedError(ValueError):
+class DamagedError(UserError):
     """A file of a checkpoint differs from what was written."""
 
 
@@ -57,7 +58,7 @@ class Piece:
             offset < 0 or offset + size > whole
             for offset, size, whole in zip(self.offsets, local, self.shape, strict=True)
         ):
-            raise ValueError(
+            raise UserError(
                 f"a piece of shape {local} at offsets={tuple(self.offsets)} does not lie within "
                 f"shape={tuple(self.shape)}; give offsets and shape of the whole tensor"
             )
@@ -205,7 +206,7 @@ def check_cover(records: Sequence[ShardRecord]) -> None:
         if count != prod(wholes[name][0])
     ]
     if wrong:
-        raise ValueError(
+        raise UserError(
             f"the pieces of all ranks do not cover every tensor exactly once: {_some(wrong)}"
         )
 
@@ -218,7 +219,7 @@ def _header(tensors: dict[str, Tensor]) -> bytes:
         dtype = _dtype_name(tensor)
         if dtype not in FORMAT_NAMES:
             known = ", ".join(FORMAT_NAMES)
-            raise ValueError(f"{name} has dtype={tensor.dtype}; a checkpoint holds {known}")
+            raise UserError(f"{name} has dtype={tensor.dtype}; a checkpoint holds {known}")
         start = end
         end = start + tensor.nbytes
         entries[name] = {
@@ -280,7 +281,7 @@ def _check_wanted(
         elif name not in wholes and prod(piece.shape):  # tensors without elements are not stored
             wrong.append(f"{name} is missing")
     if wrong:
-        raise ValueError(f"{folder} holds other tensors than this model: {_some(wrong)}")
+        raise UserError(f"{folder} holds other tensors than this model: {_some(wrong)}")
 
 
 def _open(path: Path):

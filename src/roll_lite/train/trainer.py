@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from roll_lite.checks import UserError
 from roll_lite.cluster.places import Place
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.models.config import LoraOptions
@@ -201,7 +202,7 @@ class Trainer(Scorer):
     def without_adapters(self) -> Iterator[None]:
         """The frozen base model, which serves as the reference."""
         if not self.lora:
-            raise ValueError("only a model with LoRA is its own reference; give lora options")
+            raise UserError("only a model with LoRA is its own reference; give lora options")
         for adapter in adapters(self.model):
             adapter.is_on = False
         try:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from roll_lite.checks import UserError
 from roll_lite.envs.env import Ending, OutOfTokens
 from roll_lite.types import FinishReason, Message, Score, TurnResult
 from roll_lite.workers.failures import Failure
@@ -140,7 +141,7 @@ def checked_ending(ending: Ending) -> Ending:
 def _plain_score(value: float, parts: Mapping[str, float], reason: str) -> Score:
     """Plain numbers, and a text of a bounded length, can always be sent."""
     if not math.isfinite(value := float(value)):
-        raise ValueError(f"reward={value} is not a finite number")
+        raise UserError(f"reward={value} is not a finite number")
     parts = {str(name): float(part) for name, part in parts.items()}
     return Score(value=value, parts=parts, reason=str(reason)[:LONGEST_REASON])
 
@@ -172,7 +173,7 @@ class WorkerEnd:
     def send(self, message: WorkerMessage) -> None:
         job_id, state, payload = message
         if len(payload) > MAX_MESSAGE:
-            raise ValueError(f"a message of {len(payload)} bytes; send at most {MAX_MESSAGE}")
+            raise UserError(f"a message of {len(payload)} bytes; send at most {MAX_MESSAGE}")
         self._socket.sendall(_HEADER.pack(len(payload), job_id, state) + payload)
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from textwrap import indent
 from types import FrameType
 from typing import Literal
 
+from roll_lite.checks import UserError
 from roll_lite.envs.play import EnvError
 from roll_lite.stopping import Ended
 from roll_lite.types import Prompt
@@ -124,7 +125,7 @@ class ErrorBudget:
         """Messages call the function `noun`, what is counted `jobs`, and the limit `share_option`.
         The first of the metrics, under `prefix`, counts jobs."""
         if not 0 <= max_error_share <= 1:
-            raise ValueError(f"max_error_share={max_error_share} must be from 0 to 1 (never)")
+            raise UserError(f"max_error_share={max_error_share} must be from 0 to 1 (never)")
         self._max_error_share = max_error_share
         self._noun = noun
         self._jobs = jobs

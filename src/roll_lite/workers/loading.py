@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from roll_lite.checks import UserError
 from roll_lite.rewards.file import import_file, imported_files, run_module
 
 MAIN_ELSEWHERE = "__mp_main__"
@@ -31,7 +32,7 @@ def pack(table: Mapping[str, Any], name: str, remedy: str) -> Packed:
     main_file = getattr(main, "__file__", None)
     for domain, value in table.items():
         if reason := _why_not_importable(value, main_file):
-            raise ValueError(
+            raise UserError(
                 f"{name}[{domain!r}]={value!r} {reason}, so a worker process cannot import it; "
                 f"{remedy}"
             )

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Mapping
 from typing import Self
 
+from roll_lite.checks import UserError
 from roll_lite.envs.env import Conversation, Ending, OutOfTokens, Player
 from roll_lite.envs.play import EnvError
 from roll_lite.rewards.combine import is_async
@@ -57,7 +58,7 @@ class Workers:
     ):
         """`packed` is what workers run of the table; `fatal` errors end the run, not a job."""
         if num_workers < 0:
-            raise ValueError(f"num_workers={num_workers} must be 0 (inline) or above")
+            raise UserError(f"num_workers={num_workers} must be 0 (inline) or above")
         self._table = dict(table)
         self._packed = packed
         self._num_workers = num_workers
@@ -121,7 +122,7 @@ class Workers:
         if self._num_workers and not self._is_entered:
             raise RuntimeError(f"the {self._options.noun} workers do not run; enter them (`with`)")
         if prompt.domain not in self._table:
-            raise ValueError(
+            raise UserError(
                 f"prompt {prompt.id} has domain={prompt.domain!r}, for which there is no "
                 f"{self._options.noun}; known domains: {', '.join(sorted(self._table))}"
             )

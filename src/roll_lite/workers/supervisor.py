@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from roll_lite.checks import UserError
 from roll_lite.processes import (
     adopt_orphans,
     children,
@@ -287,7 +288,7 @@ class Supervisor:
             fields = json.loads(payload.decode())
             message = read_message(fields)
             if self._options.jobs_per_worker == 1 and not is_verdict(message):
-                raise ValueError
+                raise UserError
         except Exception:  # user code may have sent anything
             raise ProtocolError("sent a message that cannot be read") from None
         return fields

@@ -17,6 +17,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Literal, NamedTuple
 
+from roll_lite.checks import UserError
 from roll_lite.rewards.maths.comparison import MAX_CHARACTERS, Verdict, compare
 from roll_lite.rewards.maths.notation import SCALES
 from roll_lite.types import Prompt, Score
@@ -101,7 +102,7 @@ def last_number(prompt: Prompt, reply: str) -> float:
 
 def check_truth(prompt: Prompt) -> None:
     if not prompt.ground_truth.strip():
-        raise ValueError(
+        raise UserError(
             f"prompt {prompt.id} has ground_truth={prompt.ground_truth!r}; "
             "the reward math_answer needs the true answer"
         )
