@@ -222,9 +222,9 @@ def _check_engine(role: Role) -> None:
         )
 
 
-def _unknown_rank(name: str, rank: int, world_size: int) -> ValueError:
+def _unknown_rank(name: str, rank: int, world_size: int) -> UserError:
     known = format_ranks(range(world_size))
-    return ValueError(f"role {name}: there is no rank {rank}; world size {world_size} has {known}")
+    return UserError(f"role {name}: there is no rank {rank}; world size {world_size} has {known}")
 
 
 def _check_sizes(role: Role, config: ModelConfig) -> None:

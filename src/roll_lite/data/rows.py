@@ -64,8 +64,8 @@ class Row:
     line: bytes
     """The unparsed line."""
 
-    def error(self, problem: str) -> ValueError:
-        return ValueError(f"{self.where}: {problem}; {self.expected}")
+    def error(self, problem: str) -> UserError:
+        return UserError(f"{self.where}: {problem}; {self.expected}")
 
     def text(self, field: str, default: str | None = None) -> str:
         value = self.fields.get(field, default)
