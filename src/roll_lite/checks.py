@@ -9,6 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+USER_ERROR = 2
+"""Exit code where the user has to change something."""
+
 
 class UserError(ValueError):
     """Something that the user has to change: the message names it, its value and the remedy, and is

@@ -4,32 +4,27 @@ if __name__ == "__main__":
     command.run(main, Config, __doc__)
 """
 
-import os
 import signal
 import sys
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from roll_lite.checks import UserError
-from roll_lite.cluster.errors import RoleError
-from roll_lite.cluster.launch import is_first_rank, read_launch
+from roll_lite.checks import USER_ERROR, UserError
+from roll_lite.cluster.errors import RoleError, exit_code_of, own_code_of
+from roll_lite.cluster.launch import end_torchrun, find_torchrun, is_first_rank, read_launch
 from roll_lite.flags import parse
-from roll_lite.processes import command_of, end_with_launcher, launcher_pid
+from roll_lite.own_code import OwnCode
+from roll_lite.processes import end_with_launcher
 from roll_lite.report.config_file import command_line
 from roll_lite.stopping import Ended, Stopped
 
 T = TypeVar("T")
-USER_ERROR = 2
-"""Exit code where the user has to change something."""
-LINGER_SECONDS = 5.0
-"""Time for the first rank to end torchrun, which restarts all ranks as soon as one has exited."""
 
 
 def run(main: Callable[[T], Any], config: type[T], doc: str) -> None:
-    """Parse the options and call `main`. Errors of the user's are shown without traceback.
+    """Parse the options and call `main`. Errors of the user's are shown without traceback, those
+    of their own code with its lines first.
 
     `config.FIXED` are options that a resumed run must not change.
     """
@@ -42,7 +37,7 @@ def run(main: Callable[[T], Any], config: type[T], doc: str) -> None:
         main(cfg)
     except SystemExit as end:
         if end.code == USER_ERROR:  # tyro cannot read an option
-            _end_restarts()
+            end_torchrun(USER_ERROR)
         raise
     except Stopped as stopped:
         _print_resume(cfg)
@@ -52,10 +47,14 @@ def run(main: Callable[[T], Any], config: type[T], doc: str) -> None:
             raise
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
-        if not is_debugging and _is_explained(error):
-            _exit_with(error)
+        own = own_code_of(error)
+        resume = ""
         if cfg is not None and _has_checkpoint(cfg):
-            error.add_note(f"To continue the run:\n    {command_line('--resume', cfg.run_dir)}")
+            resume = f"To continue the run:\n    {command_line('--resume', cfg.run_dir)}"
+        if not is_debugging and (text := _explain(error, own)):
+            _exit_with(error, f"{text}\n{resume}" if own and resume else text)
+        if resume:
+            error.add_note(resume)
         raise
 
 
@@ -72,34 +71,38 @@ def _has_checkpoint(cfg: Any) -> bool:
     return any(Path(f"{cfg.run_dir}/checkpoints").glob("step-*"))
 
 
-def _is_explained(error: Exception) -> bool:
-    """Whether the message says what to change."""
-    cause = error.__cause__ if isinstance(error, RoleError) else error
-    is_of_file = isinstance(cause, OSError) and cause.filename is not None
-    return isinstance(cause, UserError | Ended) or is_of_file
+def _explain(error: Exception, own: OwnCode | None) -> str:
+    """What says enough without a traceback; empty where nothing does."""
+    if isinstance(error, RoleError):
+        text = str(own or _message(error.__cause__))
+        # An end comes to all ranks at once: where does not matter.
+        is_end = not text or isinstance(error.__cause__, Ended)
+        return text if is_end else f"{text}\ncalled in {error.place}"
+    is_named = isinstance(error, UserError) or (_is_of_file(error) and not (own and own.is_direct))
+    return _message(error) if is_named or not own else str(own)
 
 
-def _exit_with(error: BaseException) -> NoReturn:
-    if isinstance(error.__cause__, Ended):  # on all ranks at once: where does not matter
-        error = error.__cause__
-    if is_first_rank():
-        print(f"\nerror: {error}\n\n--debug prints the traceback", file=sys.stderr, flush=True)
+def _message(error: BaseException | None) -> str:
+    """Of an error that says what to change, or where the run ends; otherwise empty."""
+    return str(error) if isinstance(error, UserError | Ended) or _is_of_file(error) else ""
+
+
+def _is_of_file(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.filename is not None
+
+
+def _exit_with(error: Exception, text: str) -> NoReturn:
+    """Print what is wrong, on the first rank, and exit; torchrun ends if a restart cannot help."""
     # A full disk or a file server that is away may be better after a restart; a value is not.
-    if isinstance(error, UserError) or isinstance(error.__cause__, UserError):
-        _end_restarts()
-    sys.exit(1 if isinstance(error, Ended) else USER_ERROR)
-
-
-def _end_restarts() -> None:
-    """Have torchrun end now, if it would only run into the same error again."""
-    num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    if num_restarts >= int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
-        return
-    if read_launch().local_rank > 0:
-        time.sleep(LINGER_SECONDS)
-        return
-    launcher = launcher_pid()
-    with suppress(OSError):  # it has ended
-        launched_by = command_of(launcher)
-        if b"torchrun" in launched_by or b"torch.distributed.run" in launched_by:
-            os.kill(launcher, signal.SIGTERM)  # other processes may have adopted this one
+    is_final = exit_code_of(error) == USER_ERROR
+    ends_torchrun = is_final and find_torchrun() is not None
+    message = f"error: {text}\n\n--debug prints the traceback"
+    message += "; torchrun ends with one of its own" if ends_torchrun else ""
+    if is_first_rank():
+        print(f"\n{message}", file=sys.stderr, flush=True)
+    if ends_torchrun:
+        end_torchrun(USER_ERROR)  # returns on a rank that alone has the error
+        if not is_first_rank():
+            print(f"rank {read_launch().rank}: {message}", file=sys.stderr, flush=True)
+    is_of_file = _is_of_file(error) or _is_of_file(error.__cause__)
+    sys.exit(USER_ERROR if is_final or is_of_file else 1)

@@ -217,9 +217,20 @@ def test_files_without_rewards_are_refused(tmp_path, monkeypatch, text, message)
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("def f(prompt, reply)\n    return 1\n", "line 1: SyntaxError: expected ':'"),
-        ("\nimport notthere\n", "line 2: ModuleNotFoundError: No module named 'notthere'"),
-        ("x = {}\n\nREWARDS = x['mine']\n", "line 3: KeyError: 'mine'"),
+        (
+            "def f(prompt, reply)\n    return 1\n",
+            "line 1: SyntaxError: expected ':'; mend the file\n"
+            "    def f(prompt, reply)\n                        ^",
+        ),
+        (
+            "\nimport notthere\n",
+            "line 2: ModuleNotFoundError: No module named 'notthere'; mend the file\n"
+            "    import notthere",
+        ),
+        (
+            "x = {}\n\nREWARDS = x['mine']\n",
+            "line 3: KeyError: 'mine'; mend the file\n    REWARDS =",
+        ),
     ],
 )
 def test_a_file_of_rewards_that_cannot_be_imported_is_named(tmp_path, text, problem):

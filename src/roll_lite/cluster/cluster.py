@@ -25,10 +25,11 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from roll_lite import progress
-from roll_lite.checks import UserError
+from roll_lite.checks import USER_ERROR, UserError
 from roll_lite.cluster import wire
 from roll_lite.cluster.controller import Controller, Exit, LocalController
-from roll_lite.cluster.launch import read_launch
+from roll_lite.cluster.errors import RoleError, exit_code_of
+from roll_lite.cluster.launch import end_torchrun, read_launch
 from roll_lite.cluster.places import (
     DEVICES,
     choose_device,
@@ -182,14 +183,17 @@ class Cluster:
         if self.world_size == 1:
             dist.destroy_process_group()
             return
-        failed = True
+        code = 1 if error is None else exit_code_of(error)
         try:
             is_exit = isinstance(error, SystemExit) and not error.code
             if error is None or is_exit or isinstance(error, Stopped):
                 self._controller.wait_for_all()
-                failed = False
+                code = 0
+        except RoleError as failure:
+            code = exit_code_of(failure)
+            raise
         finally:
-            self._stop_controller(failed)
+            self._stop_controller(code)
 
     def _start_alone(self) -> None:
         self._controller = LocalController(self._worker)
@@ -215,7 +219,7 @@ class Cluster:
             self._form_groups(session.store)
             self._watchdog.groups_have_formed()
         except Exception:
-            self._stop_controller(failed=True)  # or the other ranks would wait
+            self._stop_controller(1)  # or the other ranks would wait
             raise
 
     def _serve(self) -> NoReturn:
@@ -229,7 +233,7 @@ class Cluster:
             "post": self._worker.post,
             "stack": self._worker.stack,
             "lifeline": wire.hold_lifeline,
-            "exit": self._exits.put,
+            "exit": self._on_exit,
         }
         heartbeat.start()
         wire.connect(session.store, self._launch.rank, self.world_size, handlers)
@@ -275,6 +279,11 @@ class Cluster:
         self._worker.put(call, answer.set_result)
         return answer
 
+    def _on_exit(self, request: Exit) -> None:
+        if request.code == USER_ERROR:  # rank 0 says what is wrong, and ends the connections next
+            wire.silence()
+        self._exits.put(request)
+
     def _on_lost(self, reason: str) -> None:
         """The controller or torchrun is gone."""
         self._exits.put(Exit(1, reason))
@@ -287,6 +296,8 @@ class Cluster:
                 self._monitor.forbid_failure()
         if request.reason:
             print(f"rank {self._launch.rank} exits: {request.reason}", file=sys.stderr)
+        if request.code == USER_ERROR:
+            end_torchrun(USER_ERROR)
         if request.code or not is_idle:
             time.sleep(LINGER_SECONDS)
             _exit_now(request.code or 1)
@@ -315,18 +326,21 @@ class Cluster:
         print("rank 0 exits: SIGTERM, and no rank was lost", file=sys.stderr)
         raise SystemExit(128 + signal.SIGTERM)
 
-    def _stop_controller(self, failed: bool) -> None:
-        """End all ranks. It takes seconds at most, so signals are ignored meanwhile."""
+    def _stop_controller(self, code: int) -> None:
+        """End all ranks, with this exit code. It takes seconds at most, so signals are ignored
+        meanwhile."""
+        failed = code != 0
         handlers = _set_signals(dict.fromkeys(ENDING_SIGNALS, signal.SIG_IGN))
         self._watchdog.stop()
         is_idle = self._worker.stop(IDLE_SECONDS if failed else EXIT_SECONDS, finish=not failed)
         failed = failed or not is_idle
+        code = code or int(failed)
         has_lost = bool(self._controller.lost)
         if self._session.monitored and not failed:
             self._session.store.set(ENDED, "")
-        self._end_ranks(Exit(int(failed), are_all_there=not has_lost))
+        self._end_ranks(Exit(code, are_all_there=not has_lost))
         if failed:
-            wire.disconnect(graceful=False)
+            wire.disconnect(graceful=False, is_quiet=code == USER_ERROR)
         elif has_lost:
             self._worker.forget_objects()
             wire.disconnect(graceful=False)
@@ -336,7 +350,7 @@ class Cluster:
         if not failed:
             _set_signals(handlers)
         if not is_idle:  # it may hang in a collective, whose destructor would hang too
-            atexit.register(_exit_now, 1)
+            atexit.register(_exit_now, code)
 
     def _disconnect(self) -> None:
         self._worker.forget_objects()

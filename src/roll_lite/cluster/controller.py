@@ -27,6 +27,7 @@ from roll_lite.cluster.errors import (
 from roll_lite.cluster.rank_worker import BARRIER, RankCall, RankReply, Worker
 from roll_lite.cluster.wire import Mailbox, Message, Post
 from roll_lite.device_map import DeviceMap, Role
+from roll_lite.own_code import find_own_code
 from roll_lite.processes import Process
 
 COLLECTS = ("first", "replicas", "all")
@@ -406,6 +407,7 @@ class LocalController:
             try:
                 return self._worker.perform(role.name, method, args, kwargs)
             except Exception as error:
-                failure = RankFailure(0, summarise(error), text="", pickled=None)
+                own = find_own_code(error)
+                failure = RankFailure(0, summarise(error), text="", pickled=None, own=own)
                 # The cause is the exception itself, with its traceback.
                 raise role_error(role.name, method, [failure]) from error

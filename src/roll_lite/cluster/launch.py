@@ -4,18 +4,32 @@ No torch here: a command line asks which rank it is before anything else is impo
 """
 
 import os
+import signal
 import socket
 import struct
+import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from fcntl import ioctl
 from pathlib import Path
+from types import FrameType
 
 from roll_lite.checks import UserError
-from roll_lite.processes import Process, children_of, command_of, environment_of, launcher_pid
+from roll_lite.processes import (
+    RUN_ID,
+    Process,
+    children_of,
+    command_of,
+    environment_of,
+    launcher_pid,
+)
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+LINGER_SECONDS = 5.0
+"""Time for the first rank of a node to end torchrun, which acts as soon as one rank has exited."""
+TORCHRUN = (b"torchrun", b"torch.distributed.run")
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
@@ -68,6 +82,41 @@ def read_launch() -> Launch:
 
 def is_first_rank() -> bool:
     return read_launch().rank == 0
+
+
+def find_torchrun() -> int | None:
+    """The torchrun that started this rank; None if nothing like it did, or it has ended."""
+    if RUN_ID not in os.environ:
+        return None
+    launcher = launcher_pid()
+    with suppress(OSError):  # it has ended
+        # Other processes may have adopted this one.
+        names = {os.path.basename(word) for word in command_of(launcher).split(b"\0")}
+        return None if names.isdisjoint(TORCHRUN) else launcher
+    return None
+
+
+def end_torchrun(code: int) -> None:
+    """Have torchrun end now, as a restart would only run into the same error again.
+
+    The first rank of each node tells it, and has to exit soon. The others exit with `code` at the
+    signal that torchrun sends them; this returns if none comes.
+    """
+    torchrun = find_torchrun()
+    if torchrun is None:
+        return
+    if read_launch().local_rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to this rank too
+        with suppress(OSError):  # it has ended
+            os.kill(torchrun, signal.SIGTERM)
+        return
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        sys.stdout.flush()
+        os._exit(code)
+
+    signal.signal(signal.SIGTERM, leave)
+    time.sleep(LINGER_SECONDS)
 
 
 def _launcher_name() -> str:

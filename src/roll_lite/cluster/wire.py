@@ -6,11 +6,14 @@ the ports unreachable from outside.
 """
 
 import io
+import os
 import pickle
+import sys
 import threading
 import warnings
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +29,7 @@ CODES = {int: "iq", float: "d", bool: "b"}  # array codes to try, smallest first
 
 Handler = Callable[..., Any]
 NUM_THREADS = 4
+STDERR = 2  # C++ writes to it too
 SHUTDOWN_SECONDS = 5.0
 _handlers: dict[str, Handler] = {}
 _lifelines: list[Future] = []
@@ -164,10 +168,31 @@ def hold_lifeline() -> Future:
     return _lifelines[-1]
 
 
-def disconnect(*, graceful: bool) -> None:
+def silence() -> None:
+    """From now on nothing is written to stderr: RPC warns of every connection that ends."""
+    sys.stderr.flush()
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, STDERR)
+    os.close(nothing)
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """The same for a while."""
+    stderr = os.dup(STDERR)
+    silence()
+    try:
+        yield
+    finally:
+        os.dup2(stderr, STDERR)
+        os.close(stderr)
+
+
+def disconnect(*, graceful: bool, is_quiet: bool = False) -> None:
     """Stop RPC. A graceful stop waits for all ranks to stop, so all of them must be alive."""
     if not graceful:
-        rpc.shutdown(graceful=False)
+        with silent() if is_quiet else nullcontext():
+            rpc.shutdown(graceful=False)
         return
     for lifeline in _lifelines:
         lifeline.set_result(None)

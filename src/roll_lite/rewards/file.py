@@ -67,7 +67,7 @@ def import_file(path: str | Path) -> ModuleType:
     try:
         return run_module(str(path), re.sub(r"\W", "_", f"{PREFIX}{path}"))
     except Exception as error:  # of any kind: it runs the user's code
-        raise UserError(f"{_explain(path, error)}; mend the file") from error
+        raise UserError(_explain(path, error)) from error
 
 
 def run_module(path: str, *names: str, package: str | None = None) -> ModuleType:
@@ -82,15 +82,19 @@ def run_module(path: str, *names: str, package: str | None = None) -> ModuleType
 
 
 def _explain(path: Path, error: Exception) -> str:
-    """Where the import failed, by the line of the file itself."""
+    """Where the import failed, by the line of the file itself, and that line."""
     if isinstance(error, SyntaxError):
-        return f"{error.filename} line {error.lineno}: SyntaxError: {error.msg}"
+        problem = f"{error.filename} line {error.lineno}: SyntaxError: {error.msg}; mend the file"
+        source = traceback.format_exception_only(error)[1:-1]  # the line, and marks below it
+        return "\n".join([problem, *(line.rstrip() for line in source)])
     frames = traceback.extract_tb(error.__traceback__)
-    line = next((f.lineno for f in reversed(frames) if f.filename == str(path)), 0)
-    return f"{path} line {line}: {type(error).__name__}: {error}"
+    frame = next((f for f in reversed(frames) if f.filename == str(path)), None)
+    place, source = (f"{path} line {frame.lineno}", frame.line) if frame else (path, "")
+    problem = f"{place}: {type(error).__name__}: {error}; mend the file"
+    return f"{problem}\n    {source}" if source else problem
 
 
 def imported_files() -> dict[str, str]:
     """Paths of the files that were imported so, by the names of their modules."""
-    modules = sys.modules.items()
+    modules = list(sys.modules.items())  # other threads may import
     return {name: str(m.__file__) for name, m in modules if name.startswith(PREFIX)}
