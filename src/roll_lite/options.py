@@ -15,13 +15,14 @@ A spec names a thing with its options in one word: `frozen_lake:size=8,style=sho
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache, partial
 from typing import (
     Annotated,
     Any,
     ClassVar,
     NamedTuple,
+    Self,
     TypeVar,
     get_args,
     get_origin,
@@ -117,9 +118,8 @@ def from_flat(config: type[T], *, check: bool = True, **options: Any) -> T:
             if isinstance(part, OpenOptions):
                 known = _unchecked(type(part), vars(part) | given).keywords
                 given["options"] = {n: options.pop(n) for n in known if n in options}
-            values[each.name] = (
-                replace(part, **given) if check else _unchecked(type(part), vars(part) | given)
-            )
+            own = vars(part) | given
+            values[each.name] = type(part)(**own) if check else _unchecked(type(part), own)
         elif each.name in options:
             values[each.name] = options.pop(each.name)
     if options:
@@ -189,6 +189,13 @@ class OpenOptions:
 
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the functions by name, as far as they were given."""
+
+    @classmethod
+    def of(cls, **flat: Any) -> Self:
+        """From flat names, those of functions' options among them: of(loss="kimi", tau=0.5)."""
+        names = [each.name for each in fields(cls)]
+        own = {name: flat.pop(name) for name in names if name in flat}
+        return cls(**own, options=flat)
 
     @property
     def keywords(self) -> dict[str, Keyword]:
