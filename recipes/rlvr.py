@@ -71,6 +71,7 @@ def main(cfg: Config) -> list[float]:
     cfg = rl.resolved(cfg)  # what was left open is chosen now; then options are only read
     with rl.Cluster(cfg.device_map, cfg.device, options=cfg, **cfg.cluster_options) as cluster:
         cfg.check_files()
+        cfg = rl.fit_cache(cfg, cluster)  # lower than asked where other programs use the GPU
         chat = rl.Chat(cfg.model, **cfg.chat.arguments)
         context = min(cfg.longest_sample, rl.cache_tokens(cfg, cluster))
         prompts, held_out = read_prompts(cfg, chat, context)
