@@ -62,20 +62,21 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    cfg.out.mkdir(parents=True, exist_ok=True)
-    call("tiny", "-m", "roll_lite", "tiny", cfg.out / "tiny", "--seed", 0, out=cfg.out)
+    out = cfg.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    call("tiny", "-m", "roll_lite", "tiny", out / "tiny", "--seed", 0, out=out)
     with ThreadPoolExecutor(cfg.processes) as pool:
-        list(pool.map(partial(prepare, cfg.out), sorted({START[name] for name in cfg.methods})))
+        list(pool.map(partial(prepare, out), sorted({START[name] for name in cfg.methods})))
         jobs = [
-            (f"{name}-{kind}-{seed}", command(cfg.out, name, kind, seed))
+            (f"{name}-{kind}-{seed}", command(out, name, kind, seed))
             for name in cfg.methods
             for kind in ("grpo", name)
             for seed in cfg.seeds
         ]
-        list(pool.map(lambda job: call(job[0], *job[1], out=cfg.out), jobs))
+        list(pool.map(lambda job: call(job[0], *job[1], out=out), jobs))
     for name in cfg.methods:
         for kind in ("grpo", name):
-            curves = [rates(cfg.out / f"{name}-{kind}-{seed}") for seed in cfg.seeds]
+            curves = [rates(out / f"{name}-{kind}-{seed}") for seed in cfg.seeds]
             for seed, curve in zip(cfg.seeds, curves, strict=True):
                 print(f"{name:11}{kind:11}{seed}  {show(curve)}")
             print(f"{name:11}{kind:11}mean {show(map(fmean, zip(*curves, strict=True)))}")
