@@ -26,7 +26,7 @@ _NAMES = {
     "models.cost": "SequenceCost",
     "options": "RecipeConfig unique_options",
     "planning": "cache_tokens print_plan",
-    "planning.resolve": "resolve resolved",
+    "planning.resolve": "fit_cache resolve resolved",
     "players": "Players make_players",
     "policy": "PolicyConfig TeacherOptions",
     "profiling": "ProfileOptions",

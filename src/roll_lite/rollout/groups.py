@@ -282,6 +282,8 @@ class Groups:
             await self._signal.wait()
 
     def _release(self, num_slots: int, numbers: list[int]) -> list[Group]:
+        if self._prompts.choose:  # slots of several domains depend on which groups ended first
+            numbers = sorted(numbers)
         taken = [self._pop_ready(number) for number in numbers]
         num_given_up = self._slots.release(num_slots, numbers)
         self._ledger.counts["missing"] += num_given_up
@@ -291,6 +293,8 @@ class Groups:
         version = self._version.current
         num_used = self._num_taken[version] + len(taken) + num_given_up
         self._num_taken = Counter({version: num_used})
+        self._prompts.history.step += 1
+        self._prompts.history.update()
         return taken
 
     def _feed(self) -> None:
@@ -354,6 +358,8 @@ class Groups:
         done = [sample for sample in group.samples if sample.state == "done"]
         self.rewards += [sample.score.value for sample in done]
         left = Group(prompt=group.prompt, samples=done)
+        if self._prompts.choose:
+            self._prompts.history.note(number, left)
         if reason := self._reason_to_drop(group, left):
             self._drop(number, group, reason)
         else:
@@ -412,6 +418,7 @@ class Groups:
         first = self._slots.first_kept()
         if first is None and len(self._slots):
             self._ledger.counts["missing"] += self._slots.release(len(self._slots))
+            self._prompts.history.update()
             raise self._nothing_left()
         return max(self._options.prompts_per_step, (first or 0) + 1)
 
