@@ -39,6 +39,7 @@ _NAMES = {
     "rollout.evaluation": (
         "AnswerFile Evaluation EvaluationOptions pass_rates refuse_all_failed subsets_of"
     ),
+    "rollout.history": "History Visits",
     "rollout.rollout_options": "RolloutOptions",
     "train.advantages": (
         "ADVANTAGES AdvantageFacts AdvantageOptions PerSample PerToken PerTurn standardise"

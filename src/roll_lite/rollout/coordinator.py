@@ -34,7 +34,7 @@ from roll_lite.rollout.ledger import Ledger
 from roll_lite.rollout.prompts import Choose, PromptQueue, PromptSource, Visit
 from roll_lite.rollout.rollout_options import RolloutOptions
 from roll_lite.stopping import Ended, Stopped
-from roll_lite.types import Group, Prompt, Sample, SamplingParams
+from roll_lite.types import Group, Prompt, Sample, SamplingParams, has_equal_rewards
 
 if TYPE_CHECKING:  # it imports torch, which --help does without
     from roll_lite.cluster.role import RoleHandle
@@ -61,6 +61,7 @@ class Coordinator:
         max_length: int | None = None,
         episodes: EpisodeOptions | None = None,
         keep: Keep | None = None,
+        nothing_to_learn: Keep | None = has_equal_rewards,
         choose: Choose | None = None,
         pass_reward: float = 1.0,
         play_metrics: Callable[[], dict[str, float]] = dict,
@@ -68,6 +69,8 @@ class Coordinator:
         """`play` takes a sample through its episode.
 
         A group with fewer than `min_samples` left is dropped; 2 where groups are larger than 1.
+        `nothing_to_learn` says which groups drop_equal drops.
+
         `keep` is a filter of your own, for complete groups that pass the filters of the options;
         samples wait while it runs. An exception in it ends the run.
 
@@ -104,7 +107,14 @@ class Coordinator:
         self._answer_context = replace(context, ledger=answer_ledger, deadline=None)
         self._prompts = PromptQueue(prompts, choose, pass_reward)
         self._groups = Groups(
-            context, self._prompts, options, params, min_samples, self._signal, keep
+            context,
+            self._prompts,
+            options,
+            params,
+            min_samples,
+            self._signal,
+            keep,
+            nothing_to_learn,
         )
         self._num_answered: Counter[str] = Counter()
         self._version_gaps: list[int] = []

@@ -174,6 +174,7 @@ class Groups:
         min_samples: int,
         signal: Signal,
         keep: Keep | None,
+        nothing_to_learn: Keep | None,
     ):
         """A group with fewer than `min_samples` left is dropped."""
         self._context = context
@@ -185,6 +186,7 @@ class Groups:
         self._min_samples = min_samples
         self._signal = signal
         self._keep = keep
+        self._nothing_to_learn = nothing_to_learn
         self._num_started = 0
         self.running: dict[int, RunningGroup] = {}
         self.ready: dict[int, Group] = {}
@@ -381,8 +383,8 @@ class Groups:
         if len(rewards) < self._min_samples:
             is_late = any(sample.state == "aborted" for sample in group.samples)
             return f"had too few samples left{' at the deadline' if is_late else ''}"
-        if self._options.drop_equal and len(set(rewards)) == 1:
-            return "had equal rewards"
+        if self._options.drop_equal and self._nothing_to_learn(left):
+            return "had equal rewards" if len(set(rewards)) == 1 else "had nothing to learn from"
         if low is not None and fmean(rewards) < low:
             return f"had a mean reward below {low}"
         if high is not None and fmean(rewards) > high:
