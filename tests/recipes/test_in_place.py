@@ -41,7 +41,7 @@ def test_formulas_in_the_recipe_equal_the_built_in_ones(toy_folder, tmp_path, nu
         edited = edited.replace(line, replacement)
     (copy := tmp_path / "mine.py").write_text(edited)
     (reward := tmp_path / "reward.py").write_text(REWARD)
-    options = {"steps": 3, "epochs": 2, "rewards": reward}
+    options = {"steps": 3, "epochs": 2, "code": (str(reward),)}
     mine, built_in = (
         flags(toy_options(toy_folder, tmp_path / name, **options) | {"data": "reverse:1"})
         for name in ("mine", "built_in")
