@@ -115,14 +115,23 @@ def _saved(config: type, path: str | Path) -> dict[str, Any]:
     recipe = written_by(path)
     here = recipe_name(config)
     if recipe not in (None, here):
-        load_code(saved.get("code", ()))
-        known = {flag.name for flags in _all_flags(_base(config, saved)).values() for flag in flags}
-        if unknown := sorted(saved.keys() - known - _arguments(config)):
+        known = {f.name for f in fields(config)} | _names_of_parts(config)
+        if unknown := sorted(saved.keys() - known - _options_of_functions(config, saved)):
             raise UserError(
                 f"{path} was written by {recipe}.py, and {here}.py has no "
                 f"{', '.join(unknown[:3])}; use the recipe that wrote it"
             )
     return {name: value for name, value in saved.items() if name not in ("run_dir", "resume")}
+
+
+def _options_of_functions(config: type, saved: Mapping[str, Any]) -> set[str]:
+    """The options that functions bring, as far as the saved options name them."""
+    load_code(saved.get("code", ()))
+    found: set[str] = set()
+    for _, part in open_parts(config):
+        names = {name: saved[name] for name in declared(part) if name in saved}
+        found |= {*type(part).of(**names).owners}
+    return found
 
 
 def _name_changed_files(before: Mapping[str, Any], cfg: Any) -> None:

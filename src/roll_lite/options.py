@@ -272,9 +272,10 @@ class FunctionOptions(OpenOptions):
         check_choices(self)
         for name, value in self.options.items():
             if name not in self.keywords:
+                readers = unread(self.TABLE, self.CHOICE, name) or "is no option"
                 raise UserError(
-                    f"{name}={value!r} {unread(self.TABLE, self.CHOICE, name) or 'is no option'}; "
-                    f"{self.CHOICE}={getattr(self, self.CHOICE)!r} does not read it, so leave it out"
+                    f"{name}={value!r} {readers}; {self.CHOICE}={getattr(self, self.CHOICE)!r} "
+                    "does not read it, so leave it out"
                 )
         self.check_values()
 
