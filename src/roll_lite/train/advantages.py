@@ -13,6 +13,9 @@ what it reads, in float64:
     turn_rewards      a list for each sample, with the reward of each turn
     observations      the same with the key of what the model saw before the turn
     teacher_logprobs_R  the teacher's logprobs of the same tokens
+    reprompted_logprobs_R  the policy's logprobs of the same tokens behind another prompt, which
+                      AdvantageFacts(reprompt=...) makes
+    reward_parts      the parts of the scores by name, each a tensor (S,); 0 where a sample lacks it
 
 S counts samples. R counts rows: the tokens with loss, of all samples end to end. Keyword-only
 parameters are its options on the command line. The return type says what an advantage belongs to.
@@ -33,6 +36,7 @@ from typing_extensions import Doc
 
 from roll_lite.checks import UserError, above, read_only_if
 from roll_lite.options import choose, with_options_of
+from roll_lite.types import Group, Message, Prompt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +46,7 @@ EPSILON = 1e-6
 
 INPUTS = (
     "rewards_S", "rewards_R", "scores_S", "groups_S", "sequence_R", "logprobs_R", "values_R",
-    "teacher_logprobs_R", "turn_rewards", "observations",
+    "teacher_logprobs_R", "reprompted_logprobs_R", "reward_parts", "turn_rewards", "observations",
 )  # fmt: skip
 PerSample = Annotated[Any, "a tensor (S,)"]
 PerToken = Annotated[Any, "a tensor (R,)"]
@@ -60,6 +64,30 @@ Baseline = Annotated[
     Literal["none", "batch", "group"], Doc("subtract the mean score of the batch or group.")
 ]
 StepWeight = Annotated[float, Doc("weight of a turn's advantage beside the episode's.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageFacts:
+    """What the loop must know of an estimator, said above it: @AdvantageFacts(whitened=True)."""
+
+    whitened: bool = False
+    """Its advantages are whitened over the batch's tokens, unless --no-whiten."""
+    compares_group: bool | Callable[..., bool] | None = None
+    """Whether a sample alone in its group has nothing to learn from. It may depend on the
+    estimator's options; None is whether it reads groups_S."""
+    same_for_sample: Callable[..., bool] | None = None
+    """With which of its options a PerToken estimator gives all tokens of a sample one advantage,
+    where there is no KL in the reward; None is never."""
+    nothing_to_learn: Callable[[Group], bool] | None = None
+    """Whether all advantages of a group are 0, for --drop-equal. None: a PerSample estimator that
+    compares rewards learns nothing from equal ones; of any other it is not known."""
+    reprompt: Callable[[Prompt], tuple[Message, ...] | None] | None = None
+    """Other messages in the place of a prompt, for reprompted_logprobs_R; None: this prompt has
+    none."""
+
+    def __call__(self, function: Callable) -> Callable:
+        function.facts = self
+        return function
 
 
 def grpo(rewards_S, groups_S, *, divide_by_std: DivideByStd = None) -> PerSample:
@@ -297,6 +325,10 @@ class AdvantageOptions:
     @property
     def needs_teacher(self) -> bool:
         return "teacher_logprobs_R" in self.inputs
+
+    @property
+    def needs_reprompts(self) -> bool:
+        return "reprompted_logprobs_R" in self.inputs
 
     @property
     def needs_critic(self) -> bool:
