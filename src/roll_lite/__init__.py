@@ -11,6 +11,7 @@ from typing import Any
 _NAMES = {
     "chat": "Chat",
     "chat_template": "ChatOptions",
+    "checks": "UserError",
     "cluster.cluster": "Cluster",
     "cluster.role": "RoleHandle split",
     "data": "HeldOutOptions Mixture PromptLimit",
@@ -37,13 +38,15 @@ _NAMES = {
         "AnswerFile Evaluation EvaluationOptions pass_rates refuse_all_failed subsets_of"
     ),
     "rollout.rollout_options": "RolloutOptions",
-    "train.advantages": "AdvantageOptions",
+    "train.advantages": (
+        "AdvantageFacts AdvantageOptions PerSample PerToken PerTurn mean_by_group standardise"
+    ),
     "train.batch": "pack pack_pairs",
     "train.checkpoint": "CheckpointOptions",
     "train.distillation": "DistillLoss",
     "train.encoding": "check_vocabulary encode_dialogues encode_fitting encode_preferences fit",
     "train.export": "check_checkpoint export_checkpoint",
-    "train.losses": "LossOptions PolicyLoss ValueLoss sft_loss",
+    "train.losses": "LOSSES LossFacts LossOptions PolicyLoss ValueLoss sft_loss",
     "train.optimizer": "TrainingOptions choose_defaults",
     "train.preference": "DPOLoss with_reference",
     "train.scorer": "Scorer pack_taught score_over_ranks",
