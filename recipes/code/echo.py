@@ -16,7 +16,7 @@ import roll_lite as rl
 from roll_lite.train.losses import ClipHigh, ClipLow, ppo, required
 
 ObservationWeight = Annotated[
-    float, Doc("Weight of the mean cross-entropy of what the environment wrote.")
+    float, Doc("Weight of the mean cross-entropy of what the environment wrote."), rl.AtLeast(0)
 ]
 
 

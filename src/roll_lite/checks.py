@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from functools import cache
 from pathlib import Path
@@ -15,20 +16,45 @@ class UserError(ValueError):
     shown without a traceback."""
 
 
+@dataclass(frozen=True)
+class Bound:
+    """A bound of an option, in the type of a keyword: Annotated[float, Doc("..."), AtLeast(0)]."""
+
+    bound: float
+
+    def check(self, name: str, value: Any) -> None:
+        """None means not set."""
+        raise NotImplementedError
+
+
+class AtLeast(Bound):
+    def check(self, name: str, value: Any) -> None:
+        if value is not None and not value >= self.bound:
+            raise UserError(f"{name}={value} must be at least {self.bound}")
+
+
+class AtMost(Bound):
+    def check(self, name: str, value: Any) -> None:
+        if value is not None and not value <= self.bound:
+            raise UserError(f"{name}={value} must be at most {self.bound}")
+
+
+class Above(Bound):
+    def check(self, name: str, value: Any) -> None:
+        if value is not None and not value > self.bound:
+            raise UserError(f"{name}={value} must be above {self.bound}")
+
+
 def at_least(minimum: float, options: Any, *fields: str) -> None:
     """Refuse options with a smaller value in one of the fields; None means not set."""
     for field in fields:
-        value = getattr(options, field)
-        if value is not None and not value >= minimum:
-            raise UserError(f"{field}={value} must be at least {minimum}")
+        AtLeast(minimum).check(field, getattr(options, field))
 
 
 def above(bound: float, options: Any, *fields: str) -> None:
     """Refuse options with a value that is not above the bound; None means not set."""
     for field in fields:
-        value = getattr(options, field)
-        if value is not None and not value > bound:
-            raise UserError(f"{field}={value} must be above {bound}")
+        Above(bound).check(field, getattr(options, field))
 
 
 def finite(options: Any, *fields: str) -> None:

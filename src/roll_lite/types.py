@@ -327,3 +327,7 @@ def combine_measurements(turns: Iterable[Turn]) -> dict[str, float]:
 class Group:
     prompt: Prompt
     samples: list[Sample]
+
+
+def has_equal_rewards(group: Group) -> bool:
+    return len({sample.score.value for sample in group.samples}) == 1

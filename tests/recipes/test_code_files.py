@@ -1,13 +1,11 @@
 """The files of recipes/code against their formulas in plain Python, and against transformers."""
 
 import ast
-import math
 import random
 import statistics
 import subprocess
 import sys
 from itertools import chain
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from roll_lite.chat import Chat
 from roll_lite.cluster.cluster import Cluster
-from roll_lite.rewards.file import import_file
+from roll_lite.own_files import import_file
 from roll_lite.roles import Roles
+from roll_lite.rollout.history import History
 from roll_lite.train.advantages import ADVANTAGES, INPUTS, AdvantageOptions
 from roll_lite.train.batch import pack
 from roll_lite.train.losses import PolicyLoss
@@ -55,7 +54,7 @@ def test_a_file_is_short_and_says_how_to_run_it(path):
 
 def test_the_files_bring_no_torch():
     """They are imported for --help."""
-    code = "import sys; from roll_lite.rewards.file import import_file\n"
+    code = "import sys; from roll_lite.own_files import import_file\n"
     code += "for path in sys.argv[1:]: import_file(path)\nsys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, *map(str, FILES)]).returncode == 0
 
@@ -72,13 +71,14 @@ def test_the_folder_does_not_hide_the_module_code_of_python():
 REWARDS = [[0.0, 1.0, 0.0, 0.0, 1.0], [1.0, 1.0], [0.0, 0.0, 0.0], [0.3], [-2.0, 1.0], [0.5, 0.1]]
 
 
-def test_maxrl_divides_by_the_mean():
+def test_maxrl_divides_by_the_mean(monkeypatch):
     rows = Rows(make_groups(REWARDS), AdvantageOptions())
     expected = []
     for group in REWARDS:
         mean = sum(group) / len(group)
         expected += [(r - mean) / mean if mean > 0 else 0.0 for r in group]
-    found = load("maxrl").maxrl(rows.rewards_S, rows.groups_S)
+    monkeypatch.setitem(ADVANTAGES, "maxrl", load("maxrl").maxrl)
+    found = AdvantageOptions(advantage="maxrl").estimate(rows)
     assert found.tolist() == pytest.approx(expected, abs=1e-12)
     assert found[:5].tolist() == pytest.approx([-1.0, 1.5, -1.0, -1.0, 1.5])
 
@@ -114,7 +114,7 @@ def z_scores(values):
         (("format",), {"format": 1.0}),
     ],
 )
-def test_gdpo_standardises_every_part_apart(parts, weights):
+def test_gdpo_standardises_every_part_apart(monkeypatch, parts, weights):
     rows = Rows(groups_with(PARTS), AdvantageOptions())
     sums = []
     for group in PARTS:
@@ -123,7 +123,8 @@ def test_gdpo_standardises_every_part_apart(parts, weights):
             scaled = z_scores([sample.get(name, 0.0) for sample in group])
             totals = [total + weight * z for total, z in zip(totals, scaled, strict=True)]
         sums += totals
-    found = load("gdpo").gdpo(rows.reward_parts, rows.groups_S, parts=parts)
+    monkeypatch.setitem(ADVANTAGES, "gdpo", load("gdpo").gdpo)
+    found = AdvantageOptions(advantage="gdpo", options={"parts": parts}).estimate(rows)
     assert found.tolist() == pytest.approx(z_scores(sums), abs=1e-9)
     assert found.std().item() == pytest.approx(1.0, abs=1e-5)
 
@@ -272,8 +273,8 @@ def test_sdft_pulls_towards_the_model_that_has_seen_a_demonstration(tmp_path, mo
     module, folder = load("sdft"), make_toy(tmp_path / "toy", max_position_embeddings=512)
     model, chat = AutoModelForCausalLM.from_pretrained(folder), Chat(folder)
     groups = replies(chat, model, [asked(0, extra={"demonstration": "bab"}), asked(1)])
-    monkeypatch.setitem(ADVANTAGES, "opd", module.sdft)  # under a name that options know
-    options = AdvantageOptions(advantage="opd")
+    monkeypatch.setitem(ADVANTAGES, "sdft", module.sdft)
+    options = AdvantageOptions(advantage="sdft")
     with Cluster("train=0", "cpu") as cluster:
         roles = Roles(cluster)
         loss = {"loss": PolicyLoss(), "schedule": Schedule(lr=1e-3)}
@@ -312,19 +313,20 @@ def test_sdft_pulls_towards_the_model_that_has_seen_a_demonstration(tmp_path, mo
 
 
 def test_the_curriculum_takes_what_succeeds_half_of_the_time():
-    prompts = load("curriculum").prompts
-    rates = {"a": 1.0, "b": 0.0, "c": 0.9, "d": 0.3, "e": 0.75, "f": 0.31}
-    history = {name: SimpleNamespace(rate=rate, num_samples=8) for name, rate in rates.items()}
+    prompts, history = load("curriculum").prompts, History(pass_reward=1.0)
+    passed = {"a": 8, "b": 0, "c": 7, "d": 3, "e": 6, "f": 5}  # of 8; variances 0 0 7 15 12 15
+    for number, (name, num_passed) in enumerate(passed.items()):
+        rewards = [float(i < num_passed) for i in range(8)]
+        samples = [make_sample(reward, prompt_id=name) for reward in rewards]
+        history.note(number, Group(prompt=samples[0].prompt, samples=samples))
+    history.update()
 
     def drawn(names, **options):
         source = iter([make_sample(0.0, prompt_id=name).prompt for name in names])
-        chosen = prompts(source, history, **options)
-        return chosen and chosen.id, [prompt.id for prompt in source]
+        return prompts(source, history, **options).id, [prompt.id for prompt in source]
 
-    assert drawn("abcdefg") == ("d", ["e", "f", "g"])
-    assert drawn("abcdefg", candidates=6) == ("f", ["g"])
-    assert drawn("abcdefg", candidates=7) == ("g", [])  # never sampled
-    assert drawn("adgh", candidates=4) == ("g", [])  # the first of several
-    assert drawn("ab", candidates=3) == ("a", []) and drawn("") == (None, [])
-    history["g"] = SimpleNamespace(rate=math.nan, num_samples=0)  # drawn, and not yet sampled
-    assert drawn("adg") == ("g", [])
+    assert drawn("abcefg") == ("e", ["f", "g"])
+    assert drawn("abcefg", candidates=5) == ("f", ["g"])
+    assert drawn("abcefg", candidates=6) == ("g", [])  # never sampled
+    assert drawn("afdgh", candidates=3) == ("f", ["g", "h"])  # the first of two
+    assert drawn("ab", candidates=1) == ("a", ["b"])

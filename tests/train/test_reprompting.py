@@ -121,8 +121,8 @@ def test_an_estimator_reads_reprompted_logprobs(monkeypatch):
     def pull(reprompted_logprobs_R, logprobs_R) -> PerToken:
         return reprompted_logprobs_R - logprobs_R
 
-    monkeypatch.setitem(ADVANTAGES, "opd", pull)
-    options = AdvantageOptions(advantage="opd")
+    monkeypatch.setitem(ADVANTAGES, "pull", pull)
+    options = AdvantageOptions(advantage="pull")
     groups = make_groups([[None, None]])
     samples = groups[0].samples
     scores = ModelScores(reprompted_logprobs=[None, [-0.3] * len(samples[1].token_ids)])

@@ -1,15 +1,16 @@
 """Losses of single tokens: the policy losses, and those of supervised training and of the critic.
 
-To add a policy loss, write a function and name it in LOSSES. It reads, for each row (a token that
-carries loss) of a packed micro-batch,
+A policy loss of your own is a function named in LOSSES, of this file or of one given with
+--code. It reads, for each row (a token that carries loss) of a packed micro-batch,
 
     logprobs_R      of the policy that is trained
     delta_R         logprobs_R minus the logprobs before the update: the log of the ratio
     advantages_R
     batch           everything else, such as the sequence of each row
 
-and returns a LossResult: the loss of each row, and named measurements of rows. Keyword-only
-parameters are its options on the command line. The trainer weighs the rows and adds them up; a
+and returns the loss of each row, alone or with named measurements of rows. Keyword-only parameters
+are its options on the command line; what else the loop must know of it, LossFacts say above the
+function. The trainer weighs the rows and adds them up; a
 measurement whose name ends in `_max` is reduced by maximum (of values that are not negative), any
 other by the rows' weights.
 
@@ -28,15 +29,14 @@ Tensors come as arguments and are changed by their methods: the options are read
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn
 
 from typing_extensions import Doc
 
-from roll_lite.checks import UserError, above, at_least, read_only_if
-from roll_lite.options import choose, with_options_of
+from roll_lite.checks import Above, AtLeast, UserError, above, at_least, read_only_if
+from roll_lite.options import Argument, FunctionOptions, name_of, where
 from roll_lite.train.kl import NO_KL, KLOptions
 from roll_lite.train.sequences import AGGREGATIONS, check_aggregation
 
@@ -50,6 +50,14 @@ LossResult = tuple["Tensor", Measurements]
 Loss = Callable[["Tensor", "Tensor", "MicroBatch"], LossResult]
 """From the policy's logprobs, their entropies and the micro-batch to the loss of each row."""
 
+ClipLow = Annotated[float, Doc("Probability ratios are clipped below 1 - clip_low."), AtLeast(0)]
+ClipHigh = Annotated[float, Doc("Probability ratios are clipped above 1 + clip_high."), AtLeast(0)]
+DualClip = Annotated[
+    float | None, Doc("Upper bound of the loss where A < 0, as a multiple of |A|."), Above(1)
+]
+RatioCap = Annotated[float, Doc("Importance weights are at most this."), Above(0)]
+Tau = Annotated[float, Doc("Strength of the pull towards the policy that sampled."), Above(0)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossFacts:
@@ -59,21 +67,17 @@ class LossFacts:
     """It has one ratio and one advantage per sequence, all of whose rows come together."""
     aggregation: str = "token_mean"
     """How tokens are averaged, unless --aggregation says otherwise."""
+    advantage_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Other defaults of the estimator's options, where the estimator has them."""
     reads_observations: bool = False
     """It wants rows for the tokens that the environment wrote, too: batch.observed_R."""
 
-    def __call__(self, function: Callable) -> Callable:
-        function.facts = self
-        return function
+    def __call__(self, loss: Callable) -> Callable:
+        loss.facts = self
+        return loss
 
 
-ClipLow = Annotated[float, Doc("probability ratios are clipped below 1 - clip_low.")]
-ClipHigh = Annotated[float, Doc("probability ratios are clipped above 1 + clip_high.")]
-DualClip = Annotated[
-    float | None, Doc("upper bound of the loss where A < 0, as a multiple of |A|.")
-]
-RatioCap = Annotated[float, Doc("importance weights are at most this.")]
-Tau = Annotated[float, Doc("strength of the pull towards the policy that sampled.")]
+NO_FACTS = LossFacts()
 
 
 def ppo(
@@ -93,6 +97,7 @@ def ppo(
     return _clipped(delta_R.exp(), advantages_R, clip_low, clip_high, dual_clip)
 
 
+@LossFacts(by_sequence=True, aggregation="seq_mean_token_mean")
 def gspo(
     logprobs_R, delta_R, advantages_R, batch,
     *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4,
@@ -143,6 +148,7 @@ def tis(logprobs_R, delta_R, advantages_R, batch, *, ratio_cap: RatioCap = 1.0):
     return loss_R, _ratios(ratio_R, ratio_R > ratio_cap)
 
 
+@LossFacts(by_sequence=True, aggregation="seq_mean_token_sum")
 def topr(logprobs_R, delta_R, advantages_R, batch):
     """Positives with weight 1, negatives with the sequence's ratio, at most 1.
 
@@ -156,6 +162,11 @@ def topr(logprobs_R, delta_R, advantages_R, batch):
     return loss_R, _ratios(delta_R.exp(), is_negative_R & (log_ratio_R > 0))
 
 
+@LossFacts(
+    by_sequence=True,
+    aggregation="seq_mean_token_mean",
+    advantage_defaults={"divide_by_std": False},
+)
 def kimi(logprobs_R, delta_R, advantages_R, batch, *, tau: Tau = 0.1):
     """(A - tau log ratio)^2 / (2 tau) of the sequence: Kimi k1.5 2025 (2501.12599), equation 3.
 
@@ -184,24 +195,17 @@ LOSSES: dict[str, Callable[..., LossResult]] = {
     "kimi": kimi,
     "reinforce": reinforce,
 }
-OF_SEQUENCES = {
-    "gspo": "seq_mean_token_mean",
-    "topr": "seq_mean_token_sum",
-    "kimi": "seq_mean_token_mean",
-}
-"""Losses with one ratio and one advantage per sequence, and the aggregation of their papers."""
 
 
 @dataclass(frozen=True, kw_only=True)
-@with_options_of("loss", LOSSES)
-class LossOptions:
+class LossOptions(FunctionOptions):
     """Policy loss: which function, how tokens are averaged, corrections for stale logprobs."""
 
     loss: str = "ppo"
     """Policy loss."""
     aggregation: Literal[AGGREGATIONS] | None = None
-    """How tokens are averaged; None is seq_mean_token_mean for gspo and kimi, seq_mean_token_sum
-    for topr, and token_mean for other losses."""
+    """How tokens are averaged; left open, as the loss says: seq_mean_token_mean for gspo and kimi,
+    seq_mean_token_sum for topr, token_mean for the other built-in losses."""
     constant: float | None = None
     """seq_mean_token_sum_const: the divisor of sums, such as the longest reply (Dr. GRPO)."""
     entropy_coef: float = 0.0
@@ -211,22 +215,24 @@ class LossOptions:
     first update (old)."""
     correction: Literal["none", "token", "sequence"] = "none"
     """denominator=old: weigh the loss by old / behaviour of each token or sequence."""
-    correction_cap: float = 2.0
+    correction_cap: Argument[float] = 2.0
     """Largest weight of the correction."""
     rejection: Literal["none", "token", "sequence"] = "none"
     """denominator=old: leave out each token or sequence with old / behaviour outside the band."""
-    rejection_low: float = 0.5
+    rejection_low: Argument[float] = 0.5
     """Lower end of the band."""
-    rejection_high: float = 2.0
+    rejection_high: Argument[float] = 2.0
     """Upper end of the band."""
 
+    TABLE: ClassVar = LOSSES
+    CHOICE: ClassVar = "loss"
+
     def __post_init__(self):
-        _ = self.function  # refuses an unknown name, and options that it does not read
+        self.check_function()
         check_aggregation(self.chosen_aggregation, self.constant)
-        at_least(0, self, "clip_low", "clip_high", "entropy_coef", "rejection_low")
-        above(0, self, "ratio_cap", "tau", "correction_cap")
+        at_least(0, self, "entropy_coef", "rejection_low")
+        above(0, self, "correction_cap")
         above(self.rejection_low, self, "rejection_high")
-        above(1, self, "dual_clip")
         is_old = self.denominator == "old"
         read_only_if(is_old, "denominator='old'", self, "correction", "rejection")
         corrects = self.correction != "none"
@@ -235,15 +241,20 @@ class LossOptions:
         band = ("rejection_low", "rejection_high")
         read_only_if(rejects, "rejection=token or sequence", self, *band)
 
-    @cached_property
-    def function(self) -> Callable[..., LossResult]:
-        return choose(LOSSES, "loss", self)
+    @property
+    def facts(self) -> LossFacts:
+        return getattr(self.chosen, "facts", NO_FACTS)
+
+    @property
+    def open_defaults(self) -> dict[str, Any]:
+        """What the loss says of options that are left open."""
+        return {"aggregation": self.facts.aggregation}
 
     @property
     def pack_options(self) -> dict[str, Any]:
         """How batches for this loss are packed. Where a token's loss depends on its whole sample,
         which may be several sequences, they stay together."""
-        reads_samples = self.loss in OF_SEQUENCES or "sequence" in (self.correction, self.rejection)
+        reads_samples = self.facts.by_sequence or "sequence" in (self.correction, self.rejection)
         return {
             "aggregation": self.chosen_aggregation,
             "constant": self.constant,
@@ -252,7 +263,7 @@ class LossOptions:
 
     @property
     def chosen_aggregation(self) -> str:
-        return self.aggregation or OF_SEQUENCES.get(self.loss, "token_mean")
+        return self.aggregation or self.facts.aggregation
 
 
 @dataclass(frozen=True)
@@ -274,12 +285,8 @@ class PolicyLoss:
         found = function(logprobs_R, delta_R, required(batch, "advantages_R"), batch)
         loss_R, measurements = found if isinstance(found, tuple) else (found, {})
         for name, rows in {"its loss": loss_R, **measurements}.items():
-            if rows.shape != logprobs_R.shape:
-                name_of = f"loss={options.loss!r}" if self.function is None else function.__name__
-                raise UserError(
-                    f"{name_of} returned {name} of shape {tuple(rows.shape)}, not "
-                    f"{tuple(logprobs_R.shape)}: return one number per row; the trainer averages"
-                )
+            if getattr(rows, "shape", None) != logprobs_R.shape:
+                self._refuse(name, rows, len(logprobs_R))
         measurements["loss/entropy"] = entropy_R
         if is_old and batch.logprobs_R is not None:
             measurements |= _mismatch(denominator_R - batch.logprobs_R)
@@ -303,6 +310,15 @@ class PolicyLoss:
             measurements["loss/rejected"] = rejected_R.float()
         return loss_R, {n: _own_rows(n, v.detach(), batch) for n, v in measurements.items()}
 
+    def _refuse(self, name: str, rows: Any, num_rows: int) -> NoReturn:
+        own = self.function or self.options.chosen
+        shape = getattr(rows, "shape", None)
+        what = f"a {type(rows).__name__}" if shape is None else f"shape {tuple(shape)}"
+        raise UserError(
+            f"{where(own)}: {name_of(own)} returned {what} as {name}, not a tensor of shape "
+            f"({num_rows},): return one number per row; the trainer averages"
+        )
+
 
 def sft_loss(logprobs_R: Tensor, entropy_R: Tensor, batch: MicroBatch) -> LossResult:
     """Cross-entropy of the targets."""
@@ -316,9 +332,9 @@ class CriticOptions:
     critic_lr: float | None = None
     """Learning rate of the critic, which starts as the model with a value head of zeros; None
     chooses by the model's size."""
-    value_clip: float | None = None
+    value_clip: Argument[float | None] = None
     """A value gains nothing by moving further than this in one step (PPO)."""
-    critic_warmup_steps: int = 0
+    critic_warmup_steps: Argument[int] = 0
     """Steps at the start that train the critic alone."""
 
     def __post_init__(self):
