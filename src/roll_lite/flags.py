@@ -15,7 +15,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 import tyro
 
@@ -23,12 +23,12 @@ from roll_lite.checks import UserError, refuse_changes
 from roll_lite.cluster.launch import is_first_rank
 from roll_lite.code_files import CodeOptions, load_code
 from roll_lite.options import (
-    Argument,
     FunctionOptions,
     OpenOptions,
     declared,
     flatten,
     from_flat,
+    has_flag,
     keywords,
     name_of,
     open_parts,
@@ -46,7 +46,6 @@ from roll_lite.report.config_file import (
 from roll_lite.train.checkpoint_folders import is_finished
 
 T = TypeVar("T")
-NO_FLAG = get_args(Argument[int])[1]
 RESUME = """--resume RUN_DIR continues a run with its own options; --resume auto starts the run of
 --run-dir, or continues it; """
 AUTO = "auto"
@@ -228,7 +227,7 @@ def _flags_of(part: Any) -> list[Flag]:
     flags = []
     for name in declared(part):
         value = getattr(part, name)
-        if NO_FLAG in getattr(hints[name], "__metadata__", ()) or is_dataclass(value):
+        if not has_flag(hints[name]) or is_dataclass(value):
             continue
         kind = hints[name]
         if isinstance(part, FunctionOptions) and name == part.CHOICE:
@@ -309,7 +308,7 @@ def _arguments(config: type) -> set[str]:
         name
         for owner in owners
         for name, hint in get_type_hints(owner, include_extras=True).items()
-        if NO_FLAG in getattr(hint, "__metadata__", ())
+        if not has_flag(hint)
     }
 
 
@@ -320,12 +319,10 @@ def _refuse_clashes(base: Any, flags: Mapping[str, Sequence[Flag]]) -> None:
     for _, part in open_parts(base):
         for name in part.keywords:
             if names.count(name) > 1:
-                function = getattr(part, "chosen", None)
-                place = f"{where(function)}: " if function else ""
-                owner = name_of(function) if function else "a function of --code"
+                owner = part.owners[name]
                 raise UserError(
-                    f"{place}option {name} of {owner} is also another option of the recipe; "
-                    "rename it in the function"
+                    f"{where(owner)}: option {name} of {name_of(owner)} is also another option of "
+                    "the recipe; rename it in the function"
                 )
 
 
@@ -344,11 +341,11 @@ def _explain_unknown(base: Any, flags: Mapping[str, Sequence[Flag]], args: Seque
             )
         if isinstance(part, FunctionOptions):
             for name in given:
-                if any(name in keywords(function) for function in part.TABLE.values()):
+                if readers := unread(part.TABLE, part.CHOICE, name):
                     chosen = getattr(part, part.CHOICE)
                     raise UserError(
-                        f"--{name.replace('_', '-')} {unread(part.TABLE, part.CHOICE, name)}; "
-                        f"{part.CHOICE}={chosen!r} does not, so leave it out"
+                        f"--{name.replace('_', '-')} {readers}; {part.CHOICE}={chosen!r} does not "
+                        "read it, so leave it out"
                     )
 
 

@@ -111,21 +111,30 @@ def from_flat(config: type[T], *, check: bool = True, **options: Any) -> T:
     """
     # JSON has lists where options are tuples.
     options = {n: tuple(v) if isinstance(v, list) else v for n, v in options.items()}
+    parts = {each.name: each.default for each in fields(config) if is_dataclass(each.default)}
+    given = {name: _take(part, options) for name, part in parts.items()}
+    for name, part in parts.items():
+        if isinstance(part, FunctionOptions):  # which says whose they are
+            strays = [n for n in options if unread(part.TABLE, part.CHOICE, n)]
+            given[name]["options"] |= {n: options.pop(n) for n in strays}
     values = {}
-    for each in fields(config):
-        if is_dataclass(part := each.default):
-            given = {name: options.pop(name) for name in declared(part) if name in options}
-            if isinstance(part, OpenOptions):
-                known = _unchecked(type(part), vars(part) | given).keywords
-                given["options"] = {n: options.pop(n) for n in known if n in options}
-            own = vars(part) | given
-            values[each.name] = type(part)(**own) if check else _unchecked(type(part), own)
-        elif each.name in options:
-            values[each.name] = options.pop(each.name)
+    for name, part in parts.items():
+        own = vars(part) | given[name]
+        values[name] = type(part)(**own) if check else _unchecked(type(part), own)
+    values |= {each.name: options.pop(each.name) for each in fields(config) if each.name in options}
     if options:
         named = ", ".join([*list(options)[:3], *(["..."] if len(options) > 3 else [])])
         raise UserError(f"{named}: not among the options of this recipe; see its --help")
     return config(**values) if check else _unchecked(config, values)
+
+
+def _take(part: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a part and of its functions, which are removed from the flat ones."""
+    given = {name: options.pop(name) for name in declared(part) if name in options}
+    if isinstance(part, OpenOptions):
+        known = _unchecked(type(part), vars(part) | given).owners
+        given["options"] = {name: options.pop(name) for name in known if name in options}
+    return given
 
 
 def _unchecked(config: type[T], values: dict[str, Any]) -> T:
@@ -183,6 +192,16 @@ def where(function: Callable) -> str:
         return name_of(function)
 
 
+def has_flag(hint: Any) -> bool:
+    return "no flag" not in getattr(hint, "__metadata__", ())
+
+
+def flag_names(part: type) -> list[str]:
+    """The declared options of a part that have flags; others may stand unread in a recipe."""
+    hints = get_type_hints(part, include_extras=True)
+    return [each.name for each in fields(part) if has_flag(hints[each.name])]
+
+
 @dataclass(frozen=True, kw_only=True)
 class OpenOptions:
     """Options of a part, and those of functions that it uses."""
@@ -198,9 +217,14 @@ class OpenOptions:
         return cls(**own, options=flat)
 
     @property
+    def owners(self) -> dict[str, Callable]:
+        """The function of each option that functions have."""
+        raise NotImplementedError
+
+    @property
     def keywords(self) -> dict[str, Keyword]:
         """All options that the functions have."""
-        raise NotImplementedError
+        return {name: keywords(function)[name] for name, function in self.owners.items()}
 
     @property
     def values(self) -> dict[str, Any]:
@@ -235,8 +259,8 @@ class FunctionOptions(OpenOptions):
         return self.TABLE[name]
 
     @property
-    def keywords(self) -> dict[str, Keyword]:
-        return keywords(self.chosen)
+    def owners(self) -> dict[str, Callable]:
+        return dict.fromkeys(keywords(self.chosen), self.chosen)
 
     @property
     def function(self) -> Callable:
@@ -249,16 +273,16 @@ class FunctionOptions(OpenOptions):
         for name, value in self.options.items():
             if name not in self.keywords:
                 raise UserError(
-                    f"{name}={value!r} {unread(self.TABLE, self.CHOICE, name)}; "
-                    f"{self.CHOICE}={getattr(self, self.CHOICE)!r} does not, so leave it out"
+                    f"{name}={value!r} {unread(self.TABLE, self.CHOICE, name) or 'is no option'}; "
+                    f"{self.CHOICE}={getattr(self, self.CHOICE)!r} does not read it, so leave it out"
                 )
         self.check_values()
 
 
 def unread(table: Mapping[str, Callable], choice: str, option: str) -> str:
-    """Which functions of a table read an option, for an error."""
+    """Which functions of a table read an option, for an error; empty if none does."""
     readers = [name for name, function in table.items() if option in keywords(function)]
-    return f"is read by {choice} {', '.join(readers)}" if readers else "is not an option"
+    return f"is read by {choice} {', '.join(readers)}" if readers else ""
 
 
 def open_parts(config: Any) -> Iterator[tuple[str, OpenOptions]]:

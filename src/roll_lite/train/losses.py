@@ -235,11 +235,6 @@ class LossOptions(FunctionOptions):
         above(self.rejection_low, self, "rejection_high")
         is_old = self.denominator == "old"
         read_only_if(is_old, "denominator='old'", self, "correction", "rejection")
-        corrects = self.correction != "none"
-        read_only_if(corrects, "correction=token or sequence", self, "correction_cap")
-        rejects = self.rejection != "none"
-        band = ("rejection_low", "rejection_high")
-        read_only_if(rejects, "rejection=token or sequence", self, *band)
 
     @property
     def facts(self) -> LossFacts:
