@@ -7,8 +7,8 @@ many parts there are.
 
 The reward returns its parts, as in rl.Score(value=1.5, parts={"right": 1.0, "format": 0.5}).
 
-python recipes/rlvr.py --code recipes/code/gdpo.py --advantage gdpo --parts right format@0.5 \
-        --data mine.jsonl --rewards my_rewards.py
+python recipes/rlvr.py --code recipes/code/gdpo.py my_rewards.py --advantage gdpo \
+        --parts right format@0.5 --data mine.jsonl
 """
 
 from itertools import chain
