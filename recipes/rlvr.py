@@ -76,7 +76,7 @@ def main(cfg: Config) -> list[float]:
         prompts, held_out = read_prompts(cfg, chat, context)
         with rl.make_players(
             cfg, [*prompts.rows, *held_out], prompts.domains, cluster,
-            needs_rewards=not cfg.advantages.needs_teacher,
+            needs_rewards=cfg.advantages.needs_rewards,
             tokens_per_microbatch=cfg.training.tokens_per_microbatch,
         ) as players:  # fmt: skip
             roles = make_roles(cfg, cluster)

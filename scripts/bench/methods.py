@@ -64,7 +64,8 @@ class Config:
 def main(cfg: Config) -> None:
     out = cfg.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    call("tiny", "-m", "roll_lite", "tiny", out / "tiny", "--seed", 0, out=out)
+    if not (out / "tiny").exists():
+        call("tiny", "-m", "roll_lite", "tiny", out / "tiny", "--seed", 0, out=out)
     with ThreadPoolExecutor(cfg.processes) as pool:
         list(pool.map(partial(prepare, out), sorted({START[name] for name in cfg.methods})))
         jobs = [
@@ -87,7 +88,9 @@ START = {"maxrl": "words", "gdpo": "words", "echo": "lake", "sdft": "shown", "cu
 
 
 def prepare(out: Path, start: str) -> None:
-    """A model that has imitated something, in OUT/start-NAME/model, and data."""
+    """A model that has imitated something, in OUT/start-NAME/model, and data, unless it is there."""
+    if (out / f"start-{start}" / "model").exists():
+        return
     sft = ["recipes/sft.py", "--model", out / "tiny", "--run-dir", out / f"start-{start}"]
     if start == "words":
         call("start-words", *sft, "--data", "reverse:5", "--steps", 140, "--careless", 0.7, out=out)

@@ -352,6 +352,11 @@ class AdvantageOptions(FunctionOptions):
         return "reprompted_logprobs_R" in self.inputs
 
     @property
+    def needs_rewards(self) -> bool:
+        """Whether prompts without a reward have nothing to learn from; a model may teach instead."""
+        return not (self.needs_teacher or self.needs_reprompts)
+
+    @property
     def needs_critic(self) -> bool:
         return "values_R" in self.inputs
 
