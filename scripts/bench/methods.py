@@ -88,7 +88,7 @@ START = {"maxrl": "words", "gdpo": "words", "echo": "lake", "sdft": "shown", "cu
 
 
 def prepare(out: Path, start: str) -> None:
-    """A model that has imitated something, in OUT/start-NAME/model, and data, unless it is there."""
+    """A model that has imitated something, in OUT/start-NAME/model unless it is there, and data."""
     if (out / f"start-{start}" / "model").exists():
         return
     sft = ["recipes/sft.py", "--model", out / "tiny", "--run-dir", out / f"start-{start}"]

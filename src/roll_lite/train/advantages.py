@@ -353,7 +353,7 @@ class AdvantageOptions(FunctionOptions):
 
     @property
     def needs_rewards(self) -> bool:
-        """Whether prompts without a reward have nothing to learn from; a model may teach instead."""
+        """Whether every prompt needs a reward; no, where a model teaches."""
         return not (self.needs_teacher or self.needs_reprompts)
 
     @property
