@@ -29,7 +29,7 @@ from statistics import fmean
 import tyro
 
 import roll_lite as rl
-from roll_lite.data.tasks import prompts, reverse
+from roll_lite.data import tasks
 from roll_lite.own_files import import_file
 
 ROOT = Path(__file__).parents[2]
@@ -110,14 +110,14 @@ def prepare(out: Path, start: str) -> None:
 def row(number: int, size: int | None) -> dict:
     """A word to reverse; of two to nine letters unless a size is given."""
     random = Random(f"{size} {number}")
-    example = reverse(random, size or random.choice((2, 3, 4, 5, 6, 7, 8, 9)))
+    example = tasks.reverse(random, size or random.choice((2, 3, 4, 5, 6, 7, 8, 9)))
     return {"prompt": example.question, "ground_truth": example.answer, "domain": "reverse"}
 
 
 def dialogues(rows: list[dict]) -> Iterable[dict]:
     """A careless answer to each question, and the right one behind its demonstration."""
     show_answer = import_file(CODE / "sdft.py").with_demonstration
-    for prompt in islice(prompts("reverse:5", seed=1), len(rows)):
+    for prompt in islice(tasks.prompts("reverse:5", seed=1), len(rows)):
         word = prompt.ground_truth
         careless = word[:-1] if Random(prompt.id).random() < 0.7 else word
         yield {"messages": [*prompt.messages, {"role": "assistant", "content": careless}]}
