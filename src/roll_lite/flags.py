@@ -32,7 +32,6 @@ from roll_lite.options import (
     keywords,
     name_of,
     open_parts,
-    unread,
     where,
 )
 from roll_lite.report.config_file import (
@@ -340,13 +339,7 @@ def _explain_unknown(base: Any, flags: Mapping[str, Sequence[Flag]], args: Seque
                 f"    {each.name}: rl.{kind} = rl.{kind}({name}=...)"
             )
         if isinstance(part, FunctionOptions):
-            for name in given:
-                if any(name in keywords(function) for function in part.TABLE.values()):
-                    chosen = getattr(part, part.CHOICE)
-                    raise UserError(
-                        f"--{name.replace('_', '-')} {unread(part.TABLE, part.CHOICE, name)}; "
-                        f"{part.CHOICE}={chosen!r} does not, so leave it out"
-                    )
+            part.refuse_unread(dict.fromkeys(sorted(given)), as_flags=True)
 
 
 def _name(arg: str) -> str:

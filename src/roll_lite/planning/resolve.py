@@ -65,7 +65,7 @@ def _said_by_parts(cfg: RecipeConfig) -> dict[str, Any]:
     found = {}
     for part in parts:
         said = getattr(part, "open_defaults", {})
-        found |= {name: value for name, value in said.items() if not getattr(part, name)}
+        found |= {n: value for n, value in said.items() if getattr(part, n) in (None, ())}
     if hasattr(cfg, "policy_loss"):
         estimator = cfg.advantages
         for name, value in cfg.policy_loss.facts.advantage_defaults.items():
