@@ -50,4 +50,4 @@ class Config(rlvr.Config):
 
 
 if __name__ == "__main__":
-    command.run(rlvr.main, Config, __doc__)
+    command.run(rlvr.main, Config, __doc__, rlvr.plan)

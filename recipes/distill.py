@@ -79,7 +79,6 @@ TRACKERS = ()  # yours, beside TensorBoard: docs/tutorial.md has wandb and track
 
 
 def main(cfg: Config) -> None:
-    cfg = rl.resolved(cfg)
     config = rl.read_config(cfg.model)
     with rl.Cluster(
         cfg.device_map or "train=all teacher=all", cfg.device, roles=["train", "teacher"],

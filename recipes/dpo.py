@@ -79,7 +79,6 @@ TRACKERS = ()  # yours, beside TensorBoard: docs/tutorial.md has wandb and track
 
 
 def main(cfg: Config) -> None:
-    cfg = rl.resolved(cfg)
     config = rl.read_config(cfg.model)
     others = {} if cfg.reference is None else {"reference": rl.read_config(cfg.reference)}
     device_map = " ".join(f"{role}=all,tp={cfg.tp}" for role in ("train", *others))

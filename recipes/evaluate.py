@@ -140,7 +140,6 @@ class Config(rl.RecipeConfig):
 
 
 def main(cfg: Config) -> dict[str, float]:
-    cfg = rl.resolved(cfg)
     roles = ["generate", *cfg.scoring.reward_roles]
     device_map = cfg.device_map or " ".join(f"{role}=all" for role in roles)
     config = rl.read_config(cfg.model)

@@ -17,7 +17,6 @@ what it asks of their roles, such as `roles.train`, and exit. Rank 0 does its ow
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -65,12 +64,13 @@ class Config(rl.PolicyConfig):
 
 
 def main(cfg: Config) -> list[float]:
-    """Returns the held-out pass rates since the start or resume, one for each evaluation."""
-    if cfg.plan:
-        sys.exit(rl.print_plan(cfg, prompt_lengths(cfg)))
-    cfg = rl.resolved(cfg)  # what was left open is chosen now; then options are only read
+    """Returns the held-out pass rates since the start or resume, one for each evaluation.
+
+    `cfg` is resolved (roll_lite/planning/resolve.py): nothing is left open, and it is only read.
+    """
     with rl.Cluster(cfg.device_map, cfg.device, options=cfg, **cfg.cluster_options) as cluster:
         cfg.check_files()
+        cfg = rl.fit_cache(cfg, cluster)  # lower than asked where other programs use the GPU
         chat = rl.Chat(cfg.model, **cfg.chat.arguments)
         context = min(cfg.longest_sample, rl.cache_tokens(cfg, cluster))
         prompts, held_out = read_prompts(cfg, chat, context)
@@ -137,11 +137,12 @@ def read_prompts(cfg: Config, chat: rl.Chat, context: int) -> tuple[rl.Mixture, 
     return prompts, held_out
 
 
-def prompt_lengths(cfg: Config) -> list[int]:
-    """Tokens of some prompts, for a plan; those of environments are not known and taken as 256."""
+def plan(cfg: Config) -> int:
+    """--plan, for some prompts; those of environments are not known, and taken as 256 tokens."""
     chat = rl.Chat(cfg.model, **cfg.chat.arguments)
     prompts = islice(rl.Mixture(cfg.data, seed=0, envs=cfg.env_names), 64)
-    return [len(chat.encode(p.messages)) if p.is_question else 256 for p in prompts]
+    lengths = [len(chat.encode(p.messages)) if p.is_question else 256 for p in prompts]
+    return rl.print_plan(cfg, lengths)
 
 
 def make_roles(cfg: Config, cluster: rl.Cluster) -> rl.Roles:
@@ -239,4 +240,4 @@ def update(
 
 
 if __name__ == "__main__":
-    command.run(main, Config, __doc__)
+    command.run(main, Config, __doc__, plan)

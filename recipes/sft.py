@@ -79,7 +79,6 @@ TRACKERS = ()  # yours, beside TensorBoard: docs/tutorial.md has wandb and track
 
 
 def main(cfg: Config) -> None:
-    cfg = rl.resolved(cfg)
     device_map = cfg.device_map or f"train=all,tp={cfg.tp}"
     config = rl.read_config(cfg.model)
     with rl.Cluster(device_map, cfg.device, roles=["train"], config=config, options=cfg) as cluster:

@@ -8,6 +8,7 @@ import pytest
 from support import worker_rewards
 from support.launch import run_recipe
 from support.models import make_reference, make_toy
+from support.recipes import call_recipe
 from support.runs import samples_of, steps_of
 
 from roll_lite.cluster.cluster import Cluster
@@ -48,7 +49,7 @@ def run(folder, run_dir, **changes):
         "eval_every": 100, "kv_cache_gib": 0.1, "steps": 3, "device": "cpu", "reward_workers": 2,
         "run_dir": str(run_dir),
     } | changes  # fmt: skip
-    rlvr.main(from_flat(rlvr.Config, **options))
+    call_recipe(rlvr, from_flat(rlvr.Config, **options))
     return steps_of(run_dir)
 
 
@@ -152,7 +153,7 @@ def judge_folder(tmp_path):
         model=str(folder), data=write_rows(tmp_path / "verdicts.jsonl", verdicts),
         steps=100, rows_per_step=8, lr=1e-2, device="cpu", run_dir=str(tmp_path / "judge"),
     )  # fmt: skip
-    sft.main(cfg)
+    call_recipe(sft, cfg)
     return tmp_path / "judge" / "model"
 
 

@@ -26,7 +26,7 @@ _NAMES = {
     "models.cost": "SequenceCost",
     "options": "RecipeConfig unique_options",
     "planning": "cache_tokens print_plan",
-    "planning.resolve": "resolve resolved",
+    "planning.resolve": "fit_cache resolve resolved",
     "players": "Players make_players",
     "policy": "PolicyConfig TeacherOptions",
     "profiling": "ProfileOptions",
@@ -39,6 +39,7 @@ _NAMES = {
     "rollout.evaluation": (
         "AnswerFile Evaluation EvaluationOptions pass_rates refuse_all_failed subsets_of"
     ),
+    "rollout.history": "History Visits",
     "rollout.rollout_options": "RolloutOptions",
     "train.advantages": (
         "ADVANTAGES AdvantageFacts AdvantageOptions PerSample PerToken PerTurn standardise"

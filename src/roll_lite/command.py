@@ -17,6 +17,7 @@ from roll_lite.checks import UserError
 from roll_lite.cluster.errors import RoleError
 from roll_lite.cluster.launch import is_first_rank, read_launch
 from roll_lite.flags import parse
+from roll_lite.planning.resolve import resolved
 from roll_lite.processes import command_of, end_with_launcher, launcher_pid
 from roll_lite.report.config_file import command_line
 from roll_lite.stopping import Ended, Stopped
@@ -28,10 +29,14 @@ LINGER_SECONDS = 5.0
 """Time for the first rank to end torchrun, which restarts all ranks as soon as one has exited."""
 
 
-def run(main: Callable[[T], Any], config: type[T], doc: str) -> None:
-    """Parse the options and call `main`. Errors of the user's are shown without traceback.
+def run(
+    main: Callable[[T], Any], config: type[T], doc: str, plan: Callable[[T], int] | None = None
+) -> None:
+    """Parse and resolve the options and call `main`. Errors of the user's are shown without
+    traceback.
 
-    `config.FIXED` are options that a resumed run must not change.
+    `config.FIXED` are options that a resumed run must not change. `plan` prints what the option
+    of this name asks for, and returns the exit code.
     """
     end_with_launcher()  # first: torch, which takes seconds to import, is not loaded yet
     args = [arg for arg in sys.argv[1:] if arg != "--debug"]
@@ -39,7 +44,9 @@ def run(main: Callable[[T], Any], config: type[T], doc: str) -> None:
     cfg = None
     try:
         cfg = parse(config, doc, args, config.FIXED)
-        main(cfg)
+        if plan and cfg.plan:
+            sys.exit(plan(cfg))
+        main(resolved(cfg))
     except SystemExit as end:
         if end.code == USER_ERROR:  # tyro cannot read an option
             _end_restarts()

@@ -159,10 +159,13 @@ def _parse_over(
 
 
 def _parse(config: type[T], doc: str, args: Sequence[str], saved: dict[str, Any]) -> T:
+    named: dict[str, Any] = {}
     if "code" in _names_of_parts(config):
-        load_code(_values(args, "code") or saved.get("code", ()))
+        named["code"] = tuple(_values(args, "code") or saved.get("code", ()))
+        load_code(named["code"])
+    named |= _named_functions(config, args)
     saved = _without_old_functions(config, args, saved)
-    base = _base(config, saved | _named_functions(config, args))
+    base = _base(config, saved | named)
     flags = _all_flags(base)
     _refuse_clashes(base, flags)
     is_help = not {"-h", "--help"}.isdisjoint(args)
@@ -182,11 +185,11 @@ def _base(config: type[T], options: Mapping[str, Any]) -> T:
 
 
 def _named_functions(config: type, args: Sequence[str]) -> dict[str, str]:
-    """The functions that the command line names, as in --loss gspo, if there are such functions."""
+    """The functions that the command line names, as in --loss gspo."""
     chosen = {}
     for _, part in open_parts(config):
         given = _values(args, part.CHOICE) if isinstance(part, FunctionOptions) else []
-        if given and given[0] in part.TABLE:
+        if given:
             chosen[part.CHOICE] = given[0]
     return chosen
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.recipes import call_recipe
 from support.runs import gain
 
 from roll_lite import roles
@@ -38,7 +39,7 @@ def run_recipe(toy_folder, tmp_path, **changes):
         "eval_prompts": 1, "eval_every": 100, "kv_cache_gib": 0.05, "lr": 1e-2,
         "run_dir": str(tmp_path / "run"),
     } | changes  # fmt: skip
-    rlvr.main(from_flat(rlvr.Config, **options))
+    call_recipe(rlvr, from_flat(rlvr.Config, **options))
     lines = (Path(options["run_dir"]) / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines[1:]]
 

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from support.forked_ranks import run_ranks
 from support.launch import run_recipe, run_torchrun
 from support.paths import RECIPES
+from support.recipes import call_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roll_lite.options import from_flat
@@ -36,19 +37,19 @@ def teacher(small_folder, tmp_path_factory):
         model=str(small_folder), data="reverse:2", careless=0.5, steps=40, rows_per_step=16,
         warmup_steps=5, lr=5e-3, eval_rows=8, run_dir=str(run_dir),
     )  # fmt: skip
-    sft.main(cfg)
+    call_recipe(sft, cfg)
     return run_dir
 
 
 def run(student, teacher, run_dir, **changes):
     values = {"model": str(student), "teacher": str(teacher / "model")} | SHORT | changes
-    distill.main(from_flat(distill.Config, run_dir=str(run_dir), **values))
+    call_recipe(distill, from_flat(distill.Config, run_dir=str(run_dir), **values))
     return run_dir
 
 
 def run_on_policy(student, teacher, run_dir, /, **changes):
     values = {"model": str(student), "teacher": (str(teacher / "model"),)} | ON_POLICY | changes
-    rlvr.main(from_flat(rlvr.Config, run_dir=str(run_dir), **values))
+    call_recipe(rlvr, from_flat(rlvr.Config, run_dir=str(run_dir), **values))
     return run_dir
 
 

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from support.forked_ranks import run_ranks
 from support.launch import run_recipe, run_torchrun
 from support.paths import RECIPES
+from support.recipes import call_recipe
 from transformers import AutoModelForCausalLM
 
 from roll_lite.options import from_flat
@@ -24,7 +25,7 @@ BRIEF = {"task_pairs": 16, "rows_per_step": 4, "eval_rows": 2}
 
 def run(imitator, run_dir, **changes):
     values = {"model": str(imitator / "model"), "run_dir": str(run_dir)} | SHORT | changes
-    dpo.main(from_flat(dpo.Config, **values))
+    call_recipe(dpo, from_flat(dpo.Config, **values))
     return run_dir
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from roll_lite.options import from_flat
 from roll_lite.recipes import sft
 from roll_lite.report.reader import RunFolder
+from support.recipes import call_recipe
 
 
 def flags(values):
@@ -37,7 +38,7 @@ def sft_options(model, run_dir, **changes):
 
 
 def run_sft(values):
-    sft.main(from_flat(sft.Config, **values))
+    call_recipe(sft, from_flat(sft.Config, **values))
 
 
 def steps_of(run_dir):

@@ -33,6 +33,7 @@ from roll_lite.cluster.places import (
     DEVICES,
     choose_device,
     form_group_again,
+    free_bytes,
     make_places,
     start_group,
 )
@@ -90,6 +91,8 @@ class Cluster:
         if config is not None:
             self.device_map.check(config, required=roles, role_configs=role_configs)
         self._options = flatten(options) if options else {}
+        self.free_bytes: int | None = None
+        """The least memory that a rank's GPU had free when the ranks met; None on CPUs."""
         self._monitor: RankMonitor | None = None
         self._worker: Worker
         self._all_roles: DeviceMap
@@ -160,10 +163,12 @@ class Cluster:
 
     def _start_alone(self) -> None:
         self._controller = LocalController(self._worker)
+        self.free_bytes = free_bytes(self.device)
         self._make_places(dist.HashStore(), self.deadline)
 
     def _start_controller(self) -> None:
         session = self._session = self._rendezvous()
+        self.free_bytes = session.free_bytes
         controller = Controller(self._worker, self._all_roles, session.processes)
         self._controller = controller
         self._watchdog = Watchdog(controller, self._worker, session.processes, self.deadline)
@@ -214,7 +219,8 @@ class Cluster:
         self._exit_rank(request)
 
     def _rendezvous(self) -> Session:
-        return rendezvous(self._launch, describe(self.device_map.text, self._options))
+        description = describe(self.device_map.text, self._options)
+        return rendezvous(self._launch, description, free_bytes(self.device))
 
     def _form_groups(self, store: dist.Store) -> None:
         # The collectives' own timeout comes after the watchdog's, whose error says more.

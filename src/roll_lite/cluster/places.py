@@ -82,6 +82,11 @@ def find_device(name: str, launch: Launch, *, measures: bool) -> Device:
     return Device(name, properties.name, properties.total_memory)
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """What a GPU has free; None for a CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
 def _let_ranks_share_gpus(launch: Launch) -> None:
     """NCCL refuses two ranks on one GPU, unless it takes them for different hosts."""
     settings = {"NCCL_HOSTID": f"rank-{launch.rank}", "NCCL_IB_DISABLE": "1"}

@@ -3,14 +3,18 @@ options are only read."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll_lite.cluster.launch import Launch, read_launch
 from roll_lite.device_map import Device, DeviceMap, auto_device_map
+from roll_lite.models.memory import format_bytes, usable_bytes
 from roll_lite.options import RecipeConfig, flatten, from_flat
 from roll_lite.planning.plan import Plan, PlanOptions, take_turns
 from roll_lite.planning.render import turns_line
 from roll_lite.train.optimizer import sized_defaults
+
+if TYPE_CHECKING:
+    from roll_lite.cluster.cluster import Cluster
 
 T = TypeVar("T", bound=RecipeConfig)
 
@@ -48,6 +52,33 @@ def resolve(
         both = {name: getattr(in_turn.options, name) for name in ("engines_sleep", "offload")}
         turns = {name: is_on for name, is_on in both.items() if is_on > getattr(cfg, name)}
     return with_chosen(cfg, {"device_map": device_map.text} | turns), [*notes, *reasons]
+
+
+def fit_cache(cfg: T, cluster: "Cluster") -> T:
+    """The options with a KV cache for which there is room beside what other programs hold."""
+    cfg, notes = lower_cache(cfg, cluster.device_map, cluster.free_bytes)
+    if notes:
+        print("\n".join(notes), flush=True)
+    return cfg
+
+
+def lower_cache(
+    cfg: T, device_map: DeviceMap, free_bytes: int | None, prompt_tokens: int = 256
+) -> tuple[T, list[str]]:
+    """A smaller KV cache where the plan needs more than the `free_bytes` of the fullest GPU, if a
+    whole sample fits it; and a line that says so."""
+    if free_bytes is None:
+        return cfg, []
+    plan = plan_run(cfg, device_map, Device("cuda", num_bytes=free_bytes), prompt_tokens)
+    left = cfg.kv_cache_gib * 2**30 - (plan.needed - usable_bytes(free_bytes))
+    gib = int(left / 2**30 * 10) / 10
+    if plan.fits_devices or gib * 2**30 < plan.sample_bytes:
+        return cfg, []
+    note = (
+        f"kv_cache_gib={cfg.kv_cache_gib:g} is lowered to {gib:g}: "
+        f"{format_bytes(free_bytes)} are free on the fullest GPU"
+    )
+    return with_chosen(cfg, {"kv_cache_gib": gib}), [note]
 
 
 def with_chosen(cfg: T, values: Mapping[str, Any]) -> T:
