@@ -33,7 +33,7 @@ def start_alone(device):
         dist.destroy_process_group()
 
 
-def call_recipe(recipe, *arguments, num_ranks=1):
+def run_recipe(recipe, *arguments, num_ranks=1):
     """As a user does: python, or torchrun for several ranks; returns what was printed."""
     return run_torchrun(num_ranks, RECIPES / f"{recipe}.py", *arguments)
 
