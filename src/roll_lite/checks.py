@@ -68,21 +68,27 @@ def finite(options: Any, *fields: str) -> None:
 def check_choices(options: Any) -> None:
     """Refuse a value that the Literal type of its field does not name."""
     for field, choices in _choices(type(options)).items():
-        if (value := getattr(options, field)) not in choices:
-            known = ", ".join(str(choice) for choice in choices if choice is not None)
-            raise UserError(f"{field}={value!r} is not known; use one of {known}")
+        check_choice(field, getattr(options, field), choices)
+
+
+def check_choice(name: str, value: Any, choices: tuple) -> None:
+    """Refuse a value that is none of the choices, if there are any."""
+    if choices and value not in choices:
+        known = ", ".join(str(choice) for choice in choices if choice is not None)
+        raise UserError(f"{name}={value!r} is not known; use one of {known}")
+
+
+def choices_of(hint: Any) -> tuple:
+    """The choices of a Literal type, with None where it may be left out; none for other types."""
+    members = [hint] if get_origin(hint) is Literal else get_args(hint)
+    choices = [c for m in members if get_origin(m) is Literal for c in get_args(m)]
+    return (*choices, *([None] if choices and type(None) in members else []))
 
 
 @cache
 def _choices(cls: type) -> dict[str, tuple]:
-    """The choices of each field with a Literal type, with None where it may be left out."""
-    found = {}
-    for name, hint in get_type_hints(cls).items():
-        members = [hint] if get_origin(hint) is Literal else get_args(hint)
-        choices = [c for m in members if get_origin(m) is Literal for c in get_args(m)]
-        if choices:
-            found[name] = (*choices, *([None] if type(None) in members else []))
-    return found
+    """The choices of each field."""
+    return {name: choices_of(hint) for name, hint in get_type_hints(cls).items()}
 
 
 def read_only_if(is_read: bool, condition: str, options: Any, *fields: str) -> None:

@@ -32,7 +32,6 @@ from roll_lite.options import (
     keywords,
     name_of,
     open_parts,
-    unread,
     where,
 )
 from roll_lite.report.config_file import (
@@ -338,7 +337,7 @@ def _refuse_clashes(base: Any, flags: Mapping[str, Sequence[Flag]]) -> None:
 def _explain_unknown(base: Any, flags: Mapping[str, Sequence[Flag]], args: Sequence[str]) -> None:
     """Refuse what is no flag, but an argument or an option of another function, and say so."""
     known = {flag.name for listed in flags.values() for flag in listed}
-    given = {_name(arg) for arg in args if arg.startswith("--")} - known
+    given = set().union(*(names for arg in args if known.isdisjoint(names := _names(arg))))
     for each in fields(base):
         part = getattr(base, each.name)
         for name in given & ({*declared(part)} if is_dataclass(part) else set()):
@@ -349,23 +348,19 @@ def _explain_unknown(base: Any, flags: Mapping[str, Sequence[Flag]], args: Seque
                 f"    {each.name}: rl.{kind} = rl.{kind}({name}=...)"
             )
         if isinstance(part, FunctionOptions):
-            for name in given:
-                if readers := unread(part.TABLE, part.CHOICE, name):
-                    chosen = getattr(part, part.CHOICE)
-                    raise UserError(
-                        f"--{name.replace('_', '-')} {readers}; {part.CHOICE}={chosen!r} does not "
-                        "read it, so leave it out"
-                    )
+            part.refuse_unread(dict.fromkeys(sorted(given)), as_flags=True)
 
 
-def _name(arg: str) -> str:
-    """The option of an argument: --no-drop-equal is drop_equal."""
+def _names(arg: str) -> set[str]:
+    """The options that an argument may be for: --no-drop-equal is for drop_equal."""
+    if not arg.startswith("--"):
+        return set()
     name = arg.removeprefix("--").partition("=")[0].replace("-", "_")
-    return name.removeprefix("no_")
+    return {name, name.removeprefix("no_")}
 
 
 def _is_given(args: Sequence[str], name: str) -> bool:
-    return any(arg.startswith("--") and _name(arg) == name for arg in args)
+    return any(name in _names(arg) for arg in args)
 
 
 def _values(args: Sequence[str], name: str) -> list[str]:
@@ -374,7 +369,7 @@ def _values(args: Sequence[str], name: str) -> list[str]:
     is_ours = False
     for arg in args:
         if arg.startswith("-"):
-            is_ours = arg.startswith("--") and _name(arg) == name
+            is_ours = name in _names(arg)
             values += [arg.partition("=")[2]] if is_ours and "=" in arg else []
         elif is_ours:
             values.append(arg)

@@ -31,7 +31,7 @@ from typing import (
 
 from typing_extensions import Doc
 
-from roll_lite.checks import Bound, UserError, check_choices
+from roll_lite.checks import Bound, UserError, check_choice, check_choices, choices_of
 
 T = TypeVar("T")
 Argument = Annotated[T, "no flag"]
@@ -111,30 +111,25 @@ def from_flat(config: type[T], *, check: bool = True, **options: Any) -> T:
     """
     # JSON has lists where options are tuples.
     options = {n: tuple(v) if isinstance(v, list) else v for n, v in options.items()}
-    parts = {each.name: each.default for each in fields(config) if is_dataclass(each.default)}
-    given = {name: _take(part, options) for name, part in parts.items()}
-    for name, part in parts.items():
-        if isinstance(part, FunctionOptions):  # which says whose they are
-            strays = [n for n in options if unread(part.TABLE, part.CHOICE, n)]
-            given[name]["options"] |= {n: options.pop(n) for n in strays}
     values = {}
-    for name, part in parts.items():
-        own = vars(part) | given[name]
-        values[name] = type(part)(**own) if check else _unchecked(type(part), own)
-    values |= {each.name: options.pop(each.name) for each in fields(config) if each.name in options}
+    for each in fields(config):
+        if is_dataclass(part := each.default):
+            given = {name: options.pop(name) for name in declared(part) if name in options}
+            if isinstance(part, OpenOptions):
+                known = _unchecked(type(part), vars(part) | given).keywords
+                given["options"] = {n: v for n, v in part.kept_with(given).items() if n in known}
+                given["options"] |= {n: options.pop(n) for n in known if n in options}
+            own = vars(part) | given
+            values[each.name] = type(part)(**own) if check else _unchecked(type(part), own)
+        elif each.name in options:
+            values[each.name] = options.pop(each.name)
     if options:
+        for part in values.values():
+            if isinstance(part, FunctionOptions):
+                part.refuse_unread(options)
         named = ", ".join([*list(options)[:3], *(["..."] if len(options) > 3 else [])])
         raise UserError(f"{named}: not among the options of this recipe; see its --help")
     return config(**values) if check else _unchecked(config, values)
-
-
-def _take(part: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a part and of its functions, which are removed from the flat ones."""
-    given = {name: options.pop(name) for name in declared(part) if name in options}
-    if isinstance(part, OpenOptions):
-        known = _unchecked(type(part), vars(part) | given).owners
-        given["options"] = {name: options.pop(name) for name in known if name in options}
-    return given
 
 
 def _unchecked(config: type[T], values: dict[str, Any]) -> T:
@@ -158,8 +153,7 @@ class Keyword(NamedTuple):
 @cache
 def keywords(function: Callable) -> dict[str, Keyword]:
     """The options of a function by name; the help of one is the Doc in its Annotated type."""
-    typed = function.__init__ if inspect.isclass(function) else function
-    hints = get_type_hints(typed, include_extras=True)
+    hints = _hints(function)
     found = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is not parameter.KEYWORD_ONLY:
@@ -175,6 +169,22 @@ def keywords(function: Callable) -> dict[str, Keyword]:
         bounds = tuple(item for item in more if isinstance(item, Bound))
         found[name] = Keyword(kind, parameter.default, " ".join(docs), bounds)
     return found
+
+
+def _hints(function: Callable) -> dict[str, Any]:
+    """The types of a function's parameters, as far as they are given."""
+    typed = getattr(function, "func", function)  # of a partial
+    if inspect.isclass(typed):
+        typed = typed.__init__
+    elif not inspect.isroutine(typed):
+        typed = type(typed).__call__
+    try:
+        return get_type_hints(typed, include_extras=True)
+    except NameError as error:
+        raise UserError(
+            f"{where(function)}: a type in the signature of {name_of(function)} cannot be read: "
+            f"{error}; import it, not under TYPE_CHECKING alone, or leave the type out"
+        ) from None
 
 
 def name_of(function: Callable) -> str:
@@ -231,10 +241,16 @@ class OpenOptions:
         """Their values, given or by default."""
         return {n: self.options.get(n, known.default) for n, known in self.keywords.items()}
 
+    def kept_with(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Which of `options` stay where other options of this part are given."""
+        return self.options
+
     def check_values(self) -> None:
+        values = self.values
         for name, known in self.keywords.items():
+            check_choice(name, values[name], choices_of(known.kind))
             for bound in known.bounds:
-                bound.check(name, self.options.get(name, known.default))
+                bound.check(name, values[name])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,23 +283,36 @@ class FunctionOptions(OpenOptions):
         """The function with its options."""
         return partial(self.chosen, **self.values)
 
+    def kept_with(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Those of another function do not stay."""
+        name = getattr(self, self.CHOICE)
+        return self.options if given.get(self.CHOICE, name) == name else {}
+
     def check_function(self) -> None:
         """Refuse an unknown name, and options that the function does not read."""
         check_choices(self)
-        for name, value in self.options.items():
+        self.refuse_unread(self.options)
+        for name in self.options:
             if name not in self.keywords:
-                readers = unread(self.TABLE, self.CHOICE, name) or "is no option"
+                chosen = getattr(self, self.CHOICE)
+                known = ", ".join(self.keywords) or "none"
                 raise UserError(
-                    f"{name}={value!r} {readers}; {self.CHOICE}={getattr(self, self.CHOICE)!r} "
-                    "does not read it, so leave it out"
+                    f"{name}={self.options[name]!r} is not an option of {self.CHOICE}={chosen!r}; "
+                    f"its options are {known}"
                 )
         self.check_values()
 
-
-def unread(table: Mapping[str, Callable], choice: str, option: str) -> str:
-    """Which functions of a table read an option, for an error; empty if none does."""
-    readers = [name for name, function in table.items() if option in keywords(function)]
-    return f"is read by {choice} {', '.join(readers)}" if readers else ""
+    def refuse_unread(self, options: Mapping[str, Any], *, as_flags: bool = False) -> None:
+        """Refuse options that only other functions of the table read, and say which."""
+        for name, value in options.items():
+            readers = [kind for kind, function in self.TABLE.items() if name in keywords(function)]
+            chosen = getattr(self, self.CHOICE)
+            if readers and chosen not in readers:
+                option = f"--{name.replace('_', '-')}" if as_flags else f"{name}={value!r}"
+                raise UserError(
+                    f"{option} is read by {self.CHOICE} {', '.join(readers)}; "
+                    f"{self.CHOICE}={chosen!r} does not, so leave it out"
+                )
 
 
 def open_parts(config: Any) -> Iterator[tuple[str, OpenOptions]]:

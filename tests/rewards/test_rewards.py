@@ -117,7 +117,7 @@ def test_code_rewards_need_isolation_that_works(reward):
     """
     done = run_script(script)
     assert done.stdout == "so far\n", done.stderr
-    assert "ValueError: the reward for code runs no programs: isolation='full'" in done.stderr
+    assert "UserError: the reward for code runs no programs: isolation='full'" in done.stderr
     assert 'partial(passes_tests, isolation="rlimits")' in done.stderr
 
 

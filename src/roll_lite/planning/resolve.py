@@ -100,8 +100,10 @@ def _said_by_parts(cfg: RecipeConfig) -> dict[str, Any]:
     parts = [part for part in parts if is_dataclass(part)]
     found = {}
     for part in parts:
-        said = getattr(part, "open_defaults", {})
-        found |= {name: value for name, value in said.items() if not getattr(part, name)}
+        for name, value in getattr(part, "open_defaults", {}).items():
+            given = getattr(part, name)
+            if given in (None, ()) and value != given:
+                found[name] = value
     if hasattr(cfg, "policy_loss"):
         estimator = cfg.advantages
         for name, value in cfg.policy_loss.facts.advantage_defaults.items():

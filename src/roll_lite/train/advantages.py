@@ -95,6 +95,9 @@ NO_FACTS = AdvantageFacts()
 
 
 def no_turn_was_rewarded(group: Group) -> bool:
+    """A question's only turn has the reward of its reply, which is compared."""
+    if group.prompt.is_question:
+        return has_equal_rewards(group)
     return not any(turn.result.reward for sample in group.samples for turn in sample.turns)
 
 
