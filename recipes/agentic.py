@@ -2,7 +2,7 @@
 
 python recipes/agentic.py --model models/tiny --data frozen_lake:style=short
 python recipes/agentic.py --data frozen_lake sokoban@2 --advantage gigpo --history 2
-python recipes/agentic.py --data mine --envs my_envs.py         # an environment of your own
+python recipes/agentic.py --data mine --code my_envs.py         # an environment of your own
 python -m pdb recipes/agentic.py --env-workers 0 ...    # one process: break in an environment
 
 An environment is a class like `Doors` below, or a coroutine: docs/environments.md.
@@ -49,12 +49,5 @@ class Config(rlvr.Config):
     } | rlvr.Config.SHOWN  # fmt: skip
 
 
-keep = None  # or `def keep(group)`, a filter of yours: whether a group of episodes is trained on
-
-
-def main(cfg: Config) -> list[float]:
-    return rlvr.main(cfg, keep)
-
-
 if __name__ == "__main__":
-    command.run(main, Config, __doc__)
+    command.run(rlvr.main, Config, __doc__, rlvr.plan)

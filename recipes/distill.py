@@ -21,7 +21,7 @@ from roll_lite.checks import above, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(rl.RecipeConfig):
     teacher: str
     """Hugging Face folder of the teacher, with the student's vocabulary."""
     model: str = "models/tiny"
@@ -62,6 +62,10 @@ class Config:
         "lora_targets",
     )  # fmt: skip
 
+    @property
+    def default_kinds(self) -> dict[str, str]:
+        return {"lr": "sft"}
+
     def __post_init__(self):
         data.check_source(self.data)
         rl.check_vocabulary(self.model, self.teacher, "teacher")
@@ -80,7 +84,6 @@ def main(cfg: Config) -> None:
         cfg.device_map or "train=all teacher=all", cfg.device, roles=["train", "teacher"],
         config=config, role_configs={"teacher": rl.read_config(cfg.teacher)}, options=cfg,
     ) as cluster:  # fmt: skip
-        cfg = rl.choose_defaults(cfg, lr="sft")
         rows = data.DIALOGUES.training(cfg.data, f"distill-{cfg.seed}")
         held_out = data.DIALOGUES.held_out(cfg.data, cfg.evaluation)
         chat, budget = rl.Chat(cfg.model, **cfg.chat.arguments), cfg.training.tokens_per_microbatch

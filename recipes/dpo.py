@@ -20,7 +20,7 @@ from roll_lite.checks import at_least, unread_with
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(rl.RecipeConfig):
     model: str = "models/tiny"
     """Hugging Face folder to start from: a model fine-tuned on such dialogues."""
     data: str = "reverse:5"
@@ -59,6 +59,10 @@ class Config:
         "template_args",
     )  # fmt: skip
 
+    @property
+    def default_kinds(self) -> dict[str, str]:
+        return {"lr": "preference"}
+
     def __post_init__(self):
         rl.read_config(self.model)
         data.check_source(self.data)
@@ -82,7 +86,6 @@ def main(cfg: Config) -> None:
         device_map, cfg.device, roles=["train", *others], config=config, role_configs=others,
         options=cfg,
     ) as cluster:  # fmt: skip
-        cfg = rl.choose_defaults(cfg, lr="preference")
         roles = rl.Roles(cluster)
         roles.policy = trainer = roles.add(
             "train", rl.Trainer, folder=cfg.model, loss=cfg.loss,

@@ -6,8 +6,8 @@ python recipes/evaluate.py --model models/tiny --checkpoint runs/mine/checkpoint
 python recipes/evaluate.py --model runs/mine/model --data sokoban frozen_lake:size=8     # episodes
 torchrun --nproc-per-node 8 recipes/evaluate.py --model ...      # an engine on each rank
 
-Replies are scored by the rewards of recipes/rlvr.py and of --rewards FILE; episodes are played in
-the environments of recipes/agentic.py and of --envs FILE. All are written to the run folder as they
+Replies are scored by the rewards of recipes/rlvr.py and of --code FILE; episodes are played in the
+environments of recipes/agentic.py and of --code FILE. All are written to the run folder as they
 come: an interrupted evaluation that is started again with the same --run-dir continues where it
 stopped.
 """
@@ -15,7 +15,7 @@ stopped.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,13 +23,13 @@ from typing import Any, ClassVar
 import roll_lite as rl
 from roll_lite import command, data
 from roll_lite.checks import UserError, above, at_least, finite, read_only_if
-from roll_lite.options import flatten
+from roll_lite.options import flag_names, flatten
 from roll_lite.recipes import agentic
 
 
 @rl.unique_options
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(rl.RecipeConfig):
     model: str = "models/tiny"
     """Hugging Face folder."""
     data: tuple[str, ...] = ("reverse:5",)
@@ -64,6 +64,7 @@ class Config:
     device_map: str | None = None
     """Ranks of the engines, as in generate=all,tp=2; None puts every role on all ranks."""
     chat: rl.ChatOptions = rl.ChatOptions()
+    own: rl.CodeOptions = rl.CodeOptions()
     scoring: rl.RewardOptions = rl.RewardOptions()
     environments: rl.EnvOptions = rl.EnvOptions()
     episodes: rl.EpisodeOptions = rl.EpisodeOptions()
@@ -73,9 +74,9 @@ class Config:
     ENVS: ClassVar = agentic.Config.ENVS
     FIXED: ClassVar = (
         "model", "checkpoint", "data", "samples", "temperature", "top_k", "top_p", "min_p",
-        "max_tokens", "seed", "rewards", "judge", "judge_tokens", "reward_model",
+        "max_tokens", "seed", "code", "judge", "judge_tokens", "reward_model",
         "template_args", "judge_template_args",
-        "envs", "max_turns", "history", "old_thoughts", "episode_tokens", "at_limit",
+        "max_turns", "history", "old_thoughts", "episode_tokens", "at_limit",
     )  # fmt: skip
     SHOWN: ClassVar = {
         "eval/pass@1": "pass@1", "eval/reward": "reward", "eval/failed": "failed",
@@ -87,7 +88,7 @@ class Config:
         data.check_mixture(self.data, self.env_names)
         has_envs = bool(self.players)  # refuses wrong options of environments
         for part in (self.environments, self.episodes):
-            names = (field.name for field in fields(part))
+            names = flag_names(type(part))
             read_only_if(has_envs, "environments in data", part, *names)
         at_least(1, self, "samples")
         above(0, self, "kv_cache_gib")
@@ -108,15 +109,20 @@ class Config:
 
     @property
     def env_names(self) -> dict[str, Any]:
-        """Environments by name, those of --envs included."""
-        return self.environments.makers(self.ENVS)
+        """Environments by name, those of --code included."""
+        return {**self.ENVS, **self.own.envs}
 
     @property
     def players(self) -> dict[str, rl.Player]:
         """For each environment in data, what plays its episodes."""
         entries = data.parse_mixture(self.data, self.env_names)
         specs = [entry.source for entry in entries if entry.kind == "env"]
-        return self.environments.players(specs, self.ENVS, self.episodes)
+        return rl.env_players(specs, self.env_names, self.episodes)
+
+    @property
+    def default_kinds(self) -> dict[str, str]:
+        is_all_played = len(self.players) == len(self.data)
+        return {"max_tokens": "turn" if is_all_played else "reply"}
 
     @property
     def chosen_temperature(self) -> float:
@@ -133,9 +139,6 @@ class Config:
         )
 
 
-TRACKERS = ()  # yours, beside TensorBoard: docs/tutorial.md has wandb and trackio
-
-
 def main(cfg: Config) -> dict[str, float]:
     roles = ["generate", *cfg.scoring.reward_roles]
     device_map = cfg.device_map or " ".join(f"{role}=all" for role in roles)
@@ -144,13 +147,11 @@ def main(cfg: Config) -> dict[str, float]:
         device_map, cfg.device, roles=roles, config=config,
         role_configs=cfg.scoring.reward_configs, options=cfg,
     ) as cluster:  # fmt: skip
-        is_all_played = len(cfg.players) == len(cfg.data)
-        cfg = rl.choose_defaults(cfg, max_tokens="turn" if is_all_played else "reply")
         chat = rl.Chat(cfg.model, **cfg.chat.arguments)
         prompts = data.held_out(cfg.data, cfg.prompts, of_tasks=256, envs=cfg.env_names)
         chat.check_prompts(prompts)
         answers = rl.AnswerFile(f"{cfg.run_dir}/answers.jsonl", prompts, asked_with(cfg))
-        run = rl.Run(cfg.run_dir, cfg, num_steps=0, shown=cfg.SHOWN, trackers=TRACKERS)
+        run = rl.Run(cfg.run_dir, cfg, num_steps=0, shown=cfg.SHOWN, trackers=cfg.own.trackers)
         folder = cfg.model
         if cfg.checkpoint:
             folder = str(rl.export_checkpoint(cfg.checkpoint, cfg.model, f"{cfg.run_dir}/model"))

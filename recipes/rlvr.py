@@ -8,7 +8,7 @@ torchrun --nproc-per-node 8 recipes/rlvr.py --data math.jsonl@0.7 sokoban@0.3 \
         --device-map "train=0-3 generate=4-7" --max-staleness 1         # asynchronous
 python recipes/rlvr.py --advantage gae --loss ppo ...       # PPO with a critic; see --help
 python recipes/rlvr.py --advantage opd --teacher BIG ...    # on-policy distillation
-python recipes/rlvr.py --data mine.jsonl --rewards my_rewards.py    # a reward of your own
+python recipes/rlvr.py --data mine.jsonl --code mine.py     # rewards, losses, ... of your own
 python -m pdb recipes/rlvr.py ...      # one process: break anywhere, also in a reward
 
 Every rank starts this file. Only rank 0 goes below `with rl.Cluster`: the others wait there, do
@@ -17,8 +17,6 @@ what it asks of their roles, such as `roles.train`, and exit. Rank 0 does its ow
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -65,26 +63,20 @@ class Config(rl.PolicyConfig):
     }  # fmt: skip
 
 
-TRACKERS = ()  # your own, in addition to TensorBoard: docs/tutorial.md has wandb and trackio
-
-
-def main(cfg: Config, keep: Callable[[rl.Group], bool] | None = None) -> list[float]:
+def main(cfg: Config) -> list[float]:
     """Returns the held-out pass rates since the start or resume, one for each evaluation.
 
-    `keep` is a filter of your own: a group for which it is False is not trained on, and another one
-    is generated instead (--max-refills). agentic.py shows how it is passed.
+    `cfg` is resolved (roll_lite/planning/resolve.py): nothing is left open, and it is only read.
     """
-    if cfg.plan:
-        cfg = rl.choose_defaults(cfg, **cfg.default_kinds)
-        sys.exit(rl.print_plan(cfg, prompt_lengths(cfg)))
     with rl.Cluster(cfg.device_map, cfg.device, options=cfg, **cfg.cluster_options) as cluster:
-        cfg = rl.choose_memory(rl.choose_defaults(cfg, **cfg.default_kinds), cluster)
+        cfg.check_files()
+        cfg = rl.fit_cache(cfg, cluster)  # lower than asked where other programs use the GPU
         chat = rl.Chat(cfg.model, **cfg.chat.arguments)
         context = min(cfg.longest_sample, rl.cache_tokens(cfg, cluster))
         prompts, held_out = read_prompts(cfg, chat, context)
         with rl.make_players(
             cfg, [*prompts.rows, *held_out], prompts.domains, cluster,
-            needs_rewards=not cfg.advantages.needs_teacher,
+            needs_rewards=cfg.advantages.needs_rewards,
             tokens_per_microbatch=cfg.training.tokens_per_microbatch,
         ) as players:  # fmt: skip
             roles = make_roles(cfg, cluster)
@@ -101,16 +93,21 @@ def main(cfg: Config, keep: Callable[[rl.Group], bool] | None = None) -> list[fl
             rollout = rl.Coordinator(
                 engines=roles.engines, chat=chat, prompts=prompts, params=params,
                 play=players.play, reward_engines=players.engine_clients,
-                play_metrics=players.metrics, options=cfg.rollout, seed=cfg.seed, keep=keep,
-                min_samples=cfg.min_samples, max_length=context, episodes=cfg.episodes,
+                play_metrics=players.metrics, options=cfg.rollout, seed=cfg.seed,
+                keep=cfg.own.keep, choose=cfg.own.prompts, pass_reward=cfg.evaluation.pass_reward,
+                nothing_to_learn=cfg.advantages.nothing_to_learn, min_samples=cfg.min_samples,
+                 max_length=context, episodes=cfg.episodes,
             )  # fmt: skip
             # Loop resumes from the last checkpoint, evaluates before the first step and every
             # --eval-every, records, writes checkpoints (on Ctrl-C of the last complete step), and
             # exports the model at the end.
-            with rl.Loop(cfg, roles, rollout, evaluation, trackers=TRACKERS) as loop:
+            with rl.Loop(
+                cfg, roles, rollout, evaluation,
+                trackers=cfg.own.trackers, group_metrics=cfg.own.metrics,
+            ) as loop:  # fmt: skip
                 for step in loop:
                     groups = rollout.collect()
-                    sequences = prepare(groups, cfg, roles, loop.state)
+                    sequences = prepare(groups, cfg, roles, loop.state, chat)
                     metrics = update(sequences, cfg, roles, step)
                     roles.sync(step, rollout)  # new weights to the engines, as version `step`
                     loop.end(step, metrics, groups, sequences)
@@ -140,11 +137,12 @@ def read_prompts(cfg: Config, chat: rl.Chat, context: int) -> tuple[rl.Mixture, 
     return prompts, held_out
 
 
-def prompt_lengths(cfg: Config) -> list[int]:
-    """Tokens of some prompts, for a plan; those of environments are not known and taken as 256."""
+def plan(cfg: Config) -> int:
+    """--plan, for some prompts; those of environments are not known, and taken as 256 tokens."""
     chat = rl.Chat(cfg.model, **cfg.chat.arguments)
     prompts = islice(rl.Mixture(cfg.data, seed=0, envs=cfg.env_names), 64)
-    return [len(chat.encode(p.messages)) if p.is_question else 256 for p in prompts]
+    lengths = [len(chat.encode(p.messages)) if p.is_question else 256 for p in prompts]
+    return rl.print_plan(cfg, lengths)
 
 
 def make_roles(cfg: Config, cluster: rl.Cluster) -> rl.Roles:
@@ -155,7 +153,8 @@ def make_roles(cfg: Config, cluster: rl.Cluster) -> rl.Roles:
     )  # fmt: skip
     roles.policy = roles.add(
         "train", rl.Trainer, folder=cfg.model,
-        # A loss of your own: rl.PolicyLoss(cfg.policy_loss, cfg.kl, mine), a function of this file.
+        # A loss of your own: rl.PolicyLoss(cfg.policy_loss, cfg.kl, mine), a function of this file,
+        # or --loss mine of a file given with --code.
         # mine(logprobs_R, log_ratio_R, advantages_R, batch) returns a loss for each row (a sampled
         # token), as in -log_ratio_R.exp() * advantages_R; the trainer averages. Corrections, KL and
         # entropy of the options are added. train/losses.py has the built-in ones.
@@ -181,7 +180,11 @@ def make_roles(cfg: Config, cluster: rl.Cluster) -> rl.Roles:
 
 
 def prepare(
-    groups: list[rl.Group], cfg: Config, roles: rl.Roles, state: rl.AdvantageState
+    groups: list[rl.Group],
+    cfg: Config,
+    roles: rl.Roles,
+    state: rl.AdvantageState,
+    chat: rl.Chat,
 ) -> list[rl.TrainingSequence]:
     """Advantages, from rewards and from logprobs and values before the step's first update.
 
@@ -189,22 +192,28 @@ def prepare(
     """
     roles.to_training()  # the device changes hands where --engines-sleep or --offload is on
     groups = cfg.lengths.shape_rewards(groups)
-    score = partial(roles.score, groups=groups, budget=cfg.training.tokens_per_microbatch)
+    options, budget = cfg.advantages, cfg.training.tokens_per_microbatch
+    score = partial(roles.score, groups=groups, budget=budget)
     reference = score("reference") if cfg.kl.kl_coef else None
     scores = rl.ModelScores(
         values=score("critic") if roles.critic else None,
         reference_logprobs=reference if cfg.kl.is_in("reward") else None,
         teacher_logprobs=score("teacher") if roles.teachers else None,
-    )
-    options = rl.paper_advantages(cfg.advantages, cfg.policy_loss)  # a default of --loss kimi
+        reprompted_logprobs=roles.score_reprompted(
+            "policy", groups, chat, options.facts.reprompt, budget
+        ) if options.needs_reprompts else None,
+    )  # fmt: skip
     rows = rl.Rows(groups, options, scores, state)
     # Rewards become advantages: a number for each sample (S), turn or token (R). A formula of your
     # own may stand here, as in rows.rewards_S - rows.mean_of_group(rows.rewards_S), which equals
-    # --advantage grpo --divide-by-std False. rows.rewards_S have gone through --reward-norm (none
+    # --advantage grpo --no-divide-by-std. rows.rewards_S have gone through --reward-norm (none
     # by default) and --reward-clip, and with --kl-in reward the KL is taken off; rows.sequences
     # adds whitening, teachers and --advantage-clip. train/advantages.py lists what rows have.
     advantages = options.estimate(rows)
-    sequences = rows.sequences(advantages, teacher_weight=cfg.teaching.weight_beside(options))
+    sequences = rows.sequences(
+        advantages, teacher_weight=cfg.teaching.weight_beside(options),
+        with_observations=cfg.policy_loss.facts.reads_observations,
+    )  # fmt: skip
     if cfg.kl.is_in("loss"):
         sequences = rl.with_field(sequences, "reference_logprobs", reference)
     if cfg.policy_loss.denominator == "old":  # not the engines' logprobs: the policy's, once more
@@ -237,4 +246,4 @@ def update(
 
 
 if __name__ == "__main__":
-    command.run(main, Config, __doc__)
+    command.run(main, Config, __doc__, plan)

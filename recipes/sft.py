@@ -17,7 +17,7 @@ from roll_lite.checks import at_least, unread_with
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(rl.RecipeConfig):
     model: str = "models/tiny"
     """Hugging Face folder to start from."""
     data: str = "reverse:5"
@@ -58,6 +58,10 @@ class Config:
         "model", "seed", "careless", "template_args", "lora_rank", "lora_alpha", "lora_targets",
     )  # fmt: skip
 
+    @property
+    def default_kinds(self) -> dict[str, str]:
+        return {"lr": "sft"}
+
     def __post_init__(self):
         rl.read_config(self.model)
         data.check_source(self.data)
@@ -78,7 +82,6 @@ def main(cfg: Config) -> None:
     device_map = cfg.device_map or f"train=all,tp={cfg.tp}"
     config = rl.read_config(cfg.model)
     with rl.Cluster(device_map, cfg.device, roles=["train"], config=config, options=cfg) as cluster:
-        cfg = rl.choose_defaults(cfg, lr="sft")
         rows = data.DIALOGUES.training(cfg.data, f"sft-{cfg.seed}", careless=cfg.careless)
         encode = partial(encode_rows, cfg, rl.Chat(cfg.model, **cfg.chat.arguments))
         validation, _ = encode(data.DIALOGUES.held_out(cfg.data, cfg.evaluation))

@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 import transformers
 from support.launch import start_alone
 from support.models import FAMILIES, make_reference, make_toy
+from support.recipes import call_recipe
 from support.rlvr_program import share_of_good_letters
 from support.runs import steps_of, toy_options
 
@@ -88,7 +89,7 @@ def imitator(small_folder, shared_folder):
     with (shared_folder / "imitator.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another worker makes it, or has made it
         if not (run_dir / "model").exists():
-            sft.main(from_flat(sft.Config, **options))
+            call_recipe(sft, from_flat(sft.Config, **options))
     return run_dir
 
 
@@ -140,7 +141,9 @@ def here(toy_folder, tmp_path, monkeypatch):
     monkeypatch.setitem(rlvr.Config.INLINE, "reverse", share_of_good_letters)
 
     def run(name, **changes):
-        rlvr.main(from_flat(rlvr.Config, **toy_options(toy_folder, tmp_path / name, **changes)))
+        call_recipe(
+            rlvr, from_flat(rlvr.Config, **toy_options(toy_folder, tmp_path / name, **changes))
+        )
         return steps_of(tmp_path / name)
 
     return run

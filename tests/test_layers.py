@@ -19,23 +19,25 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
     {"players", "policy", "roles", "command"},
     {"flags"},
     {"rewarding", "planning"},
-    {"reward_roles"},
+    {"reward_roles", "code_files"},
     {"rollout", "train", "sync"},
     {"cluster", "engine", "data", "workers", "report"},
     {"device_map", "own_code"},
     {"models", "envs", "chat"},
     {"rewards", "kernels", "chat_template"},
     {"sandbox"},
-    {"options", "profiling"},
+    {"profiling"},
+    {"options"},
+    {"own_files"},
     {"types", "progress", "stopping", "processes"},
     {"checks"},
 ]
 # Siblings that may meet: sync is where trainer and engine do.
 ALLOWED = {("sync", "train")}
 LINES = {  # of Python in a package, at most; "." is the files beside the packages
-    ".": 4850, "cluster": 2750, "data": 1000, "engine": 2700, "envs": 2250, "kernels": 750,
-    "models": 2850, "planning": 1250, "report": 2050, "rewards": 3400, "rollout": 2700,
-    "sandbox": 2150, "train": 4200, "workers": 2450,
+    ".": 5650, "cluster": 2750, "data": 1000, "engine": 2700, "envs": 2250, "kernels": 750,
+    "models": 2850, "planning": 1350, "report": 2050, "rewards": 3350, "rollout": 2900,
+    "sandbox": 2150, "train": 4500, "workers": 2450,
 }  # fmt: skip
 SLACK = 100
 TORCH_FREE = (

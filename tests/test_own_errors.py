@@ -12,7 +12,7 @@ from support.runs import flags, toy_options
 from roll_lite.checks import UserError
 from roll_lite.cluster.errors import RoleError, exit_code_of, own_code_of
 from roll_lite.own_code import find_own_code
-from roll_lite.rewards.file import import_file
+from roll_lite.own_files import import_file
 from roll_lite.stopping import Stopped
 
 LOSS = "loss=rl.PolicyLoss(cfg.policy_loss, cfg.kl),"
@@ -95,8 +95,7 @@ def test_what_the_library_raises_comes_after_the_lines_that_called_it(copy, opti
 
 
 def test_an_error_after_a_checkpoint_says_how_to_go_on(copy, options, command):
-    prepare = "sequences = prepare(groups, cfg, roles, loop.state)"
-    path = copy({prepare: f"1 / (2 - step)\n{' ' * 20}{prepare}"})
+    path = copy({"for step in loop:": f"for step in loop:\n{' ' * 20}1 / (2 - step)"})
     code, text = command(path, *options, "--steps", 2, "--checkpoint-every", 1)
     first = f"  {place(path, ' ' * 20 + '1 / (2 - step)')}, in main\n    1 / (2 - step)\n"
     assert code == 2 and f"{first}To continue the run:\n    " in text and "--resume" in text

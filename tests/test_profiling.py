@@ -4,6 +4,7 @@ import gzip
 import json
 
 import pytest
+from support.recipes import call_recipe
 from support.runs import toy_options
 from support.traces import read_trace, slices
 
@@ -19,7 +20,7 @@ def run_dir(toy_folder, tmp_path_factory):
     values = toy_options(
         toy_folder, run_dir, steps=4, prompts_per_step=2, eval_every=0, profile_steps="2-3"
     )
-    rlvr.main(from_flat(rlvr.Config, **values))
+    call_recipe(rlvr, from_flat(rlvr.Config, **values))
     return run_dir
 
 

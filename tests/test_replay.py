@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from support.made_runs import make_run, sample, write_lines
+from support.recipes import call_recipe
 
 from roll_lite.options import from_flat
 from roll_lite.recipes import agentic, rlvr
@@ -69,11 +70,12 @@ def make_runs(toy_folder, folder):
     (folder / "my_rewards.py").write_text(REWARDS)
     (folder / "my_envs.py").write_text(ENVS)
     common = COMMON | {"model": str(toy_folder)}
-    own = {"data": ("reverse:1",), "rewards": str(folder / "my_rewards.py"), "reward_workers": 0}
-    rlvr.main(from_flat(rlvr.Config, **common, **own, run_dir=str(folder / "rlvr")))
-    own = {"data": ("mine", "talk"), "envs": str(folder / "my_envs.py"), "history": 0}
-    agentic.main(
-        from_flat(agentic.Config, **common, **own, env_workers=0, run_dir=str(folder / "agentic"))
+    own = {"data": ("reverse:1",), "code": (str(folder / "my_rewards.py"),), "reward_workers": 0}
+    call_recipe(rlvr, from_flat(rlvr.Config, **common, **own, run_dir=str(folder / "rlvr")))
+    own = {"data": ("mine", "talk"), "code": (str(folder / "my_envs.py"),), "history": 0}
+    call_recipe(
+        rlvr,
+        from_flat(agentic.Config, **common, **own, env_workers=0, run_dir=str(folder / "agentic")),
     )
     for recipe in ("rlvr", "agentic"):  # otherwise all checkpoints would do
         lines = (folder / recipe / "metrics.jsonl").read_text().splitlines()

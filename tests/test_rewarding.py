@@ -8,6 +8,7 @@ import pytest
 from support import worker_rewards
 from support.launch import run_recipe
 from support.models import make_reference, make_toy
+from support.recipes import call_recipe
 from support.runs import samples_of, steps_of
 
 from roll_lite.cluster.cluster import Cluster
@@ -19,7 +20,6 @@ from roll_lite.planning.render import render
 from roll_lite.recipes import rlvr, sft
 from roll_lite.reward_roles import judge_messages
 from roll_lite.rewarding import RewardOptions, Rewards
-from roll_lite.train.optimizer import choose_defaults
 from roll_lite.types import Prompt
 from roll_lite.workers.failures import TooManyFailures
 
@@ -49,7 +49,7 @@ def run(folder, run_dir, **changes):
         "eval_every": 100, "kv_cache_gib": 0.1, "steps": 3, "device": "cpu", "reward_workers": 2,
         "run_dir": str(run_dir),
     } | changes  # fmt: skip
-    rlvr.main(from_flat(rlvr.Config, **options))
+    call_recipe(rlvr, from_flat(rlvr.Config, **options))
     return steps_of(run_dir)
 
 
@@ -125,13 +125,13 @@ def test_the_ranks_of_a_judge_are_checked_against_its_own_model(tiny_folder, tmp
     """Two ranks cannot have equal parts of 3 heads; of the tiny model's 4 they can."""
     odd = tmp_path / "odd"
     make_reference("smollm2").save_pretrained(odd)
-    monkeypatch.setattr("roll_lite.cluster.cluster.read_launch", lambda: Launch(world_size=2))
+    monkeypatch.setattr("roll_lite.planning.read_launch", lambda: Launch(world_size=2))
 
     def plan(**changes):
         cfg = from_flat(
             rlvr.Config, model=str(tiny_folder), run_dir=str(tmp_path / "run"), **changes
         )
-        return render(*make_plan(choose_defaults(cfg, **cfg.default_kinds), 20))
+        return render(*make_plan(cfg, 20))
 
     for role, more in (("judge", {}), ("reference", {"kl_coef": 0.1})):
         device_map = f"train=all generate=all {role}=all,tp=2"
@@ -153,7 +153,7 @@ def judge_folder(tmp_path):
         model=str(folder), data=write_rows(tmp_path / "verdicts.jsonl", verdicts),
         steps=100, rows_per_step=8, lr=1e-2, device="cpu", run_dir=str(tmp_path / "judge"),
     )  # fmt: skip
-    sft.main(cfg)
+    call_recipe(sft, cfg)
     return tmp_path / "judge" / "model"
 
 
@@ -195,7 +195,7 @@ def own_file(tmp_path, monkeypatch):
 def test_rewards_of_a_file_and_extra_fields(toy_folder, tmp_path, own_file, reward_workers):
     """In a run that is resumed; one of them replaces a reward of the recipe."""
     data = (write_rows(tmp_path / "levels.jsonl", LEVELS), "reverse:2")
-    options = {"data": data, "rewards": own_file, "reward_workers": reward_workers}
+    options = {"data": data, "code": (own_file,), "reward_workers": reward_workers}
     options |= {"eval_every": 0, "prompts_per_step": 4, "max_staleness": 1.0}
     run(toy_folder, tmp_path / "run", steps=1, **options)
     rows = run(toy_folder, tmp_path / "run", steps=2, resume=True, **options)
@@ -208,22 +208,22 @@ def test_rewards_of_a_file_and_extra_fields(toy_folder, tmp_path, own_file, rewa
             assert sample["reward"] == pytest.approx(level + length / 100)
         else:
             assert sample["reward"] == length and sample["extra"] == {}
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["rewards"] == own_file
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["code"] == [own_file]
 
 
 def test_a_file_whose_rewards_no_prompt_asks_for_is_refused(toy_folder, tmp_path, own_file):
     data = (write_rows(tmp_path / "maths.jsonl", MATHS),)
     with pytest.raises(ValueError, match=r"own\.py has rewards for domain level and reverse, but"):
-        run(toy_folder, tmp_path / "run", data=data, rewards=own_file)
-    with pytest.raises(ValueError, match=r"rewards='nowhere\.py' is not a file"):
-        run(toy_folder, tmp_path / "run", rewards="nowhere.py")
+        run(toy_folder, tmp_path / "run", data=data, code=(own_file,))
+    with pytest.raises(ValueError, match=r"nowhere\.py is not a file; name a Python"):
+        run(toy_folder, tmp_path / "run", code=("nowhere.py",))
 
 
 @pytest.mark.slow
 def test_rewards_of_a_file_under_torchrun(tiny_folder, tmp_path, own_file):
     data = write_rows(tmp_path / "levels.jsonl", LEVELS)
     run_recipe(
-        "rlvr", "--model", tiny_folder, "--data", data, "reverse:2", "--rewards", own_file,
+        "rlvr", "--model", tiny_folder, "--data", data, "reverse:2", "--code", own_file,
         "--steps", 1, "--device", "cpu", "--run-dir", tmp_path / "run", num_ranks=2,
     )  # fmt: skip
     (row,) = steps_of(tmp_path / "run")

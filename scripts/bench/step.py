@@ -26,21 +26,22 @@ import tyro
 from roll_lite import data, loop
 from roll_lite.chat import Chat
 from roll_lite.cluster.cluster import Cluster
+from roll_lite.cluster.launch import read_launch
+from roll_lite.cluster.places import find_device
 from roll_lite.device_map import format_table
 from roll_lite.envs.play import question_player
 from roll_lite.models.config import SHAPE
 from roll_lite.models.tiny import build_tiny
 from roll_lite.options import from_flat
-from roll_lite.planning import choose_memory, machine_of, plan_run
 from roll_lite.planning.plan import Plan
 from roll_lite.planning.render import render, seconds_table
-from roll_lite.planning.speed import WARM_UP, measured_seconds, step_seconds
+from roll_lite.planning.resolve import fit_cache, plan_run, resolved
+from roll_lite.planning.speed import WARM_UP, known_machine, measured_seconds, step_seconds
 from roll_lite.recipes import rlvr
 from roll_lite.roles import Roles
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.evaluation import Evaluation
 from roll_lite.train.checkpoint import RunState
-from roll_lite.train.optimizer import choose_defaults
 from roll_lite.types import SamplingParams
 
 POLL_SECONDS = 0.02
@@ -148,7 +149,7 @@ def run_steps(run: rlvr.Config, cluster: Cluster, chat: Chat, memory: DeviceMemo
     with loop.Loop(run, roles, rollout, evaluation) as steps, memory.watched(roles):
         for step in steps:
             groups = rollout.collect()
-            sequences = rlvr.prepare(groups, run, roles, steps.state)
+            sequences = rlvr.prepare(groups, run, roles, steps.state, chat)
             metrics = rlvr.update(sequences, run, roles, step)
             roles.sync(step, rollout)
             steps.end(step, metrics, groups, sequences)
@@ -171,14 +172,15 @@ def memory_table(plan: Plan, memory: DeviceMemory, rows: list[dict[str, float]])
 
 def main(cfg: Config) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        run = recipe_config(cfg, f"{folder}/run")
+        run = resolved(recipe_config(cfg, f"{folder}/run"))
         with Cluster(run.device_map, run.device, **run.cluster_options) as cluster:
-            run = choose_memory(choose_defaults(run, **run.default_kinds), cluster)
+            run, launch = fit_cache(run, cluster), read_launch()
             chat = Chat(cfg.model if Path(cfg.model).is_dir() else build_tiny(f"{folder}/tiny"))
             prompts = data.Mixture(run.data, seed="bench")
             longest = max(len(chat.encode(next(prompts).messages)) for _ in range(64))
-            plan = plan_run(run, cluster, longest)
-            machine = machine_of(cluster)
+            device = find_device(run.device, launch, measures=True)
+            plan = plan_run(run, cluster.device_map, device, longest)
+            machine = known_machine(device.name, launch.local_world_size)
             print(render(plan, machine), flush=True)
             memory, start = DeviceMemory(cluster.device), time.perf_counter()
             run_steps(run, cluster, chat, memory)

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from functools import cache
 from pathlib import Path
@@ -18,20 +19,45 @@ class UserError(ValueError):
     shown without a traceback."""
 
 
+@dataclass(frozen=True)
+class Bound:
+    """A bound of an option, in the type of a keyword: Annotated[float, Doc("..."), AtLeast(0)]."""
+
+    bound: float
+
+    def check(self, name: str, value: Any) -> None:
+        """None means not set."""
+        raise NotImplementedError
+
+
+class AtLeast(Bound):
+    def check(self, name: str, value: Any) -> None:
+        if value is not None and not value >= self.bound:
+            raise UserError(f"{name}={value} must be at least {self.bound}")
+
+
+class AtMost(Bound):
+    def check(self, name: str, value: Any) -> None:
+        if value is not None and not value <= self.bound:
+            raise UserError(f"{name}={value} must be at most {self.bound}")
+
+
+class Above(Bound):
+    def check(self, name: str, value: Any) -> None:
+        if value is not None and not value > self.bound:
+            raise UserError(f"{name}={value} must be above {self.bound}")
+
+
 def at_least(minimum: float, options: Any, *fields: str) -> None:
     """Refuse options with a smaller value in one of the fields; None means not set."""
     for field in fields:
-        value = getattr(options, field)
-        if value is not None and not value >= minimum:
-            raise UserError(f"{field}={value} must be at least {minimum}")
+        AtLeast(minimum).check(field, getattr(options, field))
 
 
 def above(bound: float, options: Any, *fields: str) -> None:
     """Refuse options with a value that is not above the bound; None means not set."""
     for field in fields:
-        value = getattr(options, field)
-        if value is not None and not value > bound:
-            raise UserError(f"{field}={value} must be above {bound}")
+        Above(bound).check(field, getattr(options, field))
 
 
 def finite(options: Any, *fields: str) -> None:
@@ -45,21 +71,27 @@ def finite(options: Any, *fields: str) -> None:
 def check_choices(options: Any) -> None:
     """Refuse a value that the Literal type of its field does not name."""
     for field, choices in _choices(type(options)).items():
-        if (value := getattr(options, field)) not in choices:
-            known = ", ".join(str(choice) for choice in choices if choice is not None)
-            raise UserError(f"{field}={value!r} is not known; use one of {known}")
+        check_choice(field, getattr(options, field), choices)
+
+
+def check_choice(name: str, value: Any, choices: tuple) -> None:
+    """Refuse a value that is none of the choices, if there are any."""
+    if choices and value not in choices:
+        known = ", ".join(str(choice) for choice in choices if choice is not None)
+        raise UserError(f"{name}={value!r} is not known; use one of {known}")
+
+
+def choices_of(hint: Any) -> tuple:
+    """The choices of a Literal type, with None where it may be left out; none for other types."""
+    members = [hint] if get_origin(hint) is Literal else get_args(hint)
+    choices = [c for m in members if get_origin(m) is Literal for c in get_args(m)]
+    return (*choices, *([None] if choices and type(None) in members else []))
 
 
 @cache
 def _choices(cls: type) -> dict[str, tuple]:
-    """The choices of each field with a Literal type, with None where it may be left out."""
-    found = {}
-    for name, hint in get_type_hints(cls).items():
-        members = [hint] if get_origin(hint) is Literal else get_args(hint)
-        choices = [c for m in members if get_origin(m) is Literal for c in get_args(m)]
-        if choices:
-            found[name] = (*choices, *([None] if type(None) in members else []))
-    return found
+    """The choices of each field."""
+    return {name: choices_of(hint) for name, hint in get_type_hints(cls).items()}
 
 
 def read_only_if(is_read: bool, condition: str, options: Any, *fields: str) -> None:

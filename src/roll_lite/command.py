@@ -15,6 +15,7 @@ from roll_lite.cluster.errors import RoleError, exit_code_of, own_code_of
 from roll_lite.cluster.launch import end_torchrun, find_torchrun, is_first_rank, read_launch
 from roll_lite.flags import parse
 from roll_lite.own_code import OwnCode
+from roll_lite.planning.resolve import resolved
 from roll_lite.processes import end_with_launcher
 from roll_lite.report.config_file import command_line
 from roll_lite.stopping import Ended, Stopped
@@ -22,11 +23,14 @@ from roll_lite.stopping import Ended, Stopped
 T = TypeVar("T")
 
 
-def run(main: Callable[[T], Any], config: type[T], doc: str) -> None:
-    """Parse the options and call `main`. Errors of the user's are shown without traceback, those
-    of their own code with its lines first.
+def run(
+    main: Callable[[T], Any], config: type[T], doc: str, plan: Callable[[T], int] | None = None
+) -> None:
+    """Parse and resolve the options and call `main`. Errors of the user's are shown without
+    traceback, those of their own code with its lines first.
 
-    `config.FIXED` are options that a resumed run must not change.
+    `config.FIXED` are options that a resumed run must not change. `plan` prints what the option
+    of this name asks for, and returns the exit code.
     """
     end_with_launcher()  # first: torch, which takes seconds to import, is not loaded yet
     args = [arg for arg in sys.argv[1:] if arg != "--debug"]
@@ -34,7 +38,9 @@ def run(main: Callable[[T], Any], config: type[T], doc: str) -> None:
     cfg = None
     try:
         cfg = parse(config, doc, args, config.FIXED)
-        main(cfg)
+        if plan and cfg.plan:
+            sys.exit(plan(cfg))
+        main(resolved(cfg))
     except SystemExit as end:
         if end.code == USER_ERROR:  # tyro cannot read an option
             end_torchrun(USER_ERROR)

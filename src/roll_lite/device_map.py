@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from roll_lite.checks import UserError
 from roll_lite.models.config import ModelConfig, tp_problem, tp_sizes
@@ -22,6 +22,15 @@ ENGINE_ROLES = ("generate", "judge")
 OPTIONAL_ROLES = ("reference", "critic")
 FEED = "feed"  # and a number: see `with_sync`
 USEFUL_CACHE_TOKENS = 32768  # least KV cache of each engine under `auto`: 8 samples of 4,096 tokens
+
+
+class Device(NamedTuple):
+    """What a rank computes on."""
+
+    kind: Literal["cpu", "cuda"] = "cpu"
+    name: str = "cpu"
+    num_bytes: int | None = None
+    """Its memory; None for a CPU."""
 
 
 @dataclass(frozen=True, slots=True)

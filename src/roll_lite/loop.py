@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from roll_lite import data
-from roll_lite.options import flatten
+from roll_lite.checks import UserError
+from roll_lite.options import flatten, where
 from roll_lite.profiling import Profiler
 from roll_lite.progress import StepTimer
 from roll_lite.report.run import Run
@@ -33,6 +34,8 @@ from roll_lite.train.sequences import TrainingSequence, sample_runs, sampled_num
 from roll_lite.types import Group
 
 NO_PARTS: Mapping[str, Resumable] = {}
+GroupMetric = Callable[[Sequence[Group]], float]
+NO_METRICS: Mapping[str, GroupMetric] = {}
 
 
 class Measurement(Protocol):
@@ -79,13 +82,15 @@ class Loop:
         *,
         parts: Mapping[str, Resumable] = NO_PARTS,
         trackers: Sequence[OpenTracker] = (),
+        group_metrics: Mapping[str, GroupMetric] = NO_METRICS,
         is_measured_first: bool = True,
     ):
         """`cfg` is the recipe's Config; its FIXED are options that a resumed run must not change,
         its SHOWN metrics of the console.
 
         `parts` are parts of the controller with state that checkpoints keep, beside the rollout.
-        `trackers` get all metrics. `is_measured_first` measures before the first step too.
+        `trackers` get all metrics. `group_metrics` are computed from the groups of each step, by
+        name, and shown on the console. `is_measured_first` measures before the first step too.
         """
         self._cfg = cfg
         self._roles = roles
@@ -93,6 +98,7 @@ class Loop:
         self._evaluation = evaluation
         self._parts = dict(parts)
         self._trackers = trackers
+        self._group_metrics = group_metrics
         self._is_measured_first = is_measured_first
         self.state: AdvantageState | None = None
         """What advantages carry from step to step."""
@@ -185,7 +191,8 @@ class Loop:
         trained = self._roles.trained
         self._saved = RunState(cfg.run_dir, cfg.checkpoints, trained, self._parts, fixed, on_saved)
         self._run = Run(
-            cfg.run_dir, cfg, num_steps=cfg.steps, shown=cfg.SHOWN, trackers=self._trackers,
+            cfg.run_dir, cfg, num_steps=cfg.steps, trackers=self._trackers,
+            shown=cfg.SHOWN | {name: name for name in self._group_metrics},
             resumed_at=self._saved.resumed_at, ranks=self._roles.cluster.device_map.replicas,
         )  # fmt: skip
 
@@ -239,6 +246,13 @@ class Loop:
             self._run.write_rollouts(step, groups, *learnt)
         self._note_dropped(step, with_filtered=is_recorded)
         metrics |= self.state.metrics | self._roles.metrics
+        for name, measure in self._group_metrics.items():
+            if name in metrics:
+                raise UserError(
+                    f"{where(measure)}: METRICS has {name!r}, which is a metric of every run; give "
+                    "it another name"
+                )
+            metrics[name] = float(measure(groups))
         return metrics | {"rollout/trained_samples": len(sample_runs(sequences))}
 
     def _note_dropped(self, step: int, *, with_filtered: bool) -> None:

@@ -1,4 +1,4 @@
-"""Options in parts, and options that follow from the signatures of functions.
+"""Options in parts, and options that functions bring.
 
 The Config of a recipe has the options of its parts as fields; on the command line they are flat.
 
@@ -6,22 +6,23 @@ A table such as LOSSES maps names to functions whose keyword-only parameters are
 
     def cispo(logprobs_R, ..., *, clip_low: Annotated[float, Doc("...")] = 0.2): ...
 
-Such an option exists once, in the signature: fields, flags, help and the refusal of options that
-the chosen function does not read follow from it.
+Such an option stands once, in the signature. A part that names a function (FunctionOptions) has the
+values that were given; flags, help and the refusal of other options follow from the signature.
 
 A spec names a thing with its options in one word: `frozen_lake:size=8,style=short`.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache, partial
 from typing import (
     Annotated,
     Any,
-    Literal,
+    ClassVar,
     NamedTuple,
+    Self,
     TypeVar,
     get_args,
     get_origin,
@@ -30,10 +31,12 @@ from typing import (
 
 from typing_extensions import Doc
 
-from roll_lite.checks import UserError, changed, check_choices
+from roll_lite.checks import Bound, UserError, check_choice, check_choices, choices_of
 
 T = TypeVar("T")
-_CHOSEN = "_chosen"
+Argument = Annotated[T, "no flag"]
+"""The type of an option that few need. It has no flag: it is given where a recipe makes the part,
+as in `scoring: rl.RewardOptions = rl.RewardOptions(judge_tokens=512)`."""
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, bool | int | float | str]]:
@@ -61,20 +64,24 @@ def _spec_value(text: str) -> bool | int | float | str:
 
 
 def flatten(options: Any) -> dict[str, Any]:
-    """All options by name, those of the parts included."""
+    """All options by name, those of the parts and of their functions included."""
     flat: dict[str, Any] = {}
-    for field in fields(options):
-        value = getattr(options, field.name)
-        flat |= flatten(value) if is_dataclass(value) else {field.name: value}
+    for each in fields(options):
+        value = getattr(options, each.name)
+        if is_dataclass(value):
+            flat |= flatten(value)
+        elif isinstance(options, OpenOptions) and each.name == "options":
+            flat |= options.values
+        else:
+            flat[each.name] = value
     return flat
 
 
 def unique_options(config: type[T]) -> type[T]:
     """Decorates a Config, above @dataclass: refuses an option that two of its parts have."""
     places: dict[str, str] = {}
-    for field in fields(config):
-        part = field.default
-        for name, place in _places(config, field.name, part).items():
+    for each in fields(config):
+        for name, place in _places(config, each.name, each.default).items():
             if name in places:
                 raise TypeError(
                     f"option {name} is in {places[name]} and in {place}, but on the command line "
@@ -88,10 +95,13 @@ def _places(config: type, name: str, part: Any) -> dict[str, str]:
     """The class in which each option of a field is written: a part's, or the Config itself."""
     if not is_dataclass(part):
         return {name: config.__name__}
-    read_by = getattr(part, "read_by", {})
-    return {
-        field.name: f"{type(part).__name__}{read_by.get(field.name, '')}" for field in fields(part)
-    }
+    return {name: type(part).__name__ for name in declared(part)}
+
+
+def declared(part: Any) -> list[str]:
+    """Names of the options that the class of a part declares, without those of functions."""
+    is_open = isinstance(part, OpenOptions)
+    return [each.name for each in fields(part) if not (is_open and each.name == "options")]
 
 
 def from_flat(config: type[T], *, check: bool = True, **options: Any) -> T:
@@ -102,35 +112,32 @@ def from_flat(config: type[T], *, check: bool = True, **options: Any) -> T:
     # JSON has lists where options are tuples.
     options = {n: tuple(v) if isinstance(v, list) else v for n, v in options.items()}
     values = {}
-    for field in fields(config):
-        if is_dataclass(part := field.default):
-            given = {name: options.pop(name) for name in flatten(part) if name in options}
-            own = {f.name: getattr(part, f.name) for f in fields(part)} | given
-            values[field.name] = replace(part, **given) if check else _unchecked(type(part), own)
-        elif field.name in options:
-            values[field.name] = options.pop(field.name)
+    for each in fields(config):
+        if is_dataclass(part := each.default):
+            given = {name: options.pop(name) for name in declared(part) if name in options}
+            if isinstance(part, OpenOptions):
+                known = _unchecked(type(part), vars(part) | given).keywords
+                given["options"] = {n: v for n, v in part.kept_with(given).items() if n in known}
+                given["options"] |= {n: options.pop(n) for n in known if n in options}
+            own = vars(part) | given
+            values[each.name] = type(part)(**own) if check else _unchecked(type(part), own)
+        elif each.name in options:
+            values[each.name] = options.pop(each.name)
     if options:
+        for part in values.values():
+            if isinstance(part, FunctionOptions):
+                part.refuse_unread(options)
         named = ", ".join([*list(options)[:3], *(["..."] if len(options) > 3 else [])])
         raise UserError(f"{named}: not among the options of this recipe; see its --help")
     return config(**values) if check else _unchecked(config, values)
 
 
-def mark_chosen(config: T, names: Iterable[str]) -> T:
-    """Note that these options of a Config were not given, but chosen; config.json says so."""
-    object.__setattr__(config, _CHOSEN, tuple(names))
-    return config
-
-
-def chosen_names(config: Any) -> tuple[str, ...]:
-    return getattr(config, _CHOSEN, ())
-
-
 def _unchecked(config: type[T], values: dict[str, Any]) -> T:
     """An instance without the checks of its `__post_init__`."""
     instance = object.__new__(config)
-    for field in fields(config):
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        object.__setattr__(instance, field.name, values.get(field.name, default))
+    for each in fields(config):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        object.__setattr__(instance, each.name, values.get(each.name, default))
     return instance
 
 
@@ -140,83 +147,193 @@ class Keyword(NamedTuple):
     kind: Any
     default: Any
     help: str
+    bounds: tuple[Bound, ...] = ()
 
 
 @cache
 def keywords(function: Callable) -> dict[str, Keyword]:
     """The options of a function by name; the help of one is the Doc in its Annotated type."""
-    hints = get_type_hints(function, include_extras=True)
+    hints = _hints(function)
     found = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is not parameter.KEYWORD_ONLY:
             continue
         if name not in hints or parameter.default is parameter.empty:
-            raise TypeError(
-                f"option {name} of {function.__name__} needs a type and a default, as in "
-                f'{name}: Annotated[float, Doc("what it does.")] = 1.0'
+            raise UserError(
+                f"{where(function)}: option {name} of {name_of(function)} needs a type and a "
+                f'default, as in {name}: Annotated[float, Doc("what it does.")] = 1.0'
             )
         hint = hints[name]
         kind, *more = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         docs = [item.documentation for item in more if isinstance(item, Doc)]
-        found[name] = Keyword(kind, parameter.default, " ".join(docs))
+        bounds = tuple(item for item in more if isinstance(item, Bound))
+        found[name] = Keyword(kind, parameter.default, " ".join(docs), bounds)
     return found
 
 
-def with_options_of(field: str, table: Mapping[str, Callable]) -> Callable[[type], type]:
-    """Decorates a class, below @dataclass, whose `field` names a function of the table.
-
-    Adds a field for each option of the functions, after `field`. Where functions have different
-    defaults for an option, the field's default is None, which leaves it to the function.
-    """
-
-    def add_fields(cls: type) -> type:
-        own_fields = cls.__annotations__
-        cls.__annotations__ = {field: Literal[tuple(table)]}
-        cls.read_by = {n: f" ({field} {', '.join(r)})" for n, r in _readers(table).items()}
-        for name, readers in _readers(table).items():
-            if name in own_fields:
-                raise TypeError(
-                    f"option {name} of {field} {readers[0]} is also a field of {cls.__name__}; "
-                    "rename it in the function"
-                )
-            kind, default, text = keywords(table[readers[0]])[name]
-            defaults = {reader: keywords(table[reader])[name].default for reader in readers}
-            if len(set(defaults.values())) > 1:
-                own = ", ".join(f"{value} for {reader}" for reader, value in defaults.items())
-                kind = kind | None
-                default = None
-                text = f"{text} None is {own}."
-            help_text = f"{', '.join(readers)}: {text}"
-            cls.__annotations__[name] = Annotated[kind, Doc(help_text)]
-            setattr(cls, name, default)
-        cls.__annotations__ |= {n: hint for n, hint in own_fields.items() if n != field}
-        return cls
-
-    return add_fields
+def _hints(function: Callable) -> dict[str, Any]:
+    """The types of a function's parameters, as far as they are given."""
+    typed = getattr(function, "func", function)  # of a partial
+    if inspect.isclass(typed):
+        typed = typed.__init__
+    elif not inspect.isroutine(typed):
+        typed = type(typed).__call__
+    try:
+        return get_type_hints(typed, include_extras=True)
+    except NameError as error:
+        raise UserError(
+            f"{where(function)}: a type in the signature of {name_of(function)} cannot be read: "
+            f"{error}; import it, not under TYPE_CHECKING alone, or leave the type out"
+        ) from None
 
 
-def choose(table: Mapping[str, Callable], field: str, options: Any) -> Callable:
-    """The function that `options.field` names, with its options filled in.
+def name_of(function: Callable) -> str:
+    function = getattr(function, "func", function)  # of a partial
+    return getattr(function, "__name__", repr(function))
 
-    An option that was changed and that this function does not read is refused.
-    """
-    check_choices(options)
-    name = getattr(options, field)
-    function = table[name]
-    for option, value, default in changed(options, _readers(table)):
-        if option not in keywords(function):
+
+def where(function: Callable) -> str:
+    """File and line of a function or class, for errors."""
+    function = inspect.unwrap(getattr(function, "func", function))
+    try:
+        file = inspect.getsourcefile(function)
+        return f"{file} line {inspect.getsourcelines(function)[1]}"
+    except (TypeError, OSError):  # a builtin, or the file has gone
+        return name_of(function)
+
+
+def has_flag(hint: Any) -> bool:
+    return "no flag" not in getattr(hint, "__metadata__", ())
+
+
+def flag_names(part: type) -> list[str]:
+    """The declared options of a part that have flags; others may stand unread in a recipe."""
+    hints = get_type_hints(part, include_extras=True)
+    return [each.name for each in fields(part) if has_flag(hints[each.name])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenOptions:
+    """Options of a part, and those of functions that it uses."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the functions by name, as far as they were given."""
+
+    @classmethod
+    def of(cls, **flat: Any) -> Self:
+        """From flat names, those of functions' options among them: of(loss="kimi", tau=0.5)."""
+        names = [each.name for each in fields(cls)]
+        own = {name: flat.pop(name) for name in names if name in flat}
+        return cls(**own, options=flat)
+
+    @property
+    def owners(self) -> dict[str, Callable]:
+        """The function of each option that functions have."""
+        raise NotImplementedError
+
+    @property
+    def keywords(self) -> dict[str, Keyword]:
+        """All options that the functions have."""
+        return {name: keywords(function)[name] for name, function in self.owners.items()}
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Their values, given or by default."""
+        return {n: self.options.get(n, known.default) for n, known in self.keywords.items()}
+
+    def kept_with(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Which of `options` stay where other options of this part are given."""
+        return self.options
+
+    def check_values(self) -> None:
+        values = self.values
+        for name, known in self.keywords.items():
+            check_choice(name, values[name], choices_of(known.kind))
+            for bound in known.bounds:
+                bound.check(name, values[name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionOptions(OpenOptions):
+    """Options of a part that names a function of a table."""
+
+    TABLE: ClassVar[dict[str, Callable]]
+    CHOICE: ClassVar[str]
+    """The field that has the name; also what such a function is called."""
+
+    @property
+    def chosen(self) -> Callable:
+        """The function, without its options."""
+        name = getattr(self, self.CHOICE)
+        if name not in self.TABLE:
+            known = ", ".join(self.TABLE)
             raise UserError(
-                f"{option}={value!r} is not read by {field}={name!r}, only by "
-                f"{', '.join(_readers(table)[option])}; leave it at {default!r}"
+                f"{self.CHOICE}={name!r} is not known; use one of {known}, or name one of your "
+                f"own in the {self.CHOICE.upper()}{'S' if self.CHOICE[-1] != 's' else 'ES'} of a "
+                "file given with --code"
             )
-    values = {option: getattr(options, option) for option in keywords(function)}
-    return partial(function, **{o: value for o, value in values.items() if value is not None})
+        return self.TABLE[name]
+
+    @property
+    def owners(self) -> dict[str, Callable]:
+        return dict.fromkeys(keywords(self.chosen), self.chosen)
+
+    @property
+    def function(self) -> Callable:
+        """The function with its options."""
+        return partial(self.chosen, **self.values)
+
+    def kept_with(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Those of another function do not stay."""
+        name = getattr(self, self.CHOICE)
+        return self.options if given.get(self.CHOICE, name) == name else {}
+
+    def check_function(self) -> None:
+        """Refuse an unknown name, and options that the function does not read."""
+        check_choices(self)
+        self.refuse_unread(self.options)
+        for name in self.options:
+            if name not in self.keywords:
+                chosen = getattr(self, self.CHOICE)
+                known = ", ".join(self.keywords) or "none"
+                raise UserError(
+                    f"{name}={self.options[name]!r} is not an option of {self.CHOICE}={chosen!r}; "
+                    f"its options are {known}"
+                )
+        self.check_values()
+
+    def refuse_unread(self, options: Mapping[str, Any], *, as_flags: bool = False) -> None:
+        """Refuse options that only other functions of the table read, and say which."""
+        for name, value in options.items():
+            readers = [kind for kind, function in self.TABLE.items() if name in keywords(function)]
+            chosen = getattr(self, self.CHOICE)
+            if readers and chosen not in readers:
+                option = f"--{name.replace('_', '-')}" if as_flags else f"{name}={value!r}"
+                raise UserError(
+                    f"{option} is read by {self.CHOICE} {', '.join(readers)}; "
+                    f"{self.CHOICE}={chosen!r} does not, so leave it out"
+                )
 
 
-def _readers(table: Mapping[str, Callable]) -> dict[str, list[str]]:
-    """For each option, the names of the functions that read it."""
-    readers: dict[str, list[str]] = {}
-    for name, function in table.items():
-        for option in keywords(function):
-            readers.setdefault(option, []).append(name)
-    return readers
+def open_parts(config: Any) -> Iterator[tuple[str, OpenOptions]]:
+    """The parts of a Config whose functions bring options, by the names of their fields."""
+    for each in fields(config):
+        part = each.default if isinstance(config, type) else getattr(config, each.name)
+        if isinstance(part, OpenOptions):
+            yield each.name, part
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeConfig:
+    """What the Config of every recipe has."""
+
+    chosen: Argument[tuple[str, ...]] = ()
+    """Options that were not given, but chosen for the model, the machine or what was given."""
+
+    COMMON: ClassVar[tuple[str, ...]] = ()
+    """Options that --help shows, where it does not show all."""
+
+    @property
+    def default_kinds(self) -> Mapping[str, str]:
+        """Options that depend on the model's size where they are not given, and how."""
+        return {}

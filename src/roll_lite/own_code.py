@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roll_lite.checks import UserError
-from roll_lite.rewards.file import imported_files
+from roll_lite.own_files import imported_files
 
 PACKAGE = Path(__file__).parent
 OURS = tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in (PACKAGE, PACKAGE / "recipes"))

@@ -33,12 +33,17 @@ def make_players(
     `wrapped` replaces the tables of rewards, inline rewards and environments, for a debugger.
     """
     domains = {*domains, *(prompt.domain for prompt in prompts)} - cfg.players.keys()
-    functions, inline = cfg.scoring.with_file(cfg.REWARDS, cfg.INLINE, domains)
+    functions, inline = cfg.own.rewards(cfg.REWARDS, cfg.INLINE, domains)
     if not needs_rewards:
         known = {*functions, *inline, *cfg.scoring.reward_roles}
         inline |= dict.fromkeys(domains - known, unscored)
     check_prompts(prompts, functions | inline)
-    functions, inline, envs = wrapped(functions, inline, cfg.players)
+    envs = cfg.players
+    used = [function for domain, function in functions.items() if domain in domains]
+    cfg.own.warn_of_torch(used, cfg.scoring.reward_workers)
+    used = [cfg.env_names[spec.partition(":")[0]] for spec in envs]
+    cfg.own.warn_of_torch(used, cfg.environments.env_workers)
+    functions, inline, envs = wrapped(functions, inline, envs)
     rewards = None
     if domains:
         rewards = Rewards(functions, inline, domains, cfg.scoring, cluster, tokens_per_microbatch)

@@ -5,16 +5,18 @@ The recipe's Config adds what it learns from, and is what the planner, the loop 
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from roll_lite import data
 from roll_lite.chat_template import ChatOptions
 from roll_lite.checks import UserError, above, at_least, read_only_if, unread_with
+from roll_lite.code_files import CodeOptions
 from roll_lite.envs.env import Player
 from roll_lite.envs.play import EpisodeOptions
-from roll_lite.envs.specs import ENVS, EnvMaker, EnvOptions
+from roll_lite.envs.specs import ENVS, EnvMaker, EnvOptions, env_players
 from roll_lite.models.config import ModelConfig, read_config
+from roll_lite.options import RecipeConfig, flag_names
 from roll_lite.profiling import ProfileOptions
 from roll_lite.report.run import is_due, refuse_old_run
 from roll_lite.rewarding import RewardOptions
@@ -25,7 +27,7 @@ from roll_lite.train.advantages import AdvantageOptions
 from roll_lite.train.checkpoint import CheckpointOptions
 from roll_lite.train.encoding import check_vocabulary
 from roll_lite.train.kl import KLOptions
-from roll_lite.train.losses import OF_SEQUENCES, CriticOptions, LossOptions
+from roll_lite.train.losses import CriticOptions, LossOptions
 from roll_lite.train.optimizer import TrainingOptions, default_tokens
 from roll_lite.train.shaping import LengthOptions
 from roll_lite.types import Reward
@@ -81,7 +83,7 @@ class TeacherOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyConfig:
+class PolicyConfig(RecipeConfig):
     """Options that do not depend on what is learnt from."""
 
     model: str = "models/tiny"
@@ -123,6 +125,7 @@ class PolicyConfig:
     plan: bool = False
     """Print what the run would hold in memory and do in a step, and exit: with 1 if it would not
     fit."""
+    own: CodeOptions = CodeOptions()
     rollout: RolloutOptions = RolloutOptions()
     lengths: LengthOptions = LengthOptions()
     training: TrainingOptions = TrainingOptions()
@@ -147,6 +150,13 @@ class PolicyConfig:
     """Environments by name, in worker processes."""
     SHOWN: ClassVar[Mapping[str, str]]
     """Metrics of the console and their titles, the most important first."""
+    COMMON: ClassVar[tuple[str, ...]] = (
+        "model", "data", "steps", "run_dir", "seed", "code", "samples_per_prompt",
+        "prompts_per_step", "max_staleness", "drop_equal", "max_tokens", "temperature", "lr",
+        "schedule", "updates_per_step", "epochs", "tokens_per_microbatch", "lora_rank", "advantage",
+        "loss", "kl_coef", "eval_every", "eval_share", "device_map", "kv_cache_gib", "plan",
+    )  # fmt: skip
+    """Options that --help shows; --help all shows the rest."""
     FIXED: ClassVar[tuple[str, ...]] = (
         "model", "seed", "template_args", "lora_rank", "lora_alpha", "lora_targets", "advantage",
     )  # fmt: skip
@@ -157,8 +167,6 @@ class PolicyConfig:
         at_least(0, self, "steps", "rollouts_every")
         above(0, self, "temperature", "kv_cache_gib")
         at_least(self.min_samples, self.rollout, "samples_per_prompt")
-        for entries in filter(None, (self.data, self.evaluation.eval_data)):
-            data.check_mixture(entries, self.env_names)
         self._check_sources()
         self._check_algorithm()
         self._check_sizes()
@@ -167,6 +175,14 @@ class PolicyConfig:
             unread_with("max_staleness above 0", self, "engines_sleep", "offload")
         else:
             unread_with("max_staleness=0", self, "on_new_weights")
+
+    def check_files(self) -> None:
+        """Refuse data that is missing, teachers of another family, and a folder with another run;
+        the first rank does, for all."""
+        for entries in filter(None, (self.data, self.evaluation.eval_data)):
+            data.check_mixture(entries, self.env_names)
+        for folder in self.teaching.folders.values():
+            check_vocabulary(self.model, folder, "teacher")
         if not self.checkpoints.resume:
             refuse_old_run(self.run_dir)
 
@@ -176,7 +192,8 @@ class PolicyConfig:
         _ = self.players  # refuses wrong options of environments
         has_envs = bool(self.players)
         for part in (self.environments, self.episodes):
-            read_only_if(has_envs, "an environment in data", part, *vars(part))
+            names = flag_names(type(part))
+            read_only_if(has_envs, "an environment in data", part, *names)
         read_only_if("file" in kinds, "a file in data", self.evaluation, "eval_share")
         read_only_if("file" in kinds, "a file in data", self.lengths, "long_prompts")
         if has_envs and self.lengths.overlong == "penalty":
@@ -196,25 +213,33 @@ class PolicyConfig:
 
     def _check_algorithm(self) -> None:
         differs = self.advantages.differs_by_token(self.kl.is_in("reward"))
-        if self.policy_loss.loss in OF_SEQUENCES and differs:
+        if self.policy_loss.facts.by_sequence and differs:
             raise UserError(
                 f"loss={self.policy_loss.loss!r} has one advantage per sequence; advantage="
                 f"{self.advantages.advantage!r} gives each token its own with these options; use "
                 "loss=ppo or cispo, or advantage=grpo"
             )
-        critic = ("critic_lr", "value_clip", "critic_warmup_steps")
-        read_only_if(self.advantages.needs_critic, "advantage='gae'", self.critic, *critic)
+        has_critic = self.advantages.needs_critic
+        condition = "an advantage that reads values_R, as gae"
+        read_only_if(has_critic, condition, self.critic, "critic_lr")
+        if self.rollout.drop_equal and not self.advantages.nothing_to_learn:
+            raise UserError(
+                f"drop_equal=True with advantage={self.advantages.advantage!r}, which learns from "
+                "groups of equal rewards too; leave it out"
+            )
         if self.critic.critic_warmup_steps > self.steps > 0:
             raise UserError(
                 f"critic_warmup_steps={self.critic.critic_warmup_steps} must not exceed "
                 f"steps={self.steps}: the policy is trained after them"
             )
-        for folder in self.teaching.folders.values():
-            check_vocabulary(self.model, folder, "teacher")
         if self.advantages.needs_teacher:
             if not self.teaching.teacher:
-                raise UserError("advantage='opd' needs a teacher; name one, as --teacher FOLDER")
-            unread_with("advantage='opd'", self.teaching, "teacher_weight")
+                raise UserError(
+                    f"advantage={self.advantages.advantage!r} needs a teacher; name one, as "
+                    "--teacher FOLDER"
+                )
+            reason = f"advantage={self.advantages.advantage!r}"
+            unread_with(reason, self.teaching, "teacher_weight")
 
     def _check_sizes(self) -> None:
         config = read_config(self.model)
@@ -235,8 +260,8 @@ class PolicyConfig:
 
     @property
     def env_names(self) -> Mapping[str, EnvMaker]:
-        """Environments by name, those of --envs included."""
-        return self.environments.makers(self.ENVS)
+        """Environments by name, those of --code included."""
+        return {**self.ENVS, **self.own.envs}
 
     @property
     def players(self) -> dict[str, Player]:
@@ -245,7 +270,7 @@ class PolicyConfig:
         if self.evaluation.eval_data:
             entries += data.parse_mixture(self.evaluation.eval_data, self.env_names)
         specs = [entry.source for entry in entries if entry.kind == "env"]
-        return self.environments.players(specs, self.ENVS, self.episodes)
+        return env_players(specs, self.env_names, self.episodes)
 
     @property
     def longest_sample(self) -> int:
@@ -291,20 +316,16 @@ class PolicyConfig:
             configs["reference"] = read_config(self.kl.reference)
         for role, domain in self.teaching.roles.items():
             configs[role] = read_config(self.teaching.folders[domain])
-        turns = dict.fromkeys(("engines_sleep", "offload"), not self.runs_ahead)  # if need be
         return {
             "roles": [
                 "train", "generate", *chosen, *self.teaching.roles, *self.scoring.reward_roles,
             ],
             "config": read_config(self.model),
             "role_configs": configs | self.scoring.reward_configs,
-            "auto_options": self.training.memory_options | turns,
         }  # fmt: skip
 
-
-def paper_advantages(advantages: AdvantageOptions, loss: LossOptions) -> AdvantageOptions:
-    """Kimi's advantage is not divided by the deviation, unless the options say so."""
-    is_open = advantages.advantage == "grpo" and advantages.divide_by_std is None
-    if loss.loss == "kimi" and is_open:
-        return replace(advantages, divide_by_std=False)
-    return advantages
+    @property
+    def map_options(self) -> dict[str, Any]:
+        """What a device map that is chosen depends on, beside roles and models."""
+        turns = dict.fromkeys(("engines_sleep", "offload"), not self.runs_ahead)  # if need be
+        return self.training.memory_options | turns

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_lite.checks import UserError, parse_range, read_only_if
+from roll_lite.checks import UserError, parse_range
+from roll_lite.options import Argument
 
 MEMORY_EVENTS = 100_000
 """The newest allocations and frees that a snapshot keeps."""
@@ -18,14 +19,13 @@ class ProfileOptions:
     profile_steps: str = ""
     """Steps to profile, as 5 or 5-6: traces of torch's profiler and, on CUDA, a snapshot of the
     memory go to profile/ of the run folder."""
-    profile_ranks: str = "0"
+    profile_ranks: Argument[str] = "0"
     """Ranks to profile, as 0 or 0-3."""
 
     def __post_init__(self):
         parse_range("profile_steps", self.profile_steps)
         if parse_range("profile_ranks", self.profile_ranks) is None:
             raise UserError("profile_ranks is empty; name a rank, as 0")
-        read_only_if(bool(self.profile_steps), "profile_steps", self, "profile_ranks")
 
 
 class Profiler:

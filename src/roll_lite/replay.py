@@ -25,9 +25,11 @@ from roll_lite.chat import Chat
 from roll_lite.checks import UserError
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle
+from roll_lite.code_files import load_code
 from roll_lite.engine.service import EngineService
 from roll_lite.models.config import read_config
 from roll_lite.options import from_flat
+from roll_lite.own_files import import_file
 from roll_lite.planning import cache_tokens
 from roll_lite.players import Players, make_players
 from roll_lite.policy import PolicyConfig
@@ -36,7 +38,6 @@ from roll_lite.report.reader import Row, RunFolder, TokenTexts, step_of
 from roll_lite.report.records import Token, read_prompt, read_tokens, rollout_lines
 from roll_lite.report.terminal import readable
 from roll_lite.rewards.combine import is_async
-from roll_lite.rewards.file import import_file
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.prompts import Visit, derive_seed
 from roll_lite.train.export import checkpoint_weights
@@ -139,6 +140,7 @@ def read_config_of(run: RunFolder, changes: dict[str, Any]) -> PolicyConfig:
             f"{run.folder} was written by the recipe {name}; runs of rlvr.py and agentic.py can be "
             "replayed"
         )
+    load_code(options["code"])
     return from_flat(config, check=False, **options | dict.fromkeys(WORKERS, 0) | changes)
 
 
@@ -201,7 +203,7 @@ def generate(
         wrapped = debugger.wrapped if debugger else lambda *tables: tables
         with make_players(
             cfg, [prompt], cfg.scoring.reward_roles, cluster, wrapped=wrapped,
-            needs_rewards=not cfg.advantages.needs_teacher,
+            needs_rewards=cfg.advantages.needs_rewards,
             tokens_per_microbatch=cfg.training.tokens_per_microbatch,
         ) as players:  # fmt: skip
             return repeat(cfg, row, engines, players, context)

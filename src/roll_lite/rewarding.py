@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from roll_lite.chat import Chat
 from roll_lite.chat_template import ChatOptions
-from roll_lite.checks import UserError, above, at_least, read_only_if
+from roll_lite.checks import UserError, above, at_least
 from roll_lite.cluster.errors import RoleError
 from roll_lite.device_map import DeviceMap
 from roll_lite.envs.env import Player
 from roll_lite.envs.play import question_player
 from roll_lite.models.config import ModelConfig, read_config
-from roll_lite.rewards.file import RewardTables, check_file, read_rewards
+from roll_lite.options import Argument
 from roll_lite.types import AsyncReward, Reward
 from roll_lite.workers.pool import RewardWorkers
 
@@ -31,25 +31,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardOptions:
-    """Rewards: a file of your own, worker processes, judge, reward model."""
+    """Rewards: worker processes, judge, reward model."""
 
-    rewards: str | None = None
-    """Python file with REWARDS = {domain: function}, which come before those of the recipe."""
     reward_workers: int = 4
     """Processes that compute rewards; 0 computes them inline, for a debugger."""
-    max_async_rewards: int = 256
+    max_async_rewards: Argument[int] = 256
     """Calls of `async def` rewards at once; waiting for a place does not count as time."""
     reward_seconds: float = 10.0
     """Time limit of one reward; a reward that takes longer has failed."""
-    max_error_share: float = 0.2
+    max_error_share: Argument[float] = 0.2
     """Stop the run when more than this share of the last 200 rewards failed."""
     judge: str | None = None
     """Hugging Face folder of a model that judges replies to prompts of domain judge."""
-    judge_tokens: int = 256
+    judge_tokens: Argument[int] = 256
     """Longest verdict of the judge, in tokens."""
-    judge_cache_gib: float = 1.0
+    judge_cache_gib: Argument[float] = 1.0
     """KV cache of each judge engine, in GiB."""
-    judge_template_args: tuple[str, ...] | None = None
+    judge_template_args: Argument[tuple[str, ...] | None] = None
     """NAME=VALUE that the judge's chat template reads, as in enable_thinking=false."""
     reward_model: str | None = None
     """Folder of a model with a scalar head, which scores prompts of domain reward_model."""
@@ -58,13 +56,9 @@ class RewardOptions:
         at_least(0, self, "reward_workers")
         at_least(1, self, "judge_tokens", "max_async_rewards")
         above(0, self, "reward_seconds", "judge_cache_gib")
-        of_judge = ("judge_tokens", "judge_cache_gib", "judge_template_args")
-        read_only_if(self.judge is not None, "a judge", self, *of_judge)
         _ = self.judge_chat  # refuses what is not NAME=VALUE
         if not 0 <= self.max_error_share <= 1:
             raise UserError(f"max_error_share={self.max_error_share} must be from 0 to 1 (never)")
-        if self.rewards is not None:
-            check_file(self.rewards)
         _ = self.reward_configs  # refuses a folder that is no model
         if self.reward_model is not None:
             from roll_lite.models.hf import has_value_head
@@ -89,28 +83,6 @@ class RewardOptions:
         """Model configs of these roles."""
         return {name: read_config(getattr(self, name)) for name in self.reward_roles}
 
-    def with_file(
-        self,
-        functions: Mapping[str, Reward],
-        inline: Mapping[str, Reward],
-        domains: Iterable[str] | None = None,
-    ) -> RewardTables:
-        """A recipe's rewards with those of the file `rewards`, which replace them by domain.
-
-        A file without a reward for any of the `domains`, all that prompts have, is refused.
-        """
-        if self.rewards is None:
-            return RewardTables(dict(functions), dict(inline))
-        own = read_rewards(self.rewards)
-        names = own.functions.keys() | own.inline.keys()
-        if domains is not None and names.isdisjoint(domains):
-            raise UserError(
-                f"{self.rewards} has rewards for domain {' and '.join(sorted(names))}, but the "
-                f"prompts have {' and '.join(map(repr, sorted(domains)))}; give them the same name"
-            )
-        kept = ({d: r for d, r in t.items() if d not in names} for t in (functions, inline))
-        return RewardTables(*(rest | new for rest, new in zip(kept, own, strict=True)))
-
 
 class Rewards:
     """Questions with the reward of their domain."""
@@ -132,7 +104,7 @@ class Rewards:
             raise UserError(
                 f"there is no reward for domain {' and '.join(map(repr, missing))} of the prompts "
                 f"(a row without the field has ''); known domains: {', '.join(sorted(known))}. "
-                "Add one with --rewards FILE"
+                "Add one in the REWARDS of a file given with --code"
             )
         for domain in domains:
             _check_signature(domain, functions.get(domain) or inline.get(domain))

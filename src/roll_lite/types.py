@@ -209,6 +209,16 @@ class TokenSequence:
         return mask
 
     @property
+    def observed(self) -> list[bool]:
+        """True where the environment or the template wrote after the first sampled token."""
+        mask = []
+        has_sampled = False
+        for read, sampled in self.lengths:
+            mask += [has_sampled] * read + [False] * sampled
+            has_sampled = has_sampled or sampled > 0
+        return mask
+
+    @property
     def segments(self) -> list[int]:
         """The turn of each token; what a turn reads belongs to it."""
         numbers = []
@@ -317,3 +327,7 @@ def combine_measurements(turns: Iterable[Turn]) -> dict[str, float]:
 class Group:
     prompt: Prompt
     samples: list[Sample]
+
+
+def has_equal_rewards(group: Group) -> bool:
+    return len({sample.score.value for sample in group.samples}) == 1

@@ -18,6 +18,7 @@ from support.launch import run_torchrun
 from support.models import make_reference
 from support.paths import RECIPES
 from support.process_checks import wait_for
+from support.recipes import call_recipe
 from support.sync_program import check_synced
 from support.train_programs import CASES
 
@@ -176,7 +177,7 @@ def judge(tmp_path_factory):
     folder = tmp_path_factory.mktemp("judge")
     rows = [{"prompt": f"{a}{b}", "reply": "yes"} for a in "abcdef" for b in "uvwxyz"]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sft.main(from_flat(
+    call_recipe(sft, from_flat(
         sft.Config, model=str(build_tiny(folder / "tiny")), data=str(folder / "rows.jsonl"),
         steps=30, rows_per_step=36, lr=5e-3, eval_every=0, device=DEVICE,
         run_dir=str(folder / "run"),

@@ -23,6 +23,7 @@ from support.paths import SOURCES
 from support.process_checks import is_running, wait_until
 
 from roll_lite import processes
+from roll_lite.checks import UserError
 from roll_lite.cluster import launch as launching
 from roll_lite.cluster import rendezvous, wire
 from roll_lite.cluster.launch import INTERFACE_VARIABLES, Launch
@@ -84,7 +85,7 @@ def test_a_rank_that_differs_is_refused_on_all_ranks(port, monkeypatch, tmp_path
     monkeypatch.setattr(torch, "__version__", "1.0")
     theirs = describe("train=0", OPTIONS | {"lr": 0.2})
     errors = join_all((launch, ours), (second(launch), theirs))
-    assert [type(error) for error in errors] == [ValueError] * 2
+    assert [type(error) for error in errors] == [UserError] * 2
     assert str(errors[0]) == str(errors[1])
     me = f"pid {os.getpid()} on {socket.gethostname()}"
     assert str(errors[0]).startswith(f"rank 1 ({me}) differs from rank 0 ({me}): the code of ")

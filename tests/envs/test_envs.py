@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 from support.paths import DOCS
 
+from roll_lite.code_files import CodeOptions
 from roll_lite.envs.__main__ import main
 from roll_lite.envs.agents import AgentChat, game_class, random_agent, solver
 from roll_lite.envs.game import Game, answer_of, as_reply
@@ -22,10 +23,10 @@ from roll_lite.envs.specs import (
     make_env,
     options_of,
     parse_env,
-    read_envs,
     required_options,
 )
 from roll_lite.envs.tool import call_of, draw_product, draw_row, python_tool
+from roll_lite.own_files import need_table
 from roll_lite.types import Prompt
 
 GAMES = [name for name in ENVS if game_class(ENVS[name]) and not required_options(ENVS[name])]
@@ -246,7 +247,7 @@ ENVS = {"coin": Coin, "echo": echo}
 
 def test_environments_of_a_file(tmp_path):
     (tmp_path / "mine.py").write_text(FILE)
-    envs = read_envs(tmp_path / "mine.py")
+    envs = CodeOptions(code=(str(tmp_path / "mine.py"),)).envs
     coin, echo = make_env("coin:sides=6", envs), make_env("echo:word=rice", envs)
     chat, measured = played(coin, saying("0"))
     assert "below 6" in chat.turns[0][0]["content"] and measured == {"return": 1, "turns": 1}
@@ -261,20 +262,28 @@ def test_the_environments_of_the_docs_play(number, tmp_path):
     page = DOCS / "environments.md"
     code = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)[number]
     (tmp_path / "mine.py").write_text(code)
-    make = make_env("mine:highest=20", read_envs(tmp_path / "mine.py"))
+    make = make_env("mine:highest=20", need_table(tmp_path / "mine.py", "ENVS"))
     guesses = ["no", *map(str, range(1, 21))]
     chat, measured = played(make, saying(*guesses), seed=1)  # the number is 5
     assert chat.turns[2][-2]["content"] == "Too low."
     assert measured == {"return": 1, "turns": 6, "valid": 5 / 6, "success": 1}
 
 
-@pytest.mark.parametrize("text", ["", "ENVS = {}", "ENVS = [1]", "ENVS = {'a': 1}"])
-def test_a_file_without_environments_is_refused(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no ENVS; write ENVS = "),
+        ("ENVS = {}", "has no ENVS; write ENVS = "),
+        ("ENVS = [1]", "line 1: ENVS must be a dictionary from names to functions or classes"),
+        ("\nENVS = {'a': 1}", "line 2: ENVS must be a dictionary from names to functions or"),
+    ],
+)
+def test_a_file_without_environments_is_refused(tmp_path, capsys, text, message):
     (tmp_path / "mine.py").write_text(text)
-    with pytest.raises(ValueError, match="has no environments; name classes or coroutine"):
-        read_envs(tmp_path / "mine.py")
-    with pytest.raises(ValueError, match="is not a file; name a Python file that has ENVS"):
-        read_envs(tmp_path / "missing.py")
+    assert main(["bench", "--code", str(tmp_path / "mine.py")]) == 2
+    assert re.search(rf"mine\.py {message}", capsys.readouterr().err)
+    assert main(["bench", "--code", str(tmp_path / "missing.py")]) == 2
+    assert "missing.py is not a file; name a Python file" in capsys.readouterr().err
 
 
 def tasks_of(spec, seed, split, count=1000):

@@ -9,6 +9,7 @@ import pytest
 from support.forked_ranks import run_ranks
 from support.launch import run_torchrun
 from support.paths import RECIPES
+from support.recipes import call_recipe
 
 from roll_lite.envs.__main__ import main as envs
 from roll_lite.options import from_flat
@@ -37,7 +38,7 @@ def walker(small_folder, shared_folder):
                 "model": str(small_folder), "data": traces, "steps": 100, "rows_per_step": 64,
                 "warmup_steps": 5, "lr": 1e-2, "eval_every": 0, "run_dir": str(run_dir),
             }  # fmt: skip
-            sft.main(from_flat(sft.Config, **options))
+            call_recipe(sft, from_flat(sft.Config, **options))
     return str(run_dir / "model")
 
 
@@ -45,7 +46,7 @@ def walker(small_folder, shared_folder):
 def train(walker, tmp_path):
     def run(folder="run", **options):
         options = BASE | {"model": walker, "run_dir": str(tmp_path / folder)} | options
-        rates = agentic.main(from_flat(agentic.Config, **options))
+        rates = call_recipe(rlvr, from_flat(agentic.Config, **options))
         return rates, metrics_of(tmp_path / folder)
 
     return run
@@ -119,7 +120,7 @@ def test_an_environment_of_the_recipe_and_one_of_a_file_play_in_workers(
     start = run_torchrun if num_ranks > 1 else run_ranks
     start(
         num_ranks, RECIPES / "agentic.py", "--model", tiny_folder,
-        "--data", "doors", "mine:goal=2", "--steps", 1, "--envs", tmp_path / "mine.py",
+        "--data", "doors", "mine:goal=2", "--steps", 1, "--code", tmp_path / "mine.py",
         "--prompts-per-step", 4, "--samples-per-prompt", 4,
         "--eval-every", 0, "--device", "cpu", "--kv-cache-gib", 0.1, "--run-dir",
         tmp_path / "run", "--reward-norm", "batch", "--device-map", "train=all generate=all",
@@ -147,7 +148,7 @@ def test_evaluate_plays_the_same_held_out_tasks(walker, tmp_path):
             "seed": seed, "env_workers": 0, "device": "cpu", "kv_cache_gib": 0.05,
             "run_dir": str(tmp_path / str(seed)),
         }  # fmt: skip
-        found.append(evaluate.main(from_flat(evaluate.Config, **options))["eval/pass@1"])
+        found.append(call_recipe(evaluate, from_flat(evaluate.Config, **options))["eval/pass@1"])
     assert found[0] == found[1] > 0  # greedy, so that seeds do not matter
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.recipes import call_recipe
 
 from roll_lite.options import from_flat
 from roll_lite.recipes import evaluate, rlvr
@@ -77,18 +78,18 @@ def without_times(metrics):
 def test_an_evaluation_that_died_asks_what_is_missing(config, scored, monkeypatch):
     """The result is that of one that did not die: every reply, logprob and metric."""
     whole, cfg = config("whole"), config("died")
-    expected = evaluate.main(whole)
+    expected = call_recipe(evaluate, whole)
     assert len(scored) == 2 * 12 and not answers_of(whole).exists()
     with dying_after(5, monkeypatch) as written:
-        evaluate.main(cfg)
+        call_recipe(evaluate, cfg)
     lines = answers_of(cfg).read_text().splitlines()[1:]
     assert [json.loads(line)["prompt"]["id"] for line in lines] == written
     with answers_of(cfg).open("a") as file:
         file.write(lines[0][:40])  # the end came while a line was written
     with dying_after(2, monkeypatch) as more:
-        evaluate.main(config("died"))
+        call_recipe(evaluate, config("died"))
     scored.clear()
-    found = evaluate.main(config("died", kv_cache_gib=0.03))
+    found = call_recipe(evaluate, config("died", kv_cache_gib=0.03))
     assert len(scored) == 2 * 5 and len({*scored, *written, *more}) == 12
     assert rows_of(cfg) == rows_of(whole)
     assert without_times(found) == without_times(expected)
@@ -99,12 +100,12 @@ def test_answers_to_other_questions_are_asked_again(config, scored, tmp_path, mo
     rows = [{"id": i, "prompt": f"Reverse {i}", "domain": "reverse"} for i in range(4)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     with dying_after(3, monkeypatch) as written:
-        evaluate.main(config("run", data=(path,)))
+        call_recipe(evaluate, config("run", data=(path,)))
     changed = next(row for row in rows if str(row["id"]) in written)
     changed["prompt"] = "Reverse it"
     write_rows(tmp_path / "rows.jsonl", rows)
     scored.clear()
-    evaluate.main(config("run", data=(path,)))
+    call_recipe(evaluate, config("run", data=(path,)))
     kept = {*written} - {str(changed["id"])}
     assert set(scored) == {"0", "1", "2", "3"} - kept and len(scored) == 2 * 2
 
@@ -121,12 +122,12 @@ def test_what_failed_is_asked_again(config, scored, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(rlvr.Config.INLINE, "reverse", broken)
         with dying_after(9, monkeypatch):
-            evaluate.main(config("run"))
+            call_recipe(evaluate, config("run"))
     rows = [json.loads(line) for line in answers_of(config("run")).read_text().splitlines()[1:]]
     failed = {row["prompt"]["id"] for row in rows if any(s["error"] for s in row["samples"])}
     assert 0 < len(failed) < 9
     scored.clear()
-    assert evaluate.main(config("run"))["eval/failed"] == 0
+    assert call_recipe(evaluate, config("run"))["eval/failed"] == 0
     assert failed <= set(scored) and len(scored) == 2 * (3 + len(failed))
 
 
@@ -138,8 +139,8 @@ def test_when_all_failed_the_error_says_why_and_it_can_be_tried_again(config, sc
         for domain in ("reverse", "addition"):
             patch.setitem(rlvr.Config.INLINE, domain, broken)
         with pytest.raises(RuntimeError, match=r"24 samples failed(.|\n)*KeyError: 'no such key'"):
-            evaluate.main(config("run", max_error_share=1.0))
-    assert evaluate.main(config("run"))["eval/failed"] == 0
+            call_recipe(evaluate, config("run", max_error_share=1.0))
+    assert call_recipe(evaluate, config("run"))["eval/failed"] == 0
 
 
 def test_what_is_no_checkpoint_is_refused_before_anything_is_written(config, tmp_path):
@@ -150,9 +151,9 @@ def test_what_is_no_checkpoint_is_refused_before_anything_is_written(config, tmp
 
 def test_an_evaluation_does_not_go_on_with_other_options(config, scored, monkeypatch):
     with dying_after(1, monkeypatch):
-        evaluate.main(config("run"))
+        call_recipe(evaluate, config("run"))
     with pytest.raises(ValueError, match=r"cannot be resumed with max_tokens=6 \(was 5\); give"):
-        evaluate.main(config("run", max_tokens=6))
+        call_recipe(evaluate, config("run", max_tokens=6))
 
 
 def test_an_evaluation_does_not_go_on_with_other_weights(
@@ -160,17 +161,17 @@ def test_an_evaluation_does_not_go_on_with_other_weights(
 ):
     model = shutil.copytree(tiny_folder, tmp_path / "model")
     with dying_after(1, monkeypatch):
-        evaluate.main(config("run", model=str(model)))
+        call_recipe(evaluate, config("run", model=str(model)))
     os.utime(model / "model.safetensors")
     with pytest.raises(ValueError, match=r"cannot be resumed with weights_written=\{'model.safe"):
-        evaluate.main(config("run", model=str(model)))
+        call_recipe(evaluate, config("run", model=str(model)))
 
 
 def test_files_that_share_ids_are_refused(config, tmp_path):
     rows = [{"id": i, "prompt": f"Reverse {i}", "domain": "reverse"} for i in range(2)]
     files = tuple(write_rows(tmp_path / name, rows) for name in ("a.jsonl", "b.jsonl"))
     with pytest.raises(ValueError, match=r"id '0' is in .*a.jsonl and in .*b.jsonl"):
-        evaluate.main(config("run", data=files))
+        call_recipe(evaluate, config("run", data=files))
 
 
 def test_files_of_one_domain_have_their_own_rates(config, monkeypatch, tmp_path, capsys):
@@ -188,7 +189,7 @@ def test_files_of_one_domain_have_their_own_rates(config, monkeypatch, tmp_path,
         files.append(write_rows(path, rows))
     cfg = config("run", data=(*files, "addition:1"), samples=1)
     monkeypatch.setitem(rlvr.Config.INLINE, "addition", lambda prompt, reply: 0.0)
-    metrics = evaluate.main(cfg)
+    metrics = call_recipe(evaluate, cfg)
     shown = {words[0]: words[1:3] for line in capsys.readouterr().out.splitlines()[-7:]
              if (words := line.split())}  # fmt: skip
     expected = {  # name: prompts, pass@1; a file named as a domain has both names
@@ -198,5 +199,5 @@ def test_files_of_one_domain_have_their_own_rates(config, monkeypatch, tmp_path,
     for name, (count, rate) in expected.items():
         key = "eval/pass@1" if name == "all" else f"eval/{name}/pass@1"
         assert metrics[key] == pytest.approx(rate) and shown[name] == [str(count), f"{rate:.3f}"]
-    alone = evaluate.main(config("alone", data=tuple(files[:1]), samples=1))
+    alone = call_recipe(evaluate, config("alone", data=tuple(files[:1]), samples=1))
     assert [name for name in alone if name.endswith("pass@1")] == ["eval/pass@1"]

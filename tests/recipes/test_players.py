@@ -1,6 +1,7 @@
 """Questions and environments in one mixture: training, evaluation, replay; teachers in a plan."""
 
 import pytest
+from support.recipes import call_recipe
 from support.runs import comparable, samples_of, toy_options
 
 from roll_lite.options import from_flat
@@ -29,7 +30,9 @@ def test_a_resumed_run_is_the_same(here):
 
 
 def test_samples_of_both_kinds_are_replayed(toy_folder, tmp_path, capsys):
-    rlvr.main(from_flat(rlvr.Config, **toy_options(toy_folder, tmp_path / "run", steps=1, **MIXED)))
+    call_recipe(
+        rlvr, from_flat(rlvr.Config, **toy_options(toy_folder, tmp_path / "run", steps=1, **MIXED))
+    )
     samples = samples_of(tmp_path / "run", 1)
     for domain in ("reverse", LAKE):
         row = next(sample for sample in samples if sample["domain"] == domain)
@@ -48,7 +51,7 @@ def test_evaluate_takes_both_kinds(toy_folder, tmp_path):
         }  # fmt: skip
         if LAKE not in data:
             del options["history"], options["env_workers"]
-        return evaluate.main(from_flat(evaluate.Config, **options))
+        return call_recipe(evaluate, from_flat(evaluate.Config, **options))
 
     together = rates("together", "reverse:1", LAKE)
     for domain, source in (("reverse", "reverse:1"), (LAKE, LAKE)):
@@ -61,10 +64,9 @@ def test_a_plan_has_a_role_for_each_teacher(toy_folder, tmp_path, capsys):
         "teacher": (str(toy_folder), f"counting={toy_folder}"), "max_tokens": 6,
         "run_dir": str(tmp_path / "run"), "device": "cpu",
     }  # fmt: skip
-    with pytest.raises(SystemExit) as end:
-        rlvr.main(from_flat(rlvr.Config, **options))
+    code = rlvr.plan(from_flat(rlvr.Config, **options))
     printed = capsys.readouterr().out
-    assert not end.value.code, printed
+    assert not code, printed
     for role in ("teacher", "teacher_counting"):
         assert role in printed
 

@@ -9,10 +9,12 @@ import sys
 import pytest
 import torch
 from support.paths import RECIPES
+from support.recipes import call_recipe
 from transformers import AutoModelForCausalLM
 
 from roll_lite.chat import Chat
 from roll_lite.options import flatten, from_flat
+from roll_lite.planning.resolve import resolved
 from roll_lite.recipes import distill, dpo, evaluate, rlvr, sft
 from roll_lite.report.config_file import read_options
 from roll_lite.report.reader import RunFolder
@@ -31,7 +33,7 @@ def small_config(imitator, run_dir, **changes):
 
 def test_rlvr_learns(imitator, tmp_path):
     cfg = small_config(imitator, tmp_path / "run")
-    before, *_, after = rlvr.main(cfg)
+    before, *_, after = call_recipe(rlvr, cfg)
     assert before < 0.4 and after > 0.7
 
     rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -39,7 +41,7 @@ def test_rlvr_learns(imitator, tmp_path):
     assert rows[6]["mismatch/logprob_max"] < 1e-4  # training and generation agree
     written = read_options(tmp_path / "run" / "config.json")
     again = from_flat(rlvr.Config, **written | {"resume": True})
-    assert flatten(again) == flatten(cfg) | {"resume": True}
+    assert flatten(again) == flatten(resolved(cfg)) | {"resume": True, "chosen": ()}
     assert written["samples_per_prompt"] == 8 and written["model"] == cfg.model
     lines = (tmp_path / "run" / "rollouts" / "step_00012.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in lines]
@@ -66,7 +68,7 @@ def loud_folder(tiny_folder, tmp_path):
 def test_template_arguments_reach_the_model(loud_folder, tmp_path):
     run = tmp_path / "run"
     options = {"model": str(loud_folder), "template_args": ("loud=true",), "run_dir": str(run)}
-    evaluate.main(from_flat(evaluate.Config, prompts=1, max_tokens=2, **options))
+    call_recipe(evaluate, from_flat(evaluate.Config, prompts=1, max_tokens=2, **options))
     (line,) = (run / "rollouts" / "step_00000.jsonl").read_text().splitlines()
     ids, chat = json.loads(line)["token_ids"], Chat(loud_folder)
     assert ids[:-2] == chat.encode(json.loads(line)["messages"]) + chat.tokenizer.encode("!")
@@ -84,11 +86,11 @@ def test_arguments_and_rows_that_the_template_refuses_are_named(recipe, loud_fol
     options |= {"teacher": str(loud_folder)} if recipe is distill else {}
     options |= {"run_dir": str(tmp_path / "run")}
     with pytest.raises(ValueError, match=r"'lowd', which the chat template of .*; it reads loud"):
-        recipe.main(from_flat(recipe.Config, **options, template_args=("lowd=true",)))
+        call_recipe(recipe, from_flat(recipe.Config, **options, template_args=("lowd=true",)))
     with pytest.raises(
         ValueError, match=r"d\.jsonl line 2.*: the chat template refuses .*no system"
     ):
-        recipe.main(from_flat(recipe.Config, **options))
+        call_recipe(recipe, from_flat(recipe.Config, **options))
 
 
 @pytest.mark.slow
@@ -98,14 +100,14 @@ def test_the_quickstart_learns(tiny_folder, tmp_path):
         model=str(tiny_folder), data="reverse:5", steps=140, careless=0.7, eval_every=70,
         run_dir=str(tmp_path / "sft"),
     )  # fmt: skip
-    sft.main(cfg)
+    call_recipe(sft, cfg)
     losses = [loss for _, loss in RunFolder(tmp_path / "sft").metric("eval/loss")]
     assert len(losses) == 2 and losses[-1] < 0.7 * losses[0]
     cfg = from_flat(rlvr.Config, 
         model=str(tmp_path / "sft" / "model"), data=("reverse:5",), steps=10, prompts_per_step=32,
         max_tokens=8, eval_every=5, run_dir=str(tmp_path / "rlvr"),
     )  # fmt: skip
-    before, *_, after = rlvr.main(cfg)
+    before, *_, after = call_recipe(rlvr, cfg)
     assert before < 0.4 and after > 0.7
 
 
@@ -117,21 +119,21 @@ def test_rlvr_with_the_wrong_sign_does_not_learn(imitator, tmp_path, monkeypatch
 
     original = rlvr.prepare
     monkeypatch.setattr(rlvr, "prepare", flipped)
-    before, *_, after = rlvr.main(small_config(imitator, tmp_path / "run"))
+    before, *_, after = call_recipe(rlvr, small_config(imitator, tmp_path / "run"))
     rewards = [reward for _, reward in RunFolder(tmp_path / "run").metric("reward/mean")]
     assert after <= before and rewards[-1] < 0.7 * rewards[0]
 
 
 def test_several_updates_on_one_batch_move_the_ratio(imitator, tmp_path):
     cfg = small_config(imitator, tmp_path / "run", steps=1, updates_per_step=4, clip_high=0.05)
-    rlvr.main(cfg)
+    call_recipe(rlvr, cfg)
     metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert metrics["mismatch/logprob_mean"] > 1e-3 and metrics["loss/clip_fraction"] > 0
 
 
 def test_without_learning_rate_nothing_changes(imitator, tmp_path):
     cfg = small_config(imitator, tmp_path / "run", steps=4, lr=0.0, eval_every=1)
-    accuracies = rlvr.main(cfg)
+    accuracies = call_recipe(rlvr, cfg)
     assert len(set(accuracies)) == 1
     before, after = (
         AutoModelForCausalLM.from_pretrained(f / "model", dtype=torch.float32).state_dict()
@@ -143,7 +145,7 @@ def test_without_learning_rate_nothing_changes(imitator, tmp_path):
 def test_the_same_seed_gives_the_same_run(imitator, tmp_path):
     runs = []
     for name in ("a", "b"):
-        rlvr.main(small_config(imitator, tmp_path / name, steps=3))
+        call_recipe(rlvr, small_config(imitator, tmp_path / name, steps=3))
         lines = (tmp_path / name / "rollouts" / "step_00003.jsonl").read_text().splitlines()
         runs.append([json.loads(line)["token_ids"] for line in lines])
     assert runs[0] == runs[1]
@@ -151,7 +153,7 @@ def test_the_same_seed_gives_the_same_run(imitator, tmp_path):
 
 def test_an_old_run_folder_is_not_written_over(imitator):
     with pytest.raises(ValueError, match="earlier run"):
-        rlvr.main(small_config(imitator, imitator, steps=0))
+        call_recipe(rlvr, small_config(imitator, imitator, steps=0))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def test_an_old_run_folder_is_not_written_over(imitator):
 )
 def test_wrong_values_are_named(imitator, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        rlvr.main(small_config(imitator, tmp_path / "run", **changes))
+        call_recipe(rlvr, small_config(imitator, tmp_path / "run", **changes))
 
 
 def test_a_plan_starts_nothing(imitator, tmp_path, command):

@@ -12,6 +12,7 @@ from support.forked_ranks import run_ranks
 from support.launch import run_torchrun
 from support.models import make_toy
 from support.paths import SUPPORT
+from support.recipes import call_recipe
 from support.rlvr_program import share_of_good_letters
 from support.runs import comparable, gain, samples_of, steps_of, toy_options
 
@@ -342,7 +343,7 @@ def test_model_and_checkpoint_evaluate_like_the_run(here, toy_folder, tmp_path, 
             data=("reverse:1",), prompts=8, max_tokens=4, kv_cache_gib=0.05, samples=3,
             pass_reward=0.25, run_dir=str(tmp_path / name), **options,
         )  # fmt: skip
-        found = evaluate.main(cfg)
+        found = call_recipe(evaluate, cfg)
         assert 0 < found["eval/pass@1"] <= found["eval/pass@3"] <= 1
         assert found["eval/reward"] == pytest.approx(expected, abs=0.15)  # other samples
     base, exported, trained = (
@@ -360,7 +361,7 @@ def test_model_and_checkpoint_evaluate_like_the_run(here, toy_folder, tmp_path, 
         model=str(tmp_path / "run" / "model"), data=("reverse:1",), prompts=8, max_tokens=4,
         kv_cache_gib=0.05, run_dir=str(tmp_path / "greedy"),
     )  # fmt: skip
-    assert evaluate.main(greedy)["eval/failed"] == 0
+    assert call_recipe(evaluate, greedy)["eval/failed"] == 0
 
 
 @pytest.mark.parametrize(

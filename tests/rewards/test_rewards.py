@@ -117,7 +117,7 @@ def test_code_rewards_need_isolation_that_works(reward):
     """
     done = run_script(script)
     assert done.stdout == "so far\n", done.stderr
-    assert "ValueError: the reward for code runs no programs: isolation='full'" in done.stderr
+    assert "UserError: the reward for code runs no programs: isolation='full'" in done.stderr
     assert 'partial(passes_tests, isolation="rlimits")' in done.stderr
 
 
@@ -231,7 +231,7 @@ def own_file(tmp_path, monkeypatch):
 
 
 def test_try_rewards_of_a_file(own_file, capsys):
-    options = ["--rewards", own_file, "--reply", "x"]
+    options = ["--code", own_file, "--reply", "x"]
     assert main(["try", "asked", *options, "--extra", '{"level": 3}']) == 0
     assert "score     0.75" in capsys.readouterr().out
     assert main(["try", "asked", *options]) == 2
@@ -248,7 +248,7 @@ def test_score_with_rewards_of_files(own_file, tmp_path, capsys):
         {"reply": "x", "domain": "asked"},
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = ["--rewards", str(RECIPES / "rlvr.py"), "--rewards", own_file]
+    files = ["--code", str(RECIPES / "rlvr.py"), "--code", own_file]
     assert main(["score", str(tmp_path / "rows.jsonl"), *files]) == 1
     printed = capsys.readouterr().out
     assert "mean      0.7500 of 3" in printed and "disagreements       0" in printed

@@ -6,6 +6,7 @@ from pathlib import Path
 from roll_lite.options import from_flat
 from roll_lite.recipes import sft
 from roll_lite.report.reader import RunFolder
+from support.recipes import call_recipe
 
 
 def flags(values):
@@ -14,7 +15,8 @@ def flags(values):
     for name, value in values.items():
         flag = name.replace("_", "-")
         given += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else []
-        given += [] if isinstance(value, bool) else [f"--{flag}", value]
+        values = value if isinstance(value, tuple) else [value]
+        given += [] if isinstance(value, bool) else [f"--{flag}", *values]
     return given
 
 
@@ -37,7 +39,7 @@ def sft_options(model, run_dir, **changes):
 
 
 def run_sft(values):
-    sft.main(from_flat(sft.Config, **values))
+    call_recipe(sft, from_flat(sft.Config, **values))
 
 
 def steps_of(run_dir):

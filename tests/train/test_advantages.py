@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.training_data import flat, make_groups, standardised
 
+from roll_lite.checks import UserError
 from roll_lite.train import advantages as estimators
 from roll_lite.train.sample_rows import with_advantages
 
@@ -154,10 +155,12 @@ def test_a_wrong_signature_is_named(monkeypatch):
     def without_unit(rewards_S: torch.Tensor): ...
 
     monkeypatch.setitem(estimators.ADVANTAGES, "grpo", unknown)
-    with pytest.raises(TypeError, match=r"advantage grpo asks for reward_S; .* among rewards_S"):
+    message = r"test_advantages.py line \d+: advantage grpo asks for reward_S; .* among rewards_S"
+    with pytest.raises(UserError, match=message):
         estimators.AdvantageOptions()
     monkeypatch.setitem(estimators.ADVANTAGES, "grpo", without_unit)
-    with pytest.raises(TypeError, match="advantage grpo needs a return type: PerSample"):
+    message = r"test_advantages.py line \d+: advantage grpo needs a return type, one of rl.PerSamp"
+    with pytest.raises(UserError, match=message):
         estimators.AdvantageOptions()
 
 

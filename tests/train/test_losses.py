@@ -17,6 +17,7 @@ from support.training_data import (
     total_and_gradient,
 )
 
+from roll_lite.checks import UserError
 from roll_lite.options import from_flat
 from roll_lite.train.batch import pack
 from roll_lite.train.distillation import DistillLoss
@@ -66,26 +67,26 @@ def policy_term(loss, sequence, i, policy, frozen):
     ratio_of, log_ratio = ratios(loss, sequence, policy)
     frozen_ratio_of, frozen_log_ratio = ratios(loss, sequence, frozen)
     ratio, frozen_ratio, a = ratio_of[i], frozen_ratio_of[i], sequence.advantages[i]
-    options = loss.options
-    low, high = PAPER_CLIPS.get(options.loss, (0.2, 0.2))
-    low = 1 - (low if options.clip_low is None else options.clip_low)
-    high = 1 + (high if options.clip_high is None else options.clip_high)
+    given = loss.options.options
+    low, high = PAPER_CLIPS.get(loss.options.loss, (0.2, 0.2))
+    low, high = 1 - given.get("clip_low", low), 1 + given.get("clip_high", high)
     if loss.options.loss in ("ppo", "gspo", "segment"):
         objective = min(ratio * a, clip(ratio, low, high) * a)
-        if loss.options.dual_clip is not None and a < 0:
-            objective = max(objective, loss.options.dual_clip * a)
+        if "dual_clip" in given and a < 0:
+            objective = max(objective, given["dual_clip"] * a)
         return -objective
     if loss.options.loss == "raft++":
         return -min(ratio, clip(ratio, low, high)) if a > 0 else 0.0
     if loss.options.loss == "cispo":
         return -clip(frozen_ratio, low, high) * a * policy[i]
     if loss.options.loss == "tis":
-        return -min(frozen_ratio, loss.options.ratio_cap) * a * policy[i]
+        return -min(frozen_ratio, given.get("ratio_cap", 1.0)) * a * policy[i]
     if loss.options.loss == "topr":
         weight = min(1.0, math.exp(frozen_log_ratio)) if a < 0 else 1.0
         return -weight * a * policy[i]
     if loss.options.loss == "kimi":
-        return (a - loss.options.tau * log_ratio) ** 2 / (2 * loss.options.tau)
+        tau = given.get("tau", 0.1)
+        return (a - tau * log_ratio) ** 2 / (2 * tau)
     return -a * policy[i]
 
 
@@ -287,17 +288,23 @@ def test_a_large_log_ratio_of_a_sequence_does_not_overflow():
     ("options", "message"),
     [
         ({"loss": "a2c"}, "loss='a2c' is not known; use one of ppo, gspo"),
-        ({"loss": "reinforce", "clip_low": 0.1}, "clip_low=0.1 is not read by loss='reinforce'"),
+        (
+            {"loss": "reinforce", "clip_low": 0.1},
+            r"clip_low=0.1 is read by loss ppo, gspo, segment, raft\+\+, cispo; loss='reinforce' "
+            "does not, so leave it out",
+        ),
         (
             {"loss": "gspo", "dual_clip": 3.0},
-            "dual_clip=3.0 is not read by loss='gspo', only by ppo",
+            "dual_clip=3.0 is read by loss ppo; loss='gspo' does not",
         ),
-        ({"tau": 0.5}, "tau=0.5 is not read by loss='ppo', only by kimi"),
+        ({"tau": 0.5}, "tau=0.5 is read by loss kimi; loss='ppo' does not"),
+        ({"clip": 0.5}, "clip: not among the options"),
         ({"correction": "token"}, "only read with denominator='old'"),
-        ({**OLD, "correction_cap": 3.0}, "correction_cap=3.0 is only read"),
-        ({**OLD, "rejection_low": 0.1}, "rejection_low=0.1 is only read"),
         ({"kl_estimator": "k1"}, "kl_estimator='k1' is only read with kl_coef above 0"),
         ({"dual_clip": 0.5}, "dual_clip=0.5 must be above 1"),
+        ({"clip_high": -0.1}, "clip_high=-0.1 must be at least 0"),
+        ({"loss": "kimi", "tau": 0.0}, "tau=0.0 must be above 0"),
+        ({"loss": "tis", "ratio_cap": 0.0}, "ratio_cap=0.0 must be above 0"),
         ({"entropy_coef": -1.0}, "entropy_coef=-1.0 must be at least 0"),
     ],
 )
@@ -331,7 +338,8 @@ def test_a_loss_that_averages_is_refused(name, monkeypatch):
         return loss, {"loss/size": size_R if is_loss else size_R.mean()}
 
     monkeypatch.setitem(LOSSES, "reinforce", averaging)
-    with pytest.raises(ValueError, match=f"loss='reinforce' returned {name} of shape"):
+    message = rf"test_losses.py line \d+: averaging returned shape \(\) as {name}, not a tensor"
+    with pytest.raises(UserError, match=message):
         measured(policy_loss(loss="reinforce"), policy_sequences())
 
 
@@ -387,7 +395,11 @@ def test_the_critic_has_its_own_metrics():
 
 
 def test_losses_have_the_defaults_of_their_papers():
-    assert LossOptions(loss="gspo").function.keywords == {}
+    gspo = LossOptions(loss="gspo")
+    assert gspo.options == {} and gspo.function.keywords == {"clip_low": 3e-4, "clip_high": 4e-4}
+    assert LossOptions(loss="ppo").function.keywords == {
+        "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None,
+    }  # fmt: skip
     assert LossOptions(loss="topr").chosen_aggregation == "seq_mean_token_sum"
     assert LossOptions(loss="kimi").chosen_aggregation == "seq_mean_token_mean"
     assert LossOptions(loss="ppo").chosen_aggregation == "token_mean"

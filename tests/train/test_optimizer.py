@@ -8,7 +8,7 @@ from support.runs import toy_options
 
 from roll_lite import policy
 from roll_lite.models.config import shape_config
-from roll_lite.options import flatten, from_flat
+from roll_lite.options import from_flat
 from roll_lite.recipes import dpo, rlvr, sft
 from roll_lite.train import optimizer
 from roll_lite.train.adamw import AdamW, round_stochastically
@@ -106,39 +106,39 @@ def config(toy_folder, **changes):
     return from_flat(rlvr.Config, **options | changes)
 
 
-def chosen(monkeypatch, cfg, preset=None, **kinds):
+def chosen(monkeypatch, cfg, preset=None):
+    """The options that are chosen, and what is said of them."""
     if preset:  # its size, for the folder of another model
         for module in (optimizer, policy):
             monkeypatch.setattr(module, "read_config", lambda _: shape_config(preset))
-    return flatten(optimizer.choose_defaults(cfg, **kinds or cfg.default_kinds))
+    return optimizer.sized_defaults(cfg)
 
 
-def test_rates_go_by_size(toy_folder, monkeypatch, capsys):
+def test_rates_go_by_size(toy_folder, monkeypatch):
     cfg = config(toy_folder)
-    assert chosen(monkeypatch, cfg)["lr"] == 3e-4
-    assert (
-        "chosen for a model of 0M parameters: lr=0.0003, max_tokens=16\n" in capsys.readouterr().out
-    )
-    found = chosen(monkeypatch, cfg, "qwen3-0.6b")
-    assert (found["lr"], found["max_tokens"]) == (2e-6, 1024)
-    assert chosen(monkeypatch, cfg, "qwen3-8b")["lr"] == 1e-6
-    assert chosen(monkeypatch, config(toy_folder, lora_rank=4), "qwen3-8b")["lr"] == pytest.approx(
-        1e-5
-    )
+    found, notes = chosen(monkeypatch, cfg)
+    assert found == {"lr": 3e-4, "max_tokens": 16}
+    assert notes == ["chosen for a model of 0M parameters: lr=0.0003, max_tokens=16"]
+    found, _ = chosen(monkeypatch, cfg, "qwen3-0.6b")
+    assert found == {"lr": 2e-6, "max_tokens": 1024}
+    assert chosen(monkeypatch, cfg, "qwen3-8b")[0]["lr"] == 1e-6
+    found, _ = chosen(monkeypatch, config(toy_folder, lora_rank=4), "qwen3-8b")
+    assert found["lr"] == pytest.approx(1e-5)
     critic = config(toy_folder, advantage="gae", loss="ppo")
-    assert chosen(monkeypatch, critic, "qwen3-8b")["critic_lr"] == 1e-5
+    assert chosen(monkeypatch, critic, "qwen3-8b")[0]["critic_lr"] == 1e-5
 
 
-def test_given_values_stay(toy_folder, monkeypatch, capsys):
+def test_given_values_stay(toy_folder, monkeypatch):
     cfg = config(toy_folder, lr=5e-5, max_tokens=7)
-    assert chosen(monkeypatch, cfg, "qwen3-8b") == flatten(cfg)
-    assert capsys.readouterr().out == ""
+    assert chosen(monkeypatch, cfg, "qwen3-8b") == ({}, [])
+    found, _ = chosen(monkeypatch, config(toy_folder, max_tokens=7), "qwen3-8b")
+    assert found == {"lr": 1e-6}
 
 
 def test_other_recipes_have_rates_of_their_own(toy_folder, monkeypatch):
     common = {"model": str(toy_folder), "run_dir": "no-such-run"}
     tuning = from_flat(sft.Config, **common)
-    assert chosen(monkeypatch, tuning, lr="sft")["lr"] == 1e-3
-    assert chosen(monkeypatch, tuning, "qwen3-8b", lr="sft")["lr"] == 1e-5
+    assert chosen(monkeypatch, tuning)[0] == {"lr": 1e-3}
+    assert chosen(monkeypatch, tuning, "qwen3-8b")[0] == {"lr": 1e-5}
     preferring = from_flat(dpo.Config, **common)
-    assert chosen(monkeypatch, preferring, "qwen3-8b", lr="preference")["lr"] == 5e-7
+    assert chosen(monkeypatch, preferring, "qwen3-8b")[0] == {"lr": 5e-7}

@@ -146,7 +146,7 @@ def test_sequences_beyond_the_models_positions_are_refused(place, qwen_folder):
 
 
 def test_logprobs_leave_the_trainer_ready_to_train(place, qwen_folder):
-    trainer = make_trainer(place, qwen_folder, PolicyLoss(LossOptions(clip_low=0.1)))
+    trainer = make_trainer(place, qwen_folder, PolicyLoss(LossOptions.of(clip_low=0.1)))
     batch = pack(random_sequences(), 64)
     logprobs = trainer.logprobs(batch)
     assert [len(x) for x in logprobs] == [len(micro.rows_R) for micro in batch]

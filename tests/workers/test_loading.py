@@ -11,7 +11,7 @@ import pytest
 from support.scripts import run_recipe_file
 from support.worker_rewards import do
 
-from roll_lite.rewards.file import read_rewards
+from roll_lite.code_files import CodeOptions, load_code
 from roll_lite.types import Prompt, Score
 from roll_lite.workers import link
 from roll_lite.workers.failures import RewardCrash, RewardError
@@ -186,7 +186,7 @@ def own_file(tmp_path, monkeypatch):
 
 
 def test_a_file_of_rewards_in_workers(own_file):
-    functions, inline = read_rewards(own_file)
+    functions, inline = CodeOptions(code=(str(own_file),)).rewards({}, {})
     prompt = Prompt(id="p", messages=(), domain="mine", ground_truth="", extra={"level": 3})
     with RewardWorkers({"mine": partial(functions["mine"])}, num_workers=1) as workers:
         score = asyncio.run(workers.score(prompt, "yes"))
@@ -200,9 +200,9 @@ def test_a_file_of_rewards_in_workers(own_file):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = 1", "has no rewards; name them by domain"),
-        ("REWARDS = {'mine': 3}", "must be a dictionary from domains to functions"),
-        ("REWARDS = [len]", "must be a dictionary from domains to functions"),
+        ("x = 1", "has none of LOSSES, ADVANTAGES, REWARDS, INLINE"),
+        ("x = 1\nREWARDS = {'mine': 3}", "line 2: REWARDS must be a dictionary from names to func"),
+        ("INLINE = [len]", "line 1: INLINE must be a dictionary from names to functions"),
         (None, "is not a file; name a Python file"),
     ],
 )
@@ -211,7 +211,7 @@ def test_files_without_rewards_are_refused(tmp_path, monkeypatch, text, message)
     if text is not None:
         (tmp_path / "own.py").write_text(text)
     with pytest.raises(ValueError, match=rf"own\.py.*{message}"):
-        read_rewards(tmp_path / "own.py")
+        load_code([str(tmp_path / "own.py")])
 
 
 @pytest.mark.parametrize(
@@ -236,5 +236,5 @@ def test_files_without_rewards_are_refused(tmp_path, monkeypatch, text, message)
 def test_a_file_of_rewards_that_cannot_be_imported_is_named(tmp_path, text, problem):
     (tmp_path / "mine.py").write_text(text)
     with pytest.raises(ValueError, match=r"mine\.py line") as error:
-        read_rewards(tmp_path / "mine.py")
+        load_code([str(tmp_path / "mine.py")])
     assert problem in str(error.value)

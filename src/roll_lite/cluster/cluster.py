@@ -34,6 +34,7 @@ from roll_lite.cluster.places import (
     DEVICES,
     choose_device,
     form_group_again,
+    free_bytes,
     make_places,
     start_group,
 )
@@ -43,7 +44,7 @@ from roll_lite.cluster.rendezvous import Session, describe, rendezvous
 from roll_lite.cluster.role import Method, RoleHandle
 from roll_lite.cluster.watchdog import Heartbeat, Watchdog
 from roll_lite.cluster.wire import Mailbox, Post
-from roll_lite.device_map import DeviceMap, auto_device_map, listing, parse_device_map
+from roll_lite.device_map import DeviceMap, listing, parse_device_map
 from roll_lite.models.config import ModelConfig
 from roll_lite.options import flatten
 from roll_lite.processes import end_with_launcher
@@ -62,18 +63,16 @@ LINGER_SECONDS = 1.0  # other ranks exit later: torchrun reports the first to ex
 class Cluster:
     def __init__(
         self,
-        device_map: str = "auto",
+        device_map: str,
         device: str = "auto",
         *,
         config: ModelConfig | None = None,
         roles: Sequence[str] = ("train", "generate"),
         role_configs: Mapping[str, ModelConfig] | None = None,
-        auto_options: Mapping[str, Any] | None = None,
         options: Any = None,
         deadline: float = DEADLINE,
     ):
-        """`device_map` is the text of a map, or auto, which needs the model's `config` and has
-        `auto_options`, those of `auto_device_map`.
+        """`device_map` is the text of a map.
 
         With a `config`, the map is checked for the `roles` that the recipe uses; `role_configs`
         are the configs of roles with a model of their own. `options` is the recipe's dataclass,
@@ -86,18 +85,15 @@ class Cluster:
             raise UserError(f"deadline={deadline} must be above 0 seconds")
         if device not in DEVICES:
             raise UserError(f"device={device!r} is not known; use {listing(DEVICES, 'or')}")
-        if device_map == "auto" and config is None:
-            raise UserError("device_map='auto' needs config=, the model's configuration")
         self.deadline = deadline
         self._launch = read_launch()
         self._device_option = device
-        self._given_map: DeviceMap | None = None
-        if device_map != "auto":
-            self._given_map = parse_device_map(device_map, self.world_size)
-            if config is not None:
-                self._given_map.check(config, required=roles, role_configs=role_configs)
-        self._auto_inputs = {"config": config, "roles": roles} | dict(auto_options or {})
+        self.device_map = parse_device_map(device_map, self.world_size)
+        if config is not None:
+            self.device_map.check(config, required=roles, role_configs=role_configs)
         self._options = flatten(options) if options else {}
+        self.free_bytes: int | None = None
+        """The least memory that a rank's GPU had free when the ranks met; None on CPUs."""
         self._monitor: RankMonitor | None = None
         self._worker: Worker
         self._all_roles: DeviceMap
@@ -111,35 +107,9 @@ class Cluster:
     def world_size(self) -> int:
         return self._launch.world_size
 
-    @property
-    def ranks_per_node(self) -> int:
-        return self._launch.local_world_size
-
     @cached_property
     def device(self) -> torch.device:
         return choose_device(self._device_option, self._launch)
-
-    @property
-    def device_map(self) -> DeviceMap:
-        return self._map_and_reasons[0]
-
-    @cached_property
-    def _map_and_reasons(self) -> tuple[DeviceMap, list[str]]:
-        """The device map; why it was chosen, if it was not given."""
-        if self._given_map is not None:
-            return self._given_map, []
-        sizes = {"world_size": self.world_size, "ranks_per_node": self.ranks_per_node}
-        return auto_device_map(**sizes, device_bytes=self.device_bytes, **self._auto_inputs)
-
-    @property
-    def device_name(self) -> str:
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-
-    @property
-    def device_bytes(self) -> int | None:
-        """Total memory of the device; None for a CPU."""
-        properties = torch.cuda.get_device_properties
-        return properties(self.device).total_memory if self.device.type == "cuda" else None
 
     def role(self, name: str, cls: type, **kwargs: Any) -> RoleHandle:
         """Make a worker object `cls(**kwargs)` on each rank of the role; waits until all are made.
@@ -158,15 +128,15 @@ class Cluster:
 
     def __enter__(self) -> "Cluster":
         end_with_launcher()  # for programs without roll_lite.command, which has done it already
-        if needs_monitor(self._launch, self._given_map):  # first: a fork cannot share a GPU
+        if needs_monitor(self._launch, self.device_map):  # first: a fork cannot share a GPU
             self._monitor = fork_rank()
             self._launch = replace(self._launch, has_monitor=self._monitor is not None)
-        device_map, reasons = self._map_and_reasons
+        device_map = self.device_map
         needs_sync = "train" in device_map and "generate" in device_map
         self._all_roles = device_map.with_sync() if needs_sync else device_map
         self._worker = Worker(self._launch.rank, self.device)
         if self._launch.rank == 0:
-            print("\n".join([str(device_map), *reasons]), flush=True)
+            print(device_map, flush=True)
         if self.world_size == 1:
             self._start_alone()
             return self
@@ -197,10 +167,12 @@ class Cluster:
 
     def _start_alone(self) -> None:
         self._controller = LocalController(self._worker)
+        self.free_bytes = free_bytes(self.device)
         self._make_places(dist.HashStore(), self.deadline)
 
     def _start_controller(self) -> None:
         session = self._session = self._rendezvous()
+        self.free_bytes = session.free_bytes
         controller = Controller(self._worker, self._all_roles, session.processes)
         self._controller = controller
         self._watchdog = Watchdog(controller, self._worker, session.processes, self.deadline)
@@ -251,7 +223,8 @@ class Cluster:
         self._exit_rank(request)
 
     def _rendezvous(self) -> Session:
-        return rendezvous(self._launch, describe(self.device_map.text, self._options))
+        description = describe(self.device_map.text, self._options)
+        return rendezvous(self._launch, description, free_bytes(self.device))
 
     def _form_groups(self, store: dist.Store) -> None:
         # The collectives' own timeout comes after the watchdog's, whose error says more.

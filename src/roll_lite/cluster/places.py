@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from roll_lite.checks import UserError
 from roll_lite.cluster.launch import Launch
-from roll_lite.device_map import DeviceMap, Role
+from roll_lite.device_map import Device, DeviceMap, Role, listing
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -69,6 +69,24 @@ def choose_device(name: str, launch: Launch) -> torch.device:
     device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def find_device(name: str, launch: Launch, *, measures: bool) -> Device:
+    """What this rank computes on; unless it `measures` its memory, CUDA is left alone, so that the
+    process can still fork."""
+    if name not in DEVICES:
+        raise UserError(f"device={name!r} is not known; use {listing(DEVICES, 'or')}")
+    if name == "auto":
+        name = "cuda" if torch.cuda.device_count() else "cpu"  # as NVML says
+    if name == "cpu" or not measures:
+        return Device(name)
+    properties = torch.cuda.get_device_properties(choose_device(name, launch))
+    return Device(name, properties.name, properties.total_memory)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What a GPU has free; None for a CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 def _let_ranks_share_gpus(launch: Launch) -> None:

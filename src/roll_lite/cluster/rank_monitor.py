@@ -61,14 +61,9 @@ class RankMonitor:
         os.write(self._pipe, json.dumps(run).encode() + b"\n")
 
 
-def needs_monitor(launch: Launch, device_map: DeviceMap | None) -> bool:
-    """Whether this rank is spare, and torchrun watches it.
-
-    Without a map (auto) there are none: all ranks have all roles.
-    """
-    if launch.rank == 0 or not launch.launcher or device_map is None:
-        return False
-    return device_map.is_spare(launch.rank)
+def needs_monitor(launch: Launch, device_map: DeviceMap) -> bool:
+    """Whether this rank is spare, and torchrun watches it."""
+    return launch.rank > 0 and bool(launch.launcher) and device_map.is_spare(launch.rank)
 
 
 def fork_rank() -> RankMonitor | None:

@@ -50,16 +50,21 @@ class Session(NamedTuple):
     """The processes of all ranks."""
     monitored: frozenset[int]
     """Ranks that have a monitor (rank_monitor.py); only rank 0 knows them."""
+    free_bytes: int | None
+    """The least memory that a rank's GPU has free; only rank 0 knows it."""
 
 
-def rendezvous(launch: Launch, description: Description) -> Session:
-    """Find all other ranks. ValueError on all if one has another description than rank 0."""
+def rendezvous(launch: Launch, description: Description, free_bytes: int | None = None) -> Session:
+    """Find all other ranks. UserError on all if one has another description than rank 0.
+
+    `free_bytes` of this rank's GPU may differ.
+    """
     _resolve(launch)
     choose_interface(launch)
     # On several nodes agents have several names: there those of each node are compared.
     name = f"roll_lite/{launch.launcher}" if launch.num_nodes == 1 else "roll_lite"
     store = dist.PrefixStore(name, _connect(launch))
-    me = JoinRequest(uuid.uuid4().hex, Process.find(os.getpid()), launch, description)
+    me = JoinRequest(uuid.uuid4().hex, Process.find(os.getpid()), launch, description, free_bytes)
     session = _open_session(store, me) if launch.rank == 0 else _join_session(store, me)
     return session._replace(name=f"{name}/{session.name}")
 
@@ -69,14 +74,15 @@ class JoinRequest(NamedTuple):
     process: Process
     launch: Launch
     description: Description
+    free_bytes: int | None
 
     def encode(self) -> str:
-        return json.dumps([self.token, self.process, asdict(self.launch), self.description])
+        return json.dumps([*self[:2], asdict(self.launch), *self[3:]])
 
     @classmethod
     def decode(cls, text: bytes) -> "JoinRequest":
-        token, process, launch, description = json.loads(text)
-        return cls(token, Process(*process), Launch(**launch), description)
+        token, process, launch, *rest = json.loads(text)
+        return cls(token, Process(*process), Launch(**launch), *rest)
 
     def check_same(self, other: "JoinRequest") -> None:
         """Raise ValueError if another rank cannot work with this one."""
@@ -174,7 +180,7 @@ def _join_session(store: dist.Store, me: JoinRequest) -> Session:
     if isinstance(answer, str):
         raise UserError(answer)
     processes = [Process(*process) for process in answer]
-    return Session(session, dist.PrefixStore(session, store), processes, frozenset())
+    return Session(session, dist.PrefixStore(session, store), processes, frozenset(), None)
 
 
 def _get(store: dist.Store, key: str, patience: Patience) -> bytes:
@@ -205,7 +211,9 @@ def _open_session(store: dist.Store, me: JoinRequest) -> Session:
     processes = [requests[rank].process for rank in range(me.launch.world_size)]
     store.set(f"{session}/answer", json.dumps(processes))
     monitored = frozenset(r for r, request in requests.items() if request.launch.has_monitor)
-    return Session(session, dist.PrefixStore(session, store), processes, monitored)
+    free = [request.free_bytes for request in requests.values() if request.free_bytes is not None]
+    least = min(free, default=None)
+    return Session(session, dist.PrefixStore(session, store), processes, monitored, least)
 
 
 def _check_rank(

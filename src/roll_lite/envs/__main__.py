@@ -7,7 +7,7 @@ roll-lite envs bench sokoban:max_steps=20 frozen_lake --episodes 1000
 roll-lite envs traces frozen_lake sokoban@2 --episodes 2000 --out traces.jsonl
 
 A human types an action in a line, without the tags: Right. For `tool` it is the whole reply.
-`--envs FILE` names a Python file with environments of your own, ENVS = {name: class or coroutine}.
+`--code FILE` names a Python file with environments of your own, ENVS = {name: class or coroutine}.
 """
 
 import argparse
@@ -33,7 +33,8 @@ from roll_lite.envs.agents import (
 )
 from roll_lite.envs.game import Game
 from roll_lite.envs.play import EnvError, EpisodeOptions
-from roll_lite.envs.specs import ENVS, EnvMaker, make_env, read_envs, required_options
+from roll_lite.envs.specs import ENVS, EnvMaker, make_env, required_options
+from roll_lite.own_files import need_table
 from roll_lite.types import Message, Prompt
 
 
@@ -130,7 +131,7 @@ def _is_ready(envs: dict[str, EnvMaker], name: str) -> bool:
 
 
 def _envs(options: argparse.Namespace) -> dict[str, EnvMaker]:
-    return ENVS | read_envs(options.envs) if options.envs else ENVS
+    return ENVS | need_table(options.code, "ENVS") if options.code else ENVS
 
 
 def _task(spec: str, seed: int) -> Prompt:
@@ -170,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     rows.set_defaults(run=traces)
     for command in (one, many, rows):
         command.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
-        command.add_argument("--envs", metavar="FILE", help="Python file with environments")
+        command.add_argument("--code", metavar="FILE", help="Python file with ENVS")
     return parser
 
 

@@ -18,6 +18,7 @@ from roll_lite.envs.env import (
     OutOfTokens,
     Player,
 )
+from roll_lite.options import Argument
 from roll_lite.types import REDUCTIONS, AsyncReward, Message, Prompt, Reward, Score, State
 
 CLOSE_THOUGHTS = "</think>"
@@ -41,7 +42,7 @@ class EpisodeOptions:
     every turn a training sequence of its own."""
     episode_tokens: int | None = None
     """Most tokens that the model may write in an episode, in all turns."""
-    at_limit: Literal["end", "fail"] = "end"
+    at_limit: Argument[Literal["end", "fail"]] = "end"
     """What becomes of an episode that has no room for a further reply, in the context or in
     episode_tokens: it ends, is scored by its turns so far and kept, or it fails."""
 

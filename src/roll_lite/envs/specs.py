@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -23,8 +22,7 @@ from roll_lite.envs.play import EpisodeOptions, player
 from roll_lite.envs.shop import Shop
 from roll_lite.envs.sokoban import OTHER_SYMBOLS, Sokoban
 from roll_lite.envs.tool import python_tool
-from roll_lite.options import parse_spec
-from roll_lite.rewards.file import import_file
+from roll_lite.options import Argument, parse_spec
 from roll_lite.types import Prompt
 
 EnvMaker = Callable[..., Env] | EpisodeFunction
@@ -53,7 +51,7 @@ ENVS: dict[str, EnvMaker] = {
     "textarena": TextArenaGame,
     "openenv": OpenEnvGame,
 }
-"""The environments of this package; `read_envs` reads those of a user's file."""
+"""The environments of this package."""
 
 
 def parse_env(spec: str) -> tuple[str, dict[str, Value]]:
@@ -98,21 +96,6 @@ def required_options(maker: EnvMaker) -> list[str]:
     return [parameter.name for parameter in known if parameter.default is parameter.empty]
 
 
-def read_envs(path: str | Path) -> dict[str, EnvMaker]:
-    """The ENVS of a Python file: environment classes or coroutine functions by name."""
-    if not Path(path).is_file():
-        raise UserError(
-            f"envs={str(path)!r} is not a file; name a Python file that has ENVS = {{name: class}}"
-        )
-    envs = getattr(import_file(path), "ENVS", None)
-    if not isinstance(envs, dict) or not envs or not all(map(callable, envs.values())):
-        raise UserError(
-            f"{path} has no environments; name classes or coroutine functions, as in "
-            "ENVS = {'mine': MyEnv}"
-        )
-    return envs
-
-
 def _fits(value: Value, hint: Any) -> bool:
     """Whether a value is of the type of an option; a whole number is also a float."""
     if hint is inspect.Parameter.empty or hint is Any:
@@ -144,17 +127,15 @@ def _try(make: Callable[[], Env], spec: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvOptions:
-    """Environments: a file of your own, worker processes."""
+    """Environments: worker processes."""
 
-    envs: str | None = None
-    """Python file with ENVS = {name: class or coroutine}, which come before those of the recipe."""
     env_workers: int = 4
     """Processes that play episodes, many in each; 0 plays them inline, for a debugger."""
     env_seconds: float = 10.0
     """Time limit of one step of an environment; an episode that takes longer has failed."""
-    env_memory_gib: float = 2.0
+    env_memory_gib: Argument[float] = 2.0
     """Memory of a worker beyond its imports, for all its episodes."""
-    env_error_share: float = 0.2
+    env_error_share: Argument[float] = 0.2
     """Stop the run when more than this share of the last 200 episodes failed."""
 
     def __post_init__(self):
@@ -173,16 +154,12 @@ class EnvOptions:
             "max_error_share": self.env_error_share,
         }
 
-    def players(
-        self, specs: Iterable[str], known: Mapping[str, EnvMaker], episodes: EpisodeOptions
-    ) -> dict[str, Player]:
-        """What plays the episodes of each environment."""
-        makers = self.makers(known)
-        return {spec: player(make_env(spec, makers), spec, episodes) for spec in specs}
 
-    def makers(self, known: Mapping[str, EnvMaker]) -> dict[str, EnvMaker]:
-        """Known environments by name, with those of the file."""
-        return {**known, **(read_envs(self.envs) if self.envs else {})}
+def env_players(
+    specs: Iterable[str], makers: Mapping[str, EnvMaker], episodes: EpisodeOptions
+) -> dict[str, Player]:
+    """What plays the episodes of each environment."""
+    return {spec: player(make_env(spec, makers), spec, episodes) for spec in specs}
 
 
 def env_tasks(spec: str, seed: int | str, split: Split = "train") -> Iterator[Prompt]:

@@ -5,19 +5,19 @@ Nothing in the package imports torch before it is needed: plans are made on lapt
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from roll_lite.cluster.launch import read_launch
+from roll_lite.device_map import parse_device_map
 from roll_lite.models.config import read_config
 from roll_lite.models.cost import kv_bytes_per_token
-from roll_lite.options import chosen_names, flatten, from_flat, mark_chosen
-from roll_lite.planning.plan import Plan, PlanOptions, take_turns
-from roll_lite.planning.render import render, turns_line
+from roll_lite.planning.plan import Plan
+from roll_lite.planning.render import render
+from roll_lite.planning.resolve import plan_run, resolve
 from roll_lite.planning.speed import Machine, known_machine
 
 if TYPE_CHECKING:
     from roll_lite.cluster.cluster import Cluster
-
-T = TypeVar("T")
 
 
 def print_plan(cfg: Any, prompt_tokens: Sequence[int]) -> int:
@@ -30,40 +30,18 @@ def print_plan(cfg: Any, prompt_tokens: Sequence[int]) -> int:
 
 def make_plan(cfg: Any, prompt_tokens: int) -> tuple[Plan, Machine | None]:
     """The plan, and the machine if its speed is known."""
-    from roll_lite.cluster.cluster import Cluster
+    from roll_lite.cluster.places import find_device
 
-    options = cfg.cluster_options
-    options["auto_options"]["must_fit"] = False
-    cluster = Cluster(cfg.device_map, cfg.device, **options)  # not entered
-    cfg = choose_memory(cfg, cluster, prompt_tokens)
-    return plan_run(cfg, cluster, prompt_tokens), machine_of(cluster)
-
-
-def machine_of(cluster: "Cluster") -> Machine | None:
-    return known_machine(cluster.device_name, cluster.ranks_per_node)
-
-
-def choose_memory(cfg: T, cluster: "Cluster", prompt_tokens: int = 256) -> T:
-    """The config with engines_sleep and offload where device_map=auto needs them; says so."""
-    if cfg.device_map != "auto":
-        return cfg
-    plan = plan_run(cfg, cluster, prompt_tokens)
-    if (in_turn := take_turns(plan)) is plan:
-        return cfg
-    print(turns_line(plan, in_turn), flush=True)
-    options = {name: getattr(in_turn.options, name) for name in ("engines_sleep", "offload")}
-    chosen = [name for name, is_on in options.items() if is_on > getattr(cfg, name)]
-    return mark_chosen(
-        from_flat(type(cfg), **flatten(cfg) | options), [*chosen_names(cfg), *chosen]
-    )
-
-
-def plan_run(cfg: Any, cluster: "Cluster", prompt_tokens: int) -> Plan:
+    launch = read_launch()
+    device = find_device(cfg.device, launch, measures=True)
+    cfg, notes = resolve(cfg, launch, device, prompt_tokens)
+    print("\n".join(notes))
+    device_map = parse_device_map(cfg.device_map, launch.world_size)
     parts = cfg.cluster_options
-    options = PlanOptions.of_recipe(flatten(cfg), cluster.device_map, prompt_tokens)
-    return Plan(
-        parts["config"], cluster.device_map, options, cluster.device_bytes, parts["role_configs"]
-    )
+    configs = {"role_configs": parts["role_configs"]}
+    device_map.check(parts["config"], required=parts["roles"], **configs)
+    plan = plan_run(cfg, device_map, device, prompt_tokens)
+    return plan, known_machine(device.name, launch.local_world_size)
 
 
 def cache_tokens(cfg: Any, cluster: "Cluster") -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_lite.checks import UserError
-from roll_lite.options import chosen_names, flatten
+from roll_lite.options import flatten
 
 STARTS, CHOSEN, RECIPE = "starts", "chosen", "recipe"
 
@@ -44,8 +44,6 @@ def write_config(folder: Path, config: Any, resumed_at: int | None, **about: Any
     }
     if before:
         start["changed"] = changes(before, options)
-    chosen = [name for name in before.get(CHOSEN, []) if before[name] == options.get(name)]
-    options[CHOSEN] = sorted({*chosen_names(config), *chosen})
     options[RECIPE] = recipe_name(type(config))
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(options | {STARTS: [*starts, start]}, indent=2) + "\n")

@@ -4,9 +4,9 @@ roll-lite rewards try math --truth 1/2 --reply 'So it is \\boxed{0.5}.'
 roll-lite rewards try math --truth 1/2 --answer 0.5
 roll-lite rewards try choice --truth B < reply.txt
 roll-lite rewards try instructions --tests '[{"kind": "no_commas"}]' --reply 'None.'
-roll-lite rewards try mine --rewards my_rewards.py --extra '{"level": 3}' --reply 'Yes.'
+roll-lite rewards try mine --code my_rewards.py --extra '{"level": 3}' --reply 'Yes.'
 roll-lite rewards score runs/RUN/rollouts/step_00010.jsonl --domain math
-roll-lite rewards score runs/RUN/rollouts/step_00010.jsonl --rewards recipes/rlvr.py
+roll-lite rewards score runs/RUN/rollouts/step_00010.jsonl --code recipes/rlvr.py
 
 A file to score has a JSON object in each line, with the reply and what its reward reads:
 {"reply", "domain", "ground_truth", "tests", "messages", "extra", "reward"}, as recipes write them.
@@ -26,8 +26,8 @@ from statistics import fmean
 from typing import Any
 
 from roll_lite.checks import UserError
+from roll_lite.own_files import import_file, read_table
 from roll_lite.rewards.choice import chosen
-from roll_lite.rewards.file import read_rewards
 from roll_lite.rewards.instructions import holds
 from roll_lite.rewards.maths import grade_reply
 from roll_lite.rewards.registry import REWARDS
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def try_reward(options: argparse.Namespace) -> int:
-    table = _table(options.rewards)
+    table = _table(options.code)
     _check_domain(options.domain, table)
     reply = _reply(options)
     prompt = Prompt(
@@ -67,7 +67,18 @@ def try_reward(options: argparse.Namespace) -> int:
 
 def _table(paths: Sequence[str]) -> Table:
     """Rewards by domain: ours, and those of files."""
-    return REWARDS | {d: r for path in paths for t in read_rewards(path) for d, r in t.items()}
+    return REWARDS | {d: r for path in paths for d, r in _rewards_of(path).items()}
+
+
+def _rewards_of(path: str) -> Table:
+    """Of a file as --code takes it, or of a recipe, whose Config has the tables."""
+    config = getattr(import_file(path), "Config", None)
+    found = {}
+    for name in ("REWARDS", "INLINE"):
+        found |= read_table(path, name) or getattr(config, name, {})
+    if not found:
+        raise UserError(f"{path} has no REWARDS; write REWARDS = {{'mine': mine}} in it")
+    return found
 
 
 def _check_domain(domain: str | None, table: Table) -> None:
@@ -75,7 +86,7 @@ def _check_domain(domain: str | None, table: Table) -> None:
         known = ", ".join(table)
         raise UserError(
             f"domain={domain!r} has no reward; name one of {known}, or a file that has it with "
-            "--rewards (recipes/rlvr.py for its own)"
+            "--code (recipes/rlvr.py for its own)"
         )
 
 
@@ -143,7 +154,7 @@ def _explanation(prompt: Prompt, reply: str) -> list[str]:
 
 
 def score_file(options: argparse.Namespace) -> int:
-    report = rescore(Path(options.file), options.domain, _table(options.rewards))
+    report = rescore(Path(options.file), options.domain, _table(options.code))
     mean = f"{fmean(report.values):.4f}" if report.values else "none"
     print(f"mean      {mean} of {len(report.values)}")
     for verdict, count in report.verdicts.most_common():
@@ -228,7 +239,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="{try,score}")
     attempt = commands.add_parser("try", help="score one reply and explain the score")
-    attempt.add_argument("domain", help=f"{', '.join(REWARDS)}, or a domain of --rewards")
+    attempt.add_argument("domain", help=f"{', '.join(REWARDS)}, or a domain of --code")
     attempt.add_argument("--truth", default="", help="the prompt's ground_truth: the true answer")
     attempt.add_argument(
         "--tests", metavar="JSON", help="the prompt's tests, a list: constraints, programs"
@@ -248,7 +259,7 @@ def _parser() -> argparse.ArgumentParser:
     score.set_defaults(run=score_file)
     for command in (attempt, score):
         command.add_argument(
-            "--rewards", metavar="FILE", action="append", default=[],
+            "--code", metavar="FILE", action="append", default=[],
             help="Python file with REWARDS = {domain: function}; may be given several times",
         )  # fmt: skip
     return parser

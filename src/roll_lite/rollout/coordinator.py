@@ -31,10 +31,10 @@ from roll_lite.rollout.event_loop import LoopThread, PumpedLoop, Signal
 from roll_lite.rollout.groups import Groups, Keep, NothingLeft
 from roll_lite.rollout.journal import Journal
 from roll_lite.rollout.ledger import Ledger
-from roll_lite.rollout.prompts import PromptQueue, PromptSource, Visit
+from roll_lite.rollout.prompts import Choose, PromptQueue, PromptSource, Visit
 from roll_lite.rollout.rollout_options import RolloutOptions
 from roll_lite.stopping import Ended, Stopped
-from roll_lite.types import Group, Prompt, Sample, SamplingParams
+from roll_lite.types import Group, Prompt, Sample, SamplingParams, has_equal_rewards
 
 if TYPE_CHECKING:  # it imports torch, which --help does without
     from roll_lite.cluster.role import RoleHandle
@@ -61,13 +61,24 @@ class Coordinator:
         max_length: int | None = None,
         episodes: EpisodeOptions | None = None,
         keep: Keep | None = None,
+        nothing_to_learn: Keep | None = has_equal_rewards,
+        choose: Choose | None = None,
+        pass_reward: float = 1.0,
         play_metrics: Callable[[], dict[str, float]] = dict,
     ):
         """`play` takes a sample through its episode.
 
         A group with fewer than `min_samples` left is dropped; 2 where groups are larger than 1.
+        `nothing_to_learn` says which groups drop_equal drops.
+
         `keep` is a filter of your own, for complete groups that pass the filters of the options;
         samples wait while it runs. An exception in it ends the run.
+
+        `choose(source, history)` returns the prompt that comes next, also in place of a dropped
+        group, whatever its domain: it alone decides the shares of domains. `source` is `prompts`,
+        and `history` the pass rates so far, where a sample passes with `pass_reward`. A function
+        that keeps no state of its own draws the same in a resumed run. Like `keep` it makes samples
+        wait, and an exception in it ends the run.
 
         `max_length` is the context. A question that leaves no room in it for a whole reply fails. A
         task that would become longer ends or fails, as `episodes.at_limit` says; the other options
@@ -94,9 +105,16 @@ class Coordinator:
         answer_ledger = Ledger(self._engines.version, self._ledger.in_flight)
         # Without deadline: an evaluation needs every sample.
         self._answer_context = replace(context, ledger=answer_ledger, deadline=None)
-        self._prompts = PromptQueue(prompts)
+        self._prompts = PromptQueue(prompts, choose, pass_reward)
         self._groups = Groups(
-            context, self._prompts, options, params, min_samples, self._signal, keep
+            context,
+            self._prompts,
+            options,
+            params,
+            min_samples,
+            self._signal,
+            keep,
+            nothing_to_learn,
         )
         self._num_answered: Counter[str] = Counter()
         self._version_gaps: list[int] = []

@@ -15,6 +15,7 @@ from typing import Any
 from roll_lite import data
 from roll_lite.checks import UserError, at_least, finite, refuse_changes, unread_with
 from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.history import has_passed
 from roll_lite.rollout.record import read_group, write_group
 from roll_lite.stopping import Stopped
 from roll_lite.types import Group, Prompt, Sample, SamplingParams
@@ -263,11 +264,6 @@ def _pass_rates(prefix: str, groups: list[Group], pass_reward: float) -> dict[st
     return metrics | (
         {f"{prefix}/pass@{num_samples}": fmean(map(any, passed))} if num_samples > 1 else {}
     )
-
-
-def has_passed(sample: Sample, pass_reward: float) -> bool:
-    score = sample.score
-    return score.parts["success"] >= 1 if "success" in score.parts else score.value >= pass_reward
 
 
 def subsets_of(groups: Iterable[Group]) -> dict[str, list[Group]]:

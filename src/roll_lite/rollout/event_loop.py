@@ -66,10 +66,19 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(partial(_handle, signal))
         # A daemon: a reward that never returns must not keep the process alive.
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
+        run = partial(self._run_forever, signal)
+        self._thread = threading.Thread(target=run, name="rollout", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    def _run_forever(self, signal: Signal) -> None:
+        """A sys.exit() in a user's function ends the run, not this thread, which calls wait for."""
+        while True:
+            try:
+                return self._loop.run_forever()
+            except SystemExit as error:
+                signal.fail(error)
 
     def run(self, coroutine: Coroutine) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

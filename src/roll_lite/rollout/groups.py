@@ -174,6 +174,7 @@ class Groups:
         min_samples: int,
         signal: Signal,
         keep: Keep | None,
+        nothing_to_learn: Keep | None,
     ):
         """A group with fewer than `min_samples` left is dropped."""
         self._context = context
@@ -185,6 +186,7 @@ class Groups:
         self._min_samples = min_samples
         self._signal = signal
         self._keep = keep
+        self._nothing_to_learn = nothing_to_learn
         self._num_started = 0
         self.running: dict[int, RunningGroup] = {}
         self.ready: dict[int, Group] = {}
@@ -282,6 +284,8 @@ class Groups:
             await self._signal.wait()
 
     def _release(self, num_slots: int, numbers: list[int]) -> list[Group]:
+        if self._prompts.choose:  # slots of several domains depend on which groups ended first
+            numbers = sorted(numbers)
         taken = [self._pop_ready(number) for number in numbers]
         num_given_up = self._slots.release(num_slots, numbers)
         self._ledger.counts["missing"] += num_given_up
@@ -291,6 +295,8 @@ class Groups:
         version = self._version.current
         num_used = self._num_taken[version] + len(taken) + num_given_up
         self._num_taken = Counter({version: num_used})
+        self._prompts.history.step += 1
+        self._prompts.history.update()
         return taken
 
     def _feed(self) -> None:
@@ -354,6 +360,8 @@ class Groups:
         done = [sample for sample in group.samples if sample.state == "done"]
         self.rewards += [sample.score.value for sample in done]
         left = Group(prompt=group.prompt, samples=done)
+        if self._prompts.choose:
+            self._prompts.history.note(number, left)
         if reason := self._reason_to_drop(group, left):
             self._drop(number, group, reason)
         else:
@@ -375,8 +383,8 @@ class Groups:
         if len(rewards) < self._min_samples:
             is_late = any(sample.state == "aborted" for sample in group.samples)
             return f"had too few samples left{' at the deadline' if is_late else ''}"
-        if self._options.drop_equal and len(set(rewards)) == 1:
-            return "had equal rewards"
+        if self._options.drop_equal and self._nothing_to_learn(left):
+            return "had equal rewards" if len(set(rewards)) == 1 else "had nothing to learn from"
         if low is not None and fmean(rewards) < low:
             return f"had a mean reward below {low}"
         if high is not None and fmean(rewards) > high:
@@ -412,6 +420,7 @@ class Groups:
         first = self._slots.first_kept()
         if first is None and len(self._slots):
             self._ledger.counts["missing"] += self._slots.release(len(self._slots))
+            self._prompts.history.update()
             raise self._nothing_left()
         return max(self._options.prompts_per_step, (first or 0) + 1)
 

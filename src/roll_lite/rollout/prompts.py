@@ -1,12 +1,15 @@
 """Where prompts come from, how often each has been sampled, and the seeds that follow."""
 
 import hashlib
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from roll_lite.checks import UserError
+from roll_lite.options import name_of, where
+from roll_lite.rollout.history import History
 from roll_lite.rollout.record import read_prompt, write_prompt
 from roll_lite.types import Prompt
 
@@ -54,6 +57,10 @@ class PlainPrompts:
         )
 
 
+Choose = Callable[[PromptSource, History], Prompt]
+"""Says which prompt comes next: next(source), source.next_of(domain) or one of source.rows."""
+
+
 @dataclass(frozen=True, slots=True)
 class Visit:
     """One occasion on which a prompt is sampled. Every visit of a prompt has its own seed."""
@@ -71,7 +78,13 @@ def derive_seed(*parts: int | str) -> int:
 class PromptQueue:
     """Draws the prompts to sample next and numbers their visits."""
 
-    def __init__(self, prompts: PromptSource | Iterator[Prompt]):
+    def __init__(
+        self,
+        prompts: PromptSource | Iterator[Prompt],
+        choose: Choose | None = None,
+        pass_reward: float = 1.0,
+    ):
+        """With `choose` it is that function which draws from the prompts."""
         methods = ("next_of", "comes_again", "state_dict", "load_state_dict")
         missing = [name for name in methods if not hasattr(prompts, name)]
         if 0 < len(missing) < len(methods):
@@ -80,6 +93,9 @@ class PromptQueue:
                 f"all of {', '.join(methods)}, a plain iterator none"
             )
         self._source = PlainPrompts(prompts) if missing else prompts
+        self.choose = choose
+        self.history = History(pass_reward)
+        """What `choose` gets to see; empty without it."""
         self._num_visits: Counter[str] = Counter()
         self._unfinished: list[Visit] = []
         """Visits that a stopped run had not finished; they come first."""
@@ -88,11 +104,15 @@ class PromptQueue:
         """The next visit; None when there are no more prompts.
 
         With a domain, to replace a dropped group, it is of that domain if the source can give one.
+        `choose` is not told the domain: what it returns comes next.
         """
         for place, visit in enumerate(self._unfinished):
             if domain in (None, visit.prompt.domain):
                 return self._unfinished.pop(place)
-        prompt = next(self._source, None) if domain is None else self._source.next_of(domain)
+        if self.choose:
+            prompt = self._chosen(self.choose)
+        else:
+            prompt = next(self._source, None) if domain is None else self._source.next_of(domain)
         return self._visit(prompt) if prompt else None
 
     def state_dict(self, running: list[Visit]) -> dict[str, Any]:
@@ -102,6 +122,7 @@ class PromptQueue:
             "visits": dict(self._num_visits),
             "unfinished": [[write_prompt(visit.prompt), visit.number] for visit in unfinished],
             "prompts": self._source.state_dict(),
+            **({"history": self.history.state_dict()} if self.choose else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -109,9 +130,40 @@ class PromptQueue:
         self._unfinished = [Visit(read_prompt(p), number) for p, number in state["unfinished"]]
         if state["prompts"] is not None:
             self._source.load_state_dict(state["prompts"])
+        if self.choose and "history" in state:
+            self.history.load_state_dict(state["history"])
+        elif self.choose:
+            print("warning: the saved run had no choose(): its history begins now", file=sys.stderr)
+        elif "history" in state:
+            print(
+                "warning: no choose() any more: prompts come in turn from now on", file=sys.stderr
+            )
+
+    def _chosen(self, choose: Choose) -> Prompt:
+        place = f"{where(choose)}: {name_of(choose)}()"
+        try:
+            prompt = choose(self._source, self.history)
+        except StopIteration:  # it would end coroutines in a way of its own
+            raise UserError(
+                f"{place} raised StopIteration: there are no more prompts; return one of "
+                "source.rows again, or name data that does not end"
+            ) from None
+        if not isinstance(prompt, Prompt):
+            raise UserError(
+                f"{place} returned {prompt!r:.100}, which is no Prompt; return next(source), "
+                "source.next_of(domain) for one of source.domains, or one of source.rows"
+            )
+        domains = getattr(self._source, "domains", (prompt.domain,))
+        if prompt.domain not in domains:
+            raise UserError(
+                f"{place} returned a prompt of domain {prompt.domain!r}, which the data does not "
+                f"have; return one of {', '.join(domains)}"
+            )
+        self.history.num_drawn += 1
+        return prompt
 
     def _visit(self, prompt: Prompt) -> Visit:
-        if not self._source.comes_again(prompt):
+        if not self.choose and not self._source.comes_again(prompt):
             return Visit(prompt, 0)
         self._num_visits[prompt.id] += 1
         return Visit(prompt, self._num_visits[prompt.id] - 1)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from roll_lite.checks import UserError, above, at_least, check_choices, finite, read_only_if
+from roll_lite.options import Argument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +26,11 @@ class RolloutOptions:
     (keep), or dropped and replaced (drop), so that fewer long samples are trained on than were
     generated."""
     drop_equal: bool = False
-    """Drop groups whose rewards are all equal: they have no advantage (DAPO's dynamic sampling)."""
-    min_group_reward: float | None = None
+    """Drop groups from which the advantage has nothing to learn: with grpo and most others those
+    whose rewards are all equal (DAPO's dynamic sampling)."""
+    min_group_reward: Argument[float | None] = None
     """Drop groups with a lower mean reward: the prompt is too hard."""
-    max_group_reward: float | None = None
+    max_group_reward: Argument[float | None] = None
     """Drop groups with a higher mean reward: the prompt is too easy."""
     max_refills: int = 10
     """Replace dropped groups, at most max_refills * prompts_per_step of them per step. Then the
@@ -37,16 +39,16 @@ class RolloutOptions:
     extra_groups: int = 0
     """Groups to start beyond prompts_per_step, so that a step need not wait for the slowest; the
     surplus is aborted. Not with max_staleness above 0, which sets the number of groups."""
-    extra_samples: int = 0
+    extra_samples: Argument[int] = 0
     """Samples to start beyond samples_per_prompt. A group keeps the first samples_per_prompt that
     are done and aborts the rest at once. Which ones it keeps depends on timing, and long samples
     are aborted more often than short ones."""
     deadline: float | None = None
     """Seconds until an unfinished sample is aborted, from its admission to an engine to the end of
     scoring. Evaluation has no deadline."""
-    max_retries: int = 2
+    max_retries: Argument[int] = 2
     """Retries of a request that an engine failed, and of a reward that raised."""
-    samples_per_replica: int = 1024
+    samples_per_replica: Argument[int] = 1024
     """Most unfinished samples per engine replica; further groups wait until a replica has room."""
     journal: bool = True
     """Keep finished samples in the run folder until the next checkpoint, so that after a crash only

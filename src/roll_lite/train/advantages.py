@@ -1,7 +1,7 @@
 """Advantage estimators: from rewards to advantages.
 
-To add an estimator, write a function and name it in ADVANTAGES. Its positional parameters name
-what it reads, in float64:
+An estimator of your own is a function named in ADVANTAGES, of this file or of one given with
+--code. Its positional parameters name what it reads, in float64:
 
     rewards_S         score of each sample (normalised, clipped), minus the KL of its tokens
     rewards_R         the same by token: the score on the last one, minus the KL of each
@@ -13,9 +13,13 @@ what it reads, in float64:
     turn_rewards      a list for each sample, with the reward of each turn
     observations      the same with the key of what the model saw before the turn
     teacher_logprobs_R  the teacher's logprobs of the same tokens
+    reprompted_logprobs_R  the policy's logprobs of the same tokens behind another prompt, which
+                      AdvantageFacts(reprompt=...) makes
+    reward_parts      the parts of the scores by name, each a tensor (S,); 0 where a sample lacks it
 
 S counts samples. R counts rows: the tokens with loss, of all samples end to end. Keyword-only
 parameters are its options on the command line. The return type says what an advantage belongs to.
+What else the loop must know of it, AdvantageFacts say above the function.
 
 Tensors come as arguments and are changed by their methods: the options are read without torch.
 """
@@ -25,14 +29,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_type_hints
 
 from typing_extensions import Doc
 
-from roll_lite.checks import UserError, above, read_only_if
-from roll_lite.options import choose, with_options_of
+from roll_lite.checks import AtLeast, AtMost, UserError, above, read_only_if
+from roll_lite.options import FunctionOptions, where
+from roll_lite.types import Group, Message, Prompt, has_equal_rewards
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,32 +46,67 @@ EPSILON = 1e-6
 
 INPUTS = (
     "rewards_S", "rewards_R", "scores_S", "groups_S", "sequence_R", "logprobs_R", "values_R",
-    "teacher_logprobs_R", "turn_rewards", "observations",
+    "teacher_logprobs_R", "reprompted_logprobs_R", "reward_parts", "turn_rewards", "observations",
 )  # fmt: skip
 PerSample = Annotated[Any, "a tensor (S,)"]
 PerToken = Annotated[Any, "a tensor (R,)"]
 PerTurn = Annotated[list[list[float]], "a list for each sample"]
 
-DivideByStd = Annotated[
-    bool | None,
-    Doc("divide by the group's standard deviation; off is Dr. GRPO. None is off for loss kimi."),
+DivideByStd = Annotated[bool, Doc("Divide by the group's standard deviation; off is Dr. GRPO.")]
+Gamma = Annotated[float, Doc("Discount from token to token."), AtLeast(0), AtMost(1)]
+TurnGamma = Annotated[float, Doc("Discount from turn to turn."), AtLeast(0), AtMost(1)]
+Lam = Annotated[
+    float,
+    Doc("Lambda; 1 is return minus value, lower trusts the critic more."),
+    AtLeast(0),
+    AtMost(1),
 ]
-Gamma = Annotated[
-    float, Doc("discount from token to token (gigpo, agentic_reinforce: from turn to turn).")
-]
-Lam = Annotated[float, Doc("lambda; 1 is return minus value, lower trusts the critic more.")]
 Baseline = Annotated[
-    Literal["none", "batch", "group"], Doc("subtract the mean score of the batch or group.")
+    Literal["none", "batch", "group"], Doc("Subtract the mean score of the batch or group.")
 ]
-StepWeight = Annotated[float, Doc("weight of a turn's advantage beside the episode's.")]
+StepWeight = Annotated[float, Doc("Weight of a turn's advantage beside the episode's.")]
 
 
-def grpo(rewards_S, groups_S, *, divide_by_std: DivideByStd = None) -> PerSample:
+@dataclass(frozen=True, kw_only=True)
+class AdvantageFacts:
+    """What the loop must know of an estimator, said above it: @AdvantageFacts(whitened=True)."""
+
+    whitened: bool = False
+    """Its advantages are whitened over the batch's tokens, unless --no-whiten."""
+    compares_group: bool | Callable[..., bool] | None = None
+    """Whether a sample alone in its group has nothing to learn from. It may depend on the
+    estimator's options; None is whether it reads groups_S."""
+    same_for_sample: Callable[..., bool] | None = None
+    """With which of its options a PerToken estimator gives all tokens of a sample one advantage,
+    where there is no KL in the reward; None is never."""
+    nothing_to_learn: Callable[[Group], bool] | None = None
+    """Whether all advantages of a group are 0, for --drop-equal. None: a PerSample estimator that
+    compares rewards learns nothing from equal ones; of any other it is not known."""
+    reprompt: Callable[[Prompt], tuple[Message, ...] | None] | None = None
+    """Other messages in the place of a prompt, for reprompted_logprobs_R; None: this prompt has
+    none."""
+
+    def __call__(self, estimator: Callable) -> Callable:
+        estimator.facts = self
+        return estimator
+
+
+NO_FACTS = AdvantageFacts()
+
+
+def no_turn_was_rewarded(group: Group) -> bool:
+    """A question's only turn has the reward of its reply, which is compared."""
+    if group.prompt.is_question:
+        return has_equal_rewards(group)
+    return not any(turn.result.reward for sample in group.samples for turn in sample.turns)
+
+
+def grpo(rewards_S, groups_S, *, divide_by_std: DivideByStd = True) -> PerSample:
     """Reward minus the group's mean, over its (sample) standard deviation.
 
     Equal rewards, or a group of one, give 0. Without the division this is Dr. GRPO.
     """
-    return standardise(rewards_S, groups_S, divide_by_std=divide_by_std is not False)
+    return standardise(rewards_S, groups_S, divide_by_std=divide_by_std)
 
 
 def rloo(rewards_S, groups_S) -> PerSample:
@@ -82,6 +121,11 @@ def lite_ppo(rewards_S, groups_S) -> PerSample:
     return standardise(rewards_S, 0 * groups_S, centred_S=centred_S)
 
 
+@AdvantageFacts(
+    whitened=True,
+    compares_group=lambda baseline, **_: baseline == "group",
+    same_for_sample=lambda gamma, **_: gamma == 1,
+)
 def reinforce(
     rewards_R,
     sequence_R,
@@ -100,6 +144,7 @@ def reinforce(
     return returns_R - mean_S[sequence_R]
 
 
+@AdvantageFacts(whitened=True, same_for_sample=lambda gamma: gamma == 1)
 def reinforce_plus_plus(rewards_R, sequence_R, *, gamma: Gamma = 1.0) -> PerToken:
     """Discounted return; whitened over the batch unless the options say otherwise."""
     return discounted_returns(rewards_R, sequence_R, gamma)
@@ -117,14 +162,15 @@ def gae(rewards_R, values_R, sequence_R, *, gamma: Gamma = 1.0, lam: Lam = 0.95)
     return discounted_returns(delta_R, sequence_R, gamma * lam)
 
 
+@AdvantageFacts(nothing_to_learn=no_turn_was_rewarded)
 def gigpo(
     turn_rewards,
     observations,
     groups_S,
     *,
-    gamma: Gamma = 0.95,
+    gamma: TurnGamma = 0.95,
     step_weight: StepWeight = 1.0,
-    divide_by_std: DivideByStd = None,
+    divide_by_std: DivideByStd = True,
 ) -> PerTurn:
     """The episode's advantage in its group, plus that of the turn among its peers.
 
@@ -146,7 +192,8 @@ def gigpo(
     return [part.tolist() for part in advantages_N.split(lengths)]
 
 
-def agentic_reinforce(turn_rewards, *, gamma: Gamma = 1.0) -> PerTurn:
+@AdvantageFacts(whitened=True)
+def agentic_reinforce(turn_rewards, *, gamma: TurnGamma = 1.0) -> PerTurn:
     """Discounted return of the turns from this one on; whitened over the batch's tokens unless the
     options say otherwise."""
     return [
@@ -171,8 +218,6 @@ ADVANTAGES: dict[str, Callable] = {
     "agentic_reinforce": agentic_reinforce,
     "opd": opd,
 }
-WHITENED = ("reinforce", "reinforce++", "agentic_reinforce")
-"""Whitened unless the options say otherwise."""
 
 
 def discounted_returns(rewards_R: Tensor, sequence_R: Tensor, gamma: float) -> Tensor:
@@ -233,15 +278,14 @@ def standardise(
 
 
 @dataclass(frozen=True, kw_only=True)
-@with_options_of("advantage", ADVANTAGES)
-class AdvantageOptions:
+class AdvantageOptions(FunctionOptions):
     """Advantages: how the reward of a sample becomes the advantage of its tokens."""
 
     advantage: str = "grpo"
     """Advantage estimator; gae trains a critic."""
     whiten: bool | None = None
-    """Whiten advantages over the batch's tokens; None does so for reinforce, reinforce++ and
-    agentic_reinforce."""
+    """Whiten advantages over the batch's tokens; left open, as the estimator says (reinforce,
+    reinforce++ and agentic_reinforce are whitened)."""
     advantage_clip: float | None = None
     """Clip advantages to this magnitude, after whitening."""
     reward_norm: Literal["none", "batch", "group", "running"] = "none"
@@ -249,34 +293,41 @@ class AdvantageOptions:
     reward_clip: float | None = None
     """Clip rewards to this magnitude, after normalisation."""
 
+    TABLE: ClassVar = ADVANTAGES
+    CHOICE: ClassVar = "advantage"
+
     def __post_init__(self):
-        # Refuse an unknown name, options that it does not read, and a wrong signature.
-        _ = self.estimator, self.inputs, self.unit
+        self.check_function()
+        _ = self.inputs, self.unit  # refuse a wrong signature
         above(0, self, "reward_clip", "advantage_clip")
         condition = f"an advantage that reads rewards, not {self.advantage!r}"
         read_only_if(self.reads_rewards, condition, self, "reward_norm", "reward_clip")
-        if not 0 <= (1.0 if self.gamma is None else self.gamma) <= 1 or not 0 <= self.lam <= 1:
-            raise UserError(f"gamma={self.gamma} and lam={self.lam} must lie between 0 and 1")
 
-    @cached_property
-    def estimator(self) -> Callable:
-        return choose(ADVANTAGES, "advantage", self)
+    @property
+    def facts(self) -> AdvantageFacts:
+        return getattr(self.chosen, "facts", NO_FACTS)
+
+    @property
+    def open_defaults(self) -> dict[str, Any]:
+        """What the estimator says of options that are left open."""
+        return {"whiten": self.facts.whitened}
 
     def estimate(self, rows: Any) -> Tensor | list[list[float]]:
         """The advantages of `Rows`: a number for each sample, turn or token."""
-        found = self.estimator(*(getattr(rows, name) for name in self.inputs))
+        found = self.function(*(getattr(rows, name) for name in self.inputs))
         rows.check_shape(found, self)
         return found
 
     @property
     def inputs(self) -> list[str]:
         """What the estimator reads: its positional parameters."""
-        parameters = inspect.signature(ADVANTAGES[self.advantage]).parameters.values()
+        parameters = inspect.signature(self.chosen).parameters.values()
         names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         if unknown := [name for name in names if name not in INPUTS]:
-            raise TypeError(
-                f"advantage {self.advantage} asks for {', '.join(unknown)}; the positional "
-                f"parameters of an estimator are among {', '.join(INPUTS)}, options keyword-only"
+            raise UserError(
+                f"{where(self.chosen)}: advantage {self.advantage} asks for {', '.join(unknown)}; "
+                f"the positional parameters of an estimator are among {', '.join(INPUTS)}, options "
+                "keyword-only"
             )
         return names
 
@@ -286,9 +337,10 @@ class AdvantageOptions:
 
     def differs_by_token(self, kl_in_reward: bool) -> bool:
         """Whether the tokens of a sequence may have different advantages."""
-        has_discount = self.gamma not in (None, 1) or kl_in_reward
-        has_own = self.needs_critic or self.unit == PerTurn or self.advantage == "opd"
-        return has_own or (self.unit == PerToken and has_discount)
+        if self.unit == PerSample:
+            return False
+        is_same = self.facts.same_for_sample
+        return kl_in_reward or is_same is None or not is_same(**self.values)
 
     @property
     def reads_turns(self) -> bool:
@@ -299,25 +351,48 @@ class AdvantageOptions:
         return "teacher_logprobs_R" in self.inputs
 
     @property
+    def needs_reprompts(self) -> bool:
+        return "reprompted_logprobs_R" in self.inputs
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether every prompt needs a reward; no, where a model teaches."""
+        return not (self.needs_teacher or self.needs_reprompts)
+
+    @property
     def needs_critic(self) -> bool:
         return "values_R" in self.inputs
 
     @property
     def is_whitened(self) -> bool:
-        return self.advantage in WHITENED if self.whiten is None else self.whiten
+        return self.facts.whitened if self.whiten is None else self.whiten
 
     @property
     def unit(self) -> object:
         """What an advantage belongs to: PerSample, PerTurn or PerToken."""
-        unit = get_type_hints(ADVANTAGES[self.advantage], include_extras=True).get("return")
+        unit = get_type_hints(self.chosen, include_extras=True).get("return")
         if unit not in (PerSample, PerTurn, PerToken):
-            raise TypeError(
-                f"advantage {self.advantage} needs a return type: PerSample, PerTurn or PerToken"
+            raise UserError(
+                f"{where(self.chosen)}: advantage {self.advantage} needs a return type, one of "
+                "rl.PerSample, rl.PerTurn and rl.PerToken, as in -> rl.PerSample"
             )
         return unit
 
     @property
     def compares_samples(self) -> bool:
         """Whether a sample alone in its group has nothing to learn from."""
-        has_group = self.advantage == "gigpo" or "group" in (self.baseline, self.reward_norm)
-        return self.unit == PerSample or has_group
+        compares = self.facts.compares_group
+        if compares is None:
+            compares = "groups_S" in self.inputs
+        elif callable(compares):
+            compares = compares(**self.values)
+        return compares or self.reward_norm == "group"
+
+    @property
+    def nothing_to_learn(self) -> Callable[[Group], bool] | None:
+        """Whether a group has no advantage; None if its rewards do not tell."""
+        if self.facts.nothing_to_learn:
+            return self.facts.nothing_to_learn
+        compares_rewards = {*self.inputs} <= {"rewards_S", "scores_S", "groups_S"}
+        is_plain = self.unit == PerSample and self.compares_samples and compares_rewards
+        return has_equal_rewards if is_plain else None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from roll_lite.checks import UserError, above, at_least, check_choices, read_only_if
+from roll_lite.options import Argument
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,12 +23,12 @@ class KLOptions:
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL counts."""
     kl_estimator: Literal[KL_ESTIMATORS] | None = None
-    """Estimate of the KL from sampled tokens; None is k3 in the loss and k1 in the reward."""
+    """Estimate of the KL from sampled tokens; left open, k3 in the loss and k1 in the reward."""
     reference: str | None = None
     """Hugging Face folder of the reference; None is the starting model."""
-    kl_target: float | None = None
+    kl_target: Argument[float | None] = None
     """kl_in=reward: adapt kl_coef so that the KL of a sample stays near this value."""
-    kl_horizon: int = 10_000
+    kl_horizon: Argument[int] = 10_000
     """kl_target: number of samples over which kl_coef adapts."""
 
     def __post_init__(self):
@@ -37,16 +38,21 @@ class KLOptions:
         above(0, self, "kl_target")
         dependent = ("kl_in", "reference", "kl_estimator")
         read_only_if(self.kl_coef > 0, "kl_coef above 0", self, *dependent)
-        is_in_reward = self.kl_in == "reward"
-        read_only_if(is_in_reward, "kl_in='reward'", self, "kl_target", "kl_horizon")
-        read_only_if(self.kl_target is not None, "kl_target", self, "kl_horizon")
+
+    @property
+    def open_defaults(self) -> dict[str, Any]:
+        """What stands for options that are left open."""
+        return {"kl_estimator": self.chosen_estimator} if self.kl_coef else {}
+
+    @property
+    def chosen_estimator(self) -> str:
+        return self.kl_estimator or ("k3" if self.kl_in == "loss" else "k1")
 
     def is_in(self, place: Literal["loss", "reward"]) -> bool:
         return self.kl_coef > 0 and self.kl_in == place
 
     def estimate(self, logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-        estimator = self.kl_estimator or {"loss": "k3", "reward": "k1"}[self.kl_in]
-        return estimate_kl(logprobs, reference_logprobs, estimator)
+        return estimate_kl(logprobs, reference_logprobs, self.chosen_estimator)
 
 
 NO_KL = KLOptions()

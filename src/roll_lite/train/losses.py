@@ -1,17 +1,24 @@
 """Losses of single tokens: the policy losses, and those of supervised training and of the critic.
 
-To add a policy loss, write a function and name it in LOSSES. It reads, for each row (a token that
-carries loss) of a packed micro-batch,
+A policy loss of your own is a function named in LOSSES, of this file or of one given with
+--code. It reads, for each row (a token that carries loss) of a packed micro-batch,
 
     logprobs_R      of the policy that is trained
     delta_R         logprobs_R minus the logprobs before the update: the log of the ratio
     advantages_R
     batch           everything else, such as the sequence of each row
 
-and returns a LossResult: the loss of each row, and named measurements of rows. Keyword-only
-parameters are its options on the command line. The trainer weighs the rows and adds them up; a
+and returns the loss of each row, alone or with named measurements of rows. Keyword-only parameters
+are its options on the command line; what else the loop must know of it, LossFacts say above the
+function. The trainer weighs the rows and adds them up; a
 measurement whose name ends in `_max` is reduced by maximum (of values that are not negative), any
 other by the rows' weights.
+
+A loss with @LossFacts(reads_observations=True) also gets rows for the tokens that the environment
+wrote between the model's turns, where `batch.observed_R` is True. Their weights add up apart from
+those of sampled rows; all their numbers but `logprobs_R` are 0, `delta_R` too. Corrections, KL,
+entropy and measurements are of sampled rows alone, except for a measurement whose name ends in
+`_observed`, which is of the others.
 
 Some losses belong to a sample (papers say sequence) or a turn: each of its rows then has the whole
 loss, and the aggregation seq_mean_token_mean makes the batch's loss the mean over samples.
@@ -22,15 +29,14 @@ Tensors come as arguments and are changed by their methods: the options are read
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn
 
 from typing_extensions import Doc
 
-from roll_lite.checks import UserError, above, at_least, read_only_if
-from roll_lite.options import choose, with_options_of
+from roll_lite.checks import Above, AtLeast, UserError, above, at_least, read_only_if
+from roll_lite.options import Argument, FunctionOptions, name_of, where
 from roll_lite.train.kl import NO_KL, KLOptions
 from roll_lite.train.sequences import AGGREGATIONS, check_aggregation
 
@@ -44,13 +50,34 @@ LossResult = tuple["Tensor", Measurements]
 Loss = Callable[["Tensor", "Tensor", "MicroBatch"], LossResult]
 """From the policy's logprobs, their entropies and the micro-batch to the loss of each row."""
 
-ClipLow = Annotated[float, Doc("probability ratios are clipped below 1 - clip_low.")]
-ClipHigh = Annotated[float, Doc("probability ratios are clipped above 1 + clip_high.")]
+ClipLow = Annotated[float, Doc("Probability ratios are clipped below 1 - clip_low."), AtLeast(0)]
+ClipHigh = Annotated[float, Doc("Probability ratios are clipped above 1 + clip_high."), AtLeast(0)]
 DualClip = Annotated[
-    float | None, Doc("upper bound of the loss where A < 0, as a multiple of |A|.")
+    float | None, Doc("Upper bound of the loss where A < 0, as a multiple of |A|."), Above(1)
 ]
-RatioCap = Annotated[float, Doc("importance weights are at most this.")]
-Tau = Annotated[float, Doc("strength of the pull towards the policy that sampled.")]
+RatioCap = Annotated[float, Doc("Importance weights are at most this."), Above(0)]
+Tau = Annotated[float, Doc("Strength of the pull towards the policy that sampled."), Above(0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossFacts:
+    """What the loop must know of a policy loss, said above it: @LossFacts(by_sequence=True)."""
+
+    by_sequence: bool = False
+    """It has one ratio and one advantage per sequence, all of whose rows come together."""
+    aggregation: str = "token_mean"
+    """How tokens are averaged, unless --aggregation says otherwise."""
+    advantage_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Other defaults of the estimator's options, where the estimator has them."""
+    reads_observations: bool = False
+    """It wants rows for the tokens that the environment wrote, too: batch.observed_R."""
+
+    def __call__(self, loss: Callable) -> Callable:
+        loss.facts = self
+        return loss
+
+
+NO_FACTS = LossFacts()
 
 
 def ppo(
@@ -70,6 +97,7 @@ def ppo(
     return _clipped(delta_R.exp(), advantages_R, clip_low, clip_high, dual_clip)
 
 
+@LossFacts(by_sequence=True, aggregation="seq_mean_token_mean")
 def gspo(
     logprobs_R, delta_R, advantages_R, batch,
     *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4,
@@ -78,7 +106,7 @@ def gspo(
 
     Such a ratio stays close to 1, so the paper's clips are much tighter than PPO's.
     """
-    ratio_R = _mean_over(delta_R, batch.sample_R, batch.num_samples).exp()
+    ratio_R = _mean_over(delta_R, batch, batch.sample_R, batch.num_samples).exp()
     return _clipped(ratio_R, advantages_R, clip_low, clip_high)
 
 
@@ -86,7 +114,7 @@ def segment(
     logprobs_R, delta_R, advantages_R, batch, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2
 ):
     """PPO with one ratio per turn, normalised by its length."""
-    ratio_R = _mean_over(delta_R, batch.segment_R, batch.num_segments).exp()
+    ratio_R = _mean_over(delta_R, batch, batch.segment_R, batch.num_segments).exp()
     return _clipped(ratio_R, advantages_R, clip_low, clip_high)
 
 
@@ -120,6 +148,7 @@ def tis(logprobs_R, delta_R, advantages_R, batch, *, ratio_cap: RatioCap = 1.0):
     return loss_R, _ratios(ratio_R, ratio_R > ratio_cap)
 
 
+@LossFacts(by_sequence=True, aggregation="seq_mean_token_sum")
 def topr(logprobs_R, delta_R, advantages_R, batch):
     """Positives with weight 1, negatives with the sequence's ratio, at most 1.
 
@@ -133,6 +162,11 @@ def topr(logprobs_R, delta_R, advantages_R, batch):
     return loss_R, _ratios(delta_R.exp(), is_negative_R & (log_ratio_R > 0))
 
 
+@LossFacts(
+    by_sequence=True,
+    aggregation="seq_mean_token_mean",
+    advantage_defaults={"divide_by_std": False},
+)
 def kimi(logprobs_R, delta_R, advantages_R, batch, *, tau: Tau = 0.1):
     """(A - tau log ratio)^2 / (2 tau) of the sequence: Kimi k1.5 2025 (2501.12599), equation 3.
 
@@ -161,24 +195,17 @@ LOSSES: dict[str, Callable[..., LossResult]] = {
     "kimi": kimi,
     "reinforce": reinforce,
 }
-OF_SEQUENCES = {
-    "gspo": "seq_mean_token_mean",
-    "topr": "seq_mean_token_sum",
-    "kimi": "seq_mean_token_mean",
-}
-"""Losses with one ratio and one advantage per sequence, and the aggregation of their papers."""
 
 
 @dataclass(frozen=True, kw_only=True)
-@with_options_of("loss", LOSSES)
-class LossOptions:
+class LossOptions(FunctionOptions):
     """Policy loss: which function, how tokens are averaged, corrections for stale logprobs."""
 
     loss: str = "ppo"
     """Policy loss."""
     aggregation: Literal[AGGREGATIONS] | None = None
-    """How tokens are averaged; None is seq_mean_token_mean for gspo and kimi, seq_mean_token_sum
-    for topr, and token_mean for other losses."""
+    """How tokens are averaged; left open, as the loss says: seq_mean_token_mean for gspo and kimi,
+    seq_mean_token_sum for topr, token_mean for the other built-in losses."""
     constant: float | None = None
     """seq_mean_token_sum_const: the divisor of sums, such as the longest reply (Dr. GRPO)."""
     entropy_coef: float = 0.0
@@ -188,39 +215,41 @@ class LossOptions:
     first update (old)."""
     correction: Literal["none", "token", "sequence"] = "none"
     """denominator=old: weigh the loss by old / behaviour of each token or sequence."""
-    correction_cap: float = 2.0
+    correction_cap: Argument[float] = 2.0
     """Largest weight of the correction."""
     rejection: Literal["none", "token", "sequence"] = "none"
     """denominator=old: leave out each token or sequence with old / behaviour outside the band."""
-    rejection_low: float = 0.5
+    rejection_low: Argument[float] = 0.5
     """Lower end of the band."""
-    rejection_high: float = 2.0
+    rejection_high: Argument[float] = 2.0
     """Upper end of the band."""
 
+    TABLE: ClassVar = LOSSES
+    CHOICE: ClassVar = "loss"
+
     def __post_init__(self):
-        _ = self.function  # refuses an unknown name, and options that it does not read
+        self.check_function()
         check_aggregation(self.chosen_aggregation, self.constant)
-        at_least(0, self, "clip_low", "clip_high", "entropy_coef", "rejection_low")
-        above(0, self, "ratio_cap", "tau", "correction_cap")
+        at_least(0, self, "entropy_coef", "rejection_low")
+        above(0, self, "correction_cap")
         above(self.rejection_low, self, "rejection_high")
-        above(1, self, "dual_clip")
         is_old = self.denominator == "old"
         read_only_if(is_old, "denominator='old'", self, "correction", "rejection")
-        corrects = self.correction != "none"
-        read_only_if(corrects, "correction=token or sequence", self, "correction_cap")
-        rejects = self.rejection != "none"
-        band = ("rejection_low", "rejection_high")
-        read_only_if(rejects, "rejection=token or sequence", self, *band)
 
-    @cached_property
-    def function(self) -> Callable[..., LossResult]:
-        return choose(LOSSES, "loss", self)
+    @property
+    def facts(self) -> LossFacts:
+        return getattr(self.chosen, "facts", NO_FACTS)
+
+    @property
+    def open_defaults(self) -> dict[str, Any]:
+        """What the loss says of options that are left open."""
+        return {"aggregation": self.facts.aggregation}
 
     @property
     def pack_options(self) -> dict[str, Any]:
         """How batches for this loss are packed. Where a token's loss depends on its whole sample,
         which may be several sequences, they stay together."""
-        reads_samples = self.loss in OF_SEQUENCES or "sequence" in (self.correction, self.rejection)
+        reads_samples = self.facts.by_sequence or "sequence" in (self.correction, self.rejection)
         return {
             "aggregation": self.chosen_aggregation,
             "constant": self.constant,
@@ -229,7 +258,7 @@ class LossOptions:
 
     @property
     def chosen_aggregation(self) -> str:
-        return self.aggregation or OF_SEQUENCES.get(self.loss, "token_mean")
+        return self.aggregation or self.facts.aggregation
 
 
 @dataclass(frozen=True)
@@ -245,17 +274,14 @@ class PolicyLoss:
         options = self.options
         is_old = options.denominator == "old"
         denominator_R = required(batch, "old_logprobs_R" if is_old else "logprobs_R")
-        delta_R = logprobs_R - denominator_R
+        delta_R = sampled_only(logprobs_R - denominator_R, batch)
+        entropy_R = sampled_only(entropy_R, batch)
         function = self.function or options.function
         found = function(logprobs_R, delta_R, required(batch, "advantages_R"), batch)
         loss_R, measurements = found if isinstance(found, tuple) else (found, {})
         for name, rows in {"its loss": loss_R, **measurements}.items():
-            if rows.shape != logprobs_R.shape:
-                name_of = f"loss={options.loss!r}" if self.function is None else function.__name__
-                raise UserError(
-                    f"{name_of} returned {name} of shape {tuple(rows.shape)}, not "
-                    f"{tuple(logprobs_R.shape)}: return one number per row; the trainer averages"
-                )
+            if getattr(rows, "shape", None) != logprobs_R.shape:
+                self._refuse(name, rows, len(logprobs_R))
         measurements["loss/entropy"] = entropy_R
         if is_old and batch.logprobs_R is not None:
             measurements |= _mismatch(denominator_R - batch.logprobs_R)
@@ -265,7 +291,8 @@ class PolicyLoss:
             log_weight_R = _off_policy(batch, options.correction)
             loss_R = loss_R * log_weight_R.clamp(max=math.log(options.correction_cap)).exp()
         if self.kl.is_in("loss"):
-            kl_R = self.kl.estimate(logprobs_R, required(batch, "reference_logprobs_R"))
+            reference_R = required(batch, "reference_logprobs_R")
+            kl_R = self.kl.estimate(sampled_only(logprobs_R, batch), reference_R)
             loss_R = loss_R + self.kl.kl_coef * kl_R
             measurements["loss/kl"] = kl_R
         if options.entropy_coef:
@@ -273,9 +300,19 @@ class PolicyLoss:
         if options.rejection != "none":
             ratio_R = _off_policy(batch, options.rejection).exp()
             rejected_R = (ratio_R < options.rejection_low) | (ratio_R > options.rejection_high)
+            rejected_R = sampled_only(rejected_R, batch)
             loss_R = loss_R.masked_fill(rejected_R, 0.0)
             measurements["loss/rejected"] = rejected_R.float()
-        return loss_R, {name: value_R.detach() for name, value_R in measurements.items()}
+        return loss_R, {n: _own_rows(n, v.detach(), batch) for n, v in measurements.items()}
+
+    def _refuse(self, name: str, rows: Any, num_rows: int) -> NoReturn:
+        own = self.function or self.options.chosen
+        shape = getattr(rows, "shape", None)
+        what = f"a {type(rows).__name__}" if shape is None else f"shape {tuple(shape)}"
+        raise UserError(
+            f"{where(own)}: {name_of(own)} returned {what} as {name}, not a tensor of shape "
+            f"({num_rows},): return one number per row; the trainer averages"
+        )
 
 
 def sft_loss(logprobs_R: Tensor, entropy_R: Tensor, batch: MicroBatch) -> LossResult:
@@ -290,9 +327,9 @@ class CriticOptions:
     critic_lr: float | None = None
     """Learning rate of the critic, which starts as the model with a value head of zeros; None
     chooses by the model's size."""
-    value_clip: float | None = None
+    value_clip: Argument[float | None] = None
     """A value gains nothing by moving further than this in one step (PPO)."""
-    critic_warmup_steps: int = 0
+    critic_warmup_steps: Argument[int] = 0
     """Steps at the start that train the critic alone."""
 
     def __post_init__(self):
@@ -312,6 +349,7 @@ class ValueLoss:
     def __call__(self, values_R: Tensor, batch: MicroBatch) -> LossResult:
         """Explained variance is 1 - value_error / (return_square - return^2) of a whole batch."""
         returns_R = required(batch, "returns_R")
+        values_R = sampled_only(values_R, batch)
         error_R = (values_R - returns_R).square()
         measurements = {
             "loss/value": values_R.detach(),
@@ -339,6 +377,18 @@ def required(batch: MicroBatch, field: str) -> Tensor:
     return value
 
 
+def sampled_only(values_R: Tensor, batch: MicroBatch) -> Tensor:
+    """0 on the rows of tokens that the environment wrote."""
+    return values_R if batch.observed_R is None else values_R.masked_fill(batch.observed_R, 0)
+
+
+def _own_rows(name: str, values_R: Tensor, batch: MicroBatch) -> Tensor:
+    """A measurement, 0 on the rows that it is not of."""
+    if name.endswith("_observed") and batch.observed_R is not None:
+        return values_R.masked_fill(~batch.observed_R, 0)
+    return sampled_only(values_R, batch)
+
+
 def sum_rows(values_R: Tensor, part_R: Tensor, num_parts: int) -> Tensor:
     """(parts,): sums over the rows of each sequence or segment."""
     return values_R.new_zeros(num_parts).index_add(0, part_R, values_R)
@@ -348,9 +398,9 @@ def _sum_over_sample(values_R: Tensor, batch: MicroBatch) -> Tensor:
     return sum_rows(values_R, batch.sample_R, batch.num_samples)[batch.sample_R]
 
 
-def _mean_over(delta_R: Tensor, part_R: Tensor, num_parts: int) -> Tensor:
-    """(R,): the mean over the rows of each row's sequence or segment."""
-    counts = sum_rows(delta_R.new_ones(len(delta_R)), part_R, num_parts)
+def _mean_over(delta_R: Tensor, batch: MicroBatch, part_R: Tensor, num_parts: int) -> Tensor:
+    """(R,): the mean over the sampled rows of each row's sequence or segment."""
+    counts = sum_rows(sampled_only(delta_R.new_ones(len(delta_R)), batch), part_R, num_parts)
     return (sum_rows(delta_R, part_R, num_parts) / counts.clamp(min=1))[part_R]
 
 
@@ -376,7 +426,9 @@ def _clipped(
 def _off_policy(batch: MicroBatch, level: str) -> Tensor:
     """log(old / behaviour) of each row, or of its whole sequence."""
     delta_R = required(batch, "old_logprobs_R") - required(batch, "logprobs_R")
-    return _sum_over_sample(delta_R, batch) if level == "sequence" else delta_R
+    if level == "sequence":
+        delta_R = sampled_only(_sum_over_sample(delta_R, batch), batch)
+    return delta_R
 
 
 def _ratios(ratio_R: Tensor, is_clipped_R: Tensor) -> Measurements:

@@ -6,14 +6,13 @@ Rates are what others train such models with: RL 1e-6 (verl, ROLL, at 7B), SFT 1
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from roll_lite.checks import UserError, above, at_least, check_choices, unread_with
+from roll_lite.checks import UserError, above, at_least, check_choices
 from roll_lite.models.config import TARGETS, ModelConfig, lora_options, read_config
 from roll_lite.models.cost import count_parameters
-from roll_lite.options import flatten, from_flat, mark_chosen
+from roll_lite.options import Argument, RecipeConfig, flatten
 
-T = TypeVar("T")
 RATES = {
     "rl": {20e6: 3e-4, 300e6: 2e-5, 1e9: 2e-6, math.inf: 1e-6},
     "sft": {20e6: 1e-3, 300e6: 1e-4, 3e9: 2e-5, math.inf: 1e-5},
@@ -36,19 +35,19 @@ class TrainingOptions:
     """Learning rate after warm-up; linear and cosine end at 0."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises to lr."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Argument[float] = 1.0
     """Gradients of a larger norm are scaled down to it."""
     tokens_per_microbatch: int = 16384
     """Tokens of one forward and backward pass: more is faster and takes more memory."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass recomputes instead of keeping."""
-    moments: Literal["float32", "bfloat16"] = "float32"
+    moments: Argument[Literal["float32", "bfloat16"]] = "float32"
     """Dtype of AdamW's moments."""
     lora_rank: int = 0
     """Train LoRA adapters of this rank instead of all weights; 0 is off."""
-    lora_alpha: float = 32.0
+    lora_alpha: Argument[float] = 32.0
     """Adapters are scaled by lora_alpha / lora_rank."""
-    lora_targets: tuple[str, ...] = tuple(TARGETS)
+    lora_targets: Argument[tuple[str, ...]] = tuple(TARGETS)
     """Projections that get adapters."""
 
     def __post_init__(self):
@@ -56,8 +55,6 @@ class TrainingOptions:
         at_least(1, self, "tokens_per_microbatch")
         above(0, self, "max_grad_norm")
         check_choices(self)
-        if self.lora_rank == 0:
-            unread_with("lora_rank=0", self, "lora_alpha", "lora_targets")
         _ = self.policy_options  # refuses unknown adapters
 
     def schedule_over(self, num_steps: int, lr: float | None = None) -> "Schedule":
@@ -126,23 +123,21 @@ class Schedule:
 # ---- defaults by the size of the model
 
 
-def choose_defaults(cfg: T, **kinds: str) -> T:
-    """The config of a recipe with a value for each option of `kinds` that is None; prints them.
+def sized_defaults(cfg: RecipeConfig) -> tuple[dict[str, Any], list[str]]:
+    """A value for each option of a recipe's `default_kinds` that is None, and lines that say so.
 
-    A kind is one of RATES, or the length of a reply or turn:
-    `choose_defaults(cfg, lr="rl", max_tokens="reply")`.
+    A kind is one of RATES, or the length of a reply or turn: {"lr": "rl", "max_tokens": "reply"}.
     """
-    given, config = flatten(cfg), read_config(cfg.model)
-    chosen = {
-        name: _default(kind, config, bool(given.get("lora_rank")))
-        for name, kind in kinds.items()
-        if given[name] is None
-    }
-    if chosen:
-        size = count_parameters(config).total / 1e6
-        listed = ", ".join(f"{name}={value:g}" for name, value in chosen.items())
-        print(f"chosen for a model of {size:,.0f}M parameters: {listed}", flush=True)
-    return mark_chosen(from_flat(type(cfg), **given | chosen), chosen)
+    given = flatten(cfg)
+    kinds = {name: kind for name, kind in cfg.default_kinds.items() if given[name] is None}
+    if not kinds:
+        return {}, []
+    config = read_config(cfg.model)
+    has_adapters = bool(given.get("lora_rank"))
+    chosen = {name: _default(kind, config, has_adapters) for name, kind in kinds.items()}
+    size = count_parameters(config).total / 1e6
+    listed = ", ".join(f"{name}={value:g}" for name, value in chosen.items())
+    return chosen, [f"chosen for a model of {size:,.0f}M parameters: {listed}"]
 
 
 def default_tokens(kind: str, config: ModelConfig) -> int:

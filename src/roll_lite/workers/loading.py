@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from roll_lite.checks import UserError
-from roll_lite.rewards.file import import_file, imported_files, run_module
+from roll_lite.own_files import import_file, imported_files, run_module
 
 MAIN_ELSEWHERE = "__mp_main__"
 """Name of the running script's module in other processes, as in multiprocessing."""

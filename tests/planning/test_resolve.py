@@ -1,0 +1,149 @@
+"""What was left open gets its value once, the same on every rank; what was given stays."""
+
+from dataclasses import replace
+
+import pytest
+from support.runs import toy_options
+
+from roll_lite.cluster.launch import Launch
+from roll_lite.device_map import Device
+from roll_lite.models.config import SHAPE
+from roll_lite.options import flatten, from_flat
+from roll_lite.planning.resolve import resolve
+from roll_lite.recipes import rlvr, sft
+from roll_lite.train.advantages import AdvantageFacts, PerSample
+from roll_lite.train.losses import LossFacts
+
+CPU, ALONE = Device(), Launch()
+LARGE = {"model": f"{SHAPE}qwen3-8b", "run_dir": "no-such-run", "checkpointing": "full"}
+FOUR = Launch(world_size=4, local_world_size=4)
+
+
+def config(toy_folder, **changes):
+    return from_flat(rlvr.Config, **toy_options(toy_folder, "no-such-run", **changes))
+
+
+def resolved(cfg, launch=ALONE, device=CPU):
+    return resolve(cfg, launch, device)[0]
+
+
+def gpu(gib):
+    return Device("cuda", "some GPU", gib * 2**30)
+
+
+def test_nothing_is_left_open_and_what_was_chosen_is_noted(toy_folder):
+    cfg = config(toy_folder, lr=None, max_tokens=None, device="auto", kl_coef=0.1)
+    found, notes = resolve(cfg, ALONE, CPU)
+    values = flatten(found)
+    expected = {
+        "aggregation": "token_mean", "device": "cpu", "device_map": "train=all generate=all "
+        "reference=all", "kl_estimator": "k3", "lr": 3e-4, "max_tokens": 16, "whiten": False,
+    }  # fmt: skip
+    assert {name: values[name] for name in found.chosen} == expected
+    assert notes[0] == "chosen for a model of 0M parameters: lr=0.0003, max_tokens=16"
+    unchanged = flatten(cfg).keys() - expected.keys() - {"chosen"}
+    assert {n: values[n] for n in unchanged} == {n: flatten(cfg)[n] for n in unchanged}
+
+
+def test_it_is_a_function_of_its_arguments_alone(toy_folder, monkeypatch, capsys):
+    cfg = config(toy_folder, device="auto", loss="gspo", advantage="reinforce++")
+    before = flatten(cfg)
+    first = resolve(cfg, ALONE, CPU)
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("RANK", "3")
+    assert resolve(cfg, ALONE, CPU) == first
+    assert flatten(cfg) == before and capsys.readouterr().out == ""
+    again, notes = resolve(first[0], ALONE, CPU)
+    assert again == first[0] and notes == []
+
+
+@pytest.mark.parametrize("gib", [64, 140])
+def test_all_ranks_come_to_the_same(gib):
+    cfg = from_flat(rlvr.Config, **LARGE, kv_cache_gib=20.0)
+    first = resolve(cfg, FOUR, gpu(gib))
+    for rank in range(1, 4):
+        assert resolve(cfg, replace(FOUR, rank=rank, local_rank=rank), gpu(gib)) == first
+    turns = {"engines_sleep", "offload"}
+    values = flatten(first[0])
+    assert {name for name in turns if values[name]} == turns & {*first[0].chosen}
+    assert (turns <= {*first[0].chosen}) == (gib == 64)
+    assert any(line.startswith("chosen: engines_sleep and offload") for line in first[1]) == (
+        gib == 64
+    )
+
+
+def test_a_map_that_was_given_stays_and_then_nobody_takes_turns():
+    cfg = from_flat(
+        rlvr.Config, **LARGE, kv_cache_gib=20.0, device_map="train=0-2 generate=3", device="cuda"
+    )
+    found = resolved(cfg, FOUR, gpu(64))
+    assert found.device_map == "train=0-2 generate=3"
+    assert not {"device", "device_map", "engines_sleep", "offload"} & {*found.chosen}
+
+
+def test_kimi_does_not_divide_by_the_deviation(toy_folder):
+    plain = resolved(config(toy_folder))
+    assert plain.advantages.values == {"divide_by_std": True}
+    assert "divide_by_std" not in plain.chosen
+    found = resolved(config(toy_folder, loss="kimi"))
+    assert found.advantages.function.keywords == {"divide_by_std": False}
+    assert "divide_by_std" in found.chosen
+    for given in (True, False):
+        kept = resolved(config(toy_folder, loss="kimi", divide_by_std=given))
+        assert kept.advantages.values == {"divide_by_std": given}
+        assert "divide_by_std" not in kept.chosen
+
+
+def test_an_estimator_without_the_option_is_left_alone_with_kimi(toy_folder):
+    found = resolved(config(toy_folder, loss="kimi", advantage="rloo"))
+    assert found.advantages.values == {} and "divide_by_std" not in found.chosen
+
+
+def test_losses_and_estimators_of_ones_own_say_what_stands_for_open_options(
+    toy_folder, monkeypatch
+):
+    @LossFacts(aggregation="seq_mean_token_sum", advantage_defaults={"scale": 3.0, "other": 1})
+    def loss(logprobs_R, delta_R, advantages_R, batch): ...
+
+    @AdvantageFacts(whitened=True)
+    def estimator(rewards_S, *, scale: float = 1.0) -> PerSample: ...
+
+    monkeypatch.setitem(rlvr.rl.LOSSES, "mine", loss)
+    monkeypatch.setitem(rlvr.rl.ADVANTAGES, "mine", estimator)
+    found = resolved(config(toy_folder, loss="mine", advantage="mine"))
+    assert found.policy_loss.aggregation == "seq_mean_token_sum"
+    assert found.advantages.whiten is True and found.advantages.values == {"scale": 3.0}
+    assert {"aggregation", "whiten", "scale"} <= {*found.chosen}
+    kept = resolved(config(toy_folder, loss="mine", advantage="mine", scale=1.0, whiten=False))
+    assert kept.advantages.values == {"scale": 1.0} and kept.advantages.whiten is False
+
+
+@pytest.mark.parametrize(("advantage", "default"), [("grpo", False), ("reinforce++", True)])
+def test_whitening_is_given_or_as_the_estimator_says(toy_folder, advantage, default):
+    found = resolved(config(toy_folder, advantage=advantage))
+    assert found.advantages.whiten is default and "whiten" in found.chosen
+    for given in (True, False):
+        kept = resolved(config(toy_folder, advantage=advantage, whiten=given))
+        assert kept.advantages.whiten is given and kept.advantages.is_whitened is given
+        assert "whiten" not in kept.chosen
+
+
+@pytest.mark.parametrize(("place", "estimator"), [("loss", "k3"), ("reward", "k1")])
+def test_the_kl_has_the_estimate_of_its_place(toy_folder, place, estimator):
+    found = resolved(config(toy_folder, kl_coef=0.1, kl_in=place))
+    assert found.kl.kl_estimator == estimator and "kl_estimator" in found.chosen
+    kept = resolved(config(toy_folder, kl_coef=0.1, kl_in=place, kl_estimator="k2"))
+    assert kept.kl.kl_estimator == "k2" and "kl_estimator" not in kept.chosen
+    assert resolved(config(toy_folder)).kl.kl_estimator is None  # nothing reads it
+
+
+def test_the_critic_has_a_rate_of_its_own(toy_folder):
+    assert resolved(config(toy_folder, advantage="gae")).critic.critic_lr == 1e-3
+    assert resolved(config(toy_folder)).critic.critic_lr is None
+
+
+def test_recipes_without_a_policy_loss_are_resolved(toy_folder):
+    cfg = from_flat(sft.Config, model=str(toy_folder), run_dir="no-such-run")
+    found = resolved(cfg)
+    assert found.chosen == ("device", "lr") and found.training.lr == 1e-3
+    assert found.device_map is None
