@@ -15,7 +15,7 @@ stopped.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import roll_lite as rl
 from roll_lite import command, data
 from roll_lite.checks import UserError, above, at_least, finite, read_only_if
-from roll_lite.options import flatten
+from roll_lite.options import flag_names, flatten
 from roll_lite.recipes import agentic
 
 
@@ -88,7 +88,7 @@ class Config(rl.RecipeConfig):
         data.check_mixture(self.data, self.env_names)
         has_envs = bool(self.players)  # refuses wrong options of environments
         for part in (self.environments, self.episodes):
-            names = (field.name for field in fields(part))
+            names = flag_names(type(part))
             read_only_if(has_envs, "environments in data", part, *names)
         at_least(1, self, "samples")
         above(0, self, "kv_cache_gib")

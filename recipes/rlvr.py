@@ -76,7 +76,7 @@ def main(cfg: Config) -> list[float]:
         prompts, held_out = read_prompts(cfg, chat, context)
         with rl.make_players(
             cfg, [*prompts.rows, *held_out], prompts.domains, cluster,
-            needs_rewards=not cfg.advantages.needs_teacher,
+            needs_rewards=cfg.advantages.needs_rewards,
             tokens_per_microbatch=cfg.training.tokens_per_microbatch,
         ) as players:  # fmt: skip
             roles = make_roles(cfg, cluster)
@@ -192,14 +192,17 @@ def prepare(
     """
     roles.to_training()  # the device changes hands where --engines-sleep or --offload is on
     groups = cfg.lengths.shape_rewards(groups)
-    score = partial(roles.score, groups=groups, budget=cfg.training.tokens_per_microbatch)
+    options, budget = cfg.advantages, cfg.training.tokens_per_microbatch
+    score = partial(roles.score, groups=groups, budget=budget)
     reference = score("reference") if cfg.kl.kl_coef else None
     scores = rl.ModelScores(
         values=score("critic") if roles.critic else None,
         reference_logprobs=reference if cfg.kl.is_in("reward") else None,
         teacher_logprobs=score("teacher") if roles.teachers else None,
-    )
-    options = cfg.advantages
+        reprompted_logprobs=roles.score_reprompted(
+            "policy", groups, chat, options.facts.reprompt, budget
+        ) if options.needs_reprompts else None,
+    )  # fmt: skip
     rows = rl.Rows(groups, options, scores, state)
     # Rewards become advantages: a number for each sample (S), turn or token (R). A formula of your
     # own may stand here, as in rows.rewards_S - rows.mean_of_group(rows.rewards_S), which equals
@@ -207,7 +210,10 @@ def prepare(
     # by default) and --reward-clip, and with --kl-in reward the KL is taken off; rows.sequences
     # adds whitening, teachers and --advantage-clip. train/advantages.py lists what rows have.
     advantages = options.estimate(rows)
-    sequences = rows.sequences(advantages, teacher_weight=cfg.teaching.weight_beside(options))
+    sequences = rows.sequences(
+        advantages, teacher_weight=cfg.teaching.weight_beside(options),
+        with_observations=cfg.policy_loss.facts.reads_observations,
+    )  # fmt: skip
     if cfg.kl.is_in("loss"):
         sequences = rl.with_field(sequences, "reference_logprobs", reference)
     if cfg.policy_loss.denominator == "old":  # not the engines' logprobs: the policy's, once more

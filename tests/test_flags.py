@@ -268,6 +268,15 @@ def test_an_option_whose_name_exists_is_refused_with_its_place(read, code_file, 
     read("--code", path)  # it is not in the way of other losses
 
 
+def test_options_that_are_always_read_may_not_take_a_name_either(read, code_file):
+    path = code_file("""
+        def mine(prompt, reply, *, lr: float = 1.0): ...
+        REWARDS = {"reverse": mine}
+    """)
+    with pytest.raises(UserError, match=rf"{path} line 2: option lr of mine is also another opt"):
+        read("--code", path)
+
+
 # ---- options that were saved
 
 

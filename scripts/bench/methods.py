@@ -29,7 +29,7 @@ from statistics import fmean
 import tyro
 
 import roll_lite as rl
-from roll_lite.data.tasks import prompts, reverse
+from roll_lite.data import tasks
 from roll_lite.own_files import import_file
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,8 @@ class Config:
 def main(cfg: Config) -> None:
     out = cfg.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    call("tiny", "-m", "roll_lite", "tiny", out / "tiny", "--seed", 0, out=out)
+    if not (out / "tiny").exists():
+        call("tiny", "-m", "roll_lite", "tiny", out / "tiny", "--seed", 0, out=out)
     with ThreadPoolExecutor(cfg.processes) as pool:
         list(pool.map(partial(prepare, out), sorted({START[name] for name in cfg.methods})))
         jobs = [
@@ -87,7 +88,9 @@ START = {"maxrl": "words", "gdpo": "words", "echo": "lake", "sdft": "shown", "cu
 
 
 def prepare(out: Path, start: str) -> None:
-    """A model that has imitated something, in OUT/start-NAME/model, and data."""
+    """A model that has imitated something, in OUT/start-NAME/model unless it is there, and data."""
+    if (out / f"start-{start}" / "model").exists():
+        return
     sft = ["recipes/sft.py", "--model", out / "tiny", "--run-dir", out / f"start-{start}"]
     if start == "words":
         call("start-words", *sft, "--data", "reverse:5", "--steps", 140, "--careless", 0.7, out=out)
@@ -107,14 +110,14 @@ def prepare(out: Path, start: str) -> None:
 def row(number: int, size: int | None) -> dict:
     """A word to reverse; of two to nine letters unless a size is given."""
     random = Random(f"{size} {number}")
-    example = reverse(random, size or random.choice((2, 3, 4, 5, 6, 7, 8, 9)))
+    example = tasks.reverse(random, size or random.choice((2, 3, 4, 5, 6, 7, 8, 9)))
     return {"prompt": example.question, "ground_truth": example.answer, "domain": "reverse"}
 
 
 def dialogues(rows: list[dict]) -> Iterable[dict]:
     """A careless answer to each question, and the right one behind its demonstration."""
     show_answer = import_file(CODE / "sdft.py").with_demonstration
-    for prompt in islice(prompts("reverse:5", seed=1), len(rows)):
+    for prompt in islice(tasks.prompts("reverse:5", seed=1), len(rows)):
         word = prompt.ground_truth
         careless = word[:-1] if Random(prompt.id).random() < 0.7 else word
         yield {"messages": [*prompt.messages, {"role": "assistant", "content": careless}]}

@@ -42,7 +42,8 @@ _NAMES = {
     "rollout.history": "History Visits",
     "rollout.rollout_options": "RolloutOptions",
     "train.advantages": (
-        "ADVANTAGES AdvantageFacts AdvantageOptions PerSample PerToken PerTurn standardise"
+        "ADVANTAGES AdvantageFacts AdvantageOptions PerSample PerToken PerTurn mean_by_group "
+        "standardise"
     ),
     "train.kl": "KLOptions",
     "train.batch": "pack pack_pairs",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_lite.checks import UserError
-from roll_lite.options import Argument, Keyword, OpenOptions, keywords, name_of, where
+from roll_lite.options import Argument, OpenOptions, keywords, name_of, where
 from roll_lite.own_files import (
     digest_of,
     import_file,
@@ -53,18 +53,16 @@ class CodeOptions(OpenOptions):
         self.check_values()
 
     @property
-    def keywords(self) -> dict[str, Keyword]:
-        found: dict[str, Keyword] = {}
+    def owners(self) -> dict[str, Callable]:
         owners: dict[str, Callable] = {}
         for function in self._functions():
-            for name, known in keywords(function).items():
+            for name in keywords(function):
                 if owners.setdefault(name, function) is not function:
                     raise UserError(
                         f"{where(function)}: option {name} of {name_of(function)} is also one of "
                         f"{name_of(owners[name])}, {where(owners[name])}; rename one"
                     )
-                found[name] = known
-        return found
+        return owners
 
     @property
     def open_defaults(self) -> dict[str, Any]:

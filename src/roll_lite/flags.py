@@ -15,7 +15,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 import tyro
 
@@ -23,12 +23,12 @@ from roll_lite.checks import UserError, changed, refuse_changes
 from roll_lite.cluster.launch import is_first_rank
 from roll_lite.code_files import CodeOptions, load_code
 from roll_lite.options import (
-    Argument,
     FunctionOptions,
     OpenOptions,
     declared,
     flatten,
     from_flat,
+    has_flag,
     keywords,
     name_of,
     open_parts,
@@ -46,7 +46,6 @@ from roll_lite.report.config_file import (
 from roll_lite.train.checkpoint_folders import is_finished
 
 T = TypeVar("T")
-NO_FLAG = get_args(Argument[int])[1]
 RESUME = """--resume RUN_DIR continues a run with its own options; --resume auto starts the run of
 --run-dir, or continues it; """
 AUTO = "auto"
@@ -231,7 +230,7 @@ def _flags_of(part: Any) -> list[Flag]:
     flags = []
     for name in declared(part):
         value = getattr(part, name)
-        if NO_FLAG in getattr(hints[name], "__metadata__", ()) or is_dataclass(value):
+        if not has_flag(hints[name]) or is_dataclass(value):
             continue
         kind = hints[name]
         if isinstance(part, FunctionOptions) and name == part.CHOICE:
@@ -313,7 +312,7 @@ def _arguments(config: type) -> set[str]:
         name
         for owner in owners
         for name, hint in get_type_hints(owner, include_extras=True).items()
-        if NO_FLAG in getattr(hint, "__metadata__", ())
+        if not has_flag(hint)
     }
 
 
@@ -321,17 +320,14 @@ def _refuse_clashes(base: Any, flags: Mapping[str, Sequence[Flag]]) -> None:
     """Refuse a function's option whose name another option has."""
     names = [flag.name for listed in flags.values() for flag in listed]
     names += [*_arguments(type(base)), *OURS]
-    functions = [(part, getattr(part, "chosen", None)) for _, part in open_parts(base)]
+    owners = [pair for _, part in open_parts(base) for pair in part.owners.items()]
+    clashes = [(name, owner) for name, owner in owners if names.count(name) > 1]
     # Of two functions, the user's is to change.
-    for part, function in sorted(functions, key=lambda each: not is_own(each[1])):
-        for name in part.keywords:
-            if names.count(name) > 1:
-                place = f"{where(function)}: " if function else ""
-                owner = name_of(function) if function else "a function of --code"
-                raise UserError(
-                    f"{place}option {name} of {owner} is also another option of the recipe; "
-                    "rename it in the function"
-                )
+    for name, owner in sorted(clashes, key=lambda pair: not is_own(pair[1])):
+        raise UserError(
+            f"{where(owner)}: option {name} of {name_of(owner)} is also another option of the "
+            "recipe; rename it in the function"
+        )
 
 
 def _explain_unknown(base: Any, flags: Mapping[str, Sequence[Flag]], args: Sequence[str]) -> None:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from roll_lite import data
-from roll_lite.options import flatten
+from roll_lite.checks import UserError
+from roll_lite.options import flatten, where
 from roll_lite.profiling import Profiler
 from roll_lite.progress import StepTimer
 from roll_lite.report.run import Run
@@ -245,7 +246,13 @@ class Loop:
             self._run.write_rollouts(step, groups, *learnt)
         self._note_dropped(step, with_filtered=is_recorded)
         metrics |= self.state.metrics | self._roles.metrics
-        metrics |= {name: float(measure(groups)) for name, measure in self._group_metrics.items()}
+        for name, measure in self._group_metrics.items():
+            if name in metrics:
+                raise UserError(
+                    f"{where(measure)}: METRICS has {name!r}, which is a metric of every run; give "
+                    "it another name"
+                )
+            metrics[name] = float(measure(groups))
         return metrics | {"rollout/trained_samples": len(sample_runs(sequences))}
 
     def _note_dropped(self, step: int, *, with_filtered: bool) -> None:

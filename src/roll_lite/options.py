@@ -202,6 +202,16 @@ def where(function: Callable) -> str:
         return name_of(function)
 
 
+def has_flag(hint: Any) -> bool:
+    return "no flag" not in getattr(hint, "__metadata__", ())
+
+
+def flag_names(part: type) -> list[str]:
+    """The declared options of a part that have flags; others may stand unread in a recipe."""
+    hints = get_type_hints(part, include_extras=True)
+    return [each.name for each in fields(part) if has_flag(hints[each.name])]
+
+
 @dataclass(frozen=True, kw_only=True)
 class OpenOptions:
     """Options of a part, and those of functions that it uses."""
@@ -217,9 +227,14 @@ class OpenOptions:
         return cls(**own, options=flat)
 
     @property
+    def owners(self) -> dict[str, Callable]:
+        """The function of each option that functions have."""
+        raise NotImplementedError
+
+    @property
     def keywords(self) -> dict[str, Keyword]:
         """All options that the functions have."""
-        raise NotImplementedError
+        return {name: keywords(function)[name] for name, function in self.owners.items()}
 
     @property
     def values(self) -> dict[str, Any]:
@@ -260,8 +275,8 @@ class FunctionOptions(OpenOptions):
         return self.TABLE[name]
 
     @property
-    def keywords(self) -> dict[str, Keyword]:
-        return keywords(self.chosen)
+    def owners(self) -> dict[str, Callable]:
+        return dict.fromkeys(keywords(self.chosen), self.chosen)
 
     @property
     def function(self) -> Callable:

@@ -16,7 +16,7 @@ from roll_lite.envs.env import Player
 from roll_lite.envs.play import EpisodeOptions
 from roll_lite.envs.specs import ENVS, EnvMaker, EnvOptions, env_players
 from roll_lite.models.config import ModelConfig, read_config
-from roll_lite.options import RecipeConfig
+from roll_lite.options import RecipeConfig, flag_names
 from roll_lite.profiling import ProfileOptions
 from roll_lite.report.run import is_due, refuse_old_run
 from roll_lite.rewarding import RewardOptions
@@ -192,7 +192,8 @@ class PolicyConfig(RecipeConfig):
         _ = self.players  # refuses wrong options of environments
         has_envs = bool(self.players)
         for part in (self.environments, self.episodes):
-            read_only_if(has_envs, "an environment in data", part, *vars(part))
+            names = flag_names(type(part))
+            read_only_if(has_envs, "an environment in data", part, *names)
         read_only_if("file" in kinds, "a file in data", self.evaluation, "eval_share")
         read_only_if("file" in kinds, "a file in data", self.lengths, "long_prompts")
         if has_envs and self.lengths.overlong == "penalty":
@@ -218,9 +219,9 @@ class PolicyConfig(RecipeConfig):
                 f"{self.advantages.advantage!r} gives each token its own with these options; use "
                 "loss=ppo or cispo, or advantage=grpo"
             )
-        critic = ("critic_lr", "value_clip", "critic_warmup_steps")
         has_critic = self.advantages.needs_critic
-        read_only_if(has_critic, "an advantage that reads values_R, as gae", self.critic, *critic)
+        condition = "an advantage that reads values_R, as gae"
+        read_only_if(has_critic, condition, self.critic, "critic_lr")
         if self.rollout.drop_equal and not self.advantages.nothing_to_learn:
             raise UserError(
                 f"drop_equal=True with advantage={self.advantages.advantage!r}, which learns from "

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_lite.checks import UserError, parse_range, read_only_if
+from roll_lite.checks import UserError, parse_range
 from roll_lite.options import Argument
 
 MEMORY_EVENTS = 100_000
@@ -26,7 +26,6 @@ class ProfileOptions:
         parse_range("profile_steps", self.profile_steps)
         if parse_range("profile_ranks", self.profile_ranks) is None:
             raise UserError("profile_ranks is empty; name a rank, as 0")
-        read_only_if(bool(self.profile_steps), "profile_steps", self, "profile_ranks")
 
 
 class Profiler:

@@ -203,7 +203,7 @@ def generate(
         wrapped = debugger.wrapped if debugger else lambda *tables: tables
         with make_players(
             cfg, [prompt], cfg.scoring.reward_roles, cluster, wrapped=wrapped,
-            needs_rewards=not cfg.advantages.needs_teacher,
+            needs_rewards=cfg.advantages.needs_rewards,
             tokens_per_microbatch=cfg.training.tokens_per_microbatch,
         ) as players:  # fmt: skip
             return repeat(cfg, row, engines, players, context)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from roll_lite.chat import Chat
 from roll_lite.chat_template import ChatOptions
-from roll_lite.checks import UserError, above, at_least, read_only_if
+from roll_lite.checks import UserError, above, at_least
 from roll_lite.cluster.errors import RoleError
 from roll_lite.device_map import DeviceMap
 from roll_lite.envs.env import Player
@@ -56,8 +56,6 @@ class RewardOptions:
         at_least(0, self, "reward_workers")
         at_least(1, self, "judge_tokens", "max_async_rewards")
         above(0, self, "reward_seconds", "judge_cache_gib")
-        of_judge = ("judge_tokens", "judge_cache_gib", "judge_template_args")
-        read_only_if(self.judge is not None, "a judge", self, *of_judge)
         _ = self.judge_chat  # refuses what is not NAME=VALUE
         if not 0 <= self.max_error_share <= 1:
             raise UserError(f"max_error_share={self.max_error_share} must be from 0 to 1 (never)")

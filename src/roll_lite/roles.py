@@ -5,6 +5,7 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
+from roll_lite.chat import Chat
 from roll_lite.checks import UserError
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle, split
@@ -14,6 +15,7 @@ from roll_lite.models.cost import SequenceCost
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.sync import WeightSync
 from roll_lite.train.batch import pack
+from roll_lite.train.reprompting import Reprompt, at_sampled_places, reprompted_sequences
 from roll_lite.train.scorer import score_over_ranks
 from roll_lite.train.sequences import TrainingSequence, plain_sequences
 from roll_lite.train.trainer import note_entropies
@@ -110,7 +112,24 @@ class Roles:
         """What a model says of each token: logprobs under the policy, the reference or the teacher
         of the prompt's domain, values of the critic. A list for each of `plain_sequences(groups)`.
         """
-        sequences = plain_sequences(groups)
+        return self._score(name, groups, plain_sequences(groups), budget)
+
+    def score_reprompted(
+        self, name: str, groups: list[Group], chat: Chat, reprompt: Reprompt | None, budget: int
+    ) -> list[list[float] | None]:
+        """What `score` says of the same tokens behind another first prompt, whose messages
+        `reprompt` makes from a prompt; None for the sequences of a prompt without another."""
+        longest = min(budget, self.policy.max_positions())
+        moved = reprompted_sequences(groups, chat, reprompt, longest)
+        scored = iter(self._score(name, groups, list(filter(None, moved)), budget))
+        found = (next(scored) if sequence else None for sequence in moved)
+        places = zip(found, plain_sequences(groups), strict=True)
+        return [numbers and at_sampled_places(numbers, sequence) for numbers, sequence in places]
+
+    def _score(
+        self, name: str, groups: list[Group], sequences: list[TrainingSequence], budget: int
+    ) -> list[list[float] | None]:
+        """Of some sequences of the groups' samples."""
         if name == "critic":
             return score_over_ranks(self.critic.values, sequences, budget)
         if name == "teacher":

@@ -209,6 +209,16 @@ class TokenSequence:
         return mask
 
     @property
+    def observed(self) -> list[bool]:
+        """True where the environment or the template wrote after the first sampled token."""
+        mask = []
+        has_sampled = False
+        for read, sampled in self.lengths:
+            mask += [has_sampled] * read + [False] * sampled
+            has_sampled = has_sampled or sampled > 0
+        return mask
+
+    @property
     def segments(self) -> list[int]:
         """The turn of each token; what a turn reads belongs to it."""
         numbers = []

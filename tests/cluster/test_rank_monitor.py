@@ -141,6 +141,5 @@ def test_only_spare_ranks_of_torchrun_have_a_monitor():
     apart, last = parse_device_map("train=0-1 generate=2-3", 4), Launch(rank=3, world_size=4)
     assert needs_monitor(launch, apart) and not needs_monitor(last, apart)
     assert not needs_monitor(launch, parse_device_map("train=all generate=all", 4))
-    assert not needs_monitor(launch, None)
     first = Launch(world_size=4, launcher="folder")
     assert not needs_monitor(first, parse_device_map("train=2-3 generate=0-1", 4))

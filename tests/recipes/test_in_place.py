@@ -41,13 +41,13 @@ def test_formulas_in_the_recipe_equal_the_built_in_ones(toy_folder, tmp_path, nu
         edited = edited.replace(line, replacement)
     (copy := tmp_path / "mine.py").write_text(edited)
     (reward := tmp_path / "reward.py").write_text(REWARD)
-    options = {"steps": 3, "epochs": 2, "rewards": reward}
+    options = {"steps": 3, "epochs": 2, "code": (str(reward),)}
     mine, built_in = (
         flags(toy_options(toy_folder, tmp_path / name, **options) | {"data": "reverse:1"})
         for name in ("mine", "built_in")
     )
     run_torchrun(num_ranks, copy, *mine)
-    run_recipe("rlvr", *built_in, "--divide-by-std", False, num_ranks=num_ranks)
+    run_recipe("rlvr", *built_in, "--no-divide-by-std", num_ranks=num_ranks)
     expected = comparable(steps_of(tmp_path / "built_in"))
     assert any(row["loss/clip_fraction"] for row in expected)  # the clip decides something
     without = [{k: v for k, v in row.items() if k not in OF_BUILT_IN} for row in expected]

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from roll_lite.chat import Chat
 from roll_lite.options import flatten, from_flat
+from roll_lite.planning.resolve import resolved
 from roll_lite.recipes import distill, dpo, evaluate, rlvr, sft
 from roll_lite.report.config_file import read_options
 from roll_lite.report.reader import RunFolder
@@ -40,7 +41,7 @@ def test_rlvr_learns(imitator, tmp_path):
     assert rows[6]["mismatch/logprob_max"] < 1e-4  # training and generation agree
     written = read_options(tmp_path / "run" / "config.json")
     again = from_flat(rlvr.Config, **written | {"resume": True})
-    assert flatten(again) == flatten(cfg) | {"resume": True}
+    assert flatten(again) == flatten(resolved(cfg)) | {"resume": True, "chosen": ()}
     assert written["samples_per_prompt"] == 8 and written["model"] == cfg.model
     lines = (tmp_path / "run" / "rollouts" / "step_00012.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in lines]

@@ -193,7 +193,6 @@ def test_a_bad_row_is_named_and_nothing_is_left(small_folder, tmp_path):
     ("changes", "message"),
     [
         ({"data": "x.jsonl"}, r"'x\.jsonl' is neither a file nor a task"),
-        ({"lora_alpha": 8.0}, r"lora_alpha=8\.0 is not read with lora_rank=0; leave it at 32\.0"),
         ({"device_map": "train=0", "tp": 2}, "tp=2 is not read with device_map"),
         ({"keep_last": 0}, "keep_last=0 must be at least 1"),
         ({"lora_rank": 2, "lora_targets": ("mlp",)}, "lora targets=mlp are not known"),

@@ -71,9 +71,9 @@ def test_merged_or_apart_the_gradient_is_the_same(place, tmp_path, advantage, lo
     if advantage != "grpo" and loss["loss"] in ("gspo", "topr", "kimi"):
         pytest.skip("one advantage per sample")
     make_reference("qwen3").save_pretrained(tmp_path)
-    options, gradients = LossOptions(**loss), []
+    options, gradients = LossOptions.of(**loss), []
     for groups in (recorded_groups(), apart(recorded_groups())):
-        sequences = with_advantages(groups, AdvantageOptions(advantage=advantage, gamma=None))
+        sequences = with_advantages(groups, AdvantageOptions(advantage=advantage))
         batch = pack(sequences, 60, **options.pack_options)
         assert len(batch) > 1
         trainer = make_trainer(place, tmp_path, PolicyLoss(options))
@@ -99,7 +99,7 @@ def discounted(rewards, gamma):
 @pytest.mark.parametrize("split", [False, True])
 def test_gigpo_on_recorded_episodes_is_its_formula(gamma, split):
     groups = recorded_groups()
-    options = AdvantageOptions(advantage="gigpo", gamma=gamma, step_weight=0.7)
+    options = AdvantageOptions.of(advantage="gigpo", gamma=gamma, step_weight=0.7)
     found = iter(with_advantages(apart(groups) if split else groups, options))
     for group in groups:
         rewards = [[turn.result.reward for turn in s.turns] for s in group.samples]
@@ -128,7 +128,7 @@ def tokens(sequence):
 @pytest.mark.parametrize("whiten", [False, True])
 def test_discounted_turn_rewards_are_their_formula(whiten):
     groups = recorded_groups()
-    options = AdvantageOptions(advantage="agentic_reinforce", gamma=0.8, whiten=whiten)
+    options = AdvantageOptions.of(advantage="agentic_reinforce", gamma=0.8, whiten=whiten)
     found = with_advantages(groups, options)
     samples = [sample for group in groups for sample in group.samples]
     returns = [discounted([t.result.reward for t in s.turns], 0.8) for s in samples]
@@ -172,7 +172,7 @@ def test_conversations_that_alternate_are_merged_each_into_its_own_sequence():
     assert sample.sequences[1].loss_mask == [False, True, False, True]
     # Token-wise returns follow time, not the order of the sequences.
     group = replace(make_groups([[1.0]])[0], samples=[sample])
-    options = AdvantageOptions(advantage="reinforce", gamma=0.5, whiten=False)
+    options = AdvantageOptions.of(advantage="reinforce", gamma=0.5, whiten=False)
     learned = [[a for a, m, _ in tokens(s) if m] for s in with_advantages([group], options)]
     assert learned == [[2.0**-5, 2.0**-3, 2.0**-2], [2.0**-4, 2.0**-1], [1.0]]
 

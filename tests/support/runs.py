@@ -15,7 +15,8 @@ def flags(values):
     for name, value in values.items():
         flag = name.replace("_", "-")
         given += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else []
-        given += [] if isinstance(value, bool) else [f"--{flag}", value]
+        values = value if isinstance(value, tuple) else [value]
+        given += [] if isinstance(value, bool) else [f"--{flag}", *values]
     return given
 
 

@@ -300,8 +300,6 @@ def test_a_large_log_ratio_of_a_sequence_does_not_overflow():
         ({"tau": 0.5}, "tau=0.5 is read by loss kimi; loss='ppo' does not"),
         ({"clip": 0.5}, "clip: not among the options"),
         ({"correction": "token"}, "only read with denominator='old'"),
-        ({**OLD, "correction_cap": 3.0}, "correction_cap=3.0 is only read"),
-        ({**OLD, "rejection_low": 0.1}, "rejection_low=0.1 is only read"),
         ({"kl_estimator": "k1"}, "kl_estimator='k1' is only read with kl_coef above 0"),
         ({"dual_clip": 0.5}, "dual_clip=0.5 must be above 1"),
         ({"clip_high": -0.1}, "clip_high=-0.1 must be at least 0"),

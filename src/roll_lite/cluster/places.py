@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from roll_lite.checks import UserError
 from roll_lite.cluster.launch import Launch
-from roll_lite.device_map import Device, DeviceMap, Role
+from roll_lite.device_map import Device, DeviceMap, Role, listing
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -74,6 +74,8 @@ def choose_device(name: str, launch: Launch) -> torch.device:
 def find_device(name: str, launch: Launch, *, measures: bool) -> Device:
     """What this rank computes on; unless it `measures` its memory, CUDA is left alone, so that the
     process can still fork."""
+    if name not in DEVICES:
+        raise UserError(f"device={name!r} is not known; use {listing(DEVICES, 'or')}")
     if name == "auto":
         name = "cuda" if torch.cuda.device_count() else "cpu"  # as NVML says
     if name == "cpu" or not measures:

@@ -80,6 +80,8 @@ def _parse_entry(text: str, envs: Collection[str]) -> Entry:
         )
     is_env = source.partition(":")[0] in envs
     kind = "env" if is_env else "task" if is_task(source) else "file"
+    if kind == "file" and not {"/", "."} & {*source}:
+        check_source(source, envs)  # it is rather a name that is misspelt
     return Entry(source, Fraction(str(value)), kind)  # 0.1 is a tenth, not the float nearest to it
 
 

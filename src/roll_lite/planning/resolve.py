@@ -24,7 +24,7 @@ def resolved(cfg: T) -> T:
     from roll_lite.cluster.places import find_device
 
     launch = read_launch()
-    device = find_device(cfg.device, launch, measures=cfg.device_map == "auto")
+    device = find_device(cfg.device, launch, measures=_is_auto(cfg))
     cfg, notes = resolve(cfg, launch, device)
     if notes and launch.rank == 0:
         print("\n".join(notes), flush=True)
@@ -42,7 +42,7 @@ def resolve(
     sizes, notes = sized_defaults(cfg)
     by_device = {"device": device.kind} if cfg.device == "auto" else {}
     cfg = with_chosen(cfg, _said_by_parts(cfg) | sizes | by_device)
-    if cfg.device_map != "auto":
+    if not _is_auto(cfg):
         return cfg, notes
     device_map, reasons = _choose_map(cfg, launch, device)
     plan = plan_run(cfg, device_map, device, prompt_tokens)
@@ -52,6 +52,11 @@ def resolve(
         both = {name: getattr(in_turn.options, name) for name in ("engines_sleep", "offload")}
         turns = {name: is_on for name, is_on in both.items() if is_on > getattr(cfg, name)}
     return with_chosen(cfg, {"device_map": device_map.text} | turns), [*notes, *reasons]
+
+
+def _is_auto(cfg: RecipeConfig) -> bool:
+    """Whether the device map is to be chosen; not all recipes have one."""
+    return getattr(cfg, "device_map", None) == "auto"
 
 
 def fit_cache(cfg: T, cluster: "Cluster") -> T:

@@ -280,7 +280,7 @@ def check_isolation(isolation: Isolation) -> None:
     except SandboxUnavailable as error:
         raise UserError(
             f'the reward for code runs no programs: {error}, as REWARDS = {{"code": partial('
-            'passes_tests, isolation="rlimits")} in a file for --code'
+            'passes_tests, isolation="rlimits")} in a file given with --code'
         ) from None
 
 

@@ -1,7 +1,6 @@
 """Where prompts come from, how often each has been sampled, and the seeds that follow."""
 
 import hashlib
-import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from roll_lite.checks import UserError
+from roll_lite.options import name_of, where
 from roll_lite.rollout.history import History
 from roll_lite.rollout.record import read_prompt, write_prompt
 from roll_lite.types import Prompt
@@ -140,7 +140,7 @@ class PromptQueue:
             )
 
     def _chosen(self, choose: Choose) -> Prompt:
-        place = _place_of(choose)
+        place = f"{where(choose)}: {name_of(choose)}()"
         try:
             prompt = choose(self._source, self.history)
         except StopIteration:  # it would end coroutines in a way of its own
@@ -167,9 +167,3 @@ class PromptQueue:
             return Visit(prompt, 0)
         self._num_visits[prompt.id] += 1
         return Visit(prompt, self._num_visits[prompt.id] - 1)
-
-
-def _place_of(function: Callable) -> str:
-    """File, line and name of a function."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}: {code.co_name}()" if code else repr(function)

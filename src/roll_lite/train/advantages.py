@@ -13,6 +13,9 @@ An estimator of your own is a function named in ADVANTAGES, of this file or of o
     turn_rewards      a list for each sample, with the reward of each turn
     observations      the same with the key of what the model saw before the turn
     teacher_logprobs_R  the teacher's logprobs of the same tokens
+    reprompted_logprobs_R  the policy's logprobs of the same tokens behind another prompt, which
+                      AdvantageFacts(reprompt=...) makes
+    reward_parts      the parts of the scores by name, each a tensor (S,); 0 where a sample lacks it
 
 S counts samples. R counts rows: the tokens with loss, of all samples end to end. Keyword-only
 parameters are its options on the command line. The return type says what an advantage belongs to.
@@ -43,7 +46,7 @@ EPSILON = 1e-6
 
 INPUTS = (
     "rewards_S", "rewards_R", "scores_S", "groups_S", "sequence_R", "logprobs_R", "values_R",
-    "teacher_logprobs_R", "turn_rewards", "observations",
+    "teacher_logprobs_R", "reprompted_logprobs_R", "reward_parts", "turn_rewards", "observations",
 )  # fmt: skip
 PerSample = Annotated[Any, "a tensor (S,)"]
 PerToken = Annotated[Any, "a tensor (R,)"]
@@ -346,6 +349,15 @@ class AdvantageOptions(FunctionOptions):
     @property
     def needs_teacher(self) -> bool:
         return "teacher_logprobs_R" in self.inputs
+
+    @property
+    def needs_reprompts(self) -> bool:
+        return "reprompted_logprobs_R" in self.inputs
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether every prompt needs a reward; no, where a model teaches."""
+        return not (self.needs_teacher or self.needs_reprompts)
 
     @property
     def needs_critic(self) -> bool:

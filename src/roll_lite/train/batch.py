@@ -1,8 +1,9 @@
 """Packed micro-batches: no padding, under a token budget, of even cost on all ranks.
 
-Only rows (tokens with loss) go through the head, so a masked token influences others only as their
-context. Each row carries its weight in the loss of the whole batch, so the gradient does not depend
-on how the batch is split into micro-batches and over ranks.
+Only rows go through the head: tokens with loss, and where a loss asks for them those that the
+environment wrote. Any other token influences them only as their context. Each row carries its
+weight in the loss of the whole batch, so the gradient does not depend on how the batch is split
+into micro-batches and over ranks.
 """
 
 import struct
@@ -57,6 +58,9 @@ class MicroBatch:
     num_segments: int
     indices_S: Tensor
     """Place of each sequence in the list that was packed."""
+    observed_R: Tensor | None = None
+    """Whether a row is a token that the environment wrote. All numbers of such a row are 0 but its
+    weight: its share among the rows of this kind."""
     logprobs_R: Tensor | None = None
     """Behaviour logprobs of the targets."""
     old_logprobs_R: Tensor | None = None
@@ -105,9 +109,7 @@ def pack(
     """
     known = _known_fields(sequences)
     samples = sample_runs(sequences)
-    rows = [sum(sum(sequences[i].loss_mask[1:]) for i in run) for run in samples]
-    weights = row_weights(rows, aggregation, constant)
-    weights_S = [weight for run, weight in zip(samples, weights, strict=True) for _ in run]
+    weights_S = _weights(sequences, samples, aggregation, constant)
     if num_shards < 1 or together < 1 or len(sequences) % together:
         raise UserError(
             f"num_shards={num_shards} must be at least 1, and together={together} must divide "
@@ -158,6 +160,27 @@ def unpack(
     return [part.tolist() for part in flat_N.split(lengths.tolist())]
 
 
+def _weights(
+    sequences: Sequence[TrainingSequence],
+    samples: list[range],
+    aggregation: str,
+    constant: float | None,
+) -> list[tuple[float, float]]:
+    """For each sequence the weight of a row that was sampled, and of one that was observed."""
+    sampled = [sum(sum(sequences[i].loss_mask[1:]) for i in run) for run in samples]
+    observed = [sum(_num_observed(sequences[i]) for i in run) for run in samples]
+    weights = row_weights(sampled, aggregation, constant)
+    nothing = [0.0] * len(samples)
+    others = row_weights(observed, aggregation, constant) if any(observed) else nothing
+    pairs = zip(weights, others, strict=True)
+    return [pair for run, pair in zip(samples, pairs, strict=True) for _ in run]
+
+
+def _num_observed(sequence: TrainingSequence) -> int:
+    both = zip(sequence.observed[1:], sequence.loss_mask[1:], strict=False)
+    return sum([is_observed and not is_sampled for is_observed, is_sampled in both])
+
+
 def _known_fields(sequences: Sequence[TrainingSequence]) -> list[str]:
     """Optional fields that the sequences have; all of them or none may have a field."""
     known = [name for name in OPTIONAL if _has(sequences[0], name)] if sequences else []
@@ -195,8 +218,9 @@ def _has(sequence: TrainingSequence, name: str) -> bool:
 def _idle_microbatch(like: TrainingSequence, known: list[str]) -> MicroBatch:
     """One token without loss: keeps a rank in step and adds exactly zero to the gradient."""
     contents = {name: getattr(like, name)[:2] for name in known}
+    contents |= {"observed": [False, False]} if "observed" in known else {}
     sequence = replace(like, token_ids=[0, 0], loss_mask=[False, False], **contents)
-    micro = _pack([sequence], [0], [0.0], known)
+    micro = _pack([sequence], [0], [(0.0, 0.0)], known)
     nothing = {"num_sequences": 0, "num_samples": 0, "num_segments": 0}
     return replace(micro, **nothing, indices_S=micro.indices_S[:0])
 
@@ -204,7 +228,7 @@ def _idle_microbatch(like: TrainingSequence, known: list[str]) -> MicroBatch:
 def _pack(
     sequences: Sequence[TrainingSequence],
     indices: list[int],
-    weights_S: Sequence[float],
+    weights_S: Sequence[tuple[float, float]],
     known: list[str],
 ) -> MicroBatch:
     """A sequence's last token predicts nothing, so it is a target only.
@@ -224,8 +248,10 @@ def _pack(
     place_N = torch.arange(len(mask_N)) - starts_S.repeat_interleave(lengths_S)
     is_input_N = torch.ones(len(mask_N), dtype=torch.bool)
     is_input_N[ends_S - 1] = False
-    mask_N[starts_S] = 0
-    learned_R = mask_N.nonzero()[:, 0]
+    is_row_N = mask_N | joined("observed", "b") if "observed" in known else mask_N.clone()
+    is_row_N[starts_S] = 0
+    learned_R = is_row_N.nonzero()[:, 0]
+    observed_R = mask_N[learned_R] == 0
     sequence_R = torch.arange(len(members)).repeat_interleave(lengths_S)[learned_R]
     runs = sample_runs(members)
     sample_S = torch.arange(len(runs)).repeat_interleave(torch.tensor([len(run) for run in runs]))
@@ -239,7 +265,7 @@ def _pack(
         max_seqlen=int(lengths_S.max()) - 1,
         rows_R=learned_R - 1 - sequence_R,
         targets_R=token_ids_N[learned_R],
-        weights_R=torch.tensor([weights_S[i] for i in indices])[sequence_R],
+        weights_R=torch.tensor([weights_S[i] for i in indices])[sequence_R, observed_R.long()],
         sequence_R=sequence_R,
         sample_R=sample_S[sequence_R],
         segment_R=segment_R,
@@ -247,7 +273,12 @@ def _pack(
         num_samples=len(runs),
         num_segments=num_segments,
         indices_S=torch.tensor(indices),
-        **{f"{name}_R": joined(name, "d")[learned_R].float() for name in NUMBERS if name in known},
+        observed_R=observed_R if "observed" in known else None,
+        **{
+            f"{name}_R": joined(name, "d")[learned_R].float().masked_fill(observed_R, 0.0)
+            for name in NUMBERS
+            if name in known
+        },
         **{
             f"{name}_RK": torch.cat([getattr(s, name) for s in members])[learned_R]
             for name in TENSORS

@@ -38,9 +38,6 @@ class KLOptions:
         above(0, self, "kl_target")
         dependent = ("kl_in", "reference", "kl_estimator")
         read_only_if(self.kl_coef > 0, "kl_coef above 0", self, *dependent)
-        is_in_reward = self.kl_in == "reward"
-        read_only_if(is_in_reward, "kl_in='reward'", self, "kl_target", "kl_horizon")
-        read_only_if(self.kl_target is not None, "kl_target", self, "kl_horizon")
 
     @property
     def open_defaults(self) -> dict[str, Any]:

@@ -14,6 +14,12 @@ function. The trainer weighs the rows and adds them up; a
 measurement whose name ends in `_max` is reduced by maximum (of values that are not negative), any
 other by the rows' weights.
 
+A loss with @LossFacts(reads_observations=True) also gets rows for the tokens that the environment
+wrote between the model's turns, where `batch.observed_R` is True. Their weights add up apart from
+those of sampled rows; all their numbers but `logprobs_R` are 0, `delta_R` too. Corrections, KL,
+entropy and measurements are of sampled rows alone, except for a measurement whose name ends in
+`_observed`, which is of the others.
+
 Some losses belong to a sample (papers say sequence) or a turn: each of its rows then has the whole
 loss, and the aggregation seq_mean_token_mean makes the batch's loss the mean over samples.
 
@@ -100,7 +106,7 @@ def gspo(
 
     Such a ratio stays close to 1, so the paper's clips are much tighter than PPO's.
     """
-    ratio_R = _mean_over(delta_R, batch.sample_R, batch.num_samples).exp()
+    ratio_R = _mean_over(delta_R, batch, batch.sample_R, batch.num_samples).exp()
     return _clipped(ratio_R, advantages_R, clip_low, clip_high)
 
 
@@ -108,7 +114,7 @@ def segment(
     logprobs_R, delta_R, advantages_R, batch, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2
 ):
     """PPO with one ratio per turn, normalised by its length."""
-    ratio_R = _mean_over(delta_R, batch.segment_R, batch.num_segments).exp()
+    ratio_R = _mean_over(delta_R, batch, batch.segment_R, batch.num_segments).exp()
     return _clipped(ratio_R, advantages_R, clip_low, clip_high)
 
 
@@ -229,11 +235,6 @@ class LossOptions(FunctionOptions):
         above(self.rejection_low, self, "rejection_high")
         is_old = self.denominator == "old"
         read_only_if(is_old, "denominator='old'", self, "correction", "rejection")
-        corrects = self.correction != "none"
-        read_only_if(corrects, "correction=token or sequence", self, "correction_cap")
-        rejects = self.rejection != "none"
-        band = ("rejection_low", "rejection_high")
-        read_only_if(rejects, "rejection=token or sequence", self, *band)
 
     @property
     def facts(self) -> LossFacts:
@@ -273,7 +274,8 @@ class PolicyLoss:
         options = self.options
         is_old = options.denominator == "old"
         denominator_R = required(batch, "old_logprobs_R" if is_old else "logprobs_R")
-        delta_R = logprobs_R - denominator_R
+        delta_R = sampled_only(logprobs_R - denominator_R, batch)
+        entropy_R = sampled_only(entropy_R, batch)
         function = self.function or options.function
         found = function(logprobs_R, delta_R, required(batch, "advantages_R"), batch)
         loss_R, measurements = found if isinstance(found, tuple) else (found, {})
@@ -289,7 +291,8 @@ class PolicyLoss:
             log_weight_R = _off_policy(batch, options.correction)
             loss_R = loss_R * log_weight_R.clamp(max=math.log(options.correction_cap)).exp()
         if self.kl.is_in("loss"):
-            kl_R = self.kl.estimate(logprobs_R, required(batch, "reference_logprobs_R"))
+            reference_R = required(batch, "reference_logprobs_R")
+            kl_R = self.kl.estimate(sampled_only(logprobs_R, batch), reference_R)
             loss_R = loss_R + self.kl.kl_coef * kl_R
             measurements["loss/kl"] = kl_R
         if options.entropy_coef:
@@ -297,9 +300,10 @@ class PolicyLoss:
         if options.rejection != "none":
             ratio_R = _off_policy(batch, options.rejection).exp()
             rejected_R = (ratio_R < options.rejection_low) | (ratio_R > options.rejection_high)
+            rejected_R = sampled_only(rejected_R, batch)
             loss_R = loss_R.masked_fill(rejected_R, 0.0)
             measurements["loss/rejected"] = rejected_R.float()
-        return loss_R, {name: value_R.detach() for name, value_R in measurements.items()}
+        return loss_R, {n: _own_rows(n, v.detach(), batch) for n, v in measurements.items()}
 
     def _refuse(self, name: str, rows: Any, num_rows: int) -> NoReturn:
         own = self.function or self.options.chosen
@@ -345,6 +349,7 @@ class ValueLoss:
     def __call__(self, values_R: Tensor, batch: MicroBatch) -> LossResult:
         """Explained variance is 1 - value_error / (return_square - return^2) of a whole batch."""
         returns_R = required(batch, "returns_R")
+        values_R = sampled_only(values_R, batch)
         error_R = (values_R - returns_R).square()
         measurements = {
             "loss/value": values_R.detach(),
@@ -372,6 +377,18 @@ def required(batch: MicroBatch, field: str) -> Tensor:
     return value
 
 
+def sampled_only(values_R: Tensor, batch: MicroBatch) -> Tensor:
+    """0 on the rows of tokens that the environment wrote."""
+    return values_R if batch.observed_R is None else values_R.masked_fill(batch.observed_R, 0)
+
+
+def _own_rows(name: str, values_R: Tensor, batch: MicroBatch) -> Tensor:
+    """A measurement, 0 on the rows that it is not of."""
+    if name.endswith("_observed") and batch.observed_R is not None:
+        return values_R.masked_fill(~batch.observed_R, 0)
+    return sampled_only(values_R, batch)
+
+
 def sum_rows(values_R: Tensor, part_R: Tensor, num_parts: int) -> Tensor:
     """(parts,): sums over the rows of each sequence or segment."""
     return values_R.new_zeros(num_parts).index_add(0, part_R, values_R)
@@ -381,9 +398,9 @@ def _sum_over_sample(values_R: Tensor, batch: MicroBatch) -> Tensor:
     return sum_rows(values_R, batch.sample_R, batch.num_samples)[batch.sample_R]
 
 
-def _mean_over(delta_R: Tensor, part_R: Tensor, num_parts: int) -> Tensor:
-    """(R,): the mean over the rows of each row's sequence or segment."""
-    counts = sum_rows(delta_R.new_ones(len(delta_R)), part_R, num_parts)
+def _mean_over(delta_R: Tensor, batch: MicroBatch, part_R: Tensor, num_parts: int) -> Tensor:
+    """(R,): the mean over the sampled rows of each row's sequence or segment."""
+    counts = sum_rows(sampled_only(delta_R.new_ones(len(delta_R)), batch), part_R, num_parts)
     return (sum_rows(delta_R, part_R, num_parts) / counts.clamp(min=1))[part_R]
 
 
@@ -409,7 +426,9 @@ def _clipped(
 def _off_policy(batch: MicroBatch, level: str) -> Tensor:
     """log(old / behaviour) of each row, or of its whole sequence."""
     delta_R = required(batch, "old_logprobs_R") - required(batch, "logprobs_R")
-    return _sum_over_sample(delta_R, batch) if level == "sequence" else delta_R
+    if level == "sequence":
+        delta_R = sampled_only(_sum_over_sample(delta_R, batch), batch)
+    return delta_R
 
 
 def _ratios(ratio_R: Tensor, is_clipped_R: Tensor) -> Measurements:

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from roll_lite.checks import UserError, above, at_least, check_choices, unread_with
+from roll_lite.checks import UserError, above, at_least, check_choices
 from roll_lite.models.config import TARGETS, ModelConfig, lora_options, read_config
 from roll_lite.models.cost import count_parameters
 from roll_lite.options import Argument, RecipeConfig, flatten
@@ -55,8 +55,6 @@ class TrainingOptions:
         at_least(1, self, "tokens_per_microbatch")
         above(0, self, "max_grad_norm")
         check_choices(self)
-        if self.lora_rank == 0:
-            unread_with("lora_rank=0", self, "lora_alpha", "lora_targets")
         _ = self.policy_options  # refuses unknown adapters
 
     def schedule_over(self, num_steps: int, lr: float | None = None) -> "Schedule":

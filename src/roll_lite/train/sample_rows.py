@@ -19,9 +19,9 @@ from roll_lite.train.advantages import (
 )
 from roll_lite.train.batch import join_numbers
 from roll_lite.train.kl import NO_KL, KLController, KLOptions
-from roll_lite.train.sequences import TrainingSequence, name_of, samples_of
+from roll_lite.train.sequences import TrainingSequence, name_of, samples_of, with_field
 from roll_lite.train.shaping import RunningMoments, normalise
-from roll_lite.types import Group, Sample, TokenSequence
+from roll_lite.types import Group, Sample, Score, TokenSequence
 
 
 class Part(NamedTuple):
@@ -48,6 +48,8 @@ class ModelScores:
     """The critic's value of the state before each token."""
     teacher_logprobs: Sequence[Sequence[float] | None] | None = None
     """Logprobs under the teacher of the prompt's domain; None for a sequence without a teacher."""
+    reprompted_logprobs: Sequence[Sequence[float] | None] | None = None
+    """Logprobs behind another prompt; None for a sequence whose prompt has no other."""
 
 
 class AdvantageState:
@@ -126,11 +128,9 @@ class Rows:
         self.sequence_R = sample_N[self.learned_R]
         self.logprobs_R = self.of([part.tokens.logprobs for part in self.parts])
         self.values_R = self.of(scores.values) if scores.values is not None else None
-        self.teacher_logprobs_R = None
+        self.reprompted_logprobs_R = self._given_or_own(scores.reprompted_logprobs)
+        self.teacher_logprobs_R = self._given_or_own(scores.teacher_logprobs)
         if scores.teacher_logprobs is not None:
-            given = zip(scores.teacher_logprobs, self.parts, strict=True)
-            # Without a teacher nothing pulls: its logprobs are the policy's own.
-            self.teacher_logprobs_R = self.of([t or part.tokens.logprobs for t, part in given])
             self._measure_teacher(scores.teacher_logprobs, state)
         self.turn_rewards = [_turn_rewards(sample) for sample in samples]
         self.observations = [[turn.state for turn in s.turns] for s in samples]
@@ -141,7 +141,7 @@ class Rows:
         self, options: AdvantageOptions, scores: ModelScores, state: AdvantageState
     ) -> None:
         """Scores, normalised, then clipped; the KL counts against the sample, or token by token."""
-        scores_S = torch.tensor([_score(sample) for sample in self.samples], dtype=torch.float64)
+        scores_S = torch.tensor([_score(s).value for s in self.samples], dtype=torch.float64)
         scores_S = normalise(scores_S, self.groups_S, options.reward_norm, state.rewards)
         if options.reward_clip is not None:
             scores_S = scores_S.clamp(-options.reward_clip, options.reward_clip)
@@ -165,6 +165,23 @@ class Rows:
             kl = -self.teacher_gain_R.sum() / is_taught_R.sum()
             state.metrics["rollout/kl"] = kl.item()
 
+    def _given_or_own(self, logprobs: Sequence[Sequence[float] | None] | None) -> Tensor | None:
+        """(R,): where a sequence has no teacher nothing pulls, as its logprobs are the policy's."""
+        if logprobs is None:
+            return None
+        given = zip(logprobs, self.parts, strict=True)
+        return self.of([numbers or part.tokens.logprobs for numbers, part in given])
+
+    @property
+    def reward_parts(self) -> dict[str, Tensor]:
+        """The parts of the scores by name, each (S,); 0 where a sample lacks it."""
+        parts = [_score(sample).parts for sample in self.samples]
+        names = dict.fromkeys(name for part in parts for name in part)
+        return {
+            name: torch.tensor([part.get(name, 0.0) for part in parts], dtype=torch.float64)
+            for name in names
+        }
+
     def of(self, per_token: Sequence[Sequence[float]]) -> Tensor:
         return join_numbers(per_token, "d")[self.learned_R]
 
@@ -184,12 +201,16 @@ class Rows:
         return torch.where(is_last_R, values_S[self.sequence_R], 0.0)
 
     def sequences(
-        self, advantages: Tensor | Sequence, *, teacher_weight: float = 0.0
+        self,
+        advantages: Tensor | Sequence,
+        *,
+        teacher_weight: float = 0.0,
+        with_observations: bool = False,
     ) -> list[TrainingSequence]:
         """What is trained on: the advantages of samples, turns or tokens on every token.
 
         They are whitened if the options say so; then `teacher_weight` times log p_teacher - log p
-        is added, and the sum is clipped.
+        is added, and the sum is clipped. `with_observations` is for losses that read them.
         """
         advantages_R = self._by_token(advantages)
         self.check_finite(advantages_R)
@@ -202,7 +223,10 @@ class Rows:
             advantages_R = advantages_R + teacher_weight * self.teacher_gain_R
         if (most := self._options.advantage_clip) is not None:
             advantages_R = advantages_R.clamp(-most, most)
-        return _sequences(self.parts, self.lists(advantages_R), returns, self._scores)
+        sequences = _sequences(self.parts, self.lists(advantages_R), returns, self._scores)
+        if with_observations:
+            return with_field(sequences, "observed", [part.tokens.observed for part in self.parts])
+        return sequences
 
     @property
     def teacher_gain_R(self) -> Tensor:
@@ -271,6 +295,7 @@ def _check_scores(
         "reference_logprobs": kl.is_in("reward"),
         # A teacher may also stand beside any other estimator.
         "teacher_logprobs": options.needs_teacher or scores.teacher_logprobs is not None,
+        "reprompted_logprobs": options.needs_reprompts,
     }
     for name, is_wanted in wanted.items():
         given = getattr(scores, name)
@@ -302,13 +327,13 @@ def _turn_rewards(sample: Sample) -> list[float]:
     return [turn.result.reward for turn in sample.turns]
 
 
-def _score(sample: Sample) -> float:
+def _score(sample: Sample) -> Score:
     if sample.score is None or not math.isfinite(sample.score.value):
         raise UserError(
             f"{name_of(sample)} has score {sample.score}; rewards must be finite numbers. "
             "Leave failed samples out; their `error` says why they failed"
         )
-    return sample.score.value
+    return sample.score
 
 
 def _sequences(

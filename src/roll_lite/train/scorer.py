@@ -72,6 +72,10 @@ class Scorer(Profiled):
         self.model = shard(model, place.shards, place.dtype, checkpointing)
         self._offload: Offload | None = None
 
+    def max_positions(self) -> int:
+        """The most tokens that the model reads at once."""
+        return self.config.max_positions
+
     @torch.no_grad()
     def logprobs(self, batch: list[MicroBatch]) -> list[Tensor]:
         """Logprobs of each micro-batch's targets."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NUMBERS = ("logprobs", "old_logprobs", "reference_logprobs", "advantages", "values", "returns")
 TENSORS = ("teacher_ids", "teacher_logprobs")
-OPTIONAL = (*NUMBERS, *TENSORS, "segments")
+OPTIONAL = (*NUMBERS, *TENSORS, "segments", "observed")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,6 +43,9 @@ class TrainingSequence:
     returns: list[float] = field(default_factory=list)
     segments: list[int] = field(default_factory=list)
     """The turn that each token belongs to."""
+    observed: list[bool] = field(default_factory=list)
+    """True for tokens that the environment wrote between the model's turns, if they are to have
+    rows too; those in loss_mask stay what they are."""
     entropies: list[float] = field(default_factory=list)
     """Entropy of the policy at token i when it was first trained on; for records alone."""
     teacher_ids: Tensor | None = None

@@ -6,17 +6,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LOSS, WEIGHT, ENTROPY = "loss/loss", "weight", "loss/entropy"
+LOSS, ENTROPY = "loss/loss", "loss/entropy"
+WEIGHT, OBSERVED = "weight", "weight_observed"
 
 
 class Totals:
-    """Accumulates measurements of rows: weighted means, `_max` maxima, and the loss as a sum."""
+    """Accumulates measurements of rows: weighted means, `_max` maxima, and the loss as a sum.
+
+    A mean is over rows that were sampled, or over observed ones if its name ends in `_observed`.
+    """
 
     def __init__(self):
         self._values: dict[str, Tensor] = {}
 
-    def add(self, rows: dict[str, Tensor], weights_R: Tensor) -> None:
-        rows = rows | {WEIGHT: torch.ones_like(weights_R)}
+    def add(
+        self, rows: dict[str, Tensor], weights_R: Tensor, observed_R: Tensor | None = None
+    ) -> None:
+        """Measurements are 0 on the rows that they are not of."""
+        is_observed_R = torch.zeros_like(weights_R) if observed_R is None else observed_R.float()
+        rows = rows | {WEIGHT: 1 - is_observed_R, OBSERVED: is_observed_R}
         for name, value_R in rows.items():
             if name.endswith("_max"):
                 largest = torch.cat([value_R, value_R.new_zeros(1)]).max()
@@ -33,9 +41,11 @@ class Totals:
                 values = torch.stack([self._values[name].float() for name in names])
                 dist.all_reduce(values, operation, group=group)
                 metrics |= dict(zip(names, values.tolist(), strict=True))
-        total = metrics.pop(WEIGHT)
+        totals = {False: metrics.pop(WEIGHT), True: metrics.pop(OBSERVED) or 1.0}
         return {
-            name: value if name == LOSS or name.endswith("_max") else value / total
+            name: value
+            if name == LOSS or name.endswith("_max")
+            else value / totals[name.endswith("_observed")]
             for name, value in metrics.items()
         }
 

@@ -144,7 +144,8 @@ class Trainer(Scorer):
                 self.model.set_requires_all_reduce(number == last)
                 loss_R, measurements = self._loss(micro)
                 (loss_R * micro.weights_R).sum().backward()
-                totals.add({LOSS: loss_R.detach(), **measurements}, micro.weights_R)
+                rows = {LOSS: loss_R.detach(), **measurements}
+                totals.add(rows, micro.weights_R, micro.observed_R)
                 if ENTROPY in measurements:
                     self._entropies.append(measurements[ENTROPY])
                 bar.advance(len(micro.token_ids_T))
@@ -165,7 +166,7 @@ class Trainer(Scorer):
 
         def add(micro: MicroBatch) -> None:
             loss_R, measurements = self._loss(micro)
-            totals.add({LOSS: loss_R, **measurements}, micro.weights_R)
+            totals.add({LOSS: loss_R, **measurements}, micro.weights_R, micro.observed_R)
             bar.advance(len(micro.token_ids_T))
 
         with _token_bar(batch, "evaluation") as bar:
