@@ -5,6 +5,7 @@ import os
 import runpy
 import signal
 import sys
+import textwrap
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from support.recipes import call_recipe
 from support.rlvr_program import share_of_good_letters
 from support.runs import steps_of, toy_options
 
+from roll_lite.code_files import BUILT_IN
 from roll_lite.models.tiny import build_tiny, character_tokenizer
 from roll_lite.options import from_flat
 from roll_lite.recipes import rlvr, sft
@@ -133,6 +135,23 @@ def command(monkeypatch, capsys):
         return code, err + out
 
     return run
+
+
+@pytest.fixture
+def code_file(tmp_path, monkeypatch):
+    """Writes files for --code, whose losses and advantages are forgotten after the test."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = {name: dict(table) for name, table in BUILT_IN.items()}
+
+    def write(text, name="mine.py"):
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    yield write
+    for name, table in BUILT_IN.items():
+        table.clear()
+        table |= before[name]
 
 
 @pytest.fixture

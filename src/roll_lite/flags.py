@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 import tyro
 
-from roll_lite.checks import UserError, refuse_changes
+from roll_lite.checks import UserError, changed, refuse_changes
 from roll_lite.cluster.launch import is_first_rank
 from roll_lite.code_files import CodeOptions, load_code
 from roll_lite.options import (
@@ -34,6 +34,7 @@ from roll_lite.options import (
     open_parts,
     where,
 )
+from roll_lite.own_files import is_own
 from roll_lite.report.config_file import (
     changes,
     packaged_recipe,
@@ -48,6 +49,8 @@ T = TypeVar("T")
 RESUME = """--resume RUN_DIR continues a run with its own options; --resume auto starts the run of
 --run-dir, or continues it; """
 AUTO = "auto"
+OURS = ("config", "debug", "help")
+"""Flags of every recipe that are no options of its Config."""
 ALSO = """Also: {resume}--config FILE starts with the options of a config.json (options on the
 command line take precedence); --debug prints tracebacks."""
 
@@ -114,23 +117,15 @@ def _saved(config: type, path: str | Path) -> dict[str, Any]:
     recipe = written_by(path)
     here = recipe_name(config)
     if recipe not in (None, here):
-        known = {f.name for f in fields(config)} | _names_of_parts(config)
-        if unknown := sorted(saved.keys() - known - _options_of_functions(config, saved)):
+        load_code(saved.get("code", ()))
+        names = flatten(_base(config, {})).keys() & saved.keys()
+        known = flatten(_base(config, {name: saved[name] for name in names})).keys()
+        if unknown := sorted(saved.keys() - known):
             raise UserError(
                 f"{path} was written by {recipe}.py, and {here}.py has no "
                 f"{', '.join(unknown[:3])}; use the recipe that wrote it"
             )
     return {name: value for name, value in saved.items() if name not in ("run_dir", "resume")}
-
-
-def _options_of_functions(config: type, saved: Mapping[str, Any]) -> set[str]:
-    """The options that functions bring, as far as the saved options name them."""
-    load_code(saved.get("code", ()))
-    found: set[str] = set()
-    for _, part in open_parts(config):
-        names = {name: saved[name] for name in declared(part) if name in saved}
-        found |= {*type(part).of(**names).owners}
-    return found
 
 
 def _name_changed_files(before: Mapping[str, Any], cfg: Any) -> None:
@@ -284,7 +279,8 @@ def _read(
             own += made
         elif made:
             part = make_dataclass(title, made, kw_only=True)
-            own.append((title, part, field(default_factory=part)))
+            kind = Annotated[part, tyro.conf.arg(help="")]  # else tyro searches for its source
+            own.append((title, kind, field(default_factory=part)))
     name = packaged_recipe()
     options = {"prog": f"roll-lite {name}" if name else None, "description": description}
     command = make_dataclass("Options", own, kw_only=True)
@@ -323,15 +319,15 @@ def _arguments(config: type) -> set[str]:
 def _refuse_clashes(base: Any, flags: Mapping[str, Sequence[Flag]]) -> None:
     """Refuse a function's option whose name another option has."""
     names = [flag.name for listed in flags.values() for flag in listed]
-    names += _arguments(type(base))
-    for _, part in open_parts(base):
-        for name in part.keywords:
-            if names.count(name) > 1:
-                owner = part.owners[name]
-                raise UserError(
-                    f"{where(owner)}: option {name} of {name_of(owner)} is also another option of "
-                    "the recipe; rename it in the function"
-                )
+    names += [*_arguments(type(base)), *OURS]
+    owners = [pair for _, part in open_parts(base) for pair in part.owners.items()]
+    clashes = [(name, owner) for name, owner in owners if names.count(name) > 1]
+    # Of two functions, the user's is to change.
+    for name, owner in sorted(clashes, key=lambda pair: not is_own(pair[1])):
+        raise UserError(
+            f"{where(owner)}: option {name} of {name_of(owner)} is also another option of the "
+            "recipe; rename it in the function"
+        )
 
 
 def _explain_unknown(base: Any, flags: Mapping[str, Sequence[Flag]], args: Sequence[str]) -> None:
@@ -342,10 +338,11 @@ def _explain_unknown(base: Any, flags: Mapping[str, Sequence[Flag]], args: Seque
         part = getattr(base, each.name)
         for name in given & ({*declared(part)} if is_dataclass(part) else set()):
             kind = type(part).__name__
+            own = (f"{n}={value!r}, " for n, value, _ in changed(each.default, declared(part)))
             raise UserError(
                 f"{name} has no flag: it is an argument where the recipe makes its parts. In your "
                 f"copy (roll-lite eject {recipe_name(type(base))} mine), in Config:\n"
-                f"    {each.name}: rl.{kind} = rl.{kind}({name}=...)"
+                f"    {each.name}: rl.{kind} = rl.{kind}({''.join(own)}{name}=...)"
             )
         if isinstance(part, FunctionOptions):
             part.refuse_unread(dict.fromkeys(sorted(given)), as_flags=True)

@@ -1,0 +1,347 @@
+"""Flags that follow from options, their help, and the options of a run that is resumed."""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+from support.scripts import run_script
+from support.training_data import make_groups
+
+import roll_lite as rl
+from roll_lite.checks import UserError
+from roll_lite.cluster.launch import Launch
+from roll_lite.device_map import Device
+from roll_lite.flags import parse
+from roll_lite.options import flatten, from_flat, keywords
+from roll_lite.planning.resolve import resolve
+from roll_lite.recipes import agentic, distill, dpo, evaluate, rlvr, sft
+from roll_lite.report.config_file import read_options, to_json, write_config
+from roll_lite.train.advantages import ADVANTAGES
+from roll_lite.train.losses import LOSSES
+from roll_lite.train.sample_rows import with_advantages
+
+MINE = """
+from __future__ import annotations
+
+from typing import Annotated
+
+from typing_extensions import Doc
+
+import roll_lite as rl
+
+Power = Annotated[float, Doc("The power of the ratio."), rl.Above(0)]
+
+
+def mine(logprobs_R, delta_R, advantages_R, batch, *, power: Power = 2.0, no_ratio: bool = False):
+    return -advantages_R * logprobs_R * power
+
+
+def shifted(rewards_S, groups_S, *, shift: Annotated[float, Doc("Added to all.")] = 0.5) -> (
+    rl.PerSample
+):
+    return rewards_S + shift
+
+
+LOSSES = {"mine": mine}
+ADVANTAGES = {"shifted": shifted}
+"""
+NAMED = ("--loss", "mine", "--advantage", "shifted")
+
+
+@pytest.fixture
+def mine(code_file):
+    return code_file(MINE)
+
+
+@pytest.fixture
+def read(toy_folder, tmp_path):
+    """The options of a command line of rlvr.py."""
+
+    def parsed(*args, config=rlvr.Config, fixed=rlvr.Config.FIXED):
+        common = [] if "--resume" in args else ["--run-dir", str(tmp_path / "run")]
+        return parse(config, rlvr.__doc__, ["--model", str(toy_folder), *common, *args], fixed)
+
+    return parsed
+
+
+def flags_of(text):
+    """Those that a --help shows, with the words that follow."""
+    parts = re.split(r"^[ │] (?:-h, )?--", text, flags=re.MULTILINE)[1:]
+    blocks = [re.sub(r"[\s│]+", " ", part) for part in parts]
+    names = [re.match(r"[\w-]+", block)[0].replace("-", "_") for block in blocks]
+    return {n: block for n, block in zip(names, blocks, strict=True) if n != "help"}
+
+
+@pytest.fixture
+def shown(read, capsys):
+    """The flags of a --help, each with its words, and the whole text."""
+
+    def helped(*args, **options):
+        with pytest.raises(SystemExit) as end:
+            read(*args, "--help", **options)
+        assert not end.value.code
+        text = capsys.readouterr().out
+        return flags_of(text), re.sub(r"[\s│]+", " ", text)
+
+    return helped
+
+
+# ---- options of functions
+
+
+def test_options_of_ones_own_functions_are_flags(shown, mine):
+    flags, text = shown("--code", mine, *NAMED)
+    assert "no_ratio" in flags and "clip_low" not in flags
+    assert flags["power"].startswith("power FLOAT mine: The power of the ratio. (default: 2.0)")
+    assert flags["shift"].startswith("shift FLOAT shifted: Added to all. (default: 0.5)")
+    assert "reinforce,mine}" in flags["loss"] and "opd,shifted}" in text
+    flags, _ = shown("--code", mine)
+    assert not {"power", "shift"} & {*flags} and "clip_low" in flags
+
+
+def test_values_of_ones_own_options_reach_the_function_and_the_record(read, mine):
+    cfg = read("--code", mine, *NAMED, "--power", "3", "--no-ratio", "--shift=-1.5")
+    assert cfg.policy_loss.function(1.0, 0.0, 2.0, None) == -6.0
+    assert cfg.policy_loss.values == {"power": 3.0, "no_ratio": True}
+    low, high = with_advantages(make_groups([[0.0, 1.0]]), cfg.advantages)
+    assert (low.advantages[-1], high.advantages[-1]) == (-1.5, -0.5)
+    assert {"power": 3.0, "no_ratio": True, "shift": -1.5}.items() <= to_json(cfg).items()
+    plain = read("--code", mine, *NAMED)
+    assert {"power": 2.0, "no_ratio": False, "shift": 0.5}.items() <= flatten(plain).items()
+    with pytest.raises(UserError, match=r"power=0\.0 must be above 0"):
+        read("--code", mine, *NAMED, "--power", "0")
+
+
+def test_options_of_other_functions_are_explained(read, mine):
+    with pytest.raises(
+        UserError, match="--tau is read by loss kimi; loss='ppo' does not, so leave it out"
+    ):
+        read("--tau", "0.5")
+    with pytest.raises(UserError, match=r"--clip-low is read by loss ppo, .*; loss='tis' does not"):
+        read("--loss", "tis", "--clip-low=0.1")
+    with pytest.raises(UserError, match="--lam is read by advantage gae; advantage='grpo' does no"):
+        read("--lam", "0.9")
+    with pytest.raises(UserError, match="--power is read by loss mine; loss='ppo' does not"):
+        read("--code", mine, "--power", "3")
+    with pytest.raises(UserError, match="--divide-by-std is read by advantage grpo, gigpo"):
+        read("--code", mine, *NAMED, "--divide-by-std")
+
+
+def test_options_without_a_flag_are_explained(read, toy_folder, monkeypatch):
+    with pytest.raises(UserError) as error:
+        read("--lora-alpha", "16")
+    said, line = str(error.value).split("\n")
+    assert said.startswith("lora_alpha has no flag") and "roll-lite eject rlvr mine" in said
+    assert line.strip() == "training: rl.TrainingOptions = rl.TrainingOptions(lora_alpha=...)"
+    with pytest.raises(UserError) as error:
+        parse(sft.Config, "", ["--model", str(toy_folder), "--max-grad-norm", "2"])
+    line = str(error.value).split("\n")[1].strip()
+    assert line == (
+        "training: rl.TrainingOptions = rl.TrainingOptions(warmup_steps=20, max_grad_norm=...)"
+    )
+
+    @rl.unique_options
+    @dataclass(frozen=True, kw_only=True)
+    class Config(rlvr.Config):
+        training: rl.TrainingOptions = rl.TrainingOptions(max_grad_norm=0.5)
+
+    assert read(config=Config).training.max_grad_norm == 0.5
+
+
+def test_a_recipe_may_have_other_defaults_of_functions(read, shown):
+    @dataclass(frozen=True, kw_only=True)
+    class Config(rlvr.Config):
+        """A copy."""
+
+        policy_loss: rl.LossOptions = rl.LossOptions.of(loss="gspo", clip_low=0.01)
+
+    cfg = read(config=Config)
+    assert cfg.policy_loss.values == {"clip_low": 0.01, "clip_high": 4e-4}
+    assert read("--clip-high", "1", config=Config).policy_loss.values == {
+        "clip_low": 0.01, "clip_high": 1.0,
+    }  # fmt: skip
+    assert "below 1 - clip_low. (default: 0.01)" in shown(config=Config)[0]["clip_low"]
+    assert read("--loss", "ppo", config=Config).policy_loss.values["clip_low"] == 0.2
+
+
+def test_no_loss_or_estimator_has_an_option_that_is_another_one():
+    """Nor have two that may stand together the same."""
+    of_losses = {name for function in LOSSES.values() for name in keywords(function)}
+    of_estimators = {name for function in ADVANTAGES.values() for name in keywords(function)}
+    functions = {"loss": "reinforce", "advantage": "rloo"}  # without options
+    others = flatten(from_flat(rlvr.Config, check=False, **functions)).keys()
+    assert {"clip_low", "tau"} < of_losses and {"gamma", "lam"} < of_estimators
+    assert not of_losses & of_estimators and not (of_losses | of_estimators) & others
+
+
+@pytest.mark.parametrize(
+    ("args", "value"), [([], None), (["--whiten"], True), (["--no-whiten"], False)]
+)
+def test_whitening_is_on_off_or_left_open(read, args, value):
+    cfg = read("--advantage", "reinforce++", *args)
+    assert cfg.advantages.whiten is value
+    found, _ = resolve(cfg, Launch(), Device())
+    assert found.advantages.whiten is (value is not False)
+
+
+@pytest.mark.parametrize(
+    ("args", "value"), [([], False), (["--divide-by-std"], True), (["--no-divide-by-std"], False)]
+)
+def test_an_explicit_flag_wins_over_the_loss(read, args, value):
+    found, _ = resolve(read("--loss", "kimi", *args), Launch(), Device())
+    assert found.advantages.values == {"divide_by_std": value}
+    assert ("divide_by_std" in found.chosen) == (not args)
+
+
+# ---- help
+
+
+def test_help_shows_what_most_need_and_help_all_the_rest(shown, read):
+    flags, text = shown()
+    everything, _ = shown("all")
+    assert len(flags) <= 30 and {*flags} < {*everything}
+    assert f"--help all shows all {len(everything)} options" in text
+    cfg = read()
+    of_functions = {*cfg.policy_loss.keywords, *cfg.advantages.keywords}
+    assert of_functions < {*flags}
+    assert len({*everything} - of_functions) <= 80
+
+
+@pytest.mark.parametrize("recipe", [rlvr, agentic, sft, dpo, distill, evaluate])
+def test_every_option_has_a_help_and_common_ones_exist(recipe, capsys):
+    with pytest.raises(SystemExit):
+        parse(recipe.Config, recipe.__doc__, ["--help", "all"])
+    flags = flags_of(capsys.readouterr().out)
+    assert {*recipe.Config.COMMON} <= {*flags} and len(flags) > 25
+    for words in flags.values():
+        kind_and_help = re.split(r" \((?:default|required)", words)[0].replace(" [STR ...]", "")
+        assert len(kind_and_help.split()) > 2, words
+
+
+def test_a_misspelt_flag_is_named_with_the_nearest(read, capsys):
+    with pytest.raises(SystemExit) as end:
+        read("--clip-lo", "0.1")
+    assert end.value.code == 2
+    assert re.search(r"--clip-lo\b.*--clip-low", capsys.readouterr().err, re.DOTALL)
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--help", "all"], ["--clip-lo", "0.1"]])
+def test_help_and_errors_load_no_torch(mine, args):
+    """With a file whose losses need torch only when they are called."""
+    done = run_script(f"""
+        import sys
+        from roll_lite import command
+        from roll_lite.recipes import rlvr
+        sys.argv = ["rlvr.py", "--code", {mine!r}, *{NAMED!r}, *{args!r}]
+        try:
+            command.run(rlvr.main, rlvr.Config, rlvr.__doc__, rlvr.plan)
+        except SystemExit as end:
+            print("code", end.code or 0, "torch" in sys.modules, "transformers" in sys.modules)
+    """)
+    code = 2 if args == ["--clip-lo", "0.1"] else 0
+    assert done.stdout.splitlines()[-1] == f"code {code} False False", done.stderr
+    assert ("--power" in done.stdout) == (code == 0)
+
+
+# ---- names that meet
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("steps", "a flag"), ("lora_alpha", "one without a flag"), ("divide_by_std", "another's"),
+        ("config", "one of every recipe"), ("loss", "the choice itself"),
+    ],
+)  # fmt: skip
+def test_an_option_whose_name_exists_is_refused_with_its_place(read, code_file, name, kind):
+    path = code_file(f"""
+        def mine(logprobs_R, delta_R, advantages_R, batch, *, {name}: int = 1):
+            return delta_R
+
+        LOSSES = {{"mine": mine}}
+    """)
+    with pytest.raises(
+        UserError,
+        match=rf"{path} line 2: option {name} of mine is also another option of the recipe; rename",
+    ):
+        read("--code", path, "--loss", "mine")
+    read("--code", path)  # it is not in the way of other losses
+
+
+def test_options_that_are_always_read_may_not_take_a_name_either(read, code_file):
+    path = code_file("""
+        def mine(prompt, reply, *, lr: float = 1.0): ...
+        REWARDS = {"reverse": mine}
+    """)
+    with pytest.raises(UserError, match=rf"{path} line 2: option lr of mine is also another opt"):
+        read("--code", path)
+
+
+# ---- options that were saved
+
+
+@pytest.fixture
+def started(tmp_path, read):
+    """The folder of a run with these options, as far as a resume reads it; returns its path."""
+
+    def start(*args):
+        cfg, _ = resolve(read(*args), Launch(), Device())
+        (tmp_path / "run").mkdir(exist_ok=True)
+        write_config(tmp_path / "run", cfg, None)
+        return str(tmp_path / "run")
+
+    return start
+
+
+def test_options_of_a_function_go_with_it(read, started):
+    folder = started("--loss", "ppo", "--clip-low", "0.1", "--entropy-coef", "0.01")
+    same = read("--resume", folder)
+    assert same.policy_loss.values == {"clip_low": 0.1, "clip_high": 0.2, "dual_clip": None}
+    assert read("--resume", folder, "--loss", "ppo").policy_loss == same.policy_loss
+    other = read("--resume", folder, "--loss", "gspo")
+    assert other.policy_loss.values == {"clip_low": 3e-4, "clip_high": 4e-4}
+    assert other.policy_loss.entropy_coef == 0.01
+    other = read("--resume", folder, "--loss", "kimi", "--tau", "0.3")
+    assert other.policy_loss.values == {"tau": 0.3}
+
+
+def test_ones_own_functions_are_resumed(read, started, mine):
+    folder = started("--code", mine, *NAMED, "--power", "3")
+    same = read("--resume", folder)
+    assert same.own.code == (mine,) and same.policy_loss.values["power"] == 3.0
+    assert read("--resume", folder, "--power", "4").policy_loss.values["power"] == 4.0
+    other = read("--resume", folder, "--loss", "ppo")
+    assert other.own.code == (mine,) and other.policy_loss.values["clip_low"] == 0.2
+    with pytest.raises(UserError, match=r"cannot be resumed with advantage='grpo' \(was 'shifted'"):
+        read("--resume", folder, "--advantage", "grpo")
+
+
+def test_a_file_that_changed_is_named(read, started, mine, capsys):
+    folder = started("--code", mine, *NAMED)
+    read("--resume", folder)
+    assert "changed" not in capsys.readouterr().out
+    with open(mine, "a") as file:
+        file.write("# more\n")
+    read("--resume", folder)
+    said = f"changed: {mine}; finished samples in the journal are dropped\n"
+    assert capsys.readouterr().out == said
+
+
+def test_what_was_chosen_is_chosen_again(read, started):
+    folder = started("--advantage", "reinforce", "--lr", "1e-4")
+    written = read_options(f"{folder}/config.json")
+    assert written["whiten"] is True and written["device_map"] == "train=all generate=all"
+    again = read("--resume", folder)
+    assert again.advantages.whiten is None and again.policy_loss.aggregation is None
+    assert again.device_map == "auto" and again.lengths.max_tokens is None
+    assert again.training.lr == 1e-4 and again.chosen == ()
+    other = read("--resume", folder, "--loss", "topr")
+    found, _ = resolve(other, Launch(), Device())
+    assert found.policy_loss.aggregation == "seq_mean_token_sum"
+
+
+def test_changes_are_shown(read, started, capsys):
+    folder = started("--clip-low", "0.1")
+    capsys.readouterr()
+    read("--resume", folder, "--clip-low", "0.3", "--steps", "50")
+    assert capsys.readouterr().out == "changed: clip_low 0.1 -> 0.3\nchanged: steps 40 -> 50\n"
