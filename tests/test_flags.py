@@ -316,6 +316,23 @@ def test_ones_own_functions_are_resumed(read, started, mine):
         read("--resume", folder, "--advantage", "grpo")
 
 
+def test_options_that_a_file_no_longer_has_are_left_out(read, started, mine, code_file, capsys):
+    folder = started("--code", mine, "--loss", "mine", "--power", "3")
+    del LOSSES["mine"], ADVANTAGES["shifted"]  # as in another process
+    other = code_file("""
+        def theirs(logprobs_R, delta_R, advantages_R, batch, *, force: float = 1.0): ...
+        LOSSES = {"theirs": theirs}
+    """, "other.py")  # fmt: skip
+    capsys.readouterr()
+    cfg = read("--resume", folder, "--code", other, "--loss", "theirs", "--force", "2")
+    assert cfg.own.code == (other,) and cfg.policy_loss.values == {"force": 2.0}
+    assert "changed: power 3.0 is left out, which nothing reads\n" in capsys.readouterr().out
+    cfg = read("--resume", folder, "--code", "--loss", "ppo")
+    assert cfg.own.code == () and cfg.policy_loss.values["clip_low"] == 0.2
+    with pytest.raises(UserError, match="loss='mine' is not known; use one of ppo"):
+        read("--resume", folder, "--code", other)
+
+
 def test_a_file_that_changed_is_named(read, started, mine, capsys):
     folder = started("--code", mine, *NAMED)
     read("--resume", folder)

@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from functools import cache
@@ -118,9 +118,7 @@ def _saved(config: type, path: str | Path) -> dict[str, Any]:
     here = recipe_name(config)
     if recipe not in (None, here):
         load_code(saved.get("code", ()))
-        names = flatten(_base(config, {})).keys() & saved.keys()
-        known = flatten(_base(config, {name: saved[name] for name in names})).keys()
-        if unknown := sorted(saved.keys() - known):
+        if unknown := sorted(saved.keys() - _known(config, saved)):
             raise UserError(
                 f"{path} was written by {recipe}.py, and {here}.py has no "
                 f"{', '.join(unknown[:3])}; use the recipe that wrote it"
@@ -158,16 +156,22 @@ def _parse_over(
     if is_first_rank():
         for name, (old, new) in changes(saved, now).items():
             print(f"changed: {name} {old} -> {new}", flush=True)
+        for name in sorted(saved.keys() - now.keys()):
+            print(f"changed: {name} {saved[name]} is left out, which nothing reads", flush=True)
     return cfg
 
 
 def _parse(config: type[T], doc: str, args: Sequence[str], saved: dict[str, Any]) -> T:
     named: dict[str, Any] = {}
     if "code" in _names_of_parts(config):
-        named["code"] = tuple(_values(args, "code") or saved.get("code", ()))
+        given = _values(args, "code") if _is_given(args, "code") else saved.get("code", ())
+        named["code"] = tuple(given)
         load_code(named["code"])
     named |= _named_functions(config, args)
     saved = _without_old_functions(config, args, saved)
+    if saved.get("code"):  # whose functions may have had other options
+        known = _known(config, saved | named)
+        saved = {name: value for name, value in saved.items() if name in known}
     base = _base(config, saved | named)
     flags = _all_flags(base)
     _refuse_clashes(base, flags)
@@ -185,6 +189,12 @@ def _parse(config: type[T], doc: str, args: Sequence[str], saved: dict[str, Any]
 def _base(config: type[T], options: Mapping[str, Any]) -> T:
     """The Config that the flags' defaults come from; it is not checked."""
     return from_flat(config, check=False, **options)
+
+
+def _known(config: type, options: Mapping[str, Any]) -> Set[str]:
+    """The names of all options, those of the functions included that these options name."""
+    names = flatten(_base(config, {})).keys() & options.keys()
+    return flatten(_base(config, {name: options[name] for name in names})).keys()
 
 
 def _named_functions(config: type, args: Sequence[str]) -> dict[str, str]:
