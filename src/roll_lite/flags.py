@@ -264,7 +264,11 @@ def _field_docs(config: type) -> dict[str, str]:
     for each in reversed(config.__mro__):
         if not is_dataclass(each):
             continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0].body
+        try:
+            source = inspect.getsource(each)
+        except OSError:  # a class of `python -c` has none
+            continue
+        body = ast.parse(textwrap.dedent(source)).body[0].body
         for item, following in zip(body, [*body[1:], None], strict=True):
             text = getattr(getattr(following, "value", None), "value", None)
             if isinstance(item, ast.AnnAssign) and isinstance(text, str):
