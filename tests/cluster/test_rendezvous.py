@@ -189,9 +189,11 @@ RECIPE = """
 import os, subprocess, sys, threading, time
 from dataclasses import dataclass
 from roll_lite import command
+from roll_lite.options import RecipeConfig
 
-@dataclass
-class Config:
+@dataclass(frozen=True)
+class Config(RecipeConfig):
+    device: str = "cpu"
     FIXED = ()
 
 def main(cfg):
