@@ -10,7 +10,7 @@ import pytest
 from support.paths import ROOT
 
 from roll_lite.__main__ import TOOLS, recipe_names
-from roll_lite.flags import parse
+from roll_lite.command_line import parse
 from roll_lite.options import keywords
 from roll_lite.train.advantages import ADVANTAGES
 from roll_lite.train.losses import LOSSES

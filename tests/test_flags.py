@@ -10,8 +10,8 @@ from support.training_data import make_groups
 import roll_lite as rl
 from roll_lite.checks import UserError
 from roll_lite.cluster.launch import Launch
+from roll_lite.command_line import parse
 from roll_lite.device_map import Device
-from roll_lite.flags import parse
 from roll_lite.options import flatten, from_flat, keywords
 from roll_lite.planning.resolve import resolve
 from roll_lite.recipes import agentic, distill, dpo, evaluate, rlvr, sft

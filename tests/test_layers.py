@@ -17,6 +17,7 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
     {"replay"},
     {"loop"},
     {"players", "policy", "roles", "command"},
+    {"command_line"},
     {"flags"},
     {"rewarding", "planning"},
     {"reward_roles", "code_files"},

@@ -20,7 +20,7 @@ from roll_lite.options import Argument, OpenOptions, keywords, name_of, where
 from roll_lite.own_files import (
     digest_of,
     import_file,
-    is_own,
+    is_own_function,
     line_of,
     read_table,
     seconds_of_torch,
@@ -170,7 +170,9 @@ class CodeOptions(OpenOptions):
 
 def _options_of(function: Callable) -> list[str]:
     """Keyword-only parameters of a function or class of a file; others have no flags."""
-    if not is_own(function) or not (inspect.isfunction(function) or inspect.isclass(function)):
+    if not is_own_function(function) or not (
+        inspect.isfunction(function) or inspect.isclass(function)
+    ):
         return []
     return list(keywords(function))
 

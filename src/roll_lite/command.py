@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 from roll_lite.checks import USER_ERROR, UserError
 from roll_lite.cluster.errors import RoleError, exit_code_of, own_code_of
 from roll_lite.cluster.launch import end_torchrun, find_torchrun, is_first_rank, read_launch
-from roll_lite.flags import parse
+from roll_lite.command_line import parse
 from roll_lite.own_code import OwnCode
 from roll_lite.planning.resolve import resolved
 from roll_lite.processes import end_with_launcher

@@ -114,6 +114,6 @@ def imported_files() -> dict[str, str]:
     return {name: str(m.__file__) for name, m in modules if name.startswith(PREFIX)}
 
 
-def is_own(function: Any) -> bool:
+def is_own_function(function: Any) -> bool:
     """Whether a function is from such a file."""
     return getattr(function, "__module__", "").startswith(PREFIX)
