@@ -6,10 +6,11 @@ import pytest
 from support.runs import toy_options
 
 from roll_lite.cluster.launch import Launch
-from roll_lite.device_map import Device
+from roll_lite.device_map import Device, parse_device_map
 from roll_lite.models.config import SHAPE
+from roll_lite.models.memory import usable_bytes
 from roll_lite.options import flatten, from_flat
-from roll_lite.planning.resolve import resolve
+from roll_lite.planning.resolve import lower_cache, plan_run, resolve
 from roll_lite.recipes import rlvr, sft
 from roll_lite.train.advantages import AdvantageFacts, PerSample
 from roll_lite.train.losses import LossFacts
@@ -147,3 +148,24 @@ def test_recipes_without_a_policy_loss_are_resolved(toy_folder):
     found = resolved(cfg)
     assert found.chosen == ("device", "lr") and found.training.lr == 1e-3
     assert found.device_map is None
+
+
+def test_a_cache_is_lowered_to_what_other_programs_leave():
+    """By as much as the plan of engines is too large, noted as chosen; never below a sample."""
+    roles = "train=0 generate=1-3"
+    options = LARGE | {"max_tokens": 1024, "kv_cache_gib": 60.0, "device_map": roles}
+    cfg = from_flat(rlvr.Config, **options)
+    device_map = parse_device_map(roles, 4)
+
+    def fits(cfg, gib):
+        _, engines = plan_run(cfg, device_map, gpu(gib), 256).ranks
+        return engines.needed <= usable_bytes(gib * 2**30)
+
+    assert lower_cache(cfg, device_map, None) == (cfg, [])  # on CPUs
+    assert fits(cfg, 100) and lower_cache(cfg, device_map, 100 * 2**30) == (cfg, [])
+    assert not fits(cfg, 70)
+    (lowered, (note,)) = lower_cache(cfg, device_map, 70 * 2**30)
+    assert fits(lowered, 70) and not fits(replace(lowered, kv_cache_gib=60.0), 70)
+    assert not fits(replace(lowered, kv_cache_gib=lowered.kv_cache_gib + 0.2), 70)
+    assert lowered.chosen == ("kv_cache_gib",) and "70.0 GiB" in note
+    assert lower_cache(cfg, device_map, 10 * 2**30) == (cfg, [])  # the weights alone do not fit

@@ -1,6 +1,7 @@
 """Options resolved once: what was left open gets its value before anything starts, and afterwards
 options are only read."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -70,14 +71,15 @@ def fit_cache(cfg: T, cluster: "Cluster") -> T:
 def lower_cache(
     cfg: T, device_map: DeviceMap, free_bytes: int | None, prompt_tokens: int = 256
 ) -> tuple[T, list[str]]:
-    """A smaller KV cache where the plan needs more than the `free_bytes` of the fullest GPU, if a
-    whole sample fits it; and a line that says so."""
+    """A smaller KV cache where the plan of an engine's rank needs more than the `free_bytes` of the
+    fullest GPU, if a whole sample fits it; and a line that says so."""
     if free_bytes is None:
         return cfg, []
     plan = plan_run(cfg, device_map, Device("cuda", num_bytes=free_bytes), prompt_tokens)
-    left = cfg.kv_cache_gib * 2**30 - (plan.needed - usable_bytes(free_bytes))
-    gib = int(left / 2**30 * 10) / 10
-    if plan.fits_devices or gib * 2**30 < plan.sample_bytes:
+    needed = max(part.needed for part in plan.ranks if "generate" in part.roles)
+    over = needed - usable_bytes(free_bytes)
+    gib = math.floor((cfg.kv_cache_gib - over / 2**30) * 10) / 10
+    if over <= 0 or gib * 2**30 < plan.sample_bytes:
         return cfg, []
     note = (
         f"kv_cache_gib={cfg.kv_cache_gib:g} is lowered to {gib:g}: "
