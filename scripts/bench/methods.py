@@ -36,6 +36,7 @@ ROOT = Path(__file__).parents[2]
 CODE = ROOT / "recipes" / "code"
 LAKE = "frozen_lake:size=3,style=short"
 NUM_WORDS = 2000
+NUM_LENGTHS = 400  # a prompt comes back after three steps, for the curriculum to know it
 
 
 def letters(prompt: rl.Prompt, reply: str) -> rl.Score:
@@ -94,7 +95,7 @@ def prepare(out: Path, start: str) -> None:
     sft = ["recipes/sft.py", "--model", out / "tiny", "--run-dir", out / f"start-{start}"]
     if start == "words":
         call("start-words", *sft, "--data", "reverse:5", "--steps", 140, "--careless", 0.7, out=out)
-        write(out / "lengths.jsonl", map(partial(row, size=None), range(NUM_WORDS)))
+        write(out / "lengths.jsonl", map(partial(row, size=None), range(NUM_LENGTHS)))
     elif start == "lake":
         traces = out / "traces.jsonl"
         made = ["-m", "roll_lite", "envs", "traces", LAKE, "--mistakes", 0.3, "--out", traces]
@@ -144,7 +145,7 @@ def command(out: Path, name: str, kind: str, seed: int) -> list:
         "echo": ["--data", LAKE, "--max-tokens", 6, "--steps", 20, "--prompts-per-step", 24,
                  "--env-workers", 1, "--eval-prompts", 128, "--eval-samples", 2],
         "sdft": ["--data", out / "words.jsonl", "--eval-share", 0.1],
-        "curriculum": ["--data", out / "lengths.jsonl", "--eval-share", 0.1],
+        "curriculum": ["--data", out / "lengths.jsonl", "--eval-share", 0.25],
     }[name]  # fmt: skip
     choice = {"maxrl": "--advantage", "gdpo": "--advantage", "sdft": "--advantage"}
     choice |= {"echo": "--loss"}
