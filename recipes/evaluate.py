@@ -74,7 +74,7 @@ class Config(rl.RecipeConfig):
     ENVS: ClassVar = agentic.Config.ENVS
     FIXED: ClassVar = (
         "model", "checkpoint", "data", "samples", "temperature", "top_k", "top_p", "min_p",
-        "max_tokens", "seed", "code", "judge", "judge_tokens", "reward_model",
+        "max_tokens", "seed", "code", "code_digests", "judge", "judge_tokens", "reward_model",
         "template_args", "judge_template_args",
         "max_turns", "history", "old_thoughts", "episode_tokens", "at_limit",
     )  # fmt: skip
@@ -131,7 +131,7 @@ class Config(rl.RecipeConfig):
     @property
     def params(self) -> rl.SamplingParams:
         return rl.SamplingParams(
-            max_tokens=self.max_tokens or 1,  # chosen in main
+            max_tokens=self.max_tokens or 1,  # it is resolved later
             temperature=self.chosen_temperature,
             top_k=self.top_k,
             top_p=self.top_p,
@@ -150,6 +150,7 @@ def main(cfg: Config) -> dict[str, float]:
         chat = rl.Chat(cfg.model, **cfg.chat.arguments)
         prompts = data.held_out(cfg.data, cfg.prompts, of_tasks=256, envs=cfg.env_names)
         chat.check_prompts(prompts)
+        cfg.own.check_domains(prompt.domain for prompt in prompts if prompt.is_question)
         answers = rl.AnswerFile(f"{cfg.run_dir}/answers.jsonl", prompts, asked_with(cfg))
         run = rl.Run(cfg.run_dir, cfg, num_steps=0, shown=cfg.SHOWN, trackers=cfg.own.trackers)
         folder = cfg.model
@@ -177,7 +178,8 @@ def asked_with(cfg: Config) -> dict[str, Any]:
     """The options and weights that answers and scores depend on."""
     times = {p.name: p.stat().st_mtime_ns for p in sorted(Path(cfg.model).glob("*.safetensors"))}
     options = flatten(cfg)
-    return {name: options[name] for name in cfg.FIXED} | {"weights_written": times}
+    fixed = {name: options[name] for name in cfg.FIXED} | cfg.own.values
+    return fixed | {"weights_written": times}
 
 
 def ask(

@@ -134,6 +134,7 @@ def read_prompts(cfg: Config, chat: rl.Chat, context: int) -> tuple[rl.Mixture, 
     chat.check_prompts([*prompts.rows, *held_out])
     asked = {*prompts.domains, *(prompt.domain for prompt in held_out)}
     cfg.teaching.check_domains(asked, cfg.advantages)
+    cfg.own.check_domains(asked - cfg.players.keys())
     return prompts, held_out
 
 

@@ -20,6 +20,7 @@ from roll_lite.options import flatten, from_flat
 from roll_lite.own_files import digest_of, import_file
 from roll_lite.planning.resolve import resolve
 from roll_lite.recipes import rlvr
+from roll_lite.train.losses import LOSSES
 from roll_lite.types import Prompt
 from roll_lite.workers.pool import RewardWorkers
 
@@ -193,11 +194,13 @@ def test_rewards_with_options_travel_to_workers(everything):
 
 def test_rewards_that_no_prompt_asks_for_are_refused(everything):
     own = CodeOptions(code=(everything,))
-    assert own.rewards({}, {}, {"reverse", "math"})
+    own.check_domains({"reverse", "math"})
+    own.check_domains(())  # environments alone
+    CodeOptions().check_domains({"math"})
     with pytest.raises(
         UserError, match=r"mine\.py has rewards for domain addition and reverse, but the prompts"
     ):
-        own.rewards({}, {}, {"math"})
+        own.check_domains({"math"})
 
 
 def test_the_state_of_a_file_is_noted(toy_folder, everything):
@@ -216,10 +219,9 @@ def test_rewards_that_bring_torch_to_workers_are_named(code_file, imported):
         from roll_lite.code_files import CodeOptions
         own = CodeOptions(code=({path!r},))
         functions, _ = own.rewards({{}}, {{}})
-        own.warn_of_torch(functions.values(), 0)
-        own.warn_of_torch([], 2)
+        own.warn_of_torch([])
         print("now")
-        own.warn_of_torch(functions.values(), 2)
+        own.warn_of_torch(functions.values())
     """)
     assert done.stdout.startswith("now\n"), done.stderr
     said = re.search(rf"{path} imports torch, so each worker process takes \d+\.\d s", done.stdout)
@@ -263,6 +265,33 @@ def test_rewards_that_bring_torch_to_workers_are_named(code_file, imported):
             " line 2",
             r"keep\(groups, more\) must take \(group\); options are keyword-only and have defaults",
         ),
+        (
+            "class Coin:\n    def reset(self, seed): ...\nENVS = {'coin': Coin}\n",
+            " line 1",
+            r"environment Coin has no step; it needs reset\(self, seed\) and step\(self, reply\)",
+        ),
+        ("keep = 5\n", " line 1", "keep=5 must be a function"),
+        (
+            "def few(logprobs_R, delta_R): ...\nLOSSES = {'few': few}\n",
+            " line 1",
+            r"few\(logprobs_R, delta_R\) must take \(logprobs_R, delta_R, advantages_R, batch\)",
+        ),
+        (
+            "def bad(group, step): ...\nMETRICS = {'m': bad}\n",
+            " line 1",
+            r"bad\(group, step\) must take \(groups\)",
+        ),
+        (
+            "from pathlib import Path\n"
+            "def mine(prompt, reply, *, table: Path = Path('x')): ...\nREWARDS = {'m': mine}\n",
+            " line 2",
+            "option table of mine has type .*Path.*; an option is a bool, int, float, str",
+        ),
+        (
+            "def mine(prompt, reply, *, words: list[str] = []): ...\nREWARDS = {'m': mine}\n",
+            " line 1",
+            r"option words of mine has type list\[str\]; an option is a bool",
+        ),
         ("def prompts(source): ...\n", " line 1", r"prompts\(source\) must take \(source, histo"),
         (
             "def a(prompt, reply, *, size: int = 1): ...\n"
@@ -301,12 +330,17 @@ def test_a_wrong_estimator_is_named_when_it_is_chosen(toy_folder, code_file, tex
 def test_files_that_do_not_go_together_are_refused(code_file):
     text = "def prompts(source, history):\n    return next(source)\n"
     pair = code_file(text, "a.py"), code_file(text, "b.py")
-    with pytest.raises(UserError, match=r"a\.py .*b\.py has two functions prompts\(source, histor"):
-        _ = CodeOptions(code=pair).prompts
+    message = r"two functions prompts\(source, history\), .*a\.py line 1 and .*b\.py line 1; which"
+    with pytest.raises(UserError, match=message):
+        CodeOptions(code=pair)
     text = "\ndef f(prompt, reply): ...\nREWARDS = {'mine': f}\n"
     pair = code_file(text, "c.py"), code_file(text, "d.py")
     with pytest.raises(UserError, match=r"d\.py line 3: REWARDS has 'mine', and so has another fi"):
-        CodeOptions(code=pair).rewards({}, {})
+        CodeOptions(code=pair)
+    inline = code_file("def f(prompt, reply): ...\nINLINE = {'mine': f}\n", "e.py")
+    message = r"domain 'mine' has a reward in REWARDS and one in INLINE, .*c\.py line 2 and .*e\.py"
+    with pytest.raises(UserError, match=message):
+        CodeOptions(code=(pair[0], inline))
     with pytest.raises(UserError, match=r"code='none\.py' is not a file; name a Python file"):
         load_code(["none.py"])
 
@@ -326,7 +360,73 @@ def test_a_loss_that_returns_no_rows_is_named(code_file):
 def test_a_file_is_imported_once_and_under_a_name_of_its_own(code_file):
     path = code_file("REWARDS = {'a': print}\n", "json.py")
     assert import_file(path) is import_file(path) is not json
-    assert import_file(path).__name__.endswith("_json_py")
+    assert "_json_py" in import_file(path).__name__
+    dashed, plain = (code_file(f"x = {n!r}\n", n) for n in ("my-x.py", "my_x.py"))
+    assert (import_file(dashed).x, import_file(plain).x) == ("my-x.py", "my_x.py")
+
+
+def test_an_error_in_a_module_beside_the_file_is_named_there(code_file, tmp_path):
+    (tmp_path / "helper_with_error.py").write_text("x = 1\ny = missing\n")
+    path = code_file("import helper_with_error\n")
+    with pytest.raises(
+        UserError, match=r"helper_with_error\.py line 2: NameError: .*\n    y = mis"
+    ):
+        load_code([path])
+
+
+def test_two_files_that_import_torch_are_both_named(code_file):
+    loss = code_file("import torch\ndef f(a, b, c, d): ...\nLOSSES = {'a': f}\n", "loss.py")
+    text = "import torch\ndef f(prompt, reply): ...\nREWARDS = {'a': f}\n"
+    done = run_script(f"""
+        from roll_lite.code_files import CodeOptions
+        own = CodeOptions(code=({loss!r}, {code_file(text)!r}))
+        own.warn_of_torch(own.rewards({{}}, {{}})[0].values())
+    """)
+    assert done.stdout.count("imports torch") == 1 and "mine.py imports torch" in done.stdout
+
+
+def test_a_partial_has_the_facts_of_its_function(toy_folder, code_file):
+    path = code_file("""
+        from functools import partial
+
+        from roll_lite.train.advantages import reinforce
+        from roll_lite.train.losses import gspo
+
+        LOSSES = {"wide": partial(gspo, clip_low=1e-3)}
+        ADVANTAGES = {"grouped": partial(reinforce, baseline="group")}
+    """)
+    cfg = config(toy_folder, code=(path,), loss="wide")
+    assert cfg.policy_loss.facts == LOSSES["gspo"].facts and cfg.policy_loss.facts.by_sequence
+    cfg = config(toy_folder, code=(path,), advantage="grouped")
+    assert cfg.advantages.unit == rl.PerToken and cfg.advantages.facts.whitened
+
+
+def test_an_estimator_with_a_teacher_that_reads_rewards_needs_them(toy_folder, code_file):
+    path = code_file("""
+        import roll_lite as rl
+
+        def mix(rewards_R, logprobs_R, teacher_logprobs_R) -> rl.PerToken:
+            return rewards_R + teacher_logprobs_R - logprobs_R
+
+        ADVANTAGES = {"mix": mix}
+    """)
+    cfg = config(toy_folder, code=(path,), advantage="mix", teacher=(str(toy_folder),))
+    assert cfg.advantages.needs_rewards
+    assert not config(
+        toy_folder, advantage="opd", teacher=(str(toy_folder),)
+    ).advantages.needs_rewards
+
+
+def test_a_tuple_of_choices_is_an_option(code_file):
+    path = code_file("""
+        from typing import Literal
+
+        def mine(prompt, reply, *, kinds: tuple[Literal["a", "b"], ...] = ("a",)):
+            return len(kinds)
+
+        REWARDS = {"mine": mine}
+    """)
+    assert CodeOptions.of(code=(path,), kinds=("a", "b")).values == {"kinds": ("a", "b")}
 
 
 # ---- runs

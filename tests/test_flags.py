@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from support.scripts import run_script
@@ -13,7 +14,7 @@ from roll_lite.cluster.launch import Launch
 from roll_lite.command_line import parse
 from roll_lite.device_map import Device
 from roll_lite.options import flatten, from_flat, keywords
-from roll_lite.planning.resolve import resolve
+from roll_lite.planning.resolve import resolve, with_chosen
 from roll_lite.recipes import agentic, distill, dpo, evaluate, rlvr, sft
 from roll_lite.report.config_file import read_options, to_json, write_config
 from roll_lite.train.advantages import ADVANTAGES
@@ -113,9 +114,7 @@ def test_values_of_ones_own_options_reach_the_function_and_the_record(read, mine
 
 
 def test_options_of_other_functions_are_explained(read, mine):
-    with pytest.raises(
-        UserError, match="--tau is read by loss kimi; loss='ppo' does not, so leave it out"
-    ):
+    with pytest.raises(UserError, match="--tau is read by loss kimi; loss='ppo' does not: choose"):
         read("--tau", "0.5")
     with pytest.raises(UserError, match=r"--clip-low is read by loss ppo, .*; loss='tis' does not"):
         read("--loss", "tis", "--clip-low=0.1")
@@ -326,7 +325,7 @@ def test_options_that_a_file_no_longer_has_are_left_out(read, started, mine, cod
     capsys.readouterr()
     cfg = read("--resume", folder, "--code", other, "--loss", "theirs", "--force", "2")
     assert cfg.own.code == (other,) and cfg.policy_loss.values == {"force": 2.0}
-    assert "changed: power 3.0 is left out, which nothing reads\n" in capsys.readouterr().out
+    assert "dropped: power 3.0, which nothing reads now\n" in capsys.readouterr().out
     cfg = read("--resume", folder, "--code", "--loss", "ppo")
     assert cfg.own.code == () and cfg.policy_loss.values["clip_low"] == 0.2
     with pytest.raises(UserError, match="loss='mine' is not known; use one of ppo"):
@@ -340,7 +339,7 @@ def test_a_file_that_changed_is_named(read, started, mine, capsys):
     with open(mine, "a") as file:
         file.write("# more\n")
     read("--resume", folder)
-    said = f"changed: {mine}; finished samples in the journal are dropped\n"
+    said = f"changed: {mine}\n"
     assert capsys.readouterr().out == said
 
 
@@ -351,10 +350,30 @@ def test_what_was_chosen_is_chosen_again(read, started):
     again = read("--resume", folder)
     assert again.advantages.whiten is None and again.policy_loss.aggregation is None
     assert again.device_map == "auto" and again.lengths.max_tokens is None
-    assert again.training.lr == 1e-4 and again.chosen == ()
+    assert again.training.lr == 1e-4 and again.chosen == {}
     other = read("--resume", folder, "--loss", "topr")
     found, _ = resolve(other, Launch(), Device())
     assert found.policy_loss.aggregation == "seq_mean_token_sum"
+
+
+def test_another_loss_brings_its_defaults_to_a_resumed_run(read, started):
+    folder = started()
+    assert resolve(read("--resume", folder), Launch(), Device())[0].advantages.values == {
+        "divide_by_std": True
+    }
+    other, _ = resolve(read("--resume", folder, "--loss", "kimi"), Launch(), Device())
+    assert other.advantages.values == {"divide_by_std": False}
+    given = read("--resume", folder, "--loss", "kimi", "--divide-by-std")
+    assert resolve(given, Launch(), Device())[0].advantages.values == {"divide_by_std": True}
+
+
+def test_a_cache_that_was_lowered_is_what_was_asked_when_resumed(read, started):
+    folder = started("--kv-cache-gib", "8")
+    path = Path(folder, "config.json")
+    lowered = with_chosen(from_flat(rlvr.Config, **read_options(path)), {"kv_cache_gib": 6.5})
+    write_config(path.parent, lowered, None)
+    assert read_options(path)["kv_cache_gib"] == 6.5
+    assert read("--resume", folder).kv_cache_gib == 8.0
 
 
 def test_changes_are_shown(read, started, capsys):

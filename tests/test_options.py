@@ -89,7 +89,7 @@ def test_an_unknown_name_and_an_option_of_another_function_are_refused():
     with pytest.raises(UserError, match=message):
         ShapeOptions(shape="disc")
     with pytest.raises(
-        UserError, match="tall=True is read by shape box; shape='ring' does not, so leave it out"
+        UserError, match="tall=True is read by shape box; shape='ring' does not: choose"
     ):
         ShapeOptions.of(tall=True)
     with pytest.raises(UserError, match="size=2 is read by shape ring, box; shape='ball' does not"):

@@ -215,7 +215,7 @@ def test_a_file_whose_rewards_no_prompt_asks_for_is_refused(toy_folder, tmp_path
     data = (write_rows(tmp_path / "maths.jsonl", MATHS),)
     with pytest.raises(ValueError, match=r"own\.py has rewards for domain level and reverse, but"):
         run(toy_folder, tmp_path / "run", data=data, code=(own_file,))
-    with pytest.raises(ValueError, match=r"nowhere\.py is not a file; name a Python"):
+    with pytest.raises(ValueError, match=r"code='nowhere\.py' is not a file; name a Python"):
         run(toy_folder, tmp_path / "run", code=("nowhere.py",))
 
 

@@ -23,10 +23,11 @@ Parts = Annotated[
 ]
 
 
-def has_equal_parts(group: rl.Group) -> bool:
-    """Whether no part tells the samples of a group apart."""
-    parts = [sample.score.parts for sample in group.samples]
-    return all(len({part.get(name, 0.0) for part in parts}) == 1 for name in chain(*parts))
+def has_equal_parts(group: rl.Group, *, parts: Parts) -> bool:
+    """Whether no part that counts tells the samples of a group apart."""
+    found = [sample.score.parts for sample in group.samples]
+    names = [part.partition("@")[0] for part in parts] or chain(*found)
+    return all(len({part.get(name, 0.0) for part in found}) == 1 for name in names)
 
 
 @rl.AdvantageFacts(nothing_to_learn=has_equal_parts)

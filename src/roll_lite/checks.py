@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 USER_ERROR = 2
 """Exit code where the user has to change something."""
@@ -83,7 +84,8 @@ def check_choice(name: str, value: Any, choices: tuple) -> None:
 
 def choices_of(hint: Any) -> tuple:
     """The choices of a Literal type, with None where it may be left out; none for other types."""
-    members = [hint] if get_origin(hint) is Literal else get_args(hint)
+    is_union = get_origin(hint) in (Union, UnionType)
+    members = get_args(hint) if is_union else [hint]
     choices = [c for m in members if get_origin(m) is Literal for c in get_args(m)]
     return (*choices, *([None] if choices and type(None) in members else []))
 

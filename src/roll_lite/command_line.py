@@ -23,6 +23,7 @@ from roll_lite.flags import (
 )
 from roll_lite.options import (
     FunctionOptions,
+    facts_of,
     flatten,
     from_flat,
     keywords,
@@ -76,7 +77,7 @@ def _parse_resumed(
         saved = _saved(config, path) | {"run_dir": place, "resume": True}
         cfg = _parse_over(config, doc, args, saved, fixed)
         if is_first_rank():
-            _name_changed_files(read_options(path), cfg)
+            name_changed_files(read_options(path), cfg)
     elif run_dir:
         cfg = _parse(config, doc, [*args, "--resume"], {})
     else:
@@ -95,7 +96,7 @@ def _saved(config: type, path: str | Path) -> dict[str, Any]:
     here = recipe_name(config)
     if recipe not in (None, here):
         load_code(saved.get("code", ()))
-        if unknown := sorted(saved.keys() - _known(config, saved)):
+        if unknown := sorted(saved.keys() - known_options(config, saved)):
             raise UserError(
                 f"{path} was written by {recipe}.py, and {here}.py has no "
                 f"{', '.join(unknown[:3])}; use the recipe that wrote it"
@@ -103,16 +104,11 @@ def _saved(config: type, path: str | Path) -> dict[str, Any]:
     return {name: value for name, value in saved.items() if name not in ("run_dir", "resume")}
 
 
-def _name_changed_files(before: Mapping[str, Any], cfg: Any) -> None:
-    """Say which files of --code changed since the run was started; the journal notices too."""
+def name_changed_files(before: Mapping[str, Any], cfg: Any) -> None:
+    """Say which files of --code changed since the run was started; its journal is dropped then."""
     own = next((part for _, part in open_parts(cfg) if isinstance(part, CodeOptions)), None)
-    if own is None:
-        return
-    old = dict(zip(before.get("code", ()), before.get("code_digests", ()), strict=False))
-    now = dict(zip(own.code, own.open_defaults["code_digests"], strict=True))
-    for path, digest in now.items():
-        if path in old and old[path] != digest:
-            print(f"changed: {path}; finished samples in the journal are dropped", flush=True)
+    for path in own.changed_files(before) if own else ():
+        print(f"changed: {path}", flush=True)
 
 
 def _parse_over(
@@ -134,7 +130,7 @@ def _parse_over(
         for name, (old, new) in changes(saved, now).items():
             print(f"changed: {name} {old} -> {new}", flush=True)
         for name in sorted(saved.keys() - now.keys()):
-            print(f"changed: {name} {saved[name]} is left out, which nothing reads", flush=True)
+            print(f"dropped: {name} {saved[name]}, which nothing reads now", flush=True)
     return cfg
 
 
@@ -147,7 +143,7 @@ def _parse(config: type[T], doc: str, args: Sequence[str], saved: dict[str, Any]
     named |= _named_functions(config, args)
     saved = _without_old_functions(config, args, saved)
     if saved.get("code"):  # whose functions may have had other options
-        known = _known(config, saved | named)
+        known = known_options(config, saved | named)
         saved = {name: value for name, value in saved.items() if name in known}
     base = _base(config, saved | named)
     flags = all_flags(base)
@@ -168,7 +164,7 @@ def _base(config: type[T], options: Mapping[str, Any]) -> T:
     return from_flat(config, check=False, **options)
 
 
-def _known(config: type, options: Mapping[str, Any]) -> Set[str]:
+def known_options(config: type, options: Mapping[str, Any]) -> Set[str]:
     """The names of all options, those of the functions included that these options name."""
     names = flatten(_base(config, {})).keys() & options.keys()
     return flatten(_base(config, {name: options[name] for name in names})).keys()
@@ -187,13 +183,17 @@ def _named_functions(config: type, args: Sequence[str]) -> dict[str, str]:
 def _without_old_functions(
     config: type, args: Sequence[str], saved: dict[str, Any]
 ) -> dict[str, Any]:
-    """Saved options without those of a function in whose place the command line names another."""
+    """Saved options without those of a function in whose place the command line names another, and
+    without those for which that has defaults of its own."""
     named = _named_functions(config, args)
     for _, part in open_parts(config):
-        choice = getattr(part, "CHOICE", "")
-        old = saved.get(choice)
-        if choice in named and old in part.TABLE and old != named[choice]:
-            gone = keywords(part.TABLE[old])
+        if not isinstance(part, FunctionOptions):
+            continue
+        old = saved.get(part.CHOICE)
+        new = named.get(part.CHOICE, old)
+        if old in part.TABLE and new in part.TABLE and old != new:
+            defaults = getattr(facts_of(part.TABLE[new], None), "advantage_defaults", {})
+            gone = keywords(part.TABLE[old]).keys() | defaults.keys()
             saved = {name: value for name, value in saved.items() if name not in gone}
     return saved
 

@@ -79,8 +79,9 @@ def _flags_of(part: Any) -> list[Flag]:
     if isinstance(part, OpenOptions):
         values = part.values
         for name, known in part.keywords.items():
-            text = f"{getattr(part, part.CHOICE)}: " if isinstance(part, FunctionOptions) else ""
-            flags.append(Flag(name, known.kind, values[name], text + known.help))
+            is_named = isinstance(part, FunctionOptions)
+            owner = getattr(part, part.CHOICE) if is_named else name_of(part.owners[name])
+            flags.append(Flag(name, known.kind, values[name], f"{owner}: {known.help}"))
     return flags
 
 

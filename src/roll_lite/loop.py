@@ -13,7 +13,7 @@ that comes to its end exports its model.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 from roll_lite import data
 from roll_lite.checks import UserError
@@ -252,7 +252,12 @@ class Loop:
                     f"{where(measure)}: METRICS has {name!r}, which is a metric of every run; give "
                     "it another name"
                 )
-            metrics[name] = float(measure(groups))
+            found = measure(groups)
+            if not isinstance(found, SupportsFloat):
+                raise UserError(
+                    f"{where(measure)}: metric {name!r} returned {found!r}; return a number"
+                )
+            metrics[name] = float(found)
         return metrics | {"rollout/trained_samples": len(sample_runs(sequences))}
 
     def _note_dropped(self, step: int, *, with_filtered: bool) -> None:

@@ -16,14 +16,17 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from functools import cache, partial
+from functools import partial
+from types import NoneType, UnionType
 from typing import (
     Annotated,
     Any,
     ClassVar,
+    Literal,
     NamedTuple,
     Self,
     TypeVar,
+    Union,
     get_args,
     get_origin,
     get_type_hints,
@@ -150,10 +153,9 @@ class Keyword(NamedTuple):
     bounds: tuple[Bound, ...] = ()
 
 
-@cache
 def keywords(function: Callable) -> dict[str, Keyword]:
     """The options of a function by name; the help of one is the Doc in its Annotated type."""
-    hints = _hints(function)
+    hints = hints_of(function)
     found = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is not parameter.KEYWORD_ONLY:
@@ -167,13 +169,38 @@ def keywords(function: Callable) -> dict[str, Keyword]:
         kind, *more = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         docs = [item.documentation for item in more if isinstance(item, Doc)]
         bounds = tuple(item for item in more if isinstance(item, Bound))
+        if not _is_saved_whole(kind):
+            raise UserError(
+                f"{where(function)}: option {name} of {name_of(function)} has type {hint}; an "
+                "option is a bool, int, float, str or Literal, None, or a tuple of these"
+            )
         found[name] = Keyword(kind, parameter.default, " ".join(docs), bounds)
     return found
 
 
-def _hints(function: Callable) -> dict[str, Any]:
+def _is_saved_whole(kind: Any) -> bool:
+    """Whether a value of this type is the same after config.json has had it."""
+    if get_origin(kind) in (Union, UnionType):
+        return all(map(_is_saved_whole, get_args(kind)))
+    if get_origin(kind) is tuple:
+        kind = next(iter(get_args(kind)))
+    return kind in (bool, int, float, str, NoneType) or get_origin(kind) is Literal
+
+
+def unwrapped(function: Callable) -> Callable:
+    """The function of a partial."""
+    return getattr(function, "func", function)
+
+
+def facts_of(function: Callable, no_facts: T) -> T:
+    """What stands above a function, as in @rl.LossFacts(by_sequence=True)."""
+    found = getattr(function, "facts", None) or getattr(unwrapped(function), "facts", None)
+    return found or no_facts
+
+
+def hints_of(function: Callable) -> dict[str, Any]:
     """The types of a function's parameters, as far as they are given."""
-    typed = getattr(function, "func", function)  # of a partial
+    typed = unwrapped(function)
     if inspect.isclass(typed):
         typed = typed.__init__
     elif not inspect.isroutine(typed):
@@ -188,13 +215,13 @@ def _hints(function: Callable) -> dict[str, Any]:
 
 
 def name_of(function: Callable) -> str:
-    function = getattr(function, "func", function)  # of a partial
+    function = unwrapped(function)
     return getattr(function, "__name__", repr(function))
 
 
 def where(function: Callable) -> str:
     """File and line of a function or class, for errors."""
-    function = inspect.unwrap(getattr(function, "func", function))
+    function = inspect.unwrap(unwrapped(function))
     try:
         file = inspect.getsourcefile(function)
         return f"{file} line {inspect.getsourcelines(function)[1]}"
@@ -310,8 +337,8 @@ class FunctionOptions(OpenOptions):
             if readers and chosen not in readers:
                 option = f"--{name.replace('_', '-')}" if as_flags else f"{name}={value!r}"
                 raise UserError(
-                    f"{option} is read by {self.CHOICE} {', '.join(readers)}; "
-                    f"{self.CHOICE}={chosen!r} does not, so leave it out"
+                    f"{option} is read by {self.CHOICE} {', '.join(readers)}; {self.CHOICE}="
+                    f"{chosen!r} does not: choose one that reads it, or leave it out"
                 )
 
 
@@ -327,8 +354,9 @@ def open_parts(config: Any) -> Iterator[tuple[str, OpenOptions]]:
 class RecipeConfig:
     """What the Config of every recipe has."""
 
-    chosen: Argument[tuple[str, ...]] = ()
-    """Options that were not given, but chosen for the model, the machine or what was given."""
+    chosen: Argument[Mapping[str, Any]] = field(default_factory=dict)
+    """Options that have another value than was given, chosen for the model, the machine or what
+    else was given, each with what it was before; None where nothing was given."""
 
     COMMON: ClassVar[tuple[str, ...]] = ()
     """Options that --help shows, where it does not show all."""

@@ -9,13 +9,13 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from roll_lite.checks import UserError
 from roll_lite.own_files import imported_files
 
-PACKAGE = Path(__file__).parent
-OURS = tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in (PACKAGE, PACKAGE / "recipes"))
+PACKAGE = os.path.dirname(os.path.realpath(__file__))
+RECIPES = os.path.realpath(os.path.join(PACKAGE, "recipes"))
+"""Of these, code/ has files that users copy and edit."""
 MAX_FRAMES = 5
 MAX_CALLED = 8
 MAX_LINES = 15
@@ -80,7 +80,10 @@ def _is_library(frame: traceback.FrameSummary) -> bool:
 
 
 def _is_ours(file: str) -> bool:
-    return os.path.isabs(file) and os.path.realpath(file).startswith(OURS)
+    path = os.path.realpath(file)
+    is_code_of_recipes = path.startswith(f"{RECIPES}{os.sep}") and os.path.dirname(path) != RECIPES
+    in_package = path.startswith((f"{PACKAGE}{os.sep}", f"{RECIPES}{os.sep}"))
+    return os.path.isabs(file) and in_package and not is_code_of_recipes
 
 
 def _describe(frames: Sequence[traceback.FrameSummary]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import re
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -23,8 +24,8 @@ from roll_lite.checks import UserError
 
 PREFIX = "own_file"
 """With it begin the names of modules that were imported by their path."""
-_torch_seconds: dict[str, float] = {}
-"""By path: how long the import of a file took that brought torch."""
+_torch_seconds: list[float] = []
+"""How long the import of the file took that brought torch, if one did."""
 
 
 def import_file(path: str | Path) -> ModuleType:
@@ -33,7 +34,7 @@ def import_file(path: str | Path) -> ModuleType:
     path = Path(path).resolve()
     if not path.is_file():
         raise UserError(f"{path} is not a file; name a Python file")
-    name = re.sub(r"\W", "_", f"{PREFIX}{path}")
+    name = re.sub(r"\W", "_", f"{PREFIX}{path}") + f"_{zlib.crc32(bytes(path)):08x}"
     if name in sys.modules:
         return sys.modules[name]
     if str(path.parent) not in sys.path:
@@ -46,13 +47,22 @@ def import_file(path: str | Path) -> ModuleType:
         sys.modules.pop(name, None)
         raise UserError(_explain(path, error)) from error
     if not has_torch and "torch" in sys.modules:
-        _torch_seconds[str(path)] = time.monotonic() - start
+        _torch_seconds.append(time.monotonic() - start)
     return module
 
 
-def seconds_of_torch(path: str | Path) -> float | None:
-    """Seconds that the import of a file took, if it was the file that brought torch."""
-    return _torch_seconds.get(str(Path(path).resolve()))
+def imports_torch(path: str | Path) -> bool:
+    """Whether a file has torch, or something of it, as a global name."""
+    for value in vars(import_file(path)).values():
+        name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
+        if str(name).partition(".")[0] == "torch":
+            return True
+    return False
+
+
+def seconds_of_torch() -> float | None:
+    """Seconds that the import of the file took that brought torch; None if none did."""
+    return next(iter(_torch_seconds), None)
 
 
 def read_table(path: str | Path, name: str) -> dict[str, Callable]:
@@ -96,15 +106,21 @@ def run_module(path: str, *names: str, package: str | None = None) -> ModuleType
 
 
 def _explain(path: Path, error: Exception) -> str:
-    """Where the import failed, by the line of the file itself, and that line."""
+    """Where the import failed, by the innermost line of the user's, and that line."""
     if isinstance(error, SyntaxError):
-        problem = f"{error.filename} line {error.lineno}: SyntaxError: {error.msg}; mend the file"
+        problem = f"{error.filename} line {error.lineno}: SyntaxError: {error.msg}; fix the file"
         source = traceback.format_exception_only(error)[1:-1]  # the line, and marks below it
         return "\n".join([problem, *(line.rstrip() for line in source)])
     frames = traceback.extract_tb(error.__traceback__)
-    frame = next((f for f in reversed(frames) if f.filename == str(path)), None)
-    place, source = (f"{path} line {frame.lineno}", frame.line) if frame else (path, "")
-    problem = f"{place}: {type(error).__name__}: {error}; mend the file"
+    own = (f for f in reversed(frames) if Path(f.filename).parent == path.parent)
+    frame = next(own, None)  # of the file, or of a module beside it
+    place, source = (f"{frame.filename} line {frame.lineno}", frame.line) if frame else (path, "")
+    remedy = (
+        "install it, or put it beside the file"
+        if isinstance(error, ModuleNotFoundError)
+        else "fix the file"
+    )
+    problem = f"{place}: {type(error).__name__}: {error}; {remedy}"
     return f"{problem}\n    {source}" if source else problem
 
 

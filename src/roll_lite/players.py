@@ -33,16 +33,18 @@ def make_players(
     `wrapped` replaces the tables of rewards, inline rewards and environments, for a debugger.
     """
     domains = {*domains, *(prompt.domain for prompt in prompts)} - cfg.players.keys()
-    functions, inline = cfg.own.rewards(cfg.REWARDS, cfg.INLINE, domains)
+    functions, inline = cfg.own.rewards(cfg.REWARDS, cfg.INLINE)
     if not needs_rewards:
         known = {*functions, *inline, *cfg.scoring.reward_roles}
         inline |= dict.fromkeys(domains - known, unscored)
     check_prompts(prompts, functions | inline)
     envs = cfg.players
-    used = [function for domain, function in functions.items() if domain in domains]
-    cfg.own.warn_of_torch(used, cfg.scoring.reward_workers)
-    used = [cfg.env_names[spec.partition(":")[0]] for spec in envs]
-    cfg.own.warn_of_torch(used, cfg.environments.env_workers)
+    used = []
+    if cfg.scoring.reward_workers:
+        used += [function for domain, function in functions.items() if domain in domains]
+    if cfg.environments.env_workers:
+        used += [cfg.env_names[spec.partition(":")[0]] for spec in envs]
+    cfg.own.warn_of_torch(used)
     functions, inline, envs = wrapped(functions, inline, envs)
     rewards = None
     if domains:

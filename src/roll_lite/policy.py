@@ -224,8 +224,9 @@ class PolicyConfig(RecipeConfig):
         read_only_if(has_critic, condition, self.critic, "critic_lr")
         if self.rollout.drop_equal and not self.advantages.nothing_to_learn:
             raise UserError(
-                f"drop_equal=True with advantage={self.advantages.advantage!r}, which learns from "
-                "groups of equal rewards too; leave it out"
+                f"drop_equal=True with advantage={self.advantages.advantage!r}, which may learn "
+                "from groups of equal rewards too; leave it out, or say above an estimator of your "
+                "own which groups teach nothing: rl.AdvantageFacts(nothing_to_learn=...)"
             )
         if self.critic.critic_warmup_steps > self.steps > 0:
             raise UserError(

@@ -26,6 +26,7 @@ from roll_lite.checks import UserError
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.code_files import load_code
+from roll_lite.command_line import known_options, name_changed_files
 from roll_lite.engine.service import EngineService
 from roll_lite.models.config import read_config
 from roll_lite.options import from_flat
@@ -140,8 +141,11 @@ def read_config_of(run: RunFolder, changes: dict[str, Any]) -> PolicyConfig:
             f"{run.folder} was written by the recipe {name}; runs of rlvr.py and agentic.py can be "
             "replayed"
         )
-    load_code(options["code"])
-    return from_flat(config, check=False, **options | dict.fromkeys(WORKERS, 0) | changes)
+    load_code(options.get("code", ()))
+    known = {name: options[name] for name in known_options(config, options)}  # of code as it is now
+    cfg = from_flat(config, check=False, **known | dict.fromkeys(WORKERS, 0) | changes)
+    name_changed_files(options, cfg)
+    return cfg
 
 
 def find_weights(run: RunFolder, version: int, base: str) -> tuple[int, Path | None]:

@@ -117,7 +117,7 @@ class Roles:
     def score_reprompted(
         self, name: str, groups: list[Group], chat: Chat, reprompt: Reprompt | None, budget: int
     ) -> list[list[float] | None]:
-        """What `score` says of the same tokens behind another first prompt, whose messages
+        """What `score` says of the same tokens after another first prompt, whose messages
         `reprompt` makes from a prompt; None for the sequences of a prompt without another."""
         longest = min(budget, self.policy.max_positions())
         moved = reprompted_sequences(groups, chat, reprompt, longest)

@@ -172,7 +172,9 @@ class Score:
         try:
             return cls(value=float(returned))
         except (TypeError, ValueError):
-            raise TypeError(f"the reward returned {returned!r}, not a number or a Score") from None
+            raise TypeError(
+                f"the reward returned {returned!r}, not a number or a Score; is a `return` missing?"
+            ) from None
 
 
 Reward = Callable[[Prompt, str], Score | float]

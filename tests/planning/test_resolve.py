@@ -146,7 +146,7 @@ def test_the_critic_has_a_rate_of_its_own(toy_folder):
 def test_recipes_without_a_policy_loss_are_resolved(toy_folder):
     cfg = from_flat(sft.Config, model=str(toy_folder), run_dir="no-such-run")
     found = resolved(cfg)
-    assert found.chosen == ("device", "lr") and found.training.lr == 1e-3
+    assert found.chosen == {"device": "auto", "lr": None} and found.training.lr == 1e-3
     assert found.device_map is None
 
 
@@ -167,5 +167,5 @@ def test_a_cache_is_lowered_to_what_other_programs_leave():
     (lowered, (note,)) = lower_cache(cfg, device_map, 70 * 2**30)
     assert fits(lowered, 70) and not fits(replace(lowered, kv_cache_gib=60.0), 70)
     assert not fits(replace(lowered, kv_cache_gib=lowered.kv_cache_gib + 0.2), 70)
-    assert lowered.chosen == ("kv_cache_gib",) and "70.0 GiB" in note
+    assert lowered.chosen == {"kv_cache_gib": 60.0} and "70.0 GiB" in note
     assert lower_cache(cfg, device_map, 10 * 2**30) == (cfg, [])  # the weights alone do not fit

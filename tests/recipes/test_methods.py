@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from roll_lite.chat import Chat
 from roll_lite.cluster.cluster import Cluster
+from roll_lite.code_files import load_code
 from roll_lite.own_files import import_file
 from roll_lite.roles import Roles
 from roll_lite.rollout.history import History
@@ -130,11 +131,15 @@ def test_gdpo_standardises_every_part_apart(monkeypatch, parts, weights):
 
 
 def test_gdpo_knows_which_groups_teach_nothing():
-    module = load("gdpo")
-    found = [module.gdpo.facts.nothing_to_learn(group) for group in groups_with(PARTS)]
+    load_code([str(CODE / "gdpo.py")])
+    nothing = AdvantageOptions.of(advantage="gdpo").nothing_to_learn
+    found = [nothing(group) for group in groups_with(PARTS)]
     assert found == [False, True, False, True]
     trade = groups_with([[{"right": 1.0, "format": 0.0}, {"right": 0.0, "format": 1.0}]])
-    assert not module.gdpo.facts.nothing_to_learn(trade[0])  # though the scores are equal
+    assert not nothing(trade[0])  # though the scores are equal
+    only_right = AdvantageOptions.of(advantage="gdpo", parts=("right",)).nothing_to_learn
+    same = groups_with([[{"right": 1.0, "format": 0.0}, {"right": 1.0, "format": 1.0}]])
+    assert only_right(same[0]) and not nothing(same[0])
 
 
 def test_gdpo_names_parts_that_are_missing():

@@ -394,11 +394,11 @@ def test_a_run_may_begin_and_cease_to_choose(two_files, capsys):
     _, plain = run(None)
     assert "history" not in plain
     _, chosen = run(in_turn, plain)
-    assert "the saved run had no choose(): its history begins now" in capsys.readouterr().err
+    assert "no prompts() chose before: its history begins now" in capsys.readouterr().err
     assert chosen["history"]["step"] == 1
     assert chosen["prompts"] != plain["prompts"]
     ids, again = run(None, chosen)
-    assert "prompts come in turn from now on" in capsys.readouterr().err
+    assert "the order of the data is used" in capsys.readouterr().err
     assert "history" not in again
     assert not set(ids) & set(chosen["history"]["visits"])
     run(in_turn, chosen)

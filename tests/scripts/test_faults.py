@@ -17,20 +17,37 @@ TARGETS = (  # what kills rank 0 costs a start; a run survives the others
     "export/rank 0/SIGKILL",
 )  # fmt: skip
 
+FEW_IN_AN_ENGINE = """
+from dataclasses import dataclass
+
+import roll_lite as rl
+from roll_lite import command
+from roll_lite.recipes import rlvr
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(rlvr.Config):
+    rollout: rl.RolloutOptions = rl.RolloutOptions(samples_per_replica=4)
+
+
+if __name__ == "__main__":
+    command.run(rlvr.main, Config, rlvr.__doc__, rlvr.plan)
+"""
+
 
 @pytest.fixture
 def campaign(toy_folder, tmp_path):
     """One run of rlvr.py with these faults, after it was compared with one left alone."""
 
-    def run(targets, *, ranks=1, **more):
+    def run(targets, *, ranks=1, recipe=RECIPES / "rlvr.py", **more):
         values = {
-            "model": toy_folder, "data": "reverse:2", "rewards": slow_reward(tmp_path),
+            "model": toy_folder, "data": "reverse:2", "code": slow_reward(tmp_path),
             "reward_workers": 1, "steps": 5, "prompts_per_step": 4, "samples_per_prompt": 2,
             "max_tokens": 4, "eval_every": 2, "eval_prompts": 8, "checkpoint_every": 1,
         } | more  # fmt: skip
         own = ("--runs", 1, "--kills", len(targets), "--gone-within", 600)  # it may be busy here
         own += ("--ranks", ranks, "--targets", *targets, "--out", tmp_path / "chaos")
-        command = (*own, "--", RECIPES / "rlvr.py", *flags(values))
+        command = (*own, "--", recipe, *flags(values))
         campaign = faults.Campaign(faults.read_options([str(word) for word in command]))
         campaign.run()
         assert not campaign.problems
@@ -51,11 +68,13 @@ def test_a_run_recovers_from_a_kill_in_every_phase(campaign, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_without_an_engine_and_is_the_same(campaign):
+def test_a_run_goes_on_without_an_engine_and_is_the_same(campaign, tmp_path):
     """While samples are scored, which takes a second or two, others are generated."""
+    recipe = tmp_path / "few_in_an_engine.py"
+    recipe.write_text(FEW_IN_AN_ENGINE)
     chaotic = campaign(
-        ["score/rank 2/SIGKILL"], ranks=3, device_map="train=0 generate=1-2",
-        max_tokens=40, prompts_per_step=8, samples_per_prompt=4, samples_per_replica=4,
+        ["score/rank 2/SIGKILL"], ranks=3, recipe=recipe, device_map="train=0 generate=1-2",
+        max_tokens=40, prompts_per_step=8, samples_per_prompt=4,
     )  # fmt: skip
     assert [fault.outcome for fault in chaotic.faults] == [faults.SURVIVED]
     printed = (chaotic.folder / "run-001.txt").read_text()

@@ -1,4 +1,4 @@
-"""Replies behind other prompts: tokens by hand, logprobs against transformers."""
+"""Replies after other prompts: tokens by hand, logprobs against transformers."""
 
 import pytest
 import torch
@@ -69,16 +69,19 @@ def test_a_sequence_with_another_beginning_is_refused():
 def test_what_is_missing_or_too_long_is_named():
     groups = make_groups([[1.0], [0.0, 1.0]])
     assert len(reprompted(groups, longest=7)[-1].token_ids) == 8
-    message = "sample 1 of prompt p1 has 7 tokens .* over the 6 that .*shorten what reprompt"
-    with pytest.raises(ValueError, match=message):
-        reprompted(groups, longest=6)
+    message = (
+        r"1 seq.*sample 1 of prompt p1 has 7 tokens .* over the 6 that .*shorten what reprompt"
+    )
+    with pytest.warns(UserWarning, match=message):
+        found = reprompted(groups, longest=6)
+    assert found[-1] is None and found[:2] == reprompted(groups, longest=7)[:2]
     with pytest.raises(ValueError, match=r"reprompt=None.*AdvantageFacts\(reprompt="):
         reprompted(groups, reprompt=None)
 
 
 @torch.no_grad()
-def logprobs_behind(model, prompt_ids, sample):
-    """Of the sampled tokens, behind a prompt; 0 on what was read."""
+def logprobs_after(model, prompt_ids, sample):
+    """Of the sampled tokens, after a prompt; 0 on what was read."""
     tail = sample.token_ids[len(sample.turns[0].prompt_ids) :]
     ids = torch.tensor(prompt_ids + tail)
     logp = torch.log_softmax(model(ids[None]).logits[0].double(), -1)
@@ -108,12 +111,13 @@ def test_scores_are_transformers_of_the_policy_or_a_teacher(tmp_path):
         arguments = groups, OtherChat(), messages_of
         mine = roles.score_reprompted("policy", *arguments, 64)
         taught = roles.score_reprompted("teacher", *arguments, 64)
-        with pytest.raises(ValueError, match="over the 9 that"):
-            roles.score_reprompted("policy", *arguments, 9)
+        with pytest.warns(UserWarning, match=r"sequences of this step .* over the 9 that"):
+            short = roles.score_reprompted("policy", *arguments, 9)
+        assert short == [None] * len(mine)
     samples = [sample for group in groups for sample in group.samples]
     for i, sample in enumerate(samples):
         for found, name, first in ((mine[i], "mine", 2), (taught[i], "taught", 4)):
-            expected = logprobs_behind(models[name], OTHER, sample)
+            expected = logprobs_after(models[name], OTHER, sample)
             assert found is None if i < first else found == pytest.approx(expected, abs=1e-4)
 
 

@@ -219,17 +219,18 @@ def test_files_without_rewards_are_refused(tmp_path, monkeypatch, text, message)
     [
         (
             "def f(prompt, reply)\n    return 1\n",
-            "line 1: SyntaxError: expected ':'; mend the file\n"
+            "line 1: SyntaxError: expected ':'; fix the file\n"
             "    def f(prompt, reply)\n                        ^",
         ),
         (
             "\nimport notthere\n",
-            "line 2: ModuleNotFoundError: No module named 'notthere'; mend the file\n"
+            "line 2: ModuleNotFoundError: No module named 'notthere'; install it, or put it beside "
+            "the file\n"
             "    import notthere",
         ),
         (
             "x = {}\n\nREWARDS = x['mine']\n",
-            "line 3: KeyError: 'mine'; mend the file\n    REWARDS =",
+            "line 3: KeyError: 'mine'; fix the file\n    REWARDS =",
         ),
     ],
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from roll_lite.cluster.launch import Launch, read_launch
 from roll_lite.device_map import Device, DeviceMap, auto_device_map
 from roll_lite.models.memory import format_bytes, usable_bytes
-from roll_lite.options import RecipeConfig, flatten, from_flat
+from roll_lite.options import RecipeConfig, flatten, from_flat, open_parts
 from roll_lite.planning.plan import Plan, PlanOptions, take_turns
 from roll_lite.planning.render import turns_line
 from roll_lite.train.optimizer import sized_defaults
@@ -92,8 +92,10 @@ def with_chosen(cfg: T, values: Mapping[str, Any]) -> T:
     """The options with these values, which are noted as chosen."""
     if not values:
         return cfg
-    chosen = tuple(sorted({*cfg.chosen, *values}))
-    return from_flat(type(cfg), **flatten(cfg) | values | {"chosen": chosen})
+    flat = flatten(cfg)
+    open_options = {n for _, part in open_parts(cfg) for n in part.keywords.keys() - part.options}
+    before = {name: None if name in open_options else flat[name] for name in values}
+    return from_flat(type(cfg), **flat | values | {"chosen": before | {**cfg.chosen}})
 
 
 def _said_by_parts(cfg: RecipeConfig) -> dict[str, Any]:

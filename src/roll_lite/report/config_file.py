@@ -1,8 +1,8 @@
 """config.json: the options of a run, flat, with its starts.
 
 `starts` has the command, the recipe's file, step, machine, ranks, changed options and shown metrics
-of every start. `chosen` names options that were not given, but chosen for the model. `recipe` is
-the name of the file that wrote it.
+of every start. `chosen` has what options were before they were chosen for the model or the machine.
+`recipe` is the name of the file that wrote it.
 """
 
 import inspect
@@ -57,15 +57,19 @@ def to_json(config: Any) -> dict[str, Any]:
 
 
 def read_options(path: str | Path, *, with_chosen: bool = True) -> dict[str, Any]:
-    """The options in a config.json, flat."""
+    """The options in a config.json, flat; without those that were chosen, as they were given."""
     try:
         written = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}; name the config.json of a run") from None
     if not isinstance(written, dict):
         raise UserError(f"{path} holds no JSON object; name the config.json of a run")
-    left_out = {STARTS, CHOSEN, RECIPE, *(() if with_chosen else written.get(CHOSEN, ()))}
-    return {name: value for name, value in written.items() if name not in left_out}
+    chosen = written.get(CHOSEN, {})
+    options = {n: v for n, v in written.items() if n not in (STARTS, CHOSEN, RECIPE)}
+    if with_chosen:
+        return options
+    given = {name: value for name, value in chosen.items() if value is not None}
+    return {name: value for name, value in options.items() if name not in chosen} | given
 
 
 def written_by(path: str | Path) -> str | None:

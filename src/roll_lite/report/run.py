@@ -206,7 +206,8 @@ def refuse_old_run(folder: str | Path) -> None:
     if (Path(folder) / "metrics.jsonl").exists():
         raise UserError(
             f"run_dir={folder} holds the records of an earlier run; name another folder, remove "
-            "it or, if the recipe has --resume, continue that run"
+            f"it, or continue that run with --resume {folder}, from its start if it has no "
+            "checkpoint yet (evaluate.py has no --resume)"
         )
 
 

@@ -28,17 +28,19 @@ from roll_lite.types import Sample
 
 FORMAT = "roll_lite journal 1"
 HEADER = struct.Struct("<II")
-UNRELATED = ("run_dir", "resume", "steps")
+UNRELATED = ("run_dir", "resume", "steps", "kv_cache_gib", "chosen")
 """Options that no sample depends on."""
 Key = tuple[str, int, int]
 """A sample: its prompt, which visit of it, and the place in the group."""
 
 
 def fingerprint(options: Mapping[str, Any]) -> str:
-    """A digest of a recipe's flat options and of the files that they name, the recipe included."""
+    """A digest of a recipe's flat options and of the files that they name, the recipe included.
+
+    Options have digests of the files of --code."""
     related = {name: value for name, value in options.items() if name not in UNRELATED}
     texts = [sys.argv[0]]
-    for value in related.values():
+    for value in (value for name, value in related.items() if name != "code"):
         texts += [value] if isinstance(value, str) else []
         texts += [v for v in value if isinstance(v, str)] if isinstance(value, tuple | list) else []
     files = [_version_of(text.split("@")[0]) for text in texts]

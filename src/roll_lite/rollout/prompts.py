@@ -133,11 +133,9 @@ class PromptQueue:
         if self.choose and "history" in state:
             self.history.load_state_dict(state["history"])
         elif self.choose:
-            print("warning: the saved run had no choose(): its history begins now", file=sys.stderr)
+            print("warning: no prompts() chose before: its history begins now", file=sys.stderr)
         elif "history" in state:
-            print(
-                "warning: no choose() any more: prompts come in turn from now on", file=sys.stderr
-            )
+            print("warning: no prompts() any more: the order of the data is used", file=sys.stderr)
 
     def _chosen(self, choose: Choose) -> Prompt:
         place = f"{where(choose)}: {name_of(choose)}()"

@@ -13,7 +13,7 @@ An estimator of your own is a function named in ADVANTAGES, of this file or of o
     turn_rewards      a list for each sample, with the reward of each turn
     observations      the same with the key of what the model saw before the turn
     teacher_logprobs_R  the teacher's logprobs of the same tokens
-    reprompted_logprobs_R  the policy's logprobs of the same tokens behind another prompt, which
+    reprompted_logprobs_R  the policy's logprobs of the same tokens after another prompt, which
                       AdvantageFacts(reprompt=...) makes
     reward_parts      the parts of the scores by name, each a tensor (S,); 0 where a sample lacks it
 
@@ -29,13 +29,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from typing_extensions import Doc
 
 from roll_lite.checks import AtLeast, AtMost, UserError, above, read_only_if
-from roll_lite.options import FunctionOptions, where
+from roll_lite.options import FunctionOptions, facts_of, hints_of, where
 from roll_lite.types import Group, Message, Prompt, has_equal_rewards
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ INPUTS = (
     "rewards_S", "rewards_R", "scores_S", "groups_S", "sequence_R", "logprobs_R", "values_R",
     "teacher_logprobs_R", "reprompted_logprobs_R", "reward_parts", "turn_rewards", "observations",
 )  # fmt: skip
+REWARD_INPUTS = ("rewards_S", "rewards_R", "scores_S", "reward_parts", "turn_rewards")
 PerSample = Annotated[Any, "a tensor (S,)"]
 PerToken = Annotated[Any, "a tensor (R,)"]
 PerTurn = Annotated[list[list[float]], "a list for each sample"]
@@ -79,9 +81,10 @@ class AdvantageFacts:
     same_for_sample: Callable[..., bool] | None = None
     """With which of its options a PerToken estimator gives all tokens of a sample one advantage,
     where there is no KL in the reward; None is never."""
-    nothing_to_learn: Callable[[Group], bool] | None = None
-    """Whether all advantages of a group are 0, for --drop-equal. None: a PerSample estimator that
-    compares rewards learns nothing from equal ones; of any other it is not known."""
+    nothing_to_learn: Callable[..., bool] | None = None
+    """Whether all advantages of a group are 0, for --drop-equal; it may read options of the
+    estimator. None: a PerSample estimator that compares rewards learns nothing from equal ones; of
+    any other it is not known."""
     reprompt: Callable[[Prompt], tuple[Message, ...] | None] | None = None
     """Other messages in the place of a prompt, for reprompted_logprobs_R; None: this prompt has
     none."""
@@ -305,7 +308,7 @@ class AdvantageOptions(FunctionOptions):
 
     @property
     def facts(self) -> AdvantageFacts:
-        return getattr(self.chosen, "facts", NO_FACTS)
+        return facts_of(self.chosen, NO_FACTS)
 
     @property
     def open_defaults(self) -> dict[str, Any]:
@@ -356,8 +359,9 @@ class AdvantageOptions(FunctionOptions):
 
     @property
     def needs_rewards(self) -> bool:
-        """Whether every prompt needs a reward; no, where a model teaches."""
-        return not (self.needs_teacher or self.needs_reprompts)
+        """Whether every prompt needs a reward; no, where a model teaches and nothing reads one."""
+        is_taught = self.needs_teacher or self.needs_reprompts
+        return not is_taught or not {*REWARD_INPUTS}.isdisjoint(self.inputs)
 
     @property
     def needs_critic(self) -> bool:
@@ -370,7 +374,7 @@ class AdvantageOptions(FunctionOptions):
     @property
     def unit(self) -> object:
         """What an advantage belongs to: PerSample, PerTurn or PerToken."""
-        unit = get_type_hints(self.chosen, include_extras=True).get("return")
+        unit = hints_of(self.chosen).get("return")
         if unit not in (PerSample, PerTurn, PerToken):
             raise UserError(
                 f"{where(self.chosen)}: advantage {self.advantage} needs a return type, one of "
@@ -392,7 +396,9 @@ class AdvantageOptions(FunctionOptions):
     def nothing_to_learn(self) -> Callable[[Group], bool] | None:
         """Whether a group has no advantage; None if its rewards do not tell."""
         if self.facts.nothing_to_learn:
-            return self.facts.nothing_to_learn
+            read = inspect.signature(self.facts.nothing_to_learn).parameters
+            options = {name: value for name, value in self.values.items() if name in read}
+            return partial(self.facts.nothing_to_learn, **options)
         compares_rewards = {*self.inputs} <= {"rewards_S", "scores_S", "groups_S"}
         is_plain = self.unit == PerSample and self.compares_samples and compares_rewards
         return has_equal_rewards if is_plain else None

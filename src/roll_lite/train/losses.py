@@ -10,9 +10,8 @@ A policy loss of your own is a function named in LOSSES, of this file or of one 
 
 and returns the loss of each row, alone or with named measurements of rows. Keyword-only parameters
 are its options on the command line; what else the loop must know of it, LossFacts say above the
-function. The trainer weighs the rows and adds them up; a
-measurement whose name ends in `_max` is reduced by maximum (of values that are not negative), any
-other by the rows' weights.
+function. The trainer weighs the rows and adds them up; a measurement whose name ends in `_max` is
+reduced by maximum (of values that are not negative), any other by the rows' weights.
 
 A loss with @LossFacts(reads_observations=True) also gets rows for the tokens that the environment
 wrote between the model's turns, where `batch.observed_R` is True. Their weights add up apart from
@@ -36,7 +35,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn
 from typing_extensions import Doc
 
 from roll_lite.checks import Above, AtLeast, UserError, above, at_least, read_only_if
-from roll_lite.options import Argument, FunctionOptions, name_of, where
+from roll_lite.options import Argument, FunctionOptions, facts_of, name_of, where
 from roll_lite.train.kl import NO_KL, KLOptions
 from roll_lite.train.sequences import AGGREGATIONS, check_aggregation
 
@@ -238,7 +237,7 @@ class LossOptions(FunctionOptions):
 
     @property
     def facts(self) -> LossFacts:
-        return getattr(self.chosen, "facts", NO_FACTS)
+        return facts_of(self.chosen, NO_FACTS)
 
     @property
     def open_defaults(self) -> dict[str, Any]:
@@ -278,7 +277,8 @@ class PolicyLoss:
         entropy_R = sampled_only(entropy_R, batch)
         function = self.function or options.function
         found = function(logprobs_R, delta_R, required(batch, "advantages_R"), batch)
-        loss_R, measurements = found if isinstance(found, tuple) else (found, {})
+        is_pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)
+        loss_R, measurements = found if is_pair else (found, {})
         for name, rows in {"its loss": loss_R, **measurements}.items():
             if getattr(rows, "shape", None) != logprobs_R.shape:
                 self._refuse(name, rows, len(logprobs_R))

@@ -1,10 +1,11 @@
-"""Replies behind another prompt than the one that they were sampled behind, for a model to score.
+"""Replies after another prompt than the one they were sampled from, for a model to score.
 
 The first prompt of a sample is replaced; all tokens after it stay as they were sampled.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -23,9 +24,10 @@ Reprompt = Callable[[Prompt], tuple[Message, ...] | None]
 def reprompted_sequences(
     groups: list[Group], chat: Chat, reprompt: Reprompt | None, longest: int
 ) -> list[TrainingSequence | None]:
-    """`plain_sequences(groups)` behind other prompts; None where there is no other prompt.
+    """`plain_sequences(groups)` after other prompts; None where there is no other prompt.
 
-    `longest` is the largest number of tokens that the model reads at once.
+    `longest` is the largest number of tokens that the model reads at once; a sequence that would
+    be longer is left out, with a warning.
     """
     if reprompt is None:
         raise UserError(
@@ -38,11 +40,11 @@ def reprompted_sequences(
     found = []
     for sequence in plain_sequences(groups):
         other_ids = other_of[sequence.sample]
-        moved = other_ids and _behind(other_ids, sequence, samples[sequence.sample])
-        if moved and len(moved.token_ids) - 1 > longest:
-            _refuse_length(moved, longest)
-        found.append(moved)
-    return found
+        found.append(other_ids and _after(other_ids, sequence, samples[sequence.sample]))
+    too_long = [s for s in found if s and len(s.token_ids) - 1 > longest]
+    if too_long:
+        _warn_of_length(too_long, longest)
+    return [s if s and len(s.token_ids) - 1 <= longest else None for s in found]
 
 
 def at_sampled_places(numbers: list[float], sequence: TrainingSequence) -> list[float]:
@@ -52,7 +54,7 @@ def at_sampled_places(numbers: list[float], sequence: TrainingSequence) -> list[
     return ([0.0] * length + numbers)[-length:]  # both have the same tokens at their ends
 
 
-def _behind(other_ids: list[int], sequence: TrainingSequence, sample: Sample) -> TrainingSequence:
+def _after(other_ids: list[int], sequence: TrainingSequence, sample: Sample) -> TrainingSequence:
     prompt_ids = sample.turns[0].prompt_ids
     place = len(prompt_ids)
     if sequence.token_ids[:place] != prompt_ids:
@@ -67,10 +69,12 @@ def _behind(other_ids: list[int], sequence: TrainingSequence, sample: Sample) ->
     )
 
 
-def _refuse_length(sequence: TrainingSequence, longest: int) -> None:
-    raise UserError(
-        f"{sequence.id} has {len(sequence.token_ids) - 1} tokens behind its other prompt, over the "
-        f"{longest} that tokens_per_microbatch and the model's positions allow; shorten what "
-        "reprompt returns (None leaves a prompt out), lower max_tokens, or raise "
-        "tokens_per_microbatch"
+def _warn_of_length(sequences: list[TrainingSequence], longest: int) -> None:
+    worst = max(sequences, key=lambda sequence: len(sequence.token_ids))
+    warnings.warn(
+        f"{len(sequences)} sequences of this step are not taught: {worst.id} has "
+        f"{len(worst.token_ids) - 1} tokens after its other prompt, over the {longest} that "
+        "tokens_per_microbatch and the model's positions allow; shorten what reprompt returns, "
+        "lower max_tokens, or raise tokens_per_microbatch",
+        stacklevel=3,
     )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from roll_lite.checks import UserError
+from roll_lite.options import where
 from roll_lite.train.advantages import (
     AdvantageOptions,
     PerSample,
@@ -49,7 +50,7 @@ class ModelScores:
     teacher_logprobs: Sequence[Sequence[float] | None] | None = None
     """Logprobs under the teacher of the prompt's domain; None for a sequence without a teacher."""
     reprompted_logprobs: Sequence[Sequence[float] | None] | None = None
-    """Logprobs behind another prompt; None for a sequence whose prompt has no other."""
+    """Logprobs after another prompt; None for a sequence whose prompt has no other."""
 
 
 class AdvantageState:
@@ -255,15 +256,17 @@ class Rows:
     def check_shape(self, found: Any, options: AdvantageOptions) -> None:
         """Refuse advantages of an estimator that are not what its return type says."""
         if options.unit == PerTurn:
-            shape, expected = [len(n) for n in found], [len(s.turns) for s in self.samples]
+            shape = [len(n) if isinstance(n, list) else n for n in found]
+            expected = [len(s.turns) for s in self.samples]
         else:
             shape = tuple(getattr(found, "shape", ()))
             expected = (len(self.samples if options.unit == PerSample else self.sequence_R),)
         if shape != expected:
             unit = {PerSample: "sample", PerToken: "token with loss", PerTurn: "turn"}[options.unit]
             raise UserError(
-                f"advantage={options.advantage!r} returned a {type(found).__name__} of shape "
-                f"{shape} instead of {expected}, a number for each {unit} as its return type says"
+                f"{where(options.chosen)}: advantage={options.advantage!r} returned a "
+                f"{type(found).__name__} of shape {shape} instead of {expected}, a number for "
+                f"each {unit} as its return type says"
             )
 
     def check_finite(self, advantages_R: Tensor) -> None:
