@@ -29,7 +29,7 @@ from roll_lite.checks import USER_ERROR, UserError
 from roll_lite.cluster import wire
 from roll_lite.cluster.controller import Controller, Exit, LocalController
 from roll_lite.cluster.errors import RoleError, exit_code_of
-from roll_lite.cluster.launch import end_torchrun, read_launch
+from roll_lite.cluster.launch import choose_interface, end_torchrun, read_launch
 from roll_lite.cluster.places import (
     DEVICES,
     choose_device,
@@ -166,6 +166,7 @@ class Cluster:
             self._stop_controller(code)
 
     def _start_alone(self) -> None:
+        choose_interface(self._launch)
         self._controller = LocalController(self._worker)
         self.free_bytes = free_bytes(self.device)
         self._make_places(dist.HashStore(), self.deadline)

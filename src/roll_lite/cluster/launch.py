@@ -27,6 +27,7 @@ from roll_lite.processes import (
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 LINGER_SECONDS = 5.0
 """Time for the first rank of a node to end torchrun, which acts as soon as one rank has exited."""
 TORCHRUN = (b"torchrun", b"torch.distributed.run")
@@ -43,7 +44,7 @@ class Launch:
     local_world_size: int = 1
     """Ranks on this node."""
     num_nodes: int = 1
-    master: str = "localhost"
+    master: str = "127.0.0.1"
     """Host name or address of the store."""
     port: int = 0
     launcher_has_store: bool = False
@@ -54,6 +55,11 @@ class Launch:
     its torchrun finds the store of the next one at the same port."""
     has_monitor: bool = False
     """torchrun does not see this rank fail; see rank_monitor.py."""
+
+    @property
+    def is_one_node(self) -> bool:
+        """Ranks that torchrun has not started may not be told on how many nodes they are."""
+        return self.num_nodes == 1 and self.world_size == self.local_world_size
 
 
 def read_launch() -> Launch:
@@ -140,9 +146,11 @@ def choose_interface(launch: Launch) -> None:
     """Make gloo and RPC use the interface that leads to the store, unless the user chose one.
 
     By default both use the address that the host's own name resolves to: often the loopback
-    address, which other nodes cannot reach.
+    address, which other nodes cannot reach. On one node that is all that is needed, so NCCL, which
+    looks for an interface to the network, uses it too.
     """
-    unset = [name for name in INTERFACE_VARIABLES if name not in os.environ]
+    names = (*INTERFACE_VARIABLES, NCCL_INTERFACE) if launch.is_one_node else INTERFACE_VARIABLES
+    unset = [name for name in names if name not in os.environ]
     if not unset:
         return
     address = _own_address(launch.master, launch.port)
