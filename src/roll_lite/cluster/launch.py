@@ -9,6 +9,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fcntl import ioctl
@@ -142,8 +143,9 @@ def find_rank(rank: int) -> Process | None:
     return None
 
 
-def choose_interface(launch: Launch) -> None:
+def choose_interface(launch: Launch) -> Sequence[str]:
     """Make gloo and RPC use the interface that leads to the store, unless the user chose one.
+    Returns the environment variables that were set.
 
     By default both use the address that the host's own name resolves to: often the loopback
     address, which other nodes cannot reach. On one node that is all that is needed, so NCCL, which
@@ -152,7 +154,7 @@ def choose_interface(launch: Launch) -> None:
     names = (*INTERFACE_VARIABLES, NCCL_INTERFACE) if launch.is_one_node else INTERFACE_VARIABLES
     unset = [name for name in names if name not in os.environ]
     if not unset:
-        return
+        return ()
     address = _own_address(launch.master, launch.port)
     interface = _interface_of(address)
     if launch.num_nodes > 1 and address.startswith("127."):
@@ -162,8 +164,10 @@ def choose_interface(launch: Launch) -> None:
                 f"{launch.master} is {address} on this node, which other nodes cannot reach; "
                 "start torchrun with --local-addr, or set GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME"
             )
-    if interface is not None:  # None for an IPv6 address, say: torch's own choice stands
-        os.environ.update(dict.fromkeys(unset, interface))
+    if interface is None:  # for an IPv6 address, say: torch's own choice stands
+        return ()
+    os.environ.update(dict.fromkeys(unset, interface))
+    return unset
 
 
 def _own_address(host: str, port: int) -> str:
