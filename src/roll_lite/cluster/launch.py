@@ -132,15 +132,17 @@ def _launcher_name() -> str:
     return str(Path(file).parent.parent) if file else ""
 
 
-def find_rank(rank: int) -> Process | None:
-    """The process of another rank that the same torchrun started, if /proc tells."""
+def ranks_here() -> dict[int, Process]:
+    """The processes of all ranks that the same torchrun started, if /proc tells."""
+    found = {}
     for pid in children_of(launcher_pid()):
-        if environment_of(pid).get("RANK") == str(rank):
-            with suppress(OSError):  # it has ended
+        rank = environment_of(pid).get("RANK")
+        with suppress(OSError):  # it has ended
+            if rank is not None:
                 command = command_of(pid)
                 forks = [child for child in children_of(pid) if command_of(child) == command]
-                return Process.find(forks[0] if forks else pid)  # pid may be the rank's monitor
-    return None
+                found[int(rank)] = Process.find(forks[0] if forks else pid)  # or its monitor
+    return found
 
 
 def choose_interface(launch: Launch) -> Sequence[str]:

@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 from roll_lite.checks import UserError
 from roll_lite.cluster.errors import name_ranks
-from roll_lite.cluster.launch import Launch, choose_interface, find_rank
+from roll_lite.cluster.launch import Launch, choose_interface, ranks_here
 from roll_lite.cluster.ports import is_open_to_the_network
-from roll_lite.processes import Process
+from roll_lite.processes import STOPPED_SECONDS, Process, StoppedClock, launcher_pid
 
 RENDEZVOUS_SECONDS = 300.0  # for all ranks to start
 STORE_SECONDS = 300.0  # for the store to answer
@@ -36,6 +36,7 @@ NOTICE_SECONDS = 20.0  # between two lines that say for whom a start waits
 RESOLVE_SECONDS = 5.0  # for a name server that is not ready
 REFUSAL_SECONDS = 0.5
 POLL_SECONDS = 0.02
+LOOK_SECONDS = 1.0  # between two looks at the ranks of this node
 OPEN_STORE = (
     "torchrun's store listens on all interfaces, and asks nobody who connects; torchrun "
     "--rdzv-backend loopback, or PET_RDZV_BACKEND=loopback, keeps it on this machine"
@@ -104,7 +105,10 @@ class JoinRequest(NamedTuple):
 
 
 class Patience:
-    """Waits for other ranks, and says from time to time for which; TimeoutError in the end."""
+    """Waits for other ranks, and says from time to time for which; TimeoutError in the end.
+
+    Meanwhile ranks of this node that are stopped are killed, so that torchrun starts again.
+    """
 
     def __init__(self, launch: Launch, names: Callable[[], str]):
         """`names` says what is missing."""
@@ -114,6 +118,8 @@ class Patience:
         now = time.monotonic()
         self._end = now + RENDEZVOUS_SECONDS
         self._next_notice = now + NOTICE_SECONDS
+        self._next_look = now
+        self._stopped = StoppedClock(launcher_pid())
 
     def wait(self) -> None:
         now = time.monotonic()
@@ -126,7 +132,19 @@ class Patience:
             self._next_notice = now + NOTICE_SECONDS
             if self._is_loud:
                 print(f"rank {self._rank} waits for {self._names()}", file=sys.stderr, flush=True)
+        if now > self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            self._kill_stopped()
         time.sleep(POLL_SECONDS)
+
+    def _kill_stopped(self) -> None:
+        here = ranks_here()
+        seconds = self._stopped.look(here.values())
+        for rank, process in here.items():
+            if seconds.get(process, 0.0) > STOPPED_SECONDS:
+                text = f"rank {rank} ({process}) was stopped (SIGSTOP) while it started"
+                print(f"{text}, and is killed", file=sys.stderr, flush=True)
+                process.kill()
 
 
 def _resolve(launch: Launch) -> None:
@@ -249,8 +267,9 @@ def _check_rank(
 
 def _name_missing(ranks: Sequence[int]) -> str:
     """Ranks by number; those of this node that were stopped also with their processes."""
-    found = {rank: find_rank(rank) for rank in ranks}
-    stopped = [f"rank {rank} is stopped ({p})" for rank, p in found.items() if p and p.is_stopped]
+    here = ranks_here()
+    found = {rank: here[rank] for rank in ranks if rank in here}
+    stopped = [f"rank {rank} is stopped ({p})" for rank, p in found.items() if p.is_stopped]
     return "; ".join([name_ranks(ranks), *stopped])
 
 
