@@ -16,7 +16,7 @@ from roll_lite.cluster.launch import end_torchrun, find_torchrun, is_first_rank,
 from roll_lite.command_line import parse
 from roll_lite.own_code import OwnCode
 from roll_lite.planning.resolve import resolved
-from roll_lite.processes import end_with_launcher
+from roll_lite.processes import end_with_launcher, watch_lone_rank
 from roll_lite.report.config_file import command_line
 from roll_lite.stopping import Ended, Stopped
 
@@ -33,6 +33,7 @@ def run(
     of this name asks for, and returns the exit code.
     """
     end_with_launcher()  # first: torch, which takes seconds to import, is not loaded yet
+    watch_lone_rank()
     args = [arg for arg in sys.argv[1:] if arg != "--debug"]
     is_debugging = "--debug" in sys.argv
     cfg = None

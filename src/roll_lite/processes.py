@@ -9,12 +9,18 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
 STOPPED = "T"
 """State of a process after SIGSTOP. A process that a debugger holds has the state t."""
+STOPPED_SECONDS = 10.0
+"""After these a rank that is stopped is killed, by other ranks or its watcher."""
+_LOOK_SECONDS = 0.5
+_PAUSE_SECONDS = 5.0
+"""A process that did not look for so long was stopped itself, perhaps with all others."""
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PR_SET_PDEATHSIG = 1
@@ -201,6 +207,25 @@ class Process(NamedTuple):
         return ""
 
 
+class StoppedClock:
+    """For how long processes have been stopped, other than together with their launcher."""
+
+    def __init__(self, launcher: int):
+        self._launcher = Process.find(launcher)
+        self._looked_at = time.monotonic()
+        self._since: dict[Process, float] = {}
+
+    def look(self, processes: Iterable[Process]) -> dict[Process, float]:
+        """Seconds since each of those that are stopped was first seen so; look often."""
+        now = time.monotonic()
+        if now - self._looked_at > _PAUSE_SECONDS or self._launcher.is_stopped:
+            self._since.clear()
+        self._looked_at = now
+        stopped = [process for process in processes if process.is_stopped]
+        self._since = {process: self._since.get(process, now) for process in stopped}
+        return {process: now - since for process, since in self._since.items()}
+
+
 # Killing
 
 
@@ -309,12 +334,44 @@ def end_with_launcher() -> None:
     Does nothing except in a rank itself. What a rank starts has its environment, too, but may be
     started by a thread that ends long before the rank does.
     """
-    if RUN_ID not in os.environ or environment_of(os.getppid()).get(RUN_ID):
+    if not _is_rank():
         return
     with suppress(OSError):  # the watchdog of a cluster looks at the parent, too
         die_with_parent()
     if _is_init(os.getppid()):
         sys.exit("this rank exits: torchrun ended before the rank began")
+
+
+def watch_lone_rank() -> None:
+    """Have a rank killed that is stopped (SIGSTOP) and has no other beside it on its node, which
+    would see that. torchrun does not. The watcher is a fork: call this before there are threads."""
+    if not _is_rank() or os.environ.get("LOCAL_WORLD_SIZE") != "1":
+        return
+    rank = Process.find(os.getpid())
+    clock = StoppedClock(os.getppid())
+    if os.fork():
+        return
+    try:
+        _watch(rank, clock)
+    finally:
+        os._exit(0)
+
+
+def _watch(rank: Process, clock: StoppedClock) -> None:
+    with suppress(OSError):  # it looks at the parent, too
+        die_with_parent()
+    os.closerange(0, os.sysconf("SC_OPEN_MAX"))  # whoever reads the rank's output waits for its end
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    while os.getppid() == rank.pid:
+        time.sleep(_LOOK_SECONDS)
+        if clock.look([rank]).get(rank, 0.0) > STOPPED_SECONDS:
+            rank.kill()
+
+
+def _is_rank() -> bool:
+    """Whether torchrun started this process, and not something that it started."""
+    return RUN_ID in os.environ and not environment_of(os.getppid()).get(RUN_ID)
 
 
 def launcher_pid() -> int:

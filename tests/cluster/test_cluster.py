@@ -40,6 +40,7 @@ def test_the_table_is_printed_once_and_nothing_else(four):
     lines = four["output"].splitlines()
     assert [line.split()[0] for line in lines] == [
         "role", "train", "left", "right", "wide", "narrow", "lone", "generate",
+        "torchrun's",  # store listens on all interfaces
     ]  # fmt: skip
 
 
@@ -377,13 +378,22 @@ def test_wrong_options_are_named(options, message):
 
 
 def test_the_interface_towards_the_store(monkeypatch):
-    for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+    names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in names:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     loopback = _interface_of("127.0.0.1")
-    choose_interface(Launch(world_size=2, master="127.0.0.1", port=1))
+    choose_interface(Launch(world_size=2, local_world_size=1, port=1))
+    assert "NCCL_SOCKET_IFNAME" not in os.environ  # on several nodes
+    for name in names[:2]:
+        del os.environ[name]
+    with Cluster("train=all", "cpu"):
+        assert {os.environ[name] for name in names} == {loopback}
+    assert not os.environ.keys() & names
+    choose_interface(Launch(world_size=2, local_world_size=2, port=1))
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["TP_SOCKET_IFNAME"] == loopback
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
-    choose_interface(Launch(world_size=2, master="127.0.0.1", port=1))
+    choose_interface(Launch(world_size=2, local_world_size=2, port=1))
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == loopback
     assert _interface_of("192.0.2.1") is None

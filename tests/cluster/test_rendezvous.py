@@ -170,6 +170,29 @@ def test_a_stopped_rank_is_named(monkeypatch):
         rank.wait()
 
 
+def test_a_rank_that_is_stopped_while_it_starts_is_killed(port, monkeypatch, capfd):
+    """By a rank of its node that waits; torchrun then starts all of them again."""
+    for module in (launching, rendezvous):
+        monkeypatch.setattr(module, "launcher_pid", os.getpid)
+    monkeypatch.setattr(rendezvous, "STOPPED_SECONDS", 0.3)
+    monkeypatch.setattr(rendezvous, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "RENDEZVOUS_SECONDS", 3.0)
+    stopped, waiting = (
+        subprocess.Popen(["sleep", "600"], env=os.environ | {"RANK": rank}) for rank in "12"
+    )
+    stopped.send_signal(signal.SIGSTOP)
+    try:
+        (lost,) = join_all((first(port, world_size=3), describe("train=all", {})))
+        assert stopped.poll() == -signal.SIGKILL and waiting.poll() is None
+        assert isinstance(lost, TimeoutError)
+        text = rf"rank 1 \(pid {stopped.pid} on .*\) was stopped \(SIGSTOP\) while it started, and"
+        assert re.search(text, capfd.readouterr().err)
+    finally:
+        for process in (stopped, waiting):
+            process.kill()
+            process.wait()
+
+
 def test_an_address_that_does_not_resolve_is_named(monkeypatch):
     monkeypatch.setattr(rendezvous, "RESOLVE_SECONDS", 0.0)
     (error,) = join_all((first(1, master="no-such-host.invalid"), describe("", {})))
@@ -257,6 +280,25 @@ def test_a_rank_ends_with_its_agent_and_what_it_starts_outlives_a_thread():
         for pid in filter(is_running, (rank, child)):
             with suppress(ProcessLookupError):  # it has ended since
                 os.kill(pid, signal.SIGKILL)
+
+
+def test_a_rank_that_is_alone_on_its_node_is_killed_when_it_is_stopped():
+    impatient = "from roll_lite import processes; processes.STOPPED_SECONDS = 0.5\n" + CHILD
+    environment = {"PYTHONPATH": SOURCES, "LOCAL_WORLD_SIZE": "1"}
+    agent = subprocess.Popen(
+        [sys.executable, "-c", AGENT.replace("rank.wait()", "print(rank.wait())"), impatient],
+        env=os.environ | environment, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    rank = int(agent.stdout.readline())
+    assert int(agent.stdout.readline()) == rank  # it runs
+    os.kill(rank, signal.SIGSTOP)
+    try:
+        assert agent.communicate(timeout=60)[0] == f"{-signal.SIGKILL}\n"
+    finally:
+        agent.kill()
+        agent.wait()
+        with suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,15 @@ def test_a_stopped_supervisor_is_started_again(impatient, tmp_path, number):
 
 
 @pytest.mark.slow
+def test_a_stopped_supervisor_is_not_given_the_time_of_a_busy_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(link, "_PING_SECONDS", 0.1)
+    monkeypatch.setattr(link, "_MAX_SILENT", 10**9)
+    with pool(num_workers=2) as workers:
+        replies = [f"signal-parent {tmp_path / 'once'} {signal.SIGSTOP:d}", *["ok"] * 20]
+        assert score(workers, *replies) == [Score(value=1.0)] * 21
+
+
+@pytest.mark.slow
 def test_a_supervisor_that_dies_every_time_ends_the_run():
     with pool(num_workers=2) as workers:
         results = score(workers, "signal-parent - 9", *["ok"] * 20)

@@ -29,7 +29,7 @@ from roll_lite.checks import USER_ERROR, UserError
 from roll_lite.cluster import wire
 from roll_lite.cluster.controller import Controller, Exit, LocalController
 from roll_lite.cluster.errors import RoleError, exit_code_of
-from roll_lite.cluster.launch import end_torchrun, read_launch
+from roll_lite.cluster.launch import choose_interface, end_torchrun, read_launch
 from roll_lite.cluster.places import (
     DEVICES,
     choose_device,
@@ -99,6 +99,7 @@ class Cluster:
         self._all_roles: DeviceMap
         self._controller: Controller | LocalController
         self._watchdog: Watchdog
+        self._interface_variables: Sequence[str]
         # If the controller dies, the lifeline fails too and ends this rank.
         self._reports = Mailbox(0, "report", on_lost=lambda: None)
         self._exits: SimpleQueue[Exit] = SimpleQueue()
@@ -152,6 +153,8 @@ class Cluster:
     def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
         if self.world_size == 1:
             dist.destroy_process_group()
+            for name in self._interface_variables:  # the next program may have several nodes
+                del os.environ[name]
             return
         code = 1 if error is None else exit_code_of(error)
         try:
@@ -166,6 +169,7 @@ class Cluster:
             self._stop_controller(code)
 
     def _start_alone(self) -> None:
+        self._interface_variables = choose_interface(self._launch)
         self._controller = LocalController(self._worker)
         self.free_bytes = free_bytes(self.device)
         self._make_places(dist.HashStore(), self.deadline)

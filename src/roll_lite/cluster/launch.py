@@ -9,6 +9,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fcntl import ioctl
@@ -27,6 +28,7 @@ from roll_lite.processes import (
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 LINGER_SECONDS = 5.0
 """Time for the first rank of a node to end torchrun, which acts as soon as one rank has exited."""
 TORCHRUN = (b"torchrun", b"torch.distributed.run")
@@ -43,7 +45,7 @@ class Launch:
     local_world_size: int = 1
     """Ranks on this node."""
     num_nodes: int = 1
-    master: str = "localhost"
+    master: str = "127.0.0.1"
     """Host name or address of the store."""
     port: int = 0
     launcher_has_store: bool = False
@@ -54,6 +56,11 @@ class Launch:
     its torchrun finds the store of the next one at the same port."""
     has_monitor: bool = False
     """torchrun does not see this rank fail; see rank_monitor.py."""
+
+    @property
+    def is_one_node(self) -> bool:
+        """Ranks that torchrun has not started may not be told on how many nodes they are."""
+        return self.num_nodes == 1 and self.world_size == self.local_world_size
 
 
 def read_launch() -> Launch:
@@ -125,26 +132,31 @@ def _launcher_name() -> str:
     return str(Path(file).parent.parent) if file else ""
 
 
-def find_rank(rank: int) -> Process | None:
-    """The process of another rank that the same torchrun started, if /proc tells."""
+def ranks_here() -> dict[int, Process]:
+    """The processes of all ranks that the same torchrun started, if /proc tells."""
+    found = {}
     for pid in children_of(launcher_pid()):
-        if environment_of(pid).get("RANK") == str(rank):
-            with suppress(OSError):  # it has ended
+        rank = environment_of(pid).get("RANK")
+        with suppress(OSError):  # it has ended
+            if rank is not None:
                 command = command_of(pid)
                 forks = [child for child in children_of(pid) if command_of(child) == command]
-                return Process.find(forks[0] if forks else pid)  # pid may be the rank's monitor
-    return None
+                found[int(rank)] = Process.find(forks[0] if forks else pid)  # or its monitor
+    return found
 
 
-def choose_interface(launch: Launch) -> None:
+def choose_interface(launch: Launch) -> Sequence[str]:
     """Make gloo and RPC use the interface that leads to the store, unless the user chose one.
+    Returns the environment variables that were set.
 
     By default both use the address that the host's own name resolves to: often the loopback
-    address, which other nodes cannot reach.
+    address, which other nodes cannot reach. On one node that is all that is needed, so NCCL, which
+    looks for an interface to the network, uses it too.
     """
-    unset = [name for name in INTERFACE_VARIABLES if name not in os.environ]
+    names = (*INTERFACE_VARIABLES, NCCL_INTERFACE) if launch.is_one_node else INTERFACE_VARIABLES
+    unset = [name for name in names if name not in os.environ]
     if not unset:
-        return
+        return ()
     address = _own_address(launch.master, launch.port)
     interface = _interface_of(address)
     if launch.num_nodes > 1 and address.startswith("127."):
@@ -154,8 +166,10 @@ def choose_interface(launch: Launch) -> None:
                 f"{launch.master} is {address} on this node, which other nodes cannot reach; "
                 "start torchrun with --local-addr, or set GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME"
             )
-    if interface is not None:  # None for an IPv6 address, say: torch's own choice stands
-        os.environ.update(dict.fromkeys(unset, interface))
+    if interface is None:  # for an IPv6 address, say: torch's own choice stands
+        return ()
+    os.environ.update(dict.fromkeys(unset, interface))
+    return unset
 
 
 def _own_address(host: str, port: int) -> str:

@@ -93,8 +93,6 @@ def _let_ranks_share_gpus(launch: Launch) -> None:
     """NCCL refuses two ranks on one GPU, unless it takes them for different hosts."""
     settings = {"NCCL_HOSTID": f"rank-{launch.rank}", "NCCL_IB_DISABLE": "1"}
     settings |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-    if launch.world_size == launch.local_world_size:
-        settings["NCCL_SOCKET_IFNAME"] = "lo"
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     if launch.rank == 0:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from roll_lite.cluster.launch import Launch
 from roll_lite.device_map import DeviceMap
-from roll_lite.processes import Process, die_with_parent
+from roll_lite.processes import Process, StoppedClock, die_with_parent
 
 ENDED = "ended"
 """The key in a session's store that says that the run ends well: no rank is needed any more."""
@@ -178,19 +178,16 @@ def _wait_for(rank: int, messages: _Messages) -> None:
     from another host.
     """
     process = Process.find(rank)
-    launcher = Process.find(os.getppid())
-    looked_at = running_at = asked_at = time.monotonic()
+    clock = StoppedClock(os.getppid())
+    asked_at = time.monotonic()
     ended_at = None
     while not os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT | os.WNOHANG):
         time.sleep(POLL_SECONDS)
         now = time.monotonic()
-        was_stopped = now - looked_at > STOPPED_SECONDS / 2  # this process, perhaps with all others
-        if was_stopped or launcher.is_stopped or not process.is_stopped:
-            running_at = now
+        stopped_for = clock.look([process]).get(process, 0.0)
         if now - asked_at > SLOW_POLL_SECONDS and ended_at is None:
             asked_at = now
             run = messages.run_without_rank()
             ended_at = now if run and run.has_ended() else None
-        if now - running_at > STOPPED_SECONDS or (ended_at and now - ended_at > LATE_SECONDS):
+        if stopped_for > STOPPED_SECONDS or (ended_at and now - ended_at > LATE_SECONDS):
             process.kill()
-        looked_at = now

@@ -5,6 +5,7 @@ nodes may disagree on the number of restarts. So rank 0 opens a session with a n
 start, and a rank asks to join with a token it has just made up: an answer to it cannot be stale.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -25,8 +26,9 @@ import torch.distributed as dist
 
 from roll_lite.checks import UserError
 from roll_lite.cluster.errors import name_ranks
-from roll_lite.cluster.launch import Launch, choose_interface, find_rank
-from roll_lite.processes import Process
+from roll_lite.cluster.launch import Launch, choose_interface, ranks_here
+from roll_lite.cluster.ports import is_open_to_the_network
+from roll_lite.processes import STOPPED_SECONDS, Process, StoppedClock, launcher_pid
 
 RENDEZVOUS_SECONDS = 300.0  # for all ranks to start
 STORE_SECONDS = 300.0  # for the store to answer
@@ -34,6 +36,11 @@ NOTICE_SECONDS = 20.0  # between two lines that say for whom a start waits
 RESOLVE_SECONDS = 5.0  # for a name server that is not ready
 REFUSAL_SECONDS = 0.5
 POLL_SECONDS = 0.02
+LOOK_SECONDS = 1.0  # between two looks at the ranks of this node
+OPEN_STORE = (
+    "torchrun's store listens on all interfaces, and asks nobody who connects; torchrun "
+    "--rdzv-backend loopback, or PET_RDZV_BACKEND=loopback, keeps it on this machine"
+)
 PACKAGE = Path(__file__).parent.parent
 OWN_BY_RANK = ("run_dir",)
 """Options that may differ: the default has the time in it, and only rank 0 writes to the folder."""
@@ -98,7 +105,10 @@ class JoinRequest(NamedTuple):
 
 
 class Patience:
-    """Waits for other ranks, and says from time to time for which; TimeoutError in the end."""
+    """Waits for other ranks, and says from time to time for which; TimeoutError in the end.
+
+    Meanwhile ranks of this node that are stopped are killed, so that torchrun starts again.
+    """
 
     def __init__(self, launch: Launch, names: Callable[[], str]):
         """`names` says what is missing."""
@@ -108,6 +118,8 @@ class Patience:
         now = time.monotonic()
         self._end = now + RENDEZVOUS_SECONDS
         self._next_notice = now + NOTICE_SECONDS
+        self._next_look = now
+        self._stopped = StoppedClock(launcher_pid())
 
     def wait(self) -> None:
         now = time.monotonic()
@@ -120,7 +132,19 @@ class Patience:
             self._next_notice = now + NOTICE_SECONDS
             if self._is_loud:
                 print(f"rank {self._rank} waits for {self._names()}", file=sys.stderr, flush=True)
+        if now > self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            self._kill_stopped()
         time.sleep(POLL_SECONDS)
+
+    def _kill_stopped(self) -> None:
+        here = ranks_here()
+        seconds = self._stopped.look(here.values())
+        for rank, process in here.items():
+            if seconds.get(process, 0.0) > STOPPED_SECONDS:
+                text = f"rank {rank} ({process}) was stopped (SIGSTOP) while it started"
+                print(f"{text}, and is killed", file=sys.stderr, flush=True)
+                process.kill()
 
 
 def _resolve(launch: Launch) -> None:
@@ -144,19 +168,30 @@ def _resolve(launch: Launch) -> None:
 def _connect(launch: Launch) -> dist.TCPStore:
     """The store of torchrun, or of rank 0."""
     is_master = launch.rank == 0 and not launch.launcher_has_store
-    address = f"{launch.master}:{launch.port}"
     if not is_master:
+        address = f"{launch.master}:{launch.port}"
         _wait_for_port(launch, f"the store at {address}, of rank 0 or its torchrun")
+        if launch.rank == 0 and launch.is_one_node and is_open_to_the_network(launch.port):
+            print(OPEN_STORE, file=sys.stderr, flush=True)
     # Not torch's own rendezvous: some versions prefix keys with a node's count of restarts.
-    seconds = timedelta(seconds=STORE_SECONDS)
+    return dist.TCPStore(
+        launch.master, launch.port, launch.world_size, is_master=is_master, wait_for_workers=False,
+        timeout=timedelta(seconds=STORE_SECONDS),
+        master_listen_fd=_listen(launch) if is_master else None,
+    )  # fmt: skip
+
+
+def _listen(launch: Launch) -> int:
+    """For rank 0's own store: on one node at the address alone that all ranks were given."""
+    family = socket.getaddrinfo(launch.master, launch.port, type=socket.SOCK_STREAM)[0][0]
+    host = launch.master if launch.is_one_node else ""
     try:
-        return dist.TCPStore(
-            launch.master, launch.port, launch.world_size, is_master=is_master,
-            wait_for_workers=False, timeout=seconds,
-        )  # fmt: skip
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
+        server = socket.create_server((host, launch.port), family=family, backlog=socket.SOMAXCONN)
+        return server.detach()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
             raise
+    address = f"{launch.master}:{launch.port}"
     raise UserError(f"port {address} is taken by another program; set MASTER_PORT to a free one")
 
 
@@ -232,8 +267,9 @@ def _check_rank(
 
 def _name_missing(ranks: Sequence[int]) -> str:
     """Ranks by number; those of this node that were stopped also with their processes."""
-    found = {rank: find_rank(rank) for rank in ranks}
-    stopped = [f"rank {rank} is stopped ({p})" for rank, p in found.items() if p and p.is_stopped]
+    here = ranks_here()
+    found = {rank: here[rank] for rank in ranks if rank in here}
+    stopped = [f"rank {rank} is stopped ({p})" for rank, p in found.items() if p.is_stopped]
     return "; ".join([name_ranks(ranks), *stopped])
 
 

@@ -29,11 +29,10 @@ from roll_lite.cluster.errors import RoleError, name_ranks, summarise
 from roll_lite.cluster.rank_monitor import RankMonitor
 from roll_lite.cluster.rank_worker import BACKGROUND, Worker, WorkerStatus
 from roll_lite.cluster.rendezvous import RENDEZVOUS_SECONDS
-from roll_lite.processes import Process
+from roll_lite.processes import STOPPED_SECONDS, Process
 
 HEARTBEAT_SECONDS = 1.0
 HEARTBEAT_TIMEOUT = 120.0  # long, because code that holds the GIL sends no heartbeats either
-STOPPED_SECONDS = 10.0  # without a heartbeat, for a process that is stopped
 SLOW_SECONDS = 10.0  # after all other ranks have answered
 ANSWER_SECONDS = 4.0  # for the answer to a heartbeat, or for a stack
 STOPPED = "was stopped (SIGSTOP) and is killed"

@@ -1,8 +1,8 @@
 """Messages between ranks: how values are encoded, RPC, and mailboxes that keep posts in order.
 
 This is the only module that uses torch.distributed.rpc. RPC carries control messages and small CPU
-tensors; large tensors travel by collectives. Messages are pickled, so ranks trust each other: keep
-the ports unreachable from outside.
+tensors; large tensors travel by collectives. Messages are pickled, so ranks trust each other and
+whoever connects before they are complete; then nobody can connect any more (ports.py).
 """
 
 import io
@@ -22,6 +22,7 @@ from torch.distributed import rpc
 from torch.futures import Future
 
 from roll_lite.checks import UserError
+from roll_lite.cluster.ports import closed_afterwards
 
 LONG = 64  # shorter lists are as fast in the pickle
 DTYPES = {"i": torch.int32, "q": torch.int64, "d": torch.float64, "b": torch.bool}
@@ -135,12 +136,16 @@ def connect(store: dist.Store, rank: int, world_size: int, handlers: dict[str, H
     # init_rpc takes no store, and the environment's may hold addresses from before a restart.
     rendezvous = iter([(store, rank, world_size)])
     dist.register_rendezvous_handler("rolllite", lambda url, **options: rendezvous)
-    # Sockets only: the shared-memory transport polls, which costs every rank a core.
+    # Sockets only: the shared-memory transport polls, which costs every rank a core. Tensors go
+    # through the same connection: the other channels open 16 ports more, or read foreign memory.
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method="rolllite://", num_worker_threads=NUM_THREADS, _transports=["uv"]
-    )
-    with warnings.catch_warnings():
+        init_method="rolllite://", num_worker_threads=NUM_THREADS,
+        _transports=["uv"], _channels=["basic"],
+    )  # fmt: skip
+    with warnings.catch_warnings(), closed_afterwards():
         warnings.simplefilter("ignore")  # deprecated, without a replacement
+        # It ends with a message in both directions between rank 0 and each other rank, and no two
+        # other ranks send each other any: all connections are there.
         rpc.init_rpc(f"rank{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
 
 

@@ -16,7 +16,7 @@ from multiprocessing import Pipe
 from queue import SimpleQueue
 from typing import Any
 
-from roll_lite.processes import state_of
+from roll_lite.processes import STOPPED, state_of
 from roll_lite.workers.channel import NO_JOB, Ask, End, Order, read_message
 from roll_lite.workers.failures import Failure
 from roll_lite.workers.loading import Packed
@@ -27,10 +27,12 @@ Receiver = Callable[[float, Ask | End | Failure], None]
 Setup = tuple[Packed, int, WorkerOptions]
 
 _CLOSE_SECONDS = 10.0
-_PING_SECONDS = 5.0
-_MAX_SILENT = 12
+_PING_SECONDS = 2.0
+_MAX_SILENT = 30
 """A supervisor is killed that sends nothing while it is asked this often for a sign of life. This
 is counted rather than timed: a coordinator that was suspended has not asked."""
+_MAX_STOPPED = 4
+"""And one that is found stopped (SIGSTOP) as often, because it does not go on by itself."""
 _FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}
 """Otherwise every thread of a worker maps 64 MiB, which count against its memory limit."""
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -210,12 +212,13 @@ class _Supervisor:
 
     def _watch(self) -> None:
         """Kill a supervisor that hangs or was stopped: then the reader goes on."""
-        num_silent = 0
+        num_silent = num_stopped = 0
         num_heard = -1
         while not self._has_ended.wait(_PING_SECONDS):
             num_silent = num_silent + 1 if num_heard == self._num_heard else 0
             num_heard = self._num_heard
-            if num_silent == _MAX_SILENT:
+            num_stopped = num_stopped + 1 if state_of(self._process.pid) == STOPPED else 0
+            if num_silent == _MAX_SILENT or num_stopped == _MAX_STOPPED:
                 self._is_silent = True
                 self._process.kill()
                 break
@@ -242,9 +245,9 @@ def _start_process(setup: Setup) -> tuple[Any, subprocess.Popen]:
 def _check_imports(connection: Any, process: subprocess.Popen, noun: str) -> None:
     """Imports may take as long as they like, but a process that was stopped does not go on."""
     num_stopped = 0
-    while num_stopped < _MAX_SILENT and not connection.poll(_PING_SECONDS):
-        num_stopped = num_stopped + 1 if state_of(process.pid) == "T" else 0
-    if was_stopped := num_stopped == _MAX_SILENT:
+    while num_stopped < _MAX_STOPPED and not connection.poll(_PING_SECONDS):
+        num_stopped = num_stopped + 1 if state_of(process.pid) == STOPPED else 0
+    if was_stopped := num_stopped == _MAX_STOPPED:
         process.kill()
     try:
         problem = connection.recv()
