@@ -192,7 +192,8 @@ def prepare(
     `rl.Rows` empties `state.metrics`; what you add to it afterwards is logged with the step.
     """
     roles.to_training()  # the device changes hands where --engines-sleep or --offload is on
-    groups = cfg.lengths.shape_rewards(groups)
+    if not (groups := cfg.lengths.shape_rewards(groups)):
+        return []  # all were dropped: the step is skipped
     options, budget = cfg.advantages, cfg.training.tokens_per_microbatch
     score = partial(roles.score, groups=groups, budget=budget)
     reference = score("reference") if cfg.kl.kl_coef else None

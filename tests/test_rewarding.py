@@ -1,15 +1,20 @@
 """Runs of recipes/rlvr.py with rewards in worker processes, of several domains, and a judge."""
 
 import json
+import os
+import signal
 import sys
+import threading
+from contextlib import suppress
 from itertools import islice
 
 import pytest
 from support import worker_rewards
 from support.launch import run_recipe
 from support.models import make_reference, make_toy
+from support.process_checks import sandbox_processes
 from support.recipes import call_recipe
-from support.runs import samples_of, steps_of
+from support.runs import comparable, samples_of, steps_of
 
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.launch import Launch
@@ -90,6 +95,39 @@ def test_a_few_that_hang_or_crash_are_counted_and_the_run_goes_on(tiny_folder, t
     assert totals["errors"] == totals["timeouts"] + totals["crashes"] > 0
     assert sum(row["rollout/failed"] for row in rows) == totals["errors"]
     assert [row["step"] for row in rows] == list(range(1, 9))
+
+
+@pytest.mark.slow
+def test_sandboxes_that_are_killed_in_every_step_change_nothing(tiny_folder, tmp_path, maths):
+    data, killed, has_ended = maths(worker_rewards.length_by_program), [], threading.Event()
+
+    def kill_in_every_step():
+        last = ""
+        while not has_ended.wait(0.01):
+            with suppress(OSError, IndexError):  # the run begins
+                step = (tmp_path / "killed" / "phase").read_text().split()[1]
+                if step != last and (found := sandbox_processes()):
+                    last = step
+                    killed.append(found)
+                    for pid in found:
+                        with suppress(ProcessLookupError):  # it has just ended
+                            os.kill(pid, signal.SIGKILL)
+
+    options = {"data": data, "steps": 4, "eval_every": 2, "eval_share": 0.5, "max_retries": 0}
+    whole = run(tiny_folder, tmp_path / "whole", **options)
+    killer = threading.Thread(target=kill_in_every_step)
+    killer.start()
+    try:
+        rows = run(tiny_folder, tmp_path / "killed", **options)
+    finally:
+        has_ended.set()
+        killer.join()
+    assert len(killed) >= 4 and all(row["reward/errors"] == 0 for row in rows)
+    assert comparable(rows) == comparable(whole)
+    for step in range(1, 5):
+        samples = [samples_of(tmp_path / name, step) for name in ("whole", "killed")]
+        kept = [[(s["token_ids"], s["logprobs"], s["reward"]) for s in rows] for rows in samples]
+        assert kept[0] == kept[1]
 
 
 def test_when_half_of_them_fail_the_run_stops_and_shows_three(tiny_folder, tmp_path, maths):

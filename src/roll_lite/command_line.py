@@ -31,6 +31,7 @@ from roll_lite.options import (
 )
 from roll_lite.report.config_file import (
     changes,
+    read_end,
     read_options,
     recipe_name,
     to_json,
@@ -82,11 +83,21 @@ def _parse_resumed(
         cfg = _parse(config, doc, [*args, "--resume"], {})
     else:
         raise UserError(f"--resume {place}: there is no {path}; name a run folder")
-    if folder == AUTO and is_finished(run_dir, cfg.steps):
+    if folder == AUTO and (end := _describe_end(path, cfg.steps)):
         if is_first_rank():
-            print(f"the run in {run_dir} has finished, at step {cfg.steps}; --steps N goes on")
+            print(f"the run in {run_dir} has finished, {end}")
         sys.exit(0)
     return cfg
+
+
+def _describe_end(config: Path, steps: int) -> str:
+    """Where a run has finished, and what goes on; empty if it has not."""
+    if is_finished(config.parent, steps):
+        return f"at step {steps}; --steps N goes on"
+    end = read_end(config) if config.exists() else None
+    if end and end["has_passed"] and is_finished(config.parent, end["step"]):
+        return f"at step {end['step']}, as every sample passed; --resume {config.parent} goes on"
+    return ""
 
 
 def _saved(config: type, path: str | Path) -> dict[str, Any]:

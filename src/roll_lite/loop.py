@@ -7,7 +7,7 @@ evaluation and records.
             loop.end(step, metrics, groups, sequences)
 
 A run that ends early, by Ctrl-C or an error that leaves its weights whole, writes a checkpoint. One
-that comes to its end exports its model.
+that comes to its end exports its model: after the last step, or when nothing is left to learn.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +20,7 @@ from roll_lite.checks import UserError
 from roll_lite.options import flatten, where
 from roll_lite.profiling import Profiler
 from roll_lite.progress import StepTimer
+from roll_lite.report.config_file import note_end
 from roll_lite.report.run import Run
 from roll_lite.report.trackers import OpenTracker
 from roll_lite.roles import Roles
@@ -29,6 +30,7 @@ from roll_lite.rollout.event_loop import rare_collections
 from roll_lite.rollout.journal import fingerprint
 from roll_lite.stopping import Ended
 from roll_lite.train.checkpoint import Resumable, RunState
+from roll_lite.train.checkpoint_folders import is_finished
 from roll_lite.train.sample_rows import AdvantageState
 from roll_lite.train.sequences import TrainingSequence, sample_runs, sampled_numbers
 from roll_lite.types import Group
@@ -36,6 +38,8 @@ from roll_lite.types import Group
 NO_PARTS: Mapping[str, Resumable] = {}
 GroupMetric = Callable[[Sequence[Group]], float]
 NO_METRICS: Mapping[str, GroupMetric] = {}
+MAX_EMPTY_STEPS = 5
+"""In a row: then nothing is left to learn, and the run ends."""
 
 
 class Measurement(Protocol):
@@ -134,6 +138,8 @@ class Loop:
         self._profiler = Profiler(self._cfg.profile, self._cfg.run_dir, roles)
         self._roles.on_phase = self.phase
         for step in range(self._saved.step + 1, self._cfg.steps + 1):
+            if self._has_learnt_all:
+                break
             self._profiler.at(step)
             self._timer = StepTimer(self._run.phase, step)
             self.phase("rollout" if self._rollout else "train")
@@ -160,10 +166,12 @@ class Loop:
         if self._rollout:
             metrics = metrics | self._describe(step, groups, sequences)
         metrics = metrics | self._timer.metrics()
-        if self._evaluation and self._run.is_due(step, self._evaluation.every):
+        is_last = self._has_learnt_all
+        if self._evaluation and (is_last or self._run.is_due(step, self._evaluation.every)):
             metrics = metrics | self._measure(step)  # not part of the step's time
         self._run.log(step, metrics)
-        self._saved.end_step(self._run, self._stop, step, self._score(metrics))
+        score = self._score(metrics)
+        self._saved.end_step(self._run, self._stop, step, score, is_last=is_last)
 
     def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
         with self._exits:
@@ -176,8 +184,37 @@ class Loop:
                     self._rollout.end_journal()
                 self._run.close()
                 self._print_rates()
-        if error is None and Path(self._cfg.model).is_dir():  # or it is a shape without tokenizer
+        if error is None:
+            self._export()
+
+    def _export(self) -> None:
+        """The model. Raises UserError if nothing is left to learn although samples fail."""
+        ends_early = self._has_learnt_all and self._saved.step < self._cfg.steps
+        has_passed = ends_early and all(step.has_passed for step in self._rollout.empty_steps)
+        why = self._why_it_ends(has_passed) if ends_early else ""
+        if ends_early:
+            note_end(self._cfg.run_dir, self._saved.step, why, has_passed=has_passed)
+        if Path(self._cfg.model).is_dir():  # or it is a shape without tokenizer
             print(f"model: {self._roles.policy.export(f'{self._cfg.run_dir}/model')}")
+        if ends_early and not has_passed:
+            raise UserError(why)
+        print(why, end="\n" if why else "", flush=True)
+
+    @property
+    def _has_learnt_all(self) -> bool:
+        """Whether the last steps were empty; a checkpoint has them too."""
+        return bool(self._rollout) and len(self._rollout.empty_steps) >= MAX_EMPTY_STEPS
+
+    def _why_it_ends(self, has_passed: bool) -> str:
+        """Before its last step."""
+        steps = self._rollout.empty_steps
+        what = (
+            "every sample passed" if has_passed else "there was nothing to learn, and samples fail"
+        )
+        return (
+            f"the run ends at step {self._saved.step} of {self._cfg.steps}: in {len(steps)} steps "
+            f"in a row {what}. In the last, {steps[-1].why}"
+        )
 
     def _resume(self) -> None:
         """The newest checkpoint, if the run goes on, and the run folder."""
@@ -190,6 +227,8 @@ class Loop:
         on_saved = self._rollout.forget if self._rollout else lambda step: None
         trained = self._roles.trained
         self._saved = RunState(cfg.run_dir, cfg.checkpoints, trained, self._parts, fixed, on_saved)
+        if self._has_learnt_all and is_finished(cfg.run_dir, self._saved.step):
+            self._rollout.empty_steps.clear()  # it is resumed to learn something else
         self._run = Run(
             cfg.run_dir, cfg, num_steps=cfg.steps, trackers=self._trackers,
             shown=cfg.SHOWN | {name: name for name in self._group_metrics},
@@ -215,8 +254,10 @@ class Loop:
         evaluation = self._evaluation
         if evaluation is None or not (step or self._is_measured_first):
             return
-        if self._run.is_missing(evaluation.best, step, evaluation.every):
-            self._run.log(step, self._measure(step))
+        every = 1 if self._has_learnt_all else evaluation.every
+        is_missing = self._run.is_missing(evaluation.best, step, every)
+        if is_missing and (metrics := self._measure(step)):
+            self._run.log(step, metrics)
 
     def _measure(self, step: int) -> dict[str, float]:
         """Metrics of held-out prompts or rows; answers are written to the run folder."""
@@ -239,6 +280,8 @@ class Loop:
         self, step: int, groups: Sequence[Group], sequences: Sequence[TrainingSequence]
     ) -> dict[str, float]:
         """Metrics of a step's samples, which are recorded."""
+        if not groups:
+            return self._describe_empty(step)
         metrics = describe_groups(groups) | self._rollout.metrics()
         is_recorded = self._cfg.is_recorded(step)
         if is_recorded:
@@ -259,6 +302,14 @@ class Loop:
                 )
             metrics[name] = float(found)
         return metrics | {"rollout/trained_samples": len(sample_runs(sequences))}
+
+    def _describe_empty(self, step: int) -> dict[str, float]:
+        """Metrics of a step that is skipped, as all its groups were dropped."""
+        for empty in self._rollout.empty_steps[-1:]:  # none if the prompts have ended
+            self._run.note("skipped", step, why=empty.why)
+            self._run.print(f"step {step} is skipped: {empty.why}")
+        self._note_dropped(step, with_filtered=self._cfg.is_recorded(step))
+        return self._rollout.metrics() | self._roles.metrics | {"rollout/skipped_steps": 1.0}
 
     def _note_dropped(self, step: int, *, with_filtered: bool) -> None:
         if self._rollout:

@@ -234,11 +234,10 @@ def test_fewer_groups_make_fewer_updates_not_smaller_ones(train, monkeypatch):
     assert all(6 <= size <= 11 for size in sizes)
 
 
-def test_when_no_group_is_worth_training_on_the_run_stops_and_says_why(train):
-    with pytest.raises(
-        RuntimeError, match=r"24 had a mean reward below 2\.0; max_refills=2 allows"
-    ):
-        train(steps=1, min_group_reward=2.0, max_refills=2)
+def test_a_step_of_which_no_group_is_worth_training_on_is_skipped_and_says_why(train, capsys):
+    (metrics,) = train(steps=1, min_group_reward=2.0, max_refills=2)
+    assert metrics["rollout/skipped_steps"] == 1 and "loss/loss" not in metrics
+    assert "24 had a mean reward below 2.0; max_refills=2 allows" in capsys.readouterr().out
 
 
 def test_a_step_without_anything_to_train_on_changes_nothing(train, trained_on, monkeypatch):

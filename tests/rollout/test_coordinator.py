@@ -588,15 +588,27 @@ def test_a_prompt_of_a_file_that_comes_again_after_a_resume_is_sampled_anew(tmp_
             check_sample(sample, visit=1)
 
 
-def test_when_no_group_is_left_the_error_says_why():
+def test_when_no_group_is_left_the_step_is_empty_and_says_why():
+    """In a checkpoint too; a step with groups begins anew."""
+    rewards = itertools.chain([1.0] * 32, [0.5] * 32, itertools.cycle([0.0, 1.0]))
     with (
         FakeEngines(2) as engines,
         coordinator_over(
-            engines, samples_per_prompt=2, prompts_per_step=4, drop_equal=True, max_refills=3
+            engines, lambda *_: next(rewards),
+            samples_per_prompt=2, prompts_per_step=4, drop_equal=True, max_refills=3,
         ) as rollout,
-        pytest.raises(RuntimeError, match=r"all 16 groups .*: 16 had equal rewards; max_refills=3"),
-    ):
-        rollout.collect()
+    ):  # fmt: skip
+        for number in (1, 2):
+            assert rollout.collect() == [] and len(rollout.empty_steps) == number
+            assert rollout.metrics()["rollout/missing_groups"] == 4
+        assert [step.has_passed for step in rollout.empty_steps] == [True, False]
+        for step in rollout.empty_steps:
+            assert "all 16 groups of one step were dropped: 16 had equal" in step.why
+        state = json.loads(json.dumps(rollout.state_dict()))
+        assert len(rollout.collect()) == 4 and rollout.empty_steps == []
+    with FakeEngines(1) as engines, coordinator_over(engines) as rollout:
+        rollout.load_state_dict(state)
+        assert [step.has_passed for step in rollout.empty_steps] == [True, False]
 
 
 def test_rewards_that_always_raise_stop_the_run_with_their_traceback():

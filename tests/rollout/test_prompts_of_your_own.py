@@ -22,7 +22,7 @@ from support.fake_engines import (
 from roll_lite.checks import UserError
 from roll_lite.data import Mixture
 from roll_lite.envs.play import question_player
-from roll_lite.rollout.coordinator import Coordinator, NothingLeft
+from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.history import History, Visits
 from roll_lite.rollout.prompts import PromptQueue
 from roll_lite.rollout.rollout_options import RolloutOptions
@@ -374,11 +374,10 @@ def test_when_no_group_is_left_the_history_says_what_was_tried(two_files):
             engines, Mixture(two_files, seed=0), in_turn, lambda *_: 1.0, max_refills=1
         ) as rollout,
     ):
-        with pytest.raises(NothingLeft):
-            rollout.collect()
+        assert rollout.collect() == []
         history = rollout.state_dict()["history"]
-    assert history["step"] == 0 and history["num_drawn"] == 12
-    assert list(history["visits"].values()) == [(3, 3, 1.0, 0)] * 12
+    assert history["step"] == 1 and history["num_drawn"] == 12
+    assert list(history["visits"].values()) == [(3, 3, 1.0, 1)] * 12
 
 
 def test_a_run_may_begin_and_cease_to_choose(two_files, capsys):

@@ -6,7 +6,6 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
@@ -15,7 +14,7 @@ import pytest
 from support.paths import SOURCES
 from support.process_checks import sandbox_processes, wait_until
 
-from roll_lite.sandbox.sandbox import Limits, Sandbox, SandboxError, SharedSandboxes, run_program
+from roll_lite.sandbox.sandbox import Limits, Sandbox, SandboxError, run_program
 
 QUICK = Limits(seconds=0.5)
 """For programs that reach their time limit."""
@@ -88,22 +87,6 @@ def test_traceback_shows_the_program_alone(sandbox):
 
 def test_module_level_function():
     assert run_program("print(1)", isolation="rlimits").stdout == "1\n"
-
-
-def test_threads_run_programs_at_the_same_time():
-    shared, both_have_one = SharedSandboxes("rlimits"), threading.Barrier(2, timeout=60)
-
-    def run(number):
-        with shared.take() as sandbox:
-            both_have_one.wait()
-            return sandbox, sandbox.run(f"print({number})").stdout
-
-    with ThreadPoolExecutor(2) as threads:
-        (first, one), (second, two) = threads.map(run, (1, 2))
-    assert first is not second and (one, two) == ("1\n", "2\n")
-    with shared.take() as idle:
-        assert idle in (first, second)
-    first.close(), second.close()
 
 
 # Limits

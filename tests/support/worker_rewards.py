@@ -10,6 +10,7 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
+from roll_lite.sandbox.sandbox import run_program
 from roll_lite.types import Score
 
 
@@ -26,6 +27,10 @@ class DemandingError(Exception):
 
 def length(prompt, reply):
     return len(reply)
+
+
+def length_by_program(prompt, reply):
+    return int(run_program(f"print(len({reply!r}))", isolation="rlimits").stdout)
 
 
 def with_parts(prompt, reply):

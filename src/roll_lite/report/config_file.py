@@ -2,7 +2,7 @@
 
 `starts` has the command, the recipe's file, step, machine, ranks, changed options and shown metrics
 of every start. `chosen` has what options were before they were chosen for the model or the machine.
-`recipe` is the name of the file that wrote it.
+`recipe` is the name of the file that wrote it. `ended` says why a run ended before its last step.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from typing import Any
 from roll_lite.checks import UserError
 from roll_lite.options import flatten
 
-STARTS, CHOSEN, RECIPE = "starts", "chosen", "recipe"
+STARTS, CHOSEN, RECIPE, ENDED = "starts", "chosen", "recipe", "ended"
 
 
 def write_config(folder: Path, config: Any, resumed_at: int | None, **about: Any) -> str:
@@ -45,10 +45,26 @@ def write_config(folder: Path, config: Any, resumed_at: int | None, **about: Any
     if before:
         start["changed"] = changes(before, options)
     options[RECIPE] = recipe_name(type(config))
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(options | {STARTS: [*starts, start]}, indent=2) + "\n")
-    partial.rename(path)
+    _write(path, options | {STARTS: [*starts, start]})
     return run_id
+
+
+def note_end(folder: str | Path, step: int, why: str, *, has_passed: bool) -> None:
+    """A run ends before its last step; `has_passed` says that it could learn no more."""
+    path = Path(folder) / "config.json"
+    ended = {"step": step, "why": why, "has_passed": has_passed}
+    _write(path, json.loads(path.read_text()) | {ENDED: ended})
+
+
+def read_end(path: str | Path) -> dict[str, Any] | None:
+    """What `note_end` wrote, since the run was last started."""
+    return json.loads(Path(path).read_text()).get(ENDED)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.rename(path)
 
 
 def to_json(config: Any) -> dict[str, Any]:
@@ -65,7 +81,7 @@ def read_options(path: str | Path, *, with_chosen: bool = True) -> dict[str, Any
     if not isinstance(written, dict):
         raise UserError(f"{path} holds no JSON object; name the config.json of a run")
     chosen = written.get(CHOSEN, {})
-    options = {n: v for n, v in written.items() if n not in (STARTS, CHOSEN, RECIPE)}
+    options = {n: v for n, v in written.items() if n not in (STARTS, CHOSEN, RECIPE, ENDED)}
     if with_chosen:
         return options
     given = {name: value for name, value in chosen.items() if value is not None}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_lite.checks import UserError
-from roll_lite.report.config_file import CHOSEN, RECIPE, STARTS
+from roll_lite.report.config_file import CHOSEN, ENDED, RECIPE, STARTS
 
 Row = dict[str, Any]
 DROPPED = "dropped"
@@ -132,7 +132,7 @@ class RunFolder:
 
     @property
     def options(self) -> Row:
-        return {n: v for n, v in self.config.items() if n not in (STARTS, CHOSEN, RECIPE)}
+        return {n: v for n, v in self.config.items() if n not in (STARTS, CHOSEN, RECIPE, ENDED)}
 
     @property
     def starts(self) -> list[Row]:

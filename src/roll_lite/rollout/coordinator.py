@@ -28,7 +28,7 @@ from roll_lite.progress import ProgressBar
 from roll_lite.rollout.engines import EngineClient
 from roll_lite.rollout.episode import EpisodeContext, RunningGroup
 from roll_lite.rollout.event_loop import LoopThread, PumpedLoop, Signal
-from roll_lite.rollout.groups import Groups, Keep, NothingLeft
+from roll_lite.rollout.groups import EmptyStep, Groups, Keep, NothingLeft
 from roll_lite.rollout.journal import Journal
 from roll_lite.rollout.ledger import Ledger
 from roll_lite.rollout.prompts import Choose, PromptQueue, PromptSource, Visit
@@ -181,7 +181,9 @@ class Coordinator:
 
         Every domain has as many as were drawn, however many were dropped or are slow. There are
         fewer only when the prompts have ended, or more groups were dropped than max_refills
-        replaces. All samples in them are done and scored.
+        replaces; `empty_steps` says why there is none. All samples in them are done and scored.
+
+        Raises NothingLeft where too few samples are left in every group, because they failed.
         """
         before = None if self._groups.is_continuous else self.state_dict()
         try:
@@ -191,6 +193,11 @@ class Coordinator:
         except Ended:
             self._resume_from = before
             raise
+
+    @property
+    def empty_steps(self) -> list[EmptyStep]:
+        """Of the last calls of `collect`, those in a row of which all groups were dropped."""
+        return self._groups.empty_steps
 
     def answer(
         self,

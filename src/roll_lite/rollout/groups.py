@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from roll_lite.rollout.episode import EpisodeContext, RunningGroup
 from roll_lite.rollout.event_loop import Signal
@@ -23,7 +23,16 @@ Keep = Callable[[Group], bool]
 
 
 class NothingLeft(Ended):
-    """All groups of a step were dropped. Nothing is broken; other prompts may give groups."""
+    """All groups of a step were dropped, each because too few of its samples were left."""
+
+
+class EmptyStep(NamedTuple):
+    """A step without groups: all were dropped, as there was nothing to learn from them."""
+
+    why: str
+    """Numbers of groups and reasons, and what to change."""
+    has_passed: bool
+    """Whether every scored sample has passed."""
 
 
 class Slots:
@@ -210,6 +219,10 @@ class Groups:
         """Dropped groups that were replaced since the last `take`."""
         self._dropped: Counter[tuple[str, str]] = Counter()
         """Groups dropped since the last `take`, by domain and reason."""
+        self._dropped_passes: list[bool] = []
+        """Whether each sample passed of groups that were dropped since, for what they teach."""
+        self.empty_steps: list[EmptyStep] = []
+        """The last steps, if they were empty: a step with groups clears it."""
         self._last_error = ""
 
     def start(self) -> None:
@@ -235,6 +248,7 @@ class Groups:
         """The oldest complete groups for the oldest slots: those of one step.
 
         Fewer when the prompts have ended, or when too many groups were dropped to replace them all.
+        None at all makes an empty step, unless samples failed: that raises NothingLeft.
         """
         self._num_awaited = self._options.prompts_per_step
         try:
@@ -260,6 +274,7 @@ class Groups:
             "ready": [write_group(group) for _, group in sorted(self.ready.items())],
             "slots": self._slots.domains,
             "given_up": self._slots.given_up,
+            "empty_steps": list(self.empty_steps),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -267,6 +282,7 @@ class Groups:
         self.ready = {number: read_group(record) for number, record in enumerate(state["ready"])}
         self._num_started = len(self.ready)
         self._slots = Slots(state["slots"], state["given_up"])
+        self.empty_steps = [EmptyStep(*step) for step in state["empty_steps"]]
         for number, group in self.ready.items():
             self._slots.fill(group.prompt.domain, number)
             self._ready_of[group.prompt.domain].append(number)
@@ -290,7 +306,13 @@ class Groups:
         num_given_up = self._slots.release(num_slots, numbers)
         self._ledger.counts["missing"] += num_given_up
         self._ledger.counts["done"] += sum(len(group.samples) for group in taken)
+        if taken:
+            self.empty_steps.clear()
+        elif num_given_up:
+            has_passed = bool(self._dropped_passes) and all(self._dropped_passes)
+            self.empty_steps.append(EmptyStep(self._why_empty(), has_passed))
         self._dropped.clear()
+        self._dropped_passes.clear()
         self._num_refills = 0
         version = self._version.current
         num_used = self._num_taken[version] + len(taken) + num_given_up
@@ -364,6 +386,8 @@ class Groups:
             self._prompts.history.note(number, left)
         if reason := self._reason_to_drop(group, left):
             self._drop(number, group, reason)
+            if len(done) >= self._min_samples:
+                self._dropped_passes += map(self._prompts.history.passes, done)
         else:
             self.ready[number] = left
             insort(self._ready_of[group.prompt.domain], number)
@@ -415,16 +439,18 @@ class Groups:
 
         Groups of later slots wait for their own step, so a domain that is slow or often filtered
         keeps its share. Only if all slots of the step were given up does it take the next group.
-        If none is left at all, every slot is released, and the caller may start afresh.
+        If none is left at all, every slot is released, and the step is empty.
         """
         first = self._slots.first_kept()
         if first is None and len(self._slots):
-            self._ledger.counts["missing"] += self._slots.release(len(self._slots))
-            self._prompts.history.update()
-            raise self._nothing_left()
+            if self._dropped and not self._dropped_passes:
+                self._ledger.counts["missing"] += self._slots.release(len(self._slots))
+                self._prompts.history.update()
+                raise NothingLeft(self._why_empty())
+            return len(self._slots)
         return max(self._options.prompts_per_step, (first or 0) + 1)
 
-    def _nothing_left(self) -> NothingLeft:
+    def _why_empty(self) -> str:
         has_domains = len({domain for domain, _ in self._dropped} | set(self._slots.domains)) > 1
         reasons = ", ".join(
             f"{count} {f'of {domain} ' if has_domains else ''}{reason}"
@@ -436,8 +462,7 @@ class Groups:
             f"{self._options.max_refills * self._options.prompts_per_step}. "
             "Raise it, filter less, or choose prompts of another difficulty"
         )
-        error = f". The last error:\n{self._last_error}" if self._last_error else ""
-        return NothingLeft(text + error)
+        return text + (f". The last error:\n{self._last_error}" if self._last_error else "")
 
     @property
     def _oldest_version(self) -> int:

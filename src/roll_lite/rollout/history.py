@@ -59,9 +59,12 @@ class History(Mapping[str, Visits]):
     def __len__(self) -> int:
         return len(self._visits)
 
+    def passes(self, sample: Sample) -> bool:
+        return has_passed(sample, self._pass_reward)
+
     def note(self, number: int, group: Group) -> None:
         """A group has ended, and its samples are all scored; numbers are in the order of draws."""
-        passed = [sample for sample in group.samples if has_passed(sample, self._pass_reward)]
+        passed = list(filter(self.passes, group.samples))
         if group.samples:
             ended = number, group.prompt.id, len(group.samples), len(passed)
             insort(self._ended, ended, key=itemgetter(0))

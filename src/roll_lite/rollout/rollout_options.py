@@ -35,7 +35,7 @@ class RolloutOptions:
     max_refills: int = 10
     """Replace dropped groups, at most max_refills * prompts_per_step of them per step. Then the
     step uses the groups that are left, a smaller batch at the same learning rate; with none left,
-    the run stops."""
+    it is skipped. Five skipped steps in a row end the run."""
     extra_groups: int = 0
     """Groups to start beyond prompts_per_step, so that a step need not wait for the slowest; the
     surplus is aborted. Not with max_staleness above 0, which sets the number of groups."""

@@ -4,27 +4,32 @@ import atexit
 import marshal
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from roll_lite.checks import above, at_least
 
 Isolation = Literal["full", "rlimits"]
 Kind = Literal["ok", "error", "timeout", "memory", "output"]
+T = TypeVar("T")
 
 MAX_SHARED = 4
 """Programs of one process that run at the same time; there are many worker processes."""
 READY = "ready"
 """The zygote's first answer, if it can run programs."""
+CLOSE_SECONDS = 5.0
+"""For a sandbox to end; one that was stopped (SIGSTOP) never does."""
 _LONGEST_ANSWER = 1 << 16
 _PACKAGES = str(Path(__file__).parents[2])
 _START = (
@@ -36,6 +41,10 @@ _START = (
 
 class SandboxError(RuntimeError):
     """The sandbox itself failed; this says nothing about the program."""
+
+
+class SandboxEnded(SandboxError):
+    """The sandbox's process died, or the monitor of a program: another sandbox may work."""
 
 
 class SandboxUnavailable(SandboxError):
@@ -96,14 +105,14 @@ def run_program(source: str, *, isolation: Isolation = "full", **options: Any) -
 
     The options are those of `Sandbox.run`.
     """
-    with _shared_sandboxes(os.getpid(), isolation).take() as sandbox:
-        return sandbox.run(source, **options)
+    shared = _shared_sandboxes(os.getpid(), isolation)
+    return shared.run(lambda sandbox: sandbox.run(source, **options))
 
 
 def run_repeatedly(source: str, *, isolation: Isolation = "full", **options: Any) -> list[Outcome]:
     """As `Sandbox.run_repeatedly`, in a `Sandbox` that all calls of this process share."""
-    with _shared_sandboxes(os.getpid(), isolation).take() as sandbox:
-        return sandbox.run_repeatedly(source, **options)
+    shared = _shared_sandboxes(os.getpid(), isolation)
+    return shared.run(lambda sandbox: sandbox.run_repeatedly(source, **options))
 
 
 class Sandbox:
@@ -137,6 +146,8 @@ class Sandbox:
         answer = self._zygote.recv(_LONGEST_ANSWER).decode()
         if answer != READY:
             self.close()
+            if self._process.returncode == -signal.SIGKILL:
+                raise SandboxEnded(self._why_it_ended())
             raise SandboxUnavailable(
                 f"isolation={self._isolation!r} does not work on this machine: "
                 f"{answer or self._why_it_ended()}. "
@@ -162,11 +173,15 @@ class Sandbox:
             try:
                 return run_job(self._hand_over, source, **options)
             except (EOFError, ConnectionError):
-                raise SandboxError(self._why_it_ended()) from None
+                raise SandboxEnded(self._why_it_ended()) from None
 
     def close(self) -> None:
         self._zygote.close()
-        self._process.wait()
+        try:
+            self._process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def __enter__(self) -> "Sandbox":
         return self.start()
@@ -229,7 +244,7 @@ def run_job(
             for part in parts:
                 os.close(part)
         monitor.send_bytes(marshal.dumps(asdict(terms)))
-        answer = marshal.loads(monitor.recv_bytes())
+        answer = marshal.loads(_receive(monitor))
         with suppress(EOFError, ConnectionError):  # when the monitor has ended
             monitor.recv_bytes()
     if "problem" in answer:
@@ -240,6 +255,14 @@ def run_job(
         Outcome(kind=kind, stdout=printed, stderr=stderr, seconds=seconds)
         for kind, printed in answer["runs"]
     ]
+
+
+def _receive(monitor: Connection) -> bytes:
+    """A monitor's answer; EOFError also if it died in the middle of it."""
+    try:
+        return monitor.recv_bytes()
+    except OSError:
+        raise EOFError from None
 
 
 def _readable(part: Any) -> int:
@@ -265,19 +288,38 @@ class SharedSandboxes:
         self._idle: list[Sandbox] = []
         self._places = threading.Semaphore(MAX_SHARED)
 
-    @contextmanager
-    def take(self) -> Iterator[Sandbox]:
-        """One that no other thread uses until it is given back."""
+    def run(self, job: Callable[[Sandbox], T]) -> T:
+        """A job in a sandbox that no other thread uses; once more, in a new one, if that dies.
+
+        Only once: with limits alone a program may be what kills its monitor.
+        """
         with self._places:
-            sandbox = self._idle_or_new()
             try:
-                yield sandbox
-            finally:
+                return self._run_in(self._idle_or_new(), job)
+            except SandboxEnded:
+                return self._run_in(self._new(), job)
+
+    def _run_in(self, sandbox: Sandbox, job: Callable[[Sandbox], T]) -> T:
+        """The sandbox is kept for the next job, unless it died."""
+        has_died = False
+        try:
+            return job(sandbox)
+        except SandboxEnded:
+            has_died = True
+            raise
+        finally:
+            if has_died:
+                atexit.unregister(sandbox.close)
+                sandbox.close()
+            else:
                 self._idle.append(sandbox)
 
     def _idle_or_new(self) -> Sandbox:
         with suppress(IndexError):
             return self._idle.pop()
+        return self._new()
+
+    def _new(self) -> Sandbox:
         sandbox = Sandbox(self._isolation).start()
         atexit.register(sandbox.close)
         return sandbox

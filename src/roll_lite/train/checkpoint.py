@@ -114,16 +114,25 @@ class RunState:
         if self.step > self._saved_step:
             self._save(run)
 
-    def end_step(self, run: Run, stop: StopRequest, step: int, score: float | None) -> None:
+    def end_step(
+        self,
+        run: Run,
+        stop: StopRequest,
+        step: int,
+        score: float | None,
+        *,
+        is_last: bool = False,
+    ) -> None:
         """Write a checkpoint if one is due; raises Stopped if the run is to stop.
 
-        The checkpoint with the highest `score` is kept.
+        The checkpoint with the highest `score` is kept. `is_last` is for a run that ends before the
+        last of its steps.
         """
         self.step = step
         self._score = step, score
         self._publish(run)
-        if stop.error or self._is_due(run):
-            is_last = stop.error or run.is_due(step, 0)
+        is_last = is_last or stop.error or run.is_due(step, 0)
+        if is_last or self._is_due(run):
             self._save(run, beside=self._options.checkpoint_beside and not is_last)
         stop.check()
 
