@@ -31,7 +31,7 @@ from roll_lite.stopping import Ended
 from roll_lite.train.checkpoint import Resumable, RunState
 from roll_lite.train.sample_rows import AdvantageState
 from roll_lite.train.sequences import TrainingSequence, sample_runs, sampled_numbers
-from roll_lite.types import Group
+from roll_lite.types import Group, Prompt
 
 NO_PARTS: Mapping[str, Resumable] = {}
 GroupMetric = Callable[[Sequence[Group]], float]
@@ -83,6 +83,7 @@ class Loop:
         parts: Mapping[str, Resumable] = NO_PARTS,
         trackers: Sequence[OpenTracker] = (),
         group_metrics: Mapping[str, GroupMetric] = NO_METRICS,
+        passed_by_nothing: Callable[[], list[Prompt]] = list,
         is_measured_first: bool = True,
     ):
         """`cfg` is the recipe's Config; its FIXED are options that a resumed run must not change,
@@ -90,7 +91,9 @@ class Loop:
 
         `parts` are parts of the controller with state that checkpoints keep, beside the rollout.
         `trackers` get all metrics. `group_metrics` are computed from the groups of each step, by
-        name, and shown on the console. `is_measured_first` measures before the first step too.
+        name, and shown on the console. `passed_by_nothing` returns prompts that every program
+        passes, found since its last call, for events. `is_measured_first` measures before the first
+        step too.
         """
         self._cfg = cfg
         self._roles = roles
@@ -99,6 +102,7 @@ class Loop:
         self._parts = dict(parts)
         self._trackers = trackers
         self._group_metrics = group_metrics
+        self._passed_by_nothing = passed_by_nothing
         self._is_measured_first = is_measured_first
         self.state: AdvantageState | None = None
         """What advantages carry from step to step."""
@@ -163,6 +167,8 @@ class Loop:
         if self._evaluation and self._run.is_due(step, self._evaluation.every):
             metrics = metrics | self._measure(step)  # not part of the step's time
         self._run.log(step, metrics)
+        for prompt in self._passed_by_nothing():
+            self._run.note("passed_by_nothing", step, prompt_id=prompt.id, domain=prompt.domain)
         self._saved.end_step(self._run, self._stop, step, self._score(metrics))
 
     def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
