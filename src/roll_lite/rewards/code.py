@@ -54,8 +54,8 @@ _LONGEST_SHOWN = 160
 _LANGUAGE = re.compile(r"[ \t]*(\w*)")
 _LANGUAGES = ("", "python", "python3", "py", "py3")
 _READERS = {"input", "open", "stdin", "sys"}
-_DECIMAL = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?")
-_NUMBER = re.compile(rf"{_DECIMAL.pattern}|[+-]?\d+")
+_DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][+-]?[0-9]+)?")
+_NUMBER = re.compile(rf"{_DECIMAL.pattern}|[+-]?[0-9]+")
 
 
 def passes_tests(
