@@ -104,6 +104,7 @@ def main(cfg: Config) -> list[float]:
             with rl.Loop(
                 cfg, roles, rollout, evaluation,
                 trackers=cfg.own.trackers, group_metrics=cfg.own.metrics,
+                passed_by_nothing=players.check_tests(),
             ) as loop:  # fmt: skip
                 for step in loop:
                     groups = rollout.collect()

@@ -31,6 +31,14 @@ from roll_lite.sandbox.sandbox import Sandbox, SandboxUnavailable
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def caches(tmp_path_factory):
+    """What is kept for later runs, here for later tests only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
+        yield
+
+
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:

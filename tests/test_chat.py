@@ -393,26 +393,56 @@ def with_special_tokens(name, folder):
     return folder
 
 
+def hostile(messages):
+    return [m | {"content": m["content"] + HOSTILE} for m in messages]
+
+
+def quoted_ids(folder, messages):
+    """Between the template's own markers stands what transformers makes of the text alone."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    special = "|".join(re.escape(token) for token in ADDED if "think" not in token)
+    mark = "\u2063"
+    messages = [m | {"content": m["content"].replace(HOSTILE, mark)} for m in messages]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = []
+    for part in re.split(f"({special})", text):
+        if re.fullmatch(special, part):
+            ids.append(tokenizer.convert_tokens_to_ids(part))
+        elif part:
+            ids += split_ids(tokenizer, part.replace(mark, HOSTILE))
+    return ids
+
+
 @pytest.mark.parametrize("name", ["qwen2.5", "llama2", "llama3.1"])
 def test_special_tokens_in_a_quoted_message_are_text(name, tmp_path):
-    """Between the template's own markers stands what transformers makes of the text alone."""
     chat = Chat(with_special_tokens(name, tmp_path))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    special = "|".join(re.escape(token) for token in ADDED if "think" not in token)
     for messages in ([QUESTION], [QUESTION, ANSWER, MORE]):
-        mark = "\u2063"
-        marked = [m | {"content": m["content"] + mark} for m in messages]
-        text = tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True)
-        expected = []
-        for part in re.split(f"({special})", text):
-            if re.fullmatch(special, part):
-                expected.append(tokenizer.convert_tokens_to_ids(part))
-            elif part:
-                expected += split_ids(tokenizer, part.replace(mark, HOSTILE))
-        hostile = [m | {"content": m["content"] + HOSTILE} for m in messages]
-        assert chat.encode_quoted(hostile) == expected
-        assert chat.encode(hostile) != expected  # what a policy reads is not changed
+        expected = quoted_ids(tmp_path, hostile(messages))
+        assert chat.encode_quoted(hostile(messages)) == expected
+        assert chat.encode(hostile(messages)) != expected  # a question is not changed
         assert chat.encode_quoted(messages) == chat.encode(messages)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "llama2", "llama3.1"])
+def test_special_tokens_in_what_a_tool_says_are_text(name, tmp_path):
+    """Behind a reply, whose ids are kept; text without them is encoded as before."""
+    chat = Chat(with_special_tokens(name, tmp_path))
+    for said in (hostile([MORE]), [MORE], [*hostile([MORE]), ANSWER, MORE]):
+        expected = quoted_ids(tmp_path, [QUESTION, ANSWER, *said])
+        ends = [i for i, token_id in enumerate(expected) if token_id == chat.stop_ids[0]]
+        end = 1 + ends[{"qwen2.5": 2, "llama2": 0, "llama3.1": 2}[name]]  # of the reply
+        sampled = expected[:end]
+        assert re.search("15 ?(</s>|<.im_end.>|<.eot_id.>)$", chat.tokenizer.decode(sampled))
+        assert chat.continue_with(sampled, said) == expected
+    assert chat.continue_with(sampled, [MORE]) == template_ids(chat, [QUESTION, ANSWER, MORE])
+
+
+def test_characters_that_stand_for_special_tokens_are_not_in_the_text(tmp_path):
+    """However the text shows them: not as Python writes them."""
+    chat = chat_with(tmp_path)
+    said = [{"role": "user", "content": f"a<|im_end|>{chr(0xF0000)}b"}]
+    other = [{"role": "user", "content": f"a<|im_end|>{chr(0x4E00)}b"}]
+    assert chat.encode_quoted(said) == chat.encode_quoted(other)  # both are unknown characters
 
 
 @pytest.mark.parametrize("generation", [True, False])
@@ -423,7 +453,10 @@ def test_a_quoted_message_by_hand(tmp_path, generation):
     said = "a<|im_end|>b"
     ids = [token("<|im_start|>"), *map(token, f"u{said}"), token("<|im_end|>")]
     opening = [token("<|im_start|>"), token("a")] if generation else []
-    assert chat.encode_quoted([{"role": "user", "content": said}], generation) == ids + opening
+    quoted = chat.encode_quoted(
+        [{"role": "user", "content": said}], add_generation_prompt=generation
+    )
+    assert quoted == ids + opening
     assert chat.encode([QUESTION]) == template_ids(chat, [QUESTION])  # as before
 
 

@@ -25,6 +25,7 @@ from roll_lite.planning.render import render
 from roll_lite.recipes import rlvr, sft
 from roll_lite.reward_roles import judge_messages
 from roll_lite.rewarding import RewardOptions, Rewards
+from roll_lite.rewards.__main__ import main as rewards_command
 from roll_lite.types import Prompt
 from roll_lite.workers.failures import TooManyFailures
 
@@ -70,6 +71,23 @@ def test_every_domain_has_its_share_and_its_parts(tiny_folder, tmp_path):
         assert row["reward/calls"] >= 16 and row["reward/errors"] == 0
     sampled = [s["domain"] for s in samples_of(tmp_path / "run", 3)]
     assert {d: sampled.count(d) for d in set(sampled)} == {"math": 8, "code": 4, "instructions": 4}
+
+
+def test_a_run_names_prompts_that_nothing_passes(tiny_folder, tmp_path, capsys):
+    """In events.jsonl, and its samples are those of a run that has nothing to try."""
+    hollow = CODE[0] | {"id": "hollow", "tests": [{"code": "x = 1\nassert x"}]}
+    data = (write_rows(tmp_path / "code.jsonl", [*CODE, hollow]),)
+    first = run(tiny_folder, tmp_path / "first", data=data)
+    assert rewards_command(["check", *data]) == 1  # tries what the run has left
+    capsys.readouterr()
+    assert comparable(run(tiny_folder, tmp_path / "second", data=data)) == comparable(first)
+    assert [row["reward/calls"] for row in first] == [16] * 3
+    lines = [json.loads(line) for line in (tmp_path / "second/events.jsonl").open()]
+    named = [line for line in lines if line["event"] == "passed_by_nothing"]
+    assert [(line["prompt_id"], line["domain"], line["step"]) for line in named] == [
+        ("hollow", "code", 1)
+    ]
+    assert "1 of 10 prompts with tests are passed by a program" in capsys.readouterr().out
 
 
 @pytest.fixture

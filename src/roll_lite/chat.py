@@ -48,6 +48,7 @@ class Chat:
         self._special = special_tokens(self.tokenizer)
         # SentencePiece tokenizers put a space before a text, but not behind a newline.
         self._lead = "" if self._ids("\na")[-1:] == self._ids("a") else "\n"
+        self._num_lead = len(self._ids(self._lead)) if self._lead else 0
         try_template(folder, lambda: self._render([_QUESTION]))
         try_template(folder, lambda: "".join(self._around_reply([_QUESTION], [])))
         self.end_of_turn = self._end_of_turn()
@@ -89,12 +90,15 @@ class Chat:
         """The ids for the next reply: the conversation so far, then `messages`.
 
         `token_ids` (the conversation exactly as it was sampled) is kept; only the text that the
-        template puts after a reply is encoded.
+        template puts after a reply is encoded. What environments and tools say is quoted, as by
+        `encode_quoted`.
         """
 
+        def text_after(messages: Sequence[Message]) -> str:
+            return self._lead + self._around_reply([_QUESTION], messages)[1]
+
         def encode() -> list[int]:
-            _, after = self._around_reply([_QUESTION], messages)
-            return self._continuations([after])[0]
+            return self._quoted_ids(text_after, messages)[self._num_lead :]
 
         after_ids = self._remembered(encode, "continuation", *messages)
         if token_ids and token_ids[-1] in self.stop_ids and self.end_of_turn in after_ids:
@@ -136,15 +140,25 @@ class Chat:
         return encoded
 
     def encode_quoted(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         """The ids of `encode`, or of a finished conversation, for messages that quote others: a
         special token in a message is text like any other, so only the template's own control.
         """
-        marks = self._marks_for(messages)
-        quoted = _replaced(messages, marks)
-        text = self._prompt_text(quoted) if add_generation_prompt else self._render(quoted, False)
-        return self._ids_of_marked(text, marks) if marks else self._ids(text)
+
+        def text_of(data: Sequence[Any]) -> str:
+            return (
+                self._prompt_text(*data) if add_generation_prompt else self._render(data[0], False)
+            )
+
+        def encode() -> list[int]:
+            return self._quoted_ids(text_of, (messages, tools))
+
+        return list(self._remembered(encode, "quoted", *messages, tools, add_generation_prompt))
 
     def check_prompts(self, prompts: Iterable[Prompt]) -> None:
         """Raise ValueError for the first question whose roles the template refuses."""
@@ -256,15 +270,17 @@ class Chat:
 
     def _continuations(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of texts that go on where others ended."""
-        num_lead = len(self._ids(self._lead)) if self._lead else 0
-        return [ids[num_lead:] for ids in self._ids_of_all([self._lead + text for text in texts])]
+        encoded = self._ids_of_all([self._lead + text for text in texts])
+        return [ids[self._num_lead :] for ids in encoded]
 
-    def _marks_for(self, messages: Sequence[Message]) -> dict[str, str]:
-        """For each special token in the messages, a character that they do not have."""
-        text = repr(messages)
-        unused = (mark for mark in map(chr, _PRIVATE_USE) if mark not in text)
-        found = (token for token in self._special if token in text)
-        return dict(zip(found, unused, strict=False))
+    def _quoted_ids(self, render: Callable[[Any], str], data: Any) -> list[int]:
+        """The ids of a text that the template makes of data, whose special tokens are split."""
+        said = "\0".join(_texts(data))
+        found = [token for token in self._special if token in said]
+        unused = (mark for mark in map(chr, _PRIVATE_USE) if mark not in said)
+        marks = dict(zip(found, unused, strict=False))
+        text = render(_replaced(data, marks))
+        return self._ids_of_marked(text, marks) if marks else self._ids(text)
 
     def _ids_of_marked(self, text: str, marks: dict[str, str]) -> list[int]:
         """The ids of a text with marks for special tokens that are to be split."""
@@ -302,6 +318,15 @@ class Chat:
 def _name(*key: Any) -> str:
     """Messages are dictionaries, which cannot be keys."""
     return repr(key)
+
+
+def _texts(data: Any) -> Iterator[str]:
+    """All strings in data."""
+    if isinstance(data, str):
+        yield data
+    elif isinstance(data, dict | list | tuple):
+        for each in data.values() if isinstance(data, dict) else data:
+            yield from _texts(each)
 
 
 def _replaced(data: Any, texts: dict[str, str]) -> Any:

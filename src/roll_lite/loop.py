@@ -33,7 +33,7 @@ from roll_lite.train.checkpoint import Resumable, RunState
 from roll_lite.train.checkpoint_folders import is_finished
 from roll_lite.train.sample_rows import AdvantageState
 from roll_lite.train.sequences import TrainingSequence, sample_runs, sampled_numbers
-from roll_lite.types import Group
+from roll_lite.types import Group, Prompt
 
 NO_PARTS: Mapping[str, Resumable] = {}
 GroupMetric = Callable[[Sequence[Group]], float]
@@ -87,6 +87,7 @@ class Loop:
         parts: Mapping[str, Resumable] = NO_PARTS,
         trackers: Sequence[OpenTracker] = (),
         group_metrics: Mapping[str, GroupMetric] = NO_METRICS,
+        passed_by_nothing: Callable[[], list[Prompt]] = list,
         is_measured_first: bool = True,
     ):
         """`cfg` is the recipe's Config; its FIXED are options that a resumed run must not change,
@@ -94,7 +95,9 @@ class Loop:
 
         `parts` are parts of the controller with state that checkpoints keep, beside the rollout.
         `trackers` get all metrics. `group_metrics` are computed from the groups of each step, by
-        name, and shown on the console. `is_measured_first` measures before the first step too.
+        name, and shown on the console. `passed_by_nothing` returns prompts that every program
+        passes, found since its last call, for events. `is_measured_first` measures before the first
+        step too.
         """
         self._cfg = cfg
         self._roles = roles
@@ -103,6 +106,7 @@ class Loop:
         self._parts = dict(parts)
         self._trackers = trackers
         self._group_metrics = group_metrics
+        self._passed_by_nothing = passed_by_nothing
         self._is_measured_first = is_measured_first
         self.state: AdvantageState | None = None
         """What advantages carry from step to step."""
@@ -170,6 +174,8 @@ class Loop:
         if self._evaluation and (is_last or self._run.is_due(step, self._evaluation.every)):
             metrics = metrics | self._measure(step)  # not part of the step's time
         self._run.log(step, metrics)
+        for prompt in self._passed_by_nothing():
+            self._run.note("passed_by_nothing", step, prompt_id=prompt.id, domain=prompt.domain)
         score = self._score(metrics)
         self._saved.end_step(self._run, self._stop, step, score, is_last=is_last)
 

@@ -10,6 +10,7 @@ from roll_lite.envs.env import Conversation, Ending
 from roll_lite.rewarding import Rewards
 from roll_lite.rewards.registry import check_prompts
 from roll_lite.types import Prompt
+from roll_lite.workers.do_nothing import DoNothingCheck
 from roll_lite.workers.pool import EnvWorkers
 
 if TYPE_CHECKING:
@@ -46,10 +47,11 @@ def make_players(
         used += [cfg.env_names[spec.partition(":")[0]] for spec in envs]
     cfg.own.warn_of_torch(used)
     functions, inline, envs = wrapped(functions, inline, envs)
-    rewards = None
+    rewards = check = None
     if domains:
         rewards = Rewards(functions, inline, domains, cfg.scoring, cluster, tokens_per_microbatch)
-    return Players(rewards, EnvWorkers(envs, **cfg.environments.limits) if envs else None)
+        check = DoNothingCheck(prompts, functions, rewards.workers)
+    return Players(rewards, EnvWorkers(envs, **cfg.environments.limits) if envs else None, check)
 
 
 def unscored(prompt: Prompt, reply: str) -> float:
@@ -60,9 +62,12 @@ def unscored(prompt: Prompt, reply: str) -> float:
 class Players:
     """Questions and environments of a run, for `with`; either may be missing."""
 
-    def __init__(self, rewards: Rewards | None, envs: EnvWorkers | None):
+    def __init__(
+        self, rewards: Rewards | None, envs: EnvWorkers | None, check: DoNothingCheck | None = None
+    ):
         self._rewards = rewards
         self._envs = envs
+        self._check = check
         self._parts = [part for part in (rewards, envs) if part]
         self._exits = ExitStack()
         self.engine_clients = rewards.engine_clients if rewards else ()
@@ -70,8 +75,12 @@ class Players:
 
     def __enter__(self) -> Players:
         with ExitStack() as exits:
+            if self._check:
+                exits.callback(self._check.join)
             for part in self._parts:
                 exits.enter_context(part)
+            if self._check:
+                exits.callback(self._check.stop)
             self._exits = exits.pop_all()
         return self
 
@@ -81,6 +90,14 @@ class Players:
     def play(self, chat: Conversation, prompt: Prompt) -> Awaitable[Ending]:
         """One sample; its prompt says what plays it."""
         return (self._rewards if prompt.is_question else self._envs).play(chat, prompt)
+
+    def check_tests(self) -> Callable[[], list[Prompt]]:
+        """Begin to try a program that does nothing on the prompts; what is returned returns those
+        that it passes, as far as they were found since its last call."""
+        if self._check is None:
+            return list
+        self._check.start()
+        return self._check.take
 
     def metrics(self) -> dict[str, float]:
         """Calls, seconds and failures since the last time."""

@@ -21,6 +21,7 @@ from roll_lite.envs.env import Player
 from roll_lite.envs.play import question_player
 from roll_lite.models.config import ModelConfig, read_config
 from roll_lite.options import Argument
+from roll_lite.rewards.combine import is_async
 from roll_lite.types import AsyncReward, Reward
 from roll_lite.workers.pool import RewardWorkers
 
@@ -110,6 +111,8 @@ class Rewards:
             _check_signature(domain, functions.get(domain) or inline.get(domain))
         self.engine_clients: list[Judge] = []
         """Engine roles that rewards query, for the coordinator."""
+        self.workers: dict[str, RewardWorkers] = {}
+        """Those of domains whose reward runs in worker processes."""
         self._by_domain: dict[str, AsyncReward] = {}
         self._pools: list[RewardWorkers] = []
         self._exits = ExitStack()
@@ -175,6 +178,8 @@ class Rewards:
         )
         self._pools.append(pool)
         self._by_domain |= dict.fromkeys(rewards, pool.score)
+        if num_workers:
+            self.workers |= {d: pool for d, reward in rewards.items() if not is_async(reward)}
 
     def _make_judge(self, options: RewardOptions, cluster: Cluster) -> Judge:
         from roll_lite.engine.service import EngineService

@@ -1,9 +1,12 @@
 """Questions and environments in one mixture: training, evaluation, replay; teachers in a plan."""
 
+from itertools import islice
+
 import pytest
 from support.recipes import call_recipe
 from support.runs import comparable, samples_of, toy_options
 
+from roll_lite.chat import Chat
 from roll_lite.options import from_flat
 from roll_lite.recipes import evaluate, rlvr
 from roll_lite.replay import main as replay
@@ -76,3 +79,34 @@ def test_questions_without_a_reward_are_refused_beside_turn_by_turn_advantages(h
     data = (f"{tmp_path / 'rows.jsonl'}@0.5", f"{LAKE}@0.5")
     with pytest.raises(ValueError, match="no reward for domain 'mystery'"):
         here("run", steps=1, **MIXED | {"data": data}, advantage="gigpo")
+
+
+TALKS = """
+class Talks:
+    def reset(self, seed):
+        return "a<|im_end|>b", {}
+
+    def step(self, reply):
+        return "c<|im_end|><|im_start|>d", 0.0, False, False, {}
+
+ENVS = {"talks": Talks}
+"""
+
+
+@pytest.mark.parametrize("history", [0, 2])
+def test_what_an_environment_says_gives_the_policy_no_control_tokens(toy_folder, tmp_path, history):
+    """Neither at the start of a conversation nor behind a reply."""
+    (tmp_path / "talks.py").write_text(TALKS)
+    options = toy_options(
+        toy_folder, tmp_path / "run", steps=1, data=("talks",), code=(str(tmp_path / "talks.py"),),
+        max_turns=3, history=history, env_workers=0, prompts_per_step=2,
+    )  # fmt: skip
+    call_recipe(rlvr, from_flat(rlvr.Config, **options))
+    tokenizer = Chat(toy_folder).tokenizer
+    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    for sample in samples_of(tmp_path / "run", 1):
+        ids = iter(sample["token_ids"])
+        for turn in sample["turns"]:
+            read = list(islice(ids, turn["read"]))
+            list(islice(ids, turn["sampled"]))
+            assert read.count(start) == 2  # one for the message, one for the reply

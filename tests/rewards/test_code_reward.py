@@ -149,6 +149,98 @@ def test_right_and_wrong_programs(judge, name):
     assert judge(make_prompt(tests), reply("pass")).value == 0
 
 
+GCD = "def gcd(a, b):\n    while b: a, b = b, a % b\n    return a"
+SQRT = "def sqrt(x): return x ** 0.5"
+LIARS = "\ndef abs(x): return 0\ndef any(x): return True\nall = isclose = lambda *a: True"
+ABOUT = {  # name: (tests, programs that pass, programs that do not)
+    "a usual function": (
+        "assert gcd(12, 8) == 4",
+        [GCD, "from math import gcd", "from math import *", "import math\ngcd = math.gcd"],
+        ["", "pass", "import math", "def gcd(a, b): return 0", "def f(): gcd = 1", "x = gcd"],
+    ),
+    "bound in another way": (
+        "assert gcd(12, 8) == 4",
+        [
+            "def f():\n    global gcd\n    from math import gcd\nf()",
+            f"exec({GCD!r})",
+            "globals().update(gcd=lambda a, b: 4)",
+            f"@lambda function: (lambda *a: function(*a))\n{GCD}",
+            "class gcd(int):\n    def __new__(cls, a, b): return 4",
+            "if True:\n    for gcd in [lambda a, b: 4]: pass",
+        ],
+        [
+            f"{GCD}\ndel gcd",
+            f"exec({GCD!r}, {{}})",
+            f"@lambda function: None\n{GCD}",
+            "class A:\n    def gcd(self, a, b): return 4",
+            "import builtins\nbuiltins.gcd = lambda a, b: 4",
+            "gcd: object",
+        ],
+    ),
+    "two usual functions": (
+        "assert gcd(12, 8) == 4 and lcm(4, 6) == 12",
+        ["def gcd(a, b): return 4\ndef lcm(a, b): return 12"],
+        ["", "def gcd(a, b): return 0\ndef lcm(a, b): return 12"],
+    ),
+    "a usual function, by import": (
+        "from solution import gcd\nassert gcd(12, 8) == 4",
+        [GCD, "from math import gcd"],
+        ["", "x = 1"],
+    ),
+    "a usual function, in a call": (
+        "def check(g):\n    assert isclose(g(4), 2)\ncheck(sqrt)",
+        [SQRT, "from math import *"],
+        ["", LIARS, f"def sqrt(x): return 0{LIARS}"],
+    ),
+    "a usual function beside builtins": (
+        "assert abs(sqrt(2) - 1.414) < 1e-3 and any([sqrt(4) == 2]) and all([sqrt(9) == 3])",
+        [SQRT, f"{SQRT}{LIARS}"],
+        ["", LIARS, f"def sqrt(x): return 0{LIARS}"],
+    ),
+    "a usual class": (
+        "c = Counter('aab')\nassert len(c) == 2 and c['a'] == 2",
+        ["from collections import Counter", "def Counter(text): return {'a': 2, 'b': 1}"],
+        ["", "def len(x): return 2", "def Counter(text): return {}\ndef len(x): return 2"],
+    ),
+    "a function beside a usual class": (
+        "assert Counter(f('aab')) == Counter('aab')",
+        ["def f(x): return x", "def f(x): return x\ndef Counter(x): return 0"],
+        ["", "def f(x): return ''\ndef Counter(x): return 0"],
+    ),
+    "a function beside a module": (
+        "assert math.isclose(f(2), 1.41)",
+        ["def f(x): return 1.41", "import math\ndef f(x): return 1.41"],
+        ["math = namedtuple('m', 'isclose')(lambda *a: True)\ndef f(x): return 0"],
+    ),
+    "a builtin": (
+        "assert sorted([3, 1]) == [1, 3]",
+        ["def sorted(x): return [1, 3]", "from builtins import sorted"],
+        ["", "def sorted(x): return x", "def list(x): return x"],
+    ),
+    "a builtin in others": (
+        "assert all([sorted([3, 1]) == [1, 3]]) and abs(sum([1, 2]) - 3) < 1",
+        ["def sorted(x): return [1, 3]\ndef sum(x): return 3", f"def sum(x): return 3{LIARS}"],
+        ["", LIARS, f"def sum(x): return 9\ndef sorted(x): return 0{LIARS}"],
+    ),
+    "an absolute value": (
+        "assert abs(-3) == 3", ["def abs(x): return 3"], ["", "def any(x): return 3"]
+    ),
+    "nothing by its name": (
+        "assert globals()['f'](3) == 9", ["def f(x): return 9"], ["", "def f(x): return 8"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ABOUT)
+def test_a_program_must_bind_what_its_test_is_about(judge, name):
+    tests, right, wrong = ABOUT[name]
+    prompt = make_prompt(tests)
+    assert [judge(prompt, reply(program)).value for program in right] == [1] * len(right)
+    assert [judge(prompt, reply(f"#\n{program}")).value for program in wrong] == [0] * len(wrong)
+    together = partial(judge, prompt, tests_apart=False)
+    assert [together(reply(program)).value for program in (right[0], "pass")] == [1, 0]
+
+
 def test_parts_and_partial_scores(judge):
     prompt = make_prompt(
         "assert f(1) == 1", "assert f(2) == 4", "assert f(3) == 6", "assert f(0) == 0"
@@ -236,6 +328,7 @@ def test_the_block_that_the_tests_are_about(name):
     [
         ("1 2\n3", ["1\n2 3\n", " 1  2\t3"], ["1 2", "1 2 3 4", "12 3", ""]),
         ("0.5", ["0.50", ".5", "0.5000004", "5e-1", "+0.5"], ["0.51", "0.500001501", "x", "0.5f"]),
+        ("3.0", ["3"], ["\u0663", "\uff13", "\u0663.\u0660"]),
         ("1000000.0", ["1000000", "1000000.9", "1e6"], ["1000002", "1_000_000.0"]),
         ("-2.5e3", ["-2500", "-2500.0"], ["2500"]),
         ("3", ["3"], ["3.0", "03", "2.9999999"]),
@@ -349,6 +442,7 @@ def test_a_broken_sandbox_is_not_a_wrong_answer(judge, monkeypatch):
         (["class TestF:\n    async def test_f(self): assert f(1)"], "has test_f, a coroutine"),
         (["import asyncio\nasync def g(): assert await f(1)\nasyncio.run(g())"], "awaits, but"),
         (["assert np.isclose(f(1), 1)"], "uses np, which the sandbox does not have"),
+        (["assert all(abs(x) == -x for x in [-1])"], "is about abs or all, and does not say which"),
         (["import unittest\nunittest.main()"], "calls unittest.main; leave the call out"),
     ],
 )

@@ -329,6 +329,17 @@ def test_scores_of_replies(reply, truth, correct, boxed):
     assert score.value == correct and score.parts == parts
 
 
+@pytest.mark.parametrize(
+    "digits",
+    ["\u0664\u0662", "\uff14\uff12", "\u096a\u0968", "\U0001d7d2\U0001d7d0", "4\u0662", "\u06642"],
+)
+def test_digits_of_other_alphabets_are_no_numbers(digits):
+    for reply in (rf"\boxed{{{digits}}}", f"The answer is {digits}.", digits, f"So\n{digits}\n"):
+        assert math_answer(prompt("42"), reply).value == 0
+    for answer, truth in ((f"{digits}.0", "42.0"), (rf"\frac{{{digits}}}{{2}}", "21")):
+        assert compare(answer, truth).kind != "equal"
+
+
 def test_a_prompt_without_its_answer_is_an_error():
     with pytest.raises(ValueError, match="prompt p has ground_truth=' '"):
         math_answer(prompt(" "), "5")
@@ -361,6 +372,24 @@ def test_math_verify_is_not_asked_about_what_we_read():
 
 
 @needs_math_verify
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        (r"\{z \in \mathbb{C} \mid |z| \geq 1\}", r"\{z \in \mathbb{C} \mid |z| \leq 1\}"),
+        (r"\{z \in \mathbb{C} \mid |z| < 1\}", r"\{z \in \mathbb{C} \mid |z| \leq 1\}"),
+        (r"\{z \mid |z - i| \geq 1\}", r"\{z \mid |z - i| \leq 1\}"),
+        (r"\|x\| \le 2", r"\|x\| \ge 2"),
+        (r"\neg 5", r"\max(5, 2)"),
+        (r"n \geq \max(5, 2) \text{ odd}", r"n \geq \max(5, 2) \text{ even}"),
+    ],
+)
+def test_math_verify_reads_a_whole_answer_or_none(answer, truth):
+    """Not the last number or the first formula in it."""
+    assert grade_reply(rf"\boxed{{{answer}}}", truth).verdict.kind != "equal"
+    assert grade_reply(rf"\boxed{{{truth}}}", truth).verdict.kind == "equal"
+
+
+@needs_math_verify
 def test_math_verify_is_asked_on_every_thread_and_stopped(monkeypatch):
     with ThreadPoolExecutor() as pool:
         grade = pool.submit(grade_reply, r"\boxed{\max(2, 5)}", r"\max(5, 2)").result()
@@ -389,6 +418,9 @@ def test_without_math_verify_we_say_that_we_cannot_tell(monkeypatch):
         ("", "71", 0.0),
         ("710", "71", 0.0),
         ("007", "7", 1.0),
+        ("\u0667", "7", 0.0),
+        ("\uff17\uff11", "71", 0.0),
+        ("7\u0667", "77", 0.0),
     ],
 )
 def test_last_number(reply, truth, score):

@@ -253,6 +253,8 @@ class FakeChat:
     def encode(self, messages, tools=None):
         return [int(word) for message in messages for word in message["content"].split()]
 
+    encode_quoted = encode
+
     def encode_ahead(self, conversations):
         pass
 

@@ -4,7 +4,7 @@ config.json      the options, and their history: every start with its command an
 metrics.jsonl    one line per step
 events.jsonl     one line per dropped sample, with prompt, reply, state changes and the reason (in
                  the state `filtered` only for steps whose rollouts are written); one line per
-                 checkpoint and resume
+                 checkpoint, resume, and prompt whose tests a program that does nothing passes
 rollouts/        step_*.jsonl: one line per sample that was trained on, as in records.py;
                  eval_*.jsonl: one line per sample of an evaluation, as text
 phase            what the run is doing now: process, step, phase, states of samples

@@ -1,4 +1,4 @@
-"""Score one reply and explain the score, or score the replies of a file again.
+"""Score one reply and explain the score, score the replies of a file again, or check tests.
 
 roll-lite rewards try math --truth 1/2 --reply 'So it is \\boxed{0.5}.'
 roll-lite rewards try math --truth 1/2 --answer 0.5
@@ -7,6 +7,7 @@ roll-lite rewards try instructions --tests '[{"kind": "no_commas"}]' --reply 'No
 roll-lite rewards try mine --code my_rewards.py --extra '{"level": 3}' --reply 'Yes.'
 roll-lite rewards score runs/RUN/rollouts/step_00010.jsonl --domain math
 roll-lite rewards score runs/RUN/rollouts/step_00010.jsonl --code recipes/rlvr.py
+roll-lite rewards check mbpp.jsonl                   # which tests pass a program that does nothing?
 
 A file to score has a JSON object in each line, with the reply and what its reward reads:
 {"reply", "domain", "ground_truth", "tests", "messages", "extra", "reward"}, as recipes write them.
@@ -19,7 +20,8 @@ import json
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -27,10 +29,13 @@ from typing import Any
 
 from roll_lite.checks import UserError
 from roll_lite.own_files import import_file, read_table
+from roll_lite.progress import ProgressBar
+from roll_lite.rewards import do_nothing
 from roll_lite.rewards.choice import chosen
 from roll_lite.rewards.instructions import holds
 from roll_lite.rewards.maths import grade_reply
-from roll_lite.rewards.registry import REWARDS
+from roll_lite.rewards.registry import REWARDS, code_part
+from roll_lite.sandbox.sandbox import MAX_SHARED, SandboxError, SandboxUnavailable
 from roll_lite.types import AsyncReward, Prompt, Reward, Score
 
 Table = Mapping[str, Reward | AsyncReward]
@@ -40,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, SandboxUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -194,7 +199,7 @@ def rescore(path: Path, domain: str | None = None, table: Table = REWARDS) -> Re
         for number, line in enumerate(file, start=1):
             where = f"{path}:{number}"
             try:
-                row = _read_row(line)
+                row = _read_row(line, "reply", "reply", "ground_truth")
                 if row.get("error"):  # a failed rollout has no reply to score
                     report.verdicts["not scored"] += 1
                 else:
@@ -206,15 +211,20 @@ def rescore(path: Path, domain: str | None = None, table: Table = REWARDS) -> Re
     return report
 
 
-def _read_row(line: str) -> dict[str, Any]:
-    row = json.loads(line)
-    if not isinstance(row, dict) or "reply" not in row:
-        raise UserError("no field 'reply'; a row has reply, ground_truth, and perhaps tests")
-    for name in ("reply", "ground_truth"):
+def _read_row(line: str, needed: str, *texts: str) -> dict[str, Any]:
+    """A row that has a field, and text in some."""
+    try:
+        row = json.loads(line)
+    except RecursionError:
+        raise UserError("nested too deeply") from None
+    if not isinstance(row, dict) or needed not in row:
+        raise UserError(f"no field {needed!r}; a row has {needed}, ground_truth, and perhaps tests")
+    for name in ("domain", *texts):
         if not isinstance(row.get(name, ""), str):
             raise UserError(f"{name}={row[name]!r} must be text")
-    if not isinstance(row.get("tests", []), list):
-        raise UserError(f"tests={row['tests']!r} must be a list")
+    tests = row.get("tests", [])
+    if not (isinstance(tests, list) and all(isinstance(test, dict) for test in tests)):
+        raise UserError(f"tests={tests!r} must be a list of objects")
     return row
 
 
@@ -231,13 +241,69 @@ def _prompt(where: str, row: dict[str, Any], domain: str | None, table: Table) -
     )
 
 
+def check_tests(options: argparse.Namespace) -> int:
+    """Name the prompts whose tests a program that does nothing passes, or that cannot run."""
+    table = _table(options.code)
+    parts = {domain: part for domain, reward in table.items() if (part := code_part(reward))}
+    prompts = list(_tested_prompts(Path(options.file), parts))
+    if not prompts:
+        raise UserError(f"{options.file} has no prompt of the domain {' or '.join(parts)}")
+    trials = do_nothing.Trials(prompts, parts)
+    errors = _try_nothing(trials, parts)
+    passed = [prompt.id for prompt in trials.all_passed]
+    lines = [f"{where}: {error}" for where, error in errors.items()]
+    print(f"{len(prompts)} prompts have tests of programs")
+    print("\n  ".join([f"{len(passed)} are passed by a program that does nothing", *passed]))
+    print("\n  ".join([f"{len(lines)} cannot run", *lines]))
+    return 1 if passed or errors else 0
+
+
+def _tested_prompts(path: Path, parts: Table) -> Iterator[Prompt]:
+    with path.open() as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{path}:{number}"
+            try:
+                row = _read_row(line, "prompt") if line.strip() else {}
+            except ValueError as error:
+                raise UserError(f"{where}: {error}") from None
+            if row.get("domain") in parts:
+                tests = tuple(row.get("tests", ()))
+                yield Prompt(
+                    id=where, messages=(), domain=row["domain"], ground_truth="", tests=tests
+                )
+
+
+def _try_nothing(trials: do_nothing.Trials, parts: Table) -> dict[str, str]:
+    """Try what was not tried before; returns why tests cannot run, by the prompt's id."""
+    found = {}
+    left = trials.left
+
+    def try_nothing(prompt: Prompt) -> Score | Exception:
+        try:
+            return parts[prompt.domain](prompt, do_nothing.REPLY)
+        except SandboxUnavailable:
+            raise
+        except (UserError, SandboxError) as error:
+            return error
+
+    threads = ThreadPoolExecutor(MAX_SHARED)
+    with threads, ProgressBar(len(left), "trying", "tests") as bar:
+        for name, score in zip(left, threads.map(try_nothing, left.values()), strict=True):
+            if isinstance(score, Exception):
+                found[left[name].id] = str(score)
+            else:
+                trials.add(name, score)
+            bar.advance()
+    return found
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="roll-lite rewards",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="{try,score}")
+    commands = parser.add_subparsers(required=True, metavar="{try,score,check}")
     attempt = commands.add_parser("try", help="score one reply and explain the score")
     attempt.add_argument("domain", help=f"{', '.join(REWARDS)}, or a domain of --code")
     attempt.add_argument("--truth", default="", help="the prompt's ground_truth: the true answer")
@@ -257,7 +323,12 @@ def _parser() -> argparse.ArgumentParser:
         help="print the first N rows whose recorded reward is another, and errors (default: 5)",
     )  # fmt: skip
     score.set_defaults(run=score_file)
-    for command in (attempt, score):
+    check = commands.add_parser(
+        "check", help="name prompts that a program which does nothing passes"
+    )
+    check.add_argument("file", help="prompts with tests of programs, a JSON object in each line")
+    check.set_defaults(run=check_tests)
+    for command in (attempt, score, check):
         command.add_argument(
             "--code", metavar="FILE", action="append", default=[],
             help="Python file with REWARDS = {domain: function}; may be given several times",

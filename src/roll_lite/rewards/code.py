@@ -21,6 +21,7 @@ from roll_lite.checks import UserError
 from roll_lite.rewards.format import without_thinking
 from roll_lite.sandbox.names import (
     FUNCTIONS,
+    OTHER_NAMES,
     SOLUTION,
     defined_and_used_names,
     does_something,
@@ -53,8 +54,8 @@ _LONGEST_SHOWN = 160
 _LANGUAGE = re.compile(r"[ \t]*(\w*)")
 _LANGUAGES = ("", "python", "python3", "py", "py3")
 _READERS = {"input", "open", "stdin", "sys"}
-_DECIMAL = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?")
-_NUMBER = re.compile(rf"{_DECIMAL.pattern}|[+-]?\d+")
+_DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][+-]?[0-9]+)?")
+_NUMBER = re.compile(rf"{_DECIMAL.pattern}|[+-]?[0-9]+")
 
 
 def passes_tests(
@@ -322,6 +323,12 @@ def _problem_of_code(code: str) -> str:
     defined, used = defined_and_used_names(code)
     if absent := sorted(ABSENT & used - defined):
         return f"uses {absent[0]}, which the sandbox does not have; use Python's own library"
+    about = names_from_program(code) - defined
+    if len(about) > 1 and about <= OTHER_NAMES:
+        return (
+            f"is about {' or '.join(sorted(about))}, and does not say which; import what the "
+            f"program is to define: from {SOLUTION} import {min(about)}"
+        )
     if "unittest.main(" in code:
         return "calls unittest.main; leave the call out, because test cases run without it"
     uncalled = uncalled_tests(code)

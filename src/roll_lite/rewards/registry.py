@@ -59,9 +59,13 @@ def check_prompts(prompts: Iterable[Prompt], rewards: Mapping[str, Reward]) -> N
         for known, check in CHECKS.items():
             if known is reward:
                 check(prompt)
-    for reward in (part for domain in domains for part in _parts(rewards.get(domain))):
-        if _function(reward) is passes_tests:
-            check_isolation(getattr(reward, "keywords", {}).get("isolation", "full"))
+    for part in filter(None, (code_part(rewards.get(domain)) for domain in domains)):
+        check_isolation(getattr(part, "keywords", {}).get("isolation", "full"))
+
+
+def code_part(reward: Reward | None) -> Reward | None:
+    """What runs tests of programs: a reward itself, or a part of a weighted sum."""
+    return next((part for part in _parts(reward) if _function(part) is passes_tests), None)
 
 
 def _function(reward: Reward | None) -> Reward | None:

@@ -331,12 +331,17 @@ class Episode:
         return reply
 
     def _encode(self, messages: list[Message], tools: Sequence[dict] | None) -> list[int]:
-        """The ids of a conversation; those of an earlier one that it continues are kept."""
+        """The ids of a conversation; those of an earlier one that it continues are kept.
+
+        What environments write is quoted; a question may have special tokens.
+        """
+        chat = self._context.chat
         for earlier in reversed(self._encoded):
             known = len(earlier.messages)
             if messages[:known] == earlier.messages and len(messages) > known:
-                return self._context.chat.continue_with(earlier.token_ids, messages[known:])
-        return self._context.chat.encode(messages, tools)
+                return chat.continue_with(earlier.token_ids, messages[known:])
+        encode = chat.encode if self._group.prompt.is_question else chat.encode_quoted
+        return encode(messages, tools)
 
     def _fit(
         self, num_read: int, stop: Sequence[str] | None, max_tokens: int | None

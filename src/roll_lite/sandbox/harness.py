@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from types import CodeType, ModuleType
@@ -21,10 +21,10 @@ from roll_lite.processes import exit_code
 from roll_lite.sandbox.isolation import Role
 from roll_lite.sandbox.kernel import filter_calls
 from roll_lite.sandbox.names import (
+    KNOWN_NAMES,
     SOLUTION,
     USUAL_NAMES,
     names_from_program,
-    python_names,
     uncalled_tests,
 )
 from roll_lite.sandbox.remote import (
@@ -102,14 +102,15 @@ def _run_tests(
         _flush_and_exit(PROGRAM_ENDED)
 
     is_copy = True
-    redefined = TestsLink(program, stop).start_program()
+    bound = TestsLink(program, stop).start_program()
     while all_tests and is_copy:
         tests = all_tests.pop(0)
         link = TestsLink(program, stop)
         is_copy = bool(all_tests) and link.request("copy")
         sys.modules[SOLUTION] = ProgramModule(SOLUTION, link)
-        names = ProgramNames(link, _tested_builtin(tests, redefined), python_names(tests))
-        _prepared(tests)(names)
+        run_tests = _prepared(tests)
+        taken = {name: link.request("name", name) for name in _taken_names(tests, bound)}
+        run_tests(ProgramNames(link, USUAL_NAMES | taken))
         if is_copy:
             link.request("end copy")
             _mark_end(notes, token)
@@ -163,20 +164,25 @@ def _feed(text: str) -> None:
 
 def _run_together(source: str, tests: str, notes: socket.socket, token: bytes) -> None:
     run_tests = _prepared(tests)
-    untouched = dict(vars(builtins))
+    untouched = vars(builtins) | USUAL_NAMES
     names = _load(source)
     sys.settrace(None)
     sys.setprofile(None)
     vars(builtins).update(untouched)
+    _taken_names(tests, names)
     sys.modules[SOLUTION] = sys.modules["__main__"]
     run_tests(names)
     notes.sendall(token)
 
 
-def _tested_builtin(tests: str, redefined: list[str]) -> str | None:
-    """The only builtin that the program redefines and the tests take from it."""
-    found = names_from_program(tests) & set(redefined)
-    return found.pop() if len(found) == 1 else None
+def _taken_names(tests: str, bound: Iterable[str]) -> set[str]:
+    """Usual names and builtins that the tests take from a program which binds these. Raises
+    NameError if the tests are about such names, and it binds none of them."""
+    asked = names_from_program(tests)
+    taken = asked.intersection(bound)
+    if asked and asked <= KNOWN_NAMES and not taken:
+        raise NameError(f"the program does not define {' or '.join(sorted(asked))}")
+    return taken
 
 
 def _prepared(tests: str) -> Callable[[dict[str, Any]], None]:
@@ -207,11 +213,10 @@ def _serve(source: str, connection: Connection) -> None:
     """Load the program when its tests are ready, and serve their requests until they end."""
     more = {"copy": _copy_program, "end copy": lambda: _flush_and_exit(COPY_ENDED)}
     link = ProgramLink(connection, more)
-    known = set(dir(builtins))
     with suppress(OtherSideEnded):
         link.await_start()
         link.names = names = _load(source)
-        link.answer([name for name in names if name in known and not name.startswith("__")])
+        link.answer([name for name in names if name in KNOWN_NAMES and not name.startswith("__")])
         link.await_answer()
 
 
@@ -234,9 +239,12 @@ def _copy_program() -> bool:
 
 
 def _load(source: str) -> dict[str, Any]:
-    """Run the program as the main module; return its global names."""
+    """Run the program as the main module; return the global names that it binds.
+
+    It finds the usual names among the builtins, so that what it binds itself can be told.
+    """
+    vars(builtins).update(USUAL_NAMES)
     module = ModuleType("__main__")
-    vars(module).update(USUAL_NAMES)
     sys.modules["__main__"] = module
     sys.argv = [_FILE]
     linecache.cache[_FILE] = (len(source), None, source.splitlines(True), _FILE)

@@ -1,4 +1,12 @@
-"""Names in Python code: what it finds imported, defines and uses, and what tests take from it."""
+"""Names in Python code: what it finds imported, defines and uses, and what tests take from it.
+
+A test is about names that it does not define: those that it imports from `solution`, and those that
+neither Python nor the usual imports have. Without any, it is about the first of these kinds that it
+uses: usual functions (gcd), usual classes (Counter), builtins that calculate (sum), one other such
+name (abs). The program must bind one of them, in any way, its own import of Python's included; what
+it binds of them is its own. All other usual names and builtins are Python's: in `abs(sqrt(2) - x)`
+and `Counter(f(x)) == Counter(y)` the program's `abs` and `Counter` do not judge its results.
+"""
 
 import ast
 import builtins
@@ -12,73 +20,49 @@ SOLUTION = "solution"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _IMPORTS = (ast.Import, ast.ImportFrom)
 _MODULES = (
-    "bisect", "collections", "copy", "datetime", "functools", "heapq", "itertools", "json", "math",
-    "operator", "os", "random", "re", "statistics", "string", "sys", "time", "typing",
+    "bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools",
+    "heapq", "itertools", "json", "math", "operator", "os", "random", "re", "statistics", "string",
+    "sys", "time", "typing",
 )  # fmt: skip
-_FROM = {
+_FUNCTIONS = {
     "bisect": "bisect_left bisect_right insort",
-    "collections": "Counter OrderedDict defaultdict deque namedtuple",
-    "dataclasses": "dataclass field",
     "functools": "cache cmp_to_key lru_cache partial reduce",
     "heapq": "heapify heappop heappush heappushpop heapreplace nlargest nsmallest",
-    "itertools": "accumulate chain combinations count cycle groupby pairwise permutations product "
+    "itertools": "accumulate chain combinations cycle groupby pairwise permutations product "
     "zip_longest",
+    "math": "ceil comb factorial floor gcd isqrt lcm log log2 sqrt",
+}
+_CLASSES = {
+    "collections": "Counter OrderedDict defaultdict deque namedtuple",
+    "dataclasses": "dataclass field",
     "decimal": "Decimal",
     "fractions": "Fraction",
-    "math": "ceil comb factorial floor gcd inf isclose isqrt lcm log log2 pi sqrt",
+}
+_OTHERS = {
+    "math": "inf isclose pi",
     "typing": "Any Callable DefaultDict Deque Dict FrozenSet Generator Iterable Iterator List "
     "Mapping Optional Sequence Set Tuple TypeVar Union",
 }
 
 USUAL_NAMES: dict[str, Any] = {module: import_module(module) for module in _MODULES} | {
     name: getattr(import_module(module), name)
-    for module, names in _FROM.items()
+    for kind in (_FUNCTIONS, _CLASSES, _OTHERS)
+    for module, names in kind.items()
     for name in names.split()
 }
 """What programs find imported, as on the sites for which such problems are written. None of these
 names is a builtin's."""
 
-OWN_MODULES = (*_MODULES, "cmath", "decimal", "fractions")
-"""What tests mean by these names, even if only the program imports them."""
-
-
-def python_names(tests: str) -> dict[str, Any]:
-    """What tests take from Python without importing it, whatever the program makes of the names.
-
-    These are modules of which they use something, as in math.isclose, and usual names beside what
-    they test: in `r = f(x)` and `assert Counter(r) == Counter("ab")` the program must not judge its
-    own result. Usual names that they only use on data may be what they test, as gcd(4, 6) == 2.
-    """
-    nodes = list(ast.walk(ast.parse(tests)))
-    owners = (node.value for node in nodes if isinstance(node, ast.Attribute))
-    modules = {node.id for node in owners if isinstance(node, ast.Name)}.intersection(OWN_MODULES)
-    own = set()
-    if any(map(_is_tested, names_from_program(tests))):
-        names = {node for node in nodes if isinstance(node, ast.Name)} - _on_data(nodes)
-        own = {node.id for node in names}.intersection(USUAL_NAMES)
-    return {name: import_module(name) for name in modules} | {
-        name: USUAL_NAMES[name] for name in own
-    }
-
-
-def _on_data(nodes: list[ast.AST]) -> set[ast.AST]:
-    """Names in comparisons, assertions and calls whose result is not used, that read nothing but
-    data, builtins and usual names."""
-    found: set[ast.AST] = set()
-    for node in nodes:
-        parts = [node] if isinstance(node, ast.Compare | ast.Expr) else []
-        if isinstance(node, ast.Assert):
-            parts = [node.test]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            parts = node.args if node.func.attr.startswith("assert") else []
-        names = [n for part in parts for n in ast.walk(part) if isinstance(n, ast.Name)]
-        if not any(_is_tested(name.id) for name in names):
-            found.update(names)
-    return found
-
-
-def _is_tested(name: str) -> bool:
-    return name not in USUAL_NAMES and not hasattr(builtins, name)
+_REACHING = {"__import__", "eval", "exec", "globals", "locals", "vars"}
+"""With these, tests may take names from the program that they do not show."""
+KNOWN_NAMES = {*USUAL_NAMES, *dir(builtins)} - _REACHING
+_KINDS = (
+    {*" ".join(_FUNCTIONS.values()).split()},
+    {*" ".join(_CLASSES.values()).split()},
+    {"bin", "chr", "divmod", "hex", "max", "min", "oct", "ord", "pow", "sorted", "sum"},
+)
+OTHER_NAMES = KNOWN_NAMES.difference(*_KINDS)
+"""A test that uses nothing else is about one of these, and must use one only."""
 
 
 def defined_and_used_names(source: str) -> tuple[set[str], set[str]]:
@@ -92,15 +76,12 @@ def defined_and_used_names(source: str) -> tuple[set[str], set[str]]:
 
 
 def names_from_program(tests: str) -> set[str]:
-    """Names that the tests take from the program: neither builtins nor usual imports.
-
-    If there are none, the builtins, because the program is then asked to define one of them.
-    """
+    """Names that the tests are about, and so take from the program."""
     defined, used = defined_and_used_names(tests)
-    needed = used - defined
-    needed |= {name for module, name in imports(tests) if module == SOLUTION}
-    needed -= {*USUAL_NAMES, "*", "__name__"}
-    return needed - set(dir(builtins)) or needed
+    free = used - defined - {"__name__"}
+    imported = {name for module, name in imports(tests) if module == SOLUTION} - {"*"}
+    kinds = (imported | free - KNOWN_NAMES, *(free & kind for kind in _KINDS))
+    return next(filter(None, kinds), free)
 
 
 def imports(source: str) -> list[tuple[str, str]]:

@@ -233,7 +233,7 @@ class TestsLink(Link):
         self._is_provoked = False
 
     def start_program(self) -> list[str]:
-        """The builtins that it redefines."""
+        """The usual names and builtins that it binds."""
         self._connection.send_bytes(b"")
         return [str(name) for name in self.await_answer()]
 
@@ -271,25 +271,16 @@ class TestsLink(Link):
 
 
 class ProgramNames(dict):
-    """The tests' global names: their own, then the interpreter's, then the program's.
+    """The tests' global names: their own and `known` ones, then builtins, then the program's."""
 
-    Tests see only the redefined builtin that they test, `tested`; all others are Python's.
-    `python` are what tests mean by names, unless the program has data of that name.
-    """
-
-    def __init__(self, link: TestsLink, tested: str | None, python: Mapping[str, Any]):
-        super().__init__(__name__="__main__", __builtins__=builtins)
+    def __init__(self, link: TestsLink, known: Mapping[str, Any]):
+        super().__init__(known, __name__="__main__", __builtins__=builtins)
         self._link = link
-        self._tested = tested
-        self._python = python
 
     def __missing__(self, name: str) -> Any:
-        if hasattr(builtins, name) and name != self._tested:
+        if hasattr(builtins, name):
             raise KeyError(name)
-        value = self._link.request("name", name)  # KeyError if the program has no such name
-        meant = self._python.get(name, value)
-        is_data = not (callable(value) or isinstance(meant, float))  # inf and pi
-        return value if is_data else meant
+        return self._link.request("name", name)  # KeyError if the program has no such name
 
 
 class ProgramModule(ModuleType):

@@ -234,6 +234,19 @@ class RewardWorkers(Workers):
             outcome = await self._run(job)
         return self._result(job, outcome).score
 
+    @property
+    def has_idle(self) -> bool:
+        """Whether a worker has no job, and none waits for it."""
+        return self._supervisor is not None and self._supervisor.num_jobs < self._num_workers
+
+    async def probe(self, prompt: Prompt, reply: str) -> Score | None:
+        """A score that nobody waits for: counted nowhere, not tried again, None if it failed."""
+        job = Job(prompt, reply=reply)
+        payload = pickle.dumps((pickle.dumps(prompt), reply))
+        inbox = Inbox(asyncio.get_running_loop())
+        outcome = await job.run_once(self._supervisor, payload, inbox)
+        return outcome.score if isinstance(outcome, Ending) else None
+
     def __enter__(self) -> Self:
         super().__enter__()
         if self._awaited:

@@ -100,7 +100,7 @@ def _compare_choice(answer: str, letter: str) -> Verdict:
 
 def _without_bases(answer: str, truth: str) -> tuple[str, str]:
     """Read 43_5 as 43 if the other answer names no base or the same one."""
-    pattern = r"(\d+)\s*_\s*\{?\s*(\d+)\s*\}?"
+    pattern = r"([0-9]+)\s*_\s*\{?\s*([0-9]+)\s*\}?"
     a, b = re.fullmatch(pattern, answer), re.fullmatch(pattern, truth)
     if a and b:
         return (answer, truth) if int(a[2]) != int(b[2]) else (a[1], b[1])

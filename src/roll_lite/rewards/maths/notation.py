@@ -13,9 +13,9 @@ MAX_TOKENS = 250
 SET_OPEN, SET_CLOSE, UNION = "⦃", "⦄", "∪"
 
 _DIGIT_GROUPS = re.compile(
-    r"(?<=\d)(?:\{,\}|,\\! ?|\\[,;:! ]|~|\u2009|\u202f|\u00a0)(?=\d{3}(?!\d))"
+    r"(?<=[0-9])(?:\{,\}|,\\! ?|\\[,;:! ]|~|\u2009|\u202f|\u00a0)(?=[0-9]{3}(?![0-9]))"
 )
-_SPACED_GROUPS = re.compile(r"(?<![\w.,/^}])\d{1,3}(?: \d{3})+(?![\d/]| \d)")
+_SPACED_GROUPS = re.compile(r"(?<![\w.,/^}])[0-9]{1,3}(?: [0-9]{3})+(?![0-9/]| [0-9])")
 _WRAPPER = re.compile(
     r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|mbox|hbox|boxed|fbox|"
     r"operatorname|boldsymbol|bm|mathcal|emph)\s*\*?\s*\{([^{}]*)\}"
@@ -59,9 +59,9 @@ _NUMBER_WORDS = _NUMBERS.split()
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _OPERATIONS = {"plus": "+", "minus": "-", "times": "*", "divided by": "/", "over": "/"}
 _POWERS = {"squared": "^2", "cubed": "^3"} | {word: f"*10^{n}" for word, n in SCALES.items()}
-_OPERATION = re.compile(rf"(?<=\d) ({'|'.join(_OPERATIONS)})(?= -?\d)")
-_POWER = re.compile(rf"(?<=\d) ?({'|'.join(_POWERS)})(?![A-Za-z])")
-_CHOOSE = re.compile(r"(\d+) choose (\d+)")
+_OPERATION = re.compile(rf"(?<=[0-9]) ({'|'.join(_OPERATIONS)})(?= -?[0-9])")
+_POWER = re.compile(rf"(?<=[0-9]) ?({'|'.join(_POWERS)})(?![A-Za-z])")
+_CHOOSE = re.compile(r"([0-9]+) choose ([0-9]+)")
 _UNITS = {
     "mm": "millimeter millimeters millimetre millimetres",
     "cm": "centimeter centimeters centimetre centimetres",
@@ -117,7 +117,7 @@ _DOUBLED = re.compile(  # as in text that was escaped for JSON
 _CONSTANT_WORDS = {"pi": "pi", "infinity": "∞", "inf": "∞", "oo": "∞", "Infinity": "∞"}
 _PHRASE = re.compile(r" +[A-Za-z]{4,}")  # after a short word: the word is not a product of letters
 _TOKEN = re.compile(
-    r"\s*(?:(?P<number>(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?![\d.]))?)"
+    r"\s*(?:(?P<number>(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]+(?![0-9.]))?)"
     rf"|(?P<command>\\[A-Za-z]+)|(?P<word>[A-Za-z]+)|(?P<symbol>[^\s\w\\]|[_{SET_OPEN}{SET_CLOSE}]))"
 )
 
@@ -181,7 +181,9 @@ def readings(text: str) -> list[str]:
 
 def _join_digits(text: str) -> str:
     return re.sub(
-        r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", lambda match: match[0].replace(",", ""), text
+        r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])",
+        lambda match: match[0].replace(",", ""),
+        text,
     )
 
 

@@ -32,14 +32,16 @@ _STATED = re.compile(r"####|\banswer\b\**(?:\s+is\b|\s*[:=])[\s:=*]*(?:\\\(|\\\[
 _END_OF_SENTENCE = re.compile(r"[.!?](?=\s|\*|$)|\n")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _CUT_OFF = re.compile(rf"<think>|<answer>|{_BOX.pattern}")
-_DIGITS = r"\d+(?:(?:,|\{,\}|\\,|,\\! ?)\d{3}(?!\d))*(?:\.\d+)?"
+_DIGITS = r"[0-9]+(?:(?:,|\{,\}|\\,|,\\! ?)[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?"
 _NUMBER = re.compile(
-    rf"(?:(?<![\w.)}}])-)?(?:\\[dt]?frac\{{-?\d+\}}\{{-?\d+\}}|{_DIGITS}(?:/\d+|\\?%)?|\.\d+)"
+    rf"(?:(?<![\w.)}}])-)?"
+    rf"(?:\\[dt]?frac\{{-?[0-9]+\}}\{{-?[0-9]+\}}|{_DIGITS}(?:/[0-9]+|\\?%)?|\.[0-9]+)"
     rf"(?: (?:{'|'.join(SCALES)})\b)?"
 )
-_PLAIN_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-_DIGIT = re.compile(r"\d")
+_PLAIN_NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
+_DIGIT = re.compile(r"[0-9]")
 _LATEX = re.compile(r"\\[A-Za-z]")
+_TEXTS = re.compile(r"\\text\w*\s*\{\s*([^{}]*?)\s*\}")
 _LONGEST_SHOWN = 80
 """Characters of an answer that the reason of a score names."""
 _LONGEST_LINE = 100
@@ -153,8 +155,17 @@ def _send_verdict(sender: Connection, answer: str, truth: str) -> None:
 def _ask_math_verify(answer: str, truth: str) -> bool:
     import math_verify  # an optional package
 
+    if _TEXTS.findall(answer) != _TEXTS.findall(truth):  # it reads past some of them
+        return False
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # not to warn of "no time limit"
-    sides = [math_verify.parse(rf"\boxed{{{text}}}", parsing_timeout=0) for text in (truth, answer)]
+    # The whole box: by default, if that cannot be read, the last number in it is the answer.
+    whole = math_verify.LatexExtractionConfig(
+        boxed_match_priority=0, try_extract_without_anchor=False
+    )
+    sides = [
+        math_verify.parse(rf"\boxed{{{text}}}", [whole], parsing_timeout=0)
+        for text in (truth, answer)
+    ]
     return all(sides) and math_verify.verify(*sides, timeout_seconds=0)
 
 
