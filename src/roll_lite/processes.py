@@ -16,7 +16,6 @@ from typing import NamedTuple
 STOPPED = "T"
 """State of a process after SIGSTOP. A process that a debugger holds has the state t."""
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -114,17 +113,20 @@ def children_of(pid: int, proc: int | None = None) -> list[int]:
 def memory_of(pids: Collection[int], limit: int, proc: int) -> int:
     """Bytes that processes and their descendants use; `proc` is a descriptor of /proc.
 
+    Page tables count: a page that was only read takes none of its own, but up to three of them.
     Above the limit, pages that they share count once, which takes longer to find out. Where the
     kernel does not tell (not everyone may inspect every process), they count for each process.
     """
     found = [each for pid in pids for each in _with_descendants(pid, proc)]
-    used = [_resident_bytes(pid, proc) for pid in found]
-    if sum(used) > limit:
-        used = [
-            _proportional_bytes(pid, proc) or bytes_used
-            for pid, bytes_used in zip(found, used, strict=True)
-        ]
-    return sum(used)
+    used = [_bytes_used(pid, proc) for pid in found]
+    in_pages = sum(pages for pages, _ in used)
+    in_tables = sum(tables for _, tables in used)
+    if in_pages + in_tables > limit:
+        in_pages = sum(
+            _proportional_bytes(pid, proc) or pages
+            for pid, (pages, _) in zip(found, used, strict=True)
+        )
+    return in_pages + in_tables
 
 
 def num_tasks_of(uid: int) -> int:
@@ -147,10 +149,12 @@ def _with_descendants(pid: int, proc: int) -> list[int]:
     return found
 
 
-def _resident_bytes(pid: int, proc: int) -> int:
+def _bytes_used(pid: int, proc: int) -> tuple[int, int]:
+    """Of pages in memory, and of the tables of pages."""
     with suppress(OSError):
-        return int(read_proc(pid, "statm", proc).split()[1]) * _PAGE_BYTES
-    return 0
+        status = read_proc(pid, "status", proc)
+        return _number(status, b"VmRSS:") << 10, _number(status, b"VmPTE:") << 10
+    return 0, 0
 
 
 def _proportional_bytes(pid: int, proc: int) -> int:

@@ -137,6 +137,27 @@ def test_writing_outside(full, tmp_path):
             path.unlink(missing_ok=True)
 
 
+def test_the_times_of_devices_stay(full):
+    """The machine's devices can be read and written, not changed."""
+    program = """
+        import os
+        for name in ("null", "zero", "random", "urandom"):
+            for times in (None, (1, 1)):
+                try:
+                    os.utime(f"/dev/{name}", times)
+                    print("changed", name)
+                except OSError:
+                    pass
+        print(os.open("/dev/null", os.O_RDWR | os.O_CREAT | os.O_TRUNC) > 0, os.urandom(3) != b"")
+        print(open("/dev/null", "w").write("x"), open("/dev/zero", "rb").read(1))
+    """
+    before = os.stat("/dev/null")
+    outcome = full.run(dedent(program))
+    assert outcome.stdout == "True True\n1 b'\\x00'\n", outcome
+    after = os.stat("/dev/null")
+    assert (after.st_mtime_ns, after.st_atime_ns) == (before.st_mtime_ns, before.st_atime_ns)
+
+
 def test_shared_memory_is_ones_own(full):
     path = f"/dev/shm/written-{os.getpid()}"
     assert full.run(f"open({path!r}, 'w')").kind == "ok"
