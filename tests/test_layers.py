@@ -38,7 +38,7 @@ ALLOWED = {("sync", "train")}
 LINES = {  # of Python in a package, at most; "." is the files beside the packages
     ".": 5700, "cluster": 2750, "data": 1000, "engine": 2700, "envs": 2250, "kernels": 750,
     "models": 2850, "planning": 1350, "report": 2050, "rewards": 3350, "rollout": 2900,
-    "sandbox": 2150, "train": 4500, "workers": 2450,
+    "sandbox": 2300, "train": 4500, "workers": 2450,
 }  # fmt: skip
 SLACK = 100
 TORCH_FREE = (
