@@ -220,7 +220,7 @@ def test_no_other_request_ends_the_iterations_of_tests(sandbox):
             __str__ = __bool__ = __enter__ = __contains__ = __round__ = end
         e = Ends()
     """
-    for use in "e.x e[0] len(e) e==e e+e abs(e) list(e) str(e) (3)in(e)".split():
+    for use in ["e.x", "e[0]", "len(e)", "e == e", "e + e", "abs(e)", "list(e)", "str(e)"]:
         tests = f"assert list(map(lambda x: {use}, [1, 2])) == []"
         outcome = sandbox.run(dedent(program), tests=tests)
         assert outcome.kind == "error" and "RuntimeError" in outcome.stderr, (use, outcome)
