@@ -233,6 +233,44 @@ def test_limits_cannot_be_raised(sandbox):
     assert outcome.kind == "ok", outcome.stderr
 
 
+def test_no_core_is_dumped(sandbox):
+    """Where a program of the machine takes dumps, a limit of 0 does not keep it from that."""
+    program = """
+        import resource
+        assert resource.getrlimit(resource.RLIMIT_CORE) == (1, 1)
+        try:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 1))
+        except (OSError, ValueError):
+            print("stays")
+    """
+    outcome = sandbox.run(dedent(program))
+    assert outcome.stdout == "stays\n", outcome.stderr
+
+
+@pytest.mark.parametrize("isolation", ["full", "rlimits"])
+def test_programs_do_not_run_before_others(request, isolation):
+    """Even where users may, as on machines for MPI: the monitor could not stop such a program."""
+    request.getfixturevalue(isolation)
+    script = f"""
+        import resource
+        from roll_lite.sandbox.sandbox import Sandbox
+        try:
+            resource.setrlimit(resource.RLIMIT_RTPRIO, (50, 50))
+            resource.setrlimit(resource.RLIMIT_NICE, (40, 40))
+        except ValueError:
+            print("skip")
+        else:
+            with Sandbox({isolation!r}) as sandbox:
+                program = "import os\\nos.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))"
+                print(sandbox.run(program).stderr)
+                print(sandbox.run("import os\\nos.nice(-1)").stderr)
+    """
+    done = run_script(script)
+    if done.stdout == "skip\n":
+        pytest.skip("this user may not raise its limits")
+    assert done.stdout.count("PermissionError") == 2, done
+
+
 def test_programs_can_be_terminated(sandbox):
     """A program has the signals of a new process, whatever its sandbox ignores."""
     source = "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nprint('goes on')"

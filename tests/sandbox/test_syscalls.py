@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import resource
 import socket
 import struct
 from pathlib import Path
@@ -19,7 +20,7 @@ HEADERS = (
     "/usr/include/asm/unistd_64.h",
     "/usr/include/asm-generic/unistd.h",
 )
-EXAMINED = {"mmap", "clone", "setsockopt", "socket", "socketpair"}
+EXAMINED = {"mmap", "clone", "prlimit64", "setrlimit", "setsockopt", "socket", "socketpair"}
 
 
 def test_numbers_are_those_of_the_kernels_headers():
@@ -39,9 +40,10 @@ def test_numbers_are_those_of_the_kernels_headers():
 
 def run_filter(machine: str, call: int, arguments: tuple[int, ...], architecture: int) -> int:
     """What the filter answers: a second implementation of the instructions that it uses."""
-    data = {0: call, 4: architecture} | {
-        16 + 8 * i: a & 0xFFFFFFFF for i, a in enumerate(arguments)
-    }
+    data = {0: call, 4: architecture}
+    for index, argument in enumerate(arguments):
+        data[16 + 8 * index] = argument & 0xFFFFFFFF
+        data[20 + 8 * index] = argument >> 32
     program, at, value = filter_for(machine), 0, 0
     while True:
         code = int.from_bytes(program[8 * at : 8 * at + 2], "little")
@@ -102,6 +104,12 @@ def test_the_filter(machine):
     assert answer("clone", 0x3D0F00) == ALLOW  # a thread
     assert answer("mmap", 0, 4096, 3, 0x22) == answer("mmap", 0, 4096, 3, 1) == ALLOW
     assert answer("mmap", 0, 4096, 3, 0x21) == EPERM
+    assert answer("mmap", 0, 4096, 3, 0x40022) == EPERM  # huge pages
+    for pointer in (1, 1 << 32, (1 << 47) - 8):
+        assert answer("prlimit64", 0, resource.RLIMIT_CORE, pointer) == EPERM
+        assert answer("prlimit64", 0, resource.RLIMIT_AS, pointer) == ALLOW
+    assert answer("prlimit64", 0, resource.RLIMIT_CORE, 0) == ALLOW
+    assert answer("setrlimit", resource.RLIMIT_CORE) == EPERM
     for option, is_large in [
         *((getattr(socket, name), False) for name in ("SO_REUSEADDR", "SO_KEEPALIVE", "SO_LINGER")),
         *((getattr(socket, name), True) for name in ("SO_SNDBUF", "SO_RCVBUF")),
@@ -282,6 +290,26 @@ COUNTED = {
         time.sleep(1)
     """,
 }
+
+
+def test_memory_of_processes_whose_first_thread_has_ended_counts(sandbox):
+    """To ask such a process is not enough."""
+    program = """
+        import ctypes, os, threading, time
+        def hold():
+            time.sleep(0.5)  # until the first thread has ended
+            kept.append(b"x" * (30 << 20))
+            time.sleep(600)
+        kept = []
+        for _ in range(6):
+            if os.fork() == 0:
+                threading.Thread(target=hold).start()
+                ctypes.CDLL(None).syscall(EXIT, 0)
+        time.sleep(5)
+    """
+    number = {"x86_64": "60", "aarch64": "93"}[platform.machine()]
+    outcome = sandbox.run(dedent(program).replace("EXIT", number), limits=SMALL)
+    assert outcome.kind == "memory", outcome.stderr
 
 
 @pytest.mark.parametrize("name", COUNTED)

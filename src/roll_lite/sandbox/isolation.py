@@ -237,7 +237,9 @@ def _set_limits(limits: Limits, *, max_tasks: int) -> None:
         (resource.RLIMIT_NPROC, max_tasks),
         (resource.RLIMIT_NOFILE, limits.open_files),
         (resource.RLIMIT_SIGPENDING, _MAX_SIGNALS),
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_RTPRIO, 0),  # a real-time program would keep its monitor from running
+        (resource.RLIMIT_NICE, 0),
+        (resource.RLIMIT_CORE, 1),  # with 0 the kernel would still hand a dump to a program
     ):
         _, most = resource.getrlimit(what)
         bound = bound if most == resource.RLIM_INFINITY else min(bound, most)

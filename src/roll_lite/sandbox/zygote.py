@@ -293,8 +293,7 @@ class Monitor:
         limit = limits.memory_mib << 20
         # Twice: where processes end during a look, pages that they shared count more than once.
         is_broken = all(self._isolation.memory(pids, limit) > limit for _ in range(2))
-        # A look at many large processes takes long itself, in which a program can use more
-        self._next_look = now + max(_MEMORY_EVERY, 2 * (time.monotonic() - now))
+        self._next_look = time.monotonic() + _MEMORY_EVERY  # a look at large processes takes long
         return "memory" if is_broken else None
 
     def _take(self, descriptor: int) -> bool:
