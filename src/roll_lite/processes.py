@@ -22,7 +22,6 @@ _LOOK_SECONDS = 0.5
 _PAUSE_SECONDS = 5.0
 """A process that did not look for so long was stopped itself, perhaps with all others."""
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -105,32 +104,38 @@ def all_pids() -> list[int]:
 def children_of(pid: int, proc: int | None = None) -> list[int]:
     """Children of all threads of a process; none if it has ended."""
     children = []
-    with suppress(OSError):  # the process has ended
-        path = f"{pid}/task" if proc is not None else f"/proc/{pid}/task"
-        tasks = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
-        try:
-            for task in os.listdir(tasks):
-                with suppress(OSError):  # the thread has ended, or the kernel has no such file
-                    children += map(int, read_proc(task, "children", tasks).split())
-        finally:
-            os.close(tasks)
+    for thread in _threads(pid, proc):
+        with suppress(OSError):  # the thread has ended, or the kernel has no such file
+            children += map(int, read_proc(pid, f"task/{thread}/children", proc).split())
     return children
+
+
+def _threads(pid: int, proc: int | None) -> list[int]:
+    """None if the process has ended."""
+    path = f"{pid}/task" if proc is not None else f"/proc/{pid}/task"
+    with suppress(OSError):
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
+        try:
+            return [int(name) for name in os.listdir(folder)]
+        finally:
+            os.close(folder)
+    return []
 
 
 def memory_of(pids: Collection[int], limit: int, proc: int) -> int:
     """Bytes that processes and their descendants use; `proc` is a descriptor of /proc.
 
+    Page tables count: a page that was only read takes none of its own, but up to three of them.
     Above the limit, pages that they share count once, which takes longer to find out. Where the
     kernel does not tell (not everyone may inspect every process), they count for each process.
     """
     found = [each for pid in pids for each in _with_descendants(pid, proc)]
-    used = [_resident_bytes(pid, proc) for pid in found]
-    if sum(used) > limit:
-        used = [
-            _proportional_bytes(pid, proc) or bytes_used
-            for pid, bytes_used in zip(found, used, strict=True)
-        ]
-    return sum(used)
+    used = [_memory_use(pid, proc) for pid in found]
+    in_pages = sum(use.pages for use in used)
+    in_tables = sum(use.tables for use in used)
+    if in_pages + in_tables > limit:
+        in_pages = sum(_proportional_bytes(use.thread, proc) or use.pages for use in used)
+    return in_pages + in_tables
 
 
 def num_tasks_of(uid: int) -> int:
@@ -153,16 +158,29 @@ def _with_descendants(pid: int, proc: int) -> list[int]:
     return found
 
 
-def _resident_bytes(pid: int, proc: int) -> int:
-    with suppress(OSError):
-        return int(read_proc(pid, "statm", proc).split()[1]) * _PAGE_BYTES
-    return 0
+class _MemoryUse(NamedTuple):
+    thread: int
+    """One that has not ended."""
+    pages: int
+    """Bytes in memory."""
+    tables: int
+    """Bytes of the tables of pages."""
 
 
-def _proportional_bytes(pid: int, proc: int) -> int:
+def _memory_use(pid: int, proc: int) -> _MemoryUse:
+    """Of a thread that tells: a process goes on when its first thread has ended."""
+    for thread in (pid, *_threads(pid, proc)):
+        with suppress(OSError):
+            status = read_proc(thread, "status", proc)
+            if pages := _number(status, b"VmRSS:"):
+                return _MemoryUse(thread, pages << 10, _number(status, b"VmPTE:") << 10)
+    return _MemoryUse(pid, 0, 0)
+
+
+def _proportional_bytes(thread: int, proc: int) -> int:
     """Shared pages divided by the number of processes that share them."""
     with suppress(OSError):
-        return _number(read_proc(pid, "smaps_rollup", proc), b"Pss:") << 10
+        return _number(read_proc(thread, "smaps_rollup", proc), b"Pss:") << 10
     return 0
 
 

@@ -137,6 +137,27 @@ def test_writing_outside(full, tmp_path):
             path.unlink(missing_ok=True)
 
 
+def test_the_times_of_devices_stay(full):
+    """The machine's devices can be read and written, not changed."""
+    program = """
+        import os
+        for name in ("null", "zero", "random", "urandom"):
+            for times in (None, (1, 1)):
+                try:
+                    os.utime(f"/dev/{name}", times)
+                    print("changed", name)
+                except OSError:
+                    pass
+        print(os.open("/dev/null", os.O_RDWR | os.O_CREAT | os.O_TRUNC) > 0, os.urandom(3) != b"")
+        print(open("/dev/null", "w").write("x"), open("/dev/zero", "rb").read(1))
+    """
+    before = os.stat("/dev/null")
+    outcome = full.run(dedent(program))
+    assert outcome.stdout == "True True\n1 b'\\x00'\n", outcome
+    after = os.stat("/dev/null")
+    assert (after.st_mtime_ns, after.st_atime_ns) == (before.st_mtime_ns, before.st_atime_ns)
+
+
 def test_shared_memory_is_ones_own(full):
     path = f"/dev/shm/written-{os.getpid()}"
     assert full.run(f"open({path!r}, 'w')").kind == "ok"
@@ -210,6 +231,44 @@ def test_limits_cannot_be_raised(sandbox):
     """
     outcome = sandbox.run(dedent(program))
     assert outcome.kind == "ok", outcome.stderr
+
+
+def test_no_core_is_dumped(sandbox):
+    """Where a program of the machine takes dumps, a limit of 0 does not keep it from that."""
+    program = """
+        import resource
+        assert resource.getrlimit(resource.RLIMIT_CORE) == (1, 1)
+        try:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 1))
+        except (OSError, ValueError):
+            print("stays")
+    """
+    outcome = sandbox.run(dedent(program))
+    assert outcome.stdout == "stays\n", outcome.stderr
+
+
+@pytest.mark.parametrize("isolation", ["full", "rlimits"])
+def test_programs_do_not_run_before_others(request, isolation):
+    """Even where users may, as on machines for MPI: the monitor could not stop such a program."""
+    request.getfixturevalue(isolation)
+    script = f"""
+        import resource
+        from roll_lite.sandbox.sandbox import Sandbox
+        try:
+            resource.setrlimit(resource.RLIMIT_RTPRIO, (50, 50))
+            resource.setrlimit(resource.RLIMIT_NICE, (40, 40))
+        except ValueError:
+            print("skip")
+        else:
+            with Sandbox({isolation!r}) as sandbox:
+                program = "import os\\nos.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))"
+                print(sandbox.run(program).stderr)
+                print(sandbox.run("import os\\nos.nice(-1)").stderr)
+    """
+    done = run_script(script)
+    if done.stdout == "skip\n":
+        pytest.skip("this user may not raise its limits")
+    assert done.stdout.count("PermissionError") == 2, done
 
 
 def test_programs_can_be_terminated(sandbox):

@@ -29,6 +29,7 @@ def sandbox(request):
         b"\x00\xff", bytearray(b"x"), 2 + 3j, range(1, 9, 2), Decimal("1.10"), Fraction(1, 3),
         [], [[1], ["list", [2]]], (), (1, (2,)), {1, 2}, frozenset({(1, 2)}), deque([1]),
         {"a": {1: None}, (1, 2): [3]}, Counter("aab"), OrderedDict(b=1, a=2),
+        {"a": 1, "b": [2]}.keys(), {1: {2}, (3,): 4}.items(),
         datetime(2024, 2, 29, 12, 30), date(2024, 2, 29), timedelta(days=1, microseconds=3),
     ],
     ids=repr,
@@ -67,6 +68,7 @@ PROGRAM = """
     import math
     import re as regular
     from collections import Counter, namedtuple
+    from collections.abc import Callable, Iterator, Sized
     from contextlib import contextmanager
     from dataclasses import dataclass
     from math import sqrt
@@ -123,6 +125,13 @@ PROGRAM = """
     def twice(value): return value * 2
     def kind(value, type): return isinstance(value, type)
 
+    def total(values): return sum(values)
+    def first(values, number): return [value for value, _ in zip(values, range(number))]
+    def same(value): return value
+    def evens(values): return (value for value in values if value % 2 == 0)
+    def keys(table): return table.keys()
+    def kinds(values): return [isinstance(values, kind) for kind in (Iterator, Sized, Callable)]
+
     @contextmanager
     def opened():
         yield "inside"
@@ -163,6 +172,22 @@ HONEST = [
     "try:\n    from solution import absent\nexcept ImportError:\n    pass\nelse:\n    assert False",
     "def test_twice():\n    assert twice(2) == 4\nclass TestLimit:\n"
     "    def test_limit(self):\n        assert LIMIT == 7",
+    "assert total(iter([1, 2])) == total(map(int, '12')) == total({1: 'a', 2: 'b'}.keys()) == 3",
+    "assert total({5: 1, 6: 2}.values()) == 3 and same({1: 2}.items()) == {(1, 2)}",
+    "assert keys({1: 2, 3: 4}) == {1, 3} and list(keys({3: 4})) == [3] and keys({}) != [3]",
+    "import itertools\nassert first(itertools.count(5), 2) == [5, 6]",
+    "assert first(filter(None, [5, 0, 6]), 9) == [5, 6]",
+    "numbers = (x * x for x in [1, 2, 3, 4])\nassert first(numbers, 2) == [1, 4] == [1, 4]\n"
+    "assert next(numbers) == 16",
+    "numbers = iter([1, 2, 3])\nassert same(numbers) is numbers and next(same(numbers)) == 1",
+    "numbers = evens(iter(range(5)))\nassert next(numbers) == 0 and list(numbers) == [2, 4]",
+    "assert kinds(zip('ab', [1, 2])) == [True, False, False]",
+    "assert same([iter([1]), 2])[1] == 2 and total(enumerate([])) == 0",
+    "def fail():\n    yield 1\n    raise KeyError('mine')\n"
+    "assert safely(lambda: total(fail())) == 'caught mine'",
+    "assert [total(pair) for pair in zip([1, 2], map(twice, [3, 4]))] == [7, 10]",
+    "numbers = evens([2])\nassert next(numbers) == 2\ntry:\n    next(numbers)\n"
+    "except StopIteration:\n    pass\nelse:\n    assert False",
     "try:\n    undefined_name\nexcept NameError:\n    pass\nelse:\n    assert False",
 ]
 

@@ -216,6 +216,24 @@ def test_daemons_end_with_the_program(sandbox, ending):
     assert sandbox_processes() <= before
 
 
+@pytest.mark.parametrize(
+    "name", [b"\xff", b"\rVmRSS: x", b"\rVmRSS: 0 kB", b"x\nVmRSS: 0 kB", b"a) R 1 (b) Z 1"]
+)
+def test_a_name_hides_nothing(sandbox, name):
+    """Neither memory nor a daemon; and a wrong answer is none of the sandbox's failures."""
+    before = sandbox_processes()
+    named = f"import ctypes, time\nctypes.CDLL(None).prctl(15, {name!r}, 0, 0, 0)\n"
+    tests = "assert f(2) == 4"
+    wrong = sandbox.run(f"{named}{dedent(DAEMON)}def f(x): time.sleep(0.2)", tests=tests)
+    assert wrong.kind == "error" and "AssertionError" in wrong.stderr
+    large = "for _ in range(3):\n    if os.fork() == 0: break\nx = b'x' * (80 << 20)\n"
+    limits = Limits(memory_mib=192, seconds=60)
+    held = sandbox.run(f"{named}import os\n{large}time.sleep(600)", limits=limits)
+    assert held.kind == "memory"
+    assert sandbox.run(f"{named}print('end')").stdout == "end\n"
+    assert sandbox_processes() <= before
+
+
 def test_zombies_are_gone(sandbox):
     before = sandbox_processes()
     program = "import os\nfor _ in range(5):\n    if os.fork() == 0: os._exit(0)\nprint('end')"

@@ -130,6 +130,151 @@ def test_usual_names_beside_the_programs_are_pythons_own(sandbox, lie, test):
     assert sandbox.run(honest + value, tests=f"assert {test}").kind == "ok"
 
 
+POSING = "from collections import namedtuple\n{0} = namedtuple('M', '{1}')(lambda *a, **k: {2})\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "test"),
+    [
+        ("math", "isclose", "math.isclose(f(2), 1.41, abs_tol=0.1)"),
+        ("operator", "eq", "operator.eq(f(2), 1.41)"),
+        ("re", "fullmatch", "re.fullmatch('a+', f(2))"),
+    ],
+)
+def test_data_cannot_pass_for_a_module(sandbox, name, field, test):
+    """A named tuple of the program has attributes, which may be functions."""
+    program = POSING.format(name, field, "True") + "def f(x): return 0"
+    assert sandbox.run(program, tests=f"assert {test}").kind == "error"
+
+
+def test_a_class_of_usual_things_cannot_be_posed_as(sandbox):
+    posing = POSING.format("chain", "from_iterable", "[1, 2]") + "def f(x): return 0"
+    tests = "assert list(chain.from_iterable(f(2))) == [1, 2]"
+    assert sandbox.run(posing, tests=tests).kind == "error"
+
+
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        ("string = 'abc'", "assert string.upper() == 'ABC' and string == 'abc'"),
+        ("copy = [1]", "assert copy.copy() == [1]"),
+        (
+            "from collections import namedtuple\ntime = namedtuple('T', 'h m')(1, 2)",
+            "assert time.h == 1 and time == (1, 2)",
+        ),
+        ("count = namedtuple('Count', 'a b')(1, 2)", "assert count.b == 2"),
+    ],
+)
+def test_data_that_is_named_as_a_module_is_the_programs(sandbox, program, tests):
+    outcome = sandbox.run(program, tests=tests)
+    assert outcome.kind == "ok", outcome.stderr
+
+
+ENDS = {
+    "raises it": "def f(x): raise StopIteration",
+    "raises one of its own": "class E(StopIteration): pass\ndef f(x): raise E(4)",
+    "has one by another name": "E = type('ValueError', (StopIteration,), {})\ndef f(x): raise E",
+    "asks an iterator": "def f(x): return next(iter([]))",
+    "cannot be asked": "class F:\n    def __call__(self, x): raise StopIteration\nf = F()",
+    "raises the one of coroutines": "def f(x): raise StopAsyncIteration",
+}
+ITERATIONS = [
+    "assert all(map(lambda x: f(x) == x * x, [1, 2, 3]))",
+    "assert all(a == b for a, b in zip(map(f, [1, 2]), [1, 4]))",
+    "for x in filter(lambda x: f(x) != x * x, [1, 2]):\n    assert False",
+    "class Cases:\n    def __iter__(self): return self\n    def __next__(self): return f(3)\n"
+    "for y in Cases():\n    assert y == 9\n    break",
+    "import solution\nassert all(map(lambda x: solution.f(x) == x * x, [1, 2, 3]))",
+]
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_program_does_not_end_the_iterations_of_tests(sandbox, name):
+    for tests in ITERATIONS:
+        assert sandbox.run(ENDS[name], tests=tests).kind == "error", tests
+        assert sandbox.run(SQUARE, tests=tests).kind == "ok", tests
+
+
+def test_a_program_does_not_end_asynchronous_iterations(full):
+    tests = """
+        import asyncio
+        class Cases:
+            def __aiter__(self): return self
+            async def __anext__(self): return f(3)
+        async def test():
+            async for y in Cases():
+                assert y == 9
+                break
+        asyncio.run(test())
+    """
+    program = "def f(x): raise StopAsyncIteration"
+    assert full.run(program, tests=dedent(tests)).kind == "error"
+    assert full.run(SQUARE, tests=dedent(tests)).kind == "ok"
+
+
+def test_no_other_request_ends_the_iterations_of_tests(sandbox):
+    program = """
+        class Ends:
+            def end(self, *_): raise StopIteration
+            __getattr__ = __getitem__ = __len__ = __eq__ = __add__ = __abs__ = __iter__ = end
+            __str__ = __bool__ = __enter__ = __contains__ = __round__ = end
+        e = Ends()
+    """
+    for use in ["e.x", "e[0]", "len(e)", "e == e", "e + e", "abs(e)", "list(e)", "str(e)"]:
+        tests = f"assert list(map(lambda x: {use}, [1, 2])) == []"
+        outcome = sandbox.run(dedent(program), tests=tests)
+        assert outcome.kind == "error" and "RuntimeError" in outcome.stderr, (use, outcome)
+
+
+HANDED = ["iter([1])", "map(str, [1])", "(x for x in 'a')", "{1: 2}.keys()", "{1: 2}.values()"]
+
+
+@pytest.mark.parametrize("handed", HANDED)
+def test_a_wrong_answer_that_is_handed_an_iterator_is_wrong(sandbox, handed):
+    """Where the right answer is a list, which takes it in the tests' own process."""
+    tests = f"result = f(3)\nresult.extend({handed})\nassert len(result) == 2"
+    assert sandbox.run("def f(x): return [x]", tests=tests).kind == "ok"
+    for wrong in ("class R: pass", "class R:\n    def extend(self, x): pass"):
+        assert sandbox.run(f"{wrong}\ndef f(x): return R()", tests=tests).kind == "error"
+
+
+def test_an_iterator_gives_nothing_but_its_items(sandbox):
+    program = """
+        def f(values):
+            link = values.gi_frame.f_locals["self"]
+            remote = values.gi_frame.f_locals["iterator"]
+            got = []
+            for operation, *operands in (
+                ("__call__",), ("__getattr__", "gi_frame"), ("send", 1), ("throw", ValueError),
+                ("__iter__",), ("__str__",), ("__len__",), ("__class__",), ("close",),
+            ):
+                try:
+                    got.append((operation, link.request(operation, remote, *operands)))
+                except Exception:
+                    pass
+            try:
+                got.append(("function", link.request("__next__", check)))
+            except TypeError:
+                pass
+            return [*got, *values]
+        def hold(function):
+            global check
+            check = function
+    """
+    tests = """
+        expected = 9
+        def numbers():
+            secret = expected
+            yield 1
+            yield 2
+        hold(lambda: 1)
+        result = f(numbers())
+        assert result == [1, 2], result
+    """
+    outcome = sandbox.run(dedent(program), tests=dedent(tests))
+    assert outcome.kind == "ok", outcome.stderr
+
+
 def test_a_program_may_be_asked_for_a_usual_name(sandbox):
     for tests in ("assert gcd(12, 18) == 6", "def check(f): assert f(12, 18) == 6\ncheck(gcd)"):
         assert sandbox.run("def gcd(a, b): return 1", tests=tests).kind == "error"

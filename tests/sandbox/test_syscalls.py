@@ -3,6 +3,9 @@
 import os
 import platform
 import re
+import resource
+import socket
+import struct
 from pathlib import Path
 from textwrap import dedent
 
@@ -17,7 +20,7 @@ HEADERS = (
     "/usr/include/asm/unistd_64.h",
     "/usr/include/asm-generic/unistd.h",
 )
-EXAMINED = {"mmap", "clone", "socket", "socketpair"}
+EXAMINED = {"mmap", "clone", "prlimit64", "setrlimit", "setsockopt", "socket", "socketpair"}
 
 
 def test_numbers_are_those_of_the_kernels_headers():
@@ -29,15 +32,18 @@ def test_numbers_are_those_of_the_kernels_headers():
     known = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text))
     numbers = NUMBERS[platform.machine()]
     newer = {call for call in numbers if call not in known}
-    assert newer <= {"memfd_secret", "process_mrelease", "quotactl_fd", "mount_setattr"}
+    assert newer <= {
+        "memfd_secret", "process_mrelease", "quotactl_fd", "mount_setattr", "setxattrat"
+    }  # fmt: skip
     assert numbers == {call: int(known.get(call, numbers[call])) for call in numbers}
 
 
 def run_filter(machine: str, call: int, arguments: tuple[int, ...], architecture: int) -> int:
     """What the filter answers: a second implementation of the instructions that it uses."""
-    data = {0: call, 4: architecture} | {
-        16 + 8 * i: a & 0xFFFFFFFF for i, a in enumerate(arguments)
-    }
+    data = {0: call, 4: architecture}
+    for index, argument in enumerate(arguments):
+        data[16 + 8 * index] = argument & 0xFFFFFFFF
+        data[20 + 8 * index] = argument >> 32
     program, at, value = filter_for(machine), 0, 0
     while True:
         code = int.from_bytes(program[8 * at : 8 * at + 2], "little")
@@ -57,6 +63,7 @@ def run_filter(machine: str, call: int, arguments: tuple[int, ...], architecture
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 ALLOW, EPERM, ENOSYS, EAFNOSUPPORT = 0x7FFF0000, 0x50001, 0x50026, 0x50061
+EPROTONOSUPPORT = 0x5005D
 
 
 @pytest.mark.parametrize("machine", NUMBERS)
@@ -72,13 +79,17 @@ def test_the_filter(machine):
         expected = EPERM if names and names[0] not in EXAMINED else ALLOW
         if names == ["clone3"]:
             expected = ENOSYS
-        if not names or names[0] not in ("socket", "socketpair"):
+        if not names or names[0] not in ("setsockopt", "socket", "socketpair"):
             assert answer(call) == expected, (call, names)
     assert answer(63, architecture=0x40000003) == EPERM
     assert answer(0x40000000 + 1) == EPERM
     for family in range(50):
         expected = ALLOW if family in (1, 2, 10) else EAFNOSUPPORT
-        assert answer("socket", family) == answer("socketpair", family) == expected
+        kind = 0x80801  # SOCK_STREAM with flags
+        assert answer("socket", family, kind) == answer("socketpair", family, kind) == expected
+    for kind in range(1, 8):
+        assert answer("socketpair", 1, kind) == (ALLOW if kind in (1, 5) else EPROTONOSUPPORT)
+        assert answer("socket", 2, kind) == ALLOW
     for flag in (
         0x80,
         0x20000,
@@ -93,6 +104,24 @@ def test_the_filter(machine):
     assert answer("clone", 0x3D0F00) == ALLOW  # a thread
     assert answer("mmap", 0, 4096, 3, 0x22) == answer("mmap", 0, 4096, 3, 1) == ALLOW
     assert answer("mmap", 0, 4096, 3, 0x21) == EPERM
+    assert answer("mmap", 0, 4096, 3, 0x40022) == EPERM  # huge pages
+    for pointer in (1, 1 << 32, (1 << 47) - 8):
+        assert answer("prlimit64", 0, resource.RLIMIT_CORE, pointer) == EPERM
+        assert answer("prlimit64", 0, resource.RLIMIT_AS, pointer) == ALLOW
+    assert answer("prlimit64", 0, resource.RLIMIT_CORE, 0) == ALLOW
+    assert answer("setrlimit", resource.RLIMIT_CORE) == EPERM
+    for option, is_large in [
+        *((getattr(socket, name), False) for name in ("SO_REUSEADDR", "SO_KEEPALIVE", "SO_LINGER")),
+        *((getattr(socket, name), True) for name in ("SO_SNDBUF", "SO_RCVBUF")),
+        *((option, True) for option in (26, 32, 33, 50, 51, 52)),
+    ]:
+        expected = EPERM if is_large else ALLOW
+        assert answer("setsockopt", 3, socket.SOL_SOCKET, option) == expected
+    assert answer("setsockopt", 3, socket.IPPROTO_TCP, socket.TCP_NODELAY) == ALLOW
+    assert answer("setsockopt", 3, socket.IPPROTO_TCP, 14) == EPERM  # keys for MD5
+    assert answer("setsockopt", 3, socket.IPPROTO_IPV6, socket.IPV6_V6ONLY) == ALLOW
+    for level in (0, 17, 41, 263):
+        assert answer("setsockopt", 3, level, 35) == EPERM
 
 
 def test_calls_are_refused(sandbox):
@@ -203,11 +232,102 @@ HIDDEN = {
 }
 
 
+XATTR = "import os\nos.mkdir('x')\nos.setxattr('x', 'system.posix_acl_access', ACL)"
+ACL = struct.pack("<IHHIHHIHHI", 2, 1, 7, 2**32 - 1, 4, 7, 2**32 - 1, 32, 7, 2**32 - 1)
+HIDDEN |= {
+    "large sockets": (
+        "import socket\na, b = socket.socketpair()\n"
+        "a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)"
+    ),
+    "datagrams of closed sockets": (
+        "import socket\na, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)"
+    ),
+    "datagrams by another name": (
+        "import socket\na, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_RAW)"
+    ),
+    "Landlock rules": (
+        "import ctypes, struct\nif ctypes.CDLL(None).syscall(444, struct.pack('QQ', 0, 3), "
+        "ctypes.c_size_t(16), 0) == -1: raise OSError"
+    ),
+    "inotify": "import ctypes\nif ctypes.CDLL(None).inotify_init() == -1: raise OSError",
+    "epoll": "import select\nselect.epoll()",
+    "lists of access": XATTR.replace("ACL", repr(ACL)),
+}
+
+
 @pytest.mark.parametrize("name", HIDDEN)
 def test_no_memory_is_hidden(full, name):
     """That which a process can hold without it being counted as its own."""
     outcome = full.run(HIDDEN[name])
     assert outcome.kind == "error" and re.search("OSError|PermissionError", outcome.stderr)
+
+
+COUNTED = {
+    "sockets that nobody accepts": """
+        import socket, time
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind("s")
+        listener.listen(4096)
+        for _ in range(1000):
+            sender = socket.socket(socket.AF_UNIX)
+            sender.setblocking(False)
+            sender.connect("s")
+            try:
+                while True:
+                    sender.send(bytes(1 << 15))
+            except BlockingIOError:
+                sender.close()
+        time.sleep(1)
+    """,
+    "tables of pages": """
+        import ctypes, time
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        for number in range(1, 40000):
+            where = ctypes.c_void_p(number << 32)
+            if libc.mmap(where, ctypes.c_size_t(4096), 1, 0x100022, -1, ctypes.c_long(0)) > 0:
+                ctypes.string_at(where.value, 1)
+        time.sleep(1)
+    """,
+}
+
+
+def test_memory_of_processes_whose_first_thread_has_ended_counts(sandbox):
+    """To ask such a process is not enough."""
+    program = """
+        import ctypes, os, threading, time
+        def hold():
+            time.sleep(0.5)  # until the first thread has ended
+            kept.append(b"x" * (30 << 20))
+            time.sleep(600)
+        kept = []
+        for _ in range(6):
+            if os.fork() == 0:
+                threading.Thread(target=hold).start()
+                ctypes.CDLL(None).syscall(EXIT, 0)
+        time.sleep(5)
+    """
+    number = {"x86_64": "60", "aarch64": "93"}[platform.machine()]
+    outcome = sandbox.run(dedent(program).replace("EXIT", number), limits=SMALL)
+    assert outcome.kind == "memory", outcome.stderr
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_memory_of_the_kernel_counts(full, name):
+    outcome = full.run(dedent(COUNTED[name]), limits=SMALL)
+    assert outcome.kind == "memory", outcome.stderr
+
+
+def test_timers_are_few(sandbox):
+    program = """
+        import ctypes
+        libc = ctypes.CDLL(None)
+        timer, number = ctypes.c_void_p(), 0
+        while number < 10000 and libc.timer_create(0, None, ctypes.byref(timer)) == 0:
+            number += 1
+        print(number)
+    """
+    assert int(sandbox.run(dedent(program)).stdout) <= 1024
 
 
 def test_standard_input_cannot_grow(sandbox):

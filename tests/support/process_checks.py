@@ -3,9 +3,10 @@
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from roll_lite.processes import all_pids
+from roll_lite.processes import all_pids, environment_of, read_stat
 from support.paths import SOURCES
 
 
@@ -38,13 +39,13 @@ def _is_of_another_worker(pid: int) -> bool:
     above, here = pid, None
     while above > 1 and above not in (os.getpid(), os.getppid()):
         try:
-            stat = Path(f"/proc/{above}/stat").read_text()
+            parent = read_stat(above).parent
         except OSError:  # it ended meanwhile, and another process adopted its children
             if above == pid:
                 return True  # there is none
             above = pid
             continue
-        above, here = int(stat.rpartition(")")[2].split()[1]), above
+        above, here = parent, above
     return above == os.getppid() and here != os.getpid()
 
 
@@ -59,13 +60,9 @@ def is_running(pid: int) -> bool:
 def child_of_rank(parent: int, rank: int) -> int:
     """The process of a rank, among the children of torchrun."""
     for pid in all_pids():
-        try:
-            with open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/environ") as environ:
-                is_child = int(stat.read().rpartition(")")[2].split()[1]) == parent
-                if is_child and f"\0RANK={rank}\0" in environ.read():
-                    return pid
-        except OSError:  # it has ended
-            continue
+        with suppress(OSError):  # it has ended
+            if read_stat(pid).parent == parent and environment_of(pid).get("RANK") == str(rank):
+                return pid
     raise AssertionError(f"no rank {rank}")
 
 

@@ -27,3 +27,9 @@ def run_script(script: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": SOURCES}
     command = [sys.executable, "-c", dedent(script)]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+
+
+def start_script(script: str) -> subprocess.Popen:
+    """A script that goes on; what it prints can be read from `stdout`."""
+    command = [sys.executable, "-c", dedent(script)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

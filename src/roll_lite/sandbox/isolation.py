@@ -8,6 +8,7 @@ forks the program, and the whole namespace ends with it.
 import math
 import os
 import resource
+import socket
 import stat
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from roll_lite.processes import (
     kill_orphans,
     memory_of,
     num_tasks_of,
+    read_proc,
 )
 from roll_lite.sandbox import kernel
 from roll_lite.sandbox.sandbox import Limits, Terms
@@ -37,6 +39,8 @@ TEMPORARY = "/tmp"
 FOLDERS: dict[Role, str] = {"program": "/program", "tests": "/tests"}
 """The working folder of each process."""
 _MAX_FILES = 4096
+_MAX_SIGNALS = 1024
+"""Timers and signals that wait to be delivered."""
 MAX_DESCRIPTORS = 256
 """The zygote and its copies have no higher descriptors."""
 
@@ -69,6 +73,7 @@ class Namespaces:
         """In the monitor, before it forks."""
         kernel.leave_keyring()
         kernel.unshare("mount", "net", "ipc", "uts")
+        self._socket_bytes = _most_in_a_socket()
         options = f"mode=1777,size={terms.limits.disk_mib}m,nr_inodes={_MAX_FILES}"
         self._folders = [*FOLDERS.values()][: 1 + terms.is_apart]
         for folder in self._folders:
@@ -109,10 +114,14 @@ class Namespaces:
         kernel.restrict_access(readable, [FOLDERS[role], *_present(["/dev/null"])])
 
     def memory(self, pids: list[int], limit: int) -> int:
-        """Bytes that the job uses, files included; exact if they are near the limit."""
+        """Bytes that the job uses, files included; exact if they are near the limit.
+
+        Sockets count as if they were full, those too that nobody has accepted or received yet.
+        """
         files = [os.statvfs(folder) for folder in self._folders]
-        in_files = sum((f.f_blocks - f.f_bfree) * f.f_frsize for f in files)
-        return in_files + memory_of(pids, limit - in_files, self._proc)
+        in_kernel = sum((f.f_blocks - f.f_bfree) * f.f_frsize for f in files)
+        in_kernel += read_proc("self", "net/unix", self._proc).count(b"\n") * self._socket_bytes
+        return in_kernel + memory_of(pids, limit - in_kernel, self._proc)
 
     def clean(self) -> None:
         """In the monitor, after its children have ended; the kernel has removed the namespaces."""
@@ -196,16 +205,16 @@ def _replace_root(python: list[str]) -> None:
 
 
 def _bind(source: str, target: str, *, is_device: bool) -> None:
-    """Create the target and bind the source to it, folders read-only."""
+    """Create the target and bind the source to it, read-only: of a device that means its times."""
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if is_device:
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
-        kernel.mount(source, target, None, kernel.BIND)
-        return
-    os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(target, exist_ok=True)
     kernel.mount(source, target, None, kernel.BIND | kernel.RECURSIVE)
+    flags = kernel.NO_SUID | (0 if is_device else kernel.NO_DEVICES)
     kept = os.statvfs(target).f_flag & kernel.NO_EXEC  # a remount may not lift it
-    _remount_read_only(target, kernel.NO_SUID | kernel.NO_DEVICES | kept)
+    _remount_read_only(target, flags | kept)
 
 
 def _remount_read_only(target: str, flags: int) -> None:
@@ -227,13 +236,22 @@ def _set_limits(limits: Limits, *, max_tasks: int) -> None:
         (resource.RLIMIT_FSIZE, limits.disk_mib << 20),
         (resource.RLIMIT_NPROC, max_tasks),
         (resource.RLIMIT_NOFILE, limits.open_files),
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_SIGPENDING, _MAX_SIGNALS),
+        (resource.RLIMIT_RTPRIO, 0),  # a real-time program would keep its monitor from running
+        (resource.RLIMIT_NICE, 0),
+        (resource.RLIMIT_CORE, 1),  # with 0 the kernel would still hand a dump to a program
     ):
         _, most = resource.getrlimit(what)
         bound = bound if most == resource.RLIM_INFINITY else min(bound, most)
         # SIGXCPU, which tells of the time limit, comes at the first bound, SIGKILL at the second
         last = bound + 1 if what == resource.RLIMIT_CPU and bound != most else bound
         resource.setrlimit(what, (bound, last))
+
+
+def _most_in_a_socket() -> int:
+    """Bytes: the kernel takes one more message, of up to half the size, below the limit."""
+    with socket.socket(socket.AF_UNIX) as plain:
+        return plain.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) * 3 // 2
 
 
 def _wait_as_init(program: int) -> None:

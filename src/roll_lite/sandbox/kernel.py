@@ -168,42 +168,48 @@ def _allow(rules: int, path: str, rights: int) -> None:
 _PR_SET_SECCOMP, _SECCOMP_FILTER = 22, 2
 _SAME = {
     "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428,
-    "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433,
-    "clone3": 435, "pidfd_getfd": 438, "process_madvise": 440, "mount_setattr": 442,
-    "quotactl_fd": 443, "memfd_secret": 447, "process_mrelease": 448,
+    "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "clone3": 435,
+    "pidfd_getfd": 438, "process_madvise": 440, "mount_setattr": 442, "quotactl_fd": 443,
+    "landlock_create_ruleset": _CREATE_RULESET, "landlock_add_rule": _ADD_RULE,
+    "landlock_restrict_self": _RESTRICT_SELF, "memfd_secret": 447, "process_mrelease": 448,
+    "setxattrat": 463,
 }  # fmt: skip
 """Calls that have the same number on every architecture."""
 NUMBERS: dict[str, dict[str, int]] = {
     "x86_64": {
         "mmap": 9, "shmget": 29, "shmat": 30, "shmctl": 31, "socket": 41, "socketpair": 53,
-        "clone": 56, "semget": 64, "semop": 65, "semctl": 66, "shmdt": 67, "msgget": 68,
-        "msgsnd": 69, "msgrcv": 70, "msgctl": 71, "ptrace": 101, "syslog": 103,
-        "personality": 135, "modify_ldt": 154, "pivot_root": 155, "adjtimex": 159, "chroot": 161,
-        "acct": 163, "settimeofday": 164, "mount": 165, "umount2": 166, "swapon": 167,
-        "swapoff": 168, "reboot": 169, "sethostname": 170, "setdomainname": 171, "iopl": 172,
-        "ioperm": 173, "init_module": 175, "delete_module": 176, "quotactl": 179, "io_setup": 206,
+        "setsockopt": 54, "clone": 56, "semget": 64, "semop": 65, "semctl": 66, "shmdt": 67,
+        "msgget": 68, "msgsnd": 69, "msgrcv": 70, "msgctl": 71, "ptrace": 101, "syslog": 103,
+        "personality": 135, "modify_ldt": 154, "pivot_root": 155, "adjtimex": 159, "setrlimit": 160,
+        "chroot": 161, "acct": 163, "settimeofday": 164, "mount": 165, "umount2": 166,
+        "swapon": 167, "swapoff": 168, "reboot": 169, "sethostname": 170, "setdomainname": 171,
+        "iopl": 172, "ioperm": 173, "init_module": 175, "delete_module": 176, "quotactl": 179,
+        "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "io_setup": 206, "epoll_create": 213,
         "semtimedop": 220, "clock_settime": 227, "mq_open": 240, "mq_unlink": 241,
-        "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250,
+        "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250, "inotify_init": 253,
         "migrate_pages": 256, "unshare": 272, "vmsplice": 278, "move_pages": 279,
-        "perf_event_open": 298, "fanotify_init": 300, "name_to_handle_at": 303,
-        "open_by_handle_at": 304, "clock_adjtime": 305, "setns": 308, "process_vm_readv": 310,
-        "process_vm_writev": 311, "kcmp": 312, "finit_module": 313, "memfd_create": 319,
-        "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323,
+        "epoll_create1": 291, "inotify_init1": 294, "perf_event_open": 298, "fanotify_init": 300,
+        "prlimit64": 302, "name_to_handle_at": 303, "open_by_handle_at": 304, "clock_adjtime": 305,
+        "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312,
+        "finit_module": 313, "memfd_create": 319, "kexec_file_load": 320, "bpf": 321,
+        "userfaultfd": 323,
     } | _SAME,
     "aarch64": {
-        "io_setup": 0, "umount2": 39, "mount": 40, "pivot_root": 41, "chroot": 51, "quotactl": 60,
-        "vmsplice": 75, "acct": 89, "personality": 92, "unshare": 97, "kexec_load": 104,
-        "init_module": 105, "delete_module": 106, "clock_settime": 112, "syslog": 116,
-        "ptrace": 117, "reboot": 142, "sethostname": 161, "setdomainname": 162,
-        "settimeofday": 170, "adjtimex": 171, "mq_open": 180, "mq_unlink": 181, "msgget": 186,
-        "msgctl": 187, "msgrcv": 188, "msgsnd": 189, "semget": 190, "semctl": 191,
+        "io_setup": 0, "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "epoll_create1": 20,
+        "inotify_init1": 26, "umount2": 39, "mount": 40, "pivot_root": 41, "chroot": 51,
+        "quotactl": 60, "vmsplice": 75, "acct": 89, "personality": 92, "unshare": 97,
+        "kexec_load": 104, "init_module": 105, "delete_module": 106, "clock_settime": 112,
+        "syslog": 116, "ptrace": 117, "reboot": 142, "sethostname": 161, "setdomainname": 162,
+        "setrlimit": 164, "settimeofday": 170, "adjtimex": 171, "mq_open": 180, "mq_unlink": 181,
+        "msgget": 186, "msgctl": 187, "msgrcv": 188, "msgsnd": 189, "semget": 190, "semctl": 191,
         "semtimedop": 192, "semop": 193, "shmget": 194, "shmctl": 195, "shmat": 196, "shmdt": 197,
-        "socket": 198, "socketpair": 199, "add_key": 217, "request_key": 218, "keyctl": 219,
-        "clone": 220, "mmap": 222, "swapon": 224, "swapoff": 225, "migrate_pages": 238,
-        "move_pages": 239, "perf_event_open": 241, "fanotify_init": 262, "name_to_handle_at": 264,
-        "open_by_handle_at": 265, "clock_adjtime": 266, "setns": 268, "process_vm_readv": 270,
-        "process_vm_writev": 271, "kcmp": 272, "finit_module": 273, "memfd_create": 279,
-        "bpf": 280, "userfaultfd": 282, "kexec_file_load": 294,
+        "socket": 198, "socketpair": 199, "setsockopt": 208, "add_key": 217, "request_key": 218,
+        "keyctl": 219, "clone": 220, "mmap": 222, "swapon": 224, "swapoff": 225,
+        "migrate_pages": 238, "move_pages": 239, "perf_event_open": 241, "prlimit64": 261,
+        "fanotify_init": 262, "name_to_handle_at": 264, "open_by_handle_at": 265,
+        "clock_adjtime": 266, "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271,
+        "kcmp": 272, "finit_module": 273, "memfd_create": 279, "bpf": 280, "userfaultfd": 282,
+        "kexec_file_load": 294,
     } | _SAME,
 }  # fmt: skip
 """Numbers of the calls that the filter looks at, by architecture."""
@@ -211,17 +217,30 @@ _ARCHITECTURES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
 _OTHER_CALLS = 0x4000_0000
 """On x86_64, calls from this number on are those of its 32-bit variant."""
 
-_FAMILIES = (1, 2, 10)
-"""Families of sockets that programs may use: AF_UNIX, AF_INET, AF_INET6."""
+_UNIX = 1
+_FAMILIES = (2, 10)
+"""Families of sockets that programs may use beside AF_UNIX: AF_INET, AF_INET6."""
+_TYPE_OF_SOCKET = 0xF
+_STREAMS = (1, 5)
+"""Types of AF_UNIX sockets that programs may use, SOCK_STREAM and SOCK_SEQPACKET: others hold what
+sockets have sent that are closed since."""
+_SOL_SOCKET, _SOL_TCP, _SOL_IPV6 = 1, 6, 41
+_LARGE_OPTIONS = (7, 8, 26, 32, 33, 50, 51, 52)
+"""Of SOL_SOCKET: SO_SNDBUF, SO_RCVBUF, what forces them, and filters."""
+_FIRST_LARGE_TCP_OPTION = 13
+"""TCP_CONGESTION; the options before are numbers and flags."""
+_IPV6_V6ONLY = 26
 _NEW_NAMESPACES = 0x7E02_0080
 """Flags of clone."""
 _SHARED_ANONYMOUS = (0x21, 0x23)
 """Flags of mmap: memory that processes can hold without it being counted as theirs."""
 _MAP_KIND = 0x2F
+_MAP_HUGETLB = 0x40000
+_RLIMIT_CORE = 4
 
 # Instructions of the kernel's filter language, and offsets of what it reads
 _LOAD, _AND, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
-_CALL, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
+_CALL, _ARCHITECTURE, _ARGUMENTS, _UPPER = 0, 4, 16, 4
 _ALLOW = 0x7FFF_0000
 
 
@@ -242,6 +261,9 @@ def filter_for(machine: str) -> bytes:
         "clone3": _refuse(errno.ENOSYS),  # the C library then uses clone, whose flags are readable
         "clone": _examine_clone(),
         "mmap": _examine_mmap(),
+        "prlimit64": _examine_prlimit(),
+        "setrlimit": _examine_setrlimit(),
+        "setsockopt": _examine_option(),
         "socket": _examine_family(),
         "socketpair": _examine_family(),
     }
@@ -266,8 +288,30 @@ def _find(cases: list[tuple[int, bytes]]) -> bytes:
 
 
 def _examine_family() -> bytes:
-    allowed = [_when(_IF_EQUAL, family, _do(_RETURN, _ALLOW)) for family in _FAMILIES]
-    return b"".join([_load_argument(0), *allowed, _refuse(errno.EAFNOSUPPORT)])
+    unix = [
+        _load_argument(1), _do(_AND, _TYPE_OF_SOCKET), *_allow_any(_STREAMS),
+        _refuse(errno.EPROTONOSUPPORT)
+    ]  # fmt: skip
+    return b"".join([
+        _load_argument(0), _when(_IF_EQUAL, _UNIX, b"".join(unix)), *_allow_any(_FAMILIES),
+        _refuse(errno.EAFNOSUPPORT)
+    ])  # fmt: skip
+
+
+def _examine_option() -> bytes:
+    """Options of sockets by which the kernel would keep more for one."""
+    refused, allowed = _refuse(errno.EPERM), _do(_RETURN, _ALLOW)
+    large = [_when(_IF_EQUAL, option, refused) for option in _LARGE_OPTIONS]
+    cases = {
+        _SOL_SOCKET: [*large, allowed],
+        _SOL_TCP: [_when(_IF_AT_LEAST, _FIRST_LARGE_TCP_OPTION, refused), allowed],
+        _SOL_IPV6: [*_allow_any([_IPV6_V6ONLY]), refused],
+    }
+    tests = [
+        _when(_IF_EQUAL, level, b"".join([_load_argument(2), *tests]))
+        for level, tests in cases.items()
+    ]
+    return b"".join([_load_argument(1), *tests, refused])
 
 
 def _examine_clone() -> bytes:
@@ -278,13 +322,31 @@ def _examine_clone() -> bytes:
 def _examine_mmap() -> bytes:
     refused = [_when(_IF_EQUAL, flags, _refuse(errno.EPERM)) for flags in _SHARED_ANONYMOUS]
     return b"".join([
-        _load_argument(3), _do(_AND, _MAP_KIND), *refused, _do(_RETURN, _ALLOW)
+        _load_argument(3), _when(_IF_ANY_BIT, _MAP_HUGETLB, _refuse(errno.EPERM)),
+        _do(_AND, _MAP_KIND), *refused, _do(_RETURN, _ALLOW)
     ])  # fmt: skip
 
 
-def _load_argument(index: int) -> bytes:
+def _examine_setrlimit() -> bytes:
+    """The limit of core dumps stays."""
+    refused = _when(_IF_EQUAL, _RLIMIT_CORE, _refuse(errno.EPERM))
+    return _load_argument(0) + refused + _do(_RETURN, _ALLOW)
+
+
+def _examine_prlimit() -> bytes:
+    """It sets a limit if the third argument, a pointer, is not zero."""
+    sets = _when(_IF_AT_LEAST, 1, _refuse(errno.EPERM))
+    core = _load_argument(2) + sets + _load_argument(2, _UPPER) + sets
+    return _load_argument(1) + _when(_IF_EQUAL, _RLIMIT_CORE, core) + _do(_RETURN, _ALLOW)
+
+
+def _allow_any(values: Iterable[int]) -> list[bytes]:
+    return [_when(_IF_EQUAL, value, _do(_RETURN, _ALLOW)) for value in values]
+
+
+def _load_argument(index: int, half: int = 0) -> bytes:
     """Its lower half: both architectures are little-endian, and no flag is in the upper."""
-    return _do(_LOAD, _ARGUMENTS + 8 * index)
+    return _do(_LOAD, _ARGUMENTS + 8 * index + half)
 
 
 def _refuse(number: int) -> bytes:

@@ -21,7 +21,13 @@ Resolve = Callable[[list], Any]
 
 _SMALL = 2**63
 MUTABLE = (list, dict, set, bytearray, deque)
-_CONTAINERS = (list, tuple, set, frozenset, deque)
+_CONTAINERS: dict[type, Callable] = {
+    **{kind: kind for kind in (list, tuple, set, frozenset, deque)},
+    type({}.keys()): lambda keys: dict.fromkeys(keys).keys(),
+    type({}.values()): lambda values: dict(enumerate(values)).values(),
+    type({}.items()): lambda pairs: dict(pairs).items(),
+}
+"""What makes each of them from what it contains."""
 _MAPPINGS = (Counter, OrderedDict, dict)
 _LEAVES: dict[type, tuple[Callable, Callable]] = {
     int: (hex, lambda text: int(text, 16)),
@@ -81,7 +87,7 @@ def _decode(data: Any, resolve: Resolve) -> Any:
         return _row_type(*map(str, data[1]))(_decode(item, resolve) for item in content)
     kind = _KINDS[name]
     if kind in _CONTAINERS:
-        return kind(_decode(item, resolve) for item in content)
+        return _CONTAINERS[kind](_decode(item, resolve) for item in content)
     if kind in _MAPPINGS:
         return kind({_decode(k, resolve): _decode(v, resolve) for k, v in content})
     return _LEAVES[kind][1](content)

@@ -4,6 +4,8 @@ Tests hold the program's functions and objects as `Remote`s; calling them return
 the program sees a value that the tests expect: a `Remote` equals no data, whatever the program
 claims, and what the program patches is patched in its own process.
 
+An iterator of the tests is a generator in the program, which asks for one item after another.
+
 Nothing that arrives from the program makes the tests' process import or run anything: types and
 exceptions are looked up in a table, modules of the program stay `Remote`s.
 """
@@ -12,12 +14,12 @@ import builtins
 import operator
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from functools import reduce
 from importlib import import_module
 from multiprocessing.connection import Connection
-from types import ModuleType
+from types import GeneratorType, ModuleType
 from typing import Any, NoReturn
 
 from roll_lite.sandbox.messages import MUTABLE, dumps, is_data, loads
@@ -37,6 +39,10 @@ or exceptions, none of which ends a process."""
 _CATCH_ALL = {name: type(name, (Exception,), {}) for name in ("AssertionError", "Exception")}
 """What tests get for such a type of the program's: with it they do not catch their own failure."""
 _RAISED = {made: _ERRORS[name] for name, made in _CATCH_ALL.items()}
+
+
+_ITERATORS = ("builtins", "itertools", "_collections", "array")
+"""Modules of Python's own iterators, which have nothing to give but their items."""
 
 
 class OtherSideEnded(BaseException):
@@ -209,6 +215,8 @@ class ProgramLink(Link):
         more = {"isinstance": isinstance, "name": lambda name: self.names[name], **more}
         super().__init__(connection, OBJECT_OPERATIONS | PAIR_OPERATIONS | more)
         self.names: dict[str, Any] = {}
+        self._iterators: dict[GeneratorType, int] = {}
+        """The tests' numbers of their iterators."""
 
     def await_start(self) -> None:
         """Until the tests' process is ready."""
@@ -217,18 +225,36 @@ class ProgramLink(Link):
     def resolve(self, reference: list) -> Any:
         if reference[0] == "global":
             return _named(*reference[1:])
+        if reference[0] == "iterator":
+            return self._iterator(reference[1])
         return super().resolve(reference)
+
+    def refer(self, value: Any) -> list:
+        if isinstance(value, GeneratorType) and value in self._iterators:
+            return ["yours", self._iterators[value]]
+        return super().refer(value)
+
+    def _iterator(self, number: int) -> GeneratorType:
+        if number not in self._remotes:
+            self._remotes[number] = made = self._items(Remote(self, number))
+            self._iterators[made] = number
+        return self._remotes[number]
+
+    def _items(self, iterator: Remote) -> Generator:
+        with suppress(StopIteration):
+            while True:
+                yield self.request("__next__", iterator)
 
 
 class TestsLink(Link):
-    """The tests' end: all it runs for the program are functions that the tests passed to it.
+    """The tests' end: all it runs for the program are functions and iterators passed by the tests.
 
     `stop` ends the process; what it is called with says why the tests cannot run apart from the
     program, or is empty if the program has ended.
     """
 
     def __init__(self, connection: Connection, stop: Callable[[str], NoReturn]):
-        super().__init__(connection, {"__call__": operator.call})
+        super().__init__(connection, {"__call__": operator.call, "__next__": next})
         self._stop = stop
         self._is_provoked = False
 
@@ -242,9 +268,21 @@ class TestsLink(Link):
             return _CATCH_ALL[reference[1]]
         return super().resolve(reference)
 
+    def request(self, operation: str, *operands: Any, **keywords: Any) -> Any:
+        """Only an iterator's StopIteration ends an iteration, as that of a generator (PEP 479)."""
+        try:
+            return super().request(operation, *operands, **keywords)
+        except (StopIteration, StopAsyncIteration) as error:
+            if operation == "__next__":
+                raise
+            raise RuntimeError(f"the program raised {type(error).__name__}") from error
+
     def perform(self, operation: str, operands: list, keywords: dict) -> Any:
-        if not any(operands[0] is given for given in self._objects):
-            raise TypeError(f"{operands[0]} was not given to the program")
+        value = operands[0]
+        if not any(value is given for given in self._objects):
+            raise TypeError(f"{value} was not given to the program")
+        if (operation == "__next__") != _is_iterator(value):
+            raise TypeError(f"{operation} of a {type(value).__name__} is not for the program")
         return super().perform(operation, operands, keywords)
 
     def refer(self, value: Any) -> list:
@@ -252,6 +290,8 @@ class TestsLink(Link):
         if name := _name_of(value):
             return ["global", *name]
         reference = super().refer(value)
+        if reference[0] == "mine" and _is_iterator(value):
+            return ["iterator", *reference[1:]]
         if reference[0] == "mine" and not (callable(value) or isinstance(value, Exception)):
             problem = f"the tests hand the program a {type(value).__name__}"
             if self._is_provoked:
@@ -310,6 +350,10 @@ def _exception(kind: object, args: list, text: str) -> Exception:
         error = kind.__new__(kind)
     error.add_note(f"In the program:\n{text}")
     return error
+
+
+def _is_iterator(value: Any) -> bool:
+    return isinstance(value, Iterator) and type(value).__module__ in _ITERATORS
 
 
 def _overwrite(target: Any, value: Any) -> None:

@@ -15,6 +15,7 @@ import os
 import resource
 import secrets
 import select
+import selectors
 import signal
 import socket
 import time
@@ -64,6 +65,7 @@ def serve(descriptor: int, kind: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for name in PRELOADED:
         import_module(name)
+    selectors.DefaultSelector = selectors.PollSelector  # programs have no epoll
     gc.disable()  # until a program starts: collecting copies the memory that forks share
     gc.freeze()
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_DESCRIPTORS, MAX_DESCRIPTORS))
@@ -153,6 +155,18 @@ class Monitor:
     def run(self, program: int, tests: int) -> dict[str, Any]:
         """The answer to the client. Raises SandboxError if a process could not be started."""
         self._isolation.prepare(self._terms)
+        try:
+            self._start_processes(program, tests)
+            broken_limit = self._watch()
+        finally:  # what is left would count against the limits of later jobs
+            for child in self._children:
+                child.kill()
+            seconds = time.monotonic() - self._start
+            self._isolation.clean()
+        self._drain()
+        return self._answer(broken_limit) | {"seconds": seconds}
+
+    def _start_processes(self, program: int, tests: int) -> None:
         reading, writing = zip(*(os.pipe() for _ in range(2)), strict=True)
         ours, theirs = socket.socketpair()
         self._fork("program", writing, program, ours if self._terms.is_apart else None)
@@ -165,13 +179,6 @@ class Monitor:
         for descriptor in (*reading, *(child.notes.fileno() for child in self._children)):
             os.set_blocking(descriptor, False)
             self._read[descriptor] = bytearray()
-        broken_limit = self._watch()
-        for child in self._children:
-            child.kill()
-        seconds = time.monotonic() - self._start
-        self._isolation.clean()
-        self._drain()
-        return self._answer(broken_limit) | {"seconds": seconds}
 
     def _fork(
         self, role: Role, streams: tuple[int, ...], part: int, link: socket.socket | None
@@ -286,8 +293,7 @@ class Monitor:
         limit = limits.memory_mib << 20
         # Twice: where processes end during a look, pages that they shared count more than once.
         is_broken = all(self._isolation.memory(pids, limit) > limit for _ in range(2))
-        # A look at many large processes takes long itself
-        self._next_look = now + max(_MEMORY_EVERY, 10 * (time.monotonic() - now))
+        self._next_look = time.monotonic() + _MEMORY_EVERY  # a look at large processes takes long
         return "memory" if is_broken else None
 
     def _take(self, descriptor: int) -> bool:
