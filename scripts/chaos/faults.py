@@ -5,7 +5,8 @@ python scripts/chaos/faults.py --kills 200 -- recipes/rlvr.py --model models/tin
 python scripts/chaos/faults.py --kills 200 --ranks 4 -- recipes/agentic.py --device-map \
         "train=0-1 generate=2-3" --max-staleness 1 ...      # asynchronous: counts samples instead
 
-Victims are each rank, the supervisor and a worker of rewards or environments, and torchrun's agent;
+Victims are each rank, the supervisor and a worker of rewards or environments, their sandboxes, and
+torchrun's agent;
 faults are signals, no memory and a full disk; the line `phase` of the run folder says when. A run
 that ends is resumed; one that is complete is compared, and the next begins, until enough faults
 were injected. faults.jsonl in --out has all of them, and events.jsonl of each run has its own.
@@ -144,7 +145,13 @@ class Campaign:
         print("victims:", ", ".join(sorted(victims)), flush=True)
         product = itertools.product(self.seconds, sorted(victims), FAULTS)
         once = {phase: seen[phase] for phase in ("start", "export")}  # not all live then
-        targets = [t for t in map(Target._make, product) if t.victim in once.get(t.phase, victims)]
+        targets = [
+            target
+            for target in map(Target._make, product)
+            if target.victim in once.get(target.phase, victims)
+            # Programs inherit the limits of their sandbox, and fail by them.
+            and not (target.victim.startswith("sandbox") and target.fault in LIMITS)
+        ]
         self.random.shuffle(targets)
         return self.chosen or targets
 
@@ -169,7 +176,7 @@ class Campaign:
 
     def compared(self, run_dir: Path) -> list[str]:
         if json.loads((run_dir / "config.json").read_text()).get("max_staleness"):
-            return unaccounted(run_dir)
+            return unaccounted(run_dir, self.folder / "reference")
         return differences(run_dir, self.folder / "reference")
 
     def complete(self, run_dir: Path, targets: deque[Target]) -> str | None:
@@ -238,7 +245,7 @@ class Campaign:
         fired = time.time()
         try:
             landed, self.undo = inject(victim, target.fault)
-        except ProcessLookupError:
+        except (ProcessLookupError, PermissionError):  # it has ended, or has another user
             return None
         fault = Fault(*target, victim.pid, now.pid, now.step, fired, now.phases, landed)
         fault.problems += [] if landed else ["it did not land"]
@@ -269,6 +276,7 @@ class Campaign:
                 return None
             if or_recovery and fault.ended_s is None and is_gone(program, fault):
                 fault.ended_s = time.time() - fault.time
+            program.notice()
             if time.monotonic() > end:
                 program.kill_all()
                 program.process.wait()

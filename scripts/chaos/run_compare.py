@@ -20,6 +20,8 @@ OF_FAULTS = {
     "rollout/engine_free_pages", "rollout/engine_running", "rollout/engine_waiting",
 }  # fmt: skip
 """Metrics that count the faults themselves, or what a restart leaves empty or need not do again."""
+LEFT_OVER = ("*.partial", "*.replaced", "*.removed", "journal")
+"""What a complete run has none of, at any depth."""
 OF_SAMPLES = (
     "prompt_id", "index", "state", "reply", "end", "reward", "parts", "token_ids", "logprobs",
     "advantages",
@@ -27,17 +29,28 @@ OF_SAMPLES = (
 
 
 def differences(run: Path, other: Path) -> list[str]:
-    """Differences of weights, optimizers, samples and metrics; none if the runs are the same."""
+    """Differences of weights, optimizers, states, samples, metrics and files; none if the runs are
+    the same."""
+    checkpoint, wanted = newest_checkpoint(run), newest_checkpoint(other)
     return [
+        *_damaged(run),
+        *_failed_more(run, other),
         *_of_metrics(run, other),
         *_of_samples(run, other),
+        *_of_files(run / "model", other / "model"),
         *_of_tensors(run / "model", other / "model"),
-        *_of_tensors(newest_checkpoint(run), newest_checkpoint(other)),
+        *_of_values("state", _state(checkpoint), _state(wanted)),
+        *_of_tensors(checkpoint, wanted),
     ]
 
 
-def unaccounted(run: Path) -> list[str]:
-    """Samples of an asynchronous run that were trained on twice, or vanished."""
+def unaccounted(run: Path, other: Path) -> list[str]:
+    """Samples of an asynchronous run that were trained on twice, vanished, or failed where those of
+    another run did not."""
+    return [*_damaged(run), *_failed_more(run, other), *_lost_or_repeated(run)]
+
+
+def _lost_or_repeated(run: Path) -> list[str]:
     trained = Counter(
         (row["prompt_id"], row["index"])
         for path in sorted(run.glob("rollouts/step_*.jsonl"))
@@ -47,7 +60,7 @@ def unaccounted(run: Path) -> list[str]:
     num_trained = sum(row.get("rollout/trained_samples", 0) for row in _rows(run / "metrics.jsonl"))
     if num_trained != trained.total():
         problems.append(f"metrics count {num_trained} samples, rollouts/ has {trained.total()}")
-    kept = json.dumps(json.loads((newest_checkpoint(run) / "manifest.json").read_text())["state"])
+    kept = json.dumps(_state(newest_checkpoint(run)))
     dropped = {row.get("prompt_id") for row in _rows(run / "events.jsonl")}
     used = {prompt_id for prompt_id, _ in trained}
     for prompt_id in sorted(_drawn(used) - used - dropped):
@@ -68,6 +81,62 @@ def _drawn(used: set[str]) -> set[str]:
 
 def newest_checkpoint(run: Path) -> Path:
     return max(run.glob("checkpoints/step-*"), default=run / "checkpoints")
+
+
+def _damaged(run: Path) -> Iterator[str]:
+    """Torn lines, and what a start, a save or an export has left."""
+    for path in [*run.glob("*.jsonl"), *run.glob("rollouts/*.jsonl")]:
+        for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+            if not line.endswith(b"\n") or _parsed(line) is None:
+                yield f"{path.name}: line {number} is torn"
+    for pattern in LEFT_OVER:
+        for path in sorted(run.rglob(pattern)):
+            yield f"{path.relative_to(run)} is left over"
+
+
+def _failed_more(run: Path, other: Path) -> Iterator[str]:
+    """Samples that failed here alone: in training by events, in evaluations by their rows."""
+    found, wanted = Counter(_failed(run)), Counter(_failed(other))
+    for where, prompt_id, index in sorted(found - wanted):
+        yield f"{where}: sample {index} of {prompt_id} failed"
+
+
+def _failed(run: Path) -> Iterator[tuple[str, str, int]]:
+    for row in _rows(run / "events.jsonl"):
+        if row.get("state") == "failed":
+            yield f"step {row['step']}", row["prompt_id"], row["index"]
+    for path in run.glob("rollouts/*.jsonl"):
+        for row in _rows(path):
+            if row.get("state") == "failed":
+                yield path.name, row["prompt_id"], row["index"]
+
+
+def _state(checkpoint: Path) -> dict[str, Any]:
+    """What the manifest has beside the files: of the loop, the data and the algorithm."""
+    manifest = checkpoint / "manifest.json"
+    return json.loads(manifest.read_text())["state"] if manifest.exists() else {}
+
+
+def _of_values(name: str, found: Any, wanted: Any) -> Iterator[str]:
+    """By their place in nested dictionaries."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        for key in sorted(found.keys() | wanted.keys()):
+            yield from _of_values(f"{name}/{key}", found.get(key), wanted.get(key))
+    elif found != wanted:
+        yield f"{name} is {found} instead of {wanted}"
+
+
+def _of_files(folder: Path, other: Path) -> Iterator[str]:
+    """Configs, tokenizer and template: all that is no tensor."""
+    names = {path.name for each in (folder, other) for path in each.glob("*")}
+    for name in sorted(names):
+        if not name.endswith(".safetensors"):
+            contents = [
+                path.read_bytes() if (path := each / name).exists() else None
+                for each in (folder, other)
+            ]
+            if contents[0] != contents[1]:
+                yield f"{folder.name}/{name} differs from {other}"
 
 
 def _of_metrics(run: Path, other: Path) -> Iterator[str]:
@@ -138,7 +207,16 @@ def _tensor_bytes(folder: Path) -> dict[str, tuple[str, bytes]]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Without those that are torn."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [row for line in lines if (row := _parsed(line)) is not None]
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The processes of a run, as seen from outside: who they are, their state, and faults for them.
 
-Linux only. A program is started with a mark in its environment, which all that it starts inherit:
-so they are found wherever they were adopted, also those that outlive it.
+Linux only. A program is started with a mark in its environment, which what it starts inherits: so
+that is found wherever it was adopted, also what outlives the program. Sandboxes have an empty
+environment: they are found as descendants of what has the mark, and from then on by their numbers.
 """
 
 import os
@@ -11,13 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from roll_lite.processes import all_pids, children_of
+from roll_lite.processes import all_pids, children_of, environment_of
 
 MARK = "ROLL_LITE_CHAOS"
 LIMITS = {"memory": resource.RLIMIT_AS, "disk": resource.RLIMIT_FSIZE}
@@ -35,6 +36,14 @@ class Process(NamedTuple):
     rank: int | None
     """That torchrun gave it or the process that started it."""
     command: str
+    start: int
+    """In clock ticks since the machine was booted: numbers are used again."""
+    session: int
+    is_marked: bool
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        return self.pid, self.start
 
 
 @dataclass
@@ -44,8 +53,10 @@ class Program:
     process: subprocess.Popen
     mark: str
     num_ranks: int
-    seen: set[int] = field(default_factory=set)
-    """Numbers of all processes that were found."""
+    seen: set[tuple[int, int]] = field(default_factory=set)
+    """Identities of all processes that were found."""
+    sessions: set[int] = field(default_factory=set)
+    """Of those: what they started is in one of them, or has left it itself."""
     monitors: set[int] = field(default_factory=set)
     """Processes that have forked their rank, which may be gone."""
     known: dict[str, Process] = field(default_factory=dict)
@@ -71,23 +82,38 @@ class Program:
 
     def alive(self) -> list[Process]:
         """All its processes, without zombies."""
-        found = [process for pid in all_pids() if (process := _marked(pid, self.mark))]
-        self.seen |= {process.pid for process in found}
-        return found
+        others = {pid: found for pid in all_pids() if (found := _look(pid, self.mark))}
+        own: dict[int, Process] = {}
+        while new := [p for p in others.values() if self._is_own(p, own)]:
+            own |= {process.pid: others.pop(process.pid) for process in new}
+        self.seen |= {process.identity for process in own.values()}
+        self.sessions |= {process.session for process in own.values()}
+        return list(own.values())
+
+    def notice(self) -> None:
+        """Look now and then: a sandbox that was never seen beside its worker is not found later."""
+        if time.monotonic() > self.searched_at + SEARCH_SECONDS:
+            self.searched_at = time.monotonic()
+            self.alive()
+
+    def _is_own(self, process: Process, own: Mapping[int, Process]) -> bool:
+        is_known = process.identity in self.seen or process.session in self.sessions
+        return process.is_marked or is_known or process.parent in own
 
     def is_alive(self, pid: int) -> bool:
         """Whether a number is that of a process of it."""
-        return _marked(pid, self.mark) is not None
+        found = _look(pid, self.mark)
+        return found is not None and (found.is_marked or found.identity in self.seen)
 
     def shared_memory(self) -> list[Path]:
         """What is named after one of its processes."""
-        numbers = {str(pid) for pid in self.seen}
+        numbers = {str(pid) for pid, _ in self.seen}
         found = Path("/dev/shm").iterdir()
         return [path for path in found if numbers & set(re.findall(r"\d+", path.name))]
 
     def victims(self) -> dict[str, Process]:
-        """By name: agent, rank 0 to the last and their monitors, supervisor, worker (the first of
-        each)."""
+        """By name: agent, rank 0 to the last and their monitors, supervisor, worker, sandbox (the
+        process that forks the others of it) and sandbox monitor (the first of each)."""
         alive, root = self.alive(), self.process.pid
         named: dict[str, Process] = {}
         supervisors = [p for p in alive if "workers.supervisor" in p.command]
@@ -105,12 +131,13 @@ class Program:
                 named.setdefault("supervisor", process)
             elif process.parent in roots:
                 named.setdefault("worker", process)
-        return named
+        return named | _in_sandboxes(alive)
 
     def find(self, victim: str) -> Process | None:
         """The living process of that name. Searches all processes only now and then."""
         known = self.known.get(victim)
-        found = known and _marked(known.pid, self.mark)
+        found = known and _look(known.pid, self.mark)
+        found = found if found and found.start == known.start else None
         if found and found.rank is not None and victim.startswith("rank"):
             found = self._forked_by(found) or found  # it may have forked since then
         if found is None and time.monotonic() > self.searched_at + SEARCH_SECONDS:
@@ -121,8 +148,8 @@ class Program:
     def _forked_by(self, monitor: Process) -> Process | None:
         """The rank that a process has forked and monitors."""
         for pid in children_of(monitor.pid):
-            child = _marked(pid, self.mark)
-            if child and child[2:] == monitor[2:]:
+            child = _look(pid, self.mark)
+            if child and (child.rank, child.command) == (monitor.rank, monitor.command):
                 self.monitors.add(monitor.pid)
                 return child
         return None
@@ -195,27 +222,43 @@ def _is_fork(process: Process, alive: Sequence[Process]) -> bool:
     return any(p.pid == process.parent and p.command == process.command for p in alive)
 
 
-def _marked(pid: int, mark: str) -> Process | None:
+def _in_sandboxes(alive: Sequence[Process]) -> dict[str, Process]:
+    """Programs are no victims: nobody can tell one that was killed from one that crashed."""
+    named: dict[str, Process] = {}
+    of_sandboxes = [p for p in alive if "sandbox.zygote" in p.command]
+    zygotes = {p.pid for p in of_sandboxes if not _is_fork(p, alive)}
+    for process in of_sandboxes:
+        if process.pid in zygotes:
+            named.setdefault("sandbox", process)
+        elif process.parent in zygotes:
+            named.setdefault("sandbox monitor", process)
+    return named
+
+
+def _look(pid: int, mark: str) -> Process | None:
+    """A process of the machine; None if it has ended."""
     folder = Path(f"/proc/{pid}")
     try:
-        environment = folder.joinpath("environ").read_bytes()
-        if f"{MARK}={mark}".encode() not in environment.split(b"\0"):
-            return None
-        command = (
-            folder.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        )
-        fields = folder.joinpath("stat").read_text().rpartition(")")[2].split()
-    except (OSError, ValueError):  # it ended meanwhile, or is another user's
+        fields = folder.joinpath("stat").read_bytes().rpartition(b")")[2].split()
+        command = folder.joinpath("cmdline").read_bytes().replace(b"\0", b" ")
+    except OSError:  # it ended meanwhile
         return None
-    ranks = [v for v in environment.split(b"\0") if v.startswith(b"RANK=")]
-    rank = int(ranks[0][5:]) if ranks else None
-    return None if fields[0] in "ZX" else Process(pid, int(fields[1]), rank, command)
+    if fields[0] in (b"Z", b"X"):
+        return None
+    environment = environment_of(pid)
+    is_marked = environment.get(MARK) == mark
+    rank = int(environment["RANK"]) if is_marked and "RANK" in environment else None
+    return Process(
+        pid, int(fields[1]), rank, command.decode(errors="replace"),
+        int(fields[19]), int(fields[3]), is_marked,
+    )  # fmt: skip
 
 
 def _status(pid: int, field: str) -> str | None:
     """A field of /proc/PID/status; None if there is no such process or field."""
     with suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith(f"{field}:"):
-                return line.partition(":")[2].strip()
+        for line in Path(f"/proc/{pid}/status").read_bytes().split(b"\n"):
+            name, _, value = line.partition(b":")  # a process may have any bytes as its name
+            if name == field.encode():
+                return value.decode(errors="replace").strip()
     return None

@@ -1,14 +1,21 @@
 """A run that is killed in each of its phases is, in the end, the run that was left alone."""
 
 import json
+import os
 import shutil
+import signal
+import sys
 
 import faults
 import numpy as np
 import pytest
 import run_compare
+import run_processes
 import soak
-from support.paths import RECIPES
+import torch
+from safetensors.torch import save_file
+from support.paths import RECIPES, SOURCES
+from support.process_checks import wait_until
 from support.runs import flags
 
 TARGETS = (  # what kills rank 0 costs a start; a run survives the others
@@ -59,12 +66,15 @@ def campaign(toy_folder, tmp_path):
 @pytest.mark.slow
 def test_a_run_recovers_from_a_kill_in_every_phase(campaign, tmp_path):
     """A fault whose phase is over before it comes is tried in the next step, or left out."""
-    out, campaign = tmp_path / "chaos", campaign(TARGETS)
+    campaign = campaign(TARGETS)
     assert campaign.faults  # at least that at the start, which lasts for seconds
-    recorded = [json.loads(line) for line in (out / "faults.jsonl").read_text().splitlines()]
+    recorded = rows_of(campaign.folder / "faults.jsonl")
     assert [row["phase"] for row in recorded] == [fault.phase for fault in campaign.faults]
     assert all(row["landed"] and row["phase"] in row["phases"] for row in recorded)
-    check_that_differences_are_found(out / "reference", tmp_path / "copy")
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.slow
@@ -91,24 +101,118 @@ def slow_reward(folder):
     return path
 
 
-def check_that_differences_are_found(run, copy):
-    shutil.copytree(run, copy)
-    assert run_compare.differences(copy, run) == []
-    (weights,) = (copy / "model").glob("*.safetensors")
-    moments = run_compare.newest_checkpoint(copy) / "policy-00000.safetensors"
-    for path in (weights, moments):
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
-    samples = copy / "rollouts" / "step_00002.jsonl"
-    rows = [json.loads(line) for line in samples.read_text().splitlines()]
-    rows[3]["token_ids"][-1] += 1
-    samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    metrics = copy / "metrics.jsonl"
-    text = metrics.read_text()
-    metrics.write_text(text.replace('"loss/grad_norm":', '"loss/grad_norm":1', 1))
-    found = " ".join(run_compare.differences(copy, run))
-    assert all(word in found for word in ("model: ", "step-0000", "sample 3", "loss/grad_norm"))
+SAMPLE = {"prompt_id": "a/0", "index": 0, "state": "done", "reply": "x", "token_ids": [3, 4]}
+STATE = {"progress": {"policy": {"num_steps": 1}}, "controller": {"step": 1}}
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A run folder with one step, and a copy of it."""
+    run = tmp_path / "run"
+    for folder in ("model", "rollouts", "checkpoints/step-00000001"):
+        (run / folder).mkdir(parents=True)
+    write(run / "metrics.jsonl", {"step": 1, "reward/mean": 0.5, "rollout/trained_samples": 1})
+    write(run / "events.jsonl", {"event": "checkpoint", "step": 1})
+    write(run / "rollouts/step_00001.jsonl", SAMPLE)
+    write(run / "rollouts/eval_00001.jsonl", SAMPLE | {"prompt_id": "a/held_out/0"})
+    write(run / "checkpoints/step-00000001/manifest.json", {"step": 1, "state": STATE})
+    for name in ("config.json", "tokenizer.json"):
+        write(run / "model" / name, {"size": 1})
+    for name in ("model/model", "checkpoints/step-00000001/policy-00000"):
+        save_file({"weight": torch.zeros(2)}, run / f"{name}.safetensors")
+    return shutil.copytree(run, tmp_path / "copy"), run
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def change(name, old, new):
+    def do(run):
+        text = (run / name).read_text()
+        assert old in text
+        (run / name).write_text(text.replace(old, new))
+
+    return do
+
+
+def append(name, text):
+    return lambda run: (run / name).open("a").write(text)
+
+
+FAILED = {"event": "sample", "step": 1, "prompt_id": "a/1", "index": 2, "state": "failed"}
+TORN = "events.jsonl: line 2 is torn"
+MANIFEST = "checkpoints/step-00000001/manifest.json"
+DIFFERENCES = {
+    "weights": (lambda run: flip(run / "model/model.safetensors"), "weight differs from"),
+    "moments": (
+        lambda run: flip(run / "checkpoints/step-00000001/policy-00000.safetensors"),
+        "weight differs from",
+    ),
+    "samples": (change("rollouts/step_00001.jsonl", "[3, 4]", "[3, 5]"), "differs in token_ids"),
+    "metrics": (change("metrics.jsonl", "0.5", "0.25"), "reward/mean 0.25 instead of 0.5"),
+    "state": (
+        change(MANIFEST, '"controller": {"step": 1}', '"controller": {"step": 2}'),
+        "state/controller/step is 2 instead of 1",
+    ),
+    "tokenizer": (change("model/tokenizer.json", "1", "2"), "model/tokenizer.json differs"),
+    "config": (lambda run: (run / "model/config.json").unlink(), "model/config.json differs"),
+    "torn": (append("events.jsonl", '{"event": "che'), TORN),
+    "torn in the middle": (append("events.jsonl", '{"event"{"event": "fault"}\n'), TORN),
+    "partial": (
+        lambda run: (run / "checkpoints/.step-00000001.partial").mkdir(),
+        "checkpoints/.step-00000001.partial is left over",
+    ),
+    "journal": (lambda run: (run / "journal").mkdir(), "journal is left over"),
+    "failed": (
+        append("events.jsonl", json.dumps(FAILED) + "\n"), "step 1: sample 2 of a/1 failed"
+    ),
+    "failed in an evaluation": (
+        change("rollouts/eval_00001.jsonl", "done", "failed"),
+        "eval_00001.jsonl: sample 0 of a/held_out/0 failed",
+    ),
+}  # fmt: skip
+ASYNCHRONOUS = ("torn", "torn in the middle", "partial", "journal", "failed")
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_a_difference_is_found(made, name):
+    do, found = DIFFERENCES[name]
+    assert run_compare.differences(*made) == [] == run_compare.unaccounted(*made)
+    do(made[0])
+    assert found in "; ".join(run_compare.differences(*made))
+    if name in ASYNCHRONOUS:
+        assert found in "; ".join(run_compare.unaccounted(*made))
+
+
+WITH_A_SANDBOX = """
+from roll_lite.sandbox.sandbox import Sandbox
+sandbox = Sandbox("rlimits").start()
+print("ready", flush=True)
+sandbox.run("import time; time.sleep(600)")
+"""
+
+
+def test_sandboxes_belong_to_a_run_though_they_have_no_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", SOURCES)
+    command = [sys.executable, "-c", WITH_A_SANDBOX]
+    program = run_processes.Program.start(command, 1, tmp_path / "out.txt", tmp_path)
+    try:
+        wait_until(lambda: program.victims().keys() == {"rank 0", "sandbox", "sandbox monitor"})
+        sandbox = program.victims()["sandbox"]
+        os.kill(sandbox.pid, signal.SIGSTOP)  # now it does not end with the process that has it
+        program.process.kill()
+        program.process.wait()
+        assert sandbox.pid in {process.pid for process in program.alive()}
+    finally:
+        program.kill_all()
+    assert not program.alive()
 
 
 def test_slopes_of_a_soak_are_those_of_a_line_through_the_means():
