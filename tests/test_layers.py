@@ -30,14 +30,14 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
     {"profiling"},
     {"options"},
     {"own_files"},
-    {"types", "progress", "stopping", "processes"},
+    {"types", "progress", "stopping", "processes", "output"},
     {"checks"},
 ]
 # Siblings that may meet: sync is where trainer and engine do.
 ALLOWED = {("sync", "train")}
 LINES = {  # of Python in a package, at most; "." is the files beside the packages
-    ".": 5800, "cluster": 2750, "data": 1000, "engine": 2700, "envs": 2250, "kernels": 750,
-    "models": 2850, "planning": 1350, "report": 2050, "rewards": 3350, "rollout": 2900,
+    ".": 5890, "cluster": 2750, "data": 1000, "engine": 2700, "envs": 2250, "kernels": 750,
+    "models": 2850, "planning": 1350, "report": 2100, "rewards": 3350, "rollout": 2900,
     "sandbox": 2200, "train": 4500, "workers": 2450,
 }  # fmt: skip
 SLACK = 100

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from roll_lite import output
 from roll_lite.checks import USER_ERROR, UserError
 from roll_lite.cluster.errors import RoleError, exit_code_of, own_code_of
 from roll_lite.cluster.launch import end_torchrun, find_torchrun, is_first_rank, read_launch
@@ -32,7 +33,8 @@ def run(
     `config.FIXED` are options that a resumed run must not change. `plan` prints what the option
     of this name asks for, and returns the exit code.
     """
-    end_with_launcher()  # first: torch, which takes seconds to import, is not loaded yet
+    output.protect()
+    end_with_launcher()  # early: torch, which takes seconds to import, is not loaded yet
     args = [arg for arg in sys.argv[1:] if arg != "--debug"]
     is_debugging = "--debug" in sys.argv
     cfg = None
