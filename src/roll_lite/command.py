@@ -22,6 +22,10 @@ from roll_lite.report.config_file import command_line
 from roll_lite.stopping import Ended, Stopped
 
 T = TypeVar("T")
+USERS_FILES = (
+    FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError
+)  # fmt: skip
+"""Errors of files that their user mends; another, such as a full disk, may not come again."""
 
 
 def run(
@@ -112,5 +116,7 @@ def _exit_with(error: Exception, text: str) -> NoReturn:
         end_torchrun(USER_ERROR)  # returns on a rank that alone has the error
         if not is_first_rank():
             print(f"rank {read_launch().rank}: {message}", file=sys.stderr, flush=True)
-    is_of_file = _is_of_file(error) or _is_of_file(error.__cause__)
-    sys.exit(USER_ERROR if is_final or is_of_file else 1)
+    is_of_users_file = any(
+        _is_of_file(each) and isinstance(each, USERS_FILES) for each in (error, error.__cause__)
+    )
+    sys.exit(USER_ERROR if is_final or is_of_users_file else 1)
