@@ -30,13 +30,13 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
     {"profiling"},
     {"options"},
     {"own_files"},
-    {"types", "progress", "stopping", "processes"},
+    {"types", "progress", "stopping", "processes", "output"},
     {"checks"},
 ]
 # Siblings that may meet: sync is where trainer and engine do.
 ALLOWED = {("sync", "train")}
 LINES = {  # of Python in a package, at most; "." is the files beside the packages
-    ".": 6050, "cluster": 2850, "data": 1000, "engine": 2700, "envs": 2250, "kernels": 750,
+    ".": 6150, "cluster": 2850, "data": 1000, "engine": 2700, "envs": 2250, "kernels": 750,
     "models": 2850, "planning": 1350, "report": 2100, "rewards": 3500, "rollout": 2950,
     "sandbox": 2350, "train": 4500, "workers": 2550,
 }  # fmt: skip

@@ -216,3 +216,29 @@ def test_torchrun_ends_on_one_screen_and_restarts_nothing(copy, options):
     assert f"{lines_of_loss(path)}called in train.step on ranks 0 and 1\n" in done.stderr
     assert done.stdout.count("run folder:") == 1 and done.stderr.count("ZeroDivisionError") == 1
     assert len(done.stderr.splitlines()) <= 45, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "code", "message"), [("file", 1, "File too large"), ("missing", 2, "No such file")]
+)
+def test_only_files_that_the_user_can_mend_exit_with_2(toy_folder, tmp_path, file, code, message):
+    """A full disk may be better after a restart; here no file may grow above 4 KiB."""
+    (tmp_path / "file").touch()
+    program = f"""
+import os, resource
+from roll_lite import command
+from roll_lite.recipes import sft
+
+def main(cfg):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    os.truncate({file!r}, 5000)
+
+command.run(main, sft.Config, sft.__doc__)
+"""
+    options = ["--model", toy_folder, "--data", "reverse:1", "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *options], cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
+    )  # fmt: skip
+    assert done.returncode == code and message in done.stderr
+    assert "error: [Errno" in done.stderr and "Traceback" not in done.stderr

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from roll_lite import output
 from roll_lite.checks import USER_ERROR, UserError
 from roll_lite.cluster.errors import RoleError, exit_code_of, own_code_of
 from roll_lite.cluster.launch import end_torchrun, find_torchrun, is_first_rank, read_launch
@@ -21,6 +22,10 @@ from roll_lite.report.config_file import command_line
 from roll_lite.stopping import Ended, Stopped
 
 T = TypeVar("T")
+USERS_FILES = (
+    FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError
+)  # fmt: skip
+"""Errors of files that their user mends; another, such as a full disk, may not come again."""
 
 
 def run(
@@ -32,7 +37,8 @@ def run(
     `config.FIXED` are options that a resumed run must not change. `plan` prints what the option
     of this name asks for, and returns the exit code.
     """
-    end_with_launcher()  # first: torch, which takes seconds to import, is not loaded yet
+    output.protect()
+    end_with_launcher()  # early: torch, which takes seconds to import, is not loaded yet
     watch_lone_rank()
     args = [arg for arg in sys.argv[1:] if arg != "--debug"]
     is_debugging = "--debug" in sys.argv
@@ -111,5 +117,7 @@ def _exit_with(error: Exception, text: str) -> NoReturn:
         end_torchrun(USER_ERROR)  # returns on a rank that alone has the error
         if not is_first_rank():
             print(f"rank {read_launch().rank}: {message}", file=sys.stderr, flush=True)
-    is_of_file = _is_of_file(error) or _is_of_file(error.__cause__)
-    sys.exit(USER_ERROR if is_final or is_of_file else 1)
+    is_of_users_file = any(
+        _is_of_file(each) and isinstance(each, USERS_FILES) for each in (error, error.__cause__)
+    )
+    sys.exit(USER_ERROR if is_final or is_of_users_file else 1)

@@ -199,7 +199,10 @@ def is_terminal() -> bool:
 
 
 def terminal_width() -> int:
-    return os.get_terminal_size(sys.stdout.fileno()).columns or 80
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or 80
+    except OSError:  # it was closed at this moment
+        return 80
 
 
 class PhaseFile:

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -70,7 +71,8 @@ class StopRequest:
             return
         self.error = Stopped(signum)  # first: another signal may arrive meanwhile
         self._before(signum)
-        name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
-        os.write(2, NOTICE.format(name=name).encode())  # print may be what was interrupted
         for listener in self._listeners:
             listener(self.error)
+        name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
+        with suppress(OSError):  # the terminal was closed
+            os.write(2, NOTICE.format(name=name).encode())  # print may be what was interrupted

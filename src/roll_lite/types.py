@@ -137,7 +137,7 @@ class Turn:
     """A key of what the model saw: turns of a group with equal keys began in the same state."""
     result: TurnResult = NO_RESULT
     replica: int | None = field(default=None, compare=False)
-    """The engine that sampled it; None after a resume."""
+    """The engine that sampled it."""
 
 
 REWARD_METRICS = frozenset(

@@ -25,7 +25,7 @@ def made_sample(index=0, version=3):
         turn = Turn(
             prompt_ids=read, token_ids=[3, 4], logprobs=[-0.5, -0.25], finish_reason="stop",
             versions=[(0, version - 1), (1, version)], state="s",
-            result=TurnResult(reward=0.5, measurements={"last": {"won": 1.0}}),
+            result=TurnResult(reward=0.5, measurements={"last": {"won": 1.0}}), replica=len(read),
         )  # fmt: skip
         sample.add_turn(turn)
     sample.transcript = [*PROMPT.messages, {"role": "assistant", "content": "\ud800 half"}]
@@ -63,6 +63,7 @@ def test_samples_come_back_once_and_as_they_were(written):
     expected.events = [(e.state, then.time, e.policy_version)
                        for e, then in zip(expected.events, sample.events, strict=True)]  # fmt: skip
     assert sample == expected and len(sample.sequences) == 2
+    assert [turn.replica for turn in sample.turns] == [2, 5, 1]  # which == does not compare
     assert opened.restored(Visit(PROMPT, 7), 0) is None
     assert opened.restored(Visit(PROMPT, 6), 1) is None  # another visit of the prompt
     opened.write(made_sample(2))
@@ -166,6 +167,7 @@ def test_only_what_was_in_flight_is_generated_again(here, tmp_path, monkeypatch)
     assert sum(row.get("rollout/restored", 0) for row in parts) > 64
     for step in (3, 4):
         rows = [samples_of(tmp_path / name, step) for name in ("whole", "parts")]
+        assert [s["turns"] for s in rows[0]] == [s["turns"] for s in rows[1]]
         assert [[s["token_ids"], s["logprobs"], s["reward"]] for s in rows[0]] == [
             [s["token_ids"], s["logprobs"], s["reward"]] for s in rows[1]
         ]

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from roll_lite import output
 from roll_lite.checks import UserError
 from roll_lite.progress import PhaseFile, ProgressBar, terminal_width
 from roll_lite.report.config_file import to_json, write_config
@@ -103,11 +104,18 @@ class Run:
             file.write(encode({"step": step, "time": time.time(), **metrics}) + "\n")
         self._trackers.log(step, metrics)
         self._bar.reach(step)
+        self._note_lost_output(step)
         if any(name in metrics for name in self._shown):
             self.print("\n".join(self._step_lines(step, metrics)))
         for hint in self._hints.read(metrics):
             self.print(f"hint: {hint}")
             self.note("hint", step=step, text=hint)
+
+    def _note_lost_output(self, step: int) -> None:
+        for stream, error in output.newly_lost():
+            self.note("output_lost", step, stream=stream, error=error)
+            lost = f"{stream} cannot be written ({error}): what is printed there is lost"
+            print(f"warning: {lost}; the run goes on", file=sys.stderr, flush=True)
 
     def _step_lines(self, step: int, metrics: dict[str, float]) -> list[str]:
         """The row of a table; where the output is not a terminal, a line of names and values."""

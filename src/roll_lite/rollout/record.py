@@ -40,7 +40,7 @@ def write_sample(sample: Sample) -> dict[str, Any]:
         ],
         "turns": [
             [len(turn.prompt_ids), len(turn.token_ids), turn.finish_reason, turn.versions,
-             turn.state, turn.result.reward, turn.result.measurements]
+             turn.state, turn.result.reward, turn.result.measurements, turn.replica]
             for turn in sample.turns
         ],
         "transcript": sample.transcript,
@@ -78,8 +78,8 @@ def _read_turns(record: dict[str, Any]) -> list[Turn]:
     turns: dict[int, Turn] = {}
     for token_ids, logprobs, numbers in record["sequences"]:
         for number in numbers:
-            num_read, num_sampled, finish_reason, versions, *result = record["turns"][number]
-            state, reward, measurements = result
+            num_read, num_sampled, finish_reason, versions, *rest = record["turns"][number]
+            state, reward, measurements, *replica = rest  # none in records of older versions
             sampled = slice(num_read, num_read + num_sampled)
             turns[number] = Turn(
                 prompt_ids=token_ids[:num_read],
@@ -89,6 +89,7 @@ def _read_turns(record: dict[str, Any]) -> list[Turn]:
                 versions=[tuple(run) for run in versions],
                 state=state,
                 result=TurnResult(reward=reward, measurements=measurements),
+                replica=replica[0] if replica else None,
             )
     return [turns[number] for number in sorted(turns)]
 

@@ -80,7 +80,8 @@ class Running:
     def end(self) -> None:
         """Also ends a process that the code forked and that comes back here: it is no worker."""
         if os.getpid() != self._worker:
-            os.write(2, b"a process that user code forked came back from it, and was ended\n")
+            with suppress(OSError):
+                os.write(2, b"a process that user code forked came back from it, and was ended\n")
             os._exit(1)
         _RUNNING.pack_into(self._memory, 0, -1, 0.0, 0.0)
         self.busy += time.monotonic() - self._start

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from roll_lite import output
 from roll_lite.checks import UserError
 from roll_lite.processes import (
     adopt_orphans,
@@ -417,6 +418,7 @@ def serve(descriptor: int) -> None:
     # SIGTERM may reach all processes of a job. The run still needs its workers then, and ends this
     # process by closing the connection. Not SIG_IGN, which programs of rewards would inherit.
     signal.signal(signal.SIGTERM, lambda *_: None)
+    output.protect()
     client = Connection(descriptor)
     adopt_orphans()
     packed, num_workers, options = client.recv()
