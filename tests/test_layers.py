@@ -31,13 +31,14 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
     {"options"},
     {"own_files"},
     {"types", "progress", "stopping", "processes"},
+    {"files"},
     {"checks"},
 ]
 # Siblings that may meet: sync is where trainer and engine do.
 ALLOWED = {("sync", "train")}
 LINES = {  # of Python in a package, at most; "." is the files beside the packages
-    ".": 5750, "cluster": 2750, "data": 1000, "engine": 2700, "envs": 2250, "kernels": 750,
-    "models": 2850, "planning": 1350, "report": 2050, "rewards": 3500, "rollout": 2900,
+    ".": 5850, "cluster": 2750, "data": 1000, "engine": 2700, "envs": 2250, "kernels": 750,
+    "models": 2950, "planning": 1350, "report": 2050, "rewards": 3500, "rollout": 2900,
     "sandbox": 2150, "train": 4500, "workers": 2550,
 }  # fmt: skip
 SLACK = 100
@@ -45,6 +46,7 @@ TORCH_FREE = (
     "types",
     "progress",
     "checks",
+    "files",
     "stopping",
     "processes",
     "options",
