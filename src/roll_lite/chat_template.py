@@ -10,9 +10,11 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jinja2
 import jinja2.meta
 
 from roll_lite.checks import UserError
+from roll_lite.files import check_is_file, read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
 DATE = date(2024, 7, 26)
 """What templates write that show today's date: a run, its resumption and the evaluation of its
 model read the same. It is the date that Llama's templates fall back to."""
+BESIDE_TOKENIZER = (
+    "config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TEMPLATE_BYTES, TEMPLATE_TEXT = 2**30, 2**20
 """Memory that a template may take when it is tried on a short conversation, and characters that it
@@ -65,17 +71,22 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     # Not above: its import takes 1.2 s, and ranks without a tokenizer need not wait for it.
     from transformers import AutoTokenizer
 
+    for name in (*TOKENIZER_FILES, *BESIDE_TOKENIZER):
+        check_is_file(folder / name)
     try:  # the code of a folder is never run, and the user is not asked to allow it
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
+    except Exception as error:  # of any kind, as the file that is damaged
+        if isinstance(error, ValueError) and "trust_remote_code" in str(error):
+            raise UserError(
+                f"the tokenizer of {folder} is code of its own, which roll_lite does not run; take "
+                "a model whose tokenizer transformers knows"
+            ) from None
         raise UserError(
-            f"the tokenizer of {folder} is code of its own, which roll_lite does not run; take a "
-            "model whose tokenizer transformers knows"
-        ) from None
+            f"the tokenizer of {folder} cannot be read ({type(error).__name__}: {error!s:.500}); "
+            "copy or download its files again"
+        ) from error
     if not tokenizer.chat_template:
         raise UserError(
             f"the tokenizer of {folder} has no chat template; take the model's chat variant, "
@@ -96,8 +107,10 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
 def stop_ids(folder: Path, *ids: int | None) -> tuple[int, ...]:
     """The given ids, then those of the folder's generation config."""
     path = folder / "generation_config.json"
-    configured = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+    configured = read_json_object(path).get("eos_token_id") if path.exists() else None
     more = configured if isinstance(configured, list) else [configured]
+    if not all(i is None or type(i) is int for i in more):
+        raise UserError(f"{path} has eos_token_id={configured!r:.80}; give one id or a list of ids")
     return tuple(dict.fromkeys(i for i in [*ids, *more] if i is not None))
 
 
@@ -113,7 +126,12 @@ def _parse_value(text: str) -> Any:
 
 def check_arguments(arguments: dict[str, Any], template: str, folder: str | Path) -> None:
     """Refuse arguments that the template does not read."""
-    read = _variables(template) - NOT_ARGUMENTS
+    try:
+        read = _variables(template) - NOT_ARGUMENTS
+    except (jinja2.TemplateSyntaxError, RecursionError) as error:
+        raise UserError(
+            f"the chat template of {folder} is not Jinja: {error}; copy or download it again"
+        ) from None
     if unread := sorted(set(arguments) - read):
         raise UserError(
             f"template_args names {unread[0]!r}, which the chat template of {folder} does not "
@@ -135,9 +153,17 @@ def with_fixed_date(template: str) -> str:
 
 
 def try_template(folder: str | Path, render: Callable[[], str]) -> None:
-    """Refuse the template of a folder if it fills the memory or writes without end."""
+    """Refuse the template of a folder if it fails, fills the memory or writes without end."""
     with _bounded_memory(folder):
-        text = render()
+        try:
+            text = render()
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:  # of any kind: templates are code
+            raise UserError(
+                f"the chat template of {folder} fails on a short conversation "
+                f"({type(error).__name__}: {error}); copy or download it again"
+            ) from error
     if len(text) > TEMPLATE_TEXT:
         raise UserError(
             f"the chat template of {folder} makes {len(text):,} characters of a short "

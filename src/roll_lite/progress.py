@@ -21,6 +21,8 @@ from pathlib import Path
 from threading import Lock, RLock
 from typing import TextIO
 
+from roll_lite.files import own_content
+
 WIDTH = 16
 """Characters of the bar."""
 DRAW_SECONDS = 0.1
@@ -240,6 +242,7 @@ def _mapped(path: Path) -> mmap | bytearray:
     """Memory that is the file, so that a change of it costs no call of the system. On a file system
     that cannot do this nothing is shown."""
     try:
+        own_content(path)
         path.write_bytes(b" " * PHASE_BYTES)
         with path.open("r+b") as file:
             return mmap(file.fileno(), PHASE_BYTES)

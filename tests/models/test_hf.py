@@ -125,7 +125,7 @@ def test_an_index_names_files_of_its_folder_only(folder):
 
 def test_a_truncated_index_is_named(folder):
     (folder / hf.INDEX).write_text('{"weight_map": {"a"')
-    with pytest.raises(CheckpointError, match=r"index\.json is not a valid index"):
+    with pytest.raises(ValueError, match=r"index\.json is not valid JSON"):
         load_model(folder)
 
 

@@ -86,6 +86,9 @@ def test_an_evaluation_that_died_asks_what_is_missing(config, scored, monkeypatc
     assert [json.loads(line)["prompt"]["id"] for line in lines] == written
     with answers_of(cfg).open("a") as file:
         file.write(lines[0][:40])  # the end came while a line was written
+    shared = answers_of(cfg).with_name("shared")  # as in a copy of hard links
+    os.link(answers_of(cfg), shared)
+    before = shared.read_bytes()
     with dying_after(2, monkeypatch) as more:
         call_recipe(evaluate, config("died"))
     scored.clear()
@@ -93,7 +96,7 @@ def test_an_evaluation_that_died_asks_what_is_missing(config, scored, monkeypatc
     assert len(scored) == 2 * 5 and len({*scored, *written, *more}) == 12
     assert rows_of(cfg) == rows_of(whole)
     assert without_times(found) == without_times(expected)
-    assert not answers_of(cfg).exists()
+    assert not answers_of(cfg).exists() and shared.read_bytes() == before
 
 
 def test_answers_to_other_questions_are_asked_again(config, scored, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import shutil
 from functools import partial
 
@@ -392,3 +393,16 @@ def test_model_and_checkpoint_evaluate_like_the_run(here, toy_folder, tmp_path, 
 def test_wrong_options_are_named(here, changes, message):
     with pytest.raises(ValueError, match=message):
         here("run", **changes)
+
+
+def test_a_resumed_copy_of_hard_links_leaves_its_original_alone(here, tmp_path):
+    """`cp -al` is a copy that shares the files."""
+    here("run", steps=2, rollouts_every=1, checkpoint_every=1)
+    original, copy = tmp_path / "run", tmp_path / "copy"
+    answers = original / "journal" / "version-00000002"
+    answers.parent.mkdir()
+    answers.write_bytes(b"torn")
+    shutil.copytree(original, copy, copy_function=os.link)
+    before = {path: path.read_bytes() for path in original.rglob("*") if path.is_file()}
+    here("copy", steps=4, rollouts_every=1, resume=True)
+    assert {path: path.read_bytes() for path in before} == before

@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -106,6 +107,14 @@ def torn(folder):
     (folder / "config.json").write_text('{"model": "no')
 
 
+def deep(folder):
+    """Lines and options that json reads, and that what walks over them cannot."""
+    nested = "[" * 900 + "]" * 900
+    for path in [*folder.glob("*.jsonl"), *folder.glob("rollouts/*4.jsonl")]:
+        path.write_text(f'{{"step": 1, "time": 0, "x": {nested}}}\n{path.read_text()}')
+    (folder / "config.json").write_text(f'{{"model": {nested}}}')
+
+
 def empty(folder):
     shutil.rmtree(folder)
     folder.mkdir()
@@ -117,6 +126,9 @@ def empty(folder):
         (torn, ["config.json cannot be read",
                 "metrics.jsonl: broken lines that were skipped: 2",
                 "metrics.jsonl: its last line is not complete"]),
+        (deep, ["config.json cannot be read",
+                "metrics.jsonl: broken lines that were skipped: 1",
+                "events.jsonl: broken lines that were skipped: 1"]),
         (empty, ["config.json is missing", "metrics.jsonl is missing", "events.jsonl is missing",
                  "rollouts/ has no samples: see --rollouts-every"]),
     ],
@@ -126,7 +138,7 @@ def test_the_page_says_what_is_missing(tmp_path, change, told):
     change(folder)
     (run,) = page_of(folder).data["runs"]
     assert set(told) <= set(run["notes"])
-    assert len(run["metrics"].get("step", [])) == {torn: 3, empty: 0}[change]
+    assert len(run["metrics"].get("step", [])) == {torn: 3, deep: 4, empty: 0}[change]
     assert run["starts"] == []
 
 
@@ -234,6 +246,28 @@ def test_the_server_pages_through_all_samples_and_needs_its_word(tmp_path):
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_the_server_skips_samples_that_are_nested_too_deeply(tmp_path):
+    folder = make_run(tmp_path / "a")
+    deep(folder)
+    server, address = make_server([RunFolder(folder)])
+    Thread(target=server.serve_forever, daemon=True).start()
+    query = "samples?run=0&name=step_00004&start=0"
+    with urllib.request.urlopen(address + query, timeout=60) as answer:
+        assert json.load(answer)["broken"] == 1
+    server.shutdown()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "config.json", "phase"])
+def test_a_pipe_is_no_record(tmp_path, name):
+    folder = make_run(tmp_path / "a")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    os.mkfifo(folder / "rollouts" / "step_00009.jsonl")
+    program = f"from roll_lite.report.__main__ import main; main([{str(folder)!r}])"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    assert Page((folder / "report.html").read_text()).data["runs"]
 
 
 def test_it_starts_without_torch():

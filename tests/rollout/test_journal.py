@@ -2,6 +2,7 @@
 
 import bdb
 import itertools
+import os
 import pickle
 import zlib
 
@@ -171,3 +172,16 @@ def test_only_what_was_in_flight_is_generated_again(here, tmp_path, monkeypatch)
         assert [[s["token_ids"], s["logprobs"], s["reward"]] for s in rows[0]] == [
             [s["token_ids"], s["logprobs"], s["reward"]] for s in rows[1]
         ]
+
+
+def test_a_journal_of_hard_links_is_copied_before_it_is_written(written, tmp_path):
+    """Of what a copy shares with another folder, nothing is cut off and nothing is added."""
+    whole = written.read_bytes()
+    other = tmp_path / "other"
+    other.write_bytes(whole + b"torn")
+    written.unlink()
+    os.link(other, written)
+    opened = journal(tmp_path)
+    opened.write(made_sample(2))
+    opened.close()
+    assert restored(tmp_path) == [0, 1, 2] and other.read_bytes() == whole + b"torn"

@@ -1,14 +1,23 @@
 """The shape of a decoder, read from a Hugging Face config.json; and well-known shapes by name."""
 
-import json
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from roll_lite.checks import UserError
+from roll_lite.files import read_json_object
 
 SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 SUPPORTED_ROPE = ("default", "linear", "llama3")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+MAX_SIZE, MAX_LAYERS = 10**8, 1000
+"""Far above those of any model."""
+_TYPES = {
+    "architectures": list, "layer_types": list, "rope_parameters": dict, "rope_scaling": dict,
+    "tie_word_embeddings": bool, "use_sliding_window": bool, "auto_map": dict,
+}  # fmt: skip
 SHAPE = "shape:"  # before the name of a shape, for a model with random weights
 
 
@@ -140,7 +149,17 @@ def tp_problem(config: ModelConfig, tp: int) -> str | None:
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    return parse_config(read_hf_config(folder))
+    return _parsed(folder, parse_config)
+
+
+def _parsed(folder: str | Path, parse: Callable[[dict], ModelConfig]) -> ModelConfig:
+    """Errors name the file."""
+    hf = read_hf_config(folder)
+    try:
+        return parse(hf)
+    except UnsupportedModelError as error:
+        place = folder if str(folder).startswith(SHAPE) else Path(folder) / "config.json"
+        raise UnsupportedModelError(f"{place}: {error}") from None
 
 
 def shape_config(name: str) -> ModelConfig:
@@ -153,7 +172,10 @@ def planned_config(model: str | Path) -> ModelConfig:
     hf = shapes.get(str(model).lower())
     if hf is None and not Path(model).is_dir():
         raise UserError(f"model={model!r} is neither a folder nor one of {', '.join(shapes)}")
-    hf = hf or read_hf_config(model)
+    return _parse_any(hf) if hf else _parsed(model, _parse_any)
+
+
+def _parse_any(hf: dict) -> ModelConfig:
     return _parse_mixture(hf) if hf.get("model_type") == "qwen3_moe" else parse_config(hf)
 
 
@@ -163,7 +185,7 @@ def read_hf_config(folder: str | Path) -> dict:
         return hf_shape(str(folder).removeprefix(SHAPE))
     path = Path(folder) / "config.json"
     try:
-        return json.loads(path.read_text())
+        return read_json_object(path)
     except (FileNotFoundError, NotADirectoryError):
         if (Path(folder) / "manifest.json").exists():
             raise UserError(
@@ -175,8 +197,6 @@ def read_hf_config(folder: str | Path) -> dict:
             "this machine (names of the hub are not downloaded: `hf download NAME --local-dir "
             "FOLDER`), or make one: `roll-lite tiny FOLDER`"
         ) from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from None
 
 
 def parse_config(hf: dict) -> ModelConfig:
@@ -186,16 +206,17 @@ def parse_config(hf: dict) -> ModelConfig:
         raise UnsupportedModelError(
             f"model_type={model_type!r} is not supported; supported: {', '.join(SUPPORTED_MODELS)}"
         )
+    _check_types(hf)
     _refuse_unsupported(hf)
-    heads = _required(hf, "num_attention_heads")
+    heads = _size(hf, "num_attention_heads")
     return ModelConfig(
-        vocab_size=_required(hf, "vocab_size"),
-        hidden_size=_required(hf, "hidden_size"),
-        intermediate_size=_required(hf, "intermediate_size"),
-        num_layers=_required(hf, "num_hidden_layers"),
+        vocab_size=_size(hf, "vocab_size"),
+        hidden_size=_size(hf, "hidden_size"),
+        intermediate_size=_size(hf, "intermediate_size"),
+        num_layers=_size(hf, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=hf.get("head_dim") or _required(hf, "hidden_size") // heads,
+        num_kv_heads=_size(hf, "num_key_value_heads", heads),
+        head_dim=_size(hf, "head_dim", _size(hf, "hidden_size") // heads),
         norm_eps=_required(hf, "rms_norm_eps"),
         rope=_parse_rope(hf),
         max_positions=_exact_positions(hf),
@@ -217,12 +238,33 @@ def _parse_mixture(hf: dict) -> MixtureConfig:
     )
 
 
-def _required(fields: dict, name: str) -> int | float:
-    """A field that must be a positive number."""
-    value = fields.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-        raise UnsupportedModelError(f"{name}={value!r} in config.json must be a positive number")
+def _required(fields: dict, name: str, default: float | None = None) -> int | float:
+    """A field that must be a positive number; with a default, it may be missing or 0."""
+    value = fields.get(name) or default
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise UnsupportedModelError(f"{name}={fields.get(name)!r:.80} must be a positive number")
     return value
+
+
+def _size(fields: dict, name: str, default: int | None = None) -> int:
+    """A number of which the model has that many of something: it is not to fill memory or time."""
+    value = _required(fields, name, default)
+    most = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
+    if not isinstance(value, int) or value > most:
+        raise UnsupportedModelError(f"{name}={value!r:.80} must be a whole number up to {most:,}")
+    return value
+
+
+def _check_types(hf: dict) -> None:
+    """Of fields that may be missing."""
+    for name, kind in _TYPES.items():
+        value = hf.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise UnsupportedModelError(f"{name}={value!r:.80} must be {kind.__name__} or null")
+        if kind is list and not all(isinstance(entry, str) for entry in value or ()):
+            raise UnsupportedModelError(f"{name}={value!r:.80} must be a list of texts")
+    if (dtype := hf.get("dtype") or hf.get("torch_dtype")) not in (None, *DTYPES):
+        raise UnsupportedModelError(f"dtype={dtype!r:.80} is not one of {', '.join(DTYPES)}")
 
 
 def _refuse_unsupported(hf: dict) -> None:
@@ -242,8 +284,8 @@ def _refuse_unsupported(hf: dict) -> None:
 
 def _exact_positions(hf: dict) -> int:
     """Our attention is full, which equals a sliding window within the window's length."""
-    limit = _required(hf, "max_position_embeddings")
-    window = hf.get("sliding_window")
+    limit = _size(hf, "max_position_embeddings")
+    window = _size(hf, "sliding_window", limit)
     layer_types = set(hf.get("layer_types") or ())
     if other := layer_types - {"full_attention", "sliding_attention"}:
         raise UnsupportedModelError(
@@ -253,7 +295,7 @@ def _exact_positions(hf: dict) -> int:
     slides = "sliding_attention" in layer_types
     if not layer_types:
         slides = hf["model_type"] == "mistral" or hf.get("use_sliding_window")
-    return min(limit, window) if window and slides else limit
+    return min(limit, window) if slides else limit
 
 
 def _parse_rope(hf: dict) -> RopeConfig:
@@ -270,7 +312,7 @@ def _parse_rope(hf: dict) -> RopeConfig:
         raise UnsupportedModelError(
             f"rope_type={kind!r} is not supported; supported: {', '.join(SUPPORTED_ROPE)}"
         )
-    theta = scaling.get("rope_theta") or hf.get("rope_theta") or 10000.0
+    theta = _required(scaling, "rope_theta", _required(hf, "rope_theta", 10000.0))
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind == "linear":

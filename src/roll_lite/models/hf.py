@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from roll_lite.checks import UserError
+from roll_lite.files import check_is_file, read_json_object
 from roll_lite.models.config import SHAPE, ModelConfig, read_config, read_hf_config
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Head, Transformer, random_model
@@ -24,6 +25,7 @@ from roll_lite.progress import ProgressBar
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 2**30
+FLOATS = ("F64", "F32", "F16", "BF16")
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # old Llama folders store what the config implies
 COMPANION_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
@@ -102,14 +104,15 @@ def load_model(
     """A model with the folder's weights. A missing value head is initialised with zeros."""
     folder = Path(folder)
     config = read_config(folder)
-    with torch.device("meta"):
-        model = Transformer(config, head, shard)
-        whole = dict(Transformer(config, head).named_parameters())
     wanted = tensor_slices(config, head)
     files = _tensor_files(folder)
     if head == "value" and "score.weight" not in files:
         wanted.pop()
     _check_names(folder, wanted, files)
+    _check_shapes(folder, wanted, files)
+    with torch.device("meta"):
+        model = Transformer(config, head, shard)
+        whole = dict(Transformer(config, head).named_parameters())
     state = {
         name: torch.zeros(parameter.shape, dtype=dtype, device=device)
         for name, parameter in model.named_parameters()
@@ -252,10 +255,12 @@ def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 def _tensor_files(folder: Path) -> dict[str, str]:
     """Tensor name -> file of the folder that holds it."""
     if (folder / INDEX).exists():
-        try:
-            files = json.loads((folder / INDEX).read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError) as error:
-            raise CheckpointError(f"{folder / INDEX} is not a valid index: {error!r}") from None
+        files = read_json_object(folder / INDEX).get("weight_map")
+        if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
+            raise CheckpointError(
+                f"{folder / INDEX} is not a valid index: its weight_map must name a file for each "
+                "tensor; copy or download it again"
+            )
         for name in set(files.values()):
             if Path(name).name != name:
                 raise CheckpointError(f"{folder / INDEX} names {name!r}, outside of its folder")
@@ -290,25 +295,30 @@ def _some(names: list[str]) -> str:
     return (", ".join(names[:8]) or "none") + rest
 
 
-def _read(
-    folder: Path, wanted: list[TensorSlice], files: dict[str, str]
-) -> Iterator[tuple[TensorSlice, Tensor]]:
-    """The wanted tensors, file by file, with their shapes checked."""
+def _check_shapes(folder: Path, wanted: list[TensorSlice], files: dict[str, str]) -> None:
+    """From the files' headers, before any memory is taken."""
     wrong = []
+    for part, found in _read(folder, wanted, files, lambda file, name: file.get_slice(name)):
+        if (shape := tuple(found.get_shape())) != part.hf_shape:
+            wrong.append(f"{part.hf_name} is {shape}, expected {part.hf_shape}")
+        if (dtype := found.get_dtype()) not in FLOATS:
+            wrong.append(f"{part.hf_name} is {dtype}, not one of {', '.join(FLOATS)}")
+    if wrong:
+        raise CheckpointError(f"{folder} has tensors of unexpected shapes or types: {_some(wrong)}")
+
+
+def _read(
+    folder: Path,
+    wanted: list[TensorSlice],
+    files: dict[str, str],
+    read: Callable[[Any, str], Any] = lambda file, name: file.get_tensor(name),
+) -> Iterator[tuple[TensorSlice, Any]]:
+    """The wanted tensors, or what `read` reads of them, file by file."""
     for name in sorted({files[part.hf_name] for part in wanted}):
         with _open(folder / name) as file:
             for part in wanted:
-                if files[part.hf_name] != name:
-                    continue
-                tensor = _tensor(file, folder / name, part.hf_name)
-                if tuple(tensor.shape) == part.hf_shape:
-                    yield part, tensor
-                else:
-                    wrong.append(
-                        f"{part.hf_name} is {tuple(tensor.shape)}, expected {part.hf_shape}"
-                    )
-    if wrong:
-        raise CheckpointError(f"{folder} has tensors of unexpected shapes: {_some(wrong)}")
+                if files[part.hf_name] == name:
+                    yield part, _tensor(read, file, folder / name, part.hf_name)
 
 
 def _with_progress(
@@ -323,6 +333,7 @@ def _with_progress(
 
 
 def _open(path: Path):
+    check_is_file(path)
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:
@@ -333,8 +344,8 @@ def _open(path: Path):
         ) from None
 
 
-def _tensor(file, path: Path, name: str) -> Tensor:
+def _tensor(read: Callable[[Any, str], Any], file: Any, path: Path, name: str) -> Any:
     try:
-        return file.get_tensor(name)
+        return read(file, name)
     except SafetensorError as error:
         raise CheckpointError(f"{path} does not hold {name} as the index says: {error}") from None

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_lite.checks import UserError
+from roll_lite.files import read_json_object
 from roll_lite.options import flatten
 
 STARTS, CHOSEN, RECIPE, ENDED = "starts", "chosen", "recipe", "ended"
@@ -30,7 +31,7 @@ def write_config(folder: Path, config: Any, resumed_at: int | None, **about: Any
     options = to_json(config)
     before = {}
     if resumed_at is not None and path.exists():
-        before = json.loads(path.read_text())
+        before = read_json_object(path)
     starts = before.get(STARTS, [])
     run_id = starts[0]["id"] if starts else uuid.uuid4().hex
     start = {
@@ -63,6 +64,7 @@ def read_end(path: str | Path) -> dict[str, Any] | None:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     partial = path.with_suffix(".partial")
+    partial.unlink(missing_ok=True)  # else other names of the file would change with it
     partial.write_text(json.dumps(content, indent=2) + "\n")
     partial.rename(path)
 
@@ -75,11 +77,9 @@ def to_json(config: Any) -> dict[str, Any]:
 def read_options(path: str | Path, *, with_chosen: bool = True) -> dict[str, Any]:
     """The options in a config.json, flat; without those that were chosen, as they were given."""
     try:
-        written = json.loads(Path(path).read_text())
+        written = read_json_object(Path(path))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}; name the config.json of a run") from None
-    if not isinstance(written, dict):
-        raise UserError(f"{path} holds no JSON object; name the config.json of a run")
     chosen = written.get(CHOSEN, {})
     options = {n: v for n, v in written.items() if n not in (STARTS, CHOSEN, RECIPE, ENDED)}
     if with_chosen:
@@ -90,7 +90,7 @@ def read_options(path: str | Path, *, with_chosen: bool = True) -> dict[str, Any
 
 def written_by(path: str | Path) -> str | None:
     """The recipe that wrote a config.json, if it says so."""
-    return json.loads(Path(path).read_text()).get(RECIPE)
+    return read_json_object(Path(path)).get(RECIPE)
 
 
 def recipe_name(config: type) -> str:

@@ -17,6 +17,8 @@ from roll_lite.report.config_file import CHOSEN, ENDED, RECIPE, STARTS
 Row = dict[str, Any]
 DROPPED = "dropped"
 """Samples in events.jsonl, in names such as dropped_00010, beside the files of rollouts/."""
+MAX_DEPTH = 100
+"""Lists and objects inside each other, of a line; a run's have less than ten."""
 _NAME = re.compile(r"(step|eval|dropped)_(\d+)")
 _DROPPED_SAMPLE = re.compile(rb'\{"event": ?"sample", ?"step": ?(\d+),')
 
@@ -30,12 +32,12 @@ class JsonLines:
 
     def restart(self) -> None:
         self.offset = self.num_broken = 0
-        self._inode = self.path.stat().st_ino if self.path.exists() else None
+        self._inode = self.path.stat().st_ino if self.path.is_file() else None
 
     @property
     def is_replaced(self) -> bool:
         """Whether a resumed run has written the file anew."""
-        if not self.path.exists():
+        if not self.path.is_file():
             return self.offset > 0
         stat = self.path.stat()
         return self.offset > 0 and (stat.st_ino != self._inode or stat.st_size < self.offset)
@@ -44,7 +46,7 @@ class JsonLines:
     def notes(self) -> list[str]:
         """What is missing of the file."""
         name = self.path.name
-        if not self.path.exists():
+        if not self.path.is_file():
             return [f"{name} is missing"]
         found = {
             f"{name} has no complete line yet": not self.offset,
@@ -55,7 +57,7 @@ class JsonLines:
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         """Place and text of each line since the last reading."""
-        if not self.path.exists():
+        if not self.path.is_file():
             return
         with self.path.open("rb") as file:
             file.seek(self.offset)
@@ -73,12 +75,21 @@ class JsonLines:
 
 
 def parse_line(line: bytes) -> Row | None:
-    """The JSON object of a line, or None if it is broken."""
+    """The JSON object of a line, or None if it is broken, or too deep for what walks over it."""
     try:
         row = json.loads(line.decode(errors="replace"))
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) else None
+    is_plain = line.count(b"[") + line.count(b"{") <= MAX_DEPTH
+    return row if isinstance(row, dict) and (is_plain or not _is_deep(row)) else None
+
+
+def _is_deep(row: Row) -> bool:
+    level: list[Any] = [row]
+    for _ in range(MAX_DEPTH):
+        parts = (part.values() if isinstance(part, dict) else part for part in level)
+        level = [value for part in parts for value in part if isinstance(value, dict | list)]
+    return bool(level)
 
 
 class RunFolder:
@@ -124,11 +135,8 @@ class RunFolder:
             self.events.append(row)
 
     def _read_config(self) -> Row:
-        try:
-            config = json.loads((self.folder / "config.json").read_text(errors="replace"))
-        except (OSError, ValueError):
-            return {}
-        return config if isinstance(config, dict) else {}
+        path = self.folder / "config.json"
+        return (parse_line(path.read_bytes()) if path.is_file() else None) or {}
 
     @property
     def options(self) -> Row:
@@ -158,8 +166,11 @@ class RunFolder:
     @property
     def phase(self) -> str | None:
         """What the run is doing, or did when it ended: phase, and states that samples are in."""
+        path = self.folder / "phase"
         try:
-            _, _, phase, *states = (self.folder / "phase").read_text(errors="replace").split()
+            _, _, phase, *states = (
+                path.read_text(errors="replace").split() if path.is_file() else ()
+            )
         except (OSError, ValueError):
             return None
         return f"{phase} ({', '.join(states)})" if states else phase
@@ -167,7 +178,8 @@ class RunFolder:
     @property
     def names(self) -> list[str]:
         """Names under which `samples` finds samples, by step: step_00010, eval_00010."""
-        names = [p.stem for p in self.folder.glob("rollouts/*.jsonl") if _NAME.fullmatch(p.stem)]
+        paths = filter(Path.is_file, self.folder.glob("rollouts/*.jsonl"))
+        names = [path.stem for path in paths if _NAME.fullmatch(path.stem)]
         names += [f"{DROPPED}_{step:05d}" for step in self._dropped]
         return sorted(names, key=lambda name: (step_of(name), name))
 

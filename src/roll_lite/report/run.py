@@ -23,6 +23,7 @@ from typing import Any, TextIO
 
 from roll_lite import output
 from roll_lite.checks import UserError
+from roll_lite.files import own_content
 from roll_lite.progress import PhaseFile, ProgressBar, terminal_width
 from roll_lite.report.config_file import to_json, write_config
 from roll_lite.report.overview import Hints
@@ -157,6 +158,7 @@ class Run:
             path = self.folder / name
             path.touch()
             partial = path.with_suffix(".partial")
+            partial.unlink(missing_ok=True)
             with path.open("rb") as lines, partial.open("wb") as kept:  # may be gigabytes
                 for number, line in enumerate(lines, 1):
                     at = _step_of(line)
@@ -225,6 +227,7 @@ def lock_folder(folder: Path) -> TextIO:
     The system itself forgets the lock of a process that ends, however it ends.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    own_content(folder / LOCK)
     file = (folder / LOCK).open("a+")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -14,6 +14,7 @@ from typing import Any
 
 from roll_lite import data
 from roll_lite.checks import UserError, at_least, finite, refuse_changes, unread_with
+from roll_lite.files import own_content
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.history import has_passed
 from roll_lite.rollout.record import read_group, write_group
@@ -168,6 +169,7 @@ class AnswerFile:
         if not self._path.exists():
             return []
         whole, end, _ = self._path.read_bytes().rpartition(b"\n")
+        own_content(self._path)
         os.truncate(self._path, len(whole + end))
         return [json.loads(line) for line in whole.splitlines()]
 

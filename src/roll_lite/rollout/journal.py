@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from roll_lite.files import own_content
 from roll_lite.rollout.prompts import Visit
 from roll_lite.rollout.record import read_sample, write_sample
 from roll_lite.types import Sample
@@ -162,6 +163,7 @@ def _read(path: Path, made_with: str) -> Found | None:
     """The samples of a file; None if they were made otherwise. Cuts off a broken end."""
     data = path.read_bytes()
     records = list(_records(data))
+    own_content(path)
     os.truncate(path, sum(HEADER.size + len(payload) for payload in records))
     try:
         head, *keys = (_load(payload)[0] for payload in records)
