@@ -31,6 +31,7 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
     {"options"},
     {"own_files"},
     {"types", "progress", "stopping", "processes", "output"},
+    {"files"},
     {"checks"},
 ]
 # Siblings that may meet: sync is where trainer and engine do.

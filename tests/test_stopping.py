@@ -275,7 +275,8 @@ def test_options_that_were_chosen_are_chosen_again_for_another_model(command, to
     call_recipe(rlvr, from_flat(rlvr.Config, **values))
     written = json.loads((tmp_path / "a" / "config.json").read_text())
     assert written["lr"] == 3e-4
-    assert written["chosen"] == ["aggregation", "device_map", "lr", "whiten"]
+    before = {"aggregation": None, "device_map": "auto", "lr": None, "whiten": None}
+    assert written["chosen"] == before
     config, other = tmp_path / "a" / "config.json", tmp_path / "b"
     code, _ = command(RLVR, "--config", config, "--run-dir", other, "--lora-rank", 2)
     assert code == 0 and read_options(other / "config.json")["lr"] == pytest.approx(3e-3)
