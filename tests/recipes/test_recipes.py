@@ -41,7 +41,7 @@ def test_rlvr_learns(imitator, tmp_path):
     assert rows[6]["mismatch/logprob_max"] < 1e-4  # training and generation agree
     written = read_options(tmp_path / "run" / "config.json")
     again = from_flat(rlvr.Config, **written | {"resume": True})
-    assert flatten(again) == flatten(resolved(cfg)) | {"resume": True, "chosen": ()}
+    assert flatten(again) == flatten(resolved(cfg)) | {"resume": True, "chosen": {}}
     assert written["samples_per_prompt"] == 8 and written["model"] == cfg.model
     lines = (tmp_path / "run" / "rollouts" / "step_00012.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in lines]

@@ -277,16 +277,16 @@ def test_when_nothing_is_left_to_learn_the_run_keeps_what_it_has(here, tmp_path,
     options = {"drop_equal": True, "max_refills": 1, "steps": 30, "eval_every": 100}
     with monkeypatch.context() as patch:
         patch.setitem(rlvr.Config.INLINE, "reverse", exhausted)
-        with pytest.raises(RuntimeError, match=r"all 16 groups .*: 16 had equal rewards"):
-            here("run", **options)
-    last = steps_of(tmp_path / "run")[-1]["step"]
+        rows = here("run", **options)
+    last = rows[-1]["step"]
     assert (tmp_path / "run" / "checkpoints" / f"step-{last:08d}").exists()
     lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
-    told = [event for event in map(json.loads, lines) if event["step"] == last + 1]
+    told = [event for event in map(json.loads, lines) if event.get("step") == last]
+    told = [event for event in told if event["event"] == "sample"]
     assert len(told) == 16 * 8
     assert {event["why"] for event in told} == {"its group had equal rewards"}
     rows = here("run", resume=True, **options | {"steps": last + 2})
-    assert [row["step"] for row in rows] == list(range(1, last + 3))
+    assert [row["step"] for row in rows if row["step"]] == list(range(1, last + 3))
 
 
 def write_words(path):

@@ -195,7 +195,8 @@ WITH_A_SANDBOX = """
 from roll_lite.sandbox.sandbox import Sandbox
 sandbox = Sandbox("rlimits").start()
 print("ready", flush=True)
-sandbox.run("import time; time.sleep(600)")
+while True:
+    sandbox.run("import time; time.sleep(600)")  # until its limit
 """
 
 

@@ -69,9 +69,9 @@ def child_of_rank(parent: int, rank: int) -> int:
 def wait_until(condition: Callable[[], bool], seconds: float = 300.0) -> None:
     """The time is only a safety net."""
     deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
+    while not condition():  # asked once: what was true may change at once
+        assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert condition()
 
 
 def wait_for(condition, process, log):

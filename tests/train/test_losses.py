@@ -291,7 +291,7 @@ def test_a_large_log_ratio_of_a_sequence_does_not_overflow():
         (
             {"loss": "reinforce", "clip_low": 0.1},
             r"clip_low=0.1 is read by loss ppo, gspo, segment, raft\+\+, cispo; loss='reinforce' "
-            "does not, so leave it out",
+            "does not: choose one that reads it, or leave it out",
         ),
         (
             {"loss": "gspo", "dual_clip": 3.0},
