@@ -142,8 +142,9 @@ def read_config_of(run: RunFolder, changes: dict[str, Any]) -> PolicyConfig:
             "replayed"
         )
     load_code(options.get("code", ()))
-    known = {name: options[name] for name in known_options(config, options)}  # of code as it is now
-    cfg = from_flat(config, check=False, **known | dict.fromkeys(WORKERS, 0) | changes)
+    known = known_options(config, options)  # of code as it is now
+    recorded = {name: value for name, value in options.items() if name in known}
+    cfg = from_flat(config, check=False, **recorded | dict.fromkeys(WORKERS, 0) | changes)
     name_changed_files(options, cfg)
     return cfg
 
