@@ -13,6 +13,7 @@ from roll_lite.checks import UserError
 from roll_lite.cluster.errors import RoleError, exit_code_of, own_code_of
 from roll_lite.own_code import find_own_code
 from roll_lite.own_files import import_file
+from roll_lite.rollout.history import History
 from roll_lite.stopping import Stopped
 
 LOSS = "loss=rl.PolicyLoss(cfg.policy_loss, cfg.kl),"
@@ -164,6 +165,12 @@ def test_an_error_that_cannot_be_printed_is_named(own_file):
 def test_only_what_a_restart_would_meet_again_exits_with_2(own_file, error, code):
     """Whatever the user's code raises, or what goes through it."""
     assert exit_code_of(caught(own_file.fail, error)) == code
+
+
+def test_a_prompt_that_history_does_not_have_is_the_users_mistake(own_file):
+    error = caught(own_file.call, lambda: History(pass_reward=1.0)["p"])
+    assert exit_code_of(error) == 2
+    assert "KeyError: \"prompt 'p' has no samples yet: ask whether" in find_own_code(error).error
 
 
 def test_the_librarys_own_errors_are_not_the_users(own_file):

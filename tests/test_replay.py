@@ -16,7 +16,9 @@ from support.recipes import call_recipe
 
 from roll_lite.options import from_flat
 from roll_lite.recipes import agentic, rlvr
-from roll_lite.replay import main
+from roll_lite.replay import main, read_config_of
+from roll_lite.report.config_file import RECIPE, to_json
+from roll_lite.report.reader import RunFolder
 from roll_lite.report.records import numbers, pack, read_tokens
 
 REWARDS = """
@@ -236,6 +238,17 @@ def test_leaving_the_debugger_ends_the_replay(runs, capsys, monkeypatch):
 def refused(capsys, *arguments):
     assert main([str(argument) for argument in arguments]) == 2
     return capsys.readouterr().err
+
+
+def test_options_that_code_has_lost_or_gained_since_do_not_matter(toy_folder, tmp_path):
+    code = tmp_path / "own.py"
+    code.write_text("def keep(group, *, least: float = 0.0, new: int = 1): ...\n")
+    options = to_json(from_flat(rlvr.Config, model=str(toy_folder), code=(str(code),), least=0.25))
+    del options["new"], options["chosen"]
+    written = options | {RECIPE: "rlvr", "gone": 2}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    cfg = read_config_of(RunFolder(tmp_path), {"seed": 7})
+    assert cfg.own.values == {"least": 0.25, "new": 1} and cfg.seed == 7
 
 
 def test_unknown_samples_are_refused(tmp_path, capsys):

@@ -75,8 +75,8 @@ def find_own_code(error: BaseException) -> OwnCode | None:
 
 
 def _is_library(frame: traceback.FrameSummary) -> bool:
-    """Not what looks up a name that the user has misspelt."""
-    return _is_ours(frame.filename) and frame.name != "__getattr__"
+    """Not what looks up a name or a key of the user's that does not exist."""
+    return _is_ours(frame.filename) and frame.name not in ("__getattr__", "__getitem__")
 
 
 def _is_ours(file: str) -> bool:

@@ -143,8 +143,8 @@ def read_config_of(run: RunFolder, changes: dict[str, Any]) -> PolicyConfig:
         )
     load_code(options.get("code", ()))
     known = known_options(config, options)  # of code as it is now
-    kept = {name: value for name, value in options.items() if name in known}
-    cfg = from_flat(config, check=False, **kept | dict.fromkeys(WORKERS, 0) | changes)
+    recorded = {name: value for name, value in options.items() if name in known}
+    cfg = from_flat(config, check=False, **recorded | dict.fromkeys(WORKERS, 0) | changes)
     name_changed_files(options, cfg)
     return cfg
 

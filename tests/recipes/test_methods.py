@@ -53,6 +53,15 @@ def test_a_file_is_short_and_says_how_to_run_it(path):
         assert {*code.co_varnames[: code.co_argcount]} <= {*INPUTS}
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_uses_nothing_private(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        modules = node.module.split(".") if isinstance(node, ast.ImportFrom) else []
+        names = [alias.name for alias in getattr(node, "names", [])]
+        used = [*modules, *names, getattr(node, "attr", "")]
+        assert not any(name.startswith("_") for name in used)
+
+
 def test_the_files_bring_no_torch():
     """They are imported for --help."""
     code = "import sys; from roll_lite.own_files import import_file\n"

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 from support.paths import DOCS
 
+from roll_lite.own_files import import_file
 from roll_lite.report.run import Run
 from roll_lite.types import Prompt
 
@@ -71,6 +72,17 @@ def test_the_evaluation_of_the_last_step_is_made_up_after_a_resume(tmp_path):
     assert rows == [(3, {"loss": 1.0}), (3, {"eval": 0.5})]
 
 
+def test_a_tracker_that_raises_is_shown_with_its_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    text = "def mine(run):\n    return run.nothing\n\nTRACKERS = {'mine': mine}\n"
+    (tmp_path / "own_tracker.py").write_text(text)
+    opener = import_file(tmp_path / "own_tracker.py").mine
+    start(tmp_path / "run", opener).close()
+    shown = capsys.readouterr().err
+    assert "warning: the tracker mine raised AttributeError(" in shown
+    assert "own_tracker.py line 2, in mine\n    return run.nothing\n" in shown
+
+
 def test_a_tracker_that_raises_does_not_end_the_run(tmp_path, capsys):
     class Broken(Kept):
         def log(self, step, metrics):
@@ -116,6 +128,7 @@ def test_tensorboard_forgets_what_is_repeated(tmp_path):
 
 EXAMPLE = """
 import sys
+from roll_lite.own_files import import_file
 from roll_lite.report.run import Run
 from roll_lite.types import Prompt
 config = Prompt(id="p", messages=(), domain="math", ground_truth="")

@@ -136,6 +136,8 @@ def test_files_and_options_are_part_of_the_fingerprint(tmp_path):
     assert fingerprint(options | {"steps": 5}) == first != fingerprint(options | {"lr": 2.0})
     path.write_text("ab")
     assert fingerprint(options) != first
+    code = fingerprint(options | {"code": (str(path),), "code_digests": ("a",)})
+    assert fingerprint(options | {"code": (str(path),), "code_digests": ("b",)}) != code
 
 
 def test_only_what_was_in_flight_is_generated_again(here, tmp_path, monkeypatch):

@@ -250,6 +250,7 @@ def test_broken_rewards_are_told_apart(num_workers):
     example = r"- prompt p\d+, reply 'raise wrong': support\.worker_rewards\.OwnError: wrong"
     assert len(re.findall(example, text)) == 3
     assert re.search(r'worker_rewards.py", line \d+, in do\n +raise OwnError', text)
+    assert text.index("raise OwnError") < text.index("\n- prompt p") and "\n\n" not in text
     assert (metrics["reward/calls"], metrics["reward/errors"]) == (200, 100)
 
 

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from roll_lite.own_code import find_own_code
+
 
 class TrackedRun(NamedTuple):
     """What a tracker knows of the run when it is opened."""
@@ -82,10 +84,12 @@ class Trackers:
         except Exception as error:  # any kind: trackers are user code, and use the network
             if name not in self._failed:
                 self._failed.add(name)
+                own = find_own_code(error)
                 print(
                     f"warning: the tracker {name.partition(': ')[2]} raised {error!r}; the run "
                     "goes on, and further errors of it are not shown",
-                    file=sys.stderr, flush=True,
+                    *(own.frames[:1] if own else ()),
+                    sep="\n", file=sys.stderr, flush=True,
                 )  # fmt: skip
             return None
 

@@ -51,6 +51,8 @@ class History(Mapping[str, Visits]):
         """Groups that ended in this step, sorted: number, prompt id, samples, passed samples."""
 
     def __getitem__(self, prompt_id: str) -> Visits:
+        if prompt_id not in self._visits:
+            raise KeyError(f"prompt {prompt_id!r} has no samples yet: ask whether it is in history")
         return self._visits[prompt_id]
 
     def __iter__(self) -> Iterator[str]:

@@ -195,8 +195,8 @@ class ErrorBudget:
         examples = "\n".join(self._examples)
         return (
             f"{len(self._failed)} of the last {len(self._last_jobs)} {self._jobs} failed, more "
-            f"than {self._share_option}={self._max_error_share}. The most recent failures:\n"
-            f"{examples}\nThe last of them in full:\n{self._last_failure}"
+            f"than {self._share_option}={self._max_error_share}. The last of them:\n"
+            f"{self._last_failure.rstrip()}\nThe most recent ones:\n{examples}"
         )
 
     def show_once(
