@@ -102,6 +102,25 @@ def test_an_error_after_a_checkpoint_says_how_to_go_on(copy, options, command):
     assert code == 2 and f"{first}To continue the run:\n    " in text and "--resume" in text
 
 
+REWARD = """
+def mine(prompt, reply):
+    return len(reply) / 0
+
+
+REWARDS = {"reverse": mine}
+"""
+
+
+def test_a_reward_that_never_works_is_for_the_user_to_mend(options, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text(REWARD)
+    more = ("--code", "broken.py", "--prompts-per-step", 32)
+    code, text = command(RECIPES / "rlvr.py", *options, *more)
+    error = text.rpartition("\nerror: ")[2].partition("--debug")[0]
+    assert code == 2 and "of the last 50 rewards failed" in error
+    assert "    return len(reply) / 0\n" in error and len(error.splitlines()) < 15
+
+
 OWN_FILE = """
 def call(function):
     return function()

@@ -34,6 +34,7 @@ from roll_lite.train.checkpoint_folders import is_finished
 from roll_lite.train.sample_rows import AdvantageState
 from roll_lite.train.sequences import TrainingSequence, sample_runs, sampled_numbers
 from roll_lite.types import Group, Prompt
+from roll_lite.workers.failures import TooManyFailures
 
 NO_PARTS: Mapping[str, Resumable] = {}
 GroupMetric = Callable[[Sequence[Group]], float]
@@ -125,7 +126,11 @@ class Loop:
             opened.callback(self._run.close)  # unless the loop begins, which closes it at its end
             if self._rollout:
                 self._begin_rollout()
-            self._measure_first()
+            try:
+                self._measure_first()
+            except TooManyFailures as error:
+                self._blame_code(error)
+                raise
             if self._rollout and self._cfg.runs_ahead:
                 self._rollout.start()
             self._stop = self._roles.cluster.stop_request()
@@ -192,6 +197,14 @@ class Loop:
                 self._print_rates()
         if error is None:
             self._export()
+        elif isinstance(error, TooManyFailures):
+            self._blame_code(error)
+
+    def _blame_code(self, error: TooManyFailures) -> None:
+        """Rewards or environments that never worked: a restart would find them as they are."""
+        has_raised = error.failure is not None and error.failure.kind == "raised"
+        if has_raised and self._saved.step == 0:
+            raise UserError(str(error)) from error
 
     def _export(self) -> None:
         """The model. Raises UserError if nothing is left to learn although samples fail."""
