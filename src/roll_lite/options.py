@@ -362,6 +362,11 @@ class RecipeConfig:
     """Options that --help shows, where it does not show all."""
 
     @property
+    def open_defaults(self) -> Mapping[str, Any]:
+        """What stands for options that are left open; parts may have such a property too."""
+        return {}
+
+    @property
     def default_kinds(self) -> Mapping[str, str]:
         """Options that depend on the model's size where they are not given, and how."""
         return {}
