@@ -42,7 +42,7 @@ class Config(rl.RecipeConfig):
     top_k: int = 32
     """Number of the teacher's likeliest tokens to compare; all other tokens count as one."""
     device: str = "auto"
-    """auto, cpu or cuda."""
+    """What to compute on: auto, cpu or cuda."""
     device_map: str | None = None
     """Ranks of train and teacher; None puts both on all ranks."""
     chat: rl.ChatOptions = rl.ChatOptions()

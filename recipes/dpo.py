@@ -39,7 +39,7 @@ class Config(rl.RecipeConfig):
     seed: int = 0
     """Seed for the pairs and their order."""
     device: str = "auto"
-    """auto, cpu or cuda."""
+    """What to compute on: auto, cpu or cuda."""
     tp: int = 1
     """Tensor-parallel ranks per model."""
     chat: rl.ChatOptions = rl.ChatOptions()

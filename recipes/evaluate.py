@@ -60,7 +60,7 @@ class Config(rl.RecipeConfig):
     kv_cache_gib: float = 1.0
     """KV cache of each engine, in GiB."""
     device: str = "auto"
-    """auto, cpu or cuda."""
+    """What to compute on: auto, cpu or cuda."""
     device_map: str | None = None
     """Ranks of the engines, as in generate=all,tp=2; None puts every role on all ranks."""
     chat: rl.ChatOptions = rl.ChatOptions()

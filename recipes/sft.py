@@ -38,7 +38,7 @@ class Config(rl.RecipeConfig):
     weight_decay: float = 0.0
     """AdamW's weight decay."""
     device: str = "auto"
-    """auto, cpu or cuda."""
+    """What to compute on: auto, cpu or cuda."""
     device_map: str | None = None
     """Ranks that train, as in train=0-3,tp=2; all ranks unless given."""
     tp: int = 1
