@@ -42,7 +42,7 @@ class Config(rl.RecipeConfig):
     top_k: int = 32
     """Number of the teacher's likeliest tokens to compare; all other tokens count as one."""
     device: str = "auto"
-    """auto, cpu or cuda."""
+    """What to compute on: auto, cpu or cuda."""
     device_map: str | None = None
     """Ranks of train and teacher; None puts both on all ranks."""
     chat: rl.ChatOptions = rl.ChatOptions()
@@ -67,10 +67,19 @@ class Config(rl.RecipeConfig):
         return {"lr": "sft"}
 
     def __post_init__(self):
-        data.check_source(self.data)
-        rl.check_vocabulary(self.model, self.teacher, "teacher")
         at_least(1, self, "steps", "rows_per_step", "top_k")
         above(0, self, "temperature")
+
+    @property
+    def open_defaults(self) -> dict[str, str]:
+        return {"device_map": "train=all teacher=all"}
+
+    def check_files(self) -> None:
+        """Refuse data that is missing, a teacher of another family and a folder with another run;
+        the first rank does."""
+        data.check_source(self.data)
+        self.evaluation.check_files()
+        rl.check_vocabulary(self.model, self.teacher, "teacher")
         if not self.checkpoints.resume:
             rl.refuse_old_run(self.run_dir)
 
@@ -81,9 +90,10 @@ TRACKERS = ()  # yours, beside TensorBoard: docs/tutorial.md has wandb and track
 def main(cfg: Config) -> None:
     config = rl.read_config(cfg.model)
     with rl.Cluster(
-        cfg.device_map or "train=all teacher=all", cfg.device, roles=["train", "teacher"],
+        cfg.device_map, cfg.device, roles=["train", "teacher"],
         config=config, role_configs={"teacher": rl.read_config(cfg.teacher)}, options=cfg,
     ) as cluster:  # fmt: skip
+        cfg.check_files()
         rows = data.DIALOGUES.training(cfg.data, f"distill-{cfg.seed}")
         held_out = data.DIALOGUES.held_out(cfg.data, cfg.evaluation)
         chat, budget = rl.Chat(cfg.model, **cfg.chat.arguments), cfg.training.tokens_per_microbatch

@@ -39,7 +39,7 @@ class Config(rl.RecipeConfig):
     seed: int = 0
     """Seed for the pairs and their order."""
     device: str = "auto"
-    """auto, cpu or cuda."""
+    """What to compute on: auto, cpu or cuda."""
     tp: int = 1
     """Tensor-parallel ranks per model."""
     chat: rl.ChatOptions = rl.ChatOptions()
@@ -65,10 +65,15 @@ class Config(rl.RecipeConfig):
 
     def __post_init__(self):
         rl.read_config(self.model)
-        data.check_source(self.data)
         at_least(1, self, "steps", "rows_per_step", "task_pairs", "tp")
         if not data.is_task(self.data):
             unread_with("a file in data", self, "task_pairs")
+
+    def check_files(self) -> None:
+        """Refuse data that is missing, a reference of another family and a folder with another
+        run; the first rank does."""
+        data.check_source(self.data)
+        self.evaluation.check_files()
         if self.reference is not None:
             rl.check_vocabulary(self.model, self.reference, "reference")
         if not self.checkpoints.resume:
@@ -86,6 +91,7 @@ def main(cfg: Config) -> None:
         device_map, cfg.device, roles=["train", *others], config=config, role_configs=others,
         options=cfg,
     ) as cluster:  # fmt: skip
+        cfg.check_files()
         roles = rl.Roles(cluster)
         roles.policy = trainer = roles.add(
             "train", rl.Trainer, folder=cfg.model, loss=cfg.loss,

@@ -15,7 +15,7 @@ stopped.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -60,7 +60,7 @@ class Config(rl.RecipeConfig):
     kv_cache_gib: float = 1.0
     """KV cache of each engine, in GiB."""
     device: str = "auto"
-    """auto, cpu or cuda."""
+    """What to compute on: auto, cpu or cuda."""
     device_map: str | None = None
     """Ranks of the engines, as in generate=all,tp=2; None puts every role on all ranks."""
     chat: rl.ChatOptions = rl.ChatOptions()
@@ -85,7 +85,6 @@ class Config(rl.RecipeConfig):
 
     def __post_init__(self):
         rl.read_config(self.model)
-        data.check_mixture(self.data, self.env_names)
         has_envs = bool(self.players)  # refuses wrong options of environments
         for part in (self.environments, self.episodes):
             names = flag_names(type(part))
@@ -101,8 +100,22 @@ class Config(rl.RecipeConfig):
                 "temperature above 0"
             )
         truncation = ("top_k", "top_p", "min_p")
-        read_only_if(self.chosen_temperature > 0, "a temperature above 0", self, *truncation)
-        _ = self.params
+        is_greedy = self.samples == 1 if self.temperature is None else self.temperature == 0
+        read_only_if(not is_greedy, "a temperature above 0", self, *truncation)
+        _ = self.params(())
+
+    @property
+    def open_defaults(self) -> dict[str, Any]:
+        roles = ["generate", *self.scoring.reward_roles]
+        return {
+            "device_map": " ".join(f"{role}=all" for role in roles),
+            "temperature": float(self.samples > 1),
+        }
+
+    def check_files(self) -> None:
+        """Refuse data and checkpoints that are missing, and a folder with another run; the first
+        rank does."""
+        data.check_mixture(self.data, self.env_names)
         if self.checkpoint is not None:
             rl.check_checkpoint(self.checkpoint, self.model)
         rl.refuse_old_run(self.run_dir)
@@ -124,15 +137,11 @@ class Config(rl.RecipeConfig):
         is_all_played = len(self.players) == len(self.data)
         return {"max_tokens": "turn" if is_all_played else "reply"}
 
-    @property
-    def chosen_temperature(self) -> float:
-        return float(self.samples > 1) if self.temperature is None else self.temperature
-
-    @property
-    def params(self) -> rl.SamplingParams:
+    def params(self, stop_ids: tuple[int, ...]) -> rl.SamplingParams:
         return rl.SamplingParams(
-            max_tokens=self.max_tokens or 1,  # it is resolved later
-            temperature=self.chosen_temperature,
+            max_tokens=self.max_tokens or 1,  # they are checked before they are resolved
+            temperature=self.temperature or 0.0,
+            stop_ids=stop_ids,
             top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
@@ -141,12 +150,12 @@ class Config(rl.RecipeConfig):
 
 def main(cfg: Config) -> dict[str, float]:
     roles = ["generate", *cfg.scoring.reward_roles]
-    device_map = cfg.device_map or " ".join(f"{role}=all" for role in roles)
     config = rl.read_config(cfg.model)
     with rl.Cluster(
-        device_map, cfg.device, roles=roles, config=config,
+        cfg.device_map, cfg.device, roles=roles, config=config,
         role_configs=cfg.scoring.reward_configs, options=cfg,
     ) as cluster:  # fmt: skip
+        cfg.check_files()
         chat = rl.Chat(cfg.model, **cfg.chat.arguments)
         prompts = data.held_out(cfg.data, cfg.prompts, of_tasks=256, envs=cfg.env_names)
         chat.check_prompts(prompts)
@@ -187,7 +196,7 @@ def ask(
     chat: rl.Chat, players: rl.Players, run: rl.Run, context: int,
 ) -> list[rl.Group]:  # fmt: skip
     """A group for each prompt; prompts that were answered before are not asked again."""
-    params = replace(cfg.params, stop_ids=chat.stop_ids)
+    params = cfg.params(chat.stop_ids)
     with rl.Coordinator(
         engines=engines,
         chat=chat,

@@ -85,10 +85,9 @@ def main(cfg: Config) -> list[float]:
                 temperature=cfg.temperature,
                 stop_ids=chat.stop_ids,
             )
-            kl = partial(roles.kl_to_teacher, budget=cfg.training.tokens_per_microbatch)
             evaluation = rl.Evaluation(
                 held_out, cfg.evaluation, params,
-                kl_to_teacher=kl if cfg.advantages.needs_teacher else None,
+                kl_to_teacher=roles.kl_to_teacher if cfg.advantages.needs_teacher else None,
             )  # fmt: skip
             rollout = rl.Coordinator(
                 engines=roles.engines, chat=chat, prompts=prompts, params=params,
@@ -152,6 +151,7 @@ def make_roles(cfg: Config, cluster: rl.Cluster) -> rl.Roles:
     roles = rl.Roles(
         cluster, engines_sleep=cfg.engines_sleep, offload=cfg.offload,
         on_new_weights=cfg.on_new_weights,
+        tokens_per_microbatch=cfg.training.tokens_per_microbatch,
     )  # fmt: skip
     roles.policy = roles.add(
         "train", rl.Trainer, folder=cfg.model,
@@ -195,15 +195,15 @@ def prepare(
     roles.to_training()  # the device changes hands where --engines-sleep or --offload is on
     if not (groups := cfg.lengths.shape_rewards(groups)):
         return []  # all were dropped: the step is skipped
-    options, budget = cfg.advantages, cfg.training.tokens_per_microbatch
-    score = partial(roles.score, groups=groups, budget=budget)
+    options = cfg.advantages
+    score = partial(roles.score, groups=groups)
     reference = score("reference") if cfg.kl.kl_coef else None
     scores = rl.ModelScores(
         values=score("critic") if roles.critic else None,
         reference_logprobs=reference if cfg.kl.is_in("reward") else None,
         teacher_logprobs=score("teacher") if roles.teachers else None,
         reprompted_logprobs=roles.score_reprompted(
-            "policy", groups, chat, options.facts.reprompt, budget
+            "policy", groups, chat, options.facts.reprompt
         ) if options.needs_reprompts else None,
     )  # fmt: skip
     rows = rl.Rows(groups, options, scores, state)
@@ -233,7 +233,7 @@ def update(
     share = len(rl.sample_runs(sequences)) / wanted
     parts = rl.equal_parts(sequences, max(1, round(share * cfg.updates_per_step)))
     cost = rl.SequenceCost.of(rl.read_config(cfg.model))
-    train = partial(roles.train, budget=cfg.training.tokens_per_microbatch, cost=cost)
+    train = partial(roles.train, cost=cost)
     policy_step = step - 1 - cfg.critic.critic_warmup_steps
     policy_updates, critic_updates = [], []
     for part in cfg.epochs * parts:

@@ -38,7 +38,7 @@ class Config(rl.RecipeConfig):
     weight_decay: float = 0.0
     """AdamW's weight decay."""
     device: str = "auto"
-    """auto, cpu or cuda."""
+    """What to compute on: auto, cpu or cuda."""
     device_map: str | None = None
     """Ranks that train, as in train=0-3,tp=2; all ranks unless given."""
     tp: int = 1
@@ -64,13 +64,21 @@ class Config(rl.RecipeConfig):
 
     def __post_init__(self):
         rl.read_config(self.model)
-        data.check_source(self.data)
         at_least(1, self, "steps", "rows_per_step", "tp")
         at_least(0, self, "weight_decay", "careless")
         if not data.is_task(self.data):
             unread_with("data", self, "careless")
-        if self.device_map is not None:
+        if self.device_map is not None and "device_map" not in self.chosen:
             unread_with("device_map", self, "tp")
+
+    @property
+    def open_defaults(self) -> dict[str, str]:
+        return {"device_map": f"train=all,tp={self.tp}"}
+
+    def check_files(self) -> None:
+        """Refuse data that is missing and a folder with another run; the first rank does."""
+        data.check_source(self.data)
+        self.evaluation.check_files()
         if not self.checkpoints.resume:
             rl.refuse_old_run(self.run_dir)
 
@@ -79,9 +87,11 @@ TRACKERS = ()  # yours, beside TensorBoard: docs/tutorial.md has wandb and track
 
 
 def main(cfg: Config) -> None:
-    device_map = cfg.device_map or f"train=all,tp={cfg.tp}"
     config = rl.read_config(cfg.model)
-    with rl.Cluster(device_map, cfg.device, roles=["train"], config=config, options=cfg) as cluster:
+    with rl.Cluster(
+        cfg.device_map, cfg.device, roles=["train"], config=config, options=cfg
+    ) as cluster:
+        cfg.check_files()
         rows = data.DIALOGUES.training(cfg.data, f"sft-{cfg.seed}", careless=cfg.careless)
         encode = partial(encode_rows, cfg, rl.Chat(cfg.model, **cfg.chat.arguments))
         validation, _ = encode(data.DIALOGUES.held_out(cfg.data, cfg.evaluation))

@@ -202,8 +202,21 @@ def test_help_shows_what_most_need_and_help_all_the_rest(shown, read):
     assert f"--help all shows all {len(everything)} options" in text
     cfg = read()
     of_functions = {*cfg.policy_loss.keywords, *cfg.advantages.keywords}
-    assert of_functions < {*flags}
+    assert [name for name in flags if name not in of_functions] == [*rlvr.Config.COMMON]
+    order = " ".join(flags)
+    assert " advantage divide_by_std loss clip_low clip_high dual_clip kl_coef " in order
     assert len({*everything} - of_functions) <= 80
+
+
+def test_help_has_the_options_of_a_file_behind_it(shown, mine):
+    flags, _ = shown("--code", mine, *NAMED)
+    assert " advantage shift loss power no_ratio " in " ".join(flags)
+
+
+def test_help_shows_what_the_function_says_of_an_open_option(shown):
+    for loss, expected in (("ppo", "token_mean"), ("gspo", "seq_mean_token_mean")):
+        assert f"(default: {expected})" in shown("--loss", loss, "all")[0]["aggregation"]
+    assert "(default: True)" in shown("--advantage", "reinforce++", "all")[0]["whiten"]
 
 
 @pytest.mark.parametrize("recipe", [rlvr, agentic, sft, dpo, distill, evaluate])

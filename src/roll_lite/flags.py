@@ -34,10 +34,12 @@ from roll_lite.report.config_file import (
     recipe_name,
 )
 
-RESUME = """--resume RUN_DIR continues a run with its own options; --resume auto starts the run of
---run-dir, or continues it; """
-ALSO = """Also: {resume}--config FILE starts with the options of a config.json (options on the
-command line take precedence); --debug prints tracebacks."""
+RESUME = """--resume RUN_DIR continues a run with its own options
+--resume auto starts the run of --run-dir, or continues it
+"""
+ALSO = """--config FILE starts with the options of a config.json; those given beside it win
+--debug prints tracebacks
+"""
 OURS = ("config", "debug", "help")
 """Flags of every recipe that are no options of its Config."""
 
@@ -74,7 +76,8 @@ def _flags_of(part: Any) -> list[Flag]:
             kind = Literal[tuple(part.TABLE)]
         elif kind == bool | None:
             kind = bool
-            value = part.open_defaults[name] if value is None else value
+        if value is None:
+            value = getattr(part, "open_defaults", {}).get(name)
         flags.append(Flag(name, kind, value, helps.get(name, "")))
     if isinstance(part, OpenOptions):
         values = part.values
@@ -100,7 +103,7 @@ def _field_docs(config: type) -> dict[str, str]:
         for item, following in zip(body, [*body[1:], None], strict=True):
             text = getattr(getattr(following, "value", None), "value", None)
             if isinstance(item, ast.AnnAssign) and isinstance(text, str):
-                found[item.target.id] = inspect.cleandoc(text)
+                found[item.target.id] = " ".join(text.split())
     return found
 
 
@@ -108,11 +111,11 @@ def read_flags(
     base: Any, flags: Mapping[str, Sequence[Flag]], args: Sequence[str], doc: str, *, is_short: bool
 ) -> dict[str, Any]:
     """The values of all flags, as tyro reads them."""
-    shown = {*base.COMMON, *(f for _, part in open_parts(base) for f in part.keywords)}
+    hidden = flags if is_short else {}
+    if is_short:
+        flags = {"": _common_flags(base, flags)}
     own = []
     for title, listed in flags.items():
-        if is_short:
-            listed = [flag for flag in listed if flag.name in shown]
         made = [
             (f.name, Annotated[f.kind, tyro.conf.arg(help=f.help)], field(default=f.default))
             for f in listed
@@ -126,7 +129,7 @@ def read_flags(
     name = packaged_recipe()
     options = {
         "prog": f"roll-lite {name}" if name else None,
-        "description": _description(type(base), doc, flags if is_short else {}),
+        "description": _description(type(base), doc, hidden),
     }
     command = make_dataclass("Options", own, kw_only=True)
 
@@ -139,11 +142,22 @@ def read_flags(
         return flatten(parse())
 
 
+def _common_flags(base: Any, flags: Mapping[str, Sequence[Flag]]) -> list[Flag]:
+    """Those of COMMON in its order; options of functions follow the flag that names the function
+    or its file."""
+    places = {name: place for place, name in enumerate(base.COMMON)}
+    for _, part in open_parts(base):
+        place = places[part.CHOICE if isinstance(part, FunctionOptions) else "code"]
+        places |= dict.fromkeys(part.keywords, place)
+    listed = [flag for each in flags.values() for flag in each if flag.name in places]
+    return sorted(listed, key=lambda flag: places[flag.name])
+
+
 def _description(config: type, doc: str, hidden: Mapping[str, Sequence[Flag]]) -> str:
     resume = RESUME if "resume" in names_of_parts(config) else ""
     num_flags = sum(len(flags) for flags in hidden.values())
-    more = f"\n\n--help all shows all {num_flags} options." if hidden else ""
-    return f"{doc.split(chr(10) * 2)[0]}\n\n{ALSO.format(resume=resume)}{more}"
+    more = f"--help all shows all {num_flags} options\n" if hidden else ""
+    return f"{doc.split(chr(10) * 2)[0]}\n\n{resume}{ALSO}{more}"
 
 
 def names_of_parts(config: type) -> set[str]:

@@ -359,7 +359,12 @@ class RecipeConfig:
     else was given, each with what it was before; None where nothing was given."""
 
     COMMON: ClassVar[tuple[str, ...]] = ()
-    """Options that --help shows, where it does not show all."""
+    """Options that --help shows, in this order; --help all shows the rest. Empty shows all."""
+
+    @property
+    def open_defaults(self) -> Mapping[str, Any]:
+        """What stands for options that are left open; parts may have such a property too."""
+        return {}
 
     @property
     def default_kinds(self) -> Mapping[str, str]:

@@ -104,7 +104,7 @@ class PolicyConfig(RecipeConfig):
     epochs: int = 1
     """Passes over a step's samples."""
     device: str = "auto"
-    """auto, cpu or cuda."""
+    """What to compute on: auto, cpu or cuda."""
     device_map: str = "auto"
     """Which ranks do what, as in "train=0-3 generate=4-7,tp=2"; auto is all roles on all ranks."""
     kv_cache_gib: float = 1.0
@@ -151,12 +151,11 @@ class PolicyConfig(RecipeConfig):
     SHOWN: ClassVar[Mapping[str, str]]
     """Metrics of the console and their titles, the most important first."""
     COMMON: ClassVar[tuple[str, ...]] = (
-        "model", "data", "steps", "run_dir", "seed", "code", "samples_per_prompt",
-        "prompts_per_step", "max_staleness", "drop_equal", "max_tokens", "temperature", "lr",
-        "schedule", "updates_per_step", "epochs", "tokens_per_microbatch", "lora_rank", "advantage",
-        "loss", "kl_coef", "eval_every", "eval_share", "device_map", "kv_cache_gib", "plan",
+        "model", "data", "code", "steps", "run_dir", "prompts_per_step", "samples_per_prompt",
+        "max_tokens", "temperature", "advantage", "loss", "kl_coef", "drop_equal", "lr", "schedule",
+        "updates_per_step", "epochs", "lora_rank", "max_staleness", "eval_every", "eval_share",
+        "device_map", "tokens_per_microbatch", "kv_cache_gib", "seed", "plan",
     )  # fmt: skip
-    """Options that --help shows; --help all shows the rest."""
     FIXED: ClassVar[tuple[str, ...]] = (
         "model", "seed", "template_args", "lora_rank", "lora_alpha", "lora_targets", "advantage",
     )  # fmt: skip

@@ -50,8 +50,10 @@ class Roles:
         engines_sleep: bool = False,
         offload: bool = False,
         on_new_weights: OnNewWeights = "go_on",
+        tokens_per_microbatch: int = 16384,
     ):
         self.cluster = cluster
+        self._budget = tokens_per_microbatch
         self._sleeps = engines_sleep
         self._offloads = offload
         self._on_new_weights = on_new_weights
@@ -108,39 +110,39 @@ class Roles:
         if self._offloads:
             self._timed("reload", *(role.reload for role in self._taking_turns))
 
-    def score(self, name: str, groups: list[Group], budget: int) -> list[list[float] | None]:
+    def score(self, name: str, groups: list[Group]) -> list[list[float] | None]:
         """What a model says of each token: logprobs under the policy, the reference or the teacher
         of the prompt's domain, values of the critic. A list for each of `plain_sequences(groups)`.
         """
-        return self._score(name, groups, plain_sequences(groups), budget)
+        return self._score(name, groups, plain_sequences(groups))
 
     def score_reprompted(
-        self, name: str, groups: list[Group], chat: Chat, reprompt: Reprompt | None, budget: int
+        self, name: str, groups: list[Group], chat: Chat, reprompt: Reprompt | None
     ) -> list[list[float] | None]:
         """What `score` says of the same tokens after another first prompt, whose messages
         `reprompt` makes from a prompt; None for the sequences of a prompt without another."""
-        longest = min(budget, self.policy.max_positions())
+        longest = min(self._budget, self.policy.max_positions())
         moved = reprompted_sequences(groups, chat, reprompt, longest)
-        scored = iter(self._score(name, groups, list(filter(None, moved)), budget))
+        scored = iter(self._score(name, groups, list(filter(None, moved))))
         found = (next(scored) if sequence else None for sequence in moved)
         places = zip(found, plain_sequences(groups), strict=True)
         return [numbers and at_sampled_places(numbers, sequence) for numbers, sequence in places]
 
     def _score(
-        self, name: str, groups: list[Group], sequences: list[TrainingSequence], budget: int
+        self, name: str, groups: list[Group], sequences: list[TrainingSequence]
     ) -> list[list[float] | None]:
         """Of some sequences of the groups' samples."""
         if name == "critic":
-            return score_over_ranks(self.critic.values, sequences, budget)
+            return score_over_ranks(self.critic.values, sequences, self._budget)
         if name == "teacher":
-            return self._taught(groups, sequences, budget)
+            return self._taught(groups, sequences)
         role = getattr(self, name)
         if role is None:  # the policy is its own reference, without its adapters
-            return score_over_ranks(self.policy.reference_logprobs, sequences, budget)
-        return score_over_ranks(role.logprobs, sequences, budget)
+            return score_over_ranks(self.policy.reference_logprobs, sequences, self._budget)
+        return score_over_ranks(role.logprobs, sequences, self._budget)
 
     def _taught(
-        self, groups: list[Group], sequences: list[TrainingSequence], budget: int
+        self, groups: list[Group], sequences: list[TrainingSequence]
     ) -> list[list[float] | None]:
         """Logprobs under the teacher of each domain; None for sequences that have no teacher."""
         domains = [group.prompt.domain for group in groups for _ in group.samples]
@@ -148,12 +150,13 @@ class Roles:
         found: list[list[float] | None] = [None] * len(sequences)
         for name, teacher in self.teachers.items():
             places = [i for i, sequence in enumerate(sequences) if names[sequence.sample] == name]
-            taught = score_over_ranks(teacher.logprobs, [sequences[i] for i in places], budget)
+            wanted = [sequences[i] for i in places]
+            taught = score_over_ranks(teacher.logprobs, wanted, self._budget)
             for place, logprobs in zip(places, taught, strict=True):
                 found[place] = logprobs
         return found
 
-    def kl_to_teacher(self, groups: list[Group], budget: int) -> float:
+    def kl_to_teacher(self, groups: list[Group]) -> float:
         """KL from the policy to its teachers, in nats per token, estimated by the sampled tokens;
         between two steps, when engines have the devices."""
         done = [[s for s in group.samples if s.state == "done"] for group in groups]
@@ -161,7 +164,7 @@ class Roles:
         teachers = self.teachers.values() if self._offloads else ()
         for teacher in teachers:
             teacher.reload()
-        taught = self._taught(groups, plain_sequences(groups), budget)
+        taught = self._taught(groups, plain_sequences(groups))
         for teacher in teachers:
             teacher.offload()
         parts = [part for group in groups for s in group.samples for part in s.sequences]
@@ -176,14 +179,14 @@ class Roles:
         )
 
     def train(
-        self, trainer: RoleHandle, sequences: list[TrainingSequence], budget: int, *,
+        self, trainer: RoleHandle, sequences: list[TrainingSequence], *,
         cost: SequenceCost, scheduled_at: int, notes_entropies: bool = False, **pack_options: Any,
     ) -> dict[str, float]:  # fmt: skip
         """One optimizer update on the sequences, packed without padding into micro-batches of at
-        most `budget` tokens. It may note the entropies of their tokens in them."""
+        most `tokens_per_microbatch` tokens. It may note the entropies of their tokens in them."""
         self.on_phase("train")
         shards = trainer.role.num_replicas
-        batch = pack(sequences, budget, num_shards=shards, cost=cost, **pack_options)
+        batch = pack(sequences, self._budget, num_shards=shards, cost=cost, **pack_options)
         metrics = trainer.step(split(batch), scheduled_at=scheduled_at)[0]
         if notes_entropies:
             note_entropies(trainer, batch, sequences)

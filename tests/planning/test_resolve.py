@@ -11,7 +11,7 @@ from roll_lite.models.config import SHAPE
 from roll_lite.models.memory import usable_bytes
 from roll_lite.options import flatten, from_flat
 from roll_lite.planning.resolve import lower_cache, plan_run, resolve
-from roll_lite.recipes import rlvr, sft
+from roll_lite.recipes import evaluate, rlvr, sft
 from roll_lite.train.advantages import AdvantageFacts, PerSample
 from roll_lite.train.losses import LossFacts
 
@@ -146,8 +146,20 @@ def test_the_critic_has_a_rate_of_its_own(toy_folder):
 def test_recipes_without_a_policy_loss_are_resolved(toy_folder):
     cfg = from_flat(sft.Config, model=str(toy_folder), run_dir="no-such-run")
     found = resolved(cfg)
-    assert found.chosen == {"device": "auto", "lr": None} and found.training.lr == 1e-3
-    assert found.device_map is None
+    assert found.chosen == {"device": "auto", "lr": None, "device_map": None}
+    assert found.training.lr == 1e-3 and found.device_map == "train=all,tp=1"
+    wide = resolved(from_flat(sft.Config, model=str(toy_folder), run_dir="no-such-run", tp=2))
+    assert wide.device_map == "train=all,tp=2"
+
+
+@pytest.mark.parametrize(
+    ("samples", "given", "found"), [(1, None, 0.0), (4, None, 1.0), (4, 0.7, 0.7)]
+)
+def test_an_evaluation_is_greedy_for_one_sample(toy_folder, samples, given, found):
+    options = {"model": str(toy_folder), "run_dir": "no-such-run", "samples": samples}
+    cfg = resolved(from_flat(evaluate.Config, **options, temperature=given))
+    assert cfg.temperature == cfg.params(()).temperature == found
+    assert cfg.device_map == "generate=all"
 
 
 def test_a_cache_is_lowered_to_what_other_programs_leave():

@@ -148,7 +148,7 @@ def test_when_all_failed_the_error_says_why_and_it_can_be_tried_again(config, sc
 
 def test_what_is_no_checkpoint_is_refused_before_anything_is_written(config, tmp_path):
     with pytest.raises(ValueError, match=r"is not the folder of a checkpoint.*step-00000100"):
-        config("run", checkpoint=str(tmp_path))
+        call_recipe(evaluate, config("run", checkpoint=str(tmp_path)))
     assert not (tmp_path / "run").exists()
 
 

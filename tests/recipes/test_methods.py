@@ -290,10 +290,10 @@ def test_sdft_pulls_towards_the_model_that_has_seen_a_demonstration(tmp_path, mo
     monkeypatch.setitem(ADVANTAGES, "sdft", module.sdft)
     options = AdvantageOptions(advantage="sdft")
     with Cluster("train=0", "cpu") as cluster:
-        roles = Roles(cluster)
+        roles = Roles(cluster, tokens_per_microbatch=512)
         loss = {"loss": PolicyLoss(), "schedule": Schedule(lr=1e-3)}
         roles.policy = roles.add("train", Trainer, folder=folder, **loss)
-        scores = roles.score_reprompted("policy", groups, chat, module.with_demonstration, 512)
+        scores = roles.score_reprompted("policy", groups, chat, module.with_demonstration)
     assert scores[2:] == [None, None]
     rows = Rows(groups, options, ModelScores(reprompted_logprobs=scores))
     sequences = rows.sequences(options.estimate(rows))

@@ -13,6 +13,7 @@ from support.recipes import call_recipe
 from transformers import AutoModelForCausalLM
 
 from roll_lite.chat import Chat
+from roll_lite.checks import UserError
 from roll_lite.options import flatten, from_flat
 from roll_lite.planning.resolve import resolved
 from roll_lite.recipes import distill, dpo, evaluate, rlvr, sft
@@ -154,6 +155,18 @@ def test_the_same_seed_gives_the_same_run(imitator, tmp_path):
 def test_an_old_run_folder_is_not_written_over(imitator):
     with pytest.raises(ValueError, match="earlier run"):
         call_recipe(rlvr, small_config(imitator, imitator, steps=0))
+
+
+@pytest.mark.parametrize("recipe", [rlvr, sft, dpo, distill, evaluate])
+def test_other_ranks_need_no_files_of_data(recipe, toy_folder, tmp_path):
+    """Their options are read; the first rank, which goes into `main`, refuses what is missing."""
+    several = ("x.jsonl",) if recipe in (rlvr, evaluate) else "x.jsonl"
+    options = {"model": str(toy_folder), "data": several, "run_dir": str(tmp_path / "run")}
+    options |= {"teacher": str(toy_folder)} if recipe is distill else {}
+    cfg = from_flat(recipe.Config, **options, device="cpu")
+    with pytest.raises(UserError, match=r"'x\.jsonl' is neither a file"):
+        call_recipe(recipe, cfg)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -357,7 +357,8 @@ def test_model_and_checkpoint_evaluate_like_the_run(here, toy_folder, tmp_path, 
     if lora_rank:
         shutil.copytree(toy_folder, tmp_path / "other")
         with pytest.raises(ValueError, match=r"adapters of the model .*, not of .*other;"):
-            from_flat(evaluate.Config, model=str(tmp_path / "other"), checkpoint=str(checkpoint))
+            other = {"model": str(tmp_path / "other"), "checkpoint": str(checkpoint)}
+            from_flat(evaluate.Config, **other, run_dir=str(tmp_path / "no")).check_files()
     greedy = from_flat(evaluate.Config, 
         model=str(tmp_path / "run" / "model"), data=("reverse:1",), prompts=8, max_tokens=4,
         kv_cache_gib=0.05, run_dir=str(tmp_path / "greedy"),

@@ -192,7 +192,6 @@ def test_a_bad_row_is_named_and_nothing_is_left(small_folder, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": "x.jsonl"}, r"'x\.jsonl' is neither a file nor a task"),
         ({"device_map": "train=0", "tp": 2}, "tp=2 is not read with device_map"),
         ({"keep_last": 0}, "keep_last=0 must be at least 1"),
         ({"lora_rank": 2, "lora_targets": ("mlp",)}, "lora targets=mlp are not known"),

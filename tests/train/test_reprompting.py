@@ -104,15 +104,17 @@ def test_scores_are_transformers_of_the_policy_or_a_teacher(tmp_path):
         for i, g in enumerate(groups)
     ]
     with Cluster("train=0 teacher=0", "cpu") as cluster:
-        roles = Roles(cluster)
+        roles = Roles(cluster, tokens_per_microbatch=64)
         options = {"loss": PolicyLoss(), "schedule": Schedule(lr=1e-3)}
         roles.policy = roles.add("train", Trainer, folder=tmp_path / "mine", **options)
         roles.teachers["d2"] = roles.add("teacher", Scorer, folder=tmp_path / "taught")
         arguments = groups, OtherChat(), messages_of
-        mine = roles.score_reprompted("policy", *arguments, 64)
-        taught = roles.score_reprompted("teacher", *arguments, 64)
+        mine = roles.score_reprompted("policy", *arguments)
+        taught = roles.score_reprompted("teacher", *arguments)
+        tight = Roles(cluster, tokens_per_microbatch=9)
+        tight.policy = roles.policy
         with pytest.warns(UserWarning, match=r"sequences of this step .* over the 9 that"):
-            short = roles.score_reprompted("policy", *arguments, 9)
+            short = tight.score_reprompted("policy", *arguments)
         assert short == [None] * len(mine)
     samples = [sample for group in groups for sample in group.samples]
     for i, sample in enumerate(samples):

@@ -169,6 +169,9 @@ class HeldOutOptions:
     def __post_init__(self):
         at_least(0, self, "eval_every")
         at_least(1, self, "eval_rows")
+
+    def check_files(self) -> None:
+        """Refuse a file that is missing."""
         if self.eval_data is not None:
             check_source(self.eval_data)
 

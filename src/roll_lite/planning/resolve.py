@@ -99,8 +99,9 @@ def with_chosen(cfg: T, values: Mapping[str, Any]) -> T:
 
 
 def _said_by_parts(cfg: RecipeConfig) -> dict[str, Any]:
-    """What parts say of options that were left open; losses also of their estimator's."""
-    parts = [getattr(cfg, field.name) for field in fields(cfg)]
+    """What the recipe and its parts say of options that were left open; losses also of their
+    estimator's."""
+    parts = [cfg, *(getattr(cfg, field.name) for field in fields(cfg))]
     parts = [part for part in parts if is_dataclass(part)]
     found = {}
     for part in parts:

@@ -287,8 +287,7 @@ class AdvantageOptions(FunctionOptions):
     advantage: str = "grpo"
     """Advantage estimator; gae trains a critic."""
     whiten: bool | None = None
-    """Whiten advantages over the batch's tokens; left open, as the estimator says (reinforce,
-    reinforce++ and agentic_reinforce are whitened)."""
+    """Whiten advantages over the batch's tokens; left open, as the estimator says."""
     advantage_clip: float | None = None
     """Clip advantages to this magnitude, after whitening."""
     reward_norm: Literal["none", "batch", "group", "running"] = "none"

@@ -21,7 +21,7 @@ class KLOptions:
     kl_coef: float = 0.0
     """Weight of the KL to the reference; 0 loads no reference."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL counts."""
+    """Where the KL to the reference counts: added to the loss, or taken off the reward."""
     kl_estimator: Literal[KL_ESTIMATORS] | None = None
     """Estimate of the KL from sampled tokens; left open, k3 in the loss and k1 in the reward."""
     reference: str | None = None

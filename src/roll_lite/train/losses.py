@@ -201,10 +201,9 @@ class LossOptions(FunctionOptions):
     """Policy loss: which function, how tokens are averaged, corrections for stale logprobs."""
 
     loss: str = "ppo"
-    """Policy loss."""
+    """Policy loss: how advantages change the policy."""
     aggregation: Literal[AGGREGATIONS] | None = None
-    """How tokens are averaged; left open, as the loss says: seq_mean_token_mean for gspo and kimi,
-    seq_mean_token_sum for topr, token_mean for the other built-in losses."""
+    """How the loss of tokens is averaged; left open, as the loss says."""
     constant: float | None = None
     """seq_mean_token_sum_const: the divisor of sums, such as the longest reply (Dr. GRPO)."""
     entropy_coef: float = 0.0
@@ -217,11 +216,12 @@ class LossOptions(FunctionOptions):
     correction_cap: Argument[float] = 2.0
     """Largest weight of the correction."""
     rejection: Literal["none", "token", "sequence"] = "none"
-    """denominator=old: leave out each token or sequence with old / behaviour outside the band."""
+    """denominator=old: leave out each token or sequence with old / behaviour below 0.5 or above 2,
+    or what rejection_low and rejection_high are in the recipe."""
     rejection_low: Argument[float] = 0.5
-    """Lower end of the band."""
+    """Smallest old / behaviour that rejection leaves in."""
     rejection_high: Argument[float] = 2.0
-    """Upper end of the band."""
+    """Largest old / behaviour that rejection leaves in."""
 
     TABLE: ClassVar = LOSSES
     CHOICE: ClassVar = "loss"
