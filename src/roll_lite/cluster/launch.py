@@ -91,6 +91,11 @@ def is_first_rank() -> bool:
     return read_launch().rank == 0
 
 
+def max_restarts() -> int:
+    """How often torchrun would start the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+
+
 def find_torchrun() -> int | None:
     """The torchrun that started this rank; None if nothing like it did, or it has ended."""
     if RUN_ID not in os.environ:
