@@ -390,7 +390,8 @@ def test_the_interface_towards_the_store(monkeypatch):
     with Cluster("train=all", "cpu"):
         assert {os.environ[name] for name in names} == {loopback}
     assert not os.environ.keys() & names
-    choose_interface(Launch(world_size=2, local_world_size=2, port=1))
+    # A host name may lead to the network: 192.0.2.1 is no address of this machine.
+    choose_interface(Launch(world_size=2, local_world_size=2, master="192.0.2.1", port=1))
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["TP_SOCKET_IFNAME"] == loopback
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
     choose_interface(Launch(world_size=2, local_world_size=2, port=1))
