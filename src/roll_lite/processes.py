@@ -210,6 +210,11 @@ class Process(NamedTuple):
         """By SIGSTOP; False for a process on another host."""
         return self._state() == STOPPED
 
+    @property
+    def is_running(self) -> bool:
+        """False for a process on another host, and for one that has ended."""
+        return self._state() not in ("", "Z", "X")
+
     def kill(self) -> None:
         """Does nothing to a process on another host."""
         if self._state():

@@ -219,6 +219,12 @@ def test_a_stopped_rank_is_named_and_killed(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_stopped_when_all_others_end_is_named_and_killed(tmp_path):
+    output = run_failing("stopped_at_exit", 2, tmp_path)
+    assert re.search(r"rank 1 \(pid .*\) was stopped \(SIGSTOP\) and is killed, as all", output)
+
+
+@pytest.mark.slow
 def test_a_silent_rank_is_named_after_its_heartbeat_stops(tmp_path):
     output = run_failing("silent", 2, tmp_path)
     message = (
