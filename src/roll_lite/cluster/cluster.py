@@ -49,7 +49,7 @@ from roll_lite.models.config import ModelConfig
 from roll_lite.options import flatten
 from roll_lite.processes import (
     STOPPED_SECONDS,
-    StoppedClock,
+    StoppedProcesses,
     end_with_launcher,
     launcher_pid,
 )
@@ -345,9 +345,9 @@ class Cluster:
     def _await_exits(self) -> None:
         """Until the other ranks of this host have ended; torchrun would wait for a stopped one."""
         processes = self._session.processes
-        clock = StoppedClock(launcher_pid())
+        stopped = StoppedProcesses(launcher_pid())
         while running := [process for process in processes[1:] if process.is_running]:
-            for process, seconds in clock.look(running).items():
+            for process, seconds in stopped.look(running).items():
                 if seconds > STOPPED_SECONDS:
                     who = f"rank {processes.index(process)} ({process})"
                     print(f"{who} {STOPPED}, as all others end", file=sys.stderr, flush=True)
