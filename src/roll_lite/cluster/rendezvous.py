@@ -38,7 +38,7 @@ REFUSAL_SECONDS = 0.5
 POLL_SECONDS = 0.02
 LOOK_SECONDS = 1.0  # between two looks at the ranks of this node
 OPEN_STORE = (
-    "torchrun's store listens on all interfaces, and asks nobody who connects; torchrun "
+    "torchrun's store listens on all interfaces, without authentication; torchrun "
     "--rdzv-backend loopback, or PET_RDZV_BACKEND=loopback, keeps it on this machine"
 )
 PACKAGE = Path(__file__).parent.parent
