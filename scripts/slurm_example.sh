@@ -8,7 +8,8 @@
 #SBATCH --time=24:00:00
 #SBATCH --signal=TERM@300
 # Five minutes before the time limit all ranks get SIGTERM and write a checkpoint.
-# One torchrun a node; it starts that node's ranks and, with --max-restarts, starts them again.
+# One torchrun a node; it starts that node's ranks and, with --max-restarts, starts them again: the
+# arguments of a recipe then need --run-dir FOLDER and --resume auto.
 set -euo pipefail
 
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280  # seconds for that; torchrun's default is 30

@@ -233,7 +233,7 @@ def test_all_ranks_exit_with_2_where_their_options_differ(copy, options):
 def test_torchrun_ends_on_one_screen_and_restarts_nothing(copy, options):
     path = copy(WRONG_LOSS)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launch += ["--nproc-per-node=2", "--max-restarts=2", path]
+    launch += ["--nproc-per-node=2", "--max-restarts=2", path, "--resume=auto"]
     done = subprocess.run(
         [*launch, *map(str, options)], capture_output=True, text=True, timeout=1800,
         env=os.environ | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"},

@@ -1,13 +1,18 @@
 """A process may have any bytes as its name, which say nothing about it or others."""
 
+import math
 import os
 import signal
+import time
 
 import pytest
 from support.process_checks import wait_until
 from support.scripts import start_script
 
+from roll_lite import processes
 from roll_lite.processes import (
+    Process,
+    StoppedProcesses,
     kill_tree,
     memory_of,
     num_tasks_of,
@@ -84,3 +89,48 @@ def test_page_tables_count():
         os.close(proc)
         process.kill()
         process.wait()
+
+
+@pytest.fixture
+def sleeping():
+    """Starts processes that do nothing; sends them signals and waits until these have landed."""
+    started = []
+
+    def start():
+        started.append(start_script("import time\nprint('sleeps', flush=True)\ntime.sleep(600)"))
+        assert started[-1].stdout.readline() == "sleeps\n"
+        return Process.find(started[-1].pid)
+
+    yield start
+    for each in started:
+        each.kill()
+        each.wait()
+
+
+def send(process, number):
+    os.kill(process.pid, number)
+    wait_until(lambda: process.is_stopped == (number == signal.SIGSTOP))
+
+
+def test_only_processes_that_stay_stopped_without_their_launcher_count(sleeping, monkeypatch):
+    monkeypatch.setattr(processes, "_PAUSE_SECONDS", math.inf)
+    launcher, one, other = sleeping(), sleeping(), sleeping()
+    stopped = StoppedProcesses(launcher.pid)
+    assert stopped.look([one, other]) == {}
+    send(one, signal.SIGSTOP)
+    assert stopped.look([one, other]) == {one: 0.0}
+    time.sleep(0.01)
+    assert stopped.look([one, other])[one] > 0
+    send(launcher, signal.SIGSTOP)
+    assert stopped.look([one, other]) == {one: 0.0}
+    send(launcher, signal.SIGCONT)
+    send(one, signal.SIGCONT)
+    assert stopped.look([one, other]) == {}
+
+
+def test_a_launcher_that_cannot_be_seen_is_no_error(sleeping):
+    """It has ended, or /proc hides processes of other users."""
+    process = sleeping()
+    stopped = StoppedProcesses(2**22 + 1)  # above the highest number
+    send(process, signal.SIGSTOP)
+    assert stopped.look([process]).keys() == {process}

@@ -6,10 +6,10 @@ python scripts/chaos/faults.py --kills 200 --ranks 4 -- recipes/agentic.py --dev
         "train=0-1 generate=2-3" --max-staleness 1 ...      # asynchronous: counts samples instead
 
 Victims are each rank, the supervisor and a worker of rewards or environments, their sandboxes, and
-torchrun's agent;
-faults are signals, no memory and a full disk; the line `phase` of the run folder says when. A run
-that ends is resumed; one that is complete is compared, and the next begins, until enough faults
-were injected. faults.jsonl in --out has all of them, and events.jsonl of each run has its own.
+torchrun's agent; faults are signals, no memory and a full disk; the line `phase` of the run folder
+says when. A run that ends is resumed; one that is complete is compared, and the next begins, until
+enough faults were injected. faults.jsonl in --out has all of them, and events.jsonl of each run has
+its own.
 Exit code 1: a run did not recover, was another than the one left alone, or left something behind.
 """
 

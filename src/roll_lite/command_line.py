@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from roll_lite.checks import UserError, refuse_changes
-from roll_lite.cluster.launch import is_first_rank
+from roll_lite.cluster.launch import is_first_rank, max_restarts
 from roll_lite.code_files import CodeOptions, load_code
 from roll_lite.flags import (
     all_flags,
@@ -49,11 +49,18 @@ def parse(config: type[T], doc: str, args: Sequence[str], fixed: Iterable[str] =
     args, folder = _take(args, "--resume")
     if file == "" or (file is not None and folder is not None):
         raise UserError("--config needs a file, and not --resume beside it: that has its own")
-    if file is not None:
-        return _parse_over(config, doc, args, _saved(config, file))
     if folder is not None:
         return _parse_resumed(config, doc, args, folder, fixed)
-    return _parse(config, doc, args, {})
+    if file is not None:
+        cfg = _parse_over(config, doc, args, _saved(config, file))
+    else:
+        cfg = _parse(config, doc, args, {})
+    if "resume" in flatten(cfg) and (number := max_restarts()):
+        raise UserError(
+            f"--max-restarts {number} of torchrun without --resume: a restart could not continue "
+            f"the run; add --run-dir and --resume {AUTO}, or leave out --max-restarts"
+        )
+    return cfg
 
 
 def _parse_resumed(

@@ -186,6 +186,8 @@ class Loop:
 
     def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
         with self._exits:
+            if error is not None:
+                self._run.check_folder()
             if isinstance(error, Ended):
                 self._note_dropped(self._saved.step + 1, with_filtered=True)
                 self._saved.keep_last_step(self._run)

@@ -46,8 +46,10 @@ def protect() -> None:
     Streams that something else has replaced, such as a notebook, are left alone, and so are those
     of an earlier call.
     """
-    for descriptor in (0, *STREAMS.values()):
-        _open_if_closed(descriptor)
+    _open_if_closed(0)
+    for name, descriptor in STREAMS.items():
+        if error := _open_if_closed(descriptor):
+            _lost[name] = str(error)
     for name in STREAMS:
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__"):
@@ -61,12 +63,15 @@ def newly_lost() -> Iterator[tuple[str, str]]:
         yield name, _lost[name]
 
 
-def _open_if_closed(descriptor: int) -> None:
-    """Otherwise the next file would get the number, and all that is printed to it."""
+def _open_if_closed(descriptor: int) -> OSError | None:
+    """Otherwise the next file would get the number, and all that is printed to it. Call it for the
+    lower descriptors first. Returns the error of one that was closed."""
     try:
         os.fstat(descriptor)
-    except OSError:
+    except OSError as error:
         os.open(os.devnull, os.O_RDWR)
+        return error
+    return None
 
 
 def _protected(name: str, stream: TextIO | None) -> TextIO:

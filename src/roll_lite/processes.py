@@ -210,6 +210,11 @@ class Process(NamedTuple):
         """By SIGSTOP; False for a process on another host."""
         return self._state() == STOPPED
 
+    @property
+    def is_running(self) -> bool:
+        """False for a process on another host, and for one that has ended."""
+        return self._state() not in ("", "Z", "X")
+
     def kill(self) -> None:
         """Does nothing to a process on another host."""
         if self._state():
@@ -225,18 +230,21 @@ class Process(NamedTuple):
         return ""
 
 
-class StoppedClock:
+class StoppedProcesses:
     """For how long processes have been stopped, other than together with their launcher."""
 
     def __init__(self, launcher: int):
-        self._launcher = Process.find(launcher)
+        self._launcher: Process | None = None
+        with suppress(OSError):  # it has ended, or is hidden (hidepid), as one of another user
+            self._launcher = Process.find(launcher)
         self._looked_at = time.monotonic()
         self._since: dict[Process, float] = {}
 
     def look(self, processes: Iterable[Process]) -> dict[Process, float]:
         """Seconds since each of those that are stopped was first seen so; look often."""
         now = time.monotonic()
-        if now - self._looked_at > _PAUSE_SECONDS or self._launcher.is_stopped:
+        is_launcher_stopped = self._launcher is not None and self._launcher.is_stopped
+        if now - self._looked_at > _PAUSE_SECONDS or is_launcher_stopped:
             self._since.clear()
         self._looked_at = now
         stopped = [process for process in processes if process.is_stopped]
@@ -366,16 +374,16 @@ def watch_lone_rank() -> None:
     if not _is_rank() or os.environ.get("LOCAL_WORLD_SIZE") != "1":
         return
     rank = Process.find(os.getpid())
-    clock = StoppedClock(os.getppid())
+    stopped = StoppedProcesses(os.getppid())
     if os.fork():
         return
     try:
-        _watch(rank, clock)
+        _watch(rank, stopped)
     finally:
         os._exit(0)
 
 
-def _watch(rank: Process, clock: StoppedClock) -> None:
+def _watch(rank: Process, stopped: StoppedProcesses) -> None:
     with suppress(OSError):  # it looks at the parent, too
         die_with_parent()
     os.closerange(0, os.sysconf("SC_OPEN_MAX"))  # whoever reads the rank's output waits for its end
@@ -383,7 +391,7 @@ def _watch(rank: Process, clock: StoppedClock) -> None:
         signal.signal(number, signal.SIG_IGN)
     while os.getppid() == rank.pid:
         time.sleep(_LOOK_SECONDS)
-        if clock.look([rank]).get(rank, 0.0) > STOPPED_SECONDS:
+        if stopped.look([rank]).get(rank, 0.0) > STOPPED_SECONDS:
             rank.kill()
 
 

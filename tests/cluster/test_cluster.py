@@ -219,6 +219,12 @@ def test_a_stopped_rank_is_named_and_killed(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_stopped_when_all_others_end_is_named_and_killed(tmp_path):
+    output = run_failing("stopped_at_exit", 2, tmp_path)
+    assert re.search(r"rank 1 \(pid .*\) was stopped \(SIGSTOP\) and is killed, as all", output)
+
+
+@pytest.mark.slow
 def test_a_silent_rank_is_named_after_its_heartbeat_stops(tmp_path):
     output = run_failing("silent", 2, tmp_path)
     message = (
@@ -390,7 +396,8 @@ def test_the_interface_towards_the_store(monkeypatch):
     with Cluster("train=all", "cpu"):
         assert {os.environ[name] for name in names} == {loopback}
     assert not os.environ.keys() & names
-    choose_interface(Launch(world_size=2, local_world_size=2, port=1))
+    # A host name may lead to the network: 192.0.2.1 is no address of this machine.
+    choose_interface(Launch(world_size=2, local_world_size=2, master="192.0.2.1", port=1))
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["TP_SOCKET_IFNAME"] == loopback
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
     choose_interface(Launch(world_size=2, local_world_size=2, port=1))

@@ -301,24 +301,47 @@ def test_a_rank_that_is_alone_on_its_node_is_killed_when_it_is_stopped():
             os.kill(rank, signal.SIGKILL)
 
 
+@pytest.fixture
+def send_failing_heartbeats(monkeypatch):
+    """Returns why a rank gives up, and the process of its controller."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as controller:
+
+        def send(error):
+            reasons = []
+
+            def on_lost(reason):
+                reasons.append(reason)
+                heartbeat.stop()
+
+            worker = SimpleNamespace(rank=1, status=lambda: None)
+            heartbeat = Heartbeat(worker, Process.find(controller.pid), on_lost)
+            heartbeat._is_connected = True
+            monkeypatch.setattr(wire, "send", Mock(side_effect=error))
+            heartbeat.start()
+            wait_until(lambda: reasons)
+            return reasons[0], controller
+
+        yield send
+        controller.kill()
+
+
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("On WorkerInfo(id=0): MemoryError: <EMPTY MESSAGE>")]
+    "error",
+    [
+        MemoryError("On WorkerInfo(id=0, name=rank0):\nMemoryError()"),
+        RuntimeError("On WorkerInfo(id=0): MemoryError: <EMPTY MESSAGE>"),
+        RuntimeError("Error on Node 0: MemoryError: <EMPTY MESSAGE>"),
+    ],
 )
-def test_a_controller_without_memory_is_given_up(monkeypatch, error):
+def test_a_controller_without_memory_is_given_up(send_failing_heartbeats, error):
     """Its handlers answer every message with MemoryError, as text where a message cannot even be
     read; the process lives."""
-    controller = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    reasons = []
-
-    def on_lost(reason):
-        reasons.append(reason)
-        heartbeat.stop()
-
-    worker = SimpleNamespace(rank=1, status=lambda: None)
-    heartbeat = Heartbeat(worker, Process.find(controller.pid), on_lost)
-    heartbeat._is_connected = True
-    monkeypatch.setattr(wire, "send", Mock(side_effect=error))
-    heartbeat.start()
+    reason, controller = send_failing_heartbeats(error)
+    assert reason.startswith("the controller") and reason.endswith("has no memory left")
     assert controller.wait(600) == -signal.SIGKILL
-    wait_until(lambda: reasons)
-    assert reasons[0].endswith("has no memory left")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("MemoryError: <EMPTY MESSAGE>")])
+def test_a_rank_without_memory_does_not_blame_the_controller(send_failing_heartbeats, error):
+    reason, controller = send_failing_heartbeats(error)
+    assert reason == "it has no memory left" and controller.poll() is None

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -9,7 +10,11 @@ import pytest
 from safetensors.torch import load_file
 from support.launch import installed
 from support.paths import PYTHONPATH, RECIPES, SUPPORT
+from support.rlvr_program import share_of_good_letters
 from support.runs import comparable, flags, losses, samples_of, sft_options, steps_of, toy_options
+
+from roll_lite.checks import UserError
+from roll_lite.recipes import rlvr
 
 PROGRAM = SUPPORT / "restarted_program.py"
 SFT = RECIPES / "sft.py"
@@ -82,3 +87,29 @@ def test_the_same_command_starts_a_run_and_goes_on(command, small_folder, tmp_pa
     assert code == 2 and "seed=5 (was 0)" in text
     code, text = command(SFT, "--resume", "auto")
     assert code == 2 and "--resume auto needs --run-dir" in text
+
+
+def test_restarts_without_resume_are_refused(command, monkeypatch, small_folder, tmp_path):
+    """They would find the records of the run, and end with an error or begin another."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")  # as torchrun tells its ranks
+    values = flags(sft_options(small_folder, tmp_path / "run", steps=1))
+    code, text = command(SFT, *values)
+    assert code == 2 and "--max-restarts 2 of torchrun without --resume" in text
+    assert not (tmp_path / "run").exists()
+    code, text = command(SFT, *values, "--resume", "auto")
+    assert code == 0, text
+
+
+@pytest.mark.parametrize("end", [shutil.rmtree, lambda run: run.rename(f"{run}-moved")])
+def test_a_run_without_its_folder_is_not_begun_again(here, monkeypatch, tmp_path, end):
+    run = tmp_path / "run"
+
+    def reward(prompt, reply):
+        if (run / "rollouts" / "step_00002.jsonl").exists():
+            end(run)
+        return share_of_good_letters(prompt, reply)
+
+    monkeypatch.setitem(rlvr.Config.INLINE, "reverse", reward)
+    with pytest.raises(UserError, match=f"run_dir={run} was removed or moved while"):
+        here("run", steps=6, eval_every=0)
+    assert not (run / "metrics.jsonl").exists()

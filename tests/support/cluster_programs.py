@@ -1,5 +1,6 @@
 """Programs that test_cluster.py runs under torchrun: cluster_programs.py NAME RESULT_FILE."""
 
+import atexit
 import ctypes
 import json
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from roll_lite.cluster import watchdog
+from roll_lite.cluster import cluster, watchdog
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.errors import RoleError
 from roll_lite.cluster.role import split
@@ -79,6 +80,10 @@ class Worker:
         if self.place.rank == rank:
             os.kill(os.getpid(), signum)
         dist.all_reduce(torch.ones(1), group=self.place.group)
+
+    def stop_at_exit(self, rank):
+        if self.place.rank == rank:
+            atexit.register(os.kill, os.getpid(), signal.SIGSTOP)
 
     def hang(self, rank, seconds=600.0, file=None):
         if self.place.rank == rank:
@@ -387,6 +392,7 @@ FAILURES = {
     "one_fails_then_dies": fail_then_kill,
     "crash": lambda c, t: (t.hang.start(1), time.sleep(1), os.kill(os.getpid(), signal.SIGKILL)),
     "exit": lambda c, t: (t.hang.start(1), time.sleep(1), os._exit(7)),
+    "stopped_at_exit": lambda c, t: t.stop_at_exit(1),
     "controller_stopped": lambda c, t: os.kill(os.getpid(), signal.SIGSTOP),
     "body": raise_in_body,
     "stubborn": ignore_everything,
@@ -400,6 +406,8 @@ def main(name, result_file):
         watchdog.HEARTBEAT_TIMEOUT = 4.0
     if name in ("stopped", "controller_stopped"):
         watchdog.STOPPED_SECONDS = 2.0
+    if name == "stopped_at_exit":
+        cluster.STOPPED_SECONDS = 2.0
     if name == "slow_then_stuck":
         watchdog.SLOW_SECONDS = 0.5
     result = failing(FAILURES[name]) if name in FAILURES else globals()[name]()

@@ -42,12 +42,17 @@ from roll_lite.cluster.rank_monitor import ENDED, RankMonitor, fork_rank, needs_
 from roll_lite.cluster.rank_worker import BUILD, RankCall, Worker
 from roll_lite.cluster.rendezvous import Session, describe, rendezvous
 from roll_lite.cluster.role import Method, RoleHandle
-from roll_lite.cluster.watchdog import Heartbeat, Watchdog
+from roll_lite.cluster.watchdog import STOPPED, Heartbeat, Watchdog
 from roll_lite.cluster.wire import Mailbox, Post
 from roll_lite.device_map import DeviceMap, listing, parse_device_map
 from roll_lite.models.config import ModelConfig
 from roll_lite.options import flatten
-from roll_lite.processes import end_with_launcher
+from roll_lite.processes import (
+    STOPPED_SECONDS,
+    StoppedProcesses,
+    end_with_launcher,
+    launcher_pid,
+)
 from roll_lite.stopping import Stopped, StopRequest
 
 DEADLINE = 1800.0
@@ -57,6 +62,7 @@ IDLE_SECONDS = 0.5  # for a worker thread to end after a failure
 EXIT_SECONDS = 3.0  # for a rank to confirm that it exits, and for a last call to end
 BLAME_SECONDS = 0.5  # after SIGTERM from torchrun: for news of the rank that failed
 ENDED_SECONDS = 1.0  # for monitors to read that the run has ended, if this process has the store
+POLL_SECONDS = 0.05
 LINGER_SECONDS = 1.0  # other ranks exit later: torchrun reports the first to exit as the cause
 
 
@@ -326,6 +332,8 @@ class Cluster:
             self._disconnect()
         if not failed:
             _set_signals(handlers)
+        if not failed and not has_lost:
+            self._await_exits()
         if not is_idle:  # it may hang in a collective, whose destructor would hang too
             atexit.register(_exit_now, code)
 
@@ -333,6 +341,18 @@ class Cluster:
         self._worker.forget_objects()
         dist.destroy_process_group()
         wire.disconnect(graceful=True)
+
+    def _await_exits(self) -> None:
+        """Until the other ranks of this host have ended; torchrun would wait for a stopped one."""
+        processes = self._session.processes
+        stopped = StoppedProcesses(launcher_pid())
+        while running := [process for process in processes[1:] if process.is_running]:
+            for process, seconds in stopped.look(running).items():
+                if seconds > STOPPED_SECONDS:
+                    who = f"rank {processes.index(process)} ({process})"
+                    print(f"{who} {STOPPED}, as all others end", file=sys.stderr, flush=True)
+                    process.kill()
+            time.sleep(POLL_SECONDS)
 
     def _end_ranks(self, request: Exit) -> None:
         """Tell all other ranks to exit."""

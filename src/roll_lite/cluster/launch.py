@@ -29,6 +29,7 @@ from roll_lite.processes import (
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+LOOPBACK = "127.0.0.1"
 LINGER_SECONDS = 5.0
 """Time for the first rank of a node to end torchrun, which acts as soon as one rank has exited."""
 TORCHRUN = (b"torchrun", b"torch.distributed.run")
@@ -45,7 +46,7 @@ class Launch:
     local_world_size: int = 1
     """Ranks on this node."""
     num_nodes: int = 1
-    master: str = "127.0.0.1"
+    master: str = LOOPBACK
     """Host name or address of the store."""
     port: int = 0
     launcher_has_store: bool = False
@@ -89,6 +90,11 @@ def read_launch() -> Launch:
 
 def is_first_rank() -> bool:
     return read_launch().rank == 0
+
+
+def max_restarts() -> int:
+    """How often torchrun would start the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
 def find_torchrun() -> int | None:
@@ -146,18 +152,19 @@ def ranks_here() -> dict[int, Process]:
 
 
 def choose_interface(launch: Launch) -> Sequence[str]:
-    """Make gloo and RPC use the interface that leads to the store, unless the user chose one.
+    """Make gloo and RPC use the interface that leads to the store, or on one node the loopback
+    interface, unless the user chose one.
     Returns the environment variables that were set.
 
     By default both use the address that the host's own name resolves to: often the loopback
-    address, which other nodes cannot reach. On one node that is all that is needed, so NCCL, which
-    looks for an interface to the network, uses it too.
+    address, which other nodes cannot reach. On one node that is all that is needed, wherever the
+    store is, so NCCL, which looks for an interface to the network, uses it too.
     """
     names = (*INTERFACE_VARIABLES, NCCL_INTERFACE) if launch.is_one_node else INTERFACE_VARIABLES
     unset = [name for name in names if name not in os.environ]
     if not unset:
         return ()
-    address = _own_address(launch.master, launch.port)
+    address = LOOPBACK if launch.is_one_node else _own_address(launch.master, launch.port)
     interface = _interface_of(address)
     if launch.num_nodes > 1 and address.startswith("127."):
         interface = _default_interface()

@@ -1,8 +1,8 @@
 """Who can connect to the ports of a rank.
 
-TensorPipe, below RPC, has neither a key nor Unix sockets with permissions: it takes the first bytes
-that anyone sends for a length, and a message of anyone for a call. So its port admits nobody any
-more once all ranks are connected.
+TensorPipe, below RPC, has neither a key nor Unix sockets with permissions: it reads the first bytes
+of any connection as a length, and any message as a call. So its port admits no new connection once
+all ranks are connected.
 """
 
 import ctypes

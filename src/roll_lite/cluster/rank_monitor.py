@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from roll_lite.cluster.launch import Launch
 from roll_lite.device_map import DeviceMap
-from roll_lite.processes import Process, StoppedClock, die_with_parent
+from roll_lite.processes import Process, StoppedProcesses, die_with_parent
 
 ENDED = "ended"
 """The key in a session's store that says that the run ends well: no rank is needed any more."""
@@ -178,13 +178,13 @@ def _wait_for(rank: int, messages: _Messages) -> None:
     from another host.
     """
     process = Process.find(rank)
-    clock = StoppedClock(os.getppid())
+    stopped = StoppedProcesses(os.getppid())
     asked_at = time.monotonic()
     ended_at = None
     while not os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT | os.WNOHANG):
         time.sleep(POLL_SECONDS)
         now = time.monotonic()
-        stopped_for = clock.look([process]).get(process, 0.0)
+        stopped_for = stopped.look([process]).get(process, 0.0)
         if now - asked_at > SLOW_POLL_SECONDS and ended_at is None:
             asked_at = now
             run = messages.run_without_rank()

@@ -28,7 +28,7 @@ from roll_lite.checks import UserError
 from roll_lite.cluster.errors import name_ranks
 from roll_lite.cluster.launch import Launch, choose_interface, ranks_here
 from roll_lite.cluster.ports import is_open_to_the_network
-from roll_lite.processes import STOPPED_SECONDS, Process, StoppedClock, launcher_pid
+from roll_lite.processes import STOPPED_SECONDS, Process, StoppedProcesses, launcher_pid
 
 RENDEZVOUS_SECONDS = 300.0  # for all ranks to start
 STORE_SECONDS = 300.0  # for the store to answer
@@ -38,7 +38,7 @@ REFUSAL_SECONDS = 0.5
 POLL_SECONDS = 0.02
 LOOK_SECONDS = 1.0  # between two looks at the ranks of this node
 OPEN_STORE = (
-    "torchrun's store listens on all interfaces, and asks nobody who connects; torchrun "
+    "torchrun's store listens on all interfaces, without authentication; torchrun "
     "--rdzv-backend loopback, or PET_RDZV_BACKEND=loopback, keeps it on this machine"
 )
 PACKAGE = Path(__file__).parent.parent
@@ -119,7 +119,7 @@ class Patience:
         self._end = now + RENDEZVOUS_SECONDS
         self._next_notice = now + NOTICE_SECONDS
         self._next_look = now
-        self._stopped = StoppedClock(launcher_pid())
+        self._stopped = StoppedProcesses(launcher_pid())
 
     def wait(self) -> None:
         now = time.monotonic()

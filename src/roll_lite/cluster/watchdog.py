@@ -236,7 +236,9 @@ class Heartbeat:
                     last_answer = time.monotonic()
             except (MemoryError, RuntimeError) as error:
                 # What a handler raises comes back to the caller, as text if it fails before that.
-                if "MemoryError" in repr(error):
+                if _is_of_own_memory(error):
+                    self._lose("it has no memory left")
+                elif "MemoryError" in repr(error):
                     self._give_up("has no memory left")
                 # Otherwise the controller is slow; if it died, the lifeline fails too.
             self._check_controller(time.monotonic() - last_answer)
@@ -263,3 +265,8 @@ class Heartbeat:
         if not self._stopping.wait(EXIT_SECONDS):  # it still waits for others to start
             print(f"rank {self._worker.rank} exits: {reason}", file=sys.stderr, flush=True)
             os._exit(1)
+
+
+def _is_of_own_memory(error: Exception) -> bool:
+    """RPC puts the rank in front of an error of another: "Error on Node 0: MemoryError"."""
+    return repr(error) == "MemoryError()" or str(error).startswith("MemoryError")

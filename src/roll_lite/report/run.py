@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -171,6 +172,16 @@ class Run:
                     last_step = max(last_step, -1 if at is None else at)
             partial.rename(path)
         return last_step
+
+    def check_folder(self) -> None:
+        """UserError if the folder was removed or moved: a restart would begin the run anew."""
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.folder / LOCK)):
+                return
+        raise UserError(
+            f"run_dir={self.folder} was removed or moved while the run wrote to it; put it back "
+            "and resume the run, or start it again"
+        )
 
     def flush(self) -> None:
         """Returns when all records so far are on disk; they are written beside the steps."""

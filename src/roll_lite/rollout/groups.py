@@ -220,7 +220,7 @@ class Groups:
         self._dropped: Counter[tuple[str, str]] = Counter()
         """Groups dropped since the last `take`, by domain and reason."""
         self._dropped_passes: list[bool] = []
-        """Whether each sample passed of groups that were dropped since, for what they teach."""
+        """Whether each scored sample passed, in groups that a filter dropped since."""
         self.empty_steps: list[EmptyStep] = []
         """The last steps, if they were empty: a step with groups clears it."""
         self._last_error = ""

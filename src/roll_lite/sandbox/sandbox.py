@@ -28,6 +28,8 @@ MAX_SHARED = 4
 """Programs of one process that run at the same time; there are many worker processes."""
 READY = "ready"
 """The zygote's first answer, if it can run programs."""
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+"""Signals that end a sandbox which starts, and say nothing about this machine."""
 CLOSE_SECONDS = 5.0
 """For a sandbox to end; one that was stopped (SIGSTOP) never does."""
 _LONGEST_ANSWER = 1 << 16
@@ -146,7 +148,7 @@ class Sandbox:
         answer = self._zygote.recv(_LONGEST_ANSWER).decode()
         if answer != READY:
             self.close()
-            if self._process.returncode == -signal.SIGKILL:
+            if -self._process.returncode in FROM_OUTSIDE:
                 raise SandboxEnded(self._why_it_ended())
             raise SandboxUnavailable(
                 f"isolation={self._isolation!r} does not work on this machine: "

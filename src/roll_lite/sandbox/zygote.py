@@ -61,8 +61,9 @@ def serve(descriptor: int, kind: str) -> None:
     """Fork monitors one after another. The first answer says why the isolation fails, or READY."""
     client = socket.socket(fileno=os.dup(descriptor))  # a low number, so that programs close it
     os.close(descriptor)
-    # SIGTERM may reach all processes of a job. The run still needs this one, and ends it itself.
+    # These may reach all processes of a job. The run still needs this one, and ends it itself.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in PRELOADED:
         import_module(name)
     selectors.DefaultSelector = selectors.PollSelector  # programs have no epoll
@@ -204,6 +205,7 @@ class Monitor:
     ) -> NoReturn:
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             for descriptor, target in zip(streams, (1, 2), strict=True):
                 os.dup2(descriptor, target)
             kept = {part, notes.fileno()} | ({link.fileno()} if link else set())
