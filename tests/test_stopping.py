@@ -258,6 +258,20 @@ def test_an_abandoned_evaluation_is_made_up(here, tmp_path, monkeypatch, eval_sa
     assert rates[0] == rates[1] and [step for step, _ in rates[0]] == [0, 1, 2]
 
 
+def test_a_made_up_evaluation_is_in_the_checkpoint(here, tmp_path, monkeypatch):
+    """Its score too, and how often held-out prompts were answered, on which later seeds depend."""
+    options = {"steps": 1, "eval_every": 1}
+    here("whole", **options)
+    with monkeypatch.context() as patch:
+        patch.setitem(rlvr.Config.INLINE, "reverse", interrupting(8 + 64 + 3))
+        with pytest.raises(Stopped):
+            here("parts", **options)
+    here("parts", resume=True, **options)
+    folders = [tmp_path / name / "checkpoints" / "step-00000001" for name in ("whole", "parts")]
+    whole, parts = map(read_manifest, folders)
+    assert parts.score == whole.score is not None and parts.state == whole.state
+
+
 def test_a_stop_after_an_evaluation_keeps_the_score(here, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(

@@ -295,12 +295,14 @@ class Campaign:
     def left_behind(self, program: Program, run_dir: Path) -> list[str]:
         """Processes, locks, shared memory and temporary files of a program that has ended."""
         end = time.monotonic() + self.gone_within
-        while (alive := program.alive()) and time.monotonic() < end:
+        lock = run_dir / ".lock"  # a process that has lost its first thread may hold it a moment
+        while (program.alive() or not can_lock(lock)) and time.monotonic() < end:
             time.sleep(0.02)
+        alive = program.alive()
         self.gone_at = time.time()
         problems = [f"process {p.pid} is left: {p.command[-120:]}" for p in alive]
         program.kill_all()
-        if not can_lock(run_dir / ".lock"):
+        if not can_lock(lock):
             problems.append("the run folder is still locked")
         for path in [*self.temp.iterdir(), *program.shared_memory()]:
             if not path.name.startswith("torchelastic_"):  # torchrun's own, empty

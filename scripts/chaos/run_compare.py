@@ -63,18 +63,24 @@ def _lost_or_repeated(run: Path) -> list[str]:
     kept = json.dumps(_state(newest_checkpoint(run)))
     dropped = {row.get("prompt_id") for row in _rows(run / "events.jsonl")}
     used = {prompt_id for prompt_id, _ in trained}
-    for prompt_id in sorted(_drawn(used) - used - dropped):
+    for prompt_id in sorted(_drawn(used, _numbered(run)) - used - dropped):
         if json.dumps(prompt_id) not in kept:
             problems.append(f"{prompt_id} was neither trained on, nor dropped, nor kept")
     return problems
 
 
-def _drawn(used: set[str]) -> set[str]:
-    """Prompts of tasks are numbered from 0: those up to the last that was used."""
+def _numbered(run: Path) -> set[str]:
+    """Entries of data whose prompts come in the order of their numbers; rows of files do not."""
+    data = json.loads((run / "config.json").read_text())["data"]
+    return {entry.rpartition("@")[0] or entry for entry in data}
+
+
+def _drawn(used: set[str], names: set[str]) -> set[str]:
+    """Prompts of tasks and environments are numbered from 0: those up to the last that was used."""
     last: dict[str, int] = {}
     for prompt_id in used:
         name, _, number = prompt_id.rpartition("/")
-        if number.isdecimal():
+        if number.isdecimal() and name in names:
             last[name] = max(last.get(name, 0), int(number))
     return {f"{name}/{number}" for name, end in last.items() for number in range(end)}
 

@@ -279,6 +279,8 @@ class Loop:
         is_missing = self._run.is_missing(evaluation.best, step, every)
         if is_missing and (metrics := self._measure(step)):
             self._run.log(step, metrics)
+            if self._saved.resumed_at:  # its checkpoint was written without this measurement
+                self._saved.save_again(self._run, self._score(metrics))
 
     def _measure(self, step: int) -> dict[str, float]:
         """Metrics of held-out prompts or rows; answers are written to the run folder."""

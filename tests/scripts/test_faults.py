@@ -111,6 +111,7 @@ def made(tmp_path):
     run = tmp_path / "run"
     for folder in ("model", "rollouts", "checkpoints/step-00000001"):
         (run / folder).mkdir(parents=True)
+    write(run / "config.json", {"data": ["a@0.5", "rows.jsonl@0.5"]})
     write(run / "metrics.jsonl", {"step": 1, "reward/mean": 0.5, "rollout/trained_samples": 1})
     write(run / "events.jsonl", {"event": "checkpoint", "step": 1})
     write(run / "rollouts/step_00001.jsonl", SAMPLE)
@@ -189,6 +190,16 @@ def test_a_difference_is_found(made, name):
     assert found in "; ".join(run_compare.differences(*made))
     if name in ASYNCHRONOUS:
         assert found in "; ".join(run_compare.unaccounted(*made))
+
+
+@pytest.mark.parametrize(
+    ("prompt_id", "missing"), [("a/2", ["a/0", "a/1"]), ("rows/2", []), ("a/0", [])]
+)
+def test_prompts_that_vanished_are_missed(made, prompt_id, missing):
+    """Rows of files are numbered too, but come in another order."""
+    change("rollouts/step_00001.jsonl", "a/0", prompt_id)(made[0])
+    found = run_compare.unaccounted(*made)
+    assert found == [f"{n} was neither trained on, nor dropped, nor kept" for n in missing]
 
 
 WITH_A_SANDBOX = """

@@ -114,6 +114,11 @@ class RunState:
         if self.step > self._saved_step:
             self._save(run)
 
+    def save_again(self, run: Run, score: float | None) -> None:
+        """Replace the checkpoint of the last complete step, which was measured after it."""
+        self._score = self.step, score
+        self._save(run)
+
     def end_step(
         self,
         run: Run,
