@@ -71,9 +71,8 @@ GUESSES = " = ".join(map(str, range(491, 510)))
 @pytest.mark.parametrize(
     "answer",
     [
-        r"x \approx " + r" \approx ".join(map(str, range(490, 510))),
+        r"x \approx " + r" \approx ".join(map(str, range(496, 501))),
         f"x = {GUESSES} = 5.0e2",
-        f"{GUESSES} = 5.0e2 = x",
         "x = 5.0e2 = 497 = 5.0e2",
     ],
 )

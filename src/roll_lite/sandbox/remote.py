@@ -431,7 +431,7 @@ def _exception(kind: object, args: list, text: str, more: Mapping[str, Any]) -> 
     except TypeError:  # some need arguments that do not cross
         error = kind.__new__(kind)
     if kind not in _ERRORS.values():  # a class of the other side's own
-        for name in more.keys() - {"__notes__"}:
+        for name in more.keys() - {"__notes__", *dir(kind)}:
             setattr(error, name, more[name])
     error.add_note(f"In the program:\n{text}")
     return error
