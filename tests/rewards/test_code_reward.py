@@ -462,10 +462,6 @@ def test_a_broken_sandbox_is_not_a_wrong_answer(judge, monkeypatch):
         (["with pytest.raises(ValueError):\n    f(1)"], "uses pytest, which the sandbox does not"),
         (["assert (f(1) == 1, 'no')"], "asserts a tuple, which always holds"),
         (["class TestF:\n    def check(self): assert f(1)"], "has no test in TestF; name its"),
-        (
-            ["class TestF:\n    def setup_method(self): pass\n    def test(self): assert f(1)"],
-            "has setup_method in TestF, which only pytest calls",
-        ),
     ],
 )
 def test_tests_are_checked(judge, tests, message):

@@ -199,6 +199,8 @@ HONEST = [
     "try:\n    from solution import absent\nexcept ImportError:\n    pass\nelse:\n    assert False",
     "def test_twice():\n    assert twice(2) == 4\nclass TestLimit:\n"
     "    def test_limit(self):\n        assert LIMIT == 7",
+    "class TestTwice:\n    def setup_method(self):\n        self.four = twice(2)\n"
+    "    def test_it(self):\n        assert self.four == 4",
     "assert total(iter([1, 2])) == total(map(int, '12')) == total({1: 'a', 2: 'b'}.keys()) == 3",
     "assert total({5: 1, 6: 2}.values()) == 3 and same({1: 2}.items()) == {(1, 2)}",
     "assert keys({1: 2, 3: 4}) == {1, 3} and list(keys({3: 4})) == [3] and keys({}) != [3]",
@@ -328,6 +330,38 @@ def test_a_program_is_no_package(sandbox, path):
     """
     for tests in ("from solution import f\nf.f(2)", "import solution.f\nsolution.f.f(2)"):
         assert sandbox.run(dedent(program), tests=tests).kind == "error"
+
+
+SWALLOWS = """
+    import functools
+    def quiet(function):
+        @functools.wraps(function)
+        def call(*values):
+            try:
+                return function(*values)
+            except BaseException:
+                return None
+        return call
+    def stop(x): assert x > 0, "too small"
+"""
+
+
+@pytest.mark.parametrize(
+    ("tests", "kind"),
+    [
+        ("@quiet\ndef check():\n    assert False\ncheck()", "error"),
+        ("def check():\n    assert False\nquiet(lambda: check())()", "error"),
+        ("def fail():\n    raise KeyError\nassert quiet(fail)() is None", "ok"),
+        ("assert quiet(lambda: stop(0))() is None", "ok"),
+        (
+            "def check():\n    assert False\ntry:\n    quiet(check)()\n    raise KeyError\n"
+            "except AssertionError:\n    assert quiet(lambda: 5)() == 5",
+            "ok",
+        ),
+    ],
+)
+def test_a_program_does_not_swallow_a_failed_assertion(sandbox, tests, kind):
+    assert sandbox.run(dedent(SWALLOWS), tests=tests).kind == kind
 
 
 @pytest.mark.parametrize(

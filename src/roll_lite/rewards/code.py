@@ -52,8 +52,6 @@ _COST_OF_BLOCK = 100
 _LONGEST_SHOWN = 160
 """Characters of an output that the reason of a score names."""
 _RUNNERS = re.compile(r"\b(unittest\.main|TextTestRunner|TestProgram)\(")
-_FIXTURES = {"setup_method", "teardown_method", "setup_class", "teardown_class"}
-"""Methods that pytest calls."""
 _LANGUAGE = re.compile(r"[ \t]*(\w*)")
 _LANGUAGES = ("", "python", "python3", "py", "py3")
 _READERS = {"input", "open", "stdin", "sys"}
@@ -351,10 +349,8 @@ def _problem_of_code(code: str) -> str:
 
 def _problem_of_call(test: ast.AST) -> str:
     if isinstance(test, ast.ClassDef):
-        methods = {node.name: node for node in test.body if isinstance(node, FUNCTIONS)}
-        if not test.bases and (unused := sorted(_FIXTURES & methods.keys())):
-            return f"has {unused[0]} in {test.name}, which only pytest calls; use unittest"
-        tests = [node for name, node in methods.items() if name.startswith("test")]
+        methods = (node for node in test.body if isinstance(node, FUNCTIONS))
+        tests = [node for node in methods if node.name.startswith("test")]
         if not (test.bases or tests):
             return f"has no test in {test.name}; name its methods test..."
         return next(filter(None, map(_problem_of_body, tests)), "")

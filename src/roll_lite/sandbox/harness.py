@@ -209,7 +209,9 @@ def _run_class(test: type) -> None:
         defaultTestLoader.loadTestsFromTestCase(test).debug()  # raises what a test raises
         return
     for name in (name for name in dir(test) if name.startswith("test")):
-        getattr(test(), name)()
+        case = test()
+        for step in ("setup_method", name, "teardown_method"):  # as pytest does
+            getattr(case, step, lambda: None)()
 
 
 def _serve(source: str, connection: Connection) -> None:

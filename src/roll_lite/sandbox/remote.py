@@ -336,6 +336,8 @@ class TestsLink(Link):
         super().__init__(connection, {"__call__": operator.call, "__next__": next})
         self._stop = stop
         self._is_provoked = False
+        self._failure: AssertionError | None = None
+        """Of a function of the tests that the program called. It is not for it to swallow."""
 
     def start_program(self) -> list[str]:
         """The usual names and builtins that it binds."""
@@ -350,11 +352,17 @@ class TestsLink(Link):
     def request(self, operation: str, *operands: Any, **keywords: Any) -> Any:
         """Only an iterator's StopIteration ends an iteration, as that of a generator (PEP 479)."""
         try:
-            return super().request(operation, *operands, **keywords)
+            result = super().request(operation, *operands, **keywords)
         except (StopIteration, StopAsyncIteration) as error:
             if operation == "__next__":
                 raise
             raise RuntimeError(f"the program raised {type(error).__name__}") from error
+        finally:
+            failure = self._failure
+            self._failure = None
+        if failure:
+            raise failure
+        return result
 
     def perform(self, operation: str, operands: list, keywords: dict) -> Any:
         value = operands[0]
@@ -362,7 +370,12 @@ class TestsLink(Link):
             raise TypeError(f"{value} was not given to the program")
         if (operation == "__next__") != _is_iterator(value):
             raise TypeError(f"{operation} of a {type(value).__name__} is not for the program")
-        return super().perform(operation, operands, keywords)
+        try:
+            return super().perform(operation, operands, keywords)
+        except AssertionError as error:
+            if not hasattr(error, "__notes__"):  # else the program raised it
+                self._failure = error
+            raise
 
     def refer(self, value: Any) -> list:
         """Python's own functions and modules go by name, so the program has its own."""
