@@ -212,6 +212,19 @@ ABOUT = {  # name: (tests, programs that pass, programs that do not)
         ["def f(x): return 1.41", "import math\ndef f(x): return 1.41"],
         ["math = namedtuple('m', 'isclose')(lambda *a: True)\ndef f(x): return 0"],
     ),
+    "a function beside a module that nothing imports": (
+        "unittest.TestCase().assertEqual(f(2), 4)\nassert isinstance(f(3), numbers.Number)",
+        ["def f(x): return x * x", "import unittest\ndef f(x): return x * x"],
+        [
+            "class Own:\n    def assertEqual(self, *a): pass\n"
+            "class unittest: TestCase = Own\ndef f(x): return 0"
+        ],
+    ),
+    "data named as a module": (
+        "assert types.count(f(2)) == 1",
+        ["types = [4]\ndef f(x): return x * x"],
+        ["types = [4]\ndef f(x): return 0"],
+    ),
     "a builtin": (
         "assert sorted([3, 1]) == [1, 3]",
         ["def sorted(x): return [1, 3]", "from builtins import sorted"],
@@ -444,6 +457,11 @@ def test_a_broken_sandbox_is_not_a_wrong_answer(judge, monkeypatch):
         (["assert np.isclose(f(1), 1)"], "uses np, which the sandbox does not have"),
         (["assert all(abs(x) == -x for x in [-1])"], "is about abs or all, and does not say which"),
         (["import unittest\nunittest.main()"], "calls unittest.main; leave the call out"),
+        (["from unittest import main\nmain()"], "calls unittest.main; leave the call out"),
+        (["from unittest import *\nTextTestRunner().run(f)"], "calls TextTestRunner; leave the"),
+        (["with pytest.raises(ValueError):\n    f(1)"], "uses pytest, which the sandbox does not"),
+        (["assert (f(1) == 1, 'no')"], "asserts a tuple, which always holds"),
+        (["class TestF:\n    def check(self): assert f(1)"], "has no test in TestF; name its"),
     ],
 )
 def test_tests_are_checked(judge, tests, message):

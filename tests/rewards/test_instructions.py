@@ -29,7 +29,7 @@ from roll_lite.types import Prompt
 COUNTS = [
     ("words", {}, "One two three.", 3),
     ("words", {}, "It's a well-known fact: 42!", 5),
-    ("words", {}, "...", 0),
+    ("words", {}, "... ____ _", 0),
     ("sentences", {}, "One. Two! Three?", 3),
     ("sentences", {}, "Dr. Smith met Mr. Jones at 3.5 km. They left.", 2),
     ("sentences", {}, "Use e.g. this one", 1),
@@ -39,17 +39,21 @@ COUNTS = [
     ("paragraphs", {}, "a\nb", 1),
     ("paragraphs", {}, "a\n***\nb\n\nb\n\n***\n\nc", 3),
     ("paragraphs", {}, "a *** b", 2),
-    ("paragraphs", {}, "***a***\n\n* * *", 2),
+    ("paragraphs", {}, "a\n\n---\n\n.\n\nb", 2),
+    ("paragraphs", {}, "***a***\n\n* * b", 2),
     ("capital_words", {}, "I saw NASA and the EU", 3),
     ("capital_words", {}, "A U.S. plan: IT'S b. 42 *X* Ab", 4),
     ("headings", {}, "# One\ntext # no\n### Two\n#no", 2),
     ("bullets", {}, "- a\n* b\n  - c\n-d\ntext - e", 3),
+    ("bullets", {}, "* * *\n- - -\n* - a", 1),
     ("numbered_items", {}, "1. a\n2) b\nin 1. c\n3.d", 2),
     ("placeholders", {}, "[name] lives in [city], see [here](url) and []", 2),
+    ("placeholders", {}, "- [ ] a [...] [x]", 1),
     ("highlights", {}, "*one* and **two** and 3 * 4 * 5 and ** **", 2),
     ("digits", {}, "In 1999, 3 of 4", 6),
     ("keyword", {"word": "sea"}, "Sea, season, the SEA. seas", 2),
     ("keyword", {"word": "high sea"}, "on the High Sea", 1),
+    ("keyword", {"word": "sea"}, "_sea_ \uff33\uff45\uff41 sea_level sea1", 3),
     ("letter", {"letter": "a"}, "Anna had a plan", 5),
     ("sections", {"marker": "Section"}, "Section 1\ntext\n## SECTION 2\nSection three", 2),
 ]
@@ -72,11 +76,11 @@ CASES = [
     ("uppercase", {}, ["ALL LARGE, 42."], ["Not ALL", "42"]),
     ("starts_with", {"text": "Dear"}, ["Dear you", "\n Dear", "DEAR YOU", '"Dear you"'], ["Oh Dear", "De ar"]),
     ("ends_with", {"text": "Bye."}, ["So. Bye.\n", "so. bye.", "“So. Bye.”"], ["Bye. So", "Bye"]),
-    ("json", {}, ['{"a": [1]}', "[1, 2]", '```json\n{"a": 1}\n```', "```\n[]\n```", '```JSON\n{"A": 1}\n```', '``` Json\n[1]```'], ["{a: 1}", "```JSONL\n[]\n```", '{"A": TRUE}', "42", 'So: {"a": 1}', "```", "[" * 100_000]),
-    ("title", {}, ["<<A title>>\ntext"], ["<title>", "<< >>", "<<a\nb>>"]),
-    ("no_commas", {}, ["None here."], ["One, here", "一，二"]),
+    ("json", {}, ['{"a": [1]}', "[1, 2]", '```json\n{"a": 1}\n```', "```\n[]\n```", '```JSON\n{"A": 1}\n```', '``` Json\n[1]```'], ["{a: 1}", "```JSONL\n[]\n```", '{"A": TRUE}', "42", 'So: {"a": 1}', "```", "[" * 100_000, "[NaN]"]),
+    ("title", {}, ["<<A title>>\ntext"], ["<title>", "<< >>", "<<a\nb>>", "<<.>>"]),
+    ("no_commas", {}, ["None here.", "\u201aSo\u2018 ist es."], ["One, here", "一，二", "a\u060c b", "a\uff64b", "a\u201a b"]),
     ("postscript", {"marker": "P.S."}, ["Text\nP.S. more", "P.S.more", "p.s. more"], ["P.S.", "Text P.S. more"]),
-    ("quoted", {}, ['"All of it."', " “So.” "], ['"a" b', '"', '""', "plain"]),
+    ("quoted", {}, ['"All of it."', " “So.” "], ['"a" b', '"', '""', "plain", '"""', '" "']),
     ("one_of", {"options": ["My answer is yes.", "no"]}, ["My answer is yes", "No.", " NO "], ["yes", "no way"]),
     ("two_responses", {}, ["a\n******\nb"], ["a", "a******", "a******a", "a******b******c"]),
     ("repeats", {"text": "Say it. "}, ["Say it. It.", "SAY IT. IT"], ["Say it.", "It. Say it.", '"Say it."']),
@@ -94,6 +98,36 @@ def test_checks(kind, fields, good, bad):
         assert holds(reply, {"kind": kind, **fields}), reply
     for reply in bad:
         assert not holds(reply, {"kind": kind, **fields}), reply
+
+
+UNSEEN = "\u200b"
+HIDDEN = [
+    ({"kind": "forbidden_words", "words": ["bread"]}, f"br{UNSEEN}ead"),
+    ({"kind": "forbidden_words", "words": ["bread"]}, "bre\u00adad"),
+    ({"kind": "max_keyword", "word": "bread", "count": 1}, f"bread, br{UNSEEN}ead"),
+    ({"kind": "min_placeholders", "count": 1}, f"a [{UNSEEN}]"),
+    ({"kind": "min_highlights", "count": 1}, f"a **{UNSEEN}**"),
+    ({"kind": "min_bullets", "count": 1}, f"a\n- {UNSEEN}"),
+    ({"kind": "min_numbered_items", "count": 1}, f"a\n1. {UNSEEN}"),
+    ({"kind": "min_words", "count": 2}, "a \u3164 \u115f"),
+    ({"kind": "min_paragraphs", "count": 2}, f"{UNSEEN}\n\na"),
+    ({"kind": "exact_paragraphs", "count": 1}, f"a\n{UNSEEN}\nb"),
+    ({"kind": "title"}, f"<<{UNSEEN}>>"),
+    ({"kind": "postscript", "marker": "P.S."}, f"a\nP.S. {UNSEEN}"),
+    ({"kind": "two_responses"}, f"a ****** a{UNSEEN}"),
+    ({"kind": "no_commas"}, UNSEEN),
+]
+
+
+@pytest.mark.parametrize(("constraint", "reply"), HIDDEN)
+def test_characters_that_cannot_be_seen_fulfil_nothing(constraint, reply):
+    assert not holds(reply, constraint)
+
+
+def test_words_with_joiners_are_found():
+    """Persian writes a word with a character that cannot be seen."""
+    word = "\u0645\u06cc\u200c\u0631\u0648\u0645"
+    assert holds(f"\u0645\u0646 {word}.", {"kind": "keywords", "words": [word]})
 
 
 def test_every_kind_is_tested():
@@ -258,6 +292,7 @@ def test_strict_is_all_or_nothing():
         ({"kind": "keywords", "words": []}, r"words=\[\]"),
         ({"kind": "min_letter", "letter": "ab", "count": 1}, "letter='ab' .* one letter"),
         ({"kind": "language", "code": "xx"}, "code='xx' .* one of ar, bg, bn"),
+        ({"kind": "starts_with", "text": '""'}, "must be text that is not empty"),
         ("min_words", "must be an object"),
     ],
 )

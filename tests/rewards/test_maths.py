@@ -65,6 +65,43 @@ def test_decimals_stand_for_what_rounds_to_them(found, truth, kind):
     assert compare(found, truth).kind == kind
 
 
+GUESSES = " = ".join(map(str, range(491, 510)))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        r"x \approx " + r" \approx ".join(map(str, range(496, 501))),
+        f"x = {GUESSES} = 5.0e2",
+        "x = 5.0e2 = 497 = 5.0e2",
+    ],
+)
+def test_a_chain_of_guesses_is_not_the_one_that_is_right(answer):
+    """Rounding joins the first and the last value of a chain, not all between."""
+    assert compare(answer, "497").kind != "equal"
+
+
+def test_the_ends_of_a_chain_are_its_values():
+    chain = r"x = \pi \approx 3.1416 \approx 3.14"
+    assert [compare(chain, truth).kind for truth in (r"\pi", "3.14")] == ["equal", "equal"]
+    assert compare("x = 10/2 = 5", "5").kind == compare("5 = 10/2 = x", "10/2").kind == "equal"
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "kind"),
+    [
+        (r"2^{60} e^0", str(2**60 - 1), "not comparable"),
+        (r"10^{15} \cos 0", str(10**15 - 1), "not comparable"),
+        (r"10^{12} \cos 0", str(10**12 - 1), "different"),
+        (r"10^{12} \cos 0", str(10**12), "equal"),
+        (r"(\sqrt{2})^{40}", str(2**20), "equal"),
+        (r"2^{60} e^0", r"2^{60} \cos 0", "equal"),
+    ],
+)
+def test_large_whole_numbers_are_not_equal_to_their_neighbours(answer, truth, kind):
+    assert compare(answer, truth).kind == kind
+
+
 def test_a_letter_after_a_number_is_a_unit_where_the_truth_has_no_variable():
     for found in ("5 m", "5 m^2", "5 L", "5g"):
         assert compare(found, "5").kind == "equal"

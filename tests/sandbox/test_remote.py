@@ -71,6 +71,7 @@ PROGRAM = """
     from collections.abc import Callable, Iterator, Sized
     from contextlib import contextmanager
     from dataclasses import dataclass
+    from functools import wraps
     from math import sqrt
 
     LIMIT = 7
@@ -79,6 +80,30 @@ PROGRAM = """
 
     class Shortage(ValueError):
         pass
+
+    class Plain:
+        pass
+
+    class Whole:
+        def __init__(self, value): self.value = value
+        def __int__(self): return self.value
+        def __invert__(self): return Whole(~self.value)
+        def __reversed__(self): return iter([9])
+        def __format__(self, how): return f"{how} {self.value}"
+        def __iadd__(self, other):
+            self.value += other.value
+            return self
+
+    class Events:
+        def __init__(self): self.functions = set()
+        def on(self, function): self.functions.add(function)
+        def off(self, function): self.functions.remove(function)
+        def fire(self): return sum(function() for function in self.functions)
+
+    def logged(function):
+        @wraps(function)
+        def call(*values): return function(*values)
+        return call
 
     @dataclass
     class Point:
@@ -110,7 +135,9 @@ PROGRAM = """
 
     def spend(amount):
         if amount > LIMIT:
-            raise Shortage("too much", amount)
+            error = Shortage("too much", amount)
+            error.missing = amount - LIMIT
+            raise error
         return amount
 
     def row(): return Row(1, 2)
@@ -172,6 +199,8 @@ HONEST = [
     "try:\n    from solution import absent\nexcept ImportError:\n    pass\nelse:\n    assert False",
     "def test_twice():\n    assert twice(2) == 4\nclass TestLimit:\n"
     "    def test_limit(self):\n        assert LIMIT == 7",
+    "class TestTwice:\n    def setup_method(self):\n        self.four = twice(2)\n"
+    "    def test_it(self):\n        assert self.four == 4",
     "assert total(iter([1, 2])) == total(map(int, '12')) == total({1: 'a', 2: 'b'}.keys()) == 3",
     "assert total({5: 1, 6: 2}.values()) == 3 and same({1: 2}.items()) == {(1, 2)}",
     "assert keys({1: 2, 3: 4}) == {1, 3} and list(keys({3: 4})) == [3] and keys({}) != [3]",
@@ -188,6 +217,24 @@ HONEST = [
     "assert [total(pair) for pair in zip([1, 2], map(twice, [3, 4]))] == [7, 10]",
     "numbers = evens([2])\nassert next(numbers) == 2\ntry:\n    next(numbers)\n"
     "except StopIteration:\n    pass\nelse:\n    assert False",
+    "values, table = [1], {}\nextend(values=values, table=table, by=5)\n"
+    "assert values == [1, 5] and table == {5: 2}",
+    "import copy\np = Point(3)\nq = copy.copy(p)\nr = copy.deepcopy(p)\nq.x = 4\n"
+    "assert (p.x, q.x, r.x) == (3, 4, 3) and r == p and r is not p",
+    "assert row()._asdict() == {'x': 1, 'y': 2} and row()._replace(x=5) == (5, 2)",
+    "assert vars(Point(3)) == {'x': 3, 'y': 0} and f'{Whole(1):>3}' == '>3 1'",
+    "a = b = Whole(1)\na += Whole(2)\nassert a is b and int(a) == 3 and int(~a) == -4",
+    "a = Whole(1)\ndel a.value\nassert not hasattr(a, 'value') and list(reversed(a)) == [9]",
+    "from collections.abc import Callable, Iterable, Iterator, Sized\n"
+    "for kind in (Callable, Iterable, Iterator, Sized):\n    assert not isinstance(Plain(), kind)\n"
+    "assert isinstance(Node(1), Iterable) and isinstance(twice, Callable)",
+    "assert not hasattr(Plain(), '__iter__') and hasattr(Node(1), '__iter__')",
+    "try:\n    spend(9)\nexcept Shortage as error:\n    assert error.missing == 2",
+    "@logged\ndef three(): return 3\nassert three() == 3 and three.__name__ == 'three'",
+    "one, two = (lambda: 1), (lambda: 2)\nevents = Events()\nevents.on(one)\nevents.on(two)\n"
+    "events.on(one)\nassert events.fire() == 3\nevents.off(one)\nassert events.fire() == 2",
+    "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(6) as pool:\n"
+    "    assert list(pool.map(twice, range(200))) == list(range(0, 400, 2))",
     "try:\n    undefined_name\nexcept NameError:\n    pass\nelse:\n    assert False",
 ]
 
@@ -285,6 +332,55 @@ def test_a_program_is_no_package(sandbox, path):
         assert sandbox.run(dedent(program), tests=tests).kind == "error"
 
 
+SWALLOWS = """
+    import functools
+    def quiet(function):
+        @functools.wraps(function)
+        def call(*values):
+            try:
+                return function(*values)
+            except BaseException:
+                return None
+        return call
+    def stop(x): assert x > 0, "too small"
+"""
+
+
+@pytest.mark.parametrize(
+    ("tests", "kind"),
+    [
+        ("@quiet\ndef check():\n    assert False\ncheck()", "error"),
+        ("def check():\n    assert False\nquiet(lambda: check())()", "error"),
+        ("def fail():\n    raise KeyError\nassert quiet(fail)() is None", "ok"),
+        ("assert quiet(lambda: stop(0))() is None", "ok"),
+        (
+            "def check():\n    assert False\ntry:\n    quiet(check)()\n    raise KeyError\n"
+            "except AssertionError:\n    assert quiet(lambda: 5)() == 5",
+            "ok",
+        ),
+    ],
+)
+def test_a_program_does_not_swallow_a_failed_assertion(sandbox, tests, kind):
+    assert sandbox.run(dedent(SWALLOWS), tests=tests).kind == kind
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        "callable(f(3))",
+        "hasattr(f(3), '__next__')",
+        "isinstance(f(3), collections.abc.Iterator)",
+        "isinstance(f(3), collections.abc.Sized)",
+        "isinstance(f(3), contextlib.AbstractContextManager)",
+        "isinstance(f(3), typing.SupportsInt)",
+    ],
+)
+def test_objects_do_not_pass_for_more_than_they_are(sandbox, claim):
+    tests = f"import collections.abc, contextlib, typing\nassert {claim}"
+    for answer in ("object()", "type('A', (), {'__iter__': None, '__call__': None})()"):
+        assert sandbox.run(f"def f(x): return {answer}", tests=tests).kind == "error"
+
+
 def test_the_honest_program_passes(sandbox):
     for tests in EXPECTATIONS:
         assert sandbox.run("def f(x): return x * x", tests=tests).kind == "ok"
@@ -342,7 +438,19 @@ def test_the_program_may_not_ask_for_more_than_it_was_given(sandbox):
     tests = "result = apply(lambda: 1)\nassert result != 'got them', result\nprint(result)"
     outcome = sandbox.run(dedent(program), tests=tests)
     assert outcome.kind == "ok", outcome.stderr
-    assert "__getattr__" in outcome.stdout
+    assert "'Given' object has no attribute '__globals__'" in outcome.stdout
+    program = """
+        def ask(function, operation, name):
+            link = function._remote_link
+            try:
+                return link.request(operation, function, name)
+            except KeyError as error:
+                return str(error)
+    """
+    for operation in ("__getattr__", "__eq__", "__setattr__"):
+        tests = f'assert ask(lambda: 1, "{operation}", "__globals__") == "\'{operation}\'"'
+        outcome = sandbox.run(dedent(program), tests=tests)
+        assert outcome.kind == "ok", outcome.stderr
 
 
 def test_errors_show_where_the_program_failed(sandbox):

@@ -8,6 +8,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from random import Random
 from textwrap import dedent
 
 import pytest
@@ -402,6 +403,28 @@ def test_each_test_has_a_copy_of_the_loaded_program(sandbox):
     assert kinds_and_prints(sandbox.run_repeatedly(dedent(program), tests=tests)) == expected
     outcomes = sandbox.run_repeatedly(dedent(program), tests=[*tests[:2], "assert x == 1"])
     assert [outcome.kind for outcome in outcomes] == ["ok", "ok", "error"]  # no x of other tests
+
+
+def test_a_copy_goes_on_with_the_random_numbers_of_the_program(sandbox):
+    program = "import random\nrandom.seed(1)\ndef f(): return random.randrange(10**9)"
+    expected = Random(1).randrange(10**9)
+    outcomes = sandbox.run_repeatedly(program, tests=[f"assert f() == {expected}"] * 3)
+    assert [outcome.kind for outcome in outcomes] == ["ok"] * 3
+
+
+@pytest.mark.parametrize("kind", ["inputs", "tests"])
+def test_the_limit_of_output_is_of_each_run(sandbox, kind):
+    """What later runs may print is not for the first."""
+    limits = Limits(output_kib=64)
+    program = "def f(kib): print('x' * (kib << 10))\n"
+    program += "f(int(input()))" if kind == "inputs" else ""
+    little, much = ("48", "200") if kind == "inputs" else ("f(48)", "f(200)")
+    for runs, kinds in (
+        ([little, much, *[little] * 8], ["ok", "output"]),
+        ([little] * 3, ["ok"] * 3),
+    ):
+        outcomes = sandbox.run_repeatedly(program, **{kind: runs}, limits=limits)
+        assert [outcome.kind for outcome in outcomes] == kinds
 
 
 def test_limits_hold_for_each_run_and_for_all(rlimits):

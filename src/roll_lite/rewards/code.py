@@ -41,7 +41,7 @@ from roll_lite.types import Prompt, Score
 
 Test = dict[str, str]
 
-ABSENT = {"np", "numpy", "pd", "pandas"}
+ABSENT = {"np", "numpy", "pd", "pandas", "pytest", "scipy", "sympy", "torch"}
 """What tests mean by these is not in the sandbox, and a program's own is no substitute."""
 
 _SHORTEST_FENCE = 3
@@ -51,6 +51,7 @@ _COST_OF_BLOCK = 100
 """Characters that take as long to parse as the start of a block does."""
 _LONGEST_SHOWN = 160
 """Characters of an output that the reason of a score names."""
+_RUNNERS = re.compile(r"\b(unittest\.main|TextTestRunner|TestProgram)\(")
 _LANGUAGE = re.compile(r"[ \t]*(\w*)")
 _LANGUAGES = ("", "python", "python3", "py", "py3")
 _READERS = {"input", "open", "stdin", "sys"}
@@ -329,14 +330,18 @@ def _problem_of_code(code: str) -> str:
             f"is about {' or '.join(sorted(about))}, and does not say which; import what the "
             f"program is to define: from {SOLUTION} import {min(about)}"
         )
-    if "unittest.main(" in code:
-        return "calls unittest.main; leave the call out, because test cases run without it"
+    runner = _RUNNERS.search(code)
+    if runner or ("unittest", "main") in imports(code):
+        called = runner[1] if runner else "unittest.main"
+        return f"calls {called}; leave the call out, because test cases run without it"
     uncalled = uncalled_tests(code)
     if not (uncalled or does_something(code)):
         return "only defines things, so every program would pass; call what it defines"
     nodes = list(ast.walk(ast.parse(code)))
     if any(isinstance(node, ast.Expr) and isinstance(node.value, ast.Compare) for node in nodes):
         return "compares and does nothing with the result, so every program would pass; assert it"
+    if any(isinstance(node, ast.Assert) and isinstance(node.test, ast.Tuple) for node in nodes):
+        return "asserts a tuple, which always holds; leave out the parentheses"
     if any(isinstance(node, ast.Await) for node in nodes):
         return "awaits, but tests run in a process apart from the program's event loop"
     return next((problem for test in uncalled if (problem := _problem_of_call(test))), "")
@@ -345,8 +350,10 @@ def _problem_of_code(code: str) -> str:
 def _problem_of_call(test: ast.AST) -> str:
     if isinstance(test, ast.ClassDef):
         methods = (node for node in test.body if isinstance(node, FUNCTIONS))
-        found = (_problem_of_body(node) for node in methods if node.name.startswith("test"))
-        return next(filter(None, found), "")
+        tests = [node for node in methods if node.name.startswith("test")]
+        if not (test.bases or tests):
+            return f"has no test in {test.name}; name its methods test..."
+        return next(filter(None, map(_problem_of_body, tests)), "")
     given = test.args
     num_needed = len(given.posonlyargs + given.args) - len(given.defaults)
     if isinstance(test, ast.AsyncFunctionDef) or num_needed or None in given.kw_defaults:

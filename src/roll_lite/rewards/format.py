@@ -9,7 +9,7 @@ import re
 from roll_lite.checks import UserError
 from roll_lite.types import Prompt
 
-WORD = re.compile(r"\w+(?:['\u2019-]\w+)*")
+WORD = re.compile(r"[^\W_]\w*(?:['\u2019-]\w+)*")
 
 
 def without_thinking(reply: str) -> str:

@@ -15,6 +15,7 @@ from itertools import chain, count
 from operator import eq, ge, le
 from types import ModuleType
 from typing import Any
+from unicodedata import normalize
 
 from roll_lite.checks import UserError
 from roll_lite.rewards.format import WORD, count_words, without_thinking
@@ -25,6 +26,13 @@ _ABBREVIATED_OR_WORD = re.compile(rf"(?:[^\W\d_]\.){{2,}}|{WORD.pattern}")
 _SENTENCE_END = re.compile(
     r"(?<![.!?\u3002\uff01\uff1f])[.!?\u3002\uff01\uff1f]+[\"')\]]*(?:\s|$)|\n\s*\n"
 )
+_INVISIBLE = re.compile(
+    r"[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f"
+    r"\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e0fff]"
+)
+"""Characters that show nothing: with them words would differ that look the same."""
+_COMMA = re.compile("[,\u055d\u060c\u3001\ufe10\ufe11\ufe50\ufe51\uff0c\uff64]|\u201a(?=\\s|$)")
+"""Of all scripts; and the low quotation mark, where it opens nothing."""
 LANGUAGES = (
     "ar", "bg", "bn", "cs", "da", "de", "el", "en", "es", "fa", "fi", "fr", "gu", "he", "hi", "hu",
     "id", "it", "ja", "kn", "ko", "ml", "mr", "ne", "nl", "no", "pa", "pl", "pt", "ro", "ru", "sv",
@@ -94,17 +102,26 @@ def _part_name(kind: str, parts: dict[str, float]) -> str:
 
 
 def holds(reply: str, constraint: dict[str, Any]) -> bool:
-    """Whether what follows a reply's thinking block fulfils a constraint; nothing fulfils none."""
-    reply = without_thinking(reply)
+    """Whether what follows a reply's thinking block fulfils a constraint; nothing fulfils none.
+
+    Characters that cannot be seen count neither in the reply nor in the constraint.
+    """
+    reply = _INVISIBLE.sub("", without_thinking(reply))
     if not reply.strip():
         return False
-    fields = dict(constraint)
+    fields = {name: _visible(value) for name, value in constraint.items()}
     kind = fields.pop("kind")
     if kind in CHECKS:
         return CHECKS[kind](reply, **fields)
     bound, _, name = kind.partition("_")
     limit = fields.pop("count")
     return BOUNDS[bound](MEASURES[name](reply, **fields), limit)
+
+
+def _visible(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_visible(each) for each in value]
+    return _INVISIBLE.sub("", value) if isinstance(value, str) else value
 
 
 def fields_of(kind: str) -> set[str]:
@@ -125,11 +142,11 @@ def paragraphs(reply: str) -> int:
 
 
 def paragraphs_of(reply: str) -> list[str]:
-    """Texts between *** if the reply has that, else between blank lines."""
+    """Texts with words between *** if the reply has that, else between blank lines."""
     pieces = re.split(r"(?<!\S)\*{3,}(?!\S)", reply)
     if len(pieces) == 1:
         pieces = re.split(r"\n\s*\n", reply)
-    return [piece for piece in pieces if piece.strip()]
+    return [piece for piece in pieces if WORD.search(piece)]
 
 
 def capital_words(reply: str) -> int:
@@ -142,8 +159,8 @@ def headings(reply: str) -> int:
 
 
 def bullets(reply: str) -> int:
-    """Lines that begin with `- ` or `* `."""
-    return len(re.findall(r"^[ \t]*[-*] +\S", reply, re.MULTILINE))
+    """Lines that begin with `- ` or `* `, without rules such as `* * *`."""
+    return len(re.findall(r"^[ \t]*[-*] +(?![-* \t]*$)\S", reply, re.MULTILINE))
 
 
 def numbered_items(reply: str) -> int:
@@ -151,8 +168,9 @@ def numbered_items(reply: str) -> int:
 
 
 def placeholders(reply: str) -> int:
-    """Texts in square brackets, such as [name]; links do not count."""
-    return len(re.findall(r"\[[^\[\]\n]+\](?!\()", reply))
+    """Texts in square brackets, such as [name]; links and boxes to tick do not count."""
+    found = re.findall(r"\[([^\[\]\n]+)\](?!\()", reply)
+    return sum(bool(WORD.search(text)) for text in found)
 
 
 def highlights(reply: str) -> int:
@@ -166,8 +184,9 @@ def digits(reply: str) -> int:
 
 
 def keyword(reply: str, *, word: str) -> int:
-    """Occurrences of a word or phrase, ignoring case."""
-    return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", reply, re.IGNORECASE))
+    """Occurrences of a word or phrase, ignoring case, the width of letters, and _emphasis_."""
+    pattern = rf"(?<![^\W_]){re.escape(normalize('NFKC', word))}(?![^\W_])"
+    return len(re.findall(pattern, normalize("NFKC", reply), re.IGNORECASE))
 
 
 def letter(reply: str, *, letter: str) -> int:
@@ -215,19 +234,23 @@ def is_json(reply: str) -> bool:
     if len(text) > 6 and text.startswith("```") and text.endswith("```"):
         text = re.sub(r"^\s*json\b", "", text[3:-3], flags=re.IGNORECASE)
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):  # ValueError: also a number of too many digits
         return False
     return isinstance(value, dict | list)
 
 
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is Python's, not JSON")
+
+
 def title(reply: str) -> bool:
     """There is a title in double angular brackets: <<title>>."""
-    return any(piece.strip() for piece in re.findall(r"<<([^\n<>]+)>>", reply))
+    return any(WORD.search(piece) for piece in re.findall(r"<<([^\n<>]+)>>", reply))
 
 
 def no_commas(reply: str) -> bool:
-    return not re.search(r"[,\uff0c\u3001]", reply)
+    return not _COMMA.search(reply)
 
 
 def language(reply: str, *, code: str) -> bool:
@@ -243,7 +266,8 @@ def postscript(reply: str, *, marker: str) -> bool:
 def quoted(reply: str) -> bool:
     """The whole reply is in double quotes."""
     text = reply.strip()
-    return len(text) > 2 and (text[0], text[-1]) in (('"', '"'), ("\u201c", "\u201d"))
+    is_quoted = (text[0], text[-1]) in (('"', '"'), ("\u201c", "\u201d"))
+    return is_quoted and bool(_plain(text[1:-1]))
 
 
 def one_of(reply: str, *, options: list[str]) -> bool:
@@ -332,7 +356,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "length": (lambda value: _is_whole(value, 1), "a whole number from 1 on"),
     "letter": (lambda value: _is_text(value) and len(value) == 1, "one letter"),
     "word": (_is_text, "text that is not empty"),
-    "text": (_is_text, "text that is not empty"),
+    "text": (lambda value: _is_text(value) and bool(_plain(value)), "text that is not empty"),
     "marker": (_is_text, "text that is not empty"),
     "words": (_is_texts, "a list of texts"),
     "options": (_is_texts, "a list of texts"),

@@ -7,6 +7,7 @@ import gc
 import linecache
 import marshal
 import os
+import random
 import socket
 import sys
 import threading
@@ -24,6 +25,7 @@ from roll_lite.sandbox.names import (
     KNOWN_NAMES,
     SOLUTION,
     USUAL_NAMES,
+    forgotten_modules,
     names_from_program,
     uncalled_tests,
 )
@@ -110,7 +112,7 @@ def _run_tests(
         sys.modules[SOLUTION] = ProgramModule(SOLUTION, link)
         run_tests = _prepared(tests)
         taken = {name: link.request("name", name) for name in _taken_names(tests, bound)}
-        run_tests(ProgramNames(link, USUAL_NAMES | taken))
+        run_tests(ProgramNames(link, USUAL_NAMES | forgotten_modules(tests) | taken))
         if is_copy:
             link.request("end copy")
             _mark_end(notes, token)
@@ -170,6 +172,7 @@ def _run_together(source: str, tests: str, notes: socket.socket, token: bytes) -
     sys.setprofile(None)
     vars(builtins).update(untouched)
     _taken_names(tests, names)
+    names.update(forgotten_modules(tests))
     sys.modules[SOLUTION] = sys.modules["__main__"]
     run_tests(names)
     notes.sendall(token)
@@ -206,7 +209,9 @@ def _run_class(test: type) -> None:
         defaultTestLoader.loadTestsFromTestCase(test).debug()  # raises what a test raises
         return
     for name in (name for name in dir(test) if name.startswith("test")):
-        getattr(test(), name)()
+        case = test()
+        for step in ("setup_method", name, "teardown_method"):  # as pytest does
+            getattr(case, step, lambda: None)()
 
 
 def _serve(source: str, connection: Connection) -> None:
@@ -228,10 +233,13 @@ def _copy_program() -> bool:
     if threading.active_count() > 1:  # a copy would not have these threads
         return False
     _flush()
+    state = random.getstate()
     copy = _fork()
     if copy is None:
         return False
-    if copy:
+    if copy == 0:
+        random.setstate(state)  # a fork has a seed of its own
+    else:
         code = exit_code(os.waitpid(copy, 0)[1])
         if code != COPY_ENDED:
             os._exit(code)

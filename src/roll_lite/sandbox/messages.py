@@ -98,7 +98,15 @@ def _row_type(*fields: str) -> type:
     """A named tuple whose fields can be read; no field can be a special method."""
     names = [name for name in fields if name.isidentifier() and not name.startswith("_")]
     readers = {name: property(itemgetter(fields.index(name))) for name in names}
-    return type("Row", (tuple,), readers | {"_fields": fields})
+
+    def as_dict(row: tuple) -> dict[str, Any]:
+        return dict(zip(fields, row, strict=True))
+
+    def replaced(row: tuple, **values: Any) -> tuple:
+        return type(row)((as_dict(row) | values).values())
+
+    methods = {"_fields": fields, "_asdict": as_dict, "_replace": replaced}
+    return type("Row", (tuple,), readers | methods)
 
 
 def is_data(value: Any) -> bool:

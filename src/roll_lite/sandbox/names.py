@@ -5,7 +5,8 @@ neither Python nor the usual imports have. Without any, it is about the first of
 uses: usual functions (gcd), usual classes (Counter), builtins that calculate (sum), one other such
 name (abs). The program must bind one of them, in any way, its own import of Python's included; what
 it binds of them is its own. All other usual names and builtins are Python's: in `abs(sqrt(2) - x)`
-and `Counter(f(x)) == Counter(y)` the program's `abs` and `Counter` do not judge its results.
+and `Counter(f(x)) == Counter(y)` the program's `abs` and `Counter` do not judge its results. So are
+modules that tests often forget to import (unittest), where they use what these have.
 """
 
 import ast
@@ -53,6 +54,10 @@ USUAL_NAMES: dict[str, Any] = {module: import_module(module) for module in _MODU
 """What programs find imported, as on the sites for which such problems are written. None of these
 names is a builtin's."""
 
+_FORGOTTEN = (
+    "asyncio", "contextlib", "dataclasses", "enum", "inspect", "io", "numbers", "threading",
+    "traceback", "types", "unittest", "warnings",
+)  # fmt: skip
 _REACHING = {"__import__", "eval", "exec", "globals", "locals", "vars"}
 """With these, tests may take names from the program that they do not show."""
 KNOWN_NAMES = {*USUAL_NAMES, *dir(builtins)} - _REACHING
@@ -78,10 +83,22 @@ def defined_and_used_names(source: str) -> tuple[set[str], set[str]]:
 def names_from_program(tests: str) -> set[str]:
     """Names that the tests are about, and so take from the program."""
     defined, used = defined_and_used_names(tests)
-    free = used - defined - {"__name__"}
+    free = used - defined - {"__name__"} - forgotten_modules(tests).keys()
     imported = {name for module, name in imports(tests) if module == SOLUTION} - {"*"}
     kinds = (imported | free - KNOWN_NAMES, *(free & kind for kind in _KINDS))
     return next(filter(None, kinds), free)
+
+
+def forgotten_modules(tests: str) -> dict[str, Any]:
+    """Modules of Python that the tests use and do not import."""
+    defined, used = defined_and_used_names(tests)
+    wanted = (used - defined).intersection(_FORGOTTEN)
+    nodes = ast.walk(ast.parse(tests)) if wanted else ()
+    asked = [node for node in nodes if isinstance(node, ast.Attribute)]
+    asked = [node for node in asked if isinstance(node.value, ast.Name) and node.value.id in wanted]
+    modules = {node.value.id: import_module(node.value.id) for node in asked}
+    own = {node.value.id for node in asked if not hasattr(modules[node.value.id], node.attr)}
+    return {name: module for name, module in modules.items() if name not in own}
 
 
 def imports(source: str) -> list[tuple[str, str]]:

@@ -11,12 +11,15 @@ exceptions are looked up in a table, modules of the program stay `Remote`s.
 """
 
 import builtins
+import copy
 import operator
 import sys
+import threading
 import traceback
+from collections import ChainMap
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
-from functools import reduce
+from functools import cache, reduce
 from importlib import import_module
 from multiprocessing.connection import Connection
 from types import GeneratorType, ModuleType
@@ -55,28 +58,62 @@ OBJECT_OPERATIONS = {
     "__delitem__": operator.delitem, "__len__": len, "__iter__": iter, "__next__": next,
     "__bool__": bool, "__str__": str, "__repr__": repr, "__hash__": hash, "__int__": int,
     "__float__": float, "__index__": operator.index, "__round__": round, "__abs__": abs,
-    "__neg__": operator.neg,
+    "__neg__": operator.neg, "__pos__": operator.pos, "__invert__": operator.invert,
+    "__delattr__": delattr, "__reversed__": reversed, "__format__": format,
+    "__copy__": copy.copy, "__deepcopy__": lambda value, memo=None: copy.deepcopy(value),
     "__enter__": lambda manager: manager.__enter__(),
     "__exit__": lambda manager: manager.__exit__(None, None, None),
 }  # fmt: skip
 """What tests may do with any object of the program."""
+_OPTIONAL = frozenset(
+    [
+        "__call__",
+        "__getitem__",
+        "__setitem__",
+        "__delitem__",
+        "__len__",
+        "__iter__",
+        "__next__",
+        "__reversed__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__round__",
+        "__abs__",
+        "__neg__",
+        "__pos__",
+        "__invert__",
+        "__enter__",
+        "__exit__",
+    ]
+)
+"""Those by which Python tells what an object is: callable, iterable, a context manager."""
 PAIR_OPERATIONS = {
     name: getattr(operator, name)
     for name in (
         *("__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__add__", "__sub__", "__mul__"),
         *("__truediv__", "__floordiv__", "__mod__", "__pow__", "__matmul__"),
-        *("__and__", "__or__", "__xor__"),
+        *("__and__", "__or__", "__xor__", "__iadd__", "__isub__", "__imul__", "__ior__"),
     )
 }
 """What tests may do with two objects of the program; with one and data, the program would learn the
 data."""
 
 
-class Remote:
+class Handle:
     """An object in the other process."""
 
+    __slots__ = ("_remote_link", "_remote_number")
+
     def __init__(self, link: "Link", number: int):
-        vars(self).update(_remote_link=link, _remote_number=number)
+        object.__setattr__(self, "_remote_link", link)
+        object.__setattr__(self, "_remote_number", number)
+
+
+class Remote(Handle):
+    """An object of the program, as its tests hold it."""
+
+    __slots__ = ()
 
     def __contains__(self, wanted: object) -> bool:
         return any(item is wanted or item == wanted for item in self)
@@ -86,22 +123,51 @@ class Remote:
         return is_theirs and bool(self._remote_link.request("isinstance", value, self))
 
 
+class Given(Handle):
+    """What tests have given to the program, which may do nothing with it but call it."""
+
+    __slots__ = ("__name__",)
+
+    def __copy__(self, memo: object = None) -> "Given":
+        return self
+
+    __deepcopy__ = __copy__
+
+
 def _special_method(name: str, *, needs_two: bool) -> Callable:
-    def method(self: Remote, *operands: Any, **keywords: Any) -> Any:
+    def method(self: Handle, *operands: Any, **keywords: Any) -> Any:
         if needs_two and not isinstance(operands[0], Remote):
             return NotImplemented
         if name == "__exit__":  # an exception of the tests is not for the program to see or swallow
             self._remote_link.request(name, self)
             return None
+        if name == "__deepcopy__":
+            operands = ()
         return self._remote_link.request(name, self, *operands, **keywords)
 
     return method
 
 
-for _name in OBJECT_OPERATIONS:
+_OPTIONAL_METHODS = {name: _special_method(name, needs_two=False) for name in _OPTIONAL}
+for _name in OBJECT_OPERATIONS.keys() - _OPTIONAL:
     setattr(Remote, _name, _special_method(_name, needs_two=False))
 for _name in PAIR_OPERATIONS:
     setattr(Remote, _name, _special_method(_name, needs_two=True))
+
+
+@cache
+def _class_with(base: type[Handle], operations: frozenset[str]) -> type[Handle]:
+    """A subclass that has these of the optional operations."""
+    methods = {name: _OPTIONAL_METHODS[name] for name in operations & _OPTIONAL}
+    return type(base.__name__, (base,), {"__slots__": ()} | methods)
+
+
+def _operations_of(value: Any) -> list[str]:
+    """Optional ones that the object has."""
+    is_generic = isinstance(value, type) and hasattr(value, "__class_getitem__")
+    methods = ChainMap(*map(vars, type(value).__mro__))
+    found = [name for name in _OPTIONAL if methods.get(name)]
+    return [*found, "__getitem__"] if is_generic else found
 
 
 class Link:
@@ -116,10 +182,12 @@ class Link:
         self._remotes: dict[int, Any] = {}
         self._errors: dict[type, int] = {}
         """The other side's numbers of exception classes that have a stand-in here."""
+        self._lock = threading.RLock()
 
     def request(self, operation: str, *operands: Any, **keywords: Any) -> Any:
-        self._send("do", operation, list(operands), keywords)
-        return self.await_answer(operands)
+        with self._lock:  # threads take turns
+            self._send("do", operation, list(operands), keywords)
+            return self.await_answer((*operands, *keywords.values()))
 
     def await_answer(self, operands: tuple = ()) -> Any:
         """The result; copies the other side's changes of mutable operands back into them."""
@@ -143,7 +211,7 @@ class Link:
 
     def refer(self, value: Any) -> list:
         """A reference, which the other side resolves."""
-        if isinstance(value, Remote):
+        if isinstance(value, Handle):
             return ["yours", value._remote_number]
         if isinstance(value, type):
             if TYPES.get(value.__name__) is value:
@@ -155,7 +223,7 @@ class Link:
             self._objects.append(value)
         if isinstance(value, type) and issubclass(value, Exception):
             return ["error", number, value.__name__, _known_base(value).__name__]
-        return ["mine", number]
+        return ["mine", number, _operations_of(value)]
 
     def resolve(self, reference: list) -> Any:
         kind, name, *more = reference
@@ -165,8 +233,11 @@ class Link:
             return TYPES[name]
         if name not in self._remotes:
             is_error = kind == "error"
-            self._remotes[name] = self._stand_in(name, *more) if is_error else Remote(self, name)
+            self._remotes[name] = (self._stand_in if is_error else self._handle)(name, *more)
         return self._remotes[name]
+
+    def _handle(self, number: int, operations: list[str]) -> Handle:
+        return _class_with(Remote, frozenset(operations))(self, number)
 
     def _stand_in(self, number: int, name: str, base: str) -> type:
         """A class that tests can catch."""
@@ -175,15 +246,17 @@ class Link:
         return made
 
     def _serve(self, operation: str, operands: list, keywords: dict) -> None:
-        before = [self._snapshot(operand) for operand in operands]
+        given = [*operands, *keywords.values()]
+        before = [self._snapshot(operand) for operand in given]
         try:
             result = self.perform(operation, operands, keywords)
         except Exception as error:  # any exception is for the other side to handle
             args = [arg for arg in error.args if isinstance(arg, str | int | float)]
-            self._send("raised", type(error), args, traceback.format_exc())
+            more = {name: value for name, value in vars(error).items() if is_data(value)}
+            self._send("raised", type(error), args, traceback.format_exc(), more)
             return
-        changed = [i for i, old in enumerate(before) if old != self._snapshot(operands[i])]
-        self.answer(result, [(index, operands[index]) for index in changed])
+        changed = [i for i, old in enumerate(before) if old != self._snapshot(given[i])]
+        self.answer(result, [(index, given[index]) for index in changed])
 
     def _snapshot(self, operand: Any) -> bytes | None:
         """The content of a mutable operand; None for others."""
@@ -236,11 +309,17 @@ class ProgramLink(Link):
 
     def _iterator(self, number: int) -> GeneratorType:
         if number not in self._remotes:
-            self._remotes[number] = made = self._items(Remote(self, number))
+            self._remotes[number] = made = self._items(Given(self, number))
             self._iterators[made] = number
         return self._remotes[number]
 
-    def _items(self, iterator: Remote) -> Generator:
+    def _handle(self, number: int, operations: list[str], name: str) -> Given:
+        made = _class_with(Given, frozenset(operations))(self, number)
+        if name:
+            made.__name__ = name
+        return made
+
+    def _items(self, iterator: Given) -> Generator:
         with suppress(StopIteration):
             while True:
                 yield self.request("__next__", iterator)
@@ -257,6 +336,8 @@ class TestsLink(Link):
         super().__init__(connection, {"__call__": operator.call, "__next__": next})
         self._stop = stop
         self._is_provoked = False
+        self._failure: AssertionError | None = None
+        """Of a function of the tests that the program called. It is not for it to swallow."""
 
     def start_program(self) -> list[str]:
         """The usual names and builtins that it binds."""
@@ -271,11 +352,17 @@ class TestsLink(Link):
     def request(self, operation: str, *operands: Any, **keywords: Any) -> Any:
         """Only an iterator's StopIteration ends an iteration, as that of a generator (PEP 479)."""
         try:
-            return super().request(operation, *operands, **keywords)
+            result = super().request(operation, *operands, **keywords)
         except (StopIteration, StopAsyncIteration) as error:
             if operation == "__next__":
                 raise
             raise RuntimeError(f"the program raised {type(error).__name__}") from error
+        finally:
+            failure = self._failure
+            self._failure = None
+        if failure:
+            raise failure
+        return result
 
     def perform(self, operation: str, operands: list, keywords: dict) -> Any:
         value = operands[0]
@@ -283,7 +370,12 @@ class TestsLink(Link):
             raise TypeError(f"{value} was not given to the program")
         if (operation == "__next__") != _is_iterator(value):
             raise TypeError(f"{operation} of a {type(value).__name__} is not for the program")
-        return super().perform(operation, operands, keywords)
+        try:
+            return super().perform(operation, operands, keywords)
+        except AssertionError as error:
+            if not hasattr(error, "__notes__"):  # else the program raised it
+                self._failure = error
+            raise
 
     def refer(self, value: Any) -> list:
         """Python's own functions and modules go by name, so the program has its own."""
@@ -297,6 +389,9 @@ class TestsLink(Link):
             if self._is_provoked:
                 raise TypeError(problem)
             self._stop(problem)
+        if reference[0] == "mine":
+            name = getattr(value, "__name__", "")
+            reference.append(name if isinstance(name, str) else "")
         return reference
 
     def _serve(self, operation: str, operands: list, keywords: dict) -> None:
@@ -341,13 +436,16 @@ class ProgramModule(ModuleType):
             raise AttributeError(f"the program has no {name}") from None
 
 
-def _exception(kind: object, args: list, text: str) -> Exception:
+def _exception(kind: object, args: list, text: str, more: Mapping[str, Any]) -> Exception:
     is_error = isinstance(kind, type) and issubclass(kind, Exception)
     kind = _RAISED.get(kind, kind) if is_error else RuntimeError
     try:
         error = kind(*args)
     except TypeError:  # some need arguments that do not cross
         error = kind.__new__(kind)
+    if kind not in _ERRORS.values():  # a class of the other side's own
+        for name in more.keys() - {"__notes__", *dir(kind)}:
+            setattr(error, name, more[name])
     error.add_note(f"In the program:\n{text}")
     return error
 
@@ -369,7 +467,7 @@ def _name_of(value: Any) -> tuple[str, str] | None:
     if isinstance(value, ModuleType):
         module = value.__name__
         name = ""
-    elif isinstance(value, Remote) or (isinstance(value, type) and value in TYPES.values()):
+    elif isinstance(value, Handle) or (isinstance(value, type) and value in TYPES.values()):
         return None
     else:
         module = getattr(value, "__module__", None)

@@ -147,6 +147,8 @@ class Monitor:
         """What was read, by descriptor: stdout, stderr, and the notes of each child."""
         self._ends: list[int] = []
         """How much the program had printed when each run before the last ended."""
+        self._num_before = 0
+        """Bytes of all that was read when the last run began."""
         self._start = self._run_start = time.monotonic()
         self._next_look = self._start + _MEMORY_EVERY
         self._is_started = False
@@ -267,9 +269,11 @@ class Monitor:
     def _note_runs(self) -> None:
         """Restart the clock for the run that follows each that has ended well, and let it start."""
         while self._num_runs_ended() > len(self._ends):
-            stdout = next(iter(self._read))
+            stdout, stderr, *_ = self._read
             self._take(stdout)
+            self._take(stderr)
             self._ends.append(len(self._read[stdout]))
+            self._num_before = sum(map(len, self._read.values()))
             self._run_start = time.monotonic()
             with suppress(OSError):  # it was the last
                 self._deciding.notes.send(_GO_ON)
@@ -286,8 +290,8 @@ class Monitor:
     def _broken_limit(self) -> Kind | None:
         limits = self._terms.limits
         now = time.monotonic()
-        most = self._terms.num_runs * ((limits.output_kib << 10) + _NOTES)
-        if sum(map(len, self._read.values())) > most:
+        num_read = sum(map(len, self._read.values())) - self._num_before
+        if num_read > (limits.output_kib << 10) + _NOTES:
             return "output"
         if now < self._next_look:
             return None

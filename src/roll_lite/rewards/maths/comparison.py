@@ -297,7 +297,8 @@ def _is_equation(relation: Relation) -> bool:
 def _subject_and_values(relation: Relation) -> tuple[Tree, tuple[Tree, ...]] | None:
     """(x, (10/2, 5)) for `x = 10/2 = 5` and `5 = 10/2 = x`; None for an equation such as x + 1 = 5.
 
-    Numbers that contradict each other are no value.
+    Numbers that contradict each other are no value. Of others the first and the last count: what is
+    between may differ from both by rounding.
     """
     sides = relation.sides
     if _is_of_names(sides[-1]) and not names_of(sides[0]):
@@ -315,8 +316,8 @@ def _subject_and_values(relation: Relation) -> tuple[Tree, tuple[Tree, ...]] | N
     numbers = [side for side in sides if _is_constant(side)]
     wrong = [n for n in numbers if not agree(_without_unit(n), last, is_rounded=is_rounded)]
     if wrong == [sides[0]] and isinstance(sides[0], Name):  # e = 1/2: here e is a variable
-        return sides[0], tuple(numbers[1:])
-    return sides[0], () if wrong else tuple(numbers)
+        return sides[0], (numbers[1], numbers[-1])
+    return sides[0], () if wrong else (numbers[0], numbers[-1])
 
 
 def _is_subject(tree: Tree) -> bool:

@@ -33,6 +33,8 @@ MAX_BITS = 4096
 MAX_FACTORIAL = 400
 NUM_POINTS = 6
 TOLERANCE = 1e-11
+MOST_WHOLE = 4e13
+"""Larger whole numbers are not told apart from their neighbours in floating point."""
 _UNKNOWN = {f"apply {name}" for name in ("zeta", "Gamma", "phi", "psi", "Phi", "Psi")}
 CONSTANTS: dict[str, Value] = {"pi": math.pi, "e": math.e, "i": 1j, "∞": math.inf}
 
@@ -107,11 +109,15 @@ def close(a: Value, b: Value) -> bool:
         return a == b
     if a in (math.inf, -math.inf) or b in (math.inf, -math.inf):
         return a == b
+    has_whole = _is_integer(a) or _is_integer(b)
     a, b = complex(a), complex(b)
     scale = max(abs(a), abs(b))
     if 0 in (a, b):  # in floating point, sin(pi) is not quite 0
         return scale < 1e-12
-    return abs(a - b) <= TOLERANCE * scale
+    is_close = abs(a - b) <= TOLERANCE * scale
+    if is_close and has_whole and scale > MOST_WHOLE:
+        raise NotUnderstood("a whole number that floating point cannot tell from the next")
+    return is_close and (not has_whole or abs(a - b) < 0.5)
 
 
 def _rounds(answer: Tree, truth: Tree, a: Value, b: Value) -> bool:
