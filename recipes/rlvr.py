@@ -95,7 +95,7 @@ def main(cfg: Config) -> list[float]:
                 play_metrics=players.metrics, options=cfg.rollout, seed=cfg.seed,
                 keep=cfg.own.keep, choose=cfg.own.prompts, pass_reward=cfg.evaluation.pass_reward,
                 nothing_to_learn=cfg.advantages.nothing_to_learn, min_samples=cfg.min_samples,
-                 max_length=context, episodes=cfg.episodes,
+                max_length=context, episodes=cfg.episodes,
             )  # fmt: skip
             # Loop resumes from the last checkpoint, evaluates before the first step and every
             # --eval-every, records, writes checkpoints (on Ctrl-C of the last complete step), and
