@@ -23,9 +23,9 @@ from roll_lite.checks import above, at_least, unread_with
 @dataclass(frozen=True, kw_only=True)
 class Config(rl.RecipeConfig):
     teacher: str
-    """Hugging Face folder of the teacher, with the student's vocabulary."""
+    """Hugging Face folder or name of the hub: a teacher with the student's vocabulary."""
     model: str = "models/tiny"
-    """Hugging Face folder of the student to start from."""
+    """Hugging Face folder or name of the hub: the student to start from."""
     data: str = "reverse:5"
     """A file of dialogues as for sft.py; or a task: addition:N (digits), reverse:N or counting:N
     (letters)."""

@@ -31,7 +31,7 @@ from roll_lite.recipes import agentic
 @dataclass(frozen=True, kw_only=True)
 class Config(rl.RecipeConfig):
     model: str = "models/tiny"
-    """Hugging Face folder."""
+    """Hugging Face folder, or a name of the hub, as Qwen/Qwen3-0.6B."""
     data: tuple[str, ...] = ("reverse:5",)
     """Files of prompts, or tasks, whose held-out questions are asked, or environments, whose
     held-out tasks are played."""

@@ -61,7 +61,7 @@ def test_without_network_the_cache_is_used(hub, monkeypatch):
     hub.requests.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert names.model_folder("me/toy") == folder and not hub.requests
-    problem = r"nor whole in the cache .*/hf/hub, and HF_HUB_OFFLINE=1 forbids .*download me/other`"
+    problem = r"nor whole in the cache .*/hf/hub, and HF_HUB_OFFLINE=1 forbids .*or fill .*download me/other`"
     with pytest.raises(UserError, match=problem):
         names.model_folder("me/other")
 
@@ -101,7 +101,9 @@ def test_errors_of_models_name_the_remedy(hub, toy_folder, name, problem):
 
 def test_a_hub_that_cannot_be_reached(hub, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match=r"http://127.0.0.1:9 cannot be reached .*fill the cache"):
+    with pytest.raises(
+        UserError, match=r"http://127.0.0.1:9 cannot be reached .*tiny FOLDER`, or fill the cache"
+    ):
         names.model_folder("me/toy")
     with pytest.raises(UserError, match=r"cannot be reached .*`hf download me/x --repo-type data"):
         names.pinned_data("me/x:main:train")

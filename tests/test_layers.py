@@ -52,6 +52,8 @@ TORCH_FREE = (
     "options",
     "chat",
     "chat_template",
+    "hub",
+    "hub_options",
     "data",
     "rewards",
     "envs",

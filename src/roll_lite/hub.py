@@ -162,6 +162,7 @@ def _explained(kind: str, repo: str, revision: str | None) -> Iterator[None]:
     from huggingface_hub import constants, errors
 
     place = constants.ENDPOINT
+    hint = "" if kind == "dataset" else "make a model by `roll-lite tiny FOLDER`, "
     page = f"{place}/{'datasets/' if kind == 'dataset' else ''}{repo}"
     try:
         yield
@@ -179,10 +180,9 @@ def _explained(kind: str, repo: str, revision: str | None) -> Iterator[None]:
         raise UserError(f"{repo} {lacks}") from None
     except errors.RepositoryNotFoundError:
         raise UserError(
-            f"{repo} is neither on this machine nor a {kind} at {place}; mind the spelling, and "
-            "for a private one set HF_TOKEN" + ("; `roll-lite tiny FOLDER` makes a tiny model"
-                                               if kind == "model" else "")
-        ) from None  # fmt: skip
+            f"{repo} is neither on this machine nor a {kind} at {place}; mind the spelling, {hint}"
+            "or set HF_TOKEN for a private one"
+        ) from None
     except errors.HfHubHTTPError as error:
         raise UserError(
             f"{place} refused {repo} ({error!s:.300}); try again, or set HF_TOKEN"
@@ -197,7 +197,7 @@ def _explained(kind: str, repo: str, revision: str | None) -> Iterator[None]:
         )
         raise UserError(
             f"{repo} is neither on this machine nor whole in the cache {constants.HF_HUB_CACHE}, "
-            f"and {why}; fill the cache by {command}"
+            f"and {why}; {hint}or fill the cache by {command}"
         ) from error
     except errors.HTTPError as error:
         raise UserError(
