@@ -61,7 +61,7 @@ def test_without_network_the_cache_is_used(hub, monkeypatch):
     hub.requests.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert names.model_folder("me/toy") == folder and not hub.requests
-    problem = r"nor whole in the cache .*/hf/hub, and HF_HUB_OFFLINE=1 forbids .*or fill .*download me/other`"
+    problem = r"nor whole in the cache .*/hf/hub, and HF_HUB_OFFLINE=1 forbids .*download me/other`"
     with pytest.raises(UserError, match=problem):
         names.model_folder("me/other")
 
