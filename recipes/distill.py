@@ -17,15 +17,15 @@ from typing import ClassVar
 
 import roll_lite as rl
 from roll_lite import command, data
-from roll_lite.checks import above, at_least
+from roll_lite.checks import above, at_least, unread_with
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(rl.RecipeConfig):
     teacher: str
-    """Hugging Face folder of the teacher, with the student's vocabulary."""
+    """Hugging Face folder or name of the hub: a teacher with the student's vocabulary."""
     model: str = "models/tiny"
-    """Hugging Face folder of the student to start from."""
+    """Hugging Face folder or name of the hub: the student to start from."""
     data: str = "reverse:5"
     """A file of dialogues as for sft.py; or a task: addition:N (digits), reverse:N or counting:N
     (letters)."""
@@ -46,6 +46,7 @@ class Config(rl.RecipeConfig):
     device_map: str | None = None
     """Ranks of train and teacher; None puts both on all ranks."""
     chat: rl.ChatOptions = rl.ChatOptions()
+    rows: rl.RowOptions = rl.RowOptions()
     divergence: rl.DistillLoss = rl.DistillLoss()
     training: rl.TrainingOptions = rl.TrainingOptions(warmup_steps=10)
     evaluation: rl.HeldOutOptions = rl.HeldOutOptions(eval_every=20)
@@ -59,7 +60,7 @@ class Config(rl.RecipeConfig):
     }  # fmt: skip
     FIXED: ClassVar = (
         "model", "teacher", "seed", "kind", "template_args", "lora_rank", "lora_alpha",
-        "lora_targets",
+        "lora_targets", "columns",
     )  # fmt: skip
 
     @property
@@ -69,6 +70,8 @@ class Config(rl.RecipeConfig):
     def __post_init__(self):
         at_least(1, self, "steps", "rows_per_step", "top_k")
         above(0, self, "temperature")
+        if data.is_task(self.data) and not self.evaluation.eval_data:
+            unread_with("a task in data", self.rows, "columns")
 
     @property
     def open_defaults(self) -> dict[str, str]:
@@ -94,8 +97,8 @@ def main(cfg: Config) -> None:
         config=config, role_configs={"teacher": rl.read_config(cfg.teacher)}, options=cfg,
     ) as cluster:  # fmt: skip
         cfg.check_files()
-        rows = data.DIALOGUES.training(cfg.data, f"distill-{cfg.seed}")
-        held_out = data.DIALOGUES.held_out(cfg.data, cfg.evaluation)
+        rows = data.DIALOGUES.training(cfg.data, f"distill-{cfg.seed}", cfg.rows.by_name)
+        held_out = data.DIALOGUES.held_out(cfg.data, cfg.evaluation, cfg.rows.by_name)
         chat, budget = rl.Chat(cfg.model, **cfg.chat.arguments), cfg.training.tokens_per_microbatch
         encode = partial(rl.encode_fitting, chat, budget, (cfg.model, cfg.teacher))
         if not data.is_task(cfg.data):

@@ -22,7 +22,7 @@ from roll_lite.checks import at_least, unread_with
 @dataclass(frozen=True, kw_only=True)
 class Config(rl.RecipeConfig):
     model: str = "models/tiny"
-    """Hugging Face folder to start from: a model fine-tuned on such dialogues."""
+    """Hugging Face folder or name of the hub: a model fine-tuned on such dialogues."""
     data: str = "reverse:5"
     """A file of {"prompt": text or messages, "chosen": text, "rejected": text}, or a task, right
     answers against careless ones: addition:N (digits), reverse:N or counting:N (letters)."""
@@ -43,6 +43,7 @@ class Config(rl.RecipeConfig):
     tp: int = 1
     """Tensor-parallel ranks per model."""
     chat: rl.ChatOptions = rl.ChatOptions()
+    rows: rl.RowOptions = rl.RowOptions()
     loss: rl.DPOLoss = rl.DPOLoss()
     training: rl.TrainingOptions = rl.TrainingOptions(warmup_steps=5)
     evaluation: rl.HeldOutOptions = rl.HeldOutOptions(eval_every=10)
@@ -56,7 +57,7 @@ class Config(rl.RecipeConfig):
     }  # fmt: skip
     FIXED: ClassVar = (
         "model", "seed", "kind", "beta", "lora_rank", "lora_alpha", "lora_targets", "reference",
-        "template_args",
+        "template_args", "columns",
     )  # fmt: skip
 
     @property
@@ -68,6 +69,8 @@ class Config(rl.RecipeConfig):
         at_least(1, self, "steps", "rows_per_step", "task_pairs", "tp")
         if not data.is_task(self.data):
             unread_with("a file in data", self, "task_pairs")
+        elif not self.evaluation.eval_data:
+            unread_with("a task in data", self.rows, "columns")
 
     def check_files(self) -> None:
         """Refuse data that is missing, a reference of another family and a folder with another
@@ -122,8 +125,8 @@ def read_pairs(cfg: Config, roles: rl.Roles) -> tuple[list[rl.Pair], list[rl.Pai
         drawn = data.task_preferences(cfg.data, seed=f"dpo-{cfg.seed}")
         pairs = list(islice(drawn, cfg.task_pairs))
     else:
-        pairs = data.read_preferences(cfg.data)
-    held_out = data.PREFERENCES.held_out(cfg.data, cfg.evaluation)
+        pairs = data.read_preferences(cfg.data, cfg.rows.by_name)
+    held_out = data.PREFERENCES.held_out(cfg.data, cfg.evaluation, cfg.rows.by_name)
     chat, budget = rl.Chat(cfg.model, **cfg.chat.arguments), cfg.training.tokens_per_microbatch
 
     def score(sequences: list[rl.TrainingSequence]) -> list[list[float]]:

@@ -31,7 +31,7 @@ from roll_lite.recipes import agentic
 @dataclass(frozen=True, kw_only=True)
 class Config(rl.RecipeConfig):
     model: str = "models/tiny"
-    """Hugging Face folder."""
+    """Hugging Face folder, or a name of the hub, as Qwen/Qwen3-0.6B."""
     data: tuple[str, ...] = ("reverse:5",)
     """Files of prompts, or tasks, whose held-out questions are asked, or environments, whose
     held-out tasks are played."""
@@ -64,6 +64,7 @@ class Config(rl.RecipeConfig):
     device_map: str | None = None
     """Ranks of the engines, as in generate=all,tp=2; None puts every role on all ranks."""
     chat: rl.ChatOptions = rl.ChatOptions()
+    rows: rl.RowOptions = rl.RowOptions()
     own: rl.CodeOptions = rl.CodeOptions()
     scoring: rl.RewardOptions = rl.RewardOptions()
     environments: rl.EnvOptions = rl.EnvOptions()
@@ -77,6 +78,7 @@ class Config(rl.RecipeConfig):
         "max_tokens", "seed", "code", "code_digests", "judge", "judge_tokens", "reward_model",
         "template_args", "judge_template_args",
         "max_turns", "history", "old_thoughts", "episode_tokens", "at_limit",
+        "columns",
     )  # fmt: skip
     SHOWN: ClassVar = {
         "eval/pass@1": "pass@1", "eval/reward": "reward", "eval/failed": "failed",
@@ -89,6 +91,8 @@ class Config(rl.RecipeConfig):
         for part in (self.environments, self.episodes):
             names = flag_names(type(part))
             read_only_if(has_envs, "environments in data", part, *names)
+        kinds = {entry.kind for entry in data.parse_mixture(self.data, self.env_names)}
+        read_only_if("file" in kinds, "a file in data", self.rows, "columns")
         at_least(1, self, "samples")
         above(0, self, "kv_cache_gib")
         finite(self, "pass_reward")
@@ -119,6 +123,11 @@ class Config(rl.RecipeConfig):
         if self.checkpoint is not None:
             rl.check_checkpoint(self.checkpoint, self.model)
         rl.refuse_old_run(self.run_dir)
+
+    def read_rows(self, source: str) -> list[rl.Prompt]:
+        """Prompts of a file; of rows without a domain it is that of the one reward given."""
+        domain = self.own.only_domain(self.scoring.reward_roles)
+        return data.read_prompts(source, self.rows.by_name, domain)
 
     @property
     def env_names(self) -> dict[str, Any]:
@@ -157,7 +166,9 @@ def main(cfg: Config) -> dict[str, float]:
     ) as cluster:  # fmt: skip
         cfg.check_files()
         chat = rl.Chat(cfg.model, **cfg.chat.arguments)
-        prompts = data.held_out(cfg.data, cfg.prompts, of_tasks=256, envs=cfg.env_names)
+        prompts = data.held_out(
+            cfg.data, cfg.prompts, of_tasks=256, envs=cfg.env_names, read=cfg.read_rows
+        )
         chat.check_prompts(prompts)
         cfg.own.check_domains(prompt.domain for prompt in prompts if prompt.is_question)
         answers = rl.AnswerFile(f"{cfg.run_dir}/answers.jsonl", prompts, asked_with(cfg))

@@ -37,7 +37,8 @@ class Config(rl.PolicyConfig):
     """Options of this recipe; rl.PolicyConfig has those of models, rollouts and losses."""
 
     data: tuple[str, ...] = ("reverse:5",)
-    """What to learn: files of prompts; tasks: addition:N (digits), reverse:N or counting:N
+    """What to learn: files of prompts, on this machine or of the hub, as openai/gsm8k:main:train;
+    tasks: addition:N (digits), reverse:N or counting:N
     (letters), instructions:N (how many at once); environments with their options, as in
     frozen_lake:size=8 (`roll-lite envs bench` lists them). Several are mixed by weight, as in
     math.jsonl@0.7 sokoban@0.3."""
@@ -124,9 +125,9 @@ def read_prompts(cfg: Config, chat: rl.Chat, context: int) -> tuple[rl.Mixture, 
     )
     prompts = rl.Mixture(
         cfg.data, seed=f"{cfg.PREFIX}-{cfg.seed}", held_out_share=cfg.evaluation.eval_share,
-        fitting=fitting, envs=cfg.env_names,
+        fitting=fitting, envs=cfg.env_names, read=cfg.read_rows,
     )  # fmt: skip
-    held_out = fitting(cfg.evaluation.prompts(cfg.data, cfg.env_names))
+    held_out = fitting(cfg.evaluation.prompts(cfg.data, cfg.env_names, cfg.read_rows))
     if prompts.rows:
         print(f"{len(prompts.rows):,} rows to train on, {len(held_out):,} to evaluate on")
     if not held_out and cfg.evaluation.eval_every:
@@ -141,7 +142,7 @@ def read_prompts(cfg: Config, chat: rl.Chat, context: int) -> tuple[rl.Mixture, 
 def plan(cfg: Config) -> int:
     """--plan, for some prompts; those of environments are not known, and taken as 256 tokens."""
     chat = rl.Chat(cfg.model, **cfg.chat.arguments)
-    prompts = islice(rl.Mixture(cfg.data, seed=0, envs=cfg.env_names), 64)
+    prompts = islice(rl.Mixture(cfg.data, seed=0, envs=cfg.env_names, read=cfg.read_rows), 64)
     lengths = [len(chat.encode(p.messages)) if p.is_question else 256 for p in prompts]
     return rl.print_plan(cfg, lengths)
 

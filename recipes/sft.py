@@ -19,7 +19,7 @@ from roll_lite.checks import at_least, unread_with
 @dataclass(frozen=True, kw_only=True)
 class Config(rl.RecipeConfig):
     model: str = "models/tiny"
-    """Hugging Face folder to start from."""
+    """Hugging Face folder to start from, or a name of the hub, as Qwen/Qwen3-0.6B."""
     data: str = "reverse:5"
     """A file of {"messages": [...]} or {"prompt": text or messages, "reply": text}, or a task:
     addition:N (digits), reverse:N or counting:N (letters)."""
@@ -44,6 +44,7 @@ class Config(rl.RecipeConfig):
     tp: int = 1
     """Tensor-parallel ranks per model."""
     chat: rl.ChatOptions = rl.ChatOptions()
+    rows: rl.RowOptions = rl.RowOptions()
     training: rl.TrainingOptions = rl.TrainingOptions(warmup_steps=20)
     evaluation: rl.HeldOutOptions = rl.HeldOutOptions(eval_every=50)
     checkpoints: rl.CheckpointOptions = rl.CheckpointOptions()
@@ -56,6 +57,7 @@ class Config(rl.RecipeConfig):
     }  # fmt: skip
     FIXED: ClassVar = (
         "model", "seed", "careless", "template_args", "lora_rank", "lora_alpha", "lora_targets",
+        "columns",
     )  # fmt: skip
 
     @property
@@ -68,6 +70,8 @@ class Config(rl.RecipeConfig):
         at_least(0, self, "weight_decay", "careless")
         if not data.is_task(self.data):
             unread_with("data", self, "careless")
+        elif not self.evaluation.eval_data:
+            unread_with("a task in data", self.rows, "columns")
         if self.device_map is not None and "device_map" not in self.chosen:
             unread_with("device_map", self, "tp")
 
@@ -92,9 +96,11 @@ def main(cfg: Config) -> None:
         cfg.device_map, cfg.device, roles=["train"], config=config, options=cfg
     ) as cluster:
         cfg.check_files()
-        rows = data.DIALOGUES.training(cfg.data, f"sft-{cfg.seed}", careless=cfg.careless)
+        rows = data.DIALOGUES.training(
+            cfg.data, f"sft-{cfg.seed}", cfg.rows.by_name, careless=cfg.careless
+        )
         encode = partial(encode_rows, cfg, rl.Chat(cfg.model, **cfg.chat.arguments))
-        validation, _ = encode(data.DIALOGUES.held_out(cfg.data, cfg.evaluation))
+        validation, _ = encode(data.DIALOGUES.held_out(cfg.data, cfg.evaluation, cfg.rows.by_name))
         if not data.is_task(cfg.data) and cfg.too_long == "error":
             encode(rows.rows)  # refuse a dialogue that does not fit now, not in mid-run
 

@@ -254,6 +254,61 @@ def test_dialogues_of_different_lengths_keep_their_order(chat):
     assert [text.removeprefix("<think></think>") for text in learned] == ["15<|im_end|>"] * 2
 
 
+TOOLS = (
+    "{% if tools %}[TOOLS]{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role[0] }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>a{% endif %}"
+)
+SUM = {"type": "function", "function": {"name": "sum", "parameters": {"type": "object"}}}
+FUNCTION = {"name": "sum", "arguments": {"a": 12, "b": 3}}
+CALLED = {
+    "role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": FUNCTION}]
+}  # fmt: skip
+RESULT = {"role": "tool", "name": "sum", "content": 'It is "15".'}
+
+
+def test_calls_of_tools_are_learned_and_their_results_are_read(tmp_path):
+    """After the template's ids of the messages and the tools."""
+    chat = chat_with(tmp_path, TOOLS)
+    messages = [QUESTION, CALLED, RESULT, ANSWER]
+    ((sequence,),) = chat.encode_dialogues([("d", messages, [SUM])])
+    prompts = [template_ids(chat, messages[:end], tools=[SUM]) for end in (1, 3)]
+    assert [read for read, _ in runs([sequence])] == prompts
+    call, answer = (chat.tokenizer.decode(ids) for _, ids in runs([sequence]))
+    assert call == f"<tool_call>{json.dumps(FUNCTION)}</tool_call><|im_end|>"
+    assert answer == "15<|im_end|>"
+    assert sequence[0] == template_ids(chat, messages, generation=False, tools=[SUM])
+
+
+def test_replies_of_a_prompt_are_not_learned(chat):
+    messages = [QUESTION, ANSWER, MORE, ANSWER]
+    ((ids, mask),) = chat.encode_dialogues([("d", messages, (), 3)])[0]
+    assert [read for read, _ in runs([(ids, mask)])] == [template_ids(chat, messages[:3])]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("{{ m.content }}", "{{ m.content if m.role != 'tool' }}", "does not know the role tool"),
+        ("tool_calls", "calls", "leaves out the tool_calls of the assistant"),
+        ("{% if tools %}", "{% if false %}", "does not show tools; describe them"),
+        ("<|im_start|>{{ m.role", "{{ m.role", "writes a reply that calls tools in another place"),
+    ],
+)
+def test_templates_that_do_not_know_tools_are_refused(tmp_path, old, new, problem):
+    chat = chat_with(tmp_path, TOOLS.replace(old, new))
+    with pytest.raises(ValueError, match=rf"x line 1: the chat template .*{problem}"):
+        chat.encode_dialogues([("x line 1", [QUESTION, CALLED, RESULT, ANSWER], [SUM])])
+
+
+def test_what_a_tool_returns_may_stand_as_json(tmp_path):
+    """As Llama 3.1's template writes it."""
+    chat = chat_with(tmp_path, TOOLS.replace("{{ m.content }}", "{{ m.content | tojson }}"))
+    messages = [QUESTION, ANSWER, RESULT]
+    assert chat.encode(messages) == template_ids(chat, messages)
+
+
 @pytest.mark.parametrize("messages", [[QUESTION], [ANSWER], [QUESTION, ANSWER, ANSWER], []])
 def test_a_dialogue_that_does_not_alternate_is_refused(chat, messages):
     with pytest.raises(ValueError, match=r"b: .*must alternate"):

@@ -203,6 +203,24 @@ def test_rewards_that_no_prompt_asks_for_are_refused(everything):
         own.check_domains({"math"})
 
 
+def test_one_reward_is_that_of_all_rows_without_domain(code_file, toy_folder, tmp_path):
+    """Of the files, or a judge; of several rewards none is."""
+    one = code_file("REWARDS = {'mine': lambda prompt, reply: 1.0}")
+    two = code_file("INLINE = {'other': lambda prompt, reply: 1.0}", "other.py")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a"}\n{"prompt": "b", "domain": "math"}\n')
+    options = {"data": (str(rows),), "eval_every": 0}
+
+    def domains(**changes):
+        cfg = config(toy_folder, **options | changes)
+        return [prompt.domain for prompt in cfg.read_rows(str(rows))]
+
+    assert domains() == domains(code=(one, two)) == ["", "math"]
+    assert domains(code=(one,)) == ["mine", "math"]
+    assert domains(judge=str(toy_folder)) == ["judge", "math"]
+    assert domains(code=(one,), columns=("domain=choice",)) == ["choice", "math"]
+
+
 def test_the_state_of_a_file_is_noted(toy_folder, everything):
     cfg = config(toy_folder, code=(everything,))
     found, _ = resolve(cfg, Launch(), Device())

@@ -19,12 +19,12 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
     {"players", "policy", "roles", "command"},
     {"command_line"},
     {"flags"},
-    {"rewarding", "planning"},
+    {"rewarding", "planning", "hub_options"},
     {"reward_roles", "code_files"},
     {"rollout", "train", "sync"},
     {"cluster", "engine", "data", "workers", "report"},
     {"device_map", "own_code"},
-    {"models", "envs", "chat"},
+    {"models", "envs", "chat", "hub"},
     {"rewards", "kernels", "chat_template"},
     {"sandbox"},
     {"profiling"},
@@ -37,7 +37,7 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
 # Siblings that may meet: sync is where trainer and engine do.
 ALLOWED = {("sync", "train")}
 LINES = {  # of Python in a package, at most; "." is the files beside the packages
-    ".": 6275, "cluster": 2875, "data": 1000, "engine": 2700, "envs": 2250, "kernels": 750,
+    ".": 6625, "cluster": 2875, "data": 1225, "engine": 2700, "envs": 2250, "kernels": 750,
     "models": 2900, "planning": 1350, "report": 2100, "rewards": 3525, "rollout": 2950,
     "sandbox": 2450, "train": 4500, "workers": 2550,
 }  # fmt: skip
@@ -52,6 +52,8 @@ TORCH_FREE = (
     "options",
     "chat",
     "chat_template",
+    "hub",
+    "hub_options",
     "data",
     "rewards",
     "envs",

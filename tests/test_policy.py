@@ -9,7 +9,7 @@ from support.training_data import make_groups, make_sample
 
 from roll_lite.checks import UserError
 from roll_lite.options import from_flat
-from roll_lite.recipes import agentic, rlvr
+from roll_lite.recipes import agentic, distill, dpo, evaluate, rlvr, sft
 from roll_lite.train.advantages import (
     ADVANTAGES,
     AdvantageFacts,
@@ -194,3 +194,15 @@ def test_gigpo_compares_the_rewards_of_questions(toy_folder):
         group.prompt = replace(group.prompt, messages=({"role": "user", "content": "?"},))
     assert advantages.nothing_to_learn(equal)
     assert not advantages.nothing_to_learn(different)
+
+
+@pytest.mark.parametrize("recipe", [rlvr, sft, dpo, distill, evaluate])
+def test_columns_are_of_files(recipe, toy_folder, tmp_path):
+    options = {"model": str(toy_folder), "columns": ("prompt=question",)}
+    options |= {"teacher": str(toy_folder)} if recipe is distill else {}
+    options |= {"max_tokens": 4} if recipe in (rlvr, evaluate) else {}
+    several = recipe in (rlvr, evaluate)
+    data = str(tmp_path / "rows.jsonl")
+    from_flat(recipe.Config, **options, data=(data,) if several else data)
+    with pytest.raises(UserError, match=r"columns=\('prompt=question',\) is (only|not) read with"):
+        from_flat(recipe.Config, **options, data=("reverse:2",) if several else "reverse:2")

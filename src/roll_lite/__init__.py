@@ -17,12 +17,13 @@ if TYPE_CHECKING:  # for editors, which find names here; _HOMES is read from the
     from roll_lite.cluster.cluster import Cluster
     from roll_lite.cluster.role import RoleHandle, split
     from roll_lite.code_files import CodeOptions, load_code
-    from roll_lite.data import HeldOutOptions, Mixture, PromptLimit
+    from roll_lite.data import HeldOutOptions, Mixture, PromptLimit, RowOptions
     from roll_lite.device_map import format_table
     from roll_lite.engine.service import EngineService
     from roll_lite.envs.env import Player
     from roll_lite.envs.play import EpisodeOptions
     from roll_lite.envs.specs import ENVS, EnvOptions, env_players
+    from roll_lite.hub import model_folder
     from roll_lite.loop import Loop, Validation
     from roll_lite.models.config import read_config
     from roll_lite.models.cost import SequenceCost

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 
@@ -28,6 +28,17 @@ _TOOL_CALL = r"(?s)<tool_call>\s*(.*?)\s*</tool_call>"
 _MEMORY = 1024  # encoded texts that are kept
 _AT_ONCE = 1024  # replies per tokenizer call: faster than one by one, with bounded memory
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)  # characters without a meaning
+
+
+class Transcript(NamedTuple):
+    """A named conversation with replies to learn."""
+
+    name: str
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]] = ()
+    """Functions that the model may call, as JSON schemas."""
+    num_read: int = 0
+    """Messages at the beginning whose replies are not learned."""
 
 
 class Chat:
@@ -106,7 +117,7 @@ class Chat:
         return token_ids + after_ids
 
     def encode_dialogues(
-        self, dialogues: Sequence[tuple[str, Sequence[Message]]]
+        self, dialogues: Sequence[Transcript | tuple[str, Sequence[Message]]]
     ) -> list[list[tuple[list[int], list[bool]]]]:
         """Ids of named conversations, and masks of the replies, stop tokens included.
 
@@ -114,12 +125,12 @@ class Chat:
         writes the last reply differently from earlier ones (Qwen3 drops earlier thoughts), one
         sequence cannot have that for all replies, and a conversation becomes several.
         """
-        replies = [_up_to_replies(name, messages) for name, messages in dialogues]
+        replies = [_up_to_replies(Transcript(*dialogue)) for dialogue in dialogues]
         encoded = iter(self.encode_replies([reply for group in replies for reply in group]))
         return [_join_replies(islice(encoded, len(group))) for group in replies]
 
     def encode_replies(
-        self, replies: Sequence[tuple[str, Sequence[Message]]]
+        self, replies: Sequence[Transcript | tuple[str, Sequence[Message]]]
     ) -> list[tuple[list[int], list[int]]]:
         """Ids before the reply and of the reply, for named conversations that end with one.
 
@@ -128,9 +139,10 @@ class Chat:
         encoded = []
         for start in range(0, len(replies), _AT_ONCE):
             texts = []
-            for name, messages in replies[start : start + _AT_ONCE]:
+            for reply in replies[start : start + _AT_ONCE]:
+                name, messages, tools, _ = Transcript(*reply)
                 with _naming(name):
-                    prompt = self._prompt_text(messages[:-1])
+                    prompt = self._prompt_text(messages[:-1], tools)
                     texts.append((prompt, self._reply_text(messages[-1])))
             prompts, replied = zip(*texts, strict=True)
             distinct = list(dict.fromkeys(prompts))
@@ -195,11 +207,18 @@ class Chat:
         if tools and text == self._render(messages):
             raise UserError("the chat template does not show tools; describe them in a message")
         for message in messages:
-            if message["role"] == "system" and message["content"].strip() not in text:
+            content = message["content"].strip()
+            if message["role"] == "system" and content not in text:
                 raise UserError(
                     "the chat template leaves out the system message; put its text into the "
                     "user's first message"
                 )
+            if message["role"] == "tool" and content not in text and _escaped(content) not in text:
+                raise UserError(
+                    "the chat template does not know the role tool; write what a tool returns as a "
+                    "message of the user"
+                )
+            _check_calls(message, text)
         return text
 
     def _reply_text(self, reply: Message) -> str:
@@ -208,8 +227,14 @@ class Chat:
         text = self._render([_QUESTION, reply], add_generation_prompt=False)
         has_thoughts = CLOSE_THOUGHTS in content
         drops_thoughts = has_thoughts and CLOSE_THOUGHTS not in text  # as R1's template does
+        _check_calls(reply, text)
         if text.startswith(self._opening) and not drops_thoughts:
             return text[len(self._opening) :].removesuffix(self._after_turn)
+        if reply.get("tool_calls"):
+            raise UserError(
+                "the chat template writes a reply that calls tools in another place than it asks "
+                "for one; write the calls as text"
+            )
         if self._opening.rstrip().endswith(OPEN_THOUGHTS):
             content = _in_thoughts(content)
         elif has_thoughts and self._opening.rstrip().endswith(CLOSE_THOUGHTS):
@@ -340,8 +365,23 @@ def _replaced(data: Any, texts: dict[str, str]) -> Any:
     return [_replaced(each, texts) for each in data] if isinstance(data, list | tuple) else data
 
 
-def _up_to_replies(name: str, messages: Sequence[Message]) -> list[tuple[str, Sequence[Message]]]:
-    """For each reply, the conversation up to it."""
+def _escaped(text: str) -> str:
+    """A text as it stands in JSON, which some templates make of what a tool returns."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _check_calls(message: Message, text: str) -> None:
+    """Refuse calls that are not in the text that the template made of the message."""
+    for call in message.get("tool_calls", ()):
+        if call["function"]["name"] not in text:
+            raise UserError(
+                "the chat template leaves out the tool_calls of the assistant; write them as text"
+            )
+
+
+def _up_to_replies(dialogue: Transcript) -> list[Transcript]:
+    """For each reply that is learned, the conversation up to it."""
+    name, messages, tools, num_read = dialogue
     roles = [message["role"] for message in messages]
     is_reply = [role == "assistant" for role in roles]
     ends_well = is_reply[-1:] == [True] and not is_reply[0]
@@ -349,7 +389,8 @@ def _up_to_replies(name: str, messages: Sequence[Message]) -> list[tuple[str, Se
         raise UserError(
             f"{name}: a dialogue must alternate and end with the assistant; roles: {roles}"
         )
-    return [(name, messages[: i + 1]) for i, found in enumerate(is_reply) if found]
+    ends = (i + 1 for i, found in enumerate(is_reply) if found and i >= num_read)
+    return [Transcript(name, messages[:end], tools) for end in ends]
 
 
 def _join_replies(

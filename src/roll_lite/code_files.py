@@ -119,6 +119,12 @@ class CodeOptions(OpenOptions):
         both = [rest | new for rest, new in zip(kept, own, strict=True)]
         return both[0], both[1]
 
+    def only_domain(self, others: Iterable[str] = ()) -> str:
+        """The domain of the one reward that the files and `others` have; empty for several."""
+        tables = load_code(self.code).tables
+        names = {*tables["REWARDS"], *tables["INLINE"], *others}
+        return names.pop() if len(names) == 1 else ""
+
     def check_domains(self, domains: Iterable[str]) -> None:
         """Refuse rewards none of which is for a domain that questions have, if there are any."""
         tables = load_code(self.code).tables

@@ -21,6 +21,7 @@ from roll_lite.flags import (
     refuse_clashes,
     values_after,
 )
+from roll_lite.hub_options import with_hub
 from roll_lite.options import (
     FunctionOptions,
     facts_of,
@@ -174,7 +175,8 @@ def _parse(config: type[T], doc: str, args: Sequence[str], saved: dict[str, Any]
         explain_unknown(base, flags, args)
     found = read_flags(base, flags, args, doc, is_short=is_short)
     given = {name: value for name, value in found.items() if is_given(args, name)}
-    return from_flat(config, **(saved | given))
+    options = saved | given
+    return from_flat(config, **options | with_hub(flatten(_base(config, options))))
 
 
 def _base(config: type[T], options: Mapping[str, Any]) -> T:

@@ -30,7 +30,7 @@ from roll_lite.train.kl import KLOptions
 from roll_lite.train.losses import CriticOptions, LossOptions
 from roll_lite.train.optimizer import TrainingOptions, default_tokens
 from roll_lite.train.shaping import LengthOptions
-from roll_lite.types import Reward
+from roll_lite.types import Prompt, Reward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class PolicyConfig(RecipeConfig):
     """Options that do not depend on what is learnt from."""
 
     model: str = "models/tiny"
-    """Hugging Face folder to start from."""
+    """Hugging Face folder to start from, or a name of the hub, as Qwen/Qwen3-0.6B."""
     data: tuple[str, ...]
     """What to learn."""
     steps: int = 40
@@ -141,6 +141,7 @@ class PolicyConfig(RecipeConfig):
     checkpoints: CheckpointOptions = CheckpointOptions()
     profile: ProfileOptions = ProfileOptions()
     chat: ChatOptions = ChatOptions()
+    rows: data.RowOptions = data.RowOptions()
 
     REWARDS: ClassVar[Mapping[str, Reward]] = REWARDS
     """Rewards by the domain of prompts, called in worker processes."""
@@ -158,6 +159,7 @@ class PolicyConfig(RecipeConfig):
     )  # fmt: skip
     FIXED: ClassVar[tuple[str, ...]] = (
         "model", "seed", "template_args", "lora_rank", "lora_alpha", "lora_targets", "advantage",
+        "columns",
     )  # fmt: skip
     """Options that a resumed run must not change."""
 
@@ -195,6 +197,8 @@ class PolicyConfig(RecipeConfig):
             read_only_if(has_envs, "an environment in data", part, *names)
         read_only_if("file" in kinds, "a file in data", self.evaluation, "eval_share")
         read_only_if("file" in kinds, "a file in data", self.lengths, "long_prompts")
+        has_files = "file" in kinds or bool(self.evaluation.eval_data)
+        read_only_if(has_files, "a file in data", self.rows, "columns")
         if has_envs and self.lengths.overlong == "penalty":
             raise UserError("overlong='penalty' applies to single replies; use train or mask")
         is_split = self.episodes.history is not None or self.episodes.old_thoughts == "drop"
@@ -271,6 +275,11 @@ class PolicyConfig(RecipeConfig):
             entries += data.parse_mixture(self.evaluation.eval_data, self.env_names)
         specs = [entry.source for entry in entries if entry.kind == "env"]
         return env_players(specs, self.env_names, self.episodes)
+
+    def read_rows(self, source: str) -> list[Prompt]:
+        """Prompts of a file; of rows without a domain it is that of the one reward given."""
+        domain = self.own.only_domain(self.scoring.reward_roles)
+        return data.read_prompts(source, self.rows.by_name, domain)
 
     @property
     def longest_sample(self) -> int:

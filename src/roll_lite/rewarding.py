@@ -105,7 +105,8 @@ class Rewards:
             raise UserError(
                 f"there is no reward for domain {' and '.join(map(repr, missing))} of the prompts "
                 f"(a row without the field has ''); known domains: {', '.join(sorted(known))}. "
-                "Add one in the REWARDS of a file given with --code"
+                "Name one for all rows without, as --columns domain=math, or add one in the "
+                "REWARDS of a file given with --code"
             )
         for domain in domains:
             _check_signature(domain, functions.get(domain) or inline.get(domain))

@@ -462,3 +462,11 @@ def test_without_math_verify_we_say_that_we_cannot_tell(monkeypatch):
 )
 def test_last_number(reply, truth, score):
     assert last_number(prompt(truth), reply) == score
+
+
+def test_a_solution_of_gsm8k_is_the_truth_behind_its_mark():
+    solution = "She sold 48/2 = <<48/2=24>>24 clips.\nIn all 48+24 = <<48+24=72>>72.\n#### 1,072"
+    assert math_answer(prompt(solution), "So the answer is 1072.").value == 1.0
+    assert math_answer(prompt(solution), "So the answer is 72.").value == 0.0
+    with pytest.raises(ValueError, match="needs the true answer"):
+        math_answer(prompt("24 clips. ####"), "24")

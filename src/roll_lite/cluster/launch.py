@@ -3,18 +3,20 @@
 No torch here: a command line asks which rank it is before anything else is imported.
 """
 
+import json
 import os
 import signal
 import socket
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fcntl import ioctl
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 from roll_lite.checks import UserError
 from roll_lite.processes import (
@@ -26,12 +28,14 @@ from roll_lite.processes import (
     launcher_pid,
 )
 
+T = TypeVar("T")
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 LOOPBACK = "127.0.0.1"
 LINGER_SECONDS = 5.0
 """Time for the first rank of a node to end torchrun, which acts as soon as one rank has exited."""
+POLL_SECONDS = 0.1
 TORCHRUN = (b"torchrun", b"torch.distributed.run")
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
@@ -86,6 +90,26 @@ def read_launch() -> Launch:
             f"WORLD_SIZE={env['WORLD_SIZE']}, but {missing} is not set; start several ranks with "
             "torchrun, or one with WORLD_SIZE unset"
         ) from None
+
+
+def first_of_node(name: str, ask: Callable[[], T]) -> T:
+    """What the first rank of this node finds, in the form of JSON; the others wait for it.
+
+    Without torchrun every rank asks. `name` is that of one question since the ranks were started.
+    """
+    launch = read_launch()
+    if not launch.launcher or launch.local_world_size == 1:
+        return ask()
+    path = Path(launch.launcher) / f"{name}.json"
+    if launch.local_rank:
+        while not path.exists():  # if the first rank fails, torchrun ends this one
+            time.sleep(POLL_SECONDS)
+        return json.loads(path.read_text())
+    found = ask()
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(found))
+    partial.rename(path)
+    return found
 
 
 def is_first_rank() -> bool:

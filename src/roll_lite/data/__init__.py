@@ -1,7 +1,9 @@
-"""Training rows from JSON-lines files or generated tasks, in an order that resumes.
+"""Training rows from files or generated tasks, in an order that resumes.
 
-dialogue    {"messages": [...]} or {"prompt": text or messages, "reply": text}
-preference  {"prompt": text or messages, "chosen": text, "rejected": text}
+dialogue    {"messages": [...]} or {"prompt": text or messages, "reply": text or messages}; reply
+            may be called completion; with tools (a list of objects) if the messages call them
+preference  {"prompt": text or messages, "chosen": text, "rejected": text}; chosen and rejected may
+            be messages, and the prompt their beginning
 prompt      {"prompt": text or messages}, optionally with id and ground_truth (text or a number),
             domain (text) and tests (a list of objects); all other fields become its `extra`
 
@@ -15,6 +17,7 @@ from roll_lite.data.rows import (
     Preference,
     PromptLimit,
     Row,
+    RowOptions,
     read_dialogues,
     read_preferences,
     read_prompts,

@@ -1,6 +1,7 @@
 """Prompts of several sources, each with its share.
 
-A source is a file of prompt rows, a generated task or an environment, written `SOURCE@WEIGHT`, or
+A source is a file of prompt rows (of this machine, or of the hub: hub.py), a generated task or an
+environment, written `SOURCE@WEIGHT`, or
 `SOURCE` for weight 1: `("gsm8k.jsonl@0.4", "addition:2@0.3", "sokoban@0.3")`. A name of the form of
 a task is a task, and that of an environment an environment; write `./sokoban` for a file of that
 name. The weight follows the last @, so a path that contains an @ needs an explicit weight.
@@ -9,6 +10,7 @@ name. The weight follows the last @, so a path that contains an @ needs an expli
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -23,6 +25,7 @@ from roll_lite.data.sources import Endless, Indexed, Shuffled, check_source, dig
 from roll_lite.data.tasks import is_reasoning_gym, is_task, parse_task
 from roll_lite.data.tasks import prompts as task_prompts
 from roll_lite.envs.specs import env_tasks, held_out_tasks
+from roll_lite.hub import data_label, is_data_name
 from roll_lite.rewards import reasoning_gym
 from roll_lite.types import Prompt
 
@@ -66,7 +69,7 @@ def check_mixture(entries: Sequence[str], envs: Collection[str] = ()) -> None:
 
 def _parse_entry(text: str, envs: Collection[str]) -> Entry:
     source, at, weight = text.rpartition("@")
-    if not at:
+    if not at or (":" in weight and is_data_name(text)):  # what follows @ is a commit
         source = text
         weight = "1"
     try:
@@ -120,15 +123,16 @@ class Mixture:
         held_out_share: float = 0.0,
         fitting: Callable[[list[Prompt]], list[Prompt]] = lambda prompts: prompts,
         envs: Collection[str] = (),
+        read: Callable[[str], list[Prompt]] = read_prompts,
     ):
         """`held_out_share` of the rows of each file never comes; `held_out` gives them.
 
         `fitting`, such as a PromptLimit, chooses the rows that may come among all other rows.
-        `envs` are the names of environments.
+        `envs` are the names of environments; `read` reads a file.
         """
         self._entries = parse_mixture(entries, envs)
         self._share = held_out_share
-        files = _read_files(self._entries, envs)
+        files = _read_files(self._entries, envs, read)
         for source, prompts in files.items():
             files[source] = [p for p in prompts if not is_held_out(p, held_out_share)]
             if not files[source]:
@@ -235,6 +239,7 @@ def held_out(
     of_tasks: int | None = None,
     share: float | None = None,
     envs: Collection[str] = (),
+    read: Callable[[str], list[Prompt]] = read_prompts,
 ) -> list[Prompt]:
     """Prompts to evaluate on: the first `count` of each source, held-out ones where it is endless.
 
@@ -242,7 +247,7 @@ def held_out(
     share, only the rows of a file that a Mixture with this `held_out_share` never gives.
     """
     entries = parse_mixture(entries, envs)
-    files = _read_files(entries, envs)
+    files = _read_files(entries, envs, read)
     prompts: list[Prompt] = []
     for entry in entries:
         count_endless = of_tasks if count is None else count
@@ -275,14 +280,16 @@ def next_in_turn(counts: Sequence[int], weights: Sequence[Fraction]) -> int:
     return min(due, key=lambda i: (counts[i] + 1) / weights[i])
 
 
-def _read_files(entries: Sequence[Entry], envs: Collection[str]) -> dict[str, list[Prompt]]:
+def _read_files(
+    entries: Sequence[Entry], envs: Collection[str], read: Callable[[str], list[Prompt]]
+) -> dict[str, list[Prompt]]:
     """Prompts by file, with ids unique across files: samples are seeded by the prompt's id."""
     names = _short_names([entry.source for entry in entries if entry.kind == "file"])
     files: dict[str, list[Prompt]] = {}
     owners: dict[str, str] = {}
     for source, name in names.items():
         check_source(source, envs)
-        files[source] = [replace(prompt, source=name) for prompt in read_prompts(source)]
+        files[source] = [replace(prompt, source=name) for prompt in read(source)]
         for prompt in files[source]:
             owner = owners.setdefault(prompt.id, source)
             if owner != source:
@@ -294,13 +301,20 @@ def _read_files(entries: Sequence[Entry], envs: Collection[str]) -> dict[str, li
 
 
 def _short_names(sources: Sequence[str]) -> dict[str, str]:
-    """Files without folder and suffix; with the folder where that is not enough."""
-    paths = [Path(source) for source in dict.fromkeys(sources)]
-    stems = [path.stem for path in paths]
-    return {
-        str(source): path.stem if stems.count(path.stem) == 1 else f"{path.parent.name}-{path.stem}"
-        for source, path in zip(dict.fromkeys(sources), paths, strict=True)
-    }
+    """Files without folder and suffix; with the folder where that is not enough. Of the hub, data
+    without owner; with config and split."""
+    names = {source: _short_name(source) for source in sources}
+    stems = [short for short, _ in names.values()]
+    return {s: short if stems.count(short) == 1 else long for s, (short, long) in names.items()}
+
+
+def _short_name(source: str) -> tuple[str, str]:
+    """Of a source, and a longer one."""
+    if is_data_name(source):
+        label = data_label(source).partition("/")[2]
+        return label.partition(":")[0], re.sub(r"[^\w.-]+", "-", label)
+    path = Path(source)
+    return path.stem, f"{path.parent.name}-{path.stem}"
 
 
 def _generated_stream(entry: Entry, seed: int | str) -> Stream:

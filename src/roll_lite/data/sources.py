@@ -11,6 +11,8 @@ from typing import Any, Generic, TypeVar
 
 from roll_lite.checks import UserError, at_least
 from roll_lite.data.rows import (
+    AS_NAMED,
+    Columns,
     Dialogue,
     Preference,
     read_dialogues,
@@ -19,6 +21,7 @@ from roll_lite.data.rows import (
 )
 from roll_lite.data.tasks import TASKS, Split, check_task, demonstrations, is_task
 from roll_lite.data.tasks import prompts as task_prompts
+from roll_lite.hub import data_files, is_data_name
 from roll_lite.options import flatten
 
 T = TypeVar("T")
@@ -94,20 +97,28 @@ def fixed_options(config: Any, *names: str) -> dict[str, Any]:
     return data | {name: values[name] for name in names}
 
 
-def digest(path: str | Path) -> str:
-    """A hash of the content of a file."""
-    return hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
+def digest(source: str | Path) -> str:
+    """A hash of the content of a file, or of the files of a name."""
+    found = hashlib.blake2b(digest_size=8)
+    for path in data_files(str(source)):
+        found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 def check_source(source: str, envs: Collection[str] = ()) -> None:
     """Raise ValueError for a source that is neither a file nor a task; `envs` are named then."""
     if is_task(source):
         check_task(source)
+    elif is_data_name(source):
+        data_files(source)  # downloads what is missing, or says why it cannot
     elif not Path(source).is_file():
         known = ", ".join([*(f"{name}:N" for name in TASKS), "rg:DATASET"])
         games = f"; environments are {', '.join(envs)}" if envs else ""
         kinds = "a file, a task nor an environment" if envs else "a file nor a task"
-        raise UserError(f"{source!r} is neither {kinds}; tasks are {known}{games}")
+        raise UserError(
+            f"{source!r} is neither {kinds}; tasks are {known}{games}; "
+            "data of the hub is OWNER/NAME:CONFIG:SPLIT or OWNER/NAME:FILE"
+        )
 
 
 def task_dialogues(
@@ -135,23 +146,27 @@ def task_preferences(task: str, *, seed: int | str, split: Split = "train") -> I
 class Source(Generic[T]):
     """Reads one kind of row from a file, or draws it from a task."""
 
-    read: Callable[[str], list[T]]
+    read: Callable[[str, Columns], list[T]]
     draw: Callable[..., Iterator[T]]
 
-    def training(self, source: str, seed: int | str, **options: Any) -> Shuffled[T] | Endless[T]:
+    def training(
+        self, source: str, seed: int | str, columns: Columns = AS_NAMED, **options: Any
+    ) -> Shuffled[T] | Endless[T]:
         """Endless rows of a file or a task; `options` are the task's."""
         if is_task(source):
             return Endless(partial(self.draw, source, seed=seed, **options))
-        return Shuffled(self.read(source), seed=seed)
+        return Shuffled(self.read(source, columns), seed=seed)
 
-    def held_out(self, source: str, options: "HeldOutOptions") -> list[T]:
+    def held_out(
+        self, source: str, options: "HeldOutOptions", columns: Columns = AS_NAMED
+    ) -> list[T]:
         """Rows to evaluate on: of a file, or held-out ones of the training task, whatever the
         seed."""
         source = options.eval_data or (source if is_task(source) else "")
         if not source or options.eval_every == 0:
             return []
         if not is_task(source):
-            return self.read(source)[: options.eval_rows]
+            return self.read(source, columns)[: options.eval_rows]
         return list(islice(self.draw(source, seed=0, split="held_out"), options.eval_rows))
 
 

@@ -49,7 +49,12 @@ class EvaluationOptions:
         if self.eval_data:
             unread_with("eval_data", self, "eval_share")
 
-    def prompts(self, entries: Sequence[str], envs: Collection[str] = ()) -> list[Prompt]:
+    def prompts(
+        self,
+        entries: Sequence[str],
+        envs: Collection[str] = (),
+        read: Callable[[str], list[Prompt]] = data.read_prompts,
+    ) -> list[Prompt]:
         """Held-out questions of the tasks and tasks of the environments in `entries` and, with
         eval_share, rows of the files, unless eval_data names others."""
         share = self.eval_share or None
@@ -60,7 +65,7 @@ class EvaluationOptions:
         )
         if not sources or self.eval_every == 0:
             return []
-        return data.held_out(sources, self.eval_prompts, share=share, envs=envs)
+        return data.held_out(sources, self.eval_prompts, share=share, envs=envs, read=read)
 
 
 class Evaluation:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from roll_lite.chat import Chat
+from roll_lite.chat import Chat, Transcript
 from roll_lite.checks import UserError
 from roll_lite.data import Dialogue, Preference
 from roll_lite.models.config import read_config
@@ -12,11 +12,11 @@ from roll_lite.train.sequences import OPTIONAL, Pair, TrainingSequence
 
 
 def encode_dialogues(chat: Chat, dialogues: Iterable[Dialogue]) -> list[TrainingSequence]:
-    """Loss on all of the assistant's turns; mostly one sequence for each dialogue."""
-    named = [(dialogue.id, dialogue.messages) for dialogue in dialogues]
+    """Loss on the assistant's turns after a prompt; mostly one sequence for each dialogue."""
+    named = [Transcript(row.id, row.messages, row.tools, row.num_read) for row in dialogues]
     return [
-        TrainingSequence(id=name, token_ids=token_ids, loss_mask=loss_mask)
-        for (name, _), sequences in zip(named, chat.encode_dialogues(named), strict=True)
+        TrainingSequence(id=dialogue.name, token_ids=token_ids, loss_mask=loss_mask)
+        for dialogue, sequences in zip(named, chat.encode_dialogues(named), strict=True)
         for token_ids, loss_mask in sequences
     ]
 

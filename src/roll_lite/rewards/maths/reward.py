@@ -70,14 +70,15 @@ def math_answer(prompt: Prompt, reply: str, *, guess: bool = True) -> Score:
     """
     check_truth(prompt)
     is_cut = prompt.extra.get("finish_reason") == "length"
-    grade = grade_reply(reply, prompt.ground_truth, guess=guess and not is_cut)
+    truth = prompt.ground_truth.rpartition("####")[2].strip()  # as solutions of GSM8K end
+    grade = grade_reply(reply, truth, guess=guess and not is_cut)
     parts = {
         "correct": float(grade.verdict.kind == "equal"),
         "boxed": float(grade.source == "boxed"),
         "unreadable": float(_is_unreadable(grade.verdict)),
         "math_verify": float(grade.verdict.comparer == "math-verify"),
     }
-    return Score(value=parts["correct"], parts=parts, reason=_reason(grade, prompt.ground_truth))
+    return Score(value=parts["correct"], parts=parts, reason=_reason(grade, truth))
 
 
 def _reason(grade: Grade, truth: str) -> str:
@@ -103,7 +104,7 @@ def last_number(prompt: Prompt, reply: str) -> float:
 
 
 def check_truth(prompt: Prompt) -> None:
-    if not prompt.ground_truth.strip():
+    if not prompt.ground_truth.rpartition("####")[2].strip():
         raise UserError(
             f"prompt {prompt.id} has ground_truth={prompt.ground_truth!r}; "
             "the reward math_answer needs the true answer"

@@ -1,0 +1,99 @@
+"""Names of the hub in the options of a recipe, and what they stand for.
+
+A model becomes the folder of its snapshot in the cache, data its name with the commit. `from_hub`
+in config.json has both beside what was given, so that a resumed run uses the same.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from roll_lite.checks import UserError
+from roll_lite.cluster.launch import first_of_node, is_first_rank
+from roll_lite.hub import is_data_name, is_model_name, is_pinned, model_folder, pinned_data
+
+MODELS = ("model", "teacher", "reference", "judge", "reward_model")
+DATA = ("data", "eval_data")
+FROM_HUB = "from_hub"
+DATA_SET = "datasets/"
+
+
+def with_hub(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of all options, flat, in which a name of the hub stood, and `from_hub`."""
+    known = dict(flat[FROM_HUB])
+    used = {_key(o, name): o for o in (*MODELS, *DATA) for name in _names(o, flat)}
+    _restore_folders(known, used)
+    unknown = {key: o for key, o in used.items() if key not in known and _is_name(o, _name(key))}
+    if unknown:
+        text = hashlib.sha256(" ".join(sorted(unknown)).encode()).hexdigest()
+        found = first_of_node(f"hub-{text[:16]}", lambda: _find_all(unknown))
+        if is_first_rank():
+            print("\n".join(f"{_name(key)} is {place}" for key, place in found.items()), flush=True)
+        known |= found
+    places = {known.get(key, _name(key)) for key in used}
+    kept = {key: place for key, place in known.items() if place in places}
+    changed = {o: _replaced(o, flat[o], known) for o in (*MODELS, *DATA) if flat.get(o)}
+    return {o: value for o, value in changed.items() if value != flat[o]} | {FROM_HUB: kept}
+
+
+def _restore_folders(known: Mapping[str, str], used: Mapping[str, str]) -> None:
+    """Download snapshots of a resumed run that have gone."""
+    for name, folder in known.items():
+        if folder in used and not name.startswith(DATA_SET) and not Path(folder).exists():
+            found = model_folder(f"{name.partition('@')[0]}@{Path(folder).name}")
+            if found != folder:
+                raise UserError(
+                    f"{used[folder]}={folder!r} is not here, and {name} is now {found}; set "
+                    "HF_HOME as it was when the run was started"
+                )
+
+
+def _find_all(keys: Mapping[str, str]) -> dict[str, str]:
+    found = {}
+    for key, option in keys.items():
+        name = _name(key)
+        try:
+            found[key] = model_folder(name) if option in MODELS else pinned_data(name)
+        except UserError as error:
+            raise UserError(f"{option}={name!r}: {error}") from error.__cause__
+    return found
+
+
+def _key(option: str, name: str) -> str:
+    """A name as `from_hub` has it: a model and a data set may share one."""
+    return f"{DATA_SET}{name}" if option in DATA and is_data_name(name) else name
+
+
+def _name(key: str) -> str:
+    return key.removeprefix(DATA_SET)
+
+
+def _names(option: str, flat: Mapping[str, Any]) -> Iterator[str]:
+    """What an option names, without domains and weights."""
+    value = flat.get(option) or ()
+    for text in (value,) if isinstance(value, str) else value:
+        yield _parts(option, text)[1]
+
+
+def _parts(option: str, text: str) -> tuple[str, str, str]:
+    """A text as its name and what stands before and after it."""
+    if option in MODELS:
+        before, name = re.fullmatch(r"((?:[^/]+=)?)(.*)", text, re.DOTALL).groups()
+        return before, name, ""
+    name, after = re.fullmatch(r"(.*?)((?:@[0-9.]+(?:e-?[0-9]+)?)?)", text, re.DOTALL).groups()
+    return "", name, after
+
+
+def _is_name(option: str, name: str) -> bool:
+    if option in MODELS:
+        return is_model_name(name)
+    return is_data_name(name) and not is_pinned(name)
+
+
+def _replaced(option: str, value: Any, known: Mapping[str, str]) -> Any:
+    if not isinstance(value, str):
+        return tuple(_replaced(option, text, known) for text in value)
+    before, name, after = _parts(option, value)
+    return f"{before}{known.get(_key(option, name), name)}{after}"
