@@ -52,8 +52,8 @@ class Config(rl.PolicyConfig):
         "reverse": reversed_word,
     }
     SHOWN: ClassVar = {
-        "reward/mean": "reward", "eval/pass@1": "eval", "eval/kl": "eval KL",
-        "eval/failed": "eval failed", "rollout/failed": "failed",
+        "reward/mean": "reward", "eval/pass@1": "eval", "eval/reward": "eval reward",
+        "eval/kl": "eval KL", "eval/failed": "eval failed", "rollout/failed": "failed",
         "rollout/missing_groups": "missing groups", "rollout/reply_tokens": "tokens",
         "rollout/staleness": "staleness", "rollout/kl": "KL to teacher",
         "loss/entropy": "entropy", "loss/grad_norm": "grad", "loss/skipped_steps": "skipped",
@@ -93,7 +93,7 @@ def main(cfg: Config) -> list[float]:
                 engines=roles.engines, chat=chat, prompts=prompts, params=params,
                 play=players.play, reward_engines=players.engine_clients,
                 play_metrics=players.metrics, options=cfg.rollout, seed=cfg.seed,
-                keep=cfg.own.keep, choose=cfg.own.prompts, pass_reward=cfg.evaluation.pass_reward,
+                keep=cfg.own.keep, choose=cfg.own.prompts, pass_reward=cfg.evaluation.least_to_pass,
                 nothing_to_learn=cfg.advantages.nothing_to_learn, min_samples=cfg.min_samples,
                  max_length=context, episodes=cfg.episodes,
             )  # fmt: skip

@@ -114,6 +114,8 @@ class Loop:
         if rollout is not None:
             self.state = AdvantageState(cfg.kl)
             self._parts |= {"rollout": rollout, "advantages": self.state}
+            if isinstance(evaluation, Resumable):
+                self._parts["evaluation"] = evaluation
         self._timer: StepTimer
 
     def __enter__(self) -> "Loop":
@@ -281,14 +283,26 @@ class Loop:
     def _measure(self, step: int) -> dict[str, float]:
         """Metrics of held-out prompts or rows; answers are written to the run folder."""
         self._run.phase.enter("evaluate", step)
+        best = self._evaluation.best
         try:
-            return self._evaluation.run(self._rollout)
+            metrics = self._evaluation.run(self._rollout)
         finally:
             if self._rollout:
                 if self._run.is_due(step, min(1, self._cfg.rollouts_every)):
                     self._run.write_answers(step, self._evaluation.groups)
                 self._note_dropped(step, with_filtered=self._cfg.is_recorded(step))
                 self._run.flush()
+        if self._evaluation.best != best:
+            self._say_best(step)
+        return metrics
+
+    def _say_best(self, step: int) -> None:
+        best = self._evaluation.best
+        self._run.note("best_by", step, metric=best)
+        self._run.print(
+            f"no answer of the first evaluation passes: the best checkpoint is chosen by {best}, "
+            "unless you say with --pass-reward which reward passes"
+        )
 
     def _score(self, metrics: dict[str, float]) -> float | None:
         """The measurement by which the best checkpoint is kept; higher is better."""
@@ -335,8 +349,10 @@ class Loop:
             self._run.note_samples(step, self._rollout.dropped(), with_filtered=with_filtered)
 
     def _print_rates(self) -> None:
-        rates = getattr(self._evaluation, "rates", ())
-        if len(rates) > 1:
+        is_graded = self._evaluation is not None and self._evaluation.best == "eval/reward"
+        what, values = ("reward", "rewards") if is_graded else ("pass rate", "rates")
+        found = getattr(self._evaluation, values, ())
+        if len(found) > 1:
             resumed_at = self._saved.resumed_at
             since = f" since step {resumed_at}" if resumed_at else ""
-            print(f"held-out pass rate {rates[0]:.3f} -> {rates[-1]:.3f}{since}")
+            print(f"held-out {what} {found[0]:.3f} -> {found[-1]:.3f}{since}")

@@ -37,8 +37,9 @@ class EvaluationOptions:
     """Most prompts to use of each file or task."""
     eval_samples: int = 1
     """Samples per prompt: 1 is greedy, more are sampled at `temperature` (pass@1 and pass@k)."""
-    pass_reward: float = 1.0
-    """Smallest reward with which a sample passes."""
+    pass_reward: float | None = None
+    """Smallest reward with which a sample passes; None is 1.0, and if no answer of the first
+    evaluation passes, the best checkpoint is that of the highest mean reward instead."""
 
     def __post_init__(self):
         at_least(1, self, "eval_prompts", "eval_samples")
@@ -48,6 +49,10 @@ class EvaluationOptions:
             raise UserError(f"eval_share={self.eval_share} must be at least 0 and below 1")
         if self.eval_data:
             unread_with("eval_data", self, "eval_share")
+
+    @property
+    def least_to_pass(self) -> float:
+        return 1.0 if self.pass_reward is None else self.pass_reward
 
     def prompts(self, entries: Sequence[str], envs: Collection[str] = ()) -> list[Prompt]:
         """Held-out questions of the tasks and tasks of the environments in `entries` and, with
@@ -84,10 +89,14 @@ class Evaluation:
         self.every = options.eval_every
         self.best = "eval/kl" if kl_to_teacher else "eval/pass@1"
         self.is_lower_better = kl_to_teacher is not None
+        self._is_decided = bool(kl_to_teacher) or options.pass_reward is not None
+        """Whether `best` is what it will be until the end of the run."""
         is_greedy = options.eval_samples == 1 and not kl_to_teacher
         self._params = replace(params, temperature=0.0) if is_greedy else params
         self.rates: list[float] = []
         """Pass rates of all evaluations so far."""
+        self.rewards: list[float] = []
+        """Mean rewards of them."""
         self.groups: list[Group] = []
         """Answers of the last evaluation, if it came to its end."""
 
@@ -104,12 +113,27 @@ class Evaluation:
             return {}
         self.groups = answers
         refuse_all_failed(answers)
-        metrics = pass_rates(answers, self._options.pass_reward)
+        metrics = pass_rates(answers, self._options.least_to_pass)
         if self._kl_to_teacher:
             metrics["eval/kl"] = self._kl_to_teacher(answers)
         else:
             self.rates.append(metrics["eval/pass@1"])
+            self.rewards.append(metrics["eval/reward"])
+        self._decide(metrics)
         return metrics | {"time/evaluate": time.perf_counter() - start}
+
+    def _decide(self, metrics: dict[str, float]) -> None:
+        """Where no answer passes, rewards are graded, and pass rates would say nothing."""
+        if not self._is_decided and not metrics["eval/pass@1"]:
+            self.best = "eval/reward"
+        self._is_decided = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "is_decided": self._is_decided}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best = state["best"]
+        self._is_decided = state["is_decided"]
 
 
 def refuse_all_failed(groups: list[Group]) -> None:
