@@ -10,6 +10,7 @@ A run that ends early, by Ctrl-C or an error that leaves its weights whole, writ
 that comes to its end exports its model: after the last step, or when nothing is left to learn.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -75,6 +76,25 @@ class Validation:
         return self._measure()
 
 
+class TokenCounts:
+    """Tokens that a run has generated and trained on so far, over resumes too."""
+
+    def __init__(self):
+        self._so_far = {"rollout/tokens": 0, "train/tokens": 0}
+
+    def add(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Count those of a step; returns the totals that the run has."""
+        for name in self._so_far:
+            self._so_far[name] += int(metrics.get(name, 0))
+        return {f"{name}_total": count for name, count in self._so_far.items() if count}
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self._so_far)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._so_far |= state
+
+
 class Loop:
     """The steps of a run, for `with` and `for`."""
 
@@ -104,7 +124,8 @@ class Loop:
         self._roles = roles
         self._rollout = rollout
         self._evaluation = evaluation
-        self._parts = dict(parts)
+        self._tokens = TokenCounts()
+        self._parts = {"tokens": self._tokens, **parts}
         self._trackers = trackers
         self._group_metrics = group_metrics
         self._passed_by_nothing = passed_by_nothing
@@ -148,6 +169,7 @@ class Loop:
         roles = [*self._roles.trained, *([self._roles.engines] if self._roles.engines else [])]
         self._profiler = Profiler(self._cfg.profile, self._cfg.run_dir, roles)
         self._roles.on_phase = self.phase
+        self._counted_at = time.monotonic()
         for step in range(self._saved.step + 1, self._cfg.steps + 1):
             if self._has_learnt_all:
                 break
@@ -177,6 +199,7 @@ class Loop:
         if self._rollout:
             metrics = metrics | self._describe(step, groups, sequences)
         metrics = metrics | self._timer.metrics()
+        metrics |= self._tokens.add(metrics) | self._generation_speed(metrics)
         is_last = self._has_learnt_all
         if self._evaluation and (is_last or self._run.is_due(step, self._evaluation.every)):
             metrics = metrics | self._measure(step)  # not part of the step's time
@@ -185,6 +208,16 @@ class Loop:
             self._run.note("passed_by_nothing", step, prompt_id=prompt.id, domain=prompt.domain)
         score = self._score(metrics)
         self._saved.end_step(self._run, self._stop, step, score, is_last=is_last)
+
+    def _generation_speed(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Of the rollout phase; beside training, of all time since the last step. Not of a step
+        with samples that the journal had."""
+        seconds = time.monotonic() - self._counted_at
+        self._counted_at += seconds
+        if not self._rollout or "rollout/restored" in metrics:
+            return {}
+        seconds = seconds if self._cfg.runs_ahead else metrics["time/rollout"]
+        return {"rollout/tokens_per_second": metrics["rollout/tokens"] / seconds}
 
     def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
         with self._exits:

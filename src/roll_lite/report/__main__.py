@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from roll_lite.checks import parse_range
+from roll_lite.report.metrics import hints
 from roll_lite.report.overview import best_evaluation
 from roll_lite.report.page import serve, write_page
 from roll_lite.report.reader import RunFolder
@@ -50,9 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _curve(run: RunFolder, metric: str) -> str:
-    """Of a metric, or of the main evaluation."""
-    best = best_evaluation(run) or {"metric": "reward/mean"}
-    return draw_curve(run.metric(metric or best["metric"]))
+    """Of a metric, or of the main evaluation, below what it means."""
+    name = metric or (best_evaluation(run) or {"metric": "reward/mean"})["metric"]
+    return "\n".join([*hints([name]).values(), draw_curve(run.metric(name))])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -84,8 +84,15 @@ HINTS = (
         lambda m: m.get("mismatch/outside", 0) > 0.1,
         "mismatch/outside",
         "{mismatch/outside:.0%} of the tokens are more than twice or less than half as likely to "
-        "the trainer as when they were sampled: use fewer updates per step or a smaller "
-        "--max-staleness, or --denominator old with --correction token",
+        "the trainer as when they were sampled, before any update: use a smaller --max-staleness, "
+        "or --denominator old with --correction token",
+        2,
+    ),
+    Hint(
+        lambda m: m.get("policy/outside", 0) > 0.1 >= m.get("mismatch/outside", 0),
+        "policy/outside",
+        "the updates of a step made {policy/outside:.0%} of the tokens more than twice or less "
+        "than half as likely: use fewer updates per step or epochs, or a lower --lr",
         2,
     ),
 )

@@ -15,12 +15,12 @@ WIDTH = 8
 """Characters of a number in the table."""
 RARE = {
     "eval/failed", "rollout/failed", "rollout/missing_groups", "rollout/staleness", "env/errors",
-    "loss/skipped_steps", "data/truncated",
+    "loss/skipped_steps", "data/truncated", "policy/clip_fraction",
 }  # fmt: skip
 """Metrics that get a column once they are not 0."""
 COMPARED = (
     "eval/pass@1", "eval/reward", "eval/loss", "eval/accuracy", "eval/kl", "reward/mean",
-    "loss/loss", "loss/entropy", "loss/kl", "loss/clip_fraction", "loss/grad_norm",
+    "loss/loss", "loss/entropy", "loss/kl", "policy/clip_fraction", "loss/grad_norm",
     "mismatch/logprob_mean", "rollout/reply_tokens", "rollout/truncated", "rollout/staleness", 
     "train/tokens_per_second", "time/step",
 )  # fmt: skip

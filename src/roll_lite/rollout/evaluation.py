@@ -8,8 +8,9 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any
 
 from roll_lite import data
@@ -209,16 +210,30 @@ def describe_groups(groups: list[Group]) -> dict[str, float]:
     samples = [sample for group in groups for sample in group.samples]
     done = [sample for sample in samples if sample.state == "done"]
     rewards = [[s.score.value for s in g.samples if s.score] for g in groups]
+    values = [sample.score.value for sample in done] or [0.0]
     return {
         **_parts("reward", done),
-        "reward/mean": fmean(s.score.value for s in done) if done else 0.0,
+        "reward/mean": fmean(values),
+        "reward/std": pstdev(values),
+        "reward/min": min(values),
+        "reward/max": max(values),
         "reward/solved_groups": fmean(any(r > 0 for r in group) for group in rewards),
         "reward/equal_groups": fmean(len(set(group)) < 2 for group in rewards),
         **_by_subset(groups),
-        "rollout/reply_tokens": fmean(s.num_sampled for s in samples),
-        "rollout/longest_reply": max(s.num_sampled for s in samples),
+        **_lengths([sample.num_sampled for sample in samples]),
         "rollout/truncated": fmean(s.is_cut for s in samples),
         **_episodes("rollout", samples),
+    }
+
+
+def _lengths(counts: list[int]) -> dict[str, float]:
+    """Mean, longest and percentiles of replies; a percentile is the length of a reply."""
+    counts = sorted(counts)
+    shares = {f"p{p}": counts[ceil(p / 100 * len(counts)) - 1] for p in (50, 90, 99)}
+    return {
+        "rollout/reply_tokens": fmean(counts),
+        **{f"rollout/reply_tokens_{name}": count for name, count in shares.items()},
+        "rollout/longest_reply": counts[-1],
     }
 
 
