@@ -356,6 +356,16 @@ def test_the_best_checkpoint_of_graded_rewards(here, tmp_path, capsys, monkeypat
     assert (best["metric"], best["step"]) == ("eval/reward", 2)
 
 
+def test_tokens_are_counted_over_resumes(here):
+    whole = here("whole", steps=4, epochs=2)
+    for name in ("rollout/tokens", "train/tokens"):
+        so_far = itertools.accumulate(row[name] for row in whole)
+        assert [row[f"{name}_total"] for row in whole] == list(so_far)
+        assert whole[0][name] > 0
+    here("parts", steps=2, epochs=2)
+    assert comparable(here("parts", steps=4, epochs=2, resume=True)) == comparable(whole)
+
+
 def test_the_parts_of_a_step_add_up(here):
     (row,) = here("run", steps=1)
     parts = [row[f"time/{name}"] for name in ("rollout", "prepare", "train", "sync", "records")]
