@@ -44,8 +44,9 @@ class Config(rlvr.Config):
     PREFIX: ClassVar = "agentic"
     ENVS: ClassVar = rl.ENVS | {"doors": Doors}
     SHOWN: ClassVar = {
-        "reward/mean": "reward", "eval/pass@1": "eval", "reward/success": "success",
-        "rollout/turns": "turns", "reward/valid": "valid", "env/errors": "env errors",
+        "reward/mean": "reward", "eval/pass@1": "eval", "eval/reward": "eval reward",
+        "reward/success": "success", "rollout/turns": "turns", "reward/valid": "valid",
+        "env/errors": "env errors",
     } | rlvr.Config.SHOWN  # fmt: skip
 
 

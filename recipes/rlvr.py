@@ -53,12 +53,13 @@ class Config(rl.PolicyConfig):
         "reverse": reversed_word,
     }
     SHOWN: ClassVar = {
-        "reward/mean": "reward", "eval/pass@1": "eval", "eval/kl": "eval KL",
-        "eval/failed": "eval failed", "rollout/failed": "failed",
+        "reward/mean": "reward", "eval/pass@1": "eval", "eval/reward": "eval reward",
+        "eval/kl": "eval KL", "eval/failed": "eval failed", "rollout/failed": "failed",
         "rollout/missing_groups": "missing groups", "rollout/reply_tokens": "tokens",
         "rollout/staleness": "staleness", "rollout/kl": "KL to teacher",
-        "loss/entropy": "entropy", "loss/grad_norm": "grad", "loss/skipped_steps": "skipped",
-        "time/step": "step s", "loss/kl": "kl", "mismatch/logprob_mean": "mismatch",
+        "loss/entropy": "entropy", "loss/grad_norm": "grad", "policy/clip_fraction": "clip",
+        "loss/skipped_steps": "skipped", "time/step": "step s", "reference/kl": "KL to reference",
+        "mismatch/logprob_mean": "mismatch",
         "critic/explained_variance": "explained variance",
         "time/rollout": "rollout s", "time/train": "train s",
     }  # fmt: skip
@@ -94,7 +95,7 @@ def main(cfg: Config) -> list[float]:
                 engines=roles.engines, chat=chat, prompts=prompts, params=params,
                 play=players.play, reward_engines=players.engine_clients,
                 play_metrics=players.metrics, options=cfg.rollout, seed=cfg.seed,
-                keep=cfg.own.keep, choose=cfg.own.prompts, pass_reward=cfg.evaluation.pass_reward,
+                keep=cfg.own.keep, choose=cfg.own.prompts, pass_reward=cfg.evaluation.least_to_pass,
                 nothing_to_learn=cfg.advantages.nothing_to_learn, min_samples=cfg.min_samples,
                 max_length=context, episodes=cfg.episodes,
             )  # fmt: skip
@@ -198,7 +199,7 @@ def prepare(
         return []  # all were dropped: the step is skipped
     options = cfg.advantages
     score = partial(roles.score, groups=groups)
-    reference = score("reference") if cfg.kl.kl_coef else None
+    reference = score("reference") if cfg.kl.has_reference else None
     scores = rl.ModelScores(
         values=score("critic") if roles.critic else None,
         reference_logprobs=reference if cfg.kl.is_in("reward") else None,
@@ -208,6 +209,8 @@ def prepare(
         ) if options.needs_reprompts else None,
     )  # fmt: skip
     rows = rl.Rows(groups, options, scores, state)
+    if reference:
+        rows.measure_reference(reference)
     # Rewards become advantages: a number for each sample (S), turn or token (R). A formula of your
     # own may stand here, as in rows.rewards_S - rows.mean_of_group(rows.rewards_S), which equals
     # --advantage grpo --no-divide-by-std. rows.rewards_S have gone through --reward-norm (none

@@ -37,8 +37,8 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
 # Siblings that may meet: sync is where trainer and engine do.
 ALLOWED = {("sync", "train")}
 LINES = {  # of Python in a package, at most; "." is the files beside the packages
-    ".": 6625, "cluster": 2875, "data": 1225, "engine": 2700, "envs": 2250, "kernels": 750,
-    "models": 2900, "planning": 1350, "report": 2100, "rewards": 3525, "rollout": 2950,
+    ".": 6675, "cluster": 2875, "data": 1225, "engine": 2700, "envs": 2250, "kernels": 750,
+    "models": 2900, "planning": 1350, "report": 2400, "rewards": 3525, "rollout": 2975,
     "sandbox": 2450, "train": 4500, "workers": 2550,
 }  # fmt: skip
 SLACK = 100

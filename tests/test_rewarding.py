@@ -116,6 +116,19 @@ def test_a_few_that_hang_or_crash_are_counted_and_the_run_goes_on(tiny_folder, t
     assert [row["step"] for row in rows] == list(range(1, 9))
 
 
+def test_a_reward_that_hangs_is_not_tried_again(tiny_folder, tmp_path, maths, capfd):
+    rows = run(
+        tiny_folder, tmp_path / "run", data=maths(worker_rewards.hangs_on_one), steps=2,
+        reward_seconds=0.5,
+    )  # fmt: skip
+    names = ("reward/timeouts", "rollout/failed", "rollout/retried")
+    timeouts, failed, retried = (sum(row[name] for row in rows) for name in names)
+    assert timeouts == failed > 0 and retried == 0
+    assert (
+        "its process did not lack a processor, so it is not tried again" in capfd.readouterr().err
+    )
+
+
 @pytest.mark.slow
 def test_sandboxes_that_are_killed_in_every_step_change_nothing(tiny_folder, tmp_path, maths):
     data, killed, has_ended = maths(worker_rewards.length_by_program), [], threading.Event()

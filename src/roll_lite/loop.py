@@ -10,6 +10,7 @@ A run that ends early, by Ctrl-C or an error that leaves its weights whole, writ
 that comes to its end exports its model: after the last step, or when nothing is left to learn.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -75,6 +76,25 @@ class Validation:
         return self._measure()
 
 
+class TokenCounts:
+    """Tokens that a run has generated and trained on so far, over resumes too."""
+
+    def __init__(self):
+        self._so_far = {"rollout/tokens": 0, "train/tokens": 0}
+
+    def add(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Count those of a step; returns the totals that the run has."""
+        for name in self._so_far:
+            self._so_far[name] += int(metrics.get(name, 0))
+        return {f"{name}_total": count for name, count in self._so_far.items() if count}
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self._so_far)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._so_far |= state
+
+
 class Loop:
     """The steps of a run, for `with` and `for`."""
 
@@ -104,7 +124,8 @@ class Loop:
         self._roles = roles
         self._rollout = rollout
         self._evaluation = evaluation
-        self._parts = dict(parts)
+        self._tokens = TokenCounts()
+        self._parts = {"tokens": self._tokens, **parts}
         self._trackers = trackers
         self._group_metrics = group_metrics
         self._passed_by_nothing = passed_by_nothing
@@ -114,6 +135,8 @@ class Loop:
         if rollout is not None:
             self.state = AdvantageState(cfg.kl)
             self._parts |= {"rollout": rollout, "advantages": self.state}
+            if isinstance(evaluation, Resumable):
+                self._parts["evaluation"] = evaluation
         self._timer: StepTimer
 
     def __enter__(self) -> "Loop":
@@ -146,6 +169,7 @@ class Loop:
         roles = [*self._roles.trained, *([self._roles.engines] if self._roles.engines else [])]
         self._profiler = Profiler(self._cfg.profile, self._cfg.run_dir, roles)
         self._roles.on_phase = self.phase
+        self._counted_at = time.monotonic()
         for step in range(self._saved.step + 1, self._cfg.steps + 1):
             if self._has_learnt_all:
                 break
@@ -175,6 +199,7 @@ class Loop:
         if self._rollout:
             metrics = metrics | self._describe(step, groups, sequences)
         metrics = metrics | self._timer.metrics()
+        metrics |= self._tokens.add(metrics) | self._generation_speed(metrics)
         is_last = self._has_learnt_all
         if self._evaluation and (is_last or self._run.is_due(step, self._evaluation.every)):
             metrics = metrics | self._measure(step)  # not part of the step's time
@@ -183,6 +208,16 @@ class Loop:
             self._run.note("passed_by_nothing", step, prompt_id=prompt.id, domain=prompt.domain)
         score = self._score(metrics)
         self._saved.end_step(self._run, self._stop, step, score, is_last=is_last)
+
+    def _generation_speed(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Of the rollout phase; beside training, of all time since the last step. Not of a step
+        with samples that the journal had."""
+        seconds = time.monotonic() - self._counted_at
+        self._counted_at += seconds
+        if not self._rollout or "rollout/restored" in metrics:
+            return {}
+        seconds = seconds if self._cfg.runs_ahead else metrics["time/rollout"]
+        return {"rollout/tokens_per_second": metrics["rollout/tokens"] / seconds}
 
     def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
         with self._exits:
@@ -285,14 +320,26 @@ class Loop:
     def _measure(self, step: int) -> dict[str, float]:
         """Metrics of held-out prompts or rows; answers are written to the run folder."""
         self._run.phase.enter("evaluate", step)
+        best = self._evaluation.best
         try:
-            return self._evaluation.run(self._rollout)
+            metrics = self._evaluation.run(self._rollout)
         finally:
             if self._rollout:
                 if self._run.is_due(step, min(1, self._cfg.rollouts_every)):
                     self._run.write_answers(step, self._evaluation.groups)
                 self._note_dropped(step, with_filtered=self._cfg.is_recorded(step))
                 self._run.flush()
+        if self._evaluation.best != best:
+            self._say_best(step)
+        return metrics
+
+    def _say_best(self, step: int) -> None:
+        best = self._evaluation.best
+        self._run.note("best_by", step, metric=best)
+        self._run.print(
+            f"no answer of the first evaluation passes: the best checkpoint is chosen by {best}, "
+            "unless you say with --pass-reward which reward passes"
+        )
 
     def _score(self, metrics: dict[str, float]) -> float | None:
         """The measurement by which the best checkpoint is kept; higher is better."""
@@ -339,8 +386,10 @@ class Loop:
             self._run.note_samples(step, self._rollout.dropped(), with_filtered=with_filtered)
 
     def _print_rates(self) -> None:
-        rates = getattr(self._evaluation, "rates", ())
-        if len(rates) > 1:
+        is_graded = self._evaluation is not None and self._evaluation.best == "eval/reward"
+        what, values = ("reward", "rewards") if is_graded else ("pass rate", "rates")
+        found = getattr(self._evaluation, values, ())
+        if len(found) > 1:
             resumed_at = self._saved.resumed_at
             since = f" since step {resumed_at}" if resumed_at else ""
-            print(f"held-out pass rate {rates[0]:.3f} -> {rates[-1]:.3f}{since}")
+            print(f"held-out {what} {found[0]:.3f} -> {found[-1]:.3f}{since}")

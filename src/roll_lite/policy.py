@@ -295,8 +295,8 @@ class PolicyConfig(RecipeConfig):
     @property
     def loads_reference(self) -> bool:
         """A policy with adapters is its own reference, unless another is named."""
-        has_own = self.training.lora_rank > 0 and self.kl.reference is None
-        return self.kl.kl_coef > 0 and not has_own
+        has_own = self.training.lora_rank > 0 and self.kl.reference in (None, self.model)
+        return self.kl.has_reference and not has_own
 
     @property
     def default_kinds(self) -> dict[str, str]:
@@ -321,7 +321,7 @@ class PolicyConfig(RecipeConfig):
         wanted = {"critic": self.advantages.needs_critic, "reference": self.loads_reference}
         chosen = [name for name, is_wanted in wanted.items() if is_wanted]
         configs: dict[str, ModelConfig] = {}
-        if self.kl.reference:
+        if self.kl.reference and self.loads_reference:
             configs["reference"] = read_config(self.kl.reference)
         for role, domain in self.teaching.roles.items():
             configs[role] = read_config(self.teaching.folders[domain])

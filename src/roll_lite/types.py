@@ -142,7 +142,7 @@ class Turn:
 
 REWARD_METRICS = frozenset(
     {
-        "mean", "solved_groups", "equal_groups",
+        "mean", "std", "min", "max", "solved_groups", "equal_groups",
         "calls", "seconds", "errors", "timeouts", "crashes", "replaced",
     }
 )  # fmt: skip

@@ -159,7 +159,7 @@ def test_a_run_is_shown_beside_the_plan_of_its_samples(tmp_path, command):
         "max_tokens": 48, "updates_per_step": 4, "epochs": 1, "tokens_per_microbatch": 32768,
         "kv_cache_gib": 8.0, "engines_sleep": False, "offload": False, "max_staleness": 0.0,
         "checkpointing": "none", "moments": "float32", "lora_rank": 0, "lora_targets": ["qkv"],
-        "device_map": "auto", "kl_coef": 0.0, "denominator": "behaviour",
+        "device_map": "auto", "kl_coef": 0.0, "reference": None, "denominator": "behaviour",
         "starts": [{"hardware": "1 x NVIDIA H200", "ranks": {"train": [[0]], "generate": [[0]]}}],
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(options))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.recipes import call_recipe
-from support.runs import gain
+from support.runs import comparable, gain
 
 from roll_lite import roles
 from roll_lite.models.hf import load_model
@@ -61,7 +61,7 @@ def test_it_learns(train, options):
     """Two passes over each batch, so that ratios move and the losses differ."""
     steps = train(steps=12, epochs=2, **options)
     assert gain(steps) > 0.5
-    assert any(metrics["loss/clip_fraction"] > 0 for metrics in steps)
+    assert any(metrics["policy/clip_fraction"] > 0 for metrics in steps)
 
 
 def test_with_the_wrong_sign_it_does_not_learn(train, monkeypatch):
@@ -97,7 +97,7 @@ FURTHER = [
     {"overlong": "penalty", "overlong_buffer": 2},
     {"min_group_reward": 0.01, "max_group_reward": 0.9},
 ]
-ALWAYS = ("loss/loss", "loss/entropy", "loss/grad_norm", "loss/ratio", "mismatch/logprob_mean")
+ALWAYS = ("loss/loss", "loss/entropy", "loss/grad_norm", "policy/ratio", "mismatch/logprob_mean")
 
 
 @pytest.mark.parametrize("options", FURTHER, ids=str)
@@ -147,7 +147,18 @@ def test_the_reference_is_the_starting_model_unless_another_is_named(train, smal
     (metrics,) = train(steps=1, kl_coef=0.1)
     assert abs(metrics["loss/kl"]) < 1e-6
     (metrics,) = train(steps=1, kl_coef=0.1, reference=str(small_folder), run_dir=tmp_path / "b")
-    assert metrics["loss/kl"] > 1e-2
+    assert metrics["loss/kl"] > 1e-2 and metrics["reference/kl"] > 1e-2
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_a_reference_that_is_only_measured_changes_nothing(train, toy_folder, tmp_path, lora_rank):
+    """--reference without --kl-coef; with adapters the starting model is not loaded again."""
+    options = {"steps": 3, "lora_rank": lora_rank}
+    plain = train(**options)
+    measured = train(**options, reference=str(toy_folder), run_dir=tmp_path / "b")
+    first, *_, last = [row.pop("reference/kl") for row in measured]
+    assert abs(first) < 1e-6 < last
+    assert comparable(measured) == comparable(plain)
 
 
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
@@ -273,7 +284,6 @@ def test_old_logprobs_are_those_before_the_first_update(train, trained_on):
         ({"advantage": "gae", "value_clip": 0.0}, "value_clip=0.0 must be above 0"),
         ({"kl_in": "reward"}, "kl_in='reward' is only read with kl_coef above 0"),
         ({"kl_in": "prompt", "kl_coef": 0.1}, "kl_in='prompt' is not known; use one of loss"),
-        ({"reference": "models/tiny"}, "reference='models/tiny' is only read with kl_coef"),
         ({"kl_estimator": "k2"}, "kl_estimator='k2' is only read with kl_coef above 0"),
         ({"constant": 8.0}, "constant=8.0 with aggregation='token_mean'"),
         ({"overlong": "cut"}, "overlong='cut' is not known; use one of train"),

@@ -30,7 +30,7 @@ def variety(prompt, reply):
 
 INLINE = {"reverse": variety}
 """
-OF_BUILT_IN = {"loss/ratio", "loss/ratio_max", "loss/clip_fraction"}  # measured by ppo alone
+OF_BUILT_IN = {"policy/ratio", "policy/ratio_max", "policy/clip_fraction"}  # measured by ppo alone
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -49,7 +49,7 @@ def test_formulas_in_the_recipe_equal_the_built_in_ones(toy_folder, tmp_path, nu
     run_torchrun(num_ranks, copy, *mine)
     run_recipe("rlvr", *built_in, "--no-divide-by-std", num_ranks=num_ranks)
     expected = comparable(steps_of(tmp_path / "built_in"))
-    assert any(row["loss/clip_fraction"] for row in expected)  # the clip decides something
+    assert any(row["policy/clip_fraction"] for row in expected)  # the clip decides something
     without = [{k: v for k, v in row.items() if k not in OF_BUILT_IN} for row in expected]
     assert comparable(steps_of(tmp_path / "mine")) == without
     weights, others = (

@@ -19,8 +19,10 @@ from support.runs import comparable, gain, samples_of, steps_of, toy_options
 
 from roll_lite.options import from_flat
 from roll_lite.recipes import evaluate, rlvr
+from roll_lite.report.overview import best_evaluation
 from roll_lite.report.reader import RunFolder
 from roll_lite.report.records import numbers
+from roll_lite.train.checkpoint_folders import read_manifest
 
 PROGRAM = SUPPORT / "rlvr_program.py"
 TURNS = {"engines_sleep": True, "offload": True}
@@ -323,6 +325,45 @@ def test_evaluations_can_be_left_out(here, tmp_path, capsys):
     assert [path.name for path in (tmp_path / "last" / "rollouts").glob("eval_*")] == [
         "eval_00001.jsonl"
     ]
+
+
+def test_the_best_checkpoint_of_graded_rewards(here, tmp_path, capsys, monkeypatch):
+    """Where no answer passes at first, it goes by the mean reward, also after a resume."""
+
+    def half(prompt, reply):
+        return share_of_good_letters(prompt, reply) / 2
+
+    def score(name, step):
+        folder = tmp_path / name / "checkpoints" / f"step-{step:08}"
+        return read_manifest(folder).score
+
+    def printed():
+        return "the best checkpoint is chosen by eval/reward" in capsys.readouterr().out
+
+    options = {"eval_every": 1, "checkpoint_every": 1}
+    here("passing", steps=1, pass_reward=0.0, **options)
+    assert score("passing", 1) == 1.0 and not printed()
+    monkeypatch.setitem(rlvr.Config.INLINE, "reverse", half)
+    here("run", steps=1, **options)
+    assert printed()
+    monkeypatch.setitem(rlvr.Config.INLINE, "reverse", lambda *_: 2.0)
+    here("run", steps=2, resume=True, **options)  # all pass now, but it was decided
+    assert not printed()
+    rewards = dict(RunFolder(tmp_path / "run").metric("eval/reward"))
+    assert [score("run", step) for step in (1, 2)] == [rewards[1], rewards[2]]
+    assert rewards[1] < rewards[2] == 2
+    best = best_evaluation(RunFolder(tmp_path / "run"))
+    assert (best["metric"], best["step"]) == ("eval/reward", 2)
+
+
+def test_tokens_are_counted_over_resumes(here):
+    whole = here("whole", steps=4, epochs=2)
+    for name in ("rollout/tokens", "train/tokens"):
+        so_far = itertools.accumulate(row[name] for row in whole)
+        assert [row[f"{name}_total"] for row in whole] == list(so_far)
+        assert whole[0][name] > 0
+    here("parts", steps=2, epochs=2)
+    assert comparable(here("parts", steps=4, epochs=2, resume=True)) == comparable(whole)
 
 
 def test_the_parts_of_a_step_add_up(here):

@@ -57,6 +57,7 @@ def test_the_page_holds_the_metrics_and_samples_of_the_folder(tmp_path):
     for name in {name for row in rows for name in row}:
         assert run["metrics"][name] == [row.get(name) for row in rows]
     assert run["metrics"]["seconds"] == [1.5, 3.5, 5.5, 7.5]  # time/step, then 2 s each
+    assert run["meanings"]["time/step"].startswith("step s (seconds): the whole step")
     for name in ("step_00001", "step_00004"):
         lines = (folder / "rollouts" / f"{name}.jsonl").read_text().splitlines()
         samples = run["samples"][name]["samples"]

@@ -22,7 +22,7 @@ from roll_lite.rollout.event_loop import PumpedLoop, Signal
 from roll_lite.rollout.prompts import derive_seed
 from roll_lite.rollout.record import read_group, write_group
 from roll_lite.rollout.rollout_options import RolloutOptions
-from roll_lite.types import Group, Sample, SamplingParams, Score
+from roll_lite.types import Group, Sample, SamplingParams, Score, Turn
 
 
 @pytest.fixture(scope="module")
@@ -227,6 +227,18 @@ def test_pass_rates_with_failed_samples():
 def test_parts_of_a_reward_are_metrics():
     metrics = describe_groups([scored_group(1.0, 0.5, other=2.0)])
     assert metrics["reward/mean"] == 0.75 and metrics["reward/other"] == 2.0
+
+
+def test_spread_of_rewards_and_percentiles_of_lengths():
+    group = scored_group(0.0, 1.0, None, 5.0)
+    for sample, length in zip(group.samples, (1, 2, 3, 4), strict=True):
+        turn = {"prompt_ids": [1], "token_ids": [5] * length, "logprobs": [-1.0] * length}
+        sample.add_turn(Turn(**turn, finish_reason="stop", versions=[(0, 0)]))
+    metrics = describe_groups([group])
+    rewards = {name: metrics[f"reward/{name}"] for name in ("mean", "std", "min", "max")}
+    assert rewards == pytest.approx({"mean": 2.0, "std": (14 / 3) ** 0.5, "min": 0.0, "max": 5.0})
+    names = ("reply_tokens", "reply_tokens_p50", "reply_tokens_p90", "reply_tokens_p99")
+    assert [metrics[f"rollout/{name}"] for name in names] == [2.5, 2, 4, 4]
 
 
 def test_when_everything_fails_the_run_stops_with_the_cause(engine, chat):

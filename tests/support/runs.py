@@ -56,7 +56,7 @@ def comparable(rows):
     """Without times, and evaluations, of which a run that ends early has one more."""
     ignored = ("time", "eval/", "train/tokens_per_second", "critic/tokens_per_second")
     ignored += ("reward/calls", "reward/seconds", "env/seconds", "colocated/")
-    ignored += ("rollout/restored", "rollout/engine_")
+    ignored += ("rollout/restored", "rollout/engine_", "rollout/tokens_per_second")
     return [{k: v for k, v in row.items() if not k.startswith(ignored)} for row in rows]
 
 

@@ -131,6 +131,12 @@ def sometimes_bad(prompt, reply):
     return float(len(reply))
 
 
+def hangs_on_one(prompt, reply):
+    if prompt.id == "m0":
+        time.sleep(1000)
+    return float(len(reply))
+
+
 def often_bad(prompt, reply):
     """Raises on half of the replies; always on the same ones."""
     if _percent(prompt, reply) < 50:

@@ -241,9 +241,9 @@ def test_measurements_of_ppo():
         delta, a = s.values[i] - s.logprobs[i], s.advantages[i]
         ratio = math.exp(delta)
         expected = {
-            "loss/clip_fraction": ratio * a > clip(ratio, 0.8, 1.2) * a,
-            "loss/ratio": ratio,
-            "loss/ratio_max": ratio,
+            "policy/clip_fraction": ratio * a > clip(ratio, 0.8, 1.2) * a,
+            "policy/ratio": ratio,
+            "policy/ratio_max": ratio,
             "loss/kl": math.exp(s.reference_logprobs[i] - s.values[i])
             - 1 - s.reference_logprobs[i] + s.values[i],
             "loss/entropy": r / (len(rows) - 1),
@@ -251,11 +251,13 @@ def test_measurements_of_ppo():
             "mismatch/logprob_max": abs(delta),
             "mismatch/k3": ratio - 1 - delta,
             "mismatch/outside": not 0.5 <= ratio <= 2,
+            "policy/kl": ratio - 1 - delta,
+            "policy/outside": not 0.5 <= ratio <= 2,
         }  # fmt: skip
         assert {name: value[r].item() for name, value in found.items()} == pytest.approx(
             {name: float(value) for name, value in expected.items()}, rel=1e-4, abs=1e-5
         )
-    for name in ("loss/clip_fraction", "mismatch/outside"):
+    for name in ("policy/clip_fraction", "mismatch/outside"):
         assert 0 < found[name].mean() < 1
 
 
@@ -264,6 +266,8 @@ def test_mismatch_is_between_the_trainer_before_the_update_and_the_engine():
     found, micro = measured(policy_loss(**OLD, rejection="token"), sequences)
     delta = micro.old_logprobs_R - micro.logprobs_R
     torch.testing.assert_close(found["mismatch/logprob_mean"], delta.abs())
+    moved = micro.values_R - micro.old_logprobs_R
+    torch.testing.assert_close(found["policy/kl"], moved.exp() - 1 - moved)
     outside = (delta.exp() < 0.5) | (delta.exp() > 2)
     assert found["loss/rejected"].tolist() == outside.float().tolist()
     assert 0 < outside.sum() < len(outside)

@@ -213,11 +213,18 @@ def test_cuda_gradient_is_near_the_exact_one(qwen_folder, mode):
 
 def test_metrics_of_several_updates_are_one():
     updates = [
-        {"loss/loss": 1.0, "loss/ratio_max": 4.0, "time/train": 2.0, "loss/skipped_steps": 1.0},
-        {"loss/loss": 2.0, "loss/ratio_max": 3.0, "time/train": 5.0, "loss/skipped_steps": 1.0},
-    ]
+        {
+            "loss/loss": 1.0, "policy/ratio_max": 4.0, "time/train": 2.0, "loss/skipped_steps": 1.0,
+            "mismatch/k3": 0.1, "mismatch/logprob_max": 0.2, "train/tokens": 5.0,
+        },
+        {
+            "loss/loss": 2.0, "policy/ratio_max": 3.0, "time/train": 5.0, "loss/skipped_steps": 1.0,
+            "mismatch/k3": 0.3, "mismatch/logprob_max": 0.4, "train/tokens": 6.0,
+        },
+    ]  # fmt: skip
     assert combine(updates) == {
-        "loss/loss": 1.5, "loss/ratio_max": 4.0, "time/train": 7.0, "loss/skipped_steps": 2.0,
+        "loss/loss": 1.5, "policy/ratio_max": 4.0, "time/train": 7.0, "loss/skipped_steps": 2.0,
+        "mismatch/k3": 0.1, "mismatch/logprob_max": 0.2, "train/tokens": 11.0,
     }  # fmt: skip
     assert combine([]) == {}
 

@@ -76,8 +76,10 @@ def test_what_a_reward_needs_is_imported_before_its_first_call(reward):
 
 def test_hang(hasty):
     start = time.monotonic()
-    with pytest.raises(RewardTimeout, match=r"(?s)longer than reward_seconds=0\.8.*in hang.*in do"):
+    message = r"(?s)longer than reward_seconds=0\.8; its process did not lack.*in hang.*in do"
+    with pytest.raises(RewardTimeout, match=message) as error:
         score(hasty, "hang")
+    assert error.value.is_final
     assert time.monotonic() - start >= 0.8
     assert score(hasty, "ok").value == 1
 

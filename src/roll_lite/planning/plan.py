@@ -85,7 +85,8 @@ class PlanOptions:
     ) -> "PlanOptions":
         """From the flat options of a recipe's Config, or of the config.json of its run."""
         given = {field.name: flat[field.name] for field in fields(cls) if field.name in flat}
-        is_own_reference = flat["kl_coef"] > 0 and "reference" not in device_map
+        has_reference = flat["kl_coef"] > 0 or flat["reference"] is not None
+        is_own_reference = has_reference and "reference" not in device_map
         given["policy_scores"] = is_own_reference + (flat["denominator"] == "old")
         given["lora_targets"] = tuple(flat["lora_targets"])  # a list in JSON
         return cls(**given, prompt_tokens=prompt_tokens)

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 
 from roll_lite.checks import parse_range
+from roll_lite.report.metrics import hints
+from roll_lite.report.overview import best_evaluation
 from roll_lite.report.page import serve, write_page
 from roll_lite.report.reader import RunFolder
 from roll_lite.report.terminal import comparison, draw_curve, tail
@@ -27,8 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.tail:
             print("\n\n".join(tail(run, options.tail) for run in runs))
             return 0
-        if options.curve:
-            print("\n\n".join(draw_curve(run.metric(options.curve)) for run in runs))
+        if options.curve is not None:
+            print("\n\n".join(_curve(run, options.curve) for run in runs))
             return 0
         if options.trace:
             num_events = write_trace(runs[0], options.trace, parse_range("steps", options.steps))
@@ -46,6 +48,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     print(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser")
     return 0
+
+
+def _curve(run: RunFolder, metric: str) -> str:
+    """Of a metric, or of the main evaluation, below what it means."""
+    name = metric or (best_evaluation(run) or {"metric": "reward/mean"})["metric"]
+    return "\n".join([*hints([name]).values(), draw_curve(run.metric(name))])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,9 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--curve",
         nargs="?",
-        const="eval/pass@1",
+        const="",
         metavar="METRIC",
-        help="draw a metric (eval/pass@1) in the terminal",
+        help="draw a metric (the main evaluation) in the terminal",
     )
     parser.add_argument(
         "--trace", type=Path, help="a file for the trace of steps, ranks and samples of a run"

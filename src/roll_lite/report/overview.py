@@ -11,9 +11,10 @@ from roll_lite.report.reader import Row, RunFolder
 Metrics = Mapping[str, float]
 
 EVALUATIONS: dict[str, Callable] = {
-    "eval/pass@1": max, "eval/accuracy": max, "eval/loss": min, "eval/kl": min,
+    "eval/pass@1": max, "eval/reward": max, "eval/accuracy": max, "eval/loss": min, "eval/kl": min,
 }  # fmt: skip
-"""The first that a run has is its main evaluation, with the better of two values."""
+"""The first that a run has is its main evaluation, with the better of two values, unless the run
+says which it is."""
 RECENT = 10
 """Steps whose median time estimates the time left."""
 GRAD_JUMP, BEFORE = 10.0, 20
@@ -83,8 +84,15 @@ HINTS = (
         lambda m: m.get("mismatch/outside", 0) > 0.1,
         "mismatch/outside",
         "{mismatch/outside:.0%} of the tokens are more than twice or less than half as likely to "
-        "the trainer as when they were sampled: use fewer updates per step or a smaller "
-        "--max-staleness, or --denominator old with --correction token",
+        "the trainer as when they were sampled, before any update: use a smaller --max-staleness, "
+        "or --denominator old with --correction token",
+        2,
+    ),
+    Hint(
+        lambda m: m.get("policy/outside", 0) > 0.1 >= m.get("mismatch/outside", 0),
+        "policy/outside",
+        "the updates of a step made {policy/outside:.0%} of the tokens more than twice or less "
+        "than half as likely: use fewer updates per step or epochs, or a lower --lr",
         2,
     ),
 )
@@ -119,7 +127,7 @@ def overview(run: RunFolder) -> Row:
         "seconds": seconds[-1] if seconds else None,
         "age": time.time() - last["time"] if "time" in last else None,
         "seconds_left": _seconds_left(run, seconds),
-        "best": best_evaluation(run.rows),
+        "best": best_evaluation(run),
         "warnings": warnings(run.rows),
     }
 
@@ -149,8 +157,11 @@ def _seconds_left(run: RunFolder, seconds: list[float]) -> float | None:
     return (pairs[-1][1] - pairs[0][1]) / steps * max(0, run.num_steps - pairs[-1][0]["step"])
 
 
-def best_evaluation(rows: Sequence[Row]) -> Row | None:
-    for name, better in EVALUATIONS.items():
+def best_evaluation(run: RunFolder) -> Row | None:
+    rows = run.rows
+    said = [event.get("metric") for event in run.events if event.get("event") == "best_by"]
+    for name in sorted(EVALUATIONS, key=lambda name: name not in said[-1:]):
+        better = EVALUATIONS[name]
         if found := [row for row in rows if name in row and row[name] == row[name]]:  # not nan
             best = better(found, key=lambda row: row[name])
             last = found[-1]

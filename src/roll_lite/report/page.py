@@ -17,6 +17,7 @@ from threading import Lock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from roll_lite.report.metrics import hints
 from roll_lite.report.overview import differences, elapsed, overview
 from roll_lite.report.reader import Row, RunFolder, TokenTexts, step_of
 from roll_lite.report.records import encode
@@ -61,13 +62,15 @@ def page_data(runs: Sequence[RunFolder], parts: list[Row], *, live: bool = False
 def run_data(run: RunFolder, rows: Sequence[int], *notes: str) -> Row:
     """All that the page shows of a run but its samples; of the metrics, the rows with these
     numbers."""
+    metrics = columns(run, rows)
     return {
         "name": str(run.folder),
         "options": clip(run.options),
         "starts": clip(run.starts),
         "recipe": run.config.get("recipe"),
         "overview": overview(run),
-        "metrics": columns(run, rows),
+        "metrics": metrics,
+        "meanings": hints(metrics),
         "events": clip(run.events[-200:]),
         "notes": [note for note in (*run.notes, *notes) if note],
         "names": run.names,

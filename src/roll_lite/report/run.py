@@ -37,7 +37,7 @@ from roll_lite.report.records import (
     encode,
     rollout_lines,
 )
-from roll_lite.report.terminal import StepTable
+from roll_lite.report.terminal import StepTable, repeats
 from roll_lite.report.trackers import OpenTracker, TrackedRun, Trackers
 from roll_lite.types import Group, Sample
 
@@ -124,7 +124,9 @@ class Run:
         if sys.stdout.isatty():
             return self._table.lines(step, metrics, terminal_width())
         parts = [
-            f"{label} {metrics[name]:.4g}" for name, label in self._shown.items() if name in metrics
+            f"{label} {metrics[name]:.4g}"
+            for name, label in self._shown.items()
+            if name in metrics and not repeats(name, metrics)
         ]
         width = len(str(self._num_steps))
         return [f"step {step:>{width}}  " + "  ".join(parts)]

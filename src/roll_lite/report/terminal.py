@@ -15,14 +15,14 @@ WIDTH = 8
 """Characters of a number in the table."""
 RARE = {
     "eval/failed", "rollout/failed", "rollout/missing_groups", "rollout/staleness", "env/errors",
-    "loss/skipped_steps", "data/truncated",
+    "loss/skipped_steps", "data/truncated", "policy/clip_fraction",
 }  # fmt: skip
 """Metrics that get a column once they are not 0."""
 COMPARED = (
-    "eval/pass@1", "eval/loss", "eval/accuracy", "eval/kl", "reward/mean", "loss/loss",
-    "loss/entropy", "loss/kl", "loss/clip_fraction", "loss/grad_norm", "mismatch/logprob_mean",
-    "rollout/reply_tokens", "rollout/truncated", "rollout/staleness", "train/tokens_per_second",
-    "time/step",
+    "eval/pass@1", "eval/reward", "eval/loss", "eval/accuracy", "eval/kl", "reward/mean",
+    "loss/loss", "loss/entropy", "loss/kl", "policy/clip_fraction", "loss/grad_norm",
+    "mismatch/logprob_mean", "rollout/reply_tokens", "rollout/truncated", "rollout/staleness", 
+    "train/tokens_per_second", "time/step",
 )  # fmt: skip
 BAR = 50
 """Characters of the longest bar of a curve."""
@@ -42,7 +42,11 @@ class StepTable:
 
     def learn(self, metrics: Mapping[str, float]) -> None:
         """Have columns for these metrics from now on."""
-        self._seen |= {name for name, value in metrics.items() if value or name not in RARE}
+        self._seen |= {
+            name
+            for name, value in metrics.items()
+            if (value or name not in RARE) and not repeats(name, metrics)
+        }
 
     def lines(self, step: int, metrics: Mapping[str, float], width: int) -> list[str]:
         """The row of a step, below a header if one is due; as many columns as fit the width."""
@@ -65,6 +69,11 @@ class StepTable:
                     break
                 columns.append(name)
         return columns
+
+
+def repeats(name: str, metrics: Mapping[str, float]) -> bool:
+    """Whether another metric says the same: rewards that are 0 or 1 are passed or not."""
+    return name == "eval/reward" and metrics[name] == metrics.get("eval/pass@1")
 
 
 def cell(value: float | None) -> str:

@@ -317,6 +317,7 @@ class Coordinator:
         gaps = self._version_gaps
         rewards = self._groups.rewards
         metrics: dict[str, float] = {f"rollout/{name}": counts[name] for name in COUNTED}
+        metrics["rollout/tokens"] = self._ledger.num_tokens
         metrics["rollout/groups_in_flight"] = len(self._groups.running)
         metrics["rollout/groups_ready"] = len(self._groups.ready)
         if rewards:  # of all sampled groups; reward/mean is of those that are trained on
@@ -329,6 +330,7 @@ class Coordinator:
             metrics["rollout/restored"] = counts["restored"]
         metrics |= self._engines.metrics()
         counts.clear()
+        self._ledger.num_tokens = 0
         gaps.clear()
         rewards.clear()
         return metrics

@@ -35,7 +35,7 @@ from roll_lite.types import (
     TurnResult,
     combine_measurements,
 )
-from roll_lite.workers.failures import TooManyFailures
+from roll_lite.workers.failures import RewardTimeout, TooManyFailures
 
 FATAL = (bdb.BdbQuit, TooManyFailures, RoleError)
 """Errors that end the run rather than one sample: a debugger that was left, rewards or environments
@@ -273,7 +273,9 @@ class Episode:
                 return await call()
             except FATAL:
                 raise
-            except Exception:  # any kind: rewards are user code
+            except Exception as error:  # any kind: rewards are user code
+                if isinstance(error, RewardTimeout) and error.is_final:
+                    raise
                 self.sample.error = traceback.format_exc()  # in case the run stops before the last
                 self.on_retry()
         return await call()

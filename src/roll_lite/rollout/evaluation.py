@@ -8,8 +8,9 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any
 
 from roll_lite import data
@@ -37,8 +38,9 @@ class EvaluationOptions:
     """Most prompts to use of each file or task."""
     eval_samples: int = 1
     """Samples per prompt: 1 is greedy, more are sampled at `temperature` (pass@1 and pass@k)."""
-    pass_reward: float = 1.0
-    """Smallest reward with which a sample passes."""
+    pass_reward: float | None = None
+    """Smallest reward with which a sample passes; None is 1.0, and if no answer of the first
+    evaluation passes, the best checkpoint is that of the highest mean reward instead."""
 
     def __post_init__(self):
         at_least(1, self, "eval_prompts", "eval_samples")
@@ -48,6 +50,10 @@ class EvaluationOptions:
             raise UserError(f"eval_share={self.eval_share} must be at least 0 and below 1")
         if self.eval_data:
             unread_with("eval_data", self, "eval_share")
+
+    @property
+    def least_to_pass(self) -> float:
+        return 1.0 if self.pass_reward is None else self.pass_reward
 
     def prompts(
         self,
@@ -89,10 +95,14 @@ class Evaluation:
         self.every = options.eval_every
         self.best = "eval/kl" if kl_to_teacher else "eval/pass@1"
         self.is_lower_better = kl_to_teacher is not None
+        self._is_decided = bool(kl_to_teacher) or options.pass_reward is not None
+        """Whether `best` is what it will be until the end of the run."""
         is_greedy = options.eval_samples == 1 and not kl_to_teacher
         self._params = replace(params, temperature=0.0) if is_greedy else params
         self.rates: list[float] = []
         """Pass rates of all evaluations so far."""
+        self.rewards: list[float] = []
+        """Mean rewards of them."""
         self.groups: list[Group] = []
         """Answers of the last evaluation, if it came to its end."""
 
@@ -109,12 +119,27 @@ class Evaluation:
             return {}
         self.groups = answers
         refuse_all_failed(answers)
-        metrics = pass_rates(answers, self._options.pass_reward)
+        metrics = pass_rates(answers, self._options.least_to_pass)
         if self._kl_to_teacher:
             metrics["eval/kl"] = self._kl_to_teacher(answers)
         else:
             self.rates.append(metrics["eval/pass@1"])
+            self.rewards.append(metrics["eval/reward"])
+        self._decide(metrics)
         return metrics | {"time/evaluate": time.perf_counter() - start}
+
+    def _decide(self, metrics: dict[str, float]) -> None:
+        """Where no answer passes, rewards are graded, and pass rates would say nothing."""
+        if not self._is_decided and not metrics["eval/pass@1"]:
+            self.best = "eval/reward"
+        self._is_decided = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "is_decided": self._is_decided}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best = state["best"]
+        self._is_decided = state["is_decided"]
 
 
 def refuse_all_failed(groups: list[Group]) -> None:
@@ -190,16 +215,30 @@ def describe_groups(groups: list[Group]) -> dict[str, float]:
     samples = [sample for group in groups for sample in group.samples]
     done = [sample for sample in samples if sample.state == "done"]
     rewards = [[s.score.value for s in g.samples if s.score] for g in groups]
+    values = [sample.score.value for sample in done] or [0.0]
     return {
         **_parts("reward", done),
-        "reward/mean": fmean(s.score.value for s in done) if done else 0.0,
+        "reward/mean": fmean(values),
+        "reward/std": pstdev(values),
+        "reward/min": min(values),
+        "reward/max": max(values),
         "reward/solved_groups": fmean(any(r > 0 for r in group) for group in rewards),
         "reward/equal_groups": fmean(len(set(group)) < 2 for group in rewards),
         **_by_subset(groups),
-        "rollout/reply_tokens": fmean(s.num_sampled for s in samples),
-        "rollout/longest_reply": max(s.num_sampled for s in samples),
+        **_lengths([sample.num_sampled for sample in samples]),
         "rollout/truncated": fmean(s.is_cut for s in samples),
         **_episodes("rollout", samples),
+    }
+
+
+def _lengths(counts: list[int]) -> dict[str, float]:
+    """Mean, longest and percentiles of replies; a percentile is the length of a reply."""
+    counts = sorted(counts)
+    shares = {f"p{p}": counts[ceil(p / 100 * len(counts)) - 1] for p in (50, 90, 99)}
+    return {
+        "rollout/reply_tokens": fmean(counts),
+        **{f"rollout/reply_tokens_{name}": count for name, count in shares.items()},
+        "rollout/longest_reply": counts[-1],
     }
 
 

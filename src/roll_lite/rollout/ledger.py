@@ -43,6 +43,8 @@ class Ledger:
         self.in_flight = in_flight or StatesInFlight()
         self.counts: Counter[str] = Counter()
         """Samples by how they ended, and retries."""
+        self.num_tokens = 0
+        """Sampled tokens of samples that ended."""
         self.dropped: list[tuple[Sample, str]] = []
         """Samples that are in no group, or failed, each with the reason."""
         self.bar = ProgressBar(0, "", enabled=False)
@@ -58,6 +60,7 @@ class Ledger:
         sample = self.journal.restored(visit, index) if self.journal else None
         if sample:
             self.counts["restored"] += 1
+            self.num_tokens += sample.num_sampled
             self.bar.advance(1, sample.num_sampled)
         return sample
 
@@ -80,6 +83,7 @@ class Ledger:
     def end(self, sample: Sample) -> None:
         """The sample is scored."""
         self.enter(sample, "done")
+        self.num_tokens += sample.num_sampled
         self.bar.advance(1, sample.num_sampled)
         if self.journal:
             self.journal.write(sample)
@@ -107,6 +111,7 @@ class Ledger:
 
     def _drop(self, sample: Sample, state: State, count: str, reason: str) -> None:
         if sample.state not in LOST:
+            self.num_tokens += sample.num_sampled if sample.state != "done" else 0
             self.enter(sample, state)
             self.counts[count] += 1
             self.dropped.append((sample, reason))

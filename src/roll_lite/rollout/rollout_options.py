@@ -47,7 +47,8 @@ class RolloutOptions:
     """Seconds until an unfinished sample is aborted, from its admission to an engine to the end of
     scoring. Evaluation has no deadline."""
     max_retries: Argument[int] = 2
-    """Retries of a request that an engine failed, and of a reward that raised."""
+    """Retries of a request that an engine failed, and of a reward that raised; not of a plain
+    function that reached its time limit, unless its process lacked a processor."""
     samples_per_replica: Argument[int] = 1024
     """Most unfinished samples per engine replica; further groups wait until a replica has room."""
     journal: bool = True

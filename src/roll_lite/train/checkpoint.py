@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from roll_lite.checks import UserError, at_least, refuse_changes
 from roll_lite.report.run import Run
@@ -64,6 +64,7 @@ def refuse_links_out(run_dir: str | Path) -> None:
                 )
 
 
+@runtime_checkable
 class Resumable(Protocol):
     """A part of the controller with state that a checkpoint keeps."""
 

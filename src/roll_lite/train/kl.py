@@ -19,13 +19,14 @@ class KLOptions:
     """KL penalty to a reference model."""
 
     kl_coef: float = 0.0
-    """Weight of the KL to the reference; 0 loads no reference."""
+    """Weight of the KL to the reference; with 0 it is measured if `reference` is given."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL to the reference counts: added to the loss, or taken off the reward."""
     kl_estimator: Literal[KL_ESTIMATORS] | None = None
     """Estimate of the KL from sampled tokens; left open, k3 in the loss and k1 in the reward."""
     reference: str | None = None
-    """Hugging Face folder of the reference; None is the starting model."""
+    """Hugging Face folder of the reference; None is the starting model, if kl_coef is above 0. With
+    a kl_coef of 0 the KL to this reference is only measured."""
     kl_target: Argument[float | None] = None
     """kl_in=reward: adapt kl_coef so that the KL of a sample stays near this value."""
     kl_horizon: Argument[int] = 10_000
@@ -36,8 +37,11 @@ class KLOptions:
         at_least(0, self, "kl_coef")
         at_least(1, self, "kl_horizon")
         above(0, self, "kl_target")
-        dependent = ("kl_in", "reference", "kl_estimator")
-        read_only_if(self.kl_coef > 0, "kl_coef above 0", self, *dependent)
+        read_only_if(self.kl_coef > 0, "kl_coef above 0", self, "kl_in", "kl_estimator")
+
+    @property
+    def has_reference(self) -> bool:
+        return self.kl_coef > 0 or self.reference is not None
 
     @property
     def open_defaults(self) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def kimi(logprobs_R, delta_R, advantages_R, batch, *, tau: Tau = 0.1):
     """
     error_R = advantages_R - tau * _sum_over_sample(delta_R, batch)
     ratio_R = delta_R.detach().exp()
-    return error_R.square() / (2 * tau), {"loss/ratio": ratio_R, "loss/ratio_max": ratio_R}
+    return error_R.square() / (2 * tau), {"policy/ratio": ratio_R, "policy/ratio_max": ratio_R}
 
 
 def reinforce(logprobs_R, delta_R, advantages_R, batch):
@@ -283,6 +283,7 @@ class PolicyLoss:
             if getattr(rows, "shape", None) != logprobs_R.shape:
                 self._refuse(name, rows, len(logprobs_R))
         measurements["loss/entropy"] = entropy_R
+        measurements |= _movement(delta_R)
         if is_old and batch.logprobs_R is not None:
             measurements |= _mismatch(denominator_R - batch.logprobs_R)
         elif not is_old:
@@ -433,17 +434,28 @@ def _off_policy(batch: MicroBatch, level: str) -> Tensor:
 
 def _ratios(ratio_R: Tensor, is_clipped_R: Tensor) -> Measurements:
     return {
-        "loss/ratio": ratio_R,
-        "loss/ratio_max": ratio_R,
-        "loss/clip_fraction": is_clipped_R.float(),
+        "policy/ratio": ratio_R,
+        "policy/ratio_max": ratio_R,
+        "policy/clip_fraction": is_clipped_R.float(),
     }
 
 
+def _movement(delta_R: Tensor) -> Measurements:
+    """How far the policy is from the denominator of its ratios."""
+    return {"policy/kl": delta_R.expm1() - delta_R, "policy/outside": _is_outside(delta_R)}
+
+
 def _mismatch(delta_R: Tensor) -> Measurements:
-    """How far the trainer's logprobs are from those of the engine that sampled."""
+    """How far the trainer's logprobs are from those of the engine that sampled; of the updates of a
+    step `combine` keeps the first, before which the policy has not moved."""
     return {
         "mismatch/logprob_mean": delta_R.abs(),
         "mismatch/logprob_max": delta_R.abs(),
         "mismatch/k3": delta_R.expm1() - delta_R,
-        "mismatch/outside": ((delta_R < -math.log(2)) | (delta_R > math.log(2))).float(),
+        "mismatch/outside": _is_outside(delta_R),
     }
+
+
+def _is_outside(delta_R: Tensor) -> Tensor:
+    """1 where a token is more than twice or less than half as likely."""
+    return ((delta_R < -math.log(2)) | (delta_R > math.log(2))).float()

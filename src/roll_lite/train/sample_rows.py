@@ -19,7 +19,7 @@ from roll_lite.train.advantages import (
     standardise,
 )
 from roll_lite.train.batch import join_numbers
-from roll_lite.train.kl import NO_KL, KLController, KLOptions
+from roll_lite.train.kl import NO_KL, KLController, KLOptions, estimate_kl
 from roll_lite.train.sequences import TrainingSequence, name_of, samples_of, with_field
 from roll_lite.train.shaping import RunningMoments, normalise
 from roll_lite.types import Group, Sample, Score, TokenSequence
@@ -61,7 +61,7 @@ class AdvantageState:
         self.kl_options = kl
         self.kl = KLController(kl.kl_coef, target=kl.kl_target, horizon=kl.kl_horizon)
         self.metrics: dict[str, float] = {}
-        """Metrics of the last batch: with KL in the reward, its mean per token and coefficient."""
+        """Metrics of the last batch: of its advantages, its KL to a reference and to teachers."""
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         return {"rewards": self.rewards.state_dict(), "kl": self.kl.state_dict()}
@@ -107,6 +107,7 @@ class Rows:
             raise UserError("reward_norm='running' needs the run's AdvantageState; give `state`")
         state = state or AdvantageState()
         state.metrics = {}
+        self._state = state
         self._options = options
         self._scores = scores
         self.samples = samples = samples_of(groups)
@@ -166,6 +167,11 @@ class Rows:
             kl = -self.teacher_gain_R.sum() / is_taught_R.sum()
             state.metrics["rollout/kl"] = kl.item()
 
+    def measure_reference(self, logprobs: Sequence[Sequence[float]]) -> None:
+        """The KL to the reference of the policy that sampled, by k3, whatever is trained with."""
+        kl_R = estimate_kl(self.logprobs_R, self.of(logprobs), "k3")
+        self._state.metrics["reference/kl"] = kl_R.mean().item()
+
     def _given_or_own(self, logprobs: Sequence[Sequence[float] | None] | None) -> Tensor | None:
         """(R,): where a sequence has no teacher nothing pulls, as its logprobs are the policy's."""
         if logprobs is None:
@@ -224,6 +230,7 @@ class Rows:
             advantages_R = advantages_R + teacher_weight * self.teacher_gain_R
         if (most := self._options.advantage_clip) is not None:
             advantages_R = advantages_R.clamp(-most, most)
+        self._state.metrics |= _spread(advantages_R)
         sequences = _sequences(self.parts, self.lists(advantages_R), returns, self._scores)
         if with_observations:
             return with_field(sequences, "observed", [part.tokens.observed for part in self.parts])
@@ -282,6 +289,16 @@ class Rows:
         """Per sequence and token, 0 where there is no loss."""
         flat_N = values_R.new_zeros(sum(self.lengths)).index_copy(0, self.learned_R, values_R)
         return [part.tolist() for part in flat_N.split(self.lengths)]
+
+
+def _spread(advantages_R: Tensor) -> dict[str, float]:
+    if not len(advantages_R):
+        return {}
+    return {
+        "advantage/abs_mean": advantages_R.abs().mean().item(),
+        "advantage/std": advantages_R.std(correction=0).item(),
+        "advantage/zero_share": (advantages_R == 0).double().mean().item(),
+    }
 
 
 def _check_scores(

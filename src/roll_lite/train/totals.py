@@ -51,12 +51,15 @@ class Totals:
 
 
 def combine(updates: list[dict[str, float]]) -> dict[str, float]:
-    """The metrics of several updates as one: times and skips are summed, `_max` is the maximum and
-    others are averaged. Empty without updates."""
+    """The metrics of several updates of a step as one: times, tokens and skips are summed, `_max`
+    is the maximum, a mismatch that of the first update, and others are averaged. Empty without
+    updates."""
     result = {}
     for name in updates[0] if updates else ():
         values = [metrics[name] for metrics in updates]
-        if name.startswith("time/") or name == "loss/skipped_steps":
+        if name.startswith("mismatch/"):
+            result[name] = values[0]
+        elif name.startswith("time/") or name in ("loss/skipped_steps", "train/tokens"):
             result[name] = sum(values)
         else:
             result[name] = max(values) if name.endswith("_max") else fmean(values)

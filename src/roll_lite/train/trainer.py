@@ -190,7 +190,11 @@ class Trainer(Scorer):
         counts = torch.tensor(counts, dtype=torch.float64, device=self.device)
         dist.all_reduce(counts, group=self.replicas)
         tokens, pairs, rows = counts.tolist()
-        speed = {"time/train": seconds, "train/tokens_per_second": tokens / seconds}
+        speed = {
+            "time/train": seconds,
+            "train/tokens": tokens,
+            "train/tokens_per_second": tokens / seconds,
+        }
         if self.device.type == "cuda":
             speed["train/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             if flops := device_flops(torch.cuda.get_device_name()):

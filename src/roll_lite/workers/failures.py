@@ -38,6 +38,11 @@ COUNTED_KINDS = {"timeout": "timeouts", "crash": "crashes"}
 class RewardTimeout(RuntimeError):
     """The reward exceeded its time limit, and its process was killed."""
 
+    def __init__(self, text: str, *, is_final: bool = False):
+        super().__init__(text)
+        self.is_final = is_final
+        """Whether another attempt would only take as long again."""
+
 
 class RewardCrash(RuntimeError):
     """The reward's process died, or was killed for breaking a limit."""
@@ -66,6 +71,8 @@ class Failure:
     """Whose code ran when the worker died: this job's, that of another job in the same worker, or
     none that is known; or the supervisor died. Only in the first case is the job to blame, and in
     the others it is repeated."""
+    is_final: bool = False
+    """A timeout of code that did not lack a processor."""
 
     @property
     def place(self) -> str:

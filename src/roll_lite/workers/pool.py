@@ -264,7 +264,7 @@ class RewardWorkers(Workers):
 
     def _error(self, job: Job, failure: Failure) -> Exception:
         if failure.kind == "timeout":
-            return RewardTimeout(failure.text)
+            return RewardTimeout(failure.text, is_final=failure.is_final)
         if failure.kind == "crash":
             return RewardCrash(failure.text)
         error = RewardError(failure.summary)

@@ -232,9 +232,8 @@ class Supervisor:
     def _check_time(self) -> None:
         """Replace workers whose code runs for too long, and those that neither run nor answer."""
         for worker in list(self._workers):
-            if self._hangs(worker):
-                text = self._options.took_longer + worker.output_text
-                self._replace(worker, Failure("timeout", text))
+            if late := self._late(worker):
+                self._replace(worker, late)
             elif self._is_silent(worker):
                 limit = self._options.seconds_option
                 self._replace_for(worker, f"did nothing for {limit}, with work left")
@@ -318,21 +317,26 @@ class Supervisor:
         is_starved = state_of(worker.pid) == "R" and seconds < _STARVED * most
         return seconds >= most and not is_starved
 
-    def _hangs(self, worker: WorkerProcess) -> bool:
-        """Whether code reached the time limit. Its stack is read and the worker stopped then."""
+    def _late(self, worker: WorkerProcess) -> Failure | None:
+        """The timeout of code that reached the time limit. Its stack is read and the worker stopped
+        then."""
         late = job_id, start, used = worker.running.read()
         seconds = time.monotonic() - start
         most = self._options.seconds
         if job_id < 0 or seconds < most:
-            return False
-        if seconds < _STARVED * most and lacks_processor(worker.pid, used + most):
-            return False
+            return None
+        is_starved = lacks_processor(worker.pid, used + most)
+        if is_starved and seconds < _STARVED * most:
+            return None
         worker.read_stack()
         os.kill(worker.pid, signal.SIGSTOP)
-        if worker.running.read() == late:
-            return True
-        os.kill(worker.pid, signal.SIGCONT)  # it returned at the last moment
-        return False
+        if worker.running.read() != late:
+            os.kill(worker.pid, signal.SIGCONT)  # it returned at the last moment
+            return None
+        lacked = "had to wait for a processor"
+        why = lacked if is_starved else "did not lack a processor, so it is not tried again"
+        text = f"{self._options.took_longer}; its process {why}{worker.output_text}"
+        return Failure("timeout", text, is_final=not is_starved)
 
     def _replace_for(self, worker: WorkerProcess, deed: str) -> None:
         """Replace a worker for what is not known to be the fault of a job that it has."""

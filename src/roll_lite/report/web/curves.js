@@ -4,6 +4,7 @@ const settings = { smooth: 0, log: false, x: "step", find: "", hidden: new Set()
 const MAIN = [
   "reward/mean",
   "eval/pass@1",
+  "eval/reward",
   "eval/loss",
   "loss/loss",
   "loss/entropy",
@@ -17,7 +18,8 @@ const SECTIONS = [
   ["Reward", /^reward\//],
   ["Evaluation", /^eval\//],
   ["Lengths and episodes", /^rollout\/(reply_tokens|longest_reply|truncated|turns|sequences|end_)/],
-  ["Loss, entropy, KL, clipping, gradient", /^(loss|critic)\//],
+  ["Loss, entropy, gradient, advantages", /^(loss|critic|advantage)\//],
+  ["Policy: ratio, clipping, KL to a reference", /^(policy|reference)\//],
   ["Mismatch of engine and trainer", /^mismatch\//],
   ["Speed and time", /^(time\/|.*tokens_per_second)/],
   ["Rollout and staleness", /^rollout\//],
@@ -154,12 +156,15 @@ function points(run, name) {
   return found;
 }
 
+// What report/metrics.py says of a metric.
+const meaning = (name) => data.runs.map((run) => run.meanings[name]).find(Boolean) || "";
+
 function figure(name, isChosen = false) {
   const readout = el("div", { class: "readout" });
   const node = el(
     "figure",
     { class: isChosen ? "chosen" : "", "data-metric": name },
-    el("figcaption", {}, name),
+    el("figcaption", { title: meaning(name) }, name),
     readout,
   );
   const series = data.runs

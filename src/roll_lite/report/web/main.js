@@ -73,6 +73,7 @@ function addNews(run, news) {
     notes: news.notes,
     names: news.names,
     events: news.events,
+    meanings: { ...run.meanings, ...news.meanings },
   });
 }
 
