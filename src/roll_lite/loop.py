@@ -95,17 +95,17 @@ class Loop:
         its SHOWN metrics of the console.
 
         `parts` are parts of the controller with state that checkpoints keep, beside the rollout.
-        `trackers` get all metrics. `group_metrics` are computed from the groups of each step, by
-        name, and shown on the console. `passed_by_nothing` returns prompts that every program
-        passes, found since its last call, for events. `is_measured_first` measures before the first
-        step too.
+        `trackers` get all metrics, beside those of the options. `group_metrics` are computed from
+        the groups of each step, by name, and shown on the console. `passed_by_nothing` returns
+        prompts that every program passes, found since its last call, for events.
+        `is_measured_first` measures before the first step too.
         """
         self._cfg = cfg
         self._roles = roles
         self._rollout = rollout
         self._evaluation = evaluation
         self._parts = dict(parts)
-        self._trackers = trackers
+        self._trackers = (*cfg.tracking.openers, *trackers)
         self._group_metrics = group_metrics
         self._passed_by_nothing = passed_by_nothing
         self._is_measured_first = is_measured_first
