@@ -13,7 +13,14 @@ from typing import Any, NoReturn, TypeVar
 from roll_lite import output
 from roll_lite.checks import USER_ERROR, UserError
 from roll_lite.cluster.errors import RoleError, exit_code_of, own_code_of
-from roll_lite.cluster.launch import end_torchrun, find_torchrun, is_first_rank, read_launch
+from roll_lite.cluster.launch import (
+    end_torchrun,
+    find_torchrun,
+    is_first_rank,
+    may_restart,
+    print_last,
+    read_launch,
+)
 from roll_lite.command_line import parse
 from roll_lite.own_code import OwnCode
 from roll_lite.planning.resolve import resolved
@@ -49,7 +56,9 @@ def run(
             sys.exit(plan(cfg))
         main(resolved(cfg))
     except SystemExit as end:
-        if end.code == USER_ERROR:  # tyro cannot read an option
+        if end.code == USER_ERROR:  # tyro cannot read an option, and has said why
+            for text in getattr(end, "__notes__", ()):
+                print_last(text)
             end_torchrun(USER_ERROR)
         raise
     except Stopped as stopped:
@@ -62,7 +71,8 @@ def run(
     except Exception as error:
         own = own_code_of(error)
         resume = ""
-        if cfg is not None and _has_checkpoint(cfg):
+        continues_itself = may_restart() and exit_code_of(error) != USER_ERROR
+        if cfg is not None and _has_checkpoint(cfg) and not continues_itself:
             resume = f"To continue the run:\n    {command_line('--resume', cfg.run_dir)}"
         if not is_debugging and (text := _explain(error, own)):
             _exit_with(error, f"{text}\n{resume}" if own and resume else text)
@@ -108,15 +118,19 @@ def _exit_with(error: Exception, text: str) -> NoReturn:
     """Print what is wrong, on the first rank, and exit; torchrun ends if a restart cannot help."""
     # A full disk or a file server that is away may be better after a restart; a value is not.
     is_final = exit_code_of(error) == USER_ERROR
-    ends_torchrun = is_final and find_torchrun() is not None
+    is_restarted = may_restart() and not is_final
+    under_torchrun = find_torchrun() is not None
     message = f"error: {text}\n\n--debug prints the traceback"
-    message += "; torchrun ends with one of its own" if ends_torchrun else ""
     if is_first_rank():
         print(f"\n{message}", file=sys.stderr, flush=True)
-    if ends_torchrun:
+        if under_torchrun and not is_restarted:
+            print("torchrun ends with one of its own, and the error comes again", file=sys.stderr)
+            print_last(message)
+    if is_final and under_torchrun:
         end_torchrun(USER_ERROR)  # returns on a rank that alone has the error
         if not is_first_rank():
             print(f"rank {read_launch().rank}: {message}", file=sys.stderr, flush=True)
+            print_last(f"rank {read_launch().rank}: {message}")
     is_of_users_file = any(
         _is_of_file(each) and isinstance(each, USERS_FILES) for each in (error, error.__cause__)
     )

@@ -6,9 +6,11 @@ the signature of that function.
 
 import ast
 import inspect
+import io
 import os
+import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from functools import cache
@@ -139,9 +141,22 @@ def read_flags(
         return tyro.cli(command, args=args, config=(tyro.conf.OmitArgPrefixes,), **options)
 
     if is_first_rank():
-        return flatten(parse())
+        return flatten(_noting_errors(parse))
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
         return flatten(parse())
+
+
+def _noting_errors(parse: Callable[[], Any]) -> Any:
+    """What is printed of an error is noted on the SystemExit too: it may have to come again."""
+    printed = io.StringIO()
+    try:
+        with redirect_stderr(printed):
+            return parse()
+    except SystemExit as end:
+        end.add_note(printed.getvalue())
+        raise
+    finally:
+        print(printed.getvalue(), end="", file=sys.stderr, flush=True)
 
 
 def _common_flags(base: Any, flags: Mapping[str, Sequence[Flag]]) -> list[Flag]:
