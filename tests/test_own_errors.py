@@ -316,3 +316,28 @@ command.run(main, sft.Config, sft.__doc__)
     )  # fmt: skip
     assert done.returncode == code and message in done.stderr
     assert "error: [Errno" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def stopping(tmp_path, code_file):
+    """Options of a run whose reward calls a debugger."""
+
+    def write(call):
+        path = code_file(f"def mine(prompt, reply):\n    {call}\n\nREWARDS = {{'reverse': mine}}\n")
+        return "--code", path, "--run-dir", tmp_path / "stopped"
+
+    return write
+
+
+@pytest.mark.parametrize("call", ["breakpoint()", "import pdb; pdb.set_trace()"])
+def test_a_debugger_in_a_worker_ends_the_run_with_the_remedy(options, stopping, command, call):
+    code, text = command(RECIPES / "rlvr.py", *options, *stopping(call), "--reward-workers", 1)
+    assert code == 2 and "BdbQuit" not in text
+    assert text.count("has no terminal in a worker process; add --reward-workers 0") == 1
+
+
+def test_quitting_the_debugger_ends_the_run_with_one_line(options, stopping, command):
+    call = "import bdb; raise bdb.BdbQuit"  # as `q` does
+    code, text = command(RECIPES / "rlvr.py", *options, *stopping(call), "--reward-workers", 0)
+    assert code == 1 and "BdbQuit" not in text and "--debug" not in text
+    assert text.count("left the debugger: the run ends\n") == 1

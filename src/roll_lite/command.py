@@ -4,10 +4,12 @@ if __name__ == "__main__":
     command.run(main, Config, __doc__)
 """
 
+import bdb
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from roll_lite import output
@@ -69,6 +71,10 @@ def run(
             raise
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
+        if bdb.BdbQuit in (type(error), type(error.__cause__)) and not _is_in_debugger():
+            print("left the debugger: the run ends")
+            _print_resume(cfg)
+            sys.exit(1)
         own = own_code_of(error)
         resume = ""
         continues_itself = may_restart() and exit_code_of(error) != USER_ERROR
@@ -84,10 +90,18 @@ def run(
 def _print_resume(cfg: Any) -> None:
     if not is_first_rank():
         return
-    if _has_checkpoint(cfg):
+    if cfg is not None and _has_checkpoint(cfg):
         print(f"stopped; continue with\n    {command_line('--resume', cfg.run_dir)}", flush=True)
     else:
         print("stopped before the first step was complete: there is nothing to resume")
+
+
+def _is_in_debugger() -> bool:
+    """Whether this program runs in `python -m pdb`, which ends it itself."""
+    frame: FrameType | None = sys._getframe()
+    while frame and frame.f_globals.get("__name__") != "bdb":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _has_checkpoint(cfg: Any) -> bool:

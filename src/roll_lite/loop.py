@@ -202,8 +202,8 @@ class Loop:
 
     def _blame_code(self, error: TooManyFailures) -> None:
         """Rewards or environments that never worked: a restart would find them as they are."""
-        has_raised = error.failure is not None and error.failure.kind == "raised"
-        if has_raised and self._saved.step == 0:
+        kind = error.failure.kind if error.failure else ""
+        if kind == "debugger" or (kind == "raised" and self._saved.step == 0):
             raise UserError(str(error)) from error
 
     def _export(self) -> None:
