@@ -38,8 +38,8 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
 ALLOWED = {("sync", "train")}
 LINES = {  # of Python in a package, at most; "." is the files beside the packages
     ".": 6450, "cluster": 2850, "data": 1000, "engine": 2700, "envs": 2250, "kernels": 750,
-    "models": 2970, "planning": 1350, "report": 2330, "rewards": 3500, "rollout": 2950,
-    "sandbox": 2350, "train": 4500, "workers": 2550,
+    "models": 2970, "planning": 1470, "report": 2330, "rewards": 3500, "rollout": 2950,
+    "sandbox": 2350, "train": 4500, "workers": 2620,
 }  # fmt: skip
 SLACK = 100
 TORCH_FREE = (
