@@ -125,8 +125,7 @@ class Run:
         parts = [
             f"{label} {metrics[name]:.4g}" for name, label in self._shown.items() if name in metrics
         ]
-        width = len(str(self._num_steps))
-        return [f"step {step:>{width}}  " + "  ".join(parts)]
+        return [f"step {step}  " + "  ".join(parts)]
 
     def print(self, text: str) -> None:
         """Print a line above the progress bar."""

@@ -128,13 +128,18 @@ def _samples(run: RunFolder) -> Iterator[str]:
         equal = "" if worst is not best else ", whose rewards are all equal"
         of = f"of {len(scored)} samples of step {step_of(names[-1])}{equal}"
         yield f"\n{title} {of}: {_describe(row)}"
-        for message in _messages(row):
-            yield f"  {message.get('role')}:\n{indent(readable(message.get('content')), '    ')}"
+        yield from shown_messages(row)
 
 
 def _describe(row: Row) -> str:
     parts = "".join(f", {name} {value:.4g}" for name, value in row.get("parts", {}).items())
     return f"{row.get('prompt_id')}/{row.get('index')}, reward {row['reward']:.4g}{parts}"
+
+
+def shown_messages(row: Row) -> Iterator[str]:
+    """The text of a sample: who says what."""
+    for message in _messages(row):
+        yield f"  {message.get('role')}:\n{indent(readable(message.get('content')), '    ')}"
 
 
 def _messages(row: Row) -> list[Row]:
