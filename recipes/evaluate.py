@@ -69,6 +69,7 @@ class Config(rl.RecipeConfig):
     scoring: rl.RewardOptions = rl.RewardOptions()
     environments: rl.EnvOptions = rl.EnvOptions()
     episodes: rl.EpisodeOptions = rl.EpisodeOptions()
+    tracking: rl.TrackerOptions = rl.TrackerOptions()
 
     REWARDS: ClassVar = agentic.Config.REWARDS
     INLINE: ClassVar = agentic.Config.INLINE
@@ -172,7 +173,8 @@ def main(cfg: Config) -> dict[str, float]:
         chat.check_prompts(prompts)
         cfg.own.check_domains(prompt.domain for prompt in prompts if prompt.is_question)
         answers = rl.AnswerFile(f"{cfg.run_dir}/answers.jsonl", prompts, asked_with(cfg))
-        run = rl.Run(cfg.run_dir, cfg, num_steps=0, shown=cfg.SHOWN, trackers=cfg.own.trackers)
+        trackers = [*cfg.tracking.openers, *cfg.own.trackers]
+        run = rl.Run(cfg.run_dir, cfg, num_steps=0, shown=cfg.SHOWN, trackers=trackers)
         folder = cfg.model
         if cfg.checkpoint:
             folder = str(rl.export_checkpoint(cfg.checkpoint, cfg.model, f"{cfg.run_dir}/model"))

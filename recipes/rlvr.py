@@ -130,7 +130,8 @@ def read_prompts(cfg: Config, chat: rl.Chat, context: int) -> tuple[rl.Mixture, 
     )  # fmt: skip
     held_out = fitting(cfg.evaluation.prompts(cfg.data, cfg.env_names, cfg.read_rows))
     if prompts.rows:
-        print(f"{len(prompts.rows):,} rows to train on, {len(held_out):,} to evaluate on")
+        rows = "1 row" if len(prompts.rows) == 1 else f"{len(prompts.rows):,} rows"
+        print(f"{rows} to train on, {len(held_out):,} to evaluate on")
     if not held_out and cfg.evaluation.eval_every:
         print("no evaluation: files hold nothing out; name --eval-share or --eval-data")
     chat.check_prompts([*prompts.rows, *held_out])

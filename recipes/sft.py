@@ -48,6 +48,7 @@ class Config(rl.RecipeConfig):
     training: rl.TrainingOptions = rl.TrainingOptions(warmup_steps=20)
     evaluation: rl.HeldOutOptions = rl.HeldOutOptions(eval_every=50)
     checkpoints: rl.CheckpointOptions = rl.CheckpointOptions()
+    tracking: rl.TrackerOptions = rl.TrackerOptions()
     profile: rl.ProfileOptions = rl.ProfileOptions()
 
     SHOWN: ClassVar = {
@@ -87,7 +88,7 @@ class Config(rl.RecipeConfig):
             rl.refuse_old_run(self.run_dir)
 
 
-TRACKERS = ()  # yours, beside TensorBoard: docs/tutorial.md has wandb and trackio
+TRACKERS = ()  # yours, beside those of --tracker: docs/tutorial.md has one for trackio
 
 
 def main(cfg: Config) -> None:

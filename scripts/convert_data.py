@@ -156,7 +156,7 @@ def _write(out: Path, rows: list[dict[str, Any]]) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(row) + "\n" for row in rows)
     out.write_text("".join(lines))
-    print(f"{len(rows)} rows: {out}")
+    print(f"{len(rows)} row{'' if len(rows) == 1 else 's'}: {out}")
 
 
 if __name__ == "__main__":

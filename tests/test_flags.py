@@ -5,15 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.paths import DOCS
 from support.scripts import run_script
 from support.training_data import make_groups
 
 import roll_lite as rl
 from roll_lite.checks import UserError
 from roll_lite.cluster.launch import Launch
-from roll_lite.command_line import parse
+from roll_lite.command_line import _base, parse
 from roll_lite.device_map import Device
-from roll_lite.options import flatten, from_flat, keywords
+from roll_lite.flags import _arguments, all_flags
+from roll_lite.options import flatten, from_flat, keywords, open_parts
+from roll_lite.other_names import TRL, VERL
 from roll_lite.planning.resolve import resolve, with_chosen
 from roll_lite.recipes import agentic, distill, dpo, evaluate, rlvr, sft
 from roll_lite.report.config_file import read_options, to_json, write_config
@@ -253,6 +256,65 @@ def test_help_and_errors_load_no_torch(mine, args):
     code = 2 if args == ["--clip-lo", "0.1"] else 0
     assert done.stdout.splitlines()[-1] == f"code {code} False False", done.stderr
     assert ("--power" in done.stdout) == (code == 0)
+
+
+# ---- names of other libraries
+
+
+def options_of(recipe):
+    base = _base(recipe.Config, {})
+    flags = {flag.name for listed in all_flags(base).values() for flag in listed}
+    tables = [part.TABLE for _, part in open_parts(base) if hasattr(part, "TABLE")]
+    return flags | {
+        n for table in tables for function in table.values() for n in keywords(function)
+    }
+
+
+def test_names_of_other_libraries_lead_to_options_that_exist():
+    recipes = (rlvr, agentic, sft, dpo, distill, evaluate)
+    flags = set().union(*map(options_of, recipes))
+    arguments = set().union(*(_arguments(recipe.Config) for recipe in recipes))
+    for name, found in [*TRL.items(), *VERL.items()]:
+        assert {*found.names.split()} <= flags | arguments, name
+        noted = re.findall(r"--([a-z-]+)", found.note)
+        assert {each.replace("-", "_") for each in noted} <= flags, name
+
+
+def test_a_page_lists_the_names_of_other_libraries():
+    page = (DOCS / "names.md").read_text()
+    rows = re.findall(r"^\| `(\S+)` \| (.*) \| (.*) \|$", page, re.M)
+    expected = [
+        (name, ", ".join(f"`{each}`" for each in found.names.split()), found.note)
+        for name, found in [*TRL.items(), *VERL.items()]
+    ]
+    assert rows == expected
+
+
+@pytest.mark.parametrize(
+    ("arg", "text"),
+    [
+        ("--learning-rate", "--learning-rate is --lr here"),
+        ("--learning_rate=1e-6", "--learning_rate is --lr here"),
+        ("--num-generations", "--num-generations is --samples-per-prompt here"),
+        ("--beta", "--beta is --kl-coef here: --kl-in says whether"),
+        ("--batch-size", "--batch-size is --prompts-per-step here: of a step, on all ranks"),
+        ("--cliprange-value", "is value_clip here; it has no flag, and --value-clip says where"),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "actor_rollout_ref.actor.optim.lr is --lr here"),
+        ("+trainer.save_freq=5", "+trainer.save_freq is --checkpoint-every here"),
+        ("--algorithm.lam", "--algorithm.lam is --lam here"),  # though grpo does not read it
+    ],
+)
+def test_a_name_of_another_library_is_answered_with_ours(read, arg, text):
+    with pytest.raises(UserError, match=re.escape(text)):
+        read(arg, "1")
+
+
+def test_all_names_of_other_libraries_are_answered_at_once_by_the_recipe_that_has_them(toy_folder):
+    args = ["--learning-rate", "1", "--batch-size", "4"]
+    with pytest.raises(UserError, match=r"^--learning-rate is --lr here\n.* --rows-per-step here"):
+        parse(sft.Config, "", args)
+    cfg = parse(dpo.Config, "", ["--model", str(toy_folder), "--beta", "0.2"])  # its own
+    assert flatten(cfg)["beta"] == 0.2
 
 
 # ---- names that meet

@@ -30,16 +30,16 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
     {"profiling"},
     {"options"},
     {"own_files"},
-    {"types", "progress", "stopping", "processes", "output"},
+    {"types", "progress", "stopping", "processes", "output", "other_names"},
     {"files"},
     {"checks"},
 ]
 # Siblings that may meet: sync is where trainer and engine do.
 ALLOWED = {("sync", "train")}
 LINES = {  # of Python in a package, at most; "." is the files beside the packages
-    ".": 6675, "cluster": 2875, "data": 1225, "engine": 2700, "envs": 2250, "kernels": 750,
-    "models": 2900, "planning": 1350, "report": 2400, "rewards": 3525, "rollout": 2975,
-    "sandbox": 2450, "train": 4500, "workers": 2550,
+    ".": 6900, "cluster": 2925, "data": 1225, "engine": 2700, "envs": 2250, "kernels": 750,
+    "models": 2925, "planning": 1400, "report": 2575, "rewards": 3525, "rollout": 2975,
+    "sandbox": 2450, "train": 4500, "workers": 2575,
 }  # fmt: skip
 SLACK = 100
 TORCH_FREE = (

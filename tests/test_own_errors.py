@@ -240,8 +240,57 @@ def test_torchrun_ends_on_one_screen_and_restarts_nothing(copy, options):
     )  # fmt: skip
     assert done.returncode != 0
     assert f"{lines_of_loss(path)}called in train.step on ranks 0 and 1\n" in done.stderr
-    assert done.stdout.count("run folder:") == 1 and done.stderr.count("ZeroDivisionError") == 1
-    assert len(done.stderr.splitlines()) <= 45, done.stderr
+    assert done.stdout.count("run folder:") == 1 and done.stderr.count("ZeroDivisionError") == 2
+    assert len(done.stderr.splitlines()) <= 60, done.stderr
+    last = done.stderr.rpartition("SignalException")[2]
+    assert lines_of_loss(path) in last and last.endswith("--debug prints the traceback\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "ending"),
+    [
+        (["--clip-lo", "0.1"], "For full helptext, run "),
+        (
+            ["--learning-rate", "0.1"],
+            "--learning-rate is --lr here\n\n--debug prints the traceback",
+        ),
+    ],
+)
+def test_what_the_user_has_to_change_is_said_last_under_torchrun(tmp_path, args, ending):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launch, RECIPES / "rlvr.py", *args], capture_output=True, text=True, timeout=1800,
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode != 0 and done.stderr.count(ending) == 2
+    assert ending in done.stderr.rpartition("SignalException")[2]
+
+
+@pytest.mark.parametrize(("num_restarts", "continues"), [(0, False), (1, True)])
+def test_nobody_is_asked_to_continue_what_torchrun_restarts(
+    toy_folder, tmp_path, num_restarts, continues
+):
+    program = """
+import os
+from pathlib import Path
+from roll_lite import command
+from roll_lite.recipes import sft
+
+def main(cfg):
+    Path(cfg.run_dir, "checkpoints", "step-00000001").mkdir(parents=True)
+    raise RuntimeError("may not come again")
+
+command.run(main, sft.Config, sft.__doc__)
+"""
+    options = ["--model", toy_folder, "--data", "reverse:1", "--device", "cpu"]
+    options += ["--run-dir", "a", "--resume", "auto"]
+    restarts = {"TORCHELASTIC_RESTART_COUNT": str(num_restarts), "TORCHELASTIC_MAX_RESTARTS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *options], cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": PYTHONPATH} | restarts,
+    )  # fmt: skip
+    assert "may not come again" in done.stderr
+    assert ("To continue the run:\n" in done.stderr) == continues
 
 
 @pytest.mark.parametrize(
@@ -268,3 +317,28 @@ command.run(main, sft.Config, sft.__doc__)
     )  # fmt: skip
     assert done.returncode == code and message in done.stderr
     assert "error: [Errno" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def stopping(tmp_path, code_file):
+    """Options of a run whose reward calls a debugger."""
+
+    def write(call):
+        path = code_file(f"def mine(prompt, reply):\n    {call}\n\nREWARDS = {{'reverse': mine}}\n")
+        return "--code", path, "--run-dir", tmp_path / "stopped"
+
+    return write
+
+
+@pytest.mark.parametrize("call", ["breakpoint()", "import pdb; pdb.set_trace()"])
+def test_a_debugger_in_a_worker_ends_the_run_with_the_remedy(options, stopping, command, call):
+    code, text = command(RECIPES / "rlvr.py", *options, *stopping(call), "--reward-workers", 1)
+    assert code == 2 and "BdbQuit" not in text
+    assert text.count("has no terminal in a worker process; add --reward-workers 0") == 1
+
+
+def test_quitting_the_debugger_ends_the_run_with_one_line(options, stopping, command):
+    call = "import bdb; raise bdb.BdbQuit"  # as `q` does
+    code, text = command(RECIPES / "rlvr.py", *options, *stopping(call), "--reward-workers", 0)
+    assert code == 1 and "BdbQuit" not in text and "--debug" not in text
+    assert text.count("left the debugger: the run ends\n") == 1

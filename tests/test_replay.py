@@ -7,6 +7,7 @@ import shutil
 import signal
 from io import StringIO
 from itertools import chain, islice
+from textwrap import indent
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from roll_lite.replay import main, read_config_of
 from roll_lite.report.config_file import RECIPE, to_json
 from roll_lite.report.reader import RunFolder
 from roll_lite.report.records import numbers, pack, read_tokens
+from roll_lite.report.terminal import readable
 
 REWARDS = """
 from roll_lite.types import Score
@@ -134,6 +136,10 @@ def test_the_bits_are_equal(runs, capsys, recipe, step, place):
     assert f"tokens: all {len(row['token_ids'])} are equal" in said
     assert f"logprobs: bit for bit equal in the first {len(row['token_ids'])} tokens" in said
     assert f"reward: recorded {row['reward']}, now {row['reward']}" in said
+    assert said.startswith("  user:\n    ") and all(
+        f":\n{indent(readable(message['content']), '    ')}\n" in said
+        for message in row.get("transcript", [{"content": row["reply"]}])
+    )
     if recipe == "rlvr":
         assert f"reason: recorded {row['reason']!r}, now {row['reason']!r}" in said
     else:

@@ -196,7 +196,7 @@ def test_two_ranks_stop_with_a_checkpoint(toy_folder, tmp_path, recipe, target, 
     if recipe == SFT:
         values = sft_options(toy_folder, run, steps=100_000)
     with two_ranks(recipe, values, log) as process:
-        wait_for(lambda: "step      3" in log.read_text(), process, log)
+        wait_for(lambda: "step 3  " in log.read_text(), process, log)
         os.kill(process.pid if target == "torchrun" else child_of_rank(process.pid, 1), signum)
         process.wait(timeout=600)
     text = log.read_text()

@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # for editors, which find names here; _HOMES is read from the
     from roll_lite.policy import PolicyConfig, TeacherOptions
     from roll_lite.profiling import ProfileOptions
     from roll_lite.report.run import Run, default_folder, refuse_old_run
+    from roll_lite.report.trackers import TrackerOptions
     from roll_lite.rewarding import RewardOptions
     from roll_lite.rewards.maths import last_number
     from roll_lite.rewards.registry import REWARDS

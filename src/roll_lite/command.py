@@ -4,16 +4,25 @@ if __name__ == "__main__":
     command.run(main, Config, __doc__)
 """
 
+import bdb
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from roll_lite import output
 from roll_lite.checks import USER_ERROR, UserError
 from roll_lite.cluster.errors import RoleError, exit_code_of, own_code_of
-from roll_lite.cluster.launch import end_torchrun, find_torchrun, is_first_rank, read_launch
+from roll_lite.cluster.launch import (
+    end_torchrun,
+    find_torchrun,
+    is_first_rank,
+    may_restart,
+    print_last,
+    read_launch,
+)
 from roll_lite.command_line import parse
 from roll_lite.own_code import OwnCode
 from roll_lite.planning.resolve import resolved
@@ -49,7 +58,9 @@ def run(
             sys.exit(plan(cfg))
         main(resolved(cfg))
     except SystemExit as end:
-        if end.code == USER_ERROR:  # tyro cannot read an option
+        if end.code == USER_ERROR:  # tyro cannot read an option, and has said why
+            for text in getattr(end, "__notes__", ()):
+                print_last(text)
             end_torchrun(USER_ERROR)
         raise
     except Stopped as stopped:
@@ -60,9 +71,14 @@ def run(
             raise
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
+        if bdb.BdbQuit in (type(error), type(error.__cause__)) and not _is_in_debugger():
+            print("left the debugger: the run ends")
+            _print_resume(cfg)
+            sys.exit(1)
         own = own_code_of(error)
         resume = ""
-        if cfg is not None and _has_checkpoint(cfg):
+        continues_itself = may_restart() and exit_code_of(error) != USER_ERROR
+        if cfg is not None and _has_checkpoint(cfg) and not continues_itself:
             resume = f"To continue the run:\n    {command_line('--resume', cfg.run_dir)}"
         if not is_debugging and (text := _explain(error, own)):
             _exit_with(error, f"{text}\n{resume}" if own and resume else text)
@@ -74,10 +90,18 @@ def run(
 def _print_resume(cfg: Any) -> None:
     if not is_first_rank():
         return
-    if _has_checkpoint(cfg):
+    if cfg is not None and _has_checkpoint(cfg):
         print(f"stopped; continue with\n    {command_line('--resume', cfg.run_dir)}", flush=True)
     else:
         print("stopped before the first step was complete: there is nothing to resume")
+
+
+def _is_in_debugger() -> bool:
+    """Whether this program runs in `python -m pdb`, which ends it itself."""
+    frame: FrameType | None = sys._getframe()
+    while frame and frame.f_globals.get("__name__") != "bdb":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _has_checkpoint(cfg: Any) -> bool:
@@ -108,15 +132,19 @@ def _exit_with(error: Exception, text: str) -> NoReturn:
     """Print what is wrong, on the first rank, and exit; torchrun ends if a restart cannot help."""
     # A full disk or a file server that is away may be better after a restart; a value is not.
     is_final = exit_code_of(error) == USER_ERROR
-    ends_torchrun = is_final and find_torchrun() is not None
+    is_restarted = may_restart() and not is_final
+    under_torchrun = find_torchrun() is not None
     message = f"error: {text}\n\n--debug prints the traceback"
-    message += "; torchrun ends with one of its own" if ends_torchrun else ""
     if is_first_rank():
         print(f"\n{message}", file=sys.stderr, flush=True)
-    if ends_torchrun:
+        if under_torchrun and not is_restarted:
+            print("torchrun ends with one of its own, and the error comes again", file=sys.stderr)
+            print_last(message)
+    if is_final and under_torchrun:
         end_torchrun(USER_ERROR)  # returns on a rank that alone has the error
         if not is_first_rank():
             print(f"rank {read_launch().rank}: {message}", file=sys.stderr, flush=True)
+            print_last(f"rank {read_launch().rank}: {message}")
     is_of_users_file = any(
         _is_of_file(each) and isinstance(each, USERS_FILES) for each in (error, error.__cause__)
     )

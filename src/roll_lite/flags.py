@@ -6,9 +6,11 @@ the signature of that function.
 
 import ast
 import inspect
+import io
 import os
+import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from functools import cache
@@ -24,10 +26,12 @@ from roll_lite.options import (
     declared,
     flatten,
     has_flag,
+    keywords,
     name_of,
     open_parts,
     where,
 )
+from roll_lite.other_names import ours
 from roll_lite.own_files import is_own_function
 from roll_lite.report.config_file import (
     packaged_recipe,
@@ -137,9 +141,22 @@ def read_flags(
         return tyro.cli(command, args=args, config=(tyro.conf.OmitArgPrefixes,), **options)
 
     if is_first_rank():
-        return flatten(parse())
+        return flatten(_noting_errors(parse))
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
         return flatten(parse())
+
+
+def _noting_errors(parse: Callable[[], Any]) -> Any:
+    """What is printed of an error is noted on the SystemExit too: it may have to come again."""
+    printed = io.StringIO()
+    try:
+        with redirect_stderr(printed):
+            return parse()
+    except SystemExit as end:
+        end.add_note(printed.getvalue())
+        raise
+    finally:
+        print(printed.getvalue(), end="", file=sys.stderr, flush=True)
 
 
 def _common_flags(base: Any, flags: Mapping[str, Sequence[Flag]]) -> list[Flag]:
@@ -190,7 +207,8 @@ def refuse_clashes(base: Any, flags: Mapping[str, Sequence[Flag]]) -> None:
 
 
 def explain_unknown(base: Any, flags: Mapping[str, Sequence[Flag]], args: Sequence[str]) -> None:
-    """Refuse what is no flag, but an argument or an option of another function, and say so."""
+    """Refuse what is no flag, but an argument, an option of another function or what another
+    library calls one of ours, and say so."""
     known = {flag.name for listed in flags.values() for flag in listed}
     given = set().union(*(names for arg in args if known.isdisjoint(names := _names(arg))))
     for each in fields(base):
@@ -205,6 +223,18 @@ def explain_unknown(base: Any, flags: Mapping[str, Sequence[Flag]], args: Sequen
             )
         if isinstance(part, FunctionOptions):
             part.refuse_unread(dict.fromkeys(sorted(given)), as_flags=True)
+    of_functions = {*_function_options(base)}
+    options = known | of_functions | _arguments(type(base))
+    lines = filter(None, (ours(arg, options, known | of_functions) for arg in args))
+    if text := "\n".join(dict.fromkeys(lines)):
+        raise UserError(text)
+
+
+def _function_options(base: Any) -> Iterator[str]:
+    """The options of all functions that a recipe's options may name, whichever they name now."""
+    for _, part in open_parts(base):
+        for function in getattr(part, "TABLE", {}).values():
+            yield from keywords(function)
 
 
 def _names(arg: str) -> set[str]:

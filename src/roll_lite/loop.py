@@ -115,10 +115,10 @@ class Loop:
         its SHOWN metrics of the console.
 
         `parts` are parts of the controller with state that checkpoints keep, beside the rollout.
-        `trackers` get all metrics. `group_metrics` are computed from the groups of each step, by
-        name, and shown on the console. `passed_by_nothing` returns prompts that every program
-        passes, found since its last call, for events. `is_measured_first` measures before the first
-        step too.
+        `trackers` get all metrics, beside those of the options. `group_metrics` are computed from
+        the groups of each step, by name, and shown on the console. `passed_by_nothing` returns
+        prompts that every program passes, found since its last call, for events.
+        `is_measured_first` measures before the first step too.
         """
         self._cfg = cfg
         self._roles = roles
@@ -126,7 +126,7 @@ class Loop:
         self._evaluation = evaluation
         self._tokens = TokenCounts()
         self._parts = {"tokens": self._tokens, **parts}
-        self._trackers = trackers
+        self._trackers = (*cfg.tracking.openers, *trackers)
         self._group_metrics = group_metrics
         self._passed_by_nothing = passed_by_nothing
         self._is_measured_first = is_measured_first
@@ -239,8 +239,8 @@ class Loop:
 
     def _blame_code(self, error: TooManyFailures) -> None:
         """Rewards or environments that never worked: a restart would find them as they are."""
-        has_raised = error.failure is not None and error.failure.kind == "raised"
-        if has_raised and self._saved.step == 0:
+        kind = error.failure.kind if error.failure else ""
+        if kind == "debugger" or (kind == "raised" and self._saved.step == 0):
             raise UserError(str(error)) from error
 
     def _export(self) -> None:

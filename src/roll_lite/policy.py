@@ -19,6 +19,7 @@ from roll_lite.models.config import ModelConfig, read_config
 from roll_lite.options import RecipeConfig, flag_names
 from roll_lite.profiling import ProfileOptions
 from roll_lite.report.run import is_due, refuse_old_run
+from roll_lite.report.trackers import TrackerOptions
 from roll_lite.rewarding import RewardOptions
 from roll_lite.rewards.registry import REWARDS
 from roll_lite.rollout.evaluation import EvaluationOptions
@@ -139,6 +140,7 @@ class PolicyConfig(RecipeConfig):
     episodes: EpisodeOptions = EpisodeOptions()
     evaluation: EvaluationOptions = EvaluationOptions()
     checkpoints: CheckpointOptions = CheckpointOptions()
+    tracking: TrackerOptions = TrackerOptions()
     profile: ProfileOptions = ProfileOptions()
     chat: ChatOptions = ChatOptions()
     rows: data.RowOptions = data.RowOptions()

@@ -37,7 +37,7 @@ from roll_lite.policy import PolicyConfig
 from roll_lite.report.config_file import RECIPE, read_options
 from roll_lite.report.reader import Row, RunFolder, TokenTexts, step_of
 from roll_lite.report.records import Token, read_prompt, read_tokens, rollout_lines
-from roll_lite.report.terminal import readable
+from roll_lite.report.terminal import readable, shown_messages
 from roll_lite.rewards.combine import is_async
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.prompts import Visit, derive_seed
@@ -76,6 +76,7 @@ def replay(options: argparse.Namespace) -> int:
             f"the sample has seed {row['seed']}, but seed={cfg.seed} of {run.folder}/config.json "
             f"gives {expected}; was one of them edited?"
         )
+    print("\n".join(shown_messages(row)))
     print(f"visit {row['visit']}, seed {row['seed']}, {_versions(row)}")
     version, checkpoint = find_weights(run, _first_version(row), cfg.model)
     debugger = Debugger() if options.pdb else None

@@ -6,6 +6,7 @@ prompt -> turns (one model call each) -> sample (one episode) -> group (samples 
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
@@ -149,6 +150,14 @@ REWARD_METRICS = frozenset(
 """Metrics under reward/ that a part of a score must not replace."""
 
 
+def number(name: str, value: Any) -> float:
+    """What user code gave as a number. A text is none, though `float` would read it."""
+    if not isinstance(value, str | bytes | bytearray):
+        with suppress(TypeError, ValueError):
+            return float(value)
+    raise TypeError(f"{name}={value!r:.200} is not a number")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     value: float
@@ -170,7 +179,7 @@ class Score:
         if isinstance(returned, cls):
             return returned
         try:
-            return cls(value=float(returned))
+            return cls(value=number("reward", returned))
         except (TypeError, ValueError):
             raise TypeError(
                 f"the reward returned {returned!r}, not a number or a Score; is a `return` missing?"

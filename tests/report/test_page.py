@@ -3,6 +3,7 @@
 import html.parser
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -116,9 +117,10 @@ def deep(folder):
     (folder / "config.json").write_text(f'{{"model": {nested}}}')
 
 
-def empty(folder):
+def begun(folder):
     shutil.rmtree(folder)
     folder.mkdir()
+    (folder / "metrics.jsonl").touch()
 
 
 @pytest.mark.parametrize(
@@ -130,8 +132,8 @@ def empty(folder):
         (deep, ["config.json cannot be read",
                 "metrics.jsonl: broken lines that were skipped: 1",
                 "events.jsonl: broken lines that were skipped: 1"]),
-        (empty, ["config.json is missing", "metrics.jsonl is missing", "events.jsonl is missing",
-                 "rollouts/ has no samples: see --rollouts-every"]),
+        (begun, ["config.json is missing", "metrics.jsonl has no complete line yet",
+                 "events.jsonl is missing", "rollouts/ has no samples: see --rollouts-every"]),
     ],
 )  # fmt: skip
 def test_the_page_says_what_is_missing(tmp_path, change, told):
@@ -139,13 +141,43 @@ def test_the_page_says_what_is_missing(tmp_path, change, told):
     change(folder)
     (run,) = page_of(folder).data["runs"]
     assert set(told) <= set(run["notes"])
-    assert len(run["metrics"].get("step", [])) == {torn: 3, deep: 4, empty: 0}[change]
+    assert len(run["metrics"].get("step", [])) == {torn: 3, deep: 4, begun: 0}[change]
     assert run["starts"] == []
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path, capsys):
     assert main([str(tmp_path / "none")]) == 2
     assert "is not a folder; name the folder of a run" in capsys.readouterr().err
+
+
+def test_a_folder_of_runs_becomes_a_table_of_them_and_one_page(tmp_path, capsys):
+    folders = [make_run(tmp_path / "runs" / name, lr=lr) for name, lr in (("a", 0.1), ("b/c", 0.2))]
+    (folders[0] / "model").mkdir()
+    (folders[0] / "model" / "config.json").write_text("{}")
+    new = tmp_path / "runs" / "new"
+    new.mkdir()
+    (new / "config.json").write_text(json.dumps({"steps": 6, "lr": 0.3, "starts": []}))
+    (tmp_path / "runs" / "notes").mkdir()
+    page = page_of(tmp_path / "runs")
+    assert [run["name"] for run in page.data["runs"]] == [*map(str, folders), str(new)]
+    head, *lines = capsys.readouterr().out.splitlines()[:4]
+    assert re.split("  +", head)[:5] == ["run", "step", "running", "best evaluation", "reward/mean"]
+    rows = [re.split("  +", line) for line in lines]
+    best = "eval/pass@1 0.4 at 4"
+    assert [row[:5] for row in rows[:2]] == [
+        [str(folder), "4/6", "0:00:08", best, "0.5714"] for folder in folders
+    ]
+    assert rows[2][:4] == [str(new), "-", "-", "-"]
+    options = dict(zip(re.split("  +", head), zip(*rows, strict=True), strict=True))
+    assert options["lr"] == ("0.1", "0.2", "0.3")
+
+
+def test_a_folder_without_runs_is_an_error(tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    assert main([str(tmp_path)]) == 2
+    assert "is not the folder of a run, and none is below it" in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_samples_keep_to_their_budget_and_the_page_says_so(tmp_path):

@@ -71,6 +71,18 @@ def test_every_view_opens_without_errors_and_fits(browser, address, width):
         browser.run("document.getElementById('theme').click()")
 
 
+def test_a_table_of_runs_is_sorted_by_a_click_on_a_title(browser, tmp_path):
+    steps = {"a": 2, "b": 4, "c": 3}
+    for name, num_steps in steps.items():
+        make_run(tmp_path / "runs" / name, num_steps=num_steps)
+    browser.open(write(tmp_path / "runs"))
+    for title, names in (("step", "acb"), ("step", "bca"), ("run", "abc"), ("reward/mean", "acb")):
+        buttons = "[...document.querySelectorAll('#runs button')]"
+        browser.run(f"{buttons}.find((b) => b.textContent.startsWith('{title}')).click()")
+        shown = browser.texts("#runs tr td:first-child")
+        assert [text[-1] for text in shown] == [*names]
+
+
 def test_curves_have_the_values_of_the_metrics(browser, tmp_path):
     first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b", num_steps=3, lr=0.2)
     browser.open(write(first, second) + "#curves/reward%2Fmean")

@@ -98,12 +98,13 @@ def test_samples_go_from_state_to_state_and_wait_for_training(folder, tmp_path):
 
 
 def test_a_folder_without_records_has_an_empty_trace(tmp_path):
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rollouts").mkdir(parents=True)
     assert main([str(tmp_path / "run"), "--trace", str(tmp_path / "out.json")]) == 0
     assert all(event["ph"] == "M" for event in read_trace(tmp_path / "out.json"))
 
 
 @pytest.mark.parametrize("steps", ["5-", "6-5", "x", "1-2-3"])
 def test_steps_that_are_none(tmp_path, capsys, steps):
+    (tmp_path / "metrics.jsonl").touch()
     assert main([str(tmp_path), "--trace", str(tmp_path / "out.json"), "--steps", steps]) == 2
     assert f"steps={steps!r} is not a range" in capsys.readouterr().err

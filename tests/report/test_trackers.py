@@ -6,12 +6,16 @@ import struct
 import subprocess
 import sys
 from functools import partial
+from importlib import import_module
 
 import pytest
 from support.paths import DOCS
+from support.training_data import make_groups
 
+from roll_lite.checks import UserError
 from roll_lite.own_files import import_file
 from roll_lite.report.run import Run
+from roll_lite.report.trackers import TrackerOptions
 from roll_lite.types import Prompt
 
 CONFIG = Prompt(id="p", messages=(), domain="math", ground_truth="")
@@ -126,6 +130,99 @@ def test_tensorboard_forgets_what_is_repeated(tmp_path):
     assert values == [*((step, 0.0) for step in range(4)), *((step, 1.0) for step in range(4, 8))]
 
 
+WANDB = """
+CALLS = []
+
+
+class Table:
+    def __init__(self, columns, data):
+        self.rows = [dict(zip(columns, row, strict=True)) for row in data]
+
+
+class Run:
+    def log(self, data, step):
+        CALLS.append((step, data))
+
+    def finish(self):
+        CALLS.append("finished")
+
+
+def init(**options):
+    CALLS.append(options)
+    return Run()
+"""
+
+
+def recorded_groups(number):
+    groups = make_groups([[0.0, 1.0]] * number)
+    for sample in (sample for group in groups for sample in group.samples):
+        sample.enter("rewarded", 0)
+    return groups
+
+
+@pytest.fixture
+def wandb(tmp_path, monkeypatch):
+    """A stand-in that records calls: the package may not be installed here."""
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    yield import_module("wandb")
+    sys.modules.pop("wandb")
+
+
+def test_wandb_gets_metrics_and_a_table_of_samples(wandb, tmp_path):
+    folder = tmp_path / "a"
+    run = start(folder, *TrackerOptions(tracker=("wandb",)).openers)
+    groups = recorded_groups(20)
+    run.write_rollouts(1, groups)
+    run.log(1, {"loss": 0.5})
+    run.write_answers(1, groups[:1])
+    run.close()
+    run = start(folder, *TrackerOptions(tracker=("wandb",)).openers, resumed_at=0)
+    run.close()
+    opened, (_, samples), metrics, (_, answers), finished, again, *_ = wandb.CALLS
+    assert opened == again and opened["project"] == "mine" and opened["resume"] == "allow"
+    assert opened["name"] == "a" and opened["dir"] == str(folder)
+    assert opened["config"]["domain"] == "math"
+    assert metrics == (1, {"loss": 0.5}) and finished == "finished"
+    rows = samples["samples"].rows
+    assert len(rows) == 20 and {row["reward"] for row in rows} == {0.0}  # every second of 40
+    assert rows[0]["prompt_id"] == groups[0].prompt.id and rows[0]["reply"] == ""
+    assert [row["reward"] for row in answers["eval_samples"].rows] == [0.0, 1.0]
+
+
+def test_samples_of_steps_that_a_resumed_run_repeats_are_left_out(tmp_path):
+    steps = []
+
+    class Samples(Kept):
+        def log_samples(self, step, name, rows):
+            steps.append((step, name, len(rows)))
+
+    groups = recorded_groups(1)
+    for options, first, last in (({}, 1, 3), ({"resumed_at": 2}, 3, 4)):
+        run = start(tmp_path, partial(Samples, []), **options)
+        for step in range(first, last + 1):
+            run.write_rollouts(step, groups)
+            run.log(step, {"loss": 1.0})
+        run.close()
+    assert steps == [(step, "samples", 2) for step in range(1, 5)]
+
+
+def test_a_tracker_that_is_not_installed_is_named_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "wandb").mkdir()  # as wandb makes it for its files
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for name, extra in (("wandb", "trackers"), ("tensorboard", "report")):
+        text = rf"tracker={name} needs the package {name}: pip install {name}, or .*\[{extra}\]"
+        with pytest.raises(UserError, match=text):
+            TrackerOptions(tracker=(name,))
+    with pytest.raises(UserError, match="tracker='mlflow' is not known; use one of tensorboard, w"):
+        TrackerOptions(tracker=("mlflow",))
+
+
 EXAMPLE = """
 import sys
 from roll_lite.own_files import import_file
@@ -141,10 +238,9 @@ run.close()
 """
 
 
-def run_example(name, package, folder, environment):
-    """The class of the tutorial in processes of its own: steps 0 to 4, then a resume at step 2."""
-    (code,) = re.findall(r"```python\n(import trackio.*?)TRACKERS", TUTORIAL.read_text(), re.S)
-    code = code.replace("import trackio, wandb", f"import {package}") + EXAMPLE.format(name=name)
+def run_example(code, name, folder, environment):
+    """A class in processes of its own: steps 0 to 4, then a resume at step 2."""
+    code += EXAMPLE.format(name=name)
     for steps in (("0", "4"), ("3", "6", "2")):
         done = subprocess.run(
             [sys.executable, "-c", code, str(folder / "run"), *steps],
@@ -172,9 +268,10 @@ def test_wandb_offline(tmp_path):
     pytest.importorskip("wandb", reason='pip install ".[trackers]"')
     from wandb.proto.wandb_internal_pb2 import Record
 
-    run_example("Wandb", "wandb", tmp_path, {"WANDB_MODE": "offline", "WANDB_SILENT": "true"})
+    environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    run_example("from roll_lite.report.trackers import Wandb", "Wandb", tmp_path, environment)
     rows, ids = [], set()
-    for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
+    for path in sorted(tmp_path.glob("run/wandb/offline-run-*/*.wandb")):
         for record in map(Record.FromString, log_records(path.read_bytes())):
             ids |= {record.run.run_id} - {""}
             if items := record.history.item:
@@ -187,7 +284,8 @@ def test_wandb_offline(tmp_path):
 def test_trackio_offline(tmp_path, monkeypatch):
     pytest.importorskip("trackio", reason='pip install ".[trackers]"')
     environment = {"TRACKIO_DIR": str(tmp_path / "trackio")}
-    run_example("Trackio", "trackio", tmp_path, environment)
+    (code,) = re.findall(r"```python\n(import trackio.*?)TRACKERS", TUTORIAL.read_text(), re.S)
+    run_example(code, "Trackio", tmp_path, environment)
     code = """
 from trackio.sqlite_storage import SQLiteStorage
 (run,) = SQLiteStorage.get_runs("mine")

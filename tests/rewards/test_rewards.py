@@ -5,7 +5,9 @@ import asyncio
 import io
 import json
 import sys
+from fractions import Fraction
 from functools import partial
+from textwrap import dedent
 
 import pytest
 from support.paths import RECIPES
@@ -19,7 +21,7 @@ from roll_lite.rewards.code import passes_tests
 from roll_lite.rewards.maths import last_number
 from roll_lite.rewards.registry import REWARDS, check_prompts
 from roll_lite.rollout.evaluation import describe_groups
-from roll_lite.types import REWARD_METRICS, Group, Prompt, Sample, Score, Turn
+from roll_lite.types import REWARD_METRICS, Group, Prompt, Sample, Score, Turn, number
 from roll_lite.workers.channel import checked, read_message, write_end
 from roll_lite.workers.failures import ErrorBudget
 
@@ -238,6 +240,28 @@ def test_try_rewards_of_a_file(own_file, capsys):
     assert f"error: KeyError: 'level' ({own_file} line 3" in capsys.readouterr().err
     assert main(["try", "mine", "--reply", "x"]) == 2
     assert "domain='mine' has no reward" in capsys.readouterr().err
+
+
+def test_try_says_the_reason(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.path", list(sys.path))
+    text = """
+        from roll_lite.types import Score
+        def mine(prompt, reply):
+            return Score(value=0.5, reason="half of it")
+        REWARDS = {"mine": mine}
+    """
+    (tmp_path / "reasoned.py").write_text(dedent(text))
+    assert main(["try", "mine", "--code", str(tmp_path / "reasoned.py"), "--reply", "x"]) == 0
+    assert "score     0.5\nreason    half of it\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["0.5", b"1", None, [1.0]])
+def test_a_text_is_no_number(value):
+    with pytest.raises(TypeError, match="not a number"):
+        Score.of(value)
+    with pytest.raises(TypeError, match=r"grade=.* is not a number"):
+        number("grade", value)
+    assert number("grade", True) == 1.0 and Score.of(Fraction(1, 2)).value == 0.5
 
 
 def test_score_with_rewards_of_files(own_file, tmp_path, capsys):

@@ -66,7 +66,7 @@ def test_gsm8k(tmp_path):
 
 def test_humaneval(tmp_path):
     out, result = convert(tmp_path, "humaneval", [SQUARE])
-    assert result.stdout.startswith("1 rows: ")
+    assert result.stdout.startswith("1 row: ")
     (prompt,) = read_prompts(out)
     assert (prompt.id, prompt.domain, prompt.ground_truth) == ("HumanEval/7", "code", "")
     content = prompt.messages[0]["content"]

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +38,13 @@ LINGER_SECONDS = 5.0
 """Time for the first rank of a node to end torchrun, which acts as soon as one rank has exited."""
 POLL_SECONDS = 0.1
 TORCHRUN = (b"torchrun", b"torch.distributed.run")
+LAST_SECONDS = 60.0
+LAST_WORDS = f"""
+import select, sys
+select.select([int(sys.argv[1])], [], [], {LAST_SECONDS})
+print(sys.argv[2], file=sys.stderr)
+"""
+"""A program without torch that outlives torchrun for an instant."""
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
@@ -154,6 +162,26 @@ def end_torchrun(code: int) -> None:
 
     signal.signal(signal.SIGTERM, leave)
     time.sleep(LINGER_SECONDS)
+
+
+def may_restart() -> bool:
+    """Whether torchrun starts all ranks again when this one fails."""
+    names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+    done, most = (int(os.environ.get(name, "0")) for name in names)
+    return done < most
+
+
+def print_last(text: str) -> None:
+    """Print an error again when torchrun has ended, below what that prints of its own."""
+    if (torchrun := find_torchrun()) is None:
+        return
+    with suppress(OSError):  # it has ended
+        waited = os.pidfd_open(torchrun)
+        subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", LAST_WORDS, str(waited), f"\n{text}"],
+            pass_fds=[waited], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
 
 
 def _launcher_name() -> str:

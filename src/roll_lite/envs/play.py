@@ -19,7 +19,7 @@ from roll_lite.envs.env import (
     Player,
 )
 from roll_lite.options import Argument
-from roll_lite.types import REDUCTIONS, AsyncReward, Message, Prompt, Reward, Score, State
+from roll_lite.types import REDUCTIONS, AsyncReward, Message, Prompt, Reward, Score, State, number
 
 CLOSE_THOUGHTS = "</think>"
 
@@ -101,7 +101,7 @@ class _EnvPlayer:
                     env.finish_reason = chat.finish_reason
                     found = _checked("step", 5, await _awaited(env.step(reply["content"])))
                     observation, reward, terminated, truncated, info = found
-                    chat.result(_number("reward", reward), **_measurements(info))
+                    chat.result(number("reward", reward), **_measurements(info))
                 if terminated or truncated:
                     return Ending(reason="terminated" if terminated else "truncated")
                 if history.num_turns == self.options.max_turns:
@@ -229,16 +229,9 @@ def _state(info: dict[str, Any], observation: Observation) -> str:
     return state if isinstance(state, str) else repr(state)
 
 
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name}={value!r:.200} is not a number") from None
-
-
 def _measurements(info: dict[str, Any]) -> dict[str, dict[str, float]]:
     return {
-        kind: {name: _number(name, value) for name, value in info[kind].items()}
+        kind: {name: number(name, value) for name, value in info[kind].items()}
         for kind in REDUCTIONS
         if kind in info
     }

@@ -185,7 +185,7 @@ def read_hf_config(folder: str | Path) -> dict:
         return hf_shape(str(folder).removeprefix(SHAPE))
     path = Path(folder) / "config.json"
     try:
-        return read_json_object(path)
+        found = read_json_object(path)
     except (FileNotFoundError, NotADirectoryError):
         if (Path(folder) / "manifest.json").exists():
             raise UserError(
@@ -197,6 +197,38 @@ def read_hf_config(folder: str | Path) -> dict:
             "this machine, a name of the hub as Qwen/Qwen3-0.6B, or make one: `roll-lite tiny "
             "FOLDER`"
         ) from None
+    if "starts" in found and "model_type" not in found:
+        raise UserError(_where_the_model_is(Path(folder)))
+    return found
+
+
+def _where_the_model_is(run: Path) -> str:
+    """Of a run, whose folder was given instead: report/config_file.py writes its config.json."""
+    model = run / "model"
+    scores = {path: _score(path) for path in sorted((run / "checkpoints").glob("step-*"))}
+    newest = max(scores, default=None)
+    has_model = (model / "config.json").exists()
+    parts = [f"{run} is the folder of a run"]
+    parts.append(f"its model is {model}" if has_model else "it has written no model yet")
+    best = max(scores, key=scores.get, default=None)
+    if best is not None and scores[best] > scores[newest]:
+        parts.append(f"its best checkpoint is {best}, of which {_export(best)} makes a model")
+    elif newest is not None and not has_model:
+        parts.append(f"{_export(newest)} makes one of its newest checkpoint")
+    return "; ".join(parts)
+
+
+def _export(checkpoint: Path) -> str:
+    return f"`roll-lite export {checkpoint} OUT`"
+
+
+def _score(checkpoint: Path) -> float:
+    """How a checkpoint evaluated, as its manifest says."""
+    try:
+        score = read_json_object(checkpoint / "manifest.json").get("score")
+    except (OSError, ValueError):
+        score = None
+    return -math.inf if score is None else score
 
 
 def parse_config(hf: dict) -> ModelConfig:

@@ -12,15 +12,23 @@ with 1 if the run would not fit.
 
 import sys
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Literal
 
 import tyro
 
-from roll_lite.checks import above, at_least, unread_with
-from roll_lite.device_map import DeviceMap, auto_device_map, parse_device_map
+from roll_lite.checks import USER_ERROR, above, at_least, unread_with
+from roll_lite.device_map import DeviceMap, auto_device_map, listing, parse_device_map
 from roll_lite.models.config import ModelConfig, planned_config
 from roll_lite.planning.plan import Plan, PlanOptions, take_turns
-from roll_lite.planning.render import render, seconds_table, turns_line
+from roll_lite.planning.render import (
+    command_of,
+    nearest_fit,
+    options_between,
+    render,
+    seconds_table,
+    turns_line,
+)
 from roll_lite.planning.speed import known_machine, run_seconds
 
 DEFAULT = "qwen3-0.6b"
@@ -41,15 +49,17 @@ class Config:
     """Devices per machine; auto never splits a tensor-parallel engine over two machines."""
     device_map: str = "auto"
     """auto, or roles with their ranks: "train=0-3,tp=2 generate=4-7 reference=0-3"."""
-    reference: bool = True
-    """With auto: whether the run has a reference model; with LoRA the policy is its own."""
+    reference: bool = False
+    """With auto: whether the run has a reference model, as with --kl-coef above 0; with LoRA the
+    policy is its own."""
     device_gib: float | None = 80.0
     """Memory of one device; None means CPU: fp32, no limit."""
     gpu: Literal["H100", "H200", "A100", "L40S", "B200"] = "H100"
     """Kind of device, for the seconds of a step; its memory is device_gib."""
     options: PlanOptions = PlanOptions()
 
-    def __post_init__(self):
+    def check(self) -> None:
+        """Not when it is made: tyro would call an error one of parsing."""
         if self.run is not None:
             for part, read in ((self, ("run", "model", "options")), (self.options, ())):
                 unread_with("run", part, *(f.name for f in fields(part) if f.name not in read))
@@ -87,12 +97,18 @@ def main(arguments: list[str] | None = None) -> int:
         Config, args=arguments, prog="roll-lite plan", description=__doc__.split("\n\n")[0],
         config=(tyro.conf.OmitArgPrefixes,),
     )  # fmt: skip
-    if cfg.run is not None:
-        try:
+    try:
+        cfg.check()
+        if cfg.run is not None:
             print(seconds_table(*run_seconds(cfg.run, cfg.model)))
-        except (ValueError, OSError) as error:
-            sys.exit(f"error: {error}")
-        return 0
+            return 0
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    return _print_plan(cfg)
+
+
+def _print_plan(cfg: Config) -> int:
     config = planned_config(cfg.model or DEFAULT)
     device_map, reasons = choose_map(cfg, config)
     for reason in reasons:
@@ -104,8 +120,19 @@ def main(arguments: list[str] | None = None) -> int:
     if cfg.device_map == "auto" and (in_turn := take_turns(plan)) is not plan:
         print(turns_line(plan, in_turn))
         plan = in_turn
-    is_gpu = cfg.device_gib is not None
-    print(render(plan, known_machine(cfg.gpu, cfg.ranks_per_node) if is_gpu else None))
+    machine = None if cfg.device_gib is None else known_machine(cfg.gpu, cfg.ranks_per_node)
+    print(render(plan, machine))
+    fitting = plan if plan.fits else nearest_fit(plan, machine)
+    if fitting is None:
+        return 1
+    if fitting is not plan:
+        print(f"\nwith {listing(options_between(plan, fitting), 'and')} it fits:\n")
+        print(render(fitting, machine))
+    is_folder = Path(cfg.model or DEFAULT).is_dir()
+    chooses_map = cfg.device_map == "auto" and fitting.device_map == device_map
+    model = cfg.model if is_folder else "FOLDER"
+    command = command_of(fitting, model, cfg.ranks_per_node, chooses_map=chooses_map)
+    print(f"\n{command}")
     return 0 if plan.fits else 1
 
 

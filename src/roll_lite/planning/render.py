@@ -20,6 +20,11 @@ from roll_lite.planning.speed import (
 MAX_RANKS = 4096  # more are not proposed
 MAX_TP = 8  # larger ones, which would span nodes, are not proposed
 LORA_RANK = 16
+RECIPE_FLAGS = (
+    "prompts_per_step", "samples_per_prompt", "tokens_per_microbatch", "updates_per_step", "epochs",
+    "max_staleness", "engines_sleep", "offload", "checkpointing", "lora_rank",
+)  # fmt: skip
+"""Options of a plan that are flags of the recipe with the same default."""
 
 
 def render(plan: Plan, machine: Machine | None = None) -> str:
@@ -79,10 +84,10 @@ def _step_lines(plan: Plan) -> Iterator[str]:
         at_once = sorted({part.samples_at_once for part in plan.ranks if "generate" in part.roles})
         most = min(num_samples, MAX_RUNNING)
         gib = most * plan.sample_bytes / 2**30
+        held = f", {listing(at_once, 'or')} of them at once" if at_once[0] else ""
         is_small = plan.fixed_cache is not None and at_once[0] < most
         yield (
-            f"generate, per engine: {num_samples:,} samples, "
-            f"{listing(at_once, 'or')} of them at once"
+            f"generate, per engine: {num_samples:,} samples{held}"
             f"{f'; --kv-cache-gib {math.ceil(gib)} would hold {most:,}' if is_small else ''}"
         )
 
@@ -172,18 +177,69 @@ def _combined(plan: Plan) -> Plan:
     return plan
 
 
-def _effect(plan: Plan, changed: Plan) -> str:
-    """How far the options in which the plans differ go."""
+def nearest_fit(plan: Plan, machine: Machine | None) -> Plan | None:
+    """The plan on the same ranks that fits with flags alone and has the shortest step, if one is
+    found: with one option more, or with several."""
+    changed = [new for new in (*_smaller(plan), *_wider(plan), _combined(plan)) if new.fits]
+    same_ranks = [
+        new
+        for new in changed
+        if new.device_map.world_size == plan.device_map.world_size
+        and new.options.moments == plan.options.moments
+    ]
+    if machine is None:
+        return next(iter(same_ranks), None)
+    return min(same_ranks, key=lambda new: step_seconds(new, machine)["step"], default=None)
+
+
+def command_of(plan: Plan, model: str, ranks_per_node: int, *, chooses_map: bool) -> str:
+    """The command that starts a run so; the map is written into it unless the recipe chooses it."""
+    world_size = plan.device_map.world_size
+    words = ["roll-lite"]
+    if world_size > 1:
+        words = ["torchrun", "--nproc-per-node", str(min(world_size, ranks_per_node))]
+        if world_size > ranks_per_node:
+            words += ["--nnodes", str(share(world_size, ranks_per_node))]
+            words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
+        words += ["-m", "roll_lite"]
+    words += ["rlvr", "--model", model, "--data", "DATA"]
+    words += [] if chooses_map else ["--device-map", f'"{plan.device_map.text}"']
+    words += ["--kl-coef", "0.001"] if "reference" in plan.device_map else []
+    words += ["--max-tokens", str(plan.options.max_tokens)]
+    words += ["--kv-cache-gib", f"{_cache_gib(plan):g}"]
+    default = PlanOptions()
+    for name in RECIPE_FLAGS:
+        if (value := getattr(plan.options, name)) != getattr(default, name):
+            words += _flag(name, value)
+    return " ".join(words)
+
+
+def _cache_gib(plan: Plan) -> float:
+    """The KV cache of every engine, rounded down."""
+    caches = [part.memory.kv_cache for part in plan.ranks if "generate" in part.roles]
+    return math.floor(10 * min(caches) / 2**30) / 10
+
+
+def _flag(name: str, value: object) -> list[str]:
+    flag = f"--{name.replace('_', '-')}"
+    return [flag] if value is True else [flag, str(value)]
+
+
+def options_between(plan: Plan, changed: Plan) -> list[str]:
+    """The flags in which the plans differ."""
     old_map = plan.device_map
     new_map = changed.device_map
-    options = []
-    for name, value in _changes(plan, changed).items():
-        flag = f"--{name.replace('_', '-')}"
-        options.append(flag if value is True else f"{flag} {value}")
+    options = [" ".join(_flag(*each)) for each in _changes(plan, changed).items()]
     if [role.tp for role in new_map.roles] != [role.tp for role in old_map.roles]:
         options.append(f'--device-map "{new_map.text}"')
     if new_map.world_size != old_map.world_size:
         options.append(f"{new_map.world_size} ranks")
+    return options
+
+
+def _effect(plan: Plan, changed: Plan) -> str:
+    """How far the options in which the plans differ go."""
+    options = options_between(plan, changed)
     verb = "together bring" if len(options) > 1 else "brings" if options[0][0] == "-" else "bring"
     enough = "" if changed.fits_devices else ", which is not enough"
     return f"{listing(options, 'and')} {verb} it to {format_bytes(changed.needed)}{enough}"

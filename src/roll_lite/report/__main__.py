@@ -4,6 +4,7 @@ roll-lite report RUN [RUN ...]             writes RUN/report.html
 roll-lite report RUN --out page.html
 roll-lite report RUN --serve               shows the run while it goes on
 roll-lite report A B                       also prints what differs
+roll-lite report runs                      a table of all runs in a folder, and a page of them
 roll-lite report RUN --tail                prints the last steps and two samples
 roll-lite report RUN --curve reward/mean   draws a metric in the terminal
 roll-lite report RUN --trace out.json      writes a trace for ui.perfetto.dev
@@ -17,15 +18,16 @@ from roll_lite.checks import parse_range
 from roll_lite.report.metrics import hints
 from roll_lite.report.overview import best_evaluation
 from roll_lite.report.page import serve, write_page
-from roll_lite.report.reader import RunFolder
-from roll_lite.report.terminal import comparison, draw_curve, tail
+from roll_lite.report.reader import RunFolder, find_runs
+from roll_lite.report.terminal import comparison, draw_curve, runs_table, tail
 from roll_lite.report.trace import write_trace
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
-        runs = [RunFolder(folder) for folder in options.runs]
+        folders = [path for folder in options.runs for path in find_runs(folder)]
+        runs = [RunFolder(folder) for folder in folders]
         if options.tail:
             print("\n\n".join(tail(run, options.tail) for run in runs))
             return 0
@@ -36,12 +38,14 @@ def main(arguments: list[str] | None = None) -> int:
             num_events = write_trace(runs[0], options.trace, parse_range("steps", options.steps))
             print(f"wrote {options.trace} ({num_events:,} events); open it at ui.perfetto.dev")
             return 0
-        if len(runs) > 1:
+        if len(runs) > len(options.runs):
+            print(runs_table(runs))
+        elif len(runs) > 1:
             print(comparison(runs))
         if options.serve:
             serve(runs, options.port)
             return 0
-        path = options.out or runs[0].folder / "report.html"
+        path = options.out or Path(options.runs[0]) / "report.html"
         write_page(runs, path, int(options.samples_mb * 1e6))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -62,8 +66,8 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs")
-    parser.add_argument("--out", type=Path, help="the file to write (first run's report.html)")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs, or above them")
+    parser.add_argument("--out", type=Path, help="the file to write (report.html in the first)")
     parser.add_argument(
         "--samples-mb",
         type=float,

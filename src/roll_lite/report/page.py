@@ -24,8 +24,11 @@ from roll_lite.report.records import encode
 from roll_lite.report.trace import PHASES, ROLES
 
 WEB = Path(__file__).parent / "web"
-SCRIPTS = ("dom", "chart", "overview", "curves", "times", "timeline", "sample", "rollouts", "main")
+SCRIPTS = (
+    "dom", "chart", "runs", "overview", "curves", "times", "timeline", "sample", "rollouts", "main"
+)  # fmt: skip
 MAX_ROWS = 5000
+"""Rows of metrics.jsonl, of all runs."""
 NEWEST_STEPS, MAX_STEPS = 3, 24
 """Steps whose samples are in the file if all are too many: the newest, and an even choice."""
 MAX_TEXT, MAX_ITEMS = 20_000, 8_000
@@ -41,7 +44,7 @@ def write_page(runs: Sequence[RunFolder], path: Path, max_bytes: int) -> None:
         texts = TokenTexts(run)
         samples = embedded_samples(run, max_bytes // len(runs))
         used = [sample for chosen in samples.values() for sample in chosen["samples"]]
-        rows = _kept_rows(run.rows)
+        rows = _kept_rows(run.rows, MAX_ROWS // len(runs))
         data = run_data(run, rows, texts.note) | {"samples": samples, "texts": texts.of(used)}
         if len(rows) < len(run.rows):
             kept = f"{len(rows):,} of {len(run.rows):,} rows of metrics.jsonl"
@@ -86,9 +89,9 @@ def columns(run: RunFolder, rows: Sequence[int]) -> dict[str, list]:
     return found | {"seconds": [round(seconds[i], 3) for i in rows]}
 
 
-def _kept_rows(rows: Sequence[Row]) -> list[int]:
-    """Numbers of at most about MAX_ROWS rows; rows with an evaluation stay."""
-    every = math.ceil(len(rows) / MAX_ROWS) or 1
+def _kept_rows(rows: Sequence[Row], most: int) -> list[int]:
+    """Numbers of at most about so many rows; rows with an evaluation stay."""
+    every = math.ceil(len(rows) / max(1, most)) or 1
 
     def is_kept(number: int) -> bool:
         is_last = number == len(rows) - 1

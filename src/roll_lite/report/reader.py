@@ -19,6 +19,9 @@ DROPPED = "dropped"
 """Samples in events.jsonl, in names such as dropped_00010, beside the files of rollouts/."""
 MAX_DEPTH = 100
 """Lists and objects inside each other, of a line; a run's have less than ten."""
+RECORDS = ("metrics.jsonl", "events.jsonl", "rollouts")
+MAX_FOLDERS = 3
+"""Folders inside each other in which runs are looked for."""
 _NAME = re.compile(r"(step|eval|dropped)_(\d+)")
 _DROPPED_SAMPLE = re.compile(rb'\{"event": ?"sample", ?"step": ?(\d+),')
 
@@ -90,6 +93,34 @@ def _is_deep(row: Row) -> bool:
         parts = (part.values() if isinstance(part, dict) else part for part in level)
         level = [value for part in parts for value in part if isinstance(value, dict | list)]
     return bool(level)
+
+
+def find_runs(folder: str | Path) -> list[Path]:
+    """The folder of a run, or those of all runs below it, by name."""
+    folder = Path(folder)
+    if not folder.is_dir() or is_run(folder):
+        return [folder]
+    found: list[Path] = []
+    level = [folder]
+    for _ in range(MAX_FOLDERS):
+        below = [path for each in level for path in each.iterdir() if _may_hold_runs(path)]
+        found += filter(is_run, below)
+        level = [path for path in below if path not in found]
+    if not found:
+        raise UserError(f"{folder} is not the folder of a run, and none is below it")
+    return sorted(found)
+
+
+def is_run(folder: Path) -> bool:
+    """Also one that has just begun; the config.json of a model has no starts."""
+    if any((folder / name).exists() for name in RECORDS):
+        return True
+    config = folder / "config.json"
+    return config.is_file() and STARTS in (parse_line(config.read_bytes()) or {})
+
+
+def _may_hold_runs(path: Path) -> bool:
+    return path.is_dir() and not path.name.startswith(".")
 
 
 class RunFolder:

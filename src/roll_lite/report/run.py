@@ -128,8 +128,7 @@ class Run:
             for name, label in self._shown.items()
             if name in metrics and not repeats(name, metrics)
         ]
-        width = len(str(self._num_steps))
-        return [f"step {step:>{width}}  " + "  ".join(parts)]
+        return [f"step {step}  " + "  ".join(parts)]
 
     def print(self, text: str) -> None:
         """Print a line above the progress bar."""
@@ -207,11 +206,13 @@ class Run:
         entropies: Mapping[int, list[float]] = NOT_TRAINED,
     ) -> None:
         """Record all samples in full; advantages and entropies are by the sample's number."""
+        self._trackers.log_samples(step, "samples", groups)
         self._write_samples(f"step_{step:05d}", rollout_lines(groups, advantages, entropies))
 
     def write_answers(self, step: int, groups: list[Group]) -> None:
         """Record the text and the rewards of an evaluation's samples, if there are any."""
         if groups:
+            self._trackers.log_samples(step, "eval_samples", groups)
             self._write_samples(f"eval_{step:05d}", answer_lines(groups))
 
     def _write_samples(self, name: str, lines: Iterable[str]) -> None:

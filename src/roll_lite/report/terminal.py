@@ -24,6 +24,9 @@ COMPARED = (
     "mismatch/logprob_mean", "rollout/reply_tokens", "rollout/truncated", "rollout/staleness", 
     "train/tokens_per_second", "time/step",
 )  # fmt: skip
+RUN_COLUMNS = ("reward/mean", "loss/loss", "loss/entropy", "rollout/reply_tokens", "time/step")
+MAX_OPTIONS = 4
+"""Options that differ, of a table of runs."""
 BAR = 50
 """Characters of the longest bar of a curve."""
 MAX_CHARACTERS = 600
@@ -134,13 +137,18 @@ def _samples(run: RunFolder) -> Iterator[str]:
         equal = "" if worst is not best else ", whose rewards are all equal"
         of = f"of {len(scored)} samples of step {step_of(names[-1])}{equal}"
         yield f"\n{title} {of}: {_describe(row)}"
-        for message in _messages(row):
-            yield f"  {message.get('role')}:\n{indent(readable(message.get('content')), '    ')}"
+        yield from shown_messages(row)
 
 
 def _describe(row: Row) -> str:
     parts = "".join(f", {name} {value:.4g}" for name, value in row.get("parts", {}).items())
     return f"{row.get('prompt_id')}/{row.get('index')}, reward {row['reward']:.4g}{parts}"
+
+
+def shown_messages(row: Row) -> Iterator[str]:
+    """The text of a sample: who says what."""
+    for message in _messages(row):
+        yield f"  {message.get('role')}:\n{indent(readable(message.get('content')), '    ')}"
 
 
 def _messages(row: Row) -> list[Row]:
@@ -166,6 +174,31 @@ def draw_curve(points: Sequence[tuple[int, float]]) -> str:
     return "\n".join(
         f"step {step:>5}  {value:8.4f}  {'#' * round(BAR * value / top)}" for step, value in points
     )
+
+
+def runs_table(runs: Sequence[RunFolder]) -> str:
+    """A row for each run: where it stands, and the last value of each metric."""
+    metrics = [n for n in RUN_COLUMNS if any(n in row for run in runs for row in run.rows)]
+    options = list(differences(runs))[:MAX_OPTIONS] if len(runs) > 1 else []
+    head = ["run", "step", "running", "best evaluation", *metrics, *options]
+    lines = []
+    for run in runs:
+        stands = overview(run)
+        step = "-" if stands["step"] is None else f"{stands['step']}/{stands['num_steps'] or '?'}"
+        best = stands["best"]
+        shown = f"{best['metric']} {best['value']:.4g} at {best['step']}" if best else "-"
+        last = [_text(_latest(run.rows, name)) for name in metrics]
+        own = [_text(run.options.get(name)) for name in options]
+        lines.append([str(run.folder), step, _duration(stands["seconds"]), shown, *last, *own])
+    return _table(head, lines)
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
 
 
 def comparison(runs: Sequence[RunFolder]) -> str:
@@ -203,6 +236,8 @@ def _latest(rows: Sequence[Row], metric: str) -> float | None:
 def _text(value: Any) -> str:
     if value is None:
         return "-"
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

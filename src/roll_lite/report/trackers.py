@@ -1,13 +1,21 @@
-"""Where metrics go besides metrics.jsonl: TensorBoard, and trackers of your own."""
+"""Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, trackers of your own."""
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
+from roll_lite.checks import UserError, check_choice
 from roll_lite.own_code import find_own_code
+from roll_lite.types import Group
+
+MAX_SAMPLES = 32
+"""Samples of a step that trackers get, at equal distances."""
+SampleRow = dict[str, Any]
 
 
 class TrackedRun(NamedTuple):
@@ -23,7 +31,9 @@ class TrackedRun(NamedTuple):
 
 class Tracker(Protocol):
     """Gets the metrics of every step once: steps that a resumed run repeats are left out, unless
-    it has an attribute `rewinds` that is true and drops those that it had itself."""
+    it has an attribute `rewinds` that is true and drops those that it had itself. One that has a
+    method `log_samples(step, name, rows)` gets samples too, before the metrics of their step: by
+    the name samples or eval_samples, with the fields of `sample_rows`."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -53,6 +63,84 @@ class TensorBoard:
         self._writer.close()
 
 
+class Wandb:
+    """A run of Weights & Biases, with a table of samples. Its project is WANDB_PROJECT, or
+    roll_lite; WANDB_MODE=offline needs no network."""
+
+    def __init__(self, run: TrackedRun):
+        import wandb
+
+        self._table = wandb.Table
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "roll_lite"), id=run.id, name=run.folder.name,
+            dir=str(run.folder), resume="allow", config=run.options,
+        )  # fmt: skip
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, name: str, rows: Sequence[SampleRow]) -> None:
+        columns = list(rows[0])
+        data = [list(row.values()) for row in rows]
+        self._run.log({name: self._table(columns=columns, data=data)}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+TRACKERS: Mapping[str, OpenTracker] = {"tensorboard": TensorBoard, "wandb": Wandb}
+EXTRAS = {"tensorboard": "report", "wandb": "trackers"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerOptions:
+    """Where metrics go besides metrics.jsonl."""
+
+    tracker: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Send metrics and a table of samples to Weights & Biases (wandb), or insist on TensorBoard
+    files, which are written wherever that package is installed."""
+
+    def __post_init__(self):
+        for name in self.tracker:
+            check_choice("tracker", name, tuple(TRACKERS))
+            if not is_installed(name):
+                raise UserError(
+                    f"tracker={name} needs the package {name}: pip install {name}, or "
+                    f'pip install ".[{EXTRAS[name]}]" in a clone'
+                )
+
+    @property
+    def openers(self) -> list[OpenTracker]:
+        """Of the trackers that are named; TensorBoard is opened without."""
+        return [TRACKERS[name] for name in dict.fromkeys(self.tracker) if name != "tensorboard"]
+
+
+def is_installed(package: str) -> bool:
+    """A folder of that name, such as wandb makes for its files, is no package."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def sample_rows(groups: Sequence[Group]) -> list[SampleRow]:
+    """Some samples of a step, as text."""
+    samples = [sample for group in groups for sample in group.samples]
+    every = -(-len(samples) // MAX_SAMPLES) or 1
+    return [
+        {
+            "prompt_id": sample.prompt.id,
+            "index": sample.index,
+            "prompt": str(sample.prompt.messages[-1]["content"]) if sample.prompt.messages else "",
+            "reply": sample.reply,
+            "reward": float(sample.score.value) if sample.score else None,
+            "reason": str(sample.score.reason) if sample.score else "",
+            "end": sample.end,
+            "tokens": sample.num_sampled,
+            "error": sample.error or "",
+        }
+        for sample in samples[::every]
+    ]
+
+
 class Trackers:
     """All trackers of a run. One that raises does not end the run: it is named once."""
 
@@ -62,17 +150,31 @@ class Trackers:
         self._trackers: dict[str, Tracker] = {}
         self._last_step = last_step
         self._resumed_at = run.resumed_at or -1
-        has_tensorboard = importlib.util.find_spec("tensorboard") is not None
-        for number, open_tracker in enumerate([*([TensorBoard] * has_tensorboard), *openers]):
+        tensorboard = [TensorBoard] if is_installed("tensorboard") else []
+        for number, open_tracker in enumerate([*tensorboard, *openers]):
             name = f"{number}: {_name(open_tracker)}"
             if tracker := self._try(name, partial(open_tracker, run)):
                 self._trackers[name] = tracker
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        is_repeated = self._resumed_at < step <= self._last_step
         for name, tracker in self._trackers.items():
-            if not is_repeated or getattr(tracker, "rewinds", False):
+            if self._is_due(tracker, step):
                 self._try(name, partial(tracker.log, step, metrics))
+
+    def log_samples(self, step: int, name: str, groups: Sequence[Group]) -> None:
+        """For those that have a `log_samples`."""
+        due = {
+            number: tracker.log_samples
+            for number, tracker in self._trackers.items()
+            if hasattr(tracker, "log_samples") and self._is_due(tracker, step)
+        }
+        rows = sample_rows(groups) if due else []
+        for number, log_samples in due.items():
+            self._try(number, partial(log_samples, step, name, rows))
+
+    def _is_due(self, tracker: Tracker, step: int) -> bool:
+        is_repeated = self._resumed_at < step <= self._last_step
+        return not is_repeated or getattr(tracker, "rewinds", False)
 
     def close(self) -> None:
         for name, tracker in self._trackers.items():

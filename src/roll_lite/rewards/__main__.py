@@ -66,6 +66,8 @@ def try_reward(options: argparse.Namespace) -> int:
     if table[prompt.domain] in REWARDS.values():
         print("".join(f"{line}\n" for line in _explanation(prompt, reply)), end="")
     print(f"score     {score.value:g}")
+    if score.reason:
+        print(f"reason    {score.reason}")
     print("parts     " + ", ".join(f"{name} {value:g}" for name, value in score.parts.items()))
     return 0
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from roll_lite.checks import UserError
 from roll_lite.envs.env import Ending, OutOfTokens
-from roll_lite.types import FinishReason, Message, Score, TurnResult
+from roll_lite.types import FinishReason, Message, Score, TurnResult, number
 from roll_lite.workers.failures import Failure
 
 MAX_MESSAGE = 64 << 20
@@ -140,9 +140,9 @@ def checked_ending(ending: Ending) -> Ending:
 
 def _plain_score(value: float, parts: Mapping[str, float], reason: str) -> Score:
     """Plain numbers, and a text of a bounded length, can always be sent."""
-    if not math.isfinite(value := float(value)):
+    if not math.isfinite(value := number("reward", value)):
         raise UserError(f"reward={value} is not a finite number")
-    parts = {str(name): float(part) for name, part in parts.items()}
+    parts = {str(name): number(name, part) for name, part in parts.items()}
     return Score(value=value, parts=parts, reason=str(reason)[:LONGEST_REASON])
 
 

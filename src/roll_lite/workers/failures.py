@@ -1,5 +1,6 @@
 """How a job in a worker can fail, and how many failures a run tolerates."""
 
+import bdb
 import re
 import sys
 import traceback
@@ -65,7 +66,7 @@ class TooManyFailures(Ended):
 class Failure:
     """A failed job, as it is sent between processes."""
 
-    kind: Literal["raised", "timeout", "crash", "lost"]
+    kind: Literal["raised", "timeout", "crash", "lost", "debugger"]
     text: str
     culprit: Literal["this", "other", "unknown", "supervisor"] = "this"
     """Whose code ran when the worker died: this job's, that of another job in the same worker, or
@@ -100,10 +101,22 @@ def describe(error: BaseException) -> Failure:
     frames = error.__traceback__
     while frames and frames.tb_next and _is_ours(frames.tb_frame):
         frames = frames.tb_next
+    if isinstance(error, bdb.BdbQuit):
+        return Failure("debugger", _place_of_debugger(error))
     text = "".join(traceback.format_exception(type(error), error, frames))
     if len(text) > MAX_TEXT:
         text = f"{text[: MAX_TEXT // 2]}\n...\n{text[-MAX_TEXT // 2 :]}"
     return Failure("raised", text)
+
+
+def _place_of_debugger(error: bdb.BdbQuit) -> str:
+    """The line of user code that called it."""
+    places = [
+        f"{Path(frame.f_code.co_filename).name} line {line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not _is_ours(frame) and frame.f_globals.get("__name__") not in ("bdb", "pdb")
+    ]
+    return places[-1] if places else "a breakpoint"
 
 
 def _is_ours(frame: FrameType) -> bool:
@@ -161,6 +174,12 @@ class ErrorBudget:
     ) -> None:
         """Count one job; `place` says where in an episode. Jobs of an equal key are retries. Raises
         TooManyFailures once the budget is exceeded."""
+        if failure and failure.kind == "debugger":
+            raise TooManyFailures(
+                f"the debugger of {failure.text} has no terminal in a worker process; add "
+                f"--{self._prefix}-workers 0, and it has yours",
+                failure,
+            )
         self.count(self._metrics[0])
         self.count("seconds", seconds)
         where = f"prompt {prompt.id}{place}"

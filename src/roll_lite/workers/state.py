@@ -2,6 +2,7 @@
 which a reward may change and the next one must not find changed."""
 
 import _signal
+import bdb
 import faulthandler
 import mmap
 import os
@@ -181,12 +182,18 @@ def set_up(output: int, memory_gib: float) -> None:
     os.dup2(output, 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.breakpointhook = _no_debugger
     show_stack_when_asked()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     most = _address_space() + int(memory_gib * 2**30)
     _, allowed = resource.getrlimit(resource.RLIMIT_AS)  # `ulimit -v`
     most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _no_debugger(*args: object, **options: object) -> NoReturn:
+    """`breakpoint()` in a worker, which has no terminal: the run ends and says so."""
+    raise bdb.BdbQuit
 
 
 def _address_space() -> int:

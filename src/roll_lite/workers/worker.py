@@ -17,7 +17,7 @@ from contextvars import ContextVar, copy_context
 from typing import Any, NoReturn
 
 from roll_lite.envs.env import Ending, OutOfTokens, Player
-from roll_lite.types import FinishReason, Message, Prompt, Reward, Score, TurnResult
+from roll_lite.types import FinishReason, Message, Prompt, Reward, Score, TurnResult, number
 from roll_lite.workers.channel import (
     CONTINUES,
     ENDED,
@@ -228,10 +228,10 @@ class _WorkerConversation:
 
     def result(self, reward: float = 0.0, **measurements: dict[str, float]) -> None:
         numbers = {
-            kind: {name: float(value) for name, value in named.items()}
+            kind: {name: number(name, value) for name, value in named.items()}
             for kind, named in measurements.items()
         }
-        self._results.append(TurnResult(reward=float(reward), measurements=numbers))
+        self._results.append(TurnResult(reward=number("reward", reward), measurements=numbers))
 
     def take_results(self) -> list[TurnResult]:
         results = self._results

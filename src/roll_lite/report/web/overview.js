@@ -2,9 +2,10 @@
 
 function overviewView() {
   return [
-    el("div", { class: "scroll" }, overviewTable()),
+    data.runs.length > 1 ? runsTable() : null,
+    data.runs.length > MANY_RUNS ? null : el("div", { class: "scroll" }, overviewTable()),
     ...data.runs.flatMap(attention),
-    ...differencesTable(),
+    ...(data.runs.length > MANY_RUNS ? [] : differencesTable()),
     el("h2", {}, "Main curves"),
     el(
       "div",
