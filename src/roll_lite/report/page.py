@@ -9,6 +9,7 @@ import base64
 import hashlib
 import math
 import secrets
+import socket
 import time
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,7 +24,10 @@ from roll_lite.report.records import encode
 from roll_lite.report.trace import PHASES, ROLES
 
 WEB = Path(__file__).parent / "web"
-SCRIPTS = ("dom", "chart", "overview", "curves", "times", "timeline", "sample", "rollouts", "main")
+SCRIPTS = (
+    "dom", "chart", "overview", "curves", "times", "timeline", "markdown", "sample", "rollouts",
+    "main",
+)  # fmt: skip
 MAX_ROWS = 5000
 NEWEST_STEPS, MAX_STEPS = 3, 24
 """Steps whose samples are in the file if all are too many: the newest, and an even choice."""
@@ -241,9 +245,15 @@ def make_server(runs: Sequence[RunFolder], port: int = 0) -> tuple[ThreadingHTTP
     return server, f"http://127.0.0.1:{server.server_address[1]}/{word}/"
 
 
+def tunnel(port: int) -> str:
+    """The command that brings a port of this machine to that where it is entered."""
+    return f"ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}"
+
+
 def serve(runs: Sequence[RunFolder], port: int) -> None:
     server, address = make_server(runs, port)
-    print(f"open {address} in a browser on this machine; Ctrl-C ends it", flush=True)
+    print(f"open {address} in a browser on this machine; Ctrl-C ends it")
+    print(f"elsewhere: {tunnel(server.server_address[1])}, then open the same address", flush=True)
     try:
         server.serve_forever()
     except KeyboardInterrupt:
