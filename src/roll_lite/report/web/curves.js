@@ -12,7 +12,7 @@ const X_LABELS = { step: "step", seconds: "s" };
 const MAX_COLUMNS = 4;
 // Metrics between 0 and 1: their axis does not depend on their values.
 const SHARE =
-  /(^|[/_])(share|fraction|accuracy|success|truncated|outside|rejected|clip|mfu|(teacher|student)_tail|(equal|solved)_groups|end_\w+|pass@\d+)$|_(share|fraction)$/;
+  /^loss\/rejected$|[/_](share|fraction|accuracy|success|truncated|outside|mfu|tail|(equal|solved)_groups|pass@\d+)$|\/end_\w+$/;
 const MAIN = [
   "reward/mean",
   "eval/pass@1",
@@ -162,13 +162,13 @@ function curveControls(draw) {
   const runs = data.runs.map((run, i) =>
     el(
       "label",
-      {},
+      { class: "of-run" },
       checkbox(!settings.hidden.has(i), (isShown) => {
         settings.hidden[isShown ? "delete" : "add"](i);
         draw();
       }),
       runName(run),
-      el("span", { class: "faint" }, differingOptions(i)),
+      el("span", { class: "faint" }, " ", differingOptions(i)),
     ),
   );
   return el(

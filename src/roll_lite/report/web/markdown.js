@@ -34,7 +34,8 @@ function markdownBlock(lines, start) {
     const end = lines.findIndex((line, i) => i >= start && !pattern.test(line));
     const found = lines.slice(start, end < 0 ? lines.length : end);
     if (!found.length) continue;
-    const items = found.map((line) => el(tag === "blockquote" ? "div" : "li", {}, ...inline(line.match(pattern)[1])));
+    const item = tag === "blockquote" ? "div" : "li";
+    const items = found.map((line) => el(item, {}, ...inline(line.match(pattern)[1])));
     const first = tag === "ol" ? parseInt(lines[start], 10) : null;
     return [el(tag, { start: first }, items), start + found.length];
   }

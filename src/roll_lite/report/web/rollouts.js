@@ -207,9 +207,10 @@ async function fillList({ list, about, histogram }, note, openAt, openAs) {
     broken = 0,
     lastGroup = null;
   list.replaceChildren();
-  const say = (more) => {
+  const say = (more, isReading = false) => {
     const skipped = broken ? `${broken} broken lines were skipped. ` : "";
     about.textContent = `${note}${passed} of ${seen} samples pass the filters. ${more}${skipped}${embeddedNote(run, seen, total)}`;
+    if (isReading) return;
     const start = () => fillList({ list, about, histogram }, note, null, null);
     histogram.replaceChildren(...rewardBins(rewards, start));
   };
@@ -234,7 +235,7 @@ async function fillList({ list, about, histogram }, note, openAt, openAs) {
           addRow(list, browse.found.length - 1);
         }
         if (isSorted) browse.found = sorted(browse.found).slice(0, MAX_ROWS_SHOWN);
-        say(page.next === null && name === names.at(-1) ? "" : "Reading on… ");
+        say("Reading on… ", true);
         if (!isSorted && browse.found.length >= MAX_ROWS_SHOWN && openAt === null)
           return say(`Only the first ${MAX_ROWS_SHOWN} are listed: narrow the filters. `);
       }
