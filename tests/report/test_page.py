@@ -5,11 +5,13 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from http.server import ThreadingHTTPServer
 from itertools import pairwise
 from threading import Thread
 
@@ -279,6 +281,17 @@ def test_the_server_pages_through_all_samples_and_needs_its_word(tmp_path):
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_serving_says_how_to_reach_it_from_elsewhere(tmp_path, capsys, monkeypatch):
+    def stopped(server):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", stopped)
+    assert main([str(make_run(tmp_path / "a")), "--serve"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    port = first.split(":")[2].split("/")[0]
+    assert f"ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}, then" in second
 
 
 def test_the_server_skips_samples_that_are_nested_too_deeply(tmp_path):

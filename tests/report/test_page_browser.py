@@ -32,6 +32,7 @@ def browser(shared_browser):
     shared_browser.errors.clear()
     shared_browser.resize(1280, 900)
     yield shared_browser
+    shared_browser.run("try { localStorage.clear() } catch {}")  # not of about:blank
     assert shared_browser.errors == []
 
 
@@ -58,16 +59,23 @@ def set_filter(browser, name, value):
     browser.run(f"{field}.{part} = {json.dumps(value)}; {field}.dispatchEvent(new Event('change'))")
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-def test_every_view_opens_without_errors_and_fits(browser, address, width):
-    browser.resize(width, 800)
-    browser.open(address)
+@pytest.mark.parametrize("width", [1400, 390])
+def test_every_view_opens_without_errors_and_fits(browser, tmp_path, tiny_folder, width):
+    long = "very_long_" * 20
+    first = make_run(tmp_path / "a", model=str(tiny_folder), data=[long])
+    rows = [metrics(step) | {f"loss/{long}": step} for step in (1, 2, 3, 4)]
+    write_lines(first / "metrics.jsonl", rows)
+    row = sample(4, 0, prompt_id=long, reply=long, domain=long, reason=long, end=long)
+    write_lines(first / "rollouts" / "step_00004.jsonl", [row, row | {"index": 1}])
+    browser.resize(width, 844)
+    browser.open(write(first, make_run(tmp_path / "b", lr=0.2)))
     for theme in ("light", "dark"):
         browser.wait(f"document.documentElement.dataset.theme === '{theme}'")
-        for view in VIEWS:
+        for view in (*VIEWS, "#sample/0/step_00004/0", "#group/0/step_00004/0"):
             browser.go(view)
+            browser.run("document.querySelectorAll('details').forEach(d => { d.open = true })")
             assert len(browser.texts("main > *")) >= 2
-            assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+            assert browser.run("document.documentElement.scrollWidth") <= width, view
         browser.run("document.getElementById('theme').click()")
 
 
@@ -83,15 +91,105 @@ def test_a_table_of_runs_is_sorted_by_a_click_on_a_title(browser, tmp_path):
         assert [text[-1] for text in shown] == [*names]
 
 
+def test_tiles_come_first_and_facts_are_folded(browser, address):
+    browser.open(address)
+    assert browser.texts("main > :first-child .tile .value") == ["0.5714", "0.4", "4 of 6"]
+    assert browser.texts(".tile .more") == [
+        "0.1429 at first",
+        "eval/pass@1, step 4; 0.2 at first, 0.4 at step 4",
+        "about 4 s left",
+    ]
+    assert browser.run("document.querySelector('progress').value") == pytest.approx(4 / 6)
+    tops = [
+        browser.run(f"document.querySelector('{part}').getBoundingClientRect().top")
+        for part in (".tiles", ".charts", "details")
+    ]
+    assert tops == sorted(tops)
+    assert browser.run("[...document.querySelectorAll('details')].every(d => !d.open)")
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_charts_are_drawn_in_pixels_and_fill_their_box(browser, address, width):
+    browser.resize(width, 844)
+    browser.open(address)
+    figure = "document.querySelector('figure[data-metric=\"eval/pass@1\"]')"
+    browser.wait(f"!!{figure}.querySelector('svg path')")
+    assert browser.texts('figure[data-metric="eval/pass@1"] .readout') == ["0.4  "]
+    ticks = browser.run(f"[...{figure}.querySelectorAll('text')].map(t => t.textContent)")
+    assert ticks[:6] == ["0", "0.2", "0.4", "0.6", "0.8", "1"]  # a share
+    text = f"{figure}.querySelector('svg text')"
+    assert browser.run(f"getComputedStyle({text}).fontSize") == "11px"
+    assert browser.run(f"{figure}.querySelector('svg').getScreenCTM().a") == 1
+    box, svg = (
+        browser.run(f"{node}.getBoundingClientRect().toJSON()")
+        for node in (figure, f"{figure}.querySelector('svg')")
+    )
+    assert box["bottom"] - svg["bottom"] < 10 and svg["width"] > box["width"] - 30
+
+
+def test_small_shares_have_an_axis_of_their_own(browser, tmp_path):
+    folder = make_run(tmp_path / "a")
+    rows = [metrics(step) | {"mismatch/outside": step / 1000} for step in (1, 2, 3, 4)]
+    write_lines(folder / "metrics.jsonl", rows)
+    browser.open(write(folder) + "#curves/mismatch%2Foutside")
+    browser.wait("!!document.querySelector('figure.chosen svg path')")
+    ticks = browser.run(
+        "[...document.querySelectorAll('figure.chosen svg text')].map(t => t.textContent)"
+    )
+    assert ticks[:5] == ["0", "0.001", "0.002", "0.003", "0.004"]
+
+
+def test_constant_curves_are_hidden_until_a_click(browser, address):
+    browser.open(address + "#curves")
+
+    def shown():
+        names = "[...document.querySelectorAll('figure')].map(f => f.dataset.metric)"
+        return set(browser.run(names))
+
+    assert {"reward/mean", "loss/entropy"} <= shown()
+    assert not {"loss/grad_norm", "time/train"} & shown()
+    lines = browser.texts(".constants")
+    assert "show 1 constant curve loss/grad_norm 1" in lines
+    assert "show 3 constant curves time/step 1.5, time/rollout 1, time/train 0.5" in lines
+    browser.run(
+        "[...document.querySelectorAll('.constants button')].forEach(button => button.click())"
+    )
+    assert {"loss/grad_norm", "time/train"} <= shown() and not browser.texts(".constants")
+    browser.open(address + "#curves/time%2Ftrain")  # a link shows its curve
+    assert "time/train" in shown()
+
+
+def test_pins_and_folded_sections_are_remembered(browser, address):
+    browser.open(address + "#curves")
+    titles = browser.texts("h2")
+    browser.run("document.querySelector('[data-metric=\"loss/entropy\"] .pin').click()")
+    browser.run("document.querySelectorAll('summary')[1].click()")
+    for _ in range(2):
+        assert browser.texts("h2")[:2] == ["Pinned", titles[0]]
+        open_sections = "[...document.querySelectorAll('details')].map(d => d.open)"
+        assert browser.run(open_sections) == [True, False] + [True] * (len(titles) - 1)
+        assert browser.texts("details:first-child figcaption span:nth-child(2)") == ["loss/entropy"]
+        browser.open(address + "#curves")
+    browser.go("#overview")
+    first = "document.querySelector('figure').dataset.metric"
+    assert browser.run(first) == "loss/entropy"
+    browser.run("document.querySelector('.pin').click()")
+    assert browser.run(first) == "reward/mean"
+
+
 def test_curves_have_the_values_of_the_metrics(browser, tmp_path):
     first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b", num_steps=3, lr=0.2)
     browser.open(write(first, second) + "#curves/reward%2Fmean")
     figure = "document.querySelector('figure.chosen')"
     browser.wait(f"!!{figure}?.querySelector('svg path')")
     box = browser.run(f"(({figure}.querySelector('svg')).getBoundingClientRect()).toJSON()")
-    left, right = (box["x"] + box["width"] * x / 420 for x in (46, 412))
+    grid = f"{figure}.querySelector('.grid')"
+    left, right = (
+        box["x"] + float(browser.run(f"{grid}.getAttribute('{end}')")) for end in ("x1", "x2")
+    )
+    assert browser.texts("figure.chosen .readout b") == ["0.5714", "0.4286"]  # the last ones
     for step in (1, 2, 3, 4):
-        x = left + (right - left) * (step - 1 + 0.12) / (3 + 0.24)  # 4% of margin on both sides
+        x = left + (right - left) * (step - 1) / 3
         browser.move(x, box["y"] + 50)
         told = browser.texts("figure.chosen .readout")[0].split("  ")
         assert told[0] == f"step {step}: {float(f'{step / 7:.4g}')}"
@@ -193,6 +291,130 @@ def test_what_newer_runs_record_is_shown(browser, tmp_path):
     assert not browser.texts("#replay") and not browser.texts("#reason")
 
 
+def choose(browser, field, value):
+    node = f"document.querySelector('{field}')"
+    browser.run(f"{node}.value = '{value}'; {node}.dispatchEvent(new Event('change'))")
+
+
+def test_samples_are_sorted(browser, tmp_path):
+    folder = make_run(tmp_path / "a", num_steps=1)
+    rows = [
+        sample(1, 0, reward=0.5, advantages=0.25),
+        sample(1, 1, reward=2.0, advantages=pack([-1.0, -2.0, 0.0])),
+        sample(1, 2, reward=-1.0, advantages=0.75),
+        sample(1, 3, reward=None, state="failed", turns=[], tokens=9, advantages=None),
+    ]
+    write_lines(folder / "rollouts" / "step_00001.jsonl", rows)
+    browser.open(write(folder) + "#rollouts/0/step_00001")
+    orders = {
+        "recorded": [0, 1, 2, 3], "reward up": [2, 0, 1, 3], "reward down": [1, 0, 2, 3],
+        "tokens down": [3, 0, 1, 2], "tokens up": [0, 1, 2, 3],
+        "advantage down": [2, 0, 1, 3], "advantage up": [1, 0, 2, 3],
+    }  # fmt: skip
+    for order, numbers in orders.items():
+        choose(browser, "#sort", order)
+        assert listed(browser) == [f"answer {n} of step 1" for n in numbers], order
+    browser.press("n")
+    assert dict(zip(browser.texts("#facts dt"), browser.texts("#facts dd"), strict=True)) == {
+        "state": "done", "reward": "2", "domain": "odd", "advantage": "-1", "tokens": "3",
+        "turns": "1", "part format": "0.25",
+    }  # fmt: skip
+
+
+def test_the_histogram_shows_and_filters_rewards(browser, tmp_path):
+    folder = make_run(tmp_path / "a", num_steps=2)
+    rows = [sample(2, number, reward=number / 100) for number in range(100)]
+    write_lines(folder / "rollouts" / "step_00002.jsonl", rows)
+    browser.open(write(folder) + "#rollouts/0/step_00001")
+    listed(browser)
+    bins = "[...document.querySelectorAll('.bin')].map(bin => bin.title)"
+    assert browser.run(bins) == [
+        "3 samples of reward 0", "3 samples of reward 1", "2 samples of reward 2",
+    ]  # fmt: skip
+    browser.run("document.querySelectorAll('.bin')[1].click()")
+    assert listed(browser) == [f"answer {n} of step 1" for n in (1, 4, 7)]
+    assert len(browser.texts(".bin")) == 3 and len(browser.texts(".bin.left-out")) == 2
+    browser.run("document.querySelectorAll('.bin')[1].click()")
+    assert len(listed(browser)) == 8
+    browser.go("#rollouts/0/step_00002")
+    listed(browser)
+    titles = browser.run(bins)
+    assert len(titles) == 20 and sum(int(title.split()[0]) for title in titles) == 100
+    assert "mean 0.495" in browser.texts("#histogram")[0]
+
+
+def test_a_group_is_shown_side_by_side(browser, address):
+    browser.open(address + "#rollouts/0/step_00003")
+    set_filter(browser, "least", "1")
+    listed(browser)
+    browser.run("document.querySelector('.group button').click()")
+    browser.wait("!!document.querySelector('#group')")
+    assert browser.texts(".column .text") == [f"answer {n} of step 3" for n in range(4)]
+    assert browser.texts(".column .reward") == ["0", "1", "2", "0"]
+    assert browser.texts(".column .faint") == [
+        f"advantage {a}, 3 tokens" for a in (-1, 0, 1, -1)
+    ]  # fmt: skip
+    tops = "[...document.querySelectorAll('.column')].map(c => c.getBoundingClientRect().top)"
+    assert len(set(browser.run(tops)[:3])) == 1
+    browser.open(address + browser.run("location.hash"))
+    browser.wait("document.querySelectorAll('.column').length === 4")
+    browser.run("document.querySelectorAll('.column a')[2].click()")
+    browser.wait("!!document.querySelector('#sample')")
+    assert browser.texts("#conversation .assistant .text") == ["answer 2 of step 3"]
+
+
+def test_colours_of_tokens_are_graded_and_have_a_scale(browser, address):
+    browser.open(address + "#sample/0/step_00003/0")
+    browser.wait("!!document.querySelector('#sample')")
+    shades = "[...document.querySelectorAll('{} ')].map(n => n.style.backgroundColor)"
+    assert len(set(browser.run(shades.format(".token")))) == 3
+    assert len(set(browser.run(shades.format("#scale .shade")))) == 9
+    assert browser.texts("#scale") == ["0  -6 or less"]
+    choose(browser, "#sample select", "advantage")
+    assert browser.texts("#scale") == ["-1  1"]
+    tokens, scale = (set(browser.run(shades.format(part))) for part in (".token", "#scale .shade"))
+    assert len(tokens) == 1 and tokens <= scale
+    choose(browser, "#sample select", "version")
+    assert browser.texts("#scale .shade") == ["3", "4"]
+
+
+def test_markdown_is_shown_if_asked_and_runs_nothing(browser, tmp_path):
+    folder = make_run(tmp_path / "a", num_steps=1)
+    reply = (
+        "# Title\nsome **bold `code`** and *slanted* $x_1$ [a](javascript:alert(1))\n\n"
+        "- one\n- two <b>\n\n3. three\n> said\n```py\n**raw**\n```\n" + HOSTILE
+    )
+    write_lines(folder / "rollouts" / "step_00001.jsonl", [sample(1, 0, reply=reply)])
+    browser.open(write(folder) + "#sample/0/step_00001/0")
+    browser.wait("!!document.querySelector('#sample')")
+    text = "#conversation .assistant .text"
+    assert browser.texts(text)[0].startswith(reply[:100])
+    browser.run("document.querySelector('#markdown').click()")
+    found = {
+        tag: browser.texts(f"{text} {tag}")
+        for tag in ("h4", "b", "code", "i", "ul li", "ol li", "blockquote", "pre", "a", "img")
+    }
+    assert found == {
+        "h4": ["Title"], "b": ["bold code"], "code": ["code"], "i": ["slanted"],
+        "ul li": ["one", "two <b>"], "ol li": ["three"], "blockquote": ["said"],
+        "pre": ["**raw**"], "a": [], "img": [],
+    }  # fmt: skip
+    assert "$x_1$ [a](javascript:alert(1))" in browser.texts(text)[0]
+    assert browser.run(f"document.querySelector('{text} ol').start") == 3
+    assert browser.run("window.hacked") is None
+
+
+def test_a_phone_shows_the_sample_above_the_fold(browser, address):
+    browser.resize(390, 844)
+    browser.open(address + "#rollouts/0/step_00003")
+    listed(browser)
+    browser.run("document.querySelectorAll('.row')[5].click()")
+    bottom = "document.querySelector('{}').getBoundingClientRect().bottom"
+    assert browser.run(bottom.format("#conversation .assistant")) < 700
+    assert browser.run(bottom.format("#sample")) < browser.run(bottom.format("#list"))
+    assert browser.run("scrollY") == 0
+
+
 def test_keys_and_links_open_samples(browser, address):
     browser.open(address + "#rollouts/0/step_00002")
     listed(browser)
@@ -255,7 +477,7 @@ def test_hostile_text_is_shown_and_runs_nothing(browser, tmp_path):
     assert browser.run("document.documentElement.scrollWidth <= innerWidth")
 
 
-@pytest.mark.parametrize("files", [(), ("metrics.jsonl",), ("config.json", "events.jsonl")])
+@pytest.mark.parametrize("files", [("metrics.jsonl",), ("config.json", "events.jsonl")])
 def test_a_folder_without_some_files_opens(browser, tmp_path, files):
     whole, folder = make_run(tmp_path / "whole"), tmp_path / "part"
     folder.mkdir()
@@ -276,11 +498,11 @@ def test_the_live_page_follows_the_run(browser, tmp_path):
     Thread(target=server.serve_forever, daemon=True).start()
     try:
         browser.open(address)
-        assert "step 4 of 6" in browser.texts("#overview")[0]
+        assert "step 4 of 6" in browser.texts("#what-ran")[0]
         write_lines(folder / "rollouts" / "step_00005.jsonl", [sample(5, 0)])
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(metrics(5)) + "\n")
-        browser.wait("document.querySelector('#overview').textContent.includes('step 5 of 6')")
+        browser.wait("document.querySelector('#what-ran').textContent.includes('step 5 of 6')")
         rows = "document.querySelectorAll('.row .start').length"  # when the server has sent them
         browser.go("#rollouts/0/step_00005")
         browser.wait(rows, lambda number: number == 1)

@@ -9,6 +9,7 @@ import base64
 import hashlib
 import math
 import secrets
+import socket
 import time
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,7 +26,8 @@ from roll_lite.report.trace import PHASES, ROLES
 
 WEB = Path(__file__).parent / "web"
 SCRIPTS = (
-    "dom", "chart", "runs", "overview", "curves", "times", "timeline", "sample", "rollouts", "main"
+    "dom", "chart", "runs", "overview", "curves", "times", "timeline", "markdown", "sample",
+    "rollouts", "main",
 )  # fmt: skip
 MAX_ROWS = 5000
 """Rows of metrics.jsonl, of all runs."""
@@ -247,9 +249,15 @@ def make_server(runs: Sequence[RunFolder], port: int = 0) -> tuple[ThreadingHTTP
     return server, f"http://127.0.0.1:{server.server_address[1]}/{word}/"
 
 
+def tunnel(port: int) -> str:
+    """The command that brings a port of this machine to that where it is entered."""
+    return f"ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}"
+
+
 def serve(runs: Sequence[RunFolder], port: int) -> None:
     server, address = make_server(runs, port)
-    print(f"open {address} in a browser on this machine; Ctrl-C ends it", flush=True)
+    print(f"open {address} in a browser on this machine; Ctrl-C ends it")
+    print(f"elsewhere: {tunnel(server.server_address[1])}, then open the same address", flush=True)
     try:
         server.serve_forever()
     except KeyboardInterrupt:

@@ -1,11 +1,11 @@
 // Curves as SVG: axes, smoothing, hover. A series is {name, color, points: [[x, y], ...]}.
 
-const WIDTH = 420,
-  HEIGHT = 180,
-  LEFT = 46,
-  RIGHT = 8,
+const HEIGHT = 180,
+  RIGHT = 12,
   TOP = 8,
-  BOTTOM = 20;
+  BOTTOM = 20,
+  LEAST_LEFT = 40, // has room for the name of the x axis
+  CHARACTER = 6.5; // pixels of a digit of 11 px
 const COLORS = [
   "#2f7ed8",
   "#e4572e",
@@ -16,6 +16,7 @@ const COLORS = [
   "#d6418f",
   "#7a7f87",
 ];
+const SMALL_SHARE = 0.1;
 const color = (index) => COLORS[index % COLORS.length];
 
 // Exponential moving average, corrected for its start.
@@ -48,7 +49,7 @@ function logTicks(low, high) {
   return found.length > 1 ? found : [low, high];
 }
 
-function range(values, log) {
+function range(values, { log = false, margin = 0.04 } = {}) {
   let low = Infinity,
     high = -Infinity;
   for (const value of values) {
@@ -59,15 +60,22 @@ function range(values, log) {
     return log
       ? [low / 2, high * 2]
       : [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
-  const margin = log ? 0 : (high - low) * 0.04;
-  return [low - margin, high + margin];
+  const more = log ? 0 : (high - low) * margin;
+  return [low - more, high + more];
+}
+
+// From 0 to 1; small shares, which would be a line along the axis, from 0 to the highest.
+function shareRange(values) {
+  if (values.some((value) => value < 0 || value > 1)) return range(values);
+  const high = values.reduce((most, value) => Math.max(most, value), 0);
+  return [0, high === 0 || high > SMALL_SHARE ? 1 : high * 1.04];
 }
 
 // A function from values to places, with its ticks.
-function scale([low, high], [from, to], log) {
+function scale([low, high], [from, to], { log = false, count = 5 } = {}) {
   const f = log ? Math.log10 : (x) => x;
   const place = (x) => from + ((f(x) - f(low)) / (f(high) - f(low))) * (to - from);
-  return { place, ticks: log ? logTicks(low, high) : ticks(low, high, 5) };
+  return { place, ticks: log ? logTicks(low, high) : ticks(low, high, count) };
 }
 
 function path(points, x, y, attributes) {
@@ -79,18 +87,21 @@ function path(points, x, y, attributes) {
 
 const tickText = (t) => number(Number(t.toPrecision(8)));
 
-function axes(x, y, xLabel) {
+function axes(x, y, xLabel, left, right) {
   const nodes = [];
   for (const t of y.ticks) {
     const at = y.place(t);
-    nodes.push(el("svg:line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: at, y2: at }));
-    nodes.push(el("svg:text", { x: LEFT - 4, y: at + 3, "text-anchor": "end" }, tickText(t)));
+    nodes.push(el("svg:line", { class: "grid", x1: left, x2: right, y1: at, y2: at }));
+    nodes.push(el("svg:text", { x: left - 5, y: at + 4, "text-anchor": "end" }, tickText(t)));
   }
-  for (const t of x.ticks)
+  for (const t of x.ticks) {
+    const isAtEnd = x.place(t) + (tickText(t).length * CHARACTER) / 2 > right + RIGHT;
+    const at = { x: isAtEnd ? right + RIGHT : x.place(t), y: HEIGHT - 5 };
     nodes.push(
-      el("svg:text", { x: x.place(t), y: HEIGHT - 6, "text-anchor": "middle" }, tickText(t)),
+      el("svg:text", { ...at, "text-anchor": isAtEnd ? "end" : "middle" }, tickText(t)),
     );
-  nodes.push(el("svg:text", { x: LEFT - 18, y: HEIGHT - 6, "text-anchor": "end" }, xLabel));
+  }
+  nodes.push(el("svg:text", { x: 0, y: HEIGHT - 5 }, xLabel));
   return nodes;
 }
 
@@ -103,10 +114,19 @@ function nearestPoint(series, distance) {
   return { series, x: series.raw[i][0], y: series.raw[i][1], smooth: series.points[i][1] };
 }
 
-// The svg of the series and, if needed, a note. Calls hover(x, values) with the nearest point of each.
+// The svg of the series, in pixels, and, if needed, a note. Calls hover(x, values) with the nearest
+// point of each.
 function chart(
   series,
-  { log = false, smooth = 0, xLabel = "step", hover = () => {}, click = null },
+  width,
+  {
+    log = false,
+    smooth = 0,
+    xLabel = "step",
+    isShare = false,
+    hover = () => {},
+    click = null,
+  },
 ) {
   const drawn = series.map((s) => {
     const points = s.points.filter(([, y]) => Number.isFinite(y) && (!log || y > 0));
@@ -118,17 +138,24 @@ function chart(
     ? `${left_out} values not shown (${log ? "0, negative or " : ""}not finite)`
     : "";
   if (!all.length) return { svg: el("svg:svg"), note: note || "no values" };
-  const x = scale(range(all.map((p) => p[0])), [LEFT, WIDTH - RIGHT]);
+  const values = all.map((p) => p[1]);
   const y = scale(
-    range(
-      all.map((p) => p[1]),
-      log,
-    ),
+    isShare && !log ? shareRange(values) : range(values, { log }),
     [HEIGHT - BOTTOM, TOP],
-    log,
+    { log },
   );
+  const longest = Math.max(...y.ticks.map((t) => tickText(t).length));
+  const left = Math.max(LEAST_LEFT, longest * CHARACTER + 8),
+    right = width - RIGHT;
+  const x = scale(range(all.map((p) => p[0]), { margin: 0 }), [left, right], {
+    count: Math.max(2, width / 80),
+  });
   const cursor = el("svg:g");
-  const svg = el("svg:svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" }, axes(x, y, xLabel));
+  const svg = el(
+    "svg:svg",
+    { width, height: HEIGHT, role: "img" },
+    axes(x, y, xLabel, left, right),
+  );
   for (const s of drawn) {
     if (smooth) svg.append(path(s.raw, x, y, { stroke: s.color, "stroke-opacity": 0.25 }));
     svg.append(path(s.points, x, y, { stroke: s.color, "stroke-width": 1.6 }));
@@ -139,7 +166,7 @@ function chart(
   svg.append(cursor);
   const nearest = (event) => {
     const box = svg.getBoundingClientRect();
-    const at = ((event.clientX - box.left) / box.width) * WIDTH;
+    const at = event.clientX - box.left;
     return drawn
       .filter((s) => s.raw.length)
       .map((s) => nearestPoint(s, (point) => Math.abs(x.place(point[0]) - at)));

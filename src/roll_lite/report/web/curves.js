@@ -1,6 +1,18 @@
 // Curves of all metrics, by kind and by domain.
 
-const settings = { smooth: 0, log: false, x: "step", find: "", hidden: new Set() };
+const settings = {
+  smooth: 0,
+  log: false,
+  x: "step",
+  find: "",
+  hidden: new Set(),
+  withConstants: new Set(), // titles of sections
+};
+const X_LABELS = { step: "step", seconds: "s" };
+const MAX_COLUMNS = 4;
+// Metrics between 0 and 1: their axis does not depend on their values.
+const SHARE =
+  /^loss\/rejected$|[/_](share|fraction|accuracy|success|truncated|outside|mfu|tail|(equal|solved)_groups|pass@\d+)$|\/end_\w+$/;
 const MAIN = [
   "reward/mean",
   "eval/pass@1",
@@ -33,14 +45,38 @@ function metricNames() {
 
 // Main metrics come first; the others stay in the order in which they were recorded.
 const rank = (name) => (MAIN.includes(name) ? MAIN.indexOf(name) : MAIN.length);
-const mainMetrics = () => MAIN.filter((name) => metricNames().includes(name)).slice(0, 8);
+const mainMetrics = () => {
+  const names = metricNames(),
+    pinned = pins().filter((name) => names.includes(name));
+  const others = MAIN.filter((name) => names.includes(name) && !pinned.includes(name));
+  return [...pinned, ...others.slice(0, 8)];
+};
+
+// Metrics that the reader wants first.
+const pins = () => remembered("pins", []);
+
+function togglePin(name) {
+  const others = pins().filter((pin) => pin !== name);
+  remember("pins", others.length < pins().length ? others : [...others, name]);
+  update();
+}
+
+// A curve of one value says no more than the value.
+function isConstant(name) {
+  const values = data.runs
+    .flatMap((run) => run.metrics[name] || [])
+    .filter((value) => value !== null);
+  return values.length > 1 && values.every((value) => value === values[0]);
+}
 
 // reward/DOMAIN/mean: the part between the first and the last slash.
 const domainOf = (name) => (name.match(/^[^/]+\/(.+)\/[^/]+$/) || [])[1];
 
 function curveSections() {
   const sections = new Map();
-  for (const name of metricNames()) {
+  const pinned = pins().filter((name) => metricNames().includes(name));
+  if (pinned.length) sections.set("Pinned", pinned);
+  for (const name of metricNames().filter((other) => !pinned.includes(other))) {
     const domain = domainOf(name);
     const title = domain
       ? `Domain ${domain}`
@@ -49,7 +85,7 @@ function curveSections() {
   }
   const place = (title) => {
     const i = SECTIONS.findIndex(([t]) => t === title);
-    return i < 0 ? 1.5 : i;
+    return title === "Pinned" ? -1 : i < 0 ? 1.5 : i;
   };
   return [...sections].sort(([a], [b]) => place(a) - place(b) || a.localeCompare(b));
 }
@@ -58,21 +94,7 @@ function curvesView(chosen) {
   const body = el("div", {});
   const draw = () =>
     body.replaceChildren(
-      ...curveSections().flatMap(([title, names]) => {
-        const found = names
-          .filter((name) => name.includes(settings.find))
-          .sort((a, b) => rank(a) - rank(b));
-        return found.length
-          ? [
-              el("h2", {}, title),
-              el(
-                "div",
-                { class: "charts" },
-                found.map((name) => figure(name, name === chosen)),
-              ),
-            ]
-          : [];
-      }),
+      ...curveSections().flatMap(([title, names]) => curveSection(title, names, chosen) || []),
     );
   draw();
   if (chosen && !isUpdating)
@@ -80,6 +102,58 @@ function curvesView(chosen) {
       body.querySelector("figure.chosen")?.scrollIntoView({ block: "center" }),
     );
   return [curveControls(draw), body];
+}
+
+// The curves of a section; without constant ones, unless they are what the reader wants to see.
+function curveSection(title, names, chosen) {
+  const found = names
+    .filter((name) => name.includes(settings.find))
+    .sort((a, b) => (title === "Pinned" ? 0 : rank(a) - rank(b)));
+  if (!found.length) return null;
+  const isWanted = (name) => settings.find || title === "Pinned" || name === chosen;
+  const constants = found.filter((name) => !isWanted(name) && isConstant(name));
+  const node = fold(
+    title,
+    true,
+    charts(
+      found.filter((name) => !constants.includes(name)),
+      chosen,
+    ),
+    constants.length ? constantCurves(title, constants) : null,
+  );
+  if (found.includes(chosen)) node.open = true;
+  return node;
+}
+
+// A line that says how many are hidden, with their values; a click shows them.
+function constantCurves(title, names) {
+  if (settings.withConstants.has(title)) return charts(names);
+  const node = el("p", { class: "faint constants" });
+  const show = () => {
+    settings.withConstants.add(title);
+    node.replaceWith(charts(names));
+  };
+  const many = names.length === 1 ? "1 constant curve" : `${names.length} constant curves`;
+  node.append(
+    el("button", { onclick: show }, `show ${many}`),
+    " ",
+    names.map((name) => `${name} ${number(lastOf(name))}`).join(", "),
+  );
+  return node;
+}
+
+const lastOf = (name) =>
+  data.runs.flatMap((run) => run.metrics[name] || []).findLast((value) => value !== null);
+
+// Rows of about equally many curves, so that none has a gap at its end.
+function charts(names, chosen) {
+  const columns = Math.ceil(names.length / Math.ceil(names.length / MAX_COLUMNS));
+  const flexBasis = `min(100%, max(320px, ${100 / columns}% - 10px))`;
+  return el(
+    "div",
+    { class: "charts" },
+    names.map((name) => figure(name, name === chosen, { flexBasis })),
+  );
 }
 
 function curveControls(draw) {
@@ -90,13 +164,13 @@ function curveControls(draw) {
   const runs = data.runs.map((run, i) =>
     el(
       "label",
-      {},
+      { class: "of-run" },
       checkbox(!settings.hidden.has(i), (isShown) => {
         settings.hidden[isShown ? "delete" : "add"](i);
         draw();
       }),
       runName(run),
-      el("span", { class: "faint" }, differingOptions(i)),
+      el("span", { class: "faint" }, " ", differingOptions(i)),
     ),
   );
   return el(
@@ -159,17 +233,30 @@ function points(run, name) {
 // What report/metrics.py says of a metric.
 const meaning = (name) => data.runs.map((run) => run.meanings[name]).find(Boolean) || "";
 
-function figure(name, isChosen = false) {
-  const readout = el("div", { class: "readout" });
-  const node = el(
-    "figure",
-    { class: isChosen ? "chosen" : "", "data-metric": name },
-    el("figcaption", { title: meaning(name) }, name),
-    readout,
+function figure(name, isChosen, style) {
+  const readout = el("span", { class: "readout" }),
+    plot = el("div", { class: "plot" }),
+    note = el("div", { class: "note-of-chart" });
+  const isPinned = pins().includes(name);
+  const pin = el(
+    "button",
+    {
+      class: "pin",
+      title: isPinned ? "pinned: a click puts it back" : "pin: show this curve first",
+      "aria-pressed": isPinned,
+      onclick: () => togglePin(name),
+    },
+    isPinned ? "★" : "☆",
   );
   const series = data.runs
     .map((run, i) => ({ name: run.name, index: i, color: color(i), points: points(run, name) }))
     .filter((s) => s.points.length && !settings.hidden.has(s.index));
+  const sayLast = () =>
+    readout.replaceChildren(
+      ...series.map((s) =>
+        el("span", {}, series.length > 1 ? dot(s.color) : null, el("b", {}, lastText(s)), "  "),
+      ),
+    );
   const say = (found) =>
     readout.replaceChildren(
       ...found.map((p) =>
@@ -189,16 +276,22 @@ function figure(name, isChosen = false) {
     const samples = samplesNear(run, step);
     if (samples) location.hash = hash("rollouts", p.series.index, samples);
   };
-  whenVisible(node, () => {
-    const { svg, note } = chart(series, {
+  whenVisible(plot, (width) => {
+    const drawn = chart(series, width, {
       log: settings.log,
       smooth: settings.smooth,
-      xLabel: settings.x,
-      hover: say,
+      xLabel: X_LABELS[settings.x],
+      isShare: SHARE.test(name),
+      hover: (found) => (found.length ? say(found) : sayLast()),
       click: open,
     });
-    node.append(svg);
-    if (note) node.append(el("div", { class: "readout" }, note));
+    plot.replaceChildren(drawn.svg);
+    note.textContent = drawn.note;
   });
-  return node;
+  sayLast();
+  const caption = el("figcaption", { title: meaning(name) }, pin, el("span", {}, name), readout);
+  const className = `${isChosen ? "chosen " : ""}${series.length > 1 ? "several" : ""}`;
+  return el("figure", { class: className, "data-metric": name, style }, caption, plot, note);
 }
+
+const lastText = (series) => number(series.points.at(-1)[1]);

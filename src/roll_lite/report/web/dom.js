@@ -3,6 +3,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 const SHOWN_CHARACTERS = 20000;
+const PHONE = 800; // pixels of width, as in page.css
 // Characters that would reorder or hide text: controls, and marks of writing direction.
 const CONTROLS =
   /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]/u;
@@ -59,9 +60,9 @@ function safeText(text) {
 }
 
 // A block of text; a long one is cut, with a button for the rest.
-function textBlock(text, className = "") {
+function textBlock(text, className = "", render = safeText) {
   const node = el("div", { class: `text ${className}` });
-  const show = (shown) => node.replaceChildren(...safeText(shown));
+  const show = (shown) => node.replaceChildren(...render(shown));
   const whole = typeof text === "string" ? text : JSON.stringify(text, null, 2) || "";
   show(whole.slice(0, SHOWN_CHARACTERS));
   if (whole.length > SHOWN_CHARACTERS) {
@@ -72,8 +73,8 @@ function textBlock(text, className = "") {
 }
 
 // Options are [value, label], and true after them if they cannot be chosen.
-function select(options, chosen, onchange) {
-  const node = el("select", { onchange: () => onchange(node.value) });
+function select(options, chosen, onchange, attributes) {
+  const node = el("select", { onchange: () => onchange(node.value), ...attributes });
   for (const [value, label, disabled = false] of options) {
     const selected = String(value) === String(chosen) ? "" : null;
     node.append(el("option", { value, selected, disabled }, label));
@@ -102,13 +103,64 @@ const label = (text, control) => el("label", {}, text, control);
 const link = (parts, ...children) => el("a", { href: hash(...parts) }, ...children);
 const hash = (...parts) => "#" + parts.map(encodeURIComponent).join("/");
 
-// Calls `draw` when the node comes into view for the first time.
+// What a reader chose: kept by the browser for later visits or, where it keeps nothing, until the
+// page is closed.
+const choices = {};
+
+function remembered(name, otherwise) {
+  if (!Object.hasOwn(choices, name))
+    try {
+      choices[name] = JSON.parse(localStorage.getItem(`roll_lite/${name}`)) ?? otherwise;
+    } catch {
+      choices[name] = otherwise;
+    }
+  return choices[name];
+}
+
+function remember(name, value) {
+  choices[name] = value;
+  try {
+    localStorage.setItem(`roll_lite/${name}`, JSON.stringify(value));
+  } catch {
+    // Without storage it lasts as long as the page.
+  }
+}
+
+// A section that folds, and is found as it was left.
+function fold(title, isOpen, ...children) {
+  const left = remembered("folds", {});
+  const node = el(
+    "details",
+    { class: "fold", open: (left[title] ?? isOpen) ? "" : null },
+    el(
+      "summary",
+      { onclick: () => remember("folds", { ...remembered("folds", {}), [title]: !node.open }) },
+      el("h2", {}, title),
+    ),
+    ...children,
+  );
+  return node;
+}
+
+// Pixels for a drawing as wide as the page.
+function pageWidth() {
+  const { paddingLeft, paddingRight } = getComputedStyle(byId("main"));
+  return byId("main").clientWidth - parseFloat(paddingLeft) - parseFloat(paddingRight);
+}
+
+// Calls `draw` with the node's width when it comes into view, and again when its width changes.
 function whenVisible(node, draw) {
+  let width = 0;
+  const sizes = new ResizeObserver(() => {
+    if (!node.clientWidth || node.clientWidth === width) return;
+    width = node.clientWidth;
+    draw(width);
+  });
   const observer = new IntersectionObserver(
     (entries) => {
       if (!entries.some((entry) => entry.isIntersecting)) return;
       observer.disconnect();
-      draw();
+      sizes.observe(node);
     },
     { rootMargin: "300px" },
   );

@@ -7,6 +7,7 @@ const VIEWS = {
   time: { title: "Time", view: timesView },
   rollouts: { title: "Rollouts", view: rolloutsView },
   sample: { view: rolloutsView }, // #sample/RUN/NAME/PLACE: the browser with this sample open
+  group: { view: groupsView, tab: "rollouts" }, // #group/RUN/NAME/PLACE: with the group of this sample
 };
 const POLL_MS = 2000;
 
@@ -34,7 +35,7 @@ function show() {
           "a",
           {
             href: "#" + key,
-            class: key === name || (key === "rollouts" && name === "sample") ? "chosen" : "",
+            class: v.view === VIEWS[name].view || key === VIEWS[name].tab ? "chosen" : "",
           },
           v.title,
         ),

@@ -1,19 +1,75 @@
-// The first view: what ran, where it stands, and what needs attention.
+// The first view: where the run stands, what needs attention, the main curves, and what ran.
+
+// The first that a run has is shown, under this name.
+const NOW = { "reward/mean": "reward", "loss/loss": "loss", "loss/kl": "KL" };
+const SPEEDS = {
+  "rollout/tokens_per_second": "generated tokens/s",
+  "train/tokens_per_second": "trained tokens/s",
+};
 
 function overviewView() {
+  const notes = data.runs.flatMap(notesOf),
+    isMany = data.runs.length > MANY_RUNS;
   return [
     data.runs.length > 1 ? runsTable() : null,
-    data.runs.length > MANY_RUNS ? null : el("div", { class: "scroll" }, overviewTable()),
+    ...(isMany ? [] : data.runs.map(tiles)),
     ...data.runs.flatMap(attention),
-    ...(data.runs.length > MANY_RUNS ? [] : differencesTable()),
-    el("h2", {}, "Main curves"),
-    el(
-      "div",
-      { class: "charts" },
-      mainMetrics().map((name) => figure(name)),
-    ),
-    ...data.runs.map(details),
+    charts(mainMetrics()),
+    ...(isMany ? [] : differencesTable()),
+    ...notes,
+    isMany ? null : fold("What ran", false, el("div", { class: "scroll" }, overviewTable())),
+    ...data.runs.flatMap(details),
   ];
+}
+
+// Where a run stands, in the numbers that a reader looks for first.
+function tiles(run, index) {
+  const { step, num_steps: of, best } = run.overview;
+  const shown = step === null ? null : of ? `${step} of ${of}` : String(step);
+  return el(
+    "section",
+    { class: "tiles", "data-run": index },
+    data.runs.length > 1 ? el("h2", {}, runName(run)) : null,
+    metricTile(run, " now", NOW),
+    best
+      ? tile(
+          "best evaluation",
+          number(best.value),
+          `${best.metric}, step ${best.step}; ${number(best.first)} at first, ${number(best.last)} at step ${best.last_step}`,
+          best.metric,
+        )
+      : null,
+    tile("step", shown ?? "–", timeLeft(run), null, of && step !== null ? step / of : null),
+    metricTile(run, "", SPEEDS),
+  );
+}
+
+// The last value of the first of the metrics that the run has, and what it was at first.
+function metricTile(run, when, names) {
+  const found = Object.keys(names).filter((name) => run.metrics[name]?.some((v) => v !== null));
+  if (!found.length) return null;
+  const [name] = found,
+    all = points(run, name).map(([, value]) => value);
+  const more = all.length > 1 ? `${number(all[0])} at first` : "";
+  return tile(names[name] + when, number(all.at(-1)), more, name);
+}
+
+function tile(title, value, more, metric, share = null) {
+  const parts = [
+    el("div", { class: "faint" }, title),
+    el("div", { class: "value" }, value),
+    share === null ? null : el("progress", { value: share }),
+    el("div", { class: "faint more" }, more),
+  ];
+  const attributes = { class: "tile", href: metric ? hash("curves", metric) : null };
+  return el(metric ? "a" : "div", attributes, parts);
+}
+
+function timeLeft({ overview: o }) {
+  if (o.step === null) return "no step is recorded yet";
+  if (o.num_steps && o.step >= o.num_steps) return `complete after ${duration(o.seconds)}`;
+  if (o.seconds_left === null) return `${duration(o.seconds)} of running`;
+  return `about ${duration(o.seconds_left)} left`;
 }
 
 function overviewTable() {
@@ -32,7 +88,7 @@ function overviewTable() {
   const last = (name) => (run) => optionText(run.starts.at(-1)?.[name]);
   return el(
     "table",
-    { id: "overview" },
+    { id: "what-ran" },
     row("run", (run) => runName(run)),
     row("stands at", progress),
     row("best evaluation", bestText),
@@ -87,23 +143,26 @@ function bestText(run) {
   );
 }
 
-// Warnings with links to their curve and samples; notes on what is missing.
+const prefix = (run) => (data.runs.length > 1 ? `${run.name}: ` : "");
+
+// What is missing.
+const notesOf = (run) =>
+  run.notes.map((note) => el("div", { class: "notice note" }, prefix(run), note));
+
+// Warnings with links to their curve and samples.
 function attention(run, index) {
-  const name = data.runs.length > 1 ? `${run.name}: ` : "";
-  const warnings = run.overview.warnings.map((w) => {
+  return run.overview.warnings.map((w) => {
     const steps =
       w.num_steps > 1 ? `${w.num_steps} steps from ${w.step} to ${w.last_step}` : `step ${w.step}`;
     const samples = samplesNear(run, w.step, /failed|filtered/.test(w.metric));
     return el(
       "div",
       { class: "notice warning" },
-      `${name}${w.text} (${steps}) `,
+      `${prefix(run)}${w.text} (${steps}) `,
       link(["curves", w.metric], w.metric),
       samples ? [" ", link(["rollouts", index, samples], `samples of ${samples}`)] : null,
     );
   });
-  const notes = run.notes.map((note) => el("div", { class: "notice note" }, `${name}${note}`));
-  return [...warnings, ...notes];
 }
 
 // The name of recorded samples at a step or the first after it; of dropped ones, if `dropped`.
@@ -149,15 +208,14 @@ function details(run) {
       Object.keys(more).length ? optionText(more) : "",
     );
   });
-  return el(
-    "div",
-    {},
-    el("details", {}, el("summary", {}, `All options of ${run.name}`), el("table", {}, options)),
-    el(
-      "details",
-      {},
-      el("summary", {}, `Events of ${run.name}: checkpoints, resumes, hints (${events.length})`),
+  return [
+    fold(`All options${inRun(run)}`, false, el("table", {}, options)),
+    fold(
+      `Events${inRun(run)}: checkpoints, resumes, hints (${events.length})`,
+      false,
       el("table", {}, events),
     ),
-  );
+  ];
 }
+
+const inRun = (run) => (data.runs.length > 1 ? ` of ${run.name}` : "");

@@ -1,7 +1,23 @@
 // The rollout browser: a run's steps, their groups and samples, with filters and keys.
 
 const MAX_ROWS_SHOWN = 1000;
+const MAX_BINS = 20;
+const SORTS = {
+  recorded: "as recorded",
+  "reward down": "highest reward",
+  "reward up": "lowest reward",
+  "tokens down": "longest",
+  "tokens up": "shortest",
+  "advantage down": "highest advantage",
+  "advantage up": "lowest advantage",
+};
+const SORTED_BY = {
+  reward: (sample) => sample.reward,
+  tokens: sampledTokens,
+  advantage: sampleAdvantage,
+};
 const filters = {
+  sort: "recorded",
   text: "",
   domain: "",
   state: "",
@@ -39,14 +55,17 @@ async function* allSamples(runIndex, name) {
   }
 }
 
+const inside = (value, low, high) =>
+  (low === "" || value >= Number(low)) && (high === "" || value <= Number(high));
+
+function hasReward({ reward }) {
+  if (filters.least === "" && filters.most === "") return true;
+  return typeof reward === "number" && inside(reward, filters.least, filters.most);
+}
+
+// All filters but that of the reward, whose histogram also shows what it leaves out.
 function hasPassed(sample) {
-  const inside = (value, low, high) =>
-    (low === "" || value >= Number(low)) && (high === "" || value <= Number(high));
-  const isAnyReward = filters.least === "" && filters.most === "";
-  const hasReward =
-    typeof sample.reward === "number" && inside(sample.reward, filters.least, filters.most);
   return (
-    (isAnyReward || hasReward) &&
     inside(sampledTokens(sample) ?? 0, filters.shortest, filters.longest) &&
     (!filters.domain || String(sample.domain).includes(filters.domain)) &&
     (!filters.state || sample.state === filters.state) &&
@@ -69,7 +88,10 @@ function searchedText(sample) {
 // Not trained on, or worth nothing: what `f` goes to.
 const isFailure = (sample) => sample.state !== "done" || !(Number(sample.reward) > 0);
 
-function rolloutsView(runIndex = 0, name = null, at = null) {
+const groupsView = (runIndex, name, at) => rolloutsView(runIndex, name, at, openGroup);
+
+// The samples of a name and beside them, with `at`, one of them or, with openGroup, its group.
+function rolloutsView(runIndex = 0, name = null, at = null, openAs = null) {
   const index = Number(runIndex),
     run = data.runs[index];
   if (!run) return [el("p", {}, "There is no such run in this page.")];
@@ -81,12 +103,16 @@ function rolloutsView(runIndex = 0, name = null, at = null) {
     : samplesNear({ names }, name ? stepOf(name) : Infinity, false) || names.at(-1);
   const note = name && name !== chosen ? `${name} is not in this page; ${chosen} is shown. ` : "";
   Object.assign(browse, { run: index, name: chosen, found: [], open: -1 });
-  const list = el("div", { class: "list", id: "list" }),
-    place = el("div", { id: "place" });
-  const about = el("p", { class: "faint", id: "about" });
-  const start = () => fillList(list, about, note, at === null ? null : Number(at));
+  const nodes = {
+    list: el("div", { class: "list", id: "list" }),
+    about: el("p", { class: "faint", id: "about" }),
+    histogram: el("div", { id: "histogram" }),
+  };
+  const start = () => fillList(nodes, note, at === null ? null : Number(at), openAs);
   start();
-  return [browseControls(run, names, start), about, el("div", { class: "browser" }, list, place)];
+  const listing = el("div", { class: "listing" }, nodes.about, nodes.histogram, nodes.list);
+  const place = el("div", { id: "place" });
+  return [browseControls(run, names, start), el("div", { class: "browser" }, listing, place)];
 }
 
 const shownNames = (run) =>
@@ -133,45 +159,60 @@ function browseControls(run, names, start) {
       ),
     ),
     el("button", { onclick: () => go(names[place + 1]) }, "▶"),
-    label("text", input("text", "search", "in prompt, reply, error")),
-    label("domain", input("domain", "text", "any")),
-    label("state", select([["", "any"], ...states], filters.state, set("state"))),
-    label("reward", input("least", "number", "from")),
-    label("to", input("most", "number", "to")),
-    label("tokens", input("shortest", "number", "from")),
-    label("to", input("longest", "number", "to")),
-    label(
-      "in all steps",
-      checkbox(filters.everywhere, set("everywhere"), { "data-filter": "everywhere" }),
-    ),
+    label("sort", select(Object.entries(SORTS), filters.sort, set("sort"), { id: "sort" })),
     el(
-      "span",
-      { class: "faint" },
-      el("kbd", {}, "n"),
-      " next ",
-      el("kbd", {}, "p"),
-      " previous ",
-      el("kbd", {}, "f"),
-      " next failure (dropped, or a reward of 0 or less)",
+      "details",
+      { class: "more-filters", open: innerWidth > PHONE ? "" : null },
+      el("summary", {}, "filters"),
+      el(
+        "div",
+        { class: "controls" },
+        label("text", input("text", "search", "in prompt, reply, error")),
+        label("domain", input("domain", "text", "any")),
+        label("state", select([["", "any"], ...states], filters.state, set("state"))),
+        label("reward", input("least", "number", "from")),
+        label("to", input("most", "number", "to")),
+        label("tokens", input("shortest", "number", "from")),
+        label("to", input("longest", "number", "to")),
+        label(
+          "in all steps",
+          checkbox(filters.everywhere, set("everywhere"), { "data-filter": "everywhere" }),
+        ),
+        el(
+          "span",
+          { class: "faint" },
+          el("kbd", {}, "n"),
+          " next ",
+          el("kbd", {}, "p"),
+          " previous ",
+          el("kbd", {}, "f"),
+          " next failure (dropped, or a reward of 0 or less)",
+        ),
+      ),
     ),
   );
 }
 
 // Lists the samples that pass the filters; a later call ends an earlier one.
-async function fillList(list, about, note, openAt) {
+async function fillList({ list, about, histogram }, note, openAt, openAs) {
   const scan = ++browse.scan,
-    run = data.runs[browse.run];
+    run = data.runs[browse.run],
+    isSorted = filters.sort !== "recorded";
   const names = filters.everywhere ? shownNames(run) : [browse.name];
   Object.assign(browse, { found: [], open: -1 });
+  const rewards = [];
   let seen = 0,
     total = 0,
+    passed = 0,
     broken = 0,
     lastGroup = null;
   list.replaceChildren();
-  const say = (more) => {
+  const say = (more, isReading = false) => {
     const skipped = broken ? `${broken} broken lines were skipped. ` : "";
-    const passed = `${browse.found.length} of ${seen} samples pass the filters. `;
-    about.textContent = note + passed + more + skipped + embeddedNote(run, seen, total);
+    about.textContent = `${note}${passed} of ${seen} samples pass the filters. ${more}${skipped}${embeddedNote(run, seen, total)}`;
+    if (isReading) return;
+    const start = () => fillList({ list, about, histogram }, note, null, null);
+    histogram.replaceChildren(...rewardBins(rewards, start));
   };
   try {
     for (const name of names) {
@@ -180,24 +221,39 @@ async function fillList(list, about, note, openAt) {
         seen += page.samples.length;
         total += page.next === null ? (page.total ?? 0) : 0;
         broken += page.broken;
-        for (const sample of page.samples.filter(hasPassed)) {
+        const found = page.samples.filter(hasPassed);
+        rewards.push(...found.map((s) => s.reward).filter((r) => typeof r === "number"));
+        for (const sample of found.filter(hasReward)) {
+          passed++;
+          const entry = { name, sample, row: null };
+          if (isSorted || browse.found.length < MAX_ROWS_SHOWN || isAt(entry, openAt))
+            browse.found.push(entry);
+          if (isSorted || browse.found.at(-1) !== entry) continue;
           const group = `${name} ${sample.prompt_id}`;
-          if (group !== lastGroup && browse.found.length < MAX_ROWS_SHOWN)
-            list.append(groupHead(name, sample, page.samples));
+          if (group !== lastGroup) list.append(groupHead(name, sample, page.samples));
           lastGroup = group;
-          addRow(list, name, sample, openAt);
+          addRow(list, browse.found.length - 1);
         }
-        say(page.next === null && name === names.at(-1) ? "" : "Reading on… ");
-        if (browse.found.length >= MAX_ROWS_SHOWN && openAt === null)
+        if (isSorted) browse.found = sorted(browse.found).slice(0, MAX_ROWS_SHOWN);
+        say("Reading on… ", true);
+        if (!isSorted && browse.found.length >= MAX_ROWS_SHOWN && openAt === null)
           return say(`Only the first ${MAX_ROWS_SHOWN} are listed: narrow the filters. `);
       }
     }
   } catch (error) {
     return say(`${error.message}. `);
   }
-  say("");
-  if (openAt !== null && browse.open < 0) {
-    const hint = data.live ? "" : "--serve shows all samples.";
+  if (isSorted) browse.found.forEach((_, place) => addRow(list, place));
+  say(passed > browse.found.length ? `Only ${browse.found.length} are listed. ` : "");
+  if (openAt !== null) openFound(openAt, openAs);
+}
+
+const isAt = ({ name, sample }, at) => sample.at === at && name === browse.name;
+
+function openFound(at, openAs) {
+  const place = browse.found.findIndex((entry) => isAt(entry, at));
+  const hint = data.live ? "" : "--serve shows all samples.";
+  if (place < 0)
     byId("place").replaceChildren(
       el(
         "div",
@@ -205,7 +261,68 @@ async function fillList(list, about, note, openAt) {
         `The sample of this link is not here, or a filter hides it. ${hint}`,
       ),
     );
+  else if (openAs) openAs(browse.name, browse.found[place].sample);
+  else openSample(place);
+}
+
+// In the chosen order; samples without the number come last.
+function sorted(entries) {
+  const [key, direction] = filters.sort.split(" ");
+  const sign = direction === "up" ? 1 : -1;
+  const value = ({ sample }) => {
+    const x = SORTED_BY[key](sample);
+    return typeof x === "number" ? sign * x : Infinity;
+  };
+  const keyed = entries.map((entry) => [value(entry), entry]);
+  return keyed.sort(([a], [b]) => (a < b ? -1 : a > b ? 1 : 0)).map(([, entry]) => entry);
+}
+
+// Rewards in bins: one for each value or, of many values, of equal width.
+function binned(rewards) {
+  const values = [...rewards].sort((a, b) => a - b),
+    distinct = new Set(values).size,
+    width = (values.at(-1) - values[0]) / MAX_BINS,
+    found = [];
+  let last = null;
+  for (const value of values) {
+    const number = Math.min(MAX_BINS - 1, Math.floor((value - values[0]) / width));
+    const key = distinct > MAX_BINS ? number : value;
+    if (key !== last) found.push({ from: value, to: value, count: 0 });
+    last = key;
+    Object.assign(found.at(-1), { to: value, count: found.at(-1).count + 1 });
   }
+  return found;
+}
+
+// A histogram; a click on a bar lists its samples, and another one all.
+function rewardBins(rewards, start) {
+  const found = binned(rewards);
+  if (found.length < 2) return [];
+  const most = found.reduce((high, bin) => Math.max(high, bin.count), 0);
+  const choose = (least, most) => {
+    const isChosen = filters.least === least && filters.most === most;
+    Object.assign(filters, isChosen ? { least: "", most: "" } : { least, most });
+    for (const key of ["least", "most"])
+      document.querySelector(`[data-filter=${key}]`).value = filters[key];
+    start();
+  };
+  const bars = found.map(({ from, to, count }) => {
+    const between = from === to ? number(from) : `${number(from)} to ${number(to)}`;
+    const isLeftOut = !inside(from, filters.least, filters.most);
+    return el(
+      "button",
+      {
+        class: `bin ${isLeftOut ? "left-out" : ""}`,
+        title: `${count} samples of reward ${between}`,
+        onclick: () => choose(String(from), String(to)),
+      },
+      el("span", { style: { height: `${Math.max(2, (44 * count) / most)}px` } }),
+      found.length <= 6 ? el("small", {}, number(from)) : null,
+    );
+  });
+  const mean = rewards.reduce((a, b) => a + b, 0) / rewards.length;
+  const ends = `rewards from ${number(found[0].from)} to ${number(found.at(-1).to)}, mean ${number(mean)}`;
+  return [el("div", { class: "bins" }, bars), el("div", { class: "faint" }, ends)];
 }
 
 function embeddedNote(run, seen, total) {
@@ -232,42 +349,50 @@ function groupHead(name, sample, samples) {
   return el(
     "div",
     { class: "group" },
-    `${filters.everywhere ? name + " " : ""}${mean}: `,
-    ...safeText(text.slice(0, 160)),
+    el("button", { onclick: () => openGroup(name, sample), title: "side by side" }, "▥"),
+    el(
+      "span",
+      {},
+      `${filters.everywhere ? name + " " : ""}${mean}: `,
+      ...safeText(text.slice(0, 160)),
+    ),
   );
 }
 
-function addRow(list, name, sample, openAt) {
-  const place = browse.found.length;
-  const isOpened = sample.at === openAt && name === browse.name;
-  const hidden = place >= MAX_ROWS_SHOWN && !isOpened;
-  const row = hidden
-    ? null
-    : el(
-        "a",
-        {
-          class: "row",
-          href: hash("sample", browse.run, name, sample.at),
-          "data-at": sample.at,
-          onclick: (event) => {
-            event.preventDefault();
-            openSample(place);
-          },
-        },
-        el("span", {}, `#${sample.index}`),
-        el(
-          "span",
-          { class: `reward ${isFailure(sample) ? "bad" : "good"}` },
-          sample.state === "done" ? number(sample.reward) : sample.state,
-        ),
-        el("span", { class: "faint" }, `${sampledTokens(sample) ?? "?"} tokens`),
-        el("span", { class: "start" }, ...safeText(String(sample.reply ?? "").slice(0, 120))),
-      );
-  if (hidden) return;
-  browse.found.push({ name, sample, row });
-  list.append(row);
-  if (isOpened) openSample(place);
+function addRow(list, place) {
+  const entry = browse.found[place],
+    { name, sample } = entry;
+  const sortedBy = filters.sort.split(" ")[0];
+  const advantage = sortedBy === "advantage" ? `A ${number(sampleAdvantage(sample))}` : null;
+  entry.row = el(
+    "a",
+    {
+      class: "row",
+      href: hash("sample", browse.run, name, sample.at),
+      "data-at": sample.at,
+      onclick: (event) => {
+        event.preventDefault();
+        openSample(place);
+      },
+    },
+    el("span", {}, `#${sample.index}`),
+    rewardOf(sample),
+    el(
+      "span",
+      { class: "faint" },
+      [`${sampledTokens(sample) ?? "?"} tokens`, advantage].filter(Boolean).join(", "),
+    ),
+    el("span", { class: "start" }, ...safeText(String(sample.reply ?? "").slice(0, 120))),
+  );
+  list.append(entry.row);
 }
+
+const rewardOf = (sample) =>
+  el(
+    "span",
+    { class: `reward ${isFailure(sample) ? "bad" : "good"}` },
+    sample.state === "done" ? number(sample.reward) : sample.state,
+  );
 
 // Shows a sample beside the list; the address becomes the link that opens it again.
 function openSample(place) {
@@ -276,9 +401,60 @@ function openSample(place) {
   browse.found[browse.open]?.row.classList.remove("chosen");
   browse.open = place;
   entry.row.classList.add("chosen");
-  entry.row.scrollIntoView({ block: "nearest" });
-  history.replaceState(null, "", hash("sample", browse.run, entry.name, entry.sample.at));
-  byId("place").replaceChildren(sampleView(browse.run, entry.name, entry.sample));
+  showPlace(
+    hash("sample", browse.run, entry.name, entry.sample.at),
+    sampleView(browse.run, entry.name, entry.sample),
+  );
+  if (innerWidth > PHONE) entry.row.scrollIntoView({ block: "nearest" });
+}
+
+// On a phone the list gives way to what is opened.
+function showPlace(address, node) {
+  history.replaceState(null, "", address);
+  byId("place").replaceChildren(node);
+  byId("place").parentNode.classList.add("open");
+  if (innerWidth <= PHONE) scrollTo(0, 0);
+}
+
+// Shows all samples of a prompt beside each other, also those that a filter hides.
+async function openGroup(name, sample) {
+  const isOfGroup = (other) =>
+    other.prompt_id === sample.prompt_id && other.visit === sample.visit;
+  const found = [],
+    run = browse.run,
+    scan = browse.scan;
+  for await (const page of allSamples(run, name)) found.push(...page.samples.filter(isOfGroup));
+  if (scan !== browse.scan) return;
+  const messages = (sample.messages || []).slice(-1);
+  showPlace(
+    hash("group", run, name, sample.at),
+    el(
+      "div",
+      { id: "group" },
+      el("h3", {}, `${name}, ${found.length} samples of `, ...safeText(String(sample.prompt_id))),
+      messages.map((message) => messageText(message.content ?? "")),
+      el("div", { class: "columns" }, found.map((other) => groupColumn(run, name, other))),
+    ),
+  );
+}
+
+function groupColumn(run, name, sample) {
+  const advantage = sampleAdvantage(sample);
+  const facts = [
+    advantage === null ? null : `advantage ${number(advantage)}`,
+    `${sampledTokens(sample) ?? "?"} tokens`,
+    sample.end,
+  ];
+  return el(
+    "div",
+    { class: "column" },
+    el("a", { href: hash("sample", run, name, sample.at) }, `#${sample.index}`),
+    " ",
+    rewardOf(sample),
+    el("div", { class: "faint" }, ...safeText(facts.filter(Boolean).join(", "))),
+    sample.reason ? el("div", {}, ...safeText(String(sample.reason))) : null,
+    sample.transcript ? conversation(sample) : messageText(sample.reply ?? sample.error ?? ""),
+  );
 }
 
 document.addEventListener("keydown", (event) => {

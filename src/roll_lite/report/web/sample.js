@@ -9,22 +9,16 @@ const NOT_KNOWN = {
   entropy: "not trained on",
   version: "not recorded",
 };
+const NUM_SHADES = 9; // of the scale
 const tokenSettings = { by: "logprob" };
+const textSettings = { isMarkdown: false };
 
 function sampleView(runIndex, name, sample) {
   const run = data.runs[runIndex];
   return el(
     "div",
     { id: "sample" },
-    el(
-      "h2",
-      {},
-      `${run.name} ${name}, `,
-      el("span", { class: "text" }, ...safeText(String(sample.prompt_id))),
-      ` #${sample.index}`,
-    ),
-    el("div", {}, link(["sample", runIndex, name, sample.at], "link to this sample")),
-    replayCommand(run, name, sample),
+    sampleHead(runIndex, name, sample),
     facts(sample),
     sample.reason
       ? el("div", { id: "reason" }, "grader: ", el("b", {}, ...safeText(String(sample.reason))))
@@ -35,10 +29,33 @@ function sampleView(runIndex, name, sample) {
     sample.error
       ? [el("h3", { class: "bad" }, "Error"), textBlock(sample.error, "bad error")]
       : null,
-    el("h3", {}, "Conversation"),
-    conversation(sample),
+    conversationView(sample),
     tokensView(run, sample),
     others(sample),
+    replayCommand(run, name, sample),
+  );
+}
+
+function sampleHead(runIndex, name, sample) {
+  const { open } = browse;
+  return el(
+    "div",
+    { class: "controls" },
+    el("button", { onclick: () => openSample(open - 1), title: "previous (p)" }, "◀"),
+    el("button", { onclick: () => openSample(open + 1), title: "next (n)" }, "▶"),
+    el(
+      "button",
+      { class: "group-button", onclick: () => openGroup(name, sample) },
+      "group side by side",
+    ),
+    el(
+      "a",
+      { class: "text", href: hash("sample", runIndex, name, sample.at), title: "link to this sample" },
+      name,
+      " ",
+      ...safeText(String(sample.prompt_id)),
+      ` #${sample.index}`,
+    ),
   );
 }
 
@@ -64,6 +81,7 @@ function facts(sample) {
     state: sample.state,
     reward: number(sample.reward),
     domain: sample.domain,
+    advantage: number(sampleAdvantage(sample)),
     tokens: sampledTokens(sample),
     turns: sample.turns?.length,
     end: sample.end,
@@ -71,24 +89,13 @@ function facts(sample) {
   for (const [part, value] of Object.entries(sample.parts || {}))
     cells[`part ${part}`] = typeof value === "number" ? number(value) : optionText(value);
   const known = Object.entries(cells).filter(
-    ([, value]) => value !== undefined && value !== null && value !== "",
+    ([, value]) => value !== undefined && value !== null && value !== "" && value !== "–",
   );
   return el(
-    "div",
-    { class: "scroll" },
-    el(
-      "table",
-      { id: "facts" },
-      el(
-        "tr",
-        {},
-        known.map(([k]) => el("th", {}, ...safeText(k))),
-      ),
-      el(
-        "tr",
-        {},
-        known.map(([, v]) => el("td", {}, ...safeText(String(v)))),
-      ),
+    "dl",
+    { id: "facts" },
+    known.map(([name, value]) =>
+      el("div", {}, el("dt", {}, ...safeText(name)), el("dd", {}, ...safeText(String(value)))),
     ),
   );
 }
@@ -98,6 +105,32 @@ function sampledTokens(sample) {
     return sample.turns.reduce((n, turn) => n + (turn.sampled || 0), 0);
   return sample.tokens ?? null;
 }
+
+// The advantage of all tokens, or the mean of theirs; null without training.
+function sampleAdvantage({ advantages }) {
+  if (typeof advantages === "number") return advantages;
+  const all = [...numbersOf(advantages)];
+  return all.length ? all.reduce((a, b) => a + b, 0) / all.length : null;
+}
+
+function conversationView(sample) {
+  let shown = conversation(sample);
+  const isMarkdown = checkbox(textSettings.isMarkdown, (isChecked) => {
+    textSettings.isMarkdown = isChecked;
+    const old = shown;
+    shown = conversation(sample);
+    old.replaceWith(shown);
+  });
+  isMarkdown.id = "markdown";
+  const head = el("div", { class: "controls" }, el("h3", {}, "Conversation"));
+  head.append(label("Markdown", isMarkdown));
+  return [head, shown];
+}
+
+const messageText = (text) =>
+  typeof text === "string" && textSettings.isMarkdown
+    ? textBlock(text, "markdown", markdown)
+    : textBlock(text);
 
 // The turns as messages; a reply that the messages do not hold comes last.
 function conversation(sample) {
@@ -118,7 +151,7 @@ function conversation(sample) {
         "div",
         { class: `message ${isReply ? "assistant" : "other"}` },
         el("div", { class: "role" }, ...safeText(String(message.role)), reward),
-        textBlock(message.content ?? ""),
+        messageText(message.content ?? ""),
         message.tool_calls ? textBlock(message.tool_calls) : null,
       );
     }),
@@ -170,7 +203,8 @@ function tokensView(run, sample) {
   if (!found.length)
     return el("p", { class: "faint" }, "No token ids are recorded for this sample.");
   const body = el("div", { class: "text tokens", id: "tokens" }),
-    readout = el("div", { class: "readout" }, "point at a token, or tap it");
+    readout = el("div", { class: "readout" }, "point at a token, or tap it"),
+    legend = el("span", { id: "scale", class: "faint" });
   const kinds = KINDS.filter((kind) =>
     found.some((t) => t[kind] !== undefined && t[kind] !== null),
   );
@@ -179,6 +213,7 @@ function tokensView(run, sample) {
     withRead = false;
   const draw = () => {
     const shade = shadeOf(found);
+    legend.replaceChildren(...scaleOf(shade));
     const shown = found.filter((t) => withRead || !t.isRead);
     body.replaceChildren(...shown.slice(0, limit).map((t) => tokenNode(run, t, shade, readout)));
     if (shown.length > limit)
@@ -221,29 +256,47 @@ function tokensView(run, sample) {
           draw();
         }),
       ),
-      el(
-        "span",
-        { class: "faint" },
-        "red: unlikely token, or negative advantage; green: positive advantage; blue: entropy",
-      ),
+      legend,
     ),
     readout,
     body,
   );
 }
 
-// A background for each token: by logprob, advantage, entropy or version.
+// Backgrounds of tokens, graded by logprob, advantage or entropy; each version has its own.
 function shadeOf(found) {
   const by = tokenSettings.by;
+  const known = found.map((t) => t[by]).filter((value) => value !== undefined && value !== null);
   if (by === "version")
-    return (t) => (t.version === undefined ? "" : `hsl(${(t.version * 67) % 360} 70% 50% / 0.3)`);
-  if (by === "logprob") return (t) => `rgb(220 50 40 / ${Math.min(0.85, -(t.logprob || 0) / 6)})`;
-  if (by === "entropy") return (t) => `rgb(40 90 220 / ${Math.min(0.85, (t.entropy || 0) / 3)})`;
-  const most = found.reduce((m, t) => Math.max(m, Math.abs(Number(t.advantage) || 0)), 1e-9);
-  return (t) =>
-    t.advantage
-      ? `rgb(${t.advantage > 0 ? "30 150 60" : "220 50 40"} / ${(Math.abs(t.advantage) / most) * 0.7})`
-      : "";
+    return {
+      by,
+      values: [...new Set(known)].sort((a, b) => a - b),
+      fill: (value) => `hsl(${(value * 67) % 360} 70% 50% / 0.3)`,
+    };
+  if (by === "logprob")
+    return { by, ends: [0, -6], fill: (value) => `rgb(220 50 40 / ${share(-value, 6) * 0.85})` };
+  if (by === "entropy")
+    return { by, ends: [0, 3], fill: (value) => `rgb(40 90 220 / ${share(value, 3) * 0.85})` };
+  const most = known.reduce((m, value) => Math.max(m, Math.abs(value)), 1e-9);
+  const fill = (value) =>
+    `rgb(${value > 0 ? "30 150 60" : "220 50 40"} / ${share(Math.abs(value), most) * 0.7})`;
+  return { by, ends: [-most, most], fill };
+}
+
+const share = (value, most) => Math.max(0, Math.min(1, value / most));
+
+// What the colours mean: from end to end, or version by version.
+function scaleOf({ by, values, ends, fill }) {
+  const cell = (value, text = "") =>
+    el("span", { class: "shade", style: { backgroundColor: fill(value) } }, text);
+  if (values) return [`${by} `, ...values.map((value) => cell(value, String(value)))];
+  const [low, high] = ends;
+  const between = Array.from(
+    { length: NUM_SHADES },
+    (_, i) => low + ((high - low) * i) / (NUM_SHADES - 1),
+  );
+  const beyond = by === "advantage" ? "" : high < 0 ? " or less" : " or more";
+  return [`${number(low)} `, ...between.map((value) => cell(value)), ` ${number(high)}${beyond}`];
 }
 
 function tokenNode(run, token, shade, readout) {
@@ -258,12 +311,13 @@ function tokenNode(run, token, shade, readout) {
     );
   if (token.logprob !== undefined) about.push(`probability ${number(Math.exp(token.logprob))}`);
   const title = about.join(", ");
+  const isShaded = !token.isRead && Number.isFinite(token[shade.by]);
   return el(
     "span",
     {
       class: token.isRead ? "token read" : "token",
       title,
-      style: { backgroundColor: token.isRead ? "" : shade(token) },
+      style: { backgroundColor: isShaded ? shade.fill(token[shade.by]) : "" },
       onclick: () => {
         readout.textContent = title;
       },

@@ -14,8 +14,7 @@ const STATES = {
 const STATE_WORDS = { stepping: "environment", waiting: "waiting to be trained on" };
 const MAX_LANES = 600;
 const MAX_RANKS = 64;
-const SPAN = 1000,
-  STEP_TOP = 14,
+const STEP_TOP = 14,
   RANKS_TOP = 32,
   RANK_HEIGHT = 12;
 const TIMELINE_HELP =
@@ -161,15 +160,16 @@ function merged(spans) {
 // Draws phases, ranks and lanes over `view`, which zooming and moving change.
 function drawTimeline(body, lanes, phases, ranks, index, text) {
   const all = [...phases, ...lanes.flatMap((lane) => lane.segments)];
+  const span = pageWidth();
   const first = all.reduce((low, s) => Math.min(low, s.from), Infinity);
   const end = all.reduce((high, s) => Math.max(high, s.to), first + 1e-3);
   const lane = Math.max(3, Math.min(12, 480 / lanes.length));
   const view = { from: first, to: end };
   const readout = el("div", { class: "readout" }, text);
   const top = RANKS_TOP + ranks.length * RANK_HEIGHT + 6;
-  const svg = el("svg:svg", { viewBox: `0 0 ${SPAN} ${top + lanes.length * lane + 4}` });
+  const svg = el("svg:svg", { viewBox: `0 0 ${span} ${top + lanes.length * lane + 4}` });
   const place = (t) =>
-    Math.max(-5, Math.min(SPAN + 5, ((t - view.from) / (view.to - view.from)) * SPAN));
+    Math.max(-5, Math.min(span + 5, ((t - view.from) / (view.to - view.from)) * span));
   const rect = (s, box, about, onclick) => {
     if (s.to < view.from || s.from > view.to) return [];
     const words = `${about}${STATE_WORDS[s.state] || s.state} ${number(s.to - s.from)} s, from ${number(s.from - first)} s on`;
@@ -183,7 +183,7 @@ function drawTimeline(body, lanes, phases, ranks, index, text) {
   };
   const draw = () =>
     svg.replaceChildren(
-      ...timeGrid(view, first, place),
+      ...timeGrid(view, first, place, span / 120),
       ...phases.flatMap((p) => [
         ...rect(p, { y: STEP_TOP, height: 14, fill: p.fill }, "the step: "),
         ...(place(p.to) - place(p.from) > 45
@@ -201,7 +201,7 @@ function drawTimeline(body, lanes, phases, ranks, index, text) {
         const height = RANK_HEIGHT * 0.9,
           box = { y, height, "data-rank": rank };
         return [
-          el("svg:rect", { x: 0, y, width: SPAN, height, fill: STATES.aborted }), // nothing to do
+          el("svg:rect", { x: 0, y, width: span, height, fill: STATES.aborted }), // nothing to do
           ...spans.flatMap((s) => rect(s, { ...box, "data-state": s.state, fill: s.fill }, about)),
           el("svg:text", { x: 2, y: y + 9, style: { fill: "#fff" } }, `rank ${rank}`),
         ];
@@ -221,8 +221,8 @@ function drawTimeline(body, lanes, phases, ranks, index, text) {
   body.replaceChildren(zoomControls(svg, view, { from: first, to: end }, draw), readout, svg);
 }
 
-function timeGrid(view, first, place) {
-  return ticks(view.from - first, view.to - first, 8).flatMap((t) => [
+function timeGrid(view, first, place, count) {
+  return ticks(view.from - first, view.to - first, count).flatMap((t) => [
     el("svg:line", { class: "grid", x1: place(t + first), x2: place(t + first), y1: 0, y2: 9999 }),
     el("svg:text", { x: place(t + first) + 2, y: 9 }, `${tickText(t)} s`),
   ]);

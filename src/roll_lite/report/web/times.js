@@ -59,12 +59,12 @@ function stackedBars(run, index) {
   if (!found.length) return el("p", { class: "faint" }, "metrics.jsonl has no times (time/*).");
   const readout = el("div", { class: "readout" }, BARS_HELP);
   const total = (bar) => Object.values(bar.seconds).reduce((a, b) => a + b, 0);
-  const width = 1000,
+  const width = pageWidth(),
     height = 220,
     left = 46,
     bottom = 18;
   const y = scale([0, Math.max(...found.map(total)) || 1], [height - bottom, 6]);
-  const each = (width - left) / found.length;
+  const each = (width - left - RIGHT) / found.length;
   const svg = el(
     "svg:svg",
     { viewBox: `0 0 ${width} ${height}`, id: "bars" },
@@ -100,8 +100,14 @@ function stackedBars(run, index) {
       );
       below += bar.seconds[name];
     }
-    if (i % Math.ceil(found.length / 10) === 0)
-      svg.append(el("svg:text", { x: left + i * each, y: height - 5 }, bar.from));
+    if (i % Math.ceil((found.length * 60) / width) === 0)
+      svg.append(
+        el(
+          "svg:text",
+          { x: left + (i + 0.44) * each, y: height - 5, "text-anchor": "middle" },
+          bar.from,
+        ),
+      );
   });
   const legend = parts.map((name, k) => el("span", {}, dot(color(k)), name.slice(5)));
   return el(
