@@ -47,7 +47,7 @@ if TYPE_CHECKING:  # for editors, which find names here; _HOMES is read from the
         subsets_of,
     )
     from roll_lite.rollout.history import History, Visits
-    from roll_lite.rollout.rollout_options import RolloutOptions
+    from roll_lite.rollout.rollout_options import RolloutOptions, SamplingOptions
     from roll_lite.train.advantages import (
         ADVANTAGES,
         AdvantageFacts,

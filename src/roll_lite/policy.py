@@ -22,7 +22,7 @@ from roll_lite.report.run import is_due, refuse_old_run
 from roll_lite.rewarding import RewardOptions
 from roll_lite.rewards.registry import REWARDS
 from roll_lite.rollout.evaluation import EvaluationOptions
-from roll_lite.rollout.rollout_options import RolloutOptions
+from roll_lite.rollout.rollout_options import RolloutOptions, SamplingOptions
 from roll_lite.train.advantages import AdvantageOptions
 from roll_lite.train.checkpoint import CheckpointOptions
 from roll_lite.train.encoding import check_vocabulary
@@ -126,6 +126,7 @@ class PolicyConfig(RecipeConfig):
     """Print what the run would hold in memory and do in a step, and exit: with 1 if it would not
     fit."""
     own: CodeOptions = CodeOptions()
+    sampling: SamplingOptions = SamplingOptions()
     rollout: RolloutOptions = RolloutOptions()
     lengths: LengthOptions = LengthOptions()
     training: TrainingOptions = TrainingOptions()

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -85,7 +85,7 @@ class Evaluation:
         self.best = "eval/kl" if kl_to_teacher else "eval/pass@1"
         self.is_lower_better = kl_to_teacher is not None
         is_greedy = options.eval_samples == 1 and not kl_to_teacher
-        self._params = replace(params, temperature=0.0) if is_greedy else params
+        self._params = params.greedy if is_greedy else params
         self.rates: list[float] = []
         """Pass rates of all evaluations so far."""
         self.groups: list[Group] = []
