@@ -70,7 +70,7 @@ class Config(rl.RecipeConfig):
     FIXED: ClassVar = (
         "model", "checkpoint", "data", "samples", "temperature", "top_k", "top_p", "min_p", "stop",
         "max_tokens", "seed", "code", "code_digests", "judge", "judge_tokens", "reward_model",
-        "template_args", "judge_template_args",
+        "template_args", "system", "judge_template_args",
         "max_turns", "history", "old_thoughts", "episode_tokens", "at_limit",
     )  # fmt: skip
     SHOWN: ClassVar = {

@@ -107,8 +107,9 @@ class PolicyConfig(RecipeConfig):
     """What to compute on: auto, cpu or cuda."""
     device_map: str = "auto"
     """Which ranks do what, as in "train=0-3 generate=4-7,tp=2"; auto is all roles on all ranks."""
-    kv_cache_gib: float = 1.0
-    """KV cache of each generation engine, in GiB."""
+    kv_cache_gib: float | None = None
+    """KV cache of each generation engine, in GiB; None chooses by the model, the samples of a step
+    and the GPU's memory, and prints it. On a CPU it is 1."""
     engines_sleep: bool = False
     """Engines free their memory (weights and KV cache) for the trainer while it works. With
     device_map=auto this and offload are on where memory asks for them."""
@@ -158,7 +159,8 @@ class PolicyConfig(RecipeConfig):
         "device_map", "tokens_per_microbatch", "kv_cache_gib", "seed", "plan",
     )  # fmt: skip
     FIXED: ClassVar[tuple[str, ...]] = (
-        "model", "seed", "template_args", "lora_rank", "lora_alpha", "lora_targets", "advantage",
+        "model", "seed", "template_args", "system", "lora_rank", "lora_alpha", "lora_targets",
+        "advantage",
     )  # fmt: skip
     """Options that a resumed run must not change."""
 

@@ -70,6 +70,7 @@ class Trainer(Scorer):
         loss: Loss,
         schedule: Schedule,
         weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
         max_grad_norm: float = 1.0,
         temperature: float = 1.0,
         truncation: Truncation = ALL,
@@ -100,7 +101,7 @@ class Trainer(Scorer):
         self._buckets = [list(bucket) for bucket in in_buckets(weights, place.device)]
         trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
         self.optimizer = AdamW(
-            trained, weight_decay=weight_decay, moments_dtype=getattr(torch, moments)
+            trained, weight_decay=weight_decay, betas=betas, moments_dtype=getattr(torch, moments)
         )
         self._entropies: list[Tensor] = []
         """Entropies of the rows of each micro-batch of the last step, on the device."""
