@@ -38,7 +38,7 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
 ALLOWED = {("sync", "train")}
 LINES = {  # of Python in a package, at most; "." is the files beside the packages
     ".": 6275, "cluster": 2875, "data": 1000, "engine": 2700, "envs": 2250, "kernels": 750,
-    "models": 3025, "planning": 1400, "report": 2100, "rewards": 3525, "rollout": 2975,
+    "models": 3075, "planning": 1400, "report": 2100, "rewards": 3525, "rollout": 2975,
     "sandbox": 2450, "train": 4550, "workers": 2550,
 }  # fmt: skip
 SLACK = 100
