@@ -218,3 +218,13 @@ def model_logits(model, token_ids):
 
 def test_removed_entries_weigh_nothing_in_training():
     assert torch.tensor([NO_ENTRY, 0.0]).bfloat16().float().softmax(-1).tolist() == [0.0, 1.0]
+
+
+def test_an_idle_rank_has_nothing_to_remove(place, folder):
+    truncation = Truncation(top_p=0.9)
+    sequences = sampled(folder, truncation)[:3]
+    batch = pack(sequences, 10**6, num_shards=5)
+    assert [micro.num_sequences for micro in batch].count(0) == 2
+    trainer = make_trainer(place, folder, temperature=0.8, truncation=truncation)
+    whole = make_trainer(place, folder, temperature=0.8, truncation=truncation)
+    same(step_gradient(trainer, batch)[0], step_gradient(whole, pack(sequences, 10**6))[0])
