@@ -60,7 +60,7 @@ class Config(rl.RecipeConfig):
         "train/tokens_per_second": "tokens/s", "time/step": "step s",
     }  # fmt: skip
     FIXED: ClassVar = (
-        "model", "teacher", "seed", "kind", "template_args", "lora_rank", "lora_alpha",
+        "model", "teacher", "seed", "kind", "template_args", "system", "lora_rank", "lora_alpha",
         "lora_targets", "columns",
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import roll_lite as rl
 from roll_lite import command, data
-from roll_lite.checks import at_least, unread_with
+from roll_lite.checks import above, at_least, unread_with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,8 @@ class Config(rl.RecipeConfig):
     """Number of pairs to generate for the task."""
     steps: int = 40
     """Optimizer updates."""
+    epochs: float | None = None
+    """Passes over the pairs in place of steps: as many steps as they take, printed."""
     rows_per_step: int = 32
     """Pairs per update; a pair must fit in one micro-batch."""
     reference: str | None = None
@@ -58,7 +60,7 @@ class Config(rl.RecipeConfig):
     }  # fmt: skip
     FIXED: ClassVar = (
         "model", "seed", "kind", "beta", "lora_rank", "lora_alpha", "lora_targets", "reference",
-        "template_args", "columns",
+        "template_args", "system", "columns",
     )  # fmt: skip
 
     @property
@@ -72,6 +74,9 @@ class Config(rl.RecipeConfig):
             unread_with("a file in data", self, "task_pairs")
         elif not self.evaluation.eval_data:
             unread_with("a task in data", self.rows, "columns")
+        above(0, self, "epochs")
+        if self.epochs is not None and "steps" not in self.chosen:
+            unread_with("epochs", self, "steps")
 
     def check_files(self) -> None:
         """Refuse data that is missing, a reference of another family and a folder with another
@@ -96,13 +101,16 @@ def main(cfg: Config) -> None:
         options=cfg,
     ) as cluster:  # fmt: skip
         cfg.check_files()
+        pairs = read_pairs(cfg)
+        if cfg.epochs is not None:
+            cfg = rl.with_epochs(cfg, len(pairs))
         roles = rl.Roles(cluster)
         roles.policy = trainer = roles.add(
             "train", rl.Trainer, folder=cfg.model, loss=cfg.loss,
             schedule=cfg.training.schedule_over(cfg.steps), **cfg.training.policy_options,
         )  # fmt: skip
         # Before a checkpoint is loaded, while the trainer is still the starting policy.
-        training, held_out = read_pairs(cfg, roles)
+        training, held_out = with_reference(cfg, roles, pairs)
         rows = data.Shuffled(training, seed=cfg.seed)
         budget, shards = cfg.training.tokens_per_microbatch, trainer.role.num_replicas
         pack = partial(rl.pack_pairs, tokens_per_microbatch=budget, num_shards=shards)
@@ -120,13 +128,18 @@ def main(cfg: Config) -> None:
                 loop.end(step, trainer.step(rl.split(batch))[0])
 
 
-def read_pairs(cfg: Config, roles: rl.Roles) -> tuple[list[rl.Pair], list[rl.Pair]]:
+def read_pairs(cfg: Config) -> list[data.Preference]:
+    """Pairs to train on."""
+    if not data.is_task(cfg.data):
+        return data.read_preferences(cfg.data, cfg.rows.by_name)
+    drawn = data.task_preferences(cfg.data, seed=f"dpo-{cfg.seed}")
+    return list(islice(drawn, cfg.task_pairs))
+
+
+def with_reference(
+    cfg: Config, roles: rl.Roles, pairs: list[data.Preference]
+) -> tuple[list[rl.Pair], list[rl.Pair]]:
     """Pairs to train and to evaluate on, encoded, with the reference's logprobs."""
-    if data.is_task(cfg.data):
-        drawn = data.task_preferences(cfg.data, seed=f"dpo-{cfg.seed}")
-        pairs = list(islice(drawn, cfg.task_pairs))
-    else:
-        pairs = data.read_preferences(cfg.data, cfg.rows.by_name)
     held_out = data.PREFERENCES.held_out(cfg.data, cfg.evaluation, cfg.rows.by_name)
     chat, budget = rl.Chat(cfg.model, **cfg.chat.arguments), cfg.training.tokens_per_microbatch
 

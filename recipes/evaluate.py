@@ -45,12 +45,6 @@ class Config(rl.RecipeConfig):
     """Longest reply, in tokens; None chooses by the model's size, and prints it."""
     temperature: float | None = None
     """Sampling temperature; None is greedy for one sample and 1 for several."""
-    top_k: int = 0
-    """Sample among the k likeliest tokens; 0 is all."""
-    top_p: float = 1.0
-    """Sample among the likeliest tokens that together have this probability."""
-    min_p: float = 0.0
-    """Sample among tokens at least this likely, relative to the likeliest."""
     pass_reward: float = 1.0
     """A reply passes with at least this reward."""
     run_dir: str = field(default_factory=partial(rl.default_folder, "evaluate"))
@@ -63,6 +57,7 @@ class Config(rl.RecipeConfig):
     """What to compute on: auto, cpu or cuda."""
     device_map: str | None = None
     """Ranks of the engines, as in generate=all,tp=2; None puts every role on all ranks."""
+    sampling: rl.SamplingOptions = rl.SamplingOptions()
     chat: rl.ChatOptions = rl.ChatOptions()
     rows: rl.RowOptions = rl.RowOptions()
     own: rl.CodeOptions = rl.CodeOptions()
@@ -75,9 +70,9 @@ class Config(rl.RecipeConfig):
     INLINE: ClassVar = agentic.Config.INLINE
     ENVS: ClassVar = agentic.Config.ENVS
     FIXED: ClassVar = (
-        "model", "checkpoint", "data", "samples", "temperature", "top_k", "top_p", "min_p",
+        "model", "checkpoint", "data", "samples", "temperature", "top_k", "top_p", "min_p", "stop",
         "max_tokens", "seed", "code", "code_digests", "judge", "judge_tokens", "reward_model",
-        "template_args", "judge_template_args",
+        "template_args", "system", "judge_template_args",
         "max_turns", "history", "old_thoughts", "episode_tokens", "at_limit",
         "columns",
     )  # fmt: skip
@@ -106,7 +101,7 @@ class Config(rl.RecipeConfig):
             )
         truncation = ("top_k", "top_p", "min_p")
         is_greedy = self.samples == 1 if self.temperature is None else self.temperature == 0
-        read_only_if(not is_greedy, "a temperature above 0", self, *truncation)
+        read_only_if(not is_greedy, "a temperature above 0", self.sampling, *truncation)
         _ = self.params(())
 
     @property
@@ -148,13 +143,10 @@ class Config(rl.RecipeConfig):
         return {"max_tokens": "turn" if is_all_played else "reply"}
 
     def params(self, stop_ids: tuple[int, ...]) -> rl.SamplingParams:
-        return rl.SamplingParams(
+        return self.sampling.params(
             max_tokens=self.max_tokens or 1,  # they are checked before they are resolved
             temperature=self.temperature or 0.0,
             stop_ids=stop_ids,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
         )
 
 

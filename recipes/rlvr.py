@@ -82,7 +82,7 @@ def main(cfg: Config) -> list[float]:
             tokens_per_microbatch=cfg.training.tokens_per_microbatch,
         ) as players:  # fmt: skip
             roles = make_roles(cfg, cluster)
-            params = rl.SamplingParams(
+            params = cfg.sampling.params(
                 max_tokens=cfg.lengths.max_tokens,
                 temperature=cfg.temperature,
                 stop_ids=chat.stop_ids,
@@ -165,7 +165,8 @@ def make_roles(cfg: Config, cluster: rl.Cluster) -> rl.Roles:
         # entropy of the options are added. train/losses.py has the built-in ones.
         loss=rl.PolicyLoss(cfg.policy_loss, cfg.kl),
         schedule=cfg.training.schedule_over(cfg.steps - cfg.critic.critic_warmup_steps),
-        temperature=cfg.temperature, stays_for_sync=not cfg.training.lora_rank,
+        temperature=cfg.temperature, truncation=cfg.sampling.truncation,
+        stays_for_sync=not cfg.training.lora_rank,
         **cfg.training.policy_options,
     )  # fmt: skip
     if cfg.advantages.needs_critic:

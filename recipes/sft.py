@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 import roll_lite as rl
 from roll_lite import command, data
-from roll_lite.checks import at_least, unread_with
+from roll_lite.checks import above, at_least, unread_with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,8 @@ class Config(rl.RecipeConfig):
     """Share of the task's dialogues whose reply is a careless mistake instead of the answer."""
     steps: int = 100
     """Optimizer updates."""
+    epochs: float | None = None
+    """Passes over the file in place of steps: as many steps as they take, printed."""
     rows_per_step: int = 64
     """Dialogues per update."""
     run_dir: str = field(default_factory=partial(rl.default_folder, "sft"))
@@ -35,8 +37,6 @@ class Config(rl.RecipeConfig):
     """Seed for the dialogues and their order."""
     too_long: Literal["error", "truncate"] = "error"
     """What to do with a dialogue that does not fit in a micro-batch or in the model."""
-    weight_decay: float = 0.0
-    """AdamW's weight decay."""
     device: str = "auto"
     """What to compute on: auto, cpu or cuda."""
     device_map: str | None = None
@@ -57,8 +57,8 @@ class Config(rl.RecipeConfig):
         "train/tokens_per_second": "tokens/s", "time/step": "step s",
     }  # fmt: skip
     FIXED: ClassVar = (
-        "model", "seed", "careless", "template_args", "lora_rank", "lora_alpha", "lora_targets",
-        "columns",
+        "model", "seed", "careless", "template_args", "system", "lora_rank", "lora_alpha",
+        "lora_targets", "columns",
     )  # fmt: skip
 
     @property
@@ -68,11 +68,16 @@ class Config(rl.RecipeConfig):
     def __post_init__(self):
         rl.read_config(self.model)
         at_least(1, self, "steps", "rows_per_step", "tp")
-        at_least(0, self, "weight_decay", "careless")
+        at_least(0, self, "careless")
         if not data.is_task(self.data):
             unread_with("data", self, "careless")
         elif not self.evaluation.eval_data:
             unread_with("a task in data", self.rows, "columns")
+        above(0, self, "epochs")
+        if data.is_task(self.data):
+            unread_with("a task in data, which has no end", self, "epochs")
+        if self.epochs is not None and "steps" not in self.chosen:
+            unread_with("epochs", self, "steps")
         if self.device_map is not None and "device_map" not in self.chosen:
             unread_with("device_map", self, "tp")
 
@@ -100,6 +105,8 @@ def main(cfg: Config) -> None:
         rows = data.DIALOGUES.training(
             cfg.data, f"sft-{cfg.seed}", cfg.rows.by_name, careless=cfg.careless
         )
+        if cfg.epochs is not None:  # then the rows are those of a file
+            cfg = rl.with_epochs(cfg, len(rows.rows))
         encode = partial(encode_rows, cfg, rl.Chat(cfg.model, **cfg.chat.arguments))
         validation, _ = encode(data.DIALOGUES.held_out(cfg.data, cfg.evaluation, cfg.rows.by_name))
         if not data.is_task(cfg.data) and cfg.too_long == "error":
@@ -108,8 +115,7 @@ def main(cfg: Config) -> None:
         roles = rl.Roles(cluster)
         roles.policy = trainer = roles.add(
             "train", rl.Trainer, folder=cfg.model, loss=rl.sft_loss,
-            schedule=cfg.training.schedule_over(cfg.steps), weight_decay=cfg.weight_decay,
-            **cfg.training.policy_options,
+            schedule=cfg.training.schedule_over(cfg.steps), **cfg.training.policy_options,
         )  # fmt: skip
         shards = trainer.role.num_replicas
         budget = cfg.training.tokens_per_microbatch

@@ -524,3 +524,26 @@ def test_code_of_a_folder_is_not_run_nor_asked_for(tmp_path, capfd):
     with pytest.raises(ValueError, match="is code of its own, which roll_lite does not run"):
         Chat(tmp_path)
     assert not (tmp_path / "ran").exists() and "[y/N]" not in "".join(capfd.readouterr())
+
+
+def test_a_system_message_stands_before_conversations_that_have_none(tmp_path):
+    folder = save_tokenizer("qwen3", tmp_path)
+    plain, chat = Chat(folder), Chat(folder, **ChatOptions(system="Be brief.").arguments)
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
+    own = {"role": "system", "content": "Be long."}
+    expected = plain.encode([system, user])
+    assert chat.encode([user]) == expected == chat.encode([system, user]) != plain.encode([user])
+    assert chat.encode_quoted([user]) == plain.encode_quoted([system, user])
+    assert chat.encode([own, user]) == plain.encode([own, user])
+    chat.encode_ahead([[{"role": "user", "content": "Ho"}]])
+    assert chat.encode([{"role": "user", "content": "Ho"}]) == plain.encode(
+        [system, {"role": "user", "content": "Ho"}]
+    )
+    reply = {"role": "assistant", "content": "Yes."}
+    assert chat.encode_replies([("a", [user, reply])]) == plain.encode_replies(
+        [("a", [system, user, reply])]
+    )
+    read = [*expected, 5, 6]
+    assert chat.continue_with(read, [user]) == plain.continue_with(read, [user])
+    with pytest.raises(ValueError, match="give a system message as system=TEXT"):
+        ChatOptions(template_args=("system=x",))

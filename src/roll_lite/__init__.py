@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # for editors, which find names here; _HOMES is read from the
     from roll_lite.models.cost import SequenceCost
     from roll_lite.options import RecipeConfig, unique_options
     from roll_lite.planning import cache_tokens, print_plan
-    from roll_lite.planning.resolve import fit_cache, resolve, resolved
+    from roll_lite.planning.resolve import fit_cache, resolve, resolved, with_epochs
     from roll_lite.players import Players, make_players
     from roll_lite.policy import PolicyConfig, TeacherOptions
     from roll_lite.profiling import ProfileOptions
@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # for editors, which find names here; _HOMES is read from the
         subsets_of,
     )
     from roll_lite.rollout.history import History, Visits
-    from roll_lite.rollout.rollout_options import RolloutOptions
+    from roll_lite.rollout.rollout_options import RolloutOptions, SamplingOptions
     from roll_lite.train.advantages import (
         ADVANTAGES,
         AdvantageFacts,

@@ -44,7 +44,9 @@ class Transcript(NamedTuple):
 class Chat:
     """Encodes conversations by the chat template of a model folder."""
 
-    def __init__(self, folder: str | Path, /, **template_args: Any):
+    def __init__(self, folder: str | Path, /, system: str | None = None, **template_args: Any):
+        """`system` is the system message of conversations that have none."""
+        self._system = [{"role": "system", "content": system}] if system else []
         self.tokenizer = load_tokenizer(Path(folder))
         template = with_fixed_date(self.tokenizer.get_chat_template())
         check_arguments(template_args, template, folder)
@@ -203,6 +205,8 @@ class Chat:
     def _prompt_text(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
     ) -> str:
+        if not any(message["role"] == "system" for message in messages):
+            messages = [*self._system, *messages]
         text = self._render(messages, **({"tools": list(tools)} if tools else {}))
         if tools and text == self._render(messages):
             raise UserError("the chat template does not show tools; describe them in a message")

@@ -40,6 +40,8 @@ NOT_ARGUMENTS = {
 class ChatOptions:
     """Chat template."""
 
+    system: str | None = None
+    """System message for conversations that have none."""
     template_args: tuple[str, ...] | None = None
     """NAME=VALUE that the model's chat template reads, as in enable_thinking=false."""
 
@@ -49,11 +51,15 @@ class ChatOptions:
                 raise UserError(
                     f"template_args={entry!r} is not NAME=VALUE, as in enable_thinking=false"
                 )
+            if entry.startswith("system="):
+                raise UserError(f"template_args={entry!r}: give a system message as system=TEXT")
 
     @property
     def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of Chat."""
         pairs = (entry.split("=", 1) for entry in self.template_args or ())
-        return {name: _parse_value(text) for name, text in pairs}
+        arguments = {name: _parse_value(text) for name, text in pairs}
+        return arguments | ({"system": self.system} if self.system else {})
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":

@@ -206,6 +206,10 @@ class Loop:
         self._run.log(step, metrics)
         for prompt in self._passed_by_nothing():
             self._run.note("passed_by_nothing", step, prompt_id=prompt.id, domain=prompt.domain)
+        if (every := self._cfg.checkpoints.export_every) and step % every == 0:
+            self._run.phase.enter("export", step)
+            path = f"{self._cfg.run_dir}/exports/step-{step:08d}"
+            self._run.print(f"model of step {step}: {self._roles.policy.export(path)}")
         score = self._score(metrics)
         self._saved.end_step(self._run, self._stop, step, score, is_last=is_last)
 

@@ -23,7 +23,7 @@ from roll_lite.report.trackers import TrackerOptions
 from roll_lite.rewarding import RewardOptions
 from roll_lite.rewards.registry import REWARDS
 from roll_lite.rollout.evaluation import EvaluationOptions
-from roll_lite.rollout.rollout_options import RolloutOptions
+from roll_lite.rollout.rollout_options import RolloutOptions, SamplingOptions
 from roll_lite.train.advantages import AdvantageOptions
 from roll_lite.train.checkpoint import CheckpointOptions
 from roll_lite.train.encoding import check_vocabulary
@@ -108,8 +108,9 @@ class PolicyConfig(RecipeConfig):
     """What to compute on: auto, cpu or cuda."""
     device_map: str = "auto"
     """Which ranks do what, as in "train=0-3 generate=4-7,tp=2"; auto is all roles on all ranks."""
-    kv_cache_gib: float = 1.0
-    """KV cache of each generation engine, in GiB."""
+    kv_cache_gib: float | None = None
+    """KV cache of each generation engine, in GiB; None chooses by the model, the samples of a step
+    and the GPU's memory, and prints it. On a CPU it is 1."""
     engines_sleep: bool = False
     """Engines free their memory (weights and KV cache) for the trainer while it works. With
     device_map=auto this and offload are on where memory asks for them."""
@@ -127,6 +128,7 @@ class PolicyConfig(RecipeConfig):
     """Print what the run would hold in memory and do in a step, and exit: with 1 if it would not
     fit."""
     own: CodeOptions = CodeOptions()
+    sampling: SamplingOptions = SamplingOptions()
     rollout: RolloutOptions = RolloutOptions()
     lengths: LengthOptions = LengthOptions()
     training: TrainingOptions = TrainingOptions()
@@ -160,8 +162,8 @@ class PolicyConfig(RecipeConfig):
         "device_map", "tokens_per_microbatch", "kv_cache_gib", "seed", "plan",
     )  # fmt: skip
     FIXED: ClassVar[tuple[str, ...]] = (
-        "model", "seed", "template_args", "lora_rank", "lora_alpha", "lora_targets", "advantage",
-        "columns",
+        "model", "seed", "template_args", "system", "lora_rank", "lora_alpha", "lora_targets",
+        "advantage", "columns",
     )  # fmt: skip
     """Options that a resumed run must not change."""
 

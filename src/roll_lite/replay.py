@@ -42,7 +42,7 @@ from roll_lite.rewards.combine import is_async
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.prompts import Visit, derive_seed
 from roll_lite.train.export import checkpoint_weights
-from roll_lite.types import Group, Sample, SamplingParams
+from roll_lite.types import Group, Sample
 
 RECIPES = Path(__file__).parent / "recipes"
 WORKERS = ("reward_workers", "env_workers")
@@ -219,7 +219,7 @@ def repeat(
     cfg: PolicyConfig, row: Row, engines: RoleHandle, players: Players, max_length: int
 ) -> Sample:
     chat = Chat(cfg.model, **cfg.chat.arguments)
-    params = SamplingParams(
+    params = cfg.sampling.params(
         max_tokens=cfg.lengths.max_tokens, temperature=cfg.temperature, stop_ids=chat.stop_ids
     )
     with Coordinator(

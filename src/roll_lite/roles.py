@@ -8,7 +8,7 @@ from typing import Any
 from roll_lite.chat import Chat
 from roll_lite.checks import UserError
 from roll_lite.cluster.cluster import Cluster
-from roll_lite.cluster.role import RoleHandle, split
+from roll_lite.cluster.role import Method, RoleHandle, split
 from roll_lite.engine.engine import OnNewWeights
 from roll_lite.engine.service import EngineService
 from roll_lite.models.cost import SequenceCost
@@ -123,13 +123,18 @@ class Roles:
         `reprompt` makes from a prompt; None for the sequences of a prompt without another."""
         longest = min(self._budget, self.policy.max_positions())
         moved = reprompted_sequences(groups, chat, reprompt, longest)
-        scored = iter(self._score(name, groups, list(filter(None, moved))))
+        method = self.policy.whole_logprobs if name == "policy" else None
+        scored = iter(self._score(name, groups, list(filter(None, moved)), method))
         found = (next(scored) if sequence else None for sequence in moved)
         places = zip(found, plain_sequences(groups), strict=True)
         return [numbers and at_sampled_places(numbers, sequence) for numbers, sequence in places]
 
     def _score(
-        self, name: str, groups: list[Group], sequences: list[TrainingSequence]
+        self,
+        name: str,
+        groups: list[Group],
+        sequences: list[TrainingSequence],
+        method: Method | None = None,
     ) -> list[list[float] | None]:
         """Of some sequences of the groups' samples."""
         if name == "critic":
@@ -139,7 +144,7 @@ class Roles:
         role = getattr(self, name)
         if role is None:  # the policy is its own reference, without its adapters
             return score_over_ranks(self.policy.reference_logprobs, sequences, self._budget)
-        return score_over_ranks(role.logprobs, sequences, self._budget)
+        return score_over_ranks(method or role.logprobs, sequences, self._budget)
 
     def _taught(
         self, groups: list[Group], sequences: list[TrainingSequence]

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
@@ -62,6 +62,18 @@ class Prompt:
         return bool(self.messages)
 
 
+class Truncation(NamedTuple):
+    """Which tokens sampling leaves in: top-k, then top-p of those, then min-p; by default all."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     max_tokens: int
@@ -72,7 +84,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """A turn ends with the token that completes one of these texts."""
     top_k: int = 0
-    """Sample among the k likeliest tokens; 0 is all. For evaluation: training uses all tokens."""
+    """Sample among the k likeliest tokens; 0 is all."""
     top_p: float = 1.0
     """Sample among the likeliest tokens that together have this probability."""
     min_p: float = 0.0
@@ -80,7 +92,12 @@ class SamplingParams:
 
     @property
     def is_truncated(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return Truncation(self.top_k, self.top_p, self.min_p).is_on
+
+    @property
+    def greedy(self) -> "SamplingParams":
+        """The same, but always the likeliest token."""
+        return replace(self, temperature=0.0, **Truncation()._asdict())
 
     def __post_init__(self):
         if self.max_tokens < 1:

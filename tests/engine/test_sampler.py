@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from roll_lite.engine.sampler import gumbel, noise_key, sample, truncate
+from roll_lite.engine.sampler import gumbel, noise_key, sample
+from roll_lite.models.truncation import truncate
 from roll_lite.types import SamplingParams
 
 

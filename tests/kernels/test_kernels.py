@@ -19,6 +19,7 @@ from roll_lite.kernels.pointwise import (
 )
 from roll_lite.kernels.rotary import rotate_backward, rotate_into_cache
 from roll_lite.kernels.sample import sample
+from roll_lite.models.logprobs import NO_ENTRY
 from roll_lite.models.ops import rotate
 from roll_lite.models.transformer import RMSNorm
 
@@ -291,12 +292,16 @@ def test_sample_over_parts_of_the_vocabulary_equals_the_whole():
 
 @pytest.mark.parametrize("num_targets", [1, 3])
 @pytest.mark.parametrize("V", [98, 5000])
-def test_head_summary_and_gradient(V, num_targets):
-    """What the head's kernels compute of a row against autograd in float64."""
+@pytest.mark.parametrize("num_removed", [0, 90])
+def test_head_summary_and_gradient(V, num_targets, num_removed):
+    """What the head's kernels compute of a row against autograd in float64, also where top-k, top-p
+    or min-p have removed entries."""
     C, temperature = 7, 0.8
     torch.manual_seed(V)
     logits = (3 * torch.randn(C, V)).to(DEVICE, DTYPE)
-    ids = torch.stack([torch.randperm(V)[:num_targets] for _ in range(C)]).to(DEVICE)
+    logits[:, :num_removed] = NO_ENTRY
+    ids = torch.stack([torch.randperm(V - num_removed)[:num_targets] for _ in range(C)])
+    ids = (ids + num_removed).to(DEVICE)
     grad_logprobs, grad_entropy = torch.randn(C, num_targets), torch.randn(C)
     exact = logits.double().cpu().requires_grad_()
     logp = torch.log_softmax(exact / temperature, -1)

@@ -181,3 +181,47 @@ def test_a_cache_is_lowered_to_what_other_programs_leave():
     assert not fits(replace(lowered, kv_cache_gib=lowered.kv_cache_gib + 0.2), 70)
     assert lowered.chosen == {"kv_cache_gib": 60.0} and "70.0 GiB" in note
     assert lower_cache(cfg, device_map, 10 * 2**30) == (cfg, [])  # the weights alone do not fit
+
+
+@pytest.mark.parametrize(
+    ("options", "launch", "gib"),
+    [
+        ({}, FOUR, 140),
+        ({}, FOUR, 64),  # in turns
+        ({"lora_rank": 8}, ALONE, 140),
+        ({"max_tokens": 64, "prompts_per_step": 1}, FOUR, 140),
+        ({"device_map": "train=0-2 generate=3", "max_staleness": 1.0}, FOUR, 100),
+        ({"device_map": "train=0-1 generate=2-3,tp=2"}, FOUR, 64),
+    ],
+)
+def test_a_cache_is_chosen_from_plan_and_memory(options, launch, gib):
+    """It fits, and is as large as the samples need or as the memory allows; the same on all ranks,
+    and noted as chosen. What was given stays."""
+    cfg = from_flat(rlvr.Config, **LARGE | {"max_tokens": 1024} | options)
+    assert cfg.kv_cache_gib is None
+    found, notes = resolve(cfg, launch, gpu(gib))
+    last = Launch(world_size=launch.world_size, local_world_size=4, rank=launch.world_size - 1)
+    assert resolve(cfg, last, gpu(gib))[0].kv_cache_gib == found.kv_cache_gib
+    device_map = parse_device_map(found.device_map, launch.world_size)
+
+    def engines(gib_of_cache):
+        plan = plan_run(replace(found, kv_cache_gib=gib_of_cache), device_map, gpu(gib), 256)
+        return plan, max(part.needed for part in plan.ranks if "generate" in part.roles)
+
+    plan, needed = engines(found.kv_cache_gib)
+    usable = usable_bytes(gib * 2**30)
+    assert needed <= usable
+    per_engine = cfg.rollout.max_samples_in_flight / device_map["generate"].num_replicas
+    wanted = per_engine * plan.sample_bytes / 2**30
+    is_enough = found.kv_cache_gib >= wanted - 0.01
+    assert is_enough or engines(found.kv_cache_gib + plan.sample_bytes / 2**30 + 0.02)[1] > usable
+    assert found.kv_cache_gib <= max(1.0, wanted + 0.01)
+    assert f"kv_cache_gib={found.kv_cache_gib:g}, which holds" in notes[-1]
+    assert found.chosen["kv_cache_gib"] is None
+    kept, _ = resolve(replace(cfg, kv_cache_gib=3.0), launch, gpu(gib))
+    assert kept.kv_cache_gib == 3.0 and "kv_cache_gib" not in kept.chosen
+
+
+def test_the_cache_of_a_cpu_is_not_chosen_by_size(toy_folder):
+    found, notes = resolve(config(toy_folder, kv_cache_gib=None), ALONE, CPU)
+    assert found.kv_cache_gib == 1.0 and not any("cache" in note for note in notes)

@@ -372,6 +372,31 @@ def test_the_parts_of_a_step_add_up(here):
     assert sum(parts) == pytest.approx(row["time/step"])
 
 
+@pytest.mark.parametrize("denominator", ["behaviour", "old"])
+def test_training_on_what_top_k_and_top_p_leave(here, denominator):
+    """Engine and trainer leave the same until an update moves the trainer: a model that knows
+    nothing yet then removes many of the tokens, which are counted."""
+    options = {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "kl_coef": 0.1, "denominator": denominator}
+    rows = here("run", steps=3, **options)
+    assert [row["loss/outside_truncation"] for row in rows] == [0, 0, 0]
+    assert max(row["mismatch/logprob_max"] for row in rows) < 1e-4
+    twice = here("twice", steps=2, updates_per_step=2, **options)
+    assert all(0 < row["loss/outside_truncation"] < 0.5 for row in twice)
+    assert all(row["loss/skipped_steps"] == 0 for row in (*rows, *twice))
+    (whole,) = here("whole", steps=1)
+    assert "loss/outside_truncation" not in whole
+    assert rows[0]["loss/entropy"] < 3.0 < whole["loss/entropy"]  # of 18 of the 99 tokens
+
+
+def test_replies_end_at_stop_texts_whose_tokens_are_trained_on(here, tmp_path):
+    here("run", steps=1, stop=("a", "e"), max_tokens=8)
+    rows = samples_of(tmp_path / "run", 1)
+    assert not any(letter in row["reply"] for row in rows for letter in "ae")
+    (early,) = ([r for r in rows if r["turns"][0]["sampled"] < 8 and r["reply"].isalnum()],)
+    assert early and {row["turns"][0]["finish"] for row in early} == {"stop"}
+    assert all(row["turns"][0]["sampled"] == len(row["reply"]) + 1 for row in early)
+
+
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_model_and_checkpoint_evaluate_like_the_run(here, toy_folder, tmp_path, lora_rank):
     here("run", steps=2, eval_samples=3, pass_reward=0.25, lora_rank=lora_rank)

@@ -18,7 +18,7 @@ from roll_lite.models.hf import load_model
 from roll_lite.options import from_flat
 from roll_lite.recipes import sft
 from roll_lite.report.reader import RunFolder
-from roll_lite.train import trainer
+from roll_lite.train import export, trainer
 from roll_lite.train.checkpoint_folders import read_manifest, verify
 
 
@@ -226,3 +226,70 @@ def test_checkpoints_beside_training_are_those_that_stop_it(small_folder, tmp_pa
         for file in folder.glob("*.safetensors"):
             assert file.read_bytes() == (other / file.name).read_bytes()
         assert read_manifest(folder).state == read_manifest(other).state and not verify(other)
+
+
+def test_epochs_in_place_of_steps(toy_folder, tmp_path, capsys):
+    """As many steps as the passes take, the last in part; a resumed run comes to the same."""
+    rows = [{"prompt": "Reverse ab", "reply": "ba"}] * 10
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = sft_options(
+        toy_folder, tmp_path / "run", data=str(tmp_path / "rows.jsonl"), epochs=1.5
+    )
+    values = {n: v for n, v in values.items() if n not in ("steps", "eval_rows")}
+    run_sft(values)
+    assert "chosen for epochs=1.5 of 10 rows: steps=4" in capsys.readouterr().out
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["steps"] == 4 and len(losses(tmp_path / "run")) == 4
+    assert config["chosen"]["steps"] == 100
+    with pytest.raises(ValueError, match="steps=7 is not read with epochs"):
+        from_flat(sft.Config, **values | {"steps": 7})
+    with pytest.raises(ValueError, match=r"epochs=1\.5 is not read with a task in data"):
+        from_flat(sft.Config, **values | {"data": "reverse:2"})
+
+
+def test_models_on_the_way_are_whole_folders(toy_folder, tmp_path):
+    run_sft(sft_options(toy_folder, tmp_path, steps=5, export_every=2, eval_every=0, lora_rank=2))
+    exports = sorted((tmp_path / "exports").iterdir())
+    assert [path.name for path in exports] == ["step-00000002", "step-00000004"]
+    first, second, last = (
+        load_file(path / "model.safetensors") for path in (*exports, tmp_path / "model")
+    )
+    assert not all(torch.equal(first[name], second[name]) for name in first)
+    assert first.keys() == last.keys()
+    AutoModelForCausalLM.from_pretrained(exports[0])
+
+
+@pytest.mark.parametrize("targets", [("qkv", "out", "gate_up", "down"), ("qkv",)])
+def test_the_adapter_alone_is_what_peft_loads(toy_folder, tmp_path, targets):
+    """Its names, shapes and scale as PEFT documents them: W + lora_alpha / r * B @ A of each
+    projection is the merged model."""
+    run_sft(sft_options(
+        toy_folder, tmp_path / "run", steps=3, lora_rank=2, lora_alpha=5.0, lora_targets=targets,
+        eval_every=0,
+    ))  # fmt: skip
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert export.main([str(checkpoint), str(tmp_path / "out"), "--adapter"]) == 0
+    about = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert about["peft_type"] == "LORA" and about["base_model_name_or_path"] == str(toy_folder)
+    adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    base, merged = load_file(toy_folder / "model.safetensors"), weights(tmp_path / "run")
+    names = {name for name in base if name.split(".")[-2] in about["target_modules"]}
+    assert len(names) == (7 if len(targets) == 4 else 3)
+    lora = {f"base_model.model.{name.removesuffix('weight')}" for name in names}
+    assert adapter.keys() == {f"{n}lora_{half}.weight" for n in lora for half in "AB"}
+    for name in base:
+        expected = base[name]
+        if name in names:
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            a, b = (adapter[f"{module}.lora_{half}.weight"] for half in "AB")
+            assert a.shape == (2, expected.shape[1]) and b.shape == (expected.shape[0], 2)
+            expected = expected + about["lora_alpha"] / about["r"] * b @ a
+            assert not torch.equal(expected, base[name])
+        torch.testing.assert_close(merged[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_without_adapters_has_none_to_export(toy_folder, tmp_path, capsys):
+    run_sft(sft_options(toy_folder, tmp_path / "run", steps=1, eval_every=0))
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert export.main([str(checkpoint), str(tmp_path / "out"), "--adapter"]) == 2
+    assert "has no adapters" in capsys.readouterr().err

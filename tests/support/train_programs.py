@@ -9,6 +9,7 @@ from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import split
 from roll_lite.models.config import LoraOptions
 from roll_lite.models.fsdp import whole
+from roll_lite.models.logprobs import ALL
 from roll_lite.train.batch import pack
 from roll_lite.train.checkpoint import load_checkpoint, start_checkpoint
 from roll_lite.train.checkpoint_folders import Checkpoints
@@ -16,6 +17,7 @@ from roll_lite.train.losses import sft_loss
 from roll_lite.train.optimizer import Schedule
 from roll_lite.train.sequences import TrainingSequence
 from roll_lite.train.trainer import Trainer
+from roll_lite.types import Truncation
 
 LAYOUTS = {
     "fsdp2": "fsdp2=0-1",
@@ -58,6 +60,14 @@ class Probe(Trainer):
             for name, p in self.model.named_parameters()
         )
 
+    def truncated_logprobs(self, batch):
+        """Among what a truncation leaves; -inf for the many targets that it removes."""
+        self.truncation = Truncation(top_k=60, top_p=0.9, min_p=1e-3)
+        try:
+            return self.logprobs(batch)
+        finally:
+            self.truncation = ALL
+
     def shake_adapters(self):
         """Adapters start with no effect, and half of their gradients at 0."""
         for name, parameter in self.optimizer.parameters.items():
@@ -94,12 +104,14 @@ def measure(trainer, num_shards):
     }
     batch = pack(sequences, 200, num_shards=num_shards)
     logprobs = trainer.logprobs(split(batch))
+    truncated = trainer.truncated_logprobs(split(batch))
     top = trainer.top_logprobs(split(batch), 5)
     losses = [trainer.step(split(batch))[0]["loss/loss"] for _ in range(5)]
     return {
         "grads": grads, "losses": losses, "state": trainer.state(),
         "holds": trainer.holds_its_part.options(collect="all")(),
         "logprobs": by_sequence(batch, [x for part in logprobs for x in part]),
+        "truncated": by_sequence(batch, [x for part in truncated for x in part]),
         "top": by_sequence(batch, [x[0] for part in top for x in part]),
     }  # fmt: skip
 

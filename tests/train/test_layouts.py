@@ -58,7 +58,7 @@ def test_training_does_not_depend_on_the_layout(over_ranks, alone, layout, lora)
     assert got["losses"] == pytest.approx(expected["losses"], rel=2e-5)
     assert got["losses"][-1] < got["losses"][0]
     assert all(got["holds"])
-    for name in ("logprobs", "top"):
+    for name in ("logprobs", "truncated", "top"):
         for mine, theirs in zip(got[name], expected[name], strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
     for name, tensor in expected["state"].items():

@@ -142,3 +142,12 @@ def test_other_recipes_have_rates_of_their_own(toy_folder, monkeypatch):
     assert chosen(monkeypatch, tuning, "qwen3-8b")[0] == {"lr": 1e-5}
     preferring = from_flat(dpo.Config, **common)
     assert chosen(monkeypatch, preferring, "qwen3-8b")[0] == {"lr": 5e-7}
+
+
+def test_weight_decay_and_betas_reach_every_trainer():
+    options = TrainingOptions(weight_decay=0.1, betas=(0.9, 0.95))
+    for found in (options.trainer_options, options.policy_options):
+        assert found["weight_decay"] == 0.1 and found["betas"] == (0.9, 0.95)
+    for wrong in ((0.9,), (0.9, 1.0), (-0.1, 0.9)):
+        with pytest.raises(ValueError, match=r"betas=.* must be two numbers from 0 to below 1"):
+            TrainingOptions(betas=wrong)

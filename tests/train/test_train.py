@@ -100,10 +100,11 @@ def test_step_is_plain_adamw(place, qwen_folder):
         qwen_folder,
         max_grad_norm=0.5,
         weight_decay=0.1,
+        betas=(0.8, 0.95),
         schedule=Schedule(lr=1e-3, warmup_steps=1),
     )
     model = load_model(qwen_folder)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, betas=(0.8, 0.95))
     for step in range(3):
         trainer.step(pack(sequences, 64))
         (micro,) = pack(sequences, 10**6)

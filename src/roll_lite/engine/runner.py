@@ -18,10 +18,11 @@ from roll_lite.engine.arena import Arena, cache_shape
 from roll_lite.engine.attention_backends import BACKENDS, DecodeMetadata, PrefillMetadata
 from roll_lite.engine.decode_batch import SCRATCH_PAGE, DecodeBatch, RowTensors
 from roll_lite.engine.request import Sequence
-from roll_lite.engine.sampler import sample, truncate
+from roll_lite.engine.sampler import sample
 from roll_lite.engine.scheduler import Chunk
 from roll_lite.models.logprobs import row_chunks
 from roll_lite.models.transformer import Transformer
+from roll_lite.models.truncation import truncate
 
 ROW_BUCKETS = (
     1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 576, 640, 704,

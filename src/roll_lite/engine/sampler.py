@@ -10,8 +10,6 @@ from torch import Tensor
 from roll_lite.models.logprobs import pick_logprobs, row_chunks, scale
 from roll_lite.models.tensor_parallel import TensorShard
 
-CANDIDATES = 1024
-"""Vocabulary entries that each rank sends for top-k, top-p and min-p."""
 _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9 - 2**32  # spreads entries over all 32 bits; as a signed integer
 
@@ -66,73 +64,6 @@ def sample(
     winner_R1 = best_RS.argmax(-1, keepdim=True)
     logprobs_R = logit_RS.gather(1, winner_R1)[:, 0] - lse_RS.logsumexp(-1)
     return ids_RS.gather(1, winner_R1)[:, 0], logprobs_R
-
-
-def truncate(
-    logits_RV: Tensor,
-    temperatures_R: Tensor,
-    top_k_R: Tensor,
-    top_p_R: Tensor,
-    min_p_R: Tensor,
-    shard: TensorShard | None = None,
-) -> Tensor:
-    """Logits with -inf for the tokens that top-k, then top-p, then min-p remove.
-
-    The remaining logits are unchanged, so sampling and logprobs use the truncated distribution.
-    Tokens as likely as the last remaining one remain too.
-    """
-    options = (temperatures_R, top_k_R, top_p_R, min_p_R)
-    logits_RV = logits_RV.float()
-    if shard is None:
-        sorted_RV = logits_RV.sort(dim=-1, descending=True).values
-        last_R1 = _last_left(sorted_RV, sorted_RV, *options)
-    else:
-        last_R1 = _last_left_over_ranks(logits_RV, shard, *options)
-    return logits_RV.masked_fill(logits_RV < last_R1, -torch.inf)
-
-
-def _last_left(
-    sorted_RN: Tensor,
-    whole_RV: Tensor,
-    temperatures_R: Tensor,
-    top_k_R: Tensor,
-    top_p_R: Tensor,
-    min_p_R: Tensor,
-) -> Tensor:
-    """The smallest remaining logit, from the largest in order; `whole_RV` holds all of them."""
-    rank_N = torch.arange(sorted_RN.shape[1], device=sorted_RN.device)
-    scaled_RN = sorted_RN / temperatures_R[:, None]
-    has_top_k_R1 = top_k_R[:, None] > 0
-    is_left_RN = (rank_N < top_k_R[:, None]) | ~has_top_k_R1
-    total_R1 = (whole_RV / temperatures_R[:, None]).logsumexp(-1, keepdim=True)
-    in_top_k_R1 = scaled_RN.masked_fill(~is_left_RN, -torch.inf).logsumexp(-1, keepdim=True)
-    probs_RN = (scaled_RN - torch.where(has_top_k_R1, in_top_k_R1, total_R1)).exp()
-    probs_RN.masked_fill_(~is_left_RN, 0.0)
-    # An fp32 sum reaches 1 before the tail; rows without top-p must keep their tail.
-    is_left_RN &= (probs_RN.cumsum(-1) - probs_RN < top_p_R[:, None]) | (top_p_R[:, None] >= 1)
-    is_left_RN &= probs_RN >= min_p_R[:, None] * probs_RN[:, :1]
-    num_left_R1 = is_left_RN.sum(-1, keepdim=True).clamp(min=1)
-    return sorted_RN.gather(1, num_left_R1 - 1)
-
-
-def _last_left_over_ranks(logits_RV: Tensor, shard: TensorShard, *options: Tensor) -> Tensor:
-    """`_last_left` for a sharded vocabulary, from the largest entries of each rank.
-
-    Where these are too few (a flat distribution, a large top-p), from all entries.
-    """
-    for num_candidates in (min(CANDIDATES, logits_RV.shape[1]), logits_RV.shape[1]):
-        largest_RC, order_RC = logits_RV.topk(num_candidates)
-        sorted_RN = shard.gather(largest_RC).sort(dim=-1, descending=True).values
-        temperature_R1 = options[0][:, None]
-        others_RV = logits_RV.scatter(1, order_RC, -torch.inf) / temperature_R1
-        others_R1 = others_RV.logsumexp(-1, keepdim=True) * temperature_R1  # as one logit
-        whole_RV = torch.cat([sorted_RN, shard.gather(others_R1)], -1)
-        last_R1 = _last_left(sorted_RN, whole_RV, *options)
-        # Above every rank's smallest candidate the list is complete.
-        floor_R1 = shard.gather(largest_RC[:, -1:]).amax(-1, keepdim=True)
-        if num_candidates == logits_RV.shape[1] or bool((last_R1 > floor_R1).all()):
-            return last_R1
-    raise AssertionError("all entries are always enough")
 
 
 def gumbel(keys_R2: Tensor, positions_R: Tensor, first: int, end: int) -> Tensor:

@@ -18,7 +18,13 @@ from torch import Tensor
 
 from roll_lite.checks import UserError
 from roll_lite.files import check_is_file, read_json_object
-from roll_lite.models.config import SHAPE, ModelConfig, read_config, read_hf_config
+from roll_lite.models.config import (
+    SHAPE,
+    LoraOptions,
+    ModelConfig,
+    read_config,
+    read_hf_config,
+)
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Head, Transformer, random_model
 from roll_lite.progress import ProgressBar
@@ -183,6 +189,38 @@ def save_state(
                 shutil.copy(Path(like) / name, target / name)
 
     return write_folder(folder, hf_config, hf_tensors(state, config), add_companions)
+
+
+def save_adapter(
+    folder: str | Path, state: dict[str, Tensor], lora: LoraOptions, config: ModelConfig,
+    *, base: str | Path,
+) -> Path:  # fmt: skip
+    """Write adapters, by our names, as a folder that PEFT loads on the model in `base`.
+
+    Projections that share a `down` here get a copy of it each.
+    """
+    tensors, modules = {}, []
+    for part in tensor_slices(config):
+        down, up = (state.get(f"{part.parameter}_adapter.{half}") for half in ("down", "up"))
+        if down is None or not part.hf_name.endswith("_proj.weight"):
+            continue
+        module = part.hf_name.removesuffix(".weight")
+        modules.append(module.rpartition(".")[2])
+        name = f"base_model.model.{module}"
+        tensors[f"{name}.lora_A.weight"] = down.clone()
+        tensors[f"{name}.lora_B.weight"] = up[part.index].reshape(-1, lora.rank)
+    peft_config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base),
+        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "bias": "none",
+        "target_modules": sorted(set(modules)), "fan_in_fan_out": False, "inference_mode": True,
+    }  # fmt: skip
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    on_cpu = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(on_cpu, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    text = json.dumps(peft_config, indent=2) + "\n"
+    (folder / "adapter_config.json").write_text(text)
+    return folder
 
 
 def write_folder(

@@ -9,11 +9,15 @@ from torch import Tensor
 
 from roll_lite.models.ops import linear
 from roll_lite.models.tensor_parallel import TensorShard
+from roll_lite.models.truncation import last_left
+from roll_lite.types import Truncation
 
 CHUNK_ROWS = 512
 CUDA_CHUNK_ROWS = 2048  # its logits stay in 16 bits
+ALL = Truncation()
 NO_ENTRY = -1e20
-"""The logit of padding in training: its probability is 0, and 0 times it is 0, unlike with -inf."""
+"""The logit of padding, and of what a truncation removes, in training: its probability is 0, and 0
+times it is 0, unlike with -inf."""
 
 
 def scaled_logits(hidden_RH: Tensor, head_VH: Tensor, temperature: Tensor | float) -> Tensor:
@@ -53,13 +57,18 @@ def token_logprobs(
     token_ids: Tensor,
     temperature: float = 1.0,
     shard: TensorShard | None = None,
+    truncation: Truncation = ALL,
+    is_whole_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """fp32 logprobs of the given tokens, and the entropy of each row's distribution.
 
     `token_ids` has one token per row, (R,), or several, (R, K). With a shard, the head is this
-    rank's part of the vocabulary, and ranks exchange a few numbers per row.
+    rank's part of the vocabulary, and ranks exchange a few numbers per row. With a truncation both
+    are of the tokens that it leaves in; any other has the logprob -inf and no gradient. Rows
+    where `is_whole_R` are of all tokens.
     """
-    return _TokenLogprobs.apply(hidden_RH, head_VH, token_ids, temperature, shard)
+    options = temperature, shard, truncation, is_whole_R
+    return _TokenLogprobs.apply(hidden_RH, head_VH, token_ids, *options)
 
 
 def top_logprobs(
@@ -97,27 +106,41 @@ def top_logprobs(
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_RH, head_VH, token_ids, temperature, shard):
+    def forward(ctx, hidden_RH, head_VH, token_ids, temperature, shard, truncation, is_whole_R):
         logprobs = hidden_RH.new_empty(token_ids.shape, dtype=torch.float32)
         token_ids_RK, logprobs_RK = (
             x[:, None] if x.ndim == 1 else x for x in (token_ids, logprobs)
         )
         entropy_R = hidden_RH.new_empty(len(token_ids_RK), dtype=torch.float32)
         lse_R = torch.empty_like(entropy_R)
+        last_R1 = lse_R[:, None].clone() if truncation.is_on else None
         ctx.first = first = shard.rank * len(head_VH) if shard else 0
         for rows in _chunks(hidden_RH):
             logits_CV = head_logits(hidden_RH[rows], head_VH, shard, NO_ENTRY)
+            if truncation.is_on:
+                last_R1[rows] = last_left(logits_CV, temperature, truncation, shard)
+                if is_whole_R is not None:
+                    last_R1[rows] = last_R1[rows].masked_fill(is_whole_R[rows, None], -torch.inf)
+                logits_CV.masked_fill_(logits_CV < last_R1[rows], NO_ENTRY)
             found = _logprobs_and_entropy(logits_CV, token_ids_RK[rows] - first, temperature, shard)
             logprobs_RK[rows], entropy_R[rows], lse_R[rows] = found
-        ctx.save_for_backward(hidden_RH, head_VH, token_ids_RK, entropy_R, lse_R)
+        is_outside_RK = None
+        if truncation.is_on:
+            is_outside_RK = logprobs_RK < NO_ENTRY / (2 * temperature)
+            logprobs_RK.masked_fill_(is_outside_RK, -torch.inf)
+        kept = hidden_RH, head_VH, token_ids_RK, entropy_R, lse_R, last_R1, is_outside_RK
+        ctx.save_for_backward(*kept)
         ctx.temperature = temperature
         ctx.shard = shard
         return logprobs, entropy_R
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy_R):
-        hidden_RH, head_VH, token_ids_RK, entropy_R, lse_R = ctx.saved_tensors
+        *kept, last_R1, is_outside_RK = ctx.saved_tensors
+        hidden_RH, head_VH, token_ids_RK, entropy_R, lse_R = kept
         grad_logprobs_RK = grad_logprobs.view(token_ids_RK.shape)
+        if is_outside_RK is not None:
+            grad_logprobs_RK = grad_logprobs_RK.masked_fill(is_outside_RK, 0.0)
         grad_hidden = torch.zeros_like(hidden_RH)
         # Chunks are summed in fp32, so a bf16 gradient does not depend on their number.
         grad_head = None
@@ -125,10 +148,12 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_head = torch.zeros_like(head_VH, dtype=torch.float32)
         for rows in _chunks(hidden_RH):
             hidden_CH = hidden_RH[rows]
+            logits_CV = head_logits(hidden_CH, head_VH, ctx.shard, NO_ENTRY)
+            if last_R1 is not None:
+                logits_CV.masked_fill_(logits_CV < last_R1[rows], NO_ENTRY)
             grad_CV = _grad_logits(
-                head_logits(hidden_CH, head_VH, ctx.shard, NO_ENTRY), lse_R[rows], entropy_R[rows],
-                token_ids_RK[rows] - ctx.first, grad_logprobs_RK[rows], grad_entropy_R[rows],
-                ctx.temperature,
+                logits_CV, lse_R[rows], entropy_R[rows], token_ids_RK[rows] - ctx.first,
+                grad_logprobs_RK[rows], grad_entropy_R[rows], ctx.temperature,
             )  # fmt: skip
             grad_hidden[rows] = grad_CV @ head_VH
             if grad_head is not None:
@@ -137,7 +162,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_hidden = ctx.shard.sum_in_place(grad_hidden)
         if grad_head is not None:
             grad_head = grad_head.to(head_VH.dtype)
-        return grad_hidden, grad_head, None, None, None
+        return grad_hidden, grad_head, None, None, None, None, None
 
 
 def _add_product(sum_VH: Tensor, grad_VC: Tensor, hidden_CH: Tensor) -> None:

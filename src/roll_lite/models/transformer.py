@@ -19,10 +19,11 @@ from torch.utils.checkpoint import (
 
 from roll_lite.models.attention import Attend, Projected
 from roll_lite.models.config import ModelConfig, local_config
-from roll_lite.models.logprobs import head_logits, token_logprobs, top_logprobs
+from roll_lite.models.logprobs import ALL, head_logits, token_logprobs, top_logprobs
 from roll_lite.models.lora import Adapter
 from roll_lite.models.ops import Rotary, add_norm, linear, silu_mul
 from roll_lite.models.tensor_parallel import TensorShard
+from roll_lite.types import Truncation
 
 Checkpointing = Literal["none", "selective", "full"]
 Head = Literal["language", "value"]
@@ -215,11 +216,14 @@ class Transformer(nn.Module):
         temperature: float = 1.0,
         num_top: int = 0,
         num_entries: int | None = None,
+        truncation: Truncation = ALL,
+        is_whole_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | Tensor:
         """At the positions `rows_R`: logprobs of `targets_R` and entropies, or values (fp32).
 
         A row may have one target, (R,), or several, (R, K). With `num_top`: ids and logprobs of
-        that many likeliest tokens instead, among the vocabulary's first `num_entries`.
+        that many likeliest tokens instead, among the vocabulary's first `num_entries`. Logprobs of
+        targets and entropies are of what the `truncation` leaves in, except where `is_whole_R`.
 
         The head runs inside forward, so that FSDP hooks see it, and only on `rows_R`.
         """
@@ -229,7 +233,8 @@ class Transformer(nn.Module):
         if num_top:
             options = temperature, self.shard, num_entries
             return top_logprobs(hidden_RH, self.head_weight, num_top, *options)
-        return token_logprobs(hidden_RH, self.head_weight, targets_R, temperature, self.shard)
+        options = temperature, self.shard, truncation, is_whole_R
+        return token_logprobs(hidden_RH, self.head_weight, targets_R, *options)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

@@ -27,7 +27,8 @@ from roll_lite.models.memory import (
 )
 
 TRAINED = ("train", "critic")
-CPU_CACHE_GIB = 1.0  # default of kv_cache_gib on a CPU
+DEFAULT_CACHE_GIB = 1.0
+"""kv_cache_gib on a CPU, and at least that on a GPU where it fits."""
 ENGINES = ("generate", "judge", "reward_model")
 """Roles that work while samples are generated; the first may sleep."""
 
@@ -191,7 +192,7 @@ class Plan:
         free."""
         gib = self.options.kv_cache_gib
         is_fixed = gib is not None or self.device_bytes is None
-        return int((gib or CPU_CACHE_GIB) * 2**30) if is_fixed else None
+        return int((gib or DEFAULT_CACHE_GIB) * 2**30) if is_fixed else None
 
     @cached_property
     def ranks(self) -> tuple[RankPlan, ...]:

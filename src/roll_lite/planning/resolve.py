@@ -7,10 +7,10 @@ from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll_lite.cluster.launch import Launch, read_launch
-from roll_lite.device_map import Device, DeviceMap, auto_device_map
+from roll_lite.device_map import Device, DeviceMap, auto_device_map, parse_device_map
 from roll_lite.models.memory import format_bytes, usable_bytes
 from roll_lite.options import RecipeConfig, flatten, from_flat, open_parts
-from roll_lite.planning.plan import Plan, PlanOptions, take_turns
+from roll_lite.planning.plan import DEFAULT_CACHE_GIB, Plan, PlanOptions, take_turns
 from roll_lite.planning.render import turns_line
 from roll_lite.train.optimizer import sized_defaults
 
@@ -25,7 +25,7 @@ def resolved(cfg: T) -> T:
     from roll_lite.cluster.places import find_device
 
     launch = read_launch()
-    device = find_device(cfg.device, launch, measures=_is_auto(cfg))
+    device = find_device(cfg.device, launch, measures=_is_auto(cfg) or _has_open_cache(cfg))
     cfg, notes = resolve(cfg, launch, device)
     if notes and launch.rank == 0:
         print("\n".join(notes), flush=True)
@@ -44,15 +44,49 @@ def resolve(
     by_device = {"device": device.kind} if cfg.device == "auto" else {}
     cfg = with_chosen(cfg, _said_by_parts(cfg) | sizes | by_device)
     if not _is_auto(cfg):
-        return cfg, notes
+        cfg, of_cache = _choose_cache(cfg, launch, device, prompt_tokens)
+        return cfg, [*notes, *of_cache]
     device_map, reasons = _choose_map(cfg, launch, device)
     plan = plan_run(cfg, device_map, device, prompt_tokens)
+    if _has_open_cache(cfg):
+        plan = plan.with_options(kv_cache_gib=DEFAULT_CACHE_GIB)
     turns = {}
     if (in_turn := take_turns(plan)) is not plan:
         reasons.append(turns_line(plan, in_turn))
         both = {name: getattr(in_turn.options, name) for name in ("engines_sleep", "offload")}
         turns = {name: is_on for name, is_on in both.items() if is_on > getattr(cfg, name)}
-    return with_chosen(cfg, {"device_map": device_map.text} | turns), [*notes, *reasons]
+    cfg = with_chosen(cfg, {"device_map": device_map.text} | turns)
+    cfg, of_cache = _choose_cache(cfg, launch, device, prompt_tokens)
+    return cfg, [*notes, *reasons, *of_cache]
+
+
+def _has_open_cache(cfg: RecipeConfig) -> bool:
+    """Whether the KV cache is to be chosen; not all recipes have one."""
+    return getattr(cfg, "kv_cache_gib", 0.0) is None
+
+
+def _choose_cache(
+    cfg: T, launch: Launch, device: Device, prompt_tokens: int
+) -> tuple[T, list[str]]:
+    """A KV cache for all samples that are generated at once, or for as many as fit beside what the
+    plan says that engines' ranks hold; not below the default, if that fits."""
+    if not _has_open_cache(cfg):
+        return cfg, []
+    if device.num_bytes is None:
+        return with_chosen(cfg, {"kv_cache_gib": DEFAULT_CACHE_GIB}), []
+    device_map = parse_device_map(cfg.device_map, launch.world_size)
+    plan = plan_run(cfg, device_map, device, prompt_tokens).with_options(kv_cache_gib=None)
+    if cfg.runs_ahead:
+        plan = plan.with_options(prompts_per_step=cfg.rollout.max_in_flight)
+    at_once = min([p.samples_at_once for p in plan.ranks if "generate" in p.roles], default=0)
+    gib = math.ceil(at_once * plan.sample_bytes / 2**30 * 100) / 100 if at_once else 0.0
+    is_default = not gib or plan.with_options(kv_cache_gib=DEFAULT_CACHE_GIB).fits_devices
+    gib = max(gib, DEFAULT_CACHE_GIB) if is_default else gib
+    note = (
+        f"chosen for GPUs of {format_bytes(device.num_bytes)}: kv_cache_gib={gib:g}, which holds "
+        f"{int(gib * 2**30 / plan.sample_bytes):,} samples of {plan.options.sample_tokens:,} tokens"
+    )
+    return with_chosen(cfg, {"kv_cache_gib": gib}), [note]
 
 
 def _is_auto(cfg: RecipeConfig) -> bool:
@@ -86,6 +120,13 @@ def lower_cache(
         f"{format_bytes(free_bytes)} are free on the fullest GPU"
     )
     return with_chosen(cfg, {"kv_cache_gib": gib}), [note]
+
+
+def with_epochs(cfg: T, num_rows: int) -> T:
+    """The options with as many steps as their `epochs` over the rows take."""
+    steps = math.ceil(cfg.epochs * num_rows / cfg.rows_per_step)
+    print(f"chosen for epochs={cfg.epochs:g} of {num_rows:,} rows: steps={steps}", flush=True)
+    return with_chosen(cfg, {"steps": steps})
 
 
 def with_chosen(cfg: T, values: Mapping[str, Any]) -> T:

@@ -156,6 +156,8 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
          "--kl-estimator; of distill.py, to the teacher"),
         ("loss/kl_coef", "KL coefficient", "", "its weight, with --kl-in reward"),
         ("loss/rejected", "rejected", SHARE, "tokens that --rejection leaves out"),
+        ("loss/outside_truncation", "outside", SHARE, "sampled tokens that --top-k, --top-p or "
+         "--min-p would leave out at the trainer's weights: they get no gradient"),
         ("loss/cross_entropy_observed", "observations", NATS, "ECHO: cross-entropy of what the "
          "environment said"),
         ("loss/teacher_tail", "teacher's rest", SHARE, "distill.py: probability that the teacher "

@@ -327,7 +327,11 @@ class Episode:
         if turn.finish_reason == "error":
             raise ArithmeticError("the model gave logits that are not finite")
         self.finish_reason = turn.finish_reason
-        self.sample.reply = self._context.chat.decode(turn.token_ids)
+        text = self._context.chat.decode(turn.token_ids)
+        # As other engines: the tokens of a stop text stay, its text does not. That of an
+        # environment's own is for the environment, which reads it.
+        ends = [end for stop in self._group.params.stop if (end := text.find(stop)) >= 0]
+        self.sample.reply = text[: min(ends, default=len(text))]
         reply = as_message(self.sample.reply, has_tools=has_tools)
         self.sample.transcript.append(reply)
         return reply

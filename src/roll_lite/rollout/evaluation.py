@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -98,7 +98,7 @@ class Evaluation:
         self._is_decided = bool(kl_to_teacher) or options.pass_reward is not None
         """Whether `best` is what it will be until the end of the run."""
         is_greedy = options.eval_samples == 1 and not kl_to_teacher
-        self._params = replace(params, temperature=0.0) if is_greedy else params
+        self._params = params.greedy if is_greedy else params
         self.rates: list[float] = []
         """Pass rates of all evaluations so far."""
         self.rewards: list[float] = []

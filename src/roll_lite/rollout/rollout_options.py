@@ -2,10 +2,38 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from roll_lite.checks import UserError, above, at_least, check_choices, finite, read_only_if
 from roll_lite.options import Argument
+from roll_lite.types import SamplingParams, Truncation
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """Which tokens are sampled, and where a reply ends."""
+
+    top_k: int = 0
+    """Sample among the k likeliest tokens; 0 is all."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens that together have this probability. Losses read logprobs
+    among what top_k, top_p and min_p leave."""
+    min_p: float = 0.0
+    """Sample among tokens at least this likely, relative to the likeliest."""
+    stop: tuple[str, ...] = ()
+    """Texts at which a reply ends, as in --stop "</answer>" "Question:". Rewards read the reply
+    without it; its tokens are trained on."""
+
+    def __post_init__(self):
+        _ = self.params(max_tokens=1)  # refuses wrong values
+
+    def params(self, **more: Any) -> SamplingParams:
+        """With `max_tokens`, `temperature` and `stop_ids`."""
+        return SamplingParams(**vars(self), **more)
+
+    @property
+    def truncation(self) -> Truncation:
+        return Truncation(self.top_k, self.top_p, self.min_p)
 
 
 @dataclass(frozen=True, kw_only=True)

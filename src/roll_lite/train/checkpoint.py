@@ -39,6 +39,9 @@ class CheckpointOptions:
     step writes one in any case, and so do Ctrl-C and SIGTERM."""
     checkpoint_every: int = 0
     """Write a checkpoint every N steps too."""
+    export_every: int = 0
+    """Write the model every N steps too, as a Hugging Face folder: exports/step-00000100 in
+    run_dir. These folders are kept."""
     checkpoint_beside: bool = False
     """Write checkpoints while training goes on, from a copy in host memory: 12 bytes a parameter
     over all ranks. They are complete one step later; the last is not written so."""
@@ -48,7 +51,7 @@ class CheckpointOptions:
     """Resume the run in run_dir, if it has a checkpoint; --resume RUN_DIR and --resume auto too."""
 
     def __post_init__(self):
-        at_least(0, self, "checkpoint_minutes", "checkpoint_every")
+        at_least(0, self, "checkpoint_minutes", "checkpoint_every", "export_every")
         at_least(1, self, "keep_last")
 
 

@@ -1,6 +1,7 @@
 """Export a checkpoint of a run as a Hugging Face folder; adapters are merged.
 
 roll-lite export runs/RUN/checkpoints/step-00000100 OUT
+roll-lite export runs/RUN/checkpoints/step-00000100 OUT --adapter      # LoRA's alone, for PEFT
 """
 
 import argparse
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from roll_lite.checks import UserError
-from roll_lite.models.config import ModelConfig, lora_options, read_config
-from roll_lite.models.hf import load_model, save_state, stored_dtype
+from roll_lite.models.config import LoraOptions, ModelConfig, lora_options, read_config
+from roll_lite.models.hf import load_model, save_adapter, save_state, stored_dtype
 from roll_lite.models.lora import add_adapters, merge
 from roll_lite.models.transformer import Transformer
 from roll_lite.train.checkpoint_folders import (
@@ -33,12 +34,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("checkpoint", help="like RUN_DIR/checkpoints/step-00000100")
     parser.add_argument("out", help="folder to write, which must not exist")
     parser.add_argument("--model", help="model that training started from, if it has moved since")
+    help = "write the adapters alone, as a folder of PEFT, instead of merging them"
+    parser.add_argument("--adapter", action="store_true", help=help)
     options = parser.parse_args(arguments)
     try:
         if Path(options.out).exists():
             raise UserError(f"{options.out} exists; remove it, or name another folder")
         base = options.model or base_model(options.checkpoint)
-        print(f"wrote {export_checkpoint(options.checkpoint, base, options.out)}")
+        export = export_adapter if options.adapter else export_checkpoint
+        print(f"wrote {export(options.checkpoint, base, options.out)}")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -91,6 +95,17 @@ def export_checkpoint(checkpoint: str | Path, base: str | Path, folder: str | Pa
     return save_state(folder, state, read_config(base), like=base)
 
 
+def export_adapter(checkpoint: str | Path, base: str | Path, folder: str | Path) -> Path:
+    """Write the adapters alone, in fp32, as PEFT reads them on top of `base`."""
+    manifest, config = check_checkpoint(checkpoint, base), read_config(base)
+    if manifest.kind != "adapter":
+        raise UserError(f"{checkpoint} has no adapters: the run trained all weights, without LoRA")
+    if problems := verify(checkpoint):
+        raise DamagedError(f"{checkpoint} is damaged: {'; '.join(problems)}")
+    adapters, lora = _adapters(checkpoint, manifest, config)
+    return save_adapter(folder, adapters, lora, config, base=base)
+
+
 def checkpoint_weights(checkpoint: str | Path, base: str | Path) -> dict[str, Tensor]:
     """The policy's masters in fp32, adapters merged; `base` is what training started from."""
     manifest, config = check_checkpoint(checkpoint, base), read_config(base)
@@ -107,19 +122,25 @@ def _merged(
     checkpoint: str | Path, manifest: Manifest, config: ModelConfig, base: str | Path
 ) -> dict[str, Tensor]:
     """The base's weights with the checkpoint's adapters merged in."""
-    fixed = manifest.state["controller"]["fixed"]
-    options = lora_options(fixed["lora_rank"], fixed["lora_alpha"], tuple(fixed["lora_targets"]))
-    with torch.device("meta"):
-        model = Transformer(config)
-        add_adapters(model, options)
-    adapters = {n: p for n, p in model.named_parameters() if "_adapter." in n}
-    adapters = _read(checkpoint, adapters, manifest)
+    adapters, options = _adapters(checkpoint, manifest, config)
     state = {name: p.detach() for name, p in load_model(base).named_parameters()}
     for name in (name.removesuffix("_adapter.down") for name in adapters if name.endswith("down")):
         down = adapters[f"{name}_adapter.down"]
         up = adapters[f"{name}_adapter.up"]
         state[name] = merge(state[name], down, up, options)
     return state
+
+
+def _adapters(
+    checkpoint: str | Path, manifest: Manifest, config: ModelConfig
+) -> tuple[dict[str, Tensor], LoraOptions]:
+    fixed = manifest.state["controller"]["fixed"]
+    options = lora_options(fixed["lora_rank"], fixed["lora_alpha"], tuple(fixed["lora_targets"]))
+    with torch.device("meta"):
+        model = Transformer(config)
+        add_adapters(model, options)
+    adapters = {n: p for n, p in model.named_parameters() if "_adapter." in n}
+    return _read(checkpoint, adapters, manifest), options
 
 
 def _read(checkpoint: str | Path, like: dict[str, Tensor], manifest: Manifest) -> dict[str, Tensor]:

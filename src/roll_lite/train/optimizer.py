@@ -35,6 +35,10 @@ class TrainingOptions:
     """Learning rate after warm-up; linear and cosine end at 0."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises to lr."""
+    weight_decay: float = 0.0
+    """AdamW's weight decay."""
+    betas: Argument[tuple[float, float]] = (0.9, 0.999)
+    """AdamW's betas: decay of its first and its second moment."""
     max_grad_norm: Argument[float] = 1.0
     """Gradients of a larger norm are scaled down to it."""
     tokens_per_microbatch: int = 16384
@@ -51,7 +55,11 @@ class TrainingOptions:
     """Projections that get adapters."""
 
     def __post_init__(self):
-        at_least(0, self, "warmup_steps", "lr", "lora_rank")
+        at_least(0, self, "warmup_steps", "lr", "lora_rank", "weight_decay")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(
+                f"betas={self.betas} must be two numbers from 0 to below 1, as in (0.9, 0.95)"
+            )
         at_least(1, self, "tokens_per_microbatch")
         above(0, self, "max_grad_norm")
         check_choices(self)
@@ -70,6 +78,8 @@ class TrainingOptions:
     def trainer_options(self) -> dict[str, Any]:
         """Keyword arguments of any Trainer."""
         return {
+            "weight_decay": self.weight_decay,
+            "betas": self.betas,
             "max_grad_norm": self.max_grad_norm,
             "checkpointing": self.checkpointing,
             "moments": self.moments,

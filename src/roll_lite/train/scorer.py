@@ -16,6 +16,7 @@ from roll_lite.models.config import LoraOptions
 from roll_lite.models.context_parallel import ContextShard
 from roll_lite.models.fsdp import shard
 from roll_lite.models.hf import open_model
+from roll_lite.models.logprobs import ALL
 from roll_lite.models.lora import add_adapters
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Checkpointing, Head
@@ -60,6 +61,7 @@ class Scorer(Profiled):
         self.place = place
         self.device = place.device
         self.temperature = temperature
+        self.truncation = ALL
         self.replicas = place.mesh["dp"].get_group()
         tensor_shard = TensorShard.of(place.mesh["tp"].get_group()) if place.tp > 1 else None
         self.context_shard = ContextShard.of(place.mesh["cp"].get_group()) if place.cp > 1 else None
@@ -148,6 +150,8 @@ class Scorer(Profiled):
             targets,
             self.temperature,
             *top,
+            truncation=self.truncation,
+            is_whole_R=micro.observed_R,
         )
         return out if isinstance(out, tuple) else (out,)
 
@@ -165,6 +169,8 @@ class Scorer(Profiled):
             None if targets is None else targets[part.chosen],
             self.temperature,
             *top,
+            truncation=self.truncation,
+            is_whole_R=None if micro.observed_R is None else micro.observed_R[part.chosen],
         )
         results = out if isinstance(out, tuple) else (out,)
         return tuple(self.context_shard.join_rows(x, part, len(micro.rows_R)) for x in results)

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -29,6 +30,7 @@ from roll_lite.models.fsdp import (
     whole_shape,
 )
 from roll_lite.models.hf import save_state, stored_dtype
+from roll_lite.models.logprobs import ALL
 from roll_lite.models.lora import adapters, merge
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Checkpointing, Head
@@ -49,6 +51,7 @@ from roll_lite.train.scorer import Scorer
 from roll_lite.train.sequences import TrainingSequence
 from roll_lite.train.shards import Piece, ShardRecord, write_shard
 from roll_lite.train.totals import ENTROPY, LOSS, Totals
+from roll_lite.types import Truncation
 
 MAX_SKIPPED = 5
 """Updates in a row without a finite gradient that end a run."""
@@ -67,17 +70,24 @@ class Trainer(Scorer):
         loss: Loss,
         schedule: Schedule,
         weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
         max_grad_norm: float = 1.0,
         temperature: float = 1.0,
+        truncation: Truncation = ALL,
         head: Head = "language",
         checkpointing: Checkpointing = "none",
         moments: Literal["float32", "bfloat16"] = "float32",
         lora: LoraOptions | None = None,
     ):
-        """A critic is a trainer with head="value". With `lora` only adapters are trained."""
+        """A critic is a trainer with head="value". With `lora` only adapters are trained.
+
+        `temperature` and `truncation` are those of sampling: losses and `logprobs` are of the
+        distribution that the engine samples from at the same weights.
+        """
         # Frozen weights need no fp32 master.
         dtype = place.dtype if lora else torch.float32
         self._build(folder, place, temperature, head, dtype, checkpointing, lora)
+        self.truncation = truncation
         self.loss = loss
         self.schedule = schedule
         self.max_grad_norm = max_grad_norm
@@ -91,7 +101,7 @@ class Trainer(Scorer):
         self._buckets = [list(bucket) for bucket in in_buckets(weights, place.device)]
         trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
         self.optimizer = AdamW(
-            trained, weight_decay=weight_decay, moments_dtype=getattr(torch, moments)
+            trained, weight_decay=weight_decay, betas=betas, moments_dtype=getattr(torch, moments)
         )
         self._entropies: list[Tensor] = []
         """Entropies of the rows of each micro-batch of the last step, on the device."""
@@ -157,7 +167,11 @@ class Trainer(Scorer):
 
     def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         targets = micro.targets_R if micro.teacher_ids_RK is None else micro.teacher_ids_RK
-        return self.loss(*self._forward(micro, targets), micro)
+        if not self.truncation.is_on:
+            return self.loss(*self._forward(micro, targets), micro)
+        *found, micro, outside_R = hold_outside(*self._forward(micro, targets), micro)
+        loss_R, measurements = self.loss(*found, micro)
+        return loss_R, measurements | {"loss/outside_truncation": outside_R.float()}
 
     @torch.no_grad()
     def evaluate(self, batch: list[MicroBatch]) -> dict[str, float]:
@@ -217,9 +231,17 @@ class Trainer(Scorer):
                 adapter.is_on = True
 
     def reference_logprobs(self, batch: list[MicroBatch]) -> list[Tensor]:
-        """Logprobs under the frozen base, with LoRA off."""
+        """Logprobs under the frozen base, with LoRA off, among all tokens."""
         with self.without_adapters():
+            return self.whole_logprobs(batch)
+
+    def whole_logprobs(self, batch: list[MicroBatch]) -> list[Tensor]:
+        """Logprobs among all tokens, whatever sampling leaves in."""
+        truncation, self.truncation = self.truncation, ALL
+        try:
             return self.logprobs(batch)
+        finally:
+            self.truncation = truncation
 
     def _state_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         trained = [local(p.detach()) for p in self.optimizer.parameters.values()]
@@ -364,6 +386,26 @@ class Trainer(Scorer):
                 for what, tensor in tensors.items():
                     piece = Piece(part.of_local(self._readable(tensor)), part.offsets, shape)
                     yield f"{self.part}.{what}.{name}", piece, part.is_copy
+
+
+def hold_outside(
+    logprobs_R: Tensor, entropy_R: Tensor, micro: MicroBatch
+) -> tuple[Tensor, Tensor, MicroBatch, Tensor]:
+    """Tokens that were sampled but that top-k, top-p or min-p remove at the trainer's weights, now
+    or before the first update, and a loss that they do not move.
+
+    Their logprobs are -inf. The loss sees those of the engine instead, as constants: the ratio is
+    1, there is no gradient, and nothing changes for the other tokens of their sample.
+    """
+    if micro.logprobs_R is None:
+        raise UserError("a truncation needs the logprobs with which the tokens were sampled")
+    outside_R = logprobs_R.isneginf()
+    if micro.old_logprobs_R is not None:
+        outside_R = outside_R | micro.old_logprobs_R.isneginf()
+        old_R = micro.old_logprobs_R.where(~outside_R, micro.logprobs_R)
+        micro = replace(micro, old_logprobs_R=old_R)
+    logprobs_R = logprobs_R.where(~outside_R, micro.logprobs_R)
+    return logprobs_R, entropy_R.where(~outside_R, entropy_R.detach()), micro, outside_R
 
 
 def _run_beside(function: Callable[[], ShardRecord]) -> Future:
