@@ -21,7 +21,7 @@ DATA_SET = "datasets/"
 
 
 def with_hub(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of all options, flat, in which a name of the hub stood, and `from_hub`."""
+    """The options that held a name of the hub, with what it stands for, and `from_hub`."""
     known = dict(flat[FROM_HUB])
     used = {_key(o, name): o for o in (*MODELS, *DATA) for name in _names(o, flat)}
     _restore_folders(known, used)
@@ -80,8 +80,9 @@ def _names(option: str, flat: Mapping[str, Any]) -> Iterator[str]:
 def _parts(option: str, text: str) -> tuple[str, str, str]:
     """A text as its name and what stands before and after it."""
     if option in MODELS:
-        before, name = re.fullmatch(r"((?:[^/]+=)?)(.*)", text, re.DOTALL).groups()
-        return before, name, ""
+        before = re.match(r"(?:[^/]+=)?", text)[0] if option == "teacher" else ""
+        before = "" if Path(text).exists() else before
+        return before, text.removeprefix(before), ""
     name, after = re.fullmatch(r"(.*?)((?:@[0-9.]+(?:e-?[0-9]+)?)?)", text, re.DOTALL).groups()
     return "", name, after
 

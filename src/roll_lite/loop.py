@@ -341,8 +341,8 @@ class Loop:
         best = self._evaluation.best
         self._run.note("best_by", step, metric=best)
         self._run.print(
-            f"no answer of the first evaluation passes: the best checkpoint is chosen by {best}, "
-            "unless you say with --pass-reward which reward passes"
+            f"no answer of the first evaluation passes: the best checkpoint is chosen by {best}; "
+            "--pass-reward, given at the start of a run, says which reward passes"
         )
 
     def _score(self, metrics: dict[str, float]) -> float | None:

@@ -16,7 +16,7 @@ class Ours(NamedTuple):
 _ALL_RANKS = "of a step, on all ranks together"
 _MICROBATCH = "samples are packed into micro-batches of so many tokens"
 _COUNTED = "counted in steps"
-_FOLDER = "a folder on this machine"
+_FOLDER = "a folder or a name of the hub"
 _KL = "--kl-in says whether it counts in the loss or in the reward"
 _CP = 'as in "train=all,cp=2 generate=all"'
 _ENGINE_MAP = 'as in "train=all generate=all,tp=2"'

@@ -586,6 +586,18 @@ def test_a_command_to_copy_starts_what_fits(command):
     assert all(getattr(PlanOptions(), name) == given[name] for name in RECIPE_FLAGS)
 
 
+def test_a_command_of_engines_that_sleep_has_their_cache_and_a_note_of_arguments(command):
+    shape = ("--model", "qwen3-8b", "--world-size", "8", "--device-gib", "40", "--reference")
+    _, printed = command(SCRIPT, *shape)
+    *_, last = printed.rstrip().splitlines()
+    assert "--engines-sleep" in last and float(last.split("--kv-cache-gib ")[1].split()[0]) > 0
+    more = ("--moments", "bfloat16", "--lora-rank", "8", "--kv-cache-gib", "1.25")
+    _, printed = command(SCRIPT, "--model", "qwen3-0.6b", "--reference", *more)
+    *_, last, note = printed.rstrip().splitlines()
+    assert "--kl-coef 0.001" in last and "--kv-cache-gib 1.25" in last
+    assert "rl.TrainingOptions(moments='bfloat16')" in note
+
+
 def test_a_command_has_a_map_that_was_given_and_all_machines(command):
     arguments = ["--world-size", "16", "--device-map", "train=0-7 generate=8-15"]
     code, printed = command(SCRIPT, *arguments, "--max-staleness", "1")

@@ -354,6 +354,19 @@ def test_the_best_checkpoint_of_graded_rewards(here, tmp_path, capsys, monkeypat
     assert rewards[1] < rewards[2] == 2
     best = best_evaluation(RunFolder(tmp_path / "run"))
     assert (best["metric"], best["step"]) == ("eval/reward", 2)
+    with pytest.raises(ValueError, match="chosen by eval/reward; leave it out"):
+        here("run", steps=3, resume=True, pass_reward=0.1, **options)
+
+
+def test_links_of_wandb_do_not_keep_a_run_from_going_on(here, tmp_path):
+    here("run", steps=1)
+    for name in ("wandb", "other"):
+        (tmp_path / "run" / name).mkdir()
+    (tmp_path / "run" / "wandb" / "debug.log").symlink_to(tmp_path / "cache.log")
+    here("run", steps=2, resume=True)
+    (tmp_path / "run" / "other" / "debug.log").symlink_to(tmp_path / "cache.log")
+    with pytest.raises(ValueError, match=r"debug\.log is a link to"):
+        here("run", steps=3, resume=True)
 
 
 def test_tokens_are_counted_over_resumes(here):

@@ -22,6 +22,7 @@ from roll_lite.device_map import DeviceMap, auto_device_map, listing, parse_devi
 from roll_lite.models.config import ModelConfig, planned_config
 from roll_lite.planning.plan import Plan, PlanOptions, take_turns
 from roll_lite.planning.render import (
+    arguments_of,
     command_of,
     nearest_fit,
     options_between,
@@ -128,11 +129,15 @@ def _print_plan(cfg: Config) -> int:
     if fitting is not plan:
         print(f"\nwith {listing(options_between(plan, fitting), 'and')} it fits:\n")
         print(render(fitting, machine))
-    is_folder = Path(cfg.model or DEFAULT).is_dir()
+    is_folder = cfg.model is not None and Path(cfg.model).is_dir()
     chooses_map = cfg.device_map == "auto" and fitting.device_map == device_map
     model = cfg.model if is_folder else "FOLDER"
-    command = command_of(fitting, model, cfg.ranks_per_node, chooses_map=chooses_map)
+    command = command_of(
+        fitting, model, cfg.ranks_per_node, chooses_map=chooses_map, has_reference=cfg.reference
+    )
     print(f"\n{command}")
+    if arguments := arguments_of(fitting):
+        print(f"with rl.TrainingOptions({arguments}) in a copy: roll-lite eject rlvr mine")
     return 0 if plan.fits else 1
 
 

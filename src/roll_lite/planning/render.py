@@ -25,6 +25,8 @@ RECIPE_FLAGS = (
     "max_staleness", "engines_sleep", "offload", "checkpointing", "lora_rank",
 )  # fmt: skip
 """Options of a plan that are flags of the recipe with the same default."""
+RECIPE_ARGUMENTS = ("moments", "lora_targets")
+"""Those that are arguments of its rl.TrainingOptions."""
 
 
 def render(plan: Plan, machine: Machine | None = None) -> str:
@@ -192,7 +194,9 @@ def nearest_fit(plan: Plan, machine: Machine | None) -> Plan | None:
     return min(same_ranks, key=lambda new: step_seconds(new, machine)["step"], default=None)
 
 
-def command_of(plan: Plan, model: str, ranks_per_node: int, *, chooses_map: bool) -> str:
+def command_of(
+    plan: Plan, model: str, ranks_per_node: int, *, chooses_map: bool, has_reference: bool
+) -> str:
     """The command that starts a run so; the map is written into it unless the recipe chooses it."""
     world_size = plan.device_map.world_size
     words = ["roll-lite"]
@@ -204,7 +208,7 @@ def command_of(plan: Plan, model: str, ranks_per_node: int, *, chooses_map: bool
         words += ["-m", "roll_lite"]
     words += ["rlvr", "--model", model, "--data", "DATA"]
     words += [] if chooses_map else ["--device-map", f'"{plan.device_map.text}"']
-    words += ["--kl-coef", "0.001"] if "reference" in plan.device_map else []
+    words += ["--kl-coef", "0.001"] if has_reference else []
     words += ["--max-tokens", str(plan.options.max_tokens)]
     words += ["--kv-cache-gib", f"{_cache_gib(plan):g}"]
     default = PlanOptions()
@@ -214,10 +218,21 @@ def command_of(plan: Plan, model: str, ranks_per_node: int, *, chooses_map: bool
     return " ".join(words)
 
 
+def arguments_of(plan: Plan) -> str:
+    """What differs from the recipe's options and has no flag there, as arguments of a part."""
+    default = PlanOptions()
+    values = {name: getattr(plan.options, name) for name in RECIPE_ARGUMENTS}
+    changed = [f"{n}={v!r}" for n, v in values.items() if v != getattr(default, n)]
+    return ", ".join(changed)
+
+
 def _cache_gib(plan: Plan) -> float:
-    """The KV cache of every engine, rounded down."""
-    caches = [part.memory.kv_cache for part in plan.ranks if "generate" in part.roles]
-    return math.floor(10 * min(caches) / 2**30) / 10
+    """The KV cache of every engine as it was given, or rounded down."""
+    if plan.options.kv_cache_gib is not None:
+        return plan.options.kv_cache_gib
+    engines = [part for part in plan.ranks if "generate" in part.roles]
+    caches = [max(memory.kv_cache for memory in part.phases.values()) for part in engines]
+    return math.floor(100 * min(caches) / 2**30) / 100
 
 
 def _flag(name: str, value: object) -> list[str]:

@@ -32,8 +32,12 @@ def main(arguments: list[str] | None = None) -> int:
             print("\n\n".join(tail(run, options.tail) for run in runs))
             return 0
         if options.curve is not None:
-            print("\n\n".join(_curve(run, options.curve) for run in runs))
+            curves = [_curve(run, options.curve) for run in runs]
+            titles = [f"{run.folder}\n" if len(runs) > 1 else "" for run in runs]
+            print("\n\n".join(map("".join, zip(titles, curves, strict=True))))
             return 0
+        if options.trace and len(runs) > 1:
+            raise ValueError(f"--trace is of one run, and these are {len(runs)}; name one")
         if options.trace:
             num_events = write_trace(runs[0], options.trace, parse_range("steps", options.steps))
             print(f"wrote {options.trace} ({num_events:,} events); open it at ui.perfetto.dev")

@@ -21,7 +21,7 @@ RARE = {
 COMPARED = (
     "eval/pass@1", "eval/reward", "eval/loss", "eval/accuracy", "eval/kl", "reward/mean",
     "loss/loss", "loss/entropy", "loss/kl", "policy/clip_fraction", "loss/grad_norm",
-    "mismatch/logprob_mean", "rollout/reply_tokens", "rollout/truncated", "rollout/staleness", 
+    "mismatch/logprob_mean", "rollout/reply_tokens", "rollout/truncated", "rollout/staleness",
     "train/tokens_per_second", "time/step",
 )  # fmt: skip
 RUN_COLUMNS = ("reward/mean", "loss/loss", "loss/entropy", "rollout/reply_tokens", "time/step")

@@ -125,12 +125,15 @@ class Evaluation:
         else:
             self.rates.append(metrics["eval/pass@1"])
             self.rewards.append(metrics["eval/reward"])
-        self._decide(metrics)
+        self._decide(metrics, answers)
         return metrics | {"time/evaluate": time.perf_counter() - start}
 
-    def _decide(self, metrics: dict[str, float]) -> None:
-        """Where no answer passes, rewards are graded, and pass rates would say nothing."""
-        if not self._is_decided and not metrics["eval/pass@1"]:
+    def _decide(self, metrics: dict[str, float], answers: list[Group]) -> None:
+        """Where no answer passes, rewards are graded, and pass rates would say nothing; unless
+        environments measure success, which comes with time."""
+        samples = [sample for group in answers for sample in group.samples if sample.score]
+        measures_success = any("success" in sample.score.parts for sample in samples)
+        if not (self._is_decided or measures_success or metrics["eval/pass@1"]):
             self.best = "eval/reward"
         self._is_decided = True
 
@@ -138,6 +141,13 @@ class Evaluation:
         return {"best": self.best, "is_decided": self._is_decided}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What was decided stays, so that scores of checkpoints can be compared."""
+        if self._options.pass_reward is not None and state["best"] == "eval/reward":
+            raise UserError(
+                f"pass_reward={self._options.pass_reward} with --resume: the best checkpoint of "
+                "this run is chosen by eval/reward; leave it out, or start another run with "
+                "--config RUN/config.json"
+            )
         self.best = state["best"]
         self._is_decided = state["is_decided"]
 

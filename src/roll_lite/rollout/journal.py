@@ -29,7 +29,7 @@ from roll_lite.types import Sample
 
 FORMAT = "roll_lite journal 1"
 HEADER = struct.Struct("<II")
-UNRELATED = ("run_dir", "resume", "steps", "kv_cache_gib", "chosen")
+UNRELATED = ("run_dir", "resume", "steps", "kv_cache_gib", "chosen", "tracker", "from_hub")
 """Options that no sample depends on."""
 Key = tuple[str, int, int]
 """A sample: its prompt, which visit of it, and the place in the group."""

@@ -59,6 +59,8 @@ def refuse_links_out(run_dir: str | Path) -> None:
     """Raise ValueError for a link in a run folder that leads out of it: a run that goes on there
     would write to other folders. The run folder itself may be a link."""
     for folder, folders, files in os.walk(run_dir):
+        if folder == str(run_dir):  # wandb links from its own folder to its cache
+            folders[:] = [name for name in folders if name != "wandb"]
         for path in (Path(folder) / name for name in (*folders, *files)):
             if path.is_symlink() and not path.resolve().is_relative_to(Path(run_dir).resolve()):
                 raise UserError(
