@@ -138,7 +138,10 @@ def _exit_with(error: Exception, text: str) -> NoReturn:
     if is_first_rank():
         print(f"\n{message}", file=sys.stderr, flush=True)
         if under_torchrun and not is_restarted:
-            print("torchrun prints a traceback of its own; the error is repeated below it", file=sys.stderr)
+            print(
+                "torchrun prints a traceback of its own; the error is repeated below it",
+                file=sys.stderr,
+            )
             print_last(message)
     if is_final and under_torchrun:
         end_torchrun(USER_ERROR)  # returns on a rank that alone has the error

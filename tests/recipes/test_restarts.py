@@ -69,7 +69,7 @@ def test_a_run_goes_on_by_itself_when_a_rank_is_killed(killed_run, tmp_path):
 def test_an_error_of_the_user_is_not_tried_again(tmp_path):
     arguments = [SFT, "--resume", "auto", "--run-dir", tmp_path / "run", "--model", tmp_path]
     code, text = torchrun(tmp_path, *arguments, ranks=1)
-    assert code != 0 and text.count(f"error: {tmp_path}") == 1
+    assert code != 0 and text.count(f"error: {tmp_path}") == 2  # again below what torchrun says
 
 
 def test_the_same_command_starts_a_run_and_goes_on(command, small_folder, tmp_path):
