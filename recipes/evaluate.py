@@ -121,7 +121,7 @@ class Config(rl.RecipeConfig):
         rl.refuse_old_run(self.run_dir)
 
     def read_rows(self, source: str) -> list[rl.Prompt]:
-        """Prompts of a file; of rows without a domain it is that of the one reward given."""
+        """Prompts of a file; rows without a domain get that of the only reward."""
         domain = self.own.only_domain(self.scoring.reward_roles)
         return data.read_prompts(source, self.rows.by_name, domain)
 

@@ -120,7 +120,7 @@ def _explain(error: Exception, own: OwnCode | None) -> str:
 
 
 def _message(error: BaseException | None) -> str:
-    """Of an error that says what to change, or where the run ends; otherwise empty."""
+    """The message of an error that says what to change, or where the run ends; otherwise empty."""
     return str(error) if isinstance(error, UserError | Ended) or _is_of_file(error) else ""
 
 

@@ -43,7 +43,7 @@ class DataName(NamedTuple):
 
     @property
     def pattern(self) -> str:
-        """Of the files, once config and split are known."""
+        """Pattern of the files, once config and split are known."""
         return self.part if self.is_of_files else f"{self.part.replace(':', '/')}/*.parquet"
 
 
@@ -191,7 +191,7 @@ def _explained(kind: str, repo: str, revision: str | None) -> Iterator[None]:
         option = f" --repo-type {kind}" if kind == "dataset" else ""
         command = f"`hf download {repo}{option}` where there is a network"
         why = (
-            "HF_HUB_OFFLINE=1 forbids to download it"
+            "HF_HUB_OFFLINE=1 forbids downloading it"
             if constants.HF_HUB_OFFLINE
             else f"{place} cannot be reached ({error.__cause__ or error!s:.200})"
         )

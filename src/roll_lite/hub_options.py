@@ -1,4 +1,4 @@
-"""Names of the hub in the options of a recipe, and what they stand for.
+"""Names on the hub in the options of a recipe, and what they stand for.
 
 A model becomes the folder of its snapshot in the cache, data its name with the commit. `from_hub`
 in config.json has both beside what was given, so that a resumed run uses the same.

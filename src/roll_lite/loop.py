@@ -214,8 +214,8 @@ class Loop:
         self._saved.end_step(self._run, self._stop, step, score, is_last=is_last)
 
     def _generation_speed(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Of the rollout phase; beside training, of all time since the last step. Not of a step
-        with samples that the journal had."""
+        """Tokens per second of the rollout phase or, beside training, of the time since the last
+        step; none for a step with samples from the journal."""
         seconds = time.monotonic() - self._counted_at
         self._counted_at += seconds
         if not self._rollout or "rollout/restored" in metrics:

@@ -15,15 +15,15 @@ from roll_lite.own_files import imported_files
 
 PACKAGE = os.path.dirname(os.path.realpath(__file__))
 RECIPES = os.path.realpath(os.path.join(PACKAGE, "recipes"))
-"""Of these, code/ has files that users copy and edit."""
+"""Their code/ has files that users copy and edit."""
 MAX_FRAMES = 5
 MAX_CALLED = 8
 MAX_LINES = 15
 MAX_CHARACTERS = 1500
-"""Of a message, which may hold a tensor."""
+"""Longest message, which may hold a tensor."""
 SYSTEM_TYPES = {"OSError", "MemoryError", "OutOfMemoryError", "AcceleratorError", "DistError"}
 SYSTEM_WORDS = ("CUDA error", "NCCL", "gloo")
-"""Of errors that a restart may not meet again; those of torch by name, to do without torch here."""
+"""Errors that a restart may not meet again; those of torch by name, so that it is not needed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,7 +281,7 @@ class PolicyConfig(RecipeConfig):
         return env_players(specs, self.env_names, self.episodes)
 
     def read_rows(self, source: str) -> list[Prompt]:
-        """Prompts of a file; of rows without a domain it is that of the one reward given."""
+        """Prompts of a file; rows without a domain get that of the only reward."""
         domain = self.own.only_domain(self.scoring.reward_roles)
         return data.read_prompts(source, self.rows.by_name, domain)
 

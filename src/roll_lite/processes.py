@@ -168,7 +168,7 @@ class _MemoryUse(NamedTuple):
 
 
 def _memory_use(pid: int, proc: int) -> _MemoryUse:
-    """Of a thread that tells: a process goes on when its first thread has ended."""
+    """The memory of a thread that tells: a process goes on when its first thread has ended."""
     for thread in (pid, *_threads(pid, proc)):
         with suppress(OSError):
             status = read_proc(thread, "status", proc)

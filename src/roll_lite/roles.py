@@ -136,7 +136,7 @@ class Roles:
         sequences: list[TrainingSequence],
         method: Method | None = None,
     ) -> list[list[float] | None]:
-        """Of some sequences of the groups' samples."""
+        """Logprobs, or values of the critic, of some sequences of the groups' samples."""
         if name == "critic":
             return score_over_ranks(self.critic.values, sequences, self._budget)
         if name == "teacher":

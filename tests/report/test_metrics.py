@@ -22,9 +22,8 @@ def test_names_are_there_once_and_find_themselves():
 
 def test_placeholders_are_filled():
     assert find("reward/maths/boxed").title == "boxed of maths"
-    assert (
-        find("rollout/reply_tokens_p90").meaning == "90 percent of the samples have at most so many"
-    )
+    p90 = find("rollout/reply_tokens_p90")
+    assert p90.meaning == "90 percent of the samples have at most this many"
     assert find("eval/pass@8").title == "pass@8" and find("eval/pass@1").title == "pass rate"
     assert find("loss/kl").meaning.startswith("the KL that")
     assert find("loss/mine") is None

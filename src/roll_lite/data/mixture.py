@@ -301,15 +301,15 @@ def _read_files(
 
 
 def _short_names(sources: Sequence[str]) -> dict[str, str]:
-    """Files without folder and suffix; with the folder where that is not enough. Of the hub, data
-    without owner; with config and split."""
+    """Files without folder and suffix, or with the folder where that is not enough; data on the
+    hub without its owner, or with config and split."""
     names = {source: _short_name(source) for source in sources}
     stems = [short for short, _ in names.values()]
     return {s: short if stems.count(short) == 1 else long for s, (short, long) in names.items()}
 
 
 def _short_name(source: str) -> tuple[str, str]:
-    """Of a source, and a longer one."""
+    """A short name of a source, and a longer one."""
     if is_data_name(source):
         label = data_label(source).partition("/")[2]
         return label.partition(":")[0], re.sub(r"[^\w.-]+", "-", label)

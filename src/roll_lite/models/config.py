@@ -203,7 +203,7 @@ def read_hf_config(folder: str | Path) -> dict:
 
 
 def _where_the_model_is(run: Path) -> str:
-    """Of a run, whose folder was given instead: report/config_file.py writes its config.json."""
+    """What to give instead of the folder of a run, whose config.json is report/config_file.py's."""
     model = run / "model"
     scores = {path: _score(path) for path in sorted((run / "checkpoints").glob("step-*"))}
     newest = max(scores, default=None)
@@ -288,7 +288,7 @@ def _size(fields: dict, name: str, default: int | None = None) -> int:
 
 
 def _check_types(hf: dict) -> None:
-    """Of fields that may be missing."""
+    """Refuse wrong types of fields that may be missing."""
     for name, kind in _TYPES.items():
         value = hf.get(name)
         if value is not None and not isinstance(value, kind):

@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _curve(run: RunFolder, metric: str) -> str:
-    """Of a metric, or of the main evaluation, below what it means."""
+    """The curve of a metric, or of the main evaluation, below what it means."""
     name = metric or (best_evaluation(run) or {"metric": "reward/mean"})["metric"]
     return "\n".join([*hints([name]).values(), draw_curve(run.metric(name))])
 

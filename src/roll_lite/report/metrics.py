@@ -88,7 +88,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
         ("rollout/reply_tokens", "tokens", TOKENS, "mean number of sampled tokens of a sample that "
          "is trained on"),
         ("rollout/reply_tokens_pN", "tokens, pN", TOKENS, "N percent of the samples have at most "
-         "so many"),
+         "this many"),
         ("rollout/longest_reply", "longest", TOKENS, "the most that a sample has"),
         ("rollout/truncated", "cut", SHARE, "samples with a reply that was cut at its longest"),
         ("rollout/turns", "turns", COUNT, "replies of an episode"),

@@ -92,7 +92,7 @@ def columns(run: RunFolder, rows: Sequence[int]) -> dict[str, list]:
 
 
 def _kept_rows(rows: Sequence[Row], most: int) -> list[int]:
-    """Numbers of at most about so many rows; rows with an evaluation stay."""
+    """Numbers of at most about this many rows; rows with an evaluation stay."""
     every = math.ceil(len(rows) / max(1, most)) or 1
 
     def is_kept(number: int) -> bool:

@@ -111,7 +111,7 @@ class TrackerOptions:
 
     @property
     def openers(self) -> list[OpenTracker]:
-        """Of the trackers that are named; TensorBoard is opened without."""
+        """The named trackers, without TensorBoard, which is opened wherever it is installed."""
         return [TRACKERS[name] for name in dict.fromkeys(self.tracker) if name != "tensorboard"]
 
 

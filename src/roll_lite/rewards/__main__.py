@@ -78,7 +78,7 @@ def _table(paths: Sequence[str]) -> Table:
 
 
 def _rewards_of(path: str) -> Table:
-    """Of a file as --code takes it, or of a recipe, whose Config has the tables."""
+    """The rewards of a file as --code takes it, or of a recipe, whose Config has the tables."""
     config = getattr(import_file(path), "Config", None)
     found = {}
     for name in ("REWARDS", "INLINE"):

@@ -73,7 +73,7 @@ class Trials:
 
 
 def _digest(prompt: Prompt, part: Reward) -> str:
-    """Of the tests, how they are run, and the code that runs them."""
+    """A digest of the tests, how they are run, and the code that runs them."""
     how = sorted(getattr(part, "keywords", {}).items())
     text = json.dumps([_digest_of_code(), repr(how), prompt.tests], sort_keys=True)
     return _hash(text.encode())

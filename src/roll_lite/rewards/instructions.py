@@ -32,7 +32,7 @@ _INVISIBLE = re.compile(
 )
 """Characters that show nothing: with them words would differ that look the same."""
 _COMMA = re.compile("[,\u055d\u060c\u3001\ufe10\ufe11\ufe50\ufe51\uff0c\uff64]|\u201a(?=\\s|$)")
-"""Of all scripts; and the low quotation mark, where it opens nothing."""
+"""Commas of all scripts, and the low quotation mark, where it opens nothing."""
 LANGUAGES = (
     "ar", "bg", "bn", "cs", "da", "de", "el", "en", "es", "fa", "fi", "fr", "gu", "he", "hi", "hu",
     "id", "it", "ja", "kn", "ko", "ml", "mr", "ne", "nl", "no", "pa", "pl", "pt", "ro", "ru", "sv",

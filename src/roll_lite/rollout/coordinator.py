@@ -196,7 +196,7 @@ class Coordinator:
 
     @property
     def empty_steps(self) -> list[EmptyStep]:
-        """Of the last calls of `collect`, those in a row of which all groups were dropped."""
+        """The last calls of `collect` in a row whose groups were all dropped."""
         return self._groups.empty_steps
 
     def answer(

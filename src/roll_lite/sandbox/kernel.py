@@ -226,7 +226,7 @@ _STREAMS = (1, 5)
 sockets have sent that are closed since."""
 _SOL_SOCKET, _SOL_TCP, _SOL_IPV6 = 1, 6, 41
 _LARGE_OPTIONS = (7, 8, 26, 32, 33, 50, 51, 52)
-"""Of SOL_SOCKET: SO_SNDBUF, SO_RCVBUF, what forces them, and filters."""
+"""Options of SOL_SOCKET: SO_SNDBUF, SO_RCVBUF, what forces them, and filters."""
 _FIRST_LARGE_TCP_OPTION = 13
 """TCP_CONGESTION; the options before are numbers and flags."""
 _IPV6_V6ONLY = 26

@@ -337,7 +337,8 @@ class TestsLink(Link):
         self._stop = stop
         self._is_provoked = False
         self._failure: AssertionError | None = None
-        """Of a function of the tests that the program called. It is not for it to swallow."""
+        """A failed assertion of a function of the tests: the program, which called it, must not
+        swallow it."""
 
     def start_program(self) -> list[str]:
         """The usual names and builtins that it binds."""

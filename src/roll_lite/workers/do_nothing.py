@@ -25,7 +25,7 @@ class DoNothingCheck:
         rewards: Mapping[str, Reward],
         workers: Mapping[str, RewardWorkers],
     ):
-        """Of the prompts, those whose domain has workers."""
+        """The prompts whose domain has workers."""
         known = [prompt for prompt in prompts if prompt.domain in workers]
         self._trials = do_nothing.Trials(known, rewards)
         self._workers = workers
