@@ -33,7 +33,7 @@ def differences(run: Path, other: Path) -> list[str]:
     the same."""
     checkpoint, wanted = newest_checkpoint(run), newest_checkpoint(other)
     return [
-        *_damaged(run),
+        *damaged(run),
         *_failed_more(run, other),
         *_of_metrics(run, other),
         *_of_samples(run, other),
@@ -47,10 +47,10 @@ def differences(run: Path, other: Path) -> list[str]:
 def unaccounted(run: Path, other: Path) -> list[str]:
     """Samples of an asynchronous run that were trained on twice, vanished, or failed where those of
     another run did not."""
-    return [*_damaged(run), *_failed_more(run, other), *_lost_or_repeated(run)]
+    return [*damaged(run), *_failed_more(run, other), *lost_or_repeated(run)]
 
 
-def _lost_or_repeated(run: Path) -> list[str]:
+def lost_or_repeated(run: Path) -> list[str]:
     trained = Counter(
         (row["prompt_id"], row["index"])
         for path in sorted(run.glob("rollouts/step_*.jsonl"))
@@ -89,7 +89,7 @@ def newest_checkpoint(run: Path) -> Path:
     return max(run.glob("checkpoints/step-*"), default=run / "checkpoints")
 
 
-def _damaged(run: Path) -> Iterator[str]:
+def damaged(run: Path) -> Iterator[str]:
     """Torn lines, and what a start, a save or an export has left."""
     for path in [*run.glob("*.jsonl"), *run.glob("rollouts/*.jsonl")]:
         for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
@@ -102,12 +102,12 @@ def _damaged(run: Path) -> Iterator[str]:
 
 def _failed_more(run: Path, other: Path) -> Iterator[str]:
     """Samples that failed here alone: in training by events, in evaluations by their rows."""
-    found, wanted = Counter(_failed(run)), Counter(_failed(other))
+    found, wanted = Counter(failed(run)), Counter(failed(other))
     for where, prompt_id, index in sorted(found - wanted):
         yield f"{where}: sample {index} of {prompt_id} failed"
 
 
-def _failed(run: Path) -> Iterator[tuple[str, str, int]]:
+def failed(run: Path) -> Iterator[tuple[str, str, int]]:
     for row in _rows(run / "events.jsonl"):
         if row.get("state") == "failed":
             yield f"step {row['step']}", row["prompt_id"], row["index"]
