@@ -60,32 +60,49 @@ def test_training_attention_equals_float64(heads, kv_heads, head_dim, num_before
     expected = exact_attention(*exact, LENGTHS, num_keys)
     expected.backward(upstream.bfloat16().double().cuda())
     pairs = [(found, expected), *((a.grad, b.grad) for a, b in zip(ours, exact, strict=True))]
-    errors = [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
+    errors = [((a.double() - b).norm() / b.norm()).item() for a, b in pairs]
     print("relative errors", *(f"{error:.1e}" for error in errors))
     assert max(errors) < 6e-3
 
 
-@pytest.mark.parametrize("family", ["qwen2.5", "qwen3", "smollm2"])
-def test_the_engine_agrees_with_float32(family, tmp_path):
-    """Prefill in chunks, shared prompts, decoding under CUDA graphs, preemption; pages of 256."""
-    make_reference(family).save_pretrained(tmp_path)
-    model = load_model(tmp_path, device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen2.5", {"hidden_size": 256, "num_attention_heads": 4}),
+        ("qwen3", {"head_dim": 128}),
+        ("smollm2", {"hidden_size": 192, "num_attention_heads": 3}),
+    ],
+)
+def test_the_engine_is_as_near_to_float32_as_with_triton(family, sizes, tmp_path):
+    """Prefill in chunks, shared prompts, decoding under CUDA graphs, a cache that is too small."""
+    make_reference(family, **sizes).save_pretrained(tmp_path)
     exact = load_model(tmp_path, device="cuda", dtype=torch.float32)
+    errors = {
+        backend: engine_error(tmp_path, exact, backend) for backend in ("triton", "flash_attn")
+    }
+    print(errors)
+    assert errors["flash_attn"] < 1.1 * errors["triton"] < 0.05
+
+
+@torch.no_grad()
+def engine_error(folder, exact, backend):
+    """Mean difference between the engine's logprobs and those of the exact model."""
+    model = load_model(folder, device="cuda", dtype=torch.bfloat16)
     sizes = model.config
     page = sizes.num_layers * 2 * 256 * sizes.num_kv_heads * sizes.head_dim * 2
     engine = Engine(
-        model, backend="flash_attn", kv_cache_gib=20.5 * page / 2**30, max_prefill_tokens=70,
+        model, backend=backend, kv_cache_gib=10.5 * page / 2**30, max_prefill_tokens=70,
         max_num_seqs=24, burst=6,
     )  # fmt: skip
-    assert engine.runner.backend == "flash_attn"
+    assert engine.runner.backend == backend
     generator = torch.Generator().manual_seed(1)
-    params = SamplingParams(max_tokens=60, temperature=0.9)
+    params = SamplingParams(max_tokens=100, temperature=0.9)
     requests = [
         Request(
             prompt_ids=torch.randint(1, 199, (n,), generator=generator).tolist(),
             params=params, num_samples=4, seed=i,
         )
-        for i, n in enumerate([5, 33, 300, 90, 230, 64, 16])
+        for i, n in enumerate([5, 33, 300, 190, 230, 64, 16])
     ]  # fmt: skip
     errors = []
     for turn in (turn for group in engine.generate(requests) for turn in group):
@@ -95,7 +112,5 @@ def test_the_engine_agrees_with_float32(family, tmp_path):
         attend = PackedAttention(ends([len(ids)]), len(ids))
         logprobs, _ = exact(ids, positions, attend, rows, ids[rows + 1], 0.9)
         errors.append((torch.tensor(turn.logprobs, device="cuda") - logprobs).abs())
-    print(f"mean {torch.cat(errors).mean():.4f}, largest {torch.cat(errors).max():.3f}")
-    assert torch.cat(errors).mean() < 0.02
-    assert engine.scheduler.num_preempted > 0
     assert engine.pool.num_free == engine.pool.num_pages
+    return torch.cat(errors).mean().item()
