@@ -5,7 +5,7 @@ python recipes/agentic.py --data frozen_lake sokoban@2 --advantage gigpo --histo
 python recipes/agentic.py --data mine --code my_envs.py         # an environment of your own
 python -m pdb recipes/agentic.py --env-workers 0 ...    # one process: break in an environment
 
-An environment is a class like `Doors` below, or a coroutine: docs/environments.md.
+An environment is a class like `Doors` below, or a coroutine: docs/howto/environment.md.
 """
 
 from dataclasses import dataclass, field

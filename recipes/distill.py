@@ -88,7 +88,7 @@ class Config(rl.RecipeConfig):
             rl.refuse_old_run(self.run_dir)
 
 
-TRACKERS = ()  # yours, beside those of --tracker: docs/tutorial.md has one for trackio
+TRACKERS = ()  # yours, beside those of --tracker: docs/howto/monitor.md has one for trackio
 
 
 def main(cfg: Config) -> None:

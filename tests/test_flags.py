@@ -281,7 +281,7 @@ def test_names_of_other_libraries_lead_to_options_that_exist():
 
 
 def test_a_page_lists_the_names_of_other_libraries():
-    page = (DOCS / "names.md").read_text()
+    page = (DOCS / "reference" / "names.md").read_text()
     rows = re.findall(r"^\| `(\S+)` \| (.*) \| (.*) \|$", page, re.M)
     expected = [
         (name, ", ".join(f"`{each}`" for each in found.names.split()), found.note)

@@ -91,7 +91,7 @@ def imported_names(path: Path) -> set[str]:
 
 def level(part: str) -> int:
     found = [i for i, names in enumerate(LAYERS) if part in names]
-    assert found, f"{part} is in no layer; add it to LAYERS and docs/architecture.md"
+    assert found, f"{part} is in no layer; add it to LAYERS and docs/internals/overview.md"
     return found[0]
 
 

@@ -8,7 +8,8 @@
 
 Model, prompts and their order, reward, samples per step, updates per step, learning rate, schedule,
 lengths, temperature and clipping are those of rlvr.py with the same options; the defaults are those
-of the addition run in docs/benchmarks.md. Generation is TRL's own with transformers, not vLLM. TRL
+of the addition run in docs/notebook/2026-11-18-benchmarks.md. Generation is TRL's own with
+transformers, not vLLM. TRL
 trains on groups with equal rewards, whose advantage is zero, and its token average counts them: to
 compare, leave out rlvr.py's --drop-equal, with which it makes fewer updates. A line has the step,
 the seconds of training so far, the tokens generated a second, the share of right samples in the

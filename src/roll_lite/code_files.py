@@ -251,7 +251,7 @@ def _check_env(env: type) -> None:
     if missing:
         raise UserError(
             f"{where(env)}: environment {env.__name__} has no {' and no '.join(missing)}; it needs "
-            "reset(self, seed) and step(self, reply), as in docs/environments.md"
+            "reset(self, seed) and step(self, reply), as in docs/howto/environment.md"
         )
 
 

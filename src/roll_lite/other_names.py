@@ -1,4 +1,4 @@
-"""Names that options have in TRL and verl, and ours for them: docs/names.md has them as a table."""
+"""Names that options have in TRL and verl, and ours. docs/reference/names.md is their table."""
 
 from collections.abc import Collection, Mapping
 from typing import NamedTuple

@@ -259,7 +259,7 @@ def test_environments_of_a_file(tmp_path):
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_environments_of_the_docs_play(number, tmp_path):
-    page = DOCS / "environments.md"
+    page = DOCS / "howto" / "environment.md"
     code = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)[number]
     (tmp_path / "mine.py").write_text(code)
     make = make_env("mine:highest=20", need_table(tmp_path / "mine.py", "ENVS"))

@@ -1,4 +1,7 @@
-"""Estimated seconds against what one H200 took (docs/benchmarks.md), and sums by hand."""
+"""Estimated seconds against what one H200 took, and sums by hand.
+
+The measurements are in docs/notebook/2026-11-18-benchmarks.md.
+"""
 
 import json
 from dataclasses import replace

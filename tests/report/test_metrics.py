@@ -11,7 +11,7 @@ from roll_lite.report.reader import RunFolder
 
 
 def test_the_page_of_docs_is_that_of_the_table():
-    assert (ROOT / "docs" / "metrics.md").read_text() == page() + "\n"
+    assert (ROOT / "docs" / "reference" / "metrics.md").read_text() == page() + "\n"
 
 
 def test_names_are_there_once_and_find_themselves():

@@ -19,7 +19,7 @@ from roll_lite.report.trackers import TrackerOptions
 from roll_lite.types import Prompt
 
 CONFIG = Prompt(id="p", messages=(), domain="math", ground_truth="")
-TUTORIAL = DOCS / "tutorial.md"
+TUTORIAL = DOCS / "howto" / "monitor.md"
 
 
 class Kept:

@@ -225,8 +225,8 @@ def test_why_is_told():
 
 
 def documented_verdicts() -> list[tuple[str, ...]]:
-    """The table of docs/maths.md: answer, truth and verdict."""
-    text = (DOCS / "maths.md").read_text()
+    """The table of docs/reference/maths.md: answer, truth and verdict."""
+    text = (DOCS / "reference" / "maths.md").read_text()
     text = text.replace(r"\|AB\|", r"\vert AB\vert ")  # a bar in a table needs a backslash
     return re.findall(r"^\|[^|]*\| `([^`]+)` \| `([^`]+)` \| ([a-z ]+) \|$", text, re.MULTILINE)
 

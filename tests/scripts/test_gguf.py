@@ -182,7 +182,7 @@ def trained_tokenizer(split):
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    files = [*sorted(DOCS.glob("*.md")), Path(__file__)]
+    files = [*sorted(DOCS.rglob("*.md")), Path(__file__)]
     tokenizer.train([*map(str, files)], trainer)
     return json.loads(tokenizer.to_str())["model"]
 

@@ -1,8 +1,9 @@
 """Seconds that the parts of a step take on GPUs. Pure arithmetic: no torch, no device.
 
 Published rates of a GPU, times the shares of them that this code reached on one H200
-(docs/benchmarks.md compares), and what the host needs for a sample and for a layer. Traffic between
-ranks is counted by bytes and was not measured; the time of rewards is not counted.
+(docs/notebook/2026-11-18-benchmarks.md compares), and what the host needs for a sample and for a
+layer. Traffic between ranks is counted by bytes and was not measured; the time of rewards is not
+counted.
 """
 
 import json

@@ -1,7 +1,7 @@
 """What each metric of a run means: one table, for the run page, `roll-lite report --curve` and
-docs/metrics.md, which is its output:
+docs/reference/metrics.md, which is its output:
 
-    python -m roll_lite.report.metrics > docs/metrics.md
+    python -m roll_lite.report.metrics > docs/reference/metrics.md
 
 Capital letters in a name stand for any text: a domain, a part of the reward, a number. Metrics of
 --code and of losses of your own are not in it.
@@ -235,7 +235,7 @@ def hints(names: Iterable[str]) -> dict[str, str]:
 
 
 def page() -> str:
-    """docs/metrics.md."""
+    """docs/reference/metrics.md."""
     lines = [
         "# Metrics",
         "",

@@ -1,4 +1,6 @@
-"""Mathematical answers: find them in replies, compare them, reward them. docs/maths.md explains.
+"""Mathematical answers: find them in replies, compare them, reward them.
+
+docs/reference/maths.md explains them.
 
 notation (text to tokens) -> parser (tokens to a tree) -> values -> comparison -> reward
 """
