@@ -17,10 +17,11 @@ def sha256_pieces(flat: Tensor, piece_bytes: int) -> Tensor:
     num_pieces = len(flat) // piece_bytes
     out = torch.empty(num_pieces * DIGEST_BYTES, dtype=torch.uint8, device=flat.device)
     threads = 128
-    _sha256_pieces[(triton.cdiv(num_pieces, threads),)](
-        flat.view(torch.int32), out.view(torch.int32), _constants(flat.device), num_pieces,
-        PIECE_BYTES=piece_bytes, THREADS=threads, num_warps=4,
-    )  # fmt: skip
+    if num_pieces:
+        _sha256_pieces[(triton.cdiv(num_pieces, threads),)](
+            flat.view(torch.int32), out.view(torch.int32), _constants(flat.device), num_pieces,
+            PIECE_BYTES=piece_bytes, THREADS=threads, num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -66,7 +67,7 @@ def _sha256_pieces(
         for sixteen in range(3):
             for i in tl.static_range(16):
                 after = _round(after, words[0], _constant(constants_ptr, sixteen * 16 + i))
-                words = words[1:] + (_next_word(words),)
+                words = words[1:] + (_next_word(words),)  # noqa: RUF005
         for i in tl.static_range(16):
             after = _round(after, words[i], _constant(constants_ptr, 48 + i))
         added = ()
