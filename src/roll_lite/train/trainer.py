@@ -44,6 +44,7 @@ from roll_lite.train.checkpoint_folders import (
     read_pieces,
     verify,
 )
+from roll_lite.train.digests import RunningDigest, digest_tensors
 from roll_lite.train.losses import Loss
 from roll_lite.train.offload import local
 from roll_lite.train.optimizer import Schedule
@@ -103,6 +104,8 @@ class Trainer(Scorer):
         self.optimizer = AdamW(
             trained, weight_decay=weight_decay, betas=betas, moments_dtype=getattr(torch, moments)
         )
+        self._digests = RunningDigest()
+        self._digest_seconds = 0.0
         self._entropies: list[Tensor] = []
         """Entropies of the rows of each micro-batch of the last step, on the device."""
         self._checkpoint: Future[ShardRecord]
@@ -118,6 +121,9 @@ class Trainer(Scorer):
             torch.cuda.reset_peak_memory_stats()
         totals = self._accumulate(batch)
         grad_norm = self._clip()
+        with self._timed_digest():
+            gradients = ((n, local(p.grad)) for n, p in self.optimizer.parameters.items())
+            self._digests.add_text("gradient", digest_tensors(gradients))
         lr = self.schedule.at(self.num_steps if scheduled_at is None else scheduled_at)
         is_finite = grad_norm < float("inf")
         if is_finite:  # inf or nan would destroy the policy: skip the update
@@ -149,17 +155,45 @@ class Trainer(Scorer):
         last = len(batch) - 1
         self._entropies = []
         with _token_bar(batch, "training") as bar:
-            for number, micro in enumerate(batch):
-                micro = micro.to(self.device)
+            for number, sent in enumerate(batch):
+                micro = sent.to(self.device)
                 self.model.set_requires_all_reduce(number == last)
                 loss_R, measurements = self._loss(micro)
                 (loss_R * micro.weights_R).sum().backward()
+                with self._timed_digest():  # beside the device's work
+                    for name, tensor in sent.tensors():
+                        self._digests.add(f"batch/{name}", tensor)
                 rows = {LOSS: loss_R.detach(), **measurements}
                 totals.add(rows, micro.weights_R, micro.observed_R)
                 if ENTROPY in measurements:
                     self._entropies.append(measurements[ENTROPY])
                 bar.advance(len(micro.token_ids_T))
         return totals
+
+    def digests(self, *, with_frozen: bool = False) -> dict[str, str | float]:
+        """Of this rank's batches and clipped gradients since the last call, and of its weights; and
+        the seconds that they took. `with_frozen` adds the weights that are not trained."""
+        with self._timed_digest():
+            # As in the files of a checkpoint, of which the first of several copies is written.
+            held = self._pieces() if self.place.copy == 0 else ()
+            weights = (
+                (f"{name} at {list(piece.offsets)}", piece.tensor)
+                for name, piece, is_copy in held
+                if not is_copy and name.startswith(f"{self.part}.model.") and piece.tensor.numel()
+            )
+            found = self._digests.take() | {"weights": digest_tensors(weights)}
+            if with_frozen:
+                frozen = [(n, p) for n, p in self._parameters.items() if not p.requires_grad]
+                tensors = ((n, self._readable(local(p.detach()))) for n, p in frozen)
+                found |= {"frozen": digest_tensors(tensors)} if frozen else {}
+        seconds, self._digest_seconds = self._digest_seconds, 0.0
+        return found | {"seconds": seconds}
+
+    @contextmanager
+    def _timed_digest(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._digest_seconds += time.perf_counter() - start
 
     def entropies(self) -> list[Tensor]:
         """The policy's entropy at each row of each micro-batch of the last step."""
