@@ -46,6 +46,7 @@ from roll_lite.report.trackers import OpenTracker, TrackedRun, Trackers
 from roll_lite.types import Group, Sample
 
 LOCK = ".lock"
+NO_CONTRACT: Contract = {}
 NO_RANKS: Mapping[str, Sequence[Sequence[int]]] = {}
 
 
@@ -59,16 +60,16 @@ class Run:
         *,
         num_steps: int,
         shown: dict[str, str],
-        contract: Contract,
+        contract: Contract = NO_CONTRACT,
         resumed_at: int | None = None,
         trackers: Sequence[OpenTracker] = (),
         ranks: Mapping[str, Sequence[Sequence[int]]] = NO_RANKS,
     ):
         """`shown` maps the metrics of the console to their titles, the most important first.
 
-        `contract` is what decides its bits. A run that is `resumed_at` a step keeps the records up
-        to that step. `trackers` get the metrics too. `ranks` are those of each replica of each
-        role.
+        `contract` is what decides the bits of a run of several steps. A run that is `resumed_at` a
+        step keeps the records up to that step. `trackers` get the metrics too. `ranks` are those of
+        each replica of each role.
         """
         self.folder = Path(folder)
         self._shown = shown
@@ -85,9 +86,11 @@ class Run:
         print(f"run folder: {self.folder}", flush=True)
         if resumed_at and resumed_at == num_steps:
             print(f"{place}: nothing is left to train; --steps N goes on", flush=True)
-        about = {"shown": shown, "ranks": ranks, "contract": write_contract(self.folder, contract)}
+        about = {"shown": shown, "ranks": ranks}
+        if contract:
+            about["contract"] = write_contract(self.folder, contract)
         run_id = write_config(self.folder, config, resumed_at, **about)
-        self._digests = DigestLines(self.folder, about["contract"])
+        self._digests = DigestLines(self.folder, about.get("contract", ""))
         self.phase = PhaseFile(self.folder / "phase", step=resumed_at or 0)
         self._hints = Hints()
         self._bar = ProgressBar(num_steps, "steps", done=resumed_at or 0)

@@ -3,6 +3,7 @@
 They are computed where the tensors are. A GPU takes a kernel, and sends a few kilobytes.
 """
 
+import ctypes
 import hashlib
 import json
 from collections.abc import Iterable
@@ -30,7 +31,8 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
     while len(top) > TOP_BYTES:
         top = _digests_of_pieces(top)
     found = hashlib.sha256(json.dumps(about).encode())
-    found.update(_memory(top.cpu()))
+    top = top.cpu()
+    found.update(_memory(top))
     return found.hexdigest()[:CHARACTERS]
 
 
@@ -59,7 +61,11 @@ def _digests_of_pieces(flat: Tensor) -> Tensor:
 
 
 def _memory(flat: Tensor) -> memoryview:
-    return memoryview(flat.numpy())
+    """Of a tensor that must outlive it. Not by numpy(), after which torch cannot free a storage that
+    is offloaded."""
+    if not len(flat):
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * len(flat)).from_address(flat.data_ptr())).cast("B")
 
 
 class RunningDigest:
@@ -72,7 +78,8 @@ class RunningDigest:
         """A tensor in host memory."""
         found = self._found.setdefault(name, hashlib.sha256())
         found.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
-        found.update(_memory(_bytes_of(tensor)))
+        flat = _bytes_of(tensor)
+        found.update(_memory(flat))
 
     def add_text(self, name: str, text: str) -> None:
         self._found.setdefault(name, hashlib.sha256()).update(text.encode())

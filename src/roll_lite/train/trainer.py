@@ -174,12 +174,12 @@ class Trainer(Scorer):
         """Of this rank's batches and clipped gradients since the last call, and of its weights; and
         the seconds that they took. `with_frozen` adds the weights that are not trained."""
         with self._timed_digest():
-            # As in the files of a checkpoint, of which the first of several copies is written.
-            held = self._pieces() if self.place.copy == 0 else ()
+            # As the files of a checkpoint have them.
+            held = sorted(self._written_pieces().items())
             weights = (
                 (f"{name} at {list(piece.offsets)}", piece.tensor)
-                for name, piece, is_copy in held
-                if not is_copy and name.startswith(f"{self.part}.model.") and piece.tensor.numel()
+                for name, piece in held
+                if name.startswith(f"{self.part}.model.") and piece.tensor.numel()
             )
             found = self._digests.take() | {"weights": digest_tensors(weights)}
             if with_frozen:
