@@ -1,10 +1,11 @@
 """The page of options is what the code says, and lacks none."""
 
 import re
+import subprocess
+import sys
 
 import pytest
-from options_page import page
-from support.paths import DOCS
+from support.paths import DOCS, SCRIPTS
 
 from roll_lite.flags import _arguments, all_flags
 from roll_lite.options import from_flat
@@ -15,7 +16,8 @@ NOTED = {"chosen", "from_hub"}  # by the program, never given
 
 
 def test_the_page_of_docs_is_that_of_the_code():
-    assert page() + "\n" == PAGE
+    command = [sys.executable, SCRIPTS / "options_page.py"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == PAGE
 
 
 @pytest.mark.parametrize("recipe", [rlvr, agentic, sft, dpo, distill, evaluate])
