@@ -18,7 +18,15 @@ from roll_lite.own_files import import_file
 from roll_lite.train.advantages import ADVANTAGES
 from roll_lite.train.losses import LOSSES
 
-MADE = ("runs/", "models/", "checkpoints/", "rollouts/", "tensorboard/")  # by runs
+MADE = (
+    "runs/",
+    "model/",
+    "models/",
+    "checkpoints/",
+    "rollouts/",
+    "tensorboard/",
+    "wandb/",
+)  # by runs
 COMMANDS = {*recipe_names(), *TOOLS, "eject", "RECIPE"}
 README = ROOT / "README.md"
 NOTEBOOK = DOCS / "notebook"
