@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.paths import SOURCES
+from support.paths import DOCS, SOURCES
 
 SOURCE = Path(SOURCES) / "roll_lite"
 LAYERS = [  # top first; a name may import names below its line, and within its own package
@@ -115,6 +115,12 @@ def test_worker_imports_bring_no_torch(part):
     code = "; ".join(f"import {m.removesuffix('.__init__')}" for m in sorted(modules))
     code += "; import sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_picture_of_the_layers_is_this_table():
+    text = (DOCS / "internals" / "overview.md").read_text().split("## Layers")[1]
+    lines = [line[4:] for line in text.split("`recipes/`")[0].splitlines() if line[:4] == " " * 4]
+    assert [{*line.split("  ")[0].split()} for line in lines] == LAYERS
 
 
 def test_no_circle():
