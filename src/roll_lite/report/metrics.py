@@ -204,7 +204,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
         ("time/critic", "critic s", SECONDS, "of these, updates of the critic"),
         ("time/teacher", "teacher s", SECONDS, "distill.py: the teacher's distributions"),
         ("time/sync", "sync s", SECONDS, "new weights to the engines"),
-        ("time/digests", "digests s", SECONDS, "of these, digests of the batch, the gradient and the "
+        ("time/digests", "digests s", SECONDS, "of these, digests of batch, gradient and "
          "weights"),
         ("time/records", "records s", SECONDS, "metrics and samples to the run folder"),
         ("time/evaluate", "evaluate s", SECONDS, "evaluation"),

@@ -61,8 +61,8 @@ def _digests_of_pieces(flat: Tensor) -> Tensor:
 
 
 def _memory(flat: Tensor) -> memoryview:
-    """Of a tensor that must outlive it. Not by numpy(), after which torch cannot free a storage that
-    is offloaded."""
+    """Of a tensor that must outlive it. Not by numpy(): torch could not free the storage to offload
+    it then."""
     if not len(flat):
         return memoryview(b"")
     return memoryview((ctypes.c_char * len(flat)).from_address(flat.data_ptr())).cast("B")
