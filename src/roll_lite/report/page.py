@@ -26,8 +26,8 @@ from roll_lite.report.trace import PHASES, ROLES
 
 WEB = Path(__file__).parent / "web"
 SCRIPTS = (
-    "dom", "chart", "runs", "overview", "curves", "times", "timeline", "markdown", "sample",
-    "rollouts", "main",
+    "dom", "chart", "runs", "overview", "curves", "times", "timeline", "maths", "markdown",
+    "sample", "rollouts", "main",
 )  # fmt: skip
 MAX_ROWS = 5000
 """Rows of metrics.jsonl, of all runs."""

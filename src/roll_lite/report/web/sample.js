@@ -21,10 +21,10 @@ function sampleView(runIndex, name, sample) {
     sampleHead(runIndex, name, sample),
     facts(sample),
     sample.reason
-      ? el("div", { id: "reason" }, "grader: ", el("b", {}, ...safeText(String(sample.reason))))
+      ? el("div", { id: "reason" }, "grader: ", el("b", {}, safeText(String(sample.reason))))
       : null,
     sample.why
-      ? el("div", { class: "notice" }, "dropped: ", ...safeText(String(sample.why)))
+      ? el("div", { class: "notice" }, "dropped: ", safeText(String(sample.why)))
       : null,
     sample.error
       ? [el("h3", { class: "bad" }, "Error"), textBlock(sample.error, "bad error")]
@@ -53,7 +53,7 @@ function sampleHead(runIndex, name, sample) {
       { class: "text", href: hash("sample", runIndex, name, sample.at), title: "link to this sample" },
       name,
       " ",
-      ...safeText(String(sample.prompt_id)),
+      safeText(String(sample.prompt_id)),
       ` #${sample.index}`,
     ),
   );
@@ -68,7 +68,7 @@ function replayCommand(run, name, sample) {
     "div",
     { class: "faint" },
     "again: ",
-    el("code", { id: "replay" }, ...safeText(command.join(" "))),
+    el("code", { id: "replay" }, safeText(command.join(" "))),
   );
 }
 
@@ -95,7 +95,7 @@ function facts(sample) {
     "dl",
     { id: "facts" },
     known.map(([name, value]) =>
-      el("div", {}, el("dt", {}, ...safeText(name)), el("dd", {}, ...safeText(String(value)))),
+      el("div", {}, el("dt", {}, safeText(name)), el("dd", {}, ...safeText(String(value)))),
     ),
   );
 }
@@ -123,7 +123,7 @@ function conversationView(sample) {
   });
   isMarkdown.id = "markdown";
   const head = el("div", { class: "controls" }, el("h3", {}, "Conversation"));
-  head.append(label("Markdown", isMarkdown));
+  head.append(label("Markdown, LaTeX", isMarkdown));
   return [head, shown];
 }
 
@@ -150,7 +150,7 @@ function conversation(sample) {
       return el(
         "div",
         { class: `message ${isReply ? "assistant" : "other"}` },
-        el("div", { class: "role" }, ...safeText(String(message.role)), reward),
+        el("div", { class: "role" }, safeText(String(message.role)), reward),
         messageText(message.content ?? ""),
         message.tool_calls ? textBlock(message.tool_calls) : null,
       );
@@ -325,7 +325,7 @@ function tokenNode(run, token, shade, readout) {
         readout.textContent = title;
       },
     },
-    ...safeText(text === undefined ? `⟨${token.id}⟩ ` : text.replace(/\n/g, "↵\n")),
+    safeText(text === undefined ? `⟨${token.id}⟩ ` : text.replace(/\n/g, "↵\n")),
   );
 }
 
