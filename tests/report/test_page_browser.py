@@ -2,6 +2,7 @@
 """The page in a real browser: it draws what was recorded, finds samples, and runs no text."""
 
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -262,6 +263,7 @@ def test_what_newer_runs_record_is_shown(browser, tmp_path):
     told = {
         "visit": 2, "seed": 5, "reason": "extracted 41, expected <b>42</b>",
         "logprobs": pack([-0.1, -2.5, -0.03125]), "entropies": pack([0.3, 1.5, 0.0]),
+        "mismatches": pack([0.0, 0.0625, 3.0]),
         "advantages": pack([0.5, -0.5, 0.25]), "prompt_id": "it's/train/0",
     }  # fmt: skip
     folder = make_run(tmp_path / "a", num_steps=1)
@@ -273,6 +275,7 @@ def test_what_newer_runs_record_is_shown(browser, tmp_path):
     parts = [dict(part.rsplit(" ", 1) for part in title.split(", ")) for title in titles]
     assert [p["logprob"] for p in parts] == ["-0.1", "-2.5", "-0.03125"]
     assert [p["entropy"] for p in parts] == ["0.3", "1.5", "0"]
+    assert [p["mismatch"] for p in parts] == ["0", "0.0625", "3"]
     assert [p["advantage"] for p in parts] == ["0.5", "-0.5", "0.25"]
     assert browser.texts("#reason") == ["grader: extracted 41, expected <b>42</b>"]
     (command,) = browser.texts("#replay")
@@ -285,10 +288,20 @@ def test_what_newer_runs_record_is_shown(browser, tmp_path):
         "[...document.querySelectorAll('.token')].map(t => t.style.backgroundColor)"
     )
     assert len(set(shades)) == 3 and all("40, 90, 220" in shade for shade in shades)
+    browser.run(f"{choose}.value = 'mismatch'; {choose}.dispatchEvent(new Event('change'))")
+    assert browser.texts("#scale") == ["0.001 or less  1 or more"]
+    colours = browser.run(
+        "[...document.querySelectorAll('.token')].map(t => t.style.backgroundColor)"
+    )
+    opacities = [float(re.findall(r"[\d.]+", colour)[3]) for colour in colours]
+    share = (math.log10(0.0625) + 3) / 3
+    assert opacities == pytest.approx([0, 0.85 * share, 0.85], abs=1e-2)
     browser.press("n")  # it has no entropies
     browser.wait("document.querySelector('#conversation').textContent.includes('answer 2')")
     off = browser.run(f"[...{choose}.options].filter(o => o.disabled).map(o => o.textContent)")
-    assert off == ["logprob (not recorded)", "entropy (not trained on)"]
+    assert off == [
+        "logprob (not recorded)", "mismatch (not trained on)", "entropy (not trained on)",
+    ]  # fmt: skip
     assert not browser.texts("#replay") and not browser.texts("#reason")
 
 

@@ -35,7 +35,7 @@ NEWEST_STEPS, MAX_STEPS = 3, 24
 """Steps whose samples are in the file if all are too many: the newest, and an even choice."""
 MAX_TEXT, MAX_ITEMS = 20_000, 8_000
 """Characters of a text, and entries of a list, that the file keeps of one sample."""
-PACKED = ("logprobs", "entropies", "advantages")
+PACKED = ("logprobs", "entropies", "mismatches", "advantages")
 """Fields whose texts are numbers, as in records.py: 16 characters are three numbers."""
 
 

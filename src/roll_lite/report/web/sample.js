@@ -1,10 +1,11 @@
 // One sample: how it scored, its conversation, and its tokens in colour.
 
 const MAX_TOKENS_SHOWN = 3000;
-const KINDS = ["logprob", "advantage", "entropy", "version"];
+const KINDS = ["logprob", "mismatch", "advantage", "entropy", "version"];
 // Why a sample has no such numbers.
 const NOT_KNOWN = {
   logprob: "not recorded",
+  mismatch: "not trained on",
   advantage: "not trained on",
   entropy: "not trained on",
   version: "not recorded",
@@ -168,13 +169,14 @@ function numbersOf(packed) {
   }
 }
 
-// Ids with logprob, advantage, entropy and version, in the order in which they were read and sampled.
+// Ids with what KINDS says of them, in the order in which they were read and sampled.
 function tokens(sample) {
   const found = [],
     turns = sample.turns || [],
     ids = sample.token_ids || [],
     logprobs = numbersOf(sample.logprobs),
     entropies = numbersOf(sample.entropies),
+    mismatches = numbersOf(sample.mismatches),
     isOne = typeof sample.advantages === "number",
     advantages = isOne ? [] : numbersOf(sample.advantages);
   let at = 0,
@@ -189,6 +191,7 @@ function tokens(sample) {
         id: ids[at++],
         turn,
         logprob: logprobs[sampled],
+        mismatch: mismatches[sampled],
         advantage: isOne ? sample.advantages : advantages[sampled],
         entropy: entropies[sampled],
         version,
@@ -263,7 +266,7 @@ function tokensView(run, sample) {
   );
 }
 
-// Backgrounds of tokens, graded by logprob, advantage or entropy; each version has its own.
+// Backgrounds of tokens, graded by a number; each version has its own.
 function shadeOf(found) {
   const by = tokenSettings.by;
   const known = found.map((t) => t[by]).filter((value) => value !== undefined && value !== null);
@@ -275,6 +278,7 @@ function shadeOf(found) {
     };
   if (by === "logprob")
     return { by, ends: [0, -6], fill: (value) => `rgb(220 50 40 / ${share(-value, 6) * 0.85})` };
+  if (by === "mismatch") return { by, ends: [0.001, 1], isLog: true, fill: mismatchFill };
   if (by === "entropy")
     return { by, ends: [0, 3], fill: (value) => `rgb(40 90 220 / ${share(value, 3) * 0.85})` };
   const most = known.reduce((m, value) => Math.max(m, Math.abs(value)), 1e-9);
@@ -283,20 +287,27 @@ function shadeOf(found) {
   return { by, ends: [-most, most], fill };
 }
 
+// In powers of ten: rounding in bf16 is a few thousandths, and 0.7 is twice as likely.
+const mismatchFill = (value) => `rgb(160 40 200 / ${share(Math.log10(value) + 3, 3) * 0.85})`;
 const share = (value, most) => Math.max(0, Math.min(1, value / most));
 
 // What the colours mean: from end to end, or version by version.
-function scaleOf({ by, values, ends, fill }) {
+function scaleOf({ by, values, ends, isLog, fill }) {
   const cell = (value, text = "") =>
     el("span", { class: "shade", style: { backgroundColor: fill(value) } }, text);
   if (values) return [`${by} `, ...values.map((value) => cell(value, String(value)))];
   const [low, high] = ends;
-  const between = Array.from(
-    { length: NUM_SHADES },
-    (_, i) => low + ((high - low) * i) / (NUM_SHADES - 1),
-  );
+  const between = Array.from({ length: NUM_SHADES }, (_, i) => {
+    const part = i / (NUM_SHADES - 1);
+    return isLog ? low * (high / low) ** part : low + (high - low) * part;
+  });
+  const before = isLog ? " or less" : "";
   const beyond = by === "advantage" ? "" : high < 0 ? " or less" : " or more";
-  return [`${number(low)} `, ...between.map((value) => cell(value)), ` ${number(high)}${beyond}`];
+  return [
+    `${number(low)}${before} `,
+    ...between.map((value) => cell(value)),
+    ` ${number(high)}${beyond}`,
+  ];
 }
 
 function tokenNode(run, token, shade, readout) {
