@@ -341,7 +341,7 @@ class Loop:
         best = self._evaluation.best
         self._run.note("best_by", step, metric=best)
         self._run.print(
-            f"no answer of the first evaluation passes: the best checkpoint is chosen by {best}; "
+            f"no sample of the first evaluation passes: the best checkpoint is chosen by {best}; "
             "--pass-reward, given at the start of a run, says which reward passes"
         )
 

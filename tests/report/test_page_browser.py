@@ -259,7 +259,7 @@ def test_tokens_tell_their_recorded_numbers(browser, address, tiny_folder):
 
 
 def test_what_newer_runs_record_is_shown(browser, tmp_path):
-    """Packed numbers, entropies, the grader's reason, and the command that repeats a sample."""
+    """Packed numbers, entropies, the reason, and the command that repeats a sample."""
     told = {
         "visit": 2, "seed": 5, "reason": "extracted 41, expected <b>42</b>",
         "logprobs": pack([-0.1, -2.5, -0.03125]), "entropies": pack([0.3, 1.5, 0.0]),
@@ -277,7 +277,7 @@ def test_what_newer_runs_record_is_shown(browser, tmp_path):
     assert [p["entropy"] for p in parts] == ["0.3", "1.5", "0"]
     assert [p["mismatch"] for p in parts] == ["0", "0.0625", "3"]
     assert [p["advantage"] for p in parts] == ["0.5", "-0.5", "0.25"]
-    assert browser.texts("#reason") == ["grader: extracted 41, expected <b>42</b>"]
+    assert browser.texts("#reason") == ["reason: extracted 41, expected <b>42</b>"]
     (command,) = browser.texts("#replay")
     assert shlex.split(command) == [
         "roll-lite", "replay", str(folder), "--sample", "1/it's/train/0/0",

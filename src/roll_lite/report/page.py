@@ -136,7 +136,7 @@ def clip(value: Any) -> Any:
     """The value with long texts and lists cut; a text names what is left out."""
     if isinstance(value, str) and len(value) > MAX_TEXT:
         more = f"{len(value) - MAX_TEXT:,} more characters"
-        return f"{value[:MAX_TEXT]}… [{more} are in the run's folder; --serve shows them]"
+        return f"{value[:MAX_TEXT]}… [{more} are in the run folder; --serve shows them]"
     if isinstance(value, dict):
         return {
             name: part[: MAX_ITEMS // 3 * 16]

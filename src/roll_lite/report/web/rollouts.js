@@ -40,7 +40,7 @@ async function loadSamples(runIndex, name, start) {
   const query = new URLSearchParams({ run: runIndex, name, start });
   const response = await fetch(`samples?${query}`);
   if (!response.ok)
-    throw new Error(`the server said ${response.status}: is the run's folder still there?`);
+    throw new Error(`the server said ${response.status}: is the run folder still there?`);
   const page = await response.json();
   Object.assign(run.texts, page.texts);
   return page;

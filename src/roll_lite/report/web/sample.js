@@ -22,7 +22,7 @@ function sampleView(runIndex, name, sample) {
     sampleHead(runIndex, name, sample),
     facts(sample),
     sample.reason
-      ? el("div", { id: "reason" }, "grader: ", el("b", {}, safeText(String(sample.reason))))
+      ? el("div", { id: "reason" }, "reason: ", el("b", {}, safeText(String(sample.reason))))
       : null,
     sample.why
       ? el("div", { class: "notice" }, "dropped: ", safeText(String(sample.why)))
