@@ -452,7 +452,8 @@ FORMULAS = {  # in MathML, without attributes
 NO_FORMULAS = (
     "$5 and $6", "from $5-$10, or 3$", "$5 per apple$", r"$\unknown{x}$", r"$\frac{1}{2$", "$x}$",
     r"$\text{a $ b}$", r"\(x", "$$x$", r"\$x\$", "`$x$`", r"$\begin{matrix} 1 \end{pmatrix}$",
-    "$x^$", "$" + 50 * "{" + 50 * "}" + "$", r"$\constructor$", "$<script>\u202e$",
+    "$x^$", "$" + 50 * "{" + 50 * "}" + "$", "$x" + 50 * r"\over x" + "$",
+    r"$\constructor$", "$<script>\u202e$",
 )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-// Markdown as elements: headings, lists, quotes, code, bold, italic, and formulas in LaTeX. Links and
-// images stay text, and so does all that is not closed.
+// Markdown as elements: headings, lists, quotes, code, bold, italic, and formulas in LaTeX. Links
+// and images stay text, and so does all that is not closed.
 
 const MARKS = /`+|\*\*?|\\[^]|\$\$?/g; // where code, bold, italic or a formula may begin
 const BLOCKS = [
@@ -75,7 +75,8 @@ function formulaBlock(lines, start, opening, budget) {
     if (again >= 0 && (at < 0 || again < at)) return null;
     if (at < 0) continue;
     const rest = lines[last].slice(at + closing.length);
-    const whole = [...lines.slice(start, last), lines[last].slice(0, at + closing.length)].join("\n");
+    const before = lines[last].slice(0, at + closing.length);
+    const whole = [...lines.slice(start, last), before].join("\n");
     if (opening === "$$" && hasProse(whole)) return null;
     const isSource = opening.startsWith("\\begin");
     const source = isSource ? whole : whole.trim().slice(opening.length, -closing.length);
@@ -128,12 +129,13 @@ function inlinePart(text, mark, start, { unclosed, runs, budget }) {
     if (end < 0 && mark === "**") unclosed.add(mark);
     if (end < 0) return null;
     const inside = inline(text.slice(from, end), budget);
-    return { nodes: [el(mark === "**" ? "b" : "i", {}, ...inside)], end: end + mark.length };
+    return { nodes: [el(mark === "**" ? "b" : "i", {}, inside)], end: end + mark.length };
   }
   return Object.hasOwn(CLOSING, mark) ? inlineFormula(text, mark, start, budget) : null;
 }
 
-// Where what stars began ends, or -1: bold where two stars follow a character, italic at the next star.
+// Where what stars began ends, or -1: bold before the next two stars that follow a character,
+// italic before the next star, if it does.
 function endOfStars(text, mark, from) {
   let end = text.indexOf(mark, from + 1);
   while (mark === "**" && end >= 0 && /\s/.test(text[end - 1])) end = text.indexOf(mark, end + 1);

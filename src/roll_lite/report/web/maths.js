@@ -20,7 +20,7 @@ const ORDINARY = table(`
   Gamma Γ Delta Δ Theta Θ Lambda Λ Xi Ξ Pi Π Sigma Σ Upsilon Υ Phi Φ Psi Ψ Omega Ω infty ∞ partial ∂
   nabla ∇ emptyset ∅ varnothing ∅ aleph ℵ hbar ℏ Re ℜ Im ℑ wp ℘ angle ∠ triangle △ square □ Box □
   blacksquare ■ checkmark ✓ degree ° prime ′ top ⊤ bot ⊥ complement ∁ dots … ldots … dotsc … cdots ⋯
-  dotsb ⋯ dotsm ⋯ vdots ⋮ ddots ⋱ % % $ $ # # & & _ _ backslash \\ pounds £ diamond ⋄ clubsuit ♣ heartsuit ♡`);
+  dotsb ⋯ dotsm ⋯ vdots ⋮ ddots ⋱ % % $ $ # # & & _ _ backslash \\ pounds £ diamond ⋄`);
 const OPERATORS = table(`
   cdot ⋅ times × div ÷ pm ± mp ∓ ast ∗ star ⋆ circ ∘ bullet ∙ oplus ⊕ ominus ⊖ otimes ⊗ odot ⊙
   cup ∪ cap ∩ setminus ∖ smallsetminus ∖ wedge ∧ land ∧ vee ∨ lor ∨ neg ¬ lnot ¬ forall ∀ exists ∃
@@ -70,14 +70,11 @@ const ALPHABETS = new Map([
 const TEXTS = table(`
   text plain textrm plain textnormal plain mbox plain mathrm plain textup plain rm plain textbf bold
   textit italic mathit italic texttt mono mathtt mono textsf plain mathsf plain mathbf bold`);
+const CENTRED = names("matrix smallmatrix array gather gather* gathered equation equation*");
+const ALIGNED = names("align align* aligned alignedat split eqnarray eqnarray*");
 const ENVIRONMENTS = new Map([
-  ...["matrix", "smallmatrix", "array", "gather", "gather*", "gathered", "equation", "equation*"].map(
-    (name) => [name, ["", "", "centred"]],
-  ),
-  ...["align", "align*", "aligned", "split", "alignedat", "eqnarray", "eqnarray*"].map((name) => [
-    name,
-    ["", "", "aligned"],
-  ]),
+  ...[...CENTRED].map((name) => [name, ["", "", "centred"]]),
+  ...[...ALIGNED].map((name) => [name, ["", "", "aligned"]]),
   ["pmatrix", ["(", ")", "centred"]],
   ["bmatrix", ["[", "]", "centred"]],
   ["Bmatrix", ["{", "}", "centred"]],
@@ -93,6 +90,10 @@ const TOKEN =
 const WORDS = /\s*\{((?:[^{}$\\]|\\[\s%$&#_{},;])*)\}/y;
 
 class NotUnderstood extends Error {}
+
+function refuse() {
+  throw new NotUnderstood();
+}
 
 // The element of a formula, or null. `budget.left` is the number of nodes that may still be made.
 function formula(source, isDisplay, budget) {
@@ -111,7 +112,7 @@ function formula(source, isDisplay, budget) {
 }
 
 function node({ budget }, tag, attributes, ...children) {
-  if ((budget.left -= 1) < 0) throw new NotUnderstood();
+  if ((budget.left -= 1) < 0) refuse();
   return el(`math:${tag}`, attributes, ...children);
 }
 
@@ -131,7 +132,12 @@ function next(input) {
 const skip = (input, token) => peek(input) === token && Boolean(next(input));
 
 function expect(input, token) {
-  if (next(input) !== token) throw new NotUnderstood();
+  if (next(input) !== token) refuse();
+}
+
+// The depth of groups and arguments in each other, which has a limit.
+function descend(input) {
+  if ((input.depth += 1) > MAX_DEPTH) refuse();
 }
 
 // What a pattern finds here, in its first group; undefined if it does not.
@@ -142,12 +148,13 @@ function read(input, pattern) {
   return found?.[1];
 }
 
-// A group in braces that is text.
-function words(input) {
-  const found = read(input, WORDS);
-  if (found === undefined) throw new NotUnderstood();
-  return found.replace(/\\([^])/g, "$1").replace(/[\s~]/g, "\u00a0"); // MathML drops plain spaces
+// A group in braces that is text; undefined if it is not.
+function textGroup(input) {
+  const plain = read(input, WORDS)?.replace(/\\([^])/g, "$1");
+  return plain?.replace(/[\s~]/g, "\u00a0"); // MathML drops plain spaces
 }
+
+const words = (input) => textGroup(input) ?? refuse();
 
 // Nodes up to one of the tokens `ends`, which is left.
 function nodesUntil(input, ...ends) {
@@ -155,7 +162,9 @@ function nodesUntil(input, ...ends) {
   while (!ends.includes(peek(input))) {
     const isFraction = skip(input, "\\over");
     if (isFraction || skip(input, "\\choose")) {
+      descend(input);
       const parts = [joined(input, nodes), joined(input, nodesUntil(input, ...ends))];
+      input.depth -= 1;
       if (isFraction) return [node(input, "mfrac", {}, ...parts)];
       const inside = node(input, "mfrac", { linethickness: 0 }, ...parts);
       return [fence(input, "("), inside, fence(input, ")")];
@@ -219,27 +228,25 @@ function scripted(input) {
 // What a command or a script takes: a group, or a single sign or digit.
 function argument(input) {
   const token = peek(input);
-  if ("^_'".includes(token)) throw new NotUnderstood();
+  if ("^_'".includes(token)) refuse(); // and at the end
   if (/^\d/.test(token)) {
     input.at += 1;
     return node(input, "mn", {}, token[0]);
   }
-  const found = atom(input);
-  if (!found) throw new NotUnderstood();
-  return found;
+  return atom(input) ?? refuse();
 }
 
 // null for what is not seen.
 function atom(input) {
   if ("^_'".includes(peek(input)) && peek(input)) return null; // a script without a base
-  if ((input.depth += 1) > MAX_DEPTH) throw new NotUnderstood();
+  descend(input);
   const found = atomOf(input, next(input));
   input.depth -= 1;
   return found;
 }
 
 function atomOf(input, token) {
-  if ("}&$".includes(token)) throw new NotUnderstood(); // and at the end
+  if ("}&$".includes(token)) refuse(); // and at the end
   if (token === "{") {
     const nodes = nodesUntil(input, "}");
     expect(input, "}");
@@ -258,8 +265,10 @@ function atomOf(input, token) {
 const upright = (input, text, attributes) =>
   node(input, "mi", { mathvariant: "normal", ...attributes }, text);
 // A bar may be the first or the second of two, so the browser cannot know its space.
-const fence = (input, text, attributes) =>
-  node(input, "mo", { ...attributes, ...("|‖/".includes(text) && { lspace: 0, rspace: 0 }) }, text);
+const fence = (input, text, attributes) => {
+  const space = "|‖/".includes(text) ? { lspace: 0, rspace: 0 } : {};
+  return node(input, "mo", { ...attributes, ...space }, text);
+};
 const functionName = (input, name) => {
   const rspace = "({[^_|".includes(peek(input)) ? 0 : "0.167em";
   return node(input, "mo", { lspace: "0.167em", rspace }, name);
@@ -282,18 +291,14 @@ function command(input, name) {
   return COMMANDS.get(name)?.(input) ?? refuse();
 }
 
-function refuse() {
-  throw new NotUnderstood();
-}
-
 const limits = (input, text) =>
   node(input, "mo", { movablelimits: "true", "data-limits": "" }, text);
 
 // Text, or a group of formulas, upright, bold, ...
 function styled(input, kind) {
-  const text = WORDS.exec(((WORDS.lastIndex = input.at), input.source));
-  if (!text) return node(input, "mrow", { class: kind }, argument(input));
-  return node(input, "mtext", { class: kind }, words(input));
+  const text = textGroup(input);
+  if (text === undefined) return node(input, "mrow", { class: kind }, argument(input));
+  return node(input, "mtext", { class: kind }, text);
 }
 
 function alphabet(input, first, others) {
@@ -335,6 +340,11 @@ function root(input) {
 function stacked(input, tag) {
   const added = argument(input);
   return node(input, tag, {}, argument(input), added);
+}
+
+function arrow(input) {
+  const sign = node(input, "mo", { stretchy: "true" }, "→");
+  return node(input, "mover", {}, sign, argument(input));
 }
 
 function brace(input, tag, sign) {
@@ -401,10 +411,7 @@ const COMMANDS = new Map([
   ],
   ["pmod", (input) => node(input, "mrow", {}, ...modulus(input))],
   ["tag", (input) => node(input, "mtext", {}, `\u2003(${words(input)})`)],
-  [
-    "xrightarrow",
-    (input) => node(input, "mover", {}, node(input, "mo", { stretchy: "true" }, "→"), argument(input)),
-  ],
+  ["xrightarrow", arrow],
 ]);
 
 const modulus = (input) => [
