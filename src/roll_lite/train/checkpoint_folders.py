@@ -210,7 +210,7 @@ def _check_present(partial: Path, records: Sequence[ShardRecord]) -> None:
         if not path.exists() or path.stat().st_size != record.size:
             raise UserError(
                 f"{path} does not have the {record.size} bytes that its rank wrote; "
-                "put the checkpoints on a file system that all nodes share"
+                "put the checkpoints on a file system that all machines share"
             )
 
 
