@@ -204,10 +204,12 @@ class Run:
         groups: list[Group],
         advantages: Mapping[int, list[float]] = NOT_TRAINED,
         entropies: Mapping[int, list[float]] = NOT_TRAINED,
+        mismatches: Mapping[int, list[float]] = NOT_TRAINED,
     ) -> None:
-        """Record all samples in full; advantages and entropies are by the sample's number."""
+        """Record all samples in full; what training says of them is by the sample's number."""
         self._trackers.log_samples(step, "samples", groups)
-        self._write_samples(f"step_{step:05d}", rollout_lines(groups, advantages, entropies))
+        lines = rollout_lines(groups, advantages, entropies, mismatches)
+        self._write_samples(f"step_{step:05d}", lines)
 
     def write_answers(self, step: int, groups: list[Group]) -> None:
         """Record the text and the rewards of an evaluation's samples, if there are any."""
