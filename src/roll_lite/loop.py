@@ -350,7 +350,7 @@ class Loop:
         best = self._evaluation.best
         self._run.note("best_by", step, metric=best)
         self._run.print(
-            f"no answer of the first evaluation passes: the best checkpoint is chosen by {best}; "
+            f"no sample of the first evaluation passes: the best checkpoint is chosen by {best}; "
             "--pass-reward, given at the start of a run, says which reward passes"
         )
 
@@ -367,7 +367,8 @@ class Loop:
             return self._describe_empty(step)
         metrics = describe_groups(groups) | self._rollout.metrics()
         is_recorded = self._cfg.is_recorded(step)
-        learnt = (sampled_numbers(sequences, name) for name in ("advantages", "entropies"))
+        fields = ("advantages", "entropies", "mismatches")
+        learnt = (sampled_numbers(sequences, name) for name in fields)
         self._run.write_rollouts(step, groups, *learnt, is_recorded=is_recorded)
         self._note_dropped(step, with_filtered=is_recorded)
         metrics |= self.state.metrics | self._roles.metrics

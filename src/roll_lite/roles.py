@@ -19,7 +19,7 @@ from roll_lite.train.batch import pack
 from roll_lite.train.reprompting import Reprompt, at_sampled_places, reprompted_sequences
 from roll_lite.train.scorer import score_over_ranks
 from roll_lite.train.sequences import TrainingSequence, plain_sequences
-from roll_lite.train.trainer import note_entropies
+from roll_lite.train.trainer import note_numbers
 from roll_lite.types import Group
 
 
@@ -189,16 +189,17 @@ class Roles:
 
     def train(
         self, trainer: RoleHandle, sequences: list[TrainingSequence], *,
-        cost: SequenceCost, scheduled_at: int, notes_entropies: bool = False, **pack_options: Any,
+        cost: SequenceCost, scheduled_at: int, is_recorded: bool = False, **pack_options: Any,
     ) -> dict[str, float]:  # fmt: skip
         """One optimizer update on the sequences, packed without padding into micro-batches of at
-        most `tokens_per_microbatch` tokens. It may note the entropies of their tokens in them."""
+        most `tokens_per_microbatch` tokens. If they are recorded, it notes in them the entropies
+        and mismatches of their tokens."""
         self.on_phase("train")
         shards = trainer.role.num_replicas
         batch = pack(sequences, self._budget, num_shards=shards, cost=cost, **pack_options)
         metrics = trainer.step(split(batch), scheduled_at=scheduled_at)[0]
-        if notes_entropies:
-            note_entropies(trainer, batch, sequences)
+        if is_recorded:
+            note_numbers(trainer, batch, sequences)
         return metrics
 
     def sync(self, version: int, rollout: Coordinator) -> None:

@@ -127,14 +127,16 @@ def test_rollouts_hold_the_advantages_of_what_was_trained_on(tmp_path):
     advantages[1] = [0.25, -0.1]  # as an estimator with one for each token
     del advantages[2]  # as if it was masked
     run = Run(tmp_path, PROMPT, num_steps=1, shown={})
-    run.write_rollouts(1, [group], advantages, {1: [2.5, 0.3]})
+    run.write_rollouts(1, [group], advantages, {1: [2.5, 0.3]}, {1: [0.0, 0.01]})
     run.flush()
     lines = (tmp_path / "rollouts" / "step_00001.jsonl").read_text().splitlines()
     first, second, third = map(json.loads, lines)
     assert first["advantages"] == pytest.approx(-1.0, abs=1e-4)  # GRPO: (0 - 0.5) / 0.5
     assert numbers(second["advantages"]) == [0.25, float32(-0.1)]
     assert numbers(second["entropies"]) == [2.5, float32(0.3)]
-    assert not {"advantages", "entropies"} & third.keys() and "entropies" not in first
+    assert numbers(second["mismatches"]) == [0.0, float32(0.01)]
+    assert not {"advantages", "entropies", "mismatches"} & third.keys()
+    assert not {"entropies", "mismatches"} & first.keys()
 
 
 @pytest.mark.parametrize("reward", [None, 0.1, True, float("nan"), float("inf")])

@@ -38,7 +38,7 @@ DEFAULT = "qwen3-0.6b"
 @dataclass(frozen=True, kw_only=True)
 class Config:
     run: str | None = None
-    """Folder of a run of recipes/rlvr.py on GPUs: the seconds that its steps took, beside those
+    """Run folder of recipes/rlvr.py on GPUs: the seconds that its steps took, beside those
     planned for the samples that it had. Only --model is read beside it."""
     model: str | None = None
     """Hugging Face folder, or a shape: qwen3-0.6b, 1.7b, 4b, 8b, 14b, 32b, 30b-a3b or 235b-a22b;

@@ -1,9 +1,10 @@
 """Records of samples: the lines of JSON that they become and are read from, and their writer.
 
 In a line of rollouts/, `token_ids` holds, turn by turn, the tokens read and then those sampled.
-`logprobs`, `entropies` and `advantages` belong to the sampled: base64 of float32 numbers, which is
-exact and cheap to write; `numbers` reads it. `advantages` is one number if all are equal. Without
-training, `entropies` and `advantages` are left out.
+`logprobs`, `entropies`, `mismatches` and `advantages` belong to the sampled: base64 of float32
+numbers, which is exact and cheap to write; `numbers` reads it. `mismatches` are distances of the
+trainer's logprobs from the engine's. `advantages` is one number if all are equal. Without training,
+the last three are left out.
 
 `visit` says how often the prompt had been sampled before, and `seed` is the group's, from which all
 random numbers of its samples derive; `prompt_seed` is that of the environment, where it is fixed.
@@ -60,13 +61,16 @@ def rollout_lines(
     groups: Iterable[Group],
     advantages: Mapping[int, list[float]] = NOT_TRAINED,
     entropies: Mapping[int, list[float]] = NOT_TRAINED,
+    mismatches: Mapping[int, list[float]] = NOT_TRAINED,
 ) -> Iterator[str]:
-    """Samples in full; advantages and entropies are by the sample's number."""
+    """Samples in full; what training says of them is by the sample's number."""
     number = 0
     for group in groups:
         prompt = _opening(group.prompt)  # once for all samples: it may be long
         for sample in group.samples:
-            learnt = _learnt(advantages.get(number), entropies.get(number))
+            of_tokens = {"entropies": entropies, "mismatches": mismatches}
+            found = {name: numbers.get(number) for name, numbers in of_tokens.items()}
+            learnt = _learnt(advantages.get(number), found)
             yield (
                 f"{prompt},{_outcome(sample)},{_tokens(sample)}{learnt}{_remarks(sample)},"
                 f'"replicas":{_replicas(sample)},"events":{_events(sample)}}}\n'
@@ -109,7 +113,7 @@ def pack(numbers: Sequence[float]) -> str:
 
 
 def numbers(packed: str) -> list[float]:
-    """Logprobs, entropies or advantages of a line."""
+    """Logprobs, entropies, mismatches or advantages of a line."""
     try:
         return array("f", b64decode(packed)).tolist()
     except ValueError as error:
@@ -201,13 +205,14 @@ def _turn(turn: Turn, known: int, is_one_of_several: bool) -> str:
     )
 
 
-def _learnt(advantages: list[float] | None, entropies: list[float] | None) -> str:
+def _learnt(advantages: list[float] | None, of_tokens: dict[str, list[float] | None]) -> str:
     fields = ""
     if advantages:  # most estimators give all tokens of a sample the same
         is_one = advantages.count(advantages[0]) == len(advantages)
         numbers = round(advantages[0], 5) if is_one else pack(advantages)
         fields = f',"advantages":{encode(numbers)}'
-    return f'{fields},"entropies":"{pack(entropies)}"' if entropies else fields
+    packed = [f',"{name}":"{pack(numbers)}"' for name, numbers in of_tokens.items() if numbers]
+    return fields + "".join(packed)
 
 
 class Token(NamedTuple):

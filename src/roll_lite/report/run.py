@@ -215,12 +215,13 @@ class Run:
         groups: list[Group],
         advantages: Mapping[int, list[float]] = NOT_TRAINED,
         entropies: Mapping[int, list[float]] = NOT_TRAINED,
+        mismatches: Mapping[int, list[float]] = NOT_TRAINED,
         *,
         is_recorded: bool = True,
     ) -> None:
-        """Record all samples in full, or only their digest; advantages and entropies are by the
+        """Record all samples in full, or only their digest; what training says of them is by the
         sample's number."""
-        lines = rollout_lines(groups, advantages, entropies)
+        lines = rollout_lines(groups, advantages, entropies, mismatches)
         lines = self._digests.passing("samples", lines)
         if is_recorded:
             self._trackers.log_samples(step, "samples", groups)

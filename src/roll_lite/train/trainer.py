@@ -51,11 +51,13 @@ from roll_lite.train.optimizer import Schedule
 from roll_lite.train.scorer import Scorer
 from roll_lite.train.sequences import TrainingSequence
 from roll_lite.train.shards import Piece, ShardRecord, write_shard
-from roll_lite.train.totals import ENTROPY, LOSS, Totals
+from roll_lite.train.totals import ENTROPY, LOSS, MISMATCH, Totals
 from roll_lite.types import Truncation
 
 MAX_SKIPPED = 5
 """Updates in a row without a finite gradient that end a run."""
+NOTED: dict[str, str] = {"entropies": ENTROPY, "mismatches": MISMATCH}
+"""Fields of a sequence that a step may note, and the measurements that they are."""
 
 
 class Diverged(Ended):
@@ -106,8 +108,8 @@ class Trainer(Scorer):
         )
         self._digests = RunningDigest()
         self._digest_seconds = 0.0
-        self._entropies: list[Tensor] = []
-        """Entropies of the rows of each micro-batch of the last step, on the device."""
+        self._noted: list[dict[str, Tensor]] = []
+        """By field, numbers of the rows of each micro-batch of the last step, on the device."""
         self._checkpoint: Future[ShardRecord]
 
     def step(self, batch: list[MicroBatch], scheduled_at: int | None = None) -> dict[str, float]:
@@ -153,7 +155,7 @@ class Trainer(Scorer):
         """The gradient of all micro-batches; copies of the weights sum theirs after the last."""
         totals = Totals()
         last = len(batch) - 1
-        self._entropies = []
+        self._noted = []
         with _token_bar(batch, "training") as bar:
             for number, sent in enumerate(batch):
                 micro = sent.to(self.device)
@@ -165,8 +167,8 @@ class Trainer(Scorer):
                         self._digests.add(f"batch/{name}", tensor)
                 rows = {LOSS: loss_R.detach(), **measurements}
                 totals.add(rows, micro.weights_R, micro.observed_R)
-                if ENTROPY in measurements:
-                    self._entropies.append(measurements[ENTROPY])
+                found = {field: measurements.get(name) for field, name in NOTED.items()}
+                self._noted.append({f: rows for f, rows in found.items() if rows is not None})
                 bar.advance(len(micro.token_ids_T))
         return totals
 
@@ -195,9 +197,9 @@ class Trainer(Scorer):
         yield
         self._digest_seconds += time.perf_counter() - start
 
-    def entropies(self) -> list[Tensor]:
-        """The policy's entropy at each row of each micro-batch of the last step."""
-        return [entropy_R.cpu() for entropy_R in self._entropies]
+    def noted(self) -> list[dict[str, Tensor]]:
+        """What NOTED names of each row of each micro-batch of the last step."""
+        return [{field: rows_R.cpu() for field, rows_R in micro.items()} for micro in self._noted]
 
     def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         targets = micro.targets_R if micro.teacher_ids_RK is None else micro.teacher_ids_RK
@@ -460,12 +462,14 @@ def _token_bar(batch: list[MicroBatch], label: str) -> ProgressBar:
     return ProgressBar(sum(len(micro.token_ids_T) for micro in batch), label, "tokens")
 
 
-def note_entropies(
+def note_numbers(
     trainer: RoleHandle, batch: list[MicroBatch], sequences: Sequence[TrainingSequence]
 ) -> None:
-    """Note in the sequences of a batch the entropies that the step on it computed, unless an
+    """Note in the sequences of a batch what NOTED names and the step on it computed, unless an
     earlier step has."""
-    replicas = trainer.entropies.options(collect="replicas")()
-    rows = [rows_R for replica in replicas for rows_R in replica]
-    for sequence, values in zip(sequences, unpack(batch, rows, sequences), strict=True):
-        sequence.entropies = sequence.entropies or values
+    replicas = trainer.noted.options(collect="replicas")()
+    micros = [micro for replica in replicas for micro in replica]
+    for field in micros[0]:
+        values = unpack(batch, [micro[field] for micro in micros], sequences)
+        for sequence, numbers in zip(sequences, values, strict=True):
+            setattr(sequence, field, getattr(sequence, field) or numbers)
