@@ -1,5 +1,6 @@
 """A recorded run computed again from one of its checkpoints, in a folder of its own."""
 
+import json
 import os
 import shutil
 import signal
@@ -12,9 +13,10 @@ from pathlib import Path
 
 from roll_lite.checks import UserError
 from roll_lite.proof.recorded import RecordedRun, described, rows
-from roll_lite.report.config_file import RECIPE
-from roll_lite.report.contract import changes
+from roll_lite.report.config_file import RECIPE, STARTS
+from roll_lite.report.contract import changes, contract_path
 from roll_lite.report.digests import FILE
+from roll_lite.report.records import encode
 
 PACKAGE = Path(__file__).parents[1]
 POLL_SECONDS = 0.1
@@ -56,7 +58,7 @@ def output_of(folder: Path) -> Path:
 def _program(run: RecordedRun, checkpoint: int) -> list[str]:
     """Python or torchrun, and the recipe's file."""
     name = run.config[RECIPE]
-    started = Path(run.config["starts"][-1]["file"])
+    started = Path(run.config[STARTS][-1]["file"])
     file = started if started.is_file() else PACKAGE / "recipes" / f"{name}.py"
     if not file.is_file():
         raise UserError(f"{started}, the recipe of {run.folder}, is missing; put it there again")
@@ -72,8 +74,11 @@ def _options(run: RecordedRun, checkpoint: int, folder: Path) -> list[str]:
     if checkpoint == 0:
         return ["--config", str(run.folder / "config.json"), "--run-dir", str(folder)]
     folder.mkdir()
-    for name in ("config.json", "metrics.jsonl", FILE):
-        shutil.copyfile(run.folder / name, folder / name)
+    config = {name: value for name, value in run.config.items() if name != STARTS}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("metrics.jsonl", FILE):
+        kept = [row for row in rows(run.folder / name) if row["step"] <= checkpoint]
+        (folder / name).write_text("".join(encode(row) + "\n" for row in kept))
     stored = run.checkpoints[checkpoint]
     copy = folder / "checkpoints" / stored.name
     try:
@@ -88,18 +93,15 @@ def follow(
 ) -> Iterator[RecordedRun]:
     """The folder each time that it has another step, to `until`. Raises AnotherContract before the
     first step, and UserError if the program ends early."""
-    seen = -1
+    seen = max((row["step"] for row in rows(folder / FILE)), default=-1)  # of the checkpoint
     is_checked = False
     while seen < until:
         has_ended = process.poll() is not None
+        is_checked = is_checked or _check_contract(run, folder, until)
         newest = max((row["step"] for row in rows(folder / FILE)), default=-1)
-        starts = (folder / "config.json").is_file() and (folder / "contracts").is_dir()
-        if starts and newest >= 0:
-            again = RecordedRun(folder)
-            is_checked = is_checked or _check_contract(run, again, until)
-            if newest > seen:
-                seen = newest
-                yield again
+        if is_checked and newest > seen:
+            seen = newest
+            yield RecordedRun(folder)
         if has_ended and seen < until:
             text = output_of(folder).read_text(errors="replace").splitlines()
             raise UserError(
@@ -109,10 +111,16 @@ def follow(
         time.sleep(POLL_SECONDS)
 
 
-def _check_contract(run: RecordedRun, again: RecordedRun, step: int) -> bool:
-    name = again.config["starts"][-1]["contract"]
+def _check_contract(run: RecordedRun, folder: Path, step: int) -> bool:
+    """False while the run in the folder has not begun."""
+    path = folder / "config.json"
+    starts = json.loads(path.read_text()).get(STARTS, []) if path.is_file() else []
+    if not starts:
+        return False
+    name = starts[-1]["contract"]
     if name != (wanted := run.steps[step]["contract"]):
-        differ = changes(run.contract(wanted), again.contract(name))
+        here = json.loads(contract_path(folder, name).read_text())
+        differ = changes(run.contract(wanted), here)
         raise AnotherContract(
             f"step {step} of {run.folder} was computed under contract {wanted}, and here it would "
             f"be {name}: bits may differ, so nothing was compared. What differs (there | here):\n"

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
@@ -65,6 +66,7 @@ def _steps(text: str) -> tuple[int, ...]:
 def check_folder(run: RecordedRun) -> Iterator[str]:
     """What does not agree within the folder."""
     yield from _check_chain(run)
+    yield from _check_options(run)
     yield from _check_metrics(run)
     yield from _check_samples(run)
     yield from _check_weights(run)
@@ -82,6 +84,22 @@ def _check_chain(run: RecordedRun) -> Iterator[str]:
         yield f"digests.jsonl names contract {min(unknown)}, which no start in config.json has"
     if missing := sorted({*range(max(run.steps) + 1)} - run.steps.keys()):
         yield f"digests.jsonl lacks steps {listing(missing)}"
+
+
+def _check_options(run: RecordedRun) -> Iterator[str]:
+    """config.json against the contract of the newest line."""
+    contract = run.contract(run.lines[-1]["contract"])
+    for name, value in contract["options"].items():
+        if not _is_named(value, run.config.get(name)):
+            yield f"config.json has {name}={run.config.get(name)!r}, and the contract {value!r}"
+
+
+def _is_named(value: Any, text: Any) -> bool:
+    """Whether an option is that of a contract, which has the last name of a path."""
+    if isinstance(value, list) and isinstance(text, list) and len(value) == len(text):
+        return all(map(_is_named, value, text))
+    is_path = isinstance(value, str) and isinstance(text, str) and text.endswith(f"/{value}")
+    return value == text or is_path
 
 
 def _check_metrics(run: RecordedRun) -> Iterator[str]:
