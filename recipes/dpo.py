@@ -72,8 +72,7 @@ class Config(rl.RecipeConfig):
         at_least(1, self, "steps", "rows_per_step", "task_pairs", "tp")
         if not data.is_task(self.data):
             unread_with("a file in data", self, "task_pairs")
-        elif not self.evaluation.eval_data:
-            unread_with("a task in data", self.rows, "columns")
+        self.rows.check_columns(self.data, self.evaluation.eval_data)
         above(0, self, "epochs")
         if self.epochs is not None and "steps" not in self.chosen:
             unread_with("epochs", self, "steps")

@@ -71,8 +71,7 @@ class Config(rl.RecipeConfig):
         at_least(0, self, "careless")
         if not data.is_task(self.data):
             unread_with("data", self, "careless")
-        elif not self.evaluation.eval_data:
-            unread_with("a task in data", self.rows, "columns")
+        self.rows.check_columns(self.data, self.evaluation.eval_data)
         above(0, self, "epochs")
         if data.is_task(self.data):
             unread_with("a task in data, which has no end", self, "epochs")

@@ -201,8 +201,19 @@ def test_columns_are_of_files(recipe, toy_folder, tmp_path):
     options = {"model": str(toy_folder), "columns": ("prompt=question",)}
     options |= {"teacher": str(toy_folder)} if recipe is distill else {}
     options |= {"max_tokens": 4} if recipe in (rlvr, evaluate) else {}
-    several = recipe in (rlvr, evaluate)
-    data = str(tmp_path / "rows.jsonl")
-    from_flat(recipe.Config, **options, data=(data,) if several else data)
-    with pytest.raises(UserError, match=r"columns=\('prompt=question',\) is (only|not) read with"):
-        from_flat(recipe.Config, **options, data=("reverse:2",) if several else "reverse:2")
+
+    def make(data, eval_data=None):
+        chosen = {"data": data, "eval_data": eval_data}
+        if recipe in (rlvr, evaluate):
+            chosen = {name: (source,) for name, source in chosen.items() if source}
+        return from_flat(recipe.Config, **options, **{n: s for n, s in chosen.items() if s})
+
+    path = str(tmp_path / "rows.jsonl")
+    make(path)
+    refused = r"columns=\('prompt=question',\) is only read with a file in data.*leave it at \(\)"
+    with pytest.raises(UserError, match=refused):
+        make("reverse:2")
+    if recipe is not evaluate:
+        make("reverse:2", path)
+        with pytest.raises(UserError, match=refused):
+            make("reverse:2", "reverse:3")

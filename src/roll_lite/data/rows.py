@@ -14,7 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, Literal, TypeVar
 
-from roll_lite.checks import UserError
+from roll_lite.checks import UserError, read_only_if
+from roll_lite.data.tasks import is_task
 from roll_lite.hub import data_files, data_label
 from roll_lite.progress import ProgressBar
 from roll_lite.types import Message, Prompt
@@ -54,6 +55,11 @@ class RowOptions:
                     f"columns={entry!r} is not NAME=COLUMN, as in prompt=question; NAME is one of "
                     f"{', '.join(FIELDS)}"
                 )
+
+    def check_columns(self, *sources: str | None) -> None:
+        """Refuse columns where all sources are tasks, which have none."""
+        is_read = not all(is_task(source) for source in sources if source)
+        read_only_if(is_read, "a file in data or eval_data", self, "columns")
 
     @property
     def by_name(self) -> dict[str, list[str]]:
