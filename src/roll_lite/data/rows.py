@@ -5,7 +5,9 @@ files. A malformed row raises ValueError with the file, the line, the field and 
 """
 
 import json
+import re
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -251,18 +253,40 @@ def _lines(paths: Iterable[Path]) -> Iterator[tuple[str, bytes]]:
         if not path.is_file():
             raise UserError(f"{path} is not a file; name one with a JSON object in each line")
         with path.open("rb") as file:
-            is_list = path.suffix == ".json" and file.read(64).lstrip().startswith(b"[")
-            file.seek(0)
-            if path.suffix != ".parquet" and not is_list:
+            if path.suffix == ".parquet":
+                for row in _parquet(file, path):
+                    yield "row", json.dumps(row, default=str).encode()
+            elif path.suffix == ".json" and _is_list(file):
+                yield from (("row", row) for row in _json_list(file, path))
+            else:
                 yield from (("line", line) for line in file)
-                continue
-            for row in _json_list(file, path) if is_list else _parquet(file, path):
-                yield "row", json.dumps(row, default=str).encode()
 
 
-def _json_list(file: BinaryIO, path: Path) -> list[Any]:
+def _is_list(file: BinaryIO) -> bool:
+    """Whether a file of JSON begins with a list; afterwards the file is at its beginning again."""
+    start = file.read(len(BOM_UTF8)).removeprefix(BOM_UTF8).lstrip()
+    while not start and (more := file.read(64)):
+        start = more.lstrip()
+    file.seek(0)
+    return start.startswith(b"[")
+
+
+def _json_list(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """The items of a list as they are written, with the spelling of their numbers."""
+    skip, decode = re.compile(r"[ \t\n\r]*").match, json.JSONDecoder().raw_decode
     try:
-        return json.load(file)
+        text = file.read().decode("utf-8-sig")
+        end = skip(text, text.index("[") + 1).end()
+        is_more = text[end : end + 1] != "]"
+        while is_more:
+            start = end
+            _, end = decode(text, start)
+            yield text[start:end].encode()
+            end = skip(text, end).end()
+            if is_more := text[end : end + 1] == ",":
+                end = skip(text, end + 1).end()
+        if text[end:].strip() != "]":
+            raise json.JSONDecodeError("Expecting ',' or ']'", text, end)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}; write an object a line") from None
 
