@@ -18,7 +18,7 @@ what it asks of their roles, such as `roles.train`, and exit. Rank 0 does its ow
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import ClassVar
 
@@ -124,11 +124,12 @@ def read_prompts(cfg: Config, chat: rl.Chat, context: int) -> tuple[rl.Mixture, 
         reply_tokens=cfg.lengths.max_tokens,
         policy=cfg.lengths.long_prompts,
     )
+    read = cache(cfg.read_rows)  # a file may be in both
     prompts = rl.Mixture(
         cfg.data, seed=f"{cfg.PREFIX}-{cfg.seed}", held_out_share=cfg.evaluation.eval_share,
-        fitting=fitting, envs=cfg.env_names, read=cfg.read_rows,
+        fitting=fitting, envs=cfg.env_names, read=read,
     )  # fmt: skip
-    held_out = fitting(cfg.evaluation.prompts(cfg.data, cfg.env_names, cfg.read_rows))
+    held_out = fitting(cfg.evaluation.prompts(cfg.data, cfg.env_names, read))
     if prompts.rows:
         rows = "1 row" if len(prompts.rows) == 1 else f"{len(prompts.rows):,} rows"
         print(f"{rows} to train on, {len(held_out):,} to evaluate on")

@@ -1,5 +1,6 @@
 """Options of a run that trains a policy: which losses, advantages and filters fit together."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -7,6 +8,8 @@ import pytest
 from support.runs import toy_options
 from support.training_data import make_groups, make_sample
 
+from roll_lite import data
+from roll_lite.chat import Chat
 from roll_lite.checks import UserError
 from roll_lite.options import from_flat
 from roll_lite.recipes import agentic, distill, dpo, evaluate, rlvr, sft
@@ -202,11 +205,11 @@ def test_columns_are_of_files(recipe, toy_folder, tmp_path):
     options |= {"teacher": str(toy_folder)} if recipe is distill else {}
     options |= {"max_tokens": 4} if recipe in (rlvr, evaluate) else {}
 
-    def make(data, eval_data=None):
-        chosen = {"data": data, "eval_data": eval_data}
+    def make(source, eval_source=None):
+        chosen = {"data": source, "eval_data": eval_source}
         if recipe in (rlvr, evaluate):
-            chosen = {name: (source,) for name, source in chosen.items() if source}
-        return from_flat(recipe.Config, **options, **{n: s for n, s in chosen.items() if s})
+            chosen = {name: (value,) for name, value in chosen.items() if value}
+        return from_flat(recipe.Config, **options, **{n: v for n, v in chosen.items() if v})
 
     path = str(tmp_path / "rows.jsonl")
     make(path)
@@ -217,3 +220,20 @@ def test_columns_are_of_files(recipe, toy_folder, tmp_path):
         make("reverse:2", path)
         with pytest.raises(UserError, match=refused):
             make("reverse:2", "reverse:3")
+
+
+def test_a_file_is_read_once_for_training_and_evaluation(toy_folder, tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"Reverse {a}{b}", "domain": "reverse"} for a in "abcd" for b in "abcd"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources, read = [], data.read_prompts
+
+    def reading(source, *args):
+        sources.append(source)
+        return read(source, *args)
+
+    monkeypatch.setattr(data, "read_prompts", reading)
+    cfg = config(toy_folder, data=(str(path),), eval_share=0.5)
+    prompts, held_out = rlvr.read_prompts(cfg, Chat(toy_folder), 128)
+    assert sources == [str(path)]
+    assert len(prompts.rows) + len(held_out) == len(rows) and prompts.rows and held_out
