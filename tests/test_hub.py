@@ -17,7 +17,7 @@ from support.paths import RECIPES, SOURCES
 from roll_lite import hub as names
 from roll_lite.checks import UserError
 from roll_lite.command_line import parse
-from roll_lite.data import parse_mixture
+from roll_lite.data import Mixture, held_out, parse_mixture
 from roll_lite.hub_options import with_hub
 from roll_lite.planning.__main__ import main as plan
 from roll_lite.recipes import rlvr
@@ -188,6 +188,42 @@ def test_data_that_the_cache_has_in_part_are_downloaded_again(hub, monkeypatch):
     assert names.data_files(pinned) == (first, second) and second.read_bytes() == ROWS
     with pytest.raises(UserError, match=r"names no file: me/rows has no 3\.jsonl there"):
         names.data_files(pinned.replace("*", "3"))
+
+
+def test_data_of_several_owners_have_names_of_their_own(hub, tmp_path):
+    """In a mixture and in metrics; as short as they can be, and without the commit."""
+    owners = "ann", "bob"
+    files = {"train.jsonl": ROWS, "test.jsonl": ROWS}
+    for owner in owners:
+        hub.add_data(f"{owner}/maths", files)
+    hub.add_data("bob/code", files)
+    (tmp_path / "code.jsonl").write_bytes(ROWS)
+
+    def sources_of(*entries):
+        found = held_out([names.pinned_data(e) if ":" in e else e for e in entries], None)
+        return list(dict.fromkeys(prompt.source for prompt in found))
+
+    both = [f"{owner}/maths:train.jsonl" for owner in owners]
+    assert sources_of(*both) == ["ann-maths", "bob-maths"]
+    assert sources_of(both[0], "bob/code:test.jsonl") == ["maths", "code"]
+    assert sources_of(both[0], "ann/maths:test.jsonl") == [
+        "maths-train.jsonl", "maths-test.jsonl"
+    ]  # fmt: skip
+    assert sources_of(*both, "bob/maths:test.jsonl", "bob/code:train.jsonl", "code.jsonl") == [
+        "ann-maths", "bob-maths-train.jsonl", "maths-test.jsonl", "code-train.jsonl", "code.jsonl"
+    ]  # fmt: skip
+
+
+def test_another_commit_of_the_same_rows_has_the_same_order(hub):
+    repo = hub.add_data("ann/maths", {"train.jsonl": ROWS * 1})
+
+    def order():
+        mixture = Mixture([names.pinned_data("ann/maths:train.jsonl")], seed=0)
+        return [next(mixture).messages[0]["content"] for _ in range(12)]
+
+    before = order()
+    repo.commit_more(**{"README.md": b"new"})
+    assert order() == before
 
 
 def test_data_are_a_config_and_a_split(hub, monkeypatch):
