@@ -149,9 +149,14 @@ def with_reference(
             method = roles.add("reference", rl.Scorer, folder=cfg.reference).logprobs
         return rl.score_over_ranks(method, sequences, budget)
 
+    folders = {cfg.model, cfg.reference or cfg.model}
+    encoded = rl.encode_preferences(
+        chat, [*pairs, *held_out], tokens_per_microbatch=budget,
+        max_positions=min(rl.read_config(folder).max_positions for folder in folders),
+    )  # fmt: skip
     encoded = rl.with_reference(
-        rl.encode_preferences(chat, [*pairs, *held_out], budget), score,
-        folder=cfg.reference or cfg.model, path=f"{cfg.run_dir}/reference.safetensors",
+        encoded, score, folder=cfg.reference or cfg.model,
+        path=f"{cfg.run_dir}/reference.safetensors",
     )  # fmt: skip
     return encoded[: len(pairs)], encoded[len(pairs) :]
 
