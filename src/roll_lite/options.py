@@ -373,3 +373,13 @@ class RecipeConfig:
     def default_kinds(self) -> Mapping[str, str]:
         """Options that depend on the model's size where they are not given, and how."""
         return {}
+
+    @property
+    def planned(self) -> Mapping[str, Any]:
+        """Options of a plan of memory that the recipe calls otherwise; by the plan's names."""
+        return {}
+
+    @property
+    def generated_at_once(self) -> Mapping[str, Any]:
+        """Those of samples, where more are generated at once than a step trains on."""
+        return {}

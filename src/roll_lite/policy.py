@@ -319,6 +319,10 @@ class PolicyConfig(RecipeConfig):
         """Whether generation goes on beside training."""
         return self.rollout.max_staleness > 0
 
+    @property
+    def generated_at_once(self) -> dict[str, int]:
+        return {"prompts_per_step": self.rollout.max_in_flight}
+
     def is_recorded(self, step: int) -> bool:
         """Whether the samples of a step are written to the run folder."""
         return is_due(step, self.rollouts_every, self.steps)

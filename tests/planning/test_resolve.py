@@ -222,6 +222,41 @@ def test_a_cache_is_chosen_from_plan_and_memory(options, launch, gib):
     assert kept.kv_cache_gib == 3.0 and "kv_cache_gib" not in kept.chosen
 
 
+@pytest.mark.parametrize(
+    ("options", "gib", "samples"),
+    [
+        ({"data": ("mine.jsonl",)}, 24, None),  # as much as fits
+        ({"data": ("mine.jsonl",), "max_tokens": 16}, 140, 1024),  # what an engine decodes at once
+        ({"data": ("reverse:2", "addition:2"), "max_tokens": 768}, 140, 512 // 4),
+        ({"data": ("mine.jsonl",), "prompts": 100, "samples": 4, "max_tokens": 768}, 140, 100),
+        ({"data": ("sokoban",), "prompts": 1}, 140, 0),  # the default holds more
+        ({"data": ("mine.jsonl",), "judge": f"{SHAPE}qwen3-8b"}, 80, None),
+    ],
+)
+def test_the_cache_of_an_evaluation_is_chosen_from_prompts_and_memory(options, gib, samples):
+    """Those that are asked at once, on four engines; it fits beside weights and a judge."""
+    given = {"model": f"{SHAPE}qwen3-0.6b", "run_dir": "no-such-run"} | options
+    cfg = from_flat(evaluate.Config, **given)
+    found, notes = resolve(cfg, FOUR, gpu(gib))
+    device_map = parse_device_map(found.device_map, 4)
+
+    def fits(gib_of_cache):
+        plan = plan_run(replace(found, kv_cache_gib=gib_of_cache), device_map, gpu(gib), 256)
+        return plan.fits_devices
+
+    sample = plan_run(found, device_map, gpu(gib), 256).sample_bytes / 2**30
+    assert fits(found.kv_cache_gib) and found.chosen["kv_cache_gib"] is None
+    assert f"kv_cache_gib={found.kv_cache_gib:g}, which holds" in notes[-1]
+    if samples is None:
+        assert found.kv_cache_gib > 1.0 and not fits(found.kv_cache_gib + sample + 0.02)
+    else:
+        assert found.kv_cache_gib == pytest.approx(max(1.0, samples * sample), abs=0.011)
+    assert resolve(replace(cfg, kv_cache_gib=3.0), FOUR, gpu(gib))[0].kv_cache_gib == 3.0
+    assert resolve(cfg, FOUR, CPU)[0].kv_cache_gib == 1.0
+    lowered, _ = lower_cache(found, device_map, int((gib - 8) * 2**30))
+    assert lowered.kv_cache_gib <= found.kv_cache_gib
+
+
 def test_the_cache_of_a_cpu_is_not_chosen_by_size(toy_folder):
     found, notes = resolve(config(toy_folder, kv_cache_gib=None), ALONE, CPU)
     assert found.kv_cache_gib == 1.0 and not any("cache" in note for note in notes)
