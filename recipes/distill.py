@@ -23,9 +23,10 @@ from roll_lite.checks import above, at_least
 @dataclass(frozen=True, kw_only=True)
 class Config(rl.RecipeConfig):
     teacher: str
-    """Hugging Face folder or name of the hub: a teacher with the student's vocabulary."""
+    """Hugging Face folder or name on the Hugging Face Hub: a teacher with the student's
+    vocabulary."""
     model: str = "models/tiny"
-    """Hugging Face folder or name of the hub: the student to start from."""
+    """Hugging Face folder or name on the Hugging Face Hub: the student to start from."""
     data: str = "reverse:5"
     """A file of dialogues as for sft.py; or a task: addition:N (digits), reverse:N or counting:N
     (letters)."""

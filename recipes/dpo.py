@@ -22,7 +22,7 @@ from roll_lite.checks import above, at_least, unread_with
 @dataclass(frozen=True, kw_only=True)
 class Config(rl.RecipeConfig):
     model: str = "models/tiny"
-    """Hugging Face folder or name of the hub: a model fine-tuned on such dialogues."""
+    """Hugging Face folder or name on the Hugging Face Hub: a model fine-tuned on such dialogues."""
     data: str = "reverse:5"
     """A file of {"prompt": text or messages, "chosen": text, "rejected": text}, or a task, right
     answers against careless ones: addition:N (digits), reverse:N or counting:N (letters)."""

@@ -36,7 +36,7 @@ MANY = 2**20
 @dataclass(frozen=True, kw_only=True)
 class Config(rl.RecipeConfig):
     model: str = "models/tiny"
-    """Hugging Face folder, or a name of the hub, as Qwen/Qwen3-0.6B."""
+    """Hugging Face folder, or a name on the Hugging Face Hub, as Qwen/Qwen3-0.6B."""
     data: tuple[str, ...] = ("reverse:5",)
     """Files of prompts, or tasks, whose held-out questions are asked, or environments, whose
     held-out tasks are played."""

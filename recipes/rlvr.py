@@ -37,10 +37,10 @@ class Config(rl.PolicyConfig):
     """Options of this recipe; rl.PolicyConfig has those of models, rollouts and losses."""
 
     data: tuple[str, ...] = ("reverse:5",)
-    """What to learn: files of prompts, on this machine or of the hub, as openai/gsm8k:main:train;
-    tasks: addition:N (digits), reverse:N or counting:N
-    (letters), instructions:N (how many at once); environments with their options, as in
-    frozen_lake:size=8 (`roll-lite envs bench` lists them). Several are mixed by weight, as in
+    """What to learn: files of prompts, or their names on the Hugging Face Hub, as
+    openai/gsm8k:main:train; tasks: addition:N (digits), reverse:N or counting:N (letters),
+    instructions:N (how many at once); environments with their options, as in frozen_lake:size=8
+    (`roll-lite envs bench` lists them). Several are mixed by weight, as in
     math.jsonl@0.7 sokoban@0.3."""
     run_dir: str = field(default_factory=partial(rl.default_folder, "rlvr"))
     """Folder for config.json, metrics.jsonl, events.jsonl, rollouts/, checkpoints/ and model/."""

@@ -19,7 +19,7 @@ from roll_lite.checks import above, at_least, unread_with
 @dataclass(frozen=True, kw_only=True)
 class Config(rl.RecipeConfig):
     model: str = "models/tiny"
-    """Hugging Face folder to start from, or a name of the hub, as Qwen/Qwen3-0.6B."""
+    """Hugging Face folder to start from, or a name on the Hugging Face Hub, as Qwen/Qwen3-0.6B."""
     data: str = "reverse:5"
     """A file of {"messages": [...]} or {"prompt": text or messages, "reply": text}, or a task:
     addition:N (digits), reverse:N or counting:N (letters)."""

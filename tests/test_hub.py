@@ -169,7 +169,9 @@ def test_data_are_files_of_a_repository(hub):
         UserError, match=r"has no file c\.jsonl; it has a/1\.jsonl, a/2\.jsonl, b\."
     ):
         names.pinned_data("me/rows:c.jsonl")
-    with pytest.raises(UserError, match=r"the hub has not converted it; name its files, as OWNER"):
+    with pytest.raises(
+        UserError, match=r"the Hugging Face Hub has not converted it; name its files"
+    ):
         names.pinned_data("me/rows")
 
 

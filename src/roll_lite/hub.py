@@ -29,7 +29,7 @@ FROM_HUB = "from_hub"
 """The option of a recipe that has names, and what they stand for."""
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 CONVERTED = "refs/convert/parquet"
-"""The branch where the hub keeps all data sets as CONFIG/SPLIT/NUMBER.parquet."""
+"""The branch where the Hub keeps all data sets as CONFIG/SPLIT/NUMBER.parquet."""
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([^:@]+))?")
 _DATA_NAME = re.compile(rf"{_NAME.pattern}(?::(.+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -57,7 +57,7 @@ def is_model_name(text: str) -> bool:
 
 
 def is_data_name(text: str) -> bool:
-    """Whether text, without a weight, has the form of data on the hub."""
+    """Whether text, without a weight, has the form of a name of data on the Hub."""
     found = _DATA_NAME.fullmatch(text)
     is_file = text.endswith(DATA_SUFFIXES) and ":" not in text
     return bool(found) and not is_file and not Path(text).exists()
@@ -163,7 +163,8 @@ def pinned_data(source: str) -> str:
         raise UserError(
             f"there is no config {config!r} with a split {split!r}; use {_some(known)}"
             if known
-            else f"the hub has no parquet files of {name.repo}; name files, as {name.repo}:FILE"
+            else f"the Hugging Face Hub has no parquet files of {name.repo}; name files, as "
+            f"{name.repo}:FILE"
         )
     return f"{name.repo}@{commit}:{config}:{split}"
 
@@ -193,7 +194,7 @@ def _snapshot(kind: str, repo: str, revision: str | None, patterns: Sequence[str
 
 
 def _listing(name: DataName) -> tuple[str, list[str]]:
-    """The commit and the files of data; without the hub, of what the cache has of them."""
+    """The commit and the files of data; without the Hub, of what the cache has of them."""
     revision = name.revision or (None if name.is_of_files else CONVERTED)
     with _explained("dataset", name.repo, revision):
         from huggingface_hub import HfApi, constants, errors
@@ -220,7 +221,7 @@ def _listing(name: DataName) -> tuple[str, list[str]]:
 
 @contextmanager
 def _explained(kind: str, repo: str, revision: str | None) -> Iterator[None]:
-    """Errors of the hub as what the user can do about them."""
+    """Errors of the Hub as what the user can do about them."""
     from huggingface_hub import constants, errors
 
     place = constants.ENDPOINT
@@ -235,7 +236,7 @@ def _explained(kind: str, repo: str, revision: str | None) -> Iterator[None]:
         ) from None
     except errors.RevisionNotFoundError:
         lacks = f"has no revision {revision!r}" + (
-            ": the hub has not converted it; name its files, as OWNER/NAME:FILE"
+            ": the Hugging Face Hub has not converted it; name its files, as OWNER/NAME:FILE"
             if revision == CONVERTED
             else f"; {page}/tree/main lists them"
         )

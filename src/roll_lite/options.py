@@ -358,8 +358,8 @@ class RecipeConfig:
     """Options that have another value than was given, chosen for the model, the machine or what
     else was given, each with what it was before; None where nothing was given."""
     from_hub: Argument[Mapping[str, str]] = field(default_factory=dict)
-    """Names of the hub that were given, and what they stand for: the folder of a model's snapshot,
-    the name of data with its commit."""
+    """Names on the Hugging Face Hub that were given, and what they stand for: the folder of a
+    model's snapshot, the name of data with its commit."""
 
     COMMON: ClassVar[tuple[str, ...]] = ()
     """Options that --help shows, in this order; --help all shows the rest. Empty shows all."""

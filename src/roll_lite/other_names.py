@@ -29,7 +29,7 @@ _MUST_FIT = Ours(
 _ALL_RANKS = "of a step, on all ranks together"
 _MICROBATCH = "samples are packed into micro-batches of so many tokens"
 _COUNTED = "counted in steps"
-_FOLDER = "a folder or a name of the hub"
+_FOLDER = "a folder or a name on the Hugging Face Hub"
 _KL = "--kl-in says whether it counts in the loss or in the reward"
 _CP = 'as in "train=all,cp=2 generate=all"'
 _ENGINE_MAP = 'as in "train=all generate=all,tp=2"'

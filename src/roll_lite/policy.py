@@ -88,7 +88,7 @@ class PolicyConfig(RecipeConfig):
     """Options that do not depend on what is learnt from."""
 
     model: str = "models/tiny"
-    """Hugging Face folder to start from, or a name of the hub, as Qwen/Qwen3-0.6B."""
+    """Hugging Face folder to start from, or a name on the Hugging Face Hub, as Qwen/Qwen3-0.6B."""
     data: tuple[str, ...]
     """What to learn."""
     steps: int = 40

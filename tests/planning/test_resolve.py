@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from support.runs import toy_options
 
+from roll_lite.checks import UserError
 from roll_lite.cluster.launch import Launch
 from roll_lite.device_map import Device, parse_device_map
 from roll_lite.models.config import SHAPE
@@ -150,6 +151,14 @@ def test_recipes_without_a_policy_loss_are_resolved(toy_folder):
     assert found.training.lr == 1e-3 and found.device_map == "train=all,tp=1"
     wide = resolved(from_flat(sft.Config, model=str(toy_folder), run_dir="no-such-run", tp=2))
     assert wide.device_map == "train=all,tp=2"
+
+
+@pytest.mark.parametrize("recipe", [sft, evaluate])
+def test_a_map_is_chosen_by_recipes_that_train_a_policy_alone(toy_folder, recipe):
+    options = {"model": str(toy_folder), "run_dir": "no-such-run", "device_map": "auto"}
+    cfg = from_flat(recipe.Config, **options)
+    with pytest.raises(UserError, match="'auto' in the device map is not understood; write role="):
+        parse_device_map(resolved(cfg, device=gpu(80)).device_map, 1)
 
 
 @pytest.mark.parametrize(

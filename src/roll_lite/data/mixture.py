@@ -1,10 +1,10 @@
 """Prompts of several sources, each with its share.
 
-A source is a file of prompt rows (of this machine, or of the hub: hub.py), a generated task or an
-environment, written `SOURCE@WEIGHT`, or
-`SOURCE` for weight 1: `("gsm8k.jsonl@0.4", "addition:2@0.3", "sokoban@0.3")`. A name of the form of
-a task is a task, and that of an environment an environment; write `./sokoban` for a file of that
-name. The weight follows the last @, so a path that contains an @ needs an explicit weight.
+A source is a file of prompt rows, a name of such files on the Hugging Face Hub (hub.py), a
+generated task or an environment, written `SOURCE@WEIGHT`, or `SOURCE` for weight 1:
+`("gsm8k.jsonl@0.4", "addition:2@0.3", "sokoban@0.3")`. A name of the form of a task is a task, and
+that of an environment an environment; write `./sokoban` for a file of that name. The weight follows
+the last @, so a path that contains an @ needs an explicit weight.
 """
 
 import hashlib

@@ -1,7 +1,8 @@
 """Rows of files: dialogues, preferences and prompts; and prompts that are too long.
 
-A file has JSON lines, a list of objects as JSON, or is parquet; a name of the hub stands for its
-files. A malformed row raises ValueError with the file, the line, the field and what was expected.
+A file has JSON lines, a list of objects as JSON, or is parquet; a name on the Hugging Face Hub
+stands for its files. A malformed row raises ValueError with the file, the line, the field and what
+was expected.
 """
 
 import json

@@ -89,8 +89,8 @@ def _choose_cache(
 
 
 def _is_auto(cfg: RecipeConfig) -> bool:
-    """Whether the device map is to be chosen; not all recipes have one."""
-    return getattr(cfg, "device_map", None) == "auto"
+    """Whether the device map is to be chosen, for which a recipe has `map_options`."""
+    return hasattr(cfg, "map_options") and cfg.device_map == "auto"
 
 
 def fit_cache(cfg: T, cluster: "Cluster") -> T:
