@@ -349,6 +349,25 @@ def test_replay_and_export_take_names_and_restore_what_is_gone(hub, tmp_path, co
     assert "me/gone is neither on this machine nor a model at" in capsys.readouterr().err
 
 
+def test_an_evaluation_takes_names(hub, command, toy_folder, tmp_path):
+    hub.add_data("me/rows", {"rows.json": b'[{"q": "Reverse ab", "a": 1e1}, {"q": "4", "a": 4}]'})
+    command_line = ["--model", "me/toy", "--data", "me/rows:rows.json", "--max-tokens", 4]
+    command_line += [
+        "--columns",
+        "prompt=q",
+        "ground_truth=a",
+        "domain=math",
+        "--run-dir",
+        "runs/a",
+    ]
+    code, said = command(RECIPES / "evaluate.py", *command_line, "--device", "cpu")
+    assert not code and "pass@1" in said, said
+    lines = Path("runs/a/rollouts/step_00000.jsonl").read_text().splitlines()
+    assert [json.loads(line)["ground_truth"] for line in lines] == ["1e1", "4"]
+    saved = json.loads(Path("runs/a/config.json").read_text())
+    assert saved["from_hub"].keys() == {"me/toy", "datasets/me/rows:rows.json"}
+
+
 def test_every_option_of_a_model_takes_a_name(hub, toy_folder):
     args = ["--model", "me/toy", "--data", "reverse:2", "--advantage", "opd"]
     args += ["--teacher", "math=me/toy"]

@@ -6,7 +6,6 @@ of each node asks, and the other ranks wait for it. Weights are downloaded later
 starts, and data when it is read: options that are wrong have been refused by then.
 """
 
-import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -40,8 +39,8 @@ def with_hub(flat: Mapping[str, Any]) -> dict[str, Any]:
         if not key.startswith(DATA_SET) and (key in used or place in used)
     }
     if unknown or folders:
-        text = hashlib.sha256(" ".join(sorted({*unknown, *folders})).encode()).hexdigest()
-        found = first_of_node(f"hub-{text[:16]}", lambda: _find_all(unknown, folders))
+        question = f"names {sorted(unknown)} {sorted(folders)}"
+        found = first_of_node(question, lambda: _find_all(unknown, folders))
         if is_first_rank():
             for key, place in found.items():
                 print(f"{_name(key)} is {place}", flush=True)

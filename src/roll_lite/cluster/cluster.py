@@ -138,7 +138,7 @@ class Cluster:
     def __enter__(self) -> "Cluster":
         end_with_launcher()  # for programs without roll_lite.command, which has done it already
         if folders := snapshots(self._options):  # not before: the device map might be wrong
-            first_of_node("weights", lambda: [download_weights(folder) for folder in folders])
+            first_of_node(f"weights {folders}", lambda: [*map(download_weights, folders)])
         if needs_monitor(self._launch, self.device_map):  # first: a fork cannot share a GPU
             self._monitor = fork_rank()
             self._launch = replace(self._launch, has_monitor=self._monitor is not None)
