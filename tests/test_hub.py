@@ -299,11 +299,15 @@ BRIEF = ["--data", "reverse:2", "--max-tokens", 4]
 
 
 def test_options_are_checked_before_weights_are_downloaded(hub, command):
+    Path("runs/old").mkdir(parents=True)
+    Path("runs/old/metrics.jsonl").write_text("{}\n")
     for wrong, problem in (
         (["--temperature", -1], "temperature=-1.0 must be above 0"),
         (["--max-tokens", 10**6], "max_tokens=1000000 must be below the model's"),
         (["--loss", "gpso"], "gpso"),
         (["--device-map", "generate=0"], "train"),
+        (["--eval-data", "nowhere.jsonl"], "'nowhere.jsonl' is neither a file"),
+        (["--run-dir", "runs/old"], "runs/old"),
     ):
         code, said = command(RECIPES / "rlvr.py", "--model", "me/toy", *BRIEF, *wrong)
         assert code == 2 and problem in said, said

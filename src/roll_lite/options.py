@@ -364,6 +364,9 @@ class RecipeConfig:
     COMMON: ClassVar[tuple[str, ...]] = ()
     """Options that --help shows, in this order; --help all shows the rest. Empty shows all."""
 
+    def check_files(self) -> None:
+        """Refuse files that are missing, and a folder with another run; the first rank does."""
+
     @property
     def open_defaults(self) -> Mapping[str, Any]:
         """What stands for options that are left open; parts may have such a property too."""
