@@ -56,7 +56,7 @@ class Config(rl.RecipeConfig):
     profile: rl.ProfileOptions = rl.ProfileOptions()
 
     SHOWN: ClassVar = {
-        "loss/loss": "loss", "loss/kl": "KL", "eval/kl": "validation KL",
+        "loss/loss": "loss", "loss/kl": "KL", "eval/kl": "eval KL",
         "loss/grad_norm": "grad", "loss/skipped_steps": "skipped",
         "train/tokens_per_second": "tokens/s", "time/step": "step s",
     }  # fmt: skip

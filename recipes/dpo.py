@@ -4,7 +4,7 @@ python recipes/sft.py --model models/tiny --careless 0.7 --steps 140 --run-dir r
 python recipes/dpo.py --model runs/sft/model
 torchrun --nproc-per-node 4 recipes/dpo.py --model MODEL --data pairs.jsonl --lr 1e-6 --tp 2
 
-Reference logprobs are computed once, before the first update, and kept in the run's folder.
+Reference logprobs are computed once, before the first update, and kept in the run folder.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Config(rl.RecipeConfig):
 
     SHOWN: ClassVar = {
         "loss/loss": "loss", "reward/accuracy": "accuracy", "reward/margin": "margin",
-        "reward/chosen": "chosen", "reward/rejected": "rejected", "eval/accuracy": "validation",
+        "reward/chosen": "chosen", "reward/rejected": "rejected", "eval/accuracy": "eval accuracy",
         "loss/grad_norm": "grad", "loss/skipped_steps": "skipped", "time/step": "step s",
     }  # fmt: skip
     FIXED: ClassVar = (

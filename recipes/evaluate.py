@@ -38,7 +38,7 @@ class Config(rl.RecipeConfig):
     model: str = "models/tiny"
     """Hugging Face folder, or a name on the Hugging Face Hub, as Qwen/Qwen3-0.6B."""
     data: tuple[str, ...] = ("reverse:5",)
-    """Files of prompts, or tasks, whose held-out questions are asked, or environments, whose
+    """Files of prompts, or tasks, whose held-out prompts are used, or environments, whose
     held-out tasks are played."""
     checkpoint: str | None = None
     """Evaluate this checkpoint of a run that started from `model`."""

@@ -249,7 +249,7 @@ def update(
         if policy_step >= 0:
             policy_updates.append(train(
                 roles.policy, part, scheduled_at=policy_step,
-                notes_entropies=cfg.is_recorded(step), **cfg.policy_loss.pack_options,
+                is_recorded=cfg.is_recorded(step), **cfg.policy_loss.pack_options,
             ))  # fmt: skip
     critic_metrics = rl.critic_metrics(rl.combine(critic_updates)) if critic_updates else {}
     return rl.combine(policy_updates) | critic_metrics

@@ -52,7 +52,7 @@ class Config(rl.RecipeConfig):
     profile: rl.ProfileOptions = rl.ProfileOptions()
 
     SHOWN: ClassVar = {
-        "loss/loss": "loss", "eval/loss": "validation", "loss/grad_norm": "grad",
+        "loss/loss": "loss", "eval/loss": "eval loss", "loss/grad_norm": "grad",
         "loss/skipped_steps": "skipped", "data/truncated": "cut",
         "train/tokens_per_second": "tokens/s", "time/step": "step s",
     }  # fmt: skip

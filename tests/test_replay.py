@@ -168,6 +168,8 @@ def test_recorded_logprobs_and_entropies_are_the_models(runs, toy_folder, recipe
                     expected.tolist(), abs=1e-5
                 )
         assert not any(list(rest) for rest in (*recorded, ids))
+        mismatches = numbers(row["mismatches"])
+        assert len(mismatches) == len(numbers(row["logprobs"])) and max(mismatches) < 1e-5
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ TOOLS = {  # modules with a `main(arguments)` that returns the exit code; some i
     "envs": "envs.__main__",
     "replay": "replay",
     "export": "train.export",
+    "verify": "proof.verify",
     "tiny": "models.tiny",
 }
 USAGE = 2  # exit code of a command that is not understood

@@ -22,6 +22,7 @@ from roll_lite.options import flatten, where
 from roll_lite.profiling import Profiler
 from roll_lite.progress import StepTimer
 from roll_lite.report.config_file import note_end
+from roll_lite.report.contract import make_contract
 from roll_lite.report.run import Run
 from roll_lite.report.trackers import OpenTracker
 from roll_lite.roles import Roles
@@ -196,14 +197,16 @@ class Loop:
         """
         self._saved.step = step
         self.phase("records")
+        digests = self._roles.digests()
         if self._rollout:
             metrics = metrics | self._describe(step, groups, sequences)
-        metrics = metrics | self._timer.metrics()
+        metrics = metrics | self._timer.metrics() | {"time/digests": self._roles.digest_seconds}
         metrics |= self._tokens.add(metrics) | self._generation_speed(metrics)
         is_last = self._has_learnt_all
         if self._evaluation and (is_last or self._run.is_due(step, self._evaluation.every)):
             metrics = metrics | self._measure(step)  # not part of the step's time
         self._run.log(step, metrics)
+        self._run.write_digests(step, digests, metrics)
         for prompt in self._passed_by_nothing():
             self._run.note("passed_by_nothing", step, prompt_id=prompt.id, domain=prompt.domain)
         if (every := self._cfg.checkpoints.export_every) and step % every == 0:
@@ -286,13 +289,15 @@ class Loop:
             fixed = data.fixed_options(cfg, *cfg.FIXED)
         on_saved = self._rollout.forget if self._rollout else lambda step: None
         trained = self._roles.trained
+        cluster = self._roles.cluster
         self._saved = RunState(cfg.run_dir, cfg.checkpoints, trained, self._parts, fixed, on_saved)
         if self._has_learnt_all and is_finished(cfg.run_dir, self._saved.step):
             self._rollout.empty_steps.clear()  # it is resumed to learn something else
         self._run = Run(
             cfg.run_dir, cfg, num_steps=cfg.steps, trackers=self._trackers,
             shown=cfg.SHOWN | {name: name for name in self._group_metrics},
-            resumed_at=self._saved.resumed_at, ranks=self._roles.cluster.device_map.replicas,
+            contract=make_contract(cfg, cluster.world_size, cluster.device.type),
+            resumed_at=self._saved.resumed_at, ranks=cluster.device_map.replicas,
         )  # fmt: skip
 
     def _begin_rollout(self) -> None:
@@ -312,14 +317,18 @@ class Loop:
         """Before the first step, and in a resumed run what was abandoned."""
         step = self._saved.step
         evaluation = self._evaluation
-        if evaluation is None or not (step or self._is_measured_first):
-            return
-        every = 1 if self._has_learnt_all else evaluation.every
-        is_missing = self._run.is_missing(evaluation.best, step, every)
-        if is_missing and (metrics := self._measure(step)):
+        metrics = {}
+        if evaluation and (step or self._is_measured_first):
+            every = 1 if self._has_learnt_all else evaluation.every
+            if self._run.is_missing(evaluation.best, step, every):
+                metrics = self._measure(step)
+        if metrics:
             self._run.log(step, metrics)
             if self._saved.resumed_at:  # its checkpoint was written without this measurement
                 self._saved.save_again(self._run, self._score(metrics))
+        if metrics or step == 0:
+            digests = {} if step else self._roles.digests(with_frozen=True)
+            self._run.write_digests(step, digests, metrics)
 
     def _measure(self, step: int) -> dict[str, float]:
         """Metrics of held-out prompts or rows; answers are written to the run folder."""
@@ -329,8 +338,8 @@ class Loop:
             metrics = self._evaluation.run(self._rollout)
         finally:
             if self._rollout:
-                if self._run.is_due(step, min(1, self._cfg.rollouts_every)):
-                    self._run.write_answers(step, self._evaluation.groups)
+                is_recorded = self._run.is_due(step, min(1, self._cfg.rollouts_every))
+                self._run.write_answers(step, self._evaluation.groups, is_recorded=is_recorded)
                 self._note_dropped(step, with_filtered=self._cfg.is_recorded(step))
                 self._run.flush()
         if self._evaluation.best != best:
@@ -341,7 +350,7 @@ class Loop:
         best = self._evaluation.best
         self._run.note("best_by", step, metric=best)
         self._run.print(
-            f"no answer of the first evaluation passes: the best checkpoint is chosen by {best}; "
+            f"no sample of the first evaluation passes: the best checkpoint is chosen by {best}; "
             "--pass-reward, given at the start of a run, says which reward passes"
         )
 
@@ -358,9 +367,9 @@ class Loop:
             return self._describe_empty(step)
         metrics = describe_groups(groups) | self._rollout.metrics()
         is_recorded = self._cfg.is_recorded(step)
-        if is_recorded:
-            learnt = (sampled_numbers(sequences, name) for name in ("advantages", "entropies"))
-            self._run.write_rollouts(step, groups, *learnt)
+        fields = ("advantages", "entropies", "mismatches")
+        learnt = (sampled_numbers(sequences, name) for name in fields)
+        self._run.write_rollouts(step, groups, *learnt, is_recorded=is_recorded)
         self._note_dropped(step, with_filtered=is_recorded)
         metrics |= self.state.metrics | self._roles.metrics
         for name, measure in self._group_metrics.items():

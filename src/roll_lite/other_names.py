@@ -27,7 +27,7 @@ _MUST_FIT = Ours(
     },
 )
 _ALL_RANKS = "of a step, on all ranks together"
-_MICROBATCH = "samples are packed into micro-batches of so many tokens"
+_MICROBATCH = "samples are packed into micro-batches of at most this many tokens"
 _COUNTED = "counted in steps"
 _FOLDER = "a folder or a name on the Hugging Face Hub"
 _KL = "--kl-in says whether it counts in the loss or in the reward"
@@ -81,7 +81,7 @@ TRL: Mapping[str, Ours] = {
     "eval_steps": Ours("eval_every"),
     "save_steps": Ours("checkpoint_every"),
     "save_total_limit": Ours("keep_last"),
-    "resume_from_checkpoint": Ours("resume", "the folder of the run"),
+    "resume_from_checkpoint": Ours("resume", "the run folder"),
     "report_to": Ours("tracker"),
     "run_name": Ours("run_dir"),
 }

@@ -123,7 +123,7 @@ class PolicyConfig(RecipeConfig):
     rollouts_every: int = 1
     """Write the samples of every N-th step, and of the last; 0 writes the last step only. A sampled
     token takes about 20 bytes. Samples that were filtered, stale or surplus are written for the
-    same steps. Answers of evaluations are written as text, unless it is 0."""
+    same steps. Samples of evaluations are written as text, unless it is 0."""
     plan: bool = False
     """Print what the run would hold in memory and do in a step, and exit: with 1 if it would not
     fit."""

@@ -3,7 +3,7 @@
 roll-lite replay RUN --sample STEP/PROMPT/INDEX            # as in 3/addition:2/17/0
 roll-lite replay RUN --sample STEP/PROMPT/INDEX --pdb      # stop in reward or environment
 
-RUN is the folder of a run of rlvr.py or agentic.py. The sample has the weights of its policy
+RUN is the run folder of rlvr.py or agentic.py. The sample has the weights of its policy
 version, from the run's checkpoints, the random numbers that it had, and the run's own environment
 and rewards, in this process. On a CPU all bits are equal. The exit code is 0 if tokens, logprobs
 and reward are equal, and 1 if they are not.
@@ -380,7 +380,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", metavar="RUN", help="the folder of a run")
+    parser.add_argument("run", metavar="RUN", help="a run folder")
     parser.add_argument("--sample", required=True, metavar="STEP/PROMPT/INDEX")
     parser.add_argument("--visit", type=int, help="which, if the step has the prompt several times")
     parser.add_argument("--pdb", action="store_true", help="stop in reward or environment")

@@ -12,13 +12,14 @@ from roll_lite.cluster.role import Method, RoleHandle, split
 from roll_lite.engine.engine import OnNewWeights
 from roll_lite.engine.service import EngineService
 from roll_lite.models.cost import SequenceCost
+from roll_lite.report.digests import digest_text
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.sync import WeightSync
 from roll_lite.train.batch import pack
 from roll_lite.train.reprompting import Reprompt, at_sampled_places, reprompted_sequences
 from roll_lite.train.scorer import score_over_ranks
 from roll_lite.train.sequences import TrainingSequence, plain_sequences
-from roll_lite.train.trainer import note_entropies
+from roll_lite.train.trainer import note_numbers
 from roll_lite.types import Group
 
 
@@ -67,6 +68,9 @@ class Roles:
         """Called with the name of the phase that a step enters."""
         self.seconds: dict[str, float] = {}
         """Seconds of each part of the last hand-over of devices."""
+        self._digests: dict[str, str] = {}
+        self.digest_seconds = 0.0
+        """Of the last digests."""
         if engines_sleep or offload:
             self._check_shared("engines_sleep" if engines_sleep else "offload")
 
@@ -185,21 +189,23 @@ class Roles:
 
     def train(
         self, trainer: RoleHandle, sequences: list[TrainingSequence], *,
-        cost: SequenceCost, scheduled_at: int, notes_entropies: bool = False, **pack_options: Any,
+        cost: SequenceCost, scheduled_at: int, is_recorded: bool = False, **pack_options: Any,
     ) -> dict[str, float]:  # fmt: skip
         """One optimizer update on the sequences, packed without padding into micro-batches of at
-        most `tokens_per_microbatch` tokens. It may note the entropies of their tokens in them."""
+        most `tokens_per_microbatch` tokens. If they are recorded, it notes in them the entropies
+        and mismatches of their tokens."""
         self.on_phase("train")
         shards = trainer.role.num_replicas
         batch = pack(sequences, self._budget, num_shards=shards, cost=cost, **pack_options)
         metrics = trainer.step(split(batch), scheduled_at=scheduled_at)[0]
-        if notes_entropies:
-            note_entropies(trainer, batch, sequences)
+        if is_recorded:
+            note_numbers(trainer, batch, sequences)
         return metrics
 
     def sync(self, version: int, rollout: Coordinator) -> None:
         """New weights to the engines, and their version to the samples that follow."""
         self.on_phase("sync")
+        self._digests = self._make_digests()  # before weights leave the device
         if self._offloads:
             first = (role for role in self._taking_turns if role is not self._source)
             self._timed("offload", *(role.offload for role in first))
@@ -211,6 +217,24 @@ class Roles:
         if self._sleeps:
             self._timed("wake", self.engines.wake)
         rollout.set_version(version)
+
+    def digests(self, *, with_frozen: bool = False) -> dict[str, str]:
+        """Digests of the batches and gradients of the step that ends, and of the weights now."""
+        found = self._digests or self._make_digests(with_frozen=with_frozen)
+        self._digests = {}
+        return found
+
+    def _make_digests(self, **options: bool) -> dict[str, str]:
+        found = {}
+        self.digest_seconds = 0.0
+        for role in self.trained:
+            of_ranks = role.digests.options(collect="all")(**options)
+            self.digest_seconds += max(of_rank.pop("seconds") for of_rank in of_ranks)
+            prefix = "" if role is self.policy else "critic/"
+            for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
+                texts = [of_rank.get(name, "") for of_rank in of_ranks]
+                found[prefix + name] = texts[0] if len(texts) == 1 else digest_text(name, texts)
+        return found
 
     def digest(self) -> str:
         """A digest of the engines' weights; another text for other weights."""

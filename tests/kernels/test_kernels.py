@@ -1,5 +1,7 @@
 """Triton kernels against float64 and plain torch: on a GPU where there is one, else interpreted."""
 
+import hashlib
+
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from roll_lite.kernels.pointwise import (
 )
 from roll_lite.kernels.rotary import rotate_backward, rotate_into_cache
 from roll_lite.kernels.sample import sample
+from roll_lite.kernels.sha256 import sha256_pieces
 from roll_lite.models.logprobs import NO_ENTRY
 from roll_lite.models.ops import rotate
 from roll_lite.models.transformer import RMSNorm
@@ -387,3 +390,13 @@ def test_rotation_gradient(monkeypatch, T, K, group, D, has_norm):
         qkv if has_norm else None, cos, sin, *given, 1e-6, *grads, shape=qkv.shape
     )
     check_gradient([x for x in got if x is not None], function, [qkv, *weights], grads)
+
+
+@pytest.mark.parametrize(("num_pieces", "piece_bytes"), [(1, 64), (5, 256), (130, 128), (0, 64)])
+def test_sha256_of_pieces(num_pieces, piece_bytes):
+    torch.manual_seed(num_pieces)
+    data = torch.randint(0, 256, (num_pieces * piece_bytes,), dtype=torch.uint8)
+    pieces = bytes(data.tolist())
+    starts = range(0, len(pieces), piece_bytes)
+    expected = b"".join(hashlib.sha256(pieces[at : at + piece_bytes]).digest() for at in starts)
+    assert bytes(sha256_pieces(data.to(DEVICE), piece_bytes).tolist()) == expected

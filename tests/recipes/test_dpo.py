@@ -105,7 +105,7 @@ def test_dpo_from_a_file_as_a_user_runs_it(imitator, tmp_path):
         "dpo", "--model", imitator / "model", "--data", path, "--eval-data", path,
         "--kind", "ipo", "--steps", 3, "--rows-per-step", 4, "--run-dir", tmp_path / "run",
     )  # fmt: skip
-    assert "step 3  loss" in printed and "validation" in printed
+    assert "step 3  loss" in printed and "eval accuracy" in printed
     assert metric(tmp_path / "run", "loss/loss")[0] == pytest.approx(25.0)  # (0 - 1 / 0.2)^2
 
 

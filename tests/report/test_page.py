@@ -149,7 +149,7 @@ def test_the_page_says_what_is_missing(tmp_path, change, told):
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path, capsys):
     assert main([str(tmp_path / "none")]) == 2
-    assert "is not a folder; name the folder of a run" in capsys.readouterr().err
+    assert "is not a folder; name a run folder" in capsys.readouterr().err
 
 
 def test_a_folder_of_runs_becomes_a_table_of_them_and_one_page(tmp_path, capsys):
@@ -178,7 +178,7 @@ def test_a_folder_without_runs_is_an_error(tmp_path, capsys):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
     assert main([str(tmp_path)]) == 2
-    assert "is not the folder of a run, and none is below it" in capsys.readouterr().err
+    assert "is not a run folder, and none is below it" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
 
 

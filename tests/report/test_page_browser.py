@@ -1,6 +1,8 @@
+# ruff: noqa: RUF001 (mathematical signs)
 """The page in a real browser: it draws what was recorded, finds samples, and runs no text."""
 
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -257,10 +259,11 @@ def test_tokens_tell_their_recorded_numbers(browser, address, tiny_folder):
 
 
 def test_what_newer_runs_record_is_shown(browser, tmp_path):
-    """Packed numbers, entropies, the grader's reason, and the command that repeats a sample."""
+    """Packed numbers, entropies, the reason, and the command that repeats a sample."""
     told = {
         "visit": 2, "seed": 5, "reason": "extracted 41, expected <b>42</b>",
         "logprobs": pack([-0.1, -2.5, -0.03125]), "entropies": pack([0.3, 1.5, 0.0]),
+        "mismatches": pack([0.0, 0.0625, 3.0]),
         "advantages": pack([0.5, -0.5, 0.25]), "prompt_id": "it's/train/0",
     }  # fmt: skip
     folder = make_run(tmp_path / "a", num_steps=1)
@@ -272,8 +275,9 @@ def test_what_newer_runs_record_is_shown(browser, tmp_path):
     parts = [dict(part.rsplit(" ", 1) for part in title.split(", ")) for title in titles]
     assert [p["logprob"] for p in parts] == ["-0.1", "-2.5", "-0.03125"]
     assert [p["entropy"] for p in parts] == ["0.3", "1.5", "0"]
+    assert [p["mismatch"] for p in parts] == ["0", "0.0625", "3"]
     assert [p["advantage"] for p in parts] == ["0.5", "-0.5", "0.25"]
-    assert browser.texts("#reason") == ["grader: extracted 41, expected <b>42</b>"]
+    assert browser.texts("#reason") == ["reason: extracted 41, expected <b>42</b>"]
     (command,) = browser.texts("#replay")
     assert shlex.split(command) == [
         "roll-lite", "replay", str(folder), "--sample", "1/it's/train/0/0",
@@ -284,10 +288,20 @@ def test_what_newer_runs_record_is_shown(browser, tmp_path):
         "[...document.querySelectorAll('.token')].map(t => t.style.backgroundColor)"
     )
     assert len(set(shades)) == 3 and all("40, 90, 220" in shade for shade in shades)
+    browser.run(f"{choose}.value = 'mismatch'; {choose}.dispatchEvent(new Event('change'))")
+    assert browser.texts("#scale") == ["0.001 or less  1 or more"]
+    colours = browser.run(
+        "[...document.querySelectorAll('.token')].map(t => t.style.backgroundColor)"
+    )
+    opacities = [float(re.findall(r"[\d.]+", colour)[3]) for colour in colours]
+    share = (math.log10(0.0625) + 3) / 3
+    assert opacities == pytest.approx([0, 0.85 * share, 0.85], abs=1e-2)
     browser.press("n")  # it has no entropies
     browser.wait("document.querySelector('#conversation').textContent.includes('answer 2')")
     off = browser.run(f"[...{choose}.options].filter(o => o.disabled).map(o => o.textContent)")
-    assert off == ["logprob (not recorded)", "entropy (not trained on)"]
+    assert off == [
+        "logprob (not recorded)", "mismatch (not trained on)", "entropy (not trained on)",
+    ]  # fmt: skip
     assert not browser.texts("#replay") and not browser.texts("#reason")
 
 
@@ -381,7 +395,7 @@ def test_colours_of_tokens_are_graded_and_have_a_scale(browser, address):
 def test_markdown_is_shown_if_asked_and_runs_nothing(browser, tmp_path):
     folder = make_run(tmp_path / "a", num_steps=1)
     reply = (
-        "# Title\nsome **bold `code`** and *slanted* $x_1$ [a](javascript:alert(1))\n\n"
+        "# Title\nsome **bold `code`** and *slanted* \\x [a](javascript:alert(1))\n\n"
         "- one\n- two <b>\n\n3. three\n> said\n```py\n**raw**\n```\n" + HOSTILE
     )
     write_lines(folder / "rollouts" / "step_00001.jsonl", [sample(1, 0, reply=reply)])
@@ -399,9 +413,96 @@ def test_markdown_is_shown_if_asked_and_runs_nothing(browser, tmp_path):
         "ul li": ["one", "two <b>"], "ol li": ["three"], "blockquote": ["said"],
         "pre": ["**raw**"], "a": [], "img": [],
     }  # fmt: skip
-    assert "$x_1$ [a](javascript:alert(1))" in browser.texts(text)[0]
+    assert "\\x [a](javascript:alert(1))" in browser.texts(text)[0]
     assert browser.run(f"document.querySelector('{text} ol').start") == 3
     assert browser.run("window.hacked") is None
+
+
+def show_markdown(browser, tmp_path, reply):
+    """Open a sample with this reply, as Markdown; returns where its text is."""
+    folder = make_run(tmp_path / "a", num_steps=1)
+    write_lines(folder / "rollouts" / "step_00001.jsonl", [sample(1, 0, reply=reply)])
+    browser.open(write(folder) + "#sample/0/step_00001/0")
+    browser.wait("!!document.querySelector('#sample')")
+    browser.run("document.querySelector('#markdown').click()")
+    return "#conversation .assistant .text"
+
+
+FORMULAS = {  # in MathML, without attributes
+    r"$\frac{a}{b}$": "<mfrac><mi>a</mi><mi>b</mi></mfrac>",
+    r"$\frac12$": "<mfrac><mn>1</mn><mn>2</mn></mfrac>",
+    r"\(x_{1}^2\)": "<msubsup><mi>x</mi><mn>1</mn><mn>2</mn></msubsup>",
+    r"$x^10$": "<msup><mi>x</mi><mn>1</mn></msup><mn>0</mn>",  # as LaTeX reads it
+    r"$\sqrt[3]{8}-\sqrt x$":
+        "<mroot><mn>8</mn><mn>3</mn></mroot><mo>−</mo><msqrt><mi>x</mi></msqrt>",
+    r"$\alpha \le 10{,}000$": "<mi>α</mi><mo>≤</mo><mn>10,000</mn>",
+    r"$f'$": "<msup><mi>f</mi><mo>′</mo></msup>",
+    r"$$\sum_{i=1}^n i$$":
+        "<munderover><mo>∑</mo><mrow><mi>i</mi><mo>=</mo><mn>1</mn></mrow><mi>n</mi></munderover>"
+        "<mi>i</mi>",
+    r"\[\left(\frac{1}{x}\right]\].":
+        "<mrow><mo>(</mo><mfrac><mn>1</mn><mi>x</mi></mfrac><mo>]</mo></mrow><mtext>.</mtext>",
+    r"$50\% \text{ if } x \in \mathbb{R}$":
+        "<mn>50</mn><mi>%</mi><mtext>&nbsp;if&nbsp;</mtext><mi>x</mi><mo>∈</mo><mi>ℝ</mi>",
+    r"$\boxed{42}$": "<mrow><mn>42</mn></mrow>",
+    "\\[\n\\begin{aligned}\na &= 1 \\\\\n  &= 2\n\\end{aligned}\n\\]":
+        "<mtable><mtr><mtd><mi>a</mi></mtd><mtd><mo>=</mo><mn>1</mn></mtd></mtr>"
+        "<mtr><mtd></mtd><mtd><mo>=</mo><mn>2</mn></mtd></mtr></mtable>",
+}  # fmt: skip
+NO_FORMULAS = (
+    "$5 and $6", "from $5-$10, or 3$", "$5 per apple$", r"$\unknown{x}$", r"$\frac{1}{2$", "$x}$",
+    r"$\text{a $ b}$", r"\(x", "$$x$", r"\$x\$", "`$x$`", r"$\begin{matrix} 1 \end{pmatrix}$",
+    "$x^$", "$" + 50 * "{" + 50 * "}" + "$", "$x" + 50 * r"\over x" + "$",
+    r"$\constructor$", "$<script>\u202e$",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_formulas_are_mathml(browser, tmp_path, width):
+    browser.resize(width, 844)
+    reply = "\n\n".join([*FORMULAS, "$" + "+".join(f"x_{{{n}}}" for n in range(80)) + "$"])
+    text = show_markdown(browser, tmp_path, reply)
+    tags = r"/<(\w+)[^>]*>/g, '<$1>'"
+    found = browser.run(
+        f"[...document.querySelectorAll('{text} math')].map(m => m.innerHTML.replace({tags}))"
+    )
+    for shown, (source, expected) in zip(found, FORMULAS.items(), strict=False):
+        assert shown == expected, source
+    assert len(found) == len(FORMULAS) + 1  # the last one is wide
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    top, bottom = (
+        browser.run(f"document.querySelector('{text} mfrac > mi:{part}-child').{box}")
+        for part, box in (("first", "getBoundingClientRect().bottom"),
+                          ("last", "getBoundingClientRect().top"))
+    )  # fmt: skip
+    assert top <= bottom + 1
+
+
+def test_what_is_no_formula_or_not_understood_stays_its_source(browser, tmp_path):
+    text = show_markdown(browser, tmp_path, "\n\n".join(NO_FORMULAS))
+    assert browser.texts(f"{text} math") == []
+    shown = [source.strip("`").replace("\u202e", "U+202E") for source in NO_FORMULAS]
+    assert browser.texts(f"{text} p") == shown
+
+
+HOSTILE_MARKS = (
+    "\\", "$", "$x$ ", "$$x$$\n\n", r"\(", "\\[\n", "{", r"$\frac{", "**a ", "a`b``c",
+    "\\begin{align}\n", "- a\n1. a\n",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mark", HOSTILE_MARKS)
+def test_a_megabyte_of_marks_becomes_a_bounded_number_of_formulas(browser, address, mark):
+    """Shown whole, as a live page shows it; quadratic work would not end within the limit."""
+    browser.open(address)
+    reply = f"{json.dumps(mark)}.repeat({2**20 // len(mark)})"
+    formulas, length = browser.run(
+        f"{{ const node = el('div', {{}}, markdown({reply}));"
+        "[node.querySelectorAll('math *').length, node.textContent.length] }"
+    )
+    assert formulas <= 20_000
+    has_formulas = mark.startswith(("$x", "$$x"))
+    assert length >= 200_000 and (formulas > 5_000) == has_formulas
 
 
 def test_a_phone_shows_the_sample_above_the_fold(browser, address):

@@ -1,14 +1,16 @@
 """The run's folder: what is written can be read back, and what is done again is forgotten."""
 
 import json
+import re
 import struct
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from support.made_runs import HOSTILE
-from support.paths import ROOT
+from support.paths import DOCS, ROOT, SOURCES
 
 from roll_lite import __main__ as roll_lite_command
 from roll_lite.report.config_file import command_line
@@ -125,14 +127,16 @@ def test_rollouts_hold_the_advantages_of_what_was_trained_on(tmp_path):
     advantages[1] = [0.25, -0.1]  # as an estimator with one for each token
     del advantages[2]  # as if it was masked
     run = Run(tmp_path, PROMPT, num_steps=1, shown={})
-    run.write_rollouts(1, [group], advantages, {1: [2.5, 0.3]})
+    run.write_rollouts(1, [group], advantages, {1: [2.5, 0.3]}, {1: [0.0, 0.01]})
     run.flush()
     lines = (tmp_path / "rollouts" / "step_00001.jsonl").read_text().splitlines()
     first, second, third = map(json.loads, lines)
     assert first["advantages"] == pytest.approx(-1.0, abs=1e-4)  # GRPO: (0 - 0.5) / 0.5
     assert numbers(second["advantages"]) == [0.25, float32(-0.1)]
     assert numbers(second["entropies"]) == [2.5, float32(0.3)]
-    assert not {"advantages", "entropies"} & third.keys() and "entropies" not in first
+    assert numbers(second["mismatches"]) == [0.0, float32(0.01)]
+    assert not {"advantages", "entropies", "mismatches"} & third.keys()
+    assert not {"entropies", "mismatches"} & first.keys()
 
 
 @pytest.mark.parametrize("reward", [None, 0.1, True, float("nan"), float("inf")])
@@ -197,3 +201,23 @@ def test_a_start_says_what_it_ran_on(tmp_path):
             ["git", "rev-parse", "HEAD"], cwd=clone, capture_output=True, text=True
         )
         assert start["commit"].removesuffix("-dirty") == head.stdout.strip()
+
+
+def test_the_page_of_the_run_folder_names_every_event_and_key(tmp_path):
+    sample = Sample(prompt=PROMPT, index=0, score=Score(value=0.5), seed=1)
+    for first in (1, 9):  # the second turn begins another sequence
+        sample.add_turn(turn([first], [4], [-0.1], 7))
+    sample.enter("done", 7)
+    run = Run(tmp_path, PROMPT, num_steps=1, shown={})
+    run.write_rollouts(1, [Group(prompt=PROMPT, samples=[sample])], {0: [0.1]}, {0: [0.1]})
+    run.note_samples(1, [(sample, "why")])
+    run.close()
+    rows = [json.loads((tmp_path / "rollouts" / "step_00001.jsonl").read_text())]
+    rows.append(json.loads((tmp_path / "events.jsonl").read_text()))
+    rows += json.loads((tmp_path / "config.json").read_text())["starts"]
+    texts = [path.read_text() for path in Path(SOURCES).rglob("*.py")]
+    names = {name for text in texts for name in re.findall(r"\bnote\(\s*\"(\w+)\"", text)}
+    assert {"checkpoint", "hint", "skipped"} < names
+    names |= {key for row in rows for key in row} | {key for t in rows[0]["turns"] for key in t}
+    page = (DOCS / "reference" / "run-folder.md").read_text()
+    assert not [name for name in sorted(names) if f"`{name}`" not in page]

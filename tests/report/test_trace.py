@@ -28,7 +28,7 @@ def folder(tmp_path):
     for step in (1, 2, 3):
         at = 98.25 + 2 * step  # when the rollout begins
         made = [
-            sample(step, n, turns=[{"replica": n % 2}], events=[
+            sample(step, n, turns=[{}], replicas=[n % 2], events=[
                 ["queued", at, 0], ["generating", at + 0.125, 0],
                 ["stepping", at + 0.25 + n / 8, 0], ["scoring", at + 0.5 + n / 8, 0],
                 ["done", at + 0.5625 + n / 8, 0],

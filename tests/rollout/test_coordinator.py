@@ -629,7 +629,7 @@ def test_when_all_replicas_die_the_run_ends_with_their_error():
     with (
         FakeEngines(2, dies=((0, 5), (1, 9))) as engines,
         coordinator_over(engines, prompts_per_step=8, max_retries=100) as rollout,
-        pytest.raises(RuntimeError, match=r"no engine replica works(.|\n)*dead for ever"),
+        pytest.raises(RuntimeError, match=r"no engine works(.|\n)*dead for ever"),
     ):
         rollout.collect()
 

@@ -14,6 +14,7 @@ from roll_lite.train.advantages import AdvantageOptions
 from roll_lite.train.batch import pack, unpack
 from roll_lite.train.losses import LOSSES, PolicyLoss, ValueLoss
 from roll_lite.train.sample_rows import Rows
+from roll_lite.train.sequences import with_field
 from roll_lite.types import Group, Turn
 
 KINDS = ("sampled", "observed")
@@ -247,14 +248,14 @@ def measured_by(metrics):
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_sum"])
 def test_metrics_of_a_step_are_of_their_own_rows(place, qwen_folder, aggregation):
-    """And entropies come back to the sampled tokens."""
+    """And what is noted of tokens comes back to the sampled ones."""
     sequences = episodes()
     options = {"loss": "ppo", "kl_coef": 0.1, "entropy_coef": 0.01}
     plain = from_flat(PolicyLoss, **options)
     trainer = make_trainer(place, qwen_folder, plain)
     batch = pack(without(sequences), 60, aggregation=aggregation)
     expected = measured_by(trainer.step(batch))
-    entropies = unpack(batch, trainer.entropies(), sequences)
+    noted = by_token(trainer, batch, sequences)
 
     def mixed(*arguments):
         loss_R, measurements = LOSSES["ppo"](*arguments)
@@ -264,13 +265,45 @@ def test_metrics_of_a_step_are_of_their_own_rows(place, qwen_folder, aggregation
     logprobs = trainer.logprobs(everywhere := pack(observed_alone(sequences), 10**6))
     batch = pack(sequences, 60, aggregation=aggregation)
     found = measured_by(trainer.step(batch))
-    by_token = unpack(everywhere, logprobs, sequences)
-    said = [-by_token[s][i] for s, i in places(sequences, "observed")]
+    all_logprobs = unpack(everywhere, logprobs, sequences)
+    said = [-all_logprobs[s][i] for s, i in places(sequences, "observed")]
     cross_entropy = found.pop("loss/own_observed")
     assert cross_entropy == pytest.approx(sum(said) / len(said), rel=1e-4)
     assert found == pytest.approx(expected, rel=1e-4)
-    again = unpack(batch, trainer.entropies(), sequences)
-    assert all(a == pytest.approx(b, rel=1e-4) for a, b in zip(again, entropies, strict=True))
+    again = by_token(trainer, batch, sequences)
+    assert again.keys() == noted.keys() == {"entropies", "mismatches"}
+    for field, values in noted.items():
+        assert any(map(any, values))
+        assert all(
+            a == pytest.approx(b, rel=1e-4) for a, b in zip(again[field], values, strict=True)
+        )
+
+
+def by_token(trainer, batch, sequences):
+    """What the last step noted, by field, sequence and token."""
+    micros = trainer.noted()
+    return {f: unpack(batch, [micro[f] for micro in micros], sequences) for f in micros[0]}
+
+
+def test_a_mismatch_is_the_distance_from_the_behaviour_logprob(place, qwen_folder):
+    """Also where ratios are of the trainer's own logprobs before the update."""
+    sequences = without(episodes())
+    for options in ({}, {"denominator": "old"}):
+        trainer = make_trainer(place, qwen_folder, from_flat(PolicyLoss, **options))
+        batch = pack(sequences, 60)
+        own = unpack(batch, trainer.logprobs(batch), sequences)
+        if options:
+            sequences = with_field(sequences, "old_logprobs", own)
+        trainer.step(batch := pack(sequences, 60))
+        found = by_token(trainer, batch, sequences)["mismatches"]
+        for sequence, trainers, mismatches in zip(sequences, own, found, strict=True):
+            expected = [
+                abs(a - b) * is_learnt
+                for a, b, is_learnt in zip(
+                    trainers, sequence.logprobs, sequence.loss_mask, strict=True
+                )
+            ]
+            assert mismatches[1:] == pytest.approx(expected[1:], abs=1e-5)
 
 
 def observed_alone(sequences):

@@ -122,7 +122,7 @@ class RoleHandle:
         if name.startswith("_") or not callable(getattr(self._cls, name, None)):
             known = [n for n in dir(self._cls) if not n.startswith("_")]
             raise AttributeError(
-                f"{self._cls.__name__}, the worker of role {self.role.name}, has no method {name}; "
+                f"{self._cls.__name__}, the class of role {self.role.name}, has no method {name}; "
                 f"it has {listing(known, 'and') if known else 'none'}"
             )
         return Method(self._controller, self.role, name, self._deadline)
@@ -145,6 +145,6 @@ class RoleHandle:
 
     def __reduce__(self):
         raise TypeError(
-            f"the handle of role {self.role.name} stays with the controller; pass the worker what "
+            f"the handle of role {self.role.name} stays with the controller; pass the role what "
             "it needs instead"
         )

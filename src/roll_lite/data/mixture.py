@@ -95,7 +95,7 @@ class Stream:
 
     domain: str
     weight: Fraction
-    """Share of the mixture, not normalized."""
+    """Share of the mixture, not normalised."""
     prompts: Shuffled[Prompt] | Endless[Prompt] | Indexed[Prompt]
     num_drawn: int = 0
     """Prompts drawn in turn; `next_of` takes further ones."""

@@ -203,12 +203,12 @@ def read_hf_config(folder: str | Path) -> dict:
 
 
 def _where_the_model_is(run: Path) -> str:
-    """What to give instead of the folder of a run, whose config.json is report/config_file.py's."""
+    """What to give instead of a run folder, whose config.json is report/config_file.py's."""
     model = run / "model"
     scores = {path: _score(path) for path in sorted((run / "checkpoints").glob("step-*"))}
     newest = max(scores, default=None)
     has_model = (model / "config.json").exists()
-    parts = [f"{run} is the folder of a run"]
+    parts = [f"{run} is a run folder"]
     parts.append(f"its model is {model}" if has_model else "it has written no model yet")
     best = max(scores, key=scores.get, default=None)
     if best is not None and scores[best] > scores[newest]:

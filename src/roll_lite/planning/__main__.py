@@ -41,7 +41,7 @@ DEFAULT = "qwen3-0.6b"
 @dataclass(frozen=True, kw_only=True)
 class Config:
     run: str | None = None
-    """Folder of a run of recipes/rlvr.py on GPUs: the seconds that its steps took, beside those
+    """Run folder of recipes/rlvr.py on GPUs: the seconds that its steps took, beside those
     planned for the samples that it had. Only --model is read beside it."""
     model: str | None = None
     """Hugging Face folder, a name on the Hugging Face Hub, as Qwen/Qwen3-8B, or a shape:

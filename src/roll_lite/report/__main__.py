@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs, or above them")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders above them")
     parser.add_argument("--out", type=Path, help="the file to write (report.html in the first)")
     parser.add_argument(
         "--samples-mb",

@@ -26,8 +26,8 @@ from roll_lite.report.trace import PHASES, ROLES
 
 WEB = Path(__file__).parent / "web"
 SCRIPTS = (
-    "dom", "chart", "runs", "overview", "curves", "times", "timeline", "markdown", "sample",
-    "rollouts", "main",
+    "dom", "chart", "runs", "overview", "curves", "times", "timeline", "maths", "markdown",
+    "sample", "rollouts", "main",
 )  # fmt: skip
 MAX_ROWS = 5000
 """Rows of metrics.jsonl, of all runs."""
@@ -35,7 +35,7 @@ NEWEST_STEPS, MAX_STEPS = 3, 24
 """Steps whose samples are in the file if all are too many: the newest, and an even choice."""
 MAX_TEXT, MAX_ITEMS = 20_000, 8_000
 """Characters of a text, and entries of a list, that the file keeps of one sample."""
-PACKED = ("logprobs", "entropies", "advantages")
+PACKED = ("logprobs", "entropies", "mismatches", "advantages")
 """Fields whose texts are numbers, as in records.py: 16 characters are three numbers."""
 
 
@@ -136,7 +136,7 @@ def clip(value: Any) -> Any:
     """The value with long texts and lists cut; a text names what is left out."""
     if isinstance(value, str) and len(value) > MAX_TEXT:
         more = f"{len(value) - MAX_TEXT:,} more characters"
-        return f"{value[:MAX_TEXT]}… [{more} are in the run's folder; --serve shows them]"
+        return f"{value[:MAX_TEXT]}… [{more} are in the run folder; --serve shows them]"
     if isinstance(value, dict):
         return {
             name: part[: MAX_ITEMS // 3 * 16]

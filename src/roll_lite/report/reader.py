@@ -107,7 +107,7 @@ def find_runs(folder: str | Path) -> list[Path]:
         found += filter(is_run, below)
         level = [path for path in below if path not in found]
     if not found:
-        raise UserError(f"{folder} is not the folder of a run, and none is below it")
+        raise UserError(f"{folder} is not a run folder, and none is below it")
     return sorted(found)
 
 
@@ -129,7 +129,7 @@ class RunFolder:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            raise UserError(f"{folder} is not a folder; name the folder of a run, as runs/a")
+            raise UserError(f"{folder} is not a folder; name a run folder, as runs/a")
         self._metrics = JsonLines(self.folder / "metrics.jsonl")
         self._events = JsonLines(self.folder / "events.jsonl")
         self.num_restarts = 0

@@ -1,9 +1,10 @@
 """Records of samples: the lines of JSON that they become and are read from, and their writer.
 
 In a line of rollouts/, `token_ids` holds, turn by turn, the tokens read and then those sampled.
-`logprobs`, `entropies` and `advantages` belong to the sampled: base64 of float32 numbers, which is
-exact and cheap to write; `numbers` reads it. `advantages` is one number if all are equal. Without
-training, `entropies` and `advantages` are left out.
+`logprobs`, `entropies`, `mismatches` and `advantages` belong to the sampled: base64 of float32
+numbers, which is exact and cheap to write; `numbers` reads it. `mismatches` are distances of the
+trainer's logprobs from the engine's. `advantages` is one number if all are equal. Without training,
+the last three are left out.
 
 `visit` says how often the prompt had been sampled before, and `seed` is the group's, from which all
 random numbers of its samples derive; `prompt_seed` is that of the environment, where it is fixed.
@@ -11,6 +12,7 @@ random numbers of its samples derive; `prompt_seed` is that of the environment, 
 
 import json
 import math
+import os
 import threading
 import time
 from array import array
@@ -31,6 +33,8 @@ _encode_finite = json.JSONEncoder(
 ).encode
 _quoted = json.encoder.encode_basestring_ascii
 _EMPTY = '""'
+REMARKS = ',"reason":'
+"""Text inside a line that is no such key has its quotes escaped."""
 SLICE_SECONDS = 0.0002
 PAUSE_SECONDS = 0.0001
 MAX_PENDING = 8
@@ -57,16 +61,19 @@ def rollout_lines(
     groups: Iterable[Group],
     advantages: Mapping[int, list[float]] = NOT_TRAINED,
     entropies: Mapping[int, list[float]] = NOT_TRAINED,
+    mismatches: Mapping[int, list[float]] = NOT_TRAINED,
 ) -> Iterator[str]:
-    """Samples in full; advantages and entropies are by the sample's number."""
+    """Samples in full; what training says of them is by the sample's number."""
     number = 0
     for group in groups:
         prompt = _opening(group.prompt)  # once for all samples: it may be long
         for sample in group.samples:
-            learnt = _learnt(advantages.get(number), entropies.get(number))
+            of_tokens = {"entropies": entropies, "mismatches": mismatches}
+            found = {name: numbers.get(number) for name, numbers in of_tokens.items()}
+            learnt = _learnt(advantages.get(number), found)
             yield (
-                f"{prompt},{_outcome(sample)},{_tokens(sample)}{learnt},"
-                f'"events":{_events(sample)}}}\n'
+                f"{prompt},{_outcome(sample)},{_tokens(sample)}{learnt}{_remarks(sample)},"
+                f'"replicas":{_replicas(sample)},"events":{_events(sample)}}}\n'
             )
             number += 1
 
@@ -75,7 +82,14 @@ def answer_lines(groups: Iterable[Group]) -> Iterator[str]:
     """Samples as text, with their scores."""
     for group in groups:
         prompt = _opening(group.prompt)
-        yield from (f"{prompt},{_outcome(sample)}}}\n" for sample in group.samples)
+        yield from (
+            f"{prompt},{_outcome(sample)}{_remarks(sample)}}}\n" for sample in group.samples
+        )
+
+
+def repeated_part(line: str) -> str:
+    """What a line of rollouts/ has in every run that repeats the sample: all before its remarks."""
+    return line.rpartition(REMARKS)[0]
 
 
 def dropped_lines(step: int, dropped: Iterable[tuple[Sample, str]]) -> Iterator[str]:
@@ -89,9 +103,8 @@ def dropped_lines(step: int, dropped: Iterable[tuple[Sample, str]]) -> Iterator[
             opening = encode({"event": "sample", "step": step, **about})[:-1]
         yield (
             f'{opening},"why":{_quoted(why)},"time":{sample.events[-1].time:.4f},{_outcome(sample)},'
-            f'"tokens":{sample.num_sampled},'
-            f'"replicas":[{",".join([_whole(turn.replica) for turn in sample.turns])}],'
-            f'"events":{_events(sample)}}}\n'
+            f'"tokens":{sample.num_sampled}{_remarks(sample)},'
+            f'"replicas":{_replicas(sample)},"events":{_events(sample)}}}\n'
         )
 
 
@@ -100,7 +113,7 @@ def pack(numbers: Sequence[float]) -> str:
 
 
 def numbers(packed: str) -> list[float]:
-    """Logprobs, entropies or advantages of a line."""
+    """Logprobs, entropies, mismatches or advantages of a line."""
     try:
         return array("f", b64decode(packed)).tolist()
     except ValueError as error:
@@ -124,11 +137,8 @@ def _opening(prompt: Prompt) -> str:
 
 def _outcome(sample: Sample) -> str:
     """Fields of a line. Samples are many, and an encoder for all of it takes twice as long."""
-    error = sample.error
     end = sample.end
-    value, parts, reason = None, {}, ""
-    if score := sample.score:
-        value, parts, reason = score.value, score.parts, score.reason
+    value, parts = (sample.score.value, sample.score.parts) if sample.score else (None, {})
     is_number = value is not None and math.isfinite(value)
     transcript = f'"transcript":{encode(sample.transcript)},' if len(sample.turns) > 1 else ""
     return (
@@ -136,10 +146,21 @@ def _outcome(sample: Sample) -> str:
         f'"seed":{_whole(sample.seed)},"state":"{sample.state}",'
         f'"reply":{_quoted(sample.reply)},{transcript}"end":{_quoted(end) if end else _EMPTY},'
         f'"reward":{float(value) if is_number else "null"},'
-        f'"parts":{encode(parts) if parts else "{}"},'
-        f'"reason":{_quoted(str(reason)) if reason else _EMPTY},'
-        f'"error":{_quoted(error) if error else "null"}'
+        f'"parts":{encode(parts) if parts else "{}"}'
     )
+
+
+def _remarks(sample: Sample) -> str:
+    """Texts that may differ where the sample repeats: they may name times and processes."""
+    reason = sample.score.reason if sample.score else ""
+    return (
+        f"{REMARKS}{_quoted(str(reason)) if reason else _EMPTY},"
+        f'"error":{_quoted(sample.error) if sample.error else "null"}'
+    )
+
+
+def _replicas(sample: Sample) -> str:
+    return f"[{','.join([_whole(turn.replica) for turn in sample.turns])}]"
 
 
 def _whole(value: int | None) -> str:
@@ -180,18 +201,18 @@ def _turn(turn: Turn, known: int, is_one_of_several: bool) -> str:
     versions = ",".join([f"[{first},{version}]" for first, version in turn.versions])
     return (
         f'{{"read":{len(turn.prompt_ids) - known},"sampled":{len(turn.token_ids)},'
-        f'"finish":"{turn.finish_reason}","versions":[{versions}],'
-        f'"replica":{_whole(turn.replica)}{more}}}'
+        f'"finish":"{turn.finish_reason}","versions":[{versions}]{more}}}'
     )
 
 
-def _learnt(advantages: list[float] | None, entropies: list[float] | None) -> str:
+def _learnt(advantages: list[float] | None, of_tokens: dict[str, list[float] | None]) -> str:
     fields = ""
     if advantages:  # most estimators give all tokens of a sample the same
         is_one = advantages.count(advantages[0]) == len(advantages)
         numbers = round(advantages[0], 5) if is_one else pack(advantages)
         fields = f',"advantages":{encode(numbers)}'
-    return f'{fields},"entropies":"{pack(entropies)}"' if entropies else fields
+    packed = [f',"{name}":"{pack(numbers)}"' for name, numbers in of_tokens.items() if numbers]
+    return fields + "".join(packed)
 
 
 class Token(NamedTuple):
@@ -259,6 +280,10 @@ class Writer:
 
     def write(self, path: Path, lines: Iterable[str]) -> None:
         self._put(self._replace, path, lines)
+
+    def read(self, lines: Iterable[str]) -> None:
+        """Go through lines that are not written, for what this does."""
+        self._put(self._append, Path(os.devnull), lines)
 
     def flush(self) -> None:
         """Returns when all is written."""

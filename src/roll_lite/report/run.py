@@ -1,7 +1,9 @@
 """The folder of a run.
 
 config.json      the options, and their history: every start with its command and changes
+contracts/       what decides the bits of a run, for each start that differs in it
 metrics.jsonl    one line per step
+digests.jsonl    one line per step: digests of what it was made of and of what came of it
 events.jsonl     one line per dropped sample, with prompt, reply, state changes and the reason (in
                  the state `filtered` only for steps whose rollouts are written); one line per
                  checkpoint, resume, and prompt whose tests a program that does nothing passes
@@ -27,6 +29,8 @@ from roll_lite.checks import UserError
 from roll_lite.files import own_content
 from roll_lite.progress import PhaseFile, ProgressBar, terminal_width
 from roll_lite.report.config_file import to_json, write_config
+from roll_lite.report.contract import Contract, write_contract
+from roll_lite.report.digests import FILE, DigestLines
 from roll_lite.report.overview import Hints
 from roll_lite.report.reader import JsonLines, parse_line
 from roll_lite.report.records import (
@@ -42,6 +46,7 @@ from roll_lite.report.trackers import OpenTracker, TrackedRun, Trackers
 from roll_lite.types import Group, Sample
 
 LOCK = ".lock"
+NO_CONTRACT: Contract = {}
 NO_RANKS: Mapping[str, Sequence[Sequence[int]]] = {}
 
 
@@ -55,14 +60,16 @@ class Run:
         *,
         num_steps: int,
         shown: dict[str, str],
+        contract: Contract = NO_CONTRACT,
         resumed_at: int | None = None,
         trackers: Sequence[OpenTracker] = (),
         ranks: Mapping[str, Sequence[Sequence[int]]] = NO_RANKS,
     ):
         """`shown` maps the metrics of the console to their titles, the most important first.
 
-        A run that is `resumed_at` a step keeps the records up to that step. `trackers` get the
-        metrics too. `ranks` are those of each replica of each role.
+        `contract` is what decides the bits of a run of several steps. A run that is `resumed_at` a
+        step keeps the records up to that step. `trackers` get the metrics too. `ranks` are those of
+        each replica of each role.
         """
         self.folder = Path(folder)
         self._shown = shown
@@ -79,7 +86,11 @@ class Run:
         print(f"run folder: {self.folder}", flush=True)
         if resumed_at and resumed_at == num_steps:
             print(f"{place}: nothing is left to train; --steps N goes on", flush=True)
-        run_id = write_config(self.folder, config, resumed_at, shown=shown, ranks=ranks)
+        about = {"shown": shown, "ranks": ranks}
+        if contract:
+            about["contract"] = write_contract(self.folder, contract)
+        run_id = write_config(self.folder, config, resumed_at, **about)
+        self._digests = DigestLines(self.folder, about.get("contract", ""))
         self.phase = PhaseFile(self.folder / "phase", step=resumed_at or 0)
         self._hints = Hints()
         self._bar = ProgressBar(num_steps, "steps", done=resumed_at or 0)
@@ -156,7 +167,7 @@ class Run:
     def _drop_records_after(self, step: int) -> int:
         """Drop the records of steps that will be repeated; returns the last that was recorded."""
         last_step = -1
-        for name in ("metrics.jsonl", "events.jsonl"):
+        for name in ("metrics.jsonl", "digests.jsonl", "events.jsonl"):
             path = self.folder / name
             path.touch()
             partial = path.with_suffix(".partial")
@@ -204,16 +215,36 @@ class Run:
         groups: list[Group],
         advantages: Mapping[int, list[float]] = NOT_TRAINED,
         entropies: Mapping[int, list[float]] = NOT_TRAINED,
+        mismatches: Mapping[int, list[float]] = NOT_TRAINED,
+        *,
+        is_recorded: bool = True,
     ) -> None:
-        """Record all samples in full; advantages and entropies are by the sample's number."""
-        self._trackers.log_samples(step, "samples", groups)
-        self._write_samples(f"step_{step:05d}", rollout_lines(groups, advantages, entropies))
+        """Record all samples in full, or only their digest; what training says of them is by the
+        sample's number."""
+        lines = rollout_lines(groups, advantages, entropies, mismatches)
+        lines = self._digests.passing("samples", lines)
+        if is_recorded:
+            self._trackers.log_samples(step, "samples", groups)
+            self._write_samples(f"step_{step:05d}", lines)
+        else:
+            self._writer.read(lines)
 
-    def write_answers(self, step: int, groups: list[Group]) -> None:
-        """Record the text and the rewards of an evaluation's samples, if there are any."""
-        if groups:
+    def write_answers(self, step: int, groups: list[Group], *, is_recorded: bool = True) -> None:
+        """Record the text and the rewards of an evaluation's samples, if there are any, or only
+        their digest."""
+        lines = self._digests.passing("answers", answer_lines(groups))
+        if groups and is_recorded:
             self._trackers.log_samples(step, "eval_samples", groups)
-            self._write_samples(f"eval_{step:05d}", answer_lines(groups))
+            self._write_samples(f"eval_{step:05d}", lines)
+        elif groups:
+            self._writer.read(lines)
+
+    def write_digests(
+        self, step: int, digests: Mapping[str, str], metrics: Mapping[str, float]
+    ) -> None:
+        """Record the digests of a step, after its samples, answers and metrics."""
+        lines = self._digests.of_step(step, digests, metrics)
+        self._writer.append(self.folder / FILE, lines)
 
     def _write_samples(self, name: str, lines: Iterable[str]) -> None:
         (self.folder / "rollouts").mkdir(exist_ok=True)

@@ -200,9 +200,7 @@ class _Trace:
 
 def _replicas(sample: Row) -> list[int | None]:
     """The engine of each turn."""
-    if "replicas" in sample:
-        return sample["replicas"]
-    return [turn.get("replica") for turn in sample.get("turns", ())]
+    return sample.get("replicas", [])
 
 
 def _names(pid: int, process: str, *threads: str) -> Iterator[Row]:

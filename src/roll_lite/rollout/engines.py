@@ -327,7 +327,7 @@ class EngineClient:
     def _check_any_works(self, text: str) -> None:
         if all(map(self._is_broken, range(len(self._num_failures)))):
             self._is_lost = True
-            raise RuntimeError(f"no engine replica works any more; the last error:\n{text}")
+            raise RuntimeError(f"no engine works any more; the last error:\n{text}")
 
     def _resend(self, pending: PendingRequest, replica: int) -> None:
         """Send a request again for its unfinished samples, with the same random numbers."""

@@ -31,7 +31,7 @@ class EvaluationOptions:
     """Steps between evaluations; there is also one before the first step and after the last. 0 is
     never."""
     eval_data: tuple[str, ...] = ()
-    """Prompt files or tasks to evaluate on; by default held-out questions of the tasks in data."""
+    """Prompt files or tasks to evaluate on; by default held-out prompts of the tasks in data."""
     eval_share: float = 0.0
     """Share of the rows of each file in data that is evaluated on and never trained on."""
     eval_prompts: int = 256
@@ -39,7 +39,7 @@ class EvaluationOptions:
     eval_samples: int = 1
     """Samples per prompt: 1 is greedy, more are sampled at `temperature` (pass@1 and pass@k)."""
     pass_reward: float | None = None
-    """Smallest reward with which a sample passes; None is 1.0, and if no answer of the first
+    """Smallest reward with which a sample passes; None is 1.0, and if no sample of the first
     evaluation passes, the best checkpoint is that of the highest mean reward instead."""
 
     def __post_init__(self):

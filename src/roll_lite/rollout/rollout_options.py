@@ -78,7 +78,7 @@ class RolloutOptions:
     """Retries of a request that an engine failed, and of a reward that raised; not of a plain
     function that reached its time limit, unless its process lacked a processor."""
     samples_per_replica: Argument[int] = 1024
-    """Most unfinished samples per engine replica; further groups wait until a replica has room."""
+    """Most unfinished samples per engine; further groups wait until an engine has room."""
     journal: bool = True
     """Keep finished samples in the run folder until the next checkpoint, so that after a crash only
     what was in flight is generated again."""

@@ -121,8 +121,8 @@ class Sandbox:
     """A process that forks programs, one at a time: `with Sandbox() as sandbox`.
 
     isolation="full" raises SandboxUnavailable if the kernel lacks something that it needs.
-    isolation="rlimits" enforces the limits and nothing else: the program can reach files, the
-    network and, unless this is root, the user's own processes.
+    isolation="rlimits" has the limits and the filter of system calls alone: the program can reach
+    files, the network and, unless this is root, the user's own processes.
     """
 
     def __init__(self, isolation: Isolation = "full"):

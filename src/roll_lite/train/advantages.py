@@ -64,7 +64,7 @@ Lam = Annotated[
     AtMost(1),
 ]
 Baseline = Annotated[
-    Literal["none", "batch", "group"], Doc("Subtract the mean score of the batch or group.")
+    Literal["none", "batch", "group"], Doc("Subtract the mean reward of the batch or group.")
 ]
 StepWeight = Annotated[float, Doc("Weight of a turn's advantage beside the episode's.")]
 

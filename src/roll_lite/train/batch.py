@@ -8,7 +8,7 @@ into micro-batches and over ranks.
 
 import struct
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from heapq import heappop, heappush, heapreplace
 
@@ -29,6 +29,8 @@ from roll_lite.train.sequences import (
     sample_runs,
 )
 
+FOLLOWING = ("positions_T", "sequence_R", "sample_R", "segment_R")
+"""Fields of a micro-batch that follow from others."""
 CODES = {"b": torch.int8, "q": torch.int64, "d": torch.float64}  # of struct
 
 
@@ -83,6 +85,13 @@ class MicroBatch:
         return MicroBatch(
             **{k: moved(v) if isinstance(v, Tensor) else v for k, v in values.items()}
         )
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that others do not follow from, by names without their dimensions."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor) and field.name not in FOLLOWING:
+                yield field.name.removesuffix("K").rstrip("TRS").rstrip("_"), value
 
     @property
     def attention(self) -> PackedAttention:

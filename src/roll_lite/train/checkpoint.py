@@ -47,11 +47,14 @@ class CheckpointOptions:
     over all ranks. They are complete one step later; the last is not written so."""
     keep_last: int = 2
     """Checkpoints to keep, beside the one that evaluates best."""
+    keep_every: int = 0
+    """Write a checkpoint every N steps too, and keep these, for `roll-lite verify` and others to
+    begin at. A checkpoint has 12 bytes a parameter."""
     resume: bool = False
     """Resume the run in run_dir, if it has a checkpoint; --resume RUN_DIR and --resume auto too."""
 
     def __post_init__(self):
-        at_least(0, self, "checkpoint_minutes", "checkpoint_every", "export_every")
+        at_least(0, self, "checkpoint_minutes", "checkpoint_every", "export_every", "keep_every")
         at_least(1, self, "keep_last")
 
 
@@ -97,7 +100,8 @@ class RunState:
         """
         if options.resume:
             refuse_links_out(run_dir)
-        self._checkpoints = Checkpoints(f"{run_dir}/checkpoints", keep_last=options.keep_last)
+        kept = {"keep_last": options.keep_last, "keep_every": options.keep_every}
+        self._checkpoints = Checkpoints(f"{run_dir}/checkpoints", **kept)
         self._options = options
         self._trainers = trainers
         self._parts = parts
@@ -150,7 +154,8 @@ class RunState:
     def _is_due(self, run: Run) -> bool:
         minutes = self._options.checkpoint_minutes
         is_time = minutes > 0 and time.monotonic() - self._saved_at > 60 * minutes
-        return is_time or run.is_due(self.step, self._options.checkpoint_every)
+        every = (self._options.checkpoint_every, self._options.keep_every)
+        return is_time or any(run.is_due(self.step, number) for number in every)
 
     def _save(self, run: Run, *, beside: bool = False) -> None:
         run.flush()  # a resumed run does not write them again

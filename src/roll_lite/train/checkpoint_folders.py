@@ -36,7 +36,10 @@ CHUNK_BYTES = 4 * 2**20
 class Checkpoints:
     """The folder of a run's checkpoints; used by the controller."""
 
-    def __init__(self, folder: str | Path, *, keep_last: int = 2, keep_best: int = 1):
+    def __init__(
+        self, folder: str | Path, *, keep_last: int = 2, keep_best: int = 1, keep_every: int = 0
+    ):
+        """Kept are the last, the best and, with `keep_every`, those of all its multiples."""
         if keep_last < 1 or keep_best < 0:
             raise UserError(
                 f"keep_last={keep_last} must be at least 1 and keep_best={keep_best} at least 0"
@@ -44,6 +47,7 @@ class Checkpoints:
         self.folder = Path(folder)
         self.keep_last = keep_last
         self.keep_best = keep_best
+        self.keep_every = keep_every
         self._writing: set[int] = set()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._put_back_replaced()
@@ -138,6 +142,8 @@ class Checkpoints:
         scores = {path: score for path in present if (score := _score(path)) is not None}
         best = sorted(scores, key=lambda path: (scores[path], _step(path)), reverse=True)
         kept = {just_written, *present[: self.keep_last], *best[: self.keep_best]}
+        if self.keep_every:
+            kept |= {path for path in present if _step(path) % self.keep_every == 0}
         for path in set(present) - kept:
             # Rename first: a half-removed folder must not look like a checkpoint.
             removed = self._hidden(_step(path), "removed")

@@ -48,6 +48,9 @@ class TrainingSequence:
     rows too; those in loss_mask stay what they are."""
     entropies: list[float] = field(default_factory=list)
     """Entropy of the policy at token i when it was first trained on; for records alone."""
+    mismatches: list[float] = field(default_factory=list)
+    """Distance of the policy's logprob of token i from its behaviour logprob when it was first
+    trained on; for records alone."""
     teacher_ids: Tensor | None = None
     """(tokens, k): the teacher's likeliest tokens at the place of token i."""
     teacher_logprobs: Tensor | None = None
@@ -87,7 +90,7 @@ def with_field(
 
 
 def sampled_numbers(
-    sequences: list[TrainingSequence], name: Literal["advantages", "entropies"]
+    sequences: list[TrainingSequence], name: Literal["advantages", "entropies", "mismatches"]
 ) -> dict[int, list[float]]:
     """Numbers of the sampled tokens, by the number of their sample; none where unknown."""
     found: dict[int, list[float]] = {}

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LOSS, ENTROPY = "loss/loss", "loss/entropy"
+LOSS, ENTROPY, MISMATCH = "loss/loss", "loss/entropy", "mismatch/logprob_mean"
 WEIGHT, OBSERVED = "weight", "weight_observed"
 
 

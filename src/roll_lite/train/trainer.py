@@ -44,17 +44,20 @@ from roll_lite.train.checkpoint_folders import (
     read_pieces,
     verify,
 )
+from roll_lite.train.digests import RunningDigest, digest_tensors
 from roll_lite.train.losses import Loss
 from roll_lite.train.offload import local
 from roll_lite.train.optimizer import Schedule
 from roll_lite.train.scorer import Scorer
 from roll_lite.train.sequences import TrainingSequence
 from roll_lite.train.shards import Piece, ShardRecord, write_shard
-from roll_lite.train.totals import ENTROPY, LOSS, Totals
+from roll_lite.train.totals import ENTROPY, LOSS, MISMATCH, Totals
 from roll_lite.types import Truncation
 
 MAX_SKIPPED = 5
 """Updates in a row without a finite gradient that end a run."""
+NOTED: dict[str, str] = {"entropies": ENTROPY, "mismatches": MISMATCH}
+"""Fields of a sequence that a step may note, and the measurements that they are."""
 
 
 class Diverged(Ended):
@@ -103,8 +106,10 @@ class Trainer(Scorer):
         self.optimizer = AdamW(
             trained, weight_decay=weight_decay, betas=betas, moments_dtype=getattr(torch, moments)
         )
-        self._entropies: list[Tensor] = []
-        """Entropies of the rows of each micro-batch of the last step, on the device."""
+        self._digests = RunningDigest()
+        self._digest_seconds = 0.0
+        self._noted: list[dict[str, Tensor]] = []
+        """By field, numbers of the rows of each micro-batch of the last step, on the device."""
         self._checkpoint: Future[ShardRecord]
 
     def step(self, batch: list[MicroBatch], scheduled_at: int | None = None) -> dict[str, float]:
@@ -118,6 +123,9 @@ class Trainer(Scorer):
             torch.cuda.reset_peak_memory_stats()
         totals = self._accumulate(batch)
         grad_norm = self._clip()
+        with self._timed_digest():
+            gradients = ((n, local(p.grad)) for n, p in self.optimizer.parameters.items())
+            self._digests.add_text("gradient", digest_tensors(gradients))
         lr = self.schedule.at(self.num_steps if scheduled_at is None else scheduled_at)
         is_finite = grad_norm < float("inf")
         if is_finite:  # inf or nan would destroy the policy: skip the update
@@ -147,23 +155,51 @@ class Trainer(Scorer):
         """The gradient of all micro-batches; copies of the weights sum theirs after the last."""
         totals = Totals()
         last = len(batch) - 1
-        self._entropies = []
+        self._noted = []
         with _token_bar(batch, "training") as bar:
-            for number, micro in enumerate(batch):
-                micro = micro.to(self.device)
+            for number, sent in enumerate(batch):
+                micro = sent.to(self.device)
                 self.model.set_requires_all_reduce(number == last)
                 loss_R, measurements = self._loss(micro)
                 (loss_R * micro.weights_R).sum().backward()
+                with self._timed_digest():  # beside the device's work
+                    for name, tensor in sent.tensors():
+                        self._digests.add(f"batch/{name}", tensor)
                 rows = {LOSS: loss_R.detach(), **measurements}
                 totals.add(rows, micro.weights_R, micro.observed_R)
-                if ENTROPY in measurements:
-                    self._entropies.append(measurements[ENTROPY])
+                found = {field: measurements.get(name) for field, name in NOTED.items()}
+                self._noted.append({f: rows for f, rows in found.items() if rows is not None})
                 bar.advance(len(micro.token_ids_T))
         return totals
 
-    def entropies(self) -> list[Tensor]:
-        """The policy's entropy at each row of each micro-batch of the last step."""
-        return [entropy_R.cpu() for entropy_R in self._entropies]
+    def digests(self, *, with_frozen: bool = False) -> dict[str, str | float]:
+        """Of this rank's batches and clipped gradients since the last call, and of its weights; and
+        the seconds that they took. `with_frozen` adds the weights that are not trained."""
+        with self._timed_digest():
+            # As the files of a checkpoint have them.
+            held = sorted(self._written_pieces().items())
+            weights = (
+                (f"{name} at {list(piece.offsets)}", piece.tensor)
+                for name, piece in held
+                if name.startswith(f"{self.part}.model.") and piece.tensor.numel()
+            )
+            found = self._digests.take() | {"weights": digest_tensors(weights)}
+            if with_frozen:
+                frozen = [(n, p) for n, p in self._parameters.items() if not p.requires_grad]
+                tensors = ((n, self._readable(local(p.detach()))) for n, p in frozen)
+                found |= {"frozen": digest_tensors(tensors)} if frozen else {}
+        seconds, self._digest_seconds = self._digest_seconds, 0.0
+        return found | {"seconds": seconds}
+
+    @contextmanager
+    def _timed_digest(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._digest_seconds += time.perf_counter() - start
+
+    def noted(self) -> list[dict[str, Tensor]]:
+        """What NOTED names of each row of each micro-batch of the last step."""
+        return [{field: rows_R.cpu() for field, rows_R in micro.items()} for micro in self._noted]
 
     def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         targets = micro.targets_R if micro.teacher_ids_RK is None else micro.teacher_ids_RK
@@ -426,12 +462,14 @@ def _token_bar(batch: list[MicroBatch], label: str) -> ProgressBar:
     return ProgressBar(sum(len(micro.token_ids_T) for micro in batch), label, "tokens")
 
 
-def note_entropies(
+def note_numbers(
     trainer: RoleHandle, batch: list[MicroBatch], sequences: Sequence[TrainingSequence]
 ) -> None:
-    """Note in the sequences of a batch the entropies that the step on it computed, unless an
+    """Note in the sequences of a batch what NOTED names and the step on it computed, unless an
     earlier step has."""
-    replicas = trainer.entropies.options(collect="replicas")()
-    rows = [rows_R for replica in replicas for rows_R in replica]
-    for sequence, values in zip(sequences, unpack(batch, rows, sequences), strict=True):
-        sequence.entropies = sequence.entropies or values
+    replicas = trainer.noted.options(collect="replicas")()
+    micros = [micro for replica in replicas for micro in replica]
+    for field in micros[0]:
+        values = unpack(batch, [micro[field] for micro in micros], sequences)
+        for sequence, numbers in zip(sequences, values, strict=True):
+            setattr(sequence, field, getattr(sequence, field) or numbers)

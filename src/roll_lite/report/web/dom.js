@@ -1,7 +1,10 @@
 "use strict";
 // Elements and text. Data only ever become text nodes and attribute values, never HTML.
 
-const SVG = "http://www.w3.org/2000/svg";
+const NAMESPACES = {
+  svg: "http://www.w3.org/2000/svg",
+  math: "http://www.w3.org/1998/Math/MathML",
+};
 const SHOWN_CHARACTERS = 20000;
 const PHONE = 800; // pixels of width, as in page.css
 // Characters that would reorder or hide text: controls, and marks of writing direction.
@@ -10,15 +13,18 @@ const CONTROLS =
 
 // An element with attributes, listeners (onclick: f), styles (style: {color}) and children.
 function el(tag, attributes, ...children) {
-  const [, kind, name] = tag.match(/^(svg:)?(.+)$/);
-  const node = kind ? document.createElementNS(SVG, name) : document.createElement(name);
+  const [name, kind] = tag.split(":").reverse();
+  const node = kind
+    ? document.createElementNS(NAMESPACES[kind], name)
+    : document.createElement(name);
   for (const [key, value] of Object.entries(attributes || {})) {
     if (key === "style") Object.assign(node.style, value);
     else if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
     else if (value !== null && value !== undefined && value !== false)
       node.setAttribute(key, value);
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  for (const child of children.flat())
+    if (child !== null && child !== undefined) node.append(child);
   return node;
 }
 
@@ -62,7 +68,10 @@ function safeText(text) {
 // A block of text; a long one is cut, with a button for the rest.
 function textBlock(text, className = "", render = safeText) {
   const node = el("div", { class: `text ${className}` });
-  const show = (shown) => node.replaceChildren(...render(shown));
+  const show = (shown) => {
+    node.replaceChildren();
+    for (const part of render(shown)) node.append(part);
+  };
   const whole = typeof text === "string" ? text : JSON.stringify(text, null, 2) || "";
   show(whole.slice(0, SHOWN_CHARACTERS));
   if (whole.length > SHOWN_CHARACTERS) {

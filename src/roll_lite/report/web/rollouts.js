@@ -40,7 +40,7 @@ async function loadSamples(runIndex, name, start) {
   const query = new URLSearchParams({ run: runIndex, name, start });
   const response = await fetch(`samples?${query}`);
   if (!response.ok)
-    throw new Error(`the server said ${response.status}: is the run's folder still there?`);
+    throw new Error(`the server said ${response.status}: is the run folder still there?`);
   const page = await response.json();
   Object.assign(run.texts, page.texts);
   return page;
@@ -354,7 +354,7 @@ function groupHead(name, sample, samples) {
       "span",
       {},
       `${filters.everywhere ? name + " " : ""}${mean}: `,
-      ...safeText(text.slice(0, 160)),
+      safeText(text.slice(0, 160)),
     ),
   );
 }
@@ -382,7 +382,7 @@ function addRow(list, place) {
       { class: "faint" },
       [`${sampledTokens(sample) ?? "?"} tokens`, advantage].filter(Boolean).join(", "),
     ),
-    el("span", { class: "start" }, ...safeText(String(sample.reply ?? "").slice(0, 120))),
+    el("span", { class: "start" }, safeText(String(sample.reply ?? "").slice(0, 120))),
   );
   list.append(entry.row);
 }
@@ -431,7 +431,7 @@ async function openGroup(name, sample) {
     el(
       "div",
       { id: "group" },
-      el("h3", {}, `${name}, ${found.length} samples of `, ...safeText(String(sample.prompt_id))),
+      el("h3", {}, `${name}, ${found.length} samples of `, safeText(String(sample.prompt_id))),
       messages.map((message) => messageText(message.content ?? "")),
       el("div", { class: "columns" }, found.map((other) => groupColumn(run, name, other))),
     ),
@@ -451,8 +451,8 @@ function groupColumn(run, name, sample) {
     el("a", { href: hash("sample", run, name, sample.at) }, `#${sample.index}`),
     " ",
     rewardOf(sample),
-    el("div", { class: "faint" }, ...safeText(facts.filter(Boolean).join(", "))),
-    sample.reason ? el("div", {}, ...safeText(String(sample.reason))) : null,
+    el("div", { class: "faint" }, safeText(facts.filter(Boolean).join(", "))),
+    sample.reason ? el("div", {}, safeText(String(sample.reason))) : null,
     sample.transcript ? conversation(sample) : messageText(sample.reply ?? sample.error ?? ""),
   );
 }

@@ -1,10 +1,11 @@
 // One sample: how it scored, its conversation, and its tokens in colour.
 
 const MAX_TOKENS_SHOWN = 3000;
-const KINDS = ["logprob", "advantage", "entropy", "version"];
+const KINDS = ["logprob", "mismatch", "advantage", "entropy", "version"];
 // Why a sample has no such numbers.
 const NOT_KNOWN = {
   logprob: "not recorded",
+  mismatch: "not trained on",
   advantage: "not trained on",
   entropy: "not trained on",
   version: "not recorded",
@@ -21,10 +22,10 @@ function sampleView(runIndex, name, sample) {
     sampleHead(runIndex, name, sample),
     facts(sample),
     sample.reason
-      ? el("div", { id: "reason" }, "grader: ", el("b", {}, ...safeText(String(sample.reason))))
+      ? el("div", { id: "reason" }, "reason: ", el("b", {}, safeText(String(sample.reason))))
       : null,
     sample.why
-      ? el("div", { class: "notice" }, "dropped: ", ...safeText(String(sample.why)))
+      ? el("div", { class: "notice" }, "dropped: ", safeText(String(sample.why)))
       : null,
     sample.error
       ? [el("h3", { class: "bad" }, "Error"), textBlock(sample.error, "bad error")]
@@ -53,7 +54,7 @@ function sampleHead(runIndex, name, sample) {
       { class: "text", href: hash("sample", runIndex, name, sample.at), title: "link to this sample" },
       name,
       " ",
-      ...safeText(String(sample.prompt_id)),
+      safeText(String(sample.prompt_id)),
       ` #${sample.index}`,
     ),
   );
@@ -68,7 +69,7 @@ function replayCommand(run, name, sample) {
     "div",
     { class: "faint" },
     "again: ",
-    el("code", { id: "replay" }, ...safeText(command.join(" "))),
+    el("code", { id: "replay" }, safeText(command.join(" "))),
   );
 }
 
@@ -95,7 +96,7 @@ function facts(sample) {
     "dl",
     { id: "facts" },
     known.map(([name, value]) =>
-      el("div", {}, el("dt", {}, ...safeText(name)), el("dd", {}, ...safeText(String(value)))),
+      el("div", {}, el("dt", {}, safeText(name)), el("dd", {}, ...safeText(String(value)))),
     ),
   );
 }
@@ -123,7 +124,7 @@ function conversationView(sample) {
   });
   isMarkdown.id = "markdown";
   const head = el("div", { class: "controls" }, el("h3", {}, "Conversation"));
-  head.append(label("Markdown", isMarkdown));
+  head.append(label("Markdown, LaTeX", isMarkdown));
   return [head, shown];
 }
 
@@ -150,7 +151,7 @@ function conversation(sample) {
       return el(
         "div",
         { class: `message ${isReply ? "assistant" : "other"}` },
-        el("div", { class: "role" }, ...safeText(String(message.role)), reward),
+        el("div", { class: "role" }, safeText(String(message.role)), reward),
         messageText(message.content ?? ""),
         message.tool_calls ? textBlock(message.tool_calls) : null,
       );
@@ -168,13 +169,14 @@ function numbersOf(packed) {
   }
 }
 
-// Ids with logprob, advantage, entropy and version, in the order in which they were read and sampled.
+// Ids with what KINDS says of them, in the order in which they were read and sampled.
 function tokens(sample) {
   const found = [],
     turns = sample.turns || [],
     ids = sample.token_ids || [],
     logprobs = numbersOf(sample.logprobs),
     entropies = numbersOf(sample.entropies),
+    mismatches = numbersOf(sample.mismatches),
     isOne = typeof sample.advantages === "number",
     advantages = isOne ? [] : numbersOf(sample.advantages);
   let at = 0,
@@ -189,6 +191,7 @@ function tokens(sample) {
         id: ids[at++],
         turn,
         logprob: logprobs[sampled],
+        mismatch: mismatches[sampled],
         advantage: isOne ? sample.advantages : advantages[sampled],
         entropy: entropies[sampled],
         version,
@@ -263,7 +266,7 @@ function tokensView(run, sample) {
   );
 }
 
-// Backgrounds of tokens, graded by logprob, advantage or entropy; each version has its own.
+// Backgrounds of tokens, graded by a number; each version has its own.
 function shadeOf(found) {
   const by = tokenSettings.by;
   const known = found.map((t) => t[by]).filter((value) => value !== undefined && value !== null);
@@ -275,6 +278,7 @@ function shadeOf(found) {
     };
   if (by === "logprob")
     return { by, ends: [0, -6], fill: (value) => `rgb(220 50 40 / ${share(-value, 6) * 0.85})` };
+  if (by === "mismatch") return { by, ends: [0.001, 1], isLog: true, fill: mismatchFill };
   if (by === "entropy")
     return { by, ends: [0, 3], fill: (value) => `rgb(40 90 220 / ${share(value, 3) * 0.85})` };
   const most = known.reduce((m, value) => Math.max(m, Math.abs(value)), 1e-9);
@@ -283,20 +287,27 @@ function shadeOf(found) {
   return { by, ends: [-most, most], fill };
 }
 
+// In powers of ten: rounding in bf16 is a few thousandths, and 0.7 is twice as likely.
+const mismatchFill = (value) => `rgb(160 40 200 / ${share(Math.log10(value) + 3, 3) * 0.85})`;
 const share = (value, most) => Math.max(0, Math.min(1, value / most));
 
 // What the colours mean: from end to end, or version by version.
-function scaleOf({ by, values, ends, fill }) {
+function scaleOf({ by, values, ends, isLog, fill }) {
   const cell = (value, text = "") =>
     el("span", { class: "shade", style: { backgroundColor: fill(value) } }, text);
   if (values) return [`${by} `, ...values.map((value) => cell(value, String(value)))];
   const [low, high] = ends;
-  const between = Array.from(
-    { length: NUM_SHADES },
-    (_, i) => low + ((high - low) * i) / (NUM_SHADES - 1),
-  );
+  const between = Array.from({ length: NUM_SHADES }, (_, i) => {
+    const part = i / (NUM_SHADES - 1);
+    return isLog ? low * (high / low) ** part : low + (high - low) * part;
+  });
+  const before = isLog ? " or less" : "";
   const beyond = by === "advantage" ? "" : high < 0 ? " or less" : " or more";
-  return [`${number(low)} `, ...between.map((value) => cell(value)), ` ${number(high)}${beyond}`];
+  return [
+    `${number(low)}${before} `,
+    ...between.map((value) => cell(value)),
+    ` ${number(high)}${beyond}`,
+  ];
 }
 
 function tokenNode(run, token, shade, readout) {
@@ -325,7 +336,7 @@ function tokenNode(run, token, shade, readout) {
         readout.textContent = title;
       },
     },
-    ...safeText(text === undefined ? `⟨${token.id}⟩ ` : text.replace(/\n/g, "↵\n")),
+    safeText(text === undefined ? `⟨${token.id}⟩ ` : text.replace(/\n/g, "↵\n")),
   );
 }
 

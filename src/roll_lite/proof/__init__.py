@@ -1,0 +1,1 @@
+"""Runs as evidence: computed again, compared, and tested like code."""
