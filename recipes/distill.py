@@ -17,15 +17,16 @@ from typing import ClassVar
 
 import roll_lite as rl
 from roll_lite import command, data
-from roll_lite.checks import above, at_least, unread_with
+from roll_lite.checks import above, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(rl.RecipeConfig):
     teacher: str
-    """Hugging Face folder or name of the hub: a teacher with the student's vocabulary."""
+    """Hugging Face folder or name on the Hugging Face Hub: a teacher with the student's
+    vocabulary."""
     model: str = "models/tiny"
-    """Hugging Face folder or name of the hub: the student to start from."""
+    """Hugging Face folder or name on the Hugging Face Hub: the student to start from."""
     data: str = "reverse:5"
     """A file of dialogues as for sft.py; or a task: addition:N (digits), reverse:N or counting:N
     (letters)."""
@@ -71,8 +72,7 @@ class Config(rl.RecipeConfig):
     def __post_init__(self):
         at_least(1, self, "steps", "rows_per_step", "top_k")
         above(0, self, "temperature")
-        if data.is_task(self.data) and not self.evaluation.eval_data:
-            unread_with("a task in data", self.rows, "columns")
+        self.rows.check_columns(self.data, self.evaluation.eval_data)
 
     @property
     def open_defaults(self) -> dict[str, str]:

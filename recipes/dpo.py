@@ -22,7 +22,7 @@ from roll_lite.checks import above, at_least, unread_with
 @dataclass(frozen=True, kw_only=True)
 class Config(rl.RecipeConfig):
     model: str = "models/tiny"
-    """Hugging Face folder or name of the hub: a model fine-tuned on such dialogues."""
+    """Hugging Face folder or name on the Hugging Face Hub: a model fine-tuned on such dialogues."""
     data: str = "reverse:5"
     """A file of {"prompt": text or messages, "chosen": text, "rejected": text}, or a task, right
     answers against careless ones: addition:N (digits), reverse:N or counting:N (letters)."""
@@ -72,8 +72,7 @@ class Config(rl.RecipeConfig):
         at_least(1, self, "steps", "rows_per_step", "task_pairs", "tp")
         if not data.is_task(self.data):
             unread_with("a file in data", self, "task_pairs")
-        elif not self.evaluation.eval_data:
-            unread_with("a task in data", self.rows, "columns")
+        self.rows.check_columns(self.data, self.evaluation.eval_data)
         above(0, self, "epochs")
         if self.epochs is not None and "steps" not in self.chosen:
             unread_with("epochs", self, "steps")
@@ -150,9 +149,14 @@ def with_reference(
             method = roles.add("reference", rl.Scorer, folder=cfg.reference).logprobs
         return rl.score_over_ranks(method, sequences, budget)
 
+    folders = {cfg.model, cfg.reference or cfg.model}
+    encoded = rl.encode_preferences(
+        chat, [*pairs, *held_out], tokens_per_microbatch=budget,
+        max_positions=min(rl.read_config(folder).max_positions for folder in folders),
+    )  # fmt: skip
     encoded = rl.with_reference(
-        rl.encode_preferences(chat, [*pairs, *held_out], budget), score,
-        folder=cfg.reference or cfg.model, path=f"{cfg.run_dir}/reference.safetensors",
+        encoded, score, folder=cfg.reference or cfg.model,
+        path=f"{cfg.run_dir}/reference.safetensors",
     )  # fmt: skip
     return encoded[: len(pairs)], encoded[len(pairs) :]
 

@@ -26,12 +26,17 @@ from roll_lite.checks import UserError, above, at_least, finite, read_only_if
 from roll_lite.options import flag_names, flatten
 from roll_lite.recipes import agentic
 
+TASK_PROMPTS = 256
+"""Questions of a task that are asked, and tasks of an environment, unless `prompts` says."""
+MANY = 2**20
+"""More prompts than engines answer at once."""
+
 
 @rl.unique_options
 @dataclass(frozen=True, kw_only=True)
 class Config(rl.RecipeConfig):
     model: str = "models/tiny"
-    """Hugging Face folder, or a name of the hub, as Qwen/Qwen3-0.6B."""
+    """Hugging Face folder, or a name on the Hugging Face Hub, as Qwen/Qwen3-0.6B."""
     data: tuple[str, ...] = ("reverse:5",)
     """Files of prompts, or tasks, whose held-out prompts are used, or environments, whose
     held-out tasks are played."""
@@ -51,8 +56,9 @@ class Config(rl.RecipeConfig):
     """Folder for config.json, metrics.jsonl, events.jsonl and all replies in rollouts/."""
     seed: int = 0
     """Seed for sampling."""
-    kv_cache_gib: float = 1.0
-    """KV cache of each engine, in GiB."""
+    kv_cache_gib: float | None = None
+    """KV cache of each engine, in GiB; None chooses by the model, the prompts and the GPU's memory,
+    and prints it. On a CPU it is 1."""
     device: str = "auto"
     """What to compute on: auto, cpu or cuda."""
     device_map: str | None = None
@@ -112,6 +118,22 @@ class Config(rl.RecipeConfig):
             "temperature": float(self.samples > 1),
         }
 
+    @property
+    def cluster_options(self) -> dict[str, Any]:
+        """Roles and their models."""
+        return {
+            "roles": ["generate", *self.scoring.reward_roles],
+            "config": rl.read_config(self.model),
+            "role_configs": self.scoring.reward_configs,
+        }
+
+    @property
+    def planned(self) -> dict[str, int]:
+        """All prompts are asked at once. How many a file has is not known before it is read."""
+        entries = data.parse_mixture(self.data, self.env_names)
+        counts = [self.prompts or (MANY if e.kind == "file" else TASK_PROMPTS) for e in entries]
+        return {"prompts_per_step": sum(counts), "samples_per_prompt": self.samples}
+
     def check_files(self) -> None:
         """Refuse data and checkpoints that are missing, and a folder with another run; the first
         rank does."""
@@ -151,16 +173,13 @@ class Config(rl.RecipeConfig):
 
 
 def main(cfg: Config) -> dict[str, float]:
-    roles = ["generate", *cfg.scoring.reward_roles]
     config = rl.read_config(cfg.model)
-    with rl.Cluster(
-        cfg.device_map, cfg.device, roles=roles, config=config,
-        role_configs=cfg.scoring.reward_configs, options=cfg,
-    ) as cluster:  # fmt: skip
+    with rl.Cluster(cfg.device_map, cfg.device, options=cfg, **cfg.cluster_options) as cluster:
         cfg.check_files()
+        cfg = rl.fit_cache(cfg, cluster)  # lower than asked where other programs use the GPU
         chat = rl.Chat(cfg.model, **cfg.chat.arguments)
         prompts = data.held_out(
-            cfg.data, cfg.prompts, of_tasks=256, envs=cfg.env_names, read=cfg.read_rows
+            cfg.data, cfg.prompts, of_tasks=TASK_PROMPTS, envs=cfg.env_names, read=cfg.read_rows
         )
         chat.check_prompts(prompts)
         cfg.own.check_domains(prompt.domain for prompt in prompts if prompt.is_question)

@@ -18,7 +18,7 @@ what it asks of their roles, such as `roles.train`, and exit. Rank 0 does its ow
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import ClassVar
 
@@ -37,10 +37,10 @@ class Config(rl.PolicyConfig):
     """Options of this recipe; rl.PolicyConfig has those of models, rollouts and losses."""
 
     data: tuple[str, ...] = ("reverse:5",)
-    """What to learn: files of prompts, on this machine or of the hub, as openai/gsm8k:main:train;
-    tasks: addition:N (digits), reverse:N or counting:N
-    (letters), instructions:N (how many at once); environments with their options, as in
-    frozen_lake:size=8 (`roll-lite envs bench` lists them). Several are mixed by weight, as in
+    """What to learn: files of prompts, or their names on the Hugging Face Hub, as
+    openai/gsm8k:main:train; tasks: addition:N (digits), reverse:N or counting:N (letters),
+    instructions:N (how many at once); environments with their options, as in frozen_lake:size=8
+    (`roll-lite envs bench` lists them). Several are mixed by weight, as in
     math.jsonl@0.7 sokoban@0.3."""
     run_dir: str = field(default_factory=partial(rl.default_folder, "rlvr"))
     """Folder for config.json, metrics.jsonl, events.jsonl, rollouts/, checkpoints/ and model/."""
@@ -124,11 +124,12 @@ def read_prompts(cfg: Config, chat: rl.Chat, context: int) -> tuple[rl.Mixture, 
         reply_tokens=cfg.lengths.max_tokens,
         policy=cfg.lengths.long_prompts,
     )
+    read = cache(cfg.read_rows)  # a file may be in both
     prompts = rl.Mixture(
         cfg.data, seed=f"{cfg.PREFIX}-{cfg.seed}", held_out_share=cfg.evaluation.eval_share,
-        fitting=fitting, envs=cfg.env_names, read=cfg.read_rows,
+        fitting=fitting, envs=cfg.env_names, read=read,
     )  # fmt: skip
-    held_out = fitting(cfg.evaluation.prompts(cfg.data, cfg.env_names, cfg.read_rows))
+    held_out = fitting(cfg.evaluation.prompts(cfg.data, cfg.env_names, read))
     if prompts.rows:
         rows = "1 row" if len(prompts.rows) == 1 else f"{len(prompts.rows):,} rows"
         print(f"{rows} to train on, {len(held_out):,} to evaluate on")

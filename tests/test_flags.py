@@ -16,7 +16,7 @@ from roll_lite.command_line import _base, parse
 from roll_lite.device_map import Device
 from roll_lite.flags import _arguments, all_flags
 from roll_lite.options import flatten, from_flat, keywords, open_parts
-from roll_lite.other_names import TRL, VERL
+from roll_lite.other_names import TRL, VERL, ours
 from roll_lite.planning.resolve import resolve, with_chosen
 from roll_lite.recipes import agentic, distill, dpo, evaluate, rlvr, sft
 from roll_lite.report.config_file import read_options, to_json, write_config
@@ -278,6 +278,32 @@ def test_names_of_other_libraries_lead_to_options_that_exist():
         assert {*found.names.split()} <= flags | arguments, name
         noted = re.findall(r"--([a-z-]+)", found.note)
         assert {each.replace("-", "_") for each in noted} <= flags, name
+
+
+@pytest.mark.parametrize("recipe", [rlvr, agentic, sft, dpo, distill, evaluate])
+def test_what_is_said_of_a_name_is_true_of_the_recipe(recipe):
+    """It names no option that the recipe lacks."""
+    known = options_of(recipe) | _arguments(recipe.Config)
+    for name in (*(f"--{name}" for name in TRL), *(f"{name}=1" for name in VERL)):
+        said = ours(name, known, known).removeprefix(name.partition("=")[0])
+        noted = {each.replace("-", "_") for each in re.findall(r"--([a-z-]+)", said)}
+        assert noted <= known, said
+
+
+@pytest.mark.parametrize(
+    ("recipe", "note"),
+    [
+        (sft, "a dialogue must fit; --too-long says what if not"),
+        (dpo, "both texts of a pair must fit together; nothing is truncated or dropped: a pair "),
+        (distill, "a sample, a dialogue or both texts of a pair must fit"),
+        (rlvr, "prompt and reply must fit; --long-prompts says what if not"),
+    ],
+)
+@pytest.mark.parametrize("name", ["--max-seq-length", "--max-length"])
+def test_the_longest_sequence_is_explained_recipe_by_recipe(recipe, note, name):
+    expected = f"{name} is --tokens-per-microbatch here: {note}"
+    with pytest.raises(UserError, match=re.escape(expected)):
+        parse(recipe.Config, "", [name, "512", "--data", "me/rows:rows.jsonl"])
 
 
 def test_a_page_lists_the_names_of_other_libraries():

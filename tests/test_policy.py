@@ -1,5 +1,6 @@
 """Options of a run that trains a policy: which losses, advantages and filters fit together."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -7,6 +8,8 @@ import pytest
 from support.runs import toy_options
 from support.training_data import make_groups, make_sample
 
+from roll_lite import data
+from roll_lite.chat import Chat
 from roll_lite.checks import UserError
 from roll_lite.options import from_flat
 from roll_lite.recipes import agentic, distill, dpo, evaluate, rlvr, sft
@@ -201,8 +204,36 @@ def test_columns_are_of_files(recipe, toy_folder, tmp_path):
     options = {"model": str(toy_folder), "columns": ("prompt=question",)}
     options |= {"teacher": str(toy_folder)} if recipe is distill else {}
     options |= {"max_tokens": 4} if recipe in (rlvr, evaluate) else {}
-    several = recipe in (rlvr, evaluate)
-    data = str(tmp_path / "rows.jsonl")
-    from_flat(recipe.Config, **options, data=(data,) if several else data)
-    with pytest.raises(UserError, match=r"columns=\('prompt=question',\) is (only|not) read with"):
-        from_flat(recipe.Config, **options, data=("reverse:2",) if several else "reverse:2")
+
+    def make(source, eval_source=None):
+        chosen = {"data": source, "eval_data": eval_source}
+        if recipe in (rlvr, evaluate):
+            chosen = {name: (value,) for name, value in chosen.items() if value}
+        return from_flat(recipe.Config, **options, **{n: v for n, v in chosen.items() if v})
+
+    path = str(tmp_path / "rows.jsonl")
+    make(path)
+    refused = r"columns=\('prompt=question',\) is only read with a file in data.*leave it at \(\)"
+    with pytest.raises(UserError, match=refused):
+        make("reverse:2")
+    if recipe is not evaluate:
+        make("reverse:2", path)
+        with pytest.raises(UserError, match=refused):
+            make("reverse:2", "reverse:3")
+
+
+def test_a_file_is_read_once_for_training_and_evaluation(toy_folder, tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"Reverse {a}{b}", "domain": "reverse"} for a in "abcd" for b in "abcd"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources, read = [], data.read_prompts
+
+    def reading(source, *args):
+        sources.append(source)
+        return read(source, *args)
+
+    monkeypatch.setattr(data, "read_prompts", reading)
+    cfg = config(toy_folder, data=(str(path),), eval_share=0.5)
+    prompts, held_out = rlvr.read_prompts(cfg, Chat(toy_folder), 128)
+    assert sources == [str(path)]
+    assert len(prompts.rows) + len(held_out) == len(rows) and prompts.rows and held_out

@@ -63,7 +63,7 @@ class ChatOptions:
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a folder; nothing is read from a model hub."""
+    """The tokenizer of a folder; nothing is read from the Hugging Face Hub."""
     if not folder.is_dir():
         raise UserError(
             f"{folder} is not a folder; give a Hugging Face folder on this machine, or make one: "

@@ -24,6 +24,8 @@ from roll_lite.cluster.launch import (
     read_launch,
 )
 from roll_lite.command_line import parse
+from roll_lite.hub import missing_weights, snapshots
+from roll_lite.options import flatten
 from roll_lite.own_code import OwnCode
 from roll_lite.planning.resolve import resolved
 from roll_lite.processes import end_with_launcher, watch_lone_rank
@@ -56,7 +58,9 @@ def run(
         cfg = parse(config, doc, args, config.FIXED)
         if plan and cfg.plan:
             sys.exit(plan(cfg))
-        main(resolved(cfg))
+        cfg = resolved(cfg)
+        _check_before_download(cfg)
+        main(cfg)
     except SystemExit as end:
         if end.code == USER_ERROR:  # tyro cannot read an option, and has said why
             for text in getattr(end, "__notes__", ()):
@@ -85,6 +89,15 @@ def run(
         if resume:
             error.add_note(resume)
         raise
+
+
+def _check_before_download(cfg: Any) -> None:
+    """What recipes check once all ranks have met, earlier if weights are to be downloaded before:
+    where the ranks are on one node, and end with the first."""
+    launch = read_launch()
+    is_wanted = any(missing_weights(folder) for folder in snapshots(flatten(cfg)))
+    if is_wanted and launch.rank == 0 and launch.is_one_node:
+        cfg.check_files()
 
 
 def _print_resume(cfg: Any) -> None:

@@ -1,4 +1,4 @@
-"""Models and data by their names on the Hugging Face hub, and their files on this machine.
+"""Models and data by their names on the Hugging Face Hub, and their files on this machine.
 
     Qwen/Qwen3-0.6B                     a model
     openai/gsm8k:main:train             data: config and split; without, the only config and train
@@ -10,25 +10,30 @@ used as it is with HF_HUB_OFFLINE=1. It is imported only where there is such a n
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from roll_lite.chat_template import BESIDE_TOKENIZER, TOKENIZER_FILES
 from roll_lite.checks import UserError
+from roll_lite.files import read_json_object
 
-MODEL_FILES = (
-    "model*.safetensors", "model.safetensors.index.json", *TOKENIZER_FILES, *BESIDE_TOKENIZER
-)  # fmt: skip
+INDEX = "model.safetensors.index.json"
+CONFIG_FILES = (*TOKENIZER_FILES, *BESIDE_TOKENIZER)
+"""Files of a model that options are checked with: kilobytes, or a few megabytes."""
+MODEL_FILES = ("model*.safetensors", INDEX, *CONFIG_FILES)
+FROM_HUB = "from_hub"
+"""The option of a recipe that has names, and what they stand for."""
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 CONVERTED = "refs/convert/parquet"
-"""The branch where the hub keeps all data sets as CONFIG/SPLIT/NUMBER.parquet."""
+"""The branch where the Hub keeps all data sets as CONFIG/SPLIT/NUMBER.parquet."""
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([^:@]+))?")
 _DATA_NAME = re.compile(rf"{_NAME.pattern}(?::(.+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_SNAPSHOT = re.compile(rf"/models--([^/]+?)--([^/]+)/snapshots/({_COMMIT.pattern})")
 
 
 class DataName(NamedTuple):
@@ -52,7 +57,7 @@ def is_model_name(text: str) -> bool:
 
 
 def is_data_name(text: str) -> bool:
-    """Whether text, without a weight, has the form of data on the hub."""
+    """Whether text, without a weight, has the form of a name of data on the Hub."""
     found = _DATA_NAME.fullmatch(text)
     is_file = text.endswith(DATA_SUFFIXES) and ":" not in text
     return bool(found) and not is_file and not Path(text).exists()
@@ -81,8 +86,62 @@ def data_label(source: str) -> str:
 def model_folder(name: str) -> str:
     """The folder of a model in the cache, which ends with its commit; what is missing there is
     downloaded."""
+    folder = config_folder(name)
+    download_weights(folder)
+    return folder
+
+
+def config_folder(name: str) -> str:
+    """The folder of `model_folder`, without the weights unless they are there already."""
     repo, revision = _NAME.fullmatch(name).groups()
-    return _snapshot("model", repo, revision, MODEL_FILES)
+    return _snapshot("model", repo, revision, CONFIG_FILES)
+
+
+def snapshot_name(folder: str | Path) -> str:
+    """The name, with its commit, of a folder in the cache; empty for any other folder."""
+    found = _SNAPSHOT.search(str(Path(folder).absolute()))
+    return "{}/{}@{}".format(*found.groups()) if found else ""
+
+
+def local_folder(model: str, *, with_weights: bool) -> str:
+    """What a user named as a model's folder: that folder, or the one that a name stands for. A
+    folder of the cache that has gone is downloaded again."""
+    name = snapshot_name(model) or (model if is_model_name(model) else "")
+    if not name:
+        return model
+    is_there = (Path(model) / "config.json").is_file()
+    folder = model if is_there else config_folder(name)
+    if with_weights:
+        download_weights(folder)
+    return folder
+
+
+def download_weights(folder: str) -> None:
+    """The weights that a folder of the cache lacks: all, or what a killed download left out."""
+    if not missing_weights(folder):
+        return
+    repo, revision = _NAME.fullmatch(snapshot_name(folder)).groups()
+    _snapshot("model", repo, revision, MODEL_FILES)
+    if missing := missing_weights(folder):
+        raise UserError(
+            f"{folder} has no {_some(missing)}; fill the cache by `hf download {repo} --revision "
+            f"{revision}` where there is a network, or take a model that has safetensors"
+        )
+
+
+def snapshots(options: Mapping[str, Any]) -> list[str]:
+    """The folders of the cache in flat options of a recipe, which had names in their place."""
+    return sorted({*filter(snapshot_name, options.get(FROM_HUB, {}).values())})
+
+
+def missing_weights(folder: str | Path) -> list[str]:
+    """Files of weights that a model's folder should have and has not."""
+    names = ["model.safetensors"]
+    index = Path(folder, INDEX)
+    if index.is_file():
+        files = read_json_object(index).get("weight_map")
+        names = sorted({str(file) for file in files.values()}) if isinstance(files, dict) else []
+    return [name for name in names if not Path(folder, name).is_file()]
 
 
 def pinned_data(source: str) -> str:
@@ -104,7 +163,8 @@ def pinned_data(source: str) -> str:
         raise UserError(
             f"there is no config {config!r} with a split {split!r}; use {_some(known)}"
             if known
-            else f"the hub has no parquet files of {name.repo}; name files, as {name.repo}:FILE"
+            else f"the Hugging Face Hub has no parquet files of {name.repo}; name files, as "
+            f"{name.repo}:FILE"
         )
     return f"{name.repo}@{commit}:{config}:{split}"
 
@@ -118,7 +178,10 @@ def data_files(source: str) -> tuple[Path, ...]:
         return data_files(pinned_data(source))
     name = parse_data_name(source)
     folder = Path(_snapshot("dataset", name.repo, name.revision, [name.pattern]))
-    return tuple(folder / file for file in _files_in(folder) if fnmatch(file, name.pattern))
+    files = [file for file in _files_in(folder) if fnmatch(file, name.pattern)]
+    if not files:
+        raise UserError(f"{source} names no file: {name.repo} has no {name.pattern} there")
+    return tuple(folder / file for file in files)
 
 
 def _snapshot(kind: str, repo: str, revision: str | None, patterns: Sequence[str]) -> str:
@@ -131,7 +194,7 @@ def _snapshot(kind: str, repo: str, revision: str | None, patterns: Sequence[str
 
 
 def _listing(name: DataName) -> tuple[str, list[str]]:
-    """The commit and the files of data; without the hub, of what the cache has of them."""
+    """The commit and the files of data; without the Hub, of what the cache has of them."""
     revision = name.revision or (None if name.is_of_files else CONVERTED)
     with _explained("dataset", name.repo, revision):
         from huggingface_hub import HfApi, constants, errors
@@ -158,7 +221,7 @@ def _listing(name: DataName) -> tuple[str, list[str]]:
 
 @contextmanager
 def _explained(kind: str, repo: str, revision: str | None) -> Iterator[None]:
-    """Errors of the hub as what the user can do about them."""
+    """Errors of the Hub as what the user can do about them."""
     from huggingface_hub import constants, errors
 
     place = constants.ENDPOINT
@@ -173,7 +236,7 @@ def _explained(kind: str, repo: str, revision: str | None) -> Iterator[None]:
         ) from None
     except errors.RevisionNotFoundError:
         lacks = f"has no revision {revision!r}" + (
-            ": the hub has not converted it; name its files, as OWNER/NAME:FILE"
+            ": the Hugging Face Hub has not converted it; name its files, as OWNER/NAME:FILE"
             if revision == CONVERTED
             else f"; {page}/tree/main lists them"
         )

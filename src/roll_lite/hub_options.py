@@ -1,10 +1,11 @@
-"""Names on the hub in the options of a recipe, and what they stand for.
+"""Names on the Hugging Face Hub in the options of a recipe, and what they stand for.
 
 A model becomes the folder of its snapshot in the cache, data its name with the commit. `from_hub`
-in config.json has both beside what was given, so that a resumed run uses the same.
+in config.json has both beside what was given, so that a resumed run uses the same. The first rank
+of each node asks, and the other ranks wait for it. Weights are downloaded later, when a Cluster
+starts, and data when it is read: options that are wrong have been refused by then.
 """
 
-import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,25 +13,37 @@ from typing import Any
 
 from roll_lite.checks import UserError
 from roll_lite.cluster.launch import first_of_node, is_first_rank
-from roll_lite.hub import is_data_name, is_model_name, is_pinned, model_folder, pinned_data
+from roll_lite.hub import (
+    FROM_HUB,
+    config_folder,
+    is_data_name,
+    is_model_name,
+    is_pinned,
+    pinned_data,
+    snapshot_name,
+)
 
 MODELS = ("model", "teacher", "reference", "judge", "reward_model")
 DATA = ("data", "eval_data")
-FROM_HUB = "from_hub"
 DATA_SET = "datasets/"
 
 
 def with_hub(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that held a name of the hub, with what it stands for, and `from_hub`."""
+    """The options that held a name, with what it stands for, and `from_hub`."""
     known = dict(flat[FROM_HUB])
     used = {_key(o, name): o for o in (*MODELS, *DATA) for name in _names(o, flat)}
-    _restore_folders(known, used)
     unknown = {key: o for key, o in used.items() if key not in known and _is_name(o, _name(key))}
-    if unknown:
-        text = hashlib.sha256(" ".join(sorted(unknown)).encode()).hexdigest()
-        found = first_of_node(f"hub-{text[:16]}", lambda: _find_all(unknown))
+    folders = {  # by their options; those of a resumed run may have gone
+        place: used.get(key) or used[place]
+        for key, place in known.items()
+        if not key.startswith(DATA_SET) and (key in used or place in used)
+    }
+    if unknown or folders:
+        question = f"names {sorted(unknown)} {sorted(folders)}"
+        found = first_of_node(question, lambda: _find_all(unknown, folders))
         if is_first_rank():
-            print("\n".join(f"{_name(key)} is {place}" for key, place in found.items()), flush=True)
+            for key, place in found.items():
+                print(f"{_name(key)} is {place}", flush=True)
         known |= found
     places = {known.get(key, _name(key)) for key in used}
     kept = {key: place for key, place in known.items() if place in places}
@@ -38,27 +51,30 @@ def with_hub(flat: Mapping[str, Any]) -> dict[str, Any]:
     return {o: value for o, value in changed.items() if value != flat[o]} | {FROM_HUB: kept}
 
 
-def _restore_folders(known: Mapping[str, str], used: Mapping[str, str]) -> None:
-    """Download snapshots of a resumed run that have gone."""
-    for name, folder in known.items():
-        if folder in used and not name.startswith(DATA_SET) and not Path(folder).exists():
-            found = model_folder(f"{name.partition('@')[0]}@{Path(folder).name}")
-            if found != folder:
-                raise UserError(
-                    f"{used[folder]}={folder!r} is not here, and {name} is now {found}; set "
-                    "HF_HOME as it was when the run was started"
-                )
-
-
-def _find_all(keys: Mapping[str, str]) -> dict[str, str]:
+def _find_all(unknown: Mapping[str, str], folders: Mapping[str, str]) -> dict[str, str]:
+    """What unknown names stand for. Folders that have gone are downloaded, without weights."""
     found = {}
-    for key, option in keys.items():
+    for key, option in unknown.items():
         name = _name(key)
         try:
-            found[key] = model_folder(name) if option in MODELS else pinned_data(name)
+            found[key] = config_folder(name) if option in MODELS else pinned_data(name)
         except UserError as error:
             raise UserError(f"{option}={name!r}: {error}") from error.__cause__
+    for folder, option in folders.items():
+        _restore(folder, option)
     return found
+
+
+def _restore(folder: str, option: str) -> None:
+    if Path(folder, "config.json").is_file():
+        return
+    name = snapshot_name(folder)
+    found = config_folder(name)
+    if found != folder:
+        raise UserError(
+            f"{option}={folder!r} is not here, and {name} is now {found}; set HF_HOME as it was "
+            "when the run was started"
+        )
 
 
 def _key(option: str, name: str) -> str:

@@ -358,11 +358,14 @@ class RecipeConfig:
     """Options that have another value than was given, chosen for the model, the machine or what
     else was given, each with what it was before; None where nothing was given."""
     from_hub: Argument[Mapping[str, str]] = field(default_factory=dict)
-    """Names of the hub that were given, and what they stand for: the folder of a model's snapshot,
-    the name of data with its commit."""
+    """Names on the Hugging Face Hub that were given, and what they stand for: the folder of a
+    model's snapshot, the name of data with its commit."""
 
     COMMON: ClassVar[tuple[str, ...]] = ()
     """Options that --help shows, in this order; --help all shows the rest. Empty shows all."""
+
+    def check_files(self) -> None:
+        """Refuse files that are missing, and a folder with another run; the first rank does."""
 
     @property
     def open_defaults(self) -> Mapping[str, Any]:
@@ -372,4 +375,14 @@ class RecipeConfig:
     @property
     def default_kinds(self) -> Mapping[str, str]:
         """Options that depend on the model's size where they are not given, and how."""
+        return {}
+
+    @property
+    def planned(self) -> Mapping[str, Any]:
+        """Options of a plan of memory that the recipe calls otherwise; by the plan's names."""
+        return {}
+
+    @property
+    def generated_at_once(self) -> Mapping[str, Any]:
+        """Those of samples, where more are generated at once than a step trains on."""
         return {}

@@ -1,6 +1,7 @@
 """Names that options have in TRL and verl, and ours. docs/reference/names.md is their table."""
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 
@@ -11,12 +12,24 @@ class Ours(NamedTuple):
     """Ours; if there are several, the first that the recipe has."""
     note: str = ""
     """What differs, beside the name."""
+    notes: Mapping[str, str] = MappingProxyType({})
+    """What differs in a recipe that has this option, in place of the note."""
 
 
+_MUST_FIT = Ours(
+    "tokens_per_microbatch",
+    "a sample, a dialogue or both texts of a pair must fit",
+    {
+        "too_long": "a dialogue must fit; --too-long says what if not",
+        "long_prompts": "prompt and reply must fit; --long-prompts says what if not",
+        "task_pairs": "both texts of a pair must fit together; nothing is truncated or dropped: a "
+        "pair that does not fit is refused before training",
+    },
+)
 _ALL_RANKS = "of a step, on all ranks together"
 _MICROBATCH = "samples are packed into micro-batches of at most this many tokens"
 _COUNTED = "counted in steps"
-_FOLDER = "a folder or a name of the hub"
+_FOLDER = "a folder or a name on the Hugging Face Hub"
 _KL = "--kl-in says whether it counts in the loss or in the reward"
 _CP = 'as in "train=all,cp=2 generate=all"'
 _ENGINE_MAP = 'as in "train=all generate=all,tp=2"'
@@ -41,10 +54,8 @@ TRL: Mapping[str, Ours] = {
     "max_completion_length": Ours("max_tokens"),
     "max_new_tokens": Ours("max_tokens"),
     "max_prompt_length": Ours("long_prompts", "what to do with a prompt that leaves no room"),
-    "max_length": Ours("tokens_per_microbatch", "a sample must fit"),
-    "max_seq_length": Ours(
-        "tokens_per_microbatch", "a sample must fit; --too-long says what if not"
-    ),
+    "max_length": _MUST_FIT,
+    "max_seq_length": _MUST_FIT,
     "reward_funcs": Ours("code", "a file with REWARDS"),
     "reward_model_path": Ours("reward_model", _FOLDER),
     "teacher_model_name_or_path": Ours("teacher", _FOLDER),
@@ -152,7 +163,8 @@ def ours(arg: str, options: Collection[str], flags: Collection[str]) -> str:
     chosen = next((known for known in found.names.split() if known in options), None)
     if chosen is None:
         return ""
-    note = f": {found.note}" if found.note else ""
+    note = next((text for own, text in found.notes.items() if own in options), found.note)
+    note = f": {note}" if note else ""
     flag = f"--{chosen.replace('_', '-')}"
     if chosen in flags:
         return f"{given} is {flag} here{note}"

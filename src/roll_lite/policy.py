@@ -88,7 +88,7 @@ class PolicyConfig(RecipeConfig):
     """Options that do not depend on what is learnt from."""
 
     model: str = "models/tiny"
-    """Hugging Face folder to start from, or a name of the hub, as Qwen/Qwen3-0.6B."""
+    """Hugging Face folder to start from, or a name on the Hugging Face Hub, as Qwen/Qwen3-0.6B."""
     data: tuple[str, ...]
     """What to learn."""
     steps: int = 40
@@ -193,7 +193,7 @@ class PolicyConfig(RecipeConfig):
 
     def _check_sources(self) -> None:
         """Refuse options of questions and of environments where data has none."""
-        kinds = {entry.kind for entry in data.parse_mixture(self.data, self.env_names)}
+        kinds = self._kinds(self.data)
         _ = self.players  # refuses wrong options of environments
         has_envs = bool(self.players)
         for part in (self.environments, self.episodes):
@@ -201,8 +201,8 @@ class PolicyConfig(RecipeConfig):
             read_only_if(has_envs, "an environment in data", part, *names)
         read_only_if("file" in kinds, "a file in data", self.evaluation, "eval_share")
         read_only_if("file" in kinds, "a file in data", self.lengths, "long_prompts")
-        has_files = "file" in kinds or bool(self.evaluation.eval_data)
-        read_only_if(has_files, "a file in data", self.rows, "columns")
+        has_files = "file" in kinds | self._kinds(self.evaluation.eval_data)
+        read_only_if(has_files, "a file in data or eval_data", self.rows, "columns")
         if has_envs and self.lengths.overlong == "penalty":
             raise UserError("overlong='penalty' applies to single replies; use train or mask")
         is_split = self.episodes.history is not None or self.episodes.old_thoughts == "drop"
@@ -217,6 +217,10 @@ class PolicyConfig(RecipeConfig):
                 f"advantage={self.advantages.advantage!r} needs rewards turn by turn, which "
                 "questions do not have; use another advantage, or an environment in data"
             )
+
+    def _kinds(self, entries: tuple[str, ...]) -> set[str]:
+        """Which of file, task and env there are."""
+        return {e.kind for e in (data.parse_mixture(entries, self.env_names) if entries else ())}
 
     def _check_algorithm(self) -> None:
         differs = self.advantages.differs_by_token(self.kl.is_in("reward"))
@@ -314,6 +318,10 @@ class PolicyConfig(RecipeConfig):
     def runs_ahead(self) -> bool:
         """Whether generation goes on beside training."""
         return self.rollout.max_staleness > 0
+
+    @property
+    def generated_at_once(self) -> dict[str, int]:
+        return {"prompts_per_step": self.rollout.max_in_flight}
 
     def is_recorded(self, step: int) -> bool:
         """Whether the samples of a step are written to the run folder."""

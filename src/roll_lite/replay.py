@@ -28,8 +28,9 @@ from roll_lite.cluster.role import RoleHandle
 from roll_lite.code_files import load_code
 from roll_lite.command_line import known_options, name_changed_files
 from roll_lite.engine.service import EngineService
+from roll_lite.hub_options import with_hub
 from roll_lite.models.config import read_config
-from roll_lite.options import from_flat
+from roll_lite.options import flatten, from_flat
 from roll_lite.own_files import import_file
 from roll_lite.planning import cache_tokens
 from roll_lite.players import Players, make_players
@@ -145,7 +146,9 @@ def read_config_of(run: RunFolder, changes: dict[str, Any]) -> PolicyConfig:
     load_code(options.get("code", ()))
     known = known_options(config, options)  # of code as it is now
     recorded = {name: value for name, value in options.items() if name in known}
-    cfg = from_flat(config, check=False, **recorded | dict.fromkeys(WORKERS, 0) | changes)
+    recorded |= dict.fromkeys(WORKERS, 0) | changes
+    recorded |= with_hub(flatten(from_flat(config, check=False, **recorded)))
+    cfg = from_flat(config, check=False, **recorded)
     name_changed_files(options, cfg)
     return cfg
 
@@ -200,7 +203,7 @@ def generate(
     roles = ["generate", *cfg.scoring.reward_roles]
     device_map = " ".join(f"{role}=all" for role in roles)
     configs = {"config": read_config(cfg.model), "role_configs": cfg.scoring.reward_configs}
-    with Cluster(device_map, cfg.device, roles=roles, **configs) as cluster:
+    with Cluster(device_map, cfg.device, roles=roles, options=cfg, **configs) as cluster:
         options = {"folder": cfg.model, "kv_cache_gib": cfg.kv_cache_gib}
         engines = cluster.role("generate", CheckpointEngine, **options)
         if checkpoint:
@@ -381,6 +384,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sample", required=True, metavar="STEP/PROMPT/INDEX")
     parser.add_argument("--visit", type=int, help="which, if the step has the prompt several times")
     parser.add_argument("--pdb", action="store_true", help="stop in reward or environment")
-    parser.add_argument("--model", help="model that training started from, if it has moved since")
+    help = "folder or name on the Hugging Face Hub of the model that training started from, if "
+    parser.add_argument("--model", help=f"{help}its folder has moved")
     parser.add_argument("--device", help="auto, cpu or cuda, instead of the run's")
     return parser

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from roll_lite import data
+from roll_lite.checks import UserError
 from roll_lite.types import Prompt
 
 SKY = "What color is the sky?"
@@ -155,6 +156,49 @@ def test_a_json_list(tmp_path):
     with pytest.raises(ValueError, match=r"rows\.json is not valid JSON: .*an object a line"):
         data.read_prompts(path)
     assert len(data.read_prompts(write(tmp_path, {"prompt": "a"}, name="rows.json"))) == 1
+
+
+SPELLED = ["1e3", "1.0", "4.50", "-0", "12345678901234567890.10", "1E-2"]
+
+
+@pytest.mark.parametrize("opening", ["[", " \n" * 40 + "[\n  ", "\ufeff[", "\ufeff\n["])
+def test_numbers_of_a_json_list_are_spelled_as_in_the_file(tmp_path, opening):
+    """As in the lines of other files; also in a file of an editor that begins with a mark."""
+    rows = [
+        f'{{"prompt": "a, ]", "id": {i}.0, "ground_truth": {n}}}' for i, n in enumerate(SPELLED)
+    ]
+    path = tmp_path / "rows.json"
+    path.write_text(opening + " ,\n ".join(rows) + " ]\n")
+    found = data.read_prompts(path)
+    assert [prompt.ground_truth for prompt in found] == SPELLED
+    assert [prompt.id for prompt in found] == [f"{i}.0" for i in range(len(SPELLED))]
+    assert [json.loads(row)["ground_truth"] for row in rows] == [
+        row["ground_truth"] for row in json.loads(path.read_text(encoding="utf-8-sig"))
+    ]
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text("\ufeff" * opening.startswith("\ufeff") + "\n".join(rows))
+    assert [prompt.ground_truth for prompt in data.read_prompts(lines)] == SPELLED
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('[{"prompt": "a"} {"prompt": "b"}]', "Expecting ',' or ']'"),
+        ('[{"prompt": "a"},]', "Expecting value"),
+        ('[{"prompt": "a"}] []', "Expecting ',' or ']'"),
+        ('[{"prompt": "a"}', "Expecting ',' or ']'"),
+        ("[", "Expecting value"),
+        ("[,]", "Expecting value"),
+        ("[[" + "[" * 10**5, "recursion"),
+        ('[{"prompt": "\xff"}]', "can't decode byte"),
+        ("[]", "is empty"),
+        (" [3]", "row 1: a number instead of an object"),
+    ],
+)
+def test_a_json_list_that_is_none_is_named(tmp_path, text, problem):
+    (tmp_path / "rows.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=rf"rows\.json.*{problem}"):
+        data.read_prompts(tmp_path / "rows.json")
 
 
 def test_parquet(tmp_path):

@@ -5,6 +5,7 @@ import json
 import random
 from collections import Counter
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
@@ -125,6 +126,23 @@ def test_states_of_other_mixtures_are_refused(tmp_path):
     write(tmp_path / "a.jsonl", ["math"] * 5)
     with pytest.raises(ValueError, match=r"a\.jsonl is not what it was"):
         Mixture((a, "addition:2@2"), seed=0).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("paths", "sources"),
+    [
+        (["a.jsonl", "x/b.jsonl"], ["a", "b"]),
+        (["a.jsonl", "x/a.jsonl"], ["a.jsonl", "x-a"]),
+        (["p/x/a.jsonl", "q/x/a.jsonl"], ["p-x-a", "q-x-a"]),
+        (["x/a.jsonl", "x/a.json"], ["x-a.jsonl", "x-a.json"]),
+    ],
+)
+def test_files_have_names_of_their_own(paths, sources, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in map(Path, paths):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, ["math"])
+    assert [prompt.source for prompt in held_out(paths, None)] == sources
 
 
 def test_how_sources_are_written():

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from support.runs import toy_options
 
+from roll_lite.checks import UserError
 from roll_lite.cluster.launch import Launch
 from roll_lite.device_map import Device, parse_device_map
 from roll_lite.models.config import SHAPE
@@ -152,6 +153,14 @@ def test_recipes_without_a_policy_loss_are_resolved(toy_folder):
     assert wide.device_map == "train=all,tp=2"
 
 
+@pytest.mark.parametrize("recipe", [sft, evaluate])
+def test_a_map_is_chosen_by_recipes_that_train_a_policy_alone(toy_folder, recipe):
+    options = {"model": str(toy_folder), "run_dir": "no-such-run", "device_map": "auto"}
+    cfg = from_flat(recipe.Config, **options)
+    with pytest.raises(UserError, match="'auto' in the device map is not understood; write role="):
+        parse_device_map(resolved(cfg, device=gpu(80)).device_map, 1)
+
+
 @pytest.mark.parametrize(
     ("samples", "given", "found"), [(1, None, 0.0), (4, None, 1.0), (4, 0.7, 0.7)]
 )
@@ -220,6 +229,41 @@ def test_a_cache_is_chosen_from_plan_and_memory(options, launch, gib):
     assert found.chosen["kv_cache_gib"] is None
     kept, _ = resolve(replace(cfg, kv_cache_gib=3.0), launch, gpu(gib))
     assert kept.kv_cache_gib == 3.0 and "kv_cache_gib" not in kept.chosen
+
+
+@pytest.mark.parametrize(
+    ("options", "gib", "samples"),
+    [
+        ({"data": ("mine.jsonl",)}, 24, None),  # as much as fits
+        ({"data": ("mine.jsonl",), "max_tokens": 16}, 140, 1024),  # what an engine decodes at once
+        ({"data": ("reverse:2", "addition:2"), "max_tokens": 768}, 140, 512 // 4),
+        ({"data": ("mine.jsonl",), "prompts": 100, "samples": 4, "max_tokens": 768}, 140, 100),
+        ({"data": ("sokoban",), "prompts": 1}, 140, 0),  # the default holds more
+        ({"data": ("mine.jsonl",), "judge": f"{SHAPE}qwen3-8b"}, 80, None),
+    ],
+)
+def test_the_cache_of_an_evaluation_is_chosen_from_prompts_and_memory(options, gib, samples):
+    """Those that are asked at once, on four engines; it fits beside weights and a judge."""
+    given = {"model": f"{SHAPE}qwen3-0.6b", "run_dir": "no-such-run"} | options
+    cfg = from_flat(evaluate.Config, **given)
+    found, notes = resolve(cfg, FOUR, gpu(gib))
+    device_map = parse_device_map(found.device_map, 4)
+
+    def fits(gib_of_cache):
+        plan = plan_run(replace(found, kv_cache_gib=gib_of_cache), device_map, gpu(gib), 256)
+        return plan.fits_devices
+
+    sample = plan_run(found, device_map, gpu(gib), 256).sample_bytes / 2**30
+    assert fits(found.kv_cache_gib) and found.chosen["kv_cache_gib"] is None
+    assert f"kv_cache_gib={found.kv_cache_gib:g}, which holds" in notes[-1]
+    if samples is None:
+        assert found.kv_cache_gib > 1.0 and not fits(found.kv_cache_gib + sample + 0.02)
+    else:
+        assert found.kv_cache_gib == pytest.approx(max(1.0, samples * sample), abs=0.011)
+    assert resolve(replace(cfg, kv_cache_gib=3.0), FOUR, gpu(gib))[0].kv_cache_gib == 3.0
+    assert resolve(cfg, FOUR, CPU)[0].kv_cache_gib == 1.0
+    lowered, _ = lower_cache(found, device_map, int((gib - 8) * 2**30))
+    assert lowered.kv_cache_gib <= found.kv_cache_gib
 
 
 def test_the_cache_of_a_cpu_is_not_chosen_by_size(toy_folder):

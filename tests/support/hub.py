@@ -4,18 +4,29 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from urllib.parse import unquote, urlsplit
 
 
 @dataclass
 class Repo:
-    files: Mapping[str, bytes]
+    files: dict[str, bytes]
     branch: str = "main"
     is_gated: bool = False
+    older: list["Repo"] = field(default_factory=list)
+    """Its earlier commits, if they can be asked for."""
+
+    def commit_more(self, **files: bytes) -> None:
+        self.older.append(replace(self, files=dict(self.files)))
+        self.files |= files
+
+    def at(self, revision: str) -> "Repo | None":
+        if revision in ("", self.commit, self.branch):
+            return self
+        return next((repo for repo in self.older if repo.commit == revision), None)
 
     @property
     def commit(self) -> str:
@@ -30,6 +41,9 @@ class Hub:
     """By name; of data sets with datasets/ before it."""
     requests: list[str] = field(default_factory=list)
     """Method and path."""
+    stalls_at: str = ""
+    """A file of which half is sent, and no more."""
+    has_stalled: Event = field(default_factory=Event)
 
     def add_model(self, name: str, folder: Path, **more: bytes) -> Repo:
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
@@ -37,7 +51,7 @@ class Hub:
         return self.repos[name]
 
     def add_data(self, name: str, files: Mapping[str, bytes], branch: str = "main") -> Repo:
-        self.repos[f"datasets/{name}"] = Repo(files, branch)
+        self.repos[f"datasets/{name}"] = Repo(dict(files), branch)
         return self.repos[f"datasets/{name}"]
 
     @property
@@ -56,7 +70,7 @@ class Hub:
         if repo is None:
             return 401, b"", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "not found"}
         kind, revision, *rest = [*parts[num:], "", ""][: len(parts) - num + 2]
-        if revision and revision not in (repo.commit, repo.branch):
+        if (repo := repo.at(revision)) is None:
             return 404, b"", {"X-Error-Code": "RevisionNotFound", "X-Error-Message": revision}
         if is_api:
             return 200, json.dumps(self._about(repo, kind)).encode(), {}
@@ -93,7 +107,13 @@ def serve_hub() -> Iterator[Hub]:
             for name, value in ({"Content-Length": str(len(body))} | headers).items():
                 self.send_header(name, value)
             self.end_headers()
-            if self.command == "GET":
+            if self.command == "GET" and hub.stalls_at and self.path.endswith(hub.stalls_at):
+                self.wfile.write(body[: len(body) // 2])
+                self.wfile.flush()
+                hub.has_stalled.set()
+                self.rfile.read(1)  # until the other end is closed
+                self.close_connection = True
+            elif self.command == "GET":
                 self.wfile.write(body)
 
         do_HEAD = do_GET
@@ -102,7 +122,7 @@ def serve_hub() -> Iterator[Hub]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+        Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         hub.url = f"http://127.0.0.1:{server.server_address[1]}"
         try:
             yield hub

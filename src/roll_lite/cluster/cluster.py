@@ -29,7 +29,7 @@ from roll_lite.checks import USER_ERROR, UserError
 from roll_lite.cluster import wire
 from roll_lite.cluster.controller import Controller, Exit, LocalController
 from roll_lite.cluster.errors import RoleError, exit_code_of
-from roll_lite.cluster.launch import choose_interface, end_torchrun, read_launch
+from roll_lite.cluster.launch import choose_interface, end_torchrun, first_of_node, read_launch
 from roll_lite.cluster.places import (
     DEVICES,
     choose_device,
@@ -45,6 +45,7 @@ from roll_lite.cluster.role import Method, RoleHandle
 from roll_lite.cluster.watchdog import STOPPED, Heartbeat, Watchdog
 from roll_lite.cluster.wire import Mailbox, Post
 from roll_lite.device_map import DeviceMap, listing, parse_device_map
+from roll_lite.hub import download_weights, snapshots
 from roll_lite.models.config import ModelConfig
 from roll_lite.options import flatten
 from roll_lite.processes import (
@@ -82,7 +83,8 @@ class Cluster:
 
         With a `config`, the map is checked for the `roles` that the recipe uses; `role_configs`
         are the configs of roles with a model of their own. `options` is the recipe's dataclass,
-        which must be equal on all ranks. `deadline` is the number of seconds that a rank may spend
+        which must be equal on all ranks; the weights of models that it has from the Hugging Face
+        Hub are downloaded in `with`. `deadline` is the number of seconds that a rank may spend
         in one role call, in one piece of an object's `work`, or in one collective.
 
         Nothing starts before `with`, and no device is touched before `device` is read.
@@ -135,6 +137,8 @@ class Cluster:
 
     def __enter__(self) -> "Cluster":
         end_with_launcher()  # for programs without roll_lite.command, which has done it already
+        if folders := snapshots(self._options):  # not before: the device map might be wrong
+            first_of_node(f"weights {folders}", lambda: [*map(download_weights, folders)])
         if needs_monitor(self._launch, self.device_map):  # first: a fork cannot share a GPU
             self._monitor = fork_rank()
             self._launch = replace(self._launch, has_monitor=self._monitor is not None)

@@ -3,6 +3,7 @@
 No torch here: a command line asks which rank it is before anything else is imported.
 """
 
+import hashlib
 import json
 import os
 import signal
@@ -100,14 +101,15 @@ def read_launch() -> Launch:
         ) from None
 
 
-def first_of_node(name: str, ask: Callable[[], T]) -> T:
+def first_of_node(question: str, ask: Callable[[], T]) -> T:
     """What the first rank of this node finds, in the form of JSON; the others wait for it.
 
-    Without torchrun every rank asks. `name` is that of one question since the ranks were started.
+    Without torchrun every rank asks. Since the ranks were started, a question has one answer.
     """
     launch = read_launch()
     if not launch.launcher or launch.local_world_size == 1:
         return ask()
+    name = hashlib.blake2b(question.encode(), digest_size=8).hexdigest()
     path = Path(launch.launcher) / f"{name}.json"
     if launch.local_rank:
         while not path.exists():  # if the first rank fails, torchrun ends this one

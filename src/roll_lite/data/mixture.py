@@ -1,16 +1,17 @@
 """Prompts of several sources, each with its share.
 
-A source is a file of prompt rows (of this machine, or of the hub: hub.py), a generated task or an
-environment, written `SOURCE@WEIGHT`, or
-`SOURCE` for weight 1: `("gsm8k.jsonl@0.4", "addition:2@0.3", "sokoban@0.3")`. A name of the form of
-a task is a task, and that of an environment an environment; write `./sokoban` for a file of that
-name. The weight follows the last @, so a path that contains an @ needs an explicit weight.
+A source is a file of prompt rows, a name of such files on the Hugging Face Hub (hub.py), a
+generated task or an environment, written `SOURCE@WEIGHT`, or `SOURCE` for weight 1:
+`("gsm8k.jsonl@0.4", "addition:2@0.3", "sokoban@0.3")`. A name of the form of a task is a task, and
+that of an environment an environment; write `./sokoban` for a file of that name. The weight follows
+the last @, so a path that contains an @ needs an explicit weight.
 """
 
 import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -25,7 +26,7 @@ from roll_lite.data.sources import Endless, Indexed, Shuffled, check_source, dig
 from roll_lite.data.tasks import is_reasoning_gym, is_task, parse_task
 from roll_lite.data.tasks import prompts as task_prompts
 from roll_lite.envs.specs import env_tasks, held_out_tasks
-from roll_lite.hub import data_label, is_data_name
+from roll_lite.hub import data_label, is_data_name, parse_data_name
 from roll_lite.rewards import reasoning_gym
 from roll_lite.types import Prompt
 
@@ -301,20 +302,27 @@ def _read_files(
 
 
 def _short_names(sources: Sequence[str]) -> dict[str, str]:
-    """Files without folder and suffix, or with the folder where that is not enough; data on the
-    hub without its owner, or with config and split."""
-    names = {source: _short_name(source) for source in sources}
-    stems = [short for short, _ in names.values()]
-    return {s: short if stems.count(short) == 1 else long for s, (short, long) in names.items()}
+    """For each source the first of its names that no other source could have."""
+    names = {source: tuple(_names_of(source)) for source in sources}
+    counts = Counter(name for each in names.values() for name in {*each})
+    return {s: next((n for n in each if counts[n] == 1), s) for s, each in names.items()}
 
 
-def _short_name(source: str) -> tuple[str, str]:
-    """A short name of a source, and a longer one."""
-    if is_data_name(source):
-        label = data_label(source).partition("/")[2]
-        return label.partition(":")[0], re.sub(r"[^\w.-]+", "-", label)
-    path = Path(source)
-    return path.stem, f"{path.parent.name}-{path.stem}"
+def _names_of(source: str) -> Iterator[str]:
+    """Names of a source, the shortest first: a file without suffix, with more and more of its
+    folders; data on the Hub without its owner, with config and split, and with the owner."""
+    if not is_data_name(source):
+        path = Path(source)
+        *folders, stem = [part for part in path.with_suffix("").parts if part != path.anchor]
+        for num in range(len(folders) + 1):
+            yield "-".join([*folders[len(folders) - num :], stem])
+        yield "-".join([*folders, path.name])
+        return
+    name = parse_data_name(source)
+    owner, repo = name.repo.split("/")
+    part = [re.sub(r"[^\w.-]+", "-", name.part)] if name.part else []
+    for words in ([repo], [repo, *part], [owner, repo], [owner, repo, *part]):
+        yield "-".join(words)
 
 
 def _generated_stream(entry: Entry, seed: int | str) -> Stream:
@@ -330,7 +338,8 @@ def _file_streams(entry: Entry, prompts: list[Prompt], seed: int | str) -> list[
     domains: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         domains.setdefault(prompt.domain, []).append(prompt)
-    name = Path(entry.source).name  # without the folder: a moved file keeps its order
+    # Without the folder or the commit: a file that moved keeps its order.
+    name = Path(data_label(entry.source)).name
     return [
         Stream(
             domain,

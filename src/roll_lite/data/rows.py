@@ -1,11 +1,14 @@
 """Rows of files: dialogues, preferences and prompts; and prompts that are too long.
 
-A file has JSON lines, a list of objects as JSON, or is parquet; a name of the hub stands for its
-files. A malformed row raises ValueError with the file, the line, the field and what was expected.
+A file has JSON lines, a list of objects as JSON, or is parquet; a name on the Hugging Face Hub
+stands for its files. A malformed row raises ValueError with the file, the line, the field and what
+was expected.
 """
 
 import json
+import re
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -14,7 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, Literal, TypeVar
 
-from roll_lite.checks import UserError
+from roll_lite.checks import UserError, read_only_if
+from roll_lite.data.tasks import is_task
 from roll_lite.hub import data_files, data_label
 from roll_lite.progress import ProgressBar
 from roll_lite.types import Message, Prompt
@@ -54,6 +58,11 @@ class RowOptions:
                     f"columns={entry!r} is not NAME=COLUMN, as in prompt=question; NAME is one of "
                     f"{', '.join(FIELDS)}"
                 )
+
+    def check_columns(self, *sources: str | None) -> None:
+        """Refuse columns where all sources are tasks, which have none."""
+        is_read = not all(is_task(source) for source in sources if source)
+        read_only_if(is_read, "a file in data or eval_data", self, "columns")
 
     @property
     def by_name(self) -> dict[str, list[str]]:
@@ -245,18 +254,40 @@ def _lines(paths: Iterable[Path]) -> Iterator[tuple[str, bytes]]:
         if not path.is_file():
             raise UserError(f"{path} is not a file; name one with a JSON object in each line")
         with path.open("rb") as file:
-            is_list = path.suffix == ".json" and file.read(64).lstrip().startswith(b"[")
-            file.seek(0)
-            if path.suffix != ".parquet" and not is_list:
+            if path.suffix == ".parquet":
+                for row in _parquet(file, path):
+                    yield "row", json.dumps(row, default=str).encode()
+            elif path.suffix == ".json" and _is_list(file):
+                yield from (("row", row) for row in _json_list(file, path))
+            else:
                 yield from (("line", line) for line in file)
-                continue
-            for row in _json_list(file, path) if is_list else _parquet(file, path):
-                yield "row", json.dumps(row, default=str).encode()
 
 
-def _json_list(file: BinaryIO, path: Path) -> list[Any]:
+def _is_list(file: BinaryIO) -> bool:
+    """Whether a file of JSON begins with a list; afterwards the file is at its beginning again."""
+    start = file.read(len(BOM_UTF8)).removeprefix(BOM_UTF8).lstrip()
+    while not start and (more := file.read(64)):
+        start = more.lstrip()
+    file.seek(0)
+    return start.startswith(b"[")
+
+
+def _json_list(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """The items of a list as they are written, with the spelling of their numbers."""
+    skip, decode = re.compile(r"[ \t\n\r]*").match, json.JSONDecoder().raw_decode
     try:
-        return json.load(file)
+        text = file.read().decode("utf-8-sig")
+        end = skip(text, text.index("[") + 1).end()
+        is_more = text[end : end + 1] != "]"
+        while is_more:
+            start = end
+            _, end = decode(text, start)
+            yield text[start:end].encode()
+            end = skip(text, end).end()
+            if is_more := text[end : end + 1] == ",":
+                end = skip(text, end + 1).end()
+        if text[end:].strip() != "]":
+            raise json.JSONDecodeError("Expecting ',' or ']'", text, end)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}; write an object a line") from None
 

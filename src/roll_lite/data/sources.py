@@ -117,7 +117,7 @@ def check_source(source: str, envs: Collection[str] = ()) -> None:
         kinds = "a file, a task nor an environment" if envs else "a file nor a task"
         raise UserError(
             f"{source!r} is neither {kinds}; tasks are {known}{games}; "
-            "data of the hub is OWNER/NAME:CONFIG:SPLIT or OWNER/NAME:FILE"
+            "a name on the Hugging Face Hub is OWNER/NAME:CONFIG:SPLIT or OWNER/NAME:FILE"
         )
 
 

@@ -194,8 +194,8 @@ def read_hf_config(folder: str | Path) -> dict:
             ) from None
         raise UserError(
             f"{folder} is not a model folder: it has no config.json. Give a Hugging Face folder on "
-            "this machine, a name of the hub as Qwen/Qwen3-0.6B, or make one: `roll-lite tiny "
-            "FOLDER`"
+            "this machine, a name on the Hugging Face Hub, as Qwen/Qwen3-0.6B, or make one: "
+            "`roll-lite tiny FOLDER`"
         ) from None
     if "starts" in found and "model_type" not in found:
         raise UserError(_where_the_model_is(Path(folder)))

@@ -1,17 +1,19 @@
 """Plan a run without starting it: bytes per rank, seconds of a step, what to change.
 
     roll-lite plan --model qwen3-8b --world-size 8
+    roll-lite plan --model Qwen/Qwen3-8B --world-size 8
     roll-lite plan --model qwen3-8b --world-size 16 --device-map "train=0-7 generate=8-15"
     roll-lite plan --model qwen3-32b --lora-rank 16 --checkpointing full
     roll-lite plan --model models/tiny --device-gib None --max-tokens 64        # on a CPU
     roll-lite plan --run runs/rlvr       # what its steps took beside the plan of its samples
 
-Needs no GPU, no torch and no download: only the name of a shape, or a folder's config.json. Exits
-with 1 if the run would not fit.
+Needs no GPU and no torch: only the name of a shape, or a folder's config.json. Of a name on the
+Hugging Face Hub, weights are not downloaded. Exits with 1 if the run would not fit.
 """
 
 import sys
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +21,7 @@ import tyro
 
 from roll_lite.checks import USER_ERROR, above, at_least, unread_with
 from roll_lite.device_map import DeviceMap, auto_device_map, listing, parse_device_map
+from roll_lite.hub import is_model_name, local_folder
 from roll_lite.models.config import ModelConfig, planned_config
 from roll_lite.planning.plan import Plan, PlanOptions, take_turns
 from roll_lite.planning.render import (
@@ -41,9 +44,9 @@ class Config:
     """Run folder of recipes/rlvr.py on GPUs: the seconds that its steps took, beside those
     planned for the samples that it had. Only --model is read beside it."""
     model: str | None = None
-    """Hugging Face folder, or a shape: qwen3-0.6b, 1.7b, 4b, 8b, 14b, 32b, 30b-a3b or 235b-a22b;
-    llama-3.2-1b or 3b, llama-3.1-8b, 70b or 405b; qwen2.5-0.5b, 1.5b or 7b; smollm2-135m. None
-    means that of the run, or qwen3-0.6b."""
+    """Hugging Face folder, a name on the Hugging Face Hub, as Qwen/Qwen3-8B, or a shape:
+    qwen3-0.6b, 1.7b, 4b, 8b, 14b, 32b, 30b-a3b or 235b-a22b; llama-3.2-1b or 3b, llama-3.1-8b, 70b
+    or 405b; qwen2.5-0.5b, 1.5b or 7b; smollm2-135m. None means that of the run, or qwen3-0.6b."""
     world_size: int = 8
     """Number of processes, one per device."""
     ranks_per_node: int = 8
@@ -69,7 +72,11 @@ class Config:
         above(0, self, "device_gib")
         if self.options.max_staleness:
             unread_with("max_staleness above 0", self.options, "engines_sleep", "offload")
-        choose_map(self, planned_config(self.model or DEFAULT))
+        choose_map(self, self.config)
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        return planned_config(local_folder(self.model or DEFAULT, with_weights=False))
 
     @property
     def device_bytes(self) -> int | None:
@@ -110,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _print_plan(cfg: Config) -> int:
-    config = planned_config(cfg.model or DEFAULT)
+    config = cfg.config
     device_map, reasons = choose_map(cfg, config)
     for reason in reasons:
         print(f"device map: {reason}")
@@ -129,7 +136,7 @@ def _print_plan(cfg: Config) -> int:
     if fitting is not plan:
         print(f"\nwith {listing(options_between(plan, fitting), 'and')} it fits:\n")
         print(render(fitting, machine))
-    is_folder = cfg.model is not None and Path(cfg.model).is_dir()
+    is_folder = cfg.model is not None and (Path(cfg.model).is_dir() or is_model_name(cfg.model))
     chooses_map = cfg.device_map == "auto" and fitting.device_map == device_map
     model = cfg.model if is_folder else "FOLDER"
     command = command_of(

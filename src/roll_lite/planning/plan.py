@@ -84,12 +84,13 @@ class PlanOptions:
     def of_recipe(
         cls, flat: Mapping[str, Any], device_map: DeviceMap, prompt_tokens: int = 256
     ) -> "PlanOptions":
-        """From the flat options of a recipe's Config, or of the config.json of its run."""
+        """From the flat options of a recipe's Config, or of the config.json of its run. A recipe
+        that only generates has not all of them."""
         given = {field.name: flat[field.name] for field in fields(cls) if field.name in flat}
-        has_reference = flat["kl_coef"] > 0 or flat["reference"] is not None
+        has_reference = flat.get("kl_coef", 0) > 0 or flat.get("reference") is not None
         is_own_reference = has_reference and "reference" not in device_map
-        given["policy_scores"] = is_own_reference + (flat["denominator"] == "old")
-        given["lora_targets"] = tuple(flat["lora_targets"])  # a list in JSON
+        given["policy_scores"] = is_own_reference + (flat.get("denominator") == "old")
+        given["lora_targets"] = tuple(flat.get("lora_targets", ()))  # a list in JSON
         return cls(**given, prompt_tokens=prompt_tokens)
 
     @property

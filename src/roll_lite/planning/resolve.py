@@ -75,9 +75,8 @@ def _choose_cache(
     if device.num_bytes is None:
         return with_chosen(cfg, {"kv_cache_gib": DEFAULT_CACHE_GIB}), []
     device_map = parse_device_map(cfg.device_map, launch.world_size)
-    plan = plan_run(cfg, device_map, device, prompt_tokens).with_options(kv_cache_gib=None)
-    if cfg.runs_ahead:
-        plan = plan.with_options(prompts_per_step=cfg.rollout.max_in_flight)
+    plan = plan_run(cfg, device_map, device, prompt_tokens)
+    plan = plan.with_options(kv_cache_gib=None, **cfg.generated_at_once)
     at_once = min([p.samples_at_once for p in plan.ranks if "generate" in p.roles], default=0)
     gib = math.ceil(at_once * plan.sample_bytes / 2**30 * 100) / 100 if at_once else 0.0
     is_default = not gib or plan.with_options(kv_cache_gib=DEFAULT_CACHE_GIB).fits_devices
@@ -90,8 +89,8 @@ def _choose_cache(
 
 
 def _is_auto(cfg: RecipeConfig) -> bool:
-    """Whether the device map is to be chosen; not all recipes have one."""
-    return getattr(cfg, "device_map", None) == "auto"
+    """Whether the device map is to be chosen, for which a recipe has `map_options`."""
+    return hasattr(cfg, "map_options") and cfg.device_map == "auto"
 
 
 def fit_cache(cfg: T, cluster: "Cluster") -> T:
@@ -168,5 +167,5 @@ def _choose_map(cfg: Any, launch: Launch, device: Device) -> tuple[DeviceMap, li
 
 def plan_run(cfg: Any, device_map: DeviceMap, device: Device, prompt_tokens: int) -> Plan:
     parts = cfg.cluster_options
-    options = PlanOptions.of_recipe(flatten(cfg), device_map, prompt_tokens)
+    options = PlanOptions.of_recipe(flatten(cfg) | cfg.planned, device_map, prompt_tokens)
     return Plan(parts["config"], device_map, options, device.num_bytes, parts["role_configs"])

@@ -15,6 +15,7 @@ from statistics import median
 
 from roll_lite.checks import UserError
 from roll_lite.device_map import DeviceMap, Role, parse_device_map
+from roll_lite.hub import local_folder
 from roll_lite.models.config import MixtureConfig, ModelConfig, planned_config
 from roll_lite.models.cost import (
     adapter_parameters,
@@ -339,7 +340,8 @@ def run_seconds(
         raise UserError(f"{folder} has the role {unknown[0]}, which is not planned here")
     device_map = _run_map(config["device_map"], start["ranks"])
     options = PlanOptions.of_recipe(config, device_map)
-    plan = Plan(planned_config(model or config["model"]), device_map, options, ANY_BYTES)
+    shape = planned_config(local_folder(model or config["model"], with_weights=False))
+    plan = Plan(shape, device_map, options, ANY_BYTES)
     return step_seconds(plan, machine, _run_samples(config, rows)), measured_seconds(rows)
 
 

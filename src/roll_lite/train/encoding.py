@@ -22,9 +22,14 @@ def encode_dialogues(chat: Chat, dialogues: Iterable[Dialogue]) -> list[Training
 
 
 def encode_preferences(
-    chat: Chat, preferences: Iterable[Preference], tokens_per_microbatch: int
+    chat: Chat,
+    preferences: Iterable[Preference],
+    *,
+    tokens_per_microbatch: int,
+    max_positions: int,
 ) -> list[Pair]:
-    """Loss on the chosen and the rejected reply alone; both must fit in one micro-batch."""
+    """Loss on the chosen and the rejected reply alone. Nothing is truncated: each must fit the
+    model, and both together a micro-batch."""
     named = [
         (
             f"{row.id} {field}",
@@ -42,13 +47,19 @@ def encode_preferences(
         for (name, _), (read, said) in zip(named, chat.encode_replies(named), strict=True)
     ]
     pairs = list(zip(sequences[::2], sequences[1::2], strict=True))
-    _check_pairs_fit(pairs, tokens_per_microbatch)
+    _check_pairs_fit(pairs, tokens_per_microbatch, max_positions)
     return pairs
 
 
-def _check_pairs_fit(pairs: Sequence[Pair], tokens_per_microbatch: int) -> None:
-    """Refuse a pair that no micro-batch holds, before anything is trained."""
+def _check_pairs_fit(pairs: Sequence[Pair], tokens_per_microbatch: int, max_positions: int) -> None:
+    """Refuse a pair that no micro-batch or not the model holds, before anything is trained."""
     for chosen, rejected in pairs:
+        for sequence in (chosen, rejected):
+            if (length := len(sequence.token_ids)) > max_positions + 1:
+                raise UserError(
+                    f"{sequence.id} has {length} tokens, and the model's {max_positions} positions "
+                    f"allow {max_positions + 1}; leave the pair out"
+                )
         length = len(chosen.token_ids) + len(rejected.token_ids) - 2
         if length > tokens_per_microbatch:
             raise UserError(
@@ -62,9 +73,10 @@ def fit(
     *,
     tokens_per_microbatch: int,
     max_positions: int,
-    too_long: str,
+    too_long: str | None = None,
 ) -> tuple[list[TrainingSequence], int]:
-    """Sequences that fit the micro-batch and the model, and how many were truncated for it."""
+    """Sequences that fit the micro-batch and the model, and how many were truncated for it, which
+    is done if `too_long` is truncate; None is the error of a recipe without such an option."""
     limit = min(tokens_per_microbatch, max_positions)
     if too_long == "truncate":
         return truncate(sequences, limit)
@@ -73,7 +85,8 @@ def fit(
             raise UserError(
                 f"{sequence.id} has {len(sequence.token_ids)} tokens, and "
                 f"tokens_per_microbatch={tokens_per_microbatch} and the model's {max_positions} "
-                f"positions allow {limit + 1}; leave it out, or set too_long to truncate"
+                f"positions allow {limit + 1}; leave it out"
+                + (", or set too_long to truncate" if too_long else "")
             )
     return list(sequences), 0
 
@@ -107,7 +120,6 @@ def encode_fitting(
         encode_dialogues(chat, dialogues),
         tokens_per_microbatch=tokens_per_microbatch,
         max_positions=min(read_config(folder).max_positions for folder in folders),
-        too_long="error",
     )[0]
 
 

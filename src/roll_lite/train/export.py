@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from roll_lite.checks import UserError
+from roll_lite.hub import local_folder, snapshot_name
 from roll_lite.models.config import LoraOptions, ModelConfig, lora_options, read_config
 from roll_lite.models.hf import load_model, save_adapter, save_state, stored_dtype
 from roll_lite.models.lora import add_adapters, merge
@@ -33,14 +34,15 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("roll-lite export", description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", help="like RUN_DIR/checkpoints/step-00000100")
     parser.add_argument("out", help="folder to write, which must not exist")
-    parser.add_argument("--model", help="model that training started from, if it has moved since")
+    help = "folder or name on the Hugging Face Hub of the model that training started from, if "
+    parser.add_argument("--model", help=f"{help}its folder has moved")
     help = "write the adapters alone, as a folder of PEFT, instead of merging them"
     parser.add_argument("--adapter", action="store_true", help=help)
     options = parser.parse_args(arguments)
     try:
         if Path(options.out).exists():
             raise UserError(f"{options.out} exists; remove it, or name another folder")
-        base = options.model or base_model(options.checkpoint)
+        base = _base_model(options.checkpoint, options.model, is_merged=not options.adapter)
         export = export_adapter if options.adapter else export_checkpoint
         print(f"wrote {export(options.checkpoint, base, options.out)}")
     except (ValueError, OSError) as error:
@@ -49,10 +51,16 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def base_model(checkpoint: str | Path) -> Path:
-    """The model that training started from, as the checkpoint names it."""
-    folder = Path(_manifest(checkpoint).state["controller"]["fixed"]["model"])
-    if not folder.is_dir():
+def _base_model(checkpoint: str, model: str | None, *, is_merged: bool) -> str:
+    """The model that training started from: `model`, or what the checkpoint names."""
+    manifest = _manifest(checkpoint)
+    needs_weights = is_merged and manifest.kind == "adapter"
+    if model:
+        return local_folder(model, with_weights=needs_weights)
+    folder = manifest.state["controller"]["fixed"]["model"]
+    if snapshot_name(folder):
+        return local_folder(folder, with_weights=needs_weights)
+    if not Path(folder).is_dir():
         raise UserError(
             f"{checkpoint} was trained from the model {folder}, which is not here; name it with "
             "--model, or start in the folder where training was started"
