@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
 import transformers
 from support.launch import start_alone
 from support.models import FAMILIES, make_reference, make_toy
+from support.process_checks import new_sandbox_processes
 from support.recipes import call_recipe
 from support.rlvr_program import share_of_good_letters
 from support.runs import steps_of, toy_options
@@ -123,6 +124,13 @@ def rlimits():
 @pytest.fixture(params=["full", "rlimits"])
 def sandbox(request):
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def started():
+    """A function that finds the sandbox processes which began in the test."""
+    with new_sandbox_processes() as started:
+        yield started
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.process_checks import is_running, sandbox_processes, wait_until
+from support.process_checks import is_running, new_sandbox_processes, wait_until
 
 from roll_lite.processes import children_of
 from roll_lite.sandbox.sandbox import (
@@ -25,12 +25,12 @@ SLOW = "import time\nprint('begun', flush=True)\ntime.sleep(1)\nprint('ended')"
 def shared(request):
     """Where the kernel has all that it needs; nothing is left behind."""
     request.getfixturevalue(request.param)
-    before = sandbox_processes()
-    shared = SharedSandboxes(request.param)
-    yield shared
-    for sandbox in shared._idle:
-        sandbox.close()
-    assert sandbox_processes() <= before
+    with new_sandbox_processes() as started:
+        shared = SharedSandboxes(request.param)
+        yield shared
+        for sandbox in shared._idle:
+            sandbox.close()
+        wait_until(lambda: not started())  # a monitor whose zygote was killed may be ending
 
 
 def zygote_of(sandbox):
