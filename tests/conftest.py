@@ -19,7 +19,7 @@ import transformers
 from support.launch import start_alone
 from support.models import FAMILIES, make_reference, make_toy
 from support.process_checks import new_sandbox_processes
-from support.recipes import call_recipe
+from support.recipes import call_recipe, shorten_collection
 from support.rlvr_program import share_of_good_letters
 from support.runs import steps_of, toy_options
 
@@ -143,6 +143,7 @@ def command(monkeypatch, capsys):
     def run(script, *arguments):
         monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
         capsys.readouterr()
+        shorten_collection()
         try:
             runpy.run_path(str(script), run_name="__main__")
             code = 0
