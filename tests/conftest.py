@@ -121,6 +121,15 @@ def rlimits():
         yield sandbox
 
 
+@pytest.fixture(scope="session")
+def either(request):
+    """A sandbox for tests that are not about isolation."""
+    try:
+        return request.getfixturevalue("full")
+    except pytest.skip.Exception:
+        return request.getfixturevalue("rlimits")
+
+
 @pytest.fixture(params=["full", "rlimits"])
 def sandbox(request):
     return request.getfixturevalue(request.param)

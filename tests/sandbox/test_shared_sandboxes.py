@@ -21,12 +21,12 @@ from roll_lite.sandbox.sandbox import (
 SLOW = "import time\nprint('begun', flush=True)\ntime.sleep(1)\nprint('ended')"
 
 
-@pytest.fixture(params=["full", "rlimits"])
+@pytest.fixture(params=["either", pytest.param("rlimits", marks=pytest.mark.slow)])
 def shared(request):
-    """Where the kernel has all that it needs; nothing is left behind."""
-    request.getfixturevalue(request.param)
+    """Nothing is left behind."""
+    isolation = request.getfixturevalue(request.param)._isolation
     with new_sandbox_processes() as started:
-        shared = SharedSandboxes(request.param)
+        shared = SharedSandboxes(isolation)
         yield shared
         for sandbox in shared._idle:
             sandbox.close()
