@@ -186,7 +186,7 @@ def test_metrics_count_since_the_last(hasty):
     hasty.metrics()
     score_all(hasty, ["ok", "sleep 0.2", "raise x", "crash", "hang", "ok"])
     metrics = hasty.metrics()
-    assert 1.0 < metrics.pop("reward/seconds") < 30
+    assert metrics.pop("reward/seconds") > 1.0
     assert metrics == {
         "reward/calls": 6,
         "reward/errors": 3,
