@@ -73,7 +73,13 @@ def check_decode(lengths, K, group, D, page_size):
 
 @pytest.mark.parametrize(
     ("K", "group", "D", "page_size"),
-    [(2, 2, 32, 16), (3, 3, 64, 16), (1, 8, 128, 64), (4, 1, 64, 32)],
+    [
+        *((3, 3, 64, 16), (1, 8, 128, 64)),
+        *(
+            pytest.param(*shape, marks=pytest.mark.slow)
+            for shape in ((2, 2, 32, 16), (4, 1, 64, 32))
+        ),
+    ],
 )
 def test_paged_decode(K, group, D, page_size):
     check_decode([1, 50, 513, 130], K, group, D, page_size)
