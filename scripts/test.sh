@@ -25,4 +25,5 @@ esac
 ruff check .
 ruff format --check .
 export OMP_NUM_THREADS=1
+unset PYTHONDONTWRITEBYTECODE  # a hundred processes would compile the package, and pytest its tests
 python -m pytest -n 2 --dist worksteal "${selection[@]}" "$@"

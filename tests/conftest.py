@@ -18,7 +18,8 @@ if not torch.cuda.is_available():
 import transformers
 from support.launch import start_alone
 from support.models import FAMILIES, make_reference, make_toy
-from support.recipes import call_recipe
+from support.process_checks import new_sandbox_processes
+from support.recipes import call_recipe, shorten_collection
 from support.rlvr_program import share_of_good_letters
 from support.runs import steps_of, toy_options
 
@@ -120,9 +121,25 @@ def rlimits():
         yield sandbox
 
 
+@pytest.fixture(scope="session")
+def either(request):
+    """A sandbox for tests that are not about isolation."""
+    try:
+        return request.getfixturevalue("full")
+    except pytest.skip.Exception:
+        return request.getfixturevalue("rlimits")
+
+
 @pytest.fixture(params=["full", "rlimits"])
 def sandbox(request):
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def started():
+    """A function that finds the sandbox processes which began in the test."""
+    with new_sandbox_processes() as started:
+        yield started
 
 
 @pytest.fixture
@@ -135,6 +152,7 @@ def command(monkeypatch, capsys):
     def run(script, *arguments):
         monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
         capsys.readouterr()
+        shorten_collection()
         try:
             runpy.run_path(str(script), run_name="__main__")
             code = 0

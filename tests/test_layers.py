@@ -105,16 +105,22 @@ def test_imports_go_down(path):
             assert level(part) < level(imported), f"{path} imports {imported}"
 
 
-@pytest.mark.parametrize("part", TORCH_FREE)
-def test_worker_imports_bring_no_torch(part):
-    target = SOURCE / part
-    files = target.rglob("*.py") if target.is_dir() else [target.with_suffix(".py")]
-    modules = [
-        "roll_lite." + str(f.relative_to(SOURCE).with_suffix("")).replace("/", ".") for f in files
-    ]
-    code = "; ".join(f"import {m.removesuffix('.__init__')}" for m in sorted(modules))
-    code += "; import sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+def test_worker_imports_bring_no_torch():
+    files = [
+        path
+        for part in TORCH_FREE
+        for path in ((SOURCE / part).rglob("*.py") if (SOURCE / part).is_dir()
+                     else [(SOURCE / part).with_suffix(".py")])
+    ]  # fmt: skip
+    code = f"""
+import importlib, sys
+for name in {sorted(map(module_of, files))}:
+    importlib.import_module(name)
+    if "torch" in sys.modules or "transformers" in sys.modules:
+        sys.exit(name)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_picture_of_the_layers_is_this_table():
@@ -143,25 +149,28 @@ def test_growth_is_a_decision():
 
 
 RECIPES = ("rlvr", "agentic", "sft", "dpo", "distill", "evaluate")
-WITHOUT_TORCH = "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_and_its_help_bring_no_torch(recipe):
+def test_a_recipe_and_its_help_bring_no_torch():
     """Ranks that have lost their torchrun, typos and --help do not wait for it."""
-    module = f"roll_lite.recipes.{recipe}"
     code = f"""
-import runpy, sys
-import {module}
-assert "torch" not in sys.modules
-sys.argv = [sys.argv[0], "--help"]
-try:
-    runpy.run_module("{module}", run_name="__main__", alter_sys=True)
-except SystemExit as end:
-    assert not end.code
-    {WITHOUT_TORCH}
+import importlib, runpy, sys
+for recipe in {RECIPES}:
+    module = "roll_lite.recipes." + recipe
+    importlib.import_module(module)
+    assert "torch" not in sys.modules, module
+    sys.argv = [sys.argv[0], "--help"]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        assert not end.code, module
+        assert "torch" not in sys.modules and "transformers" not in sys.modules, module
 """
-    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code]).returncode == 0
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(f"{recipe} [-h]" in done.stdout for recipe in RECIPES)
 
 
 def test_importing_sets_no_signal():

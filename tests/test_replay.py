@@ -54,7 +54,7 @@ ENVS = {"mine": Guess, "talk": talk}
 """
 COMMON = {
     "steps": 3, "prompts_per_step": 2, "samples_per_prompt": 3, "max_tokens": 4, "eval_every": 0,
-    "kv_cache_gib": 0.05, "lr": 1e-2, "device": "cpu", "checkpoint_every": 1, "keep_last": 3,
+    "kv_cache_gib": 0.005, "lr": 1e-2, "device": "cpu", "checkpoint_every": 1, "keep_last": 3,
 }  # fmt: skip
 
 

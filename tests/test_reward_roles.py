@@ -74,8 +74,8 @@ def test_a_judge_is_asked_of_many_samples_at_once(tiny_folder):
     verdicts = {letter: float(ord(letter)) for letter in "abcdefghijklmnopqrstuvwxyz"}
     asked = list(islice(prompts("reverse:3", seed=0), 6))
     with Cluster("generate=all judge=all", "cpu") as cluster:
-        engines = cluster.role("generate", EngineService, folder=tiny_folder, kv_cache_gib=0.05)
-        judges = cluster.role("judge", Counting, folder=tiny_folder, kv_cache_gib=0.05)
+        engines = cluster.role("generate", EngineService, folder=tiny_folder, kv_cache_gib=0.02)
+        judges = cluster.role("judge", Counting, folder=tiny_folder, kv_cache_gib=0.02)
         judge = Judge(
             judges, chat, max_tokens=1, max_tries=50, verdicts=verdicts, seed=3,
             messages=lambda prompt, reply: ({"role": "user", "content": f"{prompt.id} {reply}"},),
@@ -112,7 +112,7 @@ def test_a_judge_without_a_verdict_is_an_error_not_a_zero(tiny_folder):
 def test_a_judge_whom_no_coordinator_knows_says_so(tiny_folder):
     prompt = next(prompts("reverse:3", seed=0))
     with Cluster("judge=all", "cpu") as cluster:
-        engines = cluster.role("judge", EngineService, folder=tiny_folder, kv_cache_gib=0.05)
+        engines = cluster.role("judge", EngineService, folder=tiny_folder, kv_cache_gib=0.02)
         with pytest.raises(RuntimeError, match="to the Coordinator in reward_engines"):
             asyncio.run(Judge(engines, Chat(tiny_folder))(prompt, "yes"))
 
@@ -121,7 +121,7 @@ def test_a_reward_model_says_what_transformers_says(tiny_folder, reward_folder):
     reference, folder = reward_folder
     chat, asked = Chat(tiny_folder), list(islice(prompts("reverse:3", seed=0), 5))
     with Cluster("generate=all reward_model=all", "cpu") as cluster:
-        engines = cluster.role("generate", EngineService, folder=tiny_folder, kv_cache_gib=0.05)
+        engines = cluster.role("generate", EngineService, folder=tiny_folder, kv_cache_gib=0.02)
         scorer = cluster.role("reward_model", Scorer, folder=folder, head="value")
         reward = RewardModel(scorer, Chat(folder), tokens_per_microbatch=400)
         params = SamplingParams(max_tokens=6, stop_ids=chat.stop_ids)

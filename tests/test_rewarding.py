@@ -50,21 +50,27 @@ def write_rows(path, rows):
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A toy that reads longer prompts."""
+    return make_toy(tmp_path_factory.mktemp("models") / "toy", max_position_embeddings=1024)
+
+
 def run(folder, run_dir, **changes):
     options = {
         "model": str(folder), "prompts_per_step": 8, "samples_per_prompt": 2, "max_tokens": 4,
-        "eval_every": 100, "kv_cache_gib": 0.1, "steps": 3, "device": "cpu", "reward_workers": 2,
+        "eval_every": 100, "kv_cache_gib": 0.02, "steps": 3, "device": "cpu", "reward_workers": 2,
         "run_dir": str(run_dir),
     } | changes  # fmt: skip
     call_recipe(rlvr, from_flat(rlvr.Config, **options))
     return steps_of(run_dir)
 
 
-def test_every_domain_has_its_share_and_its_parts(tiny_folder, tmp_path):
+def test_every_domain_has_its_share_and_its_parts(folder, tmp_path):
     maths = write_rows(tmp_path / "maths.jsonl", MATHS)
     code = write_rows(tmp_path / "code.jsonl", CODE)
     data = (f"{maths}@0.5", f"{code}@0.25", "instructions:2@0.25")
-    for row in run(tiny_folder, tmp_path / "run", data=data, eval_prompts=2):
+    for row in run(folder, tmp_path / "run", data=data, eval_prompts=2):
         shares = {d: row[f"rollout/{d}/share"] for d in ("math", "code", "instructions")}
         assert shares == {"math": 0.5, "code": 0.25, "instructions": 0.25}
         assert {"reward/math/boxed", "reward/code/unreadable", "reward/errors"} <= set(row)
@@ -74,14 +80,14 @@ def test_every_domain_has_its_share_and_its_parts(tiny_folder, tmp_path):
     assert {d: sampled.count(d) for d in set(sampled)} == {"math": 8, "code": 4, "instructions": 4}
 
 
-def test_a_run_names_prompts_that_nothing_passes(tiny_folder, tmp_path, capsys):
+def test_a_run_names_prompts_that_nothing_passes(folder, tmp_path, capsys):
     """In events.jsonl, and its samples are those of a run that has nothing to try."""
     hollow = CODE[0] | {"id": "hollow", "tests": [{"code": "x = 1\nassert x"}]}
     data = (write_rows(tmp_path / "code.jsonl", [*CODE, hollow]),)
-    first = run(tiny_folder, tmp_path / "first", data=data)
+    first = run(folder, tmp_path / "first", data=data)
     assert rewards_command(["check", *data]) == 1  # tries what the run has left
     capsys.readouterr()
-    assert comparable(run(tiny_folder, tmp_path / "second", data=data)) == comparable(first)
+    assert comparable(run(folder, tmp_path / "second", data=data)) == comparable(first)
     assert [row["reward/calls"] for row in first] == [16] * 3
     lines = [json.loads(line) for line in (tmp_path / "second/events.jsonl").open()]
     named = [line for line in lines if line["event"] == "passed_by_nothing"]
@@ -102,9 +108,9 @@ def maths(tmp_path, monkeypatch):
     return choose
 
 
-def test_a_few_that_hang_or_crash_are_counted_and_the_run_goes_on(tiny_folder, tmp_path, maths):
+def test_a_few_that_hang_or_crash_are_counted_and_the_run_goes_on(folder, tmp_path, maths):
     rows = run(
-        tiny_folder, tmp_path / "run", data=maths(worker_rewards.sometimes_bad), steps=8,
+        folder, tmp_path / "run", data=maths(worker_rewards.sometimes_bad), steps=8,
         samples_per_prompt=8, reward_seconds=0.5, max_retries=0,
     )  # fmt: skip
     totals = {
@@ -116,9 +122,9 @@ def test_a_few_that_hang_or_crash_are_counted_and_the_run_goes_on(tiny_folder, t
     assert [row["step"] for row in rows] == list(range(1, 9))
 
 
-def test_a_reward_that_hangs_is_not_tried_again(tiny_folder, tmp_path, maths, capfd):
+def test_a_reward_that_hangs_is_not_tried_again(folder, tmp_path, maths, capfd):
     rows = run(
-        tiny_folder, tmp_path / "run", data=maths(worker_rewards.hangs_on_one), steps=2,
+        folder, tmp_path / "run", data=maths(worker_rewards.hangs_on_one), steps=2,
         reward_seconds=0.5,
     )  # fmt: skip
     names = ("reward/timeouts", "rollout/failed", "rollout/retried")
@@ -130,7 +136,7 @@ def test_a_reward_that_hangs_is_not_tried_again(tiny_folder, tmp_path, maths, ca
 
 
 @pytest.mark.slow
-def test_sandboxes_that_are_killed_in_every_step_change_nothing(tiny_folder, tmp_path, maths):
+def test_sandboxes_that_are_killed_in_every_step_change_nothing(folder, tmp_path, maths):
     data, killed, has_ended = maths(worker_rewards.length_by_program), [], threading.Event()
 
     def kill_in_every_step():
@@ -146,11 +152,11 @@ def test_sandboxes_that_are_killed_in_every_step_change_nothing(tiny_folder, tmp
                             os.kill(pid, signal.SIGKILL)
 
     options = {"data": data, "steps": 4, "eval_every": 2, "eval_share": 0.5, "max_retries": 0}
-    whole = run(tiny_folder, tmp_path / "whole", **options)
+    whole = run(folder, tmp_path / "whole", **options)
     killer = threading.Thread(target=kill_in_every_step)
     killer.start()
     try:
-        rows = run(tiny_folder, tmp_path / "killed", **options)
+        rows = run(folder, tmp_path / "killed", **options)
     finally:
         has_ended.set()
         killer.join()
@@ -162,11 +168,11 @@ def test_sandboxes_that_are_killed_in_every_step_change_nothing(tiny_folder, tmp
         assert kept[0] == kept[1]
 
 
-def test_when_half_of_them_fail_the_run_stops_and_shows_three(tiny_folder, tmp_path, maths):
+def test_when_half_of_them_fail_the_run_stops_and_shows_three(folder, tmp_path, maths):
     message = r"of the last \d+ rewards failed"
     with pytest.raises((UserError, TooManyFailures), match=message) as error:  # first step or later
         run(
-            tiny_folder, tmp_path / "run", data=maths(worker_rewards.often_bad),
+            folder, tmp_path / "run", data=maths(worker_rewards.often_bad),
             samples_per_prompt=16, steps=20, max_refills=1000,
         )  # fmt: skip
     assert str(error.value).count("- prompt m") == 3
@@ -181,15 +187,15 @@ def test_when_half_of_them_fail_the_run_stops_and_shows_three(tiny_folder, tmp_p
             worker_rewards.often_bad(words, event["reply"])
 
 
-def test_domains_without_a_reward_are_named_before_anything_runs(tiny_folder, tmp_path):
+def test_domains_without_a_reward_are_named_before_anything_runs(folder, tmp_path):
     row = {"id": "p", "prompt": "?", "domain": "poetry", "ground_truth": ""}
     path = write_rows(tmp_path / "poetry.jsonl", [row])
     with pytest.raises(ValueError, match=r"no reward for domain 'poetry'.*known domains: addition"):
-        run(tiny_folder, tmp_path / "run", data=(path,))
+        run(folder, tmp_path / "run", data=(path,))
     with pytest.raises(ValueError, match=r"reward_model=.* has no tensor score\.weight"):
-        run(tiny_folder, tmp_path / "run", reward_model=str(tiny_folder))
+        run(folder, tmp_path / "run", reward_model=str(folder))
     with pytest.raises(ValueError, match="judge is given, but no prompt has domain judge"):
-        run(tiny_folder, tmp_path / "run", judge=str(tiny_folder))
+        run(folder, tmp_path / "run", judge=str(folder))
 
 
 def test_the_ranks_of_a_judge_are_checked_against_its_own_model(tiny_folder, tmp_path, monkeypatch):
@@ -228,14 +234,14 @@ def judge_folder(tmp_path):
     return tmp_path / "judge" / "model"
 
 
-def test_a_run_with_a_judge(tiny_folder, judge_folder, tmp_path):
+def test_a_run_with_a_judge(folder, judge_folder, tmp_path):
     rows = [
         {"id": q.id, "prompt": list(q.messages), "domain": "judge", "ground_truth": q.ground_truth}
         for q in islice(prompts("addition:1", seed=1), 20)
     ]
     path = write_rows(tmp_path / "judged.jsonl", rows)
     (row,) = run(
-        tiny_folder, tmp_path / "run", data=(path,), judge=str(judge_folder), judge_tokens=8,
+        folder, tmp_path / "run", data=(path,), judge=str(judge_folder), judge_tokens=8,
         steps=1, max_retries=5,
     )  # fmt: skip
     samples = samples_of(tmp_path / "run", 1)

@@ -59,7 +59,9 @@ def interrupting(number, signum=signal.SIGINT):
     return reward
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_rollout_is_abandoned_and_repeated(here, tmp_path, monkeypatch, signum):
     whole = here("whole", steps=4, drop_equal=True)
     with monkeypatch.context() as patch:
@@ -243,7 +245,7 @@ def test_when_rewards_break_the_step_is_repeated(here, tmp_path, monkeypatch):
     assert comparable(here("parts", steps=4, resume=True)) == comparable(whole)
 
 
-@pytest.mark.parametrize("eval_samples", [1, 2])
+@pytest.mark.parametrize("eval_samples", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_abandoned_evaluation_is_made_up(here, tmp_path, monkeypatch, eval_samples):
     options = {"steps": 2, "eval_every": 1, "eval_samples": eval_samples}
     here("whole", **options)

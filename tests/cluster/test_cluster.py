@@ -1,7 +1,8 @@
 """Role calls over real processes: torchrun programs with 1, 2, 4 and 8 gloo ranks.
 
 The programs are in cluster_programs.py. Starting ranks takes seconds, so one launch of four ranks
-serves all tests of what works; each way of ending needs a launch of its own.
+serves all tests of what works, and the fast ones fork them; each way of ending needs a launch of
+its own.
 """
 
 import json
@@ -29,11 +30,15 @@ from roll_lite.cluster.role import split
 from roll_lite.models.config import shape_config
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
+@pytest.fixture(scope="module", params=["forked", pytest.param("torchrun", marks=pytest.mark.slow)])
+def four(request, tmp_path_factory):
     """The results of the program `calls` on four ranks."""
-    program = Program("calls", 4, tmp_path_factory.mktemp("four"))
-    return program.result() | {"output": program.output()}
+    folder = tmp_path_factory.mktemp("four")
+    if request.param == "torchrun":
+        program = Program("calls", 4, folder)
+        return program.result() | {"output": program.output()}
+    output = run_ranks(4, SUPPORT / "cluster_programs.py", "calls", folder / "calls.json")
+    return json.loads((folder / "calls.json").read_text()) | {"output": output}
 
 
 def test_the_table_is_printed_once_and_nothing_else(four):

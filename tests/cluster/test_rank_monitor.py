@@ -75,15 +75,25 @@ def start(store):
         process.communicate()
 
 
-def test_a_monitor_ends_as_its_rank(start):
-    ends = {start("exit", "3"): 3, (killed := start()): -signal.SIGKILL}
-    os.kill(int(killed.stdout.readline()), signal.SIGKILL)
-    assert [process.wait() for process in ends] == [*ends.values()]
+def test_a_rank_wakes_its_monitor_which_ends_as_it_does(start):
+    process = start()
+    rank = int(process.stdout.readline())
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: state_of(process.pid) == "T")
+    print("wake", file=process.stdin, flush=True)
+    wait_until(lambda: state_of(process.pid) != "T")
+    os.kill(rank, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
 
 
 @pytest.mark.slow
-def test_a_monitor_ends_as_a_rank_that_aborts_or_may_fail(start):
-    ends = {start("exit", "0"): 0, start("abort"): -signal.SIGABRT, start("bad", "exit", "5"): 5}
+def test_a_monitor_ends_as_a_rank_that_exits_aborts_or_may_fail(start):
+    ends = {
+        start("exit", "0"): 0,
+        start("exit", "3"): 3,
+        start("abort"): -signal.SIGABRT,
+        start("bad", "exit", "5"): 5,
+    }
     ends |= {start("may_fail", "exit", "0"): 0, start("may_fail", "must_not_fail", "exit", "4"): 4}
     assert [process.wait() for process in ends] == [*ends.values()]
 
@@ -125,15 +135,6 @@ def test_a_rank_ends_with_its_monitor(start):
     rank = int(process.stdout.readline())
     process.kill()
     wait_until(lambda: not is_running(rank))
-
-
-def test_a_rank_wakes_its_monitor(start):
-    process = start()
-    process.stdout.readline()
-    process.send_signal(signal.SIGSTOP)
-    wait_until(lambda: state_of(process.pid) == "T")
-    print("wake", file=process.stdin, flush=True)
-    wait_until(lambda: state_of(process.pid) != "T")
 
 
 def test_only_spare_ranks_of_torchrun_have_a_monitor():

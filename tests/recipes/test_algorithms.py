@@ -36,7 +36,7 @@ def train(toy_folder, tmp_path, monkeypatch):
 def run_recipe(toy_folder, tmp_path, **changes):
     options = {
         "model": str(toy_folder), "data": ("reverse:1",), "prompts_per_step": 8, "max_tokens": 4,
-        "eval_prompts": 1, "eval_every": 100, "kv_cache_gib": 0.05, "lr": 1e-2,
+        "eval_prompts": 1, "eval_every": 100, "kv_cache_gib": 0.005, "lr": 1e-2,
         "run_dir": str(tmp_path / "run"),
     } | changes  # fmt: skip
     call_recipe(rlvr, from_flat(rlvr.Config, **options))

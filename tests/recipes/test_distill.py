@@ -25,7 +25,7 @@ SHORT = {
 ON_POLICY = {
     "data": ("reverse:2",), "advantage": "opd", "prompts_per_step": 16, "samples_per_prompt": 4,
     "max_tokens": 6, "lr": 2e-3, "warmup_steps": 2, "steps": 16, "eval_every": 0,
-    "kv_cache_gib": 0.05, "device": "cpu",
+    "kv_cache_gib": 0.01, "device": "cpu",
 }  # fmt: skip
 
 

@@ -164,12 +164,12 @@ def test_a_skipped_step_counts_and_those_that_follow_go_on(here, rewards, tmp_pa
     assert not (tmp_path / "run" / "rollouts" / "step_00002.jsonl").exists()
 
 
-@pytest.mark.parametrize("place", ["3 rollout", "5 rollout", "6 rollout", "8 evaluate"])
 def test_a_run_that_is_stopped_among_empty_steps_goes_on_as_one_that_is_not(
-    here, rewards, tmp_path, place
+    here, rewards, tmp_path
 ):
     """From step 4 on all replies are right. Samples that had finished come from the journal."""
     options = EQUAL | {"steps": 20, "eval_every": 20}
+    places = ["3 rollout", "5 rollout", "6 rollout", "8 evaluate"]
 
     def reward_of(name, stop_in=""):
         calls = Counter()
@@ -186,17 +186,18 @@ def test_a_run_that_is_stopped_among_empty_steps_goes_on_as_one_that_is_not(
     rewards(reward_of("whole"))
     whole = here("whole", **options)
     assert [row["step"] for row in whole] == list(range(1, 9))
-    rewards(reward_of("parts", place))
-    with pytest.raises(Stopped):
-        here("parts", **options)
-    rewards(reward_of("parts"))
-    parts = [row for row in here("parts", **options, resume=True) if "time/step" in row]
-    assert comparable(parts) == comparable(whole)
-    assert are_equal(*models(tmp_path / "parts", tmp_path / "whole"))
-    ended = [config_of(tmp_path / name)["ended"] for name in ("whole", "parts")]
-    assert ended[0] == ended[1] and ended[0]["step"] == 8
-    rates = [RunFolder(tmp_path / name).metric("eval/pass@1") for name in ("whole", "parts")]
-    assert rates[0] == rates[1] and [step for step, _ in rates[0]] == [0, 8]
+    for place in places:
+        rewards(reward_of(place, place))
+        with pytest.raises(Stopped):
+            here(place, **options)
+        rewards(reward_of(place))
+        parts = [row for row in here(place, **options, resume=True) if "time/step" in row]
+        assert comparable(parts) == comparable(whole), place
+        assert are_equal(*models(tmp_path / place, tmp_path / "whole")), place
+        ended = [config_of(tmp_path / name)["ended"] for name in ("whole", place)]
+        assert ended[0] == ended[1] and ended[0]["step"] == 8
+        rates = [RunFolder(tmp_path / name).metric("eval/pass@1") for name in ("whole", place)]
+        assert rates[0] == rates[1] and [step for step, _ in rates[0]] == [0, 8]
 
 
 def test_a_failed_export_is_made_up(here, rewards, tmp_path):

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 
 from roll_lite.chat import Chat
 from roll_lite.cluster.cluster import Cluster
-from roll_lite.code_files import load_code
 from roll_lite.own_files import import_file
 from roll_lite.roles import Roles
 from roll_lite.rollout.history import History
@@ -139,8 +138,8 @@ def test_gdpo_standardises_every_part_apart(monkeypatch, parts, weights):
     assert found.std().item() == pytest.approx(1.0, abs=1e-5)
 
 
-def test_gdpo_knows_which_groups_teach_nothing():
-    load_code([str(CODE / "gdpo.py")])
+def test_gdpo_knows_which_groups_teach_nothing(monkeypatch):
+    monkeypatch.setitem(ADVANTAGES, "gdpo", load("gdpo").gdpo)
     nothing = AdvantageOptions.of(advantage="gdpo").nothing_to_learn
     found = [nothing(group) for group in groups_with(PARTS)]
     assert found == [False, True, False, True]

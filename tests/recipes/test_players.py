@@ -49,7 +49,7 @@ def test_evaluate_takes_both_kinds(toy_folder, tmp_path):
     def rates(name, *data):
         options = {
             "model": str(toy_folder), "data": data, "prompts": 16, "max_tokens": 6, "history": 0,
-            "env_workers": 0, "device": "cpu", "kv_cache_gib": 0.05, "pass_reward": 0.01,
+            "env_workers": 0, "device": "cpu", "kv_cache_gib": 0.01, "pass_reward": 0.01,
             "run_dir": str(tmp_path / name),
         }  # fmt: skip
         if LAKE not in data:

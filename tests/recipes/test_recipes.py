@@ -27,7 +27,8 @@ TASK = "reverse:2"
 def small_config(imitator, run_dir, **changes):
     options = {
         "model": str(imitator / "model"), "data": (TASK,), "steps": 12, "prompts_per_step": 32,
-        "lr": 1e-3, "max_tokens": 8, "eval_every": 6, "eval_prompts": 64, "run_dir": str(run_dir),
+        "lr": 1e-3, "max_tokens": 8, "eval_every": 6, "eval_prompts": 64, "kv_cache_gib": 0.05,
+        "run_dir": str(run_dir),
     } | changes  # fmt: skip
     return from_flat(rlvr.Config, **options)
 
@@ -69,7 +70,9 @@ def loud_folder(tiny_folder, tmp_path):
 def test_template_arguments_reach_the_model(loud_folder, tmp_path):
     run = tmp_path / "run"
     options = {"model": str(loud_folder), "template_args": ("loud=true",), "run_dir": str(run)}
-    call_recipe(evaluate, from_flat(evaluate.Config, prompts=1, max_tokens=2, **options))
+    call_recipe(
+        evaluate, from_flat(evaluate.Config, prompts=1, max_tokens=2, kv_cache_gib=0.05, **options)
+    )
     (line,) = (run / "rollouts" / "step_00000.jsonl").read_text().splitlines()
     ids, chat = json.loads(line)["token_ids"], Chat(loud_folder)
     assert ids[:-2] == chat.encode(json.loads(line)["messages"]) + chat.tokenizer.encode("!")
@@ -134,7 +137,8 @@ def test_several_updates_on_one_batch_move_the_ratio(imitator, tmp_path):
 
 
 def test_without_learning_rate_nothing_changes(imitator, tmp_path):
-    cfg = small_config(imitator, tmp_path / "run", steps=4, lr=0.0, eval_every=1)
+    options = {"steps": 3, "lr": 0.0, "prompts_per_step": 8, "eval_every": 1, "eval_prompts": 32}
+    cfg = small_config(imitator, tmp_path / "run", **options)
     accuracies = call_recipe(rlvr, cfg)
     assert len(set(accuracies)) == 1
     before, after = (
@@ -147,8 +151,9 @@ def test_without_learning_rate_nothing_changes(imitator, tmp_path):
 def test_the_same_seed_gives_the_same_run(imitator, tmp_path):
     runs = []
     for name in ("a", "b"):
-        call_recipe(rlvr, small_config(imitator, tmp_path / name, steps=3))
-        lines = (tmp_path / name / "rollouts" / "step_00003.jsonl").read_text().splitlines()
+        options = {"steps": 2, "prompts_per_step": 8, "eval_every": 0}
+        call_recipe(rlvr, small_config(imitator, tmp_path / name, **options))
+        lines = (tmp_path / name / "rollouts" / "step_00002.jsonl").read_text().splitlines()
         runs.append([json.loads(line)["token_ids"] for line in lines])
     assert runs[0] == runs[1]
 

@@ -420,7 +420,7 @@ def test_model_and_checkpoint_evaluate_like_the_run(here, toy_folder, tmp_path, 
         "checkpoint": {"model": str(toy_folder), "checkpoint": str(checkpoint)},
     }.items():
         cfg = from_flat(evaluate.Config, 
-            data=("reverse:1",), prompts=8, max_tokens=4, kv_cache_gib=0.05, samples=3,
+            data=("reverse:1",), prompts=8, max_tokens=4, kv_cache_gib=0.005, samples=3,
             pass_reward=0.25, run_dir=str(tmp_path / name), **options,
         )  # fmt: skip
         found = call_recipe(evaluate, cfg)
@@ -440,7 +440,7 @@ def test_model_and_checkpoint_evaluate_like_the_run(here, toy_folder, tmp_path, 
             from_flat(evaluate.Config, **other, run_dir=str(tmp_path / "no")).check_files()
     greedy = from_flat(evaluate.Config, 
         model=str(tmp_path / "run" / "model"), data=("reverse:1",), prompts=8, max_tokens=4,
-        kv_cache_gib=0.05, run_dir=str(tmp_path / "greedy"),
+        kv_cache_gib=0.005, run_dir=str(tmp_path / "greedy"),
     )  # fmt: skip
     assert call_recipe(evaluate, greedy)["eval/failed"] == 0
 

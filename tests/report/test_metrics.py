@@ -1,5 +1,6 @@
 """The table of metrics: every metric of a run is in it, and the page of docs/ is made of it."""
 
+from support.models import make_toy
 from support.paths import ROOT
 from support.recipes import call_recipe
 from support.runs import toy_options
@@ -57,10 +58,11 @@ def test_every_metric_of_rlvr(toy_folder, tmp_path):
     assert wanted <= names
 
 
-def test_every_metric_of_agentic(tiny_folder, tmp_path):
+def test_every_metric_of_agentic(tmp_path):
     """With a critic, the KL in the reward, and two environments."""
+    folder = make_toy(tmp_path / "toy", max_position_embeddings=4096)
     names = names_in(
-        rlvr, tmp_path / "a", agentic.Config, model=str(tiny_folder), steps=1,
+        rlvr, tmp_path / "a", agentic.Config, model=str(folder), steps=1,
         data=("frozen_lake", "doors"), prompts_per_step=2, samples_per_prompt=2, max_tokens=4,
         kv_cache_gib=0.05, device="cpu", eval_prompts=2, advantage="gae", kl_coef=0.1,
         kl_in="reward", env_workers=1,

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.process_checks import processes_with, sandbox_processes, wait_until
+from support.process_checks import descendants_with, new_sandbox_processes, wait_until
 
 from roll_lite.rewards.code import Limits, check_isolation, check_tests, passes_tests
 from roll_lite.types import Prompt
@@ -90,8 +90,8 @@ def words(tmp_path_factory):
 @pytest.fixture(scope="module")
 def started():
     """Sandbox processes that began here: other tests of this process may keep theirs."""
-    before = sandbox_processes()
-    return lambda: sandbox_processes() - before
+    with new_sandbox_processes() as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def workers(words, started):
             REWARDS, num_workers=NUM_WORKERS, seconds=HANG_SECONDS, max_error_share=1.0
         ) as workers:
             yield workers
-    wait_until(lambda: not started() and not processes_with(SURVIVOR), HANG_SECONDS)
+    wait_until(lambda: not started() and not descendants_with(SURVIVOR), HANG_SECONDS)
 
 
 def score(workers, cases):
@@ -156,7 +156,7 @@ def test_hostile_programs_score_nothing(workers, words, started):
     assert {name: values for name, values in found.items() if values != {0.0}} == {}
     assert len(found) == len(hostile) > 100
     wait_until(lambda: len(started()) <= NUM_WORKERS, HANG_SECONDS)  # a zygote for each worker
-    wait_until(lambda: not processes_with(SURVIVOR), HANG_SECONDS)
+    wait_until(lambda: not descendants_with(SURVIVOR), HANG_SECONDS)
 
 
 @pytest.mark.slow

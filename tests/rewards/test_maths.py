@@ -182,7 +182,7 @@ def sympy_expression(draw: random.Random, depth: int) -> sympy.Expr:
 
 def test_expressions_that_sympy_transforms_stay_the_same():
     draw, kinds = random.Random(4), Counter()
-    for _ in range(25):
+    for _ in range(12):
         expression = sympy_expression(draw, 3)
         text = sympy.latex(expression)
         for transformed in (sympy.expand(expression), sympy.together(expression)):
@@ -191,14 +191,14 @@ def test_expressions_that_sympy_transforms_stay_the_same():
             assert kind in ("equal", "refused"), (text, transformed)
             other = sympy.latex(transformed + sympy.Rational(1, 3))
             assert compare(text, other).kind in ("different", "refused"), (text, other)
-    assert kinds["equal"] > 45  # the others are longer than an answer may be
+    assert kinds["equal"] > 20  # the others are longer than an answer may be
 
 
 def test_damaged_answers_are_judged_too():
     """Signs that are cut out, put in or repeated raise nothing."""
     draw, texts = random.Random(3), [text for family in EQUAL + DIFFERENT for text in family]
     signs = "".join(sorted(set("".join(texts))))
-    for _ in range(1500):
+    for _ in range(600):
         text = draw.choice(texts) + draw.choice(texts)
         for _ in range(draw.randint(1, 5)):
             i, j = sorted(draw.randrange(len(text) + 1) for _ in range(2))

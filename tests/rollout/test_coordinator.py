@@ -44,12 +44,13 @@ class Troubled:
             self.attempts[prompt.id, reply] += 1
             attempt = self.attempts[prompt.id, reply]
         draw = random.Random(f"{prompt.id} {reply} {attempt}").random()
-        if draw < 0.1:
+        if draw < 0.3:
             raise ArithmeticError("a bad reward")
-        return float(draw > 0.5)
+        return float(draw > 0.65)
 
 
-def test_ten_thousand_samples_none_lost_none_twice():
+@pytest.mark.parametrize("num_collects", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_of_thousands_of_samples_none_is_lost_and_none_twice(num_collects):
     """Delays, failures, a replica that dies, endless prompts, rewards that raise."""
     source = fake_prompts(endless_every=50)
     trouble = {"max_delay": 0.02, "failure_rate": 0.002, "dies": ((2, 300),)}
@@ -61,7 +62,7 @@ def test_ten_thousand_samples_none_lost_none_twice():
             extra_groups=10, drop_equal=True, deadline=5, max_retries=3,
         ) as rollout,
     ):  # fmt: skip
-        for _ in range(10):
+        for _ in range(num_collects):
             groups = rollout.collect()
             assert len(groups) == 125
             ids = [int(group.prompt.id[1:]) for group in groups]
@@ -70,7 +71,7 @@ def test_ten_thousand_samples_none_lost_none_twice():
             totals.update(rollout.metrics())
     samples = [sample for group in handed_out for sample in group.samples]
     ids = [(sample.prompt.id, sample.index) for sample in samples]
-    assert len(ids) == len(set(ids)) and len(ids) > 9000
+    assert len(ids) == len(set(ids)) and len(ids) > 900 * num_collects
     for sample in samples:
         assert sample.state == "done" and sample.score is not None
         check_sample(sample)
@@ -80,7 +81,7 @@ def test_ten_thousand_samples_none_lost_none_twice():
     assert totals["rollout/started"] == sum(totals[f"rollout/{end}"] for end in ends)
     assert totals["rollout/done"] == len(samples)
     assert totals["rollout/aborted"] >= 8 * (num_drawn // 50 - 10)
-    assert totals["rollout/failed"] > 0 and totals["rollout/retried"] > 100
+    assert totals["rollout/failed"] > 0 and totals["rollout/retried"] > 10 * num_collects
     assert totals["rollout/refilled"] > 0 and totals["rollout/filtered"] > 0
     assert all(len(group.samples) >= 2 for group in handed_out)
     assert all(len({s.score.value for s in group.samples}) == 2 for group in handed_out)

@@ -42,7 +42,7 @@ class Service(EngineService):
 def engine(tiny_folder):
     """The role of one engine in a world of one."""
     with Cluster("generate=all", "cpu") as cluster:
-        yield cluster.role("generate", Service, folder=tiny_folder, kv_cache_gib=0.05)
+        yield cluster.role("generate", Service, folder=tiny_folder, kv_cache_gib=0.02)
 
 
 def some_prompts(count):

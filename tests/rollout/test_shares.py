@@ -112,7 +112,7 @@ def is_kept(prompt):
     return draw >= nature.broken + nature.dropped and len(lengths) > 1
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_collect_has_exactly_the_shares(tmp_path, mode, seed):
     """Ten groups of weights 0.5, 0.3, 0.2 are 5, 3 and 2; nothing is lost or comes twice."""

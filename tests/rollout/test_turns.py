@@ -53,6 +53,13 @@ def apart(groups):
     return groups
 
 
+@pytest.fixture(scope="module")
+def qwen_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3")
+    make_reference("qwen3").save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize("advantage", ["grpo", "gigpo", "reinforce++"])
 @pytest.mark.parametrize(
     "loss",
@@ -67,16 +74,15 @@ def apart(groups):
     ],
     ids=lambda loss: "-".join(map(str, loss.values())),
 )
-def test_merged_or_apart_the_gradient_is_the_same(place, tmp_path, advantage, loss):
+def test_merged_or_apart_the_gradient_is_the_same(place, qwen_folder, advantage, loss):
     if advantage != "grpo" and loss["loss"] in ("gspo", "topr", "kimi"):
         pytest.skip("one advantage per sample")
-    make_reference("qwen3").save_pretrained(tmp_path)
     options, gradients = LossOptions.of(**loss), []
     for groups in (recorded_groups(), apart(recorded_groups())):
         sequences = with_advantages(groups, AdvantageOptions(advantage=advantage))
         batch = pack(sequences, 60, **options.pack_options)
         assert len(batch) > 1
-        trainer = make_trainer(place, tmp_path, PolicyLoss(options))
+        trainer = make_trainer(place, qwen_folder, PolicyLoss(options))
         gradients.append(step_gradient(trainer, batch))
     (merged, merged_metrics), (split, split_metrics) = gradients
     same(split, merged)

@@ -13,13 +13,9 @@ from roll_lite.sandbox.messages import dumps, loads
 from roll_lite.sandbox.sandbox import SandboxError
 
 
-@pytest.fixture(scope="module")
-def sandbox(request):
-    """Either kind will do: these tests are not about isolation."""
-    try:
-        return request.getfixturevalue("full")
-    except pytest.skip.Exception:
-        return request.getfixturevalue("rlimits")
+@pytest.fixture
+def sandbox(either):
+    return either
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """What programs may do, their limits, what they leave behind, and what decides the result."""
 
 import os
+import re
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from functools import partial
@@ -13,12 +13,15 @@ from textwrap import dedent
 
 import pytest
 from support.paths import SOURCES
-from support.process_checks import sandbox_processes, wait_until
+from support.process_checks import wait_until
 
 from roll_lite.sandbox.sandbox import Limits, Sandbox, SandboxError, run_program
 
 QUICK = Limits(seconds=0.5)
 """For programs that reach their time limit."""
+ROOMY = Limits(processes=256)
+"""For programs that fork: without a namespace the kernel counts all processes of the user, also
+those of other sandboxes on the machine."""
 
 
 # What programs may do
@@ -27,7 +30,7 @@ QUICK = Limits(seconds=0.5)
 def test_prints_reads_and_computes(sandbox):
     outcome = sandbox.run("import heapq\nprint(int(input()) * 2)\nprint('naïve ∑')", stdin="21\n")
     assert (outcome.kind, outcome.stdout, outcome.stderr) == ("ok", "42\nnaïve ∑\n", "")
-    assert 0 < outcome.seconds <= 10
+    assert outcome.seconds > 0
 
 
 def test_is_the_main_module_with_a_folder_of_its_own(sandbox):
@@ -94,14 +97,16 @@ def test_module_level_function():
 
 
 def test_infinite_loop(sandbox):
-    outcome = sandbox.run("print('begun', flush=True)\nwhile True: pass", limits=QUICK)
-    assert (outcome.kind, outcome.stdout) == ("timeout", "begun\n")
-    assert 0.5 <= outcome.seconds < 30
+    start = time.monotonic()
+    outcome = sandbox.run("while True: pass", limits=QUICK)
+    assert outcome.kind == "timeout"
+    assert 0.5 <= outcome.seconds <= time.monotonic() - start
 
 
 def test_sleeping_and_catching_everything(sandbox):
     program = """
         import signal, time
+        print("begun", flush=True)
         for number in range(1, 32):
             if number not in (9, 19):
                 signal.signal(number, signal.SIG_IGN)
@@ -111,7 +116,8 @@ def test_sleeping_and_catching_everything(sandbox):
             except BaseException:
                 pass
     """
-    assert sandbox.run(dedent(program), limits=QUICK).kind == "timeout"
+    outcome = sandbox.run(dedent(program), limits=Limits(seconds=1.5))
+    assert (outcome.kind, outcome.stdout) == ("timeout", "begun\n")
 
 
 @pytest.mark.parametrize("size", [10 * 2**30, 600 * 2**20])
@@ -167,16 +173,14 @@ def test_number_of_processes(sandbox):
 
 
 def first_equal(run, expected):
-    """Without a namespace the kernel counts all processes of the user, of which others, such as
-    those of pytest's other worker, begin and end meanwhile: so it is tried several times."""
+    """Of runs whose limit counts processes: other sandboxes of the machine change it (`ROOMY`)."""
     return next((expected for _ in range(9) if run() == expected), None) or run()
 
 
-def test_fork_bomb(sandbox):
-    before = sandbox_processes()
+def test_fork_bomb(sandbox, started):
     program = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     assert sandbox.run(program, limits=QUICK).kind == "timeout"
-    assert sandbox_processes() <= before
+    assert not started()
     assert sandbox.run("print(1)").stdout == "1\n"
 
 
@@ -199,47 +203,49 @@ DAEMON = """
 """
 
 
-def test_daemons_that_start_as_the_program_ends(rlimits):
+def test_daemons_that_start_as_the_program_ends(rlimits, started):
     """Many of them, so that the search now and then meets one whose parent is just ending."""
-    before = sandbox_processes()
     many = "import os\nfor _ in range(4):\n    if os.fork() == 0: break\n" + dedent(DAEMON)
     for _ in range(8):
-        rlimits.run(many)
-    assert sandbox_processes() <= before
+        rlimits.run(many, limits=ROOMY)
+    assert not started()
 
 
 @pytest.mark.parametrize("ending", ["", "while True: pass", "os._exit(1)", "os.close(1)"])
-def test_daemons_end_with_the_program(sandbox, ending):
-    before = sandbox_processes()
+def test_daemons_end_with_the_program(sandbox, ending, started):
     is_endless = ending.startswith("while")
-    outcome = sandbox.run(dedent(DAEMON) + ending, limits=QUICK if is_endless else Limits())
+    outcome = sandbox.run(dedent(DAEMON) + ending, limits=QUICK if is_endless else ROOMY)
     assert (outcome.kind == "timeout") == is_endless  # it does not wait for the daemon
-    assert sandbox_processes() <= before
+    assert not started()
 
 
 @pytest.mark.parametrize(
-    "name", [b"\xff", b"\rVmRSS: x", b"\rVmRSS: 0 kB", b"x\nVmRSS: 0 kB", b"a) R 1 (b) Z 1"]
+    "name",
+    [
+        *(b"\xff", b"x\nVmRSS: 0 kB", b"a) R 1 (b) Z 1"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in (b"\rVmRSS: x", b"\rVmRSS: 0 kB")),
+    ],
 )
-def test_a_name_hides_nothing(sandbox, name):
+def test_a_name_hides_nothing(sandbox, name, started):
     """Neither memory nor a daemon; and a wrong answer is none of the sandbox's failures."""
-    before = sandbox_processes()
     named = f"import ctypes, time\nctypes.CDLL(None).prctl(15, {name!r}, 0, 0, 0)\n"
     tests = "assert f(2) == 4"
-    wrong = sandbox.run(f"{named}{dedent(DAEMON)}def f(x): time.sleep(0.2)", tests=tests)
+    wrong = sandbox.run(
+        f"{named}{dedent(DAEMON)}def f(x): time.sleep(0.2)", tests=tests, limits=ROOMY
+    )
     assert wrong.kind == "error" and "AssertionError" in wrong.stderr
     large = "for _ in range(3):\n    if os.fork() == 0: break\nx = b'x' * (80 << 20)\n"
-    limits = Limits(memory_mib=192, seconds=60)
+    limits = Limits(memory_mib=192, seconds=60, processes=256)
     held = sandbox.run(f"{named}import os\n{large}time.sleep(600)", limits=limits)
     assert held.kind == "memory"
     assert sandbox.run(f"{named}print('end')").stdout == "end\n"
-    assert sandbox_processes() <= before
+    assert not started()
 
 
-def test_zombies_are_gone(sandbox):
-    before = sandbox_processes()
+def test_zombies_are_gone(sandbox, started):
     program = "import os\nfor _ in range(5):\n    if os.fork() == 0: os._exit(0)\nprint('end')"
-    assert sandbox.run(program).stdout == "end\n"
-    assert sandbox_processes() <= before
+    assert sandbox.run(program, limits=ROOMY).stdout == "end\n"
+    assert not started()
 
 
 def test_closed_descriptors(sandbox):
@@ -287,21 +293,22 @@ def test_inherits_no_descriptors_but_its_own(tests):
 
 
 def test_temporary_folder_is_removed(rlimits):
-    before = set(Path(tempfile.gettempdir()).glob("program-*"))
     program = """
         import os
+        print(os.getcwd())
         os.makedirs("a/b")
         open("a/b/c", "w").close()
         os.symlink("/etc", "a/link")
         os.chmod("a/b", 0)
         os.chmod("a", 0)
     """
-    assert rlimits.run(dedent(program)).kind == "ok"
-    assert set(Path(tempfile.gettempdir()).glob("program-*")) <= before
+    outcome = rlimits.run(dedent(program))
+    assert outcome.kind == "ok"
+    (made,) = re.findall(r".*/program-[^/]+", outcome.stdout)
+    assert not Path(made).exists()
 
 
-def test_killed_client_leaves_nothing():
-    before = sandbox_processes()
+def test_killed_client_leaves_nothing(started):
     client = subprocess.Popen(
         [
             sys.executable,
@@ -314,10 +321,10 @@ def test_killed_client_leaves_nothing():
         env=os.environ | {"PYTHONPATH": SOURCES},
     )
     client.stdout.readline()
-    wait_until(lambda: len(sandbox_processes() - before) == 3)  # zygote, monitor, program
+    wait_until(lambda: len(started()) == 3)  # zygote, monitor, program
     client.kill()
     client.wait()
-    wait_until(lambda: sandbox_processes() <= before)
+    wait_until(lambda: not started())
 
 
 # What decides the result
@@ -383,7 +390,7 @@ def kinds_and_prints(outcomes):
 
 def test_each_input_has_a_fresh_program(sandbox):
     program = "import sys\nx = input()\nprint('got', x)\nsys.exit(x == 'c')"
-    run = partial(sandbox.run_repeatedly, program)
+    run = partial(sandbox.run_repeatedly, program, limits=ROOMY)
     expected = [("ok", "got a\n"), ("ok", "got b\n"), ("error", "got c\n")]
     assert kinds_and_prints(run(inputs=["a", "b"])) == expected[:2]
     assert kinds_and_prints(run(inputs=["a", "b", "c", "d"])) == expected
@@ -400,22 +407,24 @@ def test_each_test_has_a_copy_of_the_loaded_program(sandbox):
     """
     tests = [f"x = {number}\nassert add(x) == 1 and seen == [x]" for number in range(3)]
     expected = [("ok", "loaded\nadding 0\n"), ("ok", "adding 1\n"), ("ok", "adding 2\n")]
-    assert kinds_and_prints(sandbox.run_repeatedly(dedent(program), tests=tests)) == expected
-    outcomes = sandbox.run_repeatedly(dedent(program), tests=[*tests[:2], "assert x == 1"])
+    run = partial(sandbox.run_repeatedly, dedent(program), limits=ROOMY)
+    assert kinds_and_prints(run(tests=tests)) == expected
+    outcomes = run(tests=[*tests[:2], "assert x == 1"])
     assert [outcome.kind for outcome in outcomes] == ["ok", "ok", "error"]  # no x of other tests
 
 
 def test_a_copy_goes_on_with_the_random_numbers_of_the_program(sandbox):
     program = "import random\nrandom.seed(1)\ndef f(): return random.randrange(10**9)"
     expected = Random(1).randrange(10**9)
-    outcomes = sandbox.run_repeatedly(program, tests=[f"assert f() == {expected}"] * 3)
+    tests = [f"assert f() == {expected}"] * 3
+    outcomes = sandbox.run_repeatedly(program, tests=tests, limits=ROOMY)
     assert [outcome.kind for outcome in outcomes] == ["ok"] * 3
 
 
 @pytest.mark.parametrize("kind", ["inputs", "tests"])
 def test_the_limit_of_output_is_of_each_run(sandbox, kind):
     """What later runs may print is not for the first."""
-    limits = Limits(output_kib=64)
+    limits = Limits(output_kib=64, processes=256)
     program = "def f(kib): print('x' * (kib << 10))\n"
     program += "f(int(input()))" if kind == "inputs" else ""
     little, much = ("48", "200") if kind == "inputs" else ("f(48)", "f(200)")
@@ -427,16 +436,18 @@ def test_the_limit_of_output_is_of_each_run(sandbox, kind):
         assert [outcome.kind for outcome in outcomes] == kinds
 
 
-def test_limits_hold_for_each_run_and_for_all(rlimits):
-    before, run, limits = sandbox_processes(), rlimits.run_repeatedly, Limits(seconds=2)
+def test_limits_hold_for_each_run_and_for_all(rlimits, started):
+    run, limits = rlimits.run_repeatedly, Limits(seconds=2, processes=256)
     outcomes = run(
         "import time\ntime.sleep(float(input()))", inputs=["0.4", "0.4", "99"], limits=limits
     )
     assert [outcome.kind for outcome in outcomes] == ["ok", "ok", "timeout"]
     assert outcomes[-1].seconds > 2 * 0.4 + 2
-    endless = run("def f():\n    while True: pass", tests=["assert f", "f()"], seconds=2)
+    endless = run(
+        "def f():\n    __import__('time').sleep(99)", tests=["assert f", "f()"], seconds=2
+    )
     assert [outcome.kind for outcome in endless] == ["ok", "timeout"]
-    assert sandbox_processes() <= before
+    assert not started()
     prints = run("print('x' * int(input()), end='')", inputs=[f"{2**20}"] * 2)
     assert [len(outcome.stdout) for outcome in prints] == [2**20] * 2
     memory = run("x = bytearray(int(input()))", inputs=["1", f"{2**32}"])
@@ -468,7 +479,7 @@ def test_a_cheat_among_many_tests(rlimits, name):
     program = f"def f(x): return x * x\n{cheat}"
     tests = ["assert f(3) == 9", "assert f(4) == 16", f"cheat()\n{TESTS}", "assert f(6) == 36"]
     try:
-        outcomes = rlimits.run_repeatedly(program, tests=tests)
+        outcomes = rlimits.run_repeatedly(program, tests=tests, limits=ROOMY)
         # What the cheat writes may hide the run before it from the monitor, if that is slow.
         assert {outcome.kind for outcome in outcomes[:2]} == {"ok"}
         assert outcomes[2:] == [] or outcomes[2].kind != "ok"
@@ -491,7 +502,7 @@ def test_the_other_tests_are_not_in_the_programs_memory(sandbox):
         known = "a" + "bc"
     """
     tests = [f"assert find('a', 'bc') and not find('xy', 'zzy')  # xyzzy {n}" for n in range(3)]
-    outcomes = sandbox.run_repeatedly(dedent(program), tests=tests)
+    outcomes = sandbox.run_repeatedly(dedent(program), tests=tests, limits=ROOMY)
     assert [outcome.kind for outcome in outcomes] == ["ok"] * 3, outcomes[-1].stderr
 
 

@@ -8,6 +8,13 @@ from roll_lite.sandbox.sandbox import Limits, SandboxError
 
 SQUARE = "def f(x): return x * x\n"
 
+
+@pytest.fixture(params=["either", pytest.param("rlimits", marks=pytest.mark.slow)])
+def sandbox(request):
+    """What separates processes is the same in both kinds."""
+    return request.getfixturevalue(request.param)
+
+
 # Tests cannot be made to import or run anything
 
 NAMED = {

@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.process_checks import is_running, sandbox_processes, wait_until
+from support.process_checks import is_running, new_sandbox_processes, wait_until
 
 from roll_lite.processes import children_of
 from roll_lite.sandbox.sandbox import (
@@ -21,16 +21,16 @@ from roll_lite.sandbox.sandbox import (
 SLOW = "import time\nprint('begun', flush=True)\ntime.sleep(1)\nprint('ended')"
 
 
-@pytest.fixture(params=["full", "rlimits"])
+@pytest.fixture(params=["either", pytest.param("rlimits", marks=pytest.mark.slow)])
 def shared(request):
-    """Where the kernel has all that it needs; nothing is left behind."""
-    request.getfixturevalue(request.param)
-    before = sandbox_processes()
-    shared = SharedSandboxes(request.param)
-    yield shared
-    for sandbox in shared._idle:
-        sandbox.close()
-    assert sandbox_processes() <= before
+    """Nothing is left behind."""
+    isolation = request.getfixturevalue(request.param)._isolation
+    with new_sandbox_processes() as started:
+        shared = SharedSandboxes(isolation)
+        yield shared
+        for sandbox in shared._idle:
+            sandbox.close()
+        wait_until(lambda: not started())  # a monitor whose zygote was killed may be ending
 
 
 def zygote_of(sandbox):

@@ -178,7 +178,7 @@ def test_keys_of_the_user_are_left_behind():
 
 # Memory
 
-SMALL = Limits(memory_mib=160, seconds=20)
+SMALL = Limits(memory_mib=160, seconds=20, processes=256)
 HOLD = """
     import os, sys, time
     def hold(number, make):

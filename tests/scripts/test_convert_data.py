@@ -39,16 +39,27 @@ LIMITS = [
 ]
 
 
-def convert(folder, dataset, rows, *options):
-    source, out = folder / "train.jsonl", folder / "made" / "out.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, SCRIPT, dataset, source, out, *options]
-    return out, subprocess.run(command, capture_output=True, text=True)
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
-def test_gsm8k(tmp_path):
-    out, result = convert(tmp_path, "gsm8k", [APPLES, TOWN, COLD])
-    assert result.stdout.startswith("3 rows: ")
+@pytest.fixture
+def convert(command, tmp_path):
+    """Returns the file that was made, and what was printed."""
+
+    def run(dataset, rows, *options):
+        source, out = write_rows(tmp_path / "train.jsonl", rows), tmp_path / "made" / "out.jsonl"
+        code, text = command(SCRIPT, dataset, source, out, *options)
+        assert code == 0, text
+        return out, text
+
+    return run
+
+
+def test_gsm8k(convert):
+    out, text = convert("gsm8k", [APPLES, TOWN, COLD])
+    assert text.startswith("3 rows: ")
     prompts = read_prompts(out)
     assert [prompt.ground_truth for prompt in prompts] == ["4", "1234560", "-2.5"]
     assert [prompt.id for prompt in prompts] == [f"gsm8k/train/{n}" for n in (1, 2, 3)]
@@ -64,9 +75,9 @@ def test_gsm8k(tmp_path):
         assert grade_reply(reply, prompt.ground_truth).verdict.kind == "equal"
 
 
-def test_humaneval(tmp_path):
-    out, result = convert(tmp_path, "humaneval", [SQUARE])
-    assert result.stdout.startswith("1 row: ")
+def test_humaneval(convert):
+    out, text = convert("humaneval", [SQUARE])
+    assert text.startswith("1 row: ")
     (prompt,) = read_prompts(out)
     assert (prompt.id, prompt.domain, prompt.ground_truth) == ("HumanEval/7", "code", "")
     content = prompt.messages[0]["content"]
@@ -87,8 +98,8 @@ def test_humaneval(tmp_path):
         (("--split", "test"), [11, 510]),
     ],
 )
-def test_mbpp(tmp_path, options, kept):
-    out, _ = convert(tmp_path, "mbpp", CUBES, *options)
+def test_mbpp(convert, options, kept):
+    out, _ = convert("mbpp", CUBES, *options)
     prompts, dialogues = read_prompts(out), read_dialogues(out)
     assert [prompt.id for prompt in prompts] == [f"mbpp/{number}" for number in kept]
     content = prompts[0].messages[0]["content"]
@@ -100,8 +111,8 @@ def test_mbpp(tmp_path, options, kept):
         exec(program.replace("3", "2 + 4 * (x == 2)") + test["code"], {})
 
 
-def test_another_instruction(tmp_path):
-    out, _ = convert(tmp_path, "gsm8k", [APPLES], "--instruction", "Answer after ####.")
+def test_another_instruction(convert):
+    out, _ = convert("gsm8k", [APPLES], "--instruction", "Answer after ####.")
     (prompt,) = read_prompts(out)
     assert prompt.messages[0]["content"] == "Two apples and 2 more?\n\nAnswer after ####."
 
@@ -114,9 +125,9 @@ def test_another_instruction(tmp_path):
         (("--min-difficulty", "5", "--max-difficulty", "8"), [2, 3]),
     ],
 )
-def test_deepmath(tmp_path, options, kept):
-    out, result = convert(tmp_path, "deepmath", LIMITS, *options)
-    assert result.stdout.startswith(f"{len(kept)} rows: ")
+def test_deepmath(convert, options, kept):
+    out, text = convert("deepmath", LIMITS, *options)
+    assert text.startswith(f"{len(kept)} rows: ")
     prompts = read_prompts(out)
     assert [prompt.id for prompt in prompts] == [f"deepmath/train/{n}" for n in kept]
     assert [prompt.ground_truth for prompt in prompts] == [f"\\pi/{n}" for n in kept]
@@ -136,14 +147,15 @@ def test_deepmath(tmp_path, options, kept):
     ],
 )
 def test_bad_rows_are_named_and_nothing_is_written(tmp_path, dataset, good, bad, problem):
-    source, out = tmp_path / "train.jsonl", tmp_path / "out.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in (good, bad)))
+    source, out = write_rows(tmp_path / "train.jsonl", (good, bad)), tmp_path / "out.jsonl"
     with pytest.raises(ValueError, match=r"train\.jsonl line 2: ") as raised:
         runpy.run_path(str(SCRIPT))[dataset](source, out)
     assert problem in str(raised.value) and not out.exists()
 
 
 def test_a_range_of_difficulty_without_rows(tmp_path):
-    out, result = convert(tmp_path, "deepmath", LIMITS, "--min-difficulty", "9.9")
+    source, out = write_rows(tmp_path / "train.jsonl", LIMITS), tmp_path / "out.jsonl"
+    command = [sys.executable, SCRIPT, "deepmath", source, out, "--min-difficulty", "9.9"]
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode != 0 and not out.exists()
     assert "min_difficulty=9.9 and max_difficulty=inf leave none of the rows" in result.stderr

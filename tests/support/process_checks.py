@@ -1,13 +1,16 @@
 """Which processes run, for tests that start some and expect them to end."""
 
 import os
+import random
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from roll_lite.processes import all_pids, environment_of, read_stat
+from roll_lite.processes import adopt_orphans, all_pids, environment_of, prctl, read_stat
 from support.paths import SOURCES
+
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def processes_with(*texts: str) -> set[int]:
@@ -23,30 +26,46 @@ def processes_with(*texts: str) -> set[int]:
     return found
 
 
-def sandbox_processes() -> set[int]:
-    """Zygotes of these sources and all their forks, which share the command line.
+def descendants_with(*texts: str) -> set[int]:
+    """Those of them that this process has started, or what it started.
 
-    Without those of pytest's other workers, which run tests of sandboxes at the same time.
+    Other tests on the machine, of another worker or of another run, start the same programs.
     """
-    found = processes_with("roll_lite.sandbox.zygote", SOURCES)
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return found
-    return {pid for pid in found if not _is_of_another_worker(pid)}
+    return {pid for pid in processes_with(*texts) if _descends(pid)}
 
 
-def _is_of_another_worker(pid: int) -> bool:
-    """Whether it descends from a child of pytest's controller that is not this process."""
-    above, here = pid, None
-    while above > 1 and above not in (os.getpid(), os.getppid()):
+def _descends(pid: int) -> bool:
+    """From this process."""
+    above = pid
+    while above > 1 and above != os.getpid():
         try:
-            parent = read_stat(above).parent
+            above = read_stat(above).parent
         except OSError:  # it ended meanwhile, and another process adopted its children
             if above == pid:
-                return True  # there is none
+                return False
             above = pid
-            continue
-        above, here = parent, above
-    return above == os.getppid() and here != os.getpid()
+    return above == os.getpid()
+
+
+def sandbox_processes() -> set[int]:
+    """Zygotes that this process has started and all their forks, which share the command line."""
+    return descendants_with("roll_lite.sandbox.zygote", SOURCES)
+
+
+@contextmanager
+def new_sandbox_processes() -> Iterator[Callable[[], set[int]]]:
+    """A function that finds those that began in the block, also where their parent has ended."""
+    adopt_orphans()
+    before = sandbox_processes()
+    try:
+        yield lambda: sandbox_processes() - before
+    finally:
+        prctl("CHILD_SUBREAPER", PR_SET_CHILD_SUBREAPER, 0)
+
+
+def sleep_argument() -> str:
+    """Seconds that no other process sleeps, so that a command line with them is found."""
+    return f"{random.randrange(10**5, 10**6)}.{os.getpid()}"
 
 
 def is_running(pid: int) -> bool:

@@ -23,7 +23,7 @@ def flags(values):
 def toy_options(folder, run_dir, **changes):
     return {
         "model": str(folder), "data": ("reverse:1",), "prompts_per_step": 8, "max_tokens": 4,
-        "eval_prompts": 8, "eval_every": 100, "kv_cache_gib": 0.05, "lr": 1e-2, "steps": 30,
+        "eval_prompts": 8, "eval_every": 100, "kv_cache_gib": 0.005, "lr": 1e-2, "steps": 30,
         "device": "cpu", "run_dir": str(run_dir),
     } | changes  # fmt: skip
 

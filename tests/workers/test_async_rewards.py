@@ -36,7 +36,7 @@ class Crowd:
     async def __call__(self, prompt, reply):
         self.num_here += 1
         self.most = max(self.most, self.num_here)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.4)
         self.num_here -= 1
         return 1.0
 
@@ -58,18 +58,18 @@ def test_all_wait_at_once_and_get_their_own_scores():
 
 def test_no_more_at_once_than_allowed_and_waiting_for_a_place_is_not_counted():
     crowd = Crowd()
-    with RewardWorkers({"do": crowd}, seconds=0.5, max_waiting=2) as workers:
+    with RewardWorkers({"do": crowd}, seconds=1.0, max_waiting=2) as workers:
         results = score_all(workers, ["x"] * 6)  # longer than the limit in all
     assert [result.value for result in results] == [1.0] * 6
     assert crowd.most == 2
 
 
 def test_one_that_waits_too_long_says_where():
-    with RewardWorkers({"do": partial(act)}, seconds=0.2) as workers:
+    with RewardWorkers({"do": partial(act)}, seconds=0.6) as workers:
         late, fine, wrong, leaves = score_all(workers, ["wait", "3", "three", "leave"])
         assert workers.metrics()["reward/timeouts"] == 1
     assert isinstance(late, RewardTimeout) and fine == Score(value=3.0)
-    assert "longer than reward_seconds=0.2" in str(late)
+    assert "longer than reward_seconds=0.6" in str(late)
     assert "test_async_rewards.py" in str(late) and "await asyncio.sleep(1000)" in str(late)
     assert isinstance(wrong, RewardError) and "in act" in wrong.__notes__[0]
     assert "SystemExit: 3" in str(leaves)
