@@ -1,20 +1,21 @@
-"""vLLM on the workloads of scripts/bench/engine.py. The last line is JSON.
+"""vLLM on the workloads of scripts/bench/engine.py. Prints a line of JSON for each.
 
     pip install vllm==0.22.1                 # in an environment of its own: it pins torch
     VLLM_ENABLE_V1_MULTIPROCESSING=0 PYTHONPATH=src \
-            python scripts/bench/compare_vllm.py --shape qwen3-0.6b --workload R
+            python scripts/bench/compare_vllm.py --shape qwen3-0.6b --workloads R N
 
 Random weights of the same shape, the same requests, temperature 1, no stop tokens, logprobs of
-sampled tokens unless --no-logprobs. As in scripts/bench/engine.py the whole workload runs once as a
-warm-up, then --repeats times, of which the median counts; prompts of an earlier run are forgotten,
-equal prompts within a run are computed once; start-up is the time from the start of the process to
-the first token. CUDA graphs go to 1,024 rows, which is all of workload R; vLLM alone stops at 512.
---flat-logprobs returns them in arrays, which costs less Python than vLLM's default of an object for
-each token. With VLLM_ENABLE_V1_MULTIPROCESSING=1, vLLM's default, the engine has a process of its
-own; with 0 it is called as a trainer on the same GPU calls it.
+sampled tokens. As in scripts/bench/engine.py a workload runs once as a warm-up, then --repeats
+times, of which the median counts; prompts of an earlier run are forgotten, equal prompts within a
+run are computed once; start-up is the time from the start of the process to the first token. CUDA
+graphs go to 1,024 rows, which is all of workload R; by itself vLLM stops at 512. Logprobs come as
+vLLM's default, an object for each token, or flat, in lists, which costs less Python, or not at all.
+With VLLM_ENABLE_V1_MULTIPROCESSING=1, vLLM's default, the engine has a process of its own; with 0
+it has none, as inside a trainer on the same GPU.
 """
 
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -29,7 +30,7 @@ STARTED = time.time()  # before the slow imports
 
 import torch  # noqa: E402
 import tyro  # noqa: E402
-from engine import WORKLOADS  # noqa: E402
+from engine import WORKLOADS, Work  # noqa: E402
 from vllm import LLM, SamplingParams, TokensPrompt  # noqa: E402
 
 from roll_lite.models.config import SHAPES, hf_shape  # noqa: E402
@@ -39,20 +40,19 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+PACKAGES = ("vllm", "torch", "triton", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     shape: str = "qwen3-0.6b"
     """Random weights of this shape: smollm2-135m, qwen3-0.6b, qwen3-8b, ..."""
-    workload: Literal["N", "R", "C"] = "R"
-    """Set of requests."""
+    workloads: tuple[Literal["N", "R", "C"], ...] = ("R",)
+    """Sets of requests."""
+    logprobs: tuple[Literal["objects", "flat", "none"], ...] = ("objects",)
+    """How logprobs of sampled tokens come; each workload runs with each."""
     repeats: int = 1
     """Timed runs after a warm-up run; the median counts."""
-    logprobs: bool = True
-    """Ask for the logprobs of sampled tokens, which RL needs."""
-    flat_logprobs: bool = False
-    """Return logprobs in arrays."""
     graph_rows: int = 1024
     """Most rows of a CUDA graph."""
     memory: float = 0.85
@@ -76,28 +76,34 @@ def engine_options(cfg: Config, folder: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure(llm: LLM, cfg: Config) -> tuple[list[float], int]:
-    """Seconds of a warm-up run, then of each repeat; and the tokens of a run."""
-    work = WORKLOADS[cfg.workload]()
+def measure(llm: LLM, work: Work, logprobs: str, repeats: int) -> dict[str, Any]:
     prompts = [TokensPrompt(prompt_token_ids=ids) for ids, _ in work]
+    lengths = [length for _, length in work]
     params = [
         SamplingParams(
             temperature=1.0, max_tokens=length, ignore_eos=True, detokenize=False,
-            logprobs=0 if cfg.logprobs else None, flat_logprobs=cfg.flat_logprobs,
+            logprobs=None if logprobs == "none" else 0, flat_logprobs=logprobs == "flat",
         )
-        for _, length in work
+        for length in lengths
     ]  # fmt: skip
-    seconds = []
-    for _ in range(1 + cfg.repeats):
-        assert llm.reset_prefix_cache()
+    seconds, was_empty = [], True
+    for _ in range(1 + repeats):
+        was_empty &= llm.reset_prefix_cache()
         begin = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds.append(time.perf_counter() - begin)
         replies = [output.outputs[0] for output in outputs]
-        assert [len(reply.token_ids) for reply in replies] == [length for _, length in work]
-        if cfg.logprobs:
-            assert all(len(reply.logprobs) == len(reply.token_ids) for reply in replies)
-    return seconds, sum(length for _, length in work)
+        assert [len(reply.token_ids) for reply in replies] == lengths
+        if logprobs != "none":
+            assert [len(reply.logprobs) for reply in replies] == lengths
+    warm_up, *seconds = seconds
+    return {
+        "output_tokens": sum(lengths),
+        "tokens_per_second": round(sum(lengths) / statistics.median(seconds)),
+        "seconds": [round(value, 3) for value in seconds],
+        "warm_up_seconds": round(warm_up, 2),
+        "prompts_were_forgotten": was_empty,
+    }
 
 
 def settings(llm: LLM) -> dict[str, Any]:
@@ -122,31 +128,23 @@ def settings(llm: LLM) -> dict[str, Any]:
     }
 
 
-def main(cfg: Config) -> dict[str, Any]:
+def main(cfg: Config) -> None:
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(**engine_options(cfg, folder))
         params = SamplingParams(temperature=1.0, max_tokens=2, ignore_eos=True, detokenize=False)
         llm.generate([TokensPrompt(prompt_token_ids=[1, 2, 3])], params, use_tqdm=False)
-        startup = time.time() - STARTED
-        (warm_up, *seconds), num_tokens = measure(llm, cfg)
-        return {
-            "engine": "vllm",
-            "shape": cfg.shape,
-            "workload": cfg.workload,
-            "logprobs": ("flat" if cfg.flat_logprobs else "objects") if cfg.logprobs else None,
+        engine = {
+            "startup_seconds": round(time.time() - STARTED, 2),
             "device": torch.cuda.get_device_name(),
-            "output_tokens": num_tokens,
-            "tokens_per_second": round(num_tokens / statistics.median(seconds)),
-            "seconds": [round(value, 3) for value in seconds],
-            "warm_up_seconds": round(warm_up, 2),
-            "startup_seconds": round(startup, 2),
             "settings": settings(llm),
-            "versions": {"python": platform.python_version()} | {
-                name: importlib.metadata.version(name)
-                for name in ("vllm", "torch", "triton", "transformers")
-            },
-        }  # fmt: skip
+            "versions": {"python": platform.python_version()}
+            | {name: importlib.metadata.version(name) for name in PACKAGES},
+        }
+        for workload, logprobs in itertools.product(cfg.workloads, cfg.logprobs):
+            asked = {"shape": cfg.shape, "workload": workload, "logprobs": logprobs}
+            result = measure(llm, WORKLOADS[workload](), logprobs, cfg.repeats)
+            print(json.dumps(asked | result | engine), flush=True)
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(tyro.cli(Config, description=__doc__.split("\n\n")[0]))))
+    main(tyro.cli(Config, description=__doc__.split("\n\n")[0]))
