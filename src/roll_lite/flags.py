@@ -69,7 +69,7 @@ def all_flags(base: Any) -> dict[str, list[Flag]]:
 def _flags_of(part: Any) -> list[Flag]:
     """The flags of a Config or one of its parts, then those of its functions."""
     hints = get_type_hints(type(part), include_extras=True)
-    helps = _field_docs(type(part))
+    helps = field_docs(type(part))
     flags = []
     for name in declared(part):
         value = getattr(part, name)
@@ -93,7 +93,7 @@ def _flags_of(part: Any) -> list[Flag]:
 
 
 @cache
-def _field_docs(config: type) -> dict[str, str]:
+def field_docs(config: type) -> dict[str, str]:
     """The text below each field of a class and of its bases."""
     found: dict[str, str] = {}
     for each in reversed(config.__mro__):

@@ -239,10 +239,13 @@ def page() -> str:
     lines = [
         "# Metrics",
         "",
-        "What is in metrics.jsonl, in TensorBoard and on the run page, where a chart says it when",
-        "the mouse is on its title. Capital letters in a name stand for any text. A mean is over",
-        "the tokens or samples of the step, on all ranks. What has no unit is in units of the",
-        "reward or of the loss. This page is made of `report/metrics.py`.",
+        "metrics.jsonl, TensorBoard and the run page have these metrics. On the run page the title",
+        "of a chart shows the meaning. `src/roll_lite/report/metrics.py` makes this page.",
+        "",
+        "- Capital letters in a name stand for any text.",
+        "- A mean is over the tokens or samples of the step, on all ranks.",
+        "- What has no unit is in units of the reward or of the loss.",
+        "- Files of `--code` may add metrics of their own.",
     ]
     for heading, rows in TABLE.items():
         lines += ["", f"## {heading}", "", "| metric | unit or range | meaning |", "|---|---|---|"]
