@@ -294,6 +294,30 @@ def test_says_what_the_kernel_lacks():
     assert "isolation='rlimits'" in done.stderr and "SandboxUnavailable" in done.stderr
 
 
+@pytest.mark.parametrize("isolation", ["full", "rlimits"])
+def test_says_that_the_kernel_refuses_filters(isolation):
+    """Here by a filter of system calls that refuses other filters; programs would all fail."""
+    script = f"""
+        import ctypes, errno, platform, struct
+        from roll_lite.sandbox import kernel
+        from roll_lite.sandbox.sandbox import Sandbox
+        prctl = {{"x86_64": 157, "aarch64": 167}}[platform.machine()]
+        refused = kernel._when(kernel._IF_EQUAL, 22, kernel._refuse(errno.EINVAL))
+        program = b"".join([
+            kernel._do(kernel._LOAD, kernel._CALL),
+            kernel._when(kernel._IF_EQUAL, prctl, kernel._load_argument(0) + refused),
+            kernel._do(kernel._RETURN, kernel._ALLOW),
+        ])
+        kernel._FILTERS[platform.machine()] = program
+        kernel.forbid_new_privileges()
+        kernel.filter_calls()
+        Sandbox({isolation!r}).start()
+    """
+    done = run_script(script)
+    assert f"isolation={isolation!r} does not work on this machine: OSError" in done.stderr
+    assert "prctl SECCOMP: Invalid argument" in done.stderr, done.stderr
+
+
 def test_works_for_an_ordinary_user(full):
     """Whose number is not 0, and who has no capability."""
     script = """

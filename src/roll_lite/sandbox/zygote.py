@@ -75,8 +75,10 @@ def serve(descriptor: int, kind: str) -> None:
         if isinstance(isolation, Namespaces):
             isolation.enter_jail()
         trial = partial(_fork_monitor, isolation)
-        run_job(trial, "", tests=["pass"], seconds=SETUP_SECONDS)
+        [outcome] = run_job(trial, "", tests=["pass"], seconds=SETUP_SECONDS)
         os.wait()
+        if outcome.kind == "error":  # else every program would fail, and count as wrong
+            raise SandboxError(outcome.stderr)
     except (OSError, AttributeError, SandboxError, EOFError) as error:
         # AttributeError: a C library without the function
         client.send((str(error).strip() or type(error).__name__).splitlines()[-1].encode())
