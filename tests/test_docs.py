@@ -1,5 +1,6 @@
 """The pages that people read: their code runs, their options exist, their links lead somewhere."""
 
+import ast
 import re
 import shlex
 import subprocess
@@ -40,6 +41,8 @@ MAX_LINES = {
 MAX_LINES_OF_A_GUIDE = 180
 TOOLS_THAT_RUN = ("rewards try", "rewards check", "envs bench", "envs play", "plan")
 """Commands of guides that take seconds."""
+MADE_MODEL = re.compile(r"--(?:model|teacher|reference) ((?:runs|models)/\S+)")
+"""Folders of models that earlier commands of a page make."""
 COMMIT = re.compile(r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b")
 
 
@@ -67,8 +70,8 @@ def folder_of(tmp_path, monkeypatch, tiny_folder):
 
     def make(page):
         monkeypatch.chdir(tmp_path)
-        for folder in ("models/tiny", "FOLDER"):
-            (tmp_path / folder).parent.mkdir(exist_ok=True)
+        for folder in {"models/tiny", "FOLDER", *MADE_MODEL.findall(page.read_text())}:
+            (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / folder).symlink_to(tiny_folder)
         for language in ("python", "json"):
             for code in blocks(page, language):
@@ -94,23 +97,25 @@ def test_the_python_of_a_guide_runs(page, folder_of):
 def test_the_commands_of_a_guide_are_understood(page, folder_of):
     """Options of recipes are read and checked, with the files of --code; short tools run."""
     folder_of(page)
+    own = own_options(page)
     for words in commands(page):
         words = words[: words.index("|")] if "|" in words else words
         recipe = next((i for i, w in enumerate(words) if re.fullmatch(r"recipes/\w+\.py", w)), None)
         if recipe is not None:
-            assert_options_hold(words[recipe].removeprefix("recipes/")[:-3], words[recipe + 1 :])
+            name = words[recipe].removeprefix("recipes/").removesuffix(".py")
+            assert_options_hold(name, words[recipe + 1 :], own)
         elif words[:1] == ["roll-lite"] and words[1] in recipe_names():
-            assert_options_hold(words[1], words[2:])
+            assert_options_hold(words[1], words[2:], own)
         elif " ".join(words[:3]).startswith(tuple(f"roll-lite {tool}" for tool in TOOLS_THAT_RUN)):
             command = [sys.executable, "-m", "roll_lite", *words[1:]]
             done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
             assert done.returncode == 0, f"{words}: {done.stderr}"
 
 
-def assert_options_hold(recipe, words):
+def assert_options_hold(recipe, words, own):
     """What --resume and --config name was written by a run that no test repeats."""
     if {"--resume", "--config", "--help", "..."} & {*words}:
-        assert_options_exist(recipe, words)
+        assert_options_exist(recipe, words, own)
     else:
         parse(import_module(f"roll_lite.recipes.{recipe}").Config, "", words)
 
@@ -122,7 +127,15 @@ def options_of(recipe):
     base = re.findall(r"--([a-z][\w-]*)", help_of(config))
     functions = [*LOSSES.values(), *ADVANTAGES.values()]
     more = {name.replace("_", "-") for function in functions for name in keywords(function)}
-    return {*base, *more, "resume", "config", "debug", "pull", "focus"}  # the last: of an example
+    return {*base, *more, "resume", "config", "debug"}
+
+
+def own_options(page):
+    """Those that functions of the page's code bring."""
+    nodes = [node for code in blocks(page, "python") for node in ast.walk(ast.parse(code))]
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    own = [arg.arg for n in nodes if isinstance(n, kinds) for arg in n.args.kwonlyargs]
+    return {name.replace("_", "-") for name in own}
 
 
 def help_of(config):
@@ -134,18 +147,20 @@ def help_of(config):
     return out.getvalue()
 
 
-def assert_options_exist(recipe, words):
+def assert_options_exist(recipe, words, own):
     given = {re.split("[= ]", word)[0][2:] for word in words if re.match(r"--[a-z]", word)}
-    assert given <= options_of(recipe), given - options_of(recipe)
+    known = options_of(recipe) | own
+    assert given <= known, given - known
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_options_that_a_page_names_exist(page):
     text = page.read_text().replace("\\\n", " ")
+    own = own_options(page)
     for recipe in recipe_names():
         for line in re.findall(rf"(?:recipes/{recipe}\.py|roll-lite {recipe}) (.*)", text):
             command = re.split(r"[`#;]| -- ", line)[0]
-            assert_options_exist(recipe, re.findall(r"(?<!\S)--[a-z][\w-]*", command))
+            assert_options_exist(recipe, re.findall(r"(?<!\S)--[a-z][\w-]*", command), own)
 
 
 def test_the_example_of_the_python_page_runs(tiny_folder, tmp_path, monkeypatch, capsys):
