@@ -21,6 +21,7 @@ from roll_lite.train.losses import LOSSES
 
 MADE = (
     "runs/",
+    "contracts/",
     "model/",
     "models/",
     "checkpoints/",
