@@ -35,10 +35,7 @@ def started_again(
 
     The folder is made. The program is stopped at the end, if it still runs.
     """
-    command = [*_program(run, checkpoint), *_options(run, checkpoint, folder), *options]
-    threads = run.contract_of(checkpoint)["machine"]["threads"]
-    paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = os.environ | {"PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": str(threads)}
+    command, env = program_again(run, checkpoint, folder, options)
     with output_of(folder).open("wb") as output:
         process = subprocess.Popen(
             command, env=env, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
@@ -49,6 +46,16 @@ def started_again(
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
             process.wait()
+
+
+def program_again(
+    run: RecordedRun, checkpoint: int, folder: Path, options: Sequence[str] = ()
+) -> tuple[list[str], dict[str, str]]:
+    """Its command and environment; the folder is made."""
+    command = [*_program(run, checkpoint), *_options(run, checkpoint, folder), *options]
+    threads = run.contract_of(checkpoint)["machine"]["threads"]
+    paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return command, os.environ | {"PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": str(threads)}
 
 
 def output_of(folder: Path) -> Path:

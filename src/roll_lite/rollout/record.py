@@ -1,11 +1,23 @@
-"""Prompts, samples and groups as plain data, for checkpoints, the journal and answer files."""
+"""Prompts, samples and groups as plain data, for checkpoints, the journal and answer files; samples
+from lines of rollouts/ too."""
 
 from array import array
 from base64 import b64decode, b64encode
 from dataclasses import fields
+from itertools import islice
 from typing import Any
 
-from roll_lite.types import Event, Group, Prompt, Sample, Score, Turn, TurnResult
+from roll_lite.report.records import numbers as unpacked
+from roll_lite.types import (
+    REDUCTIONS,
+    Event,
+    Group,
+    Prompt,
+    Sample,
+    Score,
+    Turn,
+    TurnResult,
+)
 
 
 def write_prompt(prompt: Prompt) -> dict[str, Any]:
@@ -72,6 +84,32 @@ def read_sample(record: dict[str, Any], prompt: Prompt) -> Sample:
     for turn in _read_turns(record):
         sample.add_turn(turn)
     return sample
+
+
+def read_row(row: dict[str, Any], prompt: Prompt) -> Sample:
+    """A scored sample from its line of rollouts/ (report/records.py)."""
+    turns = row["turns"]
+    token_ids, logprobs = iter(row["token_ids"]), iter(unpacked(row["logprobs"]))
+    sequences = []
+    num_read = {}
+    for order in row.get("sequences", [range(len(turns))]):
+        sequence = [], [], order
+        for number in order:
+            read, sampled = turns[number]["read"], turns[number]["sampled"]
+            sequence[0].extend(islice(token_ids, read))
+            num_read[number] = len(sequence[0])
+            sequence[0].extend(islice(token_ids, sampled))
+            sequence[1].extend([*[0.0] * read, *islice(logprobs, sampled)])
+        sequences.append(sequence)
+    told = [
+        [num_read[number], turn["sampled"], turn["finish"], turn["versions"],
+         turn.get("state", ""), turn.get("reward", row["reward"]),
+         {how: turn[how] for how in REDUCTIONS if how in turn}, row["replicas"][number]]
+        for number, turn in enumerate(turns)
+    ]  # fmt: skip
+    score = row["reward"], row["parts"], row["reason"]
+    found = {"transcript": [], **row, "sequences": sequences, "turns": told, "score": score}
+    return read_sample(found, prompt)
 
 
 def _read_turns(record: dict[str, Any]) -> list[Turn]:
