@@ -153,12 +153,10 @@ class Config(rl.RecipeConfig):
 
     def _check_against(self, folder: str) -> None:
         """Refuse an evaluation that asked otherwise."""
-        path = Path(folder)
-        if not (path / "rollouts" / "step_00000.jsonl").is_file():
+        if not Path(folder, "rollouts", "step_00000.jsonl").is_file():
             raise UserError(f"against={folder!r} has no complete evaluation of evaluate.py")
-        theirs, ours = read_options(path / "config.json"), to_json(self)
-        names = ({*self.FIXED, *self.own.values} - {"model", "checkpoint"}) | {"prompts"}
-        for name in sorted(names):
+        theirs, ours = read_options(f"{folder}/config.json"), to_json(self)
+        for name in sorted({*self.FIXED, *self.own.values, "prompts"} - {"model", "checkpoint"}):
             if theirs.get(name) != ours[name]:
                 raise UserError(
                     f"against={folder!r} has {name}={theirs.get(name)!r}, and here it is "

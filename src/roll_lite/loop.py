@@ -203,7 +203,7 @@ class Loop:
         if self._rollout:
             metrics = metrics | self._describe(step, groups, sequences)
         metrics = metrics | self._timer.metrics() | {"time/digests": self._roles.digest_seconds}
-        metrics |= self._note_recorded(step, metrics)
+        metrics |= self._recorded.note(metrics) if self._recorded else {}
         metrics |= self._tokens.add(metrics) | self._generation_speed(metrics)
         is_last = self._has_learnt_all
         if self._evaluation and (is_last or self._run.is_due(step, self._evaluation.every)):
@@ -318,17 +318,6 @@ class Loop:
         if self._cfg.rollout.recorded:
             self._recorded = RecordedSamples(self._cfg, to_json(self._cfg))
             rollout.take_recorded(self._recorded)
-            if names := ", ".join(self._recorded.changed):
-                self._run.print(f"{names} changed: recorded samples do not fit, new ones are taken")
-
-    def _note_recorded(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """How far the policy has moved from the one that recorded samples, while they are taken."""
-        if self._recorded is None:
-            return {}
-        found = self._recorded.note(metrics)
-        if found and not self._recorded.is_open:
-            self._run.print(f"the policies have parted: steps after {step} take new samples")
-        return found
 
     def _measure_first(self) -> None:
         """Before the first step, and in a resumed run what was abandoned."""

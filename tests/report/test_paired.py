@@ -22,9 +22,9 @@ def below(t, freedom, num=20_000):
     return 0.5 + scale * total * t / num / 3
 
 
-@pytest.mark.parametrize("freedom", [4, 9, 63, 1023])
+@pytest.mark.parametrize("freedom", [9, 20, 63, 1023])
 def test_the_quantile(freedom):
-    assert below(students_t(freedom), freedom) == pytest.approx(0.975, abs=3e-4)
+    assert below(students_t(freedom), freedom) == pytest.approx(0.975, abs=1e-4)
 
 
 def two_models(num_prompts, num_samples, seed=0):
@@ -74,10 +74,10 @@ def test_it_is_said_in_words():
     # Differences: 1 three times, 0 seven times. t of 9 degrees is 2.262.
     half = 2.262 * math.sqrt((3 * 0.49 + 7 * 0.09) / 9 / 10)
     assert str(improvement(before, after)).startswith(
-        f"+0.300 (95% interval {0.3 - half:+.3f} to {0.3 + half:+.3f}, by 10 prompts; unpaired"
+        f"+0.300 (95% interval {0.3 - half:+.3f} to {0.3 + half:+.3f}, by 10 prompts; ±{half:.3f}"
     )
     equal = improvement(after, after)
-    assert (equal.mean, equal.half) == (0, 0) and "wider" in str(equal)
+    assert (equal.mean, equal.half) == (0, 0) < (equal.half_unpaired,)
     assert improvement({"a": 1.0}, {"a": 0.0}) is None
     assert improvement(dict.fromkeys(before, 0.0), dict.fromkeys(before, 0.0)) is None
 
@@ -106,13 +106,13 @@ def test_shares_that_pass(tmp_path):
 
 
 def test_the_overview_and_the_comparison_have_it(tmp_path):
-    first = [answer(i, float(i < 2)) for i in range(8)]
-    last = [answer(i, float(i < 6)) for i in range(8)]
+    first = [answer(i, float(i < 2)) for i in range(12)]
+    last = [answer(i, float(i < 8)) for i in range(12)]
     files = {"eval_00000": first, "eval_00010": last}
     a = write_run(tmp_path / "a", {"pass_reward": None}, **files)
     b = write_run(tmp_path / "b", {}, step_00000=first)
     assert overview(a)["improvement"].mean == 0.5 and overview(b)["improvement"] is None
-    assert improvement_over(a, b).mean == -0.5 and improvement_over(b, a).num_prompts == 8
+    assert improvement_over(a, b).mean == -0.5 and improvement_over(b, a).num_prompts == 12
     for run in (a, b):
         (run.folder / "metrics.jsonl").write_text('{"step": 1, "time": 1.0}\n')
         run.refresh()

@@ -19,42 +19,39 @@ from roll_lite.checks import UserError
 from roll_lite.flags import is_given
 from roll_lite.policy import PolicyConfig
 from roll_lite.proof.again import program_again
-from roll_lite.proof.recorded import RecordedRun, rows
-from roll_lite.report.records import encode
+from roll_lite.proof.recorded import RecordedRun
 
 
 def main(arguments: list[str]) -> int:
+    form = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(
-        "roll-lite whatif", description=__doc__, formatter_class=argparse.RawTextHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
-    parser.add_argument("run", help="folder of a run of rlvr or agentic")
+        "roll-lite whatif", description=__doc__, formatter_class=form, allow_abbrev=False
+    )
+    parser.add_argument("run", type=Path, help="folder of a run of rlvr or agentic")
     help = "step to go on from; 0 is the start"
-    parser.add_argument("--from", dest="start", type=int, required=True, metavar="STEP", help=help)
-    help = "folder of the new run; RUN-whatif-1 and so on by default"
-    parser.add_argument("--run-dir", type=Path, help=help)
+    parser.add_argument("--from", dest="step", type=int, required=True, metavar="STEP", help=help)
+    parser.add_argument("--run-dir", type=Path, help="folder of the new run (RUN-whatif)")
     known, options = parser.parse_known_args(arguments)
+    folder = known.run_dir or Path(f"{known.run}-whatif")
     try:
         run = RecordedRun(known.run)
-        checkpoint = start_of(run, known.start, options)
-        folder = known.run_dir or _free_folder(run.folder)
+        start = start_of(run, known.step, options)
         if folder.exists():
             raise UserError(f"--run-dir {folder} exists; name a folder that does not")
-        options = ["--recorded", str(run.folder.resolve()), *options]
-        command, env = program_again(run, checkpoint, folder, options)
+        options = ["--recorded", str(known.run.resolve()), *options]
+        command, env = program_again(run, start, folder, options)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    _leave_out_earlier(folder / "metrics.jsonl")
     os.execve(command[0], command, env)
 
 
 def start_of(run: RecordedRun, step: int, options: Sequence[str]) -> int:
     """The checkpoint to go on from; 0 is the run's start. Raises UserError for what cannot be."""
-    if "samples_per_prompt" not in run.config:
+    if "samples_per_prompt" not in run.config or run.config["recorded"]:
         raise UserError(
-            f"{run.folder} is of {run.config.get('recipe')}.py, which samples nothing; start it "
-            f"with other options by --config {run.folder}/config.json"
+            f"{run.folder} is not of rlvr.py or agentic.py, or is a what-if itself; name a run "
+            "that recorded its own samples"
         )
     if run.config["max_staleness"] or is_given(options, "max_staleness"):
         raise UserError(
@@ -66,20 +63,7 @@ def start_of(run: RecordedRun, step: int, options: Sequence[str]) -> int:
     start = max(number for number in (0, *run.checkpoints) if number <= step)
     if start < step:
         print(f"step {step} has no checkpoint (--keep-every); going on from step {start}")
-    fixed = [name for name in PolicyConfig.FIXED if is_given(options, name)]
-    if start and fixed:
-        raise UserError(f"{fixed[0]} cannot change from step {start} on; use --from 0")
+    for name in PolicyConfig.FIXED:
+        if start and is_given(options, name):
+            raise UserError(f"{name} cannot change from step {start} on; use --from 0")
     return start
-
-
-def _free_folder(run: Path) -> Path:
-    numbers = range(1, 1 + len(list(run.parent.iterdir())))
-    paths = (run.with_name(f"{run.name}-whatif-{number}") for number in numbers)
-    return next(path for path in paths if not path.exists())
-
-
-def _leave_out_earlier(path: Path) -> None:
-    """The metrics of a run that was a what-if itself, without how far it had moved away."""
-    kept = [{n: v for n, v in row.items() if not n.startswith("whatif/")} for row in rows(path)]
-    if kept:
-        path.write_text("".join(encode(row) + "\n" for row in kept))

@@ -8,16 +8,7 @@ from itertools import islice
 from typing import Any
 
 from roll_lite.report.records import numbers as unpacked
-from roll_lite.types import (
-    REDUCTIONS,
-    Event,
-    Group,
-    Prompt,
-    Sample,
-    Score,
-    Turn,
-    TurnResult,
-)
+from roll_lite.types import REDUCTIONS, Event, Group, Prompt, Sample, Score, Turn, TurnResult
 
 
 def write_prompt(prompt: Prompt) -> dict[str, Any]:
@@ -89,27 +80,24 @@ def read_sample(record: dict[str, Any], prompt: Prompt) -> Sample:
 def read_row(row: dict[str, Any], prompt: Prompt) -> Sample:
     """A scored sample from its line of rollouts/ (report/records.py)."""
     turns = row["turns"]
-    token_ids, logprobs = iter(row["token_ids"]), iter(unpacked(row["logprobs"]))
+    token_ids, sampled = iter(row["token_ids"]), iter(unpacked(row["logprobs"]))
     sequences = []
-    num_read = {}
     for order in row.get("sequences", [range(len(turns))]):
-        sequence = [], [], order
-        for number in order:
-            read, sampled = turns[number]["read"], turns[number]["sampled"]
-            sequence[0].extend(islice(token_ids, read))
-            num_read[number] = len(sequence[0])
-            sequence[0].extend(islice(token_ids, sampled))
-            sequence[1].extend([*[0.0] * read, *islice(logprobs, sampled)])
-        sequences.append(sequence)
+        ids, logprobs = [], []
+        for turn in (turns[number] for number in order):
+            ids += islice(token_ids, turn["read"])
+            turn["known"] = len(ids)
+            ids += islice(token_ids, turn["sampled"])
+            logprobs += [*[0.0] * turn["read"], *islice(sampled, turn["sampled"])]
+        sequences.append([ids, logprobs, order])
     told = [
-        [num_read[number], turn["sampled"], turn["finish"], turn["versions"],
-         turn.get("state", ""), turn.get("reward", row["reward"]),
-         {how: turn[how] for how in REDUCTIONS if how in turn}, row["replicas"][number]]
-        for number, turn in enumerate(turns)
+        [turn["known"], turn["sampled"], turn["finish"], turn["versions"], turn.get("state", ""),
+         turn.get("reward", row["reward"]), {n: turn[n] for n in REDUCTIONS if n in turn}, replica]
+        for turn, replica in zip(turns, row["replicas"], strict=True)
     ]  # fmt: skip
     score = row["reward"], row["parts"], row["reason"]
-    found = {"transcript": [], **row, "sequences": sequences, "turns": told, "score": score}
-    return read_sample(found, prompt)
+    known = {"transcript": [], **row, "sequences": sequences, "turns": told, "score": score}
+    return read_sample(known, prompt)
 
 
 def _read_turns(record: dict[str, Any]) -> list[Turn]:

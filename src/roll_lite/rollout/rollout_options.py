@@ -84,12 +84,10 @@ class RolloutOptions:
     what was in flight is generated again."""
 
     recorded: str | None = None
-    """Folder of a run whose recorded samples are trained on in place of new ones, as long as the
-    policy is near the one that sampled them: for `roll-lite whatif`."""
+    """Folder of a run to take samples of while the policies are near: see `roll-lite whatif`."""
     max_kl: float = 0.02
-    """Take no more recorded samples after a step whose tokens have a higher KL from the recorded
-    policy to this one. At 0.02 nats a typical token is about 20% more or less likely, which is
-    where ratios are clipped."""
+    """Take no more of them after a step with a higher KL a token from that policy to this one. At
+    0.02 nats a typical token is 20% more or less likely, which is where ratios are clipped."""
 
     def __post_init__(self):
         at_least(1, self, "samples_per_prompt", "prompts_per_step", "samples_per_replica")
