@@ -47,13 +47,13 @@ def test_the_interval_is_that_of_a_bootstrap(num_samples):
     draw = random.Random(1)
     names = sorted(before)
     means, apart = [], []
-    for _ in range(2000):
+    for _ in range(1000):
         old, new = (draw.choices(names, k=len(names)) for _ in "12")
         means.append(fmean(after[name] - before[name] for name in new))
         apart.append(fmean(after[name] for name in new) - fmean(before[name] for name in old))
     assert found.mean == pytest.approx(fmean(means), abs=0.003)
-    assert found.half == pytest.approx(1.97 * stdev(means), rel=0.05)
-    assert found.half_unpaired == pytest.approx(1.97 * stdev(apart), rel=0.05)
+    assert found.half == pytest.approx(1.97 * stdev(means), rel=0.08)
+    assert found.half_unpaired == pytest.approx(1.97 * stdev(apart), rel=0.08)
     assert found.half < found.half_unpaired
 
 

@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
 
 def start_of(run: RecordedRun, step: int, options: Sequence[str]) -> int:
     """The checkpoint to go on from; 0 is the run's start. Raises UserError for what cannot be."""
-    if "samples_per_prompt" not in run.config or run.config["recorded"]:
+    if "samples_per_prompt" not in run.config or run.config.get("recorded"):
         raise UserError(
             f"{run.folder} is not of rlvr.py or agentic.py, or is a what-if itself; name a run "
             "that recorded its own samples"
