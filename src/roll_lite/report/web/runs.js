@@ -12,6 +12,11 @@ function runColumns() {
   return [
     column("run", (run) => run.name, runName),
     column(
+      "recipe",
+      (run) => run.recipe,
+      (run) => run.recipe ?? "–",
+    ),
+    column(
       "step",
       (run) => run.overview.step,
       (run) => `${number(run.overview.step)} of ${run.overview.num_steps ?? "?"}`,
