@@ -185,11 +185,11 @@ def test_options_that_decide_samples_need_new_ones(evidence, tmp_path, changes, 
 @pytest.mark.parametrize(
     ("text", "is_open"),
     [
-        ("LOSSES = {'whatif_mine': lambda l, d, a, b: -l * a}", True),
+        ("METRICS = {'reward/mine': lambda groups: 1.0}", True),
         ("REWARDS = {'reverse': lambda prompt, reply: 1.0}", False),
     ],
 )
-def test_a_loss_of_your_own_keeps_the_samples(evidence, tmp_path, text, is_open):
+def test_code_that_scores_nothing_keeps_the_samples(evidence, tmp_path, text, is_open):
     code = tmp_path / f"code_{is_open}.py"
     code.write_text(text)
     options = {"code": (str(code),), "code_digests": ("d",)}

@@ -20,6 +20,7 @@ from roll_lite.flags import is_given
 from roll_lite.policy import PolicyConfig
 from roll_lite.proof.again import program_again
 from roll_lite.proof.recorded import RecordedRun
+from roll_lite.rollout.rollout_options import RolloutOptions
 
 
 def main(arguments: list[str]) -> int:
@@ -31,6 +32,10 @@ def main(arguments: list[str]) -> int:
     help = "step to go on from; 0 is the start"
     parser.add_argument("--from", dest="step", type=int, required=True, metavar="STEP", help=help)
     parser.add_argument("--run-dir", type=Path, help="folder of the new run (RUN-whatif)")
+    help = (
+        "take no more recorded samples after a step with a higher KL, in nats a token (%(default)s)"
+    )
+    parser.add_argument("--max-kl", type=float, default=RolloutOptions.max_kl, help=help)
     known, options = parser.parse_known_args(arguments)
     folder = known.run_dir or Path(f"{known.run}-whatif")
     try:
@@ -38,8 +43,8 @@ def main(arguments: list[str]) -> int:
         start = start_of(run, known.step, options)
         if folder.exists():
             raise UserError(f"--run-dir {folder} exists; name a folder that does not")
-        options = ["--recorded", str(known.run.resolve()), *options]
-        command, env = program_again(run, start, folder, options)
+        recorded = {"recorded": str(known.run.resolve()), "max_kl": known.max_kl}
+        command, env = program_again(run, start, folder, options, **recorded)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

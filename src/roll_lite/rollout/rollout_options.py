@@ -83,9 +83,9 @@ class RolloutOptions:
     """Keep finished samples in the run folder until the next checkpoint, so that after a crash only
     what was in flight is generated again."""
 
-    recorded: str | None = None
-    """Folder of a run to take samples of while the policies are near: see `roll-lite whatif`."""
-    max_kl: float = 0.02
+    recorded: Argument[str | None] = None
+    """Folder of a run to take samples of while the policies are near (proof/whatif.py)."""
+    max_kl: Argument[float] = 0.02
     """Take no more of them after a step with a higher KL a token from that policy to this one. At
     0.02 nats a typical token is 20% more or less likely, which is where ratios are clipped."""
 
