@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 
 import pytest
 
-from roll_lite.report.overview import overview
+from roll_lite.report.page import run_data
 from roll_lite.report.paired import improvement, improvement_over, pass_shares, students_t
 from roll_lite.report.reader import RunFolder
 from roll_lite.report.terminal import comparison
@@ -105,13 +105,13 @@ def test_shares_that_pass(tmp_path):
     assert sorted(pass_shares(run, "eval_00000").values()) == [0.5, 1.0]
 
 
-def test_the_overview_and_the_comparison_have_it(tmp_path):
+def test_the_page_and_the_comparison_have_it(tmp_path):
     first = [answer(i, float(i < 2)) for i in range(12)]
     last = [answer(i, float(i < 8)) for i in range(12)]
     files = {"eval_00000": first, "eval_00010": last}
     a = write_run(tmp_path / "a", {"pass_reward": None}, **files)
     b = write_run(tmp_path / "b", {}, step_00000=first)
-    assert overview(a)["improvement"].mean == 0.5 and overview(b)["improvement"] is None
+    assert run_data(a, [])["improvement"].mean == 0.5 and run_data(b, [])["improvement"] is None
     assert improvement_over(a, b).mean == -0.5 and improvement_over(b, a).num_prompts == 12
     for run in (a, b):
         (run.folder / "metrics.jsonl").write_text('{"step": 1, "time": 1.0}\n')

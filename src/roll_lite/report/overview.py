@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from roll_lite.report.paired import improvement_over
 from roll_lite.report.reader import Row, RunFolder
 
 Metrics = Mapping[str, float]
@@ -129,7 +128,6 @@ def overview(run: RunFolder) -> Row:
         "age": time.time() - last["time"] if "time" in last else None,
         "seconds_left": _seconds_left(run, seconds),
         "best": best_evaluation(run),
-        "improvement": improvement_over(run, run),
         "warnings": warnings(run.rows),
     }
 

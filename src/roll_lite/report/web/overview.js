@@ -144,7 +144,7 @@ function bestText(run) {
 }
 
 // By how much more of each prompt's samples pass than at first: the mean, and half of its interval.
-function gain({ overview: { best, improvement } }) {
+function gain({ overview: { best }, improvement }) {
   if (!improvement || best.metric !== "eval/pass@1") return "";
   const [mean, half] = improvement.map((value) => value.toFixed(3));
   return `; ${mean < 0 ? "" : "+"}${mean} ± ${half} prompt by prompt`;
