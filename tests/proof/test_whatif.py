@@ -238,6 +238,21 @@ def test_folders_are_refused(evidence, tmp_path, capsys):
     assert "is not the folder of a run" in capsys.readouterr().err
 
 
+def test_a_folder_that_never_began_is_made_again(evidence, tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(os, "execve", lambda program, command, env: commands.append(command))
+    folder = tmp_path / "new"
+    for start in ("2", "0"):  # as if the recipe had refused the first
+        main([str(evidence), "--from", start, "--run-dir", str(folder), "--lrr", "1"])
+    assert commands[0][2:] == ["--resume", str(folder), "--lrr", "1"]
+    saved = ["--config", str(folder / "config.json")]
+    assert commands[1][2:] == [*saved, "--run-dir", str(folder), "--lrr", "1"]
+    config = json.loads((folder / "config.json").read_text())
+    assert config["recorded"] == str(evidence) and config["max_kl"] == 0.02
+    (folder / "config.json").write_text(json.dumps(config | {"starts": [{}]}))
+    assert main([str(evidence), "--from", "2", "--run-dir", str(folder)]) == 2
+
+
 def test_a_run_without_samples_of_its_own_is_refused(evidence):
     run = RecordedRun(evidence)
     run.config = sft_options("m", "r") | {"recipe": "sft"}

@@ -11,15 +11,18 @@ with that. Without other options the run is RUN again; `roll-lite report RUN FOL
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from roll_lite.checks import UserError
+from roll_lite.files import read_json_object
 from roll_lite.flags import is_given
 from roll_lite.policy import PolicyConfig
 from roll_lite.proof.again import program_again
 from roll_lite.proof.recorded import RecordedRun
+from roll_lite.report.config_file import STARTS
 from roll_lite.rollout.rollout_options import RolloutOptions
 
 
@@ -32,15 +35,15 @@ def main(arguments: list[str]) -> int:
     help = "step to go on from; 0 is the start"
     parser.add_argument("--from", dest="step", type=int, required=True, metavar="STEP", help=help)
     parser.add_argument("--run-dir", type=Path, help="folder of the new run (RUN-whatif)")
-    help = (
-        "take no more recorded samples after a step with a higher KL, in nats a token (%(default)s)"
-    )
+    help = "no more recorded samples after a step with a higher KL, in nats a token (%(default)s)"
     parser.add_argument("--max-kl", type=float, default=RolloutOptions.max_kl, help=help)
     known, options = parser.parse_known_args(arguments)
     folder = known.run_dir or Path(f"{known.run}-whatif")
     try:
         run = RecordedRun(known.run)
         start = start_of(run, known.step, options)
+        if _never_began(folder):
+            shutil.rmtree(folder)
         if folder.exists():
             raise UserError(f"--run-dir {folder} exists; name a folder that does not")
         recorded = {"recorded": str(known.run.resolve()), "max_kl": known.max_kl}
@@ -49,6 +52,13 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     os.execve(command[0], command, env)
+
+
+def _never_began(folder: Path) -> bool:
+    """Whether it is of a what-if whose options were refused."""
+    path = folder / "config.json"
+    config = read_json_object(path) if path.is_file() else {}
+    return "recorded" in config and STARTS not in config
 
 
 def start_of(run: RecordedRun, step: int, options: Sequence[str]) -> int:
