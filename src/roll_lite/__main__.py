@@ -26,6 +26,7 @@ TOOLS = {  # modules with a `main(arguments)` that returns the exit code; some i
     "replay": "replay",
     "export": "train.export",
     "verify": "proof.verify",
+    "whatif": "proof.whatif",
     "tiny": "models.tiny",
 }
 USAGE = 2  # exit code of a command that is not understood

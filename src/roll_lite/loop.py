@@ -21,7 +21,7 @@ from roll_lite.checks import UserError
 from roll_lite.options import flatten, where
 from roll_lite.profiling import Profiler
 from roll_lite.progress import StepTimer
-from roll_lite.report.config_file import note_end
+from roll_lite.report.config_file import note_end, to_json
 from roll_lite.report.contract import make_contract
 from roll_lite.report.run import Run
 from roll_lite.report.trackers import OpenTracker
@@ -30,6 +30,7 @@ from roll_lite.rollout.coordinator import Coordinator, NothingLeft
 from roll_lite.rollout.evaluation import describe_groups
 from roll_lite.rollout.event_loop import rare_collections
 from roll_lite.rollout.journal import fingerprint
+from roll_lite.rollout.recorded import RecordedSamples
 from roll_lite.stopping import Ended
 from roll_lite.train.checkpoint import Resumable, RunState
 from roll_lite.train.checkpoint_folders import is_finished
@@ -138,6 +139,7 @@ class Loop:
             self._parts |= {"rollout": rollout, "advantages": self.state}
             if isinstance(evaluation, Resumable):
                 self._parts["evaluation"] = evaluation
+        self._recorded: RecordedSamples | None = None
         self._timer: StepTimer
 
     def __enter__(self) -> "Loop":
@@ -201,6 +203,7 @@ class Loop:
         if self._rollout:
             metrics = metrics | self._describe(step, groups, sequences)
         metrics = metrics | self._timer.metrics() | {"time/digests": self._roles.digest_seconds}
+        metrics |= self._recorded.note(metrics) if self._recorded else {}
         metrics |= self._tokens.add(metrics) | self._generation_speed(metrics)
         is_last = self._has_learnt_all
         if self._evaluation and (is_last or self._run.is_due(step, self._evaluation.every)):
@@ -315,6 +318,9 @@ class Loop:
             made_with = fingerprint(flatten(self._cfg))
             folder = f"{self._cfg.run_dir}/journal"
             rollout.open_journal(folder, made_with, step, self._roles.digest)
+        if self._cfg.rollout.recorded:
+            self._recorded = RecordedSamples(self._cfg, to_json(self._cfg))
+            rollout.take_recorded(self._recorded)
 
     def _measure_first(self) -> None:
         """Before the first step, and in a resumed run what was abandoned."""

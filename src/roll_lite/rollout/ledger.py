@@ -12,6 +12,7 @@ from roll_lite.progress import ProgressBar
 from roll_lite.rollout.engines import PolicyVersion
 from roll_lite.rollout.journal import Journal
 from roll_lite.rollout.prompts import Visit
+from roll_lite.rollout.recorded import RecordedSamples
 from roll_lite.types import LOST, Sample, State
 from roll_lite.workers.failures import RewardError
 
@@ -57,6 +58,7 @@ class Ledger:
         self.bar = ProgressBar(0, "", enabled=False)
         """Counts samples that end, for the caller that waits for them."""
         self.journal: Journal | None = None
+        self.recorded: RecordedSamples | None = None
 
     def open_samples(self, visit: Visit, seed: int, indices: Sequence[int]) -> list[Sample]:
         """The samples of a group. Those that ended before a crash are done, others are queued."""
@@ -64,7 +66,10 @@ class Ledger:
         return [self._restored(visit, i) or self._queued(visit, seed, i) for i in indices]
 
     def _restored(self, visit: Visit, index: int) -> Sample | None:
-        sample = self.journal.restored(visit, index) if self.journal else None
+        version = self.version.current
+        sample = self.recorded.restored(visit, index, version) if self.recorded else None
+        if sample is None and self.journal:
+            sample = self.journal.restored(visit, index)
         if sample:
             self.counts["restored"] += 1
             self.num_tokens += sample.num_sampled
