@@ -1,6 +1,7 @@
 """Does `roll-lite influence` find wrong rewards? Some are planted, and the most harmful looked at.
 
-OMP_NUM_THREADS=1 python scripts/bench/influence.py runs/influence --words SFT/model --lakes SFT/model --seeds 0 1 2
+export OMP_NUM_THREADS=1
+python scripts/bench/influence.py runs/influence --words SFT/model --lakes SFT/model --seeds 0 1 2
 
 The models are those of scripts/quickstart.sh after imitation: of words for the task `words`, of
 FrozenLake for `lakes`. One reward in twenty is turned around, 1 - reward: of whole prompts, all
@@ -113,7 +114,8 @@ def main(cfg: Config) -> None:
 
 def command(task: str, unit: Unit, model: Path, seed: int, steps: int, run: Path) -> list:
     line = ["--model", model.resolve(), "--seed", seed, "--steps", steps, "--keep-every", 1]
-    line += ["--eval-every", steps, "--run-dir", run, "--code", __file__]
+    line += ["--eval-every", steps, "--eval-prompts", 128, "--run-dir", run]
+    line += ["--code", __file__]
     if task == "words":
         return [
             "recipes/rlvr.py",
@@ -127,7 +129,7 @@ def command(task: str, unit: Unit, model: Path, seed: int, steps: int, run: Path
         ]
     data = ["--data", f"wrong_lake:{LAKE},wrong={unit}", "--eval-data", f"frozen_lake:{LAKE}"]
     more = ["--history", 0, "--max-tokens", 6, "--prompts-per-step", 24, "--env-workers", 1]
-    return ["recipes/agentic.py", *line, *data, *more, "--eval-prompts", 128]
+    return ["recipes/agentic.py", *line, *data, *more]
 
 
 def call(run: Path, *arguments: object) -> None:
