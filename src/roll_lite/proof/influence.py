@@ -18,7 +18,7 @@ import asyncio
 import math
 import sys
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -255,7 +255,7 @@ def _with_truth(cfg: PolicyConfig, row: Row) -> Row:
 
 def _turns(cfg: PolicyConfig, row: Row) -> list[Transcript]:
     """What the model read and said; an episode is played again with its replies."""
-    prompt = read_prompt(row)
+    prompt = replace(read_prompt(row), seed=row.get("prompt_seed", row["seed"]))
     said = {"role": "assistant", "content": row["reply"]}
     turns = [[*prompt.messages, said]]
     if not prompt.is_question:

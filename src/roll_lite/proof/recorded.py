@@ -12,7 +12,7 @@ from roll_lite.report.contract import Contract, contract_path, hash_of
 from roll_lite.report.digests import FILE
 from roll_lite.report.reader import parse_line
 from roll_lite.report.records import read_prompt, read_tokens
-from roll_lite.types import REDUCTIONS, Group, Prompt, Sample, Score, Turn, TurnResult
+from roll_lite.types import REDUCTIONS, Event, Group, Prompt, Sample, Score, Turn, TurnResult
 
 Line = dict[str, Any]
 OF_THE_CHAIN = ("step", "contract", "chain")
@@ -118,6 +118,7 @@ def _sample(line: Line, prompt: Prompt) -> Sample:
     score = Score(value=line["reward"], parts=line["parts"])
     about = {name: line[name] for name in ("index", "visit", "seed", "reply", "end")}
     sample = Sample(prompt=prompt, transcript=line.get("transcript", []), score=score, **about)
+    sample.events += (Event(*event) for event in line["events"])
     tokens = iter(read_tokens(line))
     turns: dict[int, Turn] = {}
     for order in line.get("sequences", [range(len(line["turns"]))]):

@@ -10,11 +10,14 @@ const SORTS = {
   "tokens up": "shortest",
   "advantage down": "highest advantage",
   "advantage up": "lowest advantage",
+  "effect up": "hurt most",
+  "effect down": "helped most",
 };
 const SORTED_BY = {
   reward: (sample) => sample.reward,
   tokens: sampledTokens,
   advantage: sampleAdvantage,
+  effect: (sample) => sample.effect,
 };
 const filters = {
   sort: "recorded",
@@ -377,6 +380,7 @@ function addRow(list, place) {
     },
     el("span", {}, `#${sample.index}`),
     rewardOf(sample),
+    effectOf(sample),
     el(
       "span",
       { class: "faint" },
@@ -393,6 +397,14 @@ const rewardOf = (sample) =>
     { class: `reward ${isFailure(sample) ? "bad" : "good"}` },
     sample.state === "done" ? number(sample.reward) : sample.state,
   );
+
+// What roll-lite influence found of the sample or its group.
+function effectOf({ effect }) {
+  if (typeof effect !== "number") return null;
+  const [word, kind] = effect < 0 ? ["hurt", "bad"] : effect > 0 ? ["helped", "good"] : ["no effect"];
+  const title = "nats by which this changed the mean logprob of right held-out answers";
+  return el("span", { class: `effect ${kind ?? "faint"}`, title }, `${word} ${effect ? number(Math.abs(effect)) : ""}`);
+}
 
 // Shows a sample beside the list; the address becomes the link that opens it again.
 function openSample(place) {
@@ -451,6 +463,8 @@ function groupColumn(run, name, sample) {
     el("a", { href: hash("sample", run, name, sample.at) }, `#${sample.index}`),
     " ",
     rewardOf(sample),
+    " ",
+    effectOf(sample),
     el("div", { class: "faint" }, safeText(facts.filter(Boolean).join(", "))),
     sample.reason ? el("div", {}, safeText(String(sample.reason))) : null,
     sample.transcript ? conversation(sample) : messageText(sample.reply ?? sample.error ?? ""),

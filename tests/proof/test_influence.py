@@ -1,0 +1,253 @@
+"""A step's update without each group in turn, against updates that are really repeated."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from itertools import groupby
+
+import pytest
+import torch
+from support.recipes import call_recipe
+from support.runs import samples_of, toy_options
+
+from roll_lite.chat import Chat
+from roll_lite.cluster.cluster import Cluster
+from roll_lite.options import from_flat
+from roll_lite.proof.influence import Updates, _continue_from, _turns, main
+from roll_lite.proof.recorded import RecordedRun, recorded_groups
+from roll_lite.recipes import agentic, rlvr
+from roll_lite.replay import read_config_of
+from roll_lite.report.reader import RunFolder
+from roll_lite.report.records import read_tokens, rollout_lines
+from roll_lite.train.batch import pack
+from roll_lite.train.encoding import encode_transcripts
+
+REWARDS = """
+def letters(prompt, reply):
+    return float(sum(map(ord, reply)) % 3)
+
+INLINE = {"reverse": letters}
+"""
+SAME = "the repeated step has the gradient and the weights of the run"
+ENVS = """
+from random import Random
+
+class Guess:
+    def reset(self, seed):
+        self.number, self.num_steps = Random(seed).randint(1, 9), 0
+        return f"guess {self.number % 2}", {"rules": "Guess."}
+
+    def step(self, reply):
+        self.num_steps += 1
+        reward = sum(map(ord, reply)) % 7
+        return f"not {reply[:1]}", reward, False, self.num_steps == 3, {}
+
+ENVS = {"mine": Guess}
+"""
+
+
+@pytest.fixture
+def run(evidence, tmp_path):
+    return shutil.copytree(evidence, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def graded(learnt_folder, tmp_path_factory):
+    """A run of three steps in which most groups teach something; tests may add to it."""
+    folder = tmp_path_factory.mktemp("graded")
+    (folder / "mine.py").write_text(REWARDS)
+    options = toy_options(
+        learnt_folder, folder / "run", steps=3, eval_every=3, keep_every=1, samples_per_prompt=4,
+        reward_workers=0, lr=1e-3, code=(str(folder / "mine.py"),),
+    )  # fmt: skip
+    call_recipe(rlvr, from_flat(rlvr.Config, **options))
+    return folder / "run"
+
+
+def effects_of(run, step):
+    lines = (run / f"influence_{step:05d}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+# ---- the update
+
+
+@pytest.mark.slow
+def test_the_effect_of_each_group(graded, capsys):
+    """Groups of equal rewards have advantages of 0, so nothing changes without them."""
+    run = graded
+    assert main([str(run), "--step", "2"]) == 0
+    assert SAME in capsys.readouterr().out
+    rewards = {
+        name: [row["reward"] for row in rows]
+        for name, rows in groupby(samples_of(run, 2), key=lambda row: row["prompt_id"])
+    }
+    rows = effects_of(run, 2)
+    effects = [row["effect"] for row in rows]
+    assert effects == sorted(effects) and len(rows) == len(rewards) == 8
+    for row in rows:
+        values = rewards[row["prompt_id"]]
+        assert row["reward"] == pytest.approx(sum(values) / len(values))
+        assert (row["effect"] == 0) == (len(set(values)) == 1)
+    assert any(effects)
+    shown = {
+        row["prompt_id"]: row.get("effect") for row in RunFolder(run).all_samples("step_00005")
+    }
+    assert shown == {row["prompt_id"]: row["effect"] for row in rows}
+    assert "effect" not in next(RunFolder(run).all_samples("step_00004"))
+
+
+@pytest.mark.slow
+def test_the_effect_of_each_sample(graded, capsys):
+    """The first step starts from the model, without a checkpoint."""
+    run = graded
+    assert main([str(run), "--step", "1", "--by", "sample"]) == 0
+    assert SAME in capsys.readouterr().out
+    rows = effects_of(run, 1)
+    assert len({(row["prompt_id"], row["index"]) for row in rows}) == len(rows) == 32
+    shown = {
+        (row["prompt_id"], row["index"]): row["effect"]
+        for row in RunFolder(run).all_samples("step_00001")
+    }
+    assert shown == {(row["prompt_id"], row["index"]): row["effect"] for row in rows}
+
+
+class Repeated:
+    """The updates of a step of a run: by `Updates`, and by the trainer on whole batches."""
+
+    def __init__(self, run, step, cluster, **changes):
+        self.cfg = cfg = read_config_of(RunFolder(run), changes)
+        self.checkpoint = RecordedRun(run).checkpoints[step - 1]
+        self.groups = recorded_groups(samples_of(run, step))
+        self.roles = rlvr.make_roles(cfg, cluster)
+        state = _continue_from(self.checkpoint, cfg, self.roles)
+        chat = Chat(cfg.model, **cfg.chat.arguments)
+        sequences = rlvr.prepare(self.groups, cfg, self.roles, state, chat)
+        self.updates = Updates(self.roles.policy, cfg.training.tokens_per_microbatch)
+        rlvr.update(sequences, cfg, self.updates, step)
+
+    def weights(self):
+        state = self.roles.policy.state()
+        return torch.cat([tensor.detach().flatten().double() for tensor in state.values()])
+
+    def truly_without(self, numbers):
+        """From the checkpoint, with whole batches in which rows of these samples weigh nothing."""
+        self.roles.policy.read_checkpoint(self.checkpoint)
+        before = self.weights()
+        for sequences, scheduled_at, options in self.updates.noted:
+            batch = []
+            for micro in pack(sequences, self.updates.budget, **options):
+                owners = [sequences[i].sample for i in micro.indices_S]
+                is_left = torch.tensor([owner not in numbers for owner in owners])
+                weights_R = micro.weights_R * is_left[micro.sequence_R]
+                batch.append(replace(micro, weights_R=weights_R))
+            self.roles.policy.step(batch, scheduled_at)
+        return before, self.weights()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"updates_per_step": 2, "epochs": 2},
+        {"loss": "gspo", "advantage": "rloo"},
+        {"kl_coef": 0.1, "weight_decay": 0.1, "max_grad_norm": 0.01},
+        {"tokens_per_microbatch": 64},
+    ],
+    ids=["default", "four updates", "by sample", "a reference", "many micro-batches"],
+)
+def test_leaving_out_equals_the_update_really_repeated(graded, changes):
+    with Cluster("train=all generate=all reference=all", "cpu") as cluster:
+        run = Repeated(graded, 2, cluster, **changes)
+        run.updates.keep()
+        for number in range(0, 32, 4):
+            numbers = {*range(number, number + 4)}
+            run.updates.repeat(without=numbers)
+            found = run.weights()
+            before, wanted = run.truly_without(numbers)
+            assert (found - wanted).norm() <= 1e-5 * (wanted - before).norm()
+            assert (found - wanted).abs().max() <= 1e-6
+
+
+@pytest.mark.slow
+def test_episodes_whose_turns_are_sequences(learnt_folder, tmp_path, capsys):
+    """Recorded samples become the batch that they were, and answers the texts that they were."""
+    (tmp_path / "mine.py").write_text(ENVS)
+    options = {
+        "model": str(learnt_folder), "data": ("mine",), "code": (str(tmp_path / "mine.py"),),
+        "history": 1, "advantage": "gigpo", "steps": 2, "prompts_per_step": 4, "env_workers": 0,
+        "samples_per_prompt": 4, "max_tokens": 4, "eval_every": 2, "eval_prompts": 6,
+        "kv_cache_gib": 0.005, "lr": 1e-2, "device": "cpu", "keep_every": 1,
+        "run_dir": str(tmp_path / "run"),
+    }  # fmt: skip
+    call_recipe(rlvr, from_flat(agentic.Config, **options))
+    assert main([str(tmp_path / "run"), "--step", "2"]) == 0
+    assert SAME in capsys.readouterr().out
+    assert all(math.isfinite(row["effect"]) for row in effects_of(tmp_path / "run", 2))
+
+    cfg = read_config_of(RunFolder(tmp_path / "run"), {})
+    chat = Chat(cfg.model)
+    for row in samples_of(tmp_path / "run", 2):
+        tokens = [token.id for token in read_tokens(row)]
+        sequences = encode_transcripts(chat, _turns(cfg, row))
+        assert len(sequences) == 3
+        ended = [s for s in sequences if s.token_ids[-1] in chat.stop_ids]
+        joined = [number for sequence in sequences for number in sequence.token_ids]
+        if len(ended) == 3 and all(turn["finish"] == "stop" for turn in row["turns"]):
+            assert joined == tokens
+        for sequence in sequences:
+            assert any(sequence.loss_mask)
+
+
+def test_recorded_samples_are_read_as_they_were_written(evidence):
+    lines = (evidence / "rollouts/step_00003.jsonl").read_text().splitlines()
+    again = rollout_lines(recorded_groups(map(json.loads, lines)))
+    kept = ("prompt_id", "visit", "index", "seed", "reward", "token_ids", "logprobs", "turns")
+    for line, found in zip(map(json.loads, lines), map(json.loads, again), strict=True):
+        assert {name: line[name] for name in kept} == {name: found[name] for name in kept}
+
+
+# ---- bad input
+
+
+def edit_answers(run, **fields):
+    for path in run.glob("rollouts/eval_*.jsonl"):
+        rows = [json.loads(line) | fields for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def edit_config(run, **options):
+    path = run / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | options))
+
+
+@pytest.mark.parametrize(
+    ("step", "change", "message"),
+    [
+        (4, lambda run: None, "needs the checkpoint of step 3, which is missing; there are those"),
+        (9, lambda run: None, "has no samples of step 9; recorded steps: 1, 2, 3, 4, 5, 6"),
+        (5, lambda run: (run / "digests.jsonl").unlink(), "has no digests.jsonl"),
+        (5, lambda run: edit_config(run, model="/nowhere/model"), "/nowhere/model"),
+        (5, lambda run: edit_answers(run, reward=0.0, ground_truth=""), "has no right answer"),
+        (5, lambda run: edit_config(run, max_staleness=1.0), "max_staleness=1.0"),
+    ],
+    ids=["checkpoint", "step", "digests", "model", "answers", "asynchronous"],
+)
+def test_what_is_missing_is_named(run, step, change, message, capsys):
+    change(run)
+    assert main([str(run), "--step", str(step)]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(run.glob("influence_*"))
+
+
+def test_a_ground_truth_stands_in_for_a_right_answer(run):
+    from roll_lite.proof.influence import right_answers
+
+    edit_answers(run, reward=0.0, reply="?")
+    folder = RunFolder(run)
+    cfg = read_config_of(folder, {})
+    said = [turn.messages[-1]["content"] for turns in right_answers(folder, cfg) for turn in turns]
+    truths = [row["ground_truth"] for row in folder.all_samples("eval_00000")]
+    assert said == truths and len(said) == 8
