@@ -18,6 +18,7 @@ from roll_lite.proof.influence import Updates, _continue_from, _turns, main
 from roll_lite.proof.recorded import RecordedRun, recorded_groups
 from roll_lite.recipes import agentic, rlvr
 from roll_lite.replay import read_config_of
+from roll_lite.report.config_file import read_options
 from roll_lite.report.reader import RunFolder
 from roll_lite.report.records import read_tokens, rollout_lines
 from roll_lite.train.batch import pack
@@ -91,11 +92,10 @@ def test_the_effect_of_each_group(graded, capsys):
         assert row["reward"] == pytest.approx(sum(values) / len(values))
         assert (row["effect"] == 0) == (len(set(values)) == 1)
     assert any(effects)
-    shown = {
-        row["prompt_id"]: row.get("effect") for row in RunFolder(run).all_samples("step_00005")
-    }
+    folder = RunFolder(run)
+    shown = {row["prompt_id"]: row["effect"] for row in folder.all_samples("step_00002")}
     assert shown == {row["prompt_id"]: row["effect"] for row in rows}
-    assert "effect" not in next(RunFolder(run).all_samples("step_00004"))
+    assert "effect" not in next(folder.all_samples("step_00003"))
 
 
 @pytest.mark.slow
@@ -117,7 +117,9 @@ class Repeated:
     """The updates of a step of a run: by `Updates`, and by the trainer on whole batches."""
 
     def __init__(self, run, step, cluster, **changes):
-        self.cfg = cfg = read_config_of(RunFolder(run), changes)
+        options = read_options(run / "config.json") | changes
+        known = {name: value for name, value in options.items() if value != "left out"}
+        self.cfg = cfg = from_flat(rlvr.Config, **known)
         self.checkpoint = RecordedRun(run).checkpoints[step - 1]
         self.groups = recorded_groups(samples_of(run, step))
         self.roles = rlvr.make_roles(cfg, cluster)
@@ -152,7 +154,7 @@ class Repeated:
     [
         {},
         {"updates_per_step": 2, "epochs": 2},
-        {"loss": "gspo", "advantage": "rloo"},
+        {"loss": "gspo", "aggregation": "seq_mean_token_mean", "dual_clip": "left out"},
         {"kl_coef": 0.1, "weight_decay": 0.1, "max_grad_norm": 0.01},
         {"tokens_per_microbatch": 64},
     ],
