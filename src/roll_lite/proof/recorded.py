@@ -1,9 +1,8 @@
 """A run folder with its digests and contracts, for whoever checks or repeats it."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ from roll_lite.checks import UserError
 from roll_lite.report.contract import Contract, contract_path, hash_of
 from roll_lite.report.digests import FILE
 from roll_lite.report.reader import parse_line
-from roll_lite.report.records import read_prompt, read_tokens
-from roll_lite.types import REDUCTIONS, Event, Group, Prompt, Sample, Score, Turn, TurnResult
 
 Line = dict[str, Any]
 OF_THE_CHAIN = ("step", "contract", "chain")
@@ -99,45 +96,3 @@ def described(changed: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """What `contract.changes` found, a line for each part."""
     for part in sorted(changed):
         yield f"{part}: {listing(changed[part])}"
-
-
-# ---- samples as they were trained on
-
-
-def recorded_groups(lines: Iterable[Line]) -> list[Group]:
-    """The groups of a step, from the lines of its samples."""
-    groups: dict[tuple[str, int], Group] = {}
-    for line in lines:
-        key = line["prompt_id"], line["visit"]
-        group = groups.setdefault(key, Group(prompt=read_prompt(line), samples=[]))
-        group.samples.append(_sample(line, group.prompt))
-    return list(groups.values())
-
-
-def _sample(line: Line, prompt: Prompt) -> Sample:
-    score = Score(value=line["reward"], parts=line["parts"])
-    about = {name: line[name] for name in ("index", "visit", "seed", "reply", "end")}
-    sample = Sample(prompt=prompt, transcript=line.get("transcript", []), score=score, **about)
-    sample.events += (Event(*event) for event in line["events"])
-    tokens = iter(read_tokens(line))
-    turns: dict[int, Turn] = {}
-    for order in line.get("sequences", [range(len(line["turns"]))]):
-        known: list[int] = []
-        for number in order:
-            turn = {"state": "", "reward": line["reward"]} | line["turns"][number]
-            known += (token.id for token in islice(tokens, turn["read"]))
-            said = [*islice(tokens, turn["sampled"])]
-            measured = {name: turn[name] for name in REDUCTIONS if name in turn}
-            turns[number] = Turn(
-                prompt_ids=[*known],
-                token_ids=[token.id for token in said],
-                logprobs=[token.logprob for token in said],
-                finish_reason=turn["finish"],
-                versions=[*map(tuple, turn["versions"])],
-                state=turn["state"],
-                result=TurnResult(reward=turn["reward"], measurements=measured),
-            )
-            known += turns[number].token_ids
-    for number in sorted(turns):
-        sample.add_turn(turns[number])
-    return sample

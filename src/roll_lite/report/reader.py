@@ -22,8 +22,6 @@ MAX_DEPTH = 100
 RECORDS = ("metrics.jsonl", "events.jsonl", "rollouts")
 MAX_FOLDERS = 3
 """Folders inside each other in which runs are looked for."""
-NAMED = ("prompt_id", "visit", "index")
-"""What names a sample of a step; without the index its group."""
 _NAME = re.compile(r"(step|eval|dropped)_(\d+)")
 _DROPPED_SAMPLE = re.compile(rb'\{"event": ?"sample", ?"step": ?(\d+),')
 
@@ -217,6 +215,13 @@ class RunFolder:
         return sorted(names, key=lambda name: (step_of(name), name))
 
     @property
+    def effects(self) -> dict[str, list[Row | None]]:
+        """What `roll-lite influence` found, by the name of the samples."""
+        paths = sorted(self.folder.glob("influence_*.jsonl"))
+        lines = {p.stem.replace("influence", "step"): p.read_bytes().splitlines() for p in paths}
+        return {name: [*map(parse_line, found)] for name, found in lines.items()}
+
+    @property
     def notes(self) -> list[str]:
         """What is missing, broken or not yet complete."""
         found = []
@@ -239,7 +244,6 @@ class RunFolder:
         `next` is where to go on, or None at the end; `broken` counts lines that were skipped.
         """
         read: list[Row] = []
-        effects = _read_effects(self.folder, name)
         num_bytes = num_broken = 0
         for at, line in self._sample_lines(name, start):
             if read and num_bytes + len(line) > max_bytes:
@@ -248,7 +252,7 @@ class RunFolder:
                 num_broken += 1
                 continue
             num_bytes += len(line)
-            read.append({**row, "at": at, **_effect_of(row, effects)})
+            read.append({**row, "at": at})
         return {"samples": read, "next": None, "broken": num_broken}
 
     def all_samples(self, name: str) -> Iterator[Row]:
@@ -288,27 +292,6 @@ class RunFolder:
 
 def step_of(name: str) -> int:
     return int(name.partition("_")[2])
-
-
-def influence_path(folder: Path, step: int) -> Path:
-    """What `roll-lite influence` writes."""
-    return folder / f"influence_{step:05d}.jsonl"
-
-
-def _read_effects(folder: Path, name: str) -> dict[tuple, Row]:
-    """What groups or samples of a step did to held-out answers, if that was measured."""
-    if (
-        not name.startswith("step_")
-        or not (path := influence_path(folder, step_of(name))).is_file()
-    ):
-        return {}
-    rows = filter(None, map(parse_line, path.read_bytes().splitlines()))
-    return {tuple(map(row.get, NAMED)): {"effect": row.get("effect")} for row in rows}
-
-
-def _effect_of(row: Row, effects: dict[tuple, Row]) -> Row:
-    prompt_id, visit, index = map(row.get, NAMED)
-    return effects.get((prompt_id, visit, index)) or effects.get((prompt_id, visit, None), {})
 
 
 def _is_number(value: Any) -> bool:

@@ -14,10 +14,6 @@ from roll_lite.train.sequences import OPTIONAL, Pair, TrainingSequence
 def encode_dialogues(chat: Chat, dialogues: Iterable[Dialogue]) -> list[TrainingSequence]:
     """Loss on the assistant's turns after a prompt; mostly one sequence for each dialogue."""
     named = [Transcript(row.id, row.messages, row.tools, row.num_read) for row in dialogues]
-    return encode_transcripts(chat, named)
-
-
-def encode_transcripts(chat: Chat, named: Sequence[Transcript]) -> list[TrainingSequence]:
     return [
         TrainingSequence(id=dialogue.name, token_ids=token_ids, loss_mask=loss_mask)
         for dialogue, sequences in zip(named, chat.encode_dialogues(named), strict=True)

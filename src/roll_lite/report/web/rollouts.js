@@ -53,10 +53,18 @@ async function loadSamples(runIndex, name, start) {
 async function* allSamples(runIndex, name) {
   for (let start = 0; start !== null;) {
     const page = await loadSamples(runIndex, name, start);
+    for (const sample of page.samples) sample.effect = effectOn(data.runs[runIndex], name, sample);
     yield page;
     start = page.next;
   }
 }
+
+// What roll-lite influence found of a sample or its group.
+const effectOn = (run, name, { prompt_id, visit, index }) =>
+  (run.effects[name] || []).find(
+    (row) =>
+      row?.prompt_id === prompt_id && row.visit === visit && [undefined, index].includes(row.index),
+  )?.effect;
 
 const inside = (value, low, high) =>
   (low === "" || value >= Number(low)) && (high === "" || value <= Number(high));
@@ -398,7 +406,6 @@ const rewardOf = (sample) =>
     sample.state === "done" ? number(sample.reward) : sample.state,
   );
 
-// What roll-lite influence found of the sample or its group.
 function effectOf({ effect }) {
   if (typeof effect !== "number") return null;
   const [word, kind] = effect < 0 ? ["hurt", "bad"] : effect > 0 ? ["helped", "good"] : ["no effect"];
