@@ -408,9 +408,11 @@ const rewardOf = (sample) =>
 
 function effectOf({ effect }) {
   if (typeof effect !== "number") return null;
-  const [word, kind] = effect < 0 ? ["hurt", "bad"] : effect > 0 ? ["helped", "good"] : ["no effect"];
-  const title = "nats by which this changed the mean logprob of right held-out answers";
-  return el("span", { class: `effect ${kind ?? "faint"}`, title }, `${word} ${effect ? number(Math.abs(effect)) : ""}`);
+  const word = effect < 0 ? "hurt" : effect > 0 ? "helped" : "no effect";
+  const kind = effect < 0 ? "bad" : effect > 0 ? "good" : "faint";
+  const title = "what it added to the mean logprob of right held-out answers, in nats";
+  const size = effect ? ` ${number(Math.abs(effect))}` : "";
+  return el("span", { class: `effect ${kind}`, title }, word + size);
 }
 
 // Shows a sample beside the list; the address becomes the link that opens it again.
