@@ -153,7 +153,7 @@ def look(run: Path, step: int, unit: Unit) -> dict[str, float | None]:
     rows = list(map(json.loads, path.read_text().splitlines()))
     planted = planted_in(run / "rollouts" / f"step_{step:05d}.jsonl", by)
     effects = [row["effect"] for row in rows]
-    is_planted = [(row["prompt_id"], row["visit"], row["index"]) in planted for row in rows]
+    is_planted = [(row["prompt_id"], row["visit"], row.get("index")) in planted for row in rows]
     acts = [pair for pair in zip(effects, is_planted, strict=True) if pair[0]]
     return {
         "units": len(rows),
