@@ -7,9 +7,12 @@ The models are those of scripts/quickstart.sh after imitation: of words for the 
 FrozenLake for `lakes`. One reward in twenty is turned around, 1 - reward: of whole prompts, all
 samples of a group alike (`prompt`), or of single samples (`sample`). Evaluations have right ones.
 
-For each step the table has the share of planted ones among as many of the most harmful (precision),
-the chance that a planted one is more harmful than another (AUC; 0.5 is chance), and both for the
-planted that have an effect: a group of equal rewards teaches nothing, whatever the rewards are.
+A line has the number of units and of those planted, the share of planted ones among as many of the
+most harmful (precision), and how likely a planted one is more harmful than another of its step (AUC;
+0.5 is chance). The last lines are of all steps. Their p is the share of 100,000 random orders within
+the steps that rank the planted as high. `acting` leaves out units without an effect: a group of
+equal rewards teaches nothing, whatever the rewards are.
+
 Runs are single processes with one thread.
 """
 
@@ -23,9 +26,9 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from random import Random
-from statistics import fmean
 from typing import Literal
 
+import numpy as np
 import tyro
 
 import roll_lite as rl
@@ -105,11 +108,13 @@ def main(cfg: Config) -> None:
             if not (run / "model").exists():
                 call(run, *command(task, unit, model, seed, max(steps), run))
             for step in steps:
+                start = time.perf_counter()
                 found.append(look(run, step, unit))
-                print(f"{run.name:16} step {step:2}  {show(found[-1])}", flush=True)
-        both = {n: [row[n] for row in found if row[n] is not None] for n in found[0]}
-        means = {n: fmean(values) if values else None for n, values in both.items()}
-        print(f"{task}-{unit:10} mean     {show(means)}", flush=True)
+                text = f"{described([found[-1]])}, {time.perf_counter() - start:.0f} s"
+                print(f"{run.name} step {step}: {text}", flush=True)
+        print(f"{task}-{unit}, {len(found)} steps: {described(found)}, p {chance(found):.2g}")
+        acting = [[pair for pair in pairs if pair[0]] for pairs in found]
+        print(f"{task}-{unit}, acting: {described(acting)}, p {chance(acting):.2g}", flush=True)
 
 
 def command(task: str, unit: Unit, model: Path, seed: int, steps: int, run: Path) -> list:
@@ -117,16 +122,7 @@ def command(task: str, unit: Unit, model: Path, seed: int, steps: int, run: Path
     line += ["--eval-every", steps, "--eval-prompts", 128, "--run-dir", run]
     line += ["--code", __file__]
     if task == "words":
-        return [
-            "recipes/rlvr.py",
-            *line,
-            "--data",
-            "reverse:5",
-            "--wrong",
-            unit,
-            "--eval-prompts",
-            128,
-        ]
+        return ["recipes/rlvr.py", *line, "--data", "reverse:5", "--wrong", unit]
     data = ["--data", f"wrong_lake:{LAKE},wrong={unit}", "--eval-data", f"frozen_lake:{LAKE}"]
     more = ["--history", 0, "--max-tokens", 6, "--prompts-per-step", 24, "--env-workers", 1]
     return ["recipes/agentic.py", *line, *data, *more]
@@ -141,29 +137,23 @@ def call(run: Path, *arguments: object) -> None:
         )  # fmt: skip
 
 
-def look(run: Path, step: int, unit: Unit) -> dict[str, float | None]:
-    """Precision and AUC of what is planted in a step."""
-    start = time.perf_counter()
+Pairs = list[tuple[float, bool]]
+"""The effect of each unit of a step, and whether it is planted."""
+
+
+def look(run: Path, step: int, unit: Unit) -> Pairs:
     path = run / f"influence_{step:05d}.jsonl"
     by = "group" if unit == "prompt" else "sample"
     if not path.exists():
         with run.with_suffix(".log").open("a") as file, redirect_stdout(file):
             if influence.main([str(run), "--step", str(step), "--by", by]):
                 raise SystemExit(f"{run} step {step} failed")
-    rows = list(map(json.loads, path.read_text().splitlines()))
     planted = planted_in(run / "rollouts" / f"step_{step:05d}.jsonl", by)
-    effects = [row["effect"] for row in rows]
-    is_planted = [(row["prompt_id"], row["visit"], row.get("index")) in planted for row in rows]
-    acts = [pair for pair in zip(effects, is_planted, strict=True) if pair[0]]
-    return {
-        "units": len(rows),
-        "planted": sum(is_planted),
-        "precision": precision(effects, is_planted),
-        "auc": auc(effects, is_planted),
-        "acting": sum(planted for _, planted in acts),
-        "acting_auc": auc(*zip(*acts, strict=True)) if acts else None,
-        "seconds": time.perf_counter() - start,
-    }
+    rows = map(json.loads, path.read_text().splitlines())
+    return [
+        (row["effect"], (row["prompt_id"], row["visit"], row.get("index")) in planted)
+        for row in rows
+    ]
 
 
 def planted_in(path: Path, by: str) -> set[tuple]:
@@ -175,24 +165,50 @@ def planted_in(path: Path, by: str) -> set[tuple]:
     return found
 
 
-def precision(effects: list[float], is_planted: list[bool]) -> float | None:
-    """The share that is planted among as many of the most harmful as are planted."""
-    number = sum(is_planted)
-    worst = sorted(zip(effects, is_planted, strict=True))[:number]
-    return fmean(planted for _, planted in worst) if number else None
+def described(steps: list[Pairs]) -> str:
+    """Precision and AUC over all steps."""
+    counts = [sum(planted for _, planted in pairs) for pairs in steps]
+    num_units, num_planted = sum(map(len, steps)), sum(counts)
+    text = f"{num_units} units, {num_planted} planted"
+    if not num_planted:
+        return text
+    both = list(zip(steps, counts, strict=True))
+    hits = sum(planted for pairs, count in both for _, planted in sorted(pairs)[:count])
+    by_chance = sum(count**2 / len(pairs) for pairs, count in both if pairs)
+    precise = f"precision {hits / num_planted:.2f} (chance {by_chance / num_planted:.2f})"
+    return f"{text}, {precise}, AUC {auc(steps):.2f}"
 
 
-def auc(effects: list[float], is_planted: list[bool]) -> float | None:
-    """How likely a planted one is more harmful than another; equal ones count half."""
-    both = list(zip(effects, is_planted, strict=True))
-    wrong = [effect for effect, planted in both if planted]
-    others = [effect for effect, planted in both if not planted]
-    pairs = [(a < b) + (a == b) / 2 for a in wrong for b in others]
-    return fmean(pairs) if pairs else None
+def auc(steps: list[Pairs]) -> float:
+    """Over the pairs of a planted unit and another of the same step; equal effects count half."""
+    found = total = 0.0
+    for pairs in steps:
+        others = np.array([effect for effect, planted in pairs if not planted])
+        for effect in (effect for effect, planted in pairs if planted):
+            found += (effect < others).sum() + (effect == others).sum() / 2
+            total += len(others)
+    return found / total if total else 0.5
 
 
-def show(row: dict[str, float | None]) -> str:
-    return "  ".join(f"{n} {'-' if v is None else f'{v:.3g}'}" for n, v in row.items())
+def chance(steps: list[Pairs], num_orders: int = 100_000) -> float:
+    """How often a random order within each step ranks the planted as high as this one."""
+    random = np.random.default_rng(0)
+    sums = np.zeros(num_orders)
+    total = 0.0
+    for pairs in steps:
+        number = sum(planted for _, planted in pairs)
+        if 0 < number < len(pairs):
+            ranks = rankdata([-effect for effect, _ in pairs])  # the most harmful ranks highest
+            keys = random.random((num_orders, len(pairs)), dtype=np.float32)
+            sums += ranks[np.argpartition(keys, number - 1)[:, :number]].sum(axis=1)
+            total += sum(rank for rank, (_, planted) in zip(ranks, pairs, strict=True) if planted)
+    return float((sums >= total - 1e-9).mean())
+
+
+def rankdata(values: list[float]) -> np.ndarray:
+    """Ranks from 1; equal values share theirs."""
+    array = np.array(values)
+    return np.array([(array < v).sum() + ((array == v).sum() + 1) / 2 for v in values])
 
 
 if __name__ == "__main__":

@@ -90,8 +90,8 @@ def measure(run: RunFolder, cfg: PolicyConfig, step: int, names: Collection[str]
     chat = Chat(cfg.model, **cfg.chat.arguments)
     held_out = encode_dialogues(chat, chain.from_iterable(answers))
     scored = pack(held_out, cfg.training.tokens_per_microbatch)
-    roles = cfg.cluster_options["roles"]
-    with Cluster(" ".join(f"{role}=all" for role in roles), cfg.device, roles=roles) as cluster:
+    device_map = " ".join(f"{role}=all" for role in cfg.cluster_options["roles"])
+    with Cluster(device_map, cfg.device) as cluster:
         updates = updates_of(cfg, step, lines, checkpoint, cluster, chat)
 
         def logprob() -> float:
@@ -208,9 +208,9 @@ def right_answers(run: RunFolder, cfg: PolicyConfig) -> list[list[Dialogue]]:
 
 
 def _passes(row: Row, cfg: PolicyConfig) -> bool:
-    is_scored = row["reward"] is not None
-    least = cfg.evaluation.least_to_pass
-    return is_scored and Score(value=row["reward"], parts=row["parts"]).passes(least)
+    if row["reward"] is None:  # it failed
+        return False
+    return Score(value=row["reward"], parts=row["parts"]).passes(cfg.evaluation.least_to_pass)
 
 
 def _with_truth(row: Row, cfg: PolicyConfig) -> Row:
