@@ -8,10 +8,10 @@ FrozenLake for `lakes`. One reward in twenty is turned around, 1 - reward: of wh
 samples of a group alike (`prompt`), or of single samples (`sample`). Evaluations have right ones.
 
 A line has the number of units and of those planted, the share of planted ones among as many of the
-most harmful (precision), and how likely a planted one is more harmful than another of its step (AUC;
-0.5 is chance). The last lines are of all steps. Their p is the share of 100,000 random orders within
-the steps that rank the planted as high. `acting` leaves out units without an effect: a group of
-equal rewards teaches nothing, whatever the rewards are.
+most harmful (precision), and how likely a planted one is more harmful than another of its step
+(AUC; 0.5 is chance). The last lines are of all steps. Their p is the share of 100,000 random orders
+within the steps that rank the planted as high. `acting` leaves out units without an effect: a group
+of equal rewards teaches nothing, whatever the rewards are.
 
 Runs are single processes with one thread.
 """
