@@ -220,9 +220,8 @@ def edit_config(run, **options):
         (5, lambda run: (run / "digests.jsonl").unlink(), "has no digests.jsonl"),
         (5, lambda run: edit_config(run, model="/nowhere/model"), "/nowhere/model"),
         (5, lambda run: edit_answers(run, reward=0.0, ground_truth=""), "has no right answer"),
-        (5, lambda run: edit_config(run, max_staleness=1.0), "max_staleness=1.0"),
     ],
-    ids=["checkpoint", "step", "digests", "model", "answers", "asynchronous"],
+    ids=["checkpoint", "step", "digests", "model", "answers"],
 )
 def test_what_is_missing_is_named(run, step, change, message, capsys):
     change(run)

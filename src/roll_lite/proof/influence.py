@@ -177,8 +177,6 @@ def updates_of(
 
 def _checkpoint_before(run: RecordedRun, step: int) -> Path | None:
     """None before the first step."""
-    if staleness := run.config.get("max_staleness", 0):
-        raise UserError(f"{run.folder} has max_staleness={staleness}; this is for synchronous runs")
     if step > 1 and step - 1 not in run.checkpoints:
         raise UserError(
             f"--step {step} needs the checkpoint of step {step - 1}, and there are those of steps "
