@@ -102,7 +102,7 @@ def main(cfg: Config) -> None:
     models = {name: m for name in ("words", "lakes") if (m := getattr(cfg, name))}
     for unit, (task, model) in product(cfg.units, models.items()):
         steps = cfg.steps if unit == "prompt" else cfg.sample_steps
-        found = []
+        found, rewards = [], []
         for seed in cfg.seeds:
             run = out / f"{task}-{unit}-{seed}"
             if not (run / "model").exists():
@@ -110,11 +110,13 @@ def main(cfg: Config) -> None:
             for step in steps:
                 start = time.perf_counter()
                 found.append(look(run, step, unit))
+                rewards.append(look(run, step, unit, by="reward"))
                 text = f"{described([found[-1]])}, {time.perf_counter() - start:.0f} s"
                 print(f"{run.name} step {step}: {text}", flush=True)
         print(f"{task}-{unit}, {len(found)} steps: {described(found)}, p {chance(found):.2g}")
         acting = [[pair for pair in pairs if pair[0]] for pairs in found]
-        print(f"{task}-{unit}, acting: {described(acting)}, p {chance(acting):.2g}", flush=True)
+        print(f"{task}-{unit}, acting: {described(acting)}, p {chance(acting):.2g}")
+        print(f"{task}-{unit}, by the lowest reward instead: {described(rewards)}", flush=True)
 
 
 def command(task: str, unit: Unit, model: Path, seed: int, steps: int, run: Path) -> list:
@@ -138,21 +140,20 @@ def call(run: Path, *arguments: object) -> None:
 
 
 Pairs = list[tuple[float, bool]]
-"""The effect of each unit of a step, and whether it is planted."""
+"""A number of each unit of a step, lowest for the worst, and whether it is planted."""
 
 
-def look(run: Path, step: int, unit: Unit) -> Pairs:
+def look(run: Path, step: int, unit: Unit, by: str = "effect") -> Pairs:
     path = run / f"influence_{step:05d}.jsonl"
-    by = "group" if unit == "prompt" else "sample"
+    left_out = "group" if unit == "prompt" else "sample"
     if not path.exists():
         with run.with_suffix(".log").open("a") as file, redirect_stdout(file):
-            if influence.main([str(run), "--step", str(step), "--by", by]):
+            if influence.main([str(run), "--step", str(step), "--by", left_out]):
                 raise SystemExit(f"{run} step {step} failed")
-    planted = planted_in(run / "rollouts" / f"step_{step:05d}.jsonl", by)
+    planted = planted_in(run / "rollouts" / f"step_{step:05d}.jsonl", left_out)
     rows = map(json.loads, path.read_text().splitlines())
     return [
-        (row["effect"], (row["prompt_id"], row["visit"], row.get("index")) in planted)
-        for row in rows
+        (row[by], (row["prompt_id"], row["visit"], row.get("index")) in planted) for row in rows
     ]
 
 
