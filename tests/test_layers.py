@@ -14,7 +14,8 @@ from support.paths import DOCS, SOURCES
 SOURCE = Path(SOURCES) / "roll_lite"
 LAYERS = [  # top first; a name may import names below its line, and within its own package
     {"__main__"},
-    {"replay", "proof"},
+    {"proof"},
+    {"replay"},
     {"loop"},
     {"players", "policy", "roles", "command"},
     {"command_line"},

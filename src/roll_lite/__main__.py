@@ -27,6 +27,7 @@ TOOLS = {  # modules with a `main(arguments)` that returns the exit code; some i
     "export": "train.export",
     "verify": "proof.verify",
     "whatif": "proof.whatif",
+    "influence": "proof.influence",
     "tiny": "models.tiny",
 }
 USAGE = 2  # exit code of a command that is not understood

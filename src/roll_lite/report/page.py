@@ -81,6 +81,7 @@ def run_data(run: RunFolder, rows: Sequence[int], *notes: str) -> Row:
         "events": clip(run.events[-200:]),
         "notes": [note for note in (*run.notes, *notes) if note],
         "names": run.names,
+        "effects": run.effects,
         "restarts": run.num_restarts,
     }
 
