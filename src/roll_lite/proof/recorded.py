@@ -13,7 +13,7 @@ from roll_lite.report.reader import parse_line
 
 Line = dict[str, Any]
 OF_THE_CHAIN = ("step", "contract", "chain")
-ORDER = ("samples", "batch", "gradient", "weights", "critic", "answers", "metrics")
+ORDER = ("samples", "batch", "gradient", "frozen", "weights", "critic", "answers", "metrics")
 """In which what a line has digests of comes to be; evaluation follows the update."""
 
 
