@@ -1,7 +1,7 @@
 """Plant one-line faults in copies of the package, and see what `roll-lite bisect` says of them.
 
 python scripts/bench/planted_faults.py --models quickstart/sft/model agentic/sft/model \
-    --work /tmp/faults [--only NAME ...]
+    --work /tmp/faults [--only NAME ...] [--keep]
 
 Each fault is one line of the code, of a user's file, of the data or of the command, changed by
 exact replacement of a text that is there once. A run of three steps with it is bisected against one
@@ -181,9 +181,12 @@ def main() -> None:
     parser.add_argument("--models", nargs=2, type=Path, required=True, metavar=("RLVR", "AGENTIC"))
     parser.add_argument("--work", type=Path, required=True, help="folder for copies and runs")
     parser.add_argument("--only", nargs="*", default=[], help="names of faults")
+    help = "runs that the folder has are not made again, and have the seconds that they took"
+    parser.add_argument("--keep", action="store_true", help=help)
     options = parser.parse_args()
     models = [model.absolute() for model in options.models]
-    bench = Bench(options.work.absolute(), dict(zip(("rlvr", "agentic"), models, strict=True)))
+    models = dict(zip(("rlvr", "agentic"), models, strict=True))
+    bench = Bench(options.work.absolute(), models, keep=options.keep)
     rows = []
     for number, fault in enumerate(FAULTS, 1):
         if not options.only or fault.name in options.only:
@@ -215,9 +218,10 @@ class Result:
 
 
 class Bench:
-    def __init__(self, work: Path, models: dict[str, Path]):
+    def __init__(self, work: Path, models: dict[str, Path], *, keep: bool = False):
         self.work = work
         self.models = models
+        self.keep = keep
         work.mkdir(parents=True, exist_ok=True)
         self.source = work / "clean" / "src"  # the package may change meanwhile
         if not self.source.is_dir():
@@ -232,17 +236,20 @@ class Bench:
         if not (clean / "model").is_dir():
             self._run(clean, Fault("", fault.run, "", "", ()), self.source, self.inputs, None)
         place = self.work / f"{number:02d}"
-        shutil.rmtree(place, ignore_errors=True)
-        source, inputs, model = self._plant(fault, place)
+        if not (self.keep and (place / "seconds.txt").is_file()):
+            shutil.rmtree(place, ignore_errors=True)
+            source, inputs, model = self._plant(fault, place)
+            start = time.perf_counter()
+            self._run(place / "run", fault, source, inputs, model)
+            (place / "seconds.txt").write_text(f"{time.perf_counter() - start}")
+        of_run = float((place / "seconds.txt").read_text())
         start = time.perf_counter()
-        self._run(place / "run", fault, source, inputs, model)
-        before_tool = time.perf_counter()
         command = [sys.executable, "-m", "roll_lite", "bisect", str(clean), str(place / "run")]
         page = ["--html", str(place / "apart.html")]
         done = subprocess.run(
             [*command, *page], env=_env(SOURCE, 1), capture_output=True, text=True
         )
-        end = time.perf_counter()
+        of_tool = time.perf_counter() - start
         (place / "bisect.txt").write_text(done.stdout + done.stderr)
         said = re.search(r"first difference: step (\d+), (.+)", done.stdout)
         kind = re.search(r"kind of cause: (.+)", done.stdout)
@@ -254,8 +261,7 @@ class Bench:
             and stage in fault.stages.split()
             and found_kind == fault.kind
         )
-        times = end - before_tool, end - start
-        return Result(number, fault, step, stage, found_kind, is_found, *times)
+        return Result(number, fault, step, stage, found_kind, is_found, of_tool, of_run + of_tool)
 
     def _plant(self, fault: Fault, place: Path) -> tuple[Path, Path, Path | None]:
         """The package, the inputs and the model, copied where the fault is in them."""

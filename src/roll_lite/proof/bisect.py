@@ -11,12 +11,12 @@ compared.
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from roll_lite.checks import UserError
 from roll_lite.proof.recorded import RecordedRun, described, differing, listing
-from roll_lite.proof.samples import ROUNDING, Parting, forward_apart, name_of, part_samples
+from roll_lite.proof.samples import ROUNDING, Parting, name_of, part_samples, trainer_apart
 from roll_lite.report.contract import changes
 from roll_lite.report.digests import is_repeated
 from roll_lite.report.page import write_two_samples
@@ -24,32 +24,27 @@ from roll_lite.report.reader import RunFolder
 from roll_lite.report.terminal import readable
 
 CODE = {
-    "start": "models", "prompts": "data rollout", "data": "data", "seed": "rollout",
-    "failure": "envs rewards workers", "environment": "envs data workers rollout",
+    "start": "models", "data": "data", "prompts": "data rollout", "seed": "rollout",
+    "environment": "envs data workers rollout", "failure": "envs rewards workers",
     "context": "chat rollout envs", "model": "models kernels", "engine": "engine kernels models",
     "sync": "sync roles engine", "stop": "engine rollout chat", "sampler": "engine kernels models",
-    "evaluation": "rollout/evaluation data engine", "reply": "chat engine", "filter": "rollout",
-    "reward": "rewards rewarding recipes envs", "batch": "train roles recipes",
-    "advantages": "train/advantages train/sample_rows train/shaping", "forward": "models kernels",
-    "loss": "train/losses train/kl train/totals", "clipping": "train/trainer models/fsdp",
-    "gradient": "train/losses train/kl models kernels", "schedule": "train/optimizer recipes",
+    "reply": "chat engine", "reward": "rewards rewarding recipes envs", "filter": "rollout",
+    "evaluation": "rollout data engine", "advantages": "train/advantages train/sample_rows",
+    "batch": "train/batch train/se train/sample_rows", "forward": "models kernels",
+    "loss": "train/losses train/kl", "gradient": "train/losses train/kl models kernels",
+    "clipping": "train/trainer models/fsdp", "schedule": "train/optimizer recipes",
     "optimizer": "train/adamw", "metrics": "rollout train",
 }  # fmt: skip
-"""Stages, and how the paths of their code begin."""
-OF_BATCH = {
-    "indices": "packing", "token_ids": "packing", "rows": "mask", "weights": "weights in the loss",
-    "advantages": "advantages",
-}  # fmt: skip
+"""Stages, and how paths of their code begin."""
+OF_BATCH = {"indices": "packing", "rows": "mask", "weights": "weights of tokens in the loss"}
 EXACT = {
-    "prompts", "data", "seed", "environment", "context", "stop", "reply", "reward", "filter",
+    "data", "prompts", "seed", "environment", "context", "stop", "reply", "reward", "filter",
     "schedule",
 }  # fmt: skip
 """Stages that no kernel changes."""
 OF_FILES = EXACT - {"schedule"} | {"start", "model", "evaluation", "samples"}
-"""Stages that read data, or the folder of a model."""
-OF_LOSS = ("loss/loss", "policy/", "reference/")
-KINDS = {"files": "data", "own": "code"}
-"""Parts of a contract by another name."""
+"""Stages that data, or the folder of a model, can change."""
+OF_LOSS = ("loss/loss", "loss/kl", "policy/")
 GPU_ROUNDING = 0.03
 """Of logprobs in bf16."""
 
@@ -66,14 +61,13 @@ def main(arguments: list[str]) -> int:
     try:
         runs = TwoRuns(options.a, options.b)
         found = runs.first_parting()
-        lines = list(runs.verdict(found))
-        print("\n".join(lines))
+        about = "\n".join(runs.verdict(found))
+        print(about)
         if options.html:
-            rows = found.rows or () if found else ()
-            about = "\n".join(lines)
-            write_two_samples(runs.folders, rows, options.html, about, found and found.token)
+            rows, token = (found.rows or (), found.token) if found else ((), None)
+            write_two_samples(runs.folders, rows, options.html, about, token)
             print(f"wrote {options.html}")
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError, LookupError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 1 if found else 0
@@ -81,82 +75,75 @@ def main(arguments: list[str]) -> int:
 
 class TwoRuns:
     def __init__(self, a: str, b: str):
-        self.runs = self.a, self.b = RecordedRun(a), RecordedRun(b)
+        self.runs = RecordedRun(a), RecordedRun(b)
         self.folders = RunFolder(a), RunFolder(b)
-        self.steps = sorted(self.a.steps.keys() & self.b.steps.keys())
+        self.steps = sorted(self.runs[0].steps.keys() & self.runs[1].steps.keys())
         if not self.steps:
             raise UserError(f"{a} and {b} have no step in common: nothing can be compared")
 
     def first_parting(self) -> Parting | None:
         """None if all steps that both have are equal."""
-        partings = (self._part_step(step) for step in self.steps)
-        return next(filter(None, partings), None)
+        return next(filter(None, map(self._part_step, self.steps)), None)
 
     def _part_step(self, step: int) -> Parting | None:
         lines = [run.steps[step] for run in self.runs]
         names = [n for n in differing(*lines) if all(n in line for line in lines)]
-        names = [n for n in names if n != "metrics" or self._other_metrics(step)]
-        return self._stage_of(step, names)._replace(step=step) if names else None
+        metrics = self._other_metrics(step) if "metrics" in names else []
+        if not metrics and names == ["metrics"]:  # one was evaluated, and the other was not
+            return None
+        return self._stage(step, names, metrics)._replace(step=step) if names else None
 
-    def _stage_of(self, step: int, names: Sequence[str]) -> Parting:
-        """`names` are of the digests that differ."""
-        metrics = self._other_metrics(step)
+    def _stage(self, step: int, names: Sequence[str], metrics: Sequence[str]) -> Parting:
+        """The first of those whose digests and metrics differ."""
         batch = [name.removeprefix("batch/") for name in names if name.startswith("batch/")]
+        rates = [text for text in metrics if text.startswith("loss/lr")]
         if step == 0 and {"weights", "frozen"} & {*names}:
             return Parting("start", "the weights before the first step")
         if "samples" in names and (found := self._part_samples(f"step_{step:05d}")):
             return found
         if batch:
-            return self._part_batch(batch, "samples" in names)
+            return _part_batch(batch, "samples" in names)
         if "gradient" in names:
             return self._part_gradient(step, metrics)
         if "weights" in names:
-            rates = [text for text in metrics if text.startswith("loss/lr")]
             what = rates[0] if rates else "the same gradient gave other weights"
             return Parting("schedule" if rates else "optimizer", what)
         if "answers" in names:
             return self._part_answers(step)
         stage = "forward" if "samples" in names else names[0].partition("/")[0]
-        return Parting(stage, "; ".join(metrics[:4]) or listing(names))
+        is_norm = stage == "metrics" and metrics[0].startswith("loss/grad_norm")
+        return Parting("clipping" if is_norm else stage, listing(metrics or names, 4))
 
     def _part_samples(self, name: str) -> Parting | None:
         has_both = all(name in run.names for run in self.folders)
         return part_samples(*self.folders, name) if has_both else None
 
-    def _part_batch(self, names: Sequence[str], has_other_samples: bool) -> Parting:
-        if has_other_samples and "token_ids" in names:
-            what = "the samples of both are not recorded; --rollouts-every 1 records those of a run"
-            return Parting("samples", what)
-        part = next((part for name, part in OF_BATCH.items() if name in names), "numbers")
-        stage = part if part == "advantages" else "batch"
-        return Parting(stage, f"{part}: {', '.join(names)} of the batch")
-
     def _part_gradient(self, step: int, metrics: Sequence[str]) -> Parting:
         """Of the same batch. The norm is that before clipping, the digest that after it."""
         norms = [run.metrics.get(step, {}).get("loss/grad_norm", 0.0) for run in self.runs]
-        num_parts = self.a.config.get("updates_per_step", 1)
-        apart = forward_apart(*self.folders, f"step_{step:05d}", num_parts)
+        num_parts = self.runs[0].config.get("updates_per_step", 1)
+        apart = trainer_apart(*self.folders, f"step_{step:05d}", num_parts)
         if apart:
             stage = "forward"
         elif any(text.startswith(OF_LOSS) for text in metrics):
             stage = "loss"
         else:
             stage = "clipping" if norms[0] == norms[1] else "gradient"
-        what = f"entropies differ by up to {apart:.2g}" if apart else "; ".join(metrics[:4])
-        if num_parts * self.a.config.get("epochs", 1) > 1:
+        what = f"entropies of the trainer differ by up to {apart:.2g}; " if apart else ""
+        what += listing(metrics, 4) or "no metric differs"
+        if num_parts * self.runs[0].config.get("epochs", 1) > 1:
             what += "; or the optimizer, between two updates of the step"
         size = abs(norms[0] - norms[1]) / max(*norms, 1e-12)
-        return Parting(stage, what or "no metric differs", size=max(apart, size))
+        return Parting(stage, what, size=max(apart, size))
 
     def _part_answers(self, step: int) -> Parting:
-        """The samples of the next step have the same weights, and tokens that say more."""
+        """Samples of the next step have the same weights, and tokens that say more than texts."""
         found = self._part_samples(f"eval_{step:05d}") or Parting("evaluation", "not recorded")
         later = self._part_samples(f"step_{step + 1:05d}")
-        if found.stage != "answers":
-            return found
-        if later is None or later.stage in ("advantages", "filter"):
-            return found._replace(stage="evaluation")
-        return later._replace(what=f"{found.what}\n  at step {step + 1}, {later.what}")
+        if found.stage == "answers" and later and later.stage not in ("advantages", "filter"):
+            return later._replace(what=f"{found.what}\n  at step {step + 1}, {later.what}")
+        is_own = found.stage in ("answers", "prompts")
+        return found._replace(stage="evaluation" if is_own else found.stage)
 
     def _other_metrics(self, step: int) -> list[str]:
         a, b = (run.metrics.get(step, {}) for run in self.runs)
@@ -171,8 +158,7 @@ class TwoRuns:
             yield f"all {len(self.steps)} steps that both have are equal"
             return
         yield f"first difference: step {found.step}, {found.stage}"
-        if found.rows:
-            yield f"  {name_of(found.rows[0])}"
+        yield from [f"  {name_of(found.rows[0])}"] if found.rows else []
         yield f"  {found.what}"
         contracts = [run.contract_of(found.step) for run in self.runs]
         changed = changes(*contracts)
@@ -182,30 +168,31 @@ class TwoRuns:
         begins = tuple(CODE.get(found.stage, "-").split())
         if near := [name for name in changed.get("code", ()) if name.startswith(begins)]:
             yield f"  code of this stage: {listing(near)}"
-        yield from self._next(found, changed)
-
-    def _next(self, found: Parting, changed: Mapping[str, Sequence[str]]) -> Iterator[str]:
-        """What computing it again would tell."""
-        command = f"roll-lite verify {self.a.folder} --steps {max(1, found.step)}"
+        command = f"roll-lite verify {self.runs[0].folder} --steps {max(1, found.step)}"
         if not changed:
-            yield f"{command} says whether A repeats; the same of {self.b.folder} says it of B"
+            yield f"{command} says whether A repeats; the same of {self.runs[1].folder}, whether B"
         elif found.stage not in EXACT and {"packages", "machine"} & changed.keys():
             yield f"{command}, with A's code on B's machine, says whether the machine is the cause"
 
 
+def _part_batch(names: Collection[str], has_other_samples: bool) -> Parting:
+    if has_other_samples and "token_ids" in names:
+        return Parting("samples", "they are not recorded in both; --rollouts-every 1 does so")
+    part = next((part for name, part in OF_BATCH.items() if name in names), "numbers")
+    stage = "advantages" if [*names] == ["advantages"] else "batch"
+    return Parting(stage, f"{part} of the batch: {', '.join(names)}")
+
+
 def _kind(found: Parting, changed: Mapping[str, Sequence[str]], is_gpu: bool) -> str:
     """What the contracts differ in, without what cannot change this stage."""
-    kinds = {KINDS.get(part, part) for part in changed}
-    unable = ({"machine"} if found.stage in EXACT else set()) | (
-        set() if found.stage in OF_FILES else {"data"}
-    )
-    kinds = kinds - unable or kinds
+    kinds = {{"files": "data", "own": "code"}.get(part, part) for part in changed}
+    unable = {"machine"} if found.stage in EXACT else set()
+    kinds = kinds - unable - (set() if found.stage in OF_FILES else {"data"}) or kinds
+    limit = GPU_ROUNDING if is_gpu else ROUNDING
+    is_small = found.stage not in EXACT and (found.size is None or found.size < limit)
     if not kinds:
         return "not deterministic: the contracts are equal"
-    limit = GPU_ROUNDING if is_gpu else ROUNDING
-    is_rounding = found.stage not in EXACT and (found.size is None or found.size < limit)
-    if kinds <= {"packages", "machine"} and is_rounding:
+    if kinds <= {"packages", "machine"} and is_small:
         return "numerics"
-    return " or ".join(sorted(kinds)) + ", and no more than rounding" * (
-        found.size is not None and is_rounding
-    )
+    is_rounding = found.size is not None and found.size < limit
+    return " or ".join(sorted(kinds)) + ", and no more than rounding" * is_rounding
