@@ -190,9 +190,11 @@ def test_a_group_that_was_dropped_in_one_run(evidence, other, capsys):
     path = other / f"rollouts/step_{STEP:05d}.jsonl"
     rows = read(path)
     write(path, rows[4:])
-    lost = [{"event": "sample", "step": STEP, "why": "equal", **row} for row in rows[:4]]
+    about = {"event": "sample", "step": STEP, "why": "equal", "state": "filtered"}
+    left_out = ("ground_truth", "tests", "extra", "token_ids", "logprobs", "turns", "advantages")
+    lost = [about | {n: v for n, v in row.items() if n not in (*left_out, "state")} for row in rows]
     with (other / "events.jsonl").open("a") as file:
-        file.write("".join(encode(row | {"state": "filtered"}) + "\n" for row in lost))
+        file.write("".join(encode(row) + "\n" for row in lost[:4]))
     differ(other, "samples")
     assert f"step {STEP}, filter\n" in bisect(capsys, evidence, other)[1]
 
@@ -296,6 +298,14 @@ def test_another_answer_is_of_the_evaluation_unless_samples_say_why(evidence, ot
     edit_samples(other, lambda rows: other_read_token(rows[SAMPLE]), "step_00004")
     said = bisect(capsys, evidence, other)[1]
     assert f"step {STEP}, context\n" in said and "at step 4, token" in said
+
+
+def test_a_metric_of_the_evaluation_is_explained_by_samples(evidence, other, capsys):
+    edit_metric(other, "eval/pass@1")
+    differ(other, "metrics")
+    assert f"step {STEP}, evaluation\n" in bisect(capsys, evidence, other)[1]
+    edit_samples(other, lambda rows: other_read_token(rows[SAMPLE]), "step_00004")
+    assert f"step {STEP}, context\n" in bisect(capsys, evidence, other)[1]
 
 
 def test_another_reward_of_an_answer(evidence, other, capsys):

@@ -108,8 +108,9 @@ class TwoRuns:
         if "weights" in names:
             what = rates[0] if rates else "the same gradient gave other weights"
             return Parting("schedule" if rates else "optimizer", what)
-        if "answers" in names:
-            return self._part_answers(step)
+        of_evaluation = all(text.startswith("eval/") for text in metrics)
+        if "answers" in names or (names == ["metrics"] and of_evaluation):
+            return self._part_evaluation(step, metrics)
         stage = "forward" if "samples" in names else names[0].partition("/")[0]
         is_norm = stage == "metrics" and metrics[0].startswith("loss/grad_norm")
         return Parting("clipping" if is_norm else stage, listing(metrics or names, 4))
@@ -136,13 +137,15 @@ class TwoRuns:
         size = abs(norms[0] - norms[1]) / max(*norms, 1e-12)
         return Parting(stage, what, size=max(apart, size))
 
-    def _part_answers(self, step: int) -> Parting:
+    def _part_evaluation(self, step: int, metrics: Sequence[str]) -> Parting:
         """Samples of the next step have the same weights, and tokens that say more than texts."""
-        found = self._part_samples(f"eval_{step:05d}") or Parting("evaluation", "not recorded")
+        found = self._part_samples(f"eval_{step:05d}")
+        found = found or Parting("evaluation", listing(metrics, 4) or "its answers")
         later = self._part_samples(f"step_{step + 1:05d}")
-        if found.stage == "answers" and later and later.stage not in ("advantages", "filter"):
+        is_open = found.stage in ("answers", "evaluation")
+        if is_open and later and later.stage not in ("advantages", "filter"):
             return later._replace(what=f"{found.what}\n  at step {step + 1}, {later.what}")
-        is_own = found.stage in ("answers", "prompts")
+        is_own = is_open or found.stage == "prompts"
         return found._replace(stage="evaluation" if is_own else found.stage)
 
     def _other_metrics(self, step: int) -> list[str]:

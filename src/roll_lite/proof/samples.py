@@ -90,8 +90,9 @@ def part(a: Row, b: Row) -> Parting | None:
 
 
 def _first(stages: Mapping[str, str], a: Row, b: Row, where: str = "") -> Parting | None:
-    """Of fields with their stages."""
-    name = next((name for name in stages if a.get(name) != b.get(name)), None)
+    """Of fields with their stages; a dropped sample has fewer."""
+    known = a.keys() & b.keys() if "why" in {**a, **b} else stages.keys()
+    name = next((n for n in stages if n in known and a.get(n) != b.get(n)), None)
     if name is None:
         return None
     values = [row.get(name) for row in (a, b)]
