@@ -229,6 +229,12 @@ def test_the_same_messages_that_are_read_as_other_tokens_are_another_context():
     assert found.stage == "context"
 
 
+def test_a_turn_without_the_turn_before_it_is_another_context():
+    """Its tokens are the same, and sequences say what the model had read."""
+    found = part(played(), played(sequences=[[0], [1]]))
+    assert found.stage == "context" and "token 3, in turn 2" in found.what
+
+
 def test_the_reward_of_a_turn_is_named():
     other = played(reward=0.5)
     other["turns"][0]["reward"] = 0.5

@@ -111,15 +111,15 @@ def _texts_apart(a: Row, b: Row) -> tuple[Row, Row] | None:
 
 
 def _part_tokens(a: Row, b: Row) -> Parting | None:
-    both = list(zip_longest(read_tokens(a), read_tokens(b)))
+    both = list(zip_longest(_in_sequences(a), _in_sequences(b), fillvalue=(None, None)))
     place = next((i for i, (x, y) in enumerate(both) if x != y), None)
     if place is None:
         return None
-    x, y = both[place]
+    (sequence, x), (other_sequence, y) = both[place]
     is_sampled = [token is not None and token.logprob is not None for token in (x, y)]
     if all(is_sampled):
         stage = "sampler" if x.id != y.id else "sync" if x.logprob == y.logprob else "engine"
-    elif any(is_sampled) and both[place - 1][0].logprob is not None:  # one of them goes on
+    elif any(is_sampled) and both[place - 1][0][1].logprob is not None:  # one of them goes on
         stage = "stop"
     else:
         texts = _texts_apart(a, b)
@@ -127,7 +127,17 @@ def _part_tokens(a: Row, b: Row) -> Parting | None:
         is_said = texts is not None and texts[0]["role"] != "assistant"
         stage = "environment" if is_said or not is_recorded else "context"
     what = f"token {place}, in turn {(x or y).turn + 1}: {_describe(x)} | {_describe(y)}"
+    if x == y:
+        what += f", of sequence {sequence} | {other_sequence}: the model had read other turns"
     return Parting(stage, what, token=place)
+
+
+def _in_sequences(row: Row) -> list[tuple[int, Token]]:
+    """Tokens with the number of their sequence, which is what the model knew of earlier turns."""
+    sizes = [turn["read"] + turn["sampled"] for turn in row["turns"]]
+    orders = enumerate(row.get("sequences", [range(len(sizes))]))
+    sequences = [number for number, order in orders for turn in order for _ in range(sizes[turn])]
+    return list(zip(sequences, read_tokens(row), strict=True))
 
 
 def _describe(token: Token | None) -> str:
