@@ -294,6 +294,15 @@ def test_samples_that_are_not_recorded(evidence, other, capsys):
     assert f"step {STEP}, samples\n" in said and "--rollouts-every 1" in said
 
 
+def test_other_tokens_of_a_run_without_samples_are_of_its_data(evidence, other, capsys):
+    rows = read(other / "digests.jsonl")
+    for row in rows:
+        row.pop("samples", None)
+    write(other / "digests.jsonl", rows)
+    differ(other, "batch/token_ids", "batch/rows", "gradient")
+    assert f"step {STEP}, data\n" in bisect(capsys, evidence, other)[1]
+
+
 # ---- evaluation
 
 

@@ -102,7 +102,8 @@ class TwoRuns:
         if "samples" in names and (found := self._part_samples(f"step_{step:05d}")):
             return found
         if batch:
-            return _part_batch(batch, "samples" in names)
+            has_samples = all("samples" in run.steps[step] for run in self.runs)
+            return _part_batch(batch, has_samples, has_samples and "samples" not in names)
         if "gradient" in names:
             return self._part_gradient(step, metrics)
         if "weights" in names:
@@ -178,8 +179,10 @@ class TwoRuns:
             yield f"{command}, with A's code on B's machine, says whether the machine is the cause"
 
 
-def _part_batch(names: Collection[str], has_other_samples: bool) -> Parting:
-    if has_other_samples and "token_ids" in names:
+def _part_batch(names: Collection[str], has_samples: bool, are_equal: bool) -> Parting:
+    if "token_ids" in names and not has_samples:  # as in SFT
+        return Parting("data", "tokens of the batch: other rows, their encoding, or packing")
+    if "token_ids" in names and not are_equal:
         return Parting("samples", "they are not recorded in both; --rollouts-every 1 does so")
     part = next((part for name, part in OF_BATCH.items() if name in names), "numbers")
     stage = "advantages" if [*names] == ["advantages"] else "batch"

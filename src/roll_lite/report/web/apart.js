@@ -6,7 +6,7 @@ function tokensApart(run, readout) {
   const found = tokens(run.sample);
   const shade = shadeOf(found);
   const nodes = found.map((token) => tokenNode(run, token, shade, readout));
-  if (data.token !== null && data.token >= nodes.length) nodes.push(el("span", {}, " ends here"));
+  if (data.token !== null && data.token >= nodes.length) nodes.push(el("span", { class: "token" }, "⟨end⟩"));
   if (data.token !== null) nodes[data.token]?.classList.add("apart");
   return el("div", { class: "text tokens" }, nodes);
 }
