@@ -99,7 +99,7 @@ class TwoRuns:
         rates = [text for text in metrics if text.startswith("loss/lr")]
         if step == 0 and {"weights", "frozen"} & {*names}:
             return Parting("start", "the weights before the first step")
-        if "samples" in names and (found := self._part_samples(f"step_{step:05d}")):
+        if "samples" in names and (found := part_samples(*self.folders, f"step_{step:05d}")):
             return found
         if batch:
             has_samples = all("samples" in run.steps[step] for run in self.runs)
@@ -115,10 +115,6 @@ class TwoRuns:
         stage = "forward" if "samples" in names else names[0].partition("/")[0]
         is_norm = stage == "metrics" and metrics[0].startswith("loss/grad_norm")
         return Parting("clipping" if is_norm else stage, listing(metrics or names, 4))
-
-    def _part_samples(self, name: str) -> Parting | None:
-        has_both = all(name in run.names for run in self.folders)
-        return part_samples(*self.folders, name) if has_both else None
 
     def _part_gradient(self, step: int, metrics: Sequence[str]) -> Parting:
         """Of the same batch. The norm is that before clipping, the digest that after it."""
@@ -140,9 +136,9 @@ class TwoRuns:
 
     def _part_evaluation(self, step: int, metrics: Sequence[str]) -> Parting:
         """Samples of the next step have the same weights, and tokens that say more than texts."""
-        found = self._part_samples(f"eval_{step:05d}")
+        found = part_samples(*self.folders, f"eval_{step:05d}")
         found = found or Parting("evaluation", listing(metrics, 4) or "its answers")
-        later = self._part_samples(f"step_{step + 1:05d}")
+        later = part_samples(*self.folders, f"step_{step + 1:05d}")
         is_open = found.stage in ("answers", "evaluation")
         if is_open and later and later.stage not in ("advantages", "filter"):
             return later._replace(what=f"{found.what}\n  at step {step + 1}, {later.what}")

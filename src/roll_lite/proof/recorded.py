@@ -79,14 +79,6 @@ def differing(line: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     return sorted(wrong, key=lambda name: ORDER.index(name.partition("/")[0]))
 
 
-def first_difference(a: RecordedRun, b: RecordedRun) -> tuple[int, Sequence[str]] | None:
-    """The first step that both have of which a digest differs."""
-    for step in sorted(a.steps.keys() & b.steps.keys()):
-        if names := differing(a.steps[step], b.steps[step]):
-            return step, names
-    return None
-
-
 def listing(names: Sequence[Any], most: int = 8) -> str:
     shown = ", ".join(map(str, names[:most]))
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown

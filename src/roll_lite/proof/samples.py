@@ -1,10 +1,10 @@
 """Where the samples of a step of two runs go apart: sample, token and stage."""
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from itertools import islice, takewhile, zip_longest
 from typing import NamedTuple
 
-from roll_lite.report.reader import DROPPED, Row, RunFolder
+from roll_lite.report.reader import DROPPED, Row, RunFolder, step_of
 from roll_lite.report.records import Token, numbers, read_tokens
 from roll_lite.report.terminal import readable
 
@@ -39,14 +39,15 @@ class Parting(NamedTuple):
 
 
 def part_samples(a: RunFolder, b: RunFolder, name: str) -> Parting | None:
-    """How the samples of a name, such as step_00010, differ; None if they do not."""
-    step = int(name.partition("_")[2])
+    """How the samples of a name, such as step_00010, differ; None if they do not, or if one run has
+    not recorded them."""
+    if name not in a.names or name not in b.names:
+        return None
+    step = step_of(name)
     dropped = f"{DROPPED}_{step:05d}"
-    kept, known = [], []
-    for run in (a, b):
-        kept.append({_key(row): row for row in run.all_samples(name)})
-        others = run.all_samples(dropped) if dropped in run.names else ()
-        known.append({_key(row): row for row in others} | kept[-1])
+    kept = [{_key(row): row for row in run.all_samples(name)} for run in (a, b)]
+    others = [run.all_samples(dropped) if dropped in run.names else () for run in (a, b)]
+    known = [{_key(row): row for row in rows} | own for rows, own in zip(others, kept, strict=True)]
     pairs = [(row, known[1][key]) for key, row in known[0].items() if key in known[1]]
     if found := [parting for pair in pairs if (parting := part(*pair))]:
         first = min(found, key=lambda parting: STAGES.index(parting.stage))
@@ -141,10 +142,8 @@ def _in_sequences(row: Row) -> list[tuple[int, Token]]:
 
 
 def _describe(token: Token | None) -> str:
-    if token is None:
-        return "none"
-    if token.logprob is None:
-        return f"id {token.id}, read"
+    if token is None or token.logprob is None:
+        return f"id {token.id}, read" if token else "none"
     return f"id {token.id}, logprob {token.logprob:.9g}, version {token.version}"
 
 
@@ -154,37 +153,32 @@ def _describe(token: Token | None) -> str:
 def _engine_or_model(first: Parting, pairs: Sequence[tuple[Row, Row]], step: int) -> Parting:
     """The trainer runs the engine's model. Where its entropies, of the same tokens, differ as the
     engine's logprobs do, the model is another; else the engine, or the weights that it has."""
-    alike = [found for pair in pairs if (found := _sampled_alike(*pair))]
-    size = max(apart for found in alike for apart, _ in found)
-    trainer = max(apart for found in alike for _, apart in found)
-    stage = "model" if trainer > size / 100 else "engine"
-    if stage == "engine" and step > 1 and size > ROUNDING and all(found[0][0] for found in alike):
+    engine, trainer = zip(*(_sampled_alike(*pair) for pair in pairs), strict=True)
+    size, of_trainer = (
+        max(map(max, filter(None, each)), default=0.0) for each in (engine, trainer)
+    )
+    stage = "model" if of_trainer > size / 100 else "engine"
+    if stage == "engine" and step > 1 and size > ROUNDING and all(e[0] for e in engine if e):
         stage = "sync"  # no token is right, and all were at the step before
-    more = f"; logprobs differ by up to {size:.2g}, entropies of the trainer by {trainer:.2g}"
+    more = f"; logprobs differ by up to {size:.2g}, entropies of the trainer by {of_trainer:.2g}"
     return first._replace(stage=stage, what=first.what + more, size=size)
 
 
-def _sampled_alike(a: Row, b: Row) -> list[tuple[float, float]]:
-    """Of the tokens that both have sampled, up to the first that differs: how far apart logprobs
-    and the trainer's entropies are."""
-    if "token_ids" not in a or "token_ids" not in b:
-        return []
-    found: list[tuple[float, float]] = []
-    entropies = [numbers(row.get("entropies", "")) for row in (a, b)]
-    for x, y in zip(read_tokens(a), read_tokens(b), strict=False):
-        if x.id != y.id or (x.logprob is None) != (y.logprob is None):
-            break
-        if x.logprob is not None:
-            is_known = all(len(found) < len(each) for each in entropies)
-            first, second = (each[len(found)] if is_known else 0.0 for each in entropies)
-            found.append((abs(x.logprob - y.logprob), abs(first - second)))
-    return found
+def _sampled_alike(a: Row, b: Row) -> tuple[list[float], list[float]]:
+    """How far apart logprobs are, and the trainer's entropies, of the tokens that both have
+    sampled, up to the first that differs."""
+    tokens = [read_tokens(row) if "token_ids" in row else [] for row in (a, b)]
+    alike = takewhile(lambda pair: pair[0].id == pair[1].id, zip(*tokens, strict=False))
+    sampled = [(x.logprob, y.logprob) for x, y in alike if None not in (x.logprob, y.logprob)]
+    entropies = zip(*(numbers(row.get("entropies", "")) for row in (a, b)), strict=False)
+    entropies = islice(entropies, len(sampled))
+    return tuple([abs(x - y) for x, y in pairs] for pairs in (sampled, entropies))
 
 
 def trainer_apart(a: RunFolder, b: RunFolder, name: str, num_parts: int) -> float:
     """How far apart the trainer's entropies of the same samples are; of the first of several parts,
     each of which has an update."""
-    if not all(name in run.names for run in (a, b)):
+    if name not in a.names or name not in b.names:
         return 0.0
     pairs = [*zip(a.all_samples(name), b.all_samples(name), strict=False)][::num_parts]
-    return max((apart for pair in pairs for _, apart in _sampled_alike(*pair)), default=0.0)
+    return max((apart for pair in pairs for apart in _sampled_alike(*pair)[1]), default=0.0)
