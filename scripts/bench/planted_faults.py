@@ -77,7 +77,8 @@ class Fault:
     old: str = ""
     new: str = ""
     options: str = ""
-    threads: int = 1
+    env: str = ""
+    """A variable of the environment."""
 
 
 FAULTS = [
@@ -133,7 +134,8 @@ FAULTS = [
     Fault("epsilon of the norms", "plain", "model", "code", (0, 1), "models/config.py",
           'norm_eps=_required(hf, "rms_norm_eps"),', 'norm_eps=2 * _required(hf, "rms_norm_eps"),'),
     Fault("option: temperature", "plain", "model", "options", (1,), options="--temperature 0.99"),
-    Fault("threads", "plain", "model engine forward gradient", "numerics", (0, 1, 2, 3), threads=2),
+    Fault("kernels of a CPU without AVX-512", "plain", "model", "numerics", (0, 1),
+          env="ATEN_CPU_CAPABILITY=avx2"),
     # the engine
     Fault("scale of its attention", "plain", "engine", "code", (0, 1), "engine/torch_attention.py",
           "flash_attention_for_cpu(q, k, v,", "flash_attention_for_cpu(q * 1.0001, k, v,"),
@@ -174,6 +176,7 @@ FAULTS = [
           '"eps": eps, "weight_decay": weight_decay,',
           '"eps": eps, "weight_decay": 1.01 * weight_decay,'),
     # no fault
+    Fault("two threads", "plain", "nothing", "none", (-1,), env="OMP_NUM_THREADS=2"),
     *[Fault("nothing", run, "nothing", "none", (-1,)) for run in ("plain", "full", "agentic")],
 ]  # fmt: skip
 
@@ -214,7 +217,7 @@ class Result:
 
     def line(self) -> str:
         said = f"step {self.step}, {self.stage}, {self.kind}"
-        place = self.fault.file or self.fault.options or self.fault.run
+        place = self.fault.file or self.fault.options or self.fault.env or "-"
         found = "yes" if self.is_found else f"NO: {self.fault.steps} {self.fault.stages}"
         cells = (self.number, self.fault.name, f"`{place}`", self.fault.run, said, found)
         return f"| {' | '.join(map(str, cells))} | {self.tool:.1f} | {self.whole:.0f} |"
@@ -249,9 +252,7 @@ class Bench:
         start = time.perf_counter()
         command = [sys.executable, "-m", "roll_lite", "bisect", str(clean), str(place / "run")]
         page = ["--html", str(place / "apart.html")]
-        done = subprocess.run(
-            [*command, *page], env=_env(SOURCE, 1), capture_output=True, text=True
-        )
+        done = subprocess.run([*command, *page], env=_env(SOURCE), capture_output=True, text=True)
         of_tool = time.perf_counter() - start
         (place / "bisect.txt").write_text(done.stdout + done.stderr)
         said = re.search(r"first difference: step (\d+), (.+)", done.stdout)
@@ -292,14 +293,16 @@ class Bench:
         command = [sys.executable, "-m", "roll_lite", recipe, "--model", str(model)]
         command += [text for name, value in SMALL.items() for text in (f"--{name}", str(value))]
         command += [*given, *fault.options.split(), "--run-dir", str(folder)]
-        env = _env(source, fault.threads)
+        env = _env(source, fault.env)
         done = subprocess.run(command, env=env, cwd=inputs, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"{fault.name or 'clean'}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
 
 
-def _env(source: Path, threads: int) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": str(threads)}
+def _env(source: Path, more: str = "") -> dict[str, str]:
+    name, _, value = more.partition("=")
+    ours = {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    return os.environ | ours | ({name: value} if name else {})
 
 
 def _replace(path: Path, old: str, new: str) -> None:
