@@ -159,7 +159,7 @@ FAULTS = [
           "loss_R + self.kl.kl_coef * kl_R", "loss_R + 1.01 * self.kl.kl_coef * kl_R"),
     Fault("bound of a clip", "epochs", "loss", "code", (1, 2, 3), "train/losses.py",
           "clipped_R = -ratio_R.clamp(1 - clip_low, 1 + clip_high)",
-          "clipped_R = -ratio_R.clamp(1 - clip_low, 1.01 + clip_high)"),
+          "clipped_R = -ratio_R.clamp(0.99 - clip_low, 1 + clip_high)"),
     Fault("order of a sum, in the norm", "plain", "clipping", "code", (1, 2, 3), "models/fsdp.py",
           "total = (norms.square() * norms.new_tensor(counts)).sum()",
           "total = (norms.square() * norms.new_tensor(counts)).cumsum(0)[-1]"),
@@ -174,7 +174,7 @@ FAULTS = [
           "float(self.num_updates)", "float(self.num_updates + 1)"),
     Fault("weight decay", "full", "optimizer", "code", (1,), "train/adamw.py",
           '"eps": eps, "weight_decay": weight_decay,',
-          '"eps": eps, "weight_decay": 1.01 * weight_decay,'),
+          '"eps": eps, "weight_decay": 2 * weight_decay,'),
     # no fault
     Fault("two threads", "plain", "nothing", "none", (-1,), env="OMP_NUM_THREADS=2"),
     *[Fault("nothing", run, "nothing", "none", (-1,)) for run in ("plain", "full", "agentic")],

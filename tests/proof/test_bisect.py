@@ -252,7 +252,7 @@ def test_a_version_that_differs_is_of_the_sync():
 DIGESTS = {
     "advantages": (["batch/advantages", "gradient"], None),
     "batch": (["batch/rows", "batch/weights", "batch/advantages", "gradient"], None),
-    "clipping": (["gradient", "weights"], None),
+    "clipping": (["clipping", "weights"], None),
     "gradient": (["gradient", "weights", "metrics"], "loss/grad_norm"),
     "loss": (["gradient", "weights", "metrics"], "loss/loss"),
     "schedule": (["weights", "metrics"], "loss/lr"),
@@ -270,6 +270,13 @@ def test_equal_samples_are_followed_by_digests(evidence, other, stage, capsys):
     code, said = bisect(capsys, evidence, other)
     assert code == 1 and f"first difference: step {STEP}, {stage}\n" in said
     assert metric is None or metric in said
+
+
+def test_a_loss_may_differ_where_its_gradient_does_not(evidence, other, capsys):
+    """As that of tokens beyond the bound of a clip."""
+    edit_metric(other, "loss/loss")
+    differ(other, "metrics")
+    assert f"step {STEP}, loss\n" in bisect(capsys, evidence, other)[1]
 
 
 def test_entropies_of_the_trainer_tell_its_forward_pass(evidence, other, capsys):

@@ -44,7 +44,11 @@ EXACT = {
 """Stages that no kernel changes."""
 OF_FILES = EXACT - {"schedule"} | {"start", "model", "evaluation", "samples"}
 """Stages that data, or the folder of a model, can change."""
-OF_LOSS = ("loss/loss", "loss/kl", "policy/")
+OF_METRICS = {
+    "loss/loss": "loss", "loss/kl": "loss", "policy/": "loss", "loss/lr": "schedule",
+    "loss/grad_norm": "clipping", "": "metrics",
+}  # fmt: skip
+"""How metrics begin, and the stages that they are of where all digests before are equal."""
 GPU_ROUNDING = 0.03
 """Of logprobs in bf16."""
 
@@ -106,6 +110,8 @@ class TwoRuns:
             return _part_batch(batch, has_samples, has_samples and "samples" not in names)
         if "gradient" in names:
             return self._part_gradient(step, metrics)
+        if "clipping" in names:
+            return Parting("clipping", listing(metrics, 4) or "the same norm has another factor")
         if "weights" in names:
             what = rates[0] if rates else "the same gradient gave other weights"
             return Parting("schedule" if rates else "optimizer", what)
@@ -113,20 +119,16 @@ class TwoRuns:
         if "answers" in names or (names == ["metrics"] and of_evaluation):
             return self._part_evaluation(step, metrics)
         stage = "forward" if "samples" in names else names[0].partition("/")[0]
-        is_norm = stage == "metrics" and metrics[0].startswith("loss/grad_norm")
-        return Parting("clipping" if is_norm else stage, listing(metrics or names, 4))
+        stage = _stage_of(metrics) if stage == "metrics" else stage
+        return Parting(stage, listing(metrics or names, 4))
 
     def _part_gradient(self, step: int, metrics: Sequence[str]) -> Parting:
-        """Of the same batch. The norm is that before clipping, the digest that after it."""
+        """Of the same batch: another forward pass, another loss, or what follows from it."""
         norms = [run.metrics.get(step, {}).get("loss/grad_norm", 0.0) for run in self.runs]
         num_parts = self.runs[0].config.get("updates_per_step", 1)
         apart = trainer_apart(*self.folders, f"step_{step:05d}", num_parts)
-        if apart:
-            stage = "forward"
-        elif any(text.startswith(OF_LOSS) for text in metrics):
-            stage = "loss"
-        else:
-            stage = "clipping" if norms[0] == norms[1] else "gradient"
+        has_other_loss = _stage_of(metrics) == "loss"
+        stage = "forward" if apart else "loss" if has_other_loss else "gradient"
         what = f"entropies of the trainer differ by up to {apart:.2g}; " if apart else ""
         what += listing(metrics, 4) or "no metric differs"
         if num_parts * self.runs[0].config.get("epochs", 1) > 1:
@@ -173,6 +175,11 @@ class TwoRuns:
             yield f"{command} says whether A repeats; the same of {self.runs[1].folder}, whether B"
         elif found.stage not in EXACT and {"packages", "machine"} & changed.keys():
             yield f"{command}, with A's code on B's machine, says whether the machine is the cause"
+
+
+def _stage_of(metrics: Sequence[str]) -> str | None:
+    stages = OF_METRICS.items()
+    return next((s for begin, s in stages if any(t.startswith(begin) for t in metrics)), None)
 
 
 def _part_batch(names: Collection[str], has_samples: bool, are_equal: bool) -> Parting:

@@ -13,7 +13,9 @@ from roll_lite.report.reader import parse_line
 
 Line = dict[str, Any]
 OF_THE_CHAIN = ("step", "contract", "chain")
-ORDER = ("samples", "batch", "gradient", "frozen", "weights", "critic", "answers", "metrics")
+ORDER = (
+    "samples", "batch", "gradient", "clipping", "frozen", "weights", "critic", "answers", "metrics",
+)  # fmt: skip
 """In which what a line has digests of comes to be; evaluation follows the update."""
 
 
