@@ -201,6 +201,8 @@ def test_rewards_that_no_prompt_asks_for_are_refused(everything):
         UserError, match=r"mine\.py has rewards for domain addition and reverse, but the prompts"
     ):
         own.check_domains({"math"})
+    with pytest.raises(UserError, match=r"no domain; .* --columns domain=addition"):
+        own.check_domains({""})
 
 
 def test_one_reward_is_that_of_all_rows_without_domain(code_file, toy_folder, tmp_path):

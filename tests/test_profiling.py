@@ -49,8 +49,8 @@ def test_the_trace_of_a_run_agrees_with_its_metrics(run_dir, tmp_path):
         assert lasted == pytest.approx([row[f"time/{name}"] for row in rows], abs=2e-6)
     samples = [e for e in slices(events, 2) if "step" in e["args"]]
     assert len(samples) == sum(row["rollout/started"] for row in rows)
-    assert all("replica" in json.loads(line)["turns"][0]
-               for line in (run_dir / "rollouts" / "step_00001.jsonl").open())  # fmt: skip
+    lines = map(json.loads, (run_dir / "rollouts" / "step_00001.jsonl").open())
+    assert all(line["replicas"] == [0] for line in lines)
     assert len(slices(events, 10, "generating")) >= len(rows)  # of the only rank
 
 

@@ -11,15 +11,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-TIMES = ("time", "seconds", "tokens_per_second")
-OF_FAULTS = {
-    "rollout/retried", "reward/calls", "reward/errors", "reward/timeouts", "reward/crashes",
-    "reward/replaced", "env/errors", "env/timeouts", "env/crashes", "env/replaced",
-    "env/episodes", "env/replayed",
-    "rollout/started", "rollout/aborted", "rollout/restored", "rollout/lost_engines",
-    "rollout/engine_free_pages", "rollout/engine_running", "rollout/engine_waiting",
-}  # fmt: skip
-"""Metrics that count the faults themselves, or what a restart leaves empty or need not do again."""
+from roll_lite.report.digests import is_repeated
+
 LEFT_OVER = ("*.partial", "*.replaced", "*.removed", "journal")
 """What a complete run has none of, at any depth."""
 OF_SAMPLES = (
@@ -170,12 +163,7 @@ def _steps(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _steady(row: dict[str, Any]) -> dict[str, Any]:
     """A row of metrics without times and counts of faults."""
-    named = {name: value for name, value in row.items() if name not in OF_FAULTS}
-    return {
-        name: value
-        for name, value in named.items()
-        if name.partition("/")[0] != "time" and name.rpartition("/")[2] not in TIMES
-    }
+    return {name: value for name, value in row.items() if is_repeated(name)}
 
 
 def _of_samples(run: Path, other: Path) -> Iterator[str]:

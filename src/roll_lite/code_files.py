@@ -131,10 +131,16 @@ class CodeOptions(OpenOptions):
         names = tables["REWARDS"].keys() | tables["INLINE"].keys()
         domains = {*domains}
         if names and domains and names.isdisjoint(domains):
+            own = " and ".join(sorted(names))
+            known = f"code={' '.join(self.code)} has rewards for domain {own}"
+            if domains == {""}:
+                raise UserError(
+                    f"{known}, but the prompts have no domain; name one of them in the field "
+                    f"domain of each row, or for all rows with --columns domain={min(names)}"
+                )
             raise UserError(
-                f"code={' '.join(self.code)} has rewards for domain {' and '.join(sorted(names))}, "
-                f"but the prompts have {' and '.join(map(repr, sorted(domains)))}; give them the "
-                "same name"
+                f"{known}, but the prompts have {' and '.join(map(repr, sorted(domains)))}; "
+                "give them the same name"
             )
 
     def warn_of_torch(self, used: Iterable[Callable]) -> None:

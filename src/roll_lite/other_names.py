@@ -28,6 +28,7 @@ _MUST_FIT = Ours(
 )
 _ALL_RANKS = "of a step, on all ranks together"
 _MICROBATCH = "samples are packed into micro-batches of at most this many tokens"
+_BETAS = "both, as in --betas 0.9 0.95"
 _COUNTED = "counted in steps"
 _FOLDER = "a folder or a name on the Hugging Face Hub"
 _KL = "--kl-in says whether it counts in the loss or in the reward"
@@ -43,6 +44,8 @@ TRL: Mapping[str, Ours] = {
     "num_train_epochs": Ours("steps", _COUNTED),
     "learning_rate": Ours("lr"),
     "lr_scheduler_type": Ours("schedule"),
+    "adam_beta1": Ours("betas", _BETAS),
+    "adam_beta2": Ours("betas", _BETAS),
     "warmup_ratio": Ours("warmup_steps", _COUNTED),
     "batch_size": Ours("prompts_per_step rows_per_step", _ALL_RANKS),
     "per_device_train_batch_size": Ours("prompts_per_step rows_per_step", _ALL_RANKS),
@@ -100,6 +103,8 @@ VERL: Mapping[str, Ours] = {
     "actor_rollout_ref.actor.optim.lr_warmup_steps": Ours("warmup_steps"),
     "actor_rollout_ref.actor.optim.warmup_style": Ours("schedule"),
     "actor_rollout_ref.actor.optim.lr_scheduler_type": Ours("schedule"),
+    "actor_rollout_ref.actor.optim.betas": Ours("betas", _BETAS),
+    "actor_rollout_ref.actor.optim.weight_decay": Ours("weight_decay"),
     "actor_rollout_ref.actor.grad_clip": Ours("max_grad_norm"),
     "actor_rollout_ref.actor.ppo_mini_batch_size": Ours("updates_per_step", "how many there are"),
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": Ours(
@@ -122,6 +127,8 @@ VERL: Mapping[str, Ours] = {
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": Ours("device_map", _CP),
     "actor_rollout_ref.rollout.n": Ours("samples_per_prompt"),
     "actor_rollout_ref.rollout.temperature": Ours("temperature"),
+    "actor_rollout_ref.rollout.top_k": Ours("top_k"),
+    "actor_rollout_ref.rollout.top_p": Ours("top_p"),
     "actor_rollout_ref.rollout.gpu_memory_utilization": TRL["vllm_gpu_memory_utilization"],
     "actor_rollout_ref.rollout.tensor_model_parallel_size": Ours("device_map", _ENGINE_MAP),
     "actor_rollout_ref.rollout.free_cache_engine": Ours("engines_sleep"),

@@ -1,6 +1,7 @@
 """What all games share: the conversation, seeds, bad input, metrics; the tool; the commands."""
 
 import asyncio
+import io
 import json
 import re
 from functools import partial
@@ -257,12 +258,12 @@ def test_environments_of_a_file(tmp_path):
         make_env("guess", envs)
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_environments_of_the_docs_play(number, tmp_path):
+@pytest.mark.parametrize(("number", "name"), [(0, "guess_digit"), (1, "guess_agent")])
+def test_the_environments_of_the_docs_play(number, name, tmp_path):
     page = DOCS / "howto" / "environment.md"
     code = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)[number]
     (tmp_path / "mine.py").write_text(code)
-    make = make_env("mine:highest=20", need_table(tmp_path / "mine.py", "ENVS"))
+    make = make_env(f"{name}:highest=20,tries=20", need_table(tmp_path / "mine.py", "ENVS"))
     guesses = ["no", *map(str, range(1, 21))]
     chat, measured = played(make, saying(*guesses), seed=1)  # the number is 5
     assert chat.turns[2][-2]["content"] == "Too low."
@@ -377,6 +378,13 @@ def test_a_human_plays_from_the_keyboard(capsys, monkeypatch):
     assert main(["play", "guess:max_steps=2"]) == 0
     printed = capsys.readouterr().out
     assert "<answer>nothing</answer>" in printed and "valid       0.5" in printed
+
+
+@pytest.mark.parametrize("stdin", [None, io.StringIO()])
+def test_without_a_keyboard_the_game_is_left(stdin, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert main(["play", "guess"]) == 1
+    assert capsys.readouterr().err == "\nstopped before the episode ended\n"
 
 
 def test_bench_has_a_line_for_each_environment(capsys):

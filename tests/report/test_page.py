@@ -158,20 +158,22 @@ def test_a_folder_of_runs_becomes_a_table_of_them_and_one_page(tmp_path, capsys)
     (folders[0] / "model" / "config.json").write_text("{}")
     new = tmp_path / "runs" / "new"
     new.mkdir()
-    (new / "config.json").write_text(json.dumps({"steps": 6, "lr": 0.3, "starts": []}))
+    config = {"steps": 6, "lr": 0.3, "model": f"{'x' * 40}/end", "starts": [], "recipe": "sft"}
+    (new / "config.json").write_text(json.dumps(config))
     (tmp_path / "runs" / "notes").mkdir()
     page = page_of(tmp_path / "runs")
     assert [run["name"] for run in page.data["runs"]] == [*map(str, folders), str(new)]
     head, *lines = capsys.readouterr().out.splitlines()[:4]
-    assert re.split("  +", head)[:5] == ["run", "step", "running", "best evaluation", "reward/mean"]
+    assert re.split("  +", head)[:5] == ["run", "recipe", "step", "running", "best evaluation"]
     rows = [re.split("  +", line) for line in lines]
     best = "eval/pass@1 0.4 at 4"
-    assert [row[:5] for row in rows[:2]] == [
-        [str(folder), "4/6", "0:00:08", best, "0.5714"] for folder in folders
+    assert [row[:6] for row in rows[:2]] == [
+        [str(folder), "-", "4/6", "0:00:08", best, "0.5714"] for folder in folders
     ]
-    assert rows[2][:4] == [str(new), "-", "-", "-"]
+    assert rows[2][:5] == [str(new), "sft", "-", "-", "-"]
     options = dict(zip(re.split("  +", head), zip(*rows, strict=True), strict=True))
     assert options["lr"] == ("0.1", "0.2", "0.3")
+    assert options["model"][2].startswith("...xxx") and options["model"][2].endswith("x/end")
 
 
 def test_a_folder_without_runs_is_an_error(tmp_path, capsys):

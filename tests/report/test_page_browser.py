@@ -91,6 +91,8 @@ def test_a_table_of_runs_is_sorted_by_a_click_on_a_title(browser, tmp_path):
         browser.run(f"{buttons}.find((b) => b.textContent.startsWith('{title}')).click()")
         shown = browser.texts("#runs tr td:first-child")
         assert [text[-1] for text in shown] == [*names]
+    heights = "[...document.querySelectorAll('#runs tr')].map(row => row.clientHeight)"
+    assert max(browser.run(heights)) < 40  # one line, however many columns there are
 
 
 def test_two_samples_are_side_by_side_and_the_token_is_marked(browser, tmp_path, tiny_folder):
@@ -109,7 +111,7 @@ def test_tiles_come_first_and_facts_are_folded(browser, address):
     assert browser.texts("main > :first-child .tile .value") == ["0.5714", "0.4", "4 of 6"]
     assert browser.texts(".tile .more") == [
         "0.1429 at first",
-        "eval/pass@1, step 4; 0.2 at first, 0.4 at step 4",
+        "eval/pass@1, step 4; 0.2 at first",
         "about 4 s left",
     ]
     assert browser.run("document.querySelector('progress').value") == pytest.approx(4 / 6)
@@ -119,6 +121,16 @@ def test_tiles_come_first_and_facts_are_folded(browser, address):
     ]
     assert tops == sorted(tops)
     assert browser.run("[...document.querySelectorAll('details')].every(d => !d.open)")
+
+
+@pytest.mark.parametrize("scale", [1, 0.5])
+def test_the_reward_of_evaluations_is_shown_unless_it_is_the_pass_rate(browser, tmp_path, scale):
+    folder = make_run(tmp_path / "a")
+    rows = [metrics(step) for step in (2, 4)]
+    rows = [row | {"eval/reward": scale * row["eval/pass@1"]} for row in rows]
+    write_lines(folder / "metrics.jsonl", rows)
+    browser.open(write(folder))
+    assert len(browser.texts('figure[data-metric="eval/reward"]')) == (scale != 1)
 
 
 @pytest.mark.parametrize("width", [1400, 390])
@@ -339,7 +351,6 @@ def test_samples_are_sorted(browser, tmp_path):
     for order, numbers in orders.items():
         choose(browser, "#sort", order)
         assert listed(browser) == [f"answer {n} of step 1" for n in numbers], order
-    browser.press("n")
     assert dict(zip(browser.texts("#facts dt"), browser.texts("#facts dd"), strict=True)) == {
         "state": "done", "reward": "2", "domain": "odd", "advantage": "-1", "tokens": "3",
         "turns": "1", "part format": "0.25",
@@ -520,6 +531,7 @@ def test_a_phone_shows_the_sample_above_the_fold(browser, address):
     browser.resize(390, 844)
     browser.open(address + "#rollouts/0/step_00003")
     listed(browser)
+    assert not browser.texts("#sample")  # the list comes first
     browser.run("document.querySelectorAll('.row')[5].click()")
     bottom = "document.querySelector('{}').getBoundingClientRect().bottom"
     assert browser.run(bottom.format("#conversation .assistant")) < 700
@@ -530,12 +542,12 @@ def test_a_phone_shows_the_sample_above_the_fold(browser, address):
 def test_keys_and_links_open_samples(browser, address):
     browser.open(address + "#rollouts/0/step_00002")
     listed(browser)
-    assert not browser.texts("#sample")
 
     def shown():
         return browser.texts("#conversation .assistant .text")
 
-    for key, reply in (("n", 0), ("n", 1), ("n", 2), ("p", 1), ("f", 3), ("f", 6)):
+    assert shown() == ["answer 0 of step 2"]
+    for key, reply in (("n", 1), ("n", 2), ("p", 1), ("f", 3), ("f", 6)):
         browser.press(key)
         assert shown() == [f"answer {reply} of step 2"]  # rewards 0, 1, 2, 0, 1, 2, 0
     place = browser.run("location.hash")

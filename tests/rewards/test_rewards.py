@@ -128,6 +128,7 @@ def test_code_rewards_need_isolation_that_works(reward):
     [
         (["math", "--truth", "1/2", "--reply", r"So \boxed{0.5}."], ["answer    0.5 (boxed)", "verdict   equal", "score     1"]),
         (["math", "--truth", "1/2", "--answer", "0.51"], ["verdict   different", "why       0.51 against 1/2", "score     0"]),
+        (["math", "--truth", "5 is one\n#### 1,234", "--answer", "1234"], ["verdict   equal", "score     1"]),
         (["math", "--truth", "5", "--reply", "who knows?\nnobody"], ["answer    None (nowhere)", "why       the reply has no answer"]),
         (["choice", "--truth", "B", "--reply", "The answer is A or B."], ["letters   A B (stated)", "parts     correct 0, ambiguous 1, none 0"]),
         (["choice", "--truth", "B", "--answer", "B"], ["letters   B (boxed)", "score     1"]),

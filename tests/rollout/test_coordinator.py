@@ -8,6 +8,7 @@ import random
 import threading
 from collections import Counter
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -621,9 +622,12 @@ def test_rewards_that_always_raise_stop_the_run_with_their_traceback():
         coordinator_over(
             engines, reward, samples_per_prompt=2, prompts_per_step=4, max_refills=1
         ) as rollout,
-        pytest.raises(RuntimeError, match=r"too few samples left(.|\n)*KeyError: 'no such key'"),
+        pytest.raises(
+            RuntimeError, match=r"too few samples left(.|\n)*KeyError: 'no such key'$"
+        ) as error,
     ):
         rollout.collect()
+    assert f"{Path(__file__).name}" in str(error.value) and "episode.py" not in str(error.value)
 
 
 def test_when_all_replicas_die_the_run_ends_with_their_error():

@@ -20,7 +20,7 @@ RECENT = 10
 GRAD_JUMP, BEFORE = 10.0, 20
 """A gradient norm this many times the median of this many steps before it is a warning."""
 DROPPED_SHARE = 0.5
-NOT_COMPARED = {"run_dir", "resume"}
+NOT_COMPARED = {"run_dir", "resume", "from_hub"}
 
 
 class Hint(NamedTuple):
@@ -227,8 +227,11 @@ def _dropped_share(row: Row) -> float:
 
 
 def differences(runs: Sequence[RunFolder]) -> dict[str, list[Any]]:
-    """Options whose values differ, with the value of each run; None where it has none."""
-    options = [run.options for run in runs if run.options]
-    names = sorted({name for part in options for name in part} - NOT_COMPARED)
-    values = {name: [run.options.get(name) for run in runs] for name in names}
+    """Options whose values differ, with the value of each run; None where it has none.
+
+    Those that more of the runs have come before others.
+    """
+    all_options = [run.options for run in runs if run.options]
+    names = Counter(name for options in all_options for name in options if name not in NOT_COMPARED)
+    values = {name: [run.options.get(name) for run in runs] for name, _ in names.most_common()}
     return {name: found for name, found in values.items() if any(v != found[0] for v in found)}

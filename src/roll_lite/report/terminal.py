@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from textwrap import indent
 from typing import Any
 
+from roll_lite.report.config_file import RECIPE
 from roll_lite.report.overview import differences, elapsed, overview
 from roll_lite.report.reader import Row, RunFolder, step_of
 
@@ -27,6 +28,8 @@ COMPARED = (
 RUN_COLUMNS = ("reward/mean", "loss/loss", "loss/entropy", "rollout/reply_tokens", "time/step")
 MAX_OPTIONS = 4
 """Options that differ, of a table of runs."""
+MAX_VALUE = 32
+"""Characters of an option's value in that table."""
 BAR = 50
 """Characters of the longest bar of a curve."""
 MAX_CHARACTERS = 600
@@ -180,7 +183,7 @@ def runs_table(runs: Sequence[RunFolder]) -> str:
     """A row for each run: where it stands, and the last value of each metric."""
     metrics = [n for n in RUN_COLUMNS if any(n in row for run in runs for row in run.rows)]
     options = list(differences(runs))[:MAX_OPTIONS] if len(runs) > 1 else []
-    head = ["run", "step", "running", "best evaluation", *metrics, *options]
+    head = ["run", "recipe", "step", "running", "best evaluation", *metrics, *options]
     lines = []
     for run in runs:
         stands = overview(run)
@@ -188,9 +191,15 @@ def runs_table(runs: Sequence[RunFolder]) -> str:
         best = stands["best"]
         shown = f"{best['metric']} {best['value']:.4g} at {best['step']}" if best else "-"
         last = [_text(_latest(run.rows, name)) for name in metrics]
-        own = [_text(run.options.get(name)) for name in options]
-        lines.append([str(run.folder), step, _duration(stands["seconds"]), shown, *last, *own])
+        own = [_end_of(_text(run.options.get(name))) for name in options]
+        who = [str(run.folder), _text(run.config.get(RECIPE))]
+        lines.append([*who, step, _duration(stands["seconds"]), shown, *last, *own])
     return _table(head, lines)
+
+
+def _end_of(text: str) -> str:
+    """The end of a long path, which tells runs apart."""
+    return text if len(text) <= MAX_VALUE else f"...{text[3 - MAX_VALUE :]}"
 
 
 def _duration(seconds: float | None) -> str:

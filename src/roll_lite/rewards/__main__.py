@@ -33,7 +33,7 @@ from roll_lite.progress import ProgressBar
 from roll_lite.rewards import do_nothing
 from roll_lite.rewards.choice import chosen
 from roll_lite.rewards.instructions import holds
-from roll_lite.rewards.maths import grade_reply
+from roll_lite.rewards.maths import grade_reply, true_answer
 from roll_lite.rewards.registry import REWARDS, code_part
 from roll_lite.sandbox.sandbox import MAX_SHARED, SandboxError, SandboxUnavailable
 from roll_lite.types import AsyncReward, Prompt, Reward, Score
@@ -145,7 +145,7 @@ def _json(flag: str, text: str | None, kind: type, description: str) -> Any:
 
 def _explanation(prompt: Prompt, reply: str) -> list[str]:
     if prompt.domain == "math":
-        answer, source, verdict = grade_reply(reply, prompt.ground_truth)
+        answer, source, verdict = grade_reply(reply, true_answer(prompt))
         return [
             f"answer    {answer} ({source})",
             f"verdict   {verdict.kind}",

@@ -17,6 +17,7 @@ from roll_lite.rollout.record import read_group, write_group
 from roll_lite.rollout.rollout_options import RolloutOptions
 from roll_lite.stopping import Ended
 from roll_lite.types import LOST, Group, Prompt, SamplingParams
+from roll_lite.workers.failures import user_frames
 
 Keep = Callable[[Group], bool]
 """Whether to train on a complete group; its samples are all done."""
@@ -460,9 +461,12 @@ class Groups:
             f"all {self._dropped.total()} groups of one step were dropped: {reasons}; "
             f"max_refills={self._options.max_refills} allows "
             f"{self._options.max_refills * self._options.prompts_per_step}. "
-            "Raise it, filter less, or choose prompts of another difficulty"
         )
-        return text + (f". The last error:\n{self._last_error}" if self._last_error else "")
+        if self._last_error and not self._dropped_passes:
+            return (
+                f"{text}Samples failed. The last error:\n{user_frames(self._last_error).rstrip()}"
+            )
+        return f"{text}Raise it, filter less, or choose prompts of another difficulty"
 
     @property
     def _oldest_version(self) -> int:

@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     try:
         if Path(options.out).exists():
             raise UserError(f"{options.out} exists; remove it, or name another folder")
-        base = _base_model(options.checkpoint, options.model, is_merged=not options.adapter)
+        base = base_model(options.checkpoint, options.model, is_merged=not options.adapter)
         export = export_adapter if options.adapter else export_checkpoint
         print(f"wrote {export(options.checkpoint, base, options.out)}")
     except (ValueError, OSError) as error:
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _base_model(checkpoint: str, model: str | None, *, is_merged: bool) -> str:
+def base_model(checkpoint: str | Path, model: str | None = None, *, is_merged: bool = True) -> str:
     """The model that training started from: `model`, or what the checkpoint names."""
     manifest = _manifest(checkpoint)
     needs_weights = is_merged and manifest.kind == "adapter"

@@ -37,7 +37,7 @@ class TrainingOptions:
     """Steps over which the learning rate rises to lr."""
     weight_decay: float = 0.0
     """AdamW's weight decay."""
-    betas: Argument[tuple[float, float]] = (0.9, 0.999)
+    betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's betas: decay of its first and its second moment."""
     max_grad_norm: Argument[float] = 1.0
     """Gradients of a larger norm are scaled down to it."""

@@ -29,7 +29,9 @@ MAX_TEXT = 1 << 16
 SHOWN_CHARACTERS = 1000
 """Characters of a reply that the console shows; events.jsonl has all of it."""
 _PACKAGE = re.escape(str(Path(__file__).parents[1]))  # users have folders called roll_lite too
-_OUR_FRAMES = rf"<string>|{_PACKAGE}/(?:workers/|envs/play\.py)|.*/asyncio/|.*/threading\.py"
+_OUR_FRAMES = (
+    rf"<string>|{_PACKAGE}/(?:rollout/|workers/|envs/play\.py)|.*/asyncio/|.*/threading\.py"
+)
 _OUR_MODULES = ("roll_lite.workers.", "roll_lite.envs.play", "contextlib")
 REWARD_COUNTS = ("calls", "seconds", "errors", "timeouts", "crashes", "replaced")
 COUNTED_KINDS = {"timeout": "timeouts", "crash": "crashes"}

@@ -246,6 +246,7 @@ async function fillList({ list, about, histogram }, note, openAt, openAs) {
   if (isSorted) browse.found.forEach((_, place) => addRow(list, place));
   say(passed > browse.found.length ? `Only ${browse.found.length} are listed. ` : "");
   if (openAt !== null) openFound(openAt, openAs);
+  else if (innerWidth > PHONE && browse.open < 0) openSample(0);
 }
 
 const isAt = ({ name, sample }, at) => sample.at === at && name === browse.name;

@@ -13,6 +13,7 @@ from roll_lite.rewards.maths.reward import (
     import_math_verify,
     last_number,
     math_answer,
+    true_answer,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "import_math_verify",
     "last_number",
     "math_answer",
+    "true_answer",
 ]

@@ -70,7 +70,7 @@ def math_answer(prompt: Prompt, reply: str, *, guess: bool = True) -> Score:
     """
     check_truth(prompt)
     is_cut = prompt.extra.get("finish_reason") == "length"
-    truth = prompt.ground_truth.rpartition("####")[2].strip()  # as solutions of GSM8K end
+    truth = true_answer(prompt)
     grade = grade_reply(reply, truth, guess=guess and not is_cut)
     parts = {
         "correct": float(grade.verdict.kind == "equal"),
@@ -103,8 +103,13 @@ def last_number(prompt: Prompt, reply: str) -> float:
     return float(value == truth)
 
 
+def true_answer(prompt: Prompt) -> str:
+    """The ground truth, or what follows its ####, as in solutions of GSM8K."""
+    return prompt.ground_truth.rpartition("####")[2].strip()
+
+
 def check_truth(prompt: Prompt) -> None:
-    if not prompt.ground_truth.rpartition("####")[2].strip():
+    if not true_answer(prompt):
         raise UserError(
             f"prompt {prompt.id} has ground_truth={prompt.ground_truth!r}; "
             "the reward math_answer needs the true answer"
