@@ -149,7 +149,7 @@ class TwoRuns:
 
     def _other_metrics(self, step: int) -> list[str]:
         a, b = (run.metrics.get(step, {}) for run in self.runs)
-        names = [n for n in a if n in b and n != "time" and is_repeated(n) and a[n] != b[n]]
+        names = [n for n in a if n in b and is_repeated(n) and a[n] != b[n]]
         names.sort(key=lambda name: not name.startswith("loss/"))
         return [f"{name}: {a[name]} | {b[name]}" for name in names]
 
