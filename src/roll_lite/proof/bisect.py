@@ -17,7 +17,7 @@ from pathlib import Path
 from roll_lite.checks import UserError
 from roll_lite.proof.recorded import RecordedRun, described, differing, listing
 from roll_lite.proof.samples import ROUNDING, Parting, name_of, part_samples, trainer_apart
-from roll_lite.report.contract import changes
+from roll_lite.report.contract import Contract, changes
 from roll_lite.report.digests import is_repeated
 from roll_lite.report.page import write_two_samples
 from roll_lite.report.reader import RunFolder
@@ -72,7 +72,9 @@ def main(arguments: list[str]) -> int:
             write_two_samples(runs.folders, rows, options.html, about, token)
             print(f"wrote {options.html}")
     except (ValueError, OSError, LookupError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        is_damaged = isinstance(error, LookupError)
+        what = f"a record of one of the runs is damaged: {error!r}" if is_damaged else error
+        print(f"error: {what}", file=sys.stderr)
         return 2
     return 1 if found else 0
 
@@ -164,8 +166,7 @@ class TwoRuns:
         yield f"  {found.what}"
         contracts = [run.contract_of(found.step) for run in self.runs]
         changed = changes(*contracts)
-        is_gpu = any("gpu" in contract["machine"] for contract in contracts)
-        yield f"kind of cause: {_kind(found, changed, is_gpu)}"
+        yield f"kind of cause: {_kind(found, changed, contracts)}"
         yield from (f"  {readable(line)}" for line in described(changed))
         begins = tuple(CODE.get(found.stage, "-").split())
         if near := [name for name in changed.get("code", ()) if name.startswith(begins)]:
@@ -192,15 +193,20 @@ def _part_batch(names: Collection[str], has_samples: bool, are_equal: bool) -> P
     return Parting(stage, f"{part} of the batch: {', '.join(names)}")
 
 
-def _kind(found: Parting, changed: Mapping[str, Sequence[str]], is_gpu: bool) -> str:
+def _kind(
+    found: Parting, changed: Mapping[str, Sequence[str]], contracts: Sequence[Contract]
+) -> str:
     """What the contracts differ in, without what cannot change this stage."""
+    is_gpu = any("gpu" in contract["machine"] for contract in contracts)
     kinds = {{"files": "data", "own": "code"}.get(part, part) for part in changed}
     unable = {"machine"} if found.stage in EXACT else set()
     kinds = kinds - unable - (set() if found.stage in OF_FILES else {"data"}) or kinds
     limit = GPU_ROUNDING if is_gpu else ROUNDING
     is_small = found.stage not in EXACT and (found.size is None or found.size < limit)
     if not kinds:
-        return "not deterministic: the contracts are equal"
+        is_timed = contracts[0]["options"].get("max_staleness")
+        why = ", and samples of an asynchronous run depend on time" if is_timed else ""
+        return f"not deterministic: the contracts are equal{why}"
     if kinds <= {"packages", "machine"} and is_small:
         return "numerics"
     is_rounding = found.size is not None and found.size < limit

@@ -125,10 +125,12 @@ def _part_tokens(a: Row, b: Row) -> Parting | None:
     else:
         texts = _texts_apart(a, b)
         is_recorded = bool(a["messages"]) or "transcript" in a
-        is_said = texts is not None and texts[0]["role"] != "assistant"
-        stage = "environment" if is_said or not is_recorded else "context"
+        said = texts if texts is not None and texts[0]["role"] != "assistant" else ({}, {})
+        stage = "environment" if said[0] or not is_recorded else "context"
     what = f"token {place}, in turn {(x or y).turn + 1}: {_describe(x)} | {_describe(y)}"
-    if x == y:
+    if found := not any(is_sampled) and _first({"content": stage}, *said):
+        what += f", of {found.what}"
+    elif x == y:
         what += f", of sequence {sequence} | {other_sequence}: the model had read other turns"
     return Parting(stage, what, token=place)
 
