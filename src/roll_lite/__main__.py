@@ -28,6 +28,7 @@ TOOLS = {  # modules with a `main(arguments)` that returns the exit code; some i
     "verify": "proof.verify",
     "whatif": "proof.whatif",
     "influence": "proof.influence",
+    "bisect": "proof.bisect",
     "tiny": "models.tiny",
 }
 USAGE = 2  # exit code of a command that is not understood

@@ -14,7 +14,7 @@ from support.chromium import Browser, needs_chromium, renderer_megabytes
 from support.made_runs import HOSTILE, make_run, metrics, sample, write_lines
 
 from roll_lite.report.__main__ import main
-from roll_lite.report.page import make_server
+from roll_lite.report.page import make_server, write_two_samples
 from roll_lite.report.reader import RunFolder
 from roll_lite.report.records import pack
 
@@ -93,6 +93,17 @@ def test_a_table_of_runs_is_sorted_by_a_click_on_a_title(browser, tmp_path):
         assert [text[-1] for text in shown] == [*names]
     heights = "[...document.querySelectorAll('#runs tr')].map(row => row.clientHeight)"
     assert max(browser.run(heights)) < 40  # one line, however many columns there are
+
+
+def test_two_samples_are_side_by_side_and_the_token_is_marked(browser, tmp_path, tiny_folder):
+    runs = [RunFolder(make_run(tmp_path / name, model=str(tiny_folder))) for name in "ab"]
+    samples = sample(3, 0, reply=HOSTILE), sample(3, 0, token_ids=[5, 6, 7, 9, 9])
+    write_two_samples(runs, samples, tmp_path / "apart.html", HOSTILE, 3)
+    browser.open(f"file://{tmp_path}/apart.html")
+    assert len(browser.texts(".side")) == 2
+    marked = "[...document.querySelectorAll('.apart')].map((token) => token.title.split(',')[0])"
+    assert browser.run(marked) == ["token 8", "token 9"]
+    assert browser.run("window.hacked") is None
 
 
 def test_tiles_come_first_and_facts_are_folded(browser, address):

@@ -129,9 +129,6 @@ class Trainer(Scorer):
     def _update(self, scheduled_at: int | None) -> dict[str, float]:
         """Clip the gradient and follow it."""
         grad_norm = self._clip()
-        with self._timed_digest():
-            gradients = ((n, local(p.grad)) for n, p in self.optimizer.parameters.items())
-            self._digests.add_text("gradient", digest_tensors(gradients))
         lr = self.schedule.at(self.num_steps if scheduled_at is None else scheduled_at)
         is_finite = grad_norm < float("inf")
         if is_finite:  # inf or nan would destroy the policy: skip the update
@@ -199,8 +196,9 @@ class Trainer(Scorer):
         return totals
 
     def digests(self, *, with_frozen: bool = False) -> dict[str, str | float]:
-        """Of this rank's batches and clipped gradients since the last call, and of its weights; and
-        the seconds that they took. `with_frozen` adds the weights that are not trained."""
+        """Of this rank's batches, gradients and their clipping since the last call, and of its
+        weights; and the seconds that they took. `with_frozen` adds the weights that are not
+        trained."""
         with self._timed_digest():
             # As the files of a checkpoint have them.
             held = sorted(self._written_pieces().items())
@@ -256,7 +254,11 @@ class Trainer(Scorer):
         sum_copied_gradients(trained, self.tensor_shard)
         norm = gradient_norm(trained, self.tensor_shard, self.place.group)
         scale = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([local(p.grad) for p in trained.values()], scale)
+        gradients = {name: local(parameter.grad) for name, parameter in trained.items()}
+        with self._timed_digest():
+            self._digests.add_text("gradient", digest_tensors(gradients.items()))
+            self._digests.add_text("clipping", str(scale.item()))
+        torch._foreach_mul_([*gradients.values()], scale)
         return norm.item()
 
     def _speed(self, batch: list[MicroBatch], seconds: float) -> dict[str, float]:
