@@ -24,6 +24,7 @@ TOOLS = {  # modules with a `main(arguments)` that returns the exit code; some i
     "replay": "replay",
     "export": "train.export",
     "verify": "proof.verify",
+    "ci": "proof.ci",
     "tiny": "models.tiny",
 }
 USAGE = 2  # exit code of a command that is not understood
