@@ -3,10 +3,10 @@
 roll-lite ci [FOLDER]             # the cases in tests/golden, in a folder of yours, or one of them
 roll-lite ci FOLDER --write       # records what the cases do now
 
-A case is a folder with a case.json. The run of its last command is compared:
+A case is a folder with a case.json. The run of its command is compared:
 
-    {"commands": ["tiny {out}/tiny",
-                  "rlvr --model {out}/tiny --data my.jsonl --seed {seed} --run-dir {out}/run"],
+    {"before": ["tiny {out}/tiny"],
+     "command": "rlvr --model {out}/tiny --data my.jsonl --steps 20",
      "metrics": ["eval/pass@1", "reward/mean"]}
 
 With the packages and the machine of the record, all digests and these metrics are to be equal.
@@ -36,15 +36,14 @@ from roll_lite.report.digests import digest_metrics, digest_text
 from roll_lite.report.records import encode, repeated_part
 from roll_lite.report.terminal import StepTable, readable
 
-RANGES = 2  # of the seeds: a band
-TABLE_WIDTH = 100
 Steps = dict[int, dict[str, Any]]  # with digests, metrics and samples (reply, reward, digest)
 NO_STEP: dict[str, Any] = {"digests": {}, "metrics": {}, "samples": []}
 
 
 class Case(NamedTuple):
     folder: Path
-    commands: list[str]
+    before: list[str]
+    command: str
     metrics: list[str]
 
 
@@ -55,14 +54,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("folder", nargs="?", type=Path, default="tests/golden", help="cases")
     parser.add_argument("--write", action="store_true", help="record what the cases do now")
     parser.add_argument("--seeds", type=int, default=5, help="with --write: runs for the bands (5)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at once (cores)")
     options = parser.parse_args(arguments)
-    seeds, judge = (range(options.seeds), write) if options.write else (range(1), compare)
+    num_seeds = options.seeds if options.write else 1
+    judge = write if options.write else compare
     try:
         cases = find_cases(options.folder)
-        with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.jobs) as pool:
-            runs = [[pool.submit(run_case, c, s, Path(scratch)) for s in seeds] for c in cases]
-            passed = [judge(c, [r.result() for r in of]) for c, of in zip(cases, runs, strict=True)]
+        with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
+            jobs = [pool.submit(run_case, case, num_seeds, scratch) for case in cases]
+            passed = [judge(case, job.result()) for case, job in zip(cases, jobs, strict=True)]
         return 0 if all(passed) else 1
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -74,24 +73,26 @@ def find_cases(folder: Path) -> list[Case]:
     if not found:
         raise UserError(f"{folder} has no case: write NAME/case.json there (roll-lite ci --help)")
     for path, case in found:
-        if not case.get("metrics") or "--run-dir {out}/run" not in case.get("commands", [""])[-1]:
-            needs = "metrics, and commands whose last has --run-dir {out}/run"
-            raise UserError(f"{path} needs two lists: {needs} (roll-lite ci --help)")
-    return [Case(path.parent, case["commands"], case["metrics"]) for path, case in found]
+        if missing := sorted({*Case._fields[1:]} - case.keys()):
+            raise UserError(f"{path} needs {missing[0]!r} (roll-lite ci --help)")
+    return [Case(path.parent, *(case[n] for n in Case._fields[1:])) for path, case in found]
 
 
-def run_case(case: Case, seed: int, scratch: Path) -> RecordedRun:
-    out = Path(tempfile.mkdtemp(dir=scratch))
+def run_case(case: Case, num_seeds: int, scratch: str) -> list[RecordedRun]:
+    """Of seeds 0, 1, ...; what comes before is the same for all."""
+    out = tempfile.mkdtemp(dir=scratch)
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    for command in case.commands:
-        words = shlex.split(command.replace("{seed}", str(seed)).replace("{out}", str(out)))
+    folders = [f"{out}/{seed}" for seed in range(num_seeds)]
+    runs = [f"{case.command} --seed {n} --run-dir {path}" for n, path in enumerate(folders)]
+    for command in [*case.before, *runs]:
+        words = shlex.split(command.replace("{out}", out))
         done = subprocess.run(
             [sys.executable, "-m", "roll_lite", *words], env=env, capture_output=True, text=True
         )
         if done.returncode:
             end = "\n".join((done.stdout + done.stderr).splitlines()[-LINES_OF_OUTPUT:])
             raise UserError(f"{case.folder.name}: {command} ended with {done.returncode}:\n{end}")
-    return RecordedRun(out / "run")
+    return [*map(RecordedRun, folders)]
 
 
 def steps_of(case: Case, run: RecordedRun) -> Steps:
@@ -156,10 +157,9 @@ def compare(case: Case, runs: Sequence[RecordedRun]) -> bool:
 
 def _outside(seeds: Mapping[str, Sequence[float]], now: Steps) -> Iterator[str]:
     for name, means in seeds.items():
-        band, mean = RANGES * (max(means) - min(means)), late_mean(now, name)
+        band, mean = 2 * (max(means) - min(means)), late_mean(now, name)
         if abs(mean - means[0]) > band:
-            was = f"recorded {means[0]:.4g}, now {mean:.4g}, band {band:.4g}"
-            yield f"{name} is outside its band: mean of the second half {was}"
+            yield f"{name}: late mean {means[0]:.4g} recorded, {mean:.4g} now; band {band:.4g}"
 
 
 def _first_sample(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
@@ -171,10 +171,10 @@ def _first_sample(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[s
             return
 
 
-def _table(case: Case, then: Steps, now: Steps) -> Iterator[str]:
+def _table(case: Case, then: Steps, now: Steps, width: int = 100) -> Iterator[str]:
     sides = {"recorded": then, "now": now}
     table = StepTable({f"{s} {n}": f"{s} {n.split('/')[-1]}" for n in case.metrics for s in sides})
     for step in sorted({*then, *now}):
         found = [(side, steps.get(step, NO_STEP)["metrics"]) for side, steps in sides.items()]
         values = {f"{side} {name}": value for side, kept in found for name, value in kept.items()}
-        yield from table.lines(step, values, TABLE_WIDTH)
+        yield from table.lines(step, values, width)
