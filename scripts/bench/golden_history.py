@@ -10,8 +10,8 @@ and a game. What is compared are tokens, rewards and order of the samples of all
 weights in the end. Metrics are compared by the names that both states have.
 
 Where two states agree in samples and weights, those between are taken to agree as well: so a few
-runs search hundreds of states. --every runs the rest too. Results are lines of OUT/results.jsonl,
-and a second start goes on.
+runs search hundreds of states. --every runs those too, at equal distances first. Results are lines
+of OUT/results.jsonl, and a second start goes on.
 """
 
 import json
@@ -128,19 +128,17 @@ def make_start(out: Path) -> None:
 
 
 def order(states: Sequence[str], known: dict[str, Outcome], every: bool) -> Iterator[str]:
-    """States to run: ends, then halves of what differs, newest first; then the rest."""
+    """States to run: the ends, then halves of what differs, newest first, or of everything."""
     yield from (commit for commit in (states[-1], states[0]) if commit not in known)
     spans = [(0, len(states) - 1)]
     while spans:
-        low, high = spans.pop()
+        low, high = spans.pop(0 if every else -1)
         middle = (low + high) // 2
-        if middle == low or agree(known[states[low]], known[states[high]]):
+        if middle == low or (not every and agree(known[states[low]], known[states[high]])):
             continue
         if states[middle] not in known:
             yield states[middle]
         spans += [(low, middle), (middle, high)]
-    if every:
-        yield from (commit for commit in reversed(states) if commit not in known)
 
 
 def agree(one: Outcome, other: Outcome) -> bool:
