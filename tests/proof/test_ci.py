@@ -8,12 +8,13 @@ import subprocess
 import sys
 
 import pytest
-from support.paths import SOURCES
+from support.paths import ROOT, SOURCES
 
 from roll_lite.proof import ci
 from roll_lite.proof.recorded import RecordedRun
 
 METRICS = ["eval/pass@1", "reward/mean"]
+GOLDEN = ROOT / "tests" / "golden"
 PLANTED = ("self.lr * (step + 1) / (self", "self.lr * step / (self")
 """A learning rate whose warm-up begins a step too late."""
 
@@ -116,7 +117,16 @@ def test_elsewhere_the_second_half_stays_within_twice_the_range_of_seeds(recorde
     shown = capsys.readouterr().out
     assert "machine: cpu: ABACUS | " in shown
     assert ("reward/mean: late mean" in shown) == (abs(far) > 2)
-    assert "recorded mean" in shown and "now mean" in shown  # the curves
+    assert "recorded reward/mean now reward/mean" in shown  # the curves
+
+
+def test_a_step_may_have_no_metrics(evidence, tmp_path):
+    """As step 0 of fine-tuning."""
+    run = RecordedRun(shutil.copytree(evidence, tmp_path / "other"))
+    del run.metrics[0]
+    case = write_case(tmp_path / "case")
+    ci.write(case, [run, run])
+    assert ci.compare(case, [run])
 
 
 def test_other_options_are_named(recorded, capsys):
@@ -168,6 +178,17 @@ def test_a_command_that_fails_is_shown(tmp_path, capsys):
 # ---- real cases
 
 
+def test_golden_files_are_small_and_complete():
+    assert {case.folder.name for case in ci.find_cases(GOLDEN)} == {"question", "game", "sft"}
+    files = [path for path in GOLDEN.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 200_000
+    for case in ci.find_cases(GOLDEN):
+        golden = json.loads((case.folder / "golden.json").read_text())
+        assert {*golden["late_means"]} == {*case.metrics}
+        assert all(len({*means}) == 5 for means in golden["late_means"].values())
+        assert "/" not in json.dumps(golden["contract"]["options"]["model"])
+
+
 @pytest.mark.slow
 def test_an_off_by_one_in_the_code_is_found(tmp_path):
     command = (
@@ -195,3 +216,8 @@ def test_an_off_by_one_in_the_code_is_found(tmp_path):
     done = call(copy)
     assert done.returncode == 1, done.stderr
     assert "sft: differs. The first step that differs is 1: weights" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_golden_curve_holds():
+    assert ci.main([str(GOLDEN / "sft")]) == 0

@@ -98,7 +98,7 @@ def run_case(case: Case, num_seeds: int, scratch: str) -> list[RecordedRun]:
 def steps_of(case: Case, run: RecordedRun) -> Steps:
     found = {}
     for step, line in sorted(run.steps.items()):
-        metrics = {name: run.metrics[step].get(name) for name in case.metrics}
+        metrics = {n: run.metrics.get(step, {}).get(n) for n in case.metrics}
         digests = {n: d for n, d in line.items() if n not in OF_THE_CHAIN}
         digests["metrics"] = digest_metrics(metrics)  # those of the case alone
         path = run.folder / "rollouts" / f"step_{step:05d}.jsonl"
@@ -173,7 +173,7 @@ def _first_sample(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[s
 
 def _table(case: Case, then: Steps, now: Steps, width: int = 100) -> Iterator[str]:
     sides = {"recorded": then, "now": now}
-    table = StepTable({f"{s} {n}": f"{s} {n.split('/')[-1]}" for n in case.metrics for s in sides})
+    table = StepTable({f"{s} {n}": f"{s} {n}" for n in case.metrics for s in sides})
     for step in sorted({*then, *now}):
         found = [(side, steps.get(step, NO_STEP)["metrics"]) for side, steps in sides.items()]
         values = {f"{side} {name}": value for side, kept in found for name, value in kept.items()}
