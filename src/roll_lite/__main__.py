@@ -29,6 +29,7 @@ TOOLS = {  # modules with a `main(arguments)` that returns the exit code; some i
     "whatif": "proof.whatif",
     "influence": "proof.influence",
     "bisect": "proof.bisect",
+    "ci": "proof.ci",
     "tiny": "models.tiny",
 }
 USAGE = 2  # exit code of a command that is not understood
