@@ -185,7 +185,7 @@ def test_golden_files_are_small_and_complete():
     for case in ci.find_cases(GOLDEN):
         golden = json.loads((case.folder / "golden.json").read_text())
         assert {*golden["late_means"]} == {*case.metrics}
-        assert all(len({*means}) == 5 for means in golden["late_means"].values())
+        assert all(len(means) == 5 for means in golden["late_means"].values())
         assert "/" not in json.dumps(golden["contract"]["options"]["model"])
 
 
@@ -206,7 +206,7 @@ def test_an_off_by_one_in_the_code_is_found(tmp_path):
             env=os.environ | {"PYTHONPATH": str(source)}, capture_output=True, text=True,
         )  # fmt: skip
 
-    assert call(SOURCES, "--write", "--seeds", "2").returncode == 0
+    assert call(SOURCES, "--write", "--seeds", "1").returncode == 0
     done = call(copy)
     assert (done.returncode, done.stdout) == (0, "sft: equal to the last bit, 7 steps\n")
     path = copy / "roll_lite" / "train" / "optimizer.py"
