@@ -26,7 +26,7 @@ from roll_lite.report.contract import make_contract
 from roll_lite.report.run import Run
 from roll_lite.report.trackers import OpenTracker
 from roll_lite.roles import Roles
-from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.coordinator import Coordinator, NothingLeft
 from roll_lite.rollout.evaluation import describe_groups
 from roll_lite.rollout.event_loop import rare_collections
 from roll_lite.rollout.journal import fingerprint
@@ -244,12 +244,15 @@ class Loop:
                 self._print_rates()
         if error is None:
             self._export()
-        elif isinstance(error, TooManyFailures):
+        elif isinstance(error, TooManyFailures | NothingLeft):
             self._blame_code(error)
 
-    def _blame_code(self, error: TooManyFailures) -> None:
+    def _blame_code(self, error: TooManyFailures | NothingLeft) -> None:
         """Rewards or environments that never worked: a restart would find them as they are."""
-        kind = error.failure.kind if error.failure else ""
+        if isinstance(error, NothingLeft):
+            kind = "raised" if error.has_raised else ""
+        else:
+            kind = error.failure.kind if error.failure else ""
         if kind == "debugger" or (kind == "raised" and self._saved.step == 0):
             raise UserError(str(error)) from error
 

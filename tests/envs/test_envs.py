@@ -1,6 +1,7 @@
 """What all games share: the conversation, seeds, bad input, metrics; the tool; the commands."""
 
 import asyncio
+import io
 import json
 import re
 from functools import partial
@@ -377,6 +378,13 @@ def test_a_human_plays_from_the_keyboard(capsys, monkeypatch):
     assert main(["play", "guess:max_steps=2"]) == 0
     printed = capsys.readouterr().out
     assert "<answer>nothing</answer>" in printed and "valid       0.5" in printed
+
+
+@pytest.mark.parametrize("stdin", [None, io.StringIO()])
+def test_without_a_keyboard_the_game_is_left(stdin, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert main(["play", "guess"]) == 1
+    assert capsys.readouterr().err == "\nstopped before the episode ended\n"
 
 
 def test_bench_has_a_line_for_each_environment(capsys):

@@ -219,7 +219,7 @@ def test_a_forged_chain_does_not_survive_its_step(run, forge, names, capsys):
 
 @pytest.mark.slow
 def test_steps_computed_again_agree(run, capsys):
-    assert main([str(run), "--steps", "1,3,6"]) == 0
+    assert main([str(run), "--steps", "1,3,6", "--no-more"]) == 0
     out = capsys.readouterr().out
     assert "steps 1 to 1 are computed again from the run's start" in out
     assert "steps 3 to 3 are computed again from the checkpoint of step 2" in out

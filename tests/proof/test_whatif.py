@@ -16,7 +16,7 @@ from support.runs import samples_of, sft_options, toy_options
 from transformers import AutoModelForCausalLM
 
 from roll_lite.options import from_flat
-from roll_lite.proof.recorded import RecordedRun, first_difference
+from roll_lite.proof.recorded import RecordedRun, differing
 from roll_lite.proof.whatif import main, start_of
 from roll_lite.recipes import agentic, rlvr
 from roll_lite.report.config_file import read_options, to_json
@@ -42,9 +42,14 @@ def restored(run):
     return {step: row.get("rollout/restored", 0) for step, row in run.metrics.items() if step}
 
 
+def differences(a, b):
+    """Steps that both have of which a digest differs."""
+    return [n for n in sorted(a.steps.keys() & b.steps.keys()) if differing(a.steps[n], b.steps[n])]
+
+
 def test_without_other_options_it_is_the_run(evidence, tmp_path):
     run = again(evidence, tmp_path / "again")
-    assert first_difference(RecordedRun(evidence), run) is None
+    assert differences(RecordedRun(evidence), run) == []
     assert run.steps.keys() == RecordedRun(evidence).steps.keys()
     assert restored(run) == dict.fromkeys(range(1, 7), 32)
 
@@ -52,7 +57,7 @@ def test_without_other_options_it_is_the_run(evidence, tmp_path):
 def test_it_is_the_run_after_going_live_too(evidence, tmp_path, capsys):
     """Rounding is above a bound of 0."""
     run = again(evidence, tmp_path / "again", max_kl=0)
-    assert first_difference(RecordedRun(evidence), run) is None
+    assert differences(RecordedRun(evidence), run) == []
     assert restored(run) == {1: 32} | dict.fromkeys(range(2, 7), 0)
     assert "the policies have parted: the next steps take new samples" in capsys.readouterr().out
     assert [step for step, row in run.metrics.items() if "whatif/kl" in row] == [1]
@@ -63,7 +68,7 @@ def test_steps_without_recorded_samples_are_generated(evidence, tmp_path):
     folder = shutil.copytree(evidence, tmp_path / "run")
     (folder / "rollouts/step_00003.jsonl").unlink()
     run = again(folder, tmp_path / "again")
-    assert first_difference(RecordedRun(evidence), run) is None
+    assert differences(RecordedRun(evidence), run) == []
     assert restored(run)[3] == 0 and restored(run)[4] == 32
 
 
@@ -79,7 +84,7 @@ def test_a_game_is_the_run_too(tiny_folder, tmp_path, advantage):
     again = options | {"recorded": options["run_dir"], "run_dir": str(tmp_path / "again")}
     call_recipe(rlvr, from_flat(agentic.Config, **again))
     runs = [RecordedRun(tmp_path / name) for name in ("run", "again")]
-    assert first_difference(*runs) is None and restored(runs[1])[3] == 32
+    assert differences(*runs) == [] and restored(runs[1])[3] == 32
 
 
 @pytest.mark.slow

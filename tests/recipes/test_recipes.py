@@ -19,6 +19,7 @@ from roll_lite.planning.resolve import resolved
 from roll_lite.recipes import distill, dpo, evaluate, rlvr, sft
 from roll_lite.report.config_file import read_options
 from roll_lite.report.reader import RunFolder
+from roll_lite.report.run import refuse_old_run
 from roll_lite.report.terminal import draw_curve
 
 TASK = "reverse:2"
@@ -159,8 +160,15 @@ def test_the_same_seed_gives_the_same_run(imitator, tmp_path):
 
 
 def test_an_old_run_folder_is_not_written_over(imitator):
-    with pytest.raises(ValueError, match="earlier run"):
+    with pytest.raises(ValueError, match=r"earlier run; .* with --resume"):
         call_recipe(rlvr, small_config(imitator, imitator, steps=0))
+
+
+def test_an_evaluation_is_not_to_be_resumed(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "config.json").write_text(json.dumps({"recipe": "evaluate"}))
+    with pytest.raises(ValueError, match=r"earlier run; name another folder or remove it$"):
+        refuse_old_run(tmp_path)
 
 
 @pytest.mark.parametrize("recipe", [rlvr, sft, dpo, distill, evaluate])

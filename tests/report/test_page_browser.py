@@ -14,7 +14,7 @@ from support.chromium import Browser, needs_chromium, renderer_megabytes
 from support.made_runs import HOSTILE, make_run, metrics, sample, write_lines
 
 from roll_lite.report.__main__ import main
-from roll_lite.report.page import make_server
+from roll_lite.report.page import make_server, write_two_samples
 from roll_lite.report.reader import RunFolder
 from roll_lite.report.records import pack
 
@@ -91,6 +91,19 @@ def test_a_table_of_runs_is_sorted_by_a_click_on_a_title(browser, tmp_path):
         browser.run(f"{buttons}.find((b) => b.textContent.startsWith('{title}')).click()")
         shown = browser.texts("#runs tr td:first-child")
         assert [text[-1] for text in shown] == [*names]
+    heights = "[...document.querySelectorAll('#runs tr')].map(row => row.clientHeight)"
+    assert max(browser.run(heights)) < 40  # one line, however many columns there are
+
+
+def test_two_samples_are_side_by_side_and_the_token_is_marked(browser, tmp_path, tiny_folder):
+    runs = [RunFolder(make_run(tmp_path / name, model=str(tiny_folder))) for name in "ab"]
+    samples = sample(3, 0, reply=HOSTILE), sample(3, 0, token_ids=[5, 6, 7, 9, 9])
+    write_two_samples(runs, samples, tmp_path / "apart.html", HOSTILE, 3)
+    browser.open(f"file://{tmp_path}/apart.html")
+    assert len(browser.texts(".side")) == 2
+    marked = "[...document.querySelectorAll('.apart')].map((token) => token.title.split(',')[0])"
+    assert browser.run(marked) == ["token 8", "token 9"]
+    assert browser.run("window.hacked") is None
 
 
 def test_tiles_come_first_and_facts_are_folded(browser, address):
@@ -98,7 +111,7 @@ def test_tiles_come_first_and_facts_are_folded(browser, address):
     assert browser.texts("main > :first-child .tile .value") == ["0.5714", "0.4", "4 of 6"]
     assert browser.texts(".tile .more") == [
         "0.1429 at first",
-        "eval/pass@1, step 4; 0.2 at first, 0.4 at step 4",
+        "eval/pass@1, step 4; 0.2 at first",
         "about 4 s left",
     ]
     assert browser.run("document.querySelector('progress').value") == pytest.approx(4 / 6)
@@ -108,6 +121,16 @@ def test_tiles_come_first_and_facts_are_folded(browser, address):
     ]
     assert tops == sorted(tops)
     assert browser.run("[...document.querySelectorAll('details')].every(d => !d.open)")
+
+
+@pytest.mark.parametrize("scale", [1, 0.5])
+def test_the_reward_of_evaluations_is_shown_unless_it_is_the_pass_rate(browser, tmp_path, scale):
+    folder = make_run(tmp_path / "a")
+    rows = [metrics(step) for step in (2, 4)]
+    rows = [row | {"eval/reward": scale * row["eval/pass@1"]} for row in rows]
+    write_lines(folder / "metrics.jsonl", rows)
+    browser.open(write(folder))
+    assert len(browser.texts('figure[data-metric="eval/reward"]')) == (scale != 1)
 
 
 @pytest.mark.parametrize("width", [1400, 390])
@@ -328,11 +351,31 @@ def test_samples_are_sorted(browser, tmp_path):
     for order, numbers in orders.items():
         choose(browser, "#sort", order)
         assert listed(browser) == [f"answer {n} of step 1" for n in numbers], order
-    browser.press("n")
     assert dict(zip(browser.texts("#facts dt"), browser.texts("#facts dd"), strict=True)) == {
         "state": "done", "reward": "2", "domain": "odd", "advantage": "-1", "tokens": "3",
         "turns": "1", "part format": "0.25",
     }  # fmt: skip
+
+
+def test_effects_are_shown_and_sorted(browser, tmp_path):
+    """Those of a group, and those of samples."""
+    folder = make_run(tmp_path / "a", num_steps=2)
+    for step in (1, 2):
+        rows = [sample(step, number, visit=0) for number in (0, 1, 4, 5, 8)]
+        write_lines(folder / "rollouts" / f"step_0000{step}.jsonl", rows)
+    group = {"prompt_id": "p1", "visit": 0, "effect": -0.5}
+    other = {"prompt_id": "p0", "visit": 0, "effect": 0.0}
+    write_lines(folder / "influence_00001.jsonl", [group, other])
+    samples = [{**group, "index": index, "effect": index - 0.5} for index in (0, 1)]
+    write_lines(folder / "influence_00002.jsonl", samples)
+    address = write(folder)
+    browser.open(address + "#rollouts/0/step_00001")
+    assert len(listed(browser)) == 5
+    assert browser.texts(".row .effect") == ["no effect", "no effect", "hurt 0.5", "hurt 0.5"]
+    browser.go("#rollouts/0/step_00002")
+    choose(browser, "#sort", "effect down")
+    assert listed(browser)[:2] == ["answer 5 of step 2", "answer 4 of step 2"]
+    assert browser.texts(".row .effect") == ["helped 0.5", "hurt 0.5"]
 
 
 def test_the_histogram_shows_and_filters_rewards(browser, tmp_path):
@@ -509,6 +552,7 @@ def test_a_phone_shows_the_sample_above_the_fold(browser, address):
     browser.resize(390, 844)
     browser.open(address + "#rollouts/0/step_00003")
     listed(browser)
+    assert not browser.texts("#sample")  # the list comes first
     browser.run("document.querySelectorAll('.row')[5].click()")
     bottom = "document.querySelector('{}').getBoundingClientRect().bottom"
     assert browser.run(bottom.format("#conversation .assistant")) < 700
@@ -519,12 +563,12 @@ def test_a_phone_shows_the_sample_above_the_fold(browser, address):
 def test_keys_and_links_open_samples(browser, address):
     browser.open(address + "#rollouts/0/step_00002")
     listed(browser)
-    assert not browser.texts("#sample")
 
     def shown():
         return browser.texts("#conversation .assistant .text")
 
-    for key, reply in (("n", 0), ("n", 1), ("n", 2), ("p", 1), ("f", 3), ("f", 6)):
+    assert shown() == ["answer 0 of step 2"]
+    for key, reply in (("n", 1), ("n", 2), ("p", 1), ("f", 3), ("f", 6)):
         browser.press(key)
         assert shown() == [f"answer {reply} of step 2"]  # rewards 0, 1, 2, 0, 1, 2, 0
     place = browser.run("location.hash")

@@ -53,7 +53,8 @@ def play(options: argparse.Namespace) -> int:
     chat = PrintedChat(_agent(options.agent, make, options.seed))
     try:
         ending = asyncio.run(chat.play(make, _task(options.env, options.seed)))
-    except EOFError:
+    except (EOFError, KeyboardInterrupt):
+        print("\nstopped before the episode ended", file=sys.stderr)
         return 1
     if isinstance(chat.env, Game):
         print(chat.env.observe())

@@ -3,6 +3,7 @@ solvers as dialogues to imitate, with exactly the texts that a model reads in RL
 
 import asyncio
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,6 +55,8 @@ def erring_solver(seed: int | str, mistakes: float) -> Agent:
 
 
 def human(env: Env | None) -> str:
+    if sys.stdin is None:  # it was closed before Python started
+        raise EOFError
     line = input("> ")
     return env.as_reply(line) if isinstance(env, Game) else line
 

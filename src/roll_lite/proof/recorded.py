@@ -13,7 +13,9 @@ from roll_lite.report.reader import parse_line
 
 Line = dict[str, Any]
 OF_THE_CHAIN = ("step", "contract", "chain")
-ORDER = ("samples", "batch", "gradient", "weights", "critic", "answers", "metrics")
+ORDER = (
+    "samples", "batch", "gradient", "clipping", "frozen", "weights", "critic", "answers", "metrics",
+)  # fmt: skip
 """In which what a line has digests of comes to be; evaluation follows the update."""
 
 
@@ -77,14 +79,6 @@ def differing(line: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     names = [n for n in {**line, **other} if n not in OF_THE_CHAIN]
     wrong = [name for name in names if line.get(name) != other.get(name)]
     return sorted(wrong, key=lambda name: ORDER.index(name.partition("/")[0]))
-
-
-def first_difference(a: RecordedRun, b: RecordedRun) -> tuple[int, Sequence[str]] | None:
-    """The first step that both have of which a digest differs."""
-    for step in sorted(a.steps.keys() & b.steps.keys()):
-        if names := differing(a.steps[step], b.steps[step]):
-            return step, names
-    return None
 
 
 def listing(names: Sequence[Any], most: int = 8) -> str:

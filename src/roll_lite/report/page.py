@@ -30,6 +30,7 @@ SCRIPTS = (
     "dom", "chart", "runs", "overview", "curves", "times", "timeline", "maths", "markdown",
     "sample", "rollouts", "main",
 )  # fmt: skip
+OF_TWO_SAMPLES = (*SCRIPTS[:-2], "apart")
 MAX_ROWS = 5000
 """Rows of metrics.jsonl, of all runs."""
 NEWEST_STEPS, MAX_STEPS = 3, 24
@@ -53,8 +54,24 @@ def write_page(runs: Sequence[RunFolder], path: Path, max_bytes: int) -> None:
             kept = f"{len(rows):,} of {len(run.rows):,} rows of metrics.jsonl"
             data["notes"].append(f"{kept} are in this page")
         parts.append(data)
+    _write(path, html(page_data(runs, parts)))
+
+
+def write_two_samples(
+    runs: Sequence[RunFolder], samples: Sequence[Row], path: Path, about: str, token: int | None
+) -> None:
+    """A sample of each run side by side, with this token marked; or no samples."""
+    parts = [
+        {"name": str(run.folder), "sample": clip(row), "texts": TokenTexts(run).of([row])}
+        for run, row in zip(runs, samples, strict=False)
+    ]
+    data = {"live": False, "about": about, "token": token, "runs": parts}
+    _write(path, html(data, OF_TWO_SAMPLES))
+
+
+def _write(path: Path, page: str) -> None:
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(html(page_data(runs, parts)), encoding="utf-8")
+    partial.write_text(page, encoding="utf-8")
     partial.rename(path)
 
 
@@ -81,6 +98,7 @@ def run_data(run: RunFolder, rows: Sequence[int], *notes: str) -> Row:
         "events": clip(run.events[-200:]),
         "notes": [note for note in (*run.notes, *notes) if note],
         "names": run.names,
+        "effects": run.effects,
         "restarts": run.num_restarts,
     }
 
@@ -157,10 +175,10 @@ def _html_json(value: Any) -> str:
     return encode(value).replace("<", "\\u003c")
 
 
-def html(data: Row) -> str:
+def html(data: Row, scripts: Sequence[str] = SCRIPTS) -> str:
     """The page. Its policy lets it run this script and this style, and load nothing."""
     style = (WEB / "page.css").read_text()
-    script = "\n".join((WEB / f"{name}.js").read_text() for name in SCRIPTS)
+    script = "\n".join((WEB / f"{name}.js").read_text() for name in scripts)
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
         f"connect-src {chr(39)}{'self' if data['live'] else 'none'}{chr(39)}; "

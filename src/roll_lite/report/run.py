@@ -28,7 +28,7 @@ from roll_lite import output
 from roll_lite.checks import UserError
 from roll_lite.files import own_content
 from roll_lite.progress import PhaseFile, ProgressBar, terminal_width
-from roll_lite.report.config_file import to_json, write_config
+from roll_lite.report.config_file import to_json, write_config, written_by
 from roll_lite.report.contract import Contract, write_contract
 from roll_lite.report.digests import FILE, DigestLines
 from roll_lite.report.overview import Hints
@@ -259,10 +259,12 @@ def is_due(step: int, every: int, num_steps: int) -> bool:
 def refuse_old_run(folder: str | Path) -> None:
     """Raise ValueError if a new run would overwrite the records of another."""
     if (Path(folder) / "metrics.jsonl").exists():
+        config = Path(folder) / "config.json"
+        is_evaluation = config.is_file() and written_by(config) == "evaluate"
+        resume = f", or continue that run with --resume {folder}"
         raise UserError(
-            f"run_dir={folder} holds the records of an earlier run; name another folder, remove "
-            f"it, or continue that run with --resume {folder}, from its start if it has no "
-            "checkpoint yet (evaluate.py has no --resume)"
+            f"run_dir={folder} holds the records of an earlier run; name another folder or remove "
+            f"it{'' if is_evaluation else resume}"
         )
 
 

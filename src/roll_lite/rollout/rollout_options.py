@@ -55,7 +55,8 @@ class RolloutOptions:
     generated."""
     drop_equal: bool = False
     """Drop groups from which the advantage has nothing to learn: with grpo and most others those
-    whose rewards are all equal (DAPO's dynamic sampling)."""
+    whose rewards are all equal (DAPO's dynamic sampling). Rewards count as they were given, before
+    a penalty of overlong replies, a KL in the reward or a teacher changes them."""
     min_group_reward: Argument[float | None] = None
     """Drop groups with a lower mean reward: the prompt is too hard."""
     max_group_reward: Argument[float | None] = None

@@ -45,10 +45,16 @@ function metricNames() {
 
 // Main metrics come first; the others stay in the order in which they were recorded.
 const rank = (name) => (MAIN.includes(name) ? MAIN.indexOf(name) : MAIN.length);
+// With rewards of 0 and 1 alone, both curves are one.
+const isRepeated = (name) =>
+  name === "eval/reward" &&
+  data.runs.every(({ metrics: m }) => String(m[name]) === String(m["eval/pass@1"]));
 const mainMetrics = () => {
   const names = metricNames(),
     pinned = pins().filter((name) => names.includes(name));
-  const others = MAIN.filter((name) => names.includes(name) && !pinned.includes(name));
+  const others = MAIN.filter(
+    (name) => names.includes(name) && !pinned.includes(name) && !isRepeated(name),
+  );
   return [...pinned, ...others.slice(0, 8)];
 };
 
@@ -212,9 +218,9 @@ function curveControls(draw) {
 }
 
 function differingOptions(index) {
-  const parts = Object.entries(data.differences).map(
-    ([name, values]) => `${name}=${optionText(values[index])}`,
-  );
+  const parts = Object.entries(data.differences)
+    .filter(([, values]) => values[index] !== null)
+    .map(([name, values]) => `${name}=${optionEnd(values[index])}`);
   return parts.slice(0, 6).join(" ");
 }
 

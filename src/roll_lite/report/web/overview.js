@@ -35,13 +35,19 @@ function tiles(run, index) {
       ? tile(
           "best evaluation",
           number(best.value),
-          `${best.metric}, step ${best.step}; ${number(best.first)} at first, ${number(best.last)} at step ${best.last_step}${gain(run)}`,
+          `${best.metric}, step ${best.step}; ${beside(best)}${gain(run)}`,
           best.metric,
         )
       : null,
     tile("step", shown ?? "–", timeLeft(run), null, of && step !== null ? step / of : null),
     metricTile(run, "", SPEEDS),
   );
+}
+
+// The first evaluation, and the last where it is not the best.
+function beside({ first, last, step, last_step }) {
+  const now = last_step > step ? `, ${number(last)} at step ${last_step}` : "";
+  return `${number(first)} at first${now}`;
 }
 
 // The last value of the first of the metrics that the run has, and what it was at first.
@@ -107,6 +113,8 @@ function overviewTable() {
 
 function optionText(value) {
   if (value === null || value === undefined) return null;
+  const isFraction = typeof value === "number" && !Number.isInteger(value);
+  if (isFraction) return String(Number(value.toPrecision(6))); // of a product, as 0.003
   if (typeof value !== "object") return String(value);
   if (Array.isArray(value)) return value.map(optionText).join(" ");
   return Object.entries(value)
@@ -139,7 +147,7 @@ function bestText(run) {
     "span",
     {},
     link(["curves", best.metric], best.metric),
-    ` ${number(best.value)} at step ${best.step}; ${number(best.first)} at first, ${number(best.last)} at step ${best.last_step}${gain(run)}`,
+    ` ${number(best.value)} at step ${best.step}; ${beside(best)}${gain(run)}`,
   );
 }
 

@@ -1,6 +1,7 @@
 // A table of all runs with their last values; a click on a title sorts by it.
 
 const MANY_RUNS = 4; // more do not fit side by side
+const MAX_VALUE = 32; // characters of an option
 const RUN_METRICS = ["reward/mean", "loss/loss", "loss/entropy", "rollout/reply_tokens", "time/step"];
 const sorting = { title: null, isDown: false };
 
@@ -30,17 +31,29 @@ function runColumns() {
     column(
       "best evaluation",
       (run) => run.overview.best?.value,
-      (run) => bestText(run) ?? "–",
+      shortBest,
     ),
     ...metrics.map((name) => column(name, (run) => last(run, name))),
     ...Object.keys(data.differences).map((name) =>
       column(
         name,
         (run) => run.options[name],
-        (run) => optionText(run.options[name]) ?? "–",
+        (run) => el("span", { title: optionText(run.options[name]) }, optionEnd(run.options[name])),
       ),
     ),
   ];
+}
+
+function shortBest({ overview: { best } }) {
+  if (!best) return "–";
+  const name = link(["curves", best.metric], best.metric);
+  return el("span", {}, `${number(best.value)} at ${best.step}, `, name);
+}
+
+// Of a long path the end, which tells runs apart.
+function optionEnd(value) {
+  const text = optionText(value) ?? "–";
+  return text.length > MAX_VALUE ? `…${text.slice(1 - MAX_VALUE)}` : text;
 }
 
 // Missing values come last, whichever way the table is sorted.
