@@ -462,7 +462,7 @@ def bench(learnt_folder, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["rounding of a reward", "weight decay", "order of prompts"])
+@pytest.mark.parametrize("name", ["schedule off by one", "weight decay", "order of prompts"])
 def test_a_planted_fault_is_found(bench, name):
     module, runs = bench
     (fault,) = [fault for fault in module.FAULTS if fault.name == name]
