@@ -203,7 +203,7 @@ def chance(steps: list[Pairs], num_orders: int = 100_000) -> float:
             keys = random.random((num_orders, len(pairs)), dtype=np.float32)
             sums += ranks[np.argpartition(keys, number - 1)[:, :number]].sum(axis=1)
             total += sum(rank for rank, (_, planted) in zip(ranks, pairs, strict=True) if planted)
-    return float((sums >= total - 1e-9).mean())
+    return float(((sums >= total - 1e-9).sum() + 1) / (num_orders + 1))
 
 
 def rankdata(values: list[float]) -> np.ndarray:
