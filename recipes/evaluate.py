@@ -4,6 +4,7 @@ python recipes/evaluate.py --model models/SmolLM2-135M-Instruct --data addition:
 python recipes/evaluate.py --model runs/mine/model --data math.jsonl --samples 8 --temperature 0.8
 python recipes/evaluate.py --model models/tiny --checkpoint runs/mine/checkpoints/step-00000040
 python recipes/evaluate.py --model runs/mine/model --data sokoban frozen_lake:size=8     # episodes
+python recipes/evaluate.py --model runs/b/model --data math.jsonl --against runs/evaluation-of-a
 torchrun --nproc-per-node 8 recipes/evaluate.py --model ...      # an engine on each rank
 
 Replies are scored by the rewards of recipes/rlvr.py and of --code FILE; episodes are played in the
@@ -25,6 +26,9 @@ from roll_lite import command, data
 from roll_lite.checks import UserError, above, at_least, finite, read_only_if
 from roll_lite.options import flag_names, flatten
 from roll_lite.recipes import agentic
+from roll_lite.report.config_file import read_options, to_json
+from roll_lite.report.paired import improvement_over
+from roll_lite.report.reader import RunFolder
 
 TASK_PROMPTS = 256
 """Questions of a task that are asked, and tasks of an environment, unless `prompts` says."""
@@ -52,6 +56,9 @@ class Config(rl.RecipeConfig):
     """Sampling temperature; None is greedy for one sample and 1 for several."""
     pass_reward: float = 1.0
     """A reply passes with at least this reward."""
+    against: str | None = None
+    """Folder of an evaluation that asked another model the same with the same options: how much
+    better this model is, prompt by prompt, with a 95% interval."""
     run_dir: str = field(default_factory=partial(rl.default_folder, "evaluate"))
     """Folder for config.json, metrics.jsonl, events.jsonl and all replies in rollouts/."""
     seed: int = 0
@@ -141,6 +148,20 @@ class Config(rl.RecipeConfig):
         if self.checkpoint is not None:
             rl.check_checkpoint(self.checkpoint, self.model)
         rl.refuse_old_run(self.run_dir)
+        if self.against is not None:
+            self._check_against(self.against)
+
+    def _check_against(self, folder: str) -> None:
+        """Refuse an evaluation that asked otherwise."""
+        if not Path(folder, "rollouts", "step_00000.jsonl").is_file():
+            raise UserError(f"against={folder!r} has no complete evaluation of evaluate.py")
+        theirs, ours = read_options(f"{folder}/config.json"), to_json(self)
+        for name in sorted({*self.FIXED, *self.own.values, "prompts"} - {"model", "checkpoint"}):
+            if theirs.get(name) != ours[name]:
+                raise UserError(
+                    f"against={folder!r} has {name}={theirs.get(name)!r}, and here it is "
+                    f"{ours[name]!r}; give the same, or evaluate that model again"
+                )
 
     def read_rows(self, source: str) -> list[rl.Prompt]:
         """Prompts of a file; rows without a domain get that of the only reward."""
@@ -204,6 +225,9 @@ def main(cfg: Config) -> dict[str, float]:
         run.close()
         answers.remove()
         print(table(metrics, groups, cfg.samples))
+        if cfg.against:
+            found = improvement_over(RunFolder(cfg.against), RunFolder(cfg.run_dir))
+            print(f"pass@1 over {cfg.against}: {found or 'they share too few prompts'}")
     return metrics
 
 

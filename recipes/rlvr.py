@@ -59,7 +59,7 @@ class Config(rl.PolicyConfig):
         "rollout/staleness": "staleness", "rollout/kl": "KL to teacher",
         "loss/entropy": "entropy", "loss/grad_norm": "grad", "policy/clip_fraction": "clip",
         "loss/skipped_steps": "skipped", "time/step": "step s", "reference/kl": "KL to reference",
-        "mismatch/logprob_mean": "mismatch",
+        "mismatch/logprob_mean": "mismatch", "whatif/kl": "KL to recorded",
         "critic/explained_variance": "explained variance",
         "time/rollout": "rollout s", "time/train": "train s",
     }  # fmt: skip

@@ -11,6 +11,7 @@ import time
 from contextlib import contextmanager, suppress
 
 import pytest
+from support.made_runs import make_run
 from support.paths import PYTHONPATH, RECIPES
 from support.runs import flags, sft_options, toy_options
 
@@ -83,6 +84,16 @@ def test_what_can_be_written_is_whole(tmp_path):
     assert run(code + text, "utf-8") == run(text, "utf-8") == (0, "aé ∑\nend".encode(), b"b")
     assert run(text, "latin-1")[0] == 1
     assert run(code + text, "latin-1") == (0, b"a\xe9 \\u2211\nend", b"b")
+
+
+def test_a_tool_whose_reader_ends_comes_to_its_end(tmp_path):
+    run = make_run(tmp_path / "a")
+    script = '"$@" | true; exit ${PIPESTATUS[0]}'
+    command = [sys.executable, "-m", "roll_lite", "report", run]
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", *command], env=ENV, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "") and (run / "report.html").exists()
 
 
 def test_a_slow_reader_of_a_pipe_that_does_not_block_gets_all():

@@ -111,13 +111,18 @@ REWARDS = {"reverse": mine}
 """
 
 
-def test_a_reward_that_never_works_is_for_the_user_to_mend(options, command, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("num_prompts", "why"), [(32, "of the last 50 rewards failed"), (1, "2 groups of one step")]
+)
+def test_a_reward_that_never_works_is_for_the_user_to_mend(
+    options, command, tmp_path, monkeypatch, num_prompts, why
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text(REWARD)
-    more = ("--code", "broken.py", "--prompts-per-step", 32)
+    more = ("--code", "broken.py", "--prompts-per-step", num_prompts, "--max-refills", 1)
     code, text = command(RECIPES / "rlvr.py", *options, *more)
     error = text.rpartition("\nerror: ")[2].partition("--debug")[0]
-    assert code == 2 and "of the last 50 rewards failed" in error
+    assert code == 2 and why in error
     assert "    return len(reply) / 0\n" in error and len(error.splitlines()) < 15
 
 

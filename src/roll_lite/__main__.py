@@ -14,6 +14,8 @@ from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
+from roll_lite import output
+
 PACKAGE = Path(__file__).parent
 RECIPES = PACKAGE / "recipes"
 TOOLS = {  # modules with a `main(arguments)` that returns the exit code; some import torch
@@ -24,7 +26,10 @@ TOOLS = {  # modules with a `main(arguments)` that returns the exit code; some i
     "replay": "replay",
     "export": "train.export",
     "verify": "proof.verify",
+    "whatif": "proof.whatif",
+    "influence": "proof.influence",
     "bisect": "proof.bisect",
+    "ci": "proof.ci",
     "tiny": "models.tiny",
 }
 USAGE = 2  # exit code of a command that is not understood
@@ -37,6 +42,7 @@ def main() -> None:
             sys.argv = [f"roll-lite {name}", *arguments]
             runpy.run_module(f"roll_lite.recipes.{name}", run_name="__main__", alter_sys=True)
         case [name, *arguments] if name in TOOLS:
+            output.protect()  # a reader such as head may end before the tool
             sys.exit(import_module(f"roll_lite.{TOOLS[name]}").main(arguments))
         case ["eject", *arguments]:
             eject(arguments)

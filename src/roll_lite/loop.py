@@ -21,15 +21,16 @@ from roll_lite.checks import UserError
 from roll_lite.options import flatten, where
 from roll_lite.profiling import Profiler
 from roll_lite.progress import StepTimer
-from roll_lite.report.config_file import note_end
+from roll_lite.report.config_file import note_end, to_json
 from roll_lite.report.contract import make_contract
 from roll_lite.report.run import Run
 from roll_lite.report.trackers import OpenTracker
 from roll_lite.roles import Roles
-from roll_lite.rollout.coordinator import Coordinator
+from roll_lite.rollout.coordinator import Coordinator, NothingLeft
 from roll_lite.rollout.evaluation import describe_groups
 from roll_lite.rollout.event_loop import rare_collections
 from roll_lite.rollout.journal import fingerprint
+from roll_lite.rollout.recorded import RecordedSamples
 from roll_lite.stopping import Ended
 from roll_lite.train.checkpoint import Resumable, RunState
 from roll_lite.train.checkpoint_folders import is_finished
@@ -138,6 +139,7 @@ class Loop:
             self._parts |= {"rollout": rollout, "advantages": self.state}
             if isinstance(evaluation, Resumable):
                 self._parts["evaluation"] = evaluation
+        self._recorded: RecordedSamples | None = None
         self._timer: StepTimer
 
     def __enter__(self) -> "Loop":
@@ -201,6 +203,7 @@ class Loop:
         if self._rollout:
             metrics = metrics | self._describe(step, groups, sequences)
         metrics = metrics | self._timer.metrics() | {"time/digests": self._roles.digest_seconds}
+        metrics |= self._recorded.note(metrics) if self._recorded else {}
         metrics |= self._tokens.add(metrics) | self._generation_speed(metrics)
         is_last = self._has_learnt_all
         if self._evaluation and (is_last or self._run.is_due(step, self._evaluation.every)):
@@ -241,12 +244,15 @@ class Loop:
                 self._print_rates()
         if error is None:
             self._export()
-        elif isinstance(error, TooManyFailures):
+        elif isinstance(error, TooManyFailures | NothingLeft):
             self._blame_code(error)
 
-    def _blame_code(self, error: TooManyFailures) -> None:
+    def _blame_code(self, error: TooManyFailures | NothingLeft) -> None:
         """Rewards or environments that never worked: a restart would find them as they are."""
-        kind = error.failure.kind if error.failure else ""
+        if isinstance(error, NothingLeft):
+            kind = "raised" if error.has_raised else ""
+        else:
+            kind = error.failure.kind if error.failure else ""
         if kind == "debugger" or (kind == "raised" and self._saved.step == 0):
             raise UserError(str(error)) from error
 
@@ -312,6 +318,9 @@ class Loop:
             made_with = fingerprint(flatten(self._cfg))
             folder = f"{self._cfg.run_dir}/journal"
             rollout.open_journal(folder, made_with, step, self._roles.digest)
+        if self._cfg.rollout.recorded:
+            self._recorded = RecordedSamples(self._cfg, to_json(self._cfg))
+            rollout.take_recorded(self._recorded)
 
     def _measure_first(self) -> None:
         """Before the first step, and in a resumed run what was abandoned."""

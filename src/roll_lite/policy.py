@@ -176,7 +176,7 @@ class PolicyConfig(RecipeConfig):
         self._check_algorithm()
         self._check_sizes()
         if self.runs_ahead:
-            unread_with("max_staleness above 0", self.rollout, "extra_groups")
+            unread_with("max_staleness above 0", self.rollout, "extra_groups", "recorded")
             unread_with("max_staleness above 0", self, "engines_sleep", "offload")
         else:
             unread_with("max_staleness=0", self, "on_new_weights")

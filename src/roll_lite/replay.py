@@ -96,10 +96,10 @@ def find_sample(run: RunFolder, sample: str, visit: int | None = None) -> Row:
     if not (found := re.fullmatch(r"(\d+)/(.+)/(\d+)", sample, re.DOTALL)):
         raise UserError(f"--sample {sample} is not STEP/PROMPT/INDEX, as in 3/{{prompt_id}}/0")
     step, prompt_id, index = int(found[1]), found[2], int(found[3])
-    rows = [row for row in _rows(run, step) if row.get("prompt_id") == prompt_id]
+    rows = [row for row in recorded_samples(run, step) if row.get("prompt_id") == prompt_id]
     rows = [row for row in rows if visit in (None, row.get("visit"))]
     if not rows:
-        ids = dict.fromkeys(str(row.get("prompt_id")) for row in _rows(run, step))
+        ids = dict.fromkeys(str(row.get("prompt_id")) for row in recorded_samples(run, step))
         raise UserError(f"step {step} has no prompt {prompt_id}; it has {_listing(ids)}")
     if not (chosen := [row for row in rows if row.get("index") == index]):
         places = ", ".join(str(row.get("index")) for row in rows)
@@ -110,7 +110,8 @@ def find_sample(run: RunFolder, sample: str, visit: int | None = None) -> Row:
     return chosen[0]
 
 
-def _rows(run: RunFolder, step: int) -> Iterator[Row]:
+def recorded_samples(run: RunFolder, step: int) -> Iterator[Row]:
+    """The lines of a step's samples."""
     name = f"step_{step:05d}"
     names = [n for n in run.names if n.startswith("step_")]
     if name not in names:

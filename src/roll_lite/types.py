@@ -190,6 +190,10 @@ class Score:
                 f"parts has {name!r}, but reward/{name} is a metric of every run; rename the part"
             )
 
+    def passes(self, least: float) -> bool:
+        """With a `success` of 1, if it measures that; else with at least this value."""
+        return self.parts["success"] >= 1 if "success" in self.parts else self.value >= least
+
     @classmethod
     def of(cls, returned: "Score | float") -> "Score":
         """What a reward returned, as a Score."""

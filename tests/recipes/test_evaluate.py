@@ -204,3 +204,16 @@ def test_files_of_one_domain_have_their_own_rates(config, monkeypatch, tmp_path,
         assert metrics[key] == pytest.approx(rate) and shown[name] == [str(count), f"{rate:.3f}"]
     alone = call_recipe(evaluate, config("alone", data=tuple(files[:1]), samples=1))
     assert [name for name in alone if name.endswith("pass@1")] == ["eval/pass@1"]
+
+
+def test_the_improvement_over_another_evaluation(config, scored, tmp_path, capsys):
+    call_recipe(evaluate, config("a"))
+    against = str(tmp_path / "a")
+    call_recipe(evaluate, config("b", against=against))
+    found = capsys.readouterr().out
+    assert f"pass@1 over {against}: +0.000 (95% interval +0.000 to +0.000, by 12 prompts" in found
+    for name, value in {"samples": 3, "seed": 1, "prompts": 5, "temperature": 0.5}.items():
+        with pytest.raises(ValueError, match=f"has {name}=.*, and here it is {value}"):
+            call_recipe(evaluate, config("c", against=against, **{name: value}))
+    with pytest.raises(ValueError, match="has no complete evaluation"):
+        call_recipe(evaluate, config("d", against=str(tmp_path)))

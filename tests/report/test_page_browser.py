@@ -357,6 +357,27 @@ def test_samples_are_sorted(browser, tmp_path):
     }  # fmt: skip
 
 
+def test_effects_are_shown_and_sorted(browser, tmp_path):
+    """Those of a group, and those of samples."""
+    folder = make_run(tmp_path / "a", num_steps=2)
+    for step in (1, 2):
+        rows = [sample(step, number, visit=0) for number in (0, 1, 4, 5, 8)]
+        write_lines(folder / "rollouts" / f"step_0000{step}.jsonl", rows)
+    group = {"prompt_id": "p1", "visit": 0, "effect": -0.5}
+    other = {"prompt_id": "p0", "visit": 0, "effect": 0.0}
+    write_lines(folder / "influence_00001.jsonl", [group, other])
+    samples = [{**group, "index": index, "effect": index - 0.5} for index in (0, 1)]
+    write_lines(folder / "influence_00002.jsonl", samples)
+    address = write(folder)
+    browser.open(address + "#rollouts/0/step_00001")
+    assert len(listed(browser)) == 5
+    assert browser.texts(".row .effect") == ["no effect", "no effect", "hurt 0.5", "hurt 0.5"]
+    browser.go("#rollouts/0/step_00002")
+    choose(browser, "#sort", "effect down")
+    assert listed(browser)[:2] == ["answer 5 of step 2", "answer 4 of step 2"]
+    assert browser.texts(".row .effect") == ["helped 0.5", "hurt 0.5"]
+
+
 def test_the_histogram_shows_and_filters_rewards(browser, tmp_path):
     folder = make_run(tmp_path / "a", num_steps=2)
     rows = [sample(2, number, reward=number / 100) for number in range(100)]

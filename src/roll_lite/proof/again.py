@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from roll_lite.checks import UserError
 from roll_lite.proof.recorded import RecordedRun, described, rows
@@ -35,10 +36,7 @@ def started_again(
 
     The folder is made. The program is stopped at the end, if it still runs.
     """
-    command = [*_program(run, checkpoint), *_options(run, checkpoint, folder), *options]
-    threads = run.contract_of(checkpoint)["machine"]["threads"]
-    paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = os.environ | {"PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": str(threads)}
+    command, env = program_again(run, checkpoint, folder, options)
     with output_of(folder).open("wb") as output:
         process = subprocess.Popen(
             command, env=env, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
@@ -49,6 +47,17 @@ def started_again(
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
             process.wait()
+
+
+def program_again(
+    run: RecordedRun, checkpoint: int, folder: Path, options: Sequence[str] = (), **unflagged: Any
+) -> tuple[list[str], dict[str, str]]:
+    """Its command and environment; the folder is made. `unflagged` are options without a flag."""
+    start = _options(run, checkpoint, folder, unflagged)
+    command = [*_program(run, checkpoint), *start, *options]
+    threads = run.contract_of(checkpoint)["machine"]["threads"]
+    paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return command, os.environ | {"PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": str(threads)}
 
 
 def output_of(folder: Path) -> Path:
@@ -69,13 +78,14 @@ def _program(run: RecordedRun, checkpoint: int) -> list[str]:
     return [sys.executable, *launcher, str(file)]
 
 
-def _options(run: RecordedRun, checkpoint: int, folder: Path) -> list[str]:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if checkpoint == 0:
-        return ["--config", str(run.folder / "config.json"), "--run-dir", str(folder)]
-    folder.mkdir()
-    config = {name: value for name, value in run.config.items() if name != STARTS}
+def _options(
+    run: RecordedRun, checkpoint: int, folder: Path, unflagged: dict[str, Any]
+) -> list[str]:
+    folder.mkdir(parents=True)
+    config = {name: value for name, value in run.config.items() if name != STARTS} | unflagged
     (folder / "config.json").write_text(json.dumps(config))
+    if checkpoint == 0:
+        return ["--config", str(folder / "config.json"), "--run-dir", str(folder)]
     for name in ("metrics.jsonl", FILE):
         kept = [row for row in rows(run.folder / name) if row["step"] <= checkpoint]
         (folder / name).write_text("".join(encode(row) + "\n" for row in kept))

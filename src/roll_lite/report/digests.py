@@ -46,7 +46,7 @@ def digest_of_lines(kind: str, lines: Iterable[str]) -> str:
 
 def is_repeated(metric: str) -> bool:
     """Whether a run that repeats another has the same value."""
-    is_time = metric.partition("/")[0] in ("time", "colocated")
+    is_time = metric.partition("/")[0] in ("time", "colocated", "whatif")
     return not is_time and metric.rpartition("/")[2] not in TIMES and metric not in OF_THE_MACHINE
 
 

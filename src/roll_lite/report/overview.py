@@ -227,11 +227,13 @@ def _dropped_share(row: Row) -> float:
 
 
 def differences(runs: Sequence[RunFolder]) -> dict[str, list[Any]]:
-    """Options whose values differ, with the value of each run; None where it has none.
-
-    Those that more of the runs have come before others.
-    """
+    """Options whose values differ where runs have them, with the value of each run; None where it
+    has none. Those that more of the runs have come before others."""
     all_options = [run.options for run in runs if run.options]
     names = Counter(name for options in all_options for name in options if name not in NOT_COMPARED)
-    values = {name: [run.options.get(name) for run in runs] for name, _ in names.most_common()}
-    return {name: found for name, found in values.items() if any(v != found[0] for v in found)}
+    found = {}
+    for name, _ in names.most_common():
+        values = [options[name] for options in all_options if name in options]
+        if any(value != values[0] for value in values):
+            found[name] = [run.options.get(name) for run in runs]
+    return found

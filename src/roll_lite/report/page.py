@@ -20,6 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from roll_lite.report.metrics import hints
 from roll_lite.report.overview import differences, elapsed, overview
+from roll_lite.report.paired import improvement_over
 from roll_lite.report.reader import Row, RunFolder, TokenTexts, step_of
 from roll_lite.report.records import encode
 from roll_lite.report.trace import PHASES, ROLES
@@ -91,11 +92,13 @@ def run_data(run: RunFolder, rows: Sequence[int], *notes: str) -> Row:
         "starts": clip(run.starts),
         "recipe": run.config.get("recipe"),
         "overview": overview(run),
+        "improvement": improvement_over(run, run),
         "metrics": metrics,
         "meanings": hints(metrics),
         "events": clip(run.events[-200:]),
         "notes": [note for note in (*run.notes, *notes) if note],
         "names": run.names,
+        "effects": run.effects,
         "restarts": run.num_restarts,
     }
 

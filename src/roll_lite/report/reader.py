@@ -215,6 +215,13 @@ class RunFolder:
         return sorted(names, key=lambda name: (step_of(name), name))
 
     @property
+    def effects(self) -> dict[str, list[Row | None]]:
+        """What `roll-lite influence` found, by the name of the samples."""
+        paths = sorted(self.folder.glob("influence_*.jsonl"))
+        lines = {p.stem.replace("influence", "step"): p.read_bytes().splitlines() for p in paths}
+        return {name: [*map(parse_line, found)] for name, found in lines.items()}
+
+    @property
     def notes(self) -> list[str]:
         """What is missing, broken or not yet complete."""
         found = []

@@ -66,7 +66,7 @@ def rollout_lines(
     """Samples in full; what training says of them is by the sample's number."""
     number = 0
     for group in groups:
-        prompt = _opening(group.prompt)  # once for all samples: it may be long
+        prompt = opening(group.prompt)  # once for all samples: it may be long
         for sample in group.samples:
             of_tokens = {"entropies": entropies, "mismatches": mismatches}
             found = {name: numbers.get(number) for name, numbers in of_tokens.items()}
@@ -81,7 +81,7 @@ def rollout_lines(
 def answer_lines(groups: Iterable[Group]) -> Iterator[str]:
     """Samples as text, with their scores."""
     for group in groups:
-        prompt = _opening(group.prompt)
+        prompt = opening(group.prompt)
         yield from (
             f"{prompt},{_outcome(sample)}{_remarks(sample)}}}\n" for sample in group.samples
         )
@@ -120,7 +120,7 @@ def numbers(packed: str) -> list[float]:
         raise UserError(f"{packed:.40} is not base64 of float32 numbers: {error}") from None
 
 
-def _opening(prompt: Prompt) -> str:
+def opening(prompt: Prompt) -> str:
     """The beginning of a line: the whole prompt, so that its replies can be scored again."""
     fields = {
         "prompt_id": prompt.id,

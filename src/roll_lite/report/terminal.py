@@ -8,6 +8,7 @@ from typing import Any
 
 from roll_lite.report.config_file import RECIPE
 from roll_lite.report.overview import differences, elapsed, overview
+from roll_lite.report.paired import improvement_over
 from roll_lite.report.reader import Row, RunFolder, step_of
 
 HEADER_EVERY = 20
@@ -224,6 +225,9 @@ def comparison(runs: Sequence[RunFolder]) -> str:
     in_time = [_rows_within(run, seconds) for run in runs]
     reached = ["step", *(str(rows[-1]["step"]) if rows else "-" for rows in in_time)]
     parts.append(_metrics_table(f"after {seconds:.1f} s of running", names, in_time, reached))
+    for run in runs[1:]:
+        if found := improvement_over(runs[0], run):
+            parts.append(f"last pass rate of {run.folder} over {runs[0].folder}: {found}")
     return "\n\n".join(parts)
 
 

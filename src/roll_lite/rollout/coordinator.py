@@ -32,6 +32,7 @@ from roll_lite.rollout.groups import EmptyStep, Groups, Keep, NothingLeft
 from roll_lite.rollout.journal import Journal
 from roll_lite.rollout.ledger import Ledger
 from roll_lite.rollout.prompts import Choose, PromptQueue, PromptSource, Visit
+from roll_lite.rollout.recorded import RecordedSamples
 from roll_lite.rollout.rollout_options import RolloutOptions
 from roll_lite.stopping import Ended, Stopped
 from roll_lite.types import Group, Prompt, Sample, SamplingParams, has_equal_rewards
@@ -156,6 +157,10 @@ class Coordinator:
         self._ledger.journal = self._journal
         self._answer_context.ledger.journal = self._journal
         self._journal.begin(self._engines.version.current, weights())
+
+    def take_recorded(self, samples: RecordedSamples) -> None:
+        """Train on recorded samples where there are any; evaluations sample their own."""
+        self._ledger.recorded = samples
 
     def forget(self, saved_step: int) -> None:
         """A checkpoint has this step: the journal keeps what came after it."""

@@ -292,7 +292,7 @@ class Episode:
         except Exception as error:  # any kind: environments and rewards are user code
             if isinstance(error.__cause__, FATAL):  # it went through the environment
                 raise error.__cause__ from None
-            self._ledger.fail(self.sample, traceback.format_exc())
+            self._ledger.fail(self.sample, error)
         else:
             self.sample.score = score
             self.sample.error = None

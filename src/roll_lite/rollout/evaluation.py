@@ -17,7 +17,6 @@ from roll_lite import data
 from roll_lite.checks import UserError, at_least, finite, refuse_changes, unread_with
 from roll_lite.files import own_content
 from roll_lite.rollout.coordinator import Coordinator
-from roll_lite.rollout.history import has_passed
 from roll_lite.rollout.record import read_group, write_group
 from roll_lite.stopping import Stopped
 from roll_lite.types import Group, Prompt, Sample, SamplingParams
@@ -305,7 +304,7 @@ def pass_rates(groups: list[Group], pass_reward: float = 1.0) -> dict[str, float
 
 def _pass_rates(prefix: str, groups: list[Group], pass_reward: float) -> dict[str, float]:
     done = [[s for s in g.samples if s.state == "done"] for g in groups]
-    passed = [[has_passed(s, pass_reward) for s in samples] for samples in done if samples]
+    passed = [[s.score.passes(pass_reward) for s in samples] for samples in done if samples]
     if not passed:
         return {}
     num_samples = max(len(group.samples) for group in groups)

@@ -26,6 +26,11 @@ Keep = Callable[[Group], bool]
 class NothingLeft(Ended):
     """All groups of a step were dropped, each because too few of its samples were left."""
 
+    def __init__(self, text: str, *, has_raised: bool):
+        super().__init__(text)
+        self.has_raised = has_raised
+        """A reward or an environment raised when the last of them failed."""
+
 
 class EmptyStep(NamedTuple):
     """A step without groups: all were dropped, as there was nothing to learn from them."""
@@ -224,7 +229,6 @@ class Groups:
         """Whether each scored sample passed, in groups that a filter dropped since."""
         self.empty_steps: list[EmptyStep] = []
         """The last steps, if they were empty: a step with groups clears it."""
-        self._last_error = ""
 
     def start(self) -> None:
         """Keep groups running from now on, as many as max_staleness allows."""
@@ -432,8 +436,6 @@ class Groups:
             self._slots.give_up_last(domain, number)
         self._ledger.discard(group.samples, "filtered", f"its group {reason}")
         self._dropped[domain, reason] += 1
-        errors = [sample.error for sample in group.samples if sample.error]
-        self._last_error = errors[-1] if errors else self._last_error
 
     def _num_due(self) -> int:
         """How many slots a step releases, including those that were given up.
@@ -447,7 +449,7 @@ class Groups:
             if self._dropped and not self._dropped_passes:
                 self._ledger.counts["missing"] += self._slots.release(len(self._slots))
                 self._prompts.history.update()
-                raise NothingLeft(self._why_empty())
+                raise NothingLeft(self._why_empty(), has_raised=self._ledger.has_raised)
             return len(self._slots)
         return max(self._options.prompts_per_step, (first or 0) + 1)
 
@@ -462,10 +464,8 @@ class Groups:
             f"max_refills={self._options.max_refills} allows "
             f"{self._options.max_refills * self._options.prompts_per_step}. "
         )
-        if self._last_error and not self._dropped_passes:
-            return (
-                f"{text}Samples failed. The last error:\n{user_frames(self._last_error).rstrip()}"
-            )
+        if (error := self._ledger.last_error) and not self._dropped_passes:
+            return f"{text}Samples failed. The last error:\n{user_frames(error).rstrip()}"
         return f"{text}Raise it, filter less, or choose prompts of another difficulty"
 
     @property

@@ -8,11 +8,6 @@ from typing import Any, NamedTuple
 from roll_lite.types import Group, Sample
 
 
-def has_passed(sample: Sample, pass_reward: float) -> bool:
-    score = sample.score
-    return score.parts["success"] >= 1 if "success" in score.parts else score.value >= pass_reward
-
-
 class Visits(NamedTuple):
     """The scored samples of a prompt, over all its visits."""
 
@@ -62,7 +57,7 @@ class History(Mapping[str, Visits]):
         return len(self._visits)
 
     def passes(self, sample: Sample) -> bool:
-        return has_passed(sample, self._pass_reward)
+        return sample.score.passes(self._pass_reward)
 
     def note(self, number: int, group: Group) -> None:
         """A group has ended, and its samples are all scored; numbers are in the order of draws."""

@@ -3,14 +3,18 @@
 It is kept in the coordinator's event loop. Training has one, and evaluation another.
 """
 
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from roll_lite.envs.play import EnvError
 from roll_lite.progress import ProgressBar
 from roll_lite.rollout.engines import PolicyVersion
 from roll_lite.rollout.journal import Journal
 from roll_lite.rollout.prompts import Visit
+from roll_lite.rollout.recorded import RecordedSamples
 from roll_lite.types import LOST, Sample, State
+from roll_lite.workers.failures import RewardError
 
 
 class StatesInFlight:
@@ -45,11 +49,16 @@ class Ledger:
         """Samples by how they ended, and retries."""
         self.num_tokens = 0
         """Sampled tokens of samples that ended."""
+        self.last_error = ""
+        """Why a sample failed."""
+        self.has_raised = False
+        """It was a reward or an environment that raised."""
         self.dropped: list[tuple[Sample, str]] = []
         """Samples that are in no group, or failed, each with the reason."""
         self.bar = ProgressBar(0, "", enabled=False)
         """Counts samples that end, for the caller that waits for them."""
         self.journal: Journal | None = None
+        self.recorded: RecordedSamples | None = None
 
     def open_samples(self, visit: Visit, seed: int, indices: Sequence[int]) -> list[Sample]:
         """The samples of a group. Those that ended before a crash are done, others are queued."""
@@ -57,7 +66,10 @@ class Ledger:
         return [self._restored(visit, i) or self._queued(visit, seed, i) for i in indices]
 
     def _restored(self, visit: Visit, index: int) -> Sample | None:
-        sample = self.journal.restored(visit, index) if self.journal else None
+        version = self.version.current
+        sample = self.recorded.restored(visit, index, version) if self.recorded else None
+        if sample is None and self.journal:
+            sample = self.journal.restored(visit, index)
         if sample:
             self.counts["restored"] += 1
             self.num_tokens += sample.num_sampled
@@ -88,8 +100,9 @@ class Ledger:
         if self.journal:
             self.journal.write(sample)
 
-    def fail(self, sample: Sample, error: str) -> None:
-        sample.error = error
+    def fail(self, sample: Sample, error: Exception) -> None:
+        sample.error = self.last_error = "".join(traceback.format_exception(error))
+        self.has_raised = isinstance(error, RewardError | EnvError)
         self.bar.advance(1, sample.num_sampled)
         self._drop(sample, "failed", "failed", "failed")
 

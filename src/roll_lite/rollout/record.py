@@ -1,11 +1,14 @@
-"""Prompts, samples and groups as plain data, for checkpoints, the journal and answer files."""
+"""Prompts, samples and groups as plain data, for checkpoints, the journal and answer files; samples
+from lines of rollouts/ too."""
 
 from array import array
 from base64 import b64decode, b64encode
 from dataclasses import fields
+from itertools import islice
 from typing import Any
 
-from roll_lite.types import Event, Group, Prompt, Sample, Score, Turn, TurnResult
+from roll_lite.report.records import numbers as unpacked
+from roll_lite.types import REDUCTIONS, Event, Group, Prompt, Sample, Score, Turn, TurnResult
 
 
 def write_prompt(prompt: Prompt) -> dict[str, Any]:
@@ -72,6 +75,29 @@ def read_sample(record: dict[str, Any], prompt: Prompt) -> Sample:
     for turn in _read_turns(record):
         sample.add_turn(turn)
     return sample
+
+
+def read_row(row: dict[str, Any], prompt: Prompt) -> Sample:
+    """A scored sample from its line of rollouts/ (report/records.py)."""
+    turns = row["turns"]
+    token_ids, sampled = iter(row["token_ids"]), iter(unpacked(row["logprobs"]))
+    sequences = []
+    for order in row.get("sequences", [range(len(turns))]):
+        ids, logprobs = [], []
+        for turn in (turns[number] for number in order):
+            ids += islice(token_ids, turn["read"])
+            turn["known"] = len(ids)
+            ids += islice(token_ids, turn["sampled"])
+            logprobs += [*[0.0] * turn["read"], *islice(sampled, turn["sampled"])]
+        sequences.append([ids, logprobs, order])
+    told = [
+        [turn["known"], turn["sampled"], turn["finish"], turn["versions"], turn.get("state", ""),
+         turn.get("reward", row["reward"]), {n: turn[n] for n in REDUCTIONS if n in turn}, replica]
+        for turn, replica in zip(turns, row["replicas"], strict=True)
+    ]  # fmt: skip
+    score = row["reward"], row["parts"], row["reason"]
+    known = {"transcript": [], **row, "sequences": sequences, "turns": told, "score": score}
+    return read_sample(known, prompt)
 
 
 def _read_turns(record: dict[str, Any]) -> list[Turn]:

@@ -84,6 +84,12 @@ class RolloutOptions:
     """Keep finished samples in the run folder until the next checkpoint, so that after a crash only
     what was in flight is generated again."""
 
+    recorded: Argument[str | None] = None
+    """Folder of a run to take samples of while the policies are near (proof/whatif.py)."""
+    max_kl: Argument[float] = 0.02
+    """Take no more of them after a step with a higher KL a token from that policy to this one. At
+    0.02 nats a typical token is 20% more or less likely, which is where ratios are clipped."""
+
     def __post_init__(self):
         at_least(1, self, "samples_per_prompt", "prompts_per_step", "samples_per_replica")
         at_least(
@@ -92,6 +98,8 @@ class RolloutOptions:
         above(0, self, "deadline")
         check_choices(self)
         read_only_if(self.max_staleness > 0, "max_staleness above 0", self, "stale")
+        read_only_if(self.recorded is not None, "recorded", self, "max_kl")
+        at_least(0, self, "max_kl")
         if self.drop_equal and self.samples_per_prompt == 1:
             raise UserError("drop_equal drops every group of samples_per_prompt=1; use 2 or more")
         finite(self, "max_staleness", "min_group_reward", "max_group_reward")

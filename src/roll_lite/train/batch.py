@@ -8,7 +8,7 @@ into micro-batches and over ranks.
 
 import struct
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from heapq import heappop, heappush, heapreplace
 
@@ -108,13 +108,15 @@ def pack(
     together: int = 1,
     by_sample: bool = False,
     cost: SequenceCost = BY_LENGTH,
+    only: Container[int] | None = None,
 ) -> list[MicroBatch]:
     """Split a batch into micro-batches of at most `tokens_per_microbatch` tokens.
 
     Every shard gets the same number of them: data-parallel rank i of `num_shards` trains on the
     i-th contiguous part of the list. Each run of `together` sequences stays in one micro-batch, in
     order, and `by_sample` each sample, for losses that have a number per sample. `constant` divides
-    the sums of aggregation seq_mean_token_sum_const.
+    the sums of aggregation seq_mean_token_sum_const. `only` leaves out all but the sequences in
+    these places, and the rest weigh what they do in the whole batch.
     """
     known = _known_fields(sequences)
     samples = sample_runs(sequences)
@@ -126,13 +128,14 @@ def pack(
         )
     runs = [range(i, i + together) for i in range(0, len(sequences), together)]
     runs = samples if by_sample else runs
+    runs = [run for run in runs if only is None or run[0] in only]
     tokens = [len(sequence.token_ids) - 1 for sequence in sequences]
     lengths = [sum(tokens[i] for i in run) for run in runs]
     for run, length in zip(runs, lengths, strict=True):
         if length > tokens_per_microbatch:
             _refuse_length([sequences[i].id for i in run], length, tokens_per_microbatch)
     costs = [sum(cost(tokens[i]) for i in run) for run in runs]
-    bins = spread(lengths, costs, tokens_per_microbatch, num_shards)
+    bins = spread(lengths, costs, tokens_per_microbatch, num_shards) or [[]] * num_shards
     idle = _idle_microbatch(sequences[0], known) if [] in bins else None
     return [
         _pack(sequences, [i for run in chosen for i in runs[run]], weights_S, known)

@@ -98,4 +98,5 @@ class KLController:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.coef = state["coef"]
+        if self.target is not None:  # else it is an option, which may have changed
+            self.coef = state["coef"]

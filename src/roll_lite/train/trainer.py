@@ -122,6 +122,12 @@ class Trainer(Scorer):
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         totals = self._accumulate(batch)
+        update = self._update(scheduled_at)
+        metrics = totals.over_ranks(self.replicas) | update
+        return metrics | self._speed(batch, time.perf_counter() - start)
+
+    def _update(self, scheduled_at: int | None) -> dict[str, float]:
+        """Clip the gradient and follow it."""
         grad_norm = self._clip()
         lr = self.schedule.at(self.num_steps if scheduled_at is None else scheduled_at)
         is_finite = grad_norm < float("inf")
@@ -130,13 +136,33 @@ class Trainer(Scorer):
         self.optimizer.zero_grad()
         self._count_skipped(is_finite, lr)
         self.num_steps += 1
-        metrics = totals.over_ranks(self.replicas)
-        metrics |= {
+        return {
             "loss/grad_norm": grad_norm,
             "loss/lr": lr,
             "loss/skipped_steps": float(not is_finite),
         }
-        return metrics | self._speed(batch, time.perf_counter() - start)
+
+    def keep(self, batch: list[MicroBatch]) -> None:
+        """Keep this state, and its gradient on a batch, for `step_without`."""
+        self._counts = self.optimizer.num_updates, self.num_steps
+        self._kept = [tensor.clone() for tensor in self._state_tensors()[0]]
+        self._whole = [grad.clone() for grad in self._gradient(batch)]
+
+    def step_without(self, left_out: list[MicroBatch], scheduled_at: int) -> None:
+        """What `step` would do in the state that was kept, had `left_out` not been in the batch.
+
+        Gradients add up, so that of `left_out` is taken off."""
+        self.optimizer.num_updates, self.num_steps = self._counts
+        torch._foreach_copy_(self._state_tensors()[0], self._kept)
+        gradient = self._gradient(left_out)
+        torch._foreach_neg_(gradient)
+        torch._foreach_add_(gradient, self._whole)
+        self._update(scheduled_at)
+
+    def _gradient(self, batch: list[MicroBatch]) -> list[Tensor]:
+        self.optimizer.zero_grad()
+        self._accumulate(batch)
+        return [local(parameter.grad) for parameter in self.optimizer.parameters.values()]
 
     def _count_skipped(self, is_finite: bool, lr: float) -> None:
         self._num_skipped = 0 if is_finite else self._num_skipped + 1

@@ -218,9 +218,9 @@ function curveControls(draw) {
 }
 
 function differingOptions(index) {
-  const parts = Object.entries(data.differences).map(
-    ([name, values]) => `${name}=${optionText(values[index])}`,
-  );
+  const parts = Object.entries(data.differences)
+    .filter(([, values]) => values[index] !== null)
+    .map(([name, values]) => `${name}=${optionEnd(values[index])}`);
   return parts.slice(0, 6).join(" ");
 }
 

@@ -35,7 +35,7 @@ function tiles(run, index) {
       ? tile(
           "best evaluation",
           number(best.value),
-          `${best.metric}, step ${best.step}; ${beside(best)}`,
+          `${best.metric}, step ${best.step}; ${beside(best)}${gain(run)}`,
           best.metric,
         )
       : null,
@@ -147,8 +147,15 @@ function bestText(run) {
     "span",
     {},
     link(["curves", best.metric], best.metric),
-    ` ${number(best.value)} at step ${best.step}; ${beside(best)}`,
+    ` ${number(best.value)} at step ${best.step}; ${beside(best)}${gain(run)}`,
   );
+}
+
+// By how much more of each prompt's samples pass than at first: the mean, and half of its interval.
+function gain({ overview: { best }, improvement }) {
+  if (!improvement || best.metric !== "eval/pass@1") return "";
+  const [mean, half] = improvement.map((value) => value.toFixed(3));
+  return `; ${mean < 0 ? "" : "+"}${mean} ± ${half} prompt by prompt`;
 }
 
 const prefix = (run) => (data.runs.length > 1 ? `${run.name}: ` : "");

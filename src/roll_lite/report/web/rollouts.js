@@ -10,11 +10,14 @@ const SORTS = {
   "tokens up": "shortest",
   "advantage down": "highest advantage",
   "advantage up": "lowest advantage",
+  "effect up": "hurt most",
+  "effect down": "helped most",
 };
 const SORTED_BY = {
   reward: (sample) => sample.reward,
   tokens: sampledTokens,
   advantage: sampleAdvantage,
+  effect: (sample) => sample.effect,
 };
 const filters = {
   sort: "recorded",
@@ -50,10 +53,18 @@ async function loadSamples(runIndex, name, start) {
 async function* allSamples(runIndex, name) {
   for (let start = 0; start !== null;) {
     const page = await loadSamples(runIndex, name, start);
+    for (const sample of page.samples) sample.effect = effectOn(data.runs[runIndex], name, sample);
     yield page;
     start = page.next;
   }
 }
+
+// What roll-lite influence found of a sample or its group.
+const effectOn = (run, name, { prompt_id, visit, index }) =>
+  (run.effects[name] || []).find(
+    (row) =>
+      row?.prompt_id === prompt_id && row.visit === visit && [undefined, index].includes(row.index),
+  )?.effect;
 
 const inside = (value, low, high) =>
   (low === "" || value >= Number(low)) && (high === "" || value <= Number(high));
@@ -378,6 +389,7 @@ function addRow(list, place) {
     },
     el("span", {}, `#${sample.index}`),
     rewardOf(sample),
+    effectOf(sample),
     el(
       "span",
       { class: "faint" },
@@ -394,6 +406,15 @@ const rewardOf = (sample) =>
     { class: `reward ${isFailure(sample) ? "bad" : "good"}` },
     sample.state === "done" ? number(sample.reward) : sample.state,
   );
+
+function effectOf({ effect }) {
+  if (typeof effect !== "number") return null;
+  const word = effect < 0 ? "hurt" : effect > 0 ? "helped" : "no effect";
+  const kind = effect < 0 ? "bad" : effect > 0 ? "good" : "faint";
+  const title = "what it added to the mean logprob of right held-out answers, in nats";
+  const size = effect ? ` ${number(Math.abs(effect))}` : "";
+  return el("span", { class: `effect ${kind}`, title }, word + size);
+}
 
 // Shows a sample beside the list; the address becomes the link that opens it again.
 function openSample(place) {
@@ -452,6 +473,8 @@ function groupColumn(run, name, sample) {
     el("a", { href: hash("sample", run, name, sample.at) }, `#${sample.index}`),
     " ",
     rewardOf(sample),
+    " ",
+    effectOf(sample),
     el("div", { class: "faint" }, safeText(facts.filter(Boolean).join(", "))),
     sample.reason ? el("div", {}, safeText(String(sample.reason))) : null,
     sample.transcript ? conversation(sample) : messageText(sample.reply ?? sample.error ?? ""),

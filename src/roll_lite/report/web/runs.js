@@ -38,7 +38,7 @@ function runColumns() {
       column(
         name,
         (run) => run.options[name],
-        (run) => endOf(optionText(run.options[name]) ?? "–"),
+        (run) => el("span", { title: optionText(run.options[name]) }, optionEnd(run.options[name])),
       ),
     ),
   ];
@@ -50,9 +50,11 @@ function shortBest({ overview: { best } }) {
   return el("span", {}, `${number(best.value)} at ${best.step}, `, name);
 }
 
-// The end of a long path, which tells runs apart.
-const endOf = (text) =>
-  text.length > MAX_VALUE ? el("span", { title: text }, `…${text.slice(1 - MAX_VALUE)}`) : text;
+// Of a long path the end, which tells runs apart.
+function optionEnd(value) {
+  const text = optionText(value) ?? "–";
+  return text.length > MAX_VALUE ? `…${text.slice(1 - MAX_VALUE)}` : text;
+}
 
 // Missing values come last, whichever way the table is sorted.
 function compareValues(a, b) {
