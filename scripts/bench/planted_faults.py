@@ -199,8 +199,9 @@ FAULTS = [
     Fault("decay of a moment", "plain", "optimizer", "code", (1, 2), "train/adamw.py",
           '"beta1": betas[0]', '"beta1": 0.99 * betas[0]'),
     Fault("old weights under a new version", "plain", "sync", "code", (2,), "sync.py",
-          "self.engine.load_weights(own, version, running)",
-          "self.engine.load_weights(own if version > 1 else (), version, running)"),
+          "own = self.trainer.whole_parameters(only_part=True)",
+          "own = self.trainer.whole_parameters(only_part=True) if version > 1 else "
+          "self.engine.model.named_parameters()"),
     Fault("option: seed", "plain", "seed prompts", "options", (0, 1), options="--seed 1"),
     # no fault
     Fault("two threads", "plain", "nothing", "none", (-1,), env="OMP_NUM_THREADS=2"),
