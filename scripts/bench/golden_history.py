@@ -1,7 +1,7 @@
 """Which commits changed learning: short runs of many states of this repository, compared.
 
-python scripts/bench/golden_history.py /tmp/history --range 0ec58d2^..HEAD
-python scripts/bench/golden_history.py /tmp/history --range 0ec58d2^..HEAD --every --report
+python scripts/bench/golden_history.py runs/history --range 0ec58d2^..HEAD
+python scripts/bench/golden_history.py runs/history --range 0ec58d2^..HEAD --every --report
 
 The states are those of `git log --first-parent RANGE -- src`, and the one before them: merges are
 among them, because a branch that is merged may change learning too. Each state's own code runs
