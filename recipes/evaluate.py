@@ -227,7 +227,8 @@ def main(cfg: Config) -> dict[str, float]:
         print(table(metrics, groups, cfg.samples))
         if cfg.against:
             found = improvement_over(RunFolder(cfg.against), RunFolder(cfg.run_dir))
-            print(f"pass@1 over {cfg.against}: {found or 'they share too few prompts'}")
+            none = "too few prompts in common, or none passes"
+            print(f"pass@1 over {cfg.against}: {found or none}")
     return metrics
 
 

@@ -77,8 +77,14 @@ def test_a_run_that_ended_earlier_is_equal_as_far_as_it_goes(evidence, other, ca
     rows = read(other / "digests.jsonl")[:3]
     rows[-1] |= {"answers": "1" * 32, "metrics": "2" * 32}
     write(other / "digests.jsonl", rows)
+    metrics = read(other / "metrics.jsonl")[:3]
+    metrics[-1]["eval/pass@1"] = 0.5
+    write(other / "metrics.jsonl", metrics)
     code, said = bisect(capsys, evidence, other)
     assert code == 0 and "all 3 steps" in said
+    (other / "metrics.jsonl").unlink()  # no evaluation explains the digest any more
+    code, said = bisect(capsys, evidence, other)
+    assert code == 1 and "step 2, " in said
 
 
 # ---- samples

@@ -236,6 +236,32 @@ def test_a_run_of_two_ranks_agrees(learnt_folder, tmp_path, capsys):
     assert "steps 3 to 4 are computed again from the checkpoint of" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_run_that_was_resumed_with_other_options_agrees(run, capsys):
+    """Each step under the options that it had; the exported model is that of the last start."""
+    config = json.loads((run / "config.json").read_text())
+    resumed = json.loads(json.dumps(config).replace(config["run_dir"], str(run)))
+    (run / "config.json").write_text(json.dumps(resumed))
+    run_recipe("rlvr", "--resume", str(run), "--steps", "8", "--eval-every", "4")
+    assert main([str(run), "--steps", "3,8", "--no-more"]) == 0
+    out = capsys.readouterr().out
+    assert "step 3: all digests agree" in out and "step 8: all digests agree" in out
+    run_recipe("rlvr", "--resume", str(run), "--lr", "1e-5")  # no step has this rate
+    assert list(check_folder(RecordedRun(run))) == []
+    shutil.rmtree(run / "checkpoints/step-00000004")
+    shutil.rmtree(run / "checkpoints/step-00000006")
+    assert main([str(run), "--steps", "7", "--no-more"]) == 2
+    assert "changed between it and the checkpoint before it" in capsys.readouterr().err
+
+
+def test_a_model_of_an_earlier_start_is_not_compared(run):
+    """The run was resumed for more steps, and interrupted."""
+    swap_model(run)
+    config = json.loads((run / "config.json").read_text()) | {"steps": 9}
+    (run / "config.json").write_text(json.dumps(config))
+    assert all("model/" not in problem for problem in check_folder(RecordedRun(run)))
+
+
 # ---- bad input
 
 
@@ -264,6 +290,10 @@ def test_another_contract_is_not_compared(run, capsys):
     [
         (lambda run: (run / "digests.jsonl").unlink(), "has no digests.jsonl"),
         (lambda run: shutil.rmtree(run / "contracts"), "is missing: it says what decides"),
+        (
+            lambda run: edit_lines(run / "digests.jsonl", lambda f: f[-1].pop("contract") and f),
+            "is damaged: KeyError('contract')",
+        ),
         (lambda run: (run / "config.json").unlink(), "is not the folder of a run"),
     ],
 )

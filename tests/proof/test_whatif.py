@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from roll_lite.options import from_flat
 from roll_lite.proof.recorded import RecordedRun, differing
+from roll_lite.proof.verify import check_folder
 from roll_lite.proof.whatif import main, start_of
 from roll_lite.recipes import agentic, rlvr
 from roll_lite.report.config_file import read_options, to_json
@@ -106,6 +107,7 @@ def test_a_higher_rate_parts_from_a_step(evidence, tmp_path):
     assert restored(run) | {3: 32, 4: 32, 5: 0, 6: 0} == restored(run)
     wanted = by_transformers(run, 3, samples_of(evidence, 4))
     assert kl[4] == pytest.approx(wanted, rel=1e-3)
+    assert list(check_folder(run)) == []  # the copied steps have their contracts
 
 
 def by_transformers(run, step, samples):
@@ -254,7 +256,7 @@ def test_a_folder_that_never_began_is_made_again(evidence, tmp_path, monkeypatch
     assert commands[1][2:] == [*saved, "--run-dir", str(folder), "--lrr", "1"]
     config = json.loads((folder / "config.json").read_text())
     assert config["recorded"] == str(evidence) and config["max_kl"] == 0.02
-    (folder / "config.json").write_text(json.dumps(config | {"starts": [{}]}))
+    (folder / "config.json").write_text(json.dumps(config | {"starts": [{"step": 0}]}))
     assert main([str(evidence), "--from", "2", "--run-dir", str(folder)]) == 2
 
 

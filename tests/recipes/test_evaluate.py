@@ -211,7 +211,7 @@ def test_the_improvement_over_another_evaluation(config, scored, tmp_path, capsy
     against = str(tmp_path / "a")
     call_recipe(evaluate, config("b", against=against))
     found = capsys.readouterr().out
-    assert f"pass@1 over {against}: +0.000 (95% interval +0.000 to +0.000, by 12 prompts" in found
+    assert f"pass@1 over {against}: +0.000 (95% interval -0.250 to +0.250, by 12 prompts" in found
     for name, value in {"samples": 3, "seed": 1, "prompts": 5, "temperature": 0.5}.items():
         with pytest.raises(ValueError, match=f"has {name}=.*, and here it is {value}"):
             call_recipe(evaluate, config("c", against=against, **{name: value}))

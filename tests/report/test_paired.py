@@ -77,7 +77,7 @@ def test_it_is_said_in_words():
         f"+0.300 (95% interval {0.3 - half:+.3f} to {0.3 + half:+.3f}, by 10 prompts; ±{half:.3f}"
     )
     equal = improvement(after, after)
-    assert (equal.mean, equal.half) == (0, 0) < (equal.half_unpaired,)
+    assert (equal.mean, equal.half) == (0, 0.3)  # the rule of three: 3 / 10
     assert improvement({"a": 1.0}, {"a": 0.0}) is None
     assert improvement(dict.fromkeys(before, 0.0), dict.fromkeys(before, 0.0)) is None
 
@@ -102,7 +102,7 @@ def test_shares_that_pass(tmp_path):
     rows = [answer(1, 0.4), answer(1, 0.6), answer(2, 0.0, success=1.0), answer(3, None, "failed")]
     broken = ["{", '{"prompt_id": 3}', json.dumps(answer(4, "1"))]
     run = write_run(tmp_path, {"pass_reward": 0.5}, eval_00000=rows + broken)
-    assert sorted(pass_shares(run, "eval_00000").values()) == [0.5, 1.0]
+    assert sorted(pass_shares(run, "eval_00000", 0.5).values()) == [0.5, 1.0]
 
 
 def test_the_page_and_the_comparison_have_it(tmp_path):

@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from roll_lite.checks import UserError
+from roll_lite.files import read_json_object
 from roll_lite.proof.recorded import RecordedRun, described, rows
 from roll_lite.report.config_file import RECIPE, STARTS
 from roll_lite.report.contract import changes, contract_path
@@ -30,13 +32,16 @@ class AnotherContract(UserError):
 
 @contextmanager
 def started_again(
-    run: RecordedRun, checkpoint: int, folder: Path, options: Sequence[str] = ()
+    run: RecordedRun, checkpoint: int, folder: Path, left_out: Collection[str]
 ) -> Iterator[subprocess.Popen]:
-    """The run's recipe, going on after a checkpoint of it, or from its start after step 0.
+    """The run's recipe, going on after a checkpoint of it, or from its start after step 0. Options
+    that are left out have their defaults.
 
     The folder is made. The program is stopped at the end, if it still runs.
     """
-    command, env = program_again(run, checkpoint, folder, options)
+    config = run.config_after(checkpoint)
+    config = {name: value for name, value in config.items() if name not in left_out}
+    command, env = program_again(run, checkpoint, folder, config)
     with output_of(folder).open("wb") as output:
         process = subprocess.Popen(
             command, env=env, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
@@ -50,12 +55,17 @@ def started_again(
 
 
 def program_again(
-    run: RecordedRun, checkpoint: int, folder: Path, options: Sequence[str] = (), **unflagged: Any
+    run: RecordedRun,
+    checkpoint: int,
+    folder: Path,
+    config: Mapping[str, Any],
+    options: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
-    """Its command and environment; the folder is made. `unflagged` are options without a flag."""
-    start = _options(run, checkpoint, folder, unflagged)
-    command = [*_program(run, checkpoint), *start, *options]
-    threads = run.contract_of(checkpoint)["machine"]["threads"]
+    """Its command and environment; the folder is made. `options` come over those of `config`."""
+    machine = run.contract_of(min(checkpoint + 1, max(run.steps)))["machine"]
+    start = _options(run, checkpoint, folder, config)
+    command = [*_program(run, machine["ranks"]), *start, *options]
+    threads = machine["threads"]
     paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return command, os.environ | {"PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": str(threads)}
 
@@ -64,14 +74,13 @@ def output_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.txt")
 
 
-def _program(run: RecordedRun, checkpoint: int) -> list[str]:
+def _program(run: RecordedRun, num_ranks: int) -> list[str]:
     """Python or torchrun, and the recipe's file."""
     name = run.config[RECIPE]
     started = Path(run.config[STARTS][-1]["file"])
     file = started if started.is_file() else PACKAGE / "recipes" / f"{name}.py"
     if not file.is_file():
         raise UserError(f"{started}, the recipe of {run.folder}, is missing; put it there again")
-    num_ranks = run.contract_of(checkpoint)["machine"]["ranks"]
     if num_ranks == 1:
         return [sys.executable, str(file)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
@@ -79,16 +88,17 @@ def _program(run: RecordedRun, checkpoint: int) -> list[str]:
 
 
 def _options(
-    run: RecordedRun, checkpoint: int, folder: Path, unflagged: dict[str, Any]
+    run: RecordedRun, checkpoint: int, folder: Path, config: Mapping[str, Any]
 ) -> list[str]:
     folder.mkdir(parents=True)
-    config = {name: value for name, value in run.config.items() if name != STARTS} | unflagged
-    (folder / "config.json").write_text(json.dumps(config))
+    content = {**config, STARTS: _starts(run, checkpoint)}
+    (folder / "config.json").write_text(json.dumps(content))
     if checkpoint == 0:
         return ["--config", str(folder / "config.json"), "--run-dir", str(folder)]
     for name in ("metrics.jsonl", FILE):
         kept = [row for row in rows(run.folder / name) if row["step"] <= checkpoint]
         (folder / name).write_text("".join(encode(row) + "\n" for row in kept))
+    shutil.copytree(contract_path(run.folder, "").parent, contract_path(folder, "").parent)
     stored = run.checkpoints[checkpoint]
     copy = folder / "checkpoints" / stored.name
     try:
@@ -96,6 +106,20 @@ def _options(
     except OSError:  # another file system
         shutil.copytree(stored, copy, dirs_exist_ok=True)
     return ["--resume", str(folder)]
+
+
+def _starts(run: RecordedRun, checkpoint: int) -> list[dict[str, Any]]:
+    """Those of the steps that are copied, of a run with an id of its own."""
+    starts = [start for start in run.config[STARTS] if start["step"] < checkpoint]
+    about = {"id": uuid.uuid4().hex, "copied": True}
+    return [start | about for start in starts]
+
+
+def own_starts(folder: Path) -> list[dict[str, Any]]:
+    """Those that were not copied."""
+    path = folder / "config.json"
+    config = read_json_object(path) if path.is_file() else {}
+    return [start for start in config.get(STARTS, []) if not start.get("copied")]
 
 
 def follow(
@@ -123,8 +147,7 @@ def follow(
 
 def _check_contract(run: RecordedRun, folder: Path, step: int) -> bool:
     """False while the run in the folder has not begun."""
-    path = folder / "config.json"
-    starts = json.loads(path.read_text()).get(STARTS, []) if path.is_file() else []
+    starts = own_starts(folder)
     if not starts:
         return False
     name = starts[-1]["contract"]

@@ -62,6 +62,8 @@ def main(arguments: list[str]) -> int:
     help = "write a page with the first samples that differ, token by token"
     parser.add_argument("--html", metavar="FILE", type=Path, help=help)
     options = parser.parse_args(arguments)
+    if options.html and not options.html.absolute().parent.is_dir():
+        parser.error(f"--html {options.html}: its folder does not exist")
     try:
         runs = TwoRuns(options.a, options.b)
         found = runs.first_parting()
@@ -95,7 +97,7 @@ class TwoRuns:
         lines = [run.steps[step] for run in self.runs]
         names = [n for n in differing(*lines) if all(n in line for line in lines)]
         metrics = self._other_metrics(step) if "metrics" in names else []
-        if not metrics and names == ["metrics"]:  # one was evaluated, and the other was not
+        if not metrics and names == ["metrics"] and self._has_other_evaluation(step):
             return None
         return self._stage(step, names, metrics)._replace(step=step) if names else None
 
@@ -148,6 +150,11 @@ class TwoRuns:
             return later._replace(what=f"{found.what}\n  at step {step + 1}, {later.what}")
         is_own = is_open or found.stage == "prompts"
         return found._replace(stage="evaluation" if is_own else found.stage)
+
+    def _has_other_evaluation(self, step: int) -> bool:
+        """Whether one was evaluated after this step, and the other was not."""
+        rows = [run.metrics.get(step, {}) for run in self.runs]
+        return len({any(name.startswith("eval/") for name in row) for row in rows}) == 2
 
     def _other_metrics(self, step: int) -> list[str]:
         a, b = (run.metrics.get(step, {}) for run in self.runs)

@@ -53,8 +53,11 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("folder", nargs="?", type=Path, default="tests/golden", help="cases")
     parser.add_argument("--write", action="store_true", help="record what the cases do now")
-    parser.add_argument("--seeds", type=int, default=5, help="with --write: runs for the bands (5)")
+    help = "with --write: runs for the bands (5); 1 makes none"
+    parser.add_argument("--seeds", type=int, default=5, help=help)
     options = parser.parse_args(arguments)
+    if options.seeds < 1:
+        parser.error(f"--seeds {options.seeds} must be 1 or more")
     num_seeds = options.seeds if options.write else 1
     judge = write if options.write else compare
     try:
@@ -158,7 +161,7 @@ def compare(case: Case, runs: Sequence[RecordedRun]) -> bool:
 def _outside(seeds: Mapping[str, Sequence[float]], now: Steps) -> Iterator[str]:
     for name, means in seeds.items():
         band, mean = 2 * (max(means) - min(means)), late_mean(now, name)
-        if abs(mean - means[0]) > band:
+        if not abs(mean - means[0]) <= band:  # as it is for NaN
             yield f"{name}: late mean {means[0]:.4g} recorded, {mean:.4g} now; band {band:.4g}"
 
 

@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
         rows = measure(run, cfg, options.step, UNITS[options.by])
         path = run.folder / f"influence_{options.step:05d}.jsonl"
         path.write_text("".join(f"{encode(row)}\n" for row in rows))
-    except (ValueError, OSError, EnvError) as error:
+    except (ValueError, OSError, LookupError, EnvError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for row in rows if len(rows) <= 2 * SHOWN else rows[:SHOWN] + rows[-SHOWN:]:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from roll_lite.checks import UserError
+from roll_lite.report.config_file import ENDED, STARTS
 from roll_lite.report.contract import Contract, contract_path, hash_of
-from roll_lite.report.digests import FILE
+from roll_lite.report.digests import FILE, digest_metrics
 from roll_lite.report.reader import parse_line
 
 Line = dict[str, Any]
@@ -40,7 +41,10 @@ class RecordedRun:
         """Digests by step; an evaluation that was made up has a line of its own."""
         found: dict[int, Line] = {}
         for line in self.lines:
-            found[line["step"]] = found.get(line["step"], {}) | line
+            known = found.setdefault(line["step"], line)
+            if known is not line and known["contract"] == line["contract"]:
+                both = {"metrics": digest_metrics(self.metrics.get(line["step"], {}))}
+                found[line["step"]] = known | line | both
         return found
 
     @cached_property
@@ -53,7 +57,25 @@ class RecordedRun:
     @property
     def checkpoints(self) -> dict[int, Path]:
         paths = self.folder.glob("checkpoints/step-*")
-        return {int(path.name.removeprefix("step-")): path for path in sorted(paths)}
+        found = ((path.name.removeprefix("step-"), path) for path in sorted(paths))
+        return {int(number): path for number, path in found if number.isdecimal()}
+
+    def start_before(self, step: int) -> int | None:
+        """The checkpoint from which a step can be computed, all under its contract; 0 is the run's
+        start."""
+        start = max((n for n in self.checkpoints if n < step), default=0)
+        contracts = {self.steps[n]["contract"] for n in range(start + 1, step + 1)}
+        return start if len(contracts) == 1 else None
+
+    def config_after(self, checkpoint: int) -> Line:
+        """config.json without its starts, as it was when the step after a checkpoint was made."""
+        config = {name: value for name, value in self.config.items() if name != ENDED}
+        step = self.steps.get(checkpoint + 1) or self.steps[max(self.steps)]
+        for start in reversed(config.pop(STARTS)):
+            if start.get("contract") == step["contract"]:
+                break
+            config |= {name: old for name, (old, _) in start.get("changed", {}).items()}
+        return config
 
     def contract(self, name: str) -> Contract:
         path = contract_path(self.folder, name)
@@ -78,7 +100,12 @@ def differing(line: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     """Names of the digests that differ, in the order in which their contents come to be."""
     names = [n for n in {**line, **other} if n not in OF_THE_CHAIN]
     wrong = [name for name in names if line.get(name) != other.get(name)]
-    return sorted(wrong, key=lambda name: ORDER.index(name.partition("/")[0]))
+    return sorted(wrong, key=_place)
+
+
+def _place(name: str) -> int:
+    kind = name.partition("/")[0]
+    return ORDER.index(kind) if kind in ORDER else len(ORDER)
 
 
 def listing(names: Sequence[Any], most: int = 8) -> str:

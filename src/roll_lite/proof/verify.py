@@ -17,12 +17,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from roll_lite.checks import UserError
 from roll_lite.models.hf import load_model, stored_dtype
 from roll_lite.proof.again import follow, started_again
 from roll_lite.proof.recorded import RecordedRun, differing, listing, rows
+from roll_lite.report.config_file import ENDED
 from roll_lite.report.digests import chained, digest_metrics, digest_of_lines, digest_text
 from roll_lite.train.checkpoint_folders import read_manifest
 from roll_lite.train.digests import digest_tensors
@@ -33,14 +34,19 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     try:
         run = RecordedRun(options.run)
-        problems = [*check_folder(run)]
-        print("\n".join(problems) or f"{run.folder} agrees with itself: {len(run.steps)} steps")
-        if problems:
+        num_problems = 0
+        for problem in check_folder(run):
+            print(problem, flush=True)
+            num_problems += 1
+        if num_problems:
             print("the folder was changed after it was written: no step is computed again")
             return 1
+        print(f"{run.folder} agrees with itself: {len(run.steps)} steps")
         return 0 if verify(run, options.steps, options.one_more) else 1
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, OSError, LookupError) as error:
+        is_damaged = isinstance(error, LookupError)
+        what = f"a record of {options.run} is damaged: {error!r}" if is_damaged else error
+        print(f"error: {what}", file=sys.stderr)
         return 2
 
 
@@ -57,7 +63,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _steps(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 3,17") from error
 
 
 # ---- the folder against itself
@@ -87,8 +96,8 @@ def _check_chain(run: RecordedRun) -> Iterator[str]:
 
 
 def _check_options(run: RecordedRun) -> Iterator[str]:
-    """config.json against the contract of the newest line."""
-    contract = run.contract(run.lines[-1]["contract"])
+    """config.json against the contract of the last start."""
+    contract = run.contract(run.config["starts"][-1]["contract"])
     for name, value in contract["options"].items():
         if not _is_named(value, run.config.get(name)):
             yield f"config.json has {name}={run.config.get(name)!r}, and the contract {value!r}"
@@ -98,8 +107,10 @@ def _is_named(value: Any, text: Any) -> bool:
     """Whether an option is that of a contract, which has the last name of a path."""
     if isinstance(value, list) and isinstance(text, list) and len(value) == len(text):
         return all(map(_is_named, value, text))
-    is_path = isinstance(value, str) and isinstance(text, str) and text.endswith(f"/{value}")
-    return value == text or is_path
+    if not (isinstance(value, str) and isinstance(text, str)):
+        return value == text
+    domain, _, name = value.rpartition("=")  # DOMAIN=FOLDER
+    return value == text or (text.endswith(f"/{name}") and text.startswith(domain))
 
 
 def _check_metrics(run: RecordedRun) -> Iterator[str]:
@@ -133,12 +144,20 @@ def _check_samples(run: RecordedRun) -> Iterator[str]:
 def _check_weights(run: RecordedRun) -> Iterator[str]:
     for step, path in run.checkpoints.items():
         wanted = run.steps.get(step, {}).get("weights")
-        if wanted is not None and digest_of_checkpoint(path) != wanted:
-            yield f"step {step}: {path} does not hold the weights that were digested"
-    if (run.folder / "model").is_dir() and run.checkpoints:
-        path = run.checkpoints[max(run.checkpoints)]
-        if names := _other_weights(path, run.folder / "model"):
-            yield f"model/ is not {path}: {listing(names)}"
+        try:
+            if wanted is not None and digest_of_checkpoint(path) != wanted:
+                yield f"step {step}: {path} does not hold the weights that were digested"
+        except SafetensorError as error:
+            yield f"step {step}: {path} cannot be read: {error}"
+    newest = max(run.checkpoints, default=-1)
+    has_ended = newest >= (run.config.get("steps") or 0) or run.config.get(ENDED)
+    if (run.folder / "model").is_dir() and newest >= 0 and has_ended:  # else of an earlier start
+        path = run.checkpoints[newest]
+        try:
+            if names := _other_weights(path, run.folder / "model"):
+                yield f"model/ is not {path}: {listing(names)}"
+        except UserError as error:  # adapters, whose base is not here
+            print(f"model/ is not checked: {error}")
 
 
 def digest_of_checkpoint(path: Path) -> str:
@@ -168,6 +187,9 @@ def _other_weights(checkpoint: Path, model: Path) -> list[str]:
 
 # ---- steps computed again
 
+SIDES = ("tracker", "profile", "export_every", "keep_every")
+"""Options of a run that steps do without."""
+
 
 def verify(run: RecordedRun, steps: Sequence[int], one_more: bool) -> bool:
     """Whether steps that are computed again have the digests that are recorded."""
@@ -177,7 +199,7 @@ def verify(run: RecordedRun, steps: Sequence[int], one_more: bool) -> bool:
     with tempfile.TemporaryDirectory(prefix="roll-lite-verify-") as scratch:
         for checkpoint, last in spans:
             folder = Path(scratch) / f"from-{checkpoint}"
-            with started_again(run, checkpoint, folder) as process:
+            with started_again(run, checkpoint, folder, left_out=SIDES) as process:
                 done = checkpoint or -1  # the start has digests too
                 for again in follow(run, process, folder, last):
                     for step in sorted(s for s in again.steps if done < s <= last):
@@ -201,17 +223,21 @@ def _chosen(run: RecordedRun, steps: Sequence[int], one_more: bool) -> list[int]
             f"--steps {listing(unknown)}: the run has digests of steps 1 to {recorded[-1]}"
         )
     chosen = {*(steps or recorded[-1:])}
-    if one_more and (others := [step for step in recorded if step not in chosen]):
+    others = [n for n in recorded if n not in chosen and run.start_before(n) is not None]
+    if one_more and others:
         chosen.add(secrets.choice(others))
     return sorted(chosen)
 
 
 def plan(run: RecordedRun, steps: Sequence[int]) -> list[tuple[int, int]]:
     """Pairs of a checkpoint and the last step to compute after it; 0 is the run's start."""
-    starts = sorted({0, *run.checkpoints})
     last: dict[int, int] = {}
     for step in steps:
-        start = max(start for start in starts if start < step)
+        if (start := run.start_before(step)) is None:
+            raise UserError(
+                f"--steps {step}: options, code or machine changed between it and the checkpoint "
+                "before it; name another step, and keep more checkpoints next time (--keep-every)"
+            )
         last[start] = max(step, last.get(start, 0))
     return sorted(last.items())
 

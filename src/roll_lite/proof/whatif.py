@@ -1,6 +1,6 @@
 """Go on with a run from one of its steps with other options, on the samples that it recorded.
 
-roll-lite whatif RUN --from 40 --lr 2e-6 --loss cispo     # and any options of RUN's recipe
+roll-lite whatif RUN --from 40 --lr 2e-6 --loss cispo     # any options of roll-lite rlvr --help
 
 A run of its own starts at the checkpoint of that step, or the nearest before; --from 0 is RUN's
 start. Each step is trained on the samples that RUN recorded for it, until the new policy has moved
@@ -20,9 +20,8 @@ from roll_lite.checks import UserError
 from roll_lite.files import read_json_object
 from roll_lite.flags import is_given
 from roll_lite.policy import PolicyConfig
-from roll_lite.proof.again import program_again
+from roll_lite.proof.again import own_starts, program_again
 from roll_lite.proof.recorded import RecordedRun
-from roll_lite.report.config_file import STARTS
 from roll_lite.rollout.rollout_options import RolloutOptions
 
 
@@ -38,7 +37,7 @@ def main(arguments: list[str]) -> int:
     help = "no more recorded samples after a step with a higher KL, in nats a token (%(default)s)"
     parser.add_argument("--max-kl", type=float, default=RolloutOptions.max_kl, help=help)
     known, options = parser.parse_known_args(arguments)
-    folder = known.run_dir or Path(f"{known.run}-whatif")
+    folder = known.run_dir or known.run.resolve().with_name(f"{known.run.resolve().name}-whatif")
     try:
         run = RecordedRun(known.run)
         start = start_of(run, known.step, options)
@@ -47,18 +46,29 @@ def main(arguments: list[str]) -> int:
         if folder.exists():
             raise UserError(f"--run-dir {folder} exists; name a folder that does not")
         recorded = {"recorded": str(known.run.resolve()), "max_kl": known.max_kl}
-        command, env = program_again(run, start, folder, options, **recorded)
+        command, env = program_again(
+            run, start, folder, run.config_after(start) | recorded, options
+        )
+        _copy_samples(run.folder / "rollouts", folder / "rollouts", start)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     os.execve(command[0], command, env)
 
 
+def _copy_samples(recorded: Path, folder: Path, last: int) -> None:
+    """Those of the steps that the new run has from its checkpoint."""
+    paths = [path for path in recorded.glob("*.jsonl") if int(path.stem[5:]) <= last and last]
+    for path in paths:
+        folder.mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / path.name)
+
+
 def _never_began(folder: Path) -> bool:
     """Whether it is of a what-if whose options were refused."""
     path = folder / "config.json"
-    config = read_json_object(path) if path.is_file() else {}
-    return "recorded" in config and STARTS not in config
+    is_one = path.is_file() and "recorded" in read_json_object(path)
+    return is_one and not own_starts(folder)
 
 
 def start_of(run: RecordedRun, step: int, options: Sequence[str]) -> int:

@@ -42,7 +42,8 @@ def improvement(before: Mapping[str, float], after: Mapping[str, float]) -> Impr
     if num < FEWEST or not any(old + new):
         return None
     differences = [b - a for a, b in zip(old, new, strict=True)]
-    half = students_t(num - 1) * stdev(differences) / sqrt(num)
+    spread = students_t(num - 1) * stdev(differences) / sqrt(num)
+    half = spread or 3 / num  # the rule of three: no prompt differs from the others
     apart = students_t(2 * num - 2) * sqrt((variance(old) + variance(new)) / num)
     return Improvement(fmean(differences), half, apart, num)
 
@@ -61,7 +62,10 @@ def improvement_over(before: RunFolder, after: RunFolder) -> Improvement | None:
     if not all(names) or (before is after and len(names[0]) < 2):
         return None
     first = names[0][0 if before is after else -1]
-    return improvement(pass_shares(before, first), pass_shares(after, names[1][-1]))
+    given = after.options.get("pass_reward")
+    least = 1.0 if given is None else given
+    old = pass_shares(before, first, least)
+    return improvement(old, pass_shares(after, names[1][-1], least))
 
 
 def _evaluations(run: RunFolder) -> list[str]:
@@ -69,10 +73,8 @@ def _evaluations(run: RunFolder) -> list[str]:
     return [name for name in run.names if name.startswith("eval_") or name == "step_00000"]
 
 
-def pass_shares(run: RunFolder, name: str) -> dict[str, float]:
+def pass_shares(run: RunFolder, name: str, least: float) -> dict[str, float]:
     """By prompt, the share of its samples that pass."""
-    given = run.options.get("pass_reward")
-    least = 1.0 if given is None else given
     passed: dict[str, list[bool]] = {}
     for row in run.all_samples(name):
         with suppress(KeyError, TypeError, ValueError):  # a line of another shape
