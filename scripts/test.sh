@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lint and test. Makes a virtual environment and installs what it needs.
 #   scripts/test.sh smoke            model, engine, batch, losses, a step of rlvr.py: below a minute
-#   scripts/test.sh                  the fast part: 4 to 6 minutes on two CPU cores
+#   scripts/test.sh                  the fast part: 5 to 8 minutes on two CPU cores
 #   scripts/test.sh --all            with the slow tests: under 30 minutes
 #   scripts/test.sh tests/engine     only these (any pytest arguments)
 #   scripts/test.sh -n 0 --pdb       in one process, where a debugger and print work
