@@ -474,3 +474,9 @@ def test_a_planted_fault_is_found(bench, name):
     (fault,) = [fault for fault in module.FAULTS if fault.name == name]
     result = runs.try_fault(1, fault)
     assert result.is_found, result.line()
+
+
+def test_a_page_in_no_folder_is_refused_at_once(evidence, other, capsys):
+    with pytest.raises(SystemExit):
+        bisect(capsys, evidence, other, "--html", other / "none" / "apart.html")
+    assert "its folder does not exist" in capsys.readouterr().err

@@ -147,6 +147,13 @@ def test_bands_are_those_of_all_seeds(recorded, tmp_path):
     assert means[1] - means[0] == pytest.approx(0.1)
 
 
+def test_a_curve_that_is_no_number_is_outside():
+    steps = {step: {"metrics": {"loss/loss": float("nan")}} for step in range(4)}
+    assert len([*ci._outside({"loss/loss": [1.0, 1.5]}, steps)]) == 1
+    steps = {step: {"metrics": {"loss/loss": 1.25}} for step in range(4)}
+    assert not [*ci._outside({"loss/loss": [1.0, 1.5]}, steps)]
+
+
 # ---- bad input
 
 

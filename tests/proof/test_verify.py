@@ -82,6 +82,12 @@ def nudge_weight(run):
     seal_checkpoint(run, tensors)
 
 
+def cut(path):
+    content = path.read_bytes()
+    path.unlink()  # it may be a link of a file that others have
+    path.write_bytes(content[: len(content) // 2])
+
+
 def swap_model(run):
     path = run / "model/model.safetensors"
     tensors = load(path)
@@ -129,6 +135,7 @@ FORGED = {
     "a digest is changed": edit("digests.jsonl", lambda f: f[2].update(gradient="0" * 32)),
     "swapped weights": swap_weights,
     "a bit of a weight": nudge_weight,
+    "a torn checkpoint": lambda run: cut(next((run / "checkpoints/step-00000004").glob("policy*"))),
     "another model": swap_model,
     "another option": edit_config,
     "an edited contract": edit_contract,
@@ -260,6 +267,21 @@ def test_a_model_of_an_earlier_start_is_not_compared(run):
     config = json.loads((run / "config.json").read_text()) | {"steps": 9}
     (run / "config.json").write_text(json.dumps(config))
     assert all("model/" not in problem for problem in check_folder(RecordedRun(run)))
+
+
+@pytest.mark.parametrize(
+    ("value", "text", "is_named"),
+    [
+        ("model", "a/model", True),
+        ("math=big", "math=a/big", True),
+        ("math=big", "code=a/big", False),
+        (["f.jsonl@0.5"], ["a/f.jsonl@0.5"], True),
+        ("model", "a/other", False),
+        (0.5, 0.25, False),
+    ],
+)
+def test_options_are_compared_by_the_last_name_of_a_path(value, text, is_named):
+    assert module._is_named(value, text) is is_named
 
 
 # ---- bad input

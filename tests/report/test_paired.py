@@ -105,6 +105,14 @@ def test_shares_that_pass(tmp_path):
     assert sorted(pass_shares(run, "eval_00000", 0.5).values()) == [0.5, 1.0]
 
 
+def test_both_are_measured_by_the_pass_reward_of_the_later(tmp_path):
+    half = {"eval_00000": [answer(i, 0.5) for i in range(12)]}
+    a = write_run(tmp_path / "a", {"pass_reward": 1.0}, **half)
+    b = write_run(tmp_path / "b", {"pass_reward": 0.5}, **half)
+    assert improvement_over(a, b).mean == 0
+    assert improvement_over(b, a) is None  # none has a reward of 1
+
+
 def test_the_page_and_the_comparison_have_it(tmp_path):
     first = [answer(i, float(i < 2)) for i in range(12)]
     last = [answer(i, float(i < 8)) for i in range(12)]

@@ -22,6 +22,7 @@ from roll_lite.flags import is_given
 from roll_lite.policy import PolicyConfig
 from roll_lite.proof.again import own_starts, program_again
 from roll_lite.proof.recorded import RecordedRun
+from roll_lite.report.reader import step_of
 from roll_lite.rollout.rollout_options import RolloutOptions
 
 
@@ -49,7 +50,8 @@ def main(arguments: list[str]) -> int:
         command, env = program_again(
             run, start, folder, run.config_after(start) | recorded, options
         )
-        _copy_samples(run.folder / "rollouts", folder / "rollouts", start)
+        if start:
+            _copy_samples(run.folder / "rollouts", folder / "rollouts", start)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -58,10 +60,10 @@ def main(arguments: list[str]) -> int:
 
 def _copy_samples(recorded: Path, folder: Path, last: int) -> None:
     """Those of the steps that the new run has from its checkpoint."""
-    paths = [path for path in recorded.glob("*.jsonl") if int(path.stem[5:]) <= last and last]
-    for path in paths:
-        folder.mkdir(exist_ok=True)
-        shutil.copyfile(path, folder / path.name)
+    folder.mkdir()
+    for path in recorded.glob("*.jsonl"):
+        if step_of(path.stem) <= last:
+            shutil.copyfile(path, folder / path.name)
 
 
 def _never_began(folder: Path) -> bool:

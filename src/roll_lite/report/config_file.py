@@ -1,8 +1,9 @@
 """config.json: the options of a run, flat, with its starts.
 
 `starts` has the command, the recipe's file, step, machine, ranks, changed options and shown metrics
-of every start. `chosen` has what options were before they were chosen for the model or the machine.
-`recipe` is the name of the file that wrote it. `ended` says why a run ended before its last step.
+of every start; `copied` marks those of another run, whose steps this one has. `chosen` has what
+options were before they were chosen for the model or the machine. `recipe` is the name of the file
+that wrote it. `ended` says why a run ended before its last step.
 """
 
 import inspect
