@@ -20,13 +20,11 @@ from roll_lite.engine.attention_backends import PAGE_SIZE
 from roll_lite.engine.engine import MAX_PREFILL_TOKENS, Engine
 from roll_lite.models import memory
 from roll_lite.models.config import (
-    PLANNED_SHAPES,
     SHAPES,
     TARGETS,
     LoraOptions,
     parse_config,
     planned_config,
-    read_config,
     shape_config,
 )
 from roll_lite.models.cost import (
@@ -118,7 +116,7 @@ def test_shapes_have_the_published_size(name, published):
 def test_a_mixture_of_experts_is_that_of_transformers(name, billions):
     config = planned_config(name)
     with torch.device("meta"):
-        hf = transformers.AutoConfig.for_model(**PLANNED_SHAPES[name] | {"num_hidden_layers": 1})
+        hf = transformers.AutoConfig.for_model(**SHAPES[name] | {"num_hidden_layers": 1})
         model = transformers.AutoModelForCausalLM.from_config(hf)
     assert count_parameters(config).block == numel(model.model.layers.parameters())
     assert active_parameters(config) / 1e9 == pytest.approx(billions, abs=0.06)  # as published
@@ -128,17 +126,12 @@ def test_a_mixture_of_experts_is_that_of_transformers(name, billions):
         assert (mlp_cost(config).saved, mlp_cost(config).saved_fp32) == (kept, 128)
 
 
-def test_a_mixture_can_be_planned_but_not_run(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(PLANNED_SHAPES["qwen3-30b-a3b"]))
-    assert planned_config(tmp_path) == planned_config("qwen3-30b-a3b")
-    for refused in (lambda: read_config(tmp_path), lambda: shape_config("qwen3-30b-a3b")):
-        with pytest.raises(ValueError, match=r"qwen3_moe|is not known"):
-            refused()
+def test_a_folder_with_a_mixture_of_experts_is_planned(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-30b-a3b"]))
+    assert planned_config(tmp_path) == shape_config("qwen3-30b-a3b")
     device_map = parse_device_map("train=all generate=all", 64)
-    result = Plan(
-        planned_config(tmp_path), device_map, PlanOptions(checkpointing="full"), 141 * GIB
-    )
-    assert result.fits and "planned only, and cannot be trained yet" in warnings(result)[0]
+    options = PlanOptions(checkpointing="full")
+    assert Plan(planned_config(tmp_path), device_map, options, 141 * GIB).fits
 
 
 def test_an_unknown_shape_is_named():

@@ -1,15 +1,18 @@
 """The shape of a decoder, read from a Hugging Face config.json; and well-known shapes by name."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from roll_lite.checks import UserError
 from roll_lite.files import read_json_object
 
-SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
+DENSE_MODELS = ("llama", "mistral", "qwen2", "qwen3")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+SUPPORTED_MODELS = DENSE_MODELS + MIXTURES
+BIASED_ROUTERS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "kimi_k2", "dots1")
+"""Mixtures whose routers add a bias to choose experts, which nothing here trains."""
 SUPPORTED_ROPE = ("default", "linear", "llama3")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MAX_SIZE, MAX_LAYERS = 10**8, 1000
@@ -39,10 +42,34 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts in the place of an MLP."""
+
+    num_experts: int
+    experts_per_token: int
+    size: int
+    """Inner width of an expert."""
+    renormalizes: bool
+    """Whether the weights of a token's experts add up to 1."""
+    shared_size: int = 0
+    """Inner width of the expert that every token has beside the others; 0: there is none."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers with an ordinary MLP."""
+
+    def __post_init__(self):
+        if self.experts_per_token > self.num_experts:
+            raise UnsupportedModelError(
+                f"num_experts_per_tok={self.experts_per_token} is more than the "
+                f"{self.num_experts} experts"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    """Inner width of an MLP that is not a mixture."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -54,6 +81,7 @@ class ModelConfig:
     tied_head: bool
     qkv_bias: bool
     qk_norm: bool
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -67,14 +95,12 @@ class ModelConfig:
         """Query heads per key/value head."""
         return self.num_heads // self.num_kv_heads
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixtureConfig(ModelConfig):
-    """A mixture of experts: `intermediate_size` is that of one expert. Only the planner reads it;
-    the transformer has no such MLP."""
-
-    num_experts: int
-    experts_per_token: int
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Layers with a mixture of experts."""
+        if self.experts is None:
+            return ()
+        return tuple(n for n in range(self.num_layers) if n not in self.experts.dense_layers)
 
 
 TARGETS = {
@@ -123,8 +149,13 @@ def local_config(config: ModelConfig, tp: int) -> ModelConfig:
     if problem := tp_problem(config, tp):
         sizes = ", ".join(map(str, tp_sizes(config)))
         raise UserError(f"tp={tp} {problem}; use one of {sizes}")
+    experts = config.experts
+    if experts:
+        sizes = {"size": experts.size // tp, "shared_size": experts.shared_size // tp}
+        experts = replace(experts, **sizes)
     return replace(
         config,
+        experts=experts,
         vocab_size=-(-config.vocab_size // tp),
         intermediate_size=config.intermediate_size // tp,
         num_heads=config.num_heads // tp,
@@ -143,20 +174,20 @@ def tp_problem(config: ModelConfig, tp: int) -> str | None:
         return f"does not divide {config.num_heads} attention heads"
     if config.num_kv_heads % tp and tp % config.num_kv_heads:
         return f"is neither a divisor nor a multiple of {config.num_kv_heads} key/value heads"
-    if config.intermediate_size % tp:
-        return f"does not divide {config.intermediate_size} intermediate rows"
+    widths = [config.intermediate_size] if len(config.sparse_layers) < config.num_layers else []
+    if config.experts:
+        widths += [config.experts.size, config.experts.shared_size]
+    for width in widths:
+        if width % tp:
+            return f"does not divide {width} intermediate rows"
     return None
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    return _parsed(folder, parse_config)
-
-
-def _parsed(folder: str | Path, parse: Callable[[dict], ModelConfig]) -> ModelConfig:
     """Errors name the file."""
     hf = read_hf_config(folder)
     try:
-        return parse(hf)
+        return parse_config(hf)
     except UnsupportedModelError as error:
         place = folder if str(folder).startswith(SHAPE) else Path(folder) / "config.json"
         raise UnsupportedModelError(f"{place}: {error}") from None
@@ -167,16 +198,11 @@ def shape_config(name: str) -> ModelConfig:
 
 
 def planned_config(model: str | Path) -> ModelConfig:
-    """The config of a shape or a folder, for the planner: a mixture of experts is planned too."""
-    shapes = SHAPES | PLANNED_SHAPES
-    hf = shapes.get(str(model).lower())
+    """The config of a shape or a folder, for the planner."""
+    hf = SHAPES.get(str(model).lower())
     if hf is None and not Path(model).is_dir():
-        raise UserError(f"model={model!r} is neither a folder nor one of {', '.join(shapes)}")
-    return _parse_any(hf) if hf else _parsed(model, _parse_any)
-
-
-def _parse_any(hf: dict) -> ModelConfig:
-    return _parse_mixture(hf) if hf.get("model_type") == "qwen3_moe" else parse_config(hf)
+        raise UserError(f"model={model!r} is neither a folder nor one of {', '.join(SHAPES)}")
+    return parse_config(hf) if hf else read_config(model)
 
 
 def read_hf_config(folder: str | Path) -> dict:
@@ -234,6 +260,11 @@ def _score(checkpoint: Path) -> float:
 def parse_config(hf: dict) -> ModelConfig:
     """Translate a Hugging Face config; refuses by name what the transformer does not support."""
     model_type = hf.get("model_type")
+    if model_type in BIASED_ROUTERS:
+        raise UnsupportedModelError(
+            f"model_type={model_type!r} is not supported: its router chooses experts with a "
+            f"correction bias, which is not trained here; supported mixtures: {', '.join(MIXTURES)}"
+        )
     if model_type not in SUPPORTED_MODELS:
         raise UnsupportedModelError(
             f"model_type={model_type!r} is not supported; supported: {', '.join(SUPPORTED_MODELS)}"
@@ -245,6 +276,7 @@ def parse_config(hf: dict) -> ModelConfig:
         vocab_size=_size(hf, "vocab_size"),
         hidden_size=_size(hf, "hidden_size"),
         intermediate_size=_size(hf, "intermediate_size"),
+        experts=_parse_experts(hf) if model_type in MIXTURES else None,
         num_layers=_size(hf, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=_size(hf, "num_key_value_heads", heads),
@@ -253,21 +285,34 @@ def parse_config(hf: dict) -> ModelConfig:
         rope=_parse_rope(hf),
         max_positions=_exact_positions(hf),
         tied_head=bool(hf.get("tie_word_embeddings")),
-        qkv_bias=model_type == "qwen2",
-        qk_norm=model_type == "qwen3",
+        qkv_bias=model_type == "qwen2" or (model_type == "qwen2_moe" and hf.get("qkv_bias", True)),
+        qk_norm=model_type in ("qwen3", "qwen3_moe"),
     )
 
 
-def _parse_mixture(hf: dict) -> MixtureConfig:
-    if hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1:
-        raise UnsupportedModelError("only a mixture with experts in every layer can be planned")
-    hf = hf | {"model_type": "qwen3", "intermediate_size": _required(hf, "moe_intermediate_size")}
-    dense = parse_config(hf)
-    return MixtureConfig(
-        **{field.name: getattr(dense, field.name) for field in fields(dense)},
-        num_experts=_required(hf, "num_experts"),
-        experts_per_token=_required(hf, "num_experts_per_tok"),
+def _parse_experts(hf: dict) -> ExpertsConfig:
+    """transformers 5 writes num_local_experts; older folders of Qwen have num_experts."""
+    is_mixtral = hf["model_type"] == "mixtral"
+    name = "num_experts" if "num_experts" in hf else "num_local_experts"
+    return ExpertsConfig(
+        num_experts=_size(hf, name),
+        experts_per_token=_size(hf, "num_experts_per_tok"),
+        size=_size(hf, "intermediate_size" if is_mixtral else "moe_intermediate_size"),
+        renormalizes=is_mixtral or bool(hf.get("norm_topk_prob", False)),
+        shared_size=_size(hf, "shared_expert_intermediate_size")
+        if hf["model_type"] == "qwen2_moe"
+        else 0,
+        dense_layers=() if is_mixtral else _dense_layers(hf),
     )
+
+
+def _dense_layers(hf: dict) -> tuple[int, ...]:
+    named = hf.get("mlp_only_layers") or ()
+    num_layers = _size(hf, "num_hidden_layers")
+    if not all(type(layer) is int and 0 <= layer < num_layers for layer in named):
+        raise UnsupportedModelError(f"mlp_only_layers={named!r:.80} must be numbers of layers")
+    step = _size(hf, "decoder_sparse_step", 1)
+    return tuple(n for n in range(num_layers) if n in named or (n + 1) % step)
 
 
 def _required(fields: dict, name: str, default: float | None = None) -> int | float:
@@ -305,6 +350,7 @@ def _refuse_unsupported(hf: dict) -> None:
         "attention_bias": (False, "no bias on Llama, Mistral and Qwen3 attention"),
         "mlp_bias": (False, "no bias in the MLP"),
         "attention_dropout": (0.0, "no dropout"),
+        "router_jitter_noise": (0.0, "a router without noise"),
         "partial_rotary_factor": (1.0, "rotation of the whole head"),
         "quantization_config": (None, "bf16, fp16 or fp32 weights"),
     }
@@ -326,7 +372,7 @@ def _exact_positions(hf: dict) -> int:
         )
     slides = "sliding_attention" in layer_types
     if not layer_types:
-        slides = hf["model_type"] == "mistral" or hf.get("use_sliding_window")
+        slides = hf["model_type"] in ("mistral", "mixtral") or hf.get("use_sliding_window")
     return min(limit, window) if slides else limit
 
 
@@ -396,7 +442,7 @@ def _llama3(hidden: int, mlp: int, layers: int, heads: int, factor: float, **mor
 def _experts(size: int) -> dict:
     """The MLP of Qwen3's mixtures: 128 experts, 8 for each token."""
     mixture = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": size}
-    return {"model_type": "qwen3_moe", **mixture}
+    return {"model_type": "qwen3_moe", "norm_topk_prob": True, **mixture}
 
 
 TIED = {"tie_word_embeddings": True}
@@ -423,12 +469,9 @@ SHAPES: dict[str, dict] = {
     "llama-3.1-8b": _llama3(4096, 14336, 32, 32, 8.0),
     "llama-3.1-70b": _llama3(8192, 28672, 80, 64, 8.0),
     "llama-3.1-405b": _llama3(16384, 53248, 126, 128, 8.0),
-}  # fmt: skip
-PLANNED_SHAPES: dict[str, dict] = {
     "qwen3-30b-a3b": _qwen3(2048, 6144, 48, 32, 4, **_experts(768)),
     "qwen3-235b-a22b": _qwen3(4096, 12288, 94, 64, 4, **_experts(1536)),
-}
-"""Mixtures of experts, which can be planned but not yet run."""
+}  # fmt: skip
 
 
 def hf_shape(name: str) -> dict:

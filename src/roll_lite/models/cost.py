@@ -9,7 +9,7 @@ is rounded up, and key/value heads that are fewer than ranks are repeated.
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from roll_lite.models.config import MixtureConfig, ModelConfig
+from roll_lite.models.config import ExpertsConfig, ModelConfig
 
 DENSE_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
 """Peak flops per second by a part of the device's name, as published by the vendors (SXM)."""
@@ -65,8 +65,13 @@ def attention_cost(config: ModelConfig, tp: int = 1) -> ModuleCost:
 
 
 def mlp_cost(config: ModelConfig, tp: int = 1) -> ModuleCost:
-    if isinstance(config, MixtureConfig):
-        return _mixture_cost(config, tp)
+    """The largest of the model: where there are experts, the mixture."""
+    if config.experts:
+        return _mixture_cost(config.experts, config.hidden_size, tp)
+    return _dense_cost(config, tp)
+
+
+def _dense_cost(config: ModelConfig, tp: int) -> ModuleCost:
     H, F = config.hidden_size, config.intermediate_size // tp
     weights = 3 * config.intermediate_size * H
     return ModuleCost(
@@ -78,17 +83,18 @@ def mlp_cost(config: ModelConfig, tp: int = 1) -> ModuleCost:
     )
 
 
-def _mixture_cost(config: MixtureConfig, tp: int) -> ModuleCost:
+def _mixture_cost(config: ExpertsConfig, H: int, tp: int) -> ModuleCost:
     """Experts on tokens that are copied once for each of their experts, sorted, and summed again.
 
     Each of `tp` ranks holds an equal share of every expert.
     """
-    H, E, K = config.hidden_size, config.num_experts, config.experts_per_token
-    F = K * config.intermediate_size // tp
-    expert = 3 * config.intermediate_size * H
+    E, K = config.num_experts, config.experts_per_token
+    F = (K * config.size + config.shared_size) // tp
+    expert = 3 * config.size * H
+    shared = (3 * config.shared_size + 1) * H if config.shared_size else 0
     return ModuleCost(
-        parameters=E * (expert + H),
-        active_parameters=K * expert + E * H,
+        parameters=E * (expert + H) + shared,
+        active_parameters=K * expert + E * H + shared,
         saved=H + 2 * K * H + 3 * F,  # as of a dense MLP; the copies, and their outputs
         saved_fp32=E,  # the router's probabilities
         products=K * H + 2 * F,
@@ -120,7 +126,10 @@ def count_parameters(config: ModelConfig, tp: int = 1) -> ParameterCounts:
     block = block_cost(config, tp).parameters
     root = tp * vocabulary_rows(config, tp) * config.hidden_size * (1 if config.tied_head else 2)
     root += config.hidden_size
-    return ParameterCounts(block=block, root=root, total=config.num_layers * block + root)
+    num_dense = config.num_layers - len(config.sparse_layers) if config.experts else 0
+    less = mlp_cost(config, tp).parameters - _dense_cost(config, tp).parameters
+    total = config.num_layers * block - num_dense * less + root
+    return ParameterCounts(block=block, root=root, total=total)
 
 
 def vocabulary_rows(config: ModelConfig, tp: int) -> int:
@@ -132,7 +141,8 @@ def active_parameters(config: ModelConfig) -> int:
     """Parameters that one token uses: all but the other experts, and as published an untied
     embedding."""
     mlp = mlp_cost(config)
-    idle = config.num_layers * (mlp.parameters - mlp.active_parameters)
+    num_sparse = len(config.sparse_layers) if config.experts else config.num_layers
+    idle = num_sparse * (mlp.parameters - mlp.active_parameters)
     return count_parameters(config).total - idle
 
 
@@ -141,10 +151,11 @@ def adapter_parameters(
 ) -> int:
     """Parameters of a block's LoRA adapters: each has a matrix from its inputs to `rank` numbers,
     and one from these to its outputs."""
-    H, F = config.hidden_size, config.intermediate_size
+    H = config.hidden_size
+    F = config.experts.size if config.experts else config.intermediate_size
     heads = config.num_heads * config.head_dim
     keys = max(tp, config.num_kv_heads) * config.head_dim
-    experts = config.num_experts if isinstance(config, MixtureConfig) else 1
+    experts = config.experts.num_experts if config.experts else 1
     sizes = {
         "qkv": H + heads + 2 * keys,
         "out": heads + H,

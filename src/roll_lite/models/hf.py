@@ -6,7 +6,7 @@ A folder appears by rename, so it is never seen half-written. Pickle is neither 
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,14 +55,16 @@ class TensorSlice:
     """Into the parameter; the slice has the same numbers in the same order as the HF tensor."""
 
 
-def tensor_slices(config: ModelConfig, head: Head = "language") -> list[TensorSlice]:
-    """Every tensor of a folder of this shape, in file order."""
+def tensor_slices(
+    config: ModelConfig, head: Head = "language", layout: str = "qwen"
+) -> list[TensorSlice]:
+    """Every tensor of a folder of this shape, in file order; `layout` is of its experts."""
     H, V = config.hidden_size, config.vocab_size
     slices = [TensorSlice("model.embed_tokens.weight", (V, H), "embedding")]
     slices += [
         TensorSlice(f"model.layers.{layer}.{hf_name}", shape, f"blocks.{layer}.{parameter}", index)
         for layer in range(config.num_layers)
-        for hf_name, shape, parameter, index in _block_slices(config)
+        for hf_name, shape, parameter, index in _block_slices(config, layer, layout)
     ]
     slices.append(TensorSlice("model.norm.weight", (H,), "norm.weight"))
     if head == "value":
@@ -72,16 +74,20 @@ def tensor_slices(config: ModelConfig, head: Head = "language") -> list[TensorSl
     return slices
 
 
-def _block_slices(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], str, tuple]]:
-    """The fields of TensorSlice for one block, with names relative to it."""
-    H, F, D = config.hidden_size, config.intermediate_size, config.head_dim
+Slice = tuple[str, tuple[int, ...], str, tuple]
+"""The fields of TensorSlice, with names relative to a block."""
+
+
+def _block_slices(config: ModelConfig, layer: int, layout: str) -> Iterator[Slice]:
+    H, D = config.hidden_size, config.head_dim
     K, G = config.num_kv_heads, config.group_size
     yield "input_layernorm.weight", (H,), "attention_norm.weight", ()
     yield "post_attention_layernorm.weight", (H,), "mlp_norm.weight", ()
     yield "self_attn.o_proj.weight", (H, K * G * D), "attention.out", ()
-    yield "mlp.gate_proj.weight", (F, H), "mlp.gate_up", (0,)
-    yield "mlp.up_proj.weight", (F, H), "mlp.gate_up", (1,)
-    yield "mlp.down_proj.weight", (H, F), "mlp.down", ()
+    if layer in config.sparse_layers:
+        yield from _expert_slices(config, layout)
+    else:
+        yield from _mlp_slices("mlp", H, config.intermediate_size)
     for name, heads, rows in (("q", K * G, slice(0, G)), ("k", K, G), ("v", K, G + 1)):
         index = (slice(None), rows)
         projection = f"self_attn.{name}_proj"
@@ -90,6 +96,44 @@ def _block_slices(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], s
             yield f"{projection}.bias", (heads * D,), "attention.qkv_bias", index
         if config.qk_norm and name != "v":
             yield f"self_attn.{name}_norm.weight", (D,), f"attention.{name}_norm.weight", ()
+
+
+def _mlp_slices(name: str, H: int, F: int, ours: str = "mlp") -> Iterator[Slice]:
+    yield f"{name}.gate_proj.weight", (F, H), f"{ours}.gate_up", (0,)
+    yield f"{name}.up_proj.weight", (F, H), f"{ours}.gate_up", (1,)
+    yield f"{name}.down_proj.weight", (H, F), f"{ours}.down", ()
+
+
+EXPERT_NAMES = {
+    "qwen": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+}
+"""Of folders that hold experts one by one, by layout: the module, and gate, up and down in it."""
+
+
+def _expert_slices(config: ModelConfig, layout: str) -> Iterator[Slice]:
+    H, E, F = config.hidden_size, config.experts.num_experts, config.experts.size
+    module, *projections = EXPERT_NAMES.get(layout, ("mlp",))
+    yield f"{module}.gate.weight", (E, H), "mlp.router", ()
+    if layout == "fused":
+        yield "mlp.experts.gate_up_proj", (E, 2 * F, H), "mlp.expert_gate_up", ()
+        yield "mlp.experts.down_proj", (E, H, F), "mlp.expert_down", ()
+    else:
+        for expert in range(E):
+            gate, up, down = (f"{module}.experts.{expert}.{name}.weight" for name in projections)
+            yield gate, (F, H), "mlp.expert_gate_up", (expert, 0)
+            yield up, (F, H), "mlp.expert_gate_up", (expert, 1)
+            yield down, (H, F), "mlp.expert_down", (expert,)
+    if size := config.experts.shared_size:
+        yield from _mlp_slices("mlp.shared_expert", H, size, "mlp.shared")
+        yield "mlp.shared_expert_gate.weight", (1, H), "mlp.shared_gate", ()
+
+
+def _expert_layout(names: Collection[str]) -> str:
+    """How a folder holds experts; `names` are of its tensors."""
+    if any(name.endswith("mlp.experts.gate_up_proj") for name in names):
+        return "fused"
+    return "mixtral" if any(".block_sparse_moe." in name for name in names) else "qwen"
 
 
 def open_model(source: str | Path, **options: Any) -> Transformer:
@@ -110,8 +154,8 @@ def load_model(
     """A model with the folder's weights. A missing value head is initialised with zeros."""
     folder = Path(folder)
     config = read_config(folder)
-    wanted = tensor_slices(config, head)
     files = _tensor_files(folder)
+    wanted = tensor_slices(config, head, _expert_layout(files))
     if head == "value" and "score.weight" not in files:
         wanted.pop()
     _check_names(folder, wanted, files)
@@ -136,13 +180,15 @@ def load_model(
 
 def _copy_part(part: TensorSlice, tensor: Tensor, target: Tensor, shard: TensorShard) -> None:
     """Copy what the rank holds of a slice; `target` is its tensor of the parameter."""
-    *before, rows = part.index or (slice(0, len(tensor)),)
-    dimension = len(before)
-    if isinstance(rows, int):  # the index has removed the dimension
-        rows = slice(rows, rows + 1)
-        tensor = tensor.unsqueeze(dimension)
-    for held in shard.parts(part.parameter, target.shape):
-        seen = held.within_whole(dimension, rows.start, rows.stop)
+    for dimension, rows in enumerate(part.index):
+        if isinstance(rows, int):  # the index has removed the dimension
+            tensor = tensor.unsqueeze(dimension)
+    for seen in shard.parts(part.parameter, target.shape):
+        for dimension, rows in enumerate(part.index):
+            if isinstance(rows, int):
+                rows = slice(rows, rows + 1)
+            if rows != slice(None):
+                seen = seen.within_whole(dimension, rows.start, rows.stop)
         seen.of_local(target).copy_(seen.of_whole(tensor))
 
 
@@ -162,12 +208,14 @@ def save_model(folder: str | Path, model: Transformer, *, like: str | Path) -> P
     return save_state(folder, dict(model.named_parameters()), model.config, like=like)
 
 
-def hf_tensors(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+def hf_tensors(
+    state: dict[str, Tensor], config: ModelConfig, layout: str = "qwen"
+) -> dict[str, Tensor]:
     """Parameters by our names -> tensors by Hugging Face's names."""
     head = "value" if "value_head" in state else "language"
     return {
         part.hf_name: state[part.parameter].detach()[part.index].reshape(part.hf_shape)
-        for part in tensor_slices(config, head)
+        for part in tensor_slices(config, head, layout)
     }
 
 
@@ -188,7 +236,8 @@ def save_state(
             if (Path(like) / name).exists():
                 shutil.copy(Path(like) / name, target / name)
 
-    return write_folder(folder, hf_config, hf_tensors(state, config), add_companions)
+    layout = "mixtral" if hf_config["model_type"] == "mixtral" else "qwen"
+    return write_folder(folder, hf_config, hf_tensors(state, config, layout), add_companions)
 
 
 def save_adapter(

@@ -1,4 +1,5 @@
-"""The decoder that is trained and that generates: Llama 2/3, SmolLM2, Mistral, Qwen2/2.5, Qwen3.
+"""The decoder that is trained and that generates: Llama 2/3, SmolLM2, Mistral, Qwen2/2.5, Qwen3;
+and mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE.
 
 Shape suffixes: T tokens, H hidden, K kv heads, G query heads per kv head, D head, F intermediate.
 """
@@ -21,7 +22,8 @@ from roll_lite.models.attention import Attend, Projected
 from roll_lite.models.config import ModelConfig, local_config
 from roll_lite.models.logprobs import ALL, head_logits, token_logprobs, top_logprobs
 from roll_lite.models.lora import Adapter
-from roll_lite.models.ops import Rotary, add_norm, linear, silu_mul
+from roll_lite.models.mlp import Choose, Experts, SwiGLU, project
+from roll_lite.models.ops import Rotary, add_norm
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.types import Truncation
 
@@ -74,30 +76,8 @@ class Attention(nn.Module):
         return project(out_THD.flatten(1), self.out, self.out_adapter)
 
 
-class SwiGLU(nn.Module):
-    """gate_up is stored (2, F, H): a shard of dimension 1 holds matching gate and up rows."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.gate_up = nn.Parameter(torch.empty(2, config.intermediate_size, config.hidden_size))
-        self.down = nn.Parameter(torch.empty(config.hidden_size, config.intermediate_size))
-        self.gate_up_adapter: Adapter | None = None
-        self.down_adapter: Adapter | None = None
-
-    def forward(self, x_TH: Tensor) -> Tensor:
-        gate_up = project(x_TH, self.gate_up.flatten(0, 1), self.gate_up_adapter)
-        return project(silu_mul(gate_up), self.down, self.down_adapter)
-
-
-def project(
-    x: Tensor, weight: Tensor, adapter: Adapter | None, bias: Tensor | None = None
-) -> Tensor:
-    y = linear(x, weight, bias)
-    return y if adapter is None or not adapter.is_on else y + adapter(x)
-
-
 class Block(nn.Module):
-    """Pre-norm residual block. `mlp` is any module from (T, H) to (T, H), dense or sparse.
+    """Pre-norm residual block. Its MLP is dense or a mixture of experts.
 
     A block returns the residual stream and what is still to be added to it; the next block fuses
     that addition with its norm. A `shard` sums over tensor-parallel ranks.
@@ -106,16 +86,17 @@ class Block(nn.Module):
     checkpointing: Checkpointing = "none"
     """What backward recomputes: nothing, all but matrix products and attention, or everything."""
 
-    def __init__(
-        self, config: ModelConfig, layer: int, mlp: nn.Module, shard: TensorShard | None = None
-    ):
+    def __init__(self, config: ModelConfig, layer: int, shard: TensorShard | None = None):
         super().__init__()
         self.layer = layer
         self.shard = shard
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(config, shard)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = mlp
+        if layer in config.sparse_layers:
+            self.mlp = Experts(config, config.sparse_layers.index(layer), shard)
+        else:
+            self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
     def forward(self, *inputs) -> tuple[Tensor, Tensor]:
         """The block on the inputs of `_run`, with checkpointing in training."""
@@ -133,6 +114,7 @@ class Block(nn.Module):
         delta_TH: Tensor | None,
         rotary: tuple[Tensor, Tensor],
         attend: Attend,
+        choose: Choose | None,
     ) -> tuple[Tensor, Tensor]:
         if delta_TH is None:
             normed_TH = self.attention_norm(x_TH)
@@ -141,7 +123,9 @@ class Block(nn.Module):
             x_TH, normed_TH = add_norm(x_TH, delta_TH, norm.weight, norm.eps)
         delta_TH = self._whole(self.attention(self._spread(normed_TH), rotary, attend, self.layer))
         x_TH, normed_TH = add_norm(x_TH, delta_TH, self.mlp_norm.weight, self.mlp_norm.eps)
-        return x_TH, self._whole(self.mlp(self._spread(normed_TH)))
+        normed_TH = self._spread(normed_TH)
+        is_sparse = isinstance(self.mlp, Experts)
+        return x_TH, self._whole(self.mlp(normed_TH, choose) if is_sparse else self.mlp(normed_TH))
 
     def _spread(self, x_TH: Tensor) -> Tensor:
         return x_TH if self.shard is None else self.shard.spread(x_TH)
@@ -177,7 +161,7 @@ class Transformer(nn.Module):
         self.rotary = Rotary(config.rope, config.head_dim)
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.blocks = nn.ModuleList(
-            Block(config, layer, SwiGLU(config), shard) for layer in range(config.num_layers)
+            Block(config, layer, shard) for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = self.value_head = None
@@ -195,7 +179,14 @@ class Transformer(nn.Module):
         """Logits of this rank's part of the vocabulary; -inf for its padding."""
         return head_logits(hidden_RH, self.head_weight, self.shard, -torch.inf)
 
-    def hidden_states(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+    def hidden_states(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        choose: Choose | None = None,
+    ) -> Tensor:
+        """`choose` may record the experts that routers choose, or give others."""
         if self.shard is None:
             x_TH = F.embedding(token_ids_T, self.embedding)
         else:
@@ -203,7 +194,7 @@ class Transformer(nn.Module):
         rotary = self.rotary(positions_T)
         delta_TH = None
         for block in self.blocks:
-            x_TH, delta_TH = block(x_TH, delta_TH, rotary, attend)
+            x_TH, delta_TH = block(x_TH, delta_TH, rotary, attend, choose)
         return add_norm(x_TH, delta_TH, self.norm.weight, self.norm.eps)[1]
 
     def forward(
@@ -218,6 +209,7 @@ class Transformer(nn.Module):
         num_entries: int | None = None,
         truncation: Truncation = ALL,
         is_whole_R: Tensor | None = None,
+        choose: Choose | None = None,
     ) -> tuple[Tensor, Tensor] | Tensor:
         """At the positions `rows_R`: logprobs of `targets_R` and entropies, or values (fp32).
 
@@ -227,7 +219,7 @@ class Transformer(nn.Module):
 
         The head runs inside forward, so that FSDP hooks see it, and only on `rows_R`.
         """
-        hidden_RH = self.hidden_states(token_ids_T, positions_T, attend)[rows_R]
+        hidden_RH = self.hidden_states(token_ids_T, positions_T, attend, choose)[rows_R]
         if self.value_head is not None:
             return (hidden_RH.float() * self.value_head.float()).sum(-1)
         if num_top:
@@ -248,7 +240,7 @@ class Transformer(nn.Module):
             elif name.endswith(("bias", "value_head")):
                 parameter.zero_()
             else:
-                is_residual = name.endswith(("attention.out", "mlp.down"))
+                is_residual = name.endswith(("attention.out", ".down", "expert_down"))
                 parameter.normal_(0, residual_std if is_residual else std, generator=generator)
 
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 
 from roll_lite.device_map import DeviceMap, format_ranks, format_table, listing
-from roll_lite.models.config import MixtureConfig
 from roll_lite.models.cost import active_parameters, count_parameters
 from roll_lite.models.memory import MAX_RUNNING, USABLE, RankMemory, format_bytes, usable_bytes
 from roll_lite.planning.plan import Plan, PlanOptions, RankPlan, share
@@ -132,8 +131,6 @@ def warnings(plan: Plan) -> list[str]:
     """What cannot run yet, and ranks that wait for ranks with more samples."""
     device_map, samples = plan.device_map, plan.options.samples
     found = []
-    if isinstance(plan.config, MixtureConfig):
-        found.append("a mixture of experts is planned only, and cannot be trained yet")
     in_update = share(samples.num_trained, samples.num_updates)
     for name, num_samples, parts in (
         ("generate", samples.num_generated, "engines"),

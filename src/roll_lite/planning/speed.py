@@ -16,7 +16,7 @@ from statistics import median
 from roll_lite.checks import UserError
 from roll_lite.device_map import DeviceMap, Role, parse_device_map
 from roll_lite.hub import local_folder
-from roll_lite.models.config import MixtureConfig, ModelConfig, planned_config
+from roll_lite.models.config import ModelConfig, planned_config
 from roll_lite.models.cost import (
     adapter_parameters,
     block_cost,
@@ -311,10 +311,11 @@ def generate_seconds(
 def _read_parameters(config: ModelConfig, tp: int, num_rows: float) -> float:
     """Weights of a block that a decoding step of `num_rows` reads: of experts, those it uses."""
     block = block_cost(config, tp)
-    if not isinstance(config, MixtureConfig):
+    if not config.experts:
         return block.active_parameters
-    unused = (1 - config.experts_per_token / config.num_experts) ** num_rows
-    experts = 3 * config.intermediate_size * config.hidden_size * config.num_experts
+    mixture = config.experts
+    unused = (1 - mixture.experts_per_token / mixture.num_experts) ** num_rows
+    experts = 3 * mixture.size * config.hidden_size * mixture.num_experts
     return block.active_parameters - mlp_cost(config).active_parameters + experts * (1 - unused)
 
 

@@ -1,0 +1,104 @@
+"""Mixtures of experts against transformers' and against formulas."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from roll_lite.models.attention import PackedAttention
+from roll_lite.models.config import UnsupportedModelError, parse_config
+from roll_lite.models.hf import hf_tensors, load_model, save_model
+from roll_lite.models.mlp import top_experts
+
+SMALL = {
+    "vocab_size": 199, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN = {"intermediate_size": 96, "moe_intermediate_size": 24, "num_experts": 7}
+MIXTURES = {
+    "all sparse": ("qwen3_moe", {"head_dim": 16, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "some dense": ("qwen3_moe", {"head_dim": 16, "num_experts_per_tok": 3, "mlp_only_layers": [1]}),
+    "shared": ("qwen2_moe", {"num_experts_per_tok": 3, "shared_expert_intermediate_size": 40}),
+    "every other": (
+        "qwen2_moe",
+        {
+            "num_experts_per_tok": 2, "shared_expert_intermediate_size": 40,
+            "decoder_sparse_step": 2, "norm_topk_prob": True,
+        },
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+}  # fmt: skip
+LENGTHS = (1, 7, 40)
+
+
+def reference(name):
+    kind, changes = MIXTURES[name]
+    sizes = {"intermediate_size": 48} if kind == "mixtral" else QWEN
+    config = transformers.AutoConfig.for_model(kind, **SMALL, **sizes, **changes)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():  # not norms and routers of 1 and 0
+            parameter.add_(0.15 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def relative(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_logits_and_all_gradients_are_those_of_transformers(name, tmp_path):
+    expected_model = reference(name)
+    expected_model.save_pretrained(tmp_path)
+    model = load_model(tmp_path)
+    sequences = [torch.randint(0, 199, (n,)) for n in LENGTHS]
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])
+    attend = PackedAttention(cu_seqlens, max(LENGTHS))
+    logits = model.logits(model.hidden_states(torch.cat(sequences), positions, attend))
+    expected = torch.cat([expected_model(ids[None]).logits[0] for ids in sequences])
+    assert relative(logits, expected) < 1e-5
+    logits.square().mean().backward()
+    expected.square().mean().backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    found = hf_tensors(found, model.config, "fused")
+    for hf_name, parameter in expected_model.named_parameters():
+        assert relative(found.pop(hf_name), parameter.grad) < 1e-5, hf_name
+    assert not found
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_folder_is_written_as_transformers_writes_it(name, tmp_path):
+    expected_model = reference(name)
+    expected_model.save_pretrained(tmp_path / "theirs")
+    save_model(tmp_path / "ours", load_model(tmp_path / "theirs"), like=tmp_path / "theirs")
+    theirs, ours = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder).state_dict()
+        for folder in ("theirs", "ours")
+    )
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in theirs.items())
+
+
+def test_equal_probabilities_go_to_the_first_experts():
+    probabilities = torch.tensor([[0.1, 0.3, 0.3, 0.1, 0.2], [0.2] * 5])
+    assert top_experts(probabilities, 3).tolist() == [[1, 2, 4], [0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than the 7 experts"),
+        ({"mlp_only_layers": [3]}, r"mlp_only_layers=\[3\] must be numbers of layers"),
+        ({"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported: its router chooses"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size=None must be"),
+    ],
+)
+def test_mixtures_that_cannot_be_computed_are_refused(changes, message):
+    kind, options = MIXTURES["all sparse"]
+    hf = {"model_type": kind, **SMALL, **QWEN, **options} | changes
+    with pytest.raises(UnsupportedModelError, match=message):
+        parse_config(json.loads(json.dumps(hf)))
