@@ -6,7 +6,7 @@ python scripts/chaos/soak.py --ranks 4 -- recipes/rlvr.py --max-staleness 1 \
 python scripts/chaos/soak.py --minutes 20 --stop-every 7 -- recipes/rlvr.py --steps 100000 ...
 
 The last form stops the run with SIGTERM every 7 minutes and resumes it, until 20 have passed. With
---out a folder of an earlier call goes on: where commands may only take minutes, several make a soak.
+--out the folder of an earlier call goes on, where commands may only take minutes.
 
 Prints, for each start and process, the slope per 1,000 steps over the second half of the start's
 steps with its 95% confidence interval, from a straight line through the means of 20 equal parts:
