@@ -253,13 +253,14 @@ class Trainer(Scorer):
         trained = self.optimizer.parameters
         sum_copied_gradients(trained, self.tensor_shard)
         norm = gradient_norm(trained, self.tensor_shard, self.place.group)
+        found = norm.item()  # waits for the gradient, which is not the digest's time
         scale = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         gradients = {name: local(parameter.grad) for name, parameter in trained.items()}
         with self._timed_digest():
             self._digests.add_text("gradient", digest_tensors(gradients.items()))
             self._digests.add_text("clipping", str(scale.item()))
         torch._foreach_mul_([*gradients.values()], scale)
-        return norm.item()
+        return found
 
     def _speed(self, batch: list[MicroBatch], seconds: float) -> dict[str, float]:
         lengths = torch.cat([micro.cu_seqlens.diff() for micro in batch]).double()
