@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from roll_lite.kernels import experts
+from roll_lite.kernels.expert_gradients import grouped_mlp
 from roll_lite.kernels.experts import Block, Tiles, expert_mlp, list_pairs, route
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -165,6 +166,70 @@ def test_rounding_is_where_the_docstring_says():
     torch.testing.assert_close(got, expected, rtol=4e-3, atol=1e-3)
     # What is left are sums that another order of additions rounds to the neighbour.
     assert (got == expected).float().mean() > 0.95
+
+
+def gradients(mlp, tensors, trained, **options):
+    """Output and gradients of the `trained` inputs, whose weights are random."""
+    tensors = [t.detach().clone() for t in tensors]
+    for i in trained:
+        tensors[i].requires_grad_()
+    y = mlp(*tensors, **options)
+    direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    return y.detach(), *torch.autograd.grad((y * direction).sum(), [tensors[i] for i in trained])
+
+
+EVERYTHING = (0, 1, 2, 4)
+
+
+@pytest.mark.parametrize("shape", [(33, 5, 2, 64, 48), (12, 7, 3, 40, 24), (1, 5, 2, 32, 16)])
+def test_gradients(shape):
+    inputs = make(*shape)
+    expected = gradients(loop, doubles(inputs), EVERYTHING)
+    for got, exact in zip(gradients(grouped_mlp, inputs, EVERYTHING), expected, strict=True):
+        assert got.dtype == DTYPE
+        assert relative_error(got, exact) < RELATIVE
+
+
+def test_gradients_of_experts_that_nobody_takes_are_zero():
+    inputs = make(40, 6, 2, 32, 16)
+    inputs[3] = torch.tensor([2, 4], dtype=torch.int32, device=DEVICE).repeat(40, 1)
+    got = gradients(grouped_mlp, inputs, EVERYTHING)
+    expected = gradients(loop, doubles(inputs), EVERYTHING)
+    for gradient, exact in zip(got, expected, strict=True):
+        assert relative_error(gradient, exact) < RELATIVE
+    for gradient in got[2:4]:
+        assert (gradient[[0, 1, 3, 5]] == 0).all()
+
+
+def test_gradients_of_ranks_add_up():
+    """Each has two of four experts; where none of a token's are there, its gradients are zero."""
+    x, gate_up, down, ids, weights = make(21, 4, 2, 32, 16)
+    expected = gradients(loop, doubles((x, gate_up, down, ids, weights)), EVERYTHING)
+    ranks = [
+        gradients(
+            grouped_mlp,
+            (x, gate_up[first : first + 2], down[first : first + 2], ids, weights),
+            EVERYTHING,
+            first_expert=first,
+        )
+        for first in (0, 2)
+    ]
+    joined = [torch.cat if i in (2, 3) else sum for i in range(5)]
+    for join, exact, *parts in zip(joined, expected, *ranks, strict=True):
+        assert relative_error(join([part.double() for part in parts]), exact) < RELATIVE
+
+
+def test_frozen_experts_get_no_gradient():
+    inputs = make(10, 4, 2, 32, 16)
+    for trained in ((0,), (0, 4), (2,), (1, 4)):
+        expected = gradients(loop, doubles(inputs), trained)
+        for got, exact in zip(gradients(grouped_mlp, inputs, trained), expected, strict=True):
+            assert relative_error(got, exact) < RELATIVE
+
+
+def test_no_tokens_give_zero_gradients():
+    for got in gradients(grouped_mlp, make(0, 3, 2, 32, 16), EVERYTHING)[2:4]:
+        assert (got == 0).all()
 
 
 @pytest.mark.gpu
