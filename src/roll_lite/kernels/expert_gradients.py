@@ -12,11 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from roll_lite.kernels.experts import (
-    Block,
     PairLists,
     activate,
-    depth_of,
-    dot,
     expert_mlp,
     gate_up,
     list_pairs,
@@ -24,8 +21,6 @@ from roll_lite.kernels.experts import (
     sum_pairs,
     tiles_for,
 )
-
-ACT_BLOCK = Block(128, 64, 8, 3)
 
 
 def grouped_mlp(
@@ -70,8 +65,9 @@ class _GroupedMlp(torch.autograd.Function):
         # Places behind the lists hold anything; grouped_mm reads up to the last of `offs`.
         token_P = lists.pairs_P.clamp(0, P - 1) // K
         offs = lists.starts_E1[1:]
+        grad_PF = multiply(grad_TH, down_EHF, lists, tiles.rows, tiles.down, of_tokens=True)
         grad_gate_up_P2F, act_PF, grad_weights_TK = _act_backward(
-            grad_TH, down_EHF, saved_P2F, weights_TK, lists, tiles.rows, needs_down
+            grad_PF, saved_P2F, weights_TK, lists, needs_down
         )
         grad_x_TH = grad_gate_up = grad_down = None
         if needs_down:
@@ -88,63 +84,50 @@ class _GroupedMlp(torch.autograd.Function):
 
 
 def _act_backward(
-    grad_TH: Tensor,
-    down_EHF: Tensor,
-    saved_P2F: Tensor,
-    weights_TK: Tensor,
-    lists: PairLists,
-    rows: int,
-    needs_act: bool,
+    grad_PF: Tensor, saved_P2F: Tensor, weights_TK: Tensor, lists: PairLists, needs_act: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of gate and up; if needed, act times the pair's weight; gradients of weights."""
-    (P, inner2), (_, H, inner) = saved_P2F.shape, down_EHF.shape
-    block, depth = ACT_BLOCK, depth_of(ACT_BLOCK, grad_TH.dtype)
-    num_blocks, num_tiles = triton.cdiv(inner, block.columns), lists.tiles_3N.shape[1]
-    grad_gate_up_P2F = grad_TH.new_empty(P, inner2)
-    act_PF = grad_TH.new_empty(P, inner) if needs_act else grad_gate_up_P2F
-    sums_NP = weights_TK.new_zeros(num_blocks, P, dtype=torch.float32)  # of experts elsewhere too
-    _act_backward_kernel[(num_blocks, num_tiles)](
-        grad_TH, down_EHF, saved_P2F, weights_TK, lists.pairs_P, lists.tiles_3N,
-        grad_gate_up_P2F, act_PF, sums_NP, H, inner, P, num_tiles,
-        K=weights_TK.shape[1], NEEDS_ACT=needs_act, EVEN=H % depth == 0,
-        ROWS=rows, COLUMNS=block.columns, DEPTH=depth,
-        num_warps=block.warps, num_stages=block.stages,
+    """Gradients of gate and up; act times the pair's weight, over `grad_PF`; gradients of weights.
+
+    `grad_PF` is the gradient of act without the pair's weight.
+    """
+    (P, inner), E = grad_PF.shape, len(lists.starts_E1) - 1
+    grad_saved_P2F = torch.empty_like(saved_P2F)
+    grad_weights_TK = torch.zeros_like(weights_TK)  # where the expert is elsewhere
+    _act_backward_kernel[(P,)](
+        grad_PF, saved_P2F, weights_TK, lists.pairs_P, lists.starts_E1,
+        grad_saved_P2F, grad_weights_TK, inner, E, NEEDS_ACT=needs_act,
+        BLOCK=min(1024, triton.next_power_of_2(inner)), num_warps=4,
     )  # fmt: skip
-    return grad_gate_up_P2F, act_PF, sums_NP.sum(0).view_as(weights_TK).to(weights_TK.dtype)
+    return grad_saved_P2F, grad_PF, grad_weights_TK
 
 
-@triton.jit(do_not_specialize=["P", "num_tiles"])
+@triton.jit
 def _act_backward_kernel(
-    grad_ptr, down_ptr, saved_ptr, weights_ptr, pairs_ptr, tiles_ptr,
-    grad_gate_up_ptr, act_ptr, sums_ptr, H, F, P, num_tiles,
-    K: tl.constexpr, NEEDS_ACT: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    grad_ptr, saved_ptr, weights_ptr, pairs_ptr, starts_ptr,
+    grad_saved_ptr, grad_weights_ptr, F, E, NEEDS_ACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(1)
-    start, end = tl.load(tiles_ptr + num_tiles + tile), tl.load(tiles_ptr + 2 * num_tiles + tile)
-    if start < end:
-        expert = tl.load(tiles_ptr + tile).to(tl.int64)
-        row, f = start + tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-        row_ok, f_ok = row[:, None] < end, f[None, :] < F
-        pair = tl.load(pairs_ptr + row, mask=row < end, other=0)
-        grad = dot(
-            grad_ptr + (pair.to(tl.int64) // K)[:, None] * H, row_ok,
-            down_ptr + expert * H * F + f[None, :], f_ok,
-            H, F, EVEN, ROWS, COLUMNS, DEPTH,
-        )  # fmt: skip
-        ok = row_ok & f_ok
-        place = row.to(tl.int64)[:, None] * 2 * F + f[None, :]
-        gate = tl.load(saved_ptr + place, mask=ok, other=0.0)
-        up = tl.load(saved_ptr + place + F, mask=ok, other=0.0)
-        weight = tl.load(weights_ptr + pair, mask=row < end, other=0.0).to(tl.float32)[:, None]
-        act = activate(gate, up).to(tl.float32)
-        dtype = grad_gate_up_ptr.dtype.element_ty
-        tl.store(sums_ptr + tl.program_id(0) * P + pair, tl.sum(grad * act, 1), mask=row < end)
-        if NEEDS_ACT:
-            act_place = row.to(tl.int64)[:, None] * F + f[None, :]
-            tl.store(act_ptr + act_place, (act * weight).to(dtype), mask=ok)
-        grad, gate = grad * weight, gate.to(tl.float32)
-        sigmoid = 1 / (1 + tl.exp(-gate))
-        grad_gate = grad * up.to(tl.float32) * sigmoid * (1 + gate * (1 - sigmoid))
-        tl.store(grad_gate_up_ptr + place, grad_gate.to(dtype), mask=ok)
-        tl.store(grad_gate_up_ptr + place + F, (grad * gate * sigmoid).to(dtype), mask=ok)
+    row = tl.program_id(0).to(tl.int64)
+    if row < tl.load(starts_ptr + E):
+        pair = tl.load(pairs_ptr + row)
+        weight = tl.load(weights_ptr + pair).to(tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
+        dtype = grad_ptr.dtype.element_ty
+        for first in range(0, F, BLOCK):
+            f = first + tl.arange(0, BLOCK)
+            ok = f < F
+            gate_place = row * 2 * F + f
+            rounded_gate = tl.load(saved_ptr + gate_place, mask=ok, other=0.0)
+            rounded_up = tl.load(saved_ptr + gate_place + F, mask=ok, other=0.0)
+            grad = tl.load(grad_ptr + row * F + f, mask=ok, other=0.0).to(tl.float32)
+            act = activate(rounded_gate, rounded_up).to(tl.float32)
+            total += grad * act
+            if NEEDS_ACT:
+                tl.store(grad_ptr + row * F + f, (act * weight).to(dtype), mask=ok)
+            grad *= weight
+            gate, up = rounded_gate.to(tl.float32), rounded_up.to(tl.float32)
+            sigmoid = 1 / (1 + tl.exp(-gate))
+            grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
+            tl.store(grad_saved_ptr + gate_place, grad_gate.to(dtype), mask=ok)
+            tl.store(grad_saved_ptr + gate_place + F, (grad * gate * sigmoid).to(dtype), mask=ok)
+        grad_weight = tl.sum(total, 0).to(grad_weights_ptr.dtype.element_ty)
+        tl.store(grad_weights_ptr + pair, grad_weight)

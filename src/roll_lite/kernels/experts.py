@@ -279,14 +279,24 @@ def activate(gate, up):
     return (silu * up.to(tl.float32)).to(dtype)
 
 
-def multiply(a_PD: Tensor, weight_EDN: Tensor, lists: PairLists, rows: int, block: Block) -> Tensor:
-    """Rows in the order of the lists, times their expert's weight, to the places of their pairs."""
-    (P, D), N = a_PD.shape, weight_EDN.shape[2]
-    out_PN = a_PD.new_empty(P, N)
-    depth, num_tiles = depth_of(block, a_PD.dtype), lists.tiles_3N.shape[1]
+def multiply(
+    a: Tensor,
+    weight_EDN: Tensor,
+    lists: PairLists,
+    rows: int,
+    block: Block,
+    of_tokens: bool = False,
+) -> Tensor:
+    """Rows in the order of the lists, times their expert's weight, to the places of their pairs.
+
+    With `of_tokens`, the rows are those of the pairs' tokens and the products stay in that order.
+    """
+    P, (_, D, N) = len(lists.pairs_P), weight_EDN.shape
+    out_PN = a.new_empty(P, N)
+    depth, num_tiles = depth_of(block, a.dtype), lists.tiles_3N.shape[1]
     _multiply[(triton.cdiv(N, block.columns), num_tiles)](
-        a_PD, weight_EDN, lists.pairs_P, lists.tiles_3N, out_PN, D, N, num_tiles,
-        *weight_EDN.stride(), EVEN=D % depth == 0,
+        a, weight_EDN, lists.pairs_P, lists.tiles_3N, out_PN, D, N, num_tiles,
+        *weight_EDN.stride(), K=P // len(a) if of_tokens else 0, EVEN=D % depth == 0,
         ROWS=rows, COLUMNS=block.columns, DEPTH=depth,
         num_warps=block.warps, num_stages=block.stages,
     )  # fmt: skip
@@ -296,47 +306,36 @@ def multiply(a_PD: Tensor, weight_EDN: Tensor, lists: PairLists, rows: int, bloc
 @triton.jit(do_not_specialize=["num_tiles"])
 def _multiply(
     a_ptr, weight_ptr, pairs_ptr, tiles_ptr, out_ptr, D, N, num_tiles,
-    expert_stride, d_stride, n_stride,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    expert_stride, d_stride, n_stride, K: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
     start, end = tl.load(tiles_ptr + num_tiles + tile), tl.load(tiles_ptr + 2 * num_tiles + tile)
     if start < end:
         expert = tl.load(tiles_ptr + tile).to(tl.int64)
         row, n = start + tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        row_ok, n_ok = row[:, None] < end, n[None, :] < N
         pair = tl.load(pairs_ptr + row, mask=row < end, other=0).to(tl.int64)
-        product = dot(
-            a_ptr + row.to(tl.int64)[:, None] * D, row[:, None] < end,
-            weight_ptr + expert * expert_stride + n[None, :] * n_stride, n[None, :] < N,
-            D, d_stride, EVEN, ROWS, COLUMNS, DEPTH,
-        )  # fmt: skip
-        tl.store(
-            out_ptr + pair[:, None] * N + n[None, :], product.to(out_ptr.dtype.element_ty),
-            mask=(row[:, None] < end) & (n[None, :] < N),
-        )  # fmt: skip
-
-
-@triton.jit
-def dot(
-    a_ptrs, row_ok, weight_ptrs, column_ok, D, weight_stride,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """Rows that begin at `a_ptrs` times columns that begin at `weight_ptrs`, in fp32."""
-    d = tl.arange(0, DEPTH)
-    a_ptrs += d[None, :]
-    weight_ptrs += d[:, None] * weight_stride
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, D, DEPTH):
-        a_mask, weight_mask = row_ok, column_ok
-        if not EVEN:
-            a_mask = row_ok & (d[None, :] < D - first)
-            weight_mask = column_ok & (d[:, None] < D - first)
-        a = tl.load(a_ptrs, mask=a_mask, other=0.0)
-        weight = tl.load(weight_ptrs, mask=weight_mask, other=0.0)
-        total = tl.dot(a, weight, total, input_precision="ieee")
-        a_ptrs += DEPTH
-        weight_ptrs += DEPTH * weight_stride
-    return total
+        source, target = row.to(tl.int64), pair
+        if K:
+            source, target = pair // K, row.to(tl.int64)
+        d = tl.arange(0, DEPTH)
+        a_ptrs = a_ptr + source[:, None] * D + d[None, :]
+        weight_ptrs = weight_ptr + expert * expert_stride
+        weight_ptrs += d[:, None] * d_stride + n[None, :] * n_stride
+        product = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for first in range(0, D, DEPTH):
+            a_mask, weight_mask = row_ok, n_ok
+            if not EVEN:
+                a_mask = row_ok & (d[None, :] < D - first)
+                weight_mask = n_ok & (d[:, None] < D - first)
+            a = tl.load(a_ptrs, mask=a_mask, other=0.0)
+            weight = tl.load(weight_ptrs, mask=weight_mask, other=0.0)
+            product = tl.dot(a, weight, product, input_precision="ieee")
+            a_ptrs += DEPTH
+            weight_ptrs += DEPTH * d_stride
+        place = target[:, None] * N + n[None, :]
+        tl.store(out_ptr + place, product.to(out_ptr.dtype.element_ty), mask=row_ok & n_ok)
 
 
 def sum_pairs(
