@@ -8,7 +8,8 @@ import transformers
 
 from roll_lite.models.attention import PackedAttention
 from roll_lite.models.config import UnsupportedModelError, parse_config
-from roll_lite.models.hf import hf_tensors, load_model, save_model
+from roll_lite.models.hf import hf_tensors, load_model
+from roll_lite.models.hf_write import save_model
 from roll_lite.models.mlp import top_experts
 
 SMALL = {

@@ -20,7 +20,6 @@ from roll_lite.engine.attention_backends import PAGE_SIZE
 from roll_lite.engine.engine import MAX_PREFILL_TOKENS, Engine
 from roll_lite.models import memory
 from roll_lite.models.config import (
-    SHAPES,
     TARGETS,
     LoraOptions,
     parse_config,
@@ -45,6 +44,7 @@ from roll_lite.models.memory import (
     together,
     train_memory,
 )
+from roll_lite.models.shapes import SHAPES
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Transformer
 from roll_lite.options import flatten, from_flat
