@@ -234,21 +234,21 @@ def _tensor_files(folder: Path) -> dict[str, str]:
 
 
 def _check_names(folder: Path, wanted: list[TensorSlice], files: dict[str, str]) -> None:
-    names = {part.hf_name for part in wanted}
-    missing = sorted(names - files.keys())
+    names = dict.fromkeys(part.hf_name for part in wanted)  # in order: expert 2 before expert 10
+    missing = [name for name in names if name not in files]
     extra = sorted(name for name in files.keys() - names if not name.endswith(IGNORED_SUFFIXES))
     # A tied head stored twice and the unused language head of a value model are harmless.
     extra = [name for name in extra if name != "lm_head.weight"]
     if missing or extra:
         raise CheckpointError(
             f"{folder} does not hold the tensors of its config.json: "
-            f"missing {_some(missing)}; not expected {_some(extra)}"
+            f"missing {_some(missing)}; not expected {_some(extra)}; copy or download it again"
         )
 
 
 def _some(names: list[str]) -> str:
-    rest = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return (", ".join(names[:8]) or "none") + rest
+    rest = f" and {len(names) - 4:,} more" if len(names) > 4 else ""
+    return (", ".join(names[:4]) or "none") + rest
 
 
 def _check_shapes(folder: Path, wanted: list[TensorSlice], files: dict[str, str]) -> None:
