@@ -195,6 +195,27 @@ def test_a_folder_with_a_mixture_of_experts_is_planned(tmp_path):
     assert Plan(planned_config(tmp_path), device_map, options, 141 * GIB).fits
 
 
+@pytest.mark.parametrize("lora_rank", [0, 16])
+@pytest.mark.parametrize("world_size", [8, 16, 64, 512])
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3-235b-a22b"])
+def test_large_mixtures_have_a_layout(command, model, world_size, lora_rank):
+    """On GPUs of 141 GiB. 16 bytes of each of 235 G parameters are more than 16 of them have."""
+    options = "--world-size", world_size, "--device-gib", 141, "--gpu", "H200"
+    printed = command(SCRIPT, "--model", model, *options, "--lora-rank", lora_rank)[1]
+    is_too_large = model == "qwen3-235b-a22b" and world_size <= 16 and not lora_rank
+    assert ("\ntorchrun" in printed) != is_too_large
+    assert ("--lora-rank 16 together bring it to" in printed) or not is_too_large
+    assert ("device map: ep=8: between machines" in printed) == (world_size > 8)
+
+
+def test_dealt_experts_take_less_while_they_are_gathered():
+    """By hand: 128 experts of 3 x 2,048 x 768; a rank keeps as much of them as without ep."""
+    config, experts = planned_config("qwen3-30b-a3b"), 128 * 3 * 2048 * 768
+    whole, dealt = (train_memory(config, 64, 1, 0, 2, ep=ep) for ep in (1, 8))
+    assert whole.gathered - dealt.gathered == 2 * 2 * experts * 7 // 8
+    assert (whole.weights, whole.optimizer) == (dealt.weights, dealt.optimizer)
+
+
 def test_an_unknown_shape_is_named():
     with pytest.raises(ValueError, match=r"shape='gpt2' is not known; use one of smollm2-135m"):
         shape_config("gpt2")
