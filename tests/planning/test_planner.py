@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from support.models import FAMILIES, SMALL
+from support.paths import DOCS
 
 from roll_lite.device_map import auto_device_map, parse_device_map
 from roll_lite.engine.arena import cache_shape
@@ -195,17 +196,32 @@ def test_a_folder_with_a_mixture_of_experts_is_planned(tmp_path):
     assert Plan(planned_config(tmp_path), device_map, options, 141 * GIB).fits
 
 
-@pytest.mark.parametrize("lora_rank", [0, 16])
-@pytest.mark.parametrize("world_size", [8, 16, 64, 512])
-@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3-235b-a22b"])
-def test_large_mixtures_have_a_layout(command, model, world_size, lora_rank):
-    """On GPUs of 141 GiB. 16 bytes of each of 235 G parameters are more than 16 of them have."""
+ROW = r"\| `(qwen3-\d+b-a\d+b)` \| (\d+) \| (\d+) \| `(.+?)` \| `?(.*?)`? \| (\d+) \| (\S+) \|"
+PLANNED = re.findall(ROW, (DOCS / "reference" / "cluster.md").read_text())
+
+
+@pytest.mark.parametrize("row", PLANNED, ids=lambda row: "-".join(row[:3]))
+def test_plans_of_large_mixtures_are_those_of_the_page(command, row):
+    model, world_size, lora_rank, device_map, chosen, gib, seconds = row
     options = "--world-size", world_size, "--device-gib", 141, "--gpu", "H200"
     printed = command(SCRIPT, "--model", model, *options, "--lora-rank", lora_rank)[1]
-    is_too_large = model == "qwen3-235b-a22b" and world_size <= 16 and not lora_rank
-    assert ("\ntorchrun" in printed) != is_too_large
-    assert ("--lora-rank 16 together bring it to" in printed) or not is_too_large
-    assert ("device map: ep=8: between machines" in printed) == (world_size > 8)
+    assert ("device map: ep=8: between machines" in printed) == (int(world_size) > 8)
+    plan = printed.split("it fits:")[-1]
+    totals = re.findall(r"^\d+-\d+ .* ([\d.]+) GiB$", plan, re.M)
+    assert f"{max(map(float, totals)):.0f}" == gib
+    assert f"seconds: about {seconds} a step" in plan
+    for role in parse_device_map(device_map, int(world_size)).roles:
+        sizes = f"{role.tp} +{role.ep} +" if "ep" in device_map else f"{role.tp} +"
+        assert re.search(rf"^{role.name} +0-\d+ +{sizes}", plan, re.M)
+    assert all(flag in plan.splitlines()[-1] for flag in chosen.split("--"))
+
+
+def test_too_large_a_mixture_is_said_to_need_lora(command):
+    """16 bytes for each of 235 G parameters are more than 16 GPUs have."""
+    options = "--world-size", 16, "--device-gib", 141, "--gpu", "H200"
+    code, printed = command(SCRIPT, "--model", "qwen3-235b-a22b", *options)
+    assert code == 1 and "torchrun" not in printed
+    assert "--lora-rank 16 together bring it to" in printed
 
 
 def test_dealt_experts_take_less_while_they_are_gathered():

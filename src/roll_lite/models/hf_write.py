@@ -121,7 +121,7 @@ def write_folder(
         _write_tensors(partial, expected, tensors)
         add_files(partial)
         for file in partial.iterdir():
-            file.chmod(0o644)  # safetensors writes 0600
+            file.chmod(0o644)  # copies may have another mode
             with file.open("rb") as handle:  # on disk before the rename
                 os.fsync(handle.fileno())
         _replace_folder(partial, folder)
