@@ -9,7 +9,8 @@ from roll_lite.device_map import (
     format_ranks,
     parse_device_map,
 )
-from roll_lite.models.config import SHAPES, parse_config, shape_config
+from roll_lite.models.config import parse_config, shape_config
+from roll_lite.models.shapes import SHAPES
 
 QWEN = shape_config("qwen3-8b")  # 8 kv heads, 12288 intermediate, 151936 = 2^7 x 1187 vocabulary
 SEVEN = {"num_attention_heads": 7, "num_key_value_heads": 7}
@@ -91,7 +92,7 @@ def test_ranks_are_written_compactly():
         ("", "no roles.*train=all"),
         ("train", "'train' in the device map is not understood; write role=RANKS"),
         ("train=", "'train=' .*not understood"),
-        ("train=0-3,dp=2", r"'train=0-3,dp=2'.*role=RANKS\[,tp=N\]\[,cp=N\]\[,fsdp=N\]"),
+        ("train=0-3,dp=2", r"'train=0-3,dp=2'.*role=RANKS\[,tp=N\]\[,cp=N\]\[,ep=N\]"),
         ("train=0-3,cp=3", "train: cp=3 does not divide its 4 ranks; use 1, 2 or 4"),
         ("train=0-3,tp=2,cp=4", "cp=4 does not divide its 2 groups of tp=2; use 1 or 2"),
         ("train=0-3,6", "'train=0-3,6'.*0-1[+]4-5"),

@@ -29,12 +29,9 @@ import tyro  # noqa: E402
 
 from roll_lite.engine.engine import Engine  # noqa: E402
 from roll_lite.engine.request import Request  # noqa: E402
-from roll_lite.models.config import (  # noqa: E402
-    SHAPES,
-    read_hf_config,
-    shape_config,
-)
+from roll_lite.models.config import read_hf_config, shape_config  # noqa: E402
 from roll_lite.models.hf import hf_tensors, load_model  # noqa: E402
+from roll_lite.models.shapes import SHAPES  # noqa: E402
 from roll_lite.models.transformer import Transformer, random_model  # noqa: E402
 from roll_lite.types import SamplingParams  # noqa: E402
 

@@ -17,9 +17,10 @@ from roll_lite.checks import UserError
 from roll_lite.models.config import ModelConfig, tp_problem, tp_sizes
 from roll_lite.models.memory import engine_bytes, format_bytes, least_memory, usable_bytes
 
-SYNTAX = "write role=RANKS[,tp=N][,cp=N][,fsdp=N], with RANKS like 0-3, 5, 0-1+4-5 or all"
+SYNTAX = "write role=RANKS[,tp=N][,cp=N][,ep=N][,fsdp=N], with RANKS like 0-3, 5, 0-1+4-5 or all"
 ENGINE_ROLES = ("generate", "judge")
 OPTIONAL_ROLES = ("reference", "critic")
+NOT_OFFLOADED = ("train", "judge", "reward_model")
 FEED = "feed"  # and a number: see `with_sync`
 USEFUL_CACHE_TOKENS = 32768  # least KV cache of each engine under `auto`: 8 samples of 4,096 tokens
 
@@ -45,6 +46,19 @@ class Role:
     fsdp: int | None = None
     """Consecutive replicas over which weights are sharded; None is all of them. With fewer there
     are copies of the sharded weights, such as one on each machine (HSDP)."""
+    ep: int = 1
+    """Parts that the experts of a mixture are dealt into, whole: over the ranks of an engine, else
+    over consecutive data-parallel ranks."""
+
+    @property
+    def data_ep(self) -> int:
+        """Data-parallel ranks that exchange tokens, as they hold different experts."""
+        return 1 if self.name in ENGINE_ROLES else self.ep
+
+    @property
+    def largest_ep(self) -> int:
+        """The ranks that can hold different experts."""
+        return self.tp if self.name in ENGINE_ROLES else self.ranks_per_copy // self.tp
 
     @property
     def ranks_per_replica(self) -> int:
@@ -127,7 +141,7 @@ class DeviceMap:
     def _role_text(self, role: Role) -> str:
         is_all = len(role.ranks) == self.world_size
         ranks = "all" if is_all else format_ranks(role.ranks).replace(",", "+")
-        sizes = {n: size for n in ("tp", "cp") if (size := getattr(role, n)) > 1}
+        sizes = {n: size for n in ("tp", "cp", "ep") if (size := getattr(role, n)) > 1}
         sizes |= {"fsdp": role.fsdp} if role.fsdp else {}
         return f"{role.name}={ranks}" + "".join(f",{n}={size}" for n, size in sizes.items())
 
@@ -145,8 +159,9 @@ class DeviceMap:
 
     def __str__(self) -> str:
         columns = {"tp": [role.tp for role in self.roles]}
-        if any(role.cp > 1 for role in self.roles):
-            columns["cp"] = [role.cp for role in self.roles]
+        for name in ("cp", "ep"):
+            if any(getattr(role, name) > 1 for role in self.roles):
+                columns[name] = [getattr(role, name) for role in self.roles]
         columns["replicas"] = [role.num_replicas for role in self.roles]
         if any(role.fsdp for role in self.roles):
             columns["fsdp"] = [role.fsdp or "" for role in self.roles]
@@ -216,6 +231,12 @@ def _check_ranks(role: Role, world_size: int) -> None:
             f"role {role.name}: fsdp={role.fsdp} does not divide its {role.num_replicas} replicas; "
             f"use {listing(divisors(role.num_replicas), 'or')}"
         )
+    if role.ep < 1 or role.largest_ep % role.ep:
+        which = "ranks of an engine" if role.name in ENGINE_ROLES else "data-parallel ranks"
+        raise UserError(
+            f"role {role.name}: ep={role.ep} does not divide its {role.largest_ep} {which}; "
+            f"use {listing(divisors(role.largest_ep), 'or')}"
+        )
 
 
 def _check_engine(role: Role) -> None:
@@ -240,6 +261,17 @@ def _check_sizes(role: Role, config: ModelConfig) -> None:
     if problem := tp_problem(config, role.tp):
         working = [tp for tp in tp_sizes(config) if len(role.ranks) % tp == 0]
         raise UserError(f"role {role.name}: tp={role.tp} {problem}; use {listing(working, 'or')}")
+    if role.ep > 1 and config.experts is None:
+        raise UserError(
+            f"role {role.name}: ep={role.ep} is for mixtures of experts, and this model has no "
+            "experts; leave it out, or use tp"
+        )
+    if role.ep > 1 and (num_experts := config.experts.num_experts) % role.ep:
+        working = [ep for ep in divisors(role.largest_ep) if num_experts % ep == 0]
+        raise UserError(
+            f"role {role.name}: ep={role.ep} does not divide {num_experts} experts; "
+            f"use {listing(working, 'or')}"
+        )
 
 
 def _check_leaders(generate: Role, other: Role) -> None:
@@ -266,13 +298,14 @@ def parse_device_map(text: str, world_size: int) -> DeviceMap:
 
 
 def _parse_role(entry: str, world_size: int) -> Role:
-    sizes = r"(?:,tp=(\d+))?(?:,cp=(\d+))?(?:,fsdp=(\d+))?"
+    sizes = r"(?:,tp=(\d+))?(?:,cp=(\d+))?(?:,ep=(\d+))?(?:,fsdp=(\d+))?"
     match = re.fullmatch(rf"([a-z][a-z0-9_]*)=([^,=]+){sizes}", entry)
-    if not match or match[1] in ("tp", "cp", "fsdp"):
+    if not match or match[1] in ("tp", "cp", "ep", "fsdp"):
         raise UserError(f"{entry!r} in the device map is not understood; {SYNTAX}")
-    name, ranks, tp, cp, fsdp = match.groups()
+    name, ranks, tp, cp, ep, fsdp = match.groups()
     ranks = _parse_ranks(name, ranks, world_size)
-    return Role(name, ranks, int(tp or 1), int(cp or 1), int(fsdp) if fsdp else None)
+    sizes = int(tp or 1), int(cp or 1), int(fsdp) if fsdp else None
+    return Role(name, ranks, *sizes, ep=int(ep or 1))
 
 
 def _parse_ranks(name: str, text: str, world_size: int) -> tuple[int, ...]:
@@ -304,17 +337,21 @@ def auto_device_map(
 ) -> tuple[DeviceMap, list[str]]:
     """All roles on all ranks, with the smallest tp for generate that fits; also the reasons.
 
+    Where several machines train a mixture, its experts are dealt to the ranks of each.
     `device_bytes` is the memory of one device, None on a CPU; `train` are options of
     `train_memory`. If no tp fits, it is a ValueError, or without `must_fit` the largest.
     """
-    tp = 1
+    tp = ep = 1
     why = "tp=1: on a CPU there is no device memory to save"
     if device_bytes is not None:
-        others = least_memory(config, roles, world_size, **train)
+        if config.experts and "train" in roles and world_size > ranks_per_node:
+            ep = gcd(config.experts.num_experts, world_size, ranks_per_node)
+        others = least_memory(config, roles, world_size, ep, **train)
         idle = others.idle.total if engines_sleep else others.total
-        if offload:  # a judge and a reward model stay
-            beside = [name for name in roles if name in ("judge", "reward_model")]
-            idle = least_memory(config, beside, world_size).total
+        if offload:  # roles.py: only a policy without adapters is there during a sync
+            stays = NOT_OFFLOADED[bool(train.get("lora_rank")) :]
+            beside = [name for name in roles if name in stays]
+            idle = least_memory(config, beside, world_size, **train).idle.total
         tp, why, fits = _smallest_tp(
             _engine_sizes(world_size, config, roles, ranks_per_node),
             others.total, idle, usable_bytes(device_bytes),
@@ -327,11 +364,15 @@ def auto_device_map(
             )
         why = f"tp={tp}: {why}"
     ranks = tuple(range(world_size))
-    chosen = tuple(Role(name, ranks, tp if name == "generate" else 1) for name in roles)
+    sizes = {"generate": {"tp": tp}, "train": {"ep": ep}}
+    chosen = tuple(Role(name, ranks, **sizes.get(name, {})) for name in roles)
     device_map = DeviceMap(chosen, world_size)
     device_map.check(config, required=roles)
     where = "rank 0" if world_size == 1 else f"all {world_size} ranks: they take turns, none idles"
-    return device_map, [f"{listing(roles, 'and')} on {where}", why]
+    reasons = [f"{listing(roles, 'and')} on {where}", why]
+    if ep > 1:
+        reasons.append(f"ep={ep}: between machines a rank gathers 1/{ep} of a layer's experts")
+    return device_map, reasons
 
 
 def _engine_sizes(

@@ -189,7 +189,7 @@ class CheckpointEngine(EngineService):
     """An engine that takes its weights from a checkpoint."""
 
     def load_checkpoint(self, checkpoint: Path, base: str, version: int) -> None:
-        self.engine.load_weights(checkpoint_weights(checkpoint, base).items(), version)
+        self.engine.load_weights(checkpoint_weights(checkpoint, base), version)
 
 
 def generate(

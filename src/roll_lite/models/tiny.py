@@ -16,7 +16,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from roll_lite.models.config import parse_config
-from roll_lite.models.hf import hf_tensors, write_folder
+from roll_lite.models.hf import hf_tensors
+from roll_lite.models.hf_write import write_folder
 from roll_lite.models.transformer import Transformer
 
 SPECIAL_TOKENS = ("<|unk|>", "<|im_start|>", "<|im_end|>")
@@ -72,7 +73,7 @@ def build_tiny(folder: str | Path, seed: int = 0) -> Path:
         generation = {"eos_token_id": tokenizer.eos_token_id}
         (target / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
-    return write_folder(folder, hf_config, tensors, add_tokenizer)
+    return write_folder(folder, hf_config, tensors, tensors.items(), add_tokenizer)
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:

@@ -13,7 +13,7 @@ import tyro
 from roll_lite.checks import above, at_least, check_choices
 from roll_lite.device_map import DeviceMap, Role, format_ranks
 from roll_lite.models.config import ModelConfig
-from roll_lite.models.cost import kv_bytes_per_token
+from roll_lite.models.cost import cache_bytes_per_token
 from roll_lite.models.memory import (
     LORA_TARGETS,
     MAX_RUNNING,
@@ -185,7 +185,8 @@ class Plan:
     def sample_bytes(self) -> int:
         """KV cache of one sample on one rank: whole pages, no shared prompt."""
         tokens = share(self.options.sample_tokens, PAGE_TOKENS) * PAGE_TOKENS
-        return tokens * kv_bytes_per_token(self.config, self.device_map["generate"].tp, self.width)
+        tp = self.device_map["generate"].tp
+        return tokens * cache_bytes_per_token(self.config, tp, self.width)
 
     @property
     def fixed_cache(self) -> int | None:
@@ -266,7 +267,7 @@ def memory_of(plan: Plan, role: Role) -> RankMemory:
         tokens = share(min(options.tokens_per_microbatch, packed), role.cp)
     config = plan.role_configs.get(role.name, plan.config)
     sizes = role.ranks_per_copy, role.tp, tokens, plan.width
-    held = role_memory(role.name, config, *sizes, **options.train_options)
+    held = role_memory(role.name, config, *sizes, role.ep, **options.train_options)
     checkpointing = options.checkpointing if role.name in TRAINED else None
     keys = context_bytes(config, role.cp, *sizes[1:], checkpointing)
     cache = int(options.judge_cache_gib * 2**30) if role.name == "judge" else 0

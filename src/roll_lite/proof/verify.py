@@ -179,10 +179,10 @@ def digest_of_checkpoint(path: Path) -> str:
 
 def _other_weights(checkpoint: Path, model: Path) -> list[str]:
     """Names of the tensors of an exported model that are not the checkpoint's."""
-    state = checkpoint_weights(checkpoint, base_model(checkpoint))
+    weights = checkpoint_weights(checkpoint, base_model(checkpoint))
     dtype = stored_dtype(model)
-    exported = dict(load_model(model).named_parameters())
-    return [n for n, p in exported.items() if not state[n].to(dtype).equal(p.to(dtype))]
+    exported = load_model(model, dtype=dtype)
+    return [n for n, p in weights if not p.to(dtype).equal(exported.get_parameter(n))]
 
 
 # ---- steps computed again

@@ -29,7 +29,8 @@ from roll_lite.models.fsdp import (
     sum_copied_gradients,
     whole_shape,
 )
-from roll_lite.models.hf import save_state, stored_dtype
+from roll_lite.models.hf import stored_dtype
+from roll_lite.models.hf_write import save_parameters
 from roll_lite.models.logprobs import ALL
 from roll_lite.models.lora import adapters, merge
 from roll_lite.models.tensor_parallel import TensorShard
@@ -380,14 +381,19 @@ class Trainer(Scorer):
             yield name, tensor
 
     def export(self, folder: str | Path) -> Path:
-        """Write a Hugging Face folder, in the dtype of the model that training started from."""
-        dtype = stored_dtype(self.folder)
-        is_first = self.place.group.rank() == 0
-        state = {}
-        for name, tensor in self.whole_parameters():
-            if is_first:
-                state[name] = tensor.to("cpu", dtype)
-        return save_state(folder, state, self.config, like=self.folder) if is_first else folder
+        """Write a Hugging Face folder, in the dtype of the model that training started from.
+
+        The first rank writes each parameter as it is gathered.
+        """
+        parameters = self.whole_parameters()
+        try:
+            if self.place.group.rank() == 0:
+                options = {"like": self.folder, "dtype": stored_dtype(self.folder)}
+                head = "language" if self.model.value_head is None else "value"
+                save_parameters(folder, parameters, self.config, head=head, **options)
+        finally:  # the other ranks gather all of them, whether or not writing has failed
+            deque(parameters, maxlen=0)
+        return Path(folder)
 
     def write_checkpoint(self, folder: str | Path) -> ShardRecord:
         """Write this rank's file: masters (with LoRA, adapters alone) and moments.
