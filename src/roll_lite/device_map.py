@@ -120,6 +120,18 @@ class DeviceMap:
         return DeviceMap((*self.roles, *roles), self.world_size)
 
     @property
+    def shares_weights(self) -> bool:
+        """Whether every engine is on ranks of the trainer that hold the same parts of the model,
+        each part whole: with LoRA one copy of the frozen weights is then enough."""
+        if "train" not in self or "generate" not in self:
+            return False
+        train, generate = self["train"], self["generate"]
+        held = {rank: index % train.tp for index, rank in enumerate(train.ranks)}
+        used = {rank: index % generate.tp for index, rank in enumerate(generate.ranks)}
+        is_whole = train.ranks_per_copy == train.tp == generate.tp
+        return is_whole and used.items() <= held.items()
+
+    @property
     def text(self) -> str:
         """The map as `parse_device_map` reads it."""
         return " ".join(self._role_text(role) for role in self.roles)
