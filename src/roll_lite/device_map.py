@@ -323,7 +323,10 @@ def auto_device_map(
     why = "tp=1: on a CPU there is no device memory to save"
     if device_bytes is not None:
         others = least_memory(config, roles, world_size, **train)
-        idle = others.idle.total if engines_sleep else others.total
+        frozen = 0
+        if world_size == 1 and train.get("lora_rank") and {"train", "generate"} <= {*roles}:
+            frozen = engine_bytes(config, 1, 0)  # the engine shares them
+        idle = (others.idle.total if engines_sleep else others.total) - frozen
         if offload:  # a judge and a reward model stay
             beside = [name for name in roles if name in ("judge", "reward_model")]
             idle = least_memory(config, beside, world_size).total
