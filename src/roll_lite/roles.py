@@ -93,8 +93,8 @@ class Roles:
         self, name: str, kind: type, *, stays_for_sync: bool = False, **options: Any
     ) -> RoleHandle:
         """A role that only works between generations; it leaves the device for the next role."""
-        if name == "train" and options.get("lora") and self.cluster.device_map.shares_weights:
-            options["is_shared"] = self._shares = True
+        if name == "train" and options.get("lora"):
+            options["is_shared"] = self._shares = self._has_one_copy()
         role = self.cluster.role(name, kind, **options)
         self._taking_turns.append(role)
         if stays_for_sync:
@@ -102,6 +102,9 @@ class Roles:
         if self._offloads:
             role.offload()
         return role
+
+    def _has_one_copy(self) -> bool:
+        return self.cluster.device_map.shares_weights
 
     def add_engines(self, **options: Any) -> RoleHandle:
         """The engines, which have the devices until `to_training`."""
