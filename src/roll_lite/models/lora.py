@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roll_lite.models.config import TARGETS, LoraOptions
+from roll_lite.models.ops import linear
 from roll_lite.models.tensor_parallel import TensorShard
 
 
@@ -39,7 +39,7 @@ class Adapter(nn.Module):
             down = self.shard.spread(down)
         elif self.shard is not None:
             up = self.shard.spread(up)
-        return F.linear(F.linear(x, down), up) * self.scale
+        return linear(linear(x, down) * self.scale, up)
 
 
 def add_adapters(model: nn.Module, options: LoraOptions) -> None:
@@ -75,3 +75,8 @@ def merge(weight: Tensor, down: Tensor, up: Tensor, options: LoraOptions) -> Ten
 
 def adapters(model: nn.Module) -> Iterator[Adapter]:
     return (module for module in model.modules() if isinstance(module, Adapter))
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a parameter of this name is an adapter's."""
+    return "_adapter." in name
