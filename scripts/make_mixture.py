@@ -8,13 +8,16 @@ becomes a Qwen2-MoE, whose shared expert begins without effect.
 """
 
 import argparse
+import json
 import shutil
+import tempfile
 from pathlib import Path
 
 import torch
 
 from roll_lite.models.config import parse_config, read_hf_config
-from roll_lite.models.hf import COMPANION_FILES, hf_tensors, load_model, stored_dtype, write_folder
+from roll_lite.models.hf import load_model, stored_dtype
+from roll_lite.models.hf_write import save_model
 from roll_lite.models.transformer import Transformer
 
 KINDS = {"llama": "mixtral", "mistral": "mixtral", "qwen2": "qwen2_moe", "qwen3": "qwen3_moe"}
@@ -70,14 +73,12 @@ def main() -> None:
     model = Transformer(parse_config(hf_config)).to(dtype)
     fill(model, load_model(args.model, dtype=dtype), args.noise)
 
-    def add_companions(target: Path) -> None:
-        for name in COMPANION_FILES:
-            if (path := Path(args.model) / name).exists():
-                shutil.copy(path, target / name)
-
-    layout = "mixtral" if hf_config["model_type"] == "mixtral" else "qwen"
-    tensors = hf_tensors(dict(model.named_parameters()), model.config, layout)
-    print(f"wrote {write_folder(args.folder, hf_config, tensors, add_companions)}")
+    with tempfile.TemporaryDirectory() as like:  # what the folder has beside its weights
+        for file in Path(args.model).iterdir():
+            if file.is_file() and file.suffix != ".safetensors" and "index" not in file.name:
+                shutil.copy(file, like)
+        Path(like, "config.json").write_text(json.dumps(hf_config))
+        print(f"wrote {save_model(args.folder, model, like=like)}")
 
 
 if __name__ == "__main__":

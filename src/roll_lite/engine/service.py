@@ -22,12 +22,11 @@ from roll_lite.checks import UserError
 from roll_lite.engine.engine import Engine
 from roll_lite.engine.parallel_engine import Lockstep, TensorParallelEngine
 from roll_lite.engine.request import EngineReport, Handle, Key, Load, Request
-from roll_lite.models.config import SHAPE
 from roll_lite.models.hf import open_model
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Transformer
 from roll_lite.profiling import Profiled
-from roll_lite.types import Turn
+from roll_lite.types import SHAPE, Turn
 
 
 class EnginePlace(Protocol):

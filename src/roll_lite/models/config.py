@@ -7,6 +7,7 @@ from pathlib import Path
 from roll_lite.checks import UserError
 from roll_lite.files import read_json_object
 from roll_lite.models.shapes import SHAPES, hf_shape
+from roll_lite.types import SHAPE
 
 DENSE_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
@@ -21,7 +22,6 @@ _TYPES = {
     "architectures": list, "layer_types": list, "rope_parameters": dict, "rope_scaling": dict,
     "tie_word_embeddings": bool, "use_sliding_window": bool, "auto_map": dict,
 }  # fmt: skip
-SHAPE = "shape:"  # before the name of a shape, for a model with random weights
 
 
 class UnsupportedModelError(UserError):

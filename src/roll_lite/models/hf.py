@@ -15,10 +15,11 @@ from torch import Tensor
 
 from roll_lite.checks import UserError
 from roll_lite.files import check_is_file, read_json_object
-from roll_lite.models.config import SHAPE, ModelConfig, read_config, read_hf_config
+from roll_lite.models.config import ModelConfig, read_config, read_hf_config
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Head, Transformer, random_model
 from roll_lite.progress import ProgressBar
+from roll_lite.types import SHAPE
 
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
