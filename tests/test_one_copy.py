@@ -68,6 +68,7 @@ def test_engine_and_trainer_say_the_same(tmp_path, model, device_map, turns):
         assert all(ours != theirs for ours, _, theirs in trained)
     if is_shared:
         assert all(found["equal"]) and all(found["refused"])
+        assert found["after_sleep"] == found["generated"][-1]
     for are_held, is_ready in found["held"]:
         assert all(held == is_shared for held in are_held) and not is_ready
 

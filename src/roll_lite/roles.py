@@ -36,7 +36,8 @@ class Roles:
 
     Without the option in brackets that side stays on the device. A policy with adapters is as large
     as the engine, and its frozen weights are on the host anyway: the engine reads them from there.
-    Where both hold the same parts, they share the frozen weights, which stay on the device.
+    Where both hold the same parts, they share the frozen weights, which stay on the device, and the
+    adapters are there for the sync.
     """
 
     policy: RoleHandle
@@ -93,11 +94,12 @@ class Roles:
         self, name: str, kind: type, *, stays_for_sync: bool = False, **options: Any
     ) -> RoleHandle:
         """A role that only works between generations; it leaves the device for the next role."""
-        if name == "train" and options.get("lora"):
-            options["is_shared"] = self._shares = self._has_one_copy()
+        shares = name == "train" and bool(options.get("lora")) and self._has_one_copy()
+        if shares:
+            options["is_shared"] = self._shares = True
         role = self.cluster.role(name, kind, **options)
         self._taking_turns.append(role)
-        if stays_for_sync:
+        if stays_for_sync or shares:
             self._source = role
         if self._offloads:
             role.offload()

@@ -32,7 +32,7 @@ class SharingService(EngineService):
         super().__init__(folder, place=place, **options)
 
     def _open(self, shard: TensorShard | None) -> Transformer:
-        return self._trainer.engine_model()
+        return self._trainer.engine_model(shard)
 
 
 class WeightSync:

@@ -40,6 +40,11 @@ class Rank(WeightSync):
             engine.pause()
         return [(turn.token_ids, turn.logprobs) for (turn,) in turns]
 
+    def generate_after_sleep(self):
+        self.engine.sleep()
+        self.engine.wake()
+        return self.generate()
+
     def addresses(self):
         """By name, where the trainer and the engine of this rank have a parameter."""
         theirs = dict(self.engine.model.named_parameters()) if self.engine else {}
@@ -109,6 +114,7 @@ def main(text, model, result_file, turns):
             results["addresses"].append(rank.addresses.options(collect="all")())
             results["digests"].append(roles.digest())
         if cluster.device_map.shares_weights:
+            results["after_sleep"] = rank.generate_after_sleep()
             results["equal"] = rank.adapters_are_equal.options(collect="all")()
             results["refused"] = rank.whole_model_is_refused.options(collect="all")()
     torch.save(results, result_file)

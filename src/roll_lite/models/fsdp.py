@@ -45,11 +45,11 @@ def shard(
         sizes = enumerate(parameter.shape)
         return Shard(next((d for d, size in sizes if size % num_shards(mesh) == 0), 0))
 
-    whole = {p for p in model.parameters() if num_shards(mesh) == 1 and not p.requires_grad}
-    options = {"mp_policy": policy, "shard_placement_fn": placement, "ignored_params": whole}
+    staying = {p for p in model.parameters() if num_shards(mesh) == 1 and not p.requires_grad}
+    options = {"mp_policy": policy, "shard_placement_fn": placement, "ignored_params": staying}
     for block in model.blocks:
         block.checkpointing = checkpointing
-    for unit in (*_units(model, whole), model):
+    for unit in (*_units(model, staying), model):
         fully_shard(unit, mesh=mesh, **options)
     if mesh.size() > 1:
         for module in (*model.blocks, model):
@@ -58,9 +58,9 @@ def shard(
     return model
 
 
-def _units(model: Transformer, left_out: set[nn.Parameter]) -> list[list[nn.Module]]:
+def _units(model: Transformer, staying: set[nn.Parameter]) -> list[list[nn.Module]]:
     """Blocks that are gathered together: with many small ones, the host would be the bottleneck."""
-    size = sum(p.numel() for p in model.blocks[0].parameters() if p not in left_out)
+    size = sum(p.numel() for p in model.blocks[0].parameters() if p not in staying)
     count = max(1, UNIT_PARAMETERS // size)
     blocks = list(model.blocks)
     return [blocks[start : start + count] for start in range(0, len(blocks), count)]

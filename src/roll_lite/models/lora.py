@@ -32,14 +32,19 @@ class Adapter(nn.Module):
         self.cuts_up = cuts_up
         self.is_on = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """y, which may be overwritten without gradients, plus the product with the adapter."""
         down = self.down
         up = self.up.flatten(0, -2)
         if self.shard is not None and self.cuts_up:  # the whole one's gradient sums over ranks
             down = self.shard.spread(down)
         elif self.shard is not None:
             up = self.shard.spread(up)
-        return linear(linear(x, down) * self.scale, up)
+        low = linear(x, down)
+        if not x.is_cuda:  # in blocks of rows
+            return y + linear(low * self.scale, up)
+        add = torch.addmm if torch.is_grad_enabled() else Tensor.addmm_
+        return add(y, low, up.T, alpha=self.scale)
 
 
 def add_adapters(model: nn.Module, options: LoraOptions) -> None:

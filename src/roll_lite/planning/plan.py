@@ -309,9 +309,10 @@ def _phases(plan: Plan, names: tuple[str, ...], parts: dict[str, RankMemory]) ->
     awake = [name for name in engines if name != "generate" or not options.engines_sleep]
     loaded = trainers  # while samples are generated
     synced = trainers  # while weights go to the engines
-    if options.offload:  # roles.py: only a policy without adapters is there during a sync
+    if options.offload:  # roles.py: one with adapters leaves before a sync, unless it shares
         loaded = []
-        synced = ["train"] if "train" in trainers and not options.lora_rank else []
+        stays = not options.lora_rank or plan.frozen_bytes
+        synced = ["train"] if "train" in trainers and stays else []
 
     def phase(working: list[str], idle: list[str]) -> RankMemory:
         return together([shared, *(parts[n] for n in working), *(parts[n].idle for n in idle)])

@@ -150,7 +150,7 @@ def _offloaded_bytes(plan: Plan) -> dict[str, int]:
             masters = held.gradients  # of the same parameters, in fp32 too
             num_bytes["reload"] += held.weights + held.optimizer
             num_bytes["offload"] += masters + held.optimizer
-            if role.name == "train" and plan.options.lora_rank > 0:
+            if role.name == "train" and plan.options.lora_rank > 0 and not plan.frozen_bytes:
                 num_bytes["sync"] += held.weights
     return num_bytes
 

@@ -316,11 +316,11 @@ class Trainer(Scorer):
             self.truncation = truncation
 
     @torch.no_grad()
-    def engine_model(self) -> Transformer:
+    def engine_model(self, tensor_shard: TensorShard | None) -> Transformer:
         """A model for an engine on this rank: the same frozen tensors, and adapters of its own in
-        the dtype of these."""
+        the dtype of these. The shard is the same part as this trainer's."""
         with torch.device("meta"):
-            model = Transformer(self.config, shard=self.tensor_shard)
+            model = Transformer(self.config, shard=tensor_shard)
             add_adapters(model, self.lora)
         frozen = {n: p.detach() for n, p in self._parameters.items() if not p.requires_grad}
         own = {n: p.to(self.device, self.place.dtype, copy=True) for n, p in self.adapters()}
