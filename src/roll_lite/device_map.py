@@ -17,7 +17,7 @@ from roll_lite.checks import UserError
 from roll_lite.models.config import ModelConfig, tp_problem, tp_sizes
 from roll_lite.models.memory import engine_bytes, format_bytes, least_memory, usable_bytes
 
-SYNTAX = "write role=RANKS[,tp=N][,cp=N][,fsdp=N], with RANKS like 0-3, 5, 0-1+4-5 or all"
+SYNTAX = "write role=RANKS[,tp=N][,cp=N][,ep=N][,fsdp=N], with RANKS like 0-3, 5, 0-1+4-5 or all"
 ENGINE_ROLES = ("generate", "judge")
 OPTIONAL_ROLES = ("reference", "critic")
 FEED = "feed"  # and a number: see `with_sync`
@@ -45,6 +45,19 @@ class Role:
     fsdp: int | None = None
     """Consecutive replicas over which weights are sharded; None is all of them. With fewer there
     are copies of the sharded weights, such as one on each machine (HSDP)."""
+    ep: int = 1
+    """Parts that the experts of a mixture are dealt into, whole: over the ranks of an engine, else
+    over consecutive data-parallel ranks."""
+
+    @property
+    def data_ep(self) -> int:
+        """Data-parallel ranks that exchange tokens, as they hold different experts."""
+        return 1 if self.name in ENGINE_ROLES else self.ep
+
+    @property
+    def largest_ep(self) -> int:
+        """The ranks that can hold different experts."""
+        return self.tp if self.name in ENGINE_ROLES else self.ranks_per_copy // self.tp
 
     @property
     def ranks_per_replica(self) -> int:
@@ -127,7 +140,7 @@ class DeviceMap:
     def _role_text(self, role: Role) -> str:
         is_all = len(role.ranks) == self.world_size
         ranks = "all" if is_all else format_ranks(role.ranks).replace(",", "+")
-        sizes = {n: size for n in ("tp", "cp") if (size := getattr(role, n)) > 1}
+        sizes = {n: size for n in ("tp", "cp", "ep") if (size := getattr(role, n)) > 1}
         sizes |= {"fsdp": role.fsdp} if role.fsdp else {}
         return f"{role.name}={ranks}" + "".join(f",{n}={size}" for n, size in sizes.items())
 
@@ -145,8 +158,9 @@ class DeviceMap:
 
     def __str__(self) -> str:
         columns = {"tp": [role.tp for role in self.roles]}
-        if any(role.cp > 1 for role in self.roles):
-            columns["cp"] = [role.cp for role in self.roles]
+        for name in ("cp", "ep"):
+            if any(getattr(role, name) > 1 for role in self.roles):
+                columns[name] = [getattr(role, name) for role in self.roles]
         columns["replicas"] = [role.num_replicas for role in self.roles]
         if any(role.fsdp for role in self.roles):
             columns["fsdp"] = [role.fsdp or "" for role in self.roles]
@@ -216,6 +230,12 @@ def _check_ranks(role: Role, world_size: int) -> None:
             f"role {role.name}: fsdp={role.fsdp} does not divide its {role.num_replicas} replicas; "
             f"use {listing(divisors(role.num_replicas), 'or')}"
         )
+    if role.ep < 1 or role.largest_ep % role.ep:
+        which = "ranks of an engine" if role.name in ENGINE_ROLES else "data-parallel ranks"
+        raise UserError(
+            f"role {role.name}: ep={role.ep} does not divide its {role.largest_ep} {which}; "
+            f"use {listing(divisors(role.largest_ep), 'or')}"
+        )
 
 
 def _check_engine(role: Role) -> None:
@@ -240,6 +260,17 @@ def _check_sizes(role: Role, config: ModelConfig) -> None:
     if problem := tp_problem(config, role.tp):
         working = [tp for tp in tp_sizes(config) if len(role.ranks) % tp == 0]
         raise UserError(f"role {role.name}: tp={role.tp} {problem}; use {listing(working, 'or')}")
+    if role.ep > 1 and config.experts is None:
+        raise UserError(
+            f"role {role.name}: ep={role.ep} is for mixtures of experts, and this model has no "
+            "experts; leave it out, or use tp"
+        )
+    if role.ep > 1 and (num_experts := config.experts.num_experts) % role.ep:
+        working = [ep for ep in divisors(role.largest_ep) if num_experts % ep == 0]
+        raise UserError(
+            f"role {role.name}: ep={role.ep} does not divide {num_experts} experts; "
+            f"use {listing(working, 'or')}"
+        )
 
 
 def _check_leaders(generate: Role, other: Role) -> None:
@@ -266,13 +297,14 @@ def parse_device_map(text: str, world_size: int) -> DeviceMap:
 
 
 def _parse_role(entry: str, world_size: int) -> Role:
-    sizes = r"(?:,tp=(\d+))?(?:,cp=(\d+))?(?:,fsdp=(\d+))?"
+    sizes = r"(?:,tp=(\d+))?(?:,cp=(\d+))?(?:,ep=(\d+))?(?:,fsdp=(\d+))?"
     match = re.fullmatch(rf"([a-z][a-z0-9_]*)=([^,=]+){sizes}", entry)
-    if not match or match[1] in ("tp", "cp", "fsdp"):
+    if not match or match[1] in ("tp", "cp", "ep", "fsdp"):
         raise UserError(f"{entry!r} in the device map is not understood; {SYNTAX}")
-    name, ranks, tp, cp, fsdp = match.groups()
+    name, ranks, tp, cp, ep, fsdp = match.groups()
     ranks = _parse_ranks(name, ranks, world_size)
-    return Role(name, ranks, int(tp or 1), int(cp or 1), int(fsdp) if fsdp else None)
+    sizes = int(tp or 1), int(cp or 1), int(fsdp) if fsdp else None
+    return Role(name, ranks, *sizes, ep=int(ep or 1))
 
 
 def _parse_ranks(name: str, text: str, world_size: int) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from roll_lite.models.config import (
     read_config,
     read_hf_config,
 )
-from roll_lite.models.tensor_parallel import TensorShard
+from roll_lite.models.tensor_parallel import TensorShard, is_of_experts
 from roll_lite.models.transformer import Head, Transformer, random_model
 from roll_lite.progress import ProgressBar
 
@@ -116,14 +116,14 @@ def _expert_slices(config: ModelConfig, layout: str) -> Iterator[Slice]:
     module, *projections = EXPERT_NAMES.get(layout, ("mlp",))
     yield f"{module}.gate.weight", (E, H), "mlp.router", ()
     if layout == "fused":
-        yield "mlp.experts.gate_up_proj", (E, 2 * F, H), "mlp.expert_gate_up", ()
-        yield "mlp.experts.down_proj", (E, H, F), "mlp.expert_down", ()
+        yield "mlp.experts.gate_up_proj", (E, 2 * F, H), "mlp.experts.gate_up", ()
+        yield "mlp.experts.down_proj", (E, H, F), "mlp.experts.down", ()
     else:
         for expert in range(E):
             gate, up, down = (f"{module}.experts.{expert}.{name}.weight" for name in projections)
-            yield gate, (F, H), "mlp.expert_gate_up", (expert, 0)
-            yield up, (F, H), "mlp.expert_gate_up", (expert, 1)
-            yield down, (H, F), "mlp.expert_down", (expert,)
+            yield gate, (F, H), "mlp.experts.gate_up", (expert, 0)
+            yield up, (F, H), "mlp.experts.gate_up", (expert, 1)
+            yield down, (H, F), "mlp.experts.down", (expert,)
     if size := config.experts.shared_size:
         yield from _mlp_slices("mlp.shared_expert", H, size, "mlp.shared")
         yield "mlp.shared_expert_gate.weight", (1, H), "mlp.shared_gate", ()
@@ -170,10 +170,10 @@ def load_model(
     for part, tensor in _with_progress(folder, files, _read(folder, wanted, files)):
         target = state[part.parameter]
         tensor = tensor.reshape(whole[part.parameter][part.index].shape)
-        if model.shard is None:
+        if model.layout is None:
             target[part.index].copy_(tensor)
         else:
-            _copy_part(part, tensor, target, model.shard)
+            _copy_part(part, tensor, target, model.layout)
     model.load_state_dict(state, assign=True)
     return model
 
@@ -253,6 +253,8 @@ def save_adapter(
         down, up = (state.get(f"{part.parameter}_adapter.{half}") for half in ("down", "up"))
         if down is None or not part.hf_name.endswith("_proj.weight"):
             continue
+        if is_of_experts(part.parameter):
+            down = down[part.index[0]]
         module = part.hf_name.removesuffix(".weight")
         modules.append(module.rpartition(".")[2])
         name = f"base_model.model.{module}"

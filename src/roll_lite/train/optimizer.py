@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from roll_lite.checks import UserError, above, at_least, check_choices
-from roll_lite.models.config import TARGETS, ModelConfig, lora_options, read_config
+from roll_lite.models.config import DEFAULT_TARGETS, ModelConfig, lora_options, read_config
 from roll_lite.models.cost import count_parameters
 from roll_lite.options import Argument, RecipeConfig, flatten
 
@@ -51,8 +51,9 @@ class TrainingOptions:
     """Train LoRA adapters of this rank instead of all weights; 0 is off."""
     lora_alpha: Argument[float] = 32.0
     """Adapters are scaled by lora_alpha / lora_rank."""
-    lora_targets: Argument[tuple[str, ...]] = tuple(TARGETS)
-    """Projections that get adapters."""
+    lora_targets: Argument[tuple[str, ...]] = DEFAULT_TARGETS
+    """Projections that get adapters; those of a mixture's experts are expert_gate_up and
+    expert_down."""
 
     def __post_init__(self):
         at_least(0, self, "warmup_steps", "lr", "lora_rank", "weight_decay")

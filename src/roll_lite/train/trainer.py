@@ -352,14 +352,15 @@ class Trainer(Scorer):
     def _start_gathering(
         self, names: list[str], dtype: torch.dtype | None
     ) -> list[Callable[[], dict[str, Tensor]]]:
-        """Weights, and in a second message their adapters, if they have any."""
+        """Weights, and in messages of their own what other ranks share and adapters."""
         added = [f"{name}_adapter.{part}" for name in names for part in ("down", "up")]
-        adapters = [name for name in added if name in self._parameters]
-        return [
-            start_gathering({name: self._on_device(self._parameters[name]) for name in part}, kind)
-            for part, kind in ((names, dtype), (adapters, None))
-            if part
-        ]
+        messages: dict[tuple, dict[str, DTensor]] = {}
+        for name in [*names, *(name for name in added if name in self._parameters)]:
+            parameter = self._parameters[name]
+            kind = None if "_adapter." in name else dtype
+            of_mesh = messages.setdefault((parameter.device_mesh, kind), {})
+            of_mesh[name] = self._on_device(parameter)
+        return [start_gathering(held, kind) for (_, kind), held in messages.items()]
 
     def _finish_gathering(
         self,
@@ -413,7 +414,7 @@ class Trainer(Scorer):
     def describe_checkpoint(self) -> dict[str, Any]:
         return {
             "architecture": self.config,
-            "layout": {"ranks": self.place.group.size(), "tp": self.place.tp},
+            "layout": {"ranks": self.place.group.size(), "tp": self.place.tp, "ep": self.place.ep},
             "kind": "adapter" if self.lora else "full",
             "progress": {
                 self.part: {
