@@ -140,6 +140,11 @@ def by_sequence(batch, rows):
     return [found[i] for i in sorted(found)]
 
 
+def balanced(trainer):
+    """A gradient with the balancing loss, which depends on what a micro-batch has."""
+    return trainer.gradient(pack(make_sequences(), 10_000))[0]
+
+
 def is_mixture(model):
     return read_config(model).experts is not None
 
@@ -164,6 +169,9 @@ def layouts(model, result_file, device="cpu"):
                 trainer.shake_adapters()
             replicas = cluster.device_map[name].num_replicas
             results[name, has_adapters] = measure(trainer, replicas)
+        if is_mixture(model):
+            trainer = cluster.role("tp2", Probe, folder=model, **options(), balance_coef=0.5)
+            results["balanced"] = balanced(trainer)
         folder = Path(result_file).parent
         results["resumed"] = resume_elsewhere(cluster, model, folder)
         results["of copies"] = written_by_copies(cluster, model, folder)

@@ -46,6 +46,10 @@ def alone(folder):
             if lora:
                 trainer.shake_adapters()
             results[bool(lora)] = train_programs.measure(trainer, 1)
+        if train_programs.is_mixture(folder):
+            options = train_programs.options() | {"balance_coef": 0.5}
+            trainer = cluster.role("train", train_programs.Probe, folder=folder, **options)
+            results["balanced"] = train_programs.balanced(trainer)
     return results
 
 
@@ -66,6 +70,12 @@ def test_training_does_not_depend_on_the_layout(folder, over_ranks, alone):
                 torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
         for name, tensor in expected["state"].items():
             torch.testing.assert_close(got["state"][name], tensor, rtol=1e-4, atol=2e-5)
+
+
+def test_ranks_that_share_experts_balance_them_once(folder, over_ranks, alone):
+    for name, expected in alone["balanced"].items() if "balanced" in alone else ():
+        error = (over_ranks["balanced"][name] - expected).norm() / expected.norm()
+        assert error < 1e-5, (name, error)
 
 
 def test_the_budgets_give_the_micro_batches_they_say():

@@ -56,6 +56,10 @@ class Experts(nn.Module):
         self.shard = shard
         self.router = nn.Parameter(torch.empty(experts.num_experts, H))
         self.experts = ExpertWeights(config, shard)
+        self.balance: float | None = None
+        """Slope of the balancing loss; None where the tokens of experts are not counted."""
+        self.counts_E: Tensor
+        """A recomputing backward pass counts all tokens again."""
         self.shared = self.shared_gate = None
         if experts.shared_size:
             self.shared = SwiGLU(H, experts.shared_size)
@@ -67,6 +71,8 @@ class Experts(nn.Module):
         ids_TK = top_experts(probabilities_TE, self.config.experts_per_token)
         if choose is not None:
             ids_TK = choose(self.number, ids_TK)
+        if self.balance is not None:
+            probabilities_TE = self._balanced(probabilities_TE, ids_TK)
         weights_TK = probabilities_TE.gather(1, ids_TK)
         if self.config.renormalizes:
             weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
@@ -78,9 +84,30 @@ class Experts(nn.Module):
             return y_TH
         return y_TH + linear(x_TH, self._spread(self.shared_gate)).sigmoid() * self.shared(x_TH)
 
+    def _balanced(self, probabilities_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        ids = ids_TK.flatten()
+        counts_E = torch.zeros_like(self.counts_E).scatter_add_(0, ids, torch.ones_like(ids))
+        self.counts_E += counts_E
+        slope_E = self.balance * len(counts_E) * counts_E / len(ids_TK)
+        return _Sloped.apply(probabilities_TE, slope_E) if self.balance else probabilities_TE
+
     def _spread(self, weight: Tensor) -> Tensor:
         """Of a weight that ranks hold whole, whose gradient each rank has a part of."""
         return weight if self.shard is None else self.shard.spread(weight)
+
+
+class _Sloped(torch.autograd.Function):
+    """The identity; adds to a loss the sum over tokens of slope * probability."""
+
+    @staticmethod
+    def forward(ctx, probabilities_TE, slope_E):
+        ctx.save_for_backward(slope_E)
+        return probabilities_TE.view_as(probabilities_TE)
+
+    @staticmethod
+    def backward(ctx, grad_TE):
+        (slope_E,) = ctx.saved_tensors
+        return grad_TE + slope_E.to(grad_TE.dtype), None
 
 
 class ExpertWeights(nn.Module):

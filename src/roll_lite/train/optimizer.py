@@ -47,6 +47,8 @@ class TrainingOptions:
     """Activations that the backward pass recomputes instead of keeping."""
     moments: Argument[Literal["float32", "bfloat16"]] = "float32"
     """Dtype of AdamW's moments."""
+    balance_coef: Argument[float] = 0.0
+    """Weight of the loss that spreads tokens evenly over the experts of a mixture."""
     lora_rank: int = 0
     """Train LoRA adapters of this rank instead of all weights; 0 is off."""
     lora_alpha: Argument[float] = 32.0
@@ -56,7 +58,7 @@ class TrainingOptions:
     expert_down."""
 
     def __post_init__(self):
-        at_least(0, self, "warmup_steps", "lr", "lora_rank", "weight_decay")
+        at_least(0, self, "warmup_steps", "lr", "lora_rank", "weight_decay", "balance_coef")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(
                 f"betas={self.betas} must be two numbers from 0 to below 1, as in (0.9, 0.95)"
@@ -84,6 +86,7 @@ class TrainingOptions:
             "max_grad_norm": self.max_grad_norm,
             "checkpointing": self.checkpointing,
             "moments": self.moments,
+            "balance_coef": self.balance_coef,
         }
 
     @property

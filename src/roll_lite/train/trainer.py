@@ -37,6 +37,7 @@ from roll_lite.models.transformer import Checkpointing, Head
 from roll_lite.progress import ProgressBar
 from roll_lite.stopping import Ended
 from roll_lite.train.adamw import AdamW
+from roll_lite.train.balance import Balance
 from roll_lite.train.batch import MicroBatch, unpack
 from roll_lite.train.checkpoint_folders import (
     check_architecture,
@@ -81,6 +82,7 @@ class Trainer(Scorer):
         checkpointing: Checkpointing = "none",
         moments: Literal["float32", "bfloat16"] = "float32",
         lora: LoraOptions | None = None,
+        balance_coef: float = 0.0,
     ):
         """A critic is a trainer with head="value". With `lora` only adapters are trained.
 
@@ -92,6 +94,7 @@ class Trainer(Scorer):
         self._build(folder, place, temperature, head, dtype, checkpointing, lora)
         self.truncation = truncation
         self.loss = loss
+        self._balance = Balance(self.model, balance_coef, place)
         self.schedule = schedule
         self.max_grad_norm = max_grad_norm
         self.part: Literal["policy", "critic"] = "policy" if head == "language" else "critic"
@@ -123,7 +126,7 @@ class Trainer(Scorer):
             torch.cuda.reset_peak_memory_stats()
         totals = self._accumulate(batch)
         update = self._update(scheduled_at)
-        metrics = totals.over_ranks(self.replicas) | update
+        metrics = totals.over_ranks(self.replicas) | update | self._balance.metrics()
         return metrics | self._speed(batch, time.perf_counter() - start)
 
     def _update(self, scheduled_at: int | None) -> dict[str, float]:
@@ -179,12 +182,14 @@ class Trainer(Scorer):
         totals = Totals()
         last = len(batch) - 1
         self._noted = []
+        self._balance.start(batch)
         with _token_bar(batch, "training") as bar:
             for number, sent in enumerate(batch):
                 micro = sent.to(self.device)
                 self.model.set_requires_all_reduce(number == last)
-                loss_R, measurements = self._loss(micro)
-                (loss_R * micro.weights_R).sum().backward()
+                with self._balance.of(sent):
+                    loss_R, measurements = self._loss(micro)
+                    (loss_R * micro.weights_R).sum().backward()
                 with self._timed_digest():  # beside the device's work
                     for name, tensor in sent.tensors():
                         self._digests.add(f"batch/{name}", tensor)
