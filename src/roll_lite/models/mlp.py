@@ -6,6 +6,7 @@ Shape suffixes here: T tokens, H hidden, F inner width, E experts, K experts of 
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roll_lite.models.config import ModelConfig
@@ -15,7 +16,7 @@ from roll_lite.models.ops import linear, silu_mul
 from roll_lite.models.tensor_parallel import ExpertPlace, TensorShard
 
 Choose = Callable[[int, Tensor], Tensor]
-"""(number of a sparse layer, experts (T, K) that its router chose) -> the experts to use."""
+"""(number of a sparse layer, experts (T, K) that its router chose, integers) -> those to use."""
 
 
 class SwiGLU(nn.Module):
@@ -67,16 +68,18 @@ class Experts(nn.Module):
 
     def route(self, x_TH: Tensor, choose: Choose | None = None) -> tuple[Tensor, Tensor]:
         """The experts of each token and their weights, each (T, K)."""
-        probabilities_TE = linear(x_TH, self._spread(self.router)).softmax(-1, torch.float32)
-        ids_TK = top_experts(probabilities_TE, self.config.experts_per_token)
-        if choose is not None:
-            ids_TK = choose(self.number, ids_TK)
+        logits_TE = linear(x_TH, self._spread(self.router))
+        options = self.config.experts_per_token, self.config.renormalizes
+        ids_TK, weights_TK = top_experts(logits_TE.detach(), *options)
+        chosen_TK = ids_TK if choose is None else choose(self.number, ids_TK)
+        if chosen_TK is ids_TK and not torch.is_grad_enabled():
+            return ids_TK, weights_TK
+        probabilities_TE = logits_TE.softmax(-1, torch.float32)
+        chosen_TK = chosen_TK.long()
         if self.balance is not None:
-            probabilities_TE = self._balanced(probabilities_TE, ids_TK)
-        weights_TK = probabilities_TE.gather(1, ids_TK)
-        if self.config.renormalizes:
-            weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
-        return ids_TK, weights_TK.to(x_TH.dtype)
+            probabilities_TE = self._balanced(probabilities_TE, chosen_TK)
+        weights_TK = weights_of(probabilities_TE, chosen_TK, self.config.renormalizes)
+        return chosen_TK, weights_TK.to(x_TH.dtype)
 
     def forward(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         y_TH = self.experts(x_TH, ids_TK, weights_TK)
@@ -118,9 +121,9 @@ class ExpertWeights(nn.Module):
         super().__init__()
         experts, H = config.experts, config.hidden_size
         place = shard.expert_place if shard else ExpertPlace(0, 1, 0, 1)
-        E, F = experts.num_experts // place.size, experts.size // place.width_size
-        self.gate_up = nn.Parameter(torch.empty(E, 2, F, H))
-        self.down = nn.Parameter(torch.empty(E, H, F))
+        E, size = experts.num_experts // place.size, experts.size // place.width_size
+        self.gate_up = nn.Parameter(torch.empty(E, 2, size, H))
+        self.down = nn.Parameter(torch.empty(E, H, size))
         self.gate_up_adapter: ExpertAdapter | None = None
         self.down_adapter: ExpertAdapter | None = None
         self.first = place.rank * E
@@ -138,9 +141,20 @@ class ExpertWeights(nn.Module):
         return mix(x_TH, self.gate_up, self.down, ids_TK, weights_TK, self.first, adapters)
 
 
-def top_experts(probabilities_TE: Tensor, num: int) -> Tensor:
-    """The likeliest experts, in order; of equal ones the first."""
-    return probabilities_TE.sort(dim=-1, descending=True, stable=True).indices[:, :num]
+def top_experts(logits_TE: Tensor, num: int, renormalizes: bool) -> tuple[Tensor, Tensor]:
+    """The likeliest experts, in order, and their weights; of equal ones the first."""
+    if logits_TE.is_cuda:
+        from roll_lite.kernels.experts import route
+
+        return route(logits_TE, num, renormalizes)
+    probabilities_TE = logits_TE.softmax(-1, torch.float32)
+    ids_TK = probabilities_TE.sort(dim=-1, descending=True, stable=True).indices[:, :num]
+    return ids_TK, weights_of(probabilities_TE, ids_TK, renormalizes).to(logits_TE.dtype)
+
+
+def weights_of(probabilities_TE: Tensor, ids_TK: Tensor, renormalizes: bool) -> Tensor:
+    weights_TK = probabilities_TE.gather(1, ids_TK)
+    return weights_TK / weights_TK.sum(1, keepdim=True) if renormalizes else weights_TK
 
 
 def mix(
@@ -156,24 +170,47 @@ def mix(
 
     The E experts are those from number `first` on; others add nothing.
     """
+    if x_TH.is_cuda and not any(adapters):
+        return _kernels(x_TH, gate_up_E2FH, down_EHF, ids_TK, weights_TK, first)
     num_experts, num_chosen = len(down_EHF), ids_TK.shape[1]
     local_P = ids_TK.flatten() - first
     local_P = local_P.where((local_P >= 0) & (local_P < num_experts), num_experts)  # elsewhere last
     pairs_P = local_P.argsort(stable=True)
-    *counts_E, num_elsewhere = local_P.bincount(minlength=num_experts + 1).tolist()
-    parts = pairs_P.split([*counts_E, num_elsewhere])
-    gate_up, down = map(_of_each, (gate_up_E2FH.flatten(1, 2), down_EHF), adapters)
-    out = []
-    for number, pairs in enumerate(parts[:-1]):
-        inner = silu_mul(gate_up(number, x_TH[pairs // num_chosen]))
-        out.append(down(number, inner))
-    out.append(x_TH.new_zeros(num_elsewhere, x_TH.shape[1]))
-    out_TKH = torch.cat(out)[pairs_P.argsort()].unflatten(0, ids_TK.shape)
+    x_PH = x_TH[pairs_P // num_chosen]
+    run = _grouped if x_TH.is_cuda else _one_by_one
+    out_PH = run(x_PH, local_P[pairs_P], gate_up_E2FH.flatten(1, 2), down_EHF, adapters)
+    out_TKH = out_PH[pairs_P.argsort()].unflatten(0, ids_TK.shape)
     return (out_TKH.float() * weights_TK.float()[:, :, None]).sum(1).to(x_TH.dtype)
 
 
-def _of_each(weight_ENH: Tensor, adapter: ExpertAdapter | None) -> Callable[[int, Tensor], Tensor]:
-    """The projection of each expert, with its adapter."""
+def _kernels(x_TH: Tensor, *inputs: Tensor | int) -> Tensor:
+    if torch.is_grad_enabled():
+        from roll_lite.kernels.expert_gradients import grouped_mlp
+
+        return grouped_mlp(x_TH, *inputs)
+    from roll_lite.kernels.experts import expert_mlp
+
+    return expert_mlp(x_TH, *inputs)
+
+
+def _one_by_one(
+    x_PH: Tensor,
+    experts_P: Tensor,
+    gate_up_ENH: Tensor,
+    down_EHF: Tensor,
+    adapters: Sequence[ExpertAdapter | None],
+) -> Tensor:
+    """Outputs of pairs in order of their experts; 0 for the last ones, of experts elsewhere."""
+    *parts, elsewhere = x_PH.split(experts_P.bincount(minlength=len(down_EHF) + 1).tolist())
+    gate_up, down = map(_projection, (gate_up_ENH, down_EHF), adapters)
+    out = [down(n, silu_mul(gate_up(n, x))) for n, x in enumerate(parts)]
+    return torch.cat([*out, torch.zeros_like(elsewhere)])
+
+
+def _projection(
+    weight_ENH: Tensor, adapter: ExpertAdapter | None
+) -> Callable[[int, Tensor], Tensor]:
+    """The projection of one expert, with its adapter."""
     weights = weight_ENH.unbind()
     if adapter is None:
         return lambda number, x: linear(x, weights[number])
@@ -184,3 +221,29 @@ def _of_each(weight_ENH: Tensor, adapter: ExpertAdapter | None) -> Callable[[int
         return linear(x, weights[number]) + added * adapter.scale
 
     return project
+
+
+def _grouped(
+    x_PH: Tensor,
+    experts_P: Tensor,
+    gate_up_ENH: Tensor,
+    down_EHF: Tensor,
+    adapters: Sequence[ExpertAdapter | None],
+) -> Tensor:
+    """As `_one_by_one`, in grouped products, which a CUDA graph can capture."""
+    numbers_E = torch.arange(len(down_EHF), device=x_PH.device)
+    ends_E = torch.searchsorted(experts_P, numbers_E, right=True, out_int32=True)
+    is_here_P1 = (experts_P < len(down_EHF))[:, None]
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends_E)
+
+    def project(x: Tensor, weight: Tensor, adapter: ExpertAdapter | None) -> Tensor:
+        if adapter is None:
+            return product(x, weight)
+        down, up = adapter.matrices()
+        return product(x, weight) + product(product(x, down), up) * adapter.scale
+
+    # Behind the last group products hold anything, and so do their gradients.
+    inner = silu_mul(project(x_PH.where(is_here_P1, 0), gate_up_ENH, adapters[0]))
+    return project(inner, down_EHF, adapters[1]).where(is_here_P1, 0)
