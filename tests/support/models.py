@@ -36,11 +36,28 @@ FAMILIES = {
     "qwen2.5": ("Qwen2", {"num_attention_heads": 8, "tie_word_embeddings": False}),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
 }
+MIXTURES = {
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 32, "tie_word_embeddings": True, "num_experts": 8,
+            "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True,
+        },
+    ),
+    "qwen2_moe": (  # an expert that is shared, and a layer with an ordinary MLP
+        "Qwen2Moe",
+        {
+            "tie_word_embeddings": False, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+            "decoder_sparse_step": 2,
+        },
+    ),
+}  # fmt: skip
 
 
 def make_reference(family: str, seed: int = 0, **more):
     """A transformers model of the family with random weights, biases and norms included."""
-    kind, changes = FAMILIES[family]
+    kind, changes = (FAMILIES | MIXTURES)[family]
     config = getattr(transformers, f"{kind}Config")(**(SMALL | changes | more))
     torch.manual_seed(seed)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()

@@ -36,6 +36,10 @@ class ModuleCost:
     workspace: int = 0
     """Alive only while the module runs, forward without autograd or backward."""
 
+    def kept(self, width: int) -> int:
+        """Bytes per token from forward to backward."""
+        return width * self.saved + 4 * self.saved_fp32
+
     def __add__(self, other: "ModuleCost") -> "ModuleCost":
         names = self.__dataclass_fields__
         return ModuleCost(**{name: getattr(self, name) + getattr(other, name) for name in names})
@@ -208,6 +212,9 @@ def adapter_cost(
         mixture = config.experts
         pairs = mixture.experts_per_token * rows_per_token(mixture, ep)
         sparse = cost(mlp(mixture.size, "expert_"), mixture.num_experts // ep, pairs)
+        if any(target.startswith("expert_") for target in targets):  # torch's products: `_grouped`
+            kept = ceil(pairs * (H + mixture.size // tp))
+            sparse += ModuleCost(saved=kept, saved_fp32=ceil(pairs * H))
         sparse += cost(mlp(mixture.shared_size)) if mixture.shared_size else ModuleCost()
         blocks.append((num_sparse, attention + sparse))
     if num_dense := config.num_layers - num_sparse:
@@ -228,8 +235,7 @@ def cache_bytes_per_token(config: ModelConfig, tp: int, width: int) -> int:
 
 def block_bytes_per_token(config: ModelConfig, tp: int, width: int, ep: int = 1) -> int:
     """What autograd keeps of one token in the largest block, whose pointwise parts are fused."""
-    cost = block_cost(config, tp, ep)
-    return width * cost.saved + 4 * cost.saved_fp32
+    return block_cost(config, tp, ep).kept(width)
 
 
 def saved_bytes_per_token(
@@ -239,7 +245,7 @@ def saved_bytes_per_token(
     H = config.hidden_size
     cost = blocks_cost(config, tp, ep)
     blocks = {
-        "none": width * cost.saved + 4 * cost.saved_fp32,
+        "none": cost.kept(width),
         "selective": width * cost.products + 4 * cost.products_fp32,
         "full": config.num_layers * width * 2 * H,
     }[checkpointing]

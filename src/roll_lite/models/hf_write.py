@@ -17,6 +17,7 @@ from torch import Tensor
 from roll_lite.models.config import LoraOptions, ModelConfig, read_hf_config
 from roll_lite.models.hf import INDEX, hf_stream, tensor_slices
 from roll_lite.models.tensor_files import content, header
+from roll_lite.models.tensor_parallel import is_of_experts
 from roll_lite.models.transformer import Head, Transformer
 
 SHARD_BYTES = 5 * 2**30
@@ -78,6 +79,8 @@ def save_adapter(
         down, up = (state.get(f"{part.parameter}_adapter.{half}") for half in ("down", "up"))
         if down is None or not part.hf_name.endswith("_proj.weight"):
             continue
+        if is_of_experts(part.parameter):
+            down = down[part.index[0]]
         module = part.hf_name.removesuffix(".weight")
         modules.append(module.rpartition(".")[2])
         name = f"base_model.model.{module}"
