@@ -358,8 +358,8 @@ def test_adapters_take_what_is_planned(targets):
     planned = train_memory(model.config, 1, 1, 0, 2, **options)
     assert planned.weights == nbytes(model.parameters())  # frozen in bf16, adapters in fp32
     assert planned.gradients == 4 * numel(trained) == planned.optimizer / 2
-    # A packed token keeps 3 more numbers for each adapter, in bf16; with full checkpointing those of
-    # the one of two blocks that is computed again.
+    # A packed token keeps 3 more numbers for each adapter in bf16; with full checkpointing those
+    # of the block that is computed again.
     more = [
         train_memory(model.config, 1, 1, 1000, 2, checkpointing=kind, **options).activations
         - train_memory(model.config, 1, 1, 1000, 2, checkpointing=kind, lora_rank=1,

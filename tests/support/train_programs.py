@@ -157,6 +157,10 @@ def adapters(model):
     return MIXTURE_LORA if is_mixture(model) else LORA
 
 
+def exported(result_file, layout, has_adapters):
+    return Path(result_file).with_name(f"export-{layout}-{has_adapters}")
+
+
 def layouts(model, result_file, device="cpu"):
     known = MIXTURE_LAYOUTS if is_mixture(model) else LAYOUTS
     with Cluster(" ".join(known.values()), device) as cluster:
@@ -169,6 +173,7 @@ def layouts(model, result_file, device="cpu"):
                 trainer.shake_adapters()
             replicas = cluster.device_map[name].num_replicas
             results[name, has_adapters] = measure(trainer, replicas)
+            trainer.export(exported(result_file, name, has_adapters))
         if is_mixture(model):
             trainer = cluster.role("tp2", Probe, folder=model, **options(), balance_coef=0.5)
             results["balanced"] = balanced(trainer)
