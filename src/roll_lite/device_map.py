@@ -134,6 +134,18 @@ class DeviceMap:
         return DeviceMap((*self.roles, *roles), self.world_size)
 
     @property
+    def shares_weights(self) -> bool:
+        """Whether every engine is on ranks of the trainer that hold the same parts of the model,
+        each part whole: with LoRA one copy of the frozen weights is then enough."""
+        if "train" not in self or "generate" not in self:
+            return False
+        train, generate = self["train"], self["generate"]
+        held = {rank: index % train.tp for index, rank in enumerate(train.ranks)}
+        used = {rank: index % generate.tp for index, rank in enumerate(generate.ranks)}
+        is_whole = train.ranks_per_copy == train.tp == generate.tp and generate.ep == 1
+        return is_whole and used.items() <= held.items()
+
+    @property
     def text(self) -> str:
         """The map as `parse_device_map` reads it."""
         return " ".join(self._role_text(role) for role in self.roles)
@@ -347,7 +359,10 @@ def auto_device_map(
         if config.experts and "train" in roles and world_size > ranks_per_node:
             ep = gcd(config.experts.num_experts, world_size, ranks_per_node)
         others = least_memory(config, roles, world_size, ep, **train)
-        idle = others.idle.total if engines_sleep else others.total
+        frozen = 0
+        if world_size == 1 and train.get("lora_rank") and {"train", "generate"} <= {*roles}:
+            frozen = engine_bytes(config, 1, 0)  # the engine shares them
+        idle = (others.idle.total if engines_sleep else others.total) - frozen
         if offload:  # roles.py: only a policy without adapters is there during a sync
             stays = NOT_OFFLOADED[bool(train.get("lora_rank")) :]
             beside = [name for name in roles if name in stays]

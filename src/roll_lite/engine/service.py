@@ -25,6 +25,7 @@ from roll_lite.engine.request import EngineReport, Handle, Key, Load, Request
 from roll_lite.models.config import SHAPE
 from roll_lite.models.hf import open_model
 from roll_lite.models.tensor_parallel import TensorShard
+from roll_lite.models.transformer import Transformer
 from roll_lite.profiling import Profiled
 from roll_lite.types import Turn
 
@@ -48,8 +49,8 @@ class EngineService(Profiled):
         shape:qwen3-0.6b, which stands for random weights, for benchmarks."""
         self.place = place
         shard = TensorShard.of(place.mesh["tp"].get_group(), place.ep)
-        model = open_model(folder, device=place.device, dtype=place.dtype, shard=shard)
         self._folder = str(folder)
+        model = self._open(shard)
         options["decode"] = self._decode
         if shard:
             self.engine: Engine = TensorParallelEngine(model, control=place.control, **options)
@@ -61,6 +62,10 @@ class EngineService(Profiled):
         self._turns: list[tuple[Key, int, Turn]] = []
         self._refused: list[tuple[Key, str]] = []
         self._reported_version: int | None = None
+
+    def _open(self, shard: TensorShard | None) -> Transformer:
+        place = self.place
+        return open_model(self._folder, device=place.device, dtype=place.dtype, shard=shard)
 
     # Role calls
 

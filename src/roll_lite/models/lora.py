@@ -8,11 +8,11 @@ import math
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roll_lite.checks import UserError
 from roll_lite.models.config import TARGETS, LoraOptions
+from roll_lite.models.ops import linear
 from roll_lite.models.tensor_parallel import TensorShard, is_of_experts
 
 
@@ -36,7 +36,7 @@ class Adapter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         down, up = self.matrices()
-        return F.linear(F.linear(x, down), up.flatten(0, -2)) * self.scale
+        return linear(linear(x, down) * self.scale, up.flatten(0, -2))
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """`down` and `up`; of the whole one the gradient sums over ranks."""
@@ -117,3 +117,8 @@ def merge(weight: Tensor, down: Tensor, up: Tensor, options: LoraOptions) -> Ten
 
 def adapters(model: nn.Module) -> Iterator[Adapter]:
     return (module for module in model.modules() if isinstance(module, Adapter))
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a parameter of this name is an adapter's."""
+    return "_adapter." in name

@@ -72,8 +72,8 @@ def train_memory(
     `width`. Experts are dealt to `ep` of them, and sharded over those that hold the same ones.
 
     With LoRA the model is frozen in `width`, and masters, gradients and moments are those of the
-    adapters. Inputs of projections without adapters are counted as kept, which is slightly too
-    much.
+    adapters; frozen weights that are not sharded are not gathered either. Inputs of projections
+    without adapters are counted as kept, which is slightly too much.
     """
     counts = count_parameters(config, tp, ep)
     targets = lora_targets if lora_rank else ()
@@ -95,11 +95,14 @@ def train_memory(
     )  # fmt: skip
     # The root's gradients are reduced last (in `width` and fp32), after all activations are freed.
     root_gradients = 0 if lora_rank else (width + 4) * counts.root // tp
+    gathered = gathered_bytes(config, tp, width, ep, adapters.parameters)
+    if lora_rank and num_ranks == tp:
+        gathered = adapter_bytes(config, tp, width, lora_rank, targets)
     return RankMemory(
         weights=4 * shard + frozen,
         gradients=4 * shard,
         optimizer=2 * moment_bytes * shard,
-        gathered=gathered_bytes(config, tp, width, ep, adapters.parameters),
+        gathered=gathered,
         activations=max(saved, root_gradients),
     )
 
@@ -179,6 +182,13 @@ def role_memory(
 def is_teacher(role: str) -> bool:
     """Whether a role scores samples for distillation: teacher, or teacher_DOMAIN."""
     return role.partition("_")[0] == "teacher"
+
+
+def adapter_bytes(
+    config: ModelConfig, tp: int, width: int, rank: int, targets: Collection[str]
+) -> int:
+    """The adapters of all blocks, on one rank of a model that is not sharded."""
+    return width * ceil(adapter_cost(config, rank, targets, tp)[1].parameters / tp)
 
 
 def engine_bytes(config: ModelConfig, tp: int, cache_tokens: int, width: int = 2) -> int:

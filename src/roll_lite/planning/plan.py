@@ -18,7 +18,9 @@ from roll_lite.models.memory import (
     MAX_RUNNING,
     PAGE_TOKENS,
     RankMemory,
+    adapter_bytes,
     context_bytes,
+    engine_bytes,
     format_bytes,
     role_memory,
     together,
@@ -196,6 +198,22 @@ class Plan:
         return int((gib or DEFAULT_CACHE_GIB) * 2**30) if is_fixed else None
 
     @cached_property
+    def frozen_bytes(self) -> int:
+        """Frozen weights of a rank that engine and trainer share; 0 if each has its own."""
+        is_shared = self.options.lora_rank and self.device_map.shares_weights
+        tp = self.device_map["train"].tp if is_shared else 1
+        return engine_bytes(self.config, tp, 0, self.width) if is_shared else 0
+
+    @property
+    def shared(self) -> RankMemory:
+        """What stays on ranks that share weights: these, and the engine's adapters."""
+        if not self.frozen_bytes:
+            return RankMemory()
+        adapters = self.options.lora_rank, self.options.lora_targets
+        held = adapter_bytes(self.config, self.device_map["train"].tp, self.width, *adapters)
+        return RankMemory(weights=self.frozen_bytes + held)
+
+    @cached_property
     def ranks(self) -> tuple[RankPlan, ...]:
         """Memory of all ranks, grouped by roles and KV cache."""
         parts = {role.name: memory_of(self, role) for role in self.device_map.roles}
@@ -257,7 +275,8 @@ def share(total: int, num_parts: int) -> int:
 
 
 def memory_of(plan: Plan, role: Role) -> RankMemory:
-    """Memory of one role on one of its ranks, without the KV cache of generate."""
+    """Memory of one role on one of its ranks, without the KV cache of generate and without weights
+    that are `shared`."""
     options, samples = plan.options, plan.options.samples
     if role.name == "generate":
         tokens = samples.generated_by(role) * options.prompt_tokens
@@ -270,7 +289,9 @@ def memory_of(plan: Plan, role: Role) -> RankMemory:
     checkpointing = options.checkpointing if role.name in TRAINED else None
     keys = context_bytes(config, role.cp, *sizes[1:], checkpointing)
     cache = int(options.judge_cache_gib * 2**30) if role.name == "judge" else 0
-    return replace(held, activations=held.activations + keys, kv_cache=cache)
+    weights = held.weights - plan.frozen_bytes * (role.name in ("train", "generate"))
+    activations = held.activations + keys
+    return replace(held, weights=weights, activations=activations, kv_cache=cache)
 
 
 def _phases(plan: Plan, names: tuple[str, ...], parts: dict[str, RankMemory]) -> dict:
@@ -281,8 +302,9 @@ def _phases(plan: Plan, names: tuple[str, ...], parts: dict[str, RankMemory]) ->
     options = plan.options
     engines = [name for name in names if name in ENGINES]
     trainers = [name for name in names if name not in ENGINES]
+    shared = plan.shared if "train" in names else RankMemory()
     if not ((options.engines_sleep or options.offload) and "generate" in names and trainers):
-        return {"": together(parts[name] for name in names)}
+        return {"": together([shared, *(parts[name] for name in names)])}
     awake = [name for name in engines if name != "generate" or not options.engines_sleep]
     loaded = trainers  # while samples are generated
     synced = trainers  # while weights go to the engines
@@ -291,7 +313,7 @@ def _phases(plan: Plan, names: tuple[str, ...], parts: dict[str, RankMemory]) ->
         synced = ["train"] if "train" in trainers and not options.lora_rank else []
 
     def phase(working: list[str], idle: list[str]) -> RankMemory:
-        return together([*(parts[n] for n in working), *(parts[n].idle for n in idle)])
+        return together([shared, *(parts[n] for n in working), *(parts[n].idle for n in idle)])
 
     return {
         "generating": phase(engines, loaded),

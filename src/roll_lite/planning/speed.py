@@ -118,9 +118,10 @@ def step_seconds(plan: Plan, machine: Machine, samples: Samples | None = None) -
         seconds["critic"] += _train_seconds(plan, device_map["critic"], machine, samples, 0)
     seconds["train"] = _train_seconds(plan, train, machine, samples, options.lora_rank)
     seconds["train"] += options.policy_scores * _role_pass(plan, train, machine, samples).scoring
-    seconds["sync"] = sync_seconds(
-        plan.config, machine, machine.rate(train.ranks), len(train.ranks)
-    )
+    seconds["sync"] = SYNC_SECONDS  # of adapters alone
+    if not plan.frozen_bytes:
+        rate = machine.rate(train.ranks)
+        seconds["sync"] = sync_seconds(plan.config, machine, rate, len(train.ranks))
     tokens = samples.generated_by(generate) * (samples.prompt_tokens + samples.reply_tokens)
     seconds["sync"] += tokens / PAGE_TOKENS * PAGE_SECONDS
     if options.engines_sleep:
@@ -141,7 +142,7 @@ def step_seconds(plan: Plan, machine: Machine, samples: Samples | None = None) -
 
 def _offloaded_bytes(plan: Plan) -> dict[str, int]:
     """Between a rank and its host: masters and moments leave, they and frozen weights come back;
-    with adapters the engine reads frozen weights from the host too."""
+    with adapters the engine reads frozen weights from the host too, unless both share them."""
     num_bytes = {"reload": 0, "offload": 0, "sync": 0}
     for role in plan.device_map.roles:
         if role.name in ("train", "critic", "reference") or is_teacher(role.name):

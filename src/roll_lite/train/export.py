@@ -17,7 +17,7 @@ from roll_lite.hub import local_folder, snapshot_name
 from roll_lite.models.config import LoraOptions, ModelConfig, lora_options, read_config
 from roll_lite.models.hf import load_model, stored_dtype
 from roll_lite.models.hf_write import save_adapter, save_parameters
-from roll_lite.models.lora import add_adapters, merge
+from roll_lite.models.lora import add_adapters, is_of_adapter, merge
 from roll_lite.models.transformer import Transformer
 from roll_lite.train.checkpoint_folders import (
     MANIFEST,
@@ -107,13 +107,20 @@ def export_checkpoint(checkpoint: str | Path, base: str | Path, folder: str | Pa
 
 def export_adapter(checkpoint: str | Path, base: str | Path, folder: str | Path) -> Path:
     """Write the adapters alone, in fp32, as PEFT reads them on top of `base`."""
+    adapters, lora = checkpoint_adapters(checkpoint, base)
+    return save_adapter(folder, adapters, lora, read_config(base), base=base)
+
+
+def checkpoint_adapters(
+    checkpoint: str | Path, base: str | Path
+) -> tuple[dict[str, Tensor], LoraOptions]:
+    """The policy's adapters in fp32, on the weights of `base`."""
     manifest, config = check_checkpoint(checkpoint, base), read_config(base)
     if manifest.kind != "adapter":
         raise UserError(f"{checkpoint} has no adapters: the run trained all weights, without LoRA")
     if problems := verify(checkpoint):
         raise DamagedError(f"{checkpoint} is damaged: {'; '.join(problems)}")
-    adapters, lora = _adapters(checkpoint, manifest, config)
-    return save_adapter(folder, adapters, lora, config, base=base)
+    return _adapters(checkpoint, manifest, config)
 
 
 def checkpoint_weights(checkpoint: str | Path, base: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -151,7 +158,7 @@ def _adapters(
     with torch.device("meta"):
         model = Transformer(config)
         add_adapters(model, options)
-    adapters = {n: p for n, p in model.named_parameters() if "_adapter." in n}
+    adapters = {n: p for n, p in model.named_parameters() if is_of_adapter(n)}
     return _read(checkpoint, adapters, manifest), options
 
 
