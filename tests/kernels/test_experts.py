@@ -87,7 +87,7 @@ def test_lists_hold_each_pair_once_and_in_order(monkeypatch, chunk, first, dtype
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 9, (75, 4), generator=generator)
     ids[ids == 4] = 5  # nobody takes 4
-    pairs, starts, tiles = list_pairs(ids.to(DEVICE, dtype), 5, first, 16)
+    pairs, starts, tiles, _ = list_pairs(ids.to(DEVICE, dtype), 5, first, 16)
     starts = starts.tolist()
     for e in range(5):
         expected = (ids.flatten() == first + e).nonzero().flatten()
@@ -211,6 +211,7 @@ def test_gradients_of_ranks_add_up():
             (x, gate_up[first : first + 2], down[first : first + 2], ids, weights),
             EVERYTHING,
             first_expert=first,
+            num_pairs=int(((ids >= first) & (ids < first + 2)).sum()),
         )
         for first in (0, 2)
     ]

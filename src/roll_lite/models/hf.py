@@ -236,8 +236,12 @@ def save_state(
             if (Path(like) / name).exists():
                 shutil.copy(Path(like) / name, target / name)
 
-    layout = "mixtral" if hf_config["model_type"] == "mixtral" else "qwen"
-    return write_folder(folder, hf_config, hf_tensors(state, config, layout), add_companions)
+    tensors = hf_tensors(state, config, _written_layout(hf_config))
+    return write_folder(folder, hf_config, tensors, add_companions)
+
+
+def _written_layout(hf_config: dict) -> str:
+    return "mixtral" if hf_config["model_type"] == "mixtral" else "qwen"
 
 
 def save_adapter(
@@ -246,12 +250,13 @@ def save_adapter(
 ) -> Path:  # fmt: skip
     """Write adapters, by our names, as a folder that PEFT loads on the model in `base`.
 
-    Projections that share a `down` here get a copy of it each.
+    Projections that share a `down` here get a copy of it each. Experts are modules of their own, as
+    in the folder.
     """
     tensors, modules = {}, []
-    for part in tensor_slices(config):
+    for part in tensor_slices(config, layout=_written_layout(read_hf_config(base))):
         down, up = (state.get(f"{part.parameter}_adapter.{half}") for half in ("down", "up"))
-        if down is None or not part.hf_name.endswith("_proj.weight"):
+        if down is None:
             continue
         if is_of_experts(part.parameter):
             down = down[part.index[0]]
