@@ -17,19 +17,28 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-import torch.nn.functional as F
 import tyro
-from torch import Tensor
+from expert_layers import (
+    CHOSEN,
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    LAYERS,
+    Layers,
+    gradients,
+    grouped_mm_layer,
+    loop_layer,
+)
 
-from roll_lite.kernels import experts
-from roll_lite.kernels.experts import Block, expert_mlp, list_pairs, route, tiles_for
+from roll_lite.kernels.expert_gradients import grouped_mlp
+from roll_lite.kernels.experts import Block, Tiles, expert_mlp, tiles_for
 
-HIDDEN, EXPERTS, CHOSEN, INNER, LAYERS = 2048, 128, 8, 768, 4
-DECODE, PREFILL = (1, 16, 64, 256, 512, 1024), (8192, 32768)
+CHECKED, DECODE = (16, 256, 4096), (1, 16, 64, 256, 512, 1024)
+PREFILL, TRAINED = (8192, 32768), (4096, 16384)
 BYTES, FLOPS = 4.27e12, 777e12  # a second, measured on one H200
-BF16 = {"device": "cuda", "dtype": torch.bfloat16}
-Action = Callable[[int], object]
-"""Something done for a layer."""
+# Bytes of an expert, and flops of a pair forward. Backward takes twice these flops (gradients of
+# inputs and of weights) and reads gate and up (2 F), grad_y and x (2 H) of each pair at least.
+EXPERT = 3 * HIDDEN * INNER * 2
 
 
 def attempt(action: Callable[[], object]) -> object:
@@ -42,7 +51,7 @@ def attempt(action: Callable[[], object]) -> object:
 
 
 def event_ms(action: Callable[[], object]) -> float:
-    """Median of five timings, of about 4 ms each."""
+    """Milliseconds of a layer in an action over all: median of five timings of 4 ms or more."""
     times, repeats = [], 1
     for _ in range(7):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -53,118 +62,60 @@ def event_ms(action: Callable[[], object]) -> float:
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / repeats)
         repeats = max(1, min(200, int(4 / times[-1])))
-    return sorted(times[2:])[2]
+    return round(sorted(times[2:])[2] / LAYERS, 4)
 
 
-def graph_ms(action: Action) -> float:
-    """Milliseconds of a layer in a graph over all layers."""
+def graph_ms(action: Callable[[int], object]) -> float:
     action(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for layer in range(LAYERS):
             action(layer)
-    return event_ms(graph.replay) / LAYERS
+    return event_ms(graph.replay)
 
 
-def eager_ms(action: Action) -> float:
-    return event_ms(lambda: [action(layer) for layer in range(LAYERS)]) / LAYERS
-
-
-def grouped_mm_layer(x_TH, gate_up_E2FH, down_EHF, ids_TK, weights_TK) -> Tensor:
-    """A layer of torch operations."""
-    ids_P, order_P = ids_TK.flatten().sort(stable=True)
-    ends_E = torch.searchsorted(ids_P, torch.arange(EXPERTS, device=ids_P.device).int(), right=True)
-    token_P, offs = order_P // ids_TK.shape[1], ends_E.int()
-    gate_PF, up_PF = F.grouped_mm(
-        x_TH[token_P], gate_up_E2FH.flatten(1, 2).transpose(1, 2), offs=offs
-    ).chunk(2, 1)
-    out_PH = F.grouped_mm(F.silu(gate_PF) * up_PF, down_EHF.transpose(1, 2), offs=offs)
-    out_PH = out_PH * weights_TK.flatten()[order_P, None]
-    return torch.zeros_like(x_TH).index_add_(0, token_P, out_PH)
-
-
-def loop_layer(x_TH, gate_up_E2FH, down_EHF, ids_TK, weights_TK) -> Tensor:
-    """A layer in fp32, one expert at a time."""
-    y_TH = torch.zeros_like(x_TH, dtype=torch.float32)
-    for e in range(EXPERTS):
-        token, k = (ids_TK == e).nonzero(as_tuple=True)
-        gate, up = x_TH[token].float() @ gate_up_E2FH[e].float().transpose(1, 2)
-        out = (F.silu(gate) * up) @ down_EHF[e].float().T
-        y_TH = y_TH.index_add(0, token, weights_TK[token, k, None].float() * out)
-    return y_TH
-
-
-class Layers:
-    """Weights of the layers, and inputs for a number of tokens."""
-
-    def __init__(self):
-        shapes = (EXPERTS, 2, INNER, HIDDEN), (EXPERTS, HIDDEN, INNER)
-        self.weights = [
-            [torch.randn(shape, **BF16) * shape[-1] ** -0.5 for shape in shapes]
-            for _ in range(LAYERS)
-        ]
-
-    def __getitem__(self, layer: int) -> tuple[Tensor, ...]:
-        return self.x_TH, *self.weights[layer], *self.routes[layer]
-
-    def choose(self, T: int) -> None:
-        self.T, self.x_TH = T, torch.randn(T, HIDDEN, **BF16)
-        self.logits = [torch.randn(T, EXPERTS, **BF16) for _ in range(LAYERS)]
-        self.routes = [route(logits_TE, CHOSEN, True) for logits_TE in self.logits]
-        self.act_PF, self.out_PH = (torch.randn(T * CHOSEN, n, **BF16) for n in (INNER, HIDDEN))
-
-    def products(self, rows: int) -> dict[str, Callable[[Block], Action]]:
-        """Of each product, what runs it alone with a block."""
-        lists = [list_pairs(ids_TK, EXPERTS, 0, rows) for ids_TK, _ in self.routes]
-        return {
-            "gate_up": lambda block: (
-                lambda i: experts.gate_up(
-                    self.x_TH, self.weights[i][0], lists[i], self.act_PF, None, rows, block
-                )
-            ),
-            "down": lambda block: (
-                lambda i: experts.multiply(
-                    self.act_PF, self.weights[i][1].transpose(1, 2), lists[i], rows, block
-                )
-            ),
-        }
-
-    def parts(self) -> dict[str, Action]:
-        tiles = tiles_for(self.T * CHOSEN, EXPERTS)
-        product = self.products(tiles.rows)
-        return {
-            "routed layer": lambda i: [route(self.logits[i], CHOSEN, True), expert_mlp(*self[i])],
-            "grouped_mm layer": lambda i: grouped_mm_layer(*self[i]),
-            "route": lambda i: route(self.logits[i], CHOSEN, True),
-            "lists": lambda i: list_pairs(self.routes[i][0], EXPERTS, 0, tiles.rows),
-            "gate_up": product["gate_up"](tiles.gate_up),
-            "down": product["down"](tiles.down),
-            "sum": lambda i: experts.sum_pairs(self.out_PH, *self.routes[i], 0, EXPERTS),
-        }
+def eager_ms(action: Callable[[int], object]) -> float:
+    return event_ms(lambda: [action(layer) for layer in range(LAYERS)])
 
 
 def forward(layers: Layers) -> dict[str, object]:
-    times = {
-        name: attempt(lambda action=action: graph_ms(action))
-        for name, action in layers.parts().items()
-    }
+    tiles = tiles_for(layers.T * CHOSEN, EXPERTS)
+    parts = layers.parts(tiles, layers.list(tiles.rows)).items()
+    times = {name: attempt(lambda action=action: graph_ms(action)) for name, action in parts}
     chosen = sum(ids_TK.unique().numel() for ids_TK, _ in layers.routes) / LAYERS
-    expert = 3 * HIDDEN * INNER * 2  # bytes of an expert, and flops of a pair
-    result: dict[str, object] = {"tokens": layers.T}
+    result: dict[str, object] = {"tokens": layers.T, "ms": times}
     if taken := times["routed layer"]:
-        result["memory"] = round(1e3 * chosen * expert / BYTES / taken, 3)
-        result["flops"] = round(1e3 * layers.T * CHOSEN * expert / FLOPS / taken, 3)
-    return result | {f"{name} ms": ms and round(ms, 4) for name, ms in times.items()}
+        result["memory"] = round(1e3 * chosen * EXPERT / BYTES / taken, 3)
+        result["flops"] = round(1e3 * layers.T * CHOSEN * EXPERT / FLOPS / taken, 3)
+    return result
 
 
 def errors(layers: Layers) -> dict[str, object]:
-    """Relative errors against fp32; whether two calls give the same bits."""
-    expected = loop_layer(*layers[0])
-    got, again, plain = (layer(*layers[0]) for layer in (expert_mlp, expert_mlp, grouped_mm_layer))
-    ours, torchs = (((y - expected).norm() / expected.norm()).item() for y in (got, plain))
-    same = torch.equal(got, again)
-    return {"tokens": layers.T, "error": ours, "grouped_mm error": torchs, "same bits": same}
+    """Relative errors of output and gradients against fp32; whether two calls give equal bits."""
+    exact = gradients(loop_layer, layers[0])
+    got = [gradients(layer, layers[0]) for layer in (grouped_mlp, grouped_mm_layer, grouped_mlp)]
+    kernels, grouped_mm = (
+        [f"{((a - b).norm() / b.norm()).item():.2e}" for a, b in zip(tensors, exact, strict=True)]
+        for tensors in got[:2]
+    )
+    same = all(map(torch.equal, got[0], got[2])) and torch.equal(got[0][0], expert_mlp(*layers[0]))
+    return {"tokens": layers.T, "error": kernels, "grouped_mm": grouped_mm, "equal bits": same}
+
+
+def training(layers: Layers) -> dict[str, object]:
+    actions = {
+        "grouped_mlp": lambda i: gradients(grouped_mlp, layers[i]),
+        "experts frozen": lambda i: gradients(grouped_mlp, layers[i], (0, 4)),
+        "grouped_mm": lambda i: gradients(grouped_mm_layer, layers[i]),
+    }
+    times = {
+        name: attempt(lambda action=action: eager_ms(action)) for name, action in actions.items()
+    }
+    result: dict[str, object] = {"tokens": layers.T, "forward and backward ms": times}
+    if taken := times["grouped_mlp"]:
+        result["flops"] = round(3e3 * layers.T * CHOSEN * EXPERT / FLOPS / taken, 3)
+    return result
 
 
 def candidates(rows: int, matrices: int) -> list[Block]:
@@ -173,22 +124,21 @@ def candidates(rows: int, matrices: int) -> list[Block]:
     for block in itertools.product((32, 64, 128, 256), (64, 128), (4, 8), (3, 4, 5)):
         columns, depth, warps, stages = block
         columns *= matrices
-        shared = (rows + columns) * depth * 2 * stages
         values = rows * columns // (warps * 32)  # of a thread
-        if 40_000 < shared < 230_000 and 4 <= values <= 128 and 32 < columns <= 256:
+        bytes_ahead = (rows + columns) * depth * 2 * stages
+        if 48_000 < bytes_ahead < 230_000 and 2 * warps <= values <= 128 and 64 <= columns <= 256:
             found.append(Block(*block))
     return found
 
 
 def fastest(layers: Layers, rows: int, name: str) -> tuple[float, Block] | None:
-    product = layers.products(rows)[name]
-    blocks = candidates(rows, 2 if name == "gate_up" else 1)
+    blocks, lists = candidates(rows, 2 if name == "gate_up" else 1), layers.list(rows)
+    actions = [layers.parts(Tiles(rows, block, block), lists)[name] for block in blocks]
     with ThreadPoolExecutor(16) as pool:  # compiles
-        done = pool.map(lambda block: attempt(lambda: [product(block)(0)]), blocks)
-        blocks = [block for block, works in zip(blocks, done, strict=True) if works]
+        works = list(pool.map(lambda action: attempt(lambda: [action(0)]), actions))
     times = []
-    for block in blocks:
-        if ms := attempt(lambda block=block: eager_ms(product(block))):
+    for block, action, ok in zip(blocks, actions, works, strict=True):
+        if ok and (ms := attempt(lambda action=action: eager_ms(action))):
             print(f"{layers.T:6} {name:8} {rows:4} {tuple(block)!s:20} {ms:.4f} ms", flush=True)
             times.append((ms, block))
     return min(times, default=None)
@@ -215,15 +165,14 @@ def main(tune: bool = False) -> None:
         sys.exit("error: no CUDA device was found; run this where there is one")
     torch.manual_seed(0)
     started, layers = time.perf_counter(), Layers()
-    for T in (1, 64, 1024, 4096) if not tune else ():
-        layers.choose(T)
-        print(json.dumps(attempt(lambda: errors(layers))), flush=True)
-    for T in (*DECODE[2 * tune :], *PREFILL):  # launches of fewer tokens take longer than kernels
-        layers.choose(T)
-        if tune:
-            try_tiles(layers)
-        else:
-            print(json.dumps(forward(layers)), flush=True)
+    sizes = [(try_tiles, (*DECODE[2:], *PREFILL))]  # launches of fewer take longer than kernels
+    if not tune:
+        sizes = [(errors, CHECKED), (forward, (*DECODE, *PREFILL)), (training, TRAINED)]
+    for measure, numbers in sizes:
+        for T in numbers:
+            layers.choose(T)
+            if result := attempt(lambda measure=measure: measure(layers)):
+                print(json.dumps({measure.__name__: result}), flush=True)
     seconds = round(time.perf_counter() - started, 1)
     print(json.dumps({"gpu": torch.cuda.get_device_name(), "seconds": seconds}))
 

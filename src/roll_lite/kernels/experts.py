@@ -258,9 +258,10 @@ def _gate_up(
             if not EVEN:
                 x_mask = row_ok & (h[None, :] < H - first)
                 weight_mask = f_ok & (h[:, None] < H - first)
-            x = tl.load(x_ptrs, mask=x_mask, other=0.0)
+            # Weights first: addresses of x wait for the list.
             gate_weight = tl.load(gate_ptrs, mask=weight_mask, other=0.0)
             up_weight = tl.load(up_ptrs, mask=weight_mask, other=0.0)
+            x = tl.load(x_ptrs, mask=x_mask, other=0.0)
             gate = tl.dot(x, gate_weight, gate, input_precision="ieee")
             up = tl.dot(x, up_weight, up, input_precision="ieee")
             x_ptrs += DEPTH
