@@ -36,11 +36,11 @@ MAPS = [
 
 OF_EXPERTS = [
     "train=0-1,ep=2 generate=0-1,tp=2,ep=2",
-    pytest.param("train=0-1,tp=2 generate=0-1,tp=2", marks=pytest.mark.slow),  # without travel
-    pytest.param("train=0-3,tp=2,ep=2 generate=0-3", marks=pytest.mark.slow),
-    pytest.param("train=0-1,ep=2 generate=2-3", marks=pytest.mark.slow),
-    pytest.param("train=0-3,ep=2 generate=0-3,tp=4,ep=2", marks=pytest.mark.slow),
-    pytest.param("train=0 generate=1-4,tp=2,ep=2", marks=pytest.mark.slow),
+    WITHOUT_TRAVEL,
+    "train=0-3,tp=2,ep=2 generate=0-3",
+    "train=0-1,ep=2 generate=2-3",
+    "train=0-3,ep=2 generate=0-3,tp=4,ep=2",
+    "train=0 generate=1-4,tp=2,ep=2",
 ]
 
 
@@ -57,6 +57,7 @@ def test_every_engine_holds_its_part_of_the_trainers_weights(tmp_path, device_ma
     check_synced(tmp_path / "result.pt", device_map, ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_map", OF_EXPERTS)
 def test_every_engine_holds_its_experts(tmp_path, device_map):
     make_reference("qwen3_moe", num_key_value_heads=1).save_pretrained(tmp_path / "model")

@@ -198,8 +198,11 @@ def test_what_a_token_keeps_in_a_block_of_experts():
     in_fp32 = 2 + (32 + 32 + 4) + (128 + 4 * 8)
     assert (block_cost(config).saved, block_cost(config).saved_fp32) == (kept, in_fp32)
     # A token is on 8 * (1 - (7/8)^8) = 5.251 of 8 ranks, and each has a place for 8 experts of it.
-    more = 5.251 * 2048 + (8 * 5.251 - 8) * 2 * 768
-    assert block_cost(config, ep=8).saved - kept == pytest.approx(more, rel=0.001)
+    dealt = block_cost(config, ep=8)
+    assert dealt.saved - kept == pytest.approx(5.251 * 2048, rel=0.001)
+    assert dealt.saved_fp32 - in_fp32 == pytest.approx(3 * 8 * 4.251, rel=0.01)
+    more = dealt.workspace - block_cost(config).workspace
+    assert more == pytest.approx(8 * 4.251 * 2048, rel=0.001)
     assert cache_bytes_per_token(config, 1, 2) == 48 * (2 * 4 * 128 * 2 + 8)
 
 

@@ -175,6 +175,10 @@ def layouts(model, result_file, device="cpu"):
             results[name, has_adapters] = measure(trainer, replicas)
             trainer.export(exported(result_file, name, has_adapters))
         if is_mixture(model):
+            trainer = cluster.role("ep2tp2", Trainer, folder=model, **options())
+            trainer.step(split(pack(make_sequences(), 200, num_shards=2)))
+            results["exported"] = str(trainer.export(Path(result_file).parent / "exported"))
+            results["trained"] = {name: tensor.clone() for name, tensor in trainer.state().items()}
             trainer = cluster.role("tp2", Probe, folder=model, **options(), balance_coef=0.5)
             results["balanced"] = balanced(trainer)
         folder = Path(result_file).parent

@@ -6,8 +6,10 @@ from support import train_programs
 from support.forked_ranks import run_ranks
 from support.launch import run_torchrun
 from support.models import make_reference
+from transformers import AutoModelForCausalLM
 
 from roll_lite.cluster.cluster import Cluster
+from roll_lite.models.attention import PackedAttention
 from roll_lite.models.hf import load_model
 from roll_lite.train.batch import pack
 
@@ -85,6 +87,20 @@ def test_ranks_that_share_experts_balance_them_once(folder, over_ranks, alone):
     for name, expected in alone["balanced"].items() if "balanced" in alone else ():
         error = (over_ranks["balanced"][name] - expected).norm() / expected.norm()
         assert error < 1e-5, (name, error)
+
+
+def test_transformers_loads_what_ranks_with_parts_of_experts_export(folder, over_ranks):
+    if not train_programs.is_mixture(folder):
+        return
+    ours = load_model(folder)
+    ours.load_state_dict(over_ranks["trained"])
+    theirs = AutoModelForCausalLM.from_pretrained(over_ranks["exported"])
+    ids = torch.arange(40)
+    attend = PackedAttention(torch.tensor([0, 40], dtype=torch.int32), 40)
+    with torch.no_grad():
+        logits = ours.logits(ours.hidden_states(ids, ids, attend))
+        expected = theirs(ids[None]).logits[0]
+    assert (logits - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_the_budgets_give_the_micro_batches_they_say():

@@ -89,17 +89,17 @@ def _mixture_cost(config: ModelConfig, tp: int, ep: int) -> ModuleCost:
     E, K = mixture.num_experts, mixture.experts_per_token
     F, shared = mixture.size // tp, mixture.shared_size // tp
     rows = rows_per_token(mixture, ep)
-    pairs = K * rows
+    places = K * rows  # of pairs, also of those that are elsewhere
     shared_weights = (3 * mixture.shared_size + 1) * H if shared else 0
     return ModuleCost(
         parameters=E // ep * expert_parameters(config) + E * H + shared_weights,
         active_parameters=K * expert_parameters(config) + E * H + shared_weights,
         # The input, and the rows that arrive; gate and up; as of a dense MLP, and what it returns
-        saved=H + ceil(rows * H * (ep > 1) + 2 * pairs * F) + (3 * shared + H) * (shared > 0),
-        saved_fp32=E + ceil(4 * pairs),  # probabilities; ids in 8 bytes, places, weights
+        saved=H + ceil(rows * H) * (ep > 1) + 2 * K * F + (3 * shared + H) * (shared > 0),
+        saved_fp32=E + K + ceil(3 * places),  # probabilities; lists; ids in 8 bytes, weights
         products=E + (2 * shared + H) * (shared > 0),  # of torch's: the router, the shared expert
-        # Gate, up, their product; rows by expert or what comes out of them
-        workspace=ceil(pairs * (3 * F + H)) + 3 * shared,
+        # Gate, up, their product; what comes out of experts
+        workspace=3 * K * F + ceil(places * H) + 3 * shared,
     )
 
 

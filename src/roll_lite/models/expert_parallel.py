@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(tokens (R, H), their experts (R, K) and the weights of these) -> what the experts of this rank
-add to each token."""
+Mix = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""(tokens (R, H), their experts (R, K), the weights of these, and how many of all R * K experts are
+on this rank) -> what the experts of this rank add to each token."""
 
 
 def mix_over_ranks(
@@ -28,12 +28,13 @@ def mix_over_ranks(
     All ranks of the group call it together, also with few tokens or none.
     """
     size = group.size()
-    is_sent_TP = torch.zeros(len(x_TH), size, dtype=torch.bool, device=x_TH.device)
-    is_sent_TP.scatter_(1, ids_TK // num_experts, True)
-    num_sent_P = is_sent_TP.sum(0)
-    num_received_P = torch.empty_like(num_sent_P)
-    dist.all_to_all_single(num_received_P, num_sent_P, group=group)
-    sent, received = torch.stack([num_sent_P, num_received_P]).tolist()
+    pairs_TP = torch.zeros(len(x_TH), size, dtype=torch.int64, device=x_TH.device)
+    pairs_TP.scatter_add_(1, ids_TK // num_experts, torch.ones_like(ids_TK))
+    is_sent_TP = pairs_TP > 0
+    sent_P2 = torch.stack([is_sent_TP.sum(0), pairs_TP.sum(0)], 1)
+    received_P2 = torch.empty_like(sent_P2)
+    dist.all_to_all_single(received_P2, sent_P2, group=group)
+    sent, received, num_pairs = torch.cat([sent_P2[:, :1], received_P2], 1).T.tolist()
     # Tokens in order, by the rank that they go to
     order = (~is_sent_TP.T.flatten()).to(torch.uint8).argsort(stable=True)[: sum(sent)]
     tokens_S = order % max(1, len(x_TH))
@@ -41,7 +42,8 @@ def mix_over_ranks(
     def exchange(values: Tensor) -> Tensor:
         return _Exchange.apply(values, sent, received, group)
 
-    arrived_RH = mix(*(exchange(values[tokens_S]) for values in (x_TH, ids_TK, weights_TK)))
+    arrived = [exchange(values[tokens_S]) for values in (x_TH, ids_TK, weights_TK)]
+    arrived_RH = mix(*arrived, sum(num_pairs))
     added_SH = _Exchange.apply(arrived_RH, received, sent, group)
     y_TH = torch.zeros_like(x_TH, dtype=torch.float32)
     for added, tokens in zip(added_SH.split(sent), tokens_S.split(sent), strict=True):

@@ -136,9 +136,12 @@ class ExpertWeights(nn.Module):
         chosen = ids_TK, weights_TK
         return mix_over_ranks(self._mix, x_TH, *chosen, len(self.down), self.group)
 
-    def _mix(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def _mix(
+        self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, num_pairs: int | None = None
+    ) -> Tensor:
         adapters = [a if a and a.is_on else None for a in (self.gate_up_adapter, self.down_adapter)]
-        return mix(x_TH, self.gate_up, self.down, ids_TK, weights_TK, self.first, adapters)
+        here = {"first": self.first, "num_pairs": num_pairs}
+        return mix(x_TH, self.gate_up, self.down, ids_TK, weights_TK, adapters, **here)
 
 
 def top_experts(logits_TE: Tensor, num: int, renormalizes: bool) -> tuple[Tensor, Tensor]:
@@ -163,15 +166,18 @@ def mix(
     down_EHF: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
-    first: int = 0,
     adapters: Sequence[ExpertAdapter | None] = (None, None),
+    *,
+    first: int = 0,
+    num_pairs: int | None = None,
 ) -> Tensor:
     """The weighted sum of the outputs of each token's experts, added in fp32 in their order.
 
-    The E experts are those from number `first` on; others add nothing.
+    The E experts are those from number `first` on; others add nothing. `num_pairs` is how many are
+    not others, if that is known.
     """
     if x_TH.is_cuda and not any(adapters):
-        return _kernels(x_TH, gate_up_E2FH, down_EHF, ids_TK, weights_TK, first)
+        return _kernels(num_pairs, x_TH, gate_up_E2FH, down_EHF, ids_TK, weights_TK, first)
     num_experts, num_chosen = len(down_EHF), ids_TK.shape[1]
     local_P = ids_TK.flatten() - first
     local_P = local_P.where((local_P >= 0) & (local_P < num_experts), num_experts)  # elsewhere last
@@ -183,14 +189,14 @@ def mix(
     return (out_TKH.float() * weights_TK.float()[:, :, None]).sum(1).to(x_TH.dtype)
 
 
-def _kernels(x_TH: Tensor, *inputs: Tensor | int) -> Tensor:
+def _kernels(num_pairs: int | None, *inputs: Tensor | int) -> Tensor:
     if torch.is_grad_enabled():
         from roll_lite.kernels.expert_gradients import grouped_mlp
 
-        return grouped_mlp(x_TH, *inputs)
+        return grouped_mlp(*inputs, num_pairs)
     from roll_lite.kernels.experts import expert_mlp
 
-    return expert_mlp(x_TH, *inputs)
+    return expert_mlp(*inputs)
 
 
 def _one_by_one(

@@ -47,7 +47,7 @@ class TrainingOptions:
     """Activations that the backward pass recomputes instead of keeping."""
     moments: Argument[Literal["float32", "bfloat16"]] = "float32"
     """Dtype of AdamW's moments."""
-    balance_coef: Argument[float] = 0.0
+    balance_coef: float = 0.0
     """Weight of the loss that spreads tokens evenly over the experts of a mixture."""
     lora_rank: int = 0
     """Train LoRA adapters of this rank instead of all weights; 0 is off."""
