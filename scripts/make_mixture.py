@@ -50,8 +50,8 @@ def fill(model: Transformer, dense: Transformer, noise: float) -> None:
     for name, parameter in model.named_parameters():
         if name in held:
             parameter.copy_(held[name])
-        elif "expert_" in name:
-            whole = held[name.replace("expert_", "")]
+        elif ".experts." in name:
+            whole = held[name.replace(".experts", "")]
             for expert in parameter:
                 expert.copy_(whole + noise * whole.std() * torch.randn_like(whole))
         elif name.endswith("shared.down"):

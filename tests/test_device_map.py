@@ -92,7 +92,7 @@ def test_ranks_are_written_compactly():
         ("", "no roles.*train=all"),
         ("train", "'train' in the device map is not understood; write role=RANKS"),
         ("train=", "'train=' .*not understood"),
-        ("train=0-3,dp=2", r"'train=0-3,dp=2'.*role=RANKS\[,tp=N\]\[,cp=N\]\[,ep=N\]"),
+        ("train=0-3,dp=2", r"'train=0-3,dp=2'.*role=RANKS\[,tp=N\]\[,cp=N\]\[,ep=N\]\[,fsdp=N\]"),
         ("train=0-3,cp=3", "train: cp=3 does not divide its 4 ranks; use 1, 2 or 4"),
         ("train=0-3,tp=2,cp=4", "cp=4 does not divide its 2 groups of tp=2; use 1 or 2"),
         ("train=0-3,6", "'train=0-3,6'.*0-1[+]4-5"),
@@ -112,6 +112,11 @@ def test_ranks_are_written_compactly():
         ("train=all,tp=2,fsdp=3", "fsdp=3 does not divide its 4 replicas; use 1, 2 or 4"),
         ("train=all,fsdp=0", "fsdp=0 does not divide its 8 replicas; use 1, 2, 4 or 8"),
         ("fsdp=2", "'fsdp=2'"),
+        ("ep=2", "'ep=2'"),
+        ("train=all,ep=0", "train: ep=0 does not divide its 8 data-parallel ranks; use 1, 2, 4 or"),
+        ("train=all,tp=2,ep=8", "ep=8 does not divide its 4 data-parallel ranks; use 1, 2 or 4"),
+        ("train=all,ep=4,fsdp=2", "ep=4 does not divide its 2 data-parallel ranks; use 1 or 2"),
+        ("generate=all,ep=2", "generate: ep=2 does not divide its 1 ranks of an engine; use 1"),
     ],
 )  # fmt: skip
 def test_invalid_text_is_rejected_with_the_remedy(text, message):
@@ -127,6 +132,29 @@ def test_copies_of_sharded_weights():
     assert parse_device_map(device_map.text, 16) == device_map
     assert str(device_map).splitlines()[1].split() == ["train", "0-15", "2", "8", "4"]
     assert device_map["generate"].num_copies == 1
+
+
+def test_experts_are_dealt_over_ranks():
+    device_map = parse_device_map("train=all,tp=2,ep=4 generate=0-1,tp=2,ep=2 reference=0", 8)
+    assert (device_map["train"].data_ep, device_map["generate"].data_ep) == (4, 1)
+    assert parse_device_map(device_map.text, 8) == device_map
+    assert str(device_map).splitlines()[:2] == [
+        "role       ranks  tp  ep  replicas",
+        "train      0-7    2   4   4",
+    ]
+    mixture = {"device_map": device_map, "required": ("train", "generate", "reference")}
+    check_experts(**mixture, num_experts=16)
+    with pytest.raises(ValueError, match="train: ep=4 does not divide 6 experts; use 1 or 2"):
+        check_experts(**mixture, num_experts=6)
+    with pytest.raises(ValueError, match="train: ep=4 is for mixtures of experts, and this"):
+        check_experts(**mixture, num_experts=None)
+
+
+def check_experts(device_map, required, num_experts):
+    hf = dict(SHAPES["qwen3-8b"])
+    if num_experts:
+        hf = SHAPES["qwen3-30b-a3b"] | {"num_experts": num_experts, "num_experts_per_tok": 2}
+    device_map.check(parse_config(hf), required=required)
 
 
 def test_a_map_made_in_code_is_checked_as_well():

@@ -1,5 +1,6 @@
 """Weights from trainers to engines of other layouts, over real ranks."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +34,16 @@ MAPS = [
 ]
 
 
+OF_EXPERTS = [
+    "train=0-1,ep=2 generate=0-1,tp=2,ep=2",
+    WITHOUT_TRAVEL,
+    "train=0-3,tp=2,ep=2 generate=0-3",
+    "train=0-1,ep=2 generate=2-3",
+    "train=0-3,ep=2 generate=0-3,tp=4,ep=2",
+    "train=0 generate=1-4,tp=2,ep=2",
+]
+
+
 UNDER_TORCHRUN = ("train=0-1 generate=0-3,tp=2",)
 
 
@@ -43,6 +54,17 @@ def test_every_engine_holds_its_part_of_the_trainers_weights(tmp_path, device_ma
     ranks = 2 if "generate=0-1" in device_map else 5 if "1-4" in device_map else 4
     start = run_torchrun if device_map in UNDER_TORCHRUN else run_ranks
     start(ranks, PROGRAM, device_map, tmp_path / "model", tmp_path / "result.pt")
+    check_synced(tmp_path / "result.pt", device_map, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device_map", OF_EXPERTS)
+def test_every_engine_holds_its_experts(tmp_path, device_map):
+    make_reference("qwen3_moe", num_key_value_heads=1).save_pretrained(tmp_path / "model")
+    ranks = 1 + max(int(digit) for digit in re.findall(r"[=-](\d)", device_map))
+    targets = "qkv,out,expert_gate_up,expert_down"
+    arguments = device_map, tmp_path / "model", tmp_path / "result.pt", "cpu", targets
+    run_ranks(ranks, PROGRAM, *arguments)
     check_synced(tmp_path / "result.pt", device_map, ranks)
 
 

@@ -96,7 +96,7 @@ def roofline_seconds(model: Transformer, work: Work) -> float:
     """
     config = model.config
     width = model.embedding.element_size()
-    experts = sum(p.numel() for name, p in model.blocks.named_parameters() if ".expert_" in name)
+    experts = sum(p.numel() for name, p in model.blocks.named_parameters() if ".experts." in name)
     # An untied embedding is only looked up.
     weights = sum(p.numel() for p in model.blocks.parameters()) - experts
     head = model.head_weight.numel()

@@ -126,7 +126,7 @@ def candidates(rows: int, matrices: int) -> list[Block]:
         columns *= matrices
         values = rows * columns // (warps * 32)  # of a thread
         bytes_ahead = (rows + columns) * depth * 2 * stages
-        if 40_000 < bytes_ahead < 230_000 and 4 <= values <= 128 and 32 < columns <= 256:
+        if 48_000 < bytes_ahead < 230_000 and 2 * warps <= values <= 128 and 64 <= columns <= 256:
             found.append(Block(*block))
     return found
 

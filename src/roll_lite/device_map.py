@@ -142,7 +142,7 @@ class DeviceMap:
         train, generate = self["train"], self["generate"]
         held = {rank: index % train.tp for index, rank in enumerate(train.ranks)}
         used = {rank: index % generate.tp for index, rank in enumerate(generate.ranks)}
-        is_whole = train.ranks_per_copy == train.tp == generate.tp
+        is_whole = train.ranks_per_copy == train.tp == generate.tp and generate.ep == 1
         return is_whole and used.items() <= held.items()
 
     @property

@@ -64,8 +64,8 @@ class WeightSync:
         """Checksums of the engine's parameters since the last sync, if they are known."""
 
     def _all_aligned(self) -> bool:
-        mine = _tensor_place(self.trainer.tensor_shard) if self.trainer else None
-        theirs = _tensor_place(self.engine.model.shard) if self.engine else None
+        mine = _held_by(self.trainer.tensor_shard) if self.trainer else None
+        theirs = _held_by(self.engine.model.shard) if self.engine else None
         flag = torch.tensor(float(theirs is None or mine == theirs), device=self.place.device)
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=self.place.group)
         return bool(flag)
@@ -161,10 +161,11 @@ class Cut(NamedTuple):
     shapes: dict[str, torch.Size]
 
     @staticmethod
-    def of(config: ModelConfig, part: int, size: int) -> "Cut":
+    def of(config: ModelConfig, part: int, size: int, ep: int) -> "Cut":
         """What an engine on another rank has, by its part of `size`."""
         with torch.device("meta"):
-            model = Transformer(config, shard=TensorShard(part, size, None) if size > 1 else None)
+            shard = TensorShard(part, size, None, ep=ep) if size > 1 else None
+            model = Transformer(config, shard=shard)
         return Cut(model.shard, {name: p.shape for name, p in model.named_parameters()})
 
 
@@ -176,14 +177,14 @@ class Feed:
         self.place = place
         self._group = place.group
         self.ranks = dist.get_process_group_ranks(place.group)
-        size = _tensor_place(engine.model.shard)[1] if engine and trainer is None else 0
-        sizes = torch.tensor([size], device=place.device)
+        mine = _sizes(engine.model.shard) if engine and trainer is None else (0, 0)
+        sizes = torch.tensor(mine, device=place.device)
         everyone = [torch.empty_like(sizes) for _ in self.ranks]
         dist.all_gather(everyone, sizes, group=place.group)
-        known = [int(size) for size in everyone]
-        self.source = self.ranks[known.index(0)]
+        known = [tuple(sizes.tolist()) for sizes in everyone]
+        self.source = self.ranks[known.index((0, 0))]
         config = trainer.config if trainer else engine.model.config
-        self.cut = Cut.of(config, part, max(known))
+        self.cut = Cut.of(config, part, *max(known))
         self._sums: dict[str, Tensor] = {}
 
     def leave_out(self, lost: Set[int]) -> None:
@@ -311,5 +312,10 @@ def _compare(
     )
 
 
-def _tensor_place(shard: TensorShard | None) -> tuple[int, int]:
-    return (shard.rank, shard.size) if shard else (0, 1)
+def _held_by(shard: TensorShard | None) -> tuple[int, ...]:
+    """What a rank holds of a model, in a form that can be compared."""
+    return (shard.rank, shard.size, *shard.expert_place) if shard else (0, 1, 0, 1, 0, 1)
+
+
+def _sizes(shard: TensorShard | None) -> tuple[int, int]:
+    return (shard.size, shard.ep) if shard else (1, 1)

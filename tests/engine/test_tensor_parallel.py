@@ -26,6 +26,9 @@ SECONDS = 60  # a rank that waits longer is taken to wait for ever
 
 CASES = [
     ("qwen3", 2, {"vocab_size": 199, "num_key_value_heads": 1}),
+    pytest.param("qwen2_moe", 2, {"ep": 1}, marks=pytest.mark.slow),
+    pytest.param("qwen3_moe", 2, {"ep": 2}, marks=pytest.mark.slow),
+    pytest.param("qwen2_moe", 4, {"ep": 2}, marks=pytest.mark.slow),
     pytest.param("qwen2.5", 2, {"vocab_size": 200}, marks=pytest.mark.slow),
     pytest.param("qwen2.5", 4, {"vocab_size": 199}, marks=pytest.mark.slow),
 ]
@@ -33,11 +36,12 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "size", "changes"), CASES)
 def test_many_ranks_answer_like_one(family, size, changes, tmp_path):
+    ep = changes.pop("ep", 1)
     folders = [str(tmp_path / name) for name in ("first", "second")]
     for seed, folder in enumerate(folders):
         make_reference(family, seed=seed, **changes).save_pretrained(folder)
     start = run_torchrun if size == 4 else run_ranks
-    start(size, PROGRAM, *folders, tmp_path / "store", out := tmp_path / "out.json")
+    start(size, PROGRAM, *folders, tmp_path / "store", out := tmp_path / "out.json", ep)
     results, num_preempted = json.loads(out.read_text())
     assert num_preempted > 0
     engine = Engine(load_model(folders[0]), kv_cache_gib=6e-4, page_size=4, burst=3)

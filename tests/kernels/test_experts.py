@@ -48,9 +48,9 @@ def doubles(tensors):
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize(("E", "K"), [(128, 8), (5, 2), (1, 1), (60, 4), (512, 32)])
+@pytest.mark.parametrize(("E", "K"), [(128, 8), (5, 2), (1, 1), (512, 32)])
 def test_route(E, K, renormalize):
-    logits = torch.randn(4, E + 3, generator=torch.Generator().manual_seed(E)).to(DEVICE)[:, :E]
+    logits = torch.randn(3, E + 3, generator=torch.Generator().manual_seed(E)).to(DEVICE)[:, :E]
     ids, weights = route(logits, K, renormalize)
     probs = logits.double().cpu().softmax(-1)
     expected, expected_ids = probs.topk(K)
@@ -87,7 +87,7 @@ def test_lists_hold_each_pair_once_and_in_order(monkeypatch, chunk, first, dtype
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 9, (75, 4), generator=generator)
     ids[ids == 4] = 5  # nobody takes 4
-    pairs, starts, tiles = list_pairs(ids.to(DEVICE, dtype), 5, first, 16)
+    pairs, starts, tiles, _ = list_pairs(ids.to(DEVICE, dtype), 5, first, 16)
     starts = starts.tolist()
     for e in range(5):
         expected = (ids.flatten() == first + e).nonzero().flatten()
@@ -97,30 +97,33 @@ def test_lists_hold_each_pair_once_and_in_order(monkeypatch, chunk, first, dtype
     assert covered == [(e, i) for e in range(5) for i in range(starts[e], starts[e + 1])]
 
 
-SHAPES = [  # T, E, K, H, F
-    (1, 5, 2, 64, 48), (33, 5, 2, 64, 48), (30, 3, 3, 40, 24), (3, 8, 2, 64, 192),
-    (9, 1, 1, 32, 16),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_expert_mlp(shape):
+@pytest.mark.parametrize(
+    ("shape", "tiles"),  # T, E, K, H, F
+    [
+        ((1, 5, 2, 64, 48), None),
+        ((18, 5, 2, 64, 48), SMALL),
+        ((12, 3, 3, 40, 24), SMALL),
+        ((9, 1, 1, 32, 16), None),
+        pytest.param((12, 8, 2, 64, 192), None, marks=pytest.mark.slow),
+        pytest.param((150, 5, 2, 64, 48), None, marks=pytest.mark.slow),
+    ],
+)
+def test_expert_mlp(shape, tiles):
     inputs = make(*shape)
-    expected = loop(*doubles(inputs))
-    assert relative_error(expert_mlp(*inputs, tiles=SMALL), expected) < RELATIVE
-    assert relative_error(expert_mlp(*inputs), expected) < RELATIVE
+    got = expert_mlp(*inputs, tiles=tiles)
+    assert relative_error(got, loop(*doubles(inputs))) < RELATIVE
 
 
 @pytest.mark.parametrize("rows", [16, 64])
 def test_one_expert_takes_all(rows):
-    inputs = make(50, 6, 1, 32, 16)
+    inputs = make(20, 6, 1, 32, 16)
     inputs[3].fill_(4)
     tiles = SMALL._replace(rows=rows)
     assert relative_error(expert_mlp(*inputs, tiles=tiles), loop(*doubles(inputs))) < RELATIVE
 
 
 def test_experts_elsewhere_add_nothing():
-    x, gate_up, down, ids, weights = make(21, 6, 3, 32, 16)
+    x, gate_up, down, ids, weights = make(9, 6, 3, 32, 16)
     parts = []
     for first in (0, 2, 4):
         local = x, gate_up[first : first + 2], down[first : first + 2], ids, weights
@@ -140,10 +143,10 @@ def test_no_tokens():
 
 
 def test_a_row_does_not_depend_on_the_others():
-    inputs = make(30, 5, 2, 64, 48)
+    inputs = make(12, 3, 2, 32, 16)
     x, gate_up, down, ids, weights = inputs
     whole = expert_mlp(*inputs, tiles=SMALL)
-    some = torch.tensor([28, 3, 17], device=DEVICE)
+    some = torch.tensor([11, 3, 7], device=DEVICE)
     part = expert_mlp(x[some], gate_up, down, ids[some], weights[some], tiles=SMALL)
     if DEVICE == "cuda":
         assert torch.equal(part, whole[some])
@@ -181,7 +184,14 @@ def gradients(mlp, tensors, trained, **options):
 EVERYTHING = (0, 1, 2, 4)
 
 
-@pytest.mark.parametrize("shape", [(33, 5, 2, 64, 48), (12, 7, 3, 40, 24), (1, 5, 2, 32, 16)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param((40, 3, 2, 64, 48), marks=pytest.mark.slow),
+        (6, 4, 3, 40, 24),
+        (1, 5, 2, 32, 16),
+    ],
+)
 def test_gradients(shape):
     inputs = make(*shape)
     expected = gradients(loop, doubles(inputs), EVERYTHING)
@@ -191,8 +201,8 @@ def test_gradients(shape):
 
 
 def test_gradients_of_experts_that_nobody_takes_are_zero():
-    inputs = make(40, 6, 2, 32, 16)
-    inputs[3] = torch.tensor([2, 4], dtype=torch.int32, device=DEVICE).repeat(40, 1)
+    inputs = make(7, 6, 2, 32, 16)
+    inputs[3] = torch.tensor([2, 4], dtype=torch.int32, device=DEVICE).repeat(7, 1)
     got = gradients(grouped_mlp, inputs, EVERYTHING)
     expected = gradients(loop, doubles(inputs), EVERYTHING)
     for gradient, exact in zip(got, expected, strict=True):
@@ -203,7 +213,7 @@ def test_gradients_of_experts_that_nobody_takes_are_zero():
 
 def test_gradients_of_ranks_add_up():
     """Each has two of four experts; where none of a token's are there, its gradients are zero."""
-    x, gate_up, down, ids, weights = make(21, 4, 2, 32, 16)
+    x, gate_up, down, ids, weights = make(5, 4, 2, 32, 16)
     expected = gradients(loop, doubles((x, gate_up, down, ids, weights)), EVERYTHING)
     ranks = [
         gradients(
@@ -211,6 +221,7 @@ def test_gradients_of_ranks_add_up():
             (x, gate_up[first : first + 2], down[first : first + 2], ids, weights),
             EVERYTHING,
             first_expert=first,
+            num_pairs=int(((ids >= first) & (ids < first + 2)).sum()),
         )
         for first in (0, 2)
     ]
@@ -220,8 +231,8 @@ def test_gradients_of_ranks_add_up():
 
 
 def test_frozen_experts_get_no_gradient():
-    inputs = make(10, 4, 2, 32, 16)
-    for trained in ((0,), (0, 4), (2,), (1, 4)):
+    inputs = make(3, 3, 2, 32, 16)
+    for trained in ((0, 4), (2,), (1,)):
         expected = gradients(loop, doubles(inputs), trained)
         for got, exact in zip(gradients(grouped_mlp, inputs, trained), expected, strict=True):
             assert relative_error(got, exact) < RELATIVE
@@ -230,6 +241,22 @@ def test_frozen_experts_get_no_gradient():
 def test_no_tokens_give_zero_gradients():
     for got in gradients(grouped_mlp, make(0, 3, 2, 32, 16), EVERYTHING)[2:4]:
         assert (got == 0).all()
+
+
+@pytest.mark.gpu
+def test_gradients_of_a_real_width_and_their_bits():
+    """Qwen3-30B-A3B's widths, 5 of 16 experts taken by all; twice the same bits."""
+    x, gate_up, down, _, weights = make(300, 16, 4, 2048, 768, dtype=torch.bfloat16)
+    ids = torch.tensor([0, 3, 4, 9, 15])[torch.rand(300, 5).argsort(1)[:, :4]].int().to(DEVICE)
+    inputs = [x, gate_up, down, ids, weights]
+    got, again = (gradients(grouped_mlp, inputs, EVERYTHING) for _ in range(2))
+    assert all(map(torch.equal, got, again))
+    for gradient in got[2:4]:
+        assert (gradient[[1, 2, 5, 14]] == 0).all()
+    reference = [t.float().cuda() if t.is_floating_point() else t for t in inputs]
+    expected = gradients(loop, reference, EVERYTHING)
+    for gradient, exact in zip(got, expected, strict=True):
+        assert relative_error(gradient, exact.double().cpu()) < RELATIVE
 
 
 @pytest.mark.gpu

@@ -8,10 +8,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from roll_lite.models.attention import PackedAttention
-from roll_lite.models.config import UnsupportedModelError, parse_config
+from roll_lite.models.config import LoraOptions, UnsupportedModelError, parse_config
 from roll_lite.models.hf import INDEX, CheckpointError, hf_tensors, load_model
 from roll_lite.models.hf_write import save_model
-from roll_lite.models.mlp import top_experts
+from roll_lite.models.lora import ExpertAdapter
+from roll_lite.models.mlp import _grouped, _one_by_one, top_experts
 
 SMALL = {
     "vocab_size": 199, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -124,8 +125,10 @@ def test_missing_experts_are_named(tmp_path):
 
 
 def test_equal_probabilities_go_to_the_first_experts():
-    probabilities = torch.tensor([[0.1, 0.3, 0.3, 0.1, 0.2], [0.2] * 5])
-    assert top_experts(probabilities, 3).tolist() == [[1, 2, 4], [0, 1, 2]]
+    logits = torch.tensor([[0.1, 0.3, 0.3, 0.1, 0.2], [0.2] * 5]).log()
+    ids, weights = top_experts(logits, 3, True)
+    assert ids.tolist() == [[1, 2, 4], [0, 1, 2]]
+    torch.testing.assert_close(weights, torch.tensor([[0.375, 0.375, 0.25], [1 / 3] * 3]))
 
 
 @pytest.mark.parametrize(
@@ -142,3 +145,46 @@ def test_mixtures_that_cannot_be_computed_are_refused(changes, message):
     hf = {"model_type": kind, **SMALL, **QWEN, **options} | changes
     with pytest.raises(UnsupportedModelError, match=message):
         parse_config(json.loads(json.dumps(hf)))
+
+
+@pytest.mark.parametrize("adapted", [(), (0,), (0, 1)])
+def test_grouped_products_are_those_one_by_one(adapted):
+    """With an expert that no token has, and pairs of experts on other ranks."""
+    torch.manual_seed(0)
+    weights = [torch.randn(5, 2 * 24, 16), torch.randn(5, 16, 24)]
+    adapters = [None, None]
+    for k in adapted:
+        adapters[k] = ExpertAdapter(weights[k], LoraOptions(rank=8), None, True)
+        for parameter in adapters[k].parameters():
+            torch.nn.init.normal_(parameter)
+    experts = torch.tensor([0, 0, 0, 1, 3, 3, 4, 5, 5])
+    x = torch.randn(9, 16)
+    results = []
+    for run in (_one_by_one, _grouped):
+        leaves = [t.clone().requires_grad_() for t in (x, *weights)]
+        out = run(leaves[0], experts, *leaves[1:], adapters)
+        trained = [p for adapter in adapters if adapter for p in adapter.parameters()]
+        results.append([out, *torch.autograd.grad(out.square().sum(), [*leaves, *trained])])
+    for expected, found in zip(*results, strict=True):
+        assert relative(found, expected) < 1e-5
+    assert not results[1][0][7:].any() and results[1][1][:7].all() and not results[1][1][7:].any()
+    assert not results[1][2][2].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MIXTURES)
+def test_kernels_compute_what_the_plain_loop_does(name, tmp_path):
+    reference(name).save_pretrained(tmp_path)
+    results = []
+    for device in ("cpu", "cuda"):
+        model = load_model(tmp_path, device=device)
+        ids, positions = torch.arange(40, device=device), torch.arange(40, device=device)
+        attend = PackedAttention(torch.tensor([0, 40], dtype=torch.int32, device=device), 40)
+        hidden = model.hidden_states(ids, positions, attend)
+        hidden.square().mean().backward()
+        with torch.no_grad():
+            again = model.hidden_states(ids, positions, attend)
+        grads = [p.grad.cpu() for n, p in model.named_parameters() if n != "lm_head"]
+        results.append([hidden.detach().cpu(), again.cpu(), *grads])
+    for expected, found in zip(*results, strict=True):
+        assert relative(found, expected) < 2e-3

@@ -21,6 +21,7 @@ from roll_lite.engine.attention_backends import PAGE_SIZE
 from roll_lite.engine.engine import MAX_PREFILL_TOKENS, Engine
 from roll_lite.models import memory
 from roll_lite.models.config import (
+    DEFAULT_TARGETS,
     TARGETS,
     LoraOptions,
     parse_config,
@@ -116,16 +117,30 @@ def test_parameters_of_mixtures_are_counted_exactly(name):
     assert count_parameters(config, 2).total == held
 
 
-def test_adapters_of_experts_are_counted():
+@pytest.mark.parametrize("targets", [DEFAULT_TARGETS, tuple(TARGETS), ("out", "expert_down")])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_adapters_of_mixtures_are_counted_exactly(name, targets):
+    config = parse_config(EXPERTS | MIXTURES[name])
+    model = on_meta(config)
+    with torch.device("meta"):
+        add_adapters(model, LoraOptions(rank=3, targets=targets))
+    block, whole = adapter_cost(config, 3, targets)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert numel(trained.values()) == whole.parameters
+    in_blocks = [numel(p for p in b.parameters() if p.requires_grad) for b in model.blocks]
+    assert max(in_blocks) == block.parameters
+    dealt = sum(p.numel() // (3 if "experts." in n else 1) for n, p in trained.items())
+    assert adapter_cost(config, 3, targets, ep=3)[1].parameters == dealt
+
+
+def test_what_adapters_of_experts_keep():
     """By hand: 6 experts of 8, of which a token has 2, and an MLP of 48 in one of 3 layers."""
     config = parse_config(EXPERTS | MIXTURES["a dense layer"])
-    block, model = adapter_cost(config, 5, ("out", "gate_up", "expert_gate_up", "expert_down"))
-    sparse = 5 * (2 * 32 + 6 * (32 + 2 * 8 + 8 + 32))
-    dense = 5 * (2 * 32 + 32 + 2 * 48)
-    assert block.parameters == sparse and model.parameters == 2 * sparse + dense
-    assert model.saved == 5 * (2 * (1 + 2 + 2) + 2)
-    shared = parse_config(EXPERTS | MIXTURES["shared"])
-    assert adapter_cost(shared, 5, ("down",))[0].parameters == 5 * (12 + 32)
+    model = adapter_cost(config, 5, ("out", "gate_up", "expert_gate_up", "expert_down"))[1]
+    pair = 32 + 8 + 2 * 5  # what goes into both products, and into the second half of adapters
+    assert model.saved == 2 * (5 + 2 * pair) + (5 + 5)
+    assert model.saved_fp32 == 2 * 2 * 32  # what comes out
+    assert adapter_cost(config, 5, ("out", "gate_up"))[1].saved == 3 * 5 + 5
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *SHAPES])
@@ -183,8 +198,11 @@ def test_what_a_token_keeps_in_a_block_of_experts():
     in_fp32 = 2 + (32 + 32 + 4) + (128 + 4 * 8)
     assert (block_cost(config).saved, block_cost(config).saved_fp32) == (kept, in_fp32)
     # A token is on 8 * (1 - (7/8)^8) = 5.251 of 8 ranks, and each has a place for 8 experts of it.
-    more = 5.251 * 2048 + (8 * 5.251 - 8) * 2 * 768
-    assert block_cost(config, ep=8).saved - kept == pytest.approx(more, rel=0.001)
+    dealt = block_cost(config, ep=8)
+    assert dealt.saved - kept == pytest.approx(5.251 * 2048, rel=0.001)
+    assert dealt.saved_fp32 - in_fp32 == pytest.approx(3 * 8 * 4.251, rel=0.01)
+    more = dealt.workspace - block_cost(config).workspace
+    assert more == pytest.approx(8 * 4.251 * 2048, rel=0.001)
     assert cache_bytes_per_token(config, 1, 2) == 48 * (2 * 4 * 128 * 2 + 8)
 
 
@@ -336,9 +354,8 @@ def test_a_real_trainer_holds_what_is_planned(place):
     assert nbytes(states) == pytest.approx(planned.optimizer, rel=0.01)
 
 
-@pytest.mark.parametrize("targets", [memory.LORA_TARGETS, ("qkv", "down")])
+@pytest.mark.parametrize("targets", [DEFAULT_TARGETS, ("qkv", "down")])
 def test_adapters_take_what_is_planned(targets):
-    assert set(memory.LORA_TARGETS) == set(TARGETS)
     model = on_meta(parse_config(SMALL_QWEN)).to(torch.bfloat16)
     with torch.device("meta"):
         add_adapters(model, LoraOptions(rank=3, targets=targets))
@@ -349,14 +366,15 @@ def test_adapters_take_what_is_planned(targets):
     planned = train_memory(model.config, 1, 1, 0, 2, **options)
     assert planned.weights == nbytes(model.parameters())  # frozen in bf16, adapters in fp32
     assert planned.gradients == 4 * numel(trained) == planned.optimizer / 2
-    # A packed token keeps 3 more numbers for each adapter, in bf16; full checkpointing, none.
+    # A packed token keeps 3 more numbers for each adapter in bf16; with full checkpointing those
+    # of the block that is computed again.
     more = [
         train_memory(model.config, 1, 1, 1000, 2, checkpointing=kind, **options).activations
         - train_memory(model.config, 1, 1, 1000, 2, checkpointing=kind, lora_rank=1,
                        lora_targets=()).activations
         for kind in ("none", "full")
     ]  # fmt: skip
-    assert more[0] - more[1] == 1000 * 2 * 2 * 3 * len(targets)
+    assert more[0] - more[1] == 1000 * 2 * 3 * len(targets)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -478,7 +496,7 @@ def test_offloaded_trainers_leave_their_memory_to_the_engine():
     assert more == [0, 60 * GIB, weights + 60 * GIB]
     syncing = [*make_plan(**options, engines_sleep=True, offload=True, lora_rank=16).ranks[0]
                .phases.values()][1]  # fmt: skip
-    adapters = adapter_cost(plan.config, 16, memory.LORA_TARGETS)[1].parameters
+    adapters = adapter_cost(plan.config, 16, DEFAULT_TARGETS)[1].parameters
     assert syncing.total == weights + (2 + 4 + 2 * 2) * adapters  # of the engine, masters, moments
     seconds = step_seconds(plan, known_machine("H200"))
     moved = [2 * masters + weights, 2 * masters]  # the reference never changes

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from support.forked_ranks import run_ranks
 from support.launch import run_recipe
+from support.models import EXPERTS, make_toy
 from support.paths import RECIPES
 from support.process_checks import wait_until
 from support.runs import flags, losses, run_sft, sft_options
@@ -259,10 +260,19 @@ def test_models_on_the_way_are_whole_folders(toy_folder, tmp_path):
     AutoModelForCausalLM.from_pretrained(exports[0])
 
 
-@pytest.mark.parametrize("targets", [("qkv", "out", "gate_up", "down"), ("qkv",)])
-def test_the_adapter_alone_is_what_peft_loads(toy_folder, tmp_path, targets):
+@pytest.mark.parametrize(
+    ("targets", "experts", "num_projections"),
+    [
+        (("qkv", "out", "gate_up", "down"), {}, 7),
+        (("qkv",), {}, 3),
+        (("out", "expert_gate_up", "expert_down"), EXPERTS, 13),
+        (("qkv", "out", "gate_up", "down"), EXPERTS, 4),  # the default: none of a routed expert
+    ],
+)
+def test_the_adapter_alone_is_what_peft_loads(tmp_path, targets, experts, num_projections):
     """Its names, shapes and scale as PEFT documents them: W + lora_alpha / r * B @ A of each
     projection is the merged model."""
+    toy_folder = make_toy(tmp_path / "toy", **experts)
     run_sft(sft_options(
         toy_folder, tmp_path / "run", steps=3, lora_rank=2, lora_alpha=5.0, lora_targets=targets,
         eval_every=0,
@@ -274,7 +284,7 @@ def test_the_adapter_alone_is_what_peft_loads(toy_folder, tmp_path, targets):
     adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
     base, merged = load_file(toy_folder / "model.safetensors"), weights(tmp_path / "run")
     names = {name for name in base if name.split(".")[-2] in about["target_modules"]}
-    assert len(names) == (7 if len(targets) == 4 else 3)
+    assert len(names) == num_projections
     lora = {f"base_model.model.{name.removesuffix('weight')}" for name in names}
     assert adapter.keys() == {f"{n}lora_{half}.weight" for n in lora for half in "AB"}
     for name in base:

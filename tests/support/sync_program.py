@@ -29,7 +29,7 @@ class Holder:
     """An engine and nothing else."""
 
     def __init__(self, folder, *, place):
-        shard = TensorShard.of(place.mesh["tp"].get_group()) if place.tp > 1 else None
+        shard = TensorShard.of(place.mesh["tp"].get_group(), place.ep)
         model = load_model(folder, device=place.device, dtype=place.dtype, shard=shard)
         control = {"control": place.control} if shard else {}
         self.engine = (TensorParallelEngine if shard else Engine)(
@@ -75,12 +75,13 @@ def error_of(sync, version):
         return str(error)
 
 
-def main(text, model, result_file, device="cpu"):
+def main(text, model, result_file, device="cpu", targets="qkv,out,gate_up,down"):
     device_map = parse_device_map(text, read_launch().world_size)
     with Cluster(text, device) as cluster:
         options = {"loss": sft_loss, "folder": model, "lora": None}
         results = {}
-        for name, lora, lr in [("full", None, 1e-2), ("lora", LoraOptions(rank=2), 1e-1)]:
+        adapters = LoraOptions(rank=2, targets=tuple(targets.split(",")))
+        for name, lora, lr in [("full", None, 1e-2), ("lora", adapters, 1e-1)]:
             options |= {"lora": lora, "schedule": Schedule(lr=lr)}
             trainer = cluster.role("train", Trainer, **options)
             engines = cluster.role("generate", Holder, folder=model)
@@ -120,8 +121,11 @@ def without(cluster, replica, trainer, model):
     return state, held
 
 
-def part_of(name, tensor, rank, size):
+def part_of(name, tensor, rank, size, ep):
     """A rank's part: rows of the vocabulary are padded, and all ranks have the only kv head."""
+    if ".experts." in name and ep > 1:  # whole experts, or halves of them if there are more ranks
+        tensor = tensor.chunk(ep)[rank * ep // size]
+        return tensor.chunk(size // ep, cut_dimension(name))[rank % (size // ep)]
     if name in ("embedding", "lm_head"):
         padding = tensor.new_zeros(-len(tensor) % size, tensor.shape[1])
         return torch.cat([tensor, padding]).chunk(size)[rank]
@@ -135,6 +139,7 @@ def part_of(name, tensor, rank, size):
 def check_synced(result_file, device_map, ranks):
     results = torch.load(result_file, weights_only=False, map_location="cpu")
     parsed = parse_device_map(device_map, ranks)
+    ep = parsed["generate"].ep
     *_, last = parsed["generate"].replicas
     versions = {"full": 2, "lora": 2, "rounds": 22}
     if parsed.is_spare(last[0]):
@@ -145,7 +150,7 @@ def check_synced(result_file, device_map, ranks):
         for rank, size, found, weights in engines:
             assert found == version and weights.keys() == state.keys()
             for name, tensor in state.items():
-                expected = part_of(name, tensor, rank, size).to(weights[name].dtype)
+                expected = part_of(name, tensor, rank, size, ep).to(weights[name].dtype)
                 assert torch.equal(weights[name], expected), (kind, name)
     if device_map == WITHOUT_TRAVEL:
         assert results["broken"] is None  # nothing to compare

@@ -64,7 +64,7 @@ def load_other(engine, folders):
     engine.load_weights(weights.named_parameters(), policy_version=4)
 
 
-def main(first, second, store, out):
+def main(first, second, store, out, ep):
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     sampler.CANDIDATES = 8  # too few for some rows
@@ -76,7 +76,7 @@ def main(first, second, store, out):
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=SECONDS),
     )
-    shard = TensorShard.of(dist.group.WORLD)
+    shard = TensorShard.of(dist.group.WORLD, int(ep))
     model = load_model(folders[0], shard=shard)
     engine = TensorParallelEngine(
         model, control=dist.new_group(backend="gloo"), kv_cache_gib=3e-4, max_prefill_tokens=50,

@@ -7,7 +7,7 @@ import torch
 
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import split
-from roll_lite.models.config import LoraOptions
+from roll_lite.models.config import TARGETS, LoraOptions, read_config
 from roll_lite.models.fsdp import whole
 from roll_lite.models.logprobs import ALL
 from roll_lite.train.batch import pack
@@ -29,11 +29,26 @@ LAYOUTS = {
     "hsdp2": "hsdp2=0-3,fsdp=2",
     "copies2tp2": "copies2tp2=0-3,tp=2,fsdp=1",
 }
+MIXTURE_LAYOUTS = {
+    "fsdp2tp2": "fsdp2tp2=0-3,tp=2",
+    "tp2": "tp2=0-1,tp=2",
+    "ep2": "ep2=0-1,ep=2",
+    "ep2fsdp2": "ep2fsdp2=0-3,ep=2",
+    "ep2tp2": "ep2tp2=0-3,tp=2,ep=2",
+    "ep4cp2": "ep4cp2=0-3,cp=2,ep=4",
+    "hsdp2": "hsdp2=0-3,ep=2,fsdp=2",
+    "fsdp2": "fsdp2=0-1",
+}
 LORA = LoraOptions(rank=4, alpha=8.0)
 LORA_LAYOUTS = ("fsdp2tp2",)
+MIXTURE_LORA = LoraOptions(rank=4, alpha=8.0, targets=tuple(TARGETS))
 CASES = [(layout, False) for layout in LAYOUTS]
 CASES += [(layout, True) for layout in LORA_LAYOUTS]
-CHECKPOINTING = {"cp2tp2": "selective", "fsdp2cp2": "full"}
+MIXTURE_CASES = [(layout, False) for layout in MIXTURE_LAYOUTS]
+MIXTURE_CASES += [("ep2tp2", True)]
+CHECKPOINTING = {
+    "cp2tp2": "selective", "fsdp2cp2": "full", "ep2fsdp2": "full", "ep2tp2": "selective",
+}  # fmt: skip
 """Where the backward pass recomputes the collectives of the forward pass too."""
 BUDGETS = {10_000: 1, 200: 2, 60: 5}
 """Tokens of a micro-batch, and how many of them that gives to a single rank."""
@@ -125,34 +140,68 @@ def by_sequence(batch, rows):
     return [found[i] for i in sorted(found)]
 
 
+def balanced(trainer):
+    """A gradient with the balancing loss, which depends on what a micro-batch has."""
+    return trainer.gradient(pack(make_sequences(), 10_000))[0]
+
+
+def is_mixture(model):
+    return read_config(model).experts is not None
+
+
+def cases(model):
+    return MIXTURE_CASES if is_mixture(model) else CASES
+
+
+def adapters(model):
+    return MIXTURE_LORA if is_mixture(model) else LORA
+
+
+def exported(result_file, layout, has_adapters):
+    return Path(result_file).with_name(f"export-{layout}-{has_adapters}")
+
+
 def layouts(model, result_file, device="cpu"):
-    with Cluster(" ".join(LAYOUTS.values()), device) as cluster:
+    known = MIXTURE_LAYOUTS if is_mixture(model) else LAYOUTS
+    with Cluster(" ".join(known.values()), device) as cluster:
         results = {}
-        for name in LAYOUTS:
-            for lora in (None, LORA) if name in LORA_LAYOUTS else (None,):
-                recomputed = {"checkpointing": CHECKPOINTING.get(name, "none")}
-                trainer = cluster.role(name, Probe, folder=model, **options(lora), **recomputed)
-                if lora:
-                    trainer.shake_adapters()
-                results[name, bool(lora)] = measure(trainer, cluster.device_map[name].num_replicas)
-        results["resumed"] = resume_elsewhere(cluster, model, Path(result_file).parent)
-        results["of copies"] = written_by_copies(cluster, model, Path(result_file).parent)
+        for name, has_adapters in cases(model):
+            chosen = options(adapters(model) if has_adapters else None)
+            recomputed = {"checkpointing": CHECKPOINTING.get(name, "none")}
+            trainer = cluster.role(name, Probe, folder=model, **chosen, **recomputed)
+            if has_adapters:
+                trainer.shake_adapters()
+            replicas = cluster.device_map[name].num_replicas
+            results[name, has_adapters] = measure(trainer, replicas)
+            trainer.export(exported(result_file, name, has_adapters))
+        if is_mixture(model):
+            trainer = cluster.role("ep2tp2", Trainer, folder=model, **options())
+            trainer.step(split(pack(make_sequences(), 200, num_shards=2)))
+            results["exported"] = str(trainer.export(Path(result_file).parent / "exported"))
+            results["trained"] = {name: tensor.clone() for name, tensor in trainer.state().items()}
+            trainer = cluster.role("tp2", Probe, folder=model, **options(), balance_coef=0.5)
+            results["balanced"] = balanced(trainer)
+        folder = Path(result_file).parent
+        results["resumed"] = resume_elsewhere(cluster, model, folder)
+        results["of copies"] = written_by_copies(cluster, model, folder)
         torch.save(results, result_file)
 
 
 def resume_elsewhere(cluster, model, folder):
-    """Written by FSDP x TP ranks, read by other layouts: weights, and losses of three updates."""
+    """Written in a layout, read by others: weights, and losses of three updates."""
+    known = cluster.device_map.names
+    layout = "ep2tp2" if is_mixture(model) else "fsdp2tp2"
     batches = {
         name: pack(make_sequences(), 200, num_shards=cluster.device_map[name].num_replicas)
-        for name in LAYOUTS
+        for name in known
     }
-    writer = cluster.role("fsdp2tp2", Trainer, folder=model, **options())
+    writer = cluster.role(layout, Trainer, folder=model, **options())
     for _ in range(3):
-        writer.step(split(batches["fsdp2tp2"]))
+        writer.step(split(batches[layout]))
     checkpoints = Checkpoints(folder / "checkpoints")
     start_checkpoint(checkpoints, [writer], 3, {"position": 3, "fixed": {}})()
     results = {}
-    for name in LAYOUTS:
+    for name in known:
         reader = cluster.role(name, Trainer, folder=model, **options())
         assert load_checkpoint(checkpoints, [reader], {})["position"] == 3
         state = {name: tensor.clone() for name, tensor in reader.state().items()}

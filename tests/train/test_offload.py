@@ -17,9 +17,9 @@ from roll_lite.train.checkpoint_folders import Manifest, write_manifest
 from roll_lite.train.offload import Offload
 
 
-@pytest.fixture
-def qwen_folder(tmp_path):
-    make_reference("qwen3").save_pretrained(tmp_path / "qwen3")
+@pytest.fixture(params=["qwen3", "qwen3_moe"])
+def qwen_folder(request, tmp_path):
+    make_reference(request.param, num_hidden_layers=2).save_pretrained(tmp_path / "qwen3")
     return tmp_path / "qwen3"
 
 

@@ -36,10 +36,16 @@ class Place:
     cp: int
     """Parts in which the ranks of a replica read its tokens."""
     device: torch.device
+    ep: int
+    """Parts that experts are dealt into."""
     mesh: DeviceMesh
     """Dimensions dp, cp (where it is above 1) and tp."""
     shards: DeviceMesh
     """Over which weights are sharded: its last dimension. Copies are along the first of two."""
+    expert_shards: DeviceMesh | None
+    """Over which experts are sharded, where data-parallel ranks hold different ones."""
+    ep_group: dist.ProcessGroup | None
+    """Those ranks, which exchange tokens."""
     group: dist.ProcessGroup
     """All ranks of the role."""
     control: dist.ProcessGroup
@@ -152,7 +158,7 @@ def make_places(
     places = {}
     formed = {}
     for role in device_map.roles:
-        layout = role.ranks, role.tp, role.cp, role.num_copies
+        layout = role.ranks, role.tp, role.cp, role.num_copies, role.data_ep
         if layout not in formed:
             formed[layout] = _form_groups(role, rank, device)
         if rank in role.ranks:
@@ -167,6 +173,7 @@ def make_places(
                 tp_rank=index % role.tp,
                 tp=role.tp,
                 cp=role.cp,
+                ep=role.ep,
                 device=device,
                 report=partial(report, role.name, replica),
                 lost=lost,
@@ -177,7 +184,7 @@ def make_places(
 
 
 def _form_groups(role: Role, rank: int, device: torch.device) -> dict[str, Any]:
-    """The fields mesh, shards, group and control of a `Place`."""
+    """The fields of a `Place` that are meshes and groups."""
     ranks = torch.tensor(role.ranks)
     mesh = shards = DeviceMesh(device.type, ranks.view(-1, role.tp), mesh_dim_names=("dp", "tp"))
     if role.num_copies > 1:
@@ -186,6 +193,13 @@ def _form_groups(role: Role, rank: int, device: torch.device) -> dict[str, Any]:
     # The ranks of a context need the same weights, so these are sharded over them as well.
     if rank in role.ranks:
         shards = shards["copies", "dp"] if role.num_copies > 1 else mesh["dp"]
+    expert_shards = ep_group = None
+    if role.data_ep > 1:
+        dealt = ranks.view(role.num_copies, -1, role.ep, role.tp)
+        experts = DeviceMesh(device.type, dealt, mesh_dim_names=("copies", "dp", "ep", "tp"))
+        if rank in role.ranks:
+            expert_shards = experts["copies", "dp"] if role.num_copies > 1 else experts["dp"]
+            ep_group = experts["ep"].get_group()
     if role.cp > 1:
         replicas = ranks.view(-1, role.cp, role.tp)
         mesh = DeviceMesh(device.type, replicas, mesh_dim_names=("dp", "cp", "tp"))
@@ -197,4 +211,7 @@ def _form_groups(role: Role, rank: int, device: torch.device) -> dict[str, Any]:
         formed = dist.new_group(replica, backend="gloo")
         if rank in replica:
             control = formed
-    return {"mesh": mesh, "shards": shards, "group": group, "control": control}
+    return {
+        "mesh": mesh, "shards": shards, "expert_shards": expert_shards, "ep_group": ep_group,
+        "group": group, "control": control,
+    }  # fmt: skip

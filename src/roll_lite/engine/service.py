@@ -34,6 +34,7 @@ class EnginePlace(Protocol):
 
     tp: int
     tp_rank: int
+    ep: int
     device: torch.device
     dtype: torch.dtype
     mesh: DeviceMesh
@@ -46,7 +47,7 @@ class EngineService(Profiled):
         """`options` are those of Engine, except decode. `folder` may be a shape such as
         shape:qwen3-0.6b, which stands for random weights, for benchmarks."""
         self.place = place
-        shard = TensorShard.of(place.mesh["tp"].get_group()) if place.tp > 1 else None
+        shard = TensorShard.of(place.mesh["tp"].get_group(), place.ep)
         self._folder = str(folder)
         model = self._open(shard)
         options["decode"] = self._decode

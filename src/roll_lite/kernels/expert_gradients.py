@@ -30,14 +30,19 @@ def grouped_mlp(
     ids_TK: Tensor,
     weights_TK: Tensor,
     first_expert: int = 0,
+    num_pairs: int | None = None,
 ) -> Tensor:
-    """`expert_mlp` with gradients of x, of the routing weights, and of experts that are trained."""
-    return _GroupedMlp.apply(x_TH, gate_up_E2FH, down_EHF, ids_TK, weights_TK, first_expert)
+    """`expert_mlp` with gradients of x, of the routing weights, and of experts that are trained.
+
+    `num_pairs` is the most that are of these experts, and bounds what is saved.
+    """
+    options = first_expert, num_pairs
+    return _GroupedMlp.apply(x_TH, gate_up_E2FH, down_EHF, ids_TK, weights_TK, *options)
 
 
 class _GroupedMlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TH, gate_up_E2FH, down_EHF, ids_TK, weights_TK, first_expert):
+    def forward(ctx, x_TH, gate_up_E2FH, down_EHF, ids_TK, weights_TK, first_expert, num_pairs):
         E, _, inner, _ = gate_up_E2FH.shape
         P, ctx.first_expert = ids_TK.numel(), first_expert
         inputs = x_TH, gate_up_E2FH, down_EHF, ids_TK, weights_TK
@@ -45,21 +50,22 @@ class _GroupedMlp(torch.autograd.Function):
             ctx.save_for_backward(*inputs)
             return expert_mlp(*inputs)
         tiles = tiles_for(P, E)
-        lists = list_pairs(ids_TK, E, first_expert, tiles.rows)
-        act_PF, saved_P2F = x_TH.new_empty(P, inner), x_TH.new_empty(P, 2 * inner)
+        lists = list_pairs(ids_TK, E, first_expert, tiles.rows, num_pairs)
+        num_listed = len(lists.pairs_P)
+        act_PF, saved_P2F = (x_TH.new_empty(num_listed, size) for size in (inner, 2 * inner))
         gate_up(x_TH, gate_up_E2FH, lists, act_PF, saved_P2F, tiles.rows, tiles.gate_up)
         out_PH = multiply(act_PF, down_EHF.transpose(1, 2), lists, tiles.rows, tiles.down)
-        ctx.save_for_backward(*inputs, saved_P2F, *lists)
+        ctx.save_for_backward(*inputs, saved_P2F, *lists[:3])
         return sum_pairs(out_PH, ids_TK, weights_TK, first_expert, E)
 
     @staticmethod
     def backward(ctx, grad_TH):
         x_TH, gate_up_E2FH, down_EHF, ids_TK, weights_TK, *saved = ctx.saved_tensors
         if not ids_TK.numel():
-            tensors = x_TH, gate_up_E2FH, down_EHF, None, weights_TK, None
+            tensors = x_TH, gate_up_E2FH, down_EHF, None, weights_TK, None, None
             return (*(t if t is None else torch.zeros_like(t) for t in tensors),)
         needs_x, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
-        saved_P2F, lists = saved[0], PairLists(*saved[1:])
+        saved_P2F, lists = saved[0], PairLists(*saved[1:], tuple(ids_TK.shape))
         E, (P, K) = len(down_EHF), (ids_TK.numel(), ids_TK.shape[1])
         tiles, grad_TH = tiles_for(P, E), grad_TH.contiguous()
         # Places behind the lists hold anything; grouped_mm reads up to the last of `offs`.
@@ -80,7 +86,7 @@ class _GroupedMlp(torch.autograd.Function):
                 grad_gate_up_P2F, gate_up_E2FH.flatten(1, 2), lists, tiles.rows, tiles.down
             )
             grad_x_TH = sum_pairs(parts_PH, ids_TK, None, ctx.first_expert, E)
-        return grad_x_TH, grad_gate_up, grad_down, None, grad_weights_TK, None
+        return grad_x_TH, grad_gate_up, grad_down, None, grad_weights_TK, None, None
 
 
 def _act_backward(

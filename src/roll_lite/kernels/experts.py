@@ -66,16 +66,23 @@ class PairLists(NamedTuple):
     """Where an expert's pairs begin, and the end of the last."""
     tiles_3N: Tensor
     """Expert, first place in `pairs_P` and end; unused tiles end before they begin."""
+    shape: tuple[int, int]
+    """Tokens, and experts of each."""
 
 
-def list_pairs(ids_TK: Tensor, num_experts: int, first_expert: int, rows: int) -> PairLists:
-    """Pairs of the `num_experts` experts from `first_expert` on, in tiles of `rows`."""
+def list_pairs(
+    ids_TK: Tensor, num_experts: int, first_expert: int, rows: int, num_pairs: int | None = None
+) -> PairLists:
+    """Pairs of the `num_experts` experts from `first_expert` on, in tiles of `rows`.
+
+    `num_pairs` bounds their number, where not all of `ids_TK` are of these experts.
+    """
     P = ids_TK.numel()
-    num_tiles = P // rows + min(num_experts, P)
+    most = P if num_pairs is None else num_pairs
+    num_tiles = most // rows + min(num_experts, most)
+    shapes = (most,), (num_experts + 1,), (3, num_tiles)
     new = {"dtype": torch.int32, "device": ids_TK.device}
-    lists = PairLists(
-        torch.empty(P, **new), torch.empty(num_experts + 1, **new), torch.empty(3, num_tiles, **new)
-    )
+    lists = PairLists(*(torch.empty(shape, **new) for shape in shapes), tuple(ids_TK.shape))
     num_chunks = triton.cdiv(P, CHUNK)
     chunk = max(128, triton.next_power_of_2(min(P, CHUNK)))
     sizes = {"CHUNK": chunk, "E_PAD": max(32, triton.next_power_of_2(num_experts))}
@@ -88,7 +95,7 @@ def list_pairs(ids_TK: Tensor, num_experts: int, first_expert: int, rows: int) -
         )
         ends_CE = counts_CE.cumsum(0, dtype=torch.int32)
     _list_pairs[(num_experts, num_chunks)](
-        ids_TK, ends_CE, *lists, P, first_expert, num_experts, num_tiles,
+        ids_TK, ends_CE, *lists[:3], P, first_expert, num_experts, num_tiles,
         ONE_CHUNK=num_chunks == 1, ROWS=rows, **sizes, num_warps=num_warps,
     )  # fmt: skip
     return lists
@@ -216,12 +223,12 @@ def gate_up(
     block: Block,
 ) -> None:
     """silu(gate) * up of the listed pairs into `act_PF`; gate and up into `saved_P2F` if given."""
-    H, P, F = x_TH.shape[1], *act_PF.shape
+    H, F = x_TH.shape[1], act_PF.shape[1]
     depth, num_tiles = depth_of(block, x_TH.dtype), lists.tiles_3N.shape[1]
     _gate_up[(triton.cdiv(F, block.columns), num_tiles)](
         x_TH, gate_up_E2FH, lists.pairs_P, lists.tiles_3N,
         act_PF, act_PF if saved_P2F is None else saved_P2F, H, F, num_tiles,
-        K=P // len(x_TH), SAVE=saved_P2F is not None, EVEN=H % depth == 0,
+        K=lists.shape[1], SAVE=saved_P2F is not None, EVEN=H % depth == 0,
         ROWS=rows, COLUMNS=block.columns, DEPTH=depth,
         num_warps=block.warps, num_stages=block.stages,
     )  # fmt: skip
@@ -251,9 +258,10 @@ def _gate_up(
             if not EVEN:
                 x_mask = row_ok & (h[None, :] < H - first)
                 weight_mask = f_ok & (h[:, None] < H - first)
-            x = tl.load(x_ptrs, mask=x_mask, other=0.0)
+            # Weights first: addresses of x wait for the list.
             gate_weight = tl.load(gate_ptrs, mask=weight_mask, other=0.0)
             up_weight = tl.load(up_ptrs, mask=weight_mask, other=0.0)
+            x = tl.load(x_ptrs, mask=x_mask, other=0.0)
             gate = tl.dot(x, gate_weight, gate, input_precision="ieee")
             up = tl.dot(x, up_weight, up, input_precision="ieee")
             x_ptrs += DEPTH
@@ -291,12 +299,12 @@ def multiply(
 
     With `of_tokens`, the rows are those of the pairs' tokens and the products stay in that order.
     """
-    P, (_, D, N) = len(lists.pairs_P), weight_EDN.shape
-    out_PN = a.new_empty(P, N)
+    (T, K), (_, D, N) = lists.shape, weight_EDN.shape
+    out_PN = a.new_empty(len(lists.pairs_P) if of_tokens else T * K, N)
     depth, num_tiles = depth_of(block, a.dtype), lists.tiles_3N.shape[1]
     _multiply[(triton.cdiv(N, block.columns), num_tiles)](
         a, weight_EDN, lists.pairs_P, lists.tiles_3N, out_PN, D, N, num_tiles,
-        *weight_EDN.stride(), K=P // len(a) if of_tokens else 0, EVEN=D % depth == 0,
+        *weight_EDN.stride(), K=K if of_tokens else 0, EVEN=D % depth == 0,
         ROWS=rows, COLUMNS=block.columns, DEPTH=depth,
         num_warps=block.warps, num_stages=block.stages,
     )  # fmt: skip

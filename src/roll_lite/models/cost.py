@@ -36,6 +36,10 @@ class ModuleCost:
     workspace: int = 0
     """Alive only while the module runs, forward without autograd or backward."""
 
+    def kept(self, width: int) -> int:
+        """Bytes per token from forward to backward."""
+        return width * self.saved + 4 * self.saved_fp32
+
     def __add__(self, other: "ModuleCost") -> "ModuleCost":
         names = self.__dataclass_fields__
         return ModuleCost(**{name: getattr(self, name) + getattr(other, name) for name in names})
@@ -85,17 +89,17 @@ def _mixture_cost(config: ModelConfig, tp: int, ep: int) -> ModuleCost:
     E, K = mixture.num_experts, mixture.experts_per_token
     F, shared = mixture.size // tp, mixture.shared_size // tp
     rows = rows_per_token(mixture, ep)
-    pairs = K * rows
+    places = K * rows  # of pairs, also of those that are elsewhere
     shared_weights = (3 * mixture.shared_size + 1) * H if shared else 0
     return ModuleCost(
         parameters=E // ep * expert_parameters(config) + E * H + shared_weights,
         active_parameters=K * expert_parameters(config) + E * H + shared_weights,
         # The input, and the rows that arrive; gate and up; as of a dense MLP, and what it returns
-        saved=H + ceil(rows * H * (ep > 1) + 2 * pairs * F) + (3 * shared + H) * (shared > 0),
-        saved_fp32=E + ceil(4 * pairs),  # probabilities; ids in 8 bytes, places, weights
+        saved=H + ceil(rows * H) * (ep > 1) + 2 * K * F + (3 * shared + H) * (shared > 0),
+        saved_fp32=E + K + ceil(3 * places),  # probabilities; lists; ids in 8 bytes, weights
         products=E + (2 * shared + H) * (shared > 0),  # of torch's: the router, the shared expert
-        # Gate, up, their product; rows by expert or what comes out of them
-        workspace=ceil(pairs * (3 * F + H)) + 3 * shared,
+        # Gate, up, their product; what comes out of experts
+        workspace=3 * K * F + ceil(places * H) + 3 * shared,
     )
 
 
@@ -208,6 +212,9 @@ def adapter_cost(
         mixture = config.experts
         pairs = mixture.experts_per_token * rows_per_token(mixture, ep)
         sparse = cost(mlp(mixture.size, "expert_"), mixture.num_experts // ep, pairs)
+        if any(target.startswith("expert_") for target in targets):  # torch's products: `_grouped`
+            kept = ceil(pairs * (H + mixture.size // tp))
+            sparse += ModuleCost(saved=kept, saved_fp32=ceil(pairs * H))
         sparse += cost(mlp(mixture.shared_size)) if mixture.shared_size else ModuleCost()
         blocks.append((num_sparse, attention + sparse))
     if num_dense := config.num_layers - num_sparse:
@@ -228,8 +235,7 @@ def cache_bytes_per_token(config: ModelConfig, tp: int, width: int) -> int:
 
 def block_bytes_per_token(config: ModelConfig, tp: int, width: int, ep: int = 1) -> int:
     """What autograd keeps of one token in the largest block, whose pointwise parts are fused."""
-    cost = block_cost(config, tp, ep)
-    return width * cost.saved + 4 * cost.saved_fp32
+    return block_cost(config, tp, ep).kept(width)
 
 
 def saved_bytes_per_token(
@@ -239,7 +245,7 @@ def saved_bytes_per_token(
     H = config.hidden_size
     cost = blocks_cost(config, tp, ep)
     blocks = {
-        "none": width * cost.saved + 4 * cost.saved_fp32,
+        "none": cost.kept(width),
         "selective": width * cost.products + 4 * cost.products_fp32,
         "full": config.num_layers * width * 2 * H,
     }[checkpointing]

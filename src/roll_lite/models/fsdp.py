@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from roll_lite.models.mlp import ExpertWeights
 from roll_lite.models.tensor_parallel import Part, TensorShard, all_gather_single, cut_dimension
 from roll_lite.models.transformer import Checkpointing, Transformer
 
@@ -28,9 +29,11 @@ def shard(
     mesh: DeviceMesh,
     compute_dtype: torch.dtype,
     checkpointing: Checkpointing = "none",
+    expert_mesh: DeviceMesh | None = None,
 ) -> Transformer:
     """FSDP2 over the last dimension of the mesh, with copies along the first of two.
 
+    Experts that ranks of `mesh` hold different ones of are cut over `expert_mesh` instead.
     Parameters are gathered in `compute_dtype` unit by unit, except frozen ones that are whole on
     every rank: these stay where they are.
     Gradients are summed over ranks, not averaged: loss weights are normalised over the whole batch.
@@ -40,22 +43,32 @@ def shard(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
 
+    def cut(unit: nn.Module | list[nn.Module], mesh: DeviceMesh) -> None:
+        options = {"shard_placement_fn": _placement(num_shards(mesh)), "ignored_params": staying}
+        fully_shard(unit, mesh=mesh, mp_policy=policy, **options)
+        modules = unit if isinstance(unit, list) else [unit]
+        for module in modules if mesh.size() > 1 else ():
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply on the way
+
+    staying = {p for p in model.parameters() if num_shards(mesh) == 1 and not p.requires_grad}
+    for block in model.blocks:
+        block.checkpointing = checkpointing
+    if expert_mesh is not None:
+        for module in [m for m in model.modules() if isinstance(m, ExpertWeights)]:
+            cut(module, expert_mesh)
+    for unit in (*_units(model, staying), model):
+        cut(unit, mesh)
+    return model
+
+
+def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard]:
     def placement(parameter: nn.Parameter) -> Shard:
         """The first dimension that divides evenly, else dimension 0 (unevenly)."""
         sizes = enumerate(parameter.shape)
-        return Shard(next((d for d, size in sizes if size % num_shards(mesh) == 0), 0))
+        return Shard(next((d for d, size in sizes if size % num_shards == 0), 0))
 
-    staying = {p for p in model.parameters() if num_shards(mesh) == 1 and not p.requires_grad}
-    options = {"mp_policy": policy, "shard_placement_fn": placement, "ignored_params": staying}
-    for block in model.blocks:
-        block.checkpointing = checkpointing
-    for unit in (*_units(model, staying), model):
-        fully_shard(unit, mesh=mesh, **options)
-    if mesh.size() > 1:
-        for module in (*model.blocks, model):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply on the way
-    return model
+    return placement
 
 
 def _units(model: Transformer, staying: set[nn.Parameter]) -> list[list[nn.Module]]:

@@ -102,14 +102,14 @@ def _expert_slices(config: ModelConfig, layout: str) -> Iterator[Slice]:
     module, *projections = EXPERT_NAMES.get(layout, ("mlp",))
     yield f"{module}.gate.weight", (E, H), "mlp.router", ()
     if layout == "fused":
-        yield "mlp.experts.gate_up_proj", (E, 2 * F, H), "mlp.expert_gate_up", ()
-        yield "mlp.experts.down_proj", (E, H, F), "mlp.expert_down", ()
+        yield "mlp.experts.gate_up_proj", (E, 2 * F, H), "mlp.experts.gate_up", ()
+        yield "mlp.experts.down_proj", (E, H, F), "mlp.experts.down", ()
     else:
         for expert in range(E):
             gate, up, down = (f"{module}.experts.{expert}.{name}.weight" for name in projections)
-            yield gate, (F, H), "mlp.expert_gate_up", (expert, 0)
-            yield up, (F, H), "mlp.expert_gate_up", (expert, 1)
-            yield down, (H, F), "mlp.expert_down", (expert,)
+            yield gate, (F, H), "mlp.experts.gate_up", (expert, 0)
+            yield up, (F, H), "mlp.experts.gate_up", (expert, 1)
+            yield down, (H, F), "mlp.experts.down", (expert,)
     if size := config.experts.shared_size:
         yield from _mlp_slices("mlp.shared_expert", H, size, "mlp.shared")
         yield "mlp.shared_expert_gate.weight", (1, H), "mlp.shared_gate", ()
@@ -156,10 +156,10 @@ def load_model(
     for part, tensor in _with_progress(folder, files, _read(folder, wanted, files)):
         target = state[part.parameter]
         tensor = tensor.reshape(whole[part.parameter][part.index].shape)
-        if model.shard is None:
+        if model.layout is None:
             target[part.index].copy_(tensor)
         else:
-            _copy_part(part, tensor, target, model.shard)
+            _copy_part(part, tensor, target, model.layout)
     model.load_state_dict(state, assign=True)
     return model
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from roll_lite.models.config import LoraOptions, ModelConfig, read_hf_config
 from roll_lite.models.hf import INDEX, hf_stream, tensor_slices
 from roll_lite.models.tensor_files import content, header
+from roll_lite.models.tensor_parallel import is_of_experts
 from roll_lite.models.transformer import Head, Transformer
 
 SHARD_BYTES = 5 * 2**30
@@ -57,12 +58,15 @@ def save_parameters(
             if (Path(like) / name).exists():
                 shutil.copy(Path(like) / name, target / name)
 
-    layout = "mixtral" if hf_config["model_type"] == "mixtral" else "qwen"
-    slices = tensor_slices(config, head, layout)
+    slices = tensor_slices(config, head, _layout(hf_config))
     with torch.device("meta"):
         expected = Transformer(config, head).to(dtype).named_parameters()
     expected = dict(hf_stream(expected, slices))
     return write_folder(folder, hf_config, expected, hf_stream(parameters, slices), add_companions)
+
+
+def _layout(hf_config: dict) -> str:
+    return "mixtral" if hf_config["model_type"] == "mixtral" else "qwen"
 
 
 def save_adapter(
@@ -71,13 +75,16 @@ def save_adapter(
 ) -> Path:  # fmt: skip
     """Write adapters, by our names, as a folder that PEFT loads on the model in `base`.
 
-    Projections that share a `down` here get a copy of it each.
+    Projections that share a `down` here get a copy of it each. Experts are modules of their own, as
+    in the folder.
     """
     tensors, modules = {}, []
-    for part in tensor_slices(config):
+    for part in tensor_slices(config, layout=_layout(read_hf_config(base))):
         down, up = (state.get(f"{part.parameter}_adapter.{half}") for half in ("down", "up"))
-        if down is None or not part.hf_name.endswith("_proj.weight"):
+        if down is None:
             continue
+        if is_of_experts(part.parameter):
+            down = down[part.index[0]]
         module = part.hf_name.removesuffix(".weight")
         modules.append(module.rpartition(".")[2])
         name = f"base_model.model.{module}"

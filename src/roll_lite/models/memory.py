@@ -9,7 +9,7 @@ from math import ceil
 from typing import Any
 
 from roll_lite.checks import UserError
-from roll_lite.models.config import ModelConfig
+from roll_lite.models.config import DEFAULT_TARGETS, ModelConfig
 from roll_lite.models.cost import (
     adapter_cost,
     block_bytes_per_token,
@@ -27,7 +27,6 @@ LOGPROB_ROWS = 2048  # models/logprobs.py: rows that go through the head at once
 PAGE_TOKENS = 16  # tokens in a page of the engine's KV cache
 MAX_PREFILL_TOKENS = 32768  # tokens that one engine step prefills
 MAX_RUNNING = 1024  # samples that one engine decodes at once
-LORA_TARGETS = ("qkv", "out", "gate_up", "down")  # models/lora.py: all projections of a block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +66,7 @@ def train_memory(
     checkpointing: str = "none",
     moments: str = "float32",
     lora_rank: int = 0,
-    lora_targets: Collection[str] = LORA_TARGETS,
+    lora_targets: Collection[str] = DEFAULT_TARGETS,
 ) -> RankMemory:
     """FSDP2 over `num_ranks` that hold the weights once: fp32 masters and gradients, compute in
     `width`. Experts are dealt to `ep` of them, and sharded over those that hold the same ones.
@@ -86,12 +85,14 @@ def train_memory(
     frozen = width * ceil(counts.total / num_ranks) if lora_rank else 0
     per_token = saved_bytes_per_token(config, tp, width, checkpointing, ep)
     if checkpointing != "full":
-        per_token += width * all_adapters.saved
+        per_token += all_adapters.kept(width)
+    recomputed = block_bytes_per_token(config, tp, width, ep) + adapters.kept(width)
     trained_block = adapters.parameters if lora_rank else counts.block
     trained_head = 0 if lora_rank else vocabulary_rows(config, tp) * config.hidden_size
     saved = tokens * per_token + _backward_bytes(
-        config, tp, ep, tokens, width, checkpointing, trained_block // tp, trained_head
-    )
+        config, tp, ep, tokens, width, recomputed if checkpointing != "none" else 0,
+        trained_block // tp, trained_head,
+    )  # fmt: skip
     # The root's gradients are reduced last (in `width` and fp32), after all activations are freed.
     root_gradients = 0 if lora_rank else (width + 4) * counts.root // tp
     gathered = gathered_bytes(config, tp, width, ep, adapters.parameters)
@@ -211,12 +212,13 @@ def _backward_bytes(
     ep: int,
     num_tokens: int,
     width: int,
-    checkpointing: str,
+    recomputed: int,
     trained_block: int,
     trained_head: int,
 ) -> int:
     """Peak of the backward pass beyond what forward saved: in the head or in a block.
 
+    `recomputed` are bytes per token of a block whose activations are computed again;
     `trained_block` and `trained_head` are parameters with a gradient on this rank.
     """
     H = config.hidden_size
@@ -227,9 +229,7 @@ def _backward_bytes(
     # Block: its unsharded gradients in `width`, and in fp32 to be reduced; the head's gradient;
     # gradients of activations.
     block = (width + 4) * trained_block + width * trained_head
-    block += num_tokens * workspace_bytes_per_token(config, tp, width, ep)
-    if checkpointing != "none":  # recomputed activations
-        block += num_tokens * block_bytes_per_token(config, tp, width, ep)
+    block += num_tokens * (workspace_bytes_per_token(config, tp, width, ep) + recomputed)
     return max(head, block)
 
 

@@ -6,6 +6,7 @@ training these have gradients. Parameters are cut along heads, MLP columns or vo
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,10 @@ CUT_DIMENSION = {
     "attention.out": 1,
     "mlp.gate_up": 1,
     "mlp.down": 1,
-    "mlp.expert_gate_up": 2,
-    "mlp.expert_down": 2,
+    "experts.gate_up": 2,
+    "experts.down": 2,
+    "experts.gate_up_adapter.up": 2,
+    "experts.down_adapter.down": 2,
     "shared.gate_up": 1,
     "shared.down": 1,
     "qkv_adapter.up": 0,
@@ -46,6 +49,20 @@ def cut_dimension(name: str) -> int | None:
 
 def _ends(name: str, *ends: str) -> bool:
     return f".{name}".endswith(tuple(f".{end}" for end in ends))
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether the first dimension of a parameter is the experts."""
+    return ".experts." in name
+
+
+class ExpertPlace(NamedTuple):
+    """Which experts a rank holds, and what part of their inner width."""
+
+    rank: int
+    size: int
+    width_rank: int
+    width_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +130,28 @@ class TensorShard:
     group: dist.ProcessGroup
     config: ModelConfig | None = None
     """Sizes of the whole model, which sets it."""
+    ep: int = 1
+    """Parts that the experts are dealt into, whole."""
+    ep_group: dist.ProcessGroup | None = None
+    """Data-parallel ranks that hold all experts together and exchange tokens. Without it the
+    tensor-parallel ranks do, which all have the same tokens, as in an engine."""
 
     @staticmethod
-    def of(group: dist.ProcessGroup) -> "TensorShard":
-        return TensorShard(group.rank(), group.size(), group)
+    def of(
+        group: dist.ProcessGroup, ep: int = 1, ep_group: dist.ProcessGroup | None = None
+    ) -> "TensorShard | None":
+        """None if the rank holds all that its replica computes with."""
+        if group.size() == ep == 1:
+            return None
+        return TensorShard(group.rank(), group.size(), group, ep=ep, ep_group=ep_group)
+
+    @property
+    def expert_place(self) -> ExpertPlace:
+        if self.ep_group is not None:
+            return ExpertPlace(self.ep_group.rank(), self.ep, self.rank, self.size)
+        width_size = self.size // self.ep
+        rank, width_rank = divmod(self.rank, width_size)
+        return ExpertPlace(rank, self.ep, width_rank, width_size)
 
     @property
     def num_entries(self) -> int:
@@ -137,6 +172,10 @@ class TensorShard:
             whole[0] = self.config.vocab_size
         elif _ends(name, *WITH_KEYS):
             whole[:2] = self.config.num_kv_heads, self.config.group_size + 2
+        elif is_of_experts(name):
+            whole[0] *= self.expert_place.size
+            if cut is not None:
+                whole[cut] *= self.expert_place.width_size
         elif cut is not None:
             whole[cut] *= self.size
         return tuple(whole)
@@ -146,6 +185,8 @@ class TensorShard:
         cut = cut_dimension(name)
         zeros = (0,) * len(shape)
         held = list(shape)
+        if is_of_experts(name):
+            return [self._part_of_experts(cut, shape)]
         if cut is None:
             return [Part(zeros, zeros, tuple(shape), is_copy=self.rank > 0)]
         if keys := self.shared_keys(name, shape):
@@ -158,6 +199,14 @@ class TensorShard:
             held[0] = self.num_entries
         first = min(self.rank * shape[cut], self.whole_shape(name, shape)[cut])
         return [Part(zeros, (*zeros[:cut], first, *zeros[cut + 1 :]), tuple(held))]
+
+    def _part_of_experts(self, cut: int | None, shape: Sequence[int]) -> Part:
+        place = self.expert_place
+        offsets = [place.rank * shape[0], *(0 for _ in shape[1:])]
+        if cut is not None:
+            offsets[cut] = place.width_rank * shape[cut]
+        is_copy = cut is None and place.width_rank > 0
+        return Part((0,) * len(shape), tuple(offsets), tuple(shape), is_copy)
 
     def shared_keys(self, name: str, shape: Sequence[int]) -> Part | None:
         """The key and value rows that other ranks hold too."""
@@ -182,10 +231,15 @@ class TensorShard:
 
     def join(self, name: str, local: Tensor) -> Tensor:
         """The whole parameter from the tensors of all ranks. A collective call."""
-        if cut_dimension(name) is None:
+        cut = cut_dimension(name)
+        if is_of_experts(name):
+            if cut is not None:
+                local = self.gather(local, cut)
+            return local if self.ep_group is None else torch.cat(_gather(local, self.ep_group))
+        if cut is None or self.size == 1:
             return local
         whole = local.new_empty(self.whole_shape(name, local.shape))
-        for rank, held in enumerate(self._gather(local)):
+        for rank, held in enumerate(_gather(local, self.group)):
             for part in replace(self, rank=rank).parts(name, local.shape):
                 if not part.is_copy:
                     part.of_whole(whole).copy_(part.of_local(held))
@@ -194,7 +248,7 @@ class TensorShard:
     def sum_over_copies(self, x: Tensor) -> Tensor:
         """The sum over the ranks with the same key/value head, in the same order on each."""
         first = self.rank // self.num_copies * self.num_copies
-        return torch.stack(self._gather(x)[first : first + self.num_copies]).sum(0)
+        return torch.stack(_gather(x, self.group)[first : first + self.num_copies]).sum(0)
 
     def look_up(self, token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor:
         """Embed tokens, each on the rank that holds its row."""
@@ -206,11 +260,13 @@ class TensorShard:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in place without gradients; backward is the identity, because
         what follows is the same on all ranks (Megatron's g)."""
+        if self.size == 1:
+            return x
         return _AllReduce.apply(x, self) if torch.is_grad_enabled() else self.sum_in_place(x)
 
     def spread(self, x: Tensor) -> Tensor:
         """The identity on its way into sharded modules; backward sums over ranks (Megatron's f)."""
-        return _Spread.apply(x, self) if torch.is_grad_enabled() else x
+        return _Spread.apply(x, self) if self.size > 1 and torch.is_grad_enabled() else x
 
     def sum_in_place(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, group=self.group)
@@ -218,13 +274,14 @@ class TensorShard:
 
     def gather(self, x: Tensor, dimension: int = 1) -> Tensor:
         """All ranks' parts, concatenated in the order of ranks."""
-        return torch.cat(self._gather(x), dimension)
+        return x if self.size == 1 else torch.cat(_gather(x, self.group), dimension)
 
-    def _gather(self, x: Tensor) -> list[Tensor]:
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x, group=self.group)
-        return parts
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x, group=group)
+    return parts
 
 
 class _AllReduce(torch.autograd.Function):

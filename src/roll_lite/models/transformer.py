@@ -15,7 +15,6 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 from roll_lite.models.attention import Attend, Projected
@@ -102,20 +101,26 @@ class Block(nn.Module):
         """The block on the inputs of `_run`, with checkpointing in training."""
         if self.checkpointing == "none" or not torch.is_grad_enabled():
             return self._run(*inputs)
-        contexts = noop_context_fn
-        if self.checkpointing == "selective":
-            contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
-        options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
-        return checkpoint(self._run, *inputs, **options)
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        if self.checkpointing == "full":
+            return checkpoint(self._run, *inputs, **options)
+        keep = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+        if isinstance(self.mlp, Experts):  # whose products keep what backward needs, and no more
+            return self._finish(*checkpoint(self._start, *inputs, context_fn=keep, **options))
+        return checkpoint(self._run, *inputs, context_fn=keep, **options)
 
-    def _run(
+    def _run(self, *inputs) -> tuple[Tensor, Tensor]:
+        return self._finish(*self._start(*inputs))
+
+    def _start(
         self,
         x_TH: Tensor,
         delta_TH: Tensor | None,
         rotary: tuple[Tensor, Tensor],
         attend: Attend,
         choose: Choose | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
+        """Up to the MLP: the residual stream and the inputs of the MLP."""
         if delta_TH is None:
             normed_TH = self.attention_norm(x_TH)
         else:
@@ -124,8 +129,12 @@ class Block(nn.Module):
         delta_TH = self._whole(self.attention(self._spread(normed_TH), rotary, attend, self.layer))
         x_TH, normed_TH = add_norm(x_TH, delta_TH, self.mlp_norm.weight, self.mlp_norm.eps)
         normed_TH = self._spread(normed_TH)
-        is_sparse = isinstance(self.mlp, Experts)
-        return x_TH, self._whole(self.mlp(normed_TH, choose) if is_sparse else self.mlp(normed_TH))
+        if isinstance(self.mlp, Experts):
+            return x_TH, normed_TH, *self.mlp.route(normed_TH, choose)
+        return x_TH, normed_TH
+
+    def _finish(self, x_TH: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return x_TH, self._whole(self.mlp(*inputs))
 
     def _spread(self, x_TH: Tensor) -> Tensor:
         return x_TH if self.shard is None else self.shard.spread(x_TH)
@@ -154,14 +163,15 @@ class Transformer(nn.Module):
         self, config: ModelConfig, head: Head = "language", shard: TensorShard | None = None
     ):
         super().__init__()
-        shard = replace(shard, config=config) if shard else None
         self.config = config
-        self.shard = shard
+        self.layout = replace(shard, config=config) if shard else None
+        """Which part of each parameter this rank holds; None if it holds all."""
+        self.shard = self.layout if shard and shard.size > 1 else None
         self.local_config = config = local_config(config, shard.size) if shard else config
         self.rotary = Rotary(config.rope, config.head_dim)
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.blocks = nn.ModuleList(
-            Block(config, layer, shard) for layer in range(config.num_layers)
+            Block(config, layer, self.layout) for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = self.value_head = None
@@ -240,7 +250,7 @@ class Transformer(nn.Module):
             elif name.endswith(("bias", "value_head")):
                 parameter.zero_()
             else:
-                is_residual = name.endswith(("attention.out", ".down", "expert_down"))
+                is_residual = name.endswith(("attention.out", ".down"))
                 parameter.normal_(0, residual_std if is_residual else std, generator=generator)
 
 

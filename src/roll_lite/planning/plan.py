@@ -12,10 +12,9 @@ import tyro
 
 from roll_lite.checks import above, at_least, check_choices
 from roll_lite.device_map import DeviceMap, Role, format_ranks
-from roll_lite.models.config import ModelConfig
+from roll_lite.models.config import DEFAULT_TARGETS, ModelConfig
 from roll_lite.models.cost import cache_bytes_per_token
 from roll_lite.models.memory import (
-    LORA_TARGETS,
     MAX_RUNNING,
     PAGE_TOKENS,
     RankMemory,
@@ -71,7 +70,7 @@ class PlanOptions:
     """Dtype of the optimizer's moments."""
     lora_rank: int = 0
     """Train LoRA adapters of this rank instead of all weights; 0 is off."""
-    lora_targets: tuple[str, ...] = LORA_TARGETS
+    lora_targets: tuple[str, ...] = DEFAULT_TARGETS
     """Projections that get adapters."""
 
     def __post_init__(self):

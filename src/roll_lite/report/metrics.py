@@ -217,6 +217,8 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
         ("train/tokens_total", "trained so far", TOKENS, "the same since the run began, over "
          "resumes"),
         ("train/tokens_per_second", "training", RATE, "the same per second of updates"),
+        ("train/expert_load", "expert load", "1 or more", "mixtures: tokens of the busiest expert "
+         "of a layer over the mean of its experts, averaged over layers"),
         ("train/mfu", "MFU", SHARE, "flops of training over the peak of the GPUs in bf16; for GPUs "
          "whose peak is known"),
         ("train/peak_gib", "peak memory", GIB, "most memory that the first rank's tensors took"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from roll_lite.checks import UserError, above, at_least, check_choices
-from roll_lite.models.config import TARGETS, ModelConfig, lora_options, read_config
+from roll_lite.models.config import DEFAULT_TARGETS, ModelConfig, lora_options, read_config
 from roll_lite.models.cost import count_parameters
 from roll_lite.options import Argument, RecipeConfig, flatten
 
@@ -47,15 +47,18 @@ class TrainingOptions:
     """Activations that the backward pass recomputes instead of keeping."""
     moments: Argument[Literal["float32", "bfloat16"]] = "float32"
     """Dtype of AdamW's moments."""
+    balance_coef: float = 0.0
+    """Weight of the loss that spreads tokens evenly over the experts of a mixture."""
     lora_rank: int = 0
     """Train LoRA adapters of this rank instead of all weights; 0 is off."""
     lora_alpha: Argument[float] = 32.0
     """Adapters are scaled by lora_alpha / lora_rank."""
-    lora_targets: Argument[tuple[str, ...]] = tuple(TARGETS)
-    """Projections that get adapters."""
+    lora_targets: Argument[tuple[str, ...]] = DEFAULT_TARGETS
+    """Projections that get adapters; those of a mixture's experts are expert_gate_up and
+    expert_down."""
 
     def __post_init__(self):
-        at_least(0, self, "warmup_steps", "lr", "lora_rank", "weight_decay")
+        at_least(0, self, "warmup_steps", "lr", "lora_rank", "weight_decay", "balance_coef")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(
                 f"betas={self.betas} must be two numbers from 0 to below 1, as in (0.9, 0.95)"
@@ -83,6 +86,7 @@ class TrainingOptions:
             "max_grad_norm": self.max_grad_norm,
             "checkpointing": self.checkpointing,
             "moments": self.moments,
+            "balance_coef": self.balance_coef,
         }
 
     @property

@@ -65,16 +65,17 @@ class Scorer(Profiled):
         self.temperature = temperature
         self.truncation = ALL
         self.replicas = place.mesh["dp"].get_group()
-        tensor_shard = TensorShard.of(place.mesh["tp"].get_group()) if place.tp > 1 else None
+        shard_of_rank = TensorShard.of(place.mesh["tp"].get_group(), place.ep, place.ep_group)
         self.context_shard = ContextShard.of(place.mesh["cp"].get_group()) if place.cp > 1 else None
-        options = {"device": place.device, "dtype": dtype, "head": head, "shard": tensor_shard}
+        options = {"device": place.device, "dtype": dtype, "head": head, "shard": shard_of_rank}
         model = open_model(folder, **options)
         if lora:
             add_adapters(model, lora)
         self._arenas = move_to_arena(model) if in_arena else []
         self.config = model.config
-        self.tensor_shard = model.shard
-        self.model = shard(model, place.shards, place.dtype, checkpointing)
+        self.tensor_shard = model.layout
+        meshes = {"mesh": place.shards, "expert_mesh": place.expert_shards}
+        self.model = shard(model, compute_dtype=place.dtype, checkpointing=checkpointing, **meshes)
         self._offload: Offload | None = None
 
     def max_positions(self) -> int:

@@ -39,6 +39,7 @@ from roll_lite.models.transformer import Checkpointing, Head, Transformer
 from roll_lite.progress import ProgressBar
 from roll_lite.stopping import Ended
 from roll_lite.train.adamw import AdamW
+from roll_lite.train.balance import Balance
 from roll_lite.train.batch import MicroBatch, unpack
 from roll_lite.train.checkpoint_folders import (
     check_architecture,
@@ -82,6 +83,7 @@ class Trainer(Scorer):
         checkpointing: Checkpointing = "none",
         moments: Literal["float32", "bfloat16"] = "float32",
         lora: LoraOptions | None = None,
+        balance_coef: float = 0.0,
         is_shared: bool = False,
     ):
         """A critic is a trainer with head="value". With `lora` only adapters are trained.
@@ -98,6 +100,7 @@ class Trainer(Scorer):
         self._is_shared = is_shared
         self.truncation = truncation
         self.loss = loss
+        self._balance = Balance(self.model, balance_coef, place)
         self.schedule = schedule
         self.max_grad_norm = max_grad_norm
         self.part: Literal["policy", "critic"] = "policy" if head == "language" else "critic"
@@ -130,7 +133,7 @@ class Trainer(Scorer):
             torch.cuda.reset_peak_memory_stats()
         totals = self._accumulate(batch)
         update = self._update(scheduled_at)
-        metrics = totals.over_ranks(self.replicas) | update
+        metrics = totals.over_ranks(self.replicas) | update | self._balance.metrics()
         return metrics | self._speed(batch, time.perf_counter() - start)
 
     def _update(self, scheduled_at: int | None) -> dict[str, float]:
@@ -186,12 +189,14 @@ class Trainer(Scorer):
         totals = Totals()
         last = len(batch) - 1
         self._noted = []
+        self._balance.start(batch)
         with _token_bar(batch, "training") as bar:
             for number, sent in enumerate(batch):
                 micro = sent.to(self.device)
                 self.model.set_requires_all_reduce(number == last)
-                loss_R, measurements = self._loss(micro)
-                (loss_R * micro.weights_R).sum().backward()
+                with self._balance.of(sent):
+                    loss_R, measurements = self._loss(micro)
+                    (loss_R * micro.weights_R).sum().backward()
                 with self._timed_digest():  # beside the device's work
                     for name, tensor in sent.tensors():
                         self._digests.add(f"batch/{name}", tensor)
@@ -378,14 +383,16 @@ class Trainer(Scorer):
     def _start_gathering(
         self, names: list[str], dtype: torch.dtype | None
     ) -> list[Callable[[], dict[str, Tensor]]]:
-        """Weights, and in a second message their adapters, if they have any."""
+        """Weights, and in messages of their own what other ranks share and adapters."""
         added = [f"{name}_adapter.{part}" for name in names for part in ("down", "up")]
-        adapters = [name for name in added if name in self._parameters]
-        return [
-            start_gathering({name: self._on_device(self._parameters[name]) for name in part}, kind)
-            for part, kind in ((names, dtype), (adapters, None))
-            if part
-        ]
+        messages: dict[tuple, dict[str, DTensor]] = {}
+        for name in [*names, *(name for name in added if name in self._parameters)]:
+            parameter = self._parameters[name]
+            kind = None if "_adapter." in name else dtype
+            mesh = getattr(parameter, "device_mesh", None)  # None: it is whole on every rank
+            of_mesh = messages.setdefault((mesh, kind), {})
+            of_mesh[name] = self._on_device(parameter)
+        return [start_gathering(held, kind) for (_, kind), held in messages.items()]
 
     def _finish_gathering(
         self,
@@ -444,7 +451,7 @@ class Trainer(Scorer):
     def describe_checkpoint(self) -> dict[str, Any]:
         return {
             "architecture": self.config,
-            "layout": {"ranks": self.place.group.size(), "tp": self.place.tp},
+            "layout": {"ranks": self.place.group.size(), "tp": self.place.tp, "ep": self.place.ep},
             "kind": "adapter" if self.lora else "full",
             "progress": {
                 self.part: {
