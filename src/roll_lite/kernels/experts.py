@@ -70,6 +70,7 @@ class PairLists(NamedTuple):
 
 def list_pairs(ids_TK: Tensor, num_experts: int, first_expert: int, rows: int) -> PairLists:
     """Pairs of the `num_experts` experts from `first_expert` on, in tiles of `rows`."""
+    assert ids_TK.is_contiguous()
     P = ids_TK.numel()
     num_tiles = P // rows + min(num_experts, P)
     new = {"dtype": torch.int32, "device": ids_TK.device}
@@ -216,6 +217,7 @@ def gate_up(
     block: Block,
 ) -> None:
     """silu(gate) * up of the listed pairs into `act_PF`; gate and up into `saved_P2F` if given."""
+    assert x_TH.is_contiguous() and gate_up_E2FH.is_contiguous()
     H, P, F = x_TH.shape[1], *act_PF.shape
     depth, num_tiles = depth_of(block, x_TH.dtype), lists.tiles_3N.shape[1]
     _gate_up[(triton.cdiv(F, block.columns), num_tiles)](
@@ -292,6 +294,7 @@ def multiply(
 
     With `of_tokens`, the rows are those of the pairs' tokens and the products stay in that order.
     """
+    assert a.is_contiguous()
     P, (_, D, N) = len(lists.pairs_P), weight_EDN.shape
     out_PN = a.new_empty(P, N)
     depth, num_tiles = depth_of(block, a.dtype), lists.tiles_3N.shape[1]
@@ -343,6 +346,7 @@ def sum_pairs(
     out_PH: Tensor, ids_TK: Tensor, weights_TK: Tensor | None, first_expert: int, num_experts: int
 ) -> Tensor:
     """The weighted sum over a token's pairs whose experts are here, in their order, in fp32."""
+    assert weights_TK is None or weights_TK.is_contiguous()
     (T, K), H = ids_TK.shape, out_PH.shape[1]
     y_TH = out_PH.new_empty(T, H)
     block = min(1024, triton.next_power_of_2(H))
