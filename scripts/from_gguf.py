@@ -19,7 +19,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence,
 from torch import Tensor
 
 from roll_lite.models.config import RopeConfig
-from roll_lite.models.hf import write_folder
+from roll_lite.models.hf_write import write_folder
 from roll_lite.models.ops import inverse_frequencies
 
 try:
@@ -121,7 +121,9 @@ def convert(path: Path, target: Path) -> None:
     tied = _is_tied(gguf)
     tensors = dict(_tensors(gguf, tied))
     config = _config(gguf, tied, tensors)
-    write_folder(target, config, tensors, lambda folder: _write_tokenizer(gguf, folder))
+    write_folder(
+        target, config, tensors, tensors.items(), lambda folder: _write_tokenizer(gguf, folder)
+    )
     num_parameters = sum(tensor.numel() for tensor in tensors.values())
     print(f"wrote {len(tensors)} tensors, {num_parameters:,} parameters: {target}")
 

@@ -23,8 +23,9 @@ from support.recipes import call_recipe, shorten_collection
 from support.rlvr_program import share_of_good_letters
 from support.runs import steps_of, toy_options
 
+from roll_lite.characters import character_tokenizer
 from roll_lite.code_files import BUILT_IN
-from roll_lite.models.tiny import build_tiny, character_tokenizer
+from roll_lite.models.tiny import build_tiny
 from roll_lite.options import from_flat
 from roll_lite.recipes import rlvr, sft
 from roll_lite.sandbox.sandbox import Sandbox, SandboxUnavailable

@@ -9,9 +9,9 @@ import pytest
 import transformers
 from support.chat_templates import ADDED, R1_EOS, TEMPLATES, save_tokenizer
 
+from roll_lite.characters import character_tokenizer
 from roll_lite.chat import Chat
 from roll_lite.chat_template import ChatOptions
-from roll_lite.models.tiny import character_tokenizer
 from roll_lite.types import Prompt
 
 QUESTION = {"role": "user", "content": "What is 12 + 3?"}

@@ -9,7 +9,8 @@ from roll_lite.device_map import (
     format_ranks,
     parse_device_map,
 )
-from roll_lite.models.config import SHAPES, parse_config, shape_config
+from roll_lite.models.config import parse_config, shape_config
+from roll_lite.models.shapes import SHAPES
 
 QWEN = shape_config("qwen3-8b")  # 8 kv heads, 12288 intermediate, 151936 = 2^7 x 1187 vocabulary
 SEVEN = {"num_attention_heads": 7, "num_key_value_heads": 7}

@@ -27,7 +27,7 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
     {"device_map", "own_code"},
     {"models", "envs", "chat", "hub"},
     {"rewards", "kernels", "chat_template"},
-    {"sandbox"},
+    {"sandbox", "characters"},
     {"profiling"},
     {"options"},
     {"own_files"},
@@ -38,8 +38,8 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
 # Siblings that may meet: sync is where trainer and engine do.
 ALLOWED = {("sync", "train")}
 LINES = {  # of Python in a package, at most; "." is the files beside the packages
-    ".": 7200, "cluster": 2950, "data": 1300, "engine": 2700, "envs": 2250, "kernels": 1375,
-    "models": 3700, "planning": 1475, "proof": 1475, "report": 3050, "rewards": 3525,
+    ".": 7325, "cluster": 2975, "data": 1300, "engine": 2700, "envs": 2250, "kernels": 1400,
+    "models": 3850, "planning": 1525, "proof": 1525, "report": 3050, "rewards": 3525,
     "rollout": 3175, "sandbox": 2450, "train": 4900, "workers": 2575,
 }  # fmt: skip
 SLACK = 100

@@ -75,13 +75,15 @@ def make_runs(toy_folder, folder):
     (folder / "my_envs.py").write_text(ENVS)
     common = COMMON | {"model": str(toy_folder)}
     own = {"data": ("reverse:1",), "code": (str(folder / "my_rewards.py"),), "reward_workers": 0}
-    call_recipe(rlvr, from_flat(rlvr.Config, **common, **own, run_dir=str(folder / "rlvr")))
+    for name, lora_rank in (("rlvr", 0), ("lora", 2)):
+        options = common | own | {"lora_rank": lora_rank, "run_dir": str(folder / name)}
+        call_recipe(rlvr, from_flat(rlvr.Config, **options))
     own = {"data": ("mine", "talk"), "code": (str(folder / "my_envs.py"),), "history": 0}
     call_recipe(
         rlvr,
         from_flat(agentic.Config, **common, **own, env_workers=0, run_dir=str(folder / "agentic")),
     )
-    for recipe in ("rlvr", "agentic"):  # otherwise all checkpoints would do
+    for recipe in ("rlvr", "lora", "agentic"):  # otherwise all checkpoints would do
         lines = (folder / recipe / "metrics.jsonl").read_text().splitlines()
         norms = [json.loads(line).get("loss/grad_norm", 0.0) for line in lines]
         assert sum(norm > 1e-3 for norm in norms) == COMMON["steps"]
@@ -124,6 +126,7 @@ def sampled_places(row):
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "step", "place"), [
     ("rlvr", 1, 1), ("rlvr", 3, 5), ("agentic", 1, 2), ("agentic", 3, 1), ("agentic", 3, 5),
+    ("lora", 1, 2), ("lora", 3, 1), ("lora", 3, 5),
 ])  # fmt: skip
 def test_the_bits_are_equal(runs, capsys, recipe, step, place):
     """Of version 0, which is the model itself, and of a checkpoint; by index, task and turn."""
@@ -140,7 +143,7 @@ def test_the_bits_are_equal(runs, capsys, recipe, step, place):
         f":\n{indent(readable(message['content']), '    ')}\n" in said
         for message in row.get("transcript", [{"content": row["reply"]}])
     )
-    if recipe == "rlvr":
+    if recipe != "agentic":
         assert f"reason: recorded {row['reason']!r}, now {row['reason']!r}" in said
     else:
         assert len(row["turns"]) == 2

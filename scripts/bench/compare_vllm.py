@@ -33,7 +33,7 @@ import tyro  # noqa: E402
 from engine import WORKLOADS, Work  # noqa: E402
 from vllm import LLM, SamplingParams, TokensPrompt  # noqa: E402
 
-from roll_lite.models.config import SHAPES, hf_shape  # noqa: E402
+from roll_lite.models.shapes import SHAPES, hf_shape  # noqa: E402
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

@@ -29,12 +29,9 @@ import tyro  # noqa: E402
 
 from roll_lite.engine.engine import Engine  # noqa: E402
 from roll_lite.engine.request import Request  # noqa: E402
-from roll_lite.models.config import (  # noqa: E402
-    SHAPES,
-    read_hf_config,
-    shape_config,
-)
+from roll_lite.models.config import read_hf_config, shape_config  # noqa: E402
 from roll_lite.models.hf import hf_tensors, load_model  # noqa: E402
+from roll_lite.models.shapes import SHAPES  # noqa: E402
 from roll_lite.models.transformer import Transformer, random_model  # noqa: E402
 from roll_lite.types import SamplingParams  # noqa: E402
 
@@ -93,19 +90,26 @@ WORKLOADS = {"N": workload_n, "R": workload_r, "C": workload_c}
 
 
 def roofline_seconds(model: Transformer, work: Work) -> float:
-    """Least time of the workload if all requests run at once and each prompt is read once."""
+    """Least time of the workload if all requests run at once and each prompt is read once.
+
+    Of a mixture's experts a step reads those that its rows use, if every choice is equally likely.
+    """
     config = model.config
     width = model.embedding.element_size()
+    experts = sum(p.numel() for name, p in model.blocks.named_parameters() if ".experts." in name)
+    # An untied embedding is only looked up.
+    weights = sum(p.numel() for p in model.blocks.parameters()) - experts
     head = model.head_weight.numel()
-    blocks = sum(p.numel() for p in model.blocks.parameters())
-    weights = blocks + head  # an untied embedding is only looked up
+    share = config.experts.experts_per_token / config.experts.num_experts if experts else 0
+    active = weights + share * experts
     key_bytes = config.num_layers * 2 * config.num_kv_heads * config.head_dim * width
     prefill_tokens = sum(len(prompt) for prompt in {tuple(prompt) for prompt, _ in work})
-    seconds = 2 * blocks * prefill_tokens / FLOPS_PER_SECOND
+    seconds = 2 * active * prefill_tokens / FLOPS_PER_SECOND
     for step in range(1, max(length for _, length in work)):  # prefill gives the first token
         keys = [len(prompt) + step for prompt, length in work if length > step]
-        num_bytes = weights * width + sum(keys) * key_bytes
-        flops = 2 * weights * len(keys)
+        read = weights + head + experts * (1 - (1 - share) ** len(keys))
+        num_bytes = read * width + sum(keys) * key_bytes
+        flops = 2 * (active + head) * len(keys)
         seconds += max(num_bytes / BYTES_PER_SECOND, flops / FLOPS_PER_SECOND)
     return seconds
 

@@ -30,7 +30,6 @@ from roll_lite.cluster.launch import read_launch
 from roll_lite.cluster.places import find_device
 from roll_lite.device_map import format_table
 from roll_lite.envs.play import question_player
-from roll_lite.models.config import SHAPE
 from roll_lite.models.tiny import build_tiny
 from roll_lite.options import from_flat
 from roll_lite.planning.plan import Plan
@@ -42,7 +41,7 @@ from roll_lite.roles import Roles
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.evaluation import Evaluation
 from roll_lite.train.checkpoint import RunState
-from roll_lite.types import SamplingParams
+from roll_lite.types import SHAPE, SamplingParams
 
 POLL_SECONDS = 0.02
 

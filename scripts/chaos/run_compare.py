@@ -6,8 +6,8 @@ python scripts/chaos/run_compare.py RUN RUN
 import argparse
 import json
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def unaccounted(run: Path, other: Path) -> list[str]:
 
 def lost_or_repeated(run: Path) -> list[str]:
     trained = Counter(
-        (row["prompt_id"], row["index"])
+        (row["prompt_id"], row["visit"], row["index"])
         for path in sorted(run.glob("rollouts/step_*.jsonl"))
         for row in _rows(path)
     )
@@ -55,10 +55,15 @@ def lost_or_repeated(run: Path) -> list[str]:
         problems.append(f"metrics count {num_trained} samples, rollouts/ has {trained.total()}")
     kept = json.dumps(_state(newest_checkpoint(run)))
     dropped = {row.get("prompt_id") for row in _rows(run / "events.jsonl")}
-    used = {prompt_id for prompt_id, _ in trained}
-    for prompt_id in sorted(_drawn(used, _numbered(run)) - used - dropped):
-        if json.dumps(prompt_id) not in kept:
-            problems.append(f"{prompt_id} was neither trained on, nor dropped, nor kept")
+    visits = defaultdict(set)
+    for prompt_id, visit, _ in trained:
+        visits[prompt_id].add(visit)
+    lost = {(name, 0) for name in _drawn(visits.keys(), _numbered(run)) - visits.keys()}
+    lost |= {(name, n) for name, seen in visits.items() for n in range(max(seen)) if n not in seen}
+    for prompt_id, visit in sorted(lost):
+        if prompt_id not in dropped and json.dumps(prompt_id) not in kept:
+            place = f"visit {visit} of {prompt_id}"
+            problems.append(f"{place} was neither trained on, nor dropped, nor kept")
     return problems
 
 
@@ -68,7 +73,7 @@ def _numbered(run: Path) -> set[str]:
     return {entry.rpartition("@")[0] or entry for entry in data}
 
 
-def _drawn(used: set[str], names: set[str]) -> set[str]:
+def _drawn(used: Set[str], names: set[str]) -> set[str]:
     """Prompts of tasks and environments are numbered from 0: those up to the last that was used."""
     last: dict[str, int] = {}
     for prompt_id in used:

@@ -5,7 +5,8 @@ python scripts/chaos/soak.py --ranks 4 -- recipes/rlvr.py --max-staleness 1 \
         --device-map "train=0-1 generate=2-3" --steps 3000 ...
 python scripts/chaos/soak.py --minutes 20 --stop-every 7 -- recipes/rlvr.py --steps 100000 ...
 
-The last form stops the run with SIGTERM every 7 minutes and resumes it, until 20 have passed.
+The last form stops the run with SIGTERM every 7 minutes and resumes it, until 20 have passed. With
+--out the folder of an earlier call goes on, where commands may only take minutes.
 
 Prints, for each start and process, the slope per 1,000 steps over the second half of the start's
 steps with its 95% confidence interval, from a straight line through the means of 20 equal parts:
@@ -111,7 +112,8 @@ def current_step(run_dir: Path) -> int:
 
 
 def rows(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def print_slopes(start: int, points: dict[str, Points]) -> None:
@@ -153,10 +155,12 @@ def main() -> None:
     parser.add_argument("command", nargs="+", help="after --: recipe and its options")
     args = parser.parse_args()
     folder = Path(args.out)
-    (folder / "temp").mkdir(parents=True)
+    (folder / "temp").mkdir(parents=True, exist_ok=True)
     run_dir = folder / "run"
     command = [*launch(args.ranks), *args.command, "--run-dir", str(run_dir), "--resume", "auto"]
-    start, step, end = 0, 0, time.monotonic() + 60 * args.minutes
+    start = len([*folder.glob("start-*.txt")])
+    step = max((row["step"] for row in rows(run_dir)), default=0)
+    end = time.monotonic() + 60 * args.minutes
     is_stopped = True
     while is_stopped and time.monotonic() < end:
         start += 1

@@ -15,6 +15,7 @@ import jinja2.meta
 
 from roll_lite.checks import UserError
 from roll_lite.files import check_is_file, read_json_object
+from roll_lite.types import SHAPE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,7 +64,12 @@ class ChatOptions:
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a folder; nothing is read from the Hugging Face Hub."""
+    """The tokenizer of a folder; nothing is read from the Hugging Face Hub. A shape, whose weights
+    are random, has that of the tiny model."""
+    if str(folder).startswith(SHAPE):
+        from roll_lite.characters import character_tokenizer
+
+        return character_tokenizer()
     if not folder.is_dir():
         raise UserError(
             f"{folder} is not a folder; give a Hugging Face folder on this machine, or make one: "

@@ -20,6 +20,7 @@ from roll_lite.models.memory import engine_bytes, format_bytes, least_memory, us
 SYNTAX = "write role=RANKS[,tp=N][,cp=N][,ep=N][,fsdp=N], with RANKS like 0-3, 5, 0-1+4-5 or all"
 ENGINE_ROLES = ("generate", "judge")
 OPTIONAL_ROLES = ("reference", "critic")
+NOT_OFFLOADED = ("train", "judge", "reward_model")
 FEED = "feed"  # and a number: see `with_sync`
 USEFUL_CACHE_TOKENS = 32768  # least KV cache of each engine under `auto`: 8 samples of 4,096 tokens
 
@@ -131,6 +132,18 @@ class DeviceMap:
             if fed:
                 roles.append(Role(f"{FEED}{part}", tuple(sorted((train[0], *fed)))))
         return DeviceMap((*self.roles, *roles), self.world_size)
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether every engine is on ranks of the trainer that hold the same parts of the model,
+        each part whole: with LoRA one copy of the frozen weights is then enough."""
+        if "train" not in self or "generate" not in self:
+            return False
+        train, generate = self["train"], self["generate"]
+        held = {rank: index % train.tp for index, rank in enumerate(train.ranks)}
+        used = {rank: index % generate.tp for index, rank in enumerate(generate.ranks)}
+        is_whole = train.ranks_per_copy == train.tp == generate.tp and generate.ep == 1
+        return is_whole and used.items() <= held.items()
 
     @property
     def text(self) -> str:
@@ -336,17 +349,24 @@ def auto_device_map(
 ) -> tuple[DeviceMap, list[str]]:
     """All roles on all ranks, with the smallest tp for generate that fits; also the reasons.
 
+    Where several machines train a mixture, its experts are dealt to the ranks of each.
     `device_bytes` is the memory of one device, None on a CPU; `train` are options of
     `train_memory`. If no tp fits, it is a ValueError, or without `must_fit` the largest.
     """
-    tp = 1
+    tp = ep = 1
     why = "tp=1: on a CPU there is no device memory to save"
     if device_bytes is not None:
-        others = least_memory(config, roles, world_size, **train)
-        idle = others.idle.total if engines_sleep else others.total
-        if offload:  # a judge and a reward model stay
-            beside = [name for name in roles if name in ("judge", "reward_model")]
-            idle = least_memory(config, beside, world_size).total
+        if config.experts and "train" in roles and world_size > ranks_per_node:
+            ep = gcd(config.experts.num_experts, world_size, ranks_per_node)
+        others = least_memory(config, roles, world_size, ep, **train)
+        frozen = 0
+        if world_size == 1 and train.get("lora_rank") and {"train", "generate"} <= {*roles}:
+            frozen = engine_bytes(config, 1, 0)  # the engine shares them
+        idle = (others.idle.total if engines_sleep else others.total) - frozen
+        if offload:  # roles.py: only a policy without adapters is there during a sync
+            stays = NOT_OFFLOADED[bool(train.get("lora_rank")) :]
+            beside = [name for name in roles if name in stays]
+            idle = least_memory(config, beside, world_size, **train).idle.total
         tp, why, fits = _smallest_tp(
             _engine_sizes(world_size, config, roles, ranks_per_node),
             others.total, idle, usable_bytes(device_bytes),
@@ -359,11 +379,15 @@ def auto_device_map(
             )
         why = f"tp={tp}: {why}"
     ranks = tuple(range(world_size))
-    chosen = tuple(Role(name, ranks, tp if name == "generate" else 1) for name in roles)
+    sizes = {"generate": {"tp": tp}, "train": {"ep": ep}}
+    chosen = tuple(Role(name, ranks, **sizes.get(name, {})) for name in roles)
     device_map = DeviceMap(chosen, world_size)
     device_map.check(config, required=roles)
     where = "rank 0" if world_size == 1 else f"all {world_size} ranks: they take turns, none idles"
-    return device_map, [f"{listing(roles, 'and')} on {where}", why]
+    reasons = [f"{listing(roles, 'and')} on {where}", why]
+    if ep > 1:
+        reasons.append(f"ep={ep}: between machines a rank gathers 1/{ep} of a layer's experts")
+    return device_map, reasons
 
 
 def _engine_sizes(

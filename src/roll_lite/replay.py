@@ -18,18 +18,24 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from roll_lite.chat import Chat
 from roll_lite.checks import UserError
 from roll_lite.cluster.cluster import Cluster
+from roll_lite.cluster.places import Place
 from roll_lite.cluster.role import RoleHandle
 from roll_lite.code_files import load_code
 from roll_lite.command_line import known_options, name_changed_files
+from roll_lite.device_map import parse_device_map
 from roll_lite.engine.service import EngineService
 from roll_lite.hub_options import with_hub
-from roll_lite.models.config import read_config
+from roll_lite.models.config import LoraOptions, read_config
+from roll_lite.models.lora import add_adapters
+from roll_lite.models.tensor_parallel import TensorShard
+from roll_lite.models.transformer import Transformer
 from roll_lite.options import flatten, from_flat
 from roll_lite.own_files import import_file
 from roll_lite.planning import cache_tokens
@@ -42,7 +48,7 @@ from roll_lite.report.terminal import readable, shown_messages
 from roll_lite.rewards.combine import is_async
 from roll_lite.rollout.coordinator import Coordinator
 from roll_lite.rollout.prompts import Visit, derive_seed
-from roll_lite.train.export import checkpoint_weights
+from roll_lite.train.export import checkpoint_adapters, checkpoint_weights
 from roll_lite.types import Group, Sample
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -81,7 +87,7 @@ def replay(options: argparse.Namespace) -> int:
     print(f"visit {row['visit']}, seed {row['seed']}, {_versions(row)}")
     version, checkpoint = find_weights(run, _first_version(row), cfg.model)
     debugger = Debugger() if options.pdb else None
-    sample = generate(cfg, row, version, checkpoint, debugger)
+    sample = generate(cfg, row, version, checkpoint, debugger, lora=_unmerged(run, cfg))
     again = json.loads(next(rollout_lines([Group(prompt=sample.prompt, samples=[sample])])))
     found = Difference(row, again, TokenTexts(run))
     print("\n".join(found.lines()))
@@ -182,14 +188,38 @@ def _versions(row: Row) -> str:
     return f"started by version {_first_version(row)}, which is used; continued by version {later}"
 
 
+def _unmerged(run: RunFolder, cfg: PolicyConfig) -> LoraOptions | None:
+    """The adapters of engines that did not merge them."""
+    ranks = {rank for replicas in run.starts[-1]["ranks"].values() for rank in chain(*replicas)}
+    device_map = parse_device_map(cfg.device_map, 1 + max(ranks))
+    return cfg.training.policy_options["lora"] if device_map.shares_weights else None
+
+
 # The sample, generated again
 
 
 class CheckpointEngine(EngineService):
-    """An engine that takes its weights from a checkpoint."""
+    """An engine that takes its weights from a checkpoint. With `lora` it computes with adapters, as
+    one that shares the trainer's frozen weights does."""
+
+    def __init__(
+        self, folder: str, *, place: Place, lora: LoraOptions | None = None, **options: Any
+    ):
+        self._lora = lora
+        super().__init__(folder, place=place, **options)
+
+    def _open(self, shard: TensorShard | None) -> Transformer:
+        model = super()._open(shard)
+        if self._lora:
+            add_adapters(model, self._lora)
+        return model.to(self.place.dtype)
 
     def load_checkpoint(self, checkpoint: Path, base: str, version: int) -> None:
-        self.engine.load_weights(checkpoint_weights(checkpoint, base).items(), version)
+        if self._lora:
+            weights = checkpoint_adapters(checkpoint, base)[0].items()
+        else:
+            weights = checkpoint_weights(checkpoint, base)
+        self.engine.load_weights(weights, version)
 
 
 def generate(
@@ -198,14 +228,15 @@ def generate(
     version: int,
     checkpoint: Path | None,
     debugger: "Debugger | None",
+    lora: LoraOptions | None,
 ) -> Sample:
-    """Run the sample as the recipe does."""
+    """Run the sample as the recipe does; `lora` is that of engines with adapters."""
     prompt = read_prompt(row)
     roles = ["generate", *cfg.scoring.reward_roles]
     device_map = " ".join(f"{role}=all" for role in roles)
     configs = {"config": read_config(cfg.model), "role_configs": cfg.scoring.reward_configs}
     with Cluster(device_map, cfg.device, roles=roles, options=cfg, **configs) as cluster:
-        options = {"folder": cfg.model, "kv_cache_gib": cfg.kv_cache_gib}
+        options = {"folder": cfg.model, "kv_cache_gib": cfg.kv_cache_gib, "lora": lora}
         engines = cluster.role("generate", CheckpointEngine, **options)
         if checkpoint:
             engines.load_checkpoint(checkpoint, cfg.model, version)

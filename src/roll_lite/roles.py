@@ -14,7 +14,7 @@ from roll_lite.engine.service import EngineService
 from roll_lite.models.cost import SequenceCost
 from roll_lite.report.digests import digest_text
 from roll_lite.rollout.coordinator import Coordinator
-from roll_lite.sync import WeightSync
+from roll_lite.sync import SharingService, WeightSync
 from roll_lite.train.batch import pack
 from roll_lite.train.reprompting import Reprompt, at_sampled_places, reprompted_sequences
 from roll_lite.train.scorer import score_over_ranks
@@ -36,6 +36,8 @@ class Roles:
 
     Without the option in brackets that side stays on the device. A policy with adapters is as large
     as the engine, and its frozen weights are on the host anyway: the engine reads them from there.
+    Where both hold the same parts, they share the frozen weights, which stay on the device, and the
+    adapters are there for the sync.
     """
 
     policy: RoleHandle
@@ -62,6 +64,8 @@ class Roles:
         self._source: RoleHandle | None = None
         """The policy, if it stays until the engines have its weights."""
         self._sync: RoleHandle | None = None
+        self._shares = False
+        """Whether engines compute with the frozen weights of the policy."""
         self.teachers: dict[str, RoleHandle] = {}
         """By the domain of the prompts that each teaches; the empty name is for all others."""
         self.on_phase: Callable[[str], None] = lambda phase: None
@@ -90,17 +94,24 @@ class Roles:
         self, name: str, kind: type, *, stays_for_sync: bool = False, **options: Any
     ) -> RoleHandle:
         """A role that only works between generations; it leaves the device for the next role."""
+        shares = name == "train" and bool(options.get("lora")) and self._has_one_copy()
+        if shares:
+            options["is_shared"] = self._shares = True
         role = self.cluster.role(name, kind, **options)
         self._taking_turns.append(role)
-        if stays_for_sync:
+        if stays_for_sync or shares:
             self._source = role
         if self._offloads:
             role.offload()
         return role
 
+    def _has_one_copy(self) -> bool:
+        return self.cluster.device_map.shares_weights
+
     def add_engines(self, **options: Any) -> RoleHandle:
         """The engines, which have the devices until `to_training`."""
-        engines = self.cluster.role("generate", EngineService, **options)
+        kind = SharingService if self._shares else EngineService
+        engines = self.cluster.role("generate", kind, **options)
         print(engines.describe())
         self._sync = self.cluster.role("sync", WeightSync)
         return engines

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Set
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,11 +14,25 @@ from roll_lite.cluster.places import Place
 from roll_lite.device_map import FEED
 from roll_lite.engine.arena import ROW_BYTES, held_by
 from roll_lite.engine.engine import Engine, OnNewWeights
+from roll_lite.engine.service import EngineService
 from roll_lite.models.config import ModelConfig
 from roll_lite.models.fsdp import in_buckets, num_shards
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Transformer
 from roll_lite.train.trainer import Trainer
+
+
+class SharingService(EngineService):
+    """An engine that computes with the frozen weights of the trainer on its rank."""
+
+    def __init__(
+        self, folder: str | Path, *, place: Place, siblings: Mapping[str, Any], **options: Any
+    ):
+        self._trainer: Trainer = siblings["train"]
+        super().__init__(folder, place=place, **options)
+
+    def _open(self, shard: TensorShard | None) -> Transformer:
+        return self._trainer.engine_model(shard)
 
 
 class WeightSync:
@@ -27,7 +42,8 @@ class WeightSync:
     there take their shards; to ranks without a trainer train's first rank broadcasts theirs. If
     every engine is on the rank of the trainer with the same shard (aligned), FSDP's gathering is
     the only communication. If there is nothing to gather either, the weights are cast into the
-    engine's memory, and nothing else is touched. Whatever travelled is compared by checksums.
+    engine's memory, and nothing else is touched; an engine that shares the trainer's frozen weights
+    gets its adapters so. Whatever travelled is compared by checksums.
     """
 
     def __init__(self, *, place: Place, places: Mapping[str, Place], siblings: Mapping[str, Any]):
@@ -61,7 +77,10 @@ class WeightSync:
         self._leave_out_lost()
         if self.is_direct:
             if self.engine:
-                own = self.trainer.whole_parameters(only_part=True)
+                if self.engine.takes_adapters:
+                    own = self.trainer.adapters()
+                else:
+                    own = self.trainer.whole_parameters(only_part=True)
                 self.engine.load_weights(own, version, running)
                 self._held = {}
                 if self.place.device.type == "cuda":

@@ -28,6 +28,8 @@ State = Literal[
     "failed",
     "aborted",
 ]
+SHAPE = "shape:"
+"""Before the name of a shape, in the place of a model's folder: random weights, for benchmarks."""
 LOST = ("filtered", "failed", "aborted")
 """States of samples that are not trained on."""
 FinishReason = Literal["stop", "length", "abort", "error"]

@@ -18,8 +18,8 @@ from roll_lite.cluster.cluster import Cluster
 from roll_lite.engine.engine import Engine
 from roll_lite.engine.request import Request, Sequence, find_stop
 from roll_lite.engine.service import EngineService
-from roll_lite.models.config import SHAPES
 from roll_lite.models.hf import load_model
+from roll_lite.models.shapes import SHAPES
 from roll_lite.types import SamplingParams
 
 WORDS = ["a", "stop", " ", "\n", "é", "☃", "日本", "🙂", "</answer>", "no."]

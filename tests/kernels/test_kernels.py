@@ -402,13 +402,20 @@ def test_rotation_gradient(monkeypatch, T, K, group, D, has_norm):
 
 
 @pytest.mark.parametrize(
-    ("num_pieces", "piece_bytes"),
-    [(1, 64), (3, 128), (0, 64), pytest.param(130, 256, marks=pytest.mark.slow)],
-)
-def test_sha256_of_pieces(num_pieces, piece_bytes):
-    torch.manual_seed(num_pieces)
-    data = torch.randint(0, 256, (num_pieces * piece_bytes,), dtype=torch.uint8)
-    pieces = bytes(data.tolist())
-    starts = range(0, len(pieces), piece_bytes)
-    expected = b"".join(hashlib.sha256(pieces[at : at + piece_bytes]).digest() for at in starts)
-    assert bytes(sha256_pieces(data.to(DEVICE), piece_bytes).tolist()) == expected
+    ("sizes", "piece_bytes"),
+    [
+        ([65], 64), ([0], 64),
+        pytest.param([36 * 128, 1, 0, 257], 128, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_sha256_of_pieces(sizes, piece_bytes):
+    """Of several tensors; a last piece is filled with zeros."""
+    torch.manual_seed(sum(sizes))
+    tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+    expected = b""
+    for tensor in tensors:
+        for piece in tensor.split(piece_bytes):
+            whole = bytes(piece.tolist()).ljust(piece_bytes, b"\0")
+            expected += hashlib.sha256(whole).digest() if len(piece) else b""
+    found = sha256_pieces([tensor.to(DEVICE) for tensor in tensors], piece_bytes)
+    assert bytes(found.tolist()) == expected

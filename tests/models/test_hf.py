@@ -8,8 +8,9 @@ from safetensors.torch import load_file, save_file
 from support.models import make_reference
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from roll_lite.models import hf
-from roll_lite.models.hf import CheckpointError, load_model, save_model
+from roll_lite.models import hf, hf_write
+from roll_lite.models.hf import CheckpointError, load_model
+from roll_lite.models.hf_write import save_model
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def test_round_trip_is_bit_equal_and_loads_in_transformers(family_folder, tmp_pa
 
 def test_sharded_folders_are_read_and_written(folder, tmp_path, monkeypatch):
     model = load_model(folder)
-    monkeypatch.setattr(hf, "SHARD_BYTES", 100_000)
+    monkeypatch.setattr(hf_write, "SHARD_BYTES", 100_000)
     sharded = save_model(tmp_path / "sharded", model, like=folder)
     assert len(list(sharded.glob("model-*.safetensors"))) > 1
     again = load_model(sharded)
@@ -65,7 +66,7 @@ def test_a_failed_write_leaves_the_old_folder(folder, monkeypatch):
     def fail(*_args, **_kwargs):
         raise OSError("disk full")
 
-    monkeypatch.setattr(hf, "save_file", fail)
+    monkeypatch.setattr(hf_write, "content", fail)
     with pytest.raises(OSError, match="disk full"):
         save_model(folder, model, like=folder)
     assert (folder / "model.safetensors").read_bytes() == before
@@ -109,7 +110,7 @@ def test_pickles_are_refused_with_the_remedy(folder):
 
 
 def test_a_shard_that_is_not_there_is_named(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(hf, "SHARD_BYTES", 100_000)
+    monkeypatch.setattr(hf_write, "SHARD_BYTES", 100_000)
     sharded = save_model(tmp_path / "sharded", load_model(folder), like=folder)
     shard = sorted(sharded.glob("model-*.safetensors"))[1]
     shard.unlink()

@@ -8,7 +8,7 @@ from support.training_data import random_sequences
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.models.config import LoraOptions
 from roll_lite.models.hf import load_model
-from roll_lite.models.lora import adapters
+from roll_lite.models.lora import Adapter, adapters
 from roll_lite.train.batch import pack
 from roll_lite.train.checkpoint import load_checkpoint, start_checkpoint
 from roll_lite.train.checkpoint_folders import Checkpoints, read_manifest
@@ -65,6 +65,23 @@ def test_an_adapter_adds_its_product(place, folder):
             expected = expected + 2.0 * torch.einsum("...r,rh->...h", up.double(), down.double())
             assert not torch.equal(weight, before[name])
         torch.testing.assert_close(weight.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(dtype):
+    """Numbers that cancel, so that another order of adding up shows."""
+    torch.manual_seed(0)
+    adapter = Adapter(torch.empty(3, 40, 768), LoraOptions(rank=16, alpha=8.0), None, True)
+    half, down, up = torch.randn(700, 384), torch.randn(16, 384), torch.randn(3, 40, 16)
+    adapter.down.copy_(torch.cat([down, -down], 1)), adapter.up.copy_(up)
+    x = torch.cat([half, half + 1e-3 * torch.randn(700, 384)], 1).to(dtype)
+    adapter.to(dtype)
+    whole = adapter(x, zeros := torch.zeros(700, 120, dtype=dtype))
+    exact = 0.5 * x.double() @ adapter.down.double().T @ adapter.up.flatten(0, 1).double().T
+    assert (whole - exact).abs().max() <= 0.1 * exact.abs().max()
+    for num_rows in (1, 5, 16, 17, 33, 64, 65, 100, 511, 512, 577):
+        assert torch.equal(adapter(x[:num_rows], zeros[:num_rows]), whole[:num_rows]), num_rows
 
 
 def test_targets_choose_the_weights(place, folder):

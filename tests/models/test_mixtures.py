@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from roll_lite.models.attention import PackedAttention
 from roll_lite.models.config import LoraOptions, UnsupportedModelError, parse_config
-from roll_lite.models.hf import hf_tensors, load_model, save_model
+from roll_lite.models.hf import INDEX, CheckpointError, hf_tensors, load_model
+from roll_lite.models.hf_write import save_model
 from roll_lite.models.lora import ExpertAdapter
 from roll_lite.models.mlp import _grouped, _one_by_one, top_experts
 
@@ -82,6 +84,44 @@ def test_a_folder_is_written_as_transformers_writes_it(name, tmp_path):
     )
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(tensor, ours[name]) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_both_layouts_are_the_same_model(name, dtype, tmp_path):
+    """transformers writes experts one by one, and has them fused in memory."""
+    written = reference(name).to(dtype)
+    written.save_pretrained(tmp_path / "one by one")
+    write_in_files(tmp_path / "fused", written, 3)
+    models = [load_model(tmp_path / folder, dtype=dtype) for folder in ("one by one", "fused")]
+    first, second = (dict(model.named_parameters()) for model in models)
+    assert first.keys() == second.keys()
+    assert all(tensor.equal(second[name]) for name, tensor in first.items())
+
+
+def write_in_files(folder, model, count):
+    """The tensors of a model as it has them in memory, spread over files with an index."""
+    folder.mkdir()
+    model.config.save_pretrained(folder)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in tensors)
+    files = {name: f"part-{i % count}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(files.values()):
+        save_file({n: t for n, t in tensors.items() if files[n] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+def test_missing_experts_are_named(tmp_path):
+    reference("all sparse").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {n: t for n, t in tensors.items() if ".experts.5." not in n and ".experts.6." not in n}
+    assert len(tensors) - len(kept) == 3 * 2 * 3
+    save_file(kept, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError) as error:
+        load_model(tmp_path)
+    first = "missing model.layers.0.mlp.experts.5.gate_proj.weight, "
+    assert first in str(error.value) and " and 14 more; not expected none" in str(error.value)
+    assert "copy or download it again" in str(error.value) and len(str(error.value)) < 500
 
 
 def test_equal_probabilities_go_to_the_first_experts():

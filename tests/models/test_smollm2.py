@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from roll_lite.chat import Chat
 from roll_lite.engine.engine import Engine
 from roll_lite.engine.request import Request
-from roll_lite.models.hf import load_model, save_model
+from roll_lite.models.hf import load_model
+from roll_lite.models.hf_write import save_model
 from roll_lite.types import SamplingParams
 
 pytestmark = pytest.mark.slow

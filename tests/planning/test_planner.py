@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from support.models import FAMILIES, SMALL
+from support.paths import DOCS
 
 from roll_lite.device_map import auto_device_map, parse_device_map
 from roll_lite.engine.arena import cache_shape
@@ -20,7 +21,7 @@ from roll_lite.engine.attention_backends import PAGE_SIZE
 from roll_lite.engine.engine import MAX_PREFILL_TOKENS, Engine
 from roll_lite.models import memory
 from roll_lite.models.config import (
-    SHAPES,
+    DEFAULT_TARGETS,
     TARGETS,
     LoraOptions,
     parse_config,
@@ -29,10 +30,11 @@ from roll_lite.models.config import (
 )
 from roll_lite.models.cost import (
     active_parameters,
-    adapter_parameters,
+    adapter_cost,
+    block_cost,
+    cache_bytes_per_token,
     count_parameters,
     kv_bytes_per_token,
-    mlp_cost,
     saved_bytes_per_token,
 )
 from roll_lite.models.fsdp import shard
@@ -45,6 +47,7 @@ from roll_lite.models.memory import (
     together,
     train_memory,
 )
+from roll_lite.models.shapes import SHAPES
 from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Transformer
 from roll_lite.options import flatten, from_flat
@@ -72,6 +75,72 @@ def on_meta(config):
 
 def numel(parameters):
     return sum(parameter.numel() for parameter in parameters)
+
+
+EXPERTS = {
+    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "num_experts": 6,
+    "max_position_embeddings": 64, "moe_intermediate_size": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+MIXTURES = {
+    "all sparse": {"model_type": "qwen3_moe"},
+    "a dense layer": {"model_type": "qwen3_moe", "mlp_only_layers": [1]},
+    "a large dense layer": {
+        "model_type": "qwen3_moe", "mlp_only_layers": [1], "intermediate_size": 480
+    },
+    "shared": {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 12},
+    "shared in every other": {
+        "model_type": "qwen2_moe", "shared_expert_intermediate_size": 12, "decoder_sparse_step": 2
+    },
+    "mixtral": {"model_type": "mixtral"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_parameters_of_mixtures_are_counted_exactly(name):
+    config = parse_config(EXPERTS | MIXTURES[name])
+    model, counts = on_meta(config), count_parameters(config)
+    assert counts.total == numel(model.parameters())
+    assert counts.block == max(numel(block.parameters()) for block in model.blocks)
+    assert counts.root == counts.total - numel(model.blocks.parameters())
+    experts = {n: p for n, p in model.named_parameters() if "expert" in n}
+    assert active_parameters(config) == counts.total - numel(experts.values()) * 4 // 6
+    on_a_rank = [
+        sum(p.numel() // (3 if "expert" in n else 1) for n, p in block.named_parameters())
+        for block in model.blocks
+    ]
+    assert count_parameters(config, ep=3).block == max(on_a_rank)
+    with torch.device("meta"):
+        part = Transformer(config, shard=TensorShard(0, 2, None))
+    whole = [p for n, p in part.named_parameters() if n.endswith(("norm.weight", "router", "gate"))]
+    held = 2 * (numel(part.parameters()) - numel(whole)) + numel(whole)
+    assert count_parameters(config, 2).total == held
+
+
+@pytest.mark.parametrize("targets", [DEFAULT_TARGETS, tuple(TARGETS), ("out", "expert_down")])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_adapters_of_mixtures_are_counted_exactly(name, targets):
+    config = parse_config(EXPERTS | MIXTURES[name])
+    model = on_meta(config)
+    with torch.device("meta"):
+        add_adapters(model, LoraOptions(rank=3, targets=targets))
+    block, whole = adapter_cost(config, 3, targets)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert numel(trained.values()) == whole.parameters
+    in_blocks = [numel(p for p in b.parameters() if p.requires_grad) for b in model.blocks]
+    assert max(in_blocks) == block.parameters
+    dealt = sum(p.numel() // (3 if "experts." in n else 1) for n, p in trained.items())
+    assert adapter_cost(config, 3, targets, ep=3)[1].parameters == dealt
+
+
+def test_what_adapters_of_experts_keep():
+    """By hand: 6 experts of 8, of which a token has 2, and an MLP of 48 in one of 3 layers."""
+    config = parse_config(EXPERTS | MIXTURES["a dense layer"])
+    model = adapter_cost(config, 5, ("out", "gate_up", "expert_gate_up", "expert_down"))[1]
+    pair = 32 + 8 + 2 * 5  # what goes into both products, and into the second half of adapters
+    assert model.saved == 2 * (5 + 2 * pair) + (5 + 5)
+    assert model.saved_fp32 == 2 * 2 * 32  # what comes out
+    assert adapter_cost(config, 5, ("out", "gate_up"))[1].saved == 3 * 5 + 5
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *SHAPES])
@@ -120,10 +189,21 @@ def test_a_mixture_of_experts_is_that_of_transformers(name, billions):
         model = transformers.AutoModelForCausalLM.from_config(hf)
     assert count_parameters(config).block == numel(model.model.layers.parameters())
     assert active_parameters(config) / 1e9 == pytest.approx(billions, abs=0.06)  # as published
-    # 2,048 units, 8 of 128 experts of 768: by hand, what a token keeps in bf16 and in fp32
-    if name == "qwen3-30b-a3b":
-        kept = 2048 + 2 * 8 * 2048 + 3 * 8 * 768
-        assert (mlp_cost(config).saved, mlp_cost(config).saved_fp32) == (kept, 128)
+
+
+def test_what_a_token_keeps_in_a_block_of_experts():
+    """2,048 units, 32 + 4 + 4 heads of 128, 8 of 128 experts of 768: in bf16 and in fp32."""
+    config, qkv = planned_config("qwen3-30b-a3b"), 40 * 128
+    kept = 2 * 2048 + (2048 + 2 * qkv + 32 * 128) + (2048 + 2 * 8 * 768)
+    in_fp32 = 2 + (32 + 32 + 4) + (128 + 4 * 8)
+    assert (block_cost(config).saved, block_cost(config).saved_fp32) == (kept, in_fp32)
+    # A token is on 8 * (1 - (7/8)^8) = 5.251 of 8 ranks, and each has a place for 8 experts of it.
+    dealt = block_cost(config, ep=8)
+    assert dealt.saved - kept == pytest.approx(5.251 * 2048, rel=0.001)
+    assert dealt.saved_fp32 - in_fp32 == pytest.approx(3 * 8 * 4.251, rel=0.01)
+    more = dealt.workspace - block_cost(config).workspace
+    assert more == pytest.approx(8 * 4.251 * 2048, rel=0.001)
+    assert cache_bytes_per_token(config, 1, 2) == 48 * (2 * 4 * 128 * 2 + 8)
 
 
 def test_a_folder_with_a_mixture_of_experts_is_planned(tmp_path):
@@ -132,6 +212,42 @@ def test_a_folder_with_a_mixture_of_experts_is_planned(tmp_path):
     device_map = parse_device_map("train=all generate=all", 64)
     options = PlanOptions(checkpointing="full")
     assert Plan(planned_config(tmp_path), device_map, options, 141 * GIB).fits
+
+
+ROW = r"\| `(qwen3-\d+b-a\d+b)` \| (\d+) \| (\d+) \| `(.+?)` \| `?(.*?)`? \| (\d+) \| (\S+) \|"
+PLANNED = re.findall(ROW, (DOCS / "reference" / "cluster.md").read_text())
+
+
+@pytest.mark.parametrize("row", PLANNED, ids=lambda row: "-".join(row[:3]))
+def test_plans_of_large_mixtures_are_those_of_the_page(command, row):
+    model, world_size, lora_rank, device_map, chosen, gib, seconds = row
+    options = "--world-size", world_size, "--device-gib", 141, "--gpu", "H200"
+    printed = command(SCRIPT, "--model", model, *options, "--lora-rank", lora_rank)[1]
+    assert ("device map: ep=8: between machines" in printed) == (int(world_size) > 8)
+    plan = printed.split("it fits:")[-1]
+    totals = re.findall(r"^\d+-\d+ .* ([\d.]+) GiB$", plan, re.M)
+    assert f"{max(map(float, totals)):.0f}" == gib
+    assert f"seconds: about {seconds} a step" in plan
+    for role in parse_device_map(device_map, int(world_size)).roles:
+        sizes = f"{role.tp} +{role.ep} +" if "ep" in device_map else f"{role.tp} +"
+        assert re.search(rf"^{role.name} +0-\d+ +{sizes}", plan, re.M)
+    assert all(flag in plan.splitlines()[-1] for flag in chosen.split("--"))
+
+
+def test_too_large_a_mixture_is_said_to_need_lora(command):
+    """16 bytes for each of 235 G parameters are more than 16 GPUs have."""
+    options = "--world-size", 16, "--device-gib", 141, "--gpu", "H200"
+    code, printed = command(SCRIPT, "--model", "qwen3-235b-a22b", *options)
+    assert code == 1 and "torchrun" not in printed
+    assert "--lora-rank 16 together bring it to" in printed
+
+
+def test_dealt_experts_take_less_while_they_are_gathered():
+    """By hand: 128 experts of 3 x 2,048 x 768; a rank keeps as much of them as without ep."""
+    config, experts = planned_config("qwen3-30b-a3b"), 128 * 3 * 2048 * 768
+    whole, dealt = (train_memory(config, 64, 1, 0, 2, ep=ep) for ep in (1, 8))
+    assert whole.gathered - dealt.gathered == 2 * 2 * experts * 7 // 8
+    assert (whole.weights, whole.optimizer) == (dealt.weights, dealt.optimizer)
 
 
 def test_an_unknown_shape_is_named():
@@ -202,8 +318,13 @@ def test_bytes_by_hand():
     ],
 )
 def test_training_takes_what_a_gpu_allocated(shape, tokens, options, gib):
-    """Peaks on one H200 (torch 2.11) with the batches of scripts/bench/train.py, two an update."""
-    planned = train_memory(shape_config(shape), 1, 1, tokens, 2, **options)
+    """Peaks on one H200 (torch 2.11) with the batches of scripts/bench/train.py, two an update.
+
+    Those with LoRA are from a trainer that gathered frozen weights, which it no longer does.
+    """
+    config = shape_config(shape)
+    planned = train_memory(config, 1, 1, tokens, 2, **options)
+    gib -= memory.gathered_bytes(config, 1, 2) / GIB if "lora_rank" in options else 0
     assert planned.total / GIB == pytest.approx(gib, rel=0.05)
 
 
@@ -233,26 +354,27 @@ def test_a_real_trainer_holds_what_is_planned(place):
     assert nbytes(states) == pytest.approx(planned.optimizer, rel=0.01)
 
 
-@pytest.mark.parametrize("targets", [memory.LORA_TARGETS, ("qkv", "down")])
+@pytest.mark.parametrize("targets", [DEFAULT_TARGETS, ("qkv", "down")])
 def test_adapters_take_what_is_planned(targets):
-    assert set(memory.LORA_TARGETS) == set(TARGETS)
     model = on_meta(parse_config(SMALL_QWEN)).to(torch.bfloat16)
     with torch.device("meta"):
         add_adapters(model, LoraOptions(rank=3, targets=targets))
     trained = [p for p in model.parameters() if p.requires_grad]
-    assert numel(trained) == 2 * adapter_parameters(model.config, 3, targets)
+    block, model_cost = adapter_cost(model.config, 3, targets)
+    assert numel(trained) == 2 * block.parameters == model_cost.parameters
     options = {"lora_rank": 3, "lora_targets": targets}
     planned = train_memory(model.config, 1, 1, 0, 2, **options)
     assert planned.weights == nbytes(model.parameters())  # frozen in bf16, adapters in fp32
     assert planned.gradients == 4 * numel(trained) == planned.optimizer / 2
-    # A packed token keeps 3 more numbers for each adapter, in bf16; full checkpointing, none.
+    # A packed token keeps 3 more numbers for each adapter in bf16; with full checkpointing those
+    # of the block that is computed again.
     more = [
         train_memory(model.config, 1, 1, 1000, 2, checkpointing=kind, **options).activations
         - train_memory(model.config, 1, 1, 1000, 2, checkpointing=kind, lora_rank=1,
                        lora_targets=()).activations
         for kind in ("none", "full")
     ]  # fmt: skip
-    assert more[0] - more[1] == 1000 * 2 * 2 * 3 * len(targets)
+    assert more[0] - more[1] == 1000 * 2 * 3 * len(targets)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -372,13 +494,40 @@ def test_offloaded_trainers_leave_their_memory_to_the_engine():
     beside = make_plan(**options, offload=True).ranks[0].phases.values()
     more = [a.total - b.total for a, b in zip(beside, in_turn, strict=True)]
     assert more == [0, 60 * GIB, weights + 60 * GIB]
-    adapters = make_plan(**options, engines_sleep=True, offload=True, lora_rank=16)
-    assert list(adapters.ranks[0].phases.values())[1].total == weights
+    syncing = [*make_plan(**options, engines_sleep=True, offload=True, lora_rank=16).ranks[0]
+               .phases.values()][1]  # fmt: skip
+    adapters = adapter_cost(plan.config, 16, DEFAULT_TARGETS)[1].parameters
+    assert syncing.total == weights + (2 + 4 + 2 * 2) * adapters  # of the engine, masters, moments
     seconds = step_seconds(plan, known_machine("H200"))
     moved = [2 * masters + weights, 2 * masters]  # the reference never changes
     assert [seconds[name] for name in ("reload", "offload")] == pytest.approx(
         [num_bytes / HOST_RATE for num_bytes in moved]
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "num_ranks", "copies", "is_one"),
+    [
+        ("train=all generate=all", 1, 1, True),
+        ("train=all,tp=2 generate=all,tp=2", 2, 0.5, True),
+        ("train=all,fsdp=1 generate=all", 2, 1, True),
+        ("train=all generate=all", 2, 1.5, False),  # FSDP cuts
+        ("train=all,tp=2 generate=all", 2, 1.5, False),  # half, and an engine with all
+        ("train=0 generate=1", 2, 1, False),  # one on each
+    ],
+)
+def test_shared_weights_are_counted_once(text, num_ranks, copies, is_one):
+    """Beside them there are adapters, with less than a hundredth of the parameters."""
+    options = {"lora_rank": 16, "checkpointing": "full", "kv_cache_gib": 20.0, "gib": 139.8}
+    plan = make_plan(text, num_ranks, **options)
+    whole = 2 * 8_190_735_360
+    assert copies <= plan.ranks[0].memory.weights / whole < copies + 0.02
+    said = "one copy of the frozen ones" if is_one else "engines have their own"
+    assert f"weights: {said}" in render(plan)
+    assert "weights:" not in render(make_plan(text, num_ranks, **options | {"lora_rank": 0}))
+    turns = plan.with_options(engines_sleep=True, offload=True)
+    least = min(memory.weights / whole for memory in turns.ranks[0].phases.values())
+    assert (least >= copies) == (is_one or text == "train=0 generate=1")
 
 
 @pytest.mark.parametrize(
@@ -395,7 +544,7 @@ def test_offloaded_trainers_leave_their_memory_to_the_engine():
         (
             "qwen3-32b",
             {"lora_rank": 16, "kv_cache_gib": 40.0},
-            "chosen: engines_sleep and offload: a rank",
+            "chosen: engines_sleep: a rank",
         ),
         ("qwen3-14b", {"moments": "bfloat16"}, None),  # 165 GiB of masters, gradients and moments
     ],

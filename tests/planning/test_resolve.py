@@ -8,13 +8,13 @@ from support.runs import toy_options
 from roll_lite.checks import UserError
 from roll_lite.cluster.launch import Launch
 from roll_lite.device_map import Device, parse_device_map
-from roll_lite.models.config import SHAPE
 from roll_lite.models.memory import usable_bytes
 from roll_lite.options import flatten, from_flat
 from roll_lite.planning.resolve import lower_cache, plan_run, resolve
 from roll_lite.recipes import evaluate, rlvr, sft
 from roll_lite.train.advantages import AdvantageFacts, PerSample
 from roll_lite.train.losses import LossFacts
+from roll_lite.types import SHAPE
 
 CPU, ALONE = Device(), Launch()
 LARGE = {"model": f"{SHAPE}qwen3-8b", "run_dir": "no-such-run", "checkpointing": "full"}

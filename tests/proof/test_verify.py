@@ -337,6 +337,39 @@ def test_an_asynchronous_run_is_refused(run, capsys):
         module.verify(recorded, [3], one_more=False)
 
 
+def on_a_gpu(run, monkeypatch):
+    recorded = RecordedRun(run)
+    contract = recorded.contract_of(1)
+    machine = contract["machine"] | {"gpu": "NVIDIA H200"}
+    monkeypatch.setattr(RecordedRun, "contract_of", lambda *_: contract | {"machine": machine})
+    return recorded
+
+
+@pytest.mark.parametrize(
+    ("changes", "scale", "agrees"),
+    [
+        ({"gradient": "x", "weights": "y"}, 1 + 1e-5, True),
+        ({"gradient": "x", "weights": "y"}, 1.01, False),
+        ({"gradient": "x", "samples": "y"}, 1.0, False),
+        ({"batch/advantages": "x"}, 1.0, False),
+    ],
+)
+def test_sums_on_a_gpu_need_not_repeat(run, monkeypatch, capsys, changes, scale, agrees):
+    recorded, again = on_a_gpu(run, monkeypatch), RecordedRun(run)
+    again.steps[3] = again.steps[3] | changes
+    recorded.metrics[3]["loss/grad_norm"] = 0.5
+    again.metrics[3] = {"loss/grad_norm": scale * 0.5}
+    assert module._agrees(recorded, again, 3) is agrees
+    assert ("gradient's norm to 1e-05" in capsys.readouterr().out) is agrees
+
+
+def test_on_a_gpu_only_the_step_after_a_checkpoint_can_be_compared(run, monkeypatch):
+    recorded = on_a_gpu(run, monkeypatch)
+    assert {*module._chosen(recorded, [3], one_more=True)} <= {1, 3, 5}
+    with pytest.raises(ValueError, match="--steps 4: weights need not repeat on a GPU"):
+        module._chosen(recorded, [4], one_more=False)
+
+
 def test_the_nearest_checkpoints_are_taken(run):
     assert plan(RecordedRun(run), [1, 2, 3, 6]) == [(0, 2), (2, 3), (4, 6)]
 

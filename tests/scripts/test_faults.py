@@ -101,7 +101,14 @@ def slow_reward(folder):
     return path
 
 
-SAMPLE = {"prompt_id": "a/0", "index": 0, "state": "done", "reply": "x", "token_ids": [3, 4]}
+SAMPLE = {
+    "prompt_id": "a/0",
+    "visit": 0,
+    "index": 0,
+    "state": "done",
+    "reply": "x",
+    "token_ids": [3, 4],
+}
 STATE = {"progress": {"policy": {"num_steps": 1}}, "controller": {"step": 1}}
 
 
@@ -199,7 +206,19 @@ def test_prompts_that_vanished_are_missed(made, prompt_id, missing):
     """Rows of files are numbered too, but come in another order."""
     change("rollouts/step_00001.jsonl", "a/0", prompt_id)(made[0])
     found = run_compare.unaccounted(*made)
-    assert found == [f"{n} was neither trained on, nor dropped, nor kept" for n in missing]
+    assert found == [
+        f"visit 0 of {n} was neither trained on, nor dropped, nor kept" for n in missing
+    ]
+
+
+def test_a_visit_that_vanished_and_one_that_came_twice_are_named(made):
+    change("rollouts/step_00001.jsonl", '"visit": 0', '"visit": 1')(made[0])
+    found = "; ".join(run_compare.unaccounted(*made))
+    assert "visit 0 of a/0 was neither trained on" in found
+    rows = made[0] / "rollouts/step_00001.jsonl"
+    rows.write_text(2 * rows.read_text())
+    found = "; ".join(run_compare.unaccounted(*made))
+    assert "('a/0', 1, 0) was trained on 2 times" in found
 
 
 WITH_A_SANDBOX = """

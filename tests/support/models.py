@@ -3,7 +3,7 @@
 import torch
 import transformers
 
-from roll_lite.models.tiny import character_tokenizer
+from roll_lite.characters import character_tokenizer
 
 SMALL = {
     "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,

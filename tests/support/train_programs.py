@@ -158,6 +158,10 @@ def adapters(model):
     return MIXTURE_LORA if is_mixture(model) else LORA
 
 
+def exported(result_file, layout, has_adapters):
+    return Path(result_file).with_name(f"export-{layout}-{has_adapters}")
+
+
 def layouts(model, result_file, device="cpu", dtype=None):
     if dtype:  # what is computed in, instead of a device's own
         Place.dtype = getattr(torch, dtype)
@@ -172,6 +176,7 @@ def layouts(model, result_file, device="cpu", dtype=None):
                 trainer.shake_adapters()
             replicas = cluster.device_map[name].num_replicas
             results[name, has_adapters] = measure(trainer, replicas)
+            trainer.export(exported(result_file, name, has_adapters))
         if is_mixture(model):
             trainer = cluster.role("ep2tp2", Trainer, folder=model, **options())
             trainer.step(split(pack(make_sequences(), 200, num_shards=2)))

@@ -75,6 +75,14 @@ def test_training_does_not_depend_on_the_layout(folder, over_ranks, alone):
             torch.testing.assert_close(got["state"][name], tensor, rtol=1e-4, atol=2e-5)
 
 
+def test_every_layout_exports_the_model_that_it_trained(folder, over_ranks):
+    for layout, lora in train_programs.cases(folder):
+        result_file = folder.parent / "layouts.pt"
+        model = load_model(train_programs.exported(result_file, layout, lora))
+        for name, tensor in over_ranks[layout, lora]["state"].items():
+            assert torch.equal(model.get_parameter(name), tensor), (layout, name)
+
+
 def test_ranks_that_share_experts_balance_them_once(folder, over_ranks, alone):
     for name, expected in alone["balanced"].items() if "balanced" in alone else ():
         error = (over_ranks["balanced"][name] - expected).norm() / expected.norm()

@@ -10,10 +10,11 @@ from support.trainers import make_trainer, same_state
 from support.training_data import random_sequences
 
 from roll_lite.models.config import LoraOptions
+from roll_lite.models.fsdp import local
 from roll_lite.train import offload
 from roll_lite.train.batch import pack
 from roll_lite.train.checkpoint_folders import Manifest, write_manifest
-from roll_lite.train.offload import Offload, local
+from roll_lite.train.offload import Offload
 
 
 @pytest.fixture(params=["qwen3", "qwen3_moe"])

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -66,18 +66,23 @@ class Arena:
         self.is_held = True
 
 
-_ARENAS: WeakKeyDictionary[Transformer, list[Arena]] = WeakKeyDictionary()
+_ARENAS: WeakValueDictionary[int, Arena] = WeakValueDictionary()
+"""By the identity of their memory."""
 
 
 @torch.no_grad()
 def move_to_arena(model: Transformer) -> list[Arena]:
-    """Move the parameters into arenas, one per block; engines of one model share them."""
-    storages = {_storage(arena.bytes) for arena in _ARENAS.get(model, ())}
-    if not all(_storage(p) in storages for p in model.parameters()):
-        rest = [p for name, p in model.named_parameters() if not name.startswith("blocks.")]
-        parts = [*(list(block.parameters()) for block in model.blocks), rest]
-        _ARENAS[model] = [_move(part, model.embedding.device) for part in parts]
-    return _ARENAS[model]
+    """Move the frozen parameters into arenas, one per block, except those that are in one: engines
+    of one model share them, and an engine and the trainer on its rank."""
+    rest = [p for name, p in model.named_parameters() if not name.startswith("blocks.")]
+    found = {}
+    for part in (*(block.parameters() for block in model.blocks), rest):
+        frozen = [p for p in part if not p.requires_grad]
+        if outside := [p for p in frozen if _storage(p) not in _ARENAS]:
+            arena = _move(outside, model.embedding.device)
+            _ARENAS[_storage(arena.bytes)] = arena
+        found |= {_storage(p): _ARENAS[_storage(p)] for p in frozen}
+    return [*found.values()]
 
 
 def held_by(arenas: list[Arena], model: Transformer) -> list[dict[str, Tensor]]:

@@ -28,6 +28,7 @@ from roll_lite.engine.request import (
 from roll_lite.engine.runner import InFlightBatch, Runner
 from roll_lite.engine.sampler import noise_key
 from roll_lite.engine.scheduler import Chunk, Scheduler
+from roll_lite.models.lora import is_of_adapter
 from roll_lite.models.transformer import Transformer
 from roll_lite.progress import ProgressBar
 from roll_lite.types import Turn
@@ -51,7 +52,8 @@ class Engine:
         launch_ahead: bool | None = None,
         decode: Decode | None = None,
     ):
-        """The model's parameters move to arenas of the engine.
+        """The model's parameters move to arenas, unless they are in some. With adapters new weights
+        are those of the adapters alone, and all stay when the engine sleeps.
 
         - `kv_cache_gib` is allocated at once; when it runs short the newest samples wait.
         - `max_prefill_tokens` per step: 32,768 on CUDA, 1,024 on a CPU, to fit its caches.
@@ -62,7 +64,10 @@ class Engine:
         """
         self.model = model.requires_grad_(False)
         self.weight_arenas = move_to_arena(model)
-        self._parameters = dict(model.named_parameters())
+        parameters = dict(model.named_parameters())
+        adapters = {name: p for name, p in parameters.items() if is_of_adapter(name)}
+        self.takes_adapters = bool(adapters)
+        self._parameters = adapters or parameters
         self.policy_version = 0
         weight = model.embedding
         backend = choose_backend(backend, weight.device, weight.dtype, model.config.head_dim)
@@ -218,8 +223,8 @@ class Engine:
             raise RuntimeError("the engine is asleep; call wake() before load_weights()")
         if running not in ("go_on", "finish", "abort"):
             raise UserError(f"running={running!r} is not known; use go_on, finish or abort")
-        if running == "finish" and self._needs_weights:
-            raise UserError("running='finish' needs the weights that sleep() released; use go_on")
+        if running == "finish" and not self.is_ready:
+            raise UserError("running='finish' needs the memory that sleep() released; use go_on")
         with self._working():
             self._clear(running)
             self._needs_weights = True  # until all have arrived
@@ -228,18 +233,19 @@ class Engine:
             self._needs_weights = False
 
     def sleep(self) -> None:
-        """Release the memory of KV cache and weights; addresses stay reserved.
+        """Release the memory of KV cache and weights; addresses stay reserved. With adapters the
+        weights stay.
 
         Running samples wait, and are prefilled again after wake() and load_weights().
         """
         with self._working():
             self._clear("go_on")
-            self._needs_weights = True
+            self._needs_weights = not self.takes_adapters
             for arena in self._arenas:
                 arena.release()
 
     def wake(self, part: Literal["all", "weights"] = "all") -> None:
-        """Restore the memory that sleep() released. Its weights are lost: call load_weights().
+        """Restore the memory that sleep() released. Weights in it are lost: call load_weights().
 
         With part="weights" the KV cache sleeps on, so that a trainer may keep its memory until its
         weights are loaded.
@@ -254,7 +260,8 @@ class Engine:
 
     @property
     def _arenas(self) -> list[Arena]:
-        return [*self.weight_arenas, self.runner.arena]
+        """What sleeps."""
+        return [*([] if self.takes_adapters else self.weight_arenas), self.runner.arena]
 
     def _clear(self, running: OnNewWeights) -> None:
         """Leave nothing in the KV cache or running on the device."""

@@ -22,11 +22,11 @@ from roll_lite.checks import UserError
 from roll_lite.engine.engine import Engine
 from roll_lite.engine.parallel_engine import Lockstep, TensorParallelEngine
 from roll_lite.engine.request import EngineReport, Handle, Key, Load, Request
-from roll_lite.models.config import SHAPE
 from roll_lite.models.hf import open_model
 from roll_lite.models.tensor_parallel import TensorShard
+from roll_lite.models.transformer import Transformer
 from roll_lite.profiling import Profiled
-from roll_lite.types import Turn
+from roll_lite.types import SHAPE, Turn
 
 
 class EnginePlace(Protocol):
@@ -48,8 +48,8 @@ class EngineService(Profiled):
         shape:qwen3-0.6b, which stands for random weights, for benchmarks."""
         self.place = place
         shard = TensorShard.of(place.mesh["tp"].get_group(), place.ep)
-        model = open_model(folder, device=place.device, dtype=place.dtype, shard=shard)
         self._folder = str(folder)
+        model = self._open(shard)
         options["decode"] = self._decode
         if shard:
             self.engine: Engine = TensorParallelEngine(model, control=place.control, **options)
@@ -61,6 +61,10 @@ class EngineService(Profiled):
         self._turns: list[tuple[Key, int, Turn]] = []
         self._refused: list[tuple[Key, str]] = []
         self._reported_version: int | None = None
+
+    def _open(self, shard: TensorShard | None) -> Transformer:
+        place = self.place
+        return open_model(self._folder, device=place.device, dtype=place.dtype, shard=shard)
 
     # Role calls
 

@@ -1,5 +1,6 @@
 """SHA-256 of many pieces of equal length, a piece a thread."""
 
+from collections.abc import Sequence
 from functools import cache
 from math import isqrt
 
@@ -10,17 +11,38 @@ from torch import Tensor
 
 BLOCK_BYTES = 64
 DIGEST_BYTES = 32
+THREADS = 32
 
 
-def sha256_pieces(flat: Tensor, piece_bytes: int) -> Tensor:
-    """The digests of the pieces of a tensor of bytes, end to end; all pieces are whole."""
-    num_pieces = len(flat) // piece_bytes
-    out = torch.empty(num_pieces * DIGEST_BYTES, dtype=torch.uint8, device=flat.device)
-    threads = 128
-    if num_pieces:
-        _sha256_pieces[(triton.cdiv(num_pieces, threads),)](
-            flat.view(torch.int32), out.view(torch.int32), _constants(flat.device), num_pieces,
-            PIECE_BYTES=piece_bytes, THREADS=threads, num_warps=4,
+def sha256_pieces(flats: Sequence[Tensor], piece_bytes: int) -> Tensor:
+    """The digests of the pieces of tensors of bytes, end to end; zeros fill a tensor's last piece.
+
+    A piece takes a thread as long as the longest chain of operations, so all are in one launch.
+    """
+    device = flats[0].device
+    sizes = [len(flat) for flat in flats]
+    rests = [
+        flat[size // piece_bytes * piece_bytes :] for flat, size in zip(flats, sizes, strict=True)
+    ]
+    filled = torch.zeros(len(flats), piece_bytes, dtype=torch.uint8, device=device)
+    pairs = [(row[: len(rest)], rest) for row, rest in zip(filled, rests, strict=True) if len(rest)]
+    if pairs:
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+    work = []  # of programs: address, number of pieces, place of the first digest
+    num_pieces = 0
+    for flat, row, size in zip(flats, filled, sizes, strict=True):
+        whole, rest = divmod(size, piece_bytes)
+        for start in range(0, whole, THREADS):
+            address = flat.data_ptr() + start * piece_bytes
+            work.append((address, min(THREADS, whole - start), num_pieces + start))
+        if rest:
+            work.append((row.data_ptr(), 1, num_pieces + whole))
+        num_pieces += whole + bool(rest)
+    out = torch.empty(num_pieces * DIGEST_BYTES, dtype=torch.uint8, device=device)
+    if work:
+        _sha256_pieces[(len(work),)](
+            torch.tensor(work).to(device), out.view(torch.int32), _constants(device),
+            PIECE_BYTES=piece_bytes, THREADS=THREADS, num_warps=1,
         )  # fmt: skip
     return out
 
@@ -44,10 +66,13 @@ def _cube_root(number: int) -> int:
 
 @triton.jit
 def _sha256_pieces(
-    in_ptr, out_ptr, constants_ptr, num_pieces, PIECE_BYTES: tl.constexpr, THREADS: tl.constexpr
+    work_ptr, out_ptr, constants_ptr, PIECE_BYTES: tl.constexpr, THREADS: tl.constexpr
 ):
-    piece = tl.program_id(0).to(tl.int64) * THREADS + tl.arange(0, THREADS)
-    ok = piece < num_pieces
+    work = work_ptr + tl.program_id(0) * 3
+    in_ptr = tl.load(work).to(tl.pointer_type(tl.int32))
+    piece = tl.arange(0, THREADS)
+    ok = piece < tl.load(work + 1)
+    out = tl.load(work + 2) + piece
     state = ()
     for i in tl.static_range(8):
         state += (tl.full([THREADS], 0, tl.uint32) + _constant(constants_ptr, 64 + i),)
@@ -75,7 +100,7 @@ def _sha256_pieces(
             added += (state[i] + after[i],)
         state = added
     for i in tl.static_range(8):
-        tl.store(out_ptr + piece * 8 + i, _swapped(state[i]).to(tl.int32, bitcast=True), mask=ok)
+        tl.store(out_ptr + out * 8 + i, _swapped(state[i]).to(tl.int32, bitcast=True), mask=ok)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ is rounded up, and key/value heads that are fewer than ranks are repeated.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import ceil
 
 from roll_lite.models.config import ExpertsConfig, ModelConfig
 
@@ -34,6 +35,10 @@ class ModuleCost:
     products_fp32: int = 0
     workspace: int = 0
     """Alive only while the module runs, forward without autograd or backward."""
+
+    def kept(self, width: int) -> int:
+        """Bytes per token from forward to backward."""
+        return width * self.saved + 4 * self.saved_fp32
 
     def __add__(self, other: "ModuleCost") -> "ModuleCost":
         names = self.__dataclass_fields__
@@ -64,13 +69,6 @@ def attention_cost(config: ModelConfig, tp: int = 1) -> ModuleCost:
     )
 
 
-def mlp_cost(config: ModelConfig, tp: int = 1) -> ModuleCost:
-    """The largest of the model: where there are experts, the mixture."""
-    if config.experts:
-        return _mixture_cost(config.experts, config.hidden_size, tp)
-    return _dense_cost(config, tp)
-
-
 def _dense_cost(config: ModelConfig, tp: int) -> ModuleCost:
     H, F = config.hidden_size, config.intermediate_size // tp
     weights = 3 * config.intermediate_size * H
@@ -83,52 +81,93 @@ def _dense_cost(config: ModelConfig, tp: int) -> ModuleCost:
     )
 
 
-def _mixture_cost(config: ExpertsConfig, H: int, tp: int) -> ModuleCost:
-    """Experts on tokens that are copied once for each of their experts, sorted, and summed again.
-
-    Each of `tp` ranks holds an equal share of every expert.
-    """
-    E, K = config.num_experts, config.experts_per_token
-    F = (K * config.size + config.shared_size) // tp
-    expert = 3 * config.size * H
-    shared = (3 * config.shared_size + 1) * H if config.shared_size else 0
+def _mixture_cost(config: ModelConfig, tp: int, ep: int) -> ModuleCost:
+    """Experts as kernels/expert_gradients.py has them: of each pair of a token and an expert, gate
+    and up are kept, and the rest is computed again. Each of `tp` ranks has an equal share of every
+    expert, and of `ep` ranks an equal share of the experts."""
+    mixture, H = config.experts, config.hidden_size
+    E, K = mixture.num_experts, mixture.experts_per_token
+    F, shared = mixture.size // tp, mixture.shared_size // tp
+    rows = rows_per_token(mixture, ep)
+    places = K * rows  # of pairs, also of those that are elsewhere
+    shared_weights = (3 * mixture.shared_size + 1) * H if shared else 0
     return ModuleCost(
-        parameters=E * (expert + H) + shared,
-        active_parameters=K * expert + E * H + shared,
-        saved=H + 2 * K * H + 3 * F,  # as of a dense MLP; the copies, and their outputs
-        saved_fp32=E,  # the router's probabilities
-        products=K * H + 2 * F,
-        products_fp32=E,
-        workspace=2 * K * H + 3 * F,
+        parameters=E // ep * expert_parameters(config) + E * H + shared_weights,
+        active_parameters=K * expert_parameters(config) + E * H + shared_weights,
+        # The input, and the rows that arrive; gate and up; as of a dense MLP, and what it returns
+        saved=H + ceil(rows * H) * (ep > 1) + 2 * K * F + (3 * shared + H) * (shared > 0),
+        saved_fp32=E + K + ceil(3 * places),  # probabilities; lists; ids in 8 bytes, weights
+        products=E + (2 * shared + H) * (shared > 0),  # of torch's: the router, the shared expert
+        # Gate, up, their product; what comes out of experts
+        workspace=3 * K * F + ceil(places * H) + 3 * shared,
     )
 
 
-def block_cost(config: ModelConfig, tp: int = 1) -> ModuleCost:
-    """One decoder block: attention and MLP, each behind a norm, on the residual stream."""
+def expert_parameters(config: ModelConfig) -> int:
+    """Of one expert."""
+    return 3 * config.experts.size * config.hidden_size
+
+
+def rows_per_token(mixture: ExpertsConfig, ep: int) -> float:
+    """Ranks that each token travels to, if all experts are chosen equally often: once to each of
+    the `ep` ranks that has some of its experts."""
+    return ep * (1 - (1 - 1 / ep) ** mixture.experts_per_token)
+
+
+Blocks = list[tuple[int, ModuleCost]]
+"""How many blocks have an MLP of a kind, and what each of them costs."""
+
+
+def _blocks(config: ModelConfig, tp: int, ep: int) -> Blocks:
+    """Decoder blocks: attention and MLP, each behind a norm, on the residual stream."""
     H = config.hidden_size
     # Saved for each norm: its input and 1/rms. The residual stream and what is added to it next
     # are all that full checkpointing keeps.
     norms = ModuleCost(parameters=2 * H, saved=2 * H, saved_fp32=2, products=2 * H, workspace=2 * H)
-    return norms + attention_cost(config, tp) + mlp_cost(config, tp)
+    rest = norms + attention_cost(config, tp)
+    num_sparse = len(config.sparse_layers)
+    blocks = [(num_sparse, rest + _mixture_cost(config, tp, ep))] if num_sparse else []
+    if num_dense := config.num_layers - num_sparse:
+        blocks.append((num_dense, rest + _dense_cost(config, tp)))
+    return blocks
+
+
+def _together(blocks: Blocks) -> ModuleCost:
+    names = ModuleCost.__dataclass_fields__
+    return ModuleCost(**{n: sum(num * getattr(cost, n) for num, cost in blocks) for n in names})
+
+
+def _largest(blocks: Blocks) -> ModuleCost:
+    """Each number is that of the block where it is largest."""
+    names = ModuleCost.__dataclass_fields__
+    return ModuleCost(**{n: max(getattr(cost, n) for _, cost in blocks) for n in names})
+
+
+def block_cost(config: ModelConfig, tp: int = 1, ep: int = 1) -> ModuleCost:
+    """The largest decoder block."""
+    return _largest(_blocks(config, tp, ep))
+
+
+def blocks_cost(config: ModelConfig, tp: int = 1, ep: int = 1) -> ModuleCost:
+    """All decoder blocks."""
+    return _together(_blocks(config, tp, ep))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCounts:
     block: int
-    """One decoder block."""
+    """The largest decoder block; with `ep`, of its experts those of one rank."""
     root: int
     """The embedding, the last norm and, unless tied, the head."""
     total: int
 
 
-def count_parameters(config: ModelConfig, tp: int = 1) -> ParameterCounts:
+def count_parameters(config: ModelConfig, tp: int = 1, ep: int = 1) -> ParameterCounts:
     """Over all tensor-parallel ranks."""
-    block = block_cost(config, tp).parameters
     root = tp * vocabulary_rows(config, tp) * config.hidden_size * (1 if config.tied_head else 2)
     root += config.hidden_size
-    num_dense = config.num_layers - len(config.sparse_layers) if config.experts else 0
-    less = mlp_cost(config, tp).parameters - _dense_cost(config, tp).parameters
-    total = config.num_layers * block - num_dense * less + root
+    block = block_cost(config, tp, ep).parameters
+    total = blocks_cost(config, tp).parameters + root
     return ParameterCounts(block=block, root=root, total=total)
 
 
@@ -140,29 +179,47 @@ def vocabulary_rows(config: ModelConfig, tp: int) -> int:
 def active_parameters(config: ModelConfig) -> int:
     """Parameters that one token uses: all but the other experts, and as published an untied
     embedding."""
-    mlp = mlp_cost(config)
-    num_sparse = len(config.sparse_layers) if config.experts else config.num_layers
-    idle = num_sparse * (mlp.parameters - mlp.active_parameters)
-    return count_parameters(config).total - idle
+    total = count_parameters(config).total
+    if config.experts is None:
+        return total
+    idle = config.experts.num_experts - config.experts.experts_per_token
+    return total - len(config.sparse_layers) * idle * expert_parameters(config)
 
 
-def adapter_parameters(
-    config: ModelConfig, rank: int, targets: Collection[str], tp: int = 1
-) -> int:
-    """Parameters of a block's LoRA adapters: each has a matrix from its inputs to `rank` numbers,
-    and one from these to its outputs."""
+def adapter_cost(
+    config: ModelConfig, rank: int, targets: Collection[str], tp: int = 1, ep: int = 1
+) -> tuple[ModuleCost, ModuleCost]:
+    """LoRA's adapters in the largest block and in all: parameters, and what of a token is kept.
+
+    Each has a matrix from its inputs to `rank` numbers, and one from these to its outputs.
+    """
     H = config.hidden_size
-    F = config.experts.size if config.experts else config.intermediate_size
     heads = config.num_heads * config.head_dim
     keys = max(tp, config.num_kv_heads) * config.head_dim
-    experts = config.experts.num_experts if config.experts else 1
-    sizes = {
-        "qkv": H + heads + 2 * keys,
-        "out": heads + H,
-        "gate_up": experts * (H + 2 * F),
-        "down": experts * (F + H),
-    }
-    return rank * sum(sizes[target] for target in targets)
+
+    def mlp(width: int, prefix: str = "") -> dict[str, int]:
+        return {f"{prefix}gate_up": H + 2 * width, f"{prefix}down": width + H}
+
+    def cost(sizes: dict[str, int], count: int = 1, pairs: float = 1) -> ModuleCost:
+        found = [sizes[target] for target in targets if target in sizes]
+        return ModuleCost(
+            parameters=count * rank * sum(found), saved=ceil(pairs * rank * len(found))
+        )
+
+    attention = cost({"qkv": H + heads + 2 * keys, "out": heads + H})
+    blocks = []
+    if num_sparse := len(config.sparse_layers):
+        mixture = config.experts
+        pairs = mixture.experts_per_token * rows_per_token(mixture, ep)
+        sparse = cost(mlp(mixture.size, "expert_"), mixture.num_experts // ep, pairs)
+        if any(target.startswith("expert_") for target in targets):  # torch's products: `_grouped`
+            kept = ceil(pairs * (H + mixture.size // tp))
+            sparse += ModuleCost(saved=kept, saved_fp32=ceil(pairs * H))
+        sparse += cost(mlp(mixture.shared_size)) if mixture.shared_size else ModuleCost()
+        blocks.append((num_sparse, attention + sparse))
+    if num_dense := config.num_layers - num_sparse:
+        blocks.append((num_dense, attention + cost(mlp(config.intermediate_size))))
+    return _largest(blocks), _together(blocks)
 
 
 def kv_bytes_per_token(config: ModelConfig, tp: int, width: int) -> int:
@@ -170,30 +227,35 @@ def kv_bytes_per_token(config: ModelConfig, tp: int, width: int) -> int:
     return config.num_layers * 2 * max(1, config.num_kv_heads // tp) * config.head_dim * width
 
 
-def block_bytes_per_token(config: ModelConfig, tp: int, width: int) -> int:
-    """What autograd keeps of one token in one block, whose pointwise parts are fused."""
-    cost = block_cost(config, tp)
-    return width * cost.saved + 4 * cost.saved_fp32
+def cache_bytes_per_token(config: ModelConfig, tp: int, width: int) -> int:
+    """What the engine's cache holds of a token: keys, values, a byte for each of its experts."""
+    chosen = len(config.sparse_layers) * config.experts.experts_per_token if config.experts else 0
+    return kv_bytes_per_token(config, tp, width) + chosen
+
+
+def block_bytes_per_token(config: ModelConfig, tp: int, width: int, ep: int = 1) -> int:
+    """What autograd keeps of one token in the largest block, whose pointwise parts are fused."""
+    return block_cost(config, tp, ep).kept(width)
 
 
 def saved_bytes_per_token(
-    config: ModelConfig, tp: int, width: int, checkpointing: str = "none"
+    config: ModelConfig, tp: int, width: int, checkpointing: str = "none", ep: int = 1
 ) -> int:
     """What is kept of one packed token in all layers from forward to backward."""
     H = config.hidden_size
-    cost = block_cost(config, tp)
-    block = {
-        "none": block_bytes_per_token(config, tp, width),
+    cost = blocks_cost(config, tp, ep)
+    blocks = {
+        "none": cost.kept(width),
         "selective": width * cost.products + 4 * cost.products_fp32,
-        "full": width * 2 * H,
+        "full": config.num_layers * width * 2 * H,
     }[checkpointing]
     # Once per model: the last norm in and out, its rows with a loss, its 1/rms, cos and sin.
-    return config.num_layers * block + width * 3 * H + 4 * (1 + config.head_dim)
+    return blocks + width * 3 * H + 4 * (1 + config.head_dim)
 
 
-def workspace_bytes_per_token(config: ModelConfig, tp: int, width: int) -> int:
-    """What one block holds of a token only while it runs."""
-    return width * block_cost(config, tp).workspace
+def workspace_bytes_per_token(config: ModelConfig, tp: int, width: int, ep: int = 1) -> int:
+    """What the largest block holds of a token only while it runs."""
+    return width * block_cost(config, tp, ep).workspace
 
 
 def forward_flops(
@@ -201,11 +263,10 @@ def forward_flops(
 ) -> float:
     """`num_pairs` counts (query, key) pairs, len * (len + 1) / 2 for each sequence; `num_rows` the
     tokens that go through the head. Over all tensor-parallel ranks."""
-    block = block_cost(config, tp)
-    layers = config.num_layers
+    blocks = blocks_cost(config, tp)
     head = tp * vocabulary_rows(config, tp) * config.hidden_size
-    products = 2.0 * (layers * block.active_parameters * num_tokens + head * num_rows)
-    return products + layers * block.pair_flops * num_pairs
+    products = 2.0 * (blocks.active_parameters * num_tokens + head * num_rows)
+    return products + blocks.pair_flops * num_pairs
 
 
 def training_flops(config: ModelConfig, *, is_frozen: bool = False, **counts: float) -> float:
@@ -234,9 +295,8 @@ class SequenceCost:
 
         Two flops per weight and token; half of the length^2 (query, key) pairs are causal.
         """
-        block = block_cost(config)
-        layers = config.num_layers
-        return cls(2.0 * block.active_parameters * layers, block.pair_flops / 2 * layers)
+        blocks = blocks_cost(config)
+        return cls(2.0 * blocks.active_parameters, blocks.pair_flops / 2)
 
     def __call__(self, length: int) -> float:
         return self.linear * length + self.quadratic * length * length

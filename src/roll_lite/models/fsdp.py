@@ -34,7 +34,8 @@ def shard(
     """FSDP2 over the last dimension of the mesh, with copies along the first of two.
 
     Experts that ranks of `mesh` hold different ones of are cut over `expert_mesh` instead.
-    Parameters are gathered in `compute_dtype` unit by unit.
+    Parameters are gathered in `compute_dtype` unit by unit, except frozen ones that are whole on
+    every rank: these stay where they are.
     Gradients are summed over ranks, not averaged: loss weights are normalised over the whole batch.
     """
     # Inputs are not cast: rotation is in fp32, as in the engine.
@@ -43,19 +44,20 @@ def shard(
     )
 
     def cut(unit: nn.Module | list[nn.Module], mesh: DeviceMesh) -> None:
-        options = {"mp_policy": policy, "shard_placement_fn": _placement(num_shards(mesh))}
-        fully_shard(unit, mesh=mesh, **options)
+        options = {"shard_placement_fn": _placement(num_shards(mesh)), "ignored_params": staying}
+        fully_shard(unit, mesh=mesh, mp_policy=policy, **options)
         modules = unit if isinstance(unit, list) else [unit]
         for module in modules if mesh.size() > 1 else ():
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply on the way
 
+    staying = {p for p in model.parameters() if num_shards(mesh) == 1 and not p.requires_grad}
     for block in model.blocks:
         block.checkpointing = checkpointing
     if expert_mesh is not None:
         for module in [m for m in model.modules() if isinstance(m, ExpertWeights)]:
             cut(module, expert_mesh)
-    for unit in (*_units(model), model):
+    for unit in (*_units(model, staying), model):
         cut(unit, mesh)
     return model
 
@@ -69,9 +71,9 @@ def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard]:
     return placement
 
 
-def _units(model: Transformer) -> list[list[nn.Module]]:
+def _units(model: Transformer, staying: set[nn.Parameter]) -> list[list[nn.Module]]:
     """Blocks that are gathered together: with many small ones, the host would be the bottleneck."""
-    size = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    size = sum(p.numel() for p in model.blocks[0].parameters() if p not in staying)
     count = max(1, UNIT_PARAMETERS // size)
     blocks = list(model.blocks)
     return [blocks[start : start + count] for start in range(0, len(blocks), count)]
@@ -100,6 +102,11 @@ def _held(parameter: DTensor) -> tuple[int, int, int]:
     return placement.dim, start, min(start + chunk, size)
 
 
+def local(parameter: Tensor) -> Tensor:
+    """This rank's shard."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
 def whole_shape(name: str, parameter: DTensor, tensor_shard: TensorShard | None) -> tuple[int, ...]:
     shape = tuple(parameter.shape)
     return tensor_shard.whole_shape(name, shape) if tensor_shard else shape
@@ -121,21 +128,22 @@ def in_buckets(
 
 @torch.no_grad()
 def start_gathering(
-    parameters: dict[str, DTensor], dtype: torch.dtype | None = None
+    parameters: dict[str, DTensor | Tensor], dtype: torch.dtype | None = None
 ) -> Callable[[], dict[str, Tensor]]:
     """Whole parameters over FSDP's ranks, cast before communication, all in one message.
 
     A collective call. The result waits for the message; start the next one before that. Where one
     rank holds all, these are the parameters themselves.
     """
-    mesh = next(iter(parameters.values())).device_mesh
-    dtype = dtype or next(iter(parameters.values())).dtype
-    num_ranks = num_shards(mesh)
+    first = next(iter(parameters.values()))
+    dtype = dtype or first.dtype
+    num_ranks = num_shards(first.device_mesh) if isinstance(first, DTensor) else 1
     if num_ranks == 1:  # DTensor overhead exceeds the copy
-        held = {name: parameter.to_local() for name, parameter in parameters.items()}
+        held = {name: local(parameter) for name, parameter in parameters.items()}
         return lambda: {name: tensor.to(dtype) for name, tensor in held.items()}
     padded = [_padded_shape(parameter, num_ranks) for parameter in parameters.values()]
     sizes = [shape.numel() for shape in padded]
+    mesh = first.device_mesh
     shards = [parameter.to_local() for parameter in parameters.values()]
     device = shards[0].device
     mine = torch.empty(sum(sizes), dtype=dtype, device=device)

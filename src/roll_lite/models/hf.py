@@ -1,43 +1,29 @@
-"""Hugging Face model folders: read into the fused layout, and written for transformers to load.
+"""Hugging Face model folders: which of their tensors is which of ours, and reading them.
 
-A folder appears by rename, so it is never seen half-written. Pickle is neither read nor written.
+Files are mapped into memory and read a tensor at a time. Pickle is not read.
 """
 
-import json
-import os
-import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from roll_lite.checks import UserError
 from roll_lite.files import check_is_file, read_json_object
-from roll_lite.models.config import (
-    SHAPE,
-    LoraOptions,
-    ModelConfig,
-    read_config,
-    read_hf_config,
-)
-from roll_lite.models.tensor_parallel import TensorShard, is_of_experts
+from roll_lite.models.config import ModelConfig, read_config, read_hf_config
+from roll_lite.models.tensor_parallel import TensorShard
 from roll_lite.models.transformer import Head, Transformer, random_model
 from roll_lite.progress import ProgressBar
+from roll_lite.types import SHAPE
 
 INDEX = "model.safetensors.index.json"
-SHARD_BYTES = 5 * 2**30
 FLOATS = ("F64", "F32", "F16", "BF16")
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # old Llama folders store what the config implies
-COMPANION_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
-    "generation_config.json",
-)  # fmt: skip
 
 
 class CheckpointError(UserError):
@@ -203,147 +189,24 @@ def stored_dtype(folder: str | Path) -> torch.dtype:
     return getattr(torch, hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32")
 
 
-def save_model(folder: str | Path, model: Transformer, *, like: str | Path) -> Path:
-    """Write the model, with config and tokenizer of the folder that it was loaded from (`like`)."""
-    return save_state(folder, dict(model.named_parameters()), model.config, like=like)
-
-
 def hf_tensors(
     state: dict[str, Tensor], config: ModelConfig, layout: str = "qwen"
 ) -> dict[str, Tensor]:
-    """Parameters by our names -> tensors by Hugging Face's names."""
+    """Parameters by our names -> tensors by Hugging Face's; views where they can be."""
     head = "value" if "value_head" in state else "language"
-    return {
-        part.hf_name: state[part.parameter].detach()[part.index].reshape(part.hf_shape)
-        for part in tensor_slices(config, head, layout)
-    }
+    return dict(hf_stream(state.items(), tensor_slices(config, head, layout)))
 
 
-def save_state(
-    folder: str | Path, state: dict[str, Tensor], config: ModelConfig, *, like: str | Path
-) -> Path:
-    """Write parameters, by our names, as a Hugging Face folder."""
-    hf_config = read_hf_config(like)
-    if "value_head" in state:  # the class in transformers that has a scalar `score`
-        names = [
-            n.replace("ForCausalLM", "ForSequenceClassification")
-            for n in hf_config.get("architectures") or ()
-        ]
-        hf_config |= {"architectures": names, "id2label": {"0": "value"}, "label2id": {"value": 0}}
-
-    def add_companions(target: Path) -> None:
-        for name in COMPANION_FILES:
-            if (Path(like) / name).exists():
-                shutil.copy(Path(like) / name, target / name)
-
-    tensors = hf_tensors(state, config, _written_layout(hf_config))
-    return write_folder(folder, hf_config, tensors, add_companions)
-
-
-def _written_layout(hf_config: dict) -> str:
-    return "mixtral" if hf_config["model_type"] == "mixtral" else "qwen"
-
-
-def save_adapter(
-    folder: str | Path, state: dict[str, Tensor], lora: LoraOptions, config: ModelConfig,
-    *, base: str | Path,
-) -> Path:  # fmt: skip
-    """Write adapters, by our names, as a folder that PEFT loads on the model in `base`.
-
-    Projections that share a `down` here get a copy of it each. Experts are modules of their own, as
-    in the folder.
-    """
-    tensors, modules = {}, []
-    for part in tensor_slices(config, layout=_written_layout(read_hf_config(base))):
-        down, up = (state.get(f"{part.parameter}_adapter.{half}") for half in ("down", "up"))
-        if down is None:
-            continue
-        if is_of_experts(part.parameter):
-            down = down[part.index[0]]
-        module = part.hf_name.removesuffix(".weight")
-        modules.append(module.rpartition(".")[2])
-        name = f"base_model.model.{module}"
-        tensors[f"{name}.lora_A.weight"] = down.clone()
-        tensors[f"{name}.lora_B.weight"] = up[part.index].reshape(-1, lora.rank)
-    peft_config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base),
-        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "bias": "none",
-        "target_modules": sorted(set(modules)), "fan_in_fan_out": False, "inference_mode": True,
-    }  # fmt: skip
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    on_cpu = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(on_cpu, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    text = json.dumps(peft_config, indent=2) + "\n"
-    (folder / "adapter_config.json").write_text(text)
-    return folder
-
-
-def write_folder(
-    folder: str | Path,
-    hf_config: dict,
-    tensors: dict[str, Tensor],
-    add_files: Callable[[Path], object],
-) -> Path:
-    """Write a Hugging Face folder under a temporary name, then rename it."""
-    folder = Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.parent.glob(f".{folder.name}.*-*"):  # by a process that was killed
-        shutil.rmtree(leftover, ignore_errors=True)
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    partial.mkdir()
-    try:
-        dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-        hf_config = {k: v for k, v in hf_config.items() if k != "torch_dtype"} | {"dtype": dtype}
-        (partial / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
-        _write_tensors(partial, tensors)
-        add_files(partial)
-        for file in partial.iterdir():
-            file.chmod(0o644)  # safetensors writes 0600
-            with file.open("rb") as handle:  # on disk before the rename
-                os.fsync(handle.fileno())
-        _replace_folder(partial, folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return folder
-
-
-def _replace_folder(new: Path, folder: Path) -> None:
-    if folder.exists():
-        old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
-        folder.rename(old)
-        new.rename(folder)
-        shutil.rmtree(old)
-    else:
-        new.rename(folder)
-
-
-def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """One file, or shards of at most SHARD_BYTES with an index."""
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    if len(shards) == 1:
-        names = ["model.safetensors"]
-    else:
-        count = len(shards)
-        names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-        index = {
-            "metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
-            "weight_map": {
-                key: name for name, shard in zip(names, shards, strict=True) for key in shard
-            },
-        }
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    for name, shard in zip(names, shards, strict=True):
-        on_cpu = {key: tensor.cpu().contiguous() for key, tensor in shard.items()}
-        save_file(on_cpu, folder / name, metadata={"format": "pt"})
+def hf_stream(
+    parameters: Iterable[tuple[str, Tensor]], slices: Iterable[TensorSlice]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a folder, by Hugging Face's names, of one parameter after the other."""
+    parts = defaultdict(list)
+    for part in slices:
+        parts[part.parameter].append(part)
+    for name, tensor in parameters:
+        for part in parts[name]:
+            yield part.hf_name, tensor.detach()[part.index].reshape(part.hf_shape)
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:
@@ -372,21 +235,21 @@ def _tensor_files(folder: Path) -> dict[str, str]:
 
 
 def _check_names(folder: Path, wanted: list[TensorSlice], files: dict[str, str]) -> None:
-    names = {part.hf_name for part in wanted}
-    missing = sorted(names - files.keys())
+    names = dict.fromkeys(part.hf_name for part in wanted)  # in order: expert 2 before expert 10
+    missing = [name for name in names if name not in files]
     extra = sorted(name for name in files.keys() - names if not name.endswith(IGNORED_SUFFIXES))
     # A tied head stored twice and the unused language head of a value model are harmless.
     extra = [name for name in extra if name != "lm_head.weight"]
     if missing or extra:
         raise CheckpointError(
             f"{folder} does not hold the tensors of its config.json: "
-            f"missing {_some(missing)}; not expected {_some(extra)}"
+            f"missing {_some(missing)}; not expected {_some(extra)}; copy or download it again"
         )
 
 
 def _some(names: list[str]) -> str:
-    rest = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return (", ".join(names[:8]) or "none") + rest
+    rest = f" and {len(names) - 4:,} more" if len(names) > 4 else ""
+    return (", ".join(names[:4]) or "none") + rest
 
 
 def _check_shapes(folder: Path, wanted: list[TensorSlice], files: dict[str, str]) -> None:
@@ -408,11 +271,13 @@ def _read(
     read: Callable[[Any, str], Any] = lambda file, name: file.get_tensor(name),
 ) -> Iterator[tuple[TensorSlice, Any]]:
     """The wanted tensors, or what `read` reads of them, file by file."""
-    for name in sorted({files[part.hf_name] for part in wanted}):
+    of_file = defaultdict(list)
+    for part in wanted:
+        of_file[files[part.hf_name]].append(part)
+    for name in sorted(of_file):
         with _open(folder / name) as file:
-            for part in wanted:
-                if files[part.hf_name] == name:
-                    yield part, _tensor(read, file, folder / name, part.hf_name)
+            for part in of_file[name]:
+                yield part, _tensor(read, file, folder / name, part.hf_name)
 
 
 def _with_progress(

@@ -8,11 +8,11 @@ import math
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roll_lite.checks import UserError
 from roll_lite.models.config import TARGETS, LoraOptions
+from roll_lite.models.ops import linear
 from roll_lite.models.tensor_parallel import TensorShard, is_of_experts
 
 GROUPED_RANKS = 8
@@ -37,9 +37,15 @@ class Adapter(nn.Module):
         self.cuts_up = cuts_up
         self.is_on = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """y, which may be overwritten without gradients, plus the product with the adapter."""
         down, up = self.matrices()
-        return F.linear(F.linear(x, down), up.flatten(0, -2)) * self.scale
+        up = up.flatten(0, -2)
+        low = linear(x, down)
+        if not x.is_cuda:  # in blocks of rows
+            return y + linear(low * self.scale, up)
+        add = torch.addmm if torch.is_grad_enabled() else Tensor.addmm_
+        return add(y, low, up.T, alpha=self.scale)
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """`down` and `up`; of the whole one the gradient sums over ranks."""
@@ -125,3 +131,8 @@ def merge(weight: Tensor, down: Tensor, up: Tensor, options: LoraOptions) -> Ten
 
 def adapters(model: nn.Module) -> Iterator[Adapter]:
     return (module for module in model.modules() if isinstance(module, Adapter))
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a parameter of this name is an adapter's."""
+    return "_adapter." in name

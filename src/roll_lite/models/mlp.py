@@ -38,7 +38,7 @@ def project(
     x: Tensor, weight: Tensor, adapter: Adapter | None, bias: Tensor | None = None
 ) -> Tensor:
     y = linear(x, weight, bias)
-    return y if adapter is None or not adapter.is_on else y + adapter(x)
+    return y if adapter is None or not adapter.is_on else adapter(x, y)
 
 
 class Experts(nn.Module):

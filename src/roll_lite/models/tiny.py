@@ -7,25 +7,16 @@ It is an ordinary Hugging Face folder (Qwen3 shape), used like any other model.
 
 import argparse
 import json
-import string
 import sys
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
+from roll_lite.characters import character_tokenizer
 from roll_lite.models.config import parse_config
-from roll_lite.models.hf import hf_tensors, write_folder
+from roll_lite.models.hf import hf_tensors
+from roll_lite.models.hf_write import write_folder
 from roll_lite.models.transformer import Transformer
-
-SPECIAL_TOKENS = ("<|unk|>", "<|im_start|>", "<|im_end|>")
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'][0] + message['content'] + '<|im_end|>' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>a' }}{% endif %}"
-)
 
 
 def main(arguments: list[str]) -> int:
@@ -72,20 +63,4 @@ def build_tiny(folder: str | Path, seed: int = 0) -> Path:
         generation = {"eos_token_id": tokenizer.eos_token_id}
         (target / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
-    return write_folder(folder, hf_config, tensors, add_tokenizer)
-
-
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    characters = [*string.printable[:95], "\n"]
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *characters])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<|unk|>",
-        eos_token="<|im_end|>",
-        pad_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
-        chat_template=CHAT_TEMPLATE,
-    )
+    return write_folder(folder, hf_config, tensors, tensors.items(), add_tokenizer)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from roll_lite.cluster.launch import read_launch
 from roll_lite.device_map import parse_device_map
 from roll_lite.models.config import read_config
-from roll_lite.models.cost import kv_bytes_per_token
+from roll_lite.models.cost import cache_bytes_per_token
 from roll_lite.planning.plan import Plan
 from roll_lite.planning.render import render
 from roll_lite.planning.resolve import plan_run, resolve
@@ -51,5 +51,5 @@ def cache_tokens(cfg: Any, cluster: "Cluster") -> int:
     tp = cluster.device_map["generate"].tp
     width = 2 if cluster.device.type == "cuda" else 4
     largest_page = max(PAGE_SIZE.values())
-    per_token = kv_bytes_per_token(read_config(cfg.model), tp, width)
+    per_token = cache_bytes_per_token(read_config(cfg.model), tp, width)
     return int(cfg.kv_cache_gib * 2**30 / per_token) // largest_page * largest_page

@@ -12,14 +12,15 @@ import tyro
 
 from roll_lite.checks import above, at_least, check_choices
 from roll_lite.device_map import DeviceMap, Role, format_ranks
-from roll_lite.models.config import ModelConfig
-from roll_lite.models.cost import kv_bytes_per_token
+from roll_lite.models.config import DEFAULT_TARGETS, ModelConfig
+from roll_lite.models.cost import cache_bytes_per_token
 from roll_lite.models.memory import (
-    LORA_TARGETS,
     MAX_RUNNING,
     PAGE_TOKENS,
     RankMemory,
+    adapter_bytes,
     context_bytes,
+    engine_bytes,
     format_bytes,
     role_memory,
     together,
@@ -69,7 +70,7 @@ class PlanOptions:
     """Dtype of the optimizer's moments."""
     lora_rank: int = 0
     """Train LoRA adapters of this rank instead of all weights; 0 is off."""
-    lora_targets: tuple[str, ...] = LORA_TARGETS
+    lora_targets: tuple[str, ...] = DEFAULT_TARGETS
     """Projections that get adapters."""
 
     def __post_init__(self):
@@ -185,7 +186,8 @@ class Plan:
     def sample_bytes(self) -> int:
         """KV cache of one sample on one rank: whole pages, no shared prompt."""
         tokens = share(self.options.sample_tokens, PAGE_TOKENS) * PAGE_TOKENS
-        return tokens * kv_bytes_per_token(self.config, self.device_map["generate"].tp, self.width)
+        tp = self.device_map["generate"].tp
+        return tokens * cache_bytes_per_token(self.config, tp, self.width)
 
     @property
     def fixed_cache(self) -> int | None:
@@ -194,6 +196,22 @@ class Plan:
         gib = self.options.kv_cache_gib
         is_fixed = gib is not None or self.device_bytes is None
         return int((gib or DEFAULT_CACHE_GIB) * 2**30) if is_fixed else None
+
+    @cached_property
+    def frozen_bytes(self) -> int:
+        """Frozen weights of a rank that engine and trainer share; 0 if each has its own."""
+        is_shared = self.options.lora_rank and self.device_map.shares_weights
+        tp = self.device_map["train"].tp if is_shared else 1
+        return engine_bytes(self.config, tp, 0, self.width) if is_shared else 0
+
+    @property
+    def shared(self) -> RankMemory:
+        """What stays on ranks that share weights: these, and the engine's adapters."""
+        if not self.frozen_bytes:
+            return RankMemory()
+        adapters = self.options.lora_rank, self.options.lora_targets
+        held = adapter_bytes(self.config, self.device_map["train"].tp, self.width, *adapters)
+        return RankMemory(weights=self.frozen_bytes + held)
 
     @cached_property
     def ranks(self) -> tuple[RankPlan, ...]:
@@ -257,7 +275,8 @@ def share(total: int, num_parts: int) -> int:
 
 
 def memory_of(plan: Plan, role: Role) -> RankMemory:
-    """Memory of one role on one of its ranks, without the KV cache of generate."""
+    """Memory of one role on one of its ranks, without the KV cache of generate and without weights
+    that are `shared`."""
     options, samples = plan.options, plan.options.samples
     if role.name == "generate":
         tokens = samples.generated_by(role) * options.prompt_tokens
@@ -266,11 +285,13 @@ def memory_of(plan: Plan, role: Role) -> RankMemory:
         tokens = share(min(options.tokens_per_microbatch, packed), role.cp)
     config = plan.role_configs.get(role.name, plan.config)
     sizes = role.ranks_per_copy, role.tp, tokens, plan.width
-    held = role_memory(role.name, config, *sizes, **options.train_options)
+    held = role_memory(role.name, config, *sizes, role.ep, **options.train_options)
     checkpointing = options.checkpointing if role.name in TRAINED else None
     keys = context_bytes(config, role.cp, *sizes[1:], checkpointing)
     cache = int(options.judge_cache_gib * 2**30) if role.name == "judge" else 0
-    return replace(held, activations=held.activations + keys, kv_cache=cache)
+    weights = held.weights - plan.frozen_bytes * (role.name in ("train", "generate"))
+    activations = held.activations + keys
+    return replace(held, weights=weights, activations=activations, kv_cache=cache)
 
 
 def _phases(plan: Plan, names: tuple[str, ...], parts: dict[str, RankMemory]) -> dict:
@@ -281,17 +302,19 @@ def _phases(plan: Plan, names: tuple[str, ...], parts: dict[str, RankMemory]) ->
     options = plan.options
     engines = [name for name in names if name in ENGINES]
     trainers = [name for name in names if name not in ENGINES]
+    shared = plan.shared if "train" in names else RankMemory()
     if not ((options.engines_sleep or options.offload) and "generate" in names and trainers):
-        return {"": together(parts[name] for name in names)}
+        return {"": together([shared, *(parts[name] for name in names)])}
     awake = [name for name in engines if name != "generate" or not options.engines_sleep]
     loaded = trainers  # while samples are generated
     synced = trainers  # while weights go to the engines
-    if options.offload:  # roles.py: only a policy without adapters is there during a sync
+    if options.offload:  # roles.py: one with adapters leaves before a sync, unless it shares
         loaded = []
-        synced = ["train"] if "train" in trainers and not options.lora_rank else []
+        stays = not options.lora_rank or plan.frozen_bytes
+        synced = ["train"] if "train" in trainers and stays else []
 
     def phase(working: list[str], idle: list[str]) -> RankMemory:
-        return together([*(parts[n] for n in working), *(parts[n].idle for n in idle)])
+        return together([shared, *(parts[n] for n in working), *(parts[n].idle for n in idle)])
 
     return {
         "generating": phase(engines, loaded),

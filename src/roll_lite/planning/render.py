@@ -80,6 +80,12 @@ def _step_lines(plan: Plan) -> Iterator[str]:
             f"{samples.microbatches(device_map['train'], limit):,} micro-batches of up "
             f"to {limit:,} tokens, updates_per_step={options.updates_per_step}"
         )
+    if options.lora_rank and "train" in device_map and "generate" in device_map:
+        yield (
+            "weights: one copy of the frozen ones on a rank, for trainer and engine"
+            if plan.frozen_bytes
+            else "weights: engines have their own, with adapters merged"
+        )
     if "generate" in device_map:
         num_samples = samples.generated_by(device_map["generate"])
         at_once = sorted({part.samples_at_once for part in plan.ranks if "generate" in part.roles})

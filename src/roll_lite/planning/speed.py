@@ -18,12 +18,13 @@ from roll_lite.device_map import DeviceMap, Role, parse_device_map
 from roll_lite.hub import local_folder
 from roll_lite.models.config import ModelConfig, planned_config
 from roll_lite.models.cost import (
-    adapter_parameters,
-    block_cost,
+    adapter_cost,
+    blocks_cost,
     count_parameters,
     device_flops,
+    expert_parameters,
     kv_bytes_per_token,
-    mlp_cost,
+    rows_per_token,
     vocabulary_rows,
 )
 from roll_lite.models.memory import PAGE_TOKENS, is_teacher
@@ -117,9 +118,10 @@ def step_seconds(plan: Plan, machine: Machine, samples: Samples | None = None) -
         seconds["critic"] += _train_seconds(plan, device_map["critic"], machine, samples, 0)
     seconds["train"] = _train_seconds(plan, train, machine, samples, options.lora_rank)
     seconds["train"] += options.policy_scores * _role_pass(plan, train, machine, samples).scoring
-    seconds["sync"] = sync_seconds(
-        plan.config, machine, machine.rate(train.ranks), len(train.ranks)
-    )
+    seconds["sync"] = SYNC_SECONDS  # of adapters alone
+    if not plan.frozen_bytes:
+        rate = machine.rate(train.ranks)
+        seconds["sync"] = sync_seconds(plan.config, machine, rate, len(train.ranks))
     tokens = samples.generated_by(generate) * (samples.prompt_tokens + samples.reply_tokens)
     seconds["sync"] += tokens / PAGE_TOKENS * PAGE_SECONDS
     if options.engines_sleep:
@@ -140,7 +142,7 @@ def step_seconds(plan: Plan, machine: Machine, samples: Samples | None = None) -
 
 def _offloaded_bytes(plan: Plan) -> dict[str, int]:
     """Between a rank and its host: masters and moments leave, they and frozen weights come back;
-    with adapters the engine reads frozen weights from the host too."""
+    with adapters the engine reads frozen weights from the host too, unless both share them."""
     num_bytes = {"reload": 0, "offload": 0, "sync": 0}
     for role in plan.device_map.roles:
         if role.name in ("train", "critic", "reference") or is_teacher(role.name):
@@ -148,7 +150,7 @@ def _offloaded_bytes(plan: Plan) -> dict[str, int]:
             masters = held.gradients  # of the same parameters, in fp32 too
             num_bytes["reload"] += held.weights + held.optimizer
             num_bytes["offload"] += masters + held.optimizer
-            if role.name == "train" and plan.options.lora_rank > 0:
+            if role.name == "train" and plan.options.lora_rank > 0 and not plan.frozen_bytes:
                 num_bytes["sync"] += held.weights
     return num_bytes
 
@@ -157,7 +159,8 @@ def _role_pass(plan: Plan, role: Role, machine: Machine, samples: Samples) -> "P
     """What each rank of a role has of one pass over the samples."""
     return Pass(
         config=plan.role_configs.get(role.name, plan.config), machine=machine,
-        tp=role.tp, cp=role.cp,
+        tp=role.tp, cp=role.cp, ep=role.ep,
+        between_experts=machine.rate(role.ranks[: role.ep * role.tp]),
         num_samples=share(samples.num_trained, role.num_replicas) / role.cp,
         length=samples.packed_tokens, num_rows=samples.reply_tokens,
     )  # fmt: skip
@@ -176,13 +179,12 @@ def _train_seconds(
     num_microbatches = samples.microbatches(role, options.tokens_per_microbatch)
     one_copy = role.ranks[: role.ranks_per_copy]
     travelling = num_microbatches * shard_seconds(
-        config, machine.rate(one_copy), role.ranks_per_copy // role.tp, role.tp, is_frozen
+        config, machine.rate(one_copy), role.ranks_per_copy // role.tp, role.tp, is_frozen, role.ep
     )
     launching = num_microbatches * config.num_layers * LAUNCH_SECONDS
     trained = count_parameters(config, role.tp).total
     if is_frozen:
-        adapters = adapter_parameters(config, lora_rank, options.lora_targets, role.tp)
-        trained = config.num_layers * adapters
+        trained = adapter_cost(config, lora_rank, options.lora_targets, role.tp)[1].parameters
     held = trained / role.ranks_per_copy
     update = samples.num_updates * (
         update_seconds(held, machine)
@@ -199,6 +201,9 @@ class Pass:
     machine: Machine
     tp: int = 1
     cp: int = 1
+    ep: int = 1
+    between_experts: float = 0.0
+    """Bytes per second between ranks that hold different experts."""
     num_samples: float
     length: float
     """Packed tokens of a sample."""
@@ -215,20 +220,20 @@ class Pass:
         rank did it all."""
         config, machine = self.config, self.machine
         layers = config.num_layers
-        block = block_cost(config, self.tp)
+        blocks = blocks_cost(config, self.tp)
         head = self.tp * vocabulary_rows(config, self.tp) * config.hidden_size
         pairs = self.num_tokens * (self.length + 1) / 2
         return (
-            2 * layers * block.active_parameters * self.num_tokens / machine.products,
+            2 * blocks.active_parameters * self.num_tokens / machine.products,
             2 * head * self.num_samples * self.num_rows / machine.products,
-            layers * block.pair_flops * pairs / machine.attention,
+            blocks.pair_flops * pairs / machine.attention,
             POINTWISE_BYTES * self.num_tokens * layers * config.hidden_size / machine.memory,
         )
 
     @property
     def scoring(self) -> float:
         """Seconds of a forward pass of a frozen model."""
-        return sum(self.forward) / self.tp + self._travelling(sums=1, keys=1)
+        return sum(self.forward) / self.tp + self._travelling(sums=1, keys=1, exchanges=2)
 
     def training(self, checkpointing: str, is_frozen: bool) -> float:
         """Seconds of forward and backward; with LoRA the model is frozen, and has no gradients of
@@ -239,27 +244,40 @@ class Pass:
             seconds += other
         if checkpointing == "full":
             seconds += blocks + attention
+        again = checkpointing != "none"
         return seconds / self.tp + self._travelling(
-            sums=3 if checkpointing == "full" else 2, keys=2 if checkpointing == "none" else 3
+            sums=3 if checkpointing == "full" else 2, keys=2 + again, exchanges=4 + 2 * again
         )
 
-    def _travelling(self, sums: int, keys: int) -> float:
+    def _travelling(self, sums: int, keys: int, exchanges: int) -> float:
         """Seconds of traffic in bf16, or of its gradients: two sums of hidden states in every layer
-        over the tensor-parallel ranks, and keys and values between the context-parallel ones."""
+        over the tensor-parallel ranks, keys and values between the context-parallel ones, and
+        hidden states to the ranks with their experts, or back."""
         config, tp = self.config, self.tp
         hidden = 2 * 2 * config.num_layers * config.hidden_size * self.num_tokens
         summed = hidden * 2 * (tp - 1) / tp
         received = (self.cp - 1) * self.num_tokens * kv_bytes_per_token(config, tp, 2)
-        return (sums * summed + keys * received) / self.machine.link
+        seconds = (sums * summed + keys * received) / self.machine.link
+        if self.ep > 1:
+            away = rows_per_token(config.experts, self.ep) * (self.ep - 1) / self.ep
+            hidden = 2 * len(config.sparse_layers) * config.hidden_size * self.num_tokens
+            seconds += exchanges * away * hidden / self.between_experts
+        return seconds
 
 
 def shard_seconds(
-    config: ModelConfig, rate: float, num_replicas: int, tp: int, is_frozen: bool
+    config: ModelConfig, rate: float, num_replicas: int, tp: int, is_frozen: bool, ep: int = 1
 ) -> float:
-    """FSDP's traffic for one micro-batch: weights in bf16, twice, and gradients in fp32."""
+    """FSDP's traffic for one micro-batch: weights in bf16, twice, and gradients in fp32. Of experts
+    a rank gathers those of its own from the ranks that hold the same ones."""
     width = 4 if is_frozen else 8
-    share = (num_replicas - 1) / num_replicas
-    return width * count_parameters(config, tp).total / tp * share / rate
+    total = count_parameters(config, tp).total
+    experts = 0
+    if ep > 1:
+        num_experts = len(config.sparse_layers) * config.experts.num_experts
+        experts = num_experts * expert_parameters(config)
+    received = (total - experts) * (1 - 1 / num_replicas) + experts / ep * (1 - ep / num_replicas)
+    return width * received / tp / rate
 
 
 def copy_seconds(num_parameters: float, rate: float, num_copies: int) -> float:
@@ -293,14 +311,14 @@ def generate_seconds(
     """One engine, which generates all these samples; each prompt is read once."""
     num_samples, reply_tokens = samples.num_generated, samples.reply_tokens
     head = tp * vocabulary_rows(config, tp) * config.hidden_size
-    active = block_cost(config, tp).active_parameters
+    active = blocks_cost(config, tp).active_parameters
     layers = config.num_layers
     steps = max(samples.longest_reply, num_samples / max(1, at_once) * reply_tokens)
     rows = num_samples * reply_tokens / steps
-    reading = 2 * (layers * _read_parameters(config, tp, rows) + head) / machine.memory
-    products = 2 * (layers * active + head) * rows / machine.products
+    reading = 2 * (_read_parameters(config, tp, rows) + head) / machine.memory
+    products = 2 * (active + head) * rows / machine.products
     prompt_tokens = num_samples / samples_per_prompt * samples.prompt_tokens
-    prefill = 2 * layers * active * prompt_tokens / machine.products
+    prefill = 2 * active * prompt_tokens / machine.products
     seen = num_samples * (samples.prompt_tokens * reply_tokens + reply_tokens**2 / 2)
     keys = seen * kv_bytes_per_token(config, tp, 2) / machine.memory
     fixed = LAYER_SECONDS + (2 * REDUCE_SECONDS if tp > 1 else 0)
@@ -309,14 +327,14 @@ def generate_seconds(
 
 
 def _read_parameters(config: ModelConfig, tp: int, num_rows: float) -> float:
-    """Weights of a block that a decoding step of `num_rows` reads: of experts, those it uses."""
-    block = block_cost(config, tp)
+    """Weights of the blocks that a decoding step of `num_rows` reads: of experts, those it uses."""
+    active = blocks_cost(config, tp).active_parameters
     if not config.experts:
-        return block.active_parameters
+        return active
     mixture = config.experts
     unused = (1 - mixture.experts_per_token / mixture.num_experts) ** num_rows
-    experts = 3 * mixture.size * config.hidden_size * mixture.num_experts
-    return block.active_parameters - mlp_cost(config).active_parameters + experts * (1 - unused)
+    used = mixture.num_experts * (1 - unused) - mixture.experts_per_token
+    return active + len(config.sparse_layers) * used * expert_parameters(config)
 
 
 def run_seconds(

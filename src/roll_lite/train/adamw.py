@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from roll_lite.train.offload import local
+from roll_lite.models.fsdp import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

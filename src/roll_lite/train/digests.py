@@ -20,16 +20,15 @@ CHARACTERS = 32
 
 def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Of their names, types, shapes and bits, in this order."""
-    about = []
-    parts = []
+    about, flats = [], []
     for name, tensor in tensors:
         about.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)])
-        parts.append(_digests_of_pieces(_bytes_of(tensor)))
-    if not parts:
+        flats.append(_bytes_of(tensor))
+    if not flats:
         return ""
-    top = torch.cat(parts)
+    top = _digests_of_pieces(flats)
     while len(top) > TOP_BYTES:
-        top = _digests_of_pieces(top)
+        top = _digests_of_pieces([top])
     found = hashlib.sha256(json.dumps(about).encode())
     top = top.cpu()
     found.update(_memory(top))
@@ -40,24 +39,22 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _digests_of_pieces(flat: Tensor) -> Tensor:
-    """Of a tensor of bytes; zeros fill the last piece, for the shape is in the digest too."""
-    num_whole = len(flat) // PIECE_BYTES * PIECE_BYTES
-    whole, rest = flat[:num_whole], flat[num_whole:]
-    if flat.is_cuda:
+def _digests_of_pieces(flats: list[Tensor]) -> Tensor:
+    """Of tensors of bytes; zeros fill the last piece of each, for shapes are in the digest too."""
+    if flats[0].is_cuda:
         from roll_lite.kernels.sha256 import sha256_pieces
 
-        if len(rest):
-            filled = flat.new_zeros(PIECE_BYTES)
-            filled[: len(rest)] = rest
-            return torch.cat([sha256_pieces(part, PIECE_BYTES) for part in (whole, filled)])
-        return sha256_pieces(whole, PIECE_BYTES)
-    memory = _memory(whole)
-    pieces = [memory[at : at + PIECE_BYTES] for at in range(0, num_whole, PIECE_BYTES)]
-    if len(rest):
-        pieces.append(bytes(_memory(rest)).ljust(PIECE_BYTES, b"\0"))
-    joined = bytearray().join([hashlib.sha256(piece).digest() for piece in pieces])
-    return torch.frombuffer(joined, dtype=torch.uint8) if joined else flat
+        return sha256_pieces(flats, PIECE_BYTES)
+    joined = bytearray()
+    for flat in flats:
+        num_whole = len(flat) // PIECE_BYTES * PIECE_BYTES
+        memory = _memory(flat)
+        for at in range(0, num_whole, PIECE_BYTES):
+            joined += hashlib.sha256(memory[at : at + PIECE_BYTES]).digest()
+        if num_whole < len(flat):
+            rest = bytes(memory[num_whole:]).ljust(PIECE_BYTES, b"\0")
+            joined += hashlib.sha256(rest).digest()
+    return torch.frombuffer(joined, dtype=torch.uint8) if joined else flats[0]
 
 
 def _memory(flat: Tensor) -> memoryview:

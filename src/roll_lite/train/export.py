@@ -6,6 +6,7 @@ roll-lite export runs/RUN/checkpoints/step-00000100 OUT --adapter      # LoRA's 
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 from roll_lite.checks import UserError
 from roll_lite.hub import local_folder, snapshot_name
 from roll_lite.models.config import LoraOptions, ModelConfig, lora_options, read_config
-from roll_lite.models.hf import load_model, save_adapter, save_state, stored_dtype
-from roll_lite.models.lora import add_adapters, merge
+from roll_lite.models.hf import load_model, stored_dtype
+from roll_lite.models.hf_write import save_adapter, save_parameters
+from roll_lite.models.lora import add_adapters, is_of_adapter, merge
 from roll_lite.models.transformer import Transformer
 from roll_lite.train.checkpoint_folders import (
     MANIFEST,
@@ -98,24 +100,32 @@ def _check_base(checkpoint: str | Path, manifest: Manifest, base: Path) -> None:
 
 def export_checkpoint(checkpoint: str | Path, base: str | Path, folder: str | Path) -> Path:
     """Write the folder in the dtype of `base`, the model that training started from."""
-    state, dtype = checkpoint_weights(checkpoint, base), stored_dtype(base)
-    state = {name: tensor.to(dtype) for name, tensor in state.items()}
-    return save_state(folder, state, read_config(base), like=base)
+    weights = checkpoint_weights(checkpoint, base)
+    options = {"like": base, "dtype": stored_dtype(base)}
+    return save_parameters(folder, weights, read_config(base), **options)
 
 
 def export_adapter(checkpoint: str | Path, base: str | Path, folder: str | Path) -> Path:
     """Write the adapters alone, in fp32, as PEFT reads them on top of `base`."""
+    adapters, lora = checkpoint_adapters(checkpoint, base)
+    return save_adapter(folder, adapters, lora, read_config(base), base=base)
+
+
+def checkpoint_adapters(
+    checkpoint: str | Path, base: str | Path
+) -> tuple[dict[str, Tensor], LoraOptions]:
+    """The policy's adapters in fp32, on the weights of `base`."""
     manifest, config = check_checkpoint(checkpoint, base), read_config(base)
     if manifest.kind != "adapter":
         raise UserError(f"{checkpoint} has no adapters: the run trained all weights, without LoRA")
     if problems := verify(checkpoint):
         raise DamagedError(f"{checkpoint} is damaged: {'; '.join(problems)}")
-    adapters, lora = _adapters(checkpoint, manifest, config)
-    return save_adapter(folder, adapters, lora, config, base=base)
+    return _adapters(checkpoint, manifest, config)
 
 
-def checkpoint_weights(checkpoint: str | Path, base: str | Path) -> dict[str, Tensor]:
-    """The policy's masters in fp32, adapters merged; `base` is what training started from."""
+def checkpoint_weights(checkpoint: str | Path, base: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """The policy's masters in fp32, adapters merged, one after the other; `base` is what training
+    started from."""
     manifest, config = check_checkpoint(checkpoint, base), read_config(base)
     if problems := verify(checkpoint):
         raise DamagedError(f"{checkpoint} is damaged: {'; '.join(problems)}")
@@ -123,20 +133,21 @@ def checkpoint_weights(checkpoint: str | Path, base: str | Path) -> dict[str, Te
         return _merged(checkpoint, manifest, config, base)
     with torch.device("meta"):
         model = Transformer(config)
-    return _read(checkpoint, dict(model.named_parameters()), manifest)
+    names = model.named_parameters()
+    return ((name, _read(checkpoint, {name: p}, manifest)[name]) for name, p in names)
 
 
 def _merged(
     checkpoint: str | Path, manifest: Manifest, config: ModelConfig, base: str | Path
-) -> dict[str, Tensor]:
+) -> Iterator[tuple[str, Tensor]]:
     """The base's weights with the checkpoint's adapters merged in."""
     adapters, options = _adapters(checkpoint, manifest, config)
-    state = {name: p.detach() for name, p in load_model(base).named_parameters()}
-    for name in (name.removesuffix("_adapter.down") for name in adapters if name.endswith("down")):
-        down = adapters[f"{name}_adapter.down"]
-        up = adapters[f"{name}_adapter.up"]
-        state[name] = merge(state[name], down, up, options)
-    return state
+    model = load_model(base, dtype=stored_dtype(base))
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach().float()
+        if (down := adapters.get(f"{name}_adapter.down")) is not None:
+            weight = merge(weight, down, adapters[f"{name}_adapter.up"], options)
+        yield name, weight
 
 
 def _adapters(
@@ -147,7 +158,7 @@ def _adapters(
     with torch.device("meta"):
         model = Transformer(config)
         add_adapters(model, options)
-    adapters = {n: p for n, p in model.named_parameters() if "_adapter." in n}
+    adapters = {n: p for n, p in model.named_parameters() if is_of_adapter(n)}
     return _read(checkpoint, adapters, manifest), options
 
 

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 SLAB_BYTES = 2**30
 """Host memory is taken in slabs: torch rounds pinned allocations up to powers of two."""
@@ -57,15 +56,13 @@ class Offload:
             torch.cuda.synchronize(self._device)
 
     def host_copy(self, tensor: Tensor) -> Tensor:
-        """The copy of an offloaded tensor, or of a view of one; it may be written to."""
+        """The copy of an offloaded tensor, or of a view of one; it may be written to. A tensor that
+        stays on the device is its own."""
+        if _key(tensor) not in self._host:
+            return tensor
         held = self._host[_key(tensor)].view(tensor.dtype)
         start = held.storage_offset() + tensor.storage_offset()
         return held.as_strided(tensor.shape, tensor.stride(), start)
-
-
-def local(parameter: Tensor) -> Tensor:
-    """This rank's shard."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _key(tensor: Tensor) -> int:

@@ -12,9 +12,10 @@ from torch import Tensor
 from roll_lite.checks import UserError
 from roll_lite.cluster.places import Place
 from roll_lite.cluster.role import Method, RoleHandle, split
+from roll_lite.engine.arena import move_to_arena
 from roll_lite.models.config import LoraOptions
 from roll_lite.models.context_parallel import ContextShard
-from roll_lite.models.fsdp import shard
+from roll_lite.models.fsdp import local, shard
 from roll_lite.models.hf import open_model
 from roll_lite.models.logprobs import ALL
 from roll_lite.models.lora import add_adapters
@@ -23,7 +24,7 @@ from roll_lite.models.transformer import Checkpointing, Head
 from roll_lite.profiling import Profiled
 from roll_lite.progress import ProgressBar
 from roll_lite.train.batch import MicroBatch, pack, unpack
-from roll_lite.train.offload import Offload, local
+from roll_lite.train.offload import Offload
 from roll_lite.train.sequences import TrainingSequence
 
 SEQUENCES_PER_CALL = 512  # bounds what a call over ranks carries
@@ -56,6 +57,7 @@ class Scorer(Profiled):
         dtype: torch.dtype,
         checkpointing: Checkpointing = "none",
         lora: LoraOptions | None = None,
+        in_arena: bool = False,
     ) -> None:
         self.folder = folder
         self.place = place
@@ -69,6 +71,7 @@ class Scorer(Profiled):
         model = open_model(folder, **options)
         if lora:
             add_adapters(model, lora)
+        self._arenas = move_to_arena(model) if in_arena else []
         self.config = model.config
         self.tensor_shard = model.layout
         meshes = {"mesh": place.shards, "expert_mesh": place.expert_shards}

@@ -6,7 +6,6 @@ The files hold tensors only; a `ShardRecord` says where each lies in the whole t
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import zlib
@@ -22,15 +21,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from roll_lite.checks import UserError
+from roll_lite.models.tensor_files import content, dtype_name, header
 from roll_lite.progress import ProgressBar
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-FORMAT_NAMES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
 
 
 class DamagedError(UserError):
@@ -101,9 +96,9 @@ def write_shard(
     ordered = sorted(pieces.items(), key=lambda item: (-item[1].tensor.itemsize, item[0]))
     held = {name: piece for name, piece in ordered if piece.tensor.numel()}
     path = Path(folder) / f"{of}-{rank:05d}.safetensors"
-    header = _header({name: piece.tensor for name, piece in held.items()})
-    size = len(header) + sum(piece.tensor.nbytes for piece in held.values())
-    parts = chain([memoryview(header)], (_content(piece.tensor) for piece in held.values()))
+    head = header({name: piece.tensor for name, piece in held.items()})
+    size = len(head) + sum(piece.tensor.nbytes for piece in held.values())
+    parts = chain([memoryview(head)], (content(piece.tensor) for piece in held.values()))
     return ShardRecord(
         file=path.name,
         size=size,
@@ -211,45 +206,13 @@ def check_cover(records: Sequence[ShardRecord]) -> None:
         )
 
 
-def _header(tensors: dict[str, Tensor]) -> bytes:
-    """The header of a safetensors file: the length of its JSON, then the JSON."""
-    entries = {}
-    end = 0
-    for name, tensor in tensors.items():
-        dtype = _dtype_name(tensor)
-        if dtype not in FORMAT_NAMES:
-            known = ", ".join(FORMAT_NAMES)
-            raise UserError(f"{name} has dtype={tensor.dtype}; a checkpoint holds {known}")
-        start = end
-        end = start + tensor.nbytes
-        entries[name] = {
-            "dtype": FORMAT_NAMES[dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _content(tensor: Tensor) -> memoryview:
-    from torch import uint8  # not above: the options of checkpoints are read without torch
-
-    on_cpu = tensor.detach().cpu().contiguous()
-    return memoryview(on_cpu.view(-1).view(uint8).numpy())
-
-
 def _stored(piece: Piece) -> StoredPiece:
     return StoredPiece(
         tuple(piece.offsets),
         tuple(piece.tensor.shape),
         tuple(piece.shape),
-        _dtype_name(piece.tensor),
+        dtype_name(piece.tensor),
     )
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _overlap(stored: StoredPiece, wanted: Piece) -> tuple[tuple, tuple] | None:
@@ -274,7 +237,7 @@ def _check_wanted(
     wholes = whole_tensors(records)
     wrong = []
     for name, piece in wanted.items():
-        expected = tuple(piece.shape), _dtype_name(piece.tensor)
+        expected = tuple(piece.shape), dtype_name(piece.tensor)
         if name in wholes and wholes[name] != expected:
             (shape, dtype), (our_shape, our_dtype) = wholes[name], expected
             wrong.append(f"{name} is {shape} {dtype}, expected {our_shape} {our_dtype}")

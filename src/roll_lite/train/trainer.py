@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,16 +24,18 @@ from roll_lite.models.cost import device_flops, training_flops
 from roll_lite.models.fsdp import (
     gradient_norm,
     in_buckets,
+    local,
     rectangles,
     start_gathering,
     sum_copied_gradients,
     whole_shape,
 )
-from roll_lite.models.hf import save_state, stored_dtype
+from roll_lite.models.hf import stored_dtype
+from roll_lite.models.hf_write import save_parameters
 from roll_lite.models.logprobs import ALL
-from roll_lite.models.lora import adapters, merge
+from roll_lite.models.lora import adapters, add_adapters, is_of_adapter, merge
 from roll_lite.models.tensor_parallel import TensorShard
-from roll_lite.models.transformer import Checkpointing, Head
+from roll_lite.models.transformer import Checkpointing, Head, Transformer
 from roll_lite.progress import ProgressBar
 from roll_lite.stopping import Ended
 from roll_lite.train.adamw import AdamW
@@ -47,7 +49,6 @@ from roll_lite.train.checkpoint_folders import (
 )
 from roll_lite.train.digests import RunningDigest, digest_tensors
 from roll_lite.train.losses import Loss
-from roll_lite.train.offload import local
 from roll_lite.train.optimizer import Schedule
 from roll_lite.train.scorer import Scorer
 from roll_lite.train.sequences import TrainingSequence
@@ -83,15 +84,20 @@ class Trainer(Scorer):
         moments: Literal["float32", "bfloat16"] = "float32",
         lora: LoraOptions | None = None,
         balance_coef: float = 0.0,
+        is_shared: bool = False,
     ):
         """A critic is a trainer with head="value". With `lora` only adapters are trained.
+
+        `is_shared`: an engine on this rank computes with the frozen weights too (`engine_model`).
+        They stay on the device, in arenas.
 
         `temperature` and `truncation` are those of sampling: losses and `logprobs` are of the
         distribution that the engine samples from at the same weights.
         """
         # Frozen weights need no fp32 master.
         dtype = place.dtype if lora else torch.float32
-        self._build(folder, place, temperature, head, dtype, checkpointing, lora)
+        self._build(folder, place, temperature, head, dtype, checkpointing, lora, is_shared)
+        self._is_shared = is_shared
         self.truncation = truncation
         self.loss = loss
         self._balance = Balance(self.model, balance_coef, place)
@@ -103,12 +109,13 @@ class Trainer(Scorer):
         self._num_skipped = 0  # in a row
         self.lora = lora
         self._parameters = dict(self.model.named_parameters())
-        weights = ((n, p) for n, p in self._parameters.items() if "_adapter." not in n)
+        weights = ((n, p) for n, p in self._parameters.items() if not is_of_adapter(n))
         self._buckets = [list(bucket) for bucket in in_buckets(weights, place.device)]
         trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
         self.optimizer = AdamW(
             trained, weight_decay=weight_decay, betas=betas, moments_dtype=getattr(torch, moments)
         )
+        self._trained = {n: local(p.detach()) for n, p in trained.items()}
         self._digests = RunningDigest()
         self._digest_seconds = 0.0
         self._noted: list[dict[str, Tensor]] = []
@@ -258,13 +265,14 @@ class Trainer(Scorer):
         trained = self.optimizer.parameters
         sum_copied_gradients(trained, self.tensor_shard)
         norm = gradient_norm(trained, self.tensor_shard, self.place.group)
+        found = norm.item()  # waits for the gradient, which is not the digest's time
         scale = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         gradients = {name: local(parameter.grad) for name, parameter in trained.items()}
         with self._timed_digest():
             self._digests.add_text("gradient", digest_tensors(gradients.items()))
             self._digests.add_text("clipping", str(scale.item()))
         torch._foreach_mul_([*gradients.values()], scale)
-        return norm.item()
+        return found
 
     def _speed(self, batch: list[MicroBatch], seconds: float) -> dict[str, float]:
         lengths = torch.cat([micro.cu_seqlens.diff() for micro in batch]).double()
@@ -312,21 +320,39 @@ class Trainer(Scorer):
         finally:
             self.truncation = truncation
 
+    @torch.no_grad()
+    def engine_model(self, tensor_shard: TensorShard | None) -> Transformer:
+        """A model for an engine on this rank: the same frozen tensors, and adapters of its own in
+        the dtype of these. The shard is the same part as this trainer's."""
+        with torch.device("meta"):
+            model = Transformer(self.config, shard=tensor_shard)
+            add_adapters(model, self.lora)
+        frozen = {n: p.detach() for n, p in self._parameters.items() if not p.requires_grad}
+        own = {n: p.to(self.device, self.place.dtype, copy=True) for n, p in self.adapters()}
+        model.load_state_dict(frozen | own, assign=True)
+        return model
+
+    def adapters(self) -> Collection[tuple[str, Tensor]]:
+        """This rank's part of the adapters; in host memory while they are offloaded."""
+        return {n: self._readable(tensor) for n, tensor in self._trained.items()}.items()
+
     def _state_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        trained = [local(p.detach()) for p in self.optimizer.parameters.values()]
+        trained = [*self._trained.values()]
         moments = [t for moment in self.optimizer.moments.values() for t in moment.values()]
         frozen = [local(p.detach()) for p in self.model.parameters() if not p.requires_grad]
-        return trained + moments, frozen
+        return trained + moments, [] if self._is_shared else frozen
 
     def _readable(self, tensor: Tensor) -> Tensor:
         """One of this rank's tensors; while it is offloaded, its copy in host memory."""
         return self._offload.host_copy(tensor) if self.is_offloaded else tensor
 
-    def _on_device(self, parameter: DTensor) -> DTensor:
+    def _on_device(self, parameter: Tensor) -> Tensor:
         """A parameter, or while it is offloaded a copy for the moment."""
         if not self.is_offloaded:
             return parameter
         held = self._readable(local(parameter.detach())).to(self.device, non_blocking=True)
+        if not isinstance(parameter, DTensor):
+            return held
         layout = parameter.device_mesh, parameter.placements
         sizes = {"shape": parameter.shape, "stride": parameter.stride()}
         return DTensor.from_local(held, *layout, run_check=False, **sizes)
@@ -363,7 +389,8 @@ class Trainer(Scorer):
         for name in [*names, *(name for name in added if name in self._parameters)]:
             parameter = self._parameters[name]
             kind = None if "_adapter." in name else dtype
-            of_mesh = messages.setdefault((parameter.device_mesh, kind), {})
+            mesh = getattr(parameter, "device_mesh", None)  # None: it is whole on every rank
+            of_mesh = messages.setdefault((mesh, kind), {})
             of_mesh[name] = self._on_device(parameter)
         return [start_gathering(held, kind) for (_, kind), held in messages.items()]
 
@@ -385,14 +412,19 @@ class Trainer(Scorer):
             yield name, tensor
 
     def export(self, folder: str | Path) -> Path:
-        """Write a Hugging Face folder, in the dtype of the model that training started from."""
-        dtype = stored_dtype(self.folder)
-        is_first = self.place.group.rank() == 0
-        state = {}
-        for name, tensor in self.whole_parameters():
-            if is_first:
-                state[name] = tensor.to("cpu", dtype)
-        return save_state(folder, state, self.config, like=self.folder) if is_first else folder
+        """Write a Hugging Face folder, in the dtype of the model that training started from.
+
+        The first rank writes each parameter as it is gathered.
+        """
+        parameters = self.whole_parameters()
+        try:
+            if self.place.group.rank() == 0:
+                options = {"like": self.folder, "dtype": stored_dtype(self.folder)}
+                head = "language" if self.model.value_head is None else "value"
+                save_parameters(folder, parameters, self.config, head=head, **options)
+        finally:  # the other ranks gather all of them, whether or not writing has failed
+            deque(parameters, maxlen=0)
+        return Path(folder)
 
     def write_checkpoint(self, folder: str | Path) -> ShardRecord:
         """Write this rank's file: masters (with LoRA, adapters alone) and moments.
