@@ -61,7 +61,7 @@ def exact(folder):
 def on_one_rank(folder, device):
     results = {}
     with Cluster("train=0", device) as cluster:
-        for lora in (None, train_programs.LORA):
+        for lora in (None, train_programs.adapters(folder)):
             options = train_programs.options(lora)
             trainer = cluster.role("train", train_programs.Probe, folder=folder, **options)
             if lora:
@@ -85,6 +85,23 @@ def test_training_does_not_depend_on_the_layout(over_ranks, alone, exact, layout
             assert error < 1.5 * on_one + 5e-3, (layout, budget, name, error, on_one)
     assert got["losses"] == pytest.approx(expected["losses"], rel=1e-2)
     assert all(got["holds"])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+def test_ranks_with_experts_have_the_gradients_of_one(tmp_path, family):
+    """In fp32: in bf16 a router may choose other experts."""
+    sizes = {"vocab_size": 99, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    make_reference(family, **sizes).save_pretrained(folder := tmp_path / family)
+    result_file = tmp_path / "layouts.pt"
+    run_torchrun(4, train_programs.__file__, "layouts", folder, result_file, DEVICE, "float32")
+    results = torch.load(result_file, weights_only=False, map_location="cpu")
+    expected = on_one_rank(folder, "cpu")
+    for layout, lora in train_programs.cases(folder):
+        for budget, grads in results[layout, lora]["grads"].items():
+            for name, grad in grads.items():
+                true = expected[lora]["grads"][budget][name]
+                error = ((grad - true).norm() / true.norm()).item()
+                assert error < 1e-5, (layout, budget, name, error)
 
 
 def test_every_layout_reads_what_another_wrote(over_ranks):

@@ -649,7 +649,7 @@ def test_preempted_samples_finish_though_new_ones_wait_ahead_of_them(qwen):
     assert new.turns == [None]
 
 
-@pytest.mark.parametrize("family", ["smollm2", "qwen3"])
+@pytest.mark.parametrize("family", ["smollm2", "qwen3", "qwen3_moe", "qwen2_moe"])
 def test_long_prompts_give_the_same_bits_alone_and_together(family, tmp_path):
     make_reference(family).save_pretrained(tmp_path)
     params = SamplingParams(max_tokens=12)

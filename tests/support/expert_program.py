@@ -54,7 +54,9 @@ def main(store, folder):
         def own(x, weights, gate_up, down, ids=ids, num_here=num_here, counts=counts):
             def of_arrived(x, ids, weights, num_pairs):
                 counts.append((num_pairs, int((ids // num_here == rank).sum())))
-                return mix(x, gate_up, down, ids, weights, first=rank * num_here)
+                return mix(
+                    x, gate_up, down, ids, weights, first=rank * num_here, num_pairs=num_pairs
+                )
 
             return mix_over_ranks(of_arrived, x, ids, weights, num_here, dist.group.WORLD)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from roll_lite.cluster.cluster import Cluster
+from roll_lite.cluster.places import Place
 from roll_lite.cluster.role import split
 from roll_lite.models.config import TARGETS, LoraOptions, read_config
 from roll_lite.models.fsdp import whole
@@ -41,7 +42,7 @@ MIXTURE_LAYOUTS = {
 }
 LORA = LoraOptions(rank=4, alpha=8.0)
 LORA_LAYOUTS = ("fsdp2tp2",)
-MIXTURE_LORA = LoraOptions(rank=4, alpha=8.0, targets=tuple(TARGETS))
+MIXTURE_LORA = LoraOptions(rank=8, alpha=8.0, targets=tuple(TARGETS))
 CASES = [(layout, False) for layout in LAYOUTS]
 CASES += [(layout, True) for layout in LORA_LAYOUTS]
 MIXTURE_CASES = [(layout, False) for layout in MIXTURE_LAYOUTS]
@@ -161,7 +162,9 @@ def exported(result_file, layout, has_adapters):
     return Path(result_file).with_name(f"export-{layout}-{has_adapters}")
 
 
-def layouts(model, result_file, device="cpu"):
+def layouts(model, result_file, device="cpu", dtype=None):
+    if dtype:  # what is computed in, instead of a device's own
+        Place.dtype = getattr(torch, dtype)
     known = MIXTURE_LAYOUTS if is_mixture(model) else LAYOUTS
     with Cluster(" ".join(known.values()), device) as cluster:
         results = {}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from roll_lite.models.config import ModelConfig
 from roll_lite.models.expert_parallel import mix_over_ranks
 from roll_lite.models.lora import Adapter, ExpertAdapter
-from roll_lite.models.ops import linear, silu_mul
+from roll_lite.models.ops import linear, sigmoid, silu_mul
 from roll_lite.models.tensor_parallel import ExpertPlace, TensorShard
 
 Choose = Callable[[int, Tensor], Tensor]
@@ -85,7 +85,8 @@ class Experts(nn.Module):
         y_TH = self.experts(x_TH, ids_TK, weights_TK)
         if self.shared is None:
             return y_TH
-        return y_TH + linear(x_TH, self._spread(self.shared_gate)).sigmoid() * self.shared(x_TH)
+        gate_T1 = sigmoid(linear(x_TH, self._spread(self.shared_gate)))
+        return y_TH + gate_T1 * self.shared(x_TH)
 
     def _balanced(self, probabilities_TE: Tensor, ids_TK: Tensor) -> Tensor:
         ids = ids_TK.flatten()
@@ -181,11 +182,12 @@ def mix(
     num_experts, num_chosen = len(down_EHF), ids_TK.shape[1]
     local_P = ids_TK.flatten() - first
     local_P = local_P.where((local_P >= 0) & (local_P < num_experts), num_experts)  # elsewhere last
-    pairs_P = local_P.argsort(stable=True)
+    pairs_P = local_P.argsort(stable=True)[:num_pairs]
     x_PH = x_TH[pairs_P // num_chosen]
     run = _grouped if x_TH.is_cuda else _one_by_one
     out_PH = run(x_PH, local_P[pairs_P], gate_up_E2FH.flatten(1, 2), down_EHF, adapters)
-    out_TKH = out_PH[pairs_P.argsort()].unflatten(0, ids_TK.shape)
+    zeros = x_TH.new_zeros(ids_TK.numel(), x_TH.shape[1])
+    out_TKH = zeros.index_copy(0, pairs_P, out_PH).unflatten(0, ids_TK.shape)
     return (out_TKH.float() * weights_TK.float()[:, :, None]).sum(1).to(x_TH.dtype)
 
 

@@ -90,6 +90,13 @@ def silu_mul(gate_up_TF: Tensor) -> Tensor:
     return (wide / wide.neg().exp_().add_(1)).to(gate.dtype).mul_(up)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """On a CPU without gradients batch-invariant, unlike torch's."""
+    if x.is_cuda or torch.is_grad_enabled():
+        return x.sigmoid()
+    return x.float().neg().exp_().add_(1).reciprocal_().to(x.dtype)
+
+
 def add_norm(x_TH: Tensor, delta_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + delta and its RMS norm; without gradients x may be overwritten."""
     if x_TH.is_cuda and torch.is_grad_enabled():

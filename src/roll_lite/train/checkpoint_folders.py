@@ -257,7 +257,7 @@ class Manifest:
     score: float | None
     """Higher is better; None if nothing was measured."""
     layout: dict[str, int]
-    """Number of ranks that wrote the files, and their tp."""
+    """Number of ranks that wrote the files, their tp and ep."""
     architecture: dict[str, Any]
     """The ModelConfig."""
     state: dict[str, Any]
