@@ -38,9 +38,9 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
 # Siblings that may meet: sync is where trainer and engine do.
 ALLOWED = {("sync", "train")}
 LINES = {  # of Python in a package, at most; "." is the files beside the packages
-    ".": 7150, "cluster": 2925, "data": 1300, "engine": 2700, "envs": 2250, "kernels": 875,
+    ".": 7200, "cluster": 2925, "data": 1300, "engine": 2775, "envs": 2250, "kernels": 875,
     "models": 3350, "planning": 1475, "proof": 1475, "report": 3050, "rewards": 3525,
-    "rollout": 3175, "sandbox": 2450, "train": 4800, "workers": 2575,
+    "rollout": 3175, "sandbox": 2450, "train": 4925, "workers": 2575,
 }  # fmt: skip
 SLACK = 100
 TORCH_FREE = (

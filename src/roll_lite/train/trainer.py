@@ -45,7 +45,7 @@ from roll_lite.train.checkpoint_folders import (
     verify,
 )
 from roll_lite.train.digests import RunningDigest, digest_tensors
-from roll_lite.train.losses import Loss
+from roll_lite.train.losses import Loss, sampled_only
 from roll_lite.train.offload import local
 from roll_lite.train.optimizer import Schedule
 from roll_lite.train.scorer import Scorer
@@ -81,8 +81,10 @@ class Trainer(Scorer):
         checkpointing: Checkpointing = "none",
         moments: Literal["float32", "bfloat16"] = "float32",
         lora: LoraOptions | None = None,
+        replays_experts: bool = False,
     ):
-        """A critic is a trainer with head="value". With `lora` only adapters are trained.
+        """A critic is a trainer with head="value". With `lora` only adapters are trained. With
+        `replays_experts` a mixture reads its samples with the experts that the engine used.
 
         `temperature` and `truncation` are those of sampling: losses and `logprobs` are of the
         distribution that the engine samples from at the same weights.
@@ -91,6 +93,7 @@ class Trainer(Scorer):
         dtype = place.dtype if lora else torch.float32
         self._build(folder, place, temperature, head, dtype, checkpointing, lora)
         self.truncation = truncation
+        self.replays_experts = replays_experts
         self.loss = loss
         self.schedule = schedule
         self.max_grad_norm = max_grad_norm
@@ -227,11 +230,17 @@ class Trainer(Scorer):
 
     def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         targets = micro.targets_R if micro.teacher_ids_RK is None else micro.teacher_ids_RK
-        if not self.truncation.is_on:
-            return self.loss(*self._forward(micro, targets), micro)
-        *found, micro, outside_R = hold_outside(*self._forward(micro, targets), micro)
+        found = self._forward(micro, targets)
+        more = {}
+        if self.truncation.is_on:
+            *found, micro, outside_R = hold_outside(*found, micro)
+            more["loss/outside_truncation"] = outside_R.float()
+        if self.replays_experts:
+            nothing_R = torch.zeros_like(micro.weights_R)
+            differing_R = nothing_R if self._differing_R is None else self._differing_R
+            more["mismatch/experts"] = sampled_only(differing_R, micro)
         loss_R, measurements = self.loss(*found, micro)
-        return loss_R, measurements | {"loss/outside_truncation": outside_R.float()}
+        return loss_R, measurements | more
 
     @torch.no_grad()
     def evaluate(self, batch: list[MicroBatch]) -> dict[str, float]:
@@ -283,14 +292,16 @@ class Trainer(Scorer):
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """The frozen base model, which serves as the reference."""
+        """The frozen base model, which serves as the reference. Its routers choose freely."""
         if not self.lora:
             raise UserError("only a model with LoRA is its own reference; give lora options")
         for adapter in adapters(self.model):
             adapter.is_on = False
+        replays_experts, self.replays_experts = self.replays_experts, False
         try:
             yield
         finally:
+            self.replays_experts = replays_experts
             for adapter in adapters(self.model):
                 adapter.is_on = True
 
