@@ -29,7 +29,7 @@ def make_toy_mixture(folder, **changes):
     tokenizer = character_tokenizer()
     sizes = {
         "vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
         "num_experts_per_tok": 2, "eos_token_id": tokenizer.eos_token_id,
         "tie_word_embeddings": True, "mlp_only_layers": [],
     } | changes  # fmt: skip

@@ -5,11 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support import replay_program
+from support.forked_ranks import run_ranks
 from support.mixtures import make_mixture
 from support.trainers import PPO, make_trainer, step_gradient
 from support.training_data import random_sequences
 
 from roll_lite.checks import UserError
+from roll_lite.cluster.cluster import Cluster
 from roll_lite.engine.engine import Engine
 from roll_lite.engine.request import Request
 from roll_lite.models.attention import PackedAttention
@@ -179,3 +182,20 @@ def test_idle_microbatches_and_microbatches_without_a_record_measure_nothing(
     batch = pack(sequences[:2], 1000, num_shards=3)
     metrics = make_trainer(place, paired[1], PPO, replays_experts=True).evaluate(batch)
     assert 0 < metrics["mismatch/experts"] < 1
+
+
+@pytest.mark.slow
+def test_ranks_that_cut_tokens_or_weights_replay_the_same(paired, sequences, tmp_path):
+    folder, samples, results = paired[1], tmp_path / "samples.pt", tmp_path / "results.pt"
+    torch.save(sequences, samples)
+    run_ranks(4, replay_program.__file__, folder, samples, results)
+    with Cluster("alone=0", "cpu") as cluster:
+        [(_, trainer, _)] = replay_program.roles(cluster, ["alone"], folder)
+        expected, alone = replay_program.measure(trainer, sequences, 1)
+    for layout, (grads, metrics) in torch.load(results, weights_only=False).items():
+        assert metrics["mismatch/logprob_max"] < 1e-5, layout
+        for name in ("mismatch/experts", "loss/loss"):
+            assert metrics[name] == pytest.approx(alone[name], abs=0.02), (layout, name)
+        for name, grad in grads.items():
+            error = (grad - expected[name]).norm() / expected[name].norm()
+            assert error < 1e-5, (layout, name, error)
