@@ -118,19 +118,15 @@ def test_a_mixture_learns(trained):
 
 @pytest.mark.slow
 def test_the_tiny_mixture_learns_to_reverse(tmp_path):
-    """As in the quickstart, but for shorter words and fewer steps."""
+    """The quickstart's commands, but for two steps of reinforcement in place of 40. Greedy replies
+    of the careless imitator miss the last letter; a run of its own went from 0.17 to 0.62."""
     model = build_tiny(tmp_path / "tiny", num_experts=8)
     options = {
-        "data": "reverse:3", "careless": 0.7, "steps": 60, "eval_every": 0,
+        "data": "reverse:5", "careless": 0.7, "steps": 140, "eval_every": 0,
         "run_dir": str(tmp_path / "sft"),
     }  # fmt: skip
     call_recipe(sft, from_flat(sft.Config, model=str(model), **options))
-    options = {
-        "model": str(tmp_path / "sft" / "model"), "data": ("reverse:3",), "steps": 12,
-        "eval_every": 0, "prompts_per_step": 16, "run_dir": str(tmp_path / "rl"),
-    }  # fmt: skip
-    call_recipe(rlvr, from_flat(rlvr.Config, **options))
-    rows = steps_of(tmp_path / "rl")
-    print([round(row["reward/mean"], 2) for row in rows])
-    assert gain(rows) > 0.2
-    assert all(row["mismatch/logprob_max"] < 1e-4 for row in rows)
+    options = {"model": str(tmp_path / "sft" / "model"), "run_dir": str(tmp_path / "rl")}
+    rates = call_recipe(rlvr, from_flat(rlvr.Config, data=("reverse:5",), steps=2, **options))
+    assert rates[0] < 0.4 and rates[-1] > rates[0] + 0.2
+    assert all(row["mismatch/logprob_max"] < 1e-4 for row in steps_of(tmp_path / "rl"))
