@@ -167,7 +167,7 @@ def make_roles(cfg: Config, cluster: rl.Cluster) -> rl.Roles:
         loss=rl.PolicyLoss(cfg.policy_loss, cfg.kl),
         schedule=cfg.training.schedule_over(cfg.steps - cfg.critic.critic_warmup_steps),
         temperature=cfg.temperature, truncation=cfg.sampling.truncation,
-        stays_for_sync=not cfg.training.lora_rank,
+        stays_for_sync=not cfg.training.lora_rank, replays_experts=cfg.replays_experts,
         **cfg.training.policy_options,
     )  # fmt: skip
     if cfg.advantages.needs_critic:
@@ -182,7 +182,9 @@ def make_roles(cfg: Config, cluster: rl.Cluster) -> rl.Roles:
         roles.reference = scorer("reference", folder=cfg.kl.reference or cfg.model)
     for name, domain in cfg.teaching.roles.items():
         roles.teachers[domain] = scorer(name, folder=cfg.teaching.folders[domain])
-    roles.engines = roles.add_engines(folder=cfg.model, kv_cache_gib=cfg.kv_cache_gib)
+    roles.engines = roles.add_engines(
+        folder=cfg.model, kv_cache_gib=cfg.kv_cache_gib, records_experts=cfg.replays_experts
+    )
     return roles
 
 

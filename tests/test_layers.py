@@ -38,9 +38,9 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
 # Siblings that may meet: sync is where trainer and engine do.
 ALLOWED = {("sync", "train")}
 LINES = {  # of Python in a package, at most; "." is the files beside the packages
-    ".": 7325, "cluster": 2975, "data": 1300, "engine": 2700, "envs": 2250, "kernels": 1400,
+    ".": 7325, "cluster": 2975, "data": 1300, "engine": 2775, "envs": 2250, "kernels": 1400,
     "models": 3850, "planning": 1525, "proof": 1525, "report": 3050, "rewards": 3525,
-    "rollout": 3175, "sandbox": 2450, "train": 4900, "workers": 2575,
+    "rollout": 3175, "sandbox": 2450, "train": 5000, "workers": 2575,
 }  # fmt: skip
 SLACK = 100
 TORCH_FREE = (

@@ -93,7 +93,8 @@ def forward(layers: Layers) -> dict[str, object]:
 
 def errors(layers: Layers) -> dict[str, object]:
     """Relative errors of output and gradients against fp32; whether two calls give equal bits."""
-    exact = gradients(loop_layer, layers[0])
+    inputs = [t.float() if t.is_floating_point() else t for t in layers[0]]
+    exact = gradients(loop_layer, inputs)
     got = [gradients(layer, layers[0]) for layer in (grouped_mlp, grouped_mm_layer, grouped_mlp)]
     kernels, grouped_mm = (
         [f"{((a - b).norm() / b.norm()).item():.2e}" for a, b in zip(tensors, exact, strict=True)]

@@ -12,6 +12,7 @@ from roll_lite import data
 from roll_lite.chat_template import ChatOptions
 from roll_lite.checks import UserError, above, at_least, read_only_if, unread_with
 from roll_lite.code_files import CodeOptions
+from roll_lite.engine.request import check_recordable
 from roll_lite.envs.env import Player
 from roll_lite.envs.play import EpisodeOptions
 from roll_lite.envs.specs import ENVS, EnvMaker, EnvOptions, env_players
@@ -120,6 +121,9 @@ class PolicyConfig(RecipeConfig):
     on_new_weights: Literal["go_on", "finish", "abort"] = "go_on"
     """What in-flight samples do when weights update: continue (go_on), finish first, or restart
     (abort)."""
+    router: Literal["replay", "own"] = "replay"
+    """Mixtures: train with the experts that the engine used for each token (replay), or with those
+    that the trainer's routers choose (own)."""
     rollouts_every: int = 1
     """Write the samples of every N-th step, and of the last; 0 writes the last step only. A sampled
     token takes about 20 bytes. Samples that were filtered, stale or surplus are written for the
@@ -253,8 +257,16 @@ class PolicyConfig(RecipeConfig):
             reason = f"advantage={self.advantages.advantage!r}"
             unread_with(reason, self.teaching, "teacher_weight")
 
+    @property
+    def replays_experts(self) -> bool:
+        return self.router == "replay" and read_config(self.model).experts is not None
+
     def _check_sizes(self) -> None:
         config = read_config(self.model)
+        if config.experts is None:
+            unread_with("a model without experts", self, "router")
+        if self.replays_experts:
+            check_recordable(config)
         max_tokens = self.lengths.max_tokens
         if max_tokens is None:
             max_tokens = default_tokens(self.default_kinds["max_tokens"], config)

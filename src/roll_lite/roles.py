@@ -129,7 +129,8 @@ class Roles:
         """What a model says of each token: logprobs under the policy, the reference or the teacher
         of the prompt's domain, values of the critic. A list for each of `plain_sequences(groups)`.
         """
-        return self._score(name, groups, plain_sequences(groups))
+        sequences = plain_sequences(groups, with_experts=name == "policy")
+        return self._score(name, groups, sequences)
 
     def score_reprompted(
         self, name: str, groups: list[Group], chat: Chat, reprompt: Reprompt | None

@@ -158,6 +158,9 @@ class Turn:
     result: TurnResult = NO_RESULT
     replica: int | None = field(default=None, compare=False)
     """The engine that sampled it."""
+    experts: bytes = field(default=b"", repr=False)
+    """A mixture's experts, a byte each: for each token of prompt and reply but the last, and each
+    sparse layer, those that the engine used. Empty if they are not recorded."""
 
 
 REWARD_METRICS = frozenset(
@@ -232,6 +235,8 @@ class TokenSequence:
     """Numbers of its turns in the sample."""
     lengths: list[tuple[int, int]] = field(default_factory=list)
     """Tokens that each turn read since the one before, and tokens that it sampled."""
+    experts: bytes = field(default=b"", repr=False)
+    """Of each token but the last, as its last turn read them."""
 
     @property
     def loss_mask(self) -> list[bool]:
@@ -270,6 +275,7 @@ class TokenSequence:
         self.logprobs += [0.0] * len(read) + turn.logprobs
         self.turns.append(number)
         self.lengths.append((len(read), len(turn.token_ids)))
+        self.experts, turn.experts = turn.experts, b""  # it has those of earlier turns, too
 
 
 @dataclass(slots=True, kw_only=True)

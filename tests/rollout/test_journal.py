@@ -2,6 +2,7 @@
 
 import bdb
 import itertools
+import json
 import os
 import pickle
 import zlib
@@ -13,7 +14,8 @@ from support.runs import comparable, samples_of
 from roll_lite.recipes import rlvr
 from roll_lite.rollout.journal import HEADER, Journal, fingerprint
 from roll_lite.rollout.prompts import Visit
-from roll_lite.types import Prompt, Sample, Score, Turn, TurnResult
+from roll_lite.rollout.record import read_group, write_group
+from roll_lite.types import Group, Prompt, Sample, Score, Turn, TurnResult
 
 PROMPT = Prompt(id="p", messages=({"role": "user", "content": "?"},), domain="d", ground_truth="")
 
@@ -27,6 +29,7 @@ def made_sample(index=0, version=3):
             prompt_ids=read, token_ids=[3, 4], logprobs=[-0.5, -0.25], finish_reason="stop",
             versions=[(0, version - 1), (1, version)], state="s",
             result=TurnResult(reward=0.5, measurements={"last": {"won": 1.0}}), replica=len(read),
+            experts=bytes([index, 255, 0, 7]) * (len(read) + 1),
         )  # fmt: skip
         sample.add_turn(turn)
     sample.transcript = [*PROMPT.messages, {"role": "assistant", "content": "\ud800 half"}]
@@ -65,6 +68,12 @@ def test_samples_come_back_once_and_as_they_were(written):
                        for e, then in zip(expected.events, sample.events, strict=True)]  # fmt: skip
     assert sample == expected and len(sample.sequences) == 2
     assert [turn.replica for turn in sample.turns] == [2, 5, 1]  # which == does not compare
+    assert [sequence.experts for sequence in sample.sequences] == [
+        b"\0\xff\0\7" * 6, b"\0\xff\0\7" * 2,
+    ]  # fmt: skip
+    group = Group(prompt=PROMPT, samples=[sample])
+    in_a_checkpoint = json.loads(json.dumps(write_group(group)))
+    assert read_group(in_a_checkpoint).samples == [expected]
     assert opened.restored(Visit(PROMPT, 7), 0) is None
     assert opened.restored(Visit(PROMPT, 6), 1) is None  # another visit of the prompt
     opened.write(made_sample(2))

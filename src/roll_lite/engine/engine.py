@@ -51,6 +51,7 @@ class Engine:
         backend: str = "auto",
         launch_ahead: bool | None = None,
         decode: Decode | None = None,
+        records_experts: bool = False,
     ):
         """The model's parameters move to arenas, unless they are in some. With adapters new weights
         are those of the adapters alone, and all stay when the engine sleeps.
@@ -61,6 +62,7 @@ class Engine:
         - `backend`: auto, triton, flash_attn or torch.
         - `launch_ahead`: launch the next burst before the host has read the last one; CUDA only.
         - `decode` turns token ids into text, for requests with stop texts.
+        - `records_experts` of a mixture: turns say which experts each token had.
         """
         self.model = model.requires_grad_(False)
         self.weight_arenas = move_to_arena(model)
@@ -88,6 +90,7 @@ class Engine:
             page_size=page_size,
             max_num_seqs=max_num_seqs,
             max_burst=self.burst,
+            records_experts=records_experts,
         )
         self.launch_ahead = weight.is_cuda if launch_ahead is None else launch_ahead
         self._needs_weights = False
@@ -331,6 +334,15 @@ class Engine:
         for sequence, *sampled in self.runner.collect(launched) if launched else ():
             if sequence.finish_reason is None and sequence not in launched.discarded:
                 self._extend(sequence, *sampled)
+        self._read_experts()
+
+    def _read_experts(self) -> None:
+        """Those of the sequences that have just ended, before their pages get other content."""
+        if ended := [sequence for sequence in self._ended if sequence.last_pages]:
+            found = self.runner.record.read([(s.last_pages, s.length - 1) for s in ended])
+            for sequence, rows in zip(ended, found, strict=True):
+                sequence.experts = rows
+                sequence.last_pages = []
 
     def _extend(
         self, sequence: Sequence, token_ids: np.ndarray, logprobs: np.ndarray, is_finite: bool
@@ -349,6 +361,8 @@ class Engine:
             self._suspect(sequence)
 
     def _take_out(self, sequence: Sequence) -> None:
+        if self.runner.record and sequence.finish_reason in ("stop", "length"):
+            sequence.last_pages = list(sequence.pages)
         self.scheduler.remove(sequence)
         self._ended.append(sequence)
 

@@ -18,6 +18,8 @@ Decode = Callable[[list[int]], str]
 Key = Hashable
 """What the sender of a request calls it."""
 MAX_STOP_IDS = 8
+MAX_EXPERTS = 256
+"""That a byte can name."""
 HALF_CHARACTER = "\ufffd"  # what a part of a character's bytes is decoded as
 TAIL_MARGIN = 8  # characters that a text cut out of a longer one may have wrong at its beginning
 
@@ -80,6 +82,17 @@ def check_request(
         raise UserError(f"stop={params.stop!r} needs text; give the engine Engine(decode=...)")
 
 
+def check_recordable(config: ModelConfig) -> None:
+    """Refuse a model whose experts a byte cannot name."""
+    if config.experts is None:
+        raise UserError("records_experts=True, but the model has no experts; leave it out")
+    if config.experts.num_experts > MAX_EXPERTS:
+        raise UserError(
+            f"router='replay' records an expert in a byte, so at most {MAX_EXPERTS} of a layer, "
+            f"and the model has num_experts={config.experts.num_experts}; use router=own"
+        )
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
     """One sample being generated. Once it runs, the KV cache holds all its tokens but the last."""
@@ -100,6 +113,10 @@ class Sequence:
     finish_reason: FinishReason | None = None
     is_suspect: bool = False
     """Its logits were not finite once: it shares no pages any more."""
+    last_pages: list[int] = field(default_factory=list)
+    """Once it has ended: the pages that it had, until `experts` is read from them."""
+    experts: bytes = b""
+    """Those of each token but the last, if they are recorded."""
     _token_ids: list[int] = field(default_factory=list)
     _logprobs: list[float] = field(default_factory=list)
     _new: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
@@ -153,6 +170,7 @@ class Sequence:
             logprobs=self._logprobs,
             finish_reason=self.finish_reason,
             versions=[run for run in self.versions if run[0] < self.num_sampled],
+            experts=self.experts,
         )
 
     def _flush(self) -> None:

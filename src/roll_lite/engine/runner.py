@@ -15,8 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from roll_lite.engine.arena import Arena, cache_shape
-from roll_lite.engine.attention_backends import BACKENDS, DecodeMetadata, PrefillMetadata
+from roll_lite.engine.attention_backends import (
+    BACKENDS,
+    DecodeMetadata,
+    Metadata,
+    PrefillMetadata,
+)
 from roll_lite.engine.decode_batch import SCRATCH_PAGE, DecodeBatch, RowTensors
+from roll_lite.engine.expert_record import ExpertRecord
 from roll_lite.engine.request import Sequence
 from roll_lite.engine.sampler import sample
 from roll_lite.engine.scheduler import Chunk
@@ -60,6 +66,7 @@ class Runner:
         page_size: int,
         max_num_seqs: int,
         max_burst: int,
+        records_experts: bool,
     ):
         self.model = model
         self.backend = backend
@@ -68,8 +75,13 @@ class Runner:
         self.max_num_seqs = max_num_seqs
         shape = cache_shape(model, num_pages, page_size)
         dtype = model.embedding.dtype
-        self.arena = Arena(torch.Size(shape).numel() * dtype.itemsize, self.device)
+        cache_bytes = torch.Size(shape).numel() * dtype.itemsize
+        rows = ExpertRecord.shape(model.config, num_pages, page_size) if records_experts else (0,)
+        self.arena = Arena(cache_bytes + torch.Size(rows).numel(), self.device)
         self.cache = self.arena.tensor(shape, dtype)
+        self.record: ExpertRecord | None = None
+        if records_experts:
+            self.record = ExpertRecord(self.arena.tensor(rows, torch.uint8, cache_bytes))
         longest = min(model.config.max_positions, num_pages * page_size)
         self.batch = DecodeBatch(max_num_seqs, -(-longest // page_size), self.device)
         self._step_index = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -96,6 +108,8 @@ class Runner:
         if copies:
             source, target = self._tensor(copies).unbind(1)
             self.cache[:, :, target] = self.cache[:, :, source]
+            if self.record:
+                self.record.copy(source, target)
         sequences = [sequence for _, sequence in readers]
         rows = self._tensor([chunk for chunk, _ in readers])
         ids, logprobs = self._sample(hidden_CH[rows], sequences)
@@ -116,21 +130,32 @@ class Runner:
         page, slot = np.divmod(positions, self.page_size)
         slots = page_table[np.repeat(np.arange(len(chunks)), lengths), page]
         ends_C = self._tensor(ends)
-        attend = BACKENDS[self.backend][0](
-            PrefillMetadata(
-                cache=self.cache,
-                slots_T=self._tensor(slots * self.page_size + slot),
-                page_table_BP=self._tensor(page_table, torch.int32),
-                starts_B=self._tensor(starts),
-                cu_seqlens=F.pad(ends_C, (1, 0)).int(),
-                max_seqlen=int(lengths.max()),
-                max_length=max_length,
-            )
+        meta = PrefillMetadata(
+            cache=self.cache,
+            slots_T=self._tensor(slots * self.page_size + slot),
+            page_table_BP=self._tensor(page_table, torch.int32),
+            starts_B=self._tensor(starts),
+            cu_seqlens=F.pad(ends_C, (1, 0)).int(),
+            max_seqlen=int(lengths.max()),
+            max_length=max_length,
         )
-        hidden_TH = self.model.hidden_states(
-            self._tensor(token_ids), self._tensor(positions), attend
-        )
+        hidden_TH = self._run_model(self._tensor(token_ids), self._tensor(positions), meta)
         return hidden_TH[ends_C - 1]
+
+    def _run_model(self, token_ids_T: Tensor, positions_T: Tensor, meta: Metadata) -> Tensor:
+        """Hidden states of tokens whose keys, values and experts go to the slots of `meta`."""
+        attend = BACKENDS[self.backend][isinstance(meta, DecodeMetadata)](meta)
+        if self.record is None:
+            return self.model.hidden_states(token_ids_T, positions_T, attend)
+        chosen: list[Tensor] = []
+
+        def choose(number: int, ids_TK: Tensor) -> Tensor:
+            chosen.append(ids_TK)
+            return ids_TK
+
+        hidden_TH = self.model.hidden_states(token_ids_T, positions_T, attend, choose)
+        self.record.write(meta.slots_T, chosen)
+        return hidden_TH
 
     def _sample(self, hidden_RH: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
         """The next token of each sequence, sampled from its row, and its logprob."""
@@ -303,17 +328,15 @@ class Runner:
         positions_B = rows.lengths - 1
         page_B = rows.page_table.gather(1, (positions_B // self.page_size)[:, None])[:, 0]
         page_B = torch.where(is_active_B, page_B, SCRATCH_PAGE)  # its page may be reassigned
-        attend = BACKENDS[self.backend][1](
-            DecodeMetadata(
-                cache=self.cache,
-                slots_T=page_B * self.page_size + positions_B % self.page_size,
-                page_table_BP=rows.page_table,
-                lengths_B=torch.where(is_active_B, rows.lengths, 1),  # inactive: one key
-                max_length=max_length,
-                finished_BK=self._finished_BK,
-            )
+        meta = DecodeMetadata(
+            cache=self.cache,
+            slots_T=page_B * self.page_size + positions_B % self.page_size,
+            page_table_BP=rows.page_table,
+            lengths_B=torch.where(is_active_B, rows.lengths, 1),  # inactive: one key
+            max_length=max_length,
+            finished_BK=self._finished_BK,
         )
-        hidden_BH = self.model.hidden_states(rows.token_ids, positions_B, attend)
+        hidden_BH = self._run_model(rows.token_ids, positions_B, meta)
         logits_BV = self.model.logits(hidden_BH)
         shard = self.model.shard
         if is_truncated:

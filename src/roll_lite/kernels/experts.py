@@ -77,6 +77,7 @@ def list_pairs(
 
     `num_pairs` bounds their number, where not all of `ids_TK` are of these experts.
     """
+    assert ids_TK.is_contiguous()
     P = ids_TK.numel()
     most = P if num_pairs is None else num_pairs
     num_tiles = most // rows + min(num_experts, most)
@@ -223,6 +224,7 @@ def gate_up(
     block: Block,
 ) -> None:
     """silu(gate) * up of the listed pairs into `act_PF`; gate and up into `saved_P2F` if given."""
+    assert x_TH.is_contiguous() and gate_up_E2FH.is_contiguous()
     H, F = x_TH.shape[1], act_PF.shape[1]
     depth, num_tiles = depth_of(block, x_TH.dtype), lists.tiles_3N.shape[1]
     _gate_up[(triton.cdiv(F, block.columns), num_tiles)](
@@ -299,6 +301,7 @@ def multiply(
 
     With `of_tokens`, the rows are those of the pairs' tokens and the products stay in that order.
     """
+    assert a.is_contiguous()
     (T, K), (_, D, N) = lists.shape, weight_EDN.shape
     out_PN = a.new_empty(len(lists.pairs_P) if of_tokens else T * K, N)
     depth, num_tiles = depth_of(block, a.dtype), lists.tiles_3N.shape[1]
@@ -350,6 +353,7 @@ def sum_pairs(
     out_PH: Tensor, ids_TK: Tensor, weights_TK: Tensor | None, first_expert: int, num_experts: int
 ) -> Tensor:
     """The weighted sum over a token's pairs whose experts are here, in their order, in fp32."""
+    assert weights_TK is None or weights_TK.is_contiguous()
     (T, K), H = ids_TK.shape, out_PH.shape[1]
     y_TH = out_PH.new_empty(T, H)
     block = min(1024, triton.next_power_of_2(H))

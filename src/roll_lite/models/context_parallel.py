@@ -53,6 +53,7 @@ class ContextShard:
         return ContextPart(
             token_ids_L=tokens(token_ids_T),
             positions_L=tokens(positions_T),
+            places_L=tokens(torch.arange(len(token_ids_T), device=token_ids_T.device)),
             attention=ContextAttention(self, spans),
             chosen=is_mine_R.nonzero()[:, 0],
             rows=(rows_R - first_R)[is_mine_R],
@@ -78,6 +79,8 @@ class ContextPart:
 
     token_ids_L: Tensor
     positions_L: Tensor
+    places_L: Tensor
+    """Of the tokens in the batch; 0 of padding."""
     attention: "ContextAttention"
     chosen: Tensor
     """Which rows of the batch are here."""

@@ -184,6 +184,8 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
         ("mismatch/k3", "mismatch KL", NATS, "KL from engine to trainer, by k3"),
         ("mismatch/outside", "off", SHARE, "tokens that are more than twice or less than half as "
          "likely to the trainer"),
+        ("mismatch/experts", "other experts", SHARE, "with --router replay: layers, of the tokens "
+         "that are trained on, whose router would choose other experts than the engine used"),
         ("whatif/kl", "KL to recorded", NATS, "of roll-lite whatif: mismatch/k3 while recorded "
          "samples are taken, so the KL from the policy that sampled them to this one"),
     ],

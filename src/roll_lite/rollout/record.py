@@ -39,7 +39,8 @@ def write_sample(sample: Sample) -> dict[str, Any]:
         "visit": sample.visit,
         "seed": sample.seed,
         "sequences": [
-            [sequence.token_ids, sequence.logprobs, sequence.turns] for sequence in sample.sequences
+            [sequence.token_ids, sequence.logprobs, sequence.turns, sequence.experts]
+            for sequence in sample.sequences
         ],
         "turns": [
             [len(turn.prompt_ids), len(turn.token_ids), turn.finish_reason, turn.versions,
@@ -102,7 +103,7 @@ def read_row(row: dict[str, Any], prompt: Prompt) -> Sample:
 
 def _read_turns(record: dict[str, Any]) -> list[Turn]:
     turns: dict[int, Turn] = {}
-    for token_ids, logprobs, numbers in record["sequences"]:
+    for token_ids, logprobs, numbers, *experts in record["sequences"]:
         for number in numbers:
             num_read, num_sampled, finish_reason, versions, *rest = record["turns"][number]
             state, reward, measurements, *replica = rest  # none in records of older versions
@@ -116,19 +117,26 @@ def _read_turns(record: dict[str, Any]) -> list[Turn]:
                 state=state,
                 result=TurnResult(reward=reward, measurements=measurements),
                 replica=replica[0] if replica else None,
+                experts=experts[0] if experts and number == numbers[-1] else b"",
             )
     return [turns[number] for number in sorted(turns)]
 
 
 def _packed(record: dict[str, Any]) -> dict[str, Any]:
     """For JSON, in which lists of numbers are long."""
-    sequences = [[_pack("i", ids), _pack("f", ps), turns] for ids, ps, turns in record["sequences"]]
+    sequences = [
+        [_pack("i", ids), _pack("f", ps), turns, b64encode(experts).decode()]
+        for ids, ps, turns, experts in record["sequences"]
+    ]
     return record | {"sequences": sequences}
 
 
 def _unpacked(record: dict[str, Any]) -> dict[str, Any]:
-    packed = record["sequences"]
-    return record | {"sequences": [[_unpack("i", a), _unpack("f", b), c] for a, b, c in packed]}
+    sequences = [
+        [_unpack("i", ids), _unpack("f", ps), turns, *map(b64decode, experts)]
+        for ids, ps, turns, *experts in record["sequences"]
+    ]
+    return record | {"sequences": sequences}
 
 
 def _pack(kind: str, numbers: list) -> str:

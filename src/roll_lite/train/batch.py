@@ -72,6 +72,10 @@ class MicroBatch:
     returns_R: Tensor | None = None
     teacher_ids_RK: Tensor | None = None
     teacher_logprobs_RK: Tensor | None = None
+    experts_TK: Tensor | None = None
+    """uint8: the experts that the engine used in all sparse layers, end to end."""
+    is_recorded_T: Tensor | None = None
+    """Whether those of a token are known."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """On CUDA by way of pinned memory, so that the host does not wait for the device."""
@@ -231,6 +235,7 @@ def _idle_microbatch(like: TrainingSequence, known: list[str]) -> MicroBatch:
     """One token without loss: keeps a rank in step and adds exactly zero to the gradient."""
     contents = {name: getattr(like, name)[:2] for name in known}
     contents |= {"observed": [False, False]} if "observed" in known else {}
+    contents |= {"experts": b""}
     sequence = replace(like, token_ids=[0, 0], loss_mask=[False, False], **contents)
     micro = _pack([sequence], [0], [(0.0, 0.0)], known)
     nothing = {"num_sequences": 0, "num_samples": 0, "num_segments": 0}
@@ -296,7 +301,30 @@ def _pack(
             for name in TENSORS
             if name in known
         },
+        **_recorded_experts(members),
     )
+
+
+def _recorded_experts(members: list[TrainingSequence]) -> dict[str, Tensor]:
+    """Of all tokens but the last of each sequence; nothing if no sequence has any."""
+    sizes = [len(sequence.token_ids) - 1 for sequence in members]
+    pairs = zip(members, sizes, strict=True)
+    found = {len(s.experts) / size: s.id for s, size in pairs if s.experts}
+    if not found:
+        return {}
+    width = int(max(found))
+    if found.keys() != {width}:
+        raise UserError(
+            f"sequence {found[max(found)]!r} has {max(found):g} experts for each token but the "
+            f"last, and another {min(found):g}; give all the same whole number, or none"
+        )
+    pairs = zip(members, sizes, strict=True)
+    joined = bytearray().join([s.experts or bytes(width * size) for s, size in pairs])
+    is_recorded_S = torch.tensor([bool(s.experts) for s in members])
+    return {
+        "experts_TK": torch.frombuffer(joined, dtype=torch.uint8).view(-1, width),
+        "is_recorded_T": is_recorded_S.repeat_interleave(torch.tensor(sizes)),
+    }
 
 
 def join_numbers(lists: Iterable[Sequence[float]], code: str) -> Tensor:

@@ -375,6 +375,7 @@ def _sequences(
             values=list(scores.values[i]) if returns else [],
             returns=returns[i] if returns else [],
             segments=part.tokens.segments,
+            experts=part.tokens.experts,
         )
         for i, part in enumerate(parts)
     ]

@@ -25,6 +25,7 @@ from roll_lite.profiling import Profiled
 from roll_lite.progress import ProgressBar
 from roll_lite.train.batch import MicroBatch, pack, unpack
 from roll_lite.train.offload import Offload
+from roll_lite.train.recorded_experts import RecordedExperts
 from roll_lite.train.sequences import TrainingSequence
 
 SEQUENCES_PER_CALL = 512  # bounds what a call over ranks carries
@@ -32,6 +33,11 @@ SEQUENCES_PER_CALL = 512  # bounds what a call over ranks carries
 
 class Scorer(Profiled):
     """A frozen model in the compute dtype, sharded: a reference, teacher or reward model."""
+
+    replays_experts = False
+    """Whether tokens have the experts that are recorded: the policy's alone, for its own tokens."""
+    _differing_R: Tensor | None = None
+    """Of the rows of the last forward pass, the layers with other experts than recorded."""
 
     def __init__(
         self,
@@ -146,6 +152,7 @@ class Scorer(Profiled):
             )
         if self.context_shard:
             return self._forward_over_ranks(micro, targets, *top)
+        choose = self._recorded_experts(micro)
         out = self.model(
             micro.token_ids_T,
             micro.positions_T,
@@ -156,8 +163,16 @@ class Scorer(Profiled):
             *top,
             truncation=self.truncation,
             is_whole_R=micro.observed_R,
+            choose=choose,
         )
+        self._differing_R = choose and choose.differing_T[micro.rows_R]
         return out if isinstance(out, tuple) else (out,)
+
+    def _recorded_experts(
+        self, micro: MicroBatch, places: Tensor | slice = slice(None)
+    ) -> RecordedExperts | None:
+        is_used = self.replays_experts and micro.experts_TK is not None
+        return RecordedExperts(micro, self.config, places) if is_used else None
 
     def _forward_over_ranks(
         self, micro: MicroBatch, targets: Tensor | None, *top: int | None
@@ -165,6 +180,7 @@ class Scorer(Profiled):
         """Every rank reads its part of the tokens, and gets the results of all rows."""
         tokens = micro.token_ids_T, micro.positions_T, micro.cu_seqlens
         part = self.context_shard.cut(*tokens, micro.rows_R)
+        choose = self._recorded_experts(micro, part.places_L)
         out = self.model(
             part.token_ids_L,
             part.positions_L,
@@ -175,9 +191,13 @@ class Scorer(Profiled):
             *top,
             truncation=self.truncation,
             is_whole_R=None if micro.observed_R is None else micro.observed_R[part.chosen],
+            choose=choose,
         )
         results = out if isinstance(out, tuple) else (out,)
-        return tuple(self.context_shard.join_rows(x, part, len(micro.rows_R)) for x in results)
+        results += (choose.differing_T[part.rows],) if choose else ()
+        rows = [self.context_shard.join_rows(x, part, len(micro.rows_R)) for x in results]
+        self._differing_R = rows.pop() if choose else None
+        return tuple(rows)
 
 
 def score_over_ranks(

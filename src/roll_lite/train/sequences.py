@@ -54,20 +54,27 @@ class TrainingSequence:
     teacher_ids: Tensor | None = None
     """(tokens, k): the teacher's likeliest tokens at the place of token i."""
     teacher_logprobs: Tensor | None = None
+    experts: bytes = field(default=b"", repr=False)
+    """Those that the engine used, a byte each: equally many for each token but the last."""
 
 
 Pair = tuple[TrainingSequence, TrainingSequence]
 """A chosen and a rejected reply, each with its prompt."""
 
 
-def plain_sequences(groups: list[Group]) -> list[TrainingSequence]:
-    """Every sample as tokens and masks alone: all that a model reads to score it.
+def plain_sequences(groups: list[Group], *, with_experts: bool = False) -> list[TrainingSequence]:
+    """Every sample as tokens and masks alone: all that a model reads to score it. The policy also
+    reads which experts it had.
 
     A sample is one sequence, or several that have its number.
     """
     return [
         TrainingSequence(
-            id=name_of(sample), sample=number, token_ids=part.token_ids, loss_mask=part.loss_mask
+            id=name_of(sample),
+            sample=number,
+            token_ids=part.token_ids,
+            loss_mask=part.loss_mask,
+            experts=part.experts if with_experts else b"",
         )
         for number, sample in enumerate(samples_of(groups))
         for part in sample.sequences

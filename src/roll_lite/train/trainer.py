@@ -48,7 +48,7 @@ from roll_lite.train.checkpoint_folders import (
     verify,
 )
 from roll_lite.train.digests import RunningDigest, digest_tensors
-from roll_lite.train.losses import Loss
+from roll_lite.train.losses import Loss, sampled_only
 from roll_lite.train.optimizer import Schedule
 from roll_lite.train.scorer import Scorer
 from roll_lite.train.sequences import TrainingSequence
@@ -85,8 +85,10 @@ class Trainer(Scorer):
         lora: LoraOptions | None = None,
         balance_coef: float = 0.0,
         is_shared: bool = False,
+        replays_experts: bool = False,
     ):
-        """A critic is a trainer with head="value". With `lora` only adapters are trained.
+        """A critic is a trainer with head="value". With `lora` only adapters are trained. With
+        `replays_experts` a mixture reads its samples with the experts that the engine used.
 
         `is_shared`: an engine on this rank computes with the frozen weights too (`engine_model`).
         They stay on the device, in arenas.
@@ -99,6 +101,7 @@ class Trainer(Scorer):
         self._build(folder, place, temperature, head, dtype, checkpointing, lora, is_shared)
         self._is_shared = is_shared
         self.truncation = truncation
+        self.replays_experts = replays_experts
         self.loss = loss
         self._balance = Balance(self.model, balance_coef, place)
         self.schedule = schedule
@@ -239,11 +242,17 @@ class Trainer(Scorer):
 
     def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         targets = micro.targets_R if micro.teacher_ids_RK is None else micro.teacher_ids_RK
-        if not self.truncation.is_on:
-            return self.loss(*self._forward(micro, targets), micro)
-        *found, micro, outside_R = hold_outside(*self._forward(micro, targets), micro)
+        found = self._forward(micro, targets)
+        more = {}
+        if self.truncation.is_on:
+            *found, micro, outside_R = hold_outside(*found, micro)
+            more["loss/outside_truncation"] = outside_R.float()
+        if self.replays_experts:
+            nothing_R = torch.zeros_like(micro.weights_R)
+            differing_R = nothing_R if self._differing_R is None else self._differing_R
+            more["mismatch/experts"] = sampled_only(differing_R, micro)
         loss_R, measurements = self.loss(*found, micro)
-        return loss_R, measurements | {"loss/outside_truncation": outside_R.float()}
+        return loss_R, measurements | more
 
     @torch.no_grad()
     def evaluate(self, batch: list[MicroBatch]) -> dict[str, float]:
@@ -296,14 +305,16 @@ class Trainer(Scorer):
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """The frozen base model, which serves as the reference."""
+        """The frozen base model, which serves as the reference. Its routers choose freely."""
         if not self.lora:
             raise UserError("only a model with LoRA is its own reference; give lora options")
         for adapter in adapters(self.model):
             adapter.is_on = False
+        replays_experts, self.replays_experts = self.replays_experts, False
         try:
             yield
         finally:
+            self.replays_experts = replays_experts
             for adapter in adapters(self.model):
                 adapter.is_on = True
 
