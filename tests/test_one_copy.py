@@ -20,10 +20,10 @@ MAPS = {  # and whether there is one copy
 CASES = ["train=0 generate=0", *(pytest.param(m, marks=pytest.mark.slow) for m in [*MAPS][1:])]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "qwen3"
-    make_reference("qwen3").save_pretrained(folder)
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+def model(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / request.param
+    make_reference(request.param).save_pretrained(folder)
     return folder
 
 
@@ -93,6 +93,7 @@ def check(found, is_shared, tolerance):
         ("train=0-3,tp=2,fsdp=1 generate=0-1,tp=2", True),  # two ranks only train
         ("train=0-3,tp=2,fsdp=1 generate=1-2,tp=2", False),  # other parts
         ("train=0-1,tp=2 generate=0-1", False),
+        ("train=0-1,tp=2 generate=0-1,tp=2,ep=2", False),  # parts of experts, and whole ones
         ("train=0 generate=0-1", False),
         ("train=0 generate=1", False),
         ("train=0-1,cp=2 generate=0-1", False),

@@ -104,6 +104,27 @@ def test_ranks_with_experts_have_the_gradients_of_one(tmp_path, family):
                 assert error < 1e-5, (layout, budget, name, error)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+def test_with_recorded_experts_ranks_round_as_one_does(tmp_path, family):
+    """In bf16."""
+    sizes = {"vocab_size": 99, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    make_reference(family, **sizes).save_pretrained(folder := tmp_path / family)
+    result_file = tmp_path / "layouts.pt"
+    run_torchrun(4, train_programs.__file__, "recorded", folder, result_file, DEVICE)
+    results = torch.load(result_file, weights_only=False, map_location="cpu")
+    alone = {}
+    for device in ("cpu", DEVICE):
+        with Cluster("train=0", device) as cluster:
+            alone[device] = train_programs.replayed(cluster, folder, "train")
+    for layout, grads in results.items():
+        for name, true in alone["cpu"].items():
+            error, on_one = (
+                ((found[name].cpu() - true).norm() / true.norm()).item()
+                for found in (grads, alone[DEVICE])
+            )
+            assert error < 1.5 * on_one + 5e-3, (layout, name, error, on_one)
+
+
 def test_every_layout_reads_what_another_wrote(over_ranks):
     expected, _ = over_ranks["resumed"]["fsdp2tp2"]
     for layout, (state, _) in over_ranks["resumed"].items():

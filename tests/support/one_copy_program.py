@@ -2,6 +2,7 @@
 one_copy_program.py DEVICE_MAP MODEL RESULT_FILE TURNS DEVICE, with TURNS yes or no."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -9,7 +10,6 @@ import torch
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.cluster.role import split
 from roll_lite.engine.request import Request
-from roll_lite.models.config import LoraOptions
 from roll_lite.models.fsdp import local
 from roll_lite.roles import Roles
 from roll_lite.sync import WeightSync
@@ -20,6 +20,7 @@ from roll_lite.train.scorer import score_over_ranks
 from roll_lite.train.sequences import TrainingSequence
 from roll_lite.train.trainer import Trainer
 from roll_lite.types import SamplingParams
+from support import train_programs
 from support.training_data import random_sequences
 
 PROMPTS = [[5, 9, 11], [100, 3, 7, 21, 60], [2] * 70]
@@ -95,7 +96,7 @@ def main(text, model, result_file, turns, device="cpu"):
         roles = Roles(cluster, **taking)
         roles.policy = policy = roles.add(
             "train", Trainer, folder=model, loss=sft_loss, schedule=Schedule(lr=3e-2),
-            lora=LoraOptions(rank=3), temperature=1.0,
+            lora=replace(train_programs.adapters(model), rank=3), temperature=1.0,
         )  # fmt: skip
         roles.engines = roles.add_engines(folder=model, kv_cache_gib=0.01)
         rank = cluster.role("sync", Rank)

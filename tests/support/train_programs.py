@@ -146,6 +146,25 @@ def balanced(trainer):
     return trainer.gradient(pack(make_sequences(), 10_000))[0]
 
 
+def replayed(cluster, model, layout):
+    """A gradient with recorded experts, which are random."""
+    trainer = cluster.role(layout, Probe, folder=model, **options(), replays_experts=True)
+    batch = pack(with_experts(model), 200, num_shards=trainer.role.num_replicas)
+    return trainer.gradient(split(batch))[0][0]
+
+
+def with_experts(model):
+    config = read_config(model)
+    experts, num_layers = config.experts, len(config.sparse_layers)
+    torch.manual_seed(0)
+    sequences = make_sequences()
+    for sequence in sequences:
+        rows = range((len(sequence.token_ids) - 1) * num_layers)
+        ids = [torch.randperm(experts.num_experts)[: experts.experts_per_token] for _ in rows]
+        sequence.experts = bytes(torch.cat(ids).tolist())
+    return sequences
+
+
 def is_mixture(model):
     return read_config(model).experts is not None
 
@@ -178,16 +197,18 @@ def layouts(model, result_file, device="cpu", dtype=None):
             results[name, has_adapters] = measure(trainer, replicas)
             trainer.export(exported(result_file, name, has_adapters))
         if is_mixture(model):
-            trainer = cluster.role("ep2tp2", Trainer, folder=model, **options())
-            trainer.step(split(pack(make_sequences(), 200, num_shards=2)))
-            results["exported"] = str(trainer.export(Path(result_file).parent / "exported"))
-            results["trained"] = {name: tensor.clone() for name, tensor in trainer.state().items()}
+            results["replayed"] = {name: replayed(cluster, model, name) for name in known}
             trainer = cluster.role("tp2", Probe, folder=model, **options(), balance_coef=0.5)
             results["balanced"] = balanced(trainer)
         folder = Path(result_file).parent
         results["resumed"] = resume_elsewhere(cluster, model, folder)
         results["of copies"] = written_by_copies(cluster, model, folder)
         torch.save(results, result_file)
+
+
+def recorded(model, result_file, device):
+    with Cluster(" ".join(MIXTURE_LAYOUTS.values()), device) as cluster:
+        torch.save({n: replayed(cluster, model, n) for n in MIXTURE_LAYOUTS}, result_file)
 
 
 def resume_elsewhere(cluster, model, folder):

@@ -53,6 +53,7 @@ def alone(folder):
             options = train_programs.options() | {"balance_coef": 0.5}
             trainer = cluster.role("train", train_programs.Probe, folder=folder, **options)
             results["balanced"] = train_programs.balanced(trainer)
+            results["replayed"] = train_programs.replayed(cluster, folder, "train")
     return results
 
 
@@ -60,11 +61,14 @@ def test_training_does_not_depend_on_the_layout(folder, over_ranks, alone):
     for layout, lora in train_programs.cases(folder):
         got, expected = over_ranks[layout, lora], alone[lora]
         whole = expected["grads"][10_000]
+        errors = {}
         for grads in (*got["grads"].values(), *expected["grads"].values()):
             assert grads.keys() == whole.keys()
             for name, grad in grads.items():
-                error = (grad - whole[name]).norm() / whole[name].norm()
+                error = ((grad - whole[name]).norm() / whole[name].norm()).item()
                 assert error < 1e-5, (layout, name, error)
+                errors[error] = name
+        print(f"{folder.name} {layout} lora={lora}: {max(errors):.1e}, {errors[max(errors)]}")
         assert got["losses"] == pytest.approx(expected["losses"], rel=2e-5)
         assert got["losses"][-1] < got["losses"][0]
         assert all(got["holds"])
@@ -83,6 +87,16 @@ def test_every_layout_exports_the_model_that_it_trained(folder, over_ranks):
             assert torch.equal(model.get_parameter(name), tensor), (layout, name)
 
 
+def test_recorded_experts_are_those_of_all_layouts(folder, over_ranks, alone):
+    for layout, grads in over_ranks.get("replayed", {}).items():
+        for name, expected in alone["replayed"].items():
+            error = (grads[name] - expected).norm() / expected.norm()
+            assert error < 1e-5, (layout, name, error)
+    if "replayed" in alone:
+        own = alone[False]["grads"][200]["blocks.1.mlp.router"]
+        assert not torch.allclose(alone["replayed"]["blocks.1.mlp.router"], own, rtol=0.1)
+
+
 def test_ranks_that_share_experts_balance_them_once(folder, over_ranks, alone):
     for name, expected in alone["balanced"].items() if "balanced" in alone else ():
         error = (over_ranks["balanced"][name] - expected).norm() / expected.norm()
@@ -93,8 +107,9 @@ def test_transformers_loads_what_ranks_with_parts_of_experts_export(folder, over
     if not train_programs.is_mixture(folder):
         return
     ours = load_model(folder)
-    ours.load_state_dict(over_ranks["trained"])
-    theirs = AutoModelForCausalLM.from_pretrained(over_ranks["exported"])
+    ours.load_state_dict(over_ranks["ep2tp2", False]["state"])
+    folder = train_programs.exported(folder.parent / "layouts.pt", "ep2tp2", False)
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.arange(40)
     attend = PackedAttention(torch.tensor([0, 40], dtype=torch.int32), 40)
     with torch.no_grad():
