@@ -17,7 +17,8 @@ from roll_lite.engine.engine import Engine
 from roll_lite.engine.request import Request
 from roll_lite.models.attention import PackedAttention
 from roll_lite.models.config import LoraOptions
-from roll_lite.models.hf import load_model, save_model
+from roll_lite.models.hf import load_model
+from roll_lite.models.hf_write import save_model
 from roll_lite.train.batch import pack, unpack
 from roll_lite.train.recorded_experts import RecordedExperts
 from roll_lite.train.sequences import TrainingSequence
