@@ -257,10 +257,6 @@ class PolicyConfig(RecipeConfig):
             reason = f"advantage={self.advantages.advantage!r}"
             unread_with(reason, self.teaching, "teacher_weight")
 
-    @property
-    def replays_experts(self) -> bool:
-        return self.router == "replay" and read_config(self.model).experts is not None
-
     def _check_sizes(self) -> None:
         config = read_config(self.model)
         if config.experts is None:
@@ -306,6 +302,11 @@ class PolicyConfig(RecipeConfig):
         """Tokens that fit the model and a micro-batch; the cache must hold them too."""
         positions = read_config(self.model).max_positions
         return min(positions, self.training.tokens_per_microbatch)
+
+    @property
+    def replays_experts(self) -> bool:
+        """Whether the policy is trained with the experts that engines record."""
+        return self.router == "replay" and read_config(self.model).experts is not None
 
     @property
     def min_samples(self) -> int:

@@ -1,5 +1,5 @@
 """Two steps with LoRA, where engines compute with the trainer's frozen weights or with their own:
-one_copy_program.py DEVICE_MAP MODEL RESULT_FILE TURNS, with TURNS yes or no."""
+one_copy_program.py DEVICE_MAP MODEL RESULT_FILE TURNS DEVICE, with TURNS yes or no."""
 
 import sys
 from dataclasses import replace
@@ -56,7 +56,7 @@ class Rank(WeightSync):
     def adapters_are_equal(self):
         theirs = dict(self.engine.model.named_parameters())
         ours = dict(self.trainer.adapters())
-        return all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+        return all(torch.equal(p.to(theirs[name].dtype), theirs[name]) for name, p in ours.items())
 
     def whole_model_is_refused(self):
         before = [p.clone() for p in self.engine.model.parameters()]
@@ -89,10 +89,10 @@ def scored(policy, generated, method="logprobs"):
     return [logprobs[-len(ids) :] for logprobs, (ids, _) in pairs]
 
 
-def main(text, model, result_file, turns):
+def main(text, model, result_file, turns, device="cpu"):
     taking = dict.fromkeys(("engines_sleep", "offload"), turns == "yes")
     results = {"generated": [], "scored": [], "addresses": [], "digests": [], "equal": []}
-    with Cluster(text, "cpu") as cluster:
+    with Cluster(text, device) as cluster:
         roles = Roles(cluster, **taking)
         roles.policy = policy = roles.add(
             "train", Trainer, folder=model, loss=sft_loss, schedule=Schedule(lr=3e-2),

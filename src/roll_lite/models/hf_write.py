@@ -165,8 +165,7 @@ def _write_tensors(
             out.write(header({name: expected[name] for name in names}))
             for name in names:
                 found, tensor = next(tensors)
-                if (found, tensor.shape) != (name, expected[name].shape):
-                    raise AssertionError(f"{found} {tensor.shape} came, not {name}")
+                assert (found, tensor.shape) == (name, expected[name].shape), (found, name)
                 out.write(content(tensor.to(expected[name].dtype)))
 
 
