@@ -106,6 +106,19 @@ def test_bad_options(options, message):
         LoraOptions(**options)
 
 
+@pytest.mark.parametrize(
+    ("family", "targets", "message"),
+    [
+        ("qwen2", ("qkv", "expert_down"), "targets=expert_down are experts, and this model has no"),
+        ("qwen3_moe", ("gate_up",), "targets=gate_up are in no layer of this model; add others"),
+    ],
+)
+def test_targets_that_a_model_does_not_have(place, tmp_path, family, targets, message):
+    make_reference(family).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(place, tmp_path, lora=LoraOptions(targets=targets))
+
+
 def test_a_full_model_is_no_reference_of_itself(place, folder):
     trainer = make_trainer(place, folder, lora=None)
     with pytest.raises(ValueError, match="give lora options"):

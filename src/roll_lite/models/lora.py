@@ -15,9 +15,6 @@ from roll_lite.models.config import TARGETS, LoraOptions
 from roll_lite.models.ops import linear
 from roll_lite.models.tensor_parallel import TensorShard, is_of_experts
 
-GROUPED_RANKS = 8
-"""Rows of operands of grouped products are multiples of 16 bytes."""
-
 
 class Adapter(nn.Module):
     """With a `shard`, one matrix is cut like the weight, and the other is whole on every rank.
@@ -62,11 +59,9 @@ class ExpertAdapter(Adapter):
         self, weight: Tensor, options: LoraOptions, shard: TensorShard | None, cuts_up: bool
     ):
         super().__init__(weight, options, shard, cuts_up)
-        if weight.is_cuda and options.rank % GROUPED_RANKS:
-            raise UserError(
-                f"lora rank={options.rank} with experts as targets must be a multiple of "
-                f"{GROUPED_RANKS} on a GPU"
-            )
+        if weight.is_cuda and options.rank % 8:  # grouped products take rows of 16 bytes
+            rank = f"lora rank={options.rank}"
+            raise UserError(f"{rank} with experts as targets must be a multiple of 8 on a GPU")
         self.down = nn.Parameter(torch.empty(len(weight), *self.down.shape))
 
     def matrices(self) -> tuple[Tensor, Tensor]:
