@@ -250,6 +250,13 @@ def test_dealt_experts_take_less_while_they_are_gathered():
     assert (whole.weights, whole.optimizer) == (dealt.weights, dealt.optimizer)
 
 
+def test_a_shape_may_have_fewer_layers():
+    assert shape_config("qwen3-8b/2") == replace(shape_config("qwen3-8b"), num_layers=2)
+    for name in ("qwen3-8b/0", "qwen3-8b/37", "qwen3-8b/x"):
+        with pytest.raises(ValueError, match="give 1 to 36 layers, as in qwen3-8b/2"):
+            shape_config(name)
+
+
 def test_an_unknown_shape_is_named():
     with pytest.raises(ValueError, match=r"shape='gpt2' is not known; use one of smollm2-135m"):
         shape_config("gpt2")

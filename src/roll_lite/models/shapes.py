@@ -72,7 +72,13 @@ SHAPES: dict[str, dict] = {
 
 
 def hf_shape(name: str) -> dict:
-    """The config.json of a well-known model."""
-    if name not in SHAPES:
-        raise UserError(f"shape={name!r} is not known; use one of {', '.join(SHAPES)}")
-    return SHAPES[name]
+    """The config.json of a well-known model; of qwen3-8b/4, with four layers alone."""
+    base, _, layers = name.partition("/")
+    if base not in SHAPES:
+        raise UserError(f"shape={base!r} is not known; use one of {', '.join(SHAPES)}")
+    if not layers:
+        return SHAPES[base]
+    most = SHAPES[base]["num_hidden_layers"]
+    if not layers.isdecimal() or not 1 <= int(layers) <= most:
+        raise UserError(f"shape={name!r}: give 1 to {most} layers, as in {base}/2")
+    return SHAPES[base] | {"num_hidden_layers": int(layers)}
