@@ -28,3 +28,11 @@ def test_outputs_and_gradients_are_those_of_one_rank(over_ranks, case):
         assert (mine - theirs).norm() <= 1e-6 * theirs.norm()
     told = [count for results in over_ranks for count in results[case][1]]
     assert len(told) == RANKS and all(said == true for said, true in told)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_experts_may_be_named_in_32_bits(over_ranks, case):
+    for results in over_ranks:
+        (expected, *_), _, found = results[case]
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

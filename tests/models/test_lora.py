@@ -1,5 +1,7 @@
 """Low-rank adapters against the formula, through training, merging and checkpoints."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.models import make_reference
@@ -8,7 +10,7 @@ from support.training_data import random_sequences
 from roll_lite.cluster.cluster import Cluster
 from roll_lite.models.config import LoraOptions
 from roll_lite.models.hf import load_model
-from roll_lite.models.lora import Adapter, adapters
+from roll_lite.models.lora import Adapter, adapters, is_of_adapter
 from roll_lite.train.batch import pack
 from roll_lite.train.checkpoint import load_checkpoint, start_checkpoint
 from roll_lite.train.checkpoint_folders import Checkpoints, read_manifest
@@ -91,6 +93,32 @@ def test_targets_choose_the_weights(place, folder):
         f"{target}_adapter.{part}" for target in ("attention.out", "mlp.down")
         for part in ("down", "up")
     }  # fmt: skip
+
+
+def test_a_first_layer_without_adapters(place, tmp_path):
+    sizes = {"num_hidden_layers": 2, "mlp_only_layers": [0]}
+    make_reference("qwen2_moe", **sizes).save_pretrained(tmp_path)
+    trainer = make_trainer(place, tmp_path, lora=LoraOptions(targets=("expert_down",)))
+    assert {name.split(".")[1] for name in trainer.optimizer.parameters} == {"1"}
+
+
+def test_whole_weights_keep_the_precision_of_adapters(place, folder, monkeypatch):
+    """Over ranks, frozen weights in 16 bits and adapters in 32 travel in messages of their own."""
+    trainer = make_trainer(place, folder)
+    mesh = object()  # of all parameters, as where FSDP has cut frozen ones too
+    for name in trainer._parameters:
+        dtype = torch.float32 if is_of_adapter(name) else torch.bfloat16
+        trainer._parameters[name] = SimpleNamespace(dtype=dtype, device_mesh=mesh)
+    messages = []
+    start = "roll_lite.train.trainer.start_gathering"
+    monkeypatch.setattr(start, lambda held, dtype: messages.append((held, dtype)))
+    for wanted in (None, torch.bfloat16):
+        messages.clear()
+        trainer._start_gathering(trainer._buckets[0], wanted)
+        found = {name: dtype for held, dtype in messages for name in held}
+        adapters = {name for name in found if is_of_adapter(name)}
+        assert len(adapters) > 1 and {found[name] for name in adapters} == {torch.float32}
+        assert {found[name] for name in found.keys() - adapters} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def mix_over_ranks(
 
     All ranks of the group call it together, also with few tokens or none.
     """
-    size = group.size()
+    size, ids_TK = group.size(), ids_TK.long()  # kernels choose experts in int32
     pairs_TP = torch.zeros(len(x_TH), size, dtype=torch.int64, device=x_TH.device)
     pairs_TP.scatter_add_(1, ids_TK // num_experts, torch.ones_like(ids_TK))
     is_sent_TP = pairs_TP > 0

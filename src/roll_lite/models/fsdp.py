@@ -73,9 +73,9 @@ def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard]:
 
 def _units(model: Transformer, staying: set[nn.Parameter]) -> list[list[nn.Module]]:
     """Blocks that are gathered together: with many small ones, the host would be the bottleneck."""
-    size = sum(p.numel() for p in model.blocks[0].parameters() if p not in staying)
-    count = max(1, UNIT_PARAMETERS // size)
     blocks = list(model.blocks)
+    size = max(sum(p.numel() for p in block.parameters() if p not in staying) for block in blocks)
+    count = max(1, UNIT_PARAMETERS // max(1, size))
     return [blocks[start : start + count] for start in range(0, len(blocks), count)]
 
 

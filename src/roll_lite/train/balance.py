@@ -51,9 +51,11 @@ class Balance:
         """Forward and backward of a micro-batch; an idle one does not count."""
         for experts in self._layers:
             experts.balance = self._slope if micro.num_sequences else None
-        yield
-        for experts in self._layers:
-            experts.balance = None
+        try:
+            yield
+        finally:
+            for experts in self._layers:
+                experts.balance = None
 
     def metrics(self) -> dict[str, float]:
         """A collective call."""

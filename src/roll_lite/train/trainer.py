@@ -399,7 +399,8 @@ class Trainer(Scorer):
         messages: dict[tuple, dict[str, DTensor]] = {}
         for name in [*names, *(name for name in added if name in self._parameters)]:
             parameter = self._parameters[name]
-            kind = None if "_adapter." in name else dtype
+            own = dtype is None or is_of_adapter(name)  # adapters are merged as they are
+            kind = parameter.dtype if own else dtype
             mesh = getattr(parameter, "device_mesh", None)  # None: it is whole on every rank
             of_mesh = messages.setdefault((mesh, kind), {})
             of_mesh[name] = self._on_device(parameter)
