@@ -106,8 +106,9 @@ def test_ranks_with_experts_have_the_gradients_of_one(tmp_path, family):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
 def test_with_recorded_experts_ranks_round_as_one_does(tmp_path, family):
-    """In bf16."""
+    """In bf16, in which the experts' widths on a rank must be multiples of 8."""
     sizes = {"vocab_size": 99, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    sizes["moe_intermediate_size"] = 32
     make_reference(family, **sizes).save_pretrained(folder := tmp_path / family)
     result_file = tmp_path / "layouts.pt"
     run_torchrun(4, train_programs.__file__, "recorded", folder, result_file, DEVICE)

@@ -238,6 +238,15 @@ def test_frozen_experts_get_no_gradient():
             assert relative_error(got, exact) < RELATIVE
 
 
+def test_widths_that_grouped_products_cannot_have_are_refused():
+    inputs = make(3, 3, 2, 32, 18)
+    with pytest.raises(ValueError, match=r"inner width of 18 on a rank.*of \d; lower tp"):
+        gradients(grouped_mlp, inputs, EVERYTHING)
+    assert relative_error(*(
+        gradients(run, of, (0,))[1] for run, of in ((grouped_mlp, inputs), (loop, doubles(inputs)))
+    )) < RELATIVE  # fmt: skip
+
+
 def test_no_tokens_give_zero_gradients():
     for got in gradients(grouped_mlp, make(0, 3, 2, 32, 16), EVERYTHING)[2:4]:
         assert (got == 0).all()

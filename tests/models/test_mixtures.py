@@ -134,7 +134,7 @@ def test_equal_probabilities_go_to_the_first_experts():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than the 7 experts"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than the 7 experts; lower"),
         ({"mlp_only_layers": [3]}, r"mlp_only_layers=\[3\] must be numbers of layers"),
         ({"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported: its router chooses"),
         ({"moe_intermediate_size": None}, "moe_intermediate_size=None must be"),
@@ -145,6 +145,13 @@ def test_mixtures_that_cannot_be_computed_are_refused(changes, message):
     hf = {"model_type": kind, **SMALL, **QWEN, **options} | changes
     with pytest.raises(UnsupportedModelError, match=message):
         parse_config(json.loads(json.dumps(hf)))
+
+
+def test_a_mixture_without_sparse_layers_is_a_dense_model():
+    kind, options = MIXTURES["all sparse"]
+    hf = {"model_type": kind, **SMALL, **QWEN, **options, "decoder_sparse_step": 100}
+    assert parse_config(hf).experts is None
+    assert parse_config(hf | {"decoder_sparse_step": 1}).experts.dense_layers == ()
 
 
 @pytest.mark.parametrize("adapted", [(), (0,), (0, 1)])

@@ -1,13 +1,20 @@
 """Rows as sequences: what carries loss, what is too long, which models understand each other."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 from support.chat_templates import save_tokenizer
 
 from roll_lite.chat import Chat
 from roll_lite.data import Dialogue, Preference
-from roll_lite.train.encoding import check_vocabulary, encode_dialogues, encode_preferences, fit
+from roll_lite.train.encoding import (
+    check_vocabulary,
+    encode_dialogues,
+    encode_preferences,
+    fit,
+    truncate,
+)
 
 LARGE = {"tokens_per_microbatch": 1000, "max_positions": 1000}
 
@@ -62,6 +69,9 @@ def test_what_is_too_long_is_named_or_cut(tiny_folder):
     cut, num_cut = fit(sequences, **limits, too_long="truncate")
     assert num_cut == 1 and cut[0] == sequences[0]
     assert cut[1].token_ids == sequences[1].token_ids[:-1]
+    experts = bytes(number for number in range(length - 1) for _ in range(2))
+    recorded = [replace(sequences[1], experts=experts)]
+    assert truncate(recorded, length - 2)[0] == [replace(cut[1], experts=experts[:-2])]
     limits = {"tokens_per_microbatch": 512, "max_positions": length - 1}
     assert fit(sequences, **limits, too_long="error") == (sequences, 0)
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from roll_lite.checks import UserError
 from roll_lite.kernels.experts import (
     PairLists,
     activate,
@@ -36,6 +37,12 @@ def grouped_mlp(
 
     `num_pairs` is the most that are of these experts, and bounds what is saved.
     """
+    (_, H, inner), multiple = down_EHF.shape, 16 // x_TH.dtype.itemsize
+    if gate_up_E2FH.requires_grad and (H % multiple or inner % multiple):
+        raise UserError(
+            f"trained experts have hidden_size={H} and an inner width of {inner} on a rank, and "
+            f"grouped products on a GPU need multiples of {multiple}; lower tp"
+        )
     options = first_expert, num_pairs
     return _GroupedMlp.apply(x_TH, gate_up_E2FH, down_EHF, ids_TK, weights_TK, *options)
 

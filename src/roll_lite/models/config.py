@@ -60,7 +60,7 @@ class ExpertsConfig:
         if self.experts_per_token > self.num_experts:
             raise UnsupportedModelError(
                 f"num_experts_per_tok={self.experts_per_token} is more than the "
-                f"{self.num_experts} experts"
+                f"{self.num_experts} experts; lower it in config.json"
             )
 
 
@@ -294,9 +294,12 @@ def parse_config(hf: dict) -> ModelConfig:
     )
 
 
-def _parse_experts(hf: dict) -> ExpertsConfig:
-    """transformers 5 writes num_local_experts; older folders of Qwen have num_experts."""
+def _parse_experts(hf: dict) -> ExpertsConfig | None:
+    """Folders of transformers 5 have num_local_experts, older ones of Qwen num_experts."""
     is_mixtral = hf["model_type"] == "mixtral"
+    dense_layers = () if is_mixtral else _dense_layers(hf)
+    if len(dense_layers) == _size(hf, "num_hidden_layers"):
+        return None
     name = "num_experts" if "num_experts" in hf else "num_local_experts"
     return ExpertsConfig(
         num_experts=_size(hf, name),
@@ -306,7 +309,7 @@ def _parse_experts(hf: dict) -> ExpertsConfig:
         shared_size=_size(hf, "shared_expert_intermediate_size")
         if hf["model_type"] == "qwen2_moe"
         else 0,
-        dense_layers=() if is_mixtral else _dense_layers(hf),
+        dense_layers=dense_layers,
     )
 
 

@@ -103,6 +103,8 @@ def truncate(
         if len(sequence.token_ids) > longest:
             values = {name: getattr(sequence, name) for name in per_token}
             cut = {name: v[:longest] for name, v in values.items() if v is not None}
+            width = len(sequence.experts) // (len(sequence.token_ids) - 1)
+            cut["experts"] = sequence.experts[: width * tokens_per_microbatch]
             sequence = replace(sequence, **cut)
             num_cut += 1
         result.append(sequence)
