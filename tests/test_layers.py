@@ -39,7 +39,7 @@ LAYERS = [  # top first; a name may import names below its line, and within its 
 ALLOWED = {("sync", "train")}
 LINES = {  # of Python in a package, at most; "." is the files beside the packages
     ".": 7325, "cluster": 2975, "data": 1300, "engine": 2775, "envs": 2250, "kernels": 1400,
-    "models": 3850, "planning": 1525, "proof": 1525, "report": 3050, "rewards": 3525,
+    "models": 3900, "planning": 1525, "proof": 1525, "report": 3050, "rewards": 3525,
     "rollout": 3175, "sandbox": 2450, "train": 5000, "workers": 2575,
 }  # fmt: skip
 SLACK = 100
