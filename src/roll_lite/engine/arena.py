@@ -140,10 +140,11 @@ def cache_shape(model: Transformer, num_pages: int, page_size: int) -> tuple[int
     return config.num_layers, 2, num_pages, page_size, config.num_kv_heads, config.head_dim
 
 
-def pages_within(kv_cache_gib: float, model: Transformer, page_size: int) -> int:
-    """Number of pages in a KV cache of this size."""
+def pages_within(kv_cache_gib: float, model: Transformer, page_size: int, beside: int = 0) -> int:
+    """Number of pages in a KV cache of this size; `beside` is what a page has beside keys and
+    values, in bytes."""
     page_bytes = torch.Size(cache_shape(model, 1, page_size)).numel()
-    page_bytes *= model.embedding.element_size()
+    page_bytes = page_bytes * model.embedding.element_size() + beside
     num_pages = int(kv_cache_gib * 2**30) // page_bytes
     if num_pages < 1:
         raise UserError(

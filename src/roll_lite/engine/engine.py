@@ -15,6 +15,7 @@ from torch import Tensor
 from roll_lite.checks import UserError
 from roll_lite.engine.arena import Arena, check_fit, move_to_arena, pages_within, write
 from roll_lite.engine.attention_backends import PAGE_SIZE, choose_backend
+from roll_lite.engine.expert_record import ExpertRecord
 from roll_lite.engine.pages import PagePool
 from roll_lite.engine.request import (
     Decode,
@@ -74,7 +75,8 @@ class Engine:
         weight = model.embedding
         backend = choose_backend(backend, weight.device, weight.dtype, model.config.head_dim)
         page_size = page_size or PAGE_SIZE[backend]
-        num_pages = pages_within(kv_cache_gib, model, page_size)
+        rows = ExpertRecord.shape(model.config, 1, page_size) if records_experts else (0,)
+        num_pages = pages_within(kv_cache_gib, model, page_size, torch.Size(rows).numel())
         self.pool = PagePool(num_pages, page_size)
         self.burst = burst or (16 if weight.is_cuda else 1)
         self.scheduler = Scheduler(

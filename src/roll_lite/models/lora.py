@@ -59,9 +59,13 @@ class ExpertAdapter(Adapter):
         self, weight: Tensor, options: LoraOptions, shard: TensorShard | None, cuts_up: bool
     ):
         super().__init__(weight, options, shard, cuts_up)
-        if weight.is_cuda and options.rank % 8:  # grouped products take rows of 16 bytes
-            rank = f"lora rank={options.rank}"
-            raise UserError(f"{rank} with experts as targets must be a multiple of 8 on a GPU")
+        sizes = {"lora rank": options.rank, "the width of a weight": weight.shape[-1]}
+        for name, size in sizes.items():  # grouped products take rows of 16 bytes
+            if weight.is_cuda and size % 8:
+                raise UserError(
+                    f"{name}={size} with experts as targets must be a multiple of 8 on a GPU; "
+                    "change it (tp cuts widths), or leave experts out of lora_targets"
+                )
         self.down = nn.Parameter(torch.empty(len(weight), *self.down.shape))
 
     def matrices(self) -> tuple[Tensor, Tensor]:

@@ -223,7 +223,8 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
          "of a layer over the mean of its experts, averaged over layers"),
         ("train/mfu", "MFU", SHARE, "flops of training over the peak of the GPUs in bf16; for GPUs "
          "whose peak is known"),
-        ("train/peak_gib", "peak memory", GIB, "most memory that the first rank's tensors took"),
+        ("train/peak_gib", "peak memory", GIB, "most memory that the first rank's tensors took, "
+         "without the engine's"),
     ],
 }  # fmt: skip
 METRICS = [Metric(*row) for rows in TABLE.values() for row in rows]

@@ -8,6 +8,7 @@ are the router's own probabilities of them, so that it gets its gradient (R3, 25
 import torch
 from torch import Tensor
 
+from roll_lite.checks import UserError
 from roll_lite.models.config import ModelConfig
 from roll_lite.train.batch import MicroBatch
 
@@ -18,6 +19,11 @@ class RecordedExperts:
     def __init__(self, micro: MicroBatch, config: ModelConfig, places: Tensor | slice):
         """`places` are those of the tokens that are read here."""
         sizes = len(config.sparse_layers), config.experts.experts_per_token
+        if (width := micro.experts_TK.shape[1]) != sizes[0] * sizes[1]:
+            raise UserError(
+                f"samples have records of {width} experts a token, and this model {sizes[0]} layers"
+                f" of {sizes[1]}: they are another model's; take --router own"
+            )
         self._experts_TLK = micro.experts_TK[places].unflatten(1, sizes)
         self._is_recorded_T = micro.is_recorded_T[places]
         self._differs_TL = torch.zeros_like(self._experts_TLK[:, :, 0], dtype=torch.bool)
