@@ -301,14 +301,13 @@ def _parse_experts(hf: dict) -> ExpertsConfig | None:
     if len(dense_layers) == _size(hf, "num_hidden_layers"):
         return None
     name = "num_experts" if "num_experts" in hf else "num_local_experts"
+    shared = "shared_expert_intermediate_size"
     return ExpertsConfig(
         num_experts=_size(hf, name),
         experts_per_token=_size(hf, "num_experts_per_tok"),
         size=_size(hf, "intermediate_size" if is_mixtral else "moe_intermediate_size"),
         renormalizes=is_mixtral or bool(hf.get("norm_topk_prob", False)),
-        shared_size=_size(hf, "shared_expert_intermediate_size")
-        if hf["model_type"] == "qwen2_moe"
-        else 0,
+        shared_size=_size(hf, shared) if hf["model_type"] == "qwen2_moe" else 0,
         dense_layers=dense_layers,
     )
 
